@@ -1,0 +1,22 @@
+"""Packaging of hvkit; tool settings live in pyproject.toml."""
+
+from setuptools import find_packages, setup
+
+PYTORCH = ["torch>=2.1", "numpy"]
+TENSORFLOW = ["tensorflow-cpu>=2.16", "keras>=3.3", "numpy"]
+
+setup(
+    name="hvkit",
+    version="0.1.0",
+    description="Horovod's ring-allreduce for today's PyTorch and Keras, with one call",
+    python_requires=">=3.11",
+    packages=find_packages(include=["hvkit", "hvkit.*"]),
+    package_data={"hvkit": ["py.typed"]},
+    install_requires=["numpy", "packaging", "rich", "setuptools>=70.1"],
+    extras_require={
+        "pytorch": PYTORCH,
+        "tensorflow": TENSORFLOW,
+        "recipes": ["scikit-learn"],
+    },
+    entry_points={"console_scripts": ["hvkit=hvkit.cli:main"]},
+)
