@@ -23,7 +23,7 @@ class LaunchError(HvkitError):
     """The number of launched processes and the number of ranks that Horovod sees differ."""
 
 
-class RanksDisagreeError(HvkitError):
+class RanksDisagreeError(HvkitError, ValueError):
     """The ranks called with different models, optimizers or arguments."""
 
 

@@ -1,0 +1,41 @@
+"""hvkit puts a PyTorch or Keras training script on Horovod's ring-allreduce with one call."""
+
+from hvkit.distribute import distribute
+from hvkit.errors import (
+    BuildError,
+    HorovodNotFoundError,
+    HvkitError,
+    LaunchError,
+    RanksDisagreeError,
+)
+from hvkit.runtime import (
+    allgather,
+    average,
+    barrier,
+    broadcast,
+    init,
+    local_rank,
+    local_size,
+    rank,
+    size,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BuildError",
+    "HorovodNotFoundError",
+    "HvkitError",
+    "LaunchError",
+    "RanksDisagreeError",
+    "allgather",
+    "average",
+    "barrier",
+    "broadcast",
+    "distribute",
+    "init",
+    "local_rank",
+    "local_size",
+    "rank",
+    "size",
+]

@@ -1,0 +1,5 @@
+"""PyTorch: gradients are averaged when ``loss.backward()`` returns."""
+
+from hvkit.adapters.pytorch.adapter import PyTorchAdapter
+
+__all__ = ["PyTorchAdapter"]

@@ -1,0 +1,196 @@
+"""What ``distribute`` does to a PyTorch model and its optimizers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from hvkit.adapters import Options
+from hvkit.adapters.pytorch.reducer import GradientReducer
+from hvkit.adapters.pytorch.state import broadcast_optimizer, broadcast_tensors, move_to
+from hvkit.agreement import require_equal
+from hvkit.learning_rate import warmup_multiplier
+
+# Tells the reducers of several models apart; ranks call distribute in the same order.
+_serial = itertools.count()
+
+
+class PyTorchAdapter:
+    """One model and the optimizers that update it."""
+
+    framework = "torch"
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Any], options: Options) -> None:
+        self.model = model
+        self.optimizers: list[Optimizer] = [_checked(each, model) for each in optimizers]
+        self.options = options
+        self.parameters = _named_parameters(model, self.optimizers)
+        self.factor = 1.0
+        for name, tensor in [*self.parameters.items(), *model.named_buffers()]:
+            _refuse_uninitialised(name, tensor)
+
+    def facts(self) -> list[str]:
+        buffers = {f"buffer {_plain(name)}": b for name, b in self.model.named_buffers()}
+        tensors = {f"parameter {name}": p for name, p in self.parameters.items()} | buffers
+        groups = [
+            f"{type(each).__name__} with parameter groups of "
+            f"{[len(group['params']) for group in each.param_groups]}"
+            for each in self.optimizers
+        ]
+        return [
+            *(f"{name}: shape {tuple(t.shape)}, {t.dtype}" for name, t in tensors.items()),
+            *groups,
+        ]
+
+    def synchronise(self) -> None:
+        if torch.cuda.is_available():
+            device = torch.device("cuda", torch.cuda.current_device())
+            move_to(device, self.model, self.optimizers)
+        broadcast_tensors([*self.parameters.values(), *self.model.buffers()])
+        for optimizer in self.optimizers:
+            broadcast_optimizer(optimizer)
+
+    def scale_learning_rate(self, factor: float) -> list[tuple[float, float]]:
+        self.factor = factor
+        return [
+            _scale(group, factor) for each in self.optimizers for group in each.param_groups
+        ]
+
+    def average_gradients(self) -> None:
+        reducer = GradientReducer(
+            self.parameters,
+            row_sparse=_sparse_embeddings(self.model),
+            accumulate=self.options.accumulate,
+            name=f"hvkit.{next(_serial)}",
+        )
+        for optimizer in self.optimizers:
+            reducer.watch(optimizer)
+            self._follow_new_groups(optimizer, reducer)
+            if self.options.warmup_steps:
+                _warm_up(optimizer, self.options.warmup_steps, self.factor)
+
+    def _follow_new_groups(self, optimizer: Optimizer, reducer: GradientReducer) -> None:
+        """Give parameters that are added to the optimizer later the same treatment.
+
+        ``add_param_group`` is replaced on the instance only; optimizers leave it out when they
+        are pickled.
+        """
+        add: Callable[[dict[str, Any]], None] = optimizer.add_param_group
+
+        def add_param_group(param_group: dict[str, Any]) -> None:
+            add(param_group)
+            group = optimizer.param_groups[-1]
+            new = [p for p in group["params"] if p not in reducer]
+            facts = [f"parameter {tuple(p.shape)}, {p.dtype}" for p in new]
+            require_equal("new parameter group", facts, "add the same group on every rank")
+            broadcast_tensors(new)
+            reducer.add({f"added {len(reducer) + i}": p for i, p in enumerate(new)})
+            _scale(group, self.factor)
+
+        optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
+
+
+def _checked(optimizer: Any, model: nn.Module) -> Optimizer:
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            "optimizer of a PyTorch model must be a torch.optim.Optimizer, or a list of them, "
+            f"got {type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        )
+    if type(optimizer).__module__.startswith("horovod."):
+        raise TypeError(
+            "optimizer is already wrapped by Horovod's DistributedOptimizer: pass the plain "
+            "torch.optim optimizer, hvkit.distribute does the averaging"
+        )
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    own = [id(p) for p in model.parameters()]
+    if not own:
+        raise ValueError(f"model {type(model).__name__} has no parameters to train")
+    if held.isdisjoint(own):
+        raise ValueError(
+            f"optimizer {type(optimizer).__name__} holds none of the {len(own)} parameters of "
+            f"{type(model).__name__}: make it from this model's parameters(), after the model was "
+            "last replaced"
+        )
+    return optimizer
+
+
+def _named_parameters(
+    model: nn.Module, optimizers: Sequence[Optimizer]
+) -> dict[str, nn.Parameter]:
+    """The model's parameters, and those that only an optimizer holds, each once."""
+    named = {_plain(name): p for name, p in model.named_parameters()}
+    seen = {id(p) for p in named.values()}
+    for o, optimizer in enumerate(optimizers):
+        for g, group in enumerate(optimizer.param_groups):
+            for i, p in enumerate(group["params"]):
+                if id(p) not in seen:
+                    seen.add(id(p))
+                    named[f"optimizer {o} group {g} parameter {i}"] = p
+    return named
+
+
+def _plain(name: str) -> str:
+    """The parameter's name without the prefix that ``torch.compile`` puts before it."""
+    return name.replace("_orig_mod.", "")
+
+
+def _refuse_uninitialised(name: str, tensor: torch.Tensor) -> None:
+    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        raise ValueError(
+            f"{name} has no shape yet (a lazy module): run one batch through the model before "
+            "hvkit.distribute, and make the optimizer after that"
+        )
+    if tensor.is_meta:
+        raise ValueError(f"{name} is on the meta device: load or initialise the weights first")
+
+
+def _sparse_embeddings(model: nn.Module) -> set[nn.Parameter]:
+    """Weights whose gradient is known to have values in few rows only."""
+    return {
+        module.weight
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+    }
+
+
+def _scale(group: dict[str, Any], factor: float) -> tuple[float, float]:
+    before = float(group["lr"])
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].mul_(factor)
+    else:
+        group["lr"] *= factor
+    return before, float(group["lr"])
+
+
+def _warm_up(optimizer: Optimizer, steps: int, factor: float) -> None:
+    """Lower the learning rate inside ``step()`` only, so that schedulers never see it lowered."""
+    done = 0
+    full: list[float] = []
+
+    def lower(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        multiplier = warmup_multiplier(done, steps, factor)
+        full[:] = [float(group["lr"]) for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            _scale(group, multiplier)
+
+    def restore(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        nonlocal done
+        done += 1
+        for group, lr in zip(optimizer.param_groups, full, strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+        if done == steps:
+            before.remove()
+            after.remove()
+
+    before = optimizer.register_step_pre_hook(lower)
+    after = optimizer.register_step_post_hook(restore)
+
+

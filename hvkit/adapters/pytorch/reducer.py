@@ -1,0 +1,235 @@
+"""Averages gradients while ``backward()`` computes them.
+
+A hook on each parameter copies its gradient into a bucket as soon as it is final; a full bucket
+goes out at once. When backward ends, a callback of the autograd engine sends what is left, waits,
+and writes the means into the parameters' gradients.
+
+Graphs may differ between ranks and from step to step, so every rank always sends every bucket,
+with zeros where it has nothing. Flags that travel at the end of the last bucket tell all ranks
+what the others had, so that they decide alike: whether a parameter was used at all, whether its
+gradient was sparse somewhere, and whether a bucket went out before its last change.
+
+Averaging a mean again changes nothing. That makes the order of events harmless: several backward
+passes before a step, or checkpointed segments that run a backward pass inside another, only cost
+more reductions.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from hvkit import runtime
+from hvkit.adapters.pytorch.buckets import Bucket, make_buckets
+from hvkit.adapters.pytorch.flags import Flags
+from hvkit.adapters.pytorch.sparse import average_rows
+from hvkit.errors import RanksDisagreeError
+
+class GradientReducer:
+    """Keeps the gradients of some parameters averaged over ranks.
+
+    Args:
+        parameters: by name, in an order that is the same on every rank.
+        row_sparse: those whose gradients are known to be sparse; others are learnt.
+        accumulate: backward passes from one reduction to the next.
+        name: the same on every rank, and no other reducer's.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        row_sparse: set[torch.nn.Parameter],
+        accumulate: int,
+        name: str,
+    ) -> None:
+        self._hvd = runtime.engine("torch").hvd
+        self._name = name
+        self._accumulate = accumulate
+        self._number: dict[torch.Tensor, int] = {}
+        self._parameters: list[torch.nn.Parameter] = []
+        self._sparse: set[int] = set()
+        self._buckets: list[Bucket] = []
+        self._bucket_of: dict[int, Bucket] = {}
+        self._layout: list[Any] = []
+        self._layouts_made = 0
+        self._task: int | None = None
+        self._passes = 0
+        self._used: set[int] = set()
+        self._outdated: set[int] = set()
+        self._reduced_for: dict[int, bool] = {}
+        self._steps = 0
+        # Parameters on several devices have their hooks called from several threads.
+        self._lock = threading.RLock()
+        self.add(parameters)
+        self._sparse = {self._number[p] for p in row_sparse}
+
+    def __contains__(self, parameter: torch.Tensor) -> bool:
+        return parameter in self._number
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+    def add(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Average the gradients of more parameters; the same ones on every rank."""
+        for p in parameters.values():
+            self._number[p] = len(self._parameters)
+            self._parameters.append(p)
+            if p.is_floating_point() or p.is_complex():
+                _hook(p, self._gradient_ready)
+
+    def watch(self, optimizer: Optimizer) -> None:
+        """Make sure that a step of this optimizer comes after a reduction on every rank."""
+        key = id(optimizer)
+        self._reduced_for[key] = False
+
+        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            closure = args[0] if args else kwargs.get("closure")
+            if closure is None and (self._passes or not self._reduced_for[key]):
+                self._reduce()
+            self._reduced_for[key] = False
+
+        def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            self._steps += 1
+
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
+
+    def _gradient_ready(self, parameter: torch.Tensor) -> None:
+        with self._lock:
+            task = torch._C._current_graph_task_id()
+            if task != self._task:
+                self._begin_pass(task)
+            i = self._number[parameter]
+            self._used.add(i)
+            if self._passes + 1 < self._accumulate:
+                return
+            gradient, bucket = parameter.grad, self._bucket_of.get(i)
+            if bucket is None or gradient is None or gradient.is_sparse:
+                return
+            if bucket.handle is not None:
+                self._outdated.add(i)
+                return
+            bucket.pack(i, gradient.detach())
+            if bucket.full and bucket is not self._buckets[-1]:
+                bucket.launch(self._hvd)
+
+    def _begin_pass(self, task: int) -> None:
+        """First gradient of a backward pass: have :meth:`_end_pass` called when it is over."""
+        self._task = task
+        engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+        engine.queue_callback(lambda: self._end_pass(task))
+        if not self._passes:
+            self._arrange()
+
+    def _end_pass(self, task: int) -> None:
+        if task != self._task:
+            return
+        self._task = None
+        self._passes += 1
+        if self._passes >= self._accumulate:
+            self._reduce()
+
+    def _arrange(self) -> None:
+        """Lay out the buckets, again if the parameters are no longer what they were."""
+        layout = [
+            (p.dtype, p.device, p.requires_grad, i in self._sparse)
+            for i, p in enumerate(self._parameters)
+        ]
+        if layout == self._layout or any(bucket.handle is not None for bucket in self._buckets):
+            return
+        dense = [
+            (i, p)
+            for i, p in enumerate(self._parameters)
+            if p.requires_grad and i not in self._sparse
+        ]
+        if not dense:  # the flags need a bucket to travel in
+            dense = [(-1, torch.zeros(1, device=self._parameters[0].device))]
+        self._buckets = make_buckets(
+            f"{self._name}.{self._layouts_made}", dense, Flags.length(len(self._parameters))
+        )
+        self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.views}
+        self._layout = layout
+        self._layouts_made += 1
+
+    @torch.no_grad()
+    def _reduce(self) -> None:
+        """Average everything that has come since the last reduction; a collective."""
+        with self._lock:
+            self._arrange()
+            for bucket in self._buckets:
+                if bucket.handle is None:
+                    self._send(bucket)
+            for bucket in self._buckets:
+                bucket.wait(self._hvd)
+            flags = Flags.decode(self._buckets[-1].extra, self._hvd.size())
+            if flags.steps_differ:
+                raise RanksDisagreeError(
+                    f"the ranks are at different optimizer steps (rank {runtime.rank()} has done "
+                    f"{self._steps}): every rank must call backward() and step() equally often"
+                )
+            again = {id(self._bucket_of[i]): self._bucket_of[i] for i in flags.outdated}
+            for bucket in again.values():
+                bucket.reset()
+                self._send(bucket)
+                bucket.wait(self._hvd)
+            self._write(flags)
+            self._used.clear()
+            self._outdated.clear()
+            self._passes = 0
+            self._task = None
+            self._reduced_for = dict.fromkeys(self._reduced_for, True)
+
+    def _send(self, bucket: Bucket) -> None:
+        """Complete a bucket from the gradients as they are now, and launch it."""
+        for i in bucket.views.keys() - bucket.packed:
+            gradient = self._parameters[i].grad if i >= 0 else None
+            bucket.pack(i, None if _is_sparse(gradient) else gradient)
+        if bucket is self._buckets[-1]:
+            self._set_flags(bucket)
+        bucket.launch(self._hvd)
+
+    def _set_flags(self, bucket: Bucket) -> None:
+        sparse = {i for i in self._used if _is_sparse(self._parameters[i].grad)}
+        bucket.extra.copy_(
+            Flags.encode(
+                len(self._parameters), self._used - sparse, sparse, self._outdated, self._steps
+            )
+        )
+
+    def _write(self, flags: Flags) -> None:
+        """Put the means into the gradients, where any rank had one."""
+        by_row = flags.sparse | (flags.dense & self._sparse)
+        for bucket in self._buckets:
+            for i in bucket.views.keys() & (flags.dense - by_row):
+                p, mean = self._parameters[i], bucket.views[i]
+                if p.grad is None:
+                    p.grad = torch.empty_like(p).copy_(mean)
+                else:
+                    p.grad.detach().copy_(mean)
+            bucket.reset()
+        for i in sorted(by_row):
+            p = self._parameters[i]
+            rows = average_rows(p.grad, p, f"{self._name}.{i}", self._hvd)
+            p.grad = rows.to_dense() if i in flags.dense else rows
+        self._sparse = (self._sparse | flags.sparse) - (flags.dense - flags.sparse)
+
+
+def _hook(parameter: torch.nn.Parameter, function: Callable[[torch.Tensor], None]) -> None:
+    """Have ``function`` called when a gradient is final, also if the parameter is frozen now.
+
+    PyTorch takes the hook only from parameters that require a gradient, and keeps it when that
+    changes.
+    """
+    frozen = not parameter.requires_grad
+    parameter.requires_grad_(True)
+    parameter.register_post_accumulate_grad_hook(function)
+    if frozen:
+        parameter.requires_grad_(False)
+
+
+def _is_sparse(gradient: torch.Tensor | None) -> bool:
+    return gradient is not None and gradient.is_sparse

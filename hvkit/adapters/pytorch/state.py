@@ -1,0 +1,91 @@
+"""Rank 0's weights and optimizer state to every rank, bit for bit."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from hvkit import runtime
+
+
+def broadcast_tensors(tensors: Iterable[torch.Tensor]) -> None:
+    """Overwrite dense tensors with rank 0's, in place.
+
+    They travel as bytes, in one message, so that every dtype arrives exactly as it left.
+    """
+    targets = [t.detach() for t in tensors]
+    if not targets:
+        return
+    sent = np.concatenate([_as_bytes(t) for t in targets])
+    received = runtime.broadcast_bytes(sent)
+    start = 0
+    for target in targets:
+        stop = start + target.numel() * target.element_size()
+        piece = torch.from_numpy(received[start:stop].copy())
+        target.copy_(piece.view(target.dtype).view(target.shape))
+        start = stop
+
+
+def _as_bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    flat = tensor.cpu().contiguous().view(-1).view(torch.uint8)
+    array: np.ndarray[Any, Any] = flat.numpy()
+    return array
+
+
+def broadcast_optimizer(optimizer: Optimizer) -> None:
+    """Replace the optimizer's state and its groups' options with rank 0's.
+
+    State that only some ranks hold (a checkpoint that rank 0 alone has loaded) becomes rank 0's
+    everywhere. Rank 0's own objects are left as they are.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    number = {p: i for i, p in enumerate(parameters)}
+    options = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+    state = {number.get(key, key): value for key, value in optimizer.state.items()}
+    buffer = io.BytesIO()
+    if runtime.rank() == 0:
+        torch.save((options, state), buffer)
+    payload = runtime.broadcast(buffer.getvalue())
+    if runtime.rank() == 0:
+        return
+    options, state = torch.load(
+        io.BytesIO(payload), map_location=_same_kind_of_device, weights_only=False
+    )
+    for group, theirs in zip(optimizer.param_groups, options, strict=True):
+        group.update(theirs)
+    optimizer.state.clear()
+    for key, value in state.items():
+        optimizer.state[parameters[key] if isinstance(key, int) else key] = value
+
+
+def _same_kind_of_device(storage: Any, location: str) -> Any:
+    """Rank 0's ``cuda:0`` is this rank's own GPU; what lies in host memory stays there."""
+    if location.startswith("cuda"):
+        return storage.cuda(torch.cuda.current_device())
+    return storage
+
+
+def move_to(device: torch.device, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Bring a model that lies on another GPU, and its optimizers' state, to this rank's GPU.
+
+    A script that calls ``model.to("cuda")`` before ``distribute`` puts the model of every rank on
+    the first GPU. A model in host memory stays there.
+    """
+    elsewhere = {p.device for p in model.parameters() if p.is_cuda} - {device}
+    if len(elsewhere) != 1 or any(not p.is_cuda for p in model.parameters()):
+        return
+    model.to(device)
+    for optimizer in optimizers:
+        for values in optimizer.state.values():
+            for key, value in values.items():
+                if isinstance(value, torch.Tensor) and value.is_cuda:
+                    values[key] = value.to(device)

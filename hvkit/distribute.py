@@ -1,0 +1,124 @@
+"""The one call: checks what it was given, picks the adapter, runs the shared steps in order."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, TypeVar
+from weakref import WeakSet
+
+from hvkit import runtime
+from hvkit.adapters import Adapter, Options, adapter_for, framework_of
+from hvkit.agreement import raise_together, require_equal
+from hvkit.learning_rate import scale_factor
+
+Model = TypeVar("Model")
+Optimizers = TypeVar("Optimizers")
+
+_distributed: WeakSet[Any] = WeakSet()
+
+
+def distribute(
+    model: Model,
+    optimizer: Optimizers,
+    *,
+    lr_scaling: str = "linear",
+    warmup_steps: int = 0,
+    accumulate: int = 1,
+) -> tuple[Model, Optimizers]:
+    """Train this model with its optimizer on all ranks together.
+
+    Call it on every rank, after the model and the optimizer were made (and loaded from a
+    checkpoint, if they are), before the first step and before learning-rate schedulers are
+    attached. Each update then uses the mean over ranks of the ranks' gradients, so that N ranks
+    with batch size B train the model that one process trains with batch size N*B. With one
+    process it changes nothing.
+
+    In PyTorch the gradients are averaged when ``loss.backward()`` returns. Parameters that some
+    ranks did not use count as zero there; those that no rank used keep a gradient of None. In
+    Keras the gradients are averaged inside ``optimizer.apply``, which ``fit`` and
+    ``apply_gradients`` call.
+
+    Args:
+        model: a ``torch.nn.Module`` or a ``keras.Model`` (Keras 3 on TensorFlow).
+        optimizer: a ``torch.optim.Optimizer`` or ``keras.optimizers.Optimizer`` that updates the
+            model, or a list or tuple of several.
+        lr_scaling: what the learning rate is multiplied by: ``"linear"`` the world size,
+            ``"sqrt"`` its square root, ``"none"`` one. Rates of ``LearningRateSchedule`` objects
+            are multiplied as they are read.
+        warmup_steps: over so many optimizer steps the learning rate grows linearly from the
+            single-process rate to the multiplied one; 0 for none.
+        accumulate: PyTorch only: gradients add up locally over this many backward passes and are
+            averaged over ranks in the last, for scripts that call ``optimizer.step()`` once in so
+            many passes. As without hvkit, the script divides the loss by it. Keras has
+            ``gradient_accumulation_steps`` on the optimizer.
+
+    Returns:
+        The model and the optimizer (or the list) that were passed in, the same objects.
+
+    Raises:
+        TypeError: the model or optimizer is of an unsupported type or of another framework.
+        ValueError: an argument has a wrong value, the optimizer does not hold the model's
+            parameters, or one of them was passed to an earlier call.
+        RanksDisagreeError: the ranks' models, optimizers or arguments differ.
+        HorovodNotFoundError: several ranks were launched, but there is no usable Horovod.
+    """
+    runtime.init(framework_of(model))
+    optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    adapter: Adapter | None = None
+    problem: Exception | None = None
+    try:
+        factor = scale_factor(lr_scaling, runtime.size())
+        options = Options(
+            accumulate=_count("accumulate", accumulate, 1),
+            warmup_steps=_count("warmup_steps", warmup_steps, 0),
+        )
+        adapter = adapter_for(model, optimizers, options)
+        _refuse_second_call(model, optimizers)
+    except (TypeError, ValueError) as error:
+        problem = error
+    raise_together(problem)
+    assert adapter is not None
+    _distributed.update([model, *optimizers])
+    if runtime.size() > 1:
+        arguments = f"lr_scaling={lr_scaling}, {options}"
+        require_equal(
+            "model or call",
+            [type(model).__name__, arguments, *adapter.facts()],
+            "build the same model and optimizer, and pass the same arguments, on every rank",
+        )
+        adapter.synchronise()
+        rates = adapter.scale_learning_rate(factor)
+        adapter.average_gradients()
+        _announce(rates, lr_scaling, warmup_steps)
+    return model, optimizer
+
+
+def _count(name: str, value: object, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+    return value
+
+
+def _refuse_second_call(model: object, optimizers: Sequence[object]) -> None:
+    for role, thing in (("model", model), *(("optimizer", each) for each in optimizers)):
+        if thing in _distributed:
+            raise ValueError(
+                f"this {role} ({type(thing).__name__}) was passed to hvkit.distribute before; "
+                "call it once for each model, with all of its optimizers: "
+                "distribute(model, [optimizer_a, optimizer_b])"
+            )
+
+
+def _announce(rates: list[tuple[float, float]], lr_scaling: str, warmup_steps: int) -> None:
+    if runtime.rank() != 0:
+        return
+    changes = ", ".join(dict.fromkeys(f"{old:g} -> {new:g}" for old, new in rates))
+    warmup = f", warm-up over {warmup_steps} steps" if warmup_steps else ""
+    print(
+        f"hvkit: {runtime.size()} ranks; learning rate {changes} ({lr_scaling}){warmup}",
+        file=sys.stderr,
+        flush=True,
+    )

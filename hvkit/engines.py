@@ -1,0 +1,133 @@
+"""The one place where Horovod is imported: its binding for each framework, behind one face.
+
+Horovod has a library of its own for PyTorch and one for TensorFlow. An engine starts one of them
+and offers the collectives that the rest of hvkit needs on NumPy arrays; adapters reach the
+binding itself through :attr:`Engine.hvd`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hvkit.errors import HorovodNotFoundError, LaunchError
+from hvkit.launch.devices import gpu_of_rank, threads_of_rank
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+class Engine(Protocol):
+    """A started Horovod library of one framework."""
+
+    hvd: ModuleType
+
+    def take_device(self, local_rank: int, local_size: int) -> None:
+        """Pin this process to its GPU, or to its share of the host's CPU threads."""
+
+    def broadcast(self, array: NDArray[np.uint8], root: int) -> NDArray[np.uint8]:
+        """Return rank ``root``'s bytes; every rank passes an array of the same length."""
+
+    def allgather(self, array: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Return all ranks' bytes, one after the other in rank order; lengths may differ."""
+
+
+class PyTorchEngine:
+    """Horovod's PyTorch library."""
+
+    def __init__(self) -> None:
+        self.hvd = _import_horovod("horovod.torch", "PyTorch")
+        self.hvd.init()
+
+    def take_device(self, local_rank: int, local_size: int) -> None:
+        import torch
+
+        gpu = gpu_of_rank(local_rank, local_size, torch.cuda.device_count())
+        if gpu is not None:
+            torch.cuda.set_device(gpu)
+        elif "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(_cpu_threads(local_size))
+
+    def broadcast(self, array: NDArray[np.uint8], root: int) -> NDArray[np.uint8]:
+        import torch
+
+        sent = torch.from_numpy(array.copy())
+        return _numpy(self.hvd.broadcast_(sent, root_rank=root, name="hvkit.broadcast"))
+
+    def allgather(self, array: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        import torch
+
+        return _numpy(self.hvd.allgather(torch.from_numpy(array.copy()), name="hvkit.allgather"))
+
+
+class TensorFlowEngine:
+    """Horovod's TensorFlow library."""
+
+    def __init__(self) -> None:
+        self.hvd = _import_horovod("horovod.tensorflow", "TensorFlow")
+        self.hvd.init()
+
+    def take_device(self, local_rank: int, local_size: int) -> None:
+        import tensorflow as tf
+
+        gpus = tf.config.list_physical_devices("GPU")
+        gpu = gpu_of_rank(local_rank, local_size, len(gpus))
+        if gpu is None:
+            if "OMP_NUM_THREADS" not in os.environ and not _tensorflow_has_started():
+                tf.config.threading.set_intra_op_parallelism_threads(_cpu_threads(local_size))
+            return
+        try:
+            tf.config.set_visible_devices(gpus[gpu], "GPU")
+            tf.config.experimental.set_memory_growth(gpus[gpu], True)
+        except RuntimeError as error:
+            raise LaunchError(
+                f"rank with local rank {local_rank} cannot be pinned to GPU {gpu} of {len(gpus)}: "
+                "TensorFlow already holds the GPUs; call hvkit.init() right after the imports"
+            ) from error
+
+    def broadcast(self, array: NDArray[np.uint8], root: int) -> NDArray[np.uint8]:
+        import tensorflow as tf
+
+        with tf.init_scope(), tf.device("CPU:0"):
+            return _numpy(self.hvd.broadcast(tf.constant(array), root, name="hvkit.broadcast"))
+
+    def allgather(self, array: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        import tensorflow as tf
+
+        with tf.init_scope(), tf.device("CPU:0"):
+            return _numpy(self.hvd.allgather(tf.constant(array), name="hvkit.allgather"))
+
+
+ENGINES: dict[str, type[PyTorchEngine] | type[TensorFlowEngine]] = {
+    "torch": PyTorchEngine,
+    "tensorflow": TensorFlowEngine,
+}
+
+
+def _import_horovod(module: str, framework: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except (ImportError, OSError) as error:
+        raise HorovodNotFoundError(
+            f"several ranks were launched, but Horovod for {framework} cannot be loaded "
+            f"({type(error).__name__}: {error}). Build it for the installed {framework} with: "
+            "hvkit install-horovod"
+        ) from error
+
+
+def _cpu_threads(local_size: int) -> int:
+    return threads_of_rank(local_size, len(os.sched_getaffinity(0)), os.cpu_count() or 1)
+
+
+def _tensorflow_has_started() -> bool:
+    from tensorflow.python.eager import context
+
+    return bool(context.context()._initialized)
+
+
+def _numpy(tensor: Any) -> NDArray[np.uint8]:
+    array: NDArray[np.uint8] = tensor.numpy()
+    return array

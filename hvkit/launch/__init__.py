@@ -1,0 +1,1 @@
+"""How processes are started: what launchers leave in the environment."""

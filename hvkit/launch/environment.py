@@ -1,0 +1,45 @@
+"""Reads from the environment whether, and by what, this process was launched as a rank."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hvkit.errors import LaunchError
+
+# Variable with the world size, and the launcher that sets it. Slurm's is looked at last:
+# an mpirun started inside a batch script inherits the script's own.
+_SIZE_VARIABLES = (
+    ("HOROVOD_SIZE", "horovodrun"),
+    ("OMPI_COMM_WORLD_SIZE", "mpirun"),
+    ("PMI_SIZE", "mpiexec"),
+    ("SLURM_STEP_NUM_TASKS", "srun"),
+)
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A launched process: the world size that the launcher announced, and its name."""
+
+    size: int
+    launcher: str
+
+
+def launched(environ: Mapping[str, str]) -> Launched | None:
+    """What the launcher announced, or None if no launcher started this process.
+
+    Raises:
+        LaunchError: the announced size is not a positive integer, or the launcher is one whose
+            ranks Horovod cannot see (torchrun).
+    """
+    for variable, launcher in _SIZE_VARIABLES:
+        value = environ.get(variable)
+        if value is None:
+            continue
+        if not value.isdecimal() or int(value) < 1:
+            raise LaunchError(f"{variable} must be a positive integer, got {value!r}")
+        return Launched(int(value), launcher)
+    if "TORCHELASTIC_RUN_ID" in environ and environ.get("WORLD_SIZE", "1") != "1":
+        raise LaunchError(
+            f"started by torchrun with WORLD_SIZE={environ['WORLD_SIZE']}, but hvkit's ranks talk "
+            "over MPI: start the script with `horovodrun -np N python ...` or `mpirun -np N ...`"
+        )
+    return None

@@ -1,0 +1,232 @@
+"""Ranks, and the collectives on Python objects that everything else is built from.
+
+With one process nothing is started and every collective is the identity. With several, Horovod is
+started on first use, through the library of the framework that the script has imported.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar, overload
+
+import numpy as np
+
+from hvkit.engines import ENGINES, Engine
+from hvkit.errors import LaunchError, RanksDisagreeError
+from hvkit.launch.environment import launched
+
+T = TypeVar("T")
+
+# MPI counts elements in a C int, so longer messages go out in pieces. In bytes.
+_CHUNK = 1 << 28
+
+
+@dataclass(frozen=True)
+class _World:
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+
+_world: _World | None = None
+_engines: dict[str, Engine] = {}
+
+
+def init(framework: str | None = None) -> None:
+    """Start Horovod, if this process is one of several ranks, and pin it to its GPU.
+
+    Calling it again does nothing. :func:`hvkit.distribute` calls it; call it yourself, right
+    after the imports, where something before that needs the rank, or where TensorFlow has more
+    than one GPU on a host.
+
+    Args:
+        framework: ``"torch"`` or ``"tensorflow"``; by default the one that is imported already.
+
+    Raises:
+        ValueError: unknown framework.
+        HorovodNotFoundError: several ranks were launched, but there is no usable Horovod.
+        LaunchError: Horovod sees another number of ranks than were launched, or there are more
+            ranks on this host than GPUs.
+    """
+    if framework is not None and framework not in ENGINES:
+        raise ValueError(f"framework must be one of {sorted(ENGINES)}, got {framework!r}")
+    world = _world or _join(framework)
+    if world.size > 1 and framework is not None and framework not in _engines:
+        _engines[framework] = _start(framework, world)
+
+
+def _join(framework: str | None = None) -> _World:
+    """Find out who we are; starts Horovod if there are several ranks."""
+    global _world
+    announced = launched(os.environ)
+    if announced is None or announced.size == 1:
+        _world = _World(rank=0, size=1, local_rank=0, local_size=1)
+        return _world
+    # Horovod's background thread waits inside MPI. Without this, it spins there at full speed on
+    # a core that the framework computes on. Read by Open MPI when it starts.
+    os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+    framework = framework or _imported_framework()
+    engine = ENGINES[framework]()
+    hvd = engine.hvd
+    if hvd.size() != announced.size:
+        raise LaunchError(
+            f"{announced.launcher} launched {announced.size} processes, but Horovod sees "
+            f"{hvd.size()}: it was built for another MPI than this {announced.launcher} belongs "
+            "to. Rebuild it with: hvkit install-horovod --force"
+        )
+    _world = _World(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
+    engine.take_device(_world.local_rank, _world.local_size)
+    _engines[framework] = engine
+    return _world
+
+
+def _start(framework: str, world: _World) -> Engine:
+    engine = ENGINES[framework]()
+    engine.take_device(world.local_rank, world.local_size)
+    return engine
+
+
+def _imported_framework() -> str:
+    """The framework that the script uses; PyTorch if it has imported neither or both."""
+    return "tensorflow" if "tensorflow" in sys.modules and "torch" not in sys.modules else "torch"
+
+
+def _joined() -> _World:
+    return _world or _join()
+
+
+def engine(framework: str) -> Engine:
+    """The started engine of ``framework``; for adapters. Only with several ranks."""
+    init(framework)
+    return _engines[framework]
+
+
+def _any_engine() -> Engine:
+    _joined()
+    return next(iter(_engines.values()))
+
+
+def rank() -> int:
+    """This process's number among all ranks, from 0 to ``size() - 1``."""
+    return _joined().rank
+
+
+def size() -> int:
+    """World size: the number of ranks on all hosts together."""
+    return _joined().size
+
+
+def local_rank() -> int:
+    """This process's number among the ranks of its host, from 0 to ``local_size() - 1``."""
+    return _joined().local_rank
+
+
+def local_size() -> int:
+    """The number of ranks on this host."""
+    return _joined().local_size
+
+
+def barrier() -> None:
+    """Wait until every rank has come here."""
+    allgather(None)
+
+
+def broadcast(obj: T, root: int = 0) -> T:
+    """Return rank ``root``'s object on every rank.
+
+    Args:
+        obj: on rank ``root`` any object that pickles; elsewhere it is not looked at.
+        root: the rank that sends.
+
+    Raises:
+        ValueError: there is no rank ``root``.
+    """
+    if not 0 <= root < size():
+        raise ValueError(f"root must be a rank from 0 to {size() - 1}, got {root}")
+    if size() == 1:
+        return obj
+    payload = pickle.dumps(obj) if rank() == root else b""
+    header = np.array([len(payload)], np.int64).view(np.uint8)
+    length = int(broadcast_bytes(header, root).view(np.int64)[0])
+    data = np.frombuffer(payload, np.uint8) if rank() == root else np.empty(length, np.uint8)
+    received: T = pickle.loads(broadcast_bytes(data, root).tobytes())
+    return obj if rank() == root else received
+
+
+def broadcast_bytes(data: np.ndarray[Any, np.dtype[np.uint8]], root: int = 0) -> Any:
+    """Return rank ``root``'s bytes on every rank; for adapters.
+
+    Args:
+        data: uint8 array of shape (n,), n the same on every rank.
+        root: the rank that sends.
+    """
+    if size() == 1 or data.size == 0:
+        return data
+    send = _any_engine().broadcast
+    pieces = [send(data[start : start + _CHUNK], root) for start in range(0, data.size, _CHUNK)]
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
+def allgather(obj: T) -> list[T]:
+    """Return the objects of all ranks, in rank order, on every rank; they must pickle."""
+    if size() == 1:
+        return [obj]
+    payload = pickle.dumps(obj)
+    message = len(payload).to_bytes(8, "little") + payload
+    gathered = _any_engine().allgather(np.frombuffer(message, np.uint8)).tobytes()
+    objects: list[T] = []
+    start = 0
+    while start < len(gathered):
+        stop = start + 8 + int.from_bytes(gathered[start : start + 8], "little")
+        objects.append(pickle.loads(gathered[start + 8 : stop]))
+        start = stop
+    return objects
+
+
+@overload
+def average(value: float) -> float: ...
+
+
+@overload
+def average(value: Mapping[str, float]) -> dict[str, float]: ...
+
+
+def average(value: float | Mapping[str, float]) -> float | dict[str, float]:
+    """Mean over ranks of a number, or of each number of a dict, in float64; the same everywhere.
+
+    A NaN on any rank makes the mean NaN.
+
+    Raises:
+        TypeError: a value is not a number.
+        RanksDisagreeError: the ranks' dicts have different keys.
+    """
+    single = not isinstance(value, Mapping)
+    mine = {"value": value} if single else dict(value)  # type: ignore[arg-type]
+    numbers, problem = _as_floats(mine)
+    everyone = allgather((numbers, problem))
+    for r, (theirs, their_problem) in enumerate(everyone):
+        if their_problem:
+            raise TypeError(their_problem if r == rank() else f"rank {r}: {their_problem}")
+        if theirs.keys() != everyone[0][0].keys():
+            raise RanksDisagreeError(
+                f"average needs the same keys on every rank: rank 0 has "
+                f"{sorted(everyone[0][0])}, rank {r} has {sorted(theirs)}"
+            )
+    means = {key: sum(n[key] for n, _ in everyone) / len(everyone) for key in numbers}
+    return means["value"] if single else means
+
+
+def _as_floats(values: Mapping[str, Any]) -> tuple[dict[str, float], str | None]:
+    """The values as floats, or why they cannot be: told to all ranks before anyone raises."""
+    numbers = {}
+    for key, value in values.items():
+        try:
+            numbers[key] = float(value)
+        except (TypeError, ValueError):
+            return {}, f"average takes numbers, got {value!r} of type {type(value).__name__}"
+    return numbers, None
