@@ -13,12 +13,7 @@ from types import ModuleType
 
 import torch
 
-# Sizes in bytes. A few buckets are enough to send the first while backward computes the rest;
-# more cost a negotiation each. Large models get more buckets, so that the last one, which nothing
-# is left to hide, stays short.
-_MOST_BUCKETS_OF_SMALL_MODELS = 4
-_SMALLEST = 1 << 20
-_LARGEST = 32 << 20
+from hvkit.adapters.chunks import chunks
 
 # Horovod's allreduce has no bfloat16, and float16 would overflow in the sum where the mean fits.
 _WIRE_DTYPE = {
@@ -95,23 +90,12 @@ def make_buckets(name: str, members: Iterable[tuple[int, torch.Tensor]], extra: 
     kinds: dict[tuple[torch.dtype, torch.device], list[tuple[int, torch.Tensor]]] = {}
     for i, p in reversed(list(members)):
         kinds.setdefault((wire_dtype(p.dtype), p.device), []).append((i, p))
-    chunks = [chunk for group in kinds.values() for chunk in _chunks(group)]
-    return [
-        Bucket(f"{name}.{b}", chunk, extra if b == len(chunks) - 1 else 0)
-        for b, chunk in enumerate(chunks)
+    runs = [
+        [group[position] for position in run]
+        for group in kinds.values()
+        for run in chunks([p.numel() * p.element_size() for _, p in group])
     ]
-
-
-def _chunks(members: list[tuple[int, torch.Tensor]]) -> list[list[tuple[int, torch.Tensor]]]:
-    total = sum(p.numel() * p.element_size() for _, p in members)
-    target = min(max(total // _MOST_BUCKETS_OF_SMALL_MODELS, _SMALLEST), _LARGEST)
-    chunks: list[list[tuple[int, torch.Tensor]]] = [[]]
-    filled = 0
-    for i, p in members:
-        size = p.numel() * p.element_size()
-        if chunks[-1] and filled + size > target:
-            chunks.append([])
-            filled = 0
-        chunks[-1].append((i, p))
-        filled += size
-    return chunks
+    return [
+        Bucket(f"{name}.{b}", run, extra if b == len(runs) - 1 else 0)
+        for b, run in enumerate(runs)
+    ]

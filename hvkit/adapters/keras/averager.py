@@ -1,0 +1,138 @@
+"""The mean over ranks of a list of gradients, in eager code and in ``tf.function`` graphs.
+
+Before the gradients, every rank sends which of them it has: none, dense or row-sparse
+(``IndexedSlices``). Eager code then fills in what this rank lacks. A graph cannot, since what it
+updates was settled when it was traced; there a difference between ranks is an error. Either way no
+rank waits for a gradient that another does not send. In a graph the question depends on no
+gradient, so it is answered while the forward pass runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvkit import runtime
+from hvkit.adapters.chunks import chunks
+
+_NARROW = (tf.float16, tf.bfloat16)
+
+
+class GradientAverager:
+    """Averages the gradients of one optimizer over ranks.
+
+    Args:
+        name: the same on every rank, and no other averager's.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._hvd = runtime.engine("tensorflow").hvd
+        self._name = name
+
+    def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Return the means, None where no rank had a gradient; a collective.
+
+        Args:
+            gradients: ``tf.Tensor``, ``tf.IndexedSlices`` or None, one for each variable.
+            variables: the Keras or TensorFlow variables they belong to.
+
+        Raises:
+            tf.errors.InvalidArgumentError: in a graph, if only some ranks have a gradient for a
+                variable.
+        """
+        gradients = list(gradients)
+        dense = [g is not None and not _is_sparse(g) for g in gradients]
+        sparse = [_is_sparse(g) for g in gradients]
+        had = self._hvd.allreduce(
+            tf.constant(np.array([dense, sparse], np.int32)),
+            op=self._hvd.Sum,
+            name=f"{self._name}.present",
+            ignore_name_scope=True,
+        )
+        if tf.executing_eagerly():
+            any_dense, any_sparse = had.numpy().astype(bool)
+            gradients = [
+                _filled_in(*each)
+                for each in zip(gradients, variables, any_dense, any_sparse, strict=True)
+            ]
+            return self._mean(gradients)
+        with tf.control_dependencies([self._assert_alike(had, variables)]):
+            return self._mean([_identity(g) for g in gradients])
+
+    def _assert_alike(self, had: tf.Tensor, variables: Sequence[Any]) -> tf.Operation:
+        paths = tf.constant([getattr(v, "path", v.name) for v in variables])
+        partial = tf.reduce_any((had > 0) & (had < runtime.size()), axis=0)
+        return tf.debugging.Assert(
+            tf.logical_not(tf.reduce_any(partial)),
+            [
+                "only some ranks have a gradient, or a gradient of this kind, for",
+                tf.boolean_mask(paths, partial),
+                "inside a tf.function: use the variable in the loss on every rank, or run eagerly",
+            ],
+            summarize=8,
+        )
+
+    def _mean(self, gradients: list[Any]) -> list[Any]:
+        """Average what every rank has; positions stay, None stays None."""
+        means: list[Any] = [None] * len(gradients)
+        kinds: dict[Any, list[int]] = {}
+        # Backward makes the last variables' gradients ready first.
+        for i in reversed(range(len(gradients))):
+            if _is_sparse(gradients[i]):
+                means[i] = self._mean_of_slices(gradients[i], i)
+            elif gradients[i] is not None:
+                kinds.setdefault(gradients[i].dtype, []).append(i)
+        for dtype, positions in kinds.items():
+            sizes = [_bytes(gradients[i]) for i in positions]
+            for run in chunks(sizes):
+                together = [positions[p] for p in run]
+                sent = [_widened(gradients[i]) for i in together]
+                received = self._hvd.grouped_allreduce(
+                    sent,
+                    op=self._hvd.Average,
+                    name=f"{self._name}.{dtype.name}.{together[0]}",
+                    ignore_name_scope=True,
+                )
+                for i, mean in zip(together, received, strict=True):
+                    means[i] = tf.cast(mean, dtype)
+        return means
+
+    def _mean_of_slices(self, slices: tf.IndexedSlices, i: int) -> tf.IndexedSlices:
+        """All ranks' rows one after the other: the slices that one process would have had."""
+        gather, name = self._hvd.allgather, f"{self._name}.{i}"
+        values = gather(_widened(slices.values), name=f"{name}.values", ignore_name_scope=True)
+        indices = gather(slices.indices, name=f"{name}.indices", ignore_name_scope=True)
+        mean = tf.cast(values / runtime.size(), slices.values.dtype)
+        return tf.IndexedSlices(mean, indices, slices.dense_shape)
+
+
+def _is_sparse(gradient: Any) -> bool:
+    return isinstance(gradient, tf.IndexedSlices)
+
+
+def _filled_in(gradient: Any, variable: Any, any_dense: bool, any_sparse: bool) -> Any:
+    """This rank's gradient in the form in which all ranks send it, zeros if it has none."""
+    if any_dense:
+        if gradient is None:
+            return tf.zeros(variable.shape, variable.dtype)
+        return tf.convert_to_tensor(gradient)
+    if any_sparse and gradient is None:
+        row = tf.zeros((0, *variable.shape[1:]), variable.dtype)
+        return tf.IndexedSlices(row, tf.zeros(0, tf.int32), tf.constant(variable.shape))
+    return gradient
+
+
+def _identity(gradient: Any) -> Any:
+    return None if gradient is None else tf.identity(gradient)
+
+
+def _widened(tensor: tf.Tensor) -> tf.Tensor:
+    """Horovod has no bfloat16, and float16 would overflow in the sum where the mean fits."""
+    return tf.cast(tensor, tf.float32) if tensor.dtype in _NARROW else tensor
+
+
+def _bytes(tensor: tf.Tensor) -> int:
+    return int(np.prod(tensor.shape.as_list() or [1])) * int(tensor.dtype.size)
