@@ -6,8 +6,9 @@ and writes the means into the parameters' gradients.
 
 Graphs may differ between ranks and from step to step, so every rank always sends every bucket,
 with zeros where it has nothing. Flags that travel at the end of the last bucket tell all ranks
-what the others had, so that they decide alike: whether a parameter was used at all, whether its
-gradient was sparse somewhere, and whether a bucket went out before its last change.
+what the others had, so that they decide alike: whether any has a gradient for a parameter, whether
+it is sparse somewhere, and whether a bucket went out before its last change. After a reduction the
+gradients are the same on every rank, whatever they were before.
 
 Averaging a mean again changes nothing. That makes the order of events harmless: several backward
 passes before a step, or checkpointed segments that run a backward pass inside another, only cost
@@ -58,7 +59,6 @@ class GradientReducer:
         self._layouts_made = 0
         self._task: int | None = None
         self._passes = 0
-        self._used: set[int] = set()
         self._outdated: set[int] = set()
         self._reduced_for: dict[int, bool] = {}
         self._steps = 0
@@ -87,7 +87,7 @@ class GradientReducer:
         self._reduced_for[key] = False
 
         def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            closure = args[0] if args else kwargs.get("closure")
+            closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is optimizer
             if closure is None and (self._passes or not self._reduced_for[key]):
                 self._reduce()
             self._reduced_for[key] = False
@@ -104,7 +104,6 @@ class GradientReducer:
             if task != self._task:
                 self._begin_pass(task)
             i = self._number[parameter]
-            self._used.add(i)
             if self._passes + 1 < self._accumulate:
                 return
             gradient, bucket = parameter.grad, self._bucket_of.get(i)
@@ -177,7 +176,6 @@ class GradientReducer:
                 self._send(bucket)
                 bucket.wait(self._hvd)
             self._write(flags)
-            self._used.clear()
             self._outdated.clear()
             self._passes = 0
             self._task = None
@@ -193,12 +191,11 @@ class GradientReducer:
         bucket.launch(self._hvd)
 
     def _set_flags(self, bucket: Bucket) -> None:
-        sparse = {i for i in self._used if _is_sparse(self._parameters[i].grad)}
-        bucket.extra.copy_(
-            Flags.encode(
-                len(self._parameters), self._used - sparse, sparse, self._outdated, self._steps
-            )
-        )
+        trained = {i: p.grad for i, p in enumerate(self._parameters) if p.requires_grad}
+        sparse = {i for i, gradient in trained.items() if _is_sparse(gradient)}
+        dense = {i for i, gradient in trained.items() if gradient is not None} - sparse
+        total = len(self._parameters)
+        bucket.extra.copy_(Flags.encode(total, dense, sparse, self._outdated, self._steps))
 
     def _write(self, flags: Flags) -> None:
         """Put the means into the gradients, where any rank had one."""

@@ -1,0 +1,76 @@
+"""One pytest run on several ranks: every rank runs the same tests in the same order.
+
+A rank that fails a test would leave the others waiting for it, so its report is printed and the
+whole run ends at once; so does a rank that hangs.
+"""
+
+import faulthandler
+import os
+import sys
+
+import pytest
+
+import hvkit
+
+# Seconds that one test may take on a busy machine before its rank shows where it hangs.
+HANGS_AFTER = 120
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--without-averaging",
+        action="store_true",
+        help="take the averaging out of hvkit and expect every test to fail",
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config):
+    if hvkit.size() == 1 and not config.option.collectonly:
+        pytest.exit(
+            "tests/parallel needs several ranks: mpirun -np 2 python -m pytest tests/parallel",
+            returncode=2,
+        )
+    if hvkit.rank() != 0:
+        config.pluginmanager.unregister(name="terminalreporter")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.option.without_averaging:
+        for item in items:
+            item.add_marker(pytest.mark.xfail(strict=True, raises=AssertionError))
+
+
+@pytest.fixture(autouse=True)
+def _averaging_taken_out(request, monkeypatch):
+    if not request.config.option.without_averaging:
+        return
+    from hvkit.adapters.keras.averager import GradientAverager
+    from hvkit.adapters.pytorch.reducer import GradientReducer
+
+    monkeypatch.setattr(GradientAverager, "__call__", lambda self, gradients, variables: gradients)
+    monkeypatch.setattr(GradientReducer, "_reduce", lambda self: None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    faulthandler.dump_traceback_later(HANGS_AFTER, exit=True, file=sys.__stderr__)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    report = yield
+    if report.failed:
+        where = f"rank {hvkit.rank()} of {hvkit.size()}: {item.nodeid} failed in {report.when}"
+        text = f"\n{where}\n{report.longreprtext}\n" + "".join(
+            f"\n{title}\n{content}" for title, content in report.sections
+        )
+        os.write(2, text.encode())
+        os._exit(1)
+    return report
+
+

@@ -1,0 +1,55 @@
+"""Small networks and training loops of the PyTorch tests."""
+
+import torch
+from ranks import batches, my_part
+from torch import nn
+from torch.nn import functional as F
+
+import hvkit
+
+
+def mlp(seed=0):
+    """8 inputs, 4 outputs; the same weights for the same seed."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def convnet(seed=0):
+    """Images of 1x8x8, 4 outputs."""
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Conv2d(6, 8, 3), nn.Tanh(), nn.Flatten(), nn.Linear(128, 4)
+    )
+
+
+def regression(steps=20, per_rank=6, shape=(8,), seed=0):
+    """Global batches of inputs and targets as tensors."""
+    return [
+        tuple(map(torch.from_numpy, each)) for each in batches(steps, per_rank, shape, (4,), seed=seed)
+    ]
+
+
+def train(model, optimizer, data):
+    """The plain loop."""
+    for x, y in data:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+
+def local(data):
+    """This rank's part of each global batch."""
+    return [(my_part(x), my_part(y)) for x, y in data]
+
+
+def arrays(tensors):
+    return [t.detach().clone().float().numpy() for t in tensors]
+
+
+def gradients(model):
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def mean_over_ranks(tensor):
+    """The mean of a dense tensor over ranks, by another way than allreduce."""
+    return torch.stack(hvkit.allgather(tensor)).mean(0)

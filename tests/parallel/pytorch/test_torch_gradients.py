@@ -1,0 +1,343 @@
+"""Kinds of gradients, and what is done with them before the step."""
+
+import pytest
+import torch
+from nets import arrays, local, mean_over_ranks, mlp, regression, train
+from ranks import largest_difference, my_part, same_on_all_ranks
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import hvkit
+
+
+def test_sparse_embedding_gradients_stay_sparse_and_equal_one_process():
+    words = torch.randint(50, (10, 4 * hvkit.size(), 3))
+
+    def steps(model, optimizer, batches):
+        for batch in batches:
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+
+    def make():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Flatten(), nn.Linear(24, 2))
+        return model, torch.optim.SGD(model.parameters(), lr=0.5)
+
+    reference, optimizer = make()
+    steps(reference, optimizer, words)
+    model, optimizer = hvkit.distribute(*make(), lr_scaling="none")
+    steps(model, optimizer, [my_part(batch) for batch in words])
+    assert model[0].weight.grad.is_sparse
+    assert model[0].weight.grad._nnz() <= words[0].numel()
+    assert same_on_all_ranks(arrays(model.parameters()))
+    assert largest_difference(arrays(model.parameters()), arrays(reference.parameters())) < 1e-5
+
+
+def functional_embedding(weight, words, sparse):
+    return F.embedding(words, weight, sparse=sparse).sum()
+
+
+@pytest.mark.parametrize(
+    "kind_of_rank",
+    [
+        {0: "sparse"},
+        {0: "sparse", 1: "dense"},
+        {0: "dense", 1: "sparse"},
+        {1: "sparse"},
+    ],
+)
+def test_ranks_may_differ_in_whether_a_gradient_is_sparse(kind_of_rank):
+    """None on the other ranks; the sparse rows are only learnt from the first gradient."""
+    weight = nn.Parameter(torch.zeros(6, 2))
+    other = nn.Parameter(torch.zeros(1))
+    model = nn.ParameterList([weight, other])
+    hvkit.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    kind = kind_of_rank.get(hvkit.rank())
+    for _ in range(3):
+        model.zero_grad()
+        loss = other.sum()
+        if kind:
+            words = torch.tensor([hvkit.rank(), 5])
+            loss = loss + functional_embedding(weight, words, sparse=kind == "sparse")
+        loss.backward()
+        expected = torch.zeros(6, 2)
+        for rank in kind_of_rank:
+            expected[[rank, 5]] += 1 / hvkit.size()
+        assert weight.grad.is_sparse == ("dense" not in kind_of_rank.values())
+        torch.testing.assert_close(weight.grad.to_dense(), expected)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float16, torch.bfloat16, torch.complex64], ids=str
+)
+def test_gradients_of_every_dtype_are_averaged(dtype):
+    torch.manual_seed(hvkit.rank())
+    weight = nn.Parameter(torch.zeros(5, 3, dtype=dtype))
+    model = nn.ParameterList([weight, nn.Parameter(torch.zeros(2))])
+    hvkit.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    factor = torch.randn(5, 3, dtype=torch.complex64 if dtype.is_complex else torch.float32)
+    (weight * factor.to(dtype)).sum().abs().backward()
+    alone = nn.Parameter(torch.zeros(5, 3, dtype=dtype))
+    (alone * factor.to(dtype)).sum().abs().backward()
+    assert weight.grad.dtype == dtype
+    wide = torch.complex64 if dtype.is_complex else torch.float64
+    torch.testing.assert_close(weight.grad, mean_over_ranks(alone.grad.to(wide)).to(dtype))
+
+
+def test_a_float16_mean_survives_a_sum_that_would_overflow():
+    weight = nn.Parameter(torch.zeros(3, dtype=torch.float16))
+    model = nn.ParameterList([weight])
+    hvkit.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    (weight * 60000).sum().backward()
+    assert weight.grad.tolist() == [60000] * 3
+
+
+def test_float64_models_made_double_after_the_call_keep_their_precision():
+    model = mlp()
+    hvkit.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model.double()
+    (model[2].bias * (1 + 1e-12 * hvkit.rank())).sum().backward()
+    expected = 1 + 1e-12 * (hvkit.size() - 1) / 2
+    assert model[2].bias.grad.tolist() == pytest.approx([expected] * 4, rel=1e-15)
+
+
+def test_channels_last_gradients_keep_their_layout():
+    torch.manual_seed(0)
+    model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    hvkit.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = my_part(torch.randn(2 * hvkit.size(), 3, 8, 8)).to(memory_format=torch.channels_last)
+    model(x).square().mean().backward()
+    assert model.weight.grad.is_contiguous(memory_format=torch.channels_last)
+    alone = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    alone.load_state_dict(model.state_dict())
+    alone(x).square().mean().backward()
+    torch.testing.assert_close(model.weight.grad, mean_over_ranks(alone.weight.grad))
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["accumulate=k", "not told"])
+def test_accumulation_equals_the_k_times_larger_batch(told):
+    k = 4
+    data = regression(steps=5, per_rank=3 * k)
+    reference = mlp()
+    train(reference, torch.optim.Adam(reference.parameters(), lr=0.01), data)
+
+    model = mlp()
+    model, optimizer = hvkit.distribute(
+        model,
+        torch.optim.Adam(model.parameters(), lr=0.01),
+        lr_scaling="none",
+        accumulate=k if told else 1,
+    )
+    for x, y in local(data):
+        optimizer.zero_grad()
+        for part_x, part_y in zip(x.chunk(k), y.chunk(k), strict=True):
+            (F.mse_loss(model(part_x), part_y) / k).backward()
+        optimizer.step()
+    assert same_on_all_ranks(arrays(model.parameters()))
+    assert largest_difference(arrays(model.parameters()), arrays(reference.parameters())) < 1e-5
+
+
+def test_accumulation_reduces_once_in_k_passes(monkeypatch):
+    from hvkit.adapters.pytorch.buckets import Bucket
+
+    launches = []
+    launch = Bucket.launch
+    monkeypatch.setattr(
+        Bucket, "launch", lambda self, hvd: (launches.append(self.name), launch(self, hvd))
+    )
+    model = mlp()
+    model, optimizer = hvkit.distribute(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), accumulate=3
+    )
+    for i, (x, y) in enumerate(local(regression(steps=6))):
+        F.mse_loss(model(x), y).backward()
+        if i % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(launches) == 2
+
+
+def test_a_shorter_last_accumulation_is_reduced_by_the_step():
+    data = regression(steps=2)
+    model = mlp()
+    model, optimizer = hvkit.distribute(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), accumulate=4
+    )
+    for x, y in local(data):
+        F.mse_loss(model(x), y).backward()
+    optimizer.step()
+    assert same_on_all_ranks(arrays(model.parameters()))
+    assert same_on_all_ranks([p.grad.numpy() for p in model.parameters()])
+
+
+def test_clipping_acts_on_the_mean():
+    def steps(model, optimizer, data):
+        for x, y in data:
+            optimizer.zero_grad()
+            F.mse_loss(model(x), 100 * y).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+
+    data = regression(steps=8)
+    reference = mlp()
+    steps(reference, torch.optim.SGD(reference.parameters(), lr=0.1), data)
+    model = mlp()
+    model, optimizer = hvkit.distribute(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), lr_scaling="none"
+    )
+    steps(model, optimizer, local(data))
+    assert largest_difference(arrays(model.parameters()), arrays(reference.parameters())) < 1e-5
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all():
+    model = mlp()
+    model, optimizer = hvkit.distribute(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scales = []
+    for step, (x, y) in enumerate(local(regression(steps=4))):
+        if step == 1 and hvkit.rank() == hvkit.size() - 1:
+            y = y * float("inf")
+        before = arrays(model.parameters())
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = F.mse_loss(model(x).float(), y)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        changed = largest_difference(arrays(model.parameters()), before) > 0
+        assert changed == (step != 1)
+    assert scales == [1024.0, 512.0, 512.0, 512.0]
+    assert same_on_all_ranks(arrays(model.parameters()))
+
+
+def test_schedulers_made_after_the_call_see_and_change_the_scaled_rate():
+    def steps(model, optimizer, data):
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.1)
+        for batch in data:
+            train(model, optimizer, [batch])
+            scheduler.step()
+
+    data = regression(steps=9)
+    reference = mlp()
+    steps(reference, torch.optim.SGD(reference.parameters(), lr=0.05 * hvkit.size()), data)
+    model = mlp()
+    model, optimizer = hvkit.distribute(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    steps(model, optimizer, local(data))
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05e-3 * hvkit.size())
+    assert largest_difference(arrays(model.parameters()), arrays(reference.parameters())) < 1e-5
+
+
+def test_warm_up_starts_at_the_single_process_rate_and_leaves_the_scheduler_alone():
+    weight = nn.Parameter(torch.zeros(1))
+    model = nn.ParameterList([weight])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    hvkit.distribute(model, optimizer, warmup_steps=4)
+    moves, n = [], hvkit.size()
+    for _ in range(6):
+        before = weight.item()
+        optimizer.zero_grad()
+        weight.sum().backward()
+        optimizer.step()
+        moves.append(before - weight.item())
+        assert optimizer.param_groups[0]["lr"] == n
+    assert moves == pytest.approx([1 + (n - 1) * t / 4 for t in range(4)] + [n, n], rel=1e-6)
+
+
+@pytest.mark.parametrize("compiled_first", [True, False])
+def test_compiled_models(compiled_first):
+    data = regression(steps=5)
+    reference = mlp()
+    train(reference, torch.optim.SGD(reference.parameters(), lr=0.1), data)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if compiled_first:
+        compiled, _ = hvkit.distribute(
+            torch.compile(model, backend="aot_eager"), optimizer, lr_scaling="none"
+        )
+    else:
+        hvkit.distribute(model, optimizer, lr_scaling="none")
+        compiled = torch.compile(model, backend="aot_eager")
+    train(compiled, optimizer, local(data))
+    assert same_on_all_ranks(arrays(model.parameters()))
+    assert largest_difference(arrays(model.parameters()), arrays(reference.parameters())) < 1e-5
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_activation_checkpointing(use_reentrant):
+    """With a layer that is used inside and outside of the checkpointed segment."""
+
+    def forward(model, x):
+        x = torch.tanh(model[0](x))
+        x = checkpoint(lambda t: torch.tanh(model[1](t)), x, use_reentrant=use_reentrant)
+        return model[2](torch.tanh(model[1](x)))
+
+    def make():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def steps(model, optimizer, data):
+        for x, y in data:
+            optimizer.zero_grad()
+            F.mse_loss(forward(model, x.clone().requires_grad_()), y).backward()
+            optimizer.step()
+
+    data = regression(steps=6)
+    reference, optimizer = make()
+    steps(reference, optimizer, data)
+    model, optimizer = hvkit.distribute(*make(), lr_scaling="none")
+    steps(model, optimizer, local(data))
+    assert same_on_all_ranks(arrays(model.parameters()))
+    assert largest_difference(arrays(model.parameters()), arrays(reference.parameters())) < 1e-5
+
+
+def test_a_backward_pass_that_failed_leaves_nothing_behind():
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise RuntimeError("out of memory, say")
+
+    x, y = local(regression(steps=1))[0]
+    model = mlp()
+    hvkit.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        F.mse_loss(model[2](Fails.apply(torch.tanh(model[0](x)))), y).backward()
+    model.zero_grad()
+    F.mse_loss(model(x), y).backward()
+    alone = mlp()
+    F.mse_loss(alone(x), y).backward()
+    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, mean_over_ranks(q.grad))
+
+
+def test_a_closure_passed_to_step():
+    data = regression(steps=3)
+
+    def steps(model, optimizer, data):
+        for x, y in data:
+
+            def closure(x=x, y=y):
+                optimizer.zero_grad()
+                loss = F.mse_loss(model(x), y)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+
+    reference = mlp()
+    steps(reference, torch.optim.SGD(reference.parameters(), lr=0.1), data)
+    model = mlp()
+    model, optimizer = hvkit.distribute(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), lr_scaling="none"
+    )
+    steps(model, optimizer, local(data))
+    assert largest_difference(arrays(model.parameters()), arrays(reference.parameters())) < 1e-5

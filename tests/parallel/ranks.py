@@ -1,0 +1,47 @@
+"""What tests on several ranks compare."""
+
+import hashlib
+
+import numpy as np
+
+import hvkit
+
+
+def same_on_all_ranks(arrays):
+    """Whether every rank passed the same arrays, bit for bit; a collective."""
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return len(set(hvkit.allgather(digest.hexdigest()))) == 1
+
+
+def largest_difference(arrays, references):
+    """Largest difference between two lists of arrays, relative to each reference's largest value."""
+    return max(
+        float(np.abs(a - b).max() / np.abs(b).max())
+        for a, b in zip(arrays, references, strict=True)
+    )
+
+
+def my_part(batch):
+    """This rank's samples of a global batch of shape (size * n, ...): every size-th one."""
+    return batch[hvkit.rank() :: hvkit.size()]
+
+
+def batches(steps, per_rank, *shapes, seed=0):
+    """Global batches, the same on every rank: lists of float32 arrays with leading axis size * n."""
+    rng = np.random.default_rng(seed)
+    rows = per_rank * hvkit.size()
+    return [
+        tuple(rng.normal(size=(rows, *shape)).astype(np.float32) for shape in shapes)
+        for _ in range(steps)
+    ]
+
+
+def error_of(function):
+    """The type and text of what ``function`` raises, on every rank."""
+    try:
+        function()
+    except Exception as error:
+        return type(error), str(error)
+    return None, ""
