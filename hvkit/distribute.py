@@ -73,6 +73,8 @@ def distribute(
             accumulate=_count("accumulate", accumulate, 1),
             warmup_steps=_count("warmup_steps", warmup_steps, 0),
         )
+        if not optimizers:
+            raise ValueError(f"optimizer must hold at least one optimizer, got {optimizer!r}")
         adapter = adapter_for(model, optimizers, options)
         _refuse_second_call(model, optimizers)
     except (TypeError, ValueError) as error:

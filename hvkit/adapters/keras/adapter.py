@@ -11,12 +11,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+from keras.src.backend import in_stateless_scope
 
 from hvkit import runtime
 from hvkit.adapters import Options
 from hvkit.adapters.keras.loss_scale import inner_optimizer, skip_together
 from hvkit.adapters.keras.optimizer import AveragedOptimizer
-from hvkit.adapters.keras.state import is_built, synchronise
+from hvkit.adapters.keras.state import (
+    has_weights,
+    have_values,
+    synchronise,
+    synchronise_optimizers,
+    tf_variable,
+)
 
 # Tells the optimizers apart; ranks call distribute in the same order.
 _serial = itertools.count()
@@ -43,35 +50,48 @@ class KerasAdapter:
         self.options = options
         self.optimizers = [_checked(each, model) for each in optimizers]
         self.wrapped = [AveragedOptimizer(inner_optimizer(each)) for each in self.optimizers]
-        self.synchronised = False
+        self._synchronised: dict[int, Any] = {}
 
     def facts(self) -> list[str]:
         return [type(each).__name__ for each in self.optimizers]
 
     def synchronise(self) -> None:
-        if all(runtime.allgather(is_built(self.model))):
-            self._synchronise()
+        if all(runtime.allgather(has_weights(self.model))):
+            self._synchronise(self.model.weights)
         else:
             self._synchronise_before_first_call()
 
-    def _synchronise(self) -> None:
-        self.synchronised = True
-        synchronise(self.model, self.optimizers)
+    def _synchronise(self, weights: Sequence[Any]) -> None:
+        first = not self._synchronised
+        self._synchronised.update((id(tf_variable(w)), w) for w in weights)
+        synchronise(weights)
+        if first:
+            synchronise_optimizers(self.optimizers, self.model.trainable_variables)
 
     def _synchronise_before_first_call(self) -> None:
         """For a model that only its first batch builds: between building and computing."""
-        from keras.src.backend import in_stateless_scope
-
         call = self.model.call
 
         def synchronise_and_call(*args: Any, **kwargs: Any) -> Any:
-            if is_built(self.model) and not in_stateless_scope():
+            if not in_stateless_scope() and has_weights(self.model):
                 del self.model.call
-                if not self.synchronised:
-                    self._synchronise()
+                if not self._synchronised:
+                    self._synchronise(self.model.weights)
             return call(*args, **kwargs)
 
         self.model.call = synchronise_and_call
+
+    def _before_update(self, variables: Sequence[Any]) -> None:
+        """What was not synchronised in a call of the model is so at the latest now.
+
+        That is so for models whose ``train_step`` calls their parts only, and for layers that
+        come into use later.
+        """
+        if not self._synchronised and have_values(self.model.weights):
+            self._synchronise(self.model.weights)
+        new = [v for v in variables if id(tf_variable(v)) not in self._synchronised]
+        if new and have_values(new):
+            self._synchronise(new)
 
     def scale_learning_rate(self, factor: float) -> list[tuple[float, float]]:
         return [each.scale_learning_rate(factor) for each in self.wrapped]
@@ -86,11 +106,6 @@ class KerasAdapter:
         for each in self.wrapped:
             each.attach(f"hvkit.{next(_serial)}", self.options.warmup_steps, self._before_update)
 
-    def _before_update(self) -> None:
-        """For models whose ``call`` is never called: at the latest, before the first update."""
-        if not self.synchronised:
-            self._synchronise()
-
 
 def _checked(optimizer: Any, model: Any) -> Any:
     if not isinstance(optimizer, keras.optimizers.Optimizer):
@@ -103,7 +118,7 @@ def _checked(optimizer: Any, model: Any) -> Any:
             f"{type(optimizer).__qualname__}{hint}"
         )
     inner = inner_optimizer(optimizer)
-    if inner.built and is_built(model) and model.trainable_variables:
+    if inner.built and has_weights(model) and model.trainable_variables:
         held = {id(v) for v in inner._trainable_variables}
         if not any(id(v) in held for v in model.trainable_variables):
             raise ValueError(

@@ -38,7 +38,7 @@ class AveragedOptimizer:
             self._schedule = rate
         return before, before * factor
 
-    def attach(self, name: str, warmup_steps: int, before_update: Callable[[], None]) -> None:
+    def attach(self, name: str, warmup_steps: int, before_update: Callable[[Sequence[Any]], None]) -> None:
         """Average gradients in ``apply`` from now on."""
         optimizer, average = self._optimizer, GradientAverager(name)
         apply, read_rate = optimizer.apply, optimizer._get_current_learning_rate
@@ -50,7 +50,7 @@ class AveragedOptimizer:
             variables = optimizer._trainable_variables if known else trainable_variables
             if grads and variables is not None:
                 variables = list(variables)
-                before_update()
+                before_update(variables)
                 grads = self._averaged(average, grads, variables)
             with self._update():
                 apply(grads, None if known else variables)

@@ -13,12 +13,31 @@ from hvkit import runtime
 from hvkit.agreement import require_equal
 
 
-def is_built(model: keras.Model) -> bool:
-    """Whether all the weights that the model will have are there.
+def has_weights(model: keras.Model) -> bool:
+    """Whether all the weights that the model will have are there, with values.
 
     A model that is only a frame for others (with a ``train_step`` that calls them and no ``build``
     of its own) is never built itself; its parts count.
     """
+    return _is_built(model) and have_values(model.weights)
+
+
+def have_values(variables: Sequence[Any]) -> bool:
+    """Whether variables are initialised.
+
+    They are not while a ``tf.function`` that creates them is traced for the first time.
+    TensorFlow initialises them after that and traces the function again.
+    """
+    with tf.init_scope():
+        return all(bool(tf_variable(v).is_initialized()) for v in variables)
+
+
+def tf_variable(variable: Any) -> tf.Variable:
+    """The TensorFlow variable behind a Keras one."""
+    return variable._value if isinstance(variable, keras.Variable) else variable
+
+
+def _is_built(model: keras.Model) -> bool:
     if model.built:
         return True
     parts = model._flatten_layers(include_self=False)
@@ -26,34 +45,39 @@ def is_built(model: keras.Model) -> bool:
     return bool(parts) and not own_build and all(part.built for part in parts)
 
 
-def synchronise(model: keras.Model, optimizers: Sequence[Any]) -> None:
-    """Overwrite weights and optimizer state with rank 0's, in place.
-
-    An optimizer that has slot variables on some ranks only, since a checkpoint was loaded there,
-    gets them everywhere.
+def synchronise(weights: Sequence[Any]) -> None:
+    """Overwrite weights with rank 0's, in place.
 
     Raises:
-        RanksDisagreeError: the ranks' variables differ in number, path, shape or dtype.
+        RanksDisagreeError: the ranks' weights differ in number, path, shape or dtype.
     """
     with tf.init_scope():
-        weights = model.weights
-        require_equal("model", _facts(weights), "build the same model on every rank")
-        built = runtime.allgather([each.built for each in optimizers])
-        for i, optimizer in enumerate(optimizers):
-            if not optimizer.built and any(theirs[i] for theirs in built):
-                with keras.name_scope(optimizer.name):
-                    optimizer.build(model.trainable_variables)
-            require_equal(
-                "optimizer",
-                _facts(optimizer.variables),
-                "make the same optimizer, and load the same checkpoint, on every rank",
-            )
-            weights = weights + optimizer.variables
+        facts = [f"{w.path}: shape {tuple(w.shape)}, {w.dtype}" for w in weights]
+        require_equal("model", facts, "build the same model on every rank")
         _broadcast(weights)
 
 
-def _facts(variables: Sequence[Any]) -> list[str]:
-    return [f"{v.path}: shape {tuple(v.shape)}, {v.dtype}" for v in variables]
+def synchronise_optimizers(optimizers: Sequence[Any], trained: Sequence[Any]) -> None:
+    """Overwrite the state of optimizers with rank 0's, in place.
+
+    One that has slot variables on some ranks only, since a checkpoint was loaded there, gets them
+    for the ``trained`` variables everywhere.
+
+    Raises:
+        RanksDisagreeError: the ranks' states differ in number, shape or dtype.
+    """
+    with tf.init_scope():
+        built = runtime.allgather([each.built for each in optimizers])
+        for i, optimizer in enumerate(optimizers):
+            if not optimizer.built and any(theirs[i] for theirs in built):
+                optimizer.build(trained)
+            require_equal(
+                "optimizer",
+                # Without names: an optimizer that was loaded names its variables differently.
+                [f"variable: shape {tuple(v.shape)}, {v.dtype}" for v in optimizer.variables],
+                "make the same optimizer, and load the same checkpoint, on every rank",
+            )
+            _broadcast(optimizer.variables)
 
 
 def _broadcast(variables: Sequence[Any]) -> None:

@@ -1,0 +1,12 @@
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import keras
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(0)

@@ -1,0 +1,109 @@
+"""Small Keras models and training loops, and the comparison with one process."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+from ranks import batches, largest_difference, my_part, same_on_all_ranks
+
+import hvkit
+
+
+def mlp(seed=0):
+    """8 inputs, 4 outputs; the same weights for the same seed."""
+    keras.utils.set_random_seed(seed)
+    layers = keras.layers
+    return keras.Sequential([keras.Input((8,)), layers.Dense(16, "tanh"), layers.Dense(4)])
+
+
+def unbuilt(seed=0):
+    """The same without an input shape: weights come with the first batch."""
+    keras.utils.set_random_seed(seed)
+    return keras.Sequential([keras.layers.Dense(16, "tanh"), keras.layers.Dense(4)])
+
+
+class Subclassed(keras.Model):
+    """The same, written as a class."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = keras.layers.Dense(16, "tanh")
+        self.out = keras.layers.Dense(4)
+
+    def call(self, x):
+        return self.out(self.hidden(x))
+
+
+def subclassed(seed=0):
+    keras.utils.set_random_seed(seed)
+    return Subclassed()
+
+
+def regression(steps=20, per_rank=6, seed=0):
+    """Global batches of inputs and targets, float32 of shapes (rows, 8) and (rows, 4)."""
+    return batches(steps, per_rank, (8,), (4,), seed=seed)
+
+
+def local(data):
+    """This rank's part of each global batch."""
+    return [tuple(my_part(each) for each in batch) for batch in data]
+
+
+def mse(y, predicted):
+    return tf.reduce_mean((predicted - y) ** 2)
+
+
+def fit(model, optimizer, data, **compile_options):
+    """``compile`` and ``fit``, over the batches in order."""
+    options = {"loss": "mse", **compile_options}
+    model.compile(optimizer=optimizer, **options)
+    refit(model, data)
+
+
+def refit(model, data):
+    x, y = (np.concatenate(part) for part in zip(*data, strict=True))
+    model.fit(x, y, batch_size=len(data[0][0]), shuffle=False, verbose=0)
+
+
+def eager_tape(model, optimizer, data):
+    """A custom loop without ``tf.function``."""
+    for x, y in data:
+        tape_step(model, optimizer, x, y)
+
+
+def graph_tape(model, optimizer, data):
+    """A custom loop with ``tf.function``."""
+    step = tf.function(lambda x, y: tape_step(model, optimizer, x, y))
+    for x, y in data:
+        step(tf.constant(x), tf.constant(y))
+
+
+def tape_step(model, optimizer, x, y):
+    with tf.GradientTape() as tape:
+        loss = mse(y, model(x, training=True))
+    variables = model.trainable_variables
+    optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+
+
+LOOPS = {"fit": fit, "eager": eager_tape, "function": graph_tape}
+
+
+def weights(model):
+    return [w.numpy().copy() for w in model.weights]
+
+
+def equals_one_process(make_model, make_optimizer, loop, data=None, tolerance=1e-5):
+    """Train on all ranks, and alone on the global batches with the scaled rate; compare.
+
+    ``make_model(seed)`` and ``make_optimizer(lr_factor)``. Returns the distributed model.
+    """
+    data = data or regression(steps=8)
+    reference = make_model(0)
+    loop(reference, make_optimizer(hvkit.size()), data)
+    # Another seed on every rank but rank 0: the start is rank 0's.
+    model = make_model(hvkit.rank())
+    model, optimizer = hvkit.distribute(model, make_optimizer(1))
+    loop(model, optimizer, local(data))
+    identical = same_on_all_ranks(weights(model))
+    assert largest_difference(weights(model), weights(reference)) < tolerance
+    assert identical
+    return model

@@ -1,0 +1,204 @@
+"""Every built-in optimizer, with Keras's own clipping, averaging, accumulation and loss scaling."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from models import (
+    LOOPS,
+    eager_tape,
+    equals_one_process,
+    fit,
+    graph_tape,
+    local,
+    mlp,
+    refit,
+    regression,
+    weights,
+)
+from ranks import largest_difference, same_on_all_ranks
+
+import hvkit
+
+BUILT_IN = sorted(
+    name
+    for name, each in vars(keras.optimizers).items()
+    if isinstance(each, type)
+    and issubclass(each, keras.optimizers.Optimizer)
+    and name not in ("Optimizer", "LossScaleOptimizer")
+)
+
+
+def test_the_list_of_built_in_optimizers_is_not_empty():
+    assert {"SGD", "Adam", "AdamW", "RMSprop", "Lion"} <= set(BUILT_IN)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_built_in_optimizer_equals_one_process(name):
+    make = getattr(keras.optimizers, name)
+    equals_one_process(mlp, lambda factor: make(learning_rate=0.003 * factor), graph_tape)
+
+
+OPTIONS = {
+    "clipnorm": {"clipnorm": 0.1},
+    "global_clipnorm": {"global_clipnorm": 0.1},
+    "clipvalue": {"clipvalue": 0.01},
+    "weight_decay": {"weight_decay": 0.01},
+    "ema": {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 3},
+    "loss_scale_factor": {"loss_scale_factor": 8.0},
+}
+
+
+@pytest.mark.parametrize("loop", ["fit", "eager"])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_of_optimizers_act_on_the_mean(option, loop):
+    if option == "loss_scale_factor" and loop == "eager":
+        return  # a custom loop scales the loss by hand; fit does it here
+    options = OPTIONS[option]
+    equals_one_process(mlp, lambda factor: keras.optimizers.Adam(0.01 * factor, **options), LOOPS[loop])
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_gradient_accumulation_equals_the_k_times_larger_batch(loop):
+    k = 3
+    data = regression(steps=4 * k)
+    larger = [
+        tuple(np.concatenate(parts) for parts in zip(*data[i : i + k], strict=True))
+        for i in range(0, len(data), k)
+    ]
+    reference = mlp()
+    LOOPS[loop](reference, keras.optimizers.Adam(0.01 * hvkit.size()), larger)
+    model = mlp(hvkit.rank())
+    model, optimizer = hvkit.distribute(
+        model, keras.optimizers.Adam(0.01, gradient_accumulation_steps=k)
+    )
+    LOOPS[loop](model, optimizer, local(data))
+    assert same_on_all_ranks(weights(model))
+    assert largest_difference(weights(model), weights(reference)) < 1e-5
+
+
+def test_gradient_accumulation_reduces_once_in_k_steps(monkeypatch):
+    from hvkit.adapters.keras.averager import GradientAverager
+
+    calls = []
+    average = GradientAverager.__call__
+    monkeypatch.setattr(
+        GradientAverager,
+        "__call__",
+        lambda self, *args: (calls.append(self), average(self, *args))[1],
+    )
+    model = mlp()
+    hvkit.distribute(model, optimizer := keras.optimizers.SGD(0.1, gradient_accumulation_steps=3))
+    eager_tape(model, optimizer, local(regression(steps=6)))
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_schedules_are_read_multiplied_and_saved_plain(loop, tmp_path):
+    def make(factor):
+        return keras.optimizers.SGD(
+            keras.optimizers.schedules.ExponentialDecay(0.02 * factor, 3, 0.5)
+        )
+
+    model = equals_one_process(mlp, make, LOOPS[loop])
+    optimizer = make(1)
+    other = mlp()
+    hvkit.distribute(other, optimizer)
+    assert float(optimizer.learning_rate) == pytest.approx(0.02 * hvkit.size())
+    config = optimizer.get_config()["learning_rate"]
+    assert config["class_name"] == "ExponentialDecay"
+    assert config["config"]["initial_learning_rate"] == 0.02
+    assert model is not other
+
+
+def test_rate_that_is_a_plain_function_is_read_multiplied():
+    equals_one_process(
+        mlp, lambda factor: keras.optimizers.SGD(lambda: 0.02 * factor), eager_tape
+    )
+
+
+def test_callbacks_read_and_write_the_scaled_rate():
+    model = mlp()
+    hvkit.distribute(model, optimizer := keras.optimizers.SGD(0.1), warmup_steps=100)
+    seen = []
+
+    def halve(epoch, rate):
+        seen.append(rate)
+        return rate / 2
+
+    model.compile(optimizer=optimizer, loss="mse")
+    x, y = local(regression(steps=1))[0]
+    scheduler = keras.callbacks.LearningRateScheduler(halve)
+    model.fit(x, y, epochs=3, verbose=0, callbacks=[scheduler])
+    n = hvkit.size()
+    assert seen == pytest.approx([0.1 * n, 0.05 * n, 0.025 * n], rel=1e-5)
+
+
+@pytest.mark.parametrize("loop", ["fit", "eager"])
+@pytest.mark.parametrize("schedule", [False, True])
+def test_warm_up_starts_at_the_single_process_rate(loop, schedule):
+    n = hvkit.size()
+    rate = keras.optimizers.schedules.PolynomialDecay(1.0, 100, 1.0) if schedule else 1.0
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+    model, optimizer = hvkit.distribute(model, keras.optimizers.SGD(rate), warmup_steps=4)
+    moves = []
+    one = np.ones((2, 1), np.float32)
+    for step in range(6):
+        before = model.weights[0].numpy().item()
+        # The gradient of the mean squared error is 2, wherever the weight is.
+        target = one * (before - 1)
+        if loop == "eager":
+            eager_tape(model, optimizer, [(one, target)])
+        elif step == 0:
+            fit(model, optimizer, [(one, target)])
+        else:
+            refit(model, [(one, target)])
+        moves.append((before - model.weights[0].numpy().item()) / 2)
+        assert float(optimizer.learning_rate) == n
+    assert moves == pytest.approx([1 + (n - 1) * t / 4 for t in range(4)] + [n, n], rel=1e-4)
+
+
+@pytest.mark.parametrize("wrapped", ["before the call", "after the call"])
+@pytest.mark.parametrize("loop", ["eager", "function"])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(loop, wrapped):
+    model = mlp()
+    inner = keras.optimizers.SGD(0.01)
+    scaler = keras.optimizers.LossScaleOptimizer(inner, initial_scale=64.0)
+    hvkit.distribute(model, scaler if wrapped == "before the call" else inner)
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = scaler.scale_loss(tf.reduce_mean((model(x) - y) ** 2))
+        variables = model.trainable_variables
+        scaler.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+
+    run = tf.function(step) if loop == "function" else step
+    scaler.build(model.trainable_variables)
+    scales = []
+    for i, (x, y) in enumerate(local(regression(steps=4))):
+        if i == 1 and hvkit.rank() == hvkit.size() - 1:
+            y = y * np.float32("inf")
+        before = weights(model)
+        run(tf.constant(x), tf.constant(y))
+        scales.append(float(scaler.dynamic_scale.numpy()))
+        assert (largest_difference(weights(model), before) > 0) == (i != 1)
+    assert scales == [64.0, 32.0, 32.0, 32.0]
+    assert same_on_all_ranks(weights(model))
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_mixed_precision_policies_in_fit(policy):
+    """compile wraps the optimizer in a LossScaleOptimizer, after distribute."""
+    keras.config.set_dtype_policy(policy)
+    try:
+        model = mlp(hvkit.rank())
+        data = local(regression(steps=6))
+        if hvkit.rank() == 1:
+            data[2] = (data[2][0] * np.float32(1e6), data[2][1])
+        model, optimizer = hvkit.distribute(model, keras.optimizers.Adam(0.01))
+        fit(model, optimizer, data)
+        assert np.isfinite(np.concatenate([w.ravel() for w in weights(model)])).all()
+        assert same_on_all_ranks(weights(model))
+        assert same_on_all_ranks([v.numpy() for v in model.optimizer.variables])
+    finally:
+        keras.config.set_dtype_policy("float32")

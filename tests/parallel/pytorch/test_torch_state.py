@@ -1,0 +1,132 @@
+"""One start for all, and objects that stay plain PyTorch."""
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from nets import arrays, local, mlp, regression, train
+from ranks import same_on_all_ranks
+from torch import nn
+
+import hvkit
+
+
+def test_weights_and_buffers_start_as_rank_0_has_them_bit_for_bit():
+    torch.manual_seed(hvkit.rank())
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3, dtype=torch.bfloat16))
+    model[0].weight.data[0, 0] = float("nan")
+    model[1].running_mean.fill_(hvkit.rank())
+    model[1].num_batches_tracked.fill_(5 + hvkit.rank())
+    rank_0 = hvkit.broadcast({k: v.clone() for k, v in model.state_dict().items()})
+    hvkit.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for name, value in model.state_dict().items():
+        ours, theirs = value.reshape(-1).view(torch.uint8), rank_0[name].reshape(-1).view(torch.uint8)
+        assert torch.equal(ours, theirs), name
+
+
+@pytest.mark.parametrize("loaded_by", ["all ranks", "rank 0 alone"])
+def test_optimizer_state_survives_and_is_the_same_everywhere(loaded_by):
+    saved = mlp()
+    saved_optimizer = torch.optim.AdamW(saved.parameters(), lr=0.02, betas=(0.8, 0.9))
+    train(saved, saved_optimizer, regression(steps=3))
+    state = copy.deepcopy(saved_optimizer.state_dict())
+
+    model = mlp(seed=hvkit.rank())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    if loaded_by == "all ranks" or hvkit.rank() == 0:
+        model.load_state_dict(saved.state_dict())
+        optimizer.load_state_dict(state)
+    hvkit.distribute(model, optimizer, lr_scaling="none")
+    ours = optimizer.state_dict()
+    assert ours["param_groups"][0]["betas"] == (0.8, 0.9)
+    assert ours["param_groups"][0]["lr"] == 0.02
+    for number, values in state["state"].items():
+        for key, value in values.items():
+            assert torch.equal(ours["state"][number][key], value), (number, key)
+    train(model, optimizer, local(regression(steps=2)))
+    moments = [v for s in optimizer.state.values() for v in s.values()]
+    assert same_on_all_ranks(arrays([*model.parameters(), *moments]))
+
+
+def test_the_returned_objects_are_the_ones_passed_in_and_of_their_own_class():
+    model = mlp()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1)]
+    returned = hvkit.distribute(model, optimizers)
+    assert returned[0] is model
+    assert returned[1] is optimizers
+    assert type(model) is nn.Sequential
+    assert type(optimizers[0]) is torch.optim.SGD
+
+
+def test_models_and_optimizers_can_still_be_copied_and_pickled():
+    model = mlp()
+    model, optimizer = hvkit.distribute(model, torch.optim.Adam(model.parameters()))
+    train(model, optimizer, local(regression(steps=1)))
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        twin(torch.ones(1, 8)).sum().backward()  # not averaged: a plain model of its own
+        assert type(twin) is nn.Sequential
+    assert type(pickle.loads(pickle.dumps(optimizer))) is torch.optim.Adam
+
+
+LOADS_PLAINLY = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("hvkit", "horovod"):
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Absent())
+import torch
+checkpoint = torch.load(sys.argv[1], weights_only=True)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+model.load_state_dict(checkpoint["model"])
+optimizer = torch.optim.Adam(model.parameters())
+optimizer.load_state_dict(checkpoint["optimizer"])
+whole = torch.load(sys.argv[2], weights_only=False)
+print(model(torch.ones(1, 8)).tolist() == whole(torch.ones(1, 8)).tolist())
+"""
+
+
+def test_saved_files_load_without_hvkit_and_horovod(tmp_path):
+    model = mlp()
+    model, optimizer = hvkit.distribute(model, torch.optim.Adam(model.parameters()))
+    train(model, optimizer, local(regression(steps=2)))
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
+    torch.save(model, tmp_path / "whole.pt")
+    command = [sys.executable, "-c", LOADS_PLAINLY, tmp_path / "a.pt", tmp_path / "whole.pt"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout == "True\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("lr_scaling", "factor"), [("linear", lambda n: n), ("sqrt", lambda n: n**0.5), ("none", lambda n: 1)]
+)
+def test_the_learning_rate_is_scaled_and_rank_0_says_so(lr_scaling, factor, capfd):
+    model = mlp()
+    groups = [
+        {"params": model[0].parameters(), "lr": 0.5},
+        {"params": model[2].parameters(), "lr": torch.tensor(0.25)},
+    ]
+    optimizer = torch.optim.Adam(groups, capturable=False)
+    hvkit.distribute(model, optimizer, lr_scaling=lr_scaling)
+    by = factor(hvkit.size())
+    assert [float(g["lr"]) for g in optimizer.param_groups] == pytest.approx([0.5 * by, 0.25 * by])
+    said = capfd.readouterr().err
+    if hvkit.rank() == 0:
+        expected = f"{hvkit.size()} ranks; learning rate 0.5 -> {0.5 * by:g}, 0.25 -> {0.25 * by:g}"
+        assert expected in said
+        assert said.count("\n") == 1
+    else:
+        assert said == ""
+
+
+def test_lazy_modules_are_refused_with_the_fix():
+    model = nn.LazyLinear(4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="run one batch through the model"):
+        hvkit.distribute(model, optimizer)
+
+
