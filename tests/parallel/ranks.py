@@ -18,7 +18,7 @@ def same_on_all_ranks(arrays):
 def largest_difference(arrays, references):
     """Largest difference between two lists of arrays, relative to each reference's largest value."""
     return max(
-        float(np.abs(a - b).max() / np.abs(b).max())
+        float(np.abs(a - b).max() / max(np.abs(b).max(), np.finfo(np.float32).tiny))
         for a, b in zip(arrays, references, strict=True)
     )
 

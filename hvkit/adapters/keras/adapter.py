@@ -15,8 +15,9 @@ from keras.src.backend import in_stateless_scope
 
 from hvkit import runtime
 from hvkit.adapters import Options
+from hvkit.adapters.keras.averager import GradientAverager
 from hvkit.adapters.keras.loss_scale import inner_optimizer, skip_together
-from hvkit.adapters.keras.optimizer import AveragedOptimizer
+from hvkit.adapters.keras.rate import ScaledRate
 from hvkit.adapters.keras.state import (
     has_weights,
     have_values,
@@ -24,6 +25,7 @@ from hvkit.adapters.keras.state import (
     synchronise_optimizers,
     tf_variable,
 )
+from hvkit.adapters.keras.update import average_in_apply
 
 # Tells the optimizers apart; ranks call distribute in the same order.
 _serial = itertools.count()
@@ -49,7 +51,6 @@ class KerasAdapter:
         self.model = model
         self.options = options
         self.optimizers = [_checked(each, model) for each in optimizers]
-        self.wrapped = [AveragedOptimizer(inner_optimizer(each)) for each in self.optimizers]
         self._synchronised: dict[int, Any] = {}
 
     def facts(self) -> list[str]:
@@ -94,7 +95,12 @@ class KerasAdapter:
             self._synchronise(new)
 
     def scale_learning_rate(self, factor: float) -> list[tuple[float, float]]:
-        return [each.scale_learning_rate(factor) for each in self.wrapped]
+        rates = [
+            ScaledRate(part, factor, self.options.warmup_steps)
+            for each in self.optimizers
+            for part in _parts(inner_optimizer(each))
+        ]
+        return [(rate.before, rate.after) for rate in rates]
 
     def average_gradients(self) -> None:
         # XLA cannot compile Horovod's operations.
@@ -102,9 +108,18 @@ class KerasAdapter:
         if getattr(self.model, "compiled", False) and self.model.jit_compile:
             self.model.jit_compile = False
             self.model.make_train_function(force=True)
-        skip_together()
-        for each in self.wrapped:
-            each.attach(f"hvkit.{next(_serial)}", self.options.warmup_steps, self._before_update)
+        for each in self.optimizers:
+            inner = inner_optimizer(each)
+            average_in_apply(
+                inner, GradientAverager(f"hvkit.{next(_serial)}"), self._before_update
+            )
+            skip_together(inner)
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    """The optimizers with a learning rate: several in a ``MultiOptimizer``."""
+    multi = getattr(keras.optimizers, "MultiOptimizer", None)
+    return optimizer.optimizers if multi and isinstance(optimizer, multi) else [optimizer]
 
 
 def _checked(optimizer: Any, model: Any) -> Any:
@@ -118,6 +133,11 @@ def _checked(optimizer: Any, model: Any) -> Any:
             f"{type(optimizer).__qualname__}{hint}"
         )
     inner = inner_optimizer(optimizer)
+    if not _parts(inner):
+        raise ValueError(
+            f"{type(inner).__name__} {inner.name!r} does not know its optimizers yet: call its "
+            "build(model.trainable_variables) before hvkit.distribute"
+        )
     if inner.built and has_weights(model) and model.trainable_variables:
         held = {id(v) for v in inner._trainable_variables}
         if not any(id(v) in held for v in model.trainable_variables):

@@ -27,13 +27,14 @@ def inner_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
-def mark_averaged(optimizer: Any) -> None:
+def skip_together(optimizer: Any) -> None:
     """From now on, loss-scaling optimizers around this one skip steps on all ranks together."""
     _averaged.add(optimizer)
+    _share_check_for_overflows()
 
 
 @functools.cache
-def skip_together() -> None:
+def _share_check_for_overflows() -> None:
     """Make the check for overflows a common one where the inner optimizer is averaged.
 
     The class is changed rather than an instance, since ``compile`` makes the instance later.

@@ -25,7 +25,7 @@ BUILT_IN = sorted(
     for name, each in vars(keras.optimizers).items()
     if isinstance(each, type)
     and issubclass(each, keras.optimizers.Optimizer)
-    and name not in ("Optimizer", "LossScaleOptimizer")
+    and name not in ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")
 )
 
 
@@ -37,6 +37,20 @@ def test_the_list_of_built_in_optimizers_is_not_empty():
 def test_every_built_in_optimizer_equals_one_process(name):
     make = getattr(keras.optimizers, name)
     equals_one_process(mlp, lambda factor: make(learning_rate=0.003 * factor), graph_tape)
+
+
+@pytest.mark.skipif(
+    not hasattr(keras.optimizers, "MultiOptimizer"), reason="this Keras has no MultiOptimizer"
+)
+def test_an_optimizer_of_optimizers_equals_one_process():
+    optimizers = keras.optimizers
+
+    def make(factor):
+        chosen = optimizers.OptimizerMap(optimizers.SGD(0.01 * factor))
+        chosen[".*bias"] = optimizers.Adam(0.01 * factor)
+        return optimizers.MultiOptimizer(chosen)
+
+    equals_one_process(mlp, make, fit)
 
 
 OPTIONS = {
