@@ -1,0 +1,33 @@
+import pytest
+
+from hvkit.errors import LaunchError
+from hvkit.launch.environment import Launched, launched
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, None),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, Launched(4, "mpirun")),
+        ({"PMI_SIZE": "3"}, Launched(3, "mpiexec")),
+        ({"HOROVOD_SIZE": "2", "SLURM_STEP_NUM_TASKS": "1"}, Launched(2, "horovodrun")),
+        ({"SLURM_STEP_NUM_TASKS": "1", "OMPI_COMM_WORLD_SIZE": "8"}, Launched(8, "mpirun")),
+        ({"SLURM_STEP_NUM_TASKS": "5"}, Launched(5, "srun")),
+        # An allocation is not a launch: SLURM_NTASKS is set in an interactive shell too.
+        ({"SLURM_NTASKS": "5"}, None),
+        ({"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "1"}, None),
+    ],
+)
+def test_what_launchers_leave_in_the_environment(environ, expected):
+    assert launched(environ) == expected
+
+
+@pytest.mark.parametrize("value", ["", "two", "0", "-1", "1.5"])
+def test_a_size_that_is_none_is_an_error_that_names_variable_and_value(value):
+    with pytest.raises(LaunchError, match=rf"OMPI_COMM_WORLD_SIZE must be .*, got '{value}'"):
+        launched({"OMPI_COMM_WORLD_SIZE": value})
+
+
+def test_torchrun_is_refused_rather_than_trained_apart():
+    with pytest.raises(LaunchError, match="started by torchrun with WORLD_SIZE=2"):
+        launched({"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2"})

@@ -1,0 +1,97 @@
+"""One process is the identity and needs no Horovod."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+ABSENT = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "horovod":
+            raise ModuleNotFoundError("No module named 'horovod'")
+sys.meta_path.insert(0, Absent())
+"""
+
+COLLECTIVES = """
+import hvkit
+hvkit.init(); hvkit.barrier()
+thing = object()
+assert (hvkit.rank(), hvkit.size(), hvkit.local_rank(), hvkit.local_size()) == (0, 1, 0, 1)
+assert hvkit.broadcast(thing) is thing
+assert hvkit.allgather(thing) == [thing]
+assert hvkit.average(0.1) == 0.1 and hvkit.average({"a": 1}) == {"a": 1.0}
+"""
+
+TORCH = """
+import torch, hvkit
+def train(distribute):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+    model, optimizer = distribute(model, torch.optim.Adam(model.parameters(), lr=0.01))
+    for _ in range(10):
+        optimizer.zero_grad()
+        model(torch.randn(6, 8)).square().mean().backward()
+        optimizer.step()
+    return torch.cat([p.flatten() for p in model.parameters()])
+plain = train(lambda model, optimizer: (model, optimizer))
+assert torch.equal(plain, train(lambda m, o: hvkit.distribute(m, o, warmup_steps=5, accumulate=2)))
+"""
+
+KERAS = """
+import os
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
+import keras, numpy as np, hvkit
+def train(distribute):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.layers.Dense(16, "tanh"), keras.layers.Dense(4)])
+    model, optimizer = distribute(model, keras.optimizers.Adam(0.01))
+    model.compile(optimizer=optimizer, loss="mse")
+    x = np.random.default_rng(0).normal(size=(60, 8)).astype("float32")
+    model.fit(x, x[:, :4], batch_size=6, verbose=0)
+    return np.concatenate([w.numpy().ravel() for w in model.weights])
+plain = train(lambda model, optimizer: (model, optimizer))
+assert plain.tobytes() == train(lambda m, o: hvkit.distribute(m, o, warmup_steps=5)).tobytes()
+"""
+
+
+def run(code, **environ):
+    # Not what a launcher may have left behind around the tests themselves.
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "HOROVOD_"))}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True, text=True, timeout=200, env=clean | environ, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("code", [COLLECTIVES, TORCH, KERAS], ids=["collectives", "torch", "keras"])
+def test_one_process_is_the_identity_bit_for_bit_without_horovod(code):
+    done = run(ABSENT + code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_one_launched_process_does_not_need_horovod_either():
+    done = run(ABSENT + COLLECTIVES, OMPI_COMM_WORLD_SIZE="1", OMPI_COMM_WORLD_RANK="0")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("framework", "name"), [("torch", "PyTorch"), ("tensorflow", "TensorFlow")]
+)
+def test_several_launched_processes_without_horovod_are_told_how_to_get_it(framework, name):
+    code = ABSENT + f"import {framework}, hvkit\nhvkit.init()"
+    done = run(code, OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_RANK="0")
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("hvkit.errors.HorovodNotFoundError: several ranks were launched")
+    assert f"Horovod for {name} cannot be loaded" in last
+    assert last.endswith("hvkit install-horovod")
+
+
+def test_a_launcher_of_another_mpi_is_noticed():
+    """mpirun says 2 ranks; the MPI that Horovod was built for, started alone, says 1."""
+    done = run("import torch, hvkit\nhvkit.init()", PMI_SIZE="2", PMI_RANK="0")
+    assert done.returncode == 1
+    assert "launched 2 processes, but Horovod sees 1" in done.stderr
