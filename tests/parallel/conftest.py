@@ -1,19 +1,14 @@
 """One pytest run on several ranks: every rank runs the same tests in the same order.
 
 A rank that fails a test would leave the others waiting for it, so its report is printed and the
-whole run ends at once; so does a rank that hangs.
+whole run ends at once. One that hangs is ended by pytest's faulthandler_timeout, see the Makefile.
 """
 
-import faulthandler
 import os
-import sys
 
 import pytest
 
 import hvkit
-
-# Seconds that one test may take on a busy machine before its rank shows where it hangs.
-HANGS_AFTER = 120
 
 
 def pytest_addoption(parser):
@@ -53,15 +48,6 @@ def _averaging_taken_out(request, monkeypatch):
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item):
-    faulthandler.dump_traceback_later(HANGS_AFTER, exit=True, file=sys.__stderr__)
-    try:
-        return (yield)
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-
-
-@pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item):
     report = yield
     if report.failed:
@@ -72,5 +58,3 @@ def pytest_runtest_makereport(item):
         os.write(2, text.encode())
         os._exit(1)
     return report
-
-

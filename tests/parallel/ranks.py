@@ -16,7 +16,7 @@ def same_on_all_ranks(arrays):
 
 
 def largest_difference(arrays, references):
-    """Largest difference between two lists of arrays, relative to each reference's largest value."""
+    """Largest difference of arrays, relative to the largest value of each reference."""
     return max(
         float(np.abs(a - b).max() / max(np.abs(b).max(), np.finfo(np.float32).tiny))
         for a, b in zip(arrays, references, strict=True)
@@ -29,7 +29,7 @@ def my_part(batch):
 
 
 def batches(steps, per_rank, *shapes, seed=0):
-    """Global batches, the same on every rank: lists of float32 arrays with leading axis size * n."""
+    """Global batches, the same on every rank: float32 arrays of shape (size * per_rank, ...)."""
     rng = np.random.default_rng(seed)
     rows = per_rank * hvkit.size()
     return [

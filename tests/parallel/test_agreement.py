@@ -1,5 +1,7 @@
 """Every rank gets the same clear error, and none waits for the others."""
 
+import re
+
 import pytest
 import torch
 from ranks import error_of
@@ -19,7 +21,7 @@ def on_last_rank(this, otherwise):
 DIFFERENT_MODELS = {
     "count": (
         lambda: nn.Sequential(nn.Linear(2, 2)),
-        r"4 entries on rank \d, \d+ on rank 0|only rank 0 has|parameter 1.weight",
+        r"SGD with parameter groups of \[2\] on rank \d, but parameter 1.weight",
     ),
     "names": (
         lambda: nn.Sequential(nn.Identity(), nn.Linear(2, 2), nn.Linear(2, 2)),
@@ -43,7 +45,7 @@ def test_models_that_differ_are_an_error_that_names_the_first_difference(kind):
     error, text = error_of(lambda: hvkit.distribute(model, sgd(model)))
     assert error is hvkit.RanksDisagreeError
     assert issubclass(error, ValueError)
-    pytest.raises(ValueError, lambda: (_ for _ in ()).throw(error(text))).match(message)
+    assert re.search(message, text), text
     assert set(hvkit.allgather(text)) == {text}
 
 
@@ -74,10 +76,10 @@ WRONG = {
     ),
     "no optimizer": (lambda m: (m, []), {}, ValueError, "at least one optimizer"),
     "scaling": (
-        lambda m: (m, sgd(m)), {"lr_scaling": "cubic"}, ValueError, "linear, sqrt, none; got 'cubic'",
+        lambda m: (m, sgd(m)), {"lr_scaling": "cubic"}, ValueError, "none; got 'cubic'",
     ),
     "accumulate": (
-        lambda m: (m, sgd(m)), {"accumulate": 0}, ValueError, "accumulate must be at least 1, got 0",
+        lambda m: (m, sgd(m)), {"accumulate": 0}, ValueError, "must be at least 1, got 0",
     ),
     "warm-up": (
         lambda m: (m, sgd(m)), {"warmup_steps": 1.5}, TypeError, "must be an int, got 1.5",

@@ -15,7 +15,9 @@ def test_importing_hvkit_imports_no_framework():
     code = (
         "import hvkit, sys; print({'torch', 'tensorflow', 'keras', 'horovod'} & sys.modules.keys())"
     )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    printed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert printed.stdout == "set()\n"
 
 

@@ -110,9 +110,7 @@ class KerasAdapter:
             self.model.make_train_function(force=True)
         for each in self.optimizers:
             inner = inner_optimizer(each)
-            average_in_apply(
-                inner, GradientAverager(f"hvkit.{next(_serial)}"), self._before_update
-            )
+            average_in_apply(inner, GradientAverager(f"hvkit.{next(_serial)}"), self._before_update)
             skip_together(inner)
 
 

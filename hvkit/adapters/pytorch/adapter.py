@@ -57,9 +57,7 @@ class PyTorchAdapter:
 
     def scale_learning_rate(self, factor: float) -> list[tuple[float, float]]:
         self.factor = factor
-        return [
-            _scale(group, factor) for each in self.optimizers for group in each.param_groups
-        ]
+        return [_scale(group, factor) for each in self.optimizers for group in each.param_groups]
 
     def average_gradients(self) -> None:
         reducer = GradientReducer(
@@ -119,9 +117,7 @@ def _checked(optimizer: Any, model: nn.Module) -> Optimizer:
     return optimizer
 
 
-def _named_parameters(
-    model: nn.Module, optimizers: Sequence[Optimizer]
-) -> dict[str, nn.Parameter]:
+def _named_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
     """The model's parameters, and those that only an optimizer holds, each once."""
     named = {_plain(name): p for name, p in model.named_parameters()}
     seen = {id(p) for p in named.values()}
@@ -140,7 +136,7 @@ def _plain(name: str) -> str:
 
 
 def _refuse_uninitialised(name: str, tensor: torch.Tensor) -> None:
-    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+    if torch.nn.parameter.is_lazy(tensor):
         raise ValueError(
             f"{name} has no shape yet (a lazy module): run one batch through the model before "
             "hvkit.distribute, and make the optimizer after that"
@@ -149,7 +145,7 @@ def _refuse_uninitialised(name: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{name} is on the meta device: load or initialise the weights first")
 
 
-def _sparse_embeddings(model: nn.Module) -> set[nn.Parameter]:
+def _sparse_embeddings(model: nn.Module) -> set[torch.Tensor]:
     """Weights whose gradient is known to have values in few rows only."""
     return {
         module.weight
@@ -192,5 +188,3 @@ def _warm_up(optimizer: Optimizer, steps: int, factor: float) -> None:
 
     before = optimizer.register_step_pre_hook(lower)
     after = optimizer.register_step_post_hook(restore)
-
-

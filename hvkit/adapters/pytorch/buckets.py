@@ -45,10 +45,9 @@ class Bucket:
         self.flat = torch.zeros(
             sum(lengths) + extra, dtype=wire_dtype(first.dtype), device=first.device
         )
-        pieces = self.flat.split([*lengths, extra])
+        pieces = torch.split(self.flat, [*lengths, extra])
         self.views = {
-            i: torch.view_as_complex(piece.view(*p.shape, 2)) if p.is_complex() else piece.view_as(p)
-            for (i, p), piece in zip(members, pieces[:-1], strict=True)
+            i: _shaped_like(p, piece) for (i, p), piece in zip(members, pieces[:-1], strict=True)
         }
         self.extra = pieces[-1]
         self.packed: set[int] = set()
@@ -81,7 +80,15 @@ class Bucket:
         self.packed.clear()
 
 
-def make_buckets(name: str, members: Iterable[tuple[int, torch.Tensor]], extra: int) -> list[Bucket]:
+def _shaped_like(parameter: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
+    if parameter.is_complex():
+        return torch.view_as_complex(piece.view(*parameter.shape, 2))
+    return piece.view_as(parameter)
+
+
+def make_buckets(
+    name: str, members: Iterable[tuple[int, torch.Tensor]], extra: int
+) -> list[Bucket]:
     """Spread parameters over buckets.
 
     Backward reaches the last registered parameters first, so the buckets run from there. The
@@ -96,6 +103,5 @@ def make_buckets(name: str, members: Iterable[tuple[int, torch.Tensor]], extra: 
         for run in chunks([p.numel() * p.element_size() for _, p in group])
     ]
     return [
-        Bucket(f"{name}.{b}", run, extra if b == len(runs) - 1 else 0)
-        for b, run in enumerate(runs)
+        Bucket(f"{name}.{b}", run, extra if b == len(runs) - 1 else 0) for b, run in enumerate(runs)
     ]

@@ -53,7 +53,5 @@ class Flags:
         values = mean.cpu().double()
         rows = values[:-2].view(3, -1)
         step, square = values[-2:].tolist()
-        return Flags(
-            *(set(row.nonzero().flatten().tolist()) for row in rows),
-            steps_differ=square - step * step > 0.25 / size,
-        )
+        dense, sparse, outdated = (set(row.nonzero().flatten().tolist()) for row in rows)
+        return Flags(dense, sparse, outdated, steps_differ=square - step * step > 0.25 / size)

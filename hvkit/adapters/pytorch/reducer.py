@@ -30,6 +30,7 @@ from hvkit.adapters.pytorch.flags import Flags
 from hvkit.adapters.pytorch.sparse import average_rows
 from hvkit.errors import RanksDisagreeError
 
+
 class GradientReducer:
     """Keeps the gradients of some parameters averaged over ranks.
 
@@ -43,7 +44,7 @@ class GradientReducer:
     def __init__(
         self,
         parameters: Mapping[str, torch.nn.Parameter],
-        row_sparse: set[torch.nn.Parameter],
+        row_sparse: set[torch.Tensor],
         accumulate: int,
         name: str,
     ) -> None:
@@ -119,7 +120,7 @@ class GradientReducer:
     def _begin_pass(self, task: int) -> None:
         """First gradient of a backward pass: have :meth:`_end_pass` called when it is over."""
         self._task = task
-        engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+        engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(lambda: self._end_pass(task))
         if not self._passes:
             self._arrange()
@@ -140,7 +141,7 @@ class GradientReducer:
         ]
         if layout == self._layout or any(bucket.handle is not None for bucket in self._buckets):
             return
-        dense = [
+        dense: list[tuple[int, torch.Tensor]] = [
             (i, p)
             for i, p in enumerate(self._parameters)
             if p.requires_grad and i not in self._sparse
@@ -223,7 +224,7 @@ def _hook(parameter: torch.nn.Parameter, function: Callable[[torch.Tensor], None
     """
     frozen = not parameter.requires_grad
     parameter.requires_grad_(True)
-    parameter.register_post_accumulate_grad_hook(function)
+    parameter.register_post_accumulate_grad_hook(function)  # type: ignore[no-untyped-call]
     if frozen:
         parameter.requires_grad_(False)
 

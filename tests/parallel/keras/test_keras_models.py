@@ -38,7 +38,12 @@ def test_embedding_gradients_stay_sparse_and_equal_one_process(loop, optimizer):
         keras.utils.set_random_seed(seed)
         layers = keras.layers
         return keras.Sequential(
-            [keras.Input((3,), dtype="int32"), layers.Embedding(40, 4), layers.Flatten(), layers.Dense(4)]
+            [
+                keras.Input((3,), dtype="int32"),
+                layers.Embedding(40, 4),
+                layers.Flatten(),
+                layers.Dense(4),
+            ]
         )
 
     words = np.random.default_rng(0).integers(0, 40, (8, 6 * hvkit.size(), 3)).astype(np.int32)
@@ -118,7 +123,13 @@ def test_batch_norm_and_dropout_train_on_every_rank():
     keras.utils.set_random_seed(hvkit.rank())
     layers = keras.layers
     model = keras.Sequential(
-        [keras.Input((8,)), layers.Dense(8), layers.BatchNormalization(), layers.Dropout(0.5), layers.Dense(4)]
+        [
+            keras.Input((8,)),
+            layers.Dense(8),
+            layers.BatchNormalization(),
+            layers.Dropout(0.5),
+            layers.Dense(4),
+        ]
     )
     model, optimizer = hvkit.distribute(model, sgd())
     graph_tape(model, optimizer, local(regression(steps=4)))
@@ -261,7 +272,8 @@ def test_saved_files_name_nothing_of_hvkit_and_load_without_it(tmp_path):
     assert "horovod" not in config
     assert json.loads(config)["compile_config"]["optimizer"]["class_name"] == "Adam"
     done = subprocess.run(
-        [sys.executable, "-c", LOADS_PLAINLY, path], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", LOADS_PLAINLY, path],
+        capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     predicted = model.predict(np.ones((1, 8)), verbose=0).tobytes().hex()
     assert done.stdout.split() == ["keras", "3", predicted], done.stderr

@@ -68,8 +68,8 @@ OPTIONS = {
 def test_options_of_optimizers_act_on_the_mean(option, loop):
     if option == "loss_scale_factor" and loop == "eager":
         return  # a custom loop scales the loss by hand; fit does it here
-    options = OPTIONS[option]
-    equals_one_process(mlp, lambda factor: keras.optimizers.Adam(0.01 * factor, **options), LOOPS[loop])
+    adam = keras.optimizers.Adam
+    equals_one_process(mlp, lambda factor: adam(0.01 * factor, **OPTIONS[option]), LOOPS[loop])
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -126,9 +126,7 @@ def test_schedules_are_read_multiplied_and_saved_plain(loop, tmp_path):
 
 
 def test_rate_that_is_a_plain_function_is_read_multiplied():
-    equals_one_process(
-        mlp, lambda factor: keras.optimizers.SGD(lambda: 0.02 * factor), eager_tape
-    )
+    equals_one_process(mlp, lambda factor: keras.optimizers.SGD(lambda: 0.02 * factor), eager_tape)
 
 
 def test_callbacks_read_and_write_the_scaled_rate():

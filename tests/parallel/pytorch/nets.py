@@ -17,16 +17,14 @@ def mlp(seed=0):
 def convnet(seed=0):
     """Images of 1x8x8, 4 outputs."""
     torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Conv2d(6, 8, 3), nn.Tanh(), nn.Flatten(), nn.Linear(128, 4)
-    )
+    convolutions = nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Conv2d(6, 8, 3), nn.Tanh()
+    return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(128, 4))
 
 
 def regression(steps=20, per_rank=6, shape=(8,), seed=0):
     """Global batches of inputs and targets as tensors."""
-    return [
-        tuple(map(torch.from_numpy, each)) for each in batches(steps, per_rank, shape, (4,), seed=seed)
-    ]
+    arrays = batches(steps, per_rank, shape, (4,), seed=seed)
+    return [tuple(map(torch.from_numpy, each)) for each in arrays]
 
 
 def train(model, optimizer, data):

@@ -1,7 +1,6 @@
 """One start for all, and objects that stay plain PyTorch."""
 
 import copy
-import io
 import pickle
 import subprocess
 import sys
@@ -24,7 +23,7 @@ def test_weights_and_buffers_start_as_rank_0_has_them_bit_for_bit():
     rank_0 = hvkit.broadcast({k: v.clone() for k, v in model.state_dict().items()})
     hvkit.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for name, value in model.state_dict().items():
-        ours, theirs = value.reshape(-1).view(torch.uint8), rank_0[name].reshape(-1).view(torch.uint8)
+        ours, theirs = (t.reshape(-1).view(torch.uint8) for t in (value, rank_0[name]))
         assert torch.equal(ours, theirs), name
 
 
@@ -94,7 +93,8 @@ def test_saved_files_load_without_hvkit_and_horovod(tmp_path):
     model = mlp()
     model, optimizer = hvkit.distribute(model, torch.optim.Adam(model.parameters()))
     train(model, optimizer, local(regression(steps=2)))
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
+    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(states, tmp_path / "a.pt")
     torch.save(model, tmp_path / "whole.pt")
     command = [sys.executable, "-c", LOADS_PLAINLY, tmp_path / "a.pt", tmp_path / "whole.pt"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
@@ -102,7 +102,8 @@ def test_saved_files_load_without_hvkit_and_horovod(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("lr_scaling", "factor"), [("linear", lambda n: n), ("sqrt", lambda n: n**0.5), ("none", lambda n: 1)]
+    ("lr_scaling", "factor"),
+    [("linear", lambda n: n), ("sqrt", lambda n: n**0.5), ("none", lambda n: 1)],
 )
 def test_the_learning_rate_is_scaled_and_rank_0_says_so(lr_scaling, factor, capfd):
     model = mlp()
@@ -128,5 +129,3 @@ def test_lazy_modules_are_refused_with_the_fix():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="run one batch through the model"):
         hvkit.distribute(model, optimizer)
-
-

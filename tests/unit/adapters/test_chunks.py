@@ -8,7 +8,8 @@ MIB = 1 << 20
 
 
 @pytest.mark.parametrize(
-    "sizes", [[], [5], [MIB] * 9, [40 * MIB, 1, 40 * MIB], [100 * MIB] * 3, list(range(1, 50000, 7))]
+    "sizes",
+    [[], [5], [MIB] * 9, [40 * MIB, 1, 40 * MIB], [100 * MIB] * 3, list(range(1, 50000, 7))],
 )
 def test_every_gradient_is_in_one_chunk_and_in_order(sizes):
     runs = chunks(sizes)

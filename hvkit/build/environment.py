@@ -1,0 +1,105 @@
+"""The environment variables that Horovod's build reads."""
+
+import os
+import sysconfig
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+from hvkit.build.frameworks import NAMES
+from hvkit.build.mpi import rpath_of
+from hvkit.build.toolchain import Toolchain
+
+# The user's own variables that change the binary; the build inherits them.
+_BUILD_VARIABLES = {
+    *("CXXFLAGS", "CFLAGS", "LDFLAGS", "CUDAFLAGS", "CUDA_HOME", "HOROVOD_DEBUG"),
+    *("CCL_ROOT", "CCL_CONFIGURATION", "HOROVOD_CPU_OPERATIONS", "HOROVOD_SKIP_COMPILE"),
+    *("HOROVOD_WITHOUT_GLOO", "HOROVOD_WITH_NVTX", "HOROVOD_WITHOUT_NVTX"),
+    "HOROVOD_ALLOW_MIXED_GPU_IMPL",
+}
+_BUILD_PREFIXES = tuple(f"HOROVOD_{part}" for part in ("BUILD_", "CUDA_", "GPU", "NCCL_", "ROCM_"))
+_NCCL_PLACES = ("HOROVOD_NCCL_HOME", "HOROVOD_NCCL_INCLUDE", "HOROVOD_NCCL_LIB")
+
+
+def user_build_options(environ: Mapping[str, str]) -> dict[str, str]:
+    """The user's own variables that change the binary."""
+    return {
+        name: value
+        for name, value in sorted(environ.items())
+        if name in _BUILD_VARIABLES or name.startswith(_BUILD_PREFIXES)
+    }
+
+
+def run_time_paths(toolchain: Toolchain, gpu: str | None, environ: Mapping[str, str]) -> list[str]:
+    """Where the libraries look at run time for the MPI and NCCL that they were linked with."""
+    paths = [rpath_of(toolchain.mpi)]
+    if home := environ.get("HOROVOD_NCCL_HOME"):
+        paths.append(f"{home}/lib")
+    paths.append(environ.get("HOROVOD_NCCL_LIB"))
+    if wheel := _nccl_wheel(gpu, environ):
+        origin = Path(sysconfig.get_path("platlib")) / "horovod" / "torch"
+        paths.append(f"$ORIGIN/{os.path.relpath(wheel / 'lib', origin)}")
+    return [path for path in paths if path]
+
+
+def build_environment(
+    toolchain: Toolchain, gpu: str | None, jobs: int, cmake: str, scratch: Path
+) -> dict[str, str]:
+    """The whole environment of ``setup.py bdist_wheel``.
+
+    Args:
+        toolchain: what to build with and for.
+        gpu: ``nccl`` or ``None``.
+        jobs: how many files are compiled at once.
+        cmake: the CMake command.
+        scratch: an empty folder that outlives the build.
+    """
+    environ = dict(os.environ)
+    environ.update(
+        CXX=" ".join(toolchain.compiler.command),
+        HOROVOD_CMAKE=cmake,
+        HOROVOD_WITH_MPI="1",
+        HOROVOD_WITHOUT_MXNET="1",
+        HVKIT_RPATH=";".join(run_time_paths(toolchain, gpu, environ)),
+        MAKEFLAGS=f"-j{jobs}",
+        # CMake looks for mpicxx on PATH; the one beside a Python that is not activated comes last.
+        PATH=os.pathsep.join([environ.get("PATH", ""), str(toolchain.mpi.wrapper.parent)]),
+    )
+    for hint in ("MPI_HOME", "MPI_ROOT"):  # CMake would search these before PATH.
+        environ.pop(hint, None)
+    for name in NAMES:
+        wanted = toolchain.framework(name) is not None
+        environ.pop(f"HOROVOD_WITH{'OUT' if wanted else ''}_{name.upper()}", None)
+        environ[f"HOROVOD_WITH{'' if wanted else 'OUT'}_{name.upper()}"] = "1"
+    if wheel := _nccl_wheel(gpu, environ):
+        environ.update(_linkable_nccl(wheel, scratch))
+    if gpu:
+        environ["HOROVOD_GPU_OPERATIONS"] = gpu.upper()
+    return environ
+
+
+def _nccl_wheel(gpu: str | None, environ: Mapping[str, str]) -> Path | None:
+    """The folder of NCCL in NVIDIA's own wheel, on which CUDA versions of PyTorch depend.
+
+    ``None`` if the build needs no NCCL, or the user says where another one is.
+    """
+    if gpu is None or any(name in environ for name in _NCCL_PLACES):
+        return None
+    for package in ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11"):
+        try:
+            found = metadata.distribution(package)
+        except metadata.PackageNotFoundError:
+            continue
+        return Path(str(found.locate_file("nvidia/nccl")))
+    return None
+
+
+def _linkable_nccl(wheel: Path, scratch: Path) -> dict[str, str]:
+    """Where to find NCCL's wheel: it holds libnccl.so.2 only, and linking needs libnccl.so."""
+    library = scratch / "libnccl.so"
+    library.symlink_to(wheel / "lib" / "libnccl.so.2")
+    return {
+        "HOROVOD_NCCL_INCLUDE": str(wheel / "include"),
+        "HOROVOD_NCCL_LIB": str(scratch),
+        "HOROVOD_NCCL_LINK": "SHARED",
+    }

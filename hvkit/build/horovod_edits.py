@@ -1,0 +1,186 @@
+"""What hvkit changes in Horovod 0.28.1, and why."""
+
+import re
+import subprocess
+from pathlib import Path
+
+from hvkit.build.edits import Edit
+from hvkit.build.toolchain import Toolchain
+
+XLA_OPS = "horovod/tensorflow/xla_mpi_ops.cc"
+
+
+def tensorflow_lacks_xla_headers(toolchain: Toolchain, source: Path) -> bool:
+    """Whether what ``xla_mpi_ops.cc`` includes of TensorFlow is missing from its headers.
+
+    The preprocessor answers, because a header that is there may include one that is not
+    (TensorFlow 2.21: ``highwayhash``).
+    """
+    tensorflow = toolchain.framework("tensorflow")
+    if tensorflow is None:
+        return False
+    included = re.findall(
+        r'^#include "tensorflow/.*"$', (source / XLA_OPS).read_text(encoding="utf-8"), re.MULTILINE
+    )
+    headers = tensorflow.location / "tensorflow" / "include"
+    command = [*toolchain.compiler.command, "-std=c++17", "-E", "-x", "c++", f"-I{headers}", "-"]
+    preprocessed = subprocess.run(
+        command,
+        input="\n".join(included),
+        text=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    return preprocessed.returncode != 0
+
+
+_CXX17_WHY = (
+    "PyTorch since 2.1 and TensorFlow since 2.16 have headers that need C++17; "
+    "upstream sets C++14 over the compiler flags"
+)
+_CXX17_UPSTREAM = "horovod#3996, horovod#3941"
+
+_DASHES_WHY = "Open MPI 5 knows its long options with two dashes only; 4 takes both"
+_DASHES_UPSTREAM = "Open MPI 5's prterun rejects single-dash long options"
+
+_KERAS_WHY = (
+    "Keras 3 optimizers have no compute_gradients, the only method through which Horovod's "
+    "wrapper averages: training would go on with each rank on its own, without a word"
+)
+
+_MPI_RUN = "horovod/runner/mpi_run.py"
+_KERAS = "horovod/_keras/__init__.py"
+
+
+def _two_dashes(option: str, count: int, file: str = _MPI_RUN) -> Edit:
+    place = "" if file == _MPI_RUN else f", {Path(file).parts[1]}"
+    return Edit(
+        name=f"mpirun --{option}{place}",
+        file=file,
+        what=f"-{option} becomes --{option} on the mpirun command line",
+        why=_DASHES_WHY,
+        upstream=_DASHES_UPSTREAM,
+        old=f"-{option} ",
+        new=f"--{option} ",
+        count=count,
+    )
+
+
+EDITS = (
+    Edit(
+        name="C++17",
+        file="CMakeLists.txt",
+        what="the whole project is compiled as C++17",
+        why=_CXX17_WHY,
+        upstream=_CXX17_UPSTREAM,
+        old="set(CMAKE_CXX_STANDARD 14)",
+        new="set(CMAKE_CXX_STANDARD 17)",
+    ),
+    Edit(
+        name="C++17 for PyTorch",
+        file="horovod/torch/CMakeLists.txt",
+        what="the PyTorch library is compiled as C++17",
+        why=_CXX17_WHY,
+        upstream=_CXX17_UPSTREAM,
+        old="set(CMAKE_CXX_STANDARD 14)",
+        new="set(CMAKE_CXX_STANDARD 17)",
+    ),
+    Edit(
+        name="no XLA ops",
+        file="horovod/tensorflow/CMakeLists.txt",
+        what="xla_mpi_ops.cc is left out of the TensorFlow library",
+        why="TensorFlow no longer ships all the XLA headers that it includes; these ops are used "
+        "only with HOROVOD_ENABLE_XLA_OPS=1",
+        upstream="TensorFlow moved tensorflow/compiler/xla to xla/ and ships no highwayhash",
+        old='list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")\n',
+        new="",
+        applies=tensorflow_lacks_xla_headers,
+    ),
+    Edit(
+        name="run-time search path",
+        file="CMakeLists.txt",
+        what="the libraries record the search path in HVKIT_RPATH and no other",
+        why="CMake records the folder of the MPI compiled with, so that a wheel from the cache "
+        "would load, in every environment, the MPI of the one it was built in",
+        upstream="CMake's default build RPATH",
+        old="set(CMAKE_CXX_EXTENSIONS OFF)\n",
+        new="set(CMAKE_CXX_EXTENSIONS OFF)\n"
+        "set(CMAKE_BUILD_WITH_INSTALL_RPATH ON)\n"
+        'set(CMAKE_INSTALL_RPATH "$ENV{HVKIT_RPATH}")\n',
+    ),
+    Edit(
+        name="no setup_requires",
+        file="setup.py",
+        what="the build needs no package beyond those installed",
+        why="setup_requires makes setuptools fetch and build the run-time dependencies while "
+        "building",
+        upstream="setup_requires, deprecated by setuptools 58.3",
+        old="      setup_requires=require_list if is_build_action() else [],\n",
+        new="",
+    ),
+    _two_dashes("mca", count=6),
+    _two_dashes("bind-to", count=2),
+    _two_dashes("map-by", count=2),
+    _two_dashes("rank-by", count=1),
+    _two_dashes("mca", count=1, file="horovod/spark/mpi_run.py"),
+    Edit(
+        name="zero_grad arguments",
+        file="horovod/torch/optimizer.py",
+        what="zero_grad takes the arguments of PyTorch's",
+        why="zero_grad(set_to_none=...), part of PyTorch's interface since 1.7, raises TypeError",
+        upstream="overridden without its argument in both optimizer wrappers",
+        old="    def zero_grad(self):\n",
+        new="    def zero_grad(self, *args, **kwargs):\n",
+        count=2,
+    ),
+    Edit(
+        name="zero_grad arguments passed on",
+        file="horovod/torch/optimizer.py",
+        what="zero_grad hands its arguments to PyTorch's",
+        why="set_to_none would be taken and ignored",
+        upstream="overridden without its argument in both optimizer wrappers",
+        old="super(self.__class__, self).zero_grad()",
+        new="super(self.__class__, self).zero_grad(*args, **kwargs)",
+        count=2,
+    ),
+    Edit(
+        name="Keras 3 refused",
+        file=_KERAS,
+        what="a check that the optimizer has a method through which Horovod can average",
+        why=_KERAS_WHY,
+        upstream="written for the optimizers of Keras 2",
+        old="def create_distributed_optimizer(",
+        new='''\
+def _require_gradient_methods(optimizer_class):
+    """Raise for an optimizer of Keras 3, which never calls back into Horovod's wrapper."""
+    methods = ('compute_gradients', '_compute_gradients', 'get_gradients')
+    if not any(hasattr(optimizer_class, method) for method in methods):
+        raise NotImplementedError(
+            "Horovod's Keras optimizer cannot average gradients under Keras 3: the ranks would "
+            "train apart. Got {}.{}. Use `model, optimizer = hvkit.distribute(model, optimizer)` "
+            "with the plain Keras optimizer instead.".format(
+                optimizer_class.__module__, optimizer_class.__name__))
+
+
+def create_distributed_optimizer(''',
+    ),
+    Edit(
+        name="Keras 3 refused by DistributedOptimizer",
+        file=_KERAS,
+        what="DistributedOptimizer checks the optimizer that it is given",
+        why=_KERAS_WHY,
+        upstream="written for the optimizers of Keras 2",
+        old="    class _DistributedOptimizer(*optimizer.__class__.__bases__):\n",
+        new="    _require_gradient_methods(optimizer.__class__)\n\n"
+        "    class _DistributedOptimizer(*optimizer.__class__.__bases__):\n",
+    ),
+    Edit(
+        name="Keras 3 refused by load_model",
+        file=_KERAS,
+        what="load_model checks the optimizer class of the Keras that it loads with",
+        why="under Keras 3 it returns a model with the plain optimizer, which averages nothing",
+        upstream="written for the optimizers of Keras 2",
+        old="    if legacy_opts:\n",
+        new="    _require_gradient_methods(keras.optimizers.Optimizer)\n    if legacy_opts:\n",
+    ),
+)
