@@ -81,7 +81,6 @@ def distribute(
         problem = error
     raise_together(problem)
     assert adapter is not None
-    _distributed.update([model, *optimizers])
     if runtime.size() > 1:
         arguments = f"lr_scaling={lr_scaling}, {options}"
         require_equal(
@@ -93,6 +92,7 @@ def distribute(
         rates = adapter.scale_learning_rate(factor)
         adapter.average_gradients()
         _announce(rates, lr_scaling, warmup_steps)
+    _distributed.update([model, *optimizers])
     return model, optimizer
 
 
@@ -120,7 +120,7 @@ def _announce(rates: list[tuple[float, float]], lr_scaling: str, warmup_steps: i
     changes = ", ".join(dict.fromkeys(f"{old:g} -> {new:g}" for old, new in rates))
     warmup = f", warm-up over {warmup_steps} steps" if warmup_steps else ""
     print(
-        f"hvkit: {runtime.size()} ranks; learning rate {changes} ({lr_scaling}){warmup}",
+        f"hvkit: {runtime.size()} ranks; learning rate {changes or 'none'} ({lr_scaling}){warmup}",
         file=sys.stderr,
         flush=True,
     )

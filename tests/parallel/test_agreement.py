@@ -75,6 +75,9 @@ WRONG = {
         lambda m: (m, sgd(nn.Linear(2, 2))), {}, ValueError, "holds none of the 2 parameters",
     ),
     "no optimizer": (lambda m: (m, []), {}, ValueError, "at least one optimizer"),
+    "wrapped model": (
+        lambda m: (nn.DataParallel(m), sgd(m)), {}, TypeError, "pass the plain module",
+    ),
     "scaling": (
         lambda m: (m, sgd(m)), {"lr_scaling": "cubic"}, ValueError, "none; got 'cubic'",
     ),

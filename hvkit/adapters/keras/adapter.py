@@ -105,13 +105,36 @@ class KerasAdapter:
     def average_gradients(self) -> None:
         # XLA cannot compile Horovod's operations.
         self.model.supports_jit = False
-        if getattr(self.model, "compiled", False) and self.model.jit_compile:
+        if getattr(self.model, "compiled", False):
             self.model.jit_compile = False
-            self.model.make_train_function(force=True)
+            self.model.train_function = None  # made anew by the next fit
+        self._refuse_fit_with_another_optimizer()
         for each in self.optimizers:
             inner = inner_optimizer(each)
             average_in_apply(inner, GradientAverager(f"hvkit.{next(_serial)}"), self._before_update)
             skip_together(inner)
+
+    def _refuse_fit_with_another_optimizer(self) -> None:
+        """``compile`` may be given another optimizer, before or after; ``fit`` would use that.
+
+        A ``train_step`` of the user's own may use optimizers that ``compile`` does not know.
+        """
+        model = self.model
+        if type(model).train_step is not keras.Model.train_step:
+            return
+        ours = [inner_optimizer(each) for each in self.optimizers]
+        make_train_function = model.make_train_function
+
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            if not any(inner_optimizer(model.optimizer) is each for each in ours):
+                raise ValueError(
+                    f"model {model.name!r} was compiled with an optimizer "
+                    f"({model.optimizer.name!r}) that was not passed to hvkit.distribute, so its "
+                    "ranks would train apart: pass the distributed one to compile(optimizer=...)"
+                )
+            return make_train_function(*args, **kwargs)
+
+        model.make_train_function = checked
 
 
 def _parts(optimizer: Any) -> list[Any]:

@@ -46,12 +46,13 @@ class GradientAverager:
         gradients = list(gradients)
         dense = [g is not None and not _is_sparse(g) for g in gradients]
         sparse = [_is_sparse(g) for g in gradients]
-        had = self._hvd.allreduce(
-            tf.constant(np.array([dense, sparse], np.int32)),
-            op=self._hvd.Sum,
-            name=f"{self._name}.present",
-            ignore_name_scope=True,
-        )
+        with tf.device("CPU:0"):
+            had = self._hvd.allreduce(
+                tf.constant(np.array([dense, sparse], np.int32)),
+                op=self._hvd.Sum,
+                name=f"{self._name}.present",
+                ignore_name_scope=True,
+            )
         if tf.executing_eagerly():
             any_dense, any_sparse = had.numpy().astype(bool)
             gradients = [

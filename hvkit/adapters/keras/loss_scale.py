@@ -48,9 +48,11 @@ def _share_check_for_overflows() -> None:
         if inner_optimizer(self) not in _averaged:
             return finite
         hvd = runtime.engine("tensorflow").hvd
-        everywhere = hvd.allreduce(
-            tf.cast(finite, tf.int32), op=hvd.Min, name="hvkit.finite", ignore_name_scope=True
-        )
+        with tf.device("CPU:0"):
+            here = tf.cast(finite, tf.int32)
+            everywhere = hvd.allreduce(
+                here, op=hvd.Min, name="hvkit.finite", ignore_name_scope=True
+            )
         return tf.cast(everywhere, tf.bool)
 
     scaler.check_finite = check_finite

@@ -26,6 +26,7 @@ class PyTorchAdapter:
     framework = "torch"
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Any], options: Options) -> None:
+        _refuse_other_wrappers(model)
         self.model = model
         self.optimizers: list[Optimizer] = [_checked(each, model) for each in optimizers]
         self.options = options
@@ -57,22 +58,26 @@ class PyTorchAdapter:
 
     def scale_learning_rate(self, factor: float) -> list[tuple[float, float]]:
         self.factor = factor
-        return [_scale(group, factor) for each in self.optimizers for group in each.param_groups]
+        return [
+            _scale(group, factor)
+            for each in self.optimizers
+            for group in each.param_groups
+            if "lr" in group
+        ]
 
     def average_gradients(self) -> None:
         reducer = GradientReducer(
-            self.parameters,
+            self.parameters.values(),
             row_sparse=_sparse_embeddings(self.model),
             accumulate=self.options.accumulate,
             name=f"hvkit.{next(_serial)}",
         )
         for optimizer in self.optimizers:
-            reducer.watch(optimizer)
-            self._follow_new_groups(optimizer, reducer)
+            self._follow(optimizer, reducer)
             if self.options.warmup_steps:
                 _warm_up(optimizer, self.options.warmup_steps, self.factor)
 
-    def _follow_new_groups(self, optimizer: Optimizer, reducer: GradientReducer) -> None:
+    def _follow(self, optimizer: Optimizer, reducer: GradientReducer) -> None:
         """Give parameters that are added to the optimizer later the same treatment.
 
         ``add_param_group`` is replaced on the instance only; optimizers leave it out when they
@@ -80,17 +85,24 @@ class PyTorchAdapter:
         """
         add: Callable[[dict[str, Any]], None] = optimizer.add_param_group
 
+        def adopt() -> bool:
+            held = [p for group in optimizer.param_groups for p in group["params"]]
+            new = [p for p in held if p not in reducer]
+            if new:
+                facts = [f"parameter {tuple(p.shape)}, {p.dtype}" for p in new]
+                require_equal("new parameter group", facts, "add the same group on every rank")
+                broadcast_tensors(new)
+                reducer.add(new)
+            return bool(new)
+
         def add_param_group(param_group: dict[str, Any]) -> None:
             add(param_group)
-            group = optimizer.param_groups[-1]
-            new = [p for p in group["params"] if p not in reducer]
-            facts = [f"parameter {tuple(p.shape)}, {p.dtype}" for p in new]
-            require_equal("new parameter group", facts, "add the same group on every rank")
-            broadcast_tensors(new)
-            reducer.add({f"added {len(reducer) + i}": p for i, p in enumerate(new)})
-            _scale(group, self.factor)
+            adopt()
+            if "lr" in optimizer.param_groups[-1]:
+                _scale(optimizer.param_groups[-1], self.factor)
 
         optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
+        reducer.watch(optimizer, adopt)
 
 
 def _checked(optimizer: Any, model: nn.Module) -> Optimizer:
@@ -115,6 +127,14 @@ def _checked(optimizer: Any, model: nn.Module) -> Optimizer:
             "last replaced"
         )
     return optimizer
+
+
+def _refuse_other_wrappers(model: nn.Module) -> None:
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise TypeError(
+            f"model is wrapped in {type(model).__name__}, which averages gradients itself: pass "
+            "the plain module (model.module) and its optimizer"
+        )
 
 
 def _named_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:

@@ -18,7 +18,7 @@ more reductions.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ class GradientReducer:
     """Keeps the gradients of some parameters averaged over ranks.
 
     Args:
-        parameters: by name, in an order that is the same on every rank.
+        parameters: in an order that is the same on every rank.
         row_sparse: those whose gradients are known to be sparse; others are learnt.
         accumulate: backward passes from one reduction to the next.
         name: the same on every rank, and no other reducer's.
@@ -43,7 +43,7 @@ class GradientReducer:
 
     def __init__(
         self,
-        parameters: Mapping[str, torch.nn.Parameter],
+        parameters: Iterable[torch.nn.Parameter],
         row_sparse: set[torch.Tensor],
         accumulate: int,
         name: str,
@@ -71,25 +71,29 @@ class GradientReducer:
     def __contains__(self, parameter: torch.Tensor) -> bool:
         return parameter in self._number
 
-    def __len__(self) -> int:
-        return len(self._parameters)
-
-    def add(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    def add(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Average the gradients of more parameters; the same ones on every rank."""
-        for p in parameters.values():
+        for p in parameters:
             self._number[p] = len(self._parameters)
             self._parameters.append(p)
             if p.is_floating_point() or p.is_complex():
                 _hook(p, self._gradient_ready)
 
-    def watch(self, optimizer: Optimizer) -> None:
-        """Make sure that a step of this optimizer comes after a reduction on every rank."""
+    def watch(self, optimizer: Optimizer, adopt: Callable[[], bool]) -> None:
+        """Make sure that a step of this optimizer comes after a reduction on every rank.
+
+        Args:
+            optimizer: updates some of the parameters.
+            adopt: adds those that the optimizer has come to hold, and returns whether there were
+                any.
+        """
         key = id(optimizer)
         self._reduced_for[key] = False
 
         def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is optimizer
-            if closure is None and (self._passes or not self._reduced_for[key]):
+            overlooked = adopt() or self._passes > 0 or not self._reduced_for[key]
+            if closure is None and overlooked:
                 self._reduce()
             self._reduced_for[key] = False
 

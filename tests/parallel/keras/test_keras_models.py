@@ -246,6 +246,20 @@ def test_xla_is_left_aside(compiled):
     assert same_on_all_ranks(weights(model))
 
 
+def test_a_fit_with_an_optimizer_that_was_not_distributed_is_refused():
+    model = mlp()
+    hvkit.distribute(model, sgd())
+    model.compile(optimizer=keras.optimizers.Adam(), loss="mse")
+    with pytest.raises(ValueError, match=r"'adam.*'\) that was not passed"):
+        refit(model, local(regression(steps=1)))
+
+
+def test_fit_that_runs_eagerly():
+    equals_one_process(
+        mlp, sgd, lambda model, optimizer, data: fit(model, optimizer, data, run_eagerly=True)
+    )
+
+
 LOADS_PLAINLY = """
 import sys
 class Absent:

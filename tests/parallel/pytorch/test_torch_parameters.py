@@ -94,6 +94,19 @@ def test_parameters_added_to_the_optimizer_later_are_averaged():
     equals_one_process(build)
 
 
+def test_parameters_put_into_a_group_by_hand_are_averaged():
+    def build(distribute):
+        model = mlp()
+        optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+        model, optimizer = distribute(model, optimizer)
+        torch.manual_seed(1)
+        model.add_module("3", nn.Linear(4, 4))
+        optimizer.param_groups[0]["params"].extend(model[3].parameters())
+        return model, optimizer
+
+    equals_one_process(build)
+
+
 def test_a_new_module_added_later_starts_from_rank_0_and_is_averaged():
     model = mlp()
     model, optimizer = hvkit.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))

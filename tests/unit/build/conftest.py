@@ -1,0 +1,51 @@
+"""A cache of one's own, a machine of stand-ins, and a toolchain that needs neither."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hvkit.build.frameworks import Framework
+from hvkit.build.mpi import Mpi
+from hvkit.build.toolchain import Compiler, Toolchain
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """hvkit's cache, empty."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("HVKIT_CACHE_DIR", str(folder))
+    return folder
+
+
+@pytest.fixture
+def toolchain(tmp_path: Path) -> Toolchain:
+    """Both frameworks, and an Open MPI of the system."""
+    return Toolchain(
+        frameworks=(
+            Framework("pytorch", "2.13.0+cpu", tmp_path),
+            Framework("tensorflow", "2.21.0", tmp_path),
+        ),
+        mpi=Mpi(Path("/opt/mpi/bin/mpicxx"), "Open MPI", "4.1.4", Path("/opt/mpi/lib")),
+        compiler=Compiler(("/usr/bin/c++",), "c++ 12.2.0\nCopyright"),
+        nvcc=None,
+    )
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
+    """Put a shell script on PATH, which holds nothing else; returns where it is."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    # The folder of this Python is where mpicxx is looked for next.
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python" / "python"))
+
+    def write(name: str, body: str = "") -> Path:
+        path = folder / name
+        path.write_text(f"#!/bin/sh\n{body}\n")
+        path.chmod(0o755)
+        return path
+
+    return write

@@ -1,0 +1,89 @@
+"""What Horovod's build is told through its environment."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hvkit.build import environment
+from hvkit.build.environment import build_environment
+from hvkit.build.toolchain import Toolchain
+
+
+@pytest.fixture(autouse=True)
+def no_build_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in environment.user_build_options(os.environ):
+        monkeypatch.delenv(name)
+
+
+def test_frameworks_and_mpi_are_required(toolchain: Toolchain, tmp_path: Path) -> None:
+    environ = build_environment(toolchain, None, 2, "/opt/cmake", tmp_path)
+    assert environ["HOROVOD_WITH_PYTORCH"] == environ["HOROVOD_WITH_TENSORFLOW"] == "1"
+    assert environ["HOROVOD_WITH_MPI"] == "1"
+    assert environ["HOROVOD_CMAKE"] == "/opt/cmake"
+    assert environ["MAKEFLAGS"] == "-j2"
+    assert environ["HVKIT_RPATH"] == "/opt/mpi/lib"
+    assert "HOROVOD_GPU_OPERATIONS" not in environ
+
+
+def test_framework_left_out(
+    toolchain: Toolchain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOROVOD_WITH_TENSORFLOW", "1")
+    alone = replace(toolchain, frameworks=toolchain.frameworks[:1])
+    environ = build_environment(alone, None, 2, "cmake", tmp_path)
+    assert environ["HOROVOD_WITHOUT_TENSORFLOW"] == "1"
+    assert "HOROVOD_WITH_TENSORFLOW" not in environ
+
+
+def test_cmake_finds_the_same_mpi(
+    toolchain: Toolchain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/usr/local/bin:/usr/bin")
+    monkeypatch.setenv("MPI_HOME", "/opt/another-mpi")
+    environ = build_environment(toolchain, None, 2, "cmake", tmp_path)
+    assert environ["PATH"] == "/usr/local/bin:/usr/bin:/opt/mpi/bin"
+    assert "MPI_HOME" not in environ
+
+
+class TestNccl:
+    """GPU builds."""
+
+    @pytest.fixture
+    def wheel(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """NVIDIA's wheel, which has a library that cannot be linked under its own name."""
+        folder = tmp_path / "nvidia" / "nccl"
+        package = SimpleNamespace(locate_file=tmp_path.joinpath)
+        (folder / "lib").mkdir(parents=True)
+        (folder / "lib" / "libnccl.so.2").write_text("nccl")
+        monkeypatch.setattr("importlib.metadata.distribution", lambda name: package)
+        return folder
+
+    def test_wheel_is_made_linkable_and_found_at_run_time(
+        self, toolchain: Toolchain, tmp_path: Path, wheel: Path
+    ) -> None:
+        environ = build_environment(toolchain, "nccl", 2, "cmake", tmp_path)
+        assert environ["HOROVOD_GPU_OPERATIONS"] == "NCCL"
+        assert Path(environ["HOROVOD_NCCL_LIB"], "libnccl.so").read_text() == "nccl"
+        assert environ["HOROVOD_NCCL_INCLUDE"] == str(wheel / "include")
+        mpi, nccl = environ["HVKIT_RPATH"].split(";")
+        assert mpi == "/opt/mpi/lib"
+        assert nccl.startswith("$ORIGIN/")
+        assert nccl.endswith("/nvidia/nccl/lib")
+
+    def test_build_without_gpu_operations_leaves_it_alone(
+        self, toolchain: Toolchain, tmp_path: Path, wheel: Path
+    ) -> None:
+        environ = build_environment(toolchain, None, 2, "cmake", tmp_path)
+        assert "HOROVOD_NCCL_LIB" not in environ
+        assert environ["HVKIT_RPATH"] == "/opt/mpi/lib"
+
+    def test_users_nccl_goes_before_the_wheel(
+        self, toolchain: Toolchain, tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("HOROVOD_NCCL_HOME", "/opt/nccl")
+        environ = build_environment(toolchain, "nccl", 2, "cmake", tmp_path)
+        assert "HOROVOD_NCCL_LIB" not in environ
+        assert environ["HVKIT_RPATH"] == "/opt/mpi/lib;/opt/nccl/lib"

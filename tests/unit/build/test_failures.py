@@ -1,0 +1,129 @@
+"""Excerpts of real output lead to what happened and what to do."""
+
+from pathlib import Path
+
+import pytest
+
+from hvkit.build.failures import explain
+
+EXCERPTS = {
+    "disk": (
+        "/usr/bin/ld: final link failed: No space left on device\n"
+        "collect2: error: ld returned 1 exit status",
+        "the disk is full",
+        "TMPDIR",
+    ),
+    "memory": (
+        "c++: fatal error: Killed signal terminated program cc1plus\ncompilation terminated.\n"
+        "gmake[2]: *** [horovod/tensorflow/CMakeFiles/tensorflow.dir/mpi_ops.cc.o] Error 1",
+        "a compiler process ran out of memory",
+        "--jobs 1",
+    ),
+    "headers": (
+        "torch/include/torch/csrc/python_headers.h:12:10: fatal error: Python.h: No such file or "
+        "directory\n   12 | #include <Python.h>",
+        "the C headers of this Python are missing",
+        "python3-dev",
+    ),
+    "compiler": (
+        "CMake Error at CMakeLists.txt:19 (project):\n  No CMAKE_CXX_COMPILER could be found.",
+        "the C++ compiler does not work",
+        "apt install g++",
+    ),
+    "mpi": (
+        "-- Could NOT find MPI_CXX (missing: MPI_CXX_WORKS)\nCMake Error at FindPackageHandle"
+        "StandardArgs.cmake:230 (message):\n  Could NOT find MPI (missing: MPI_CXX_FOUND)",
+        "the MPI compiler wrapper was found, but no program compiles with it",
+        "openmpi",
+    ),
+    "nccl": (
+        "-- Linking against static NCCL library\n"
+        "  Could NOT find NCCL (missing: NCCL_INCLUDE_DIR NCCL_LIBRARY)",
+        "NCCL was not found",
+        "HOROVOD_NCCL_HOME",
+    ),
+    "nvcc": (
+        "#error -- unsupported GNU version! gcc versions later than 12 are not supported!",
+        "the CUDA compiler, nvcc, does not work",
+        "HOROVOD_CUDA_HOME",
+    ),
+    "cpu-only PyTorch": (
+        "CMake Error at horovod/torch/CMakeLists.txt:21 (message):\n  Horovod build with GPU "
+        "support was requested but this PyTorch installation does not support CUDA.",
+        "the PyTorch that is installed is its CPU version",
+        "--without pytorch",
+    ),
+    "framework": (
+        "  Could NOT find Pytorch (missing: Pytorch_VERSION) (Required is at least",
+        "a framework is installed but cannot be imported",
+        "import torch",
+    ),
+    "cmake": (
+        "CMake Error at third_party/gloo/CMakeLists.txt:1 (cmake_minimum_required):\n"
+        "  Compatibility with CMake < 3.5 has been removed from CMake.",
+        "this CMake is too new",
+        "HOROVOD_CMAKE",
+    ),
+    "pip": ("/venv/bin/python: No module named pip", "this Python has no pip", "ensurepip"),
+    "hashes": (
+        "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE.",
+        "another file than the official one",
+        "pip config list",
+    ),
+    "network": (
+        "WARNING: Retrying (Retry(total=4)) after connection broken by 'NewConnectionError("
+        "Failed to establish a new connection: [Errno 111] Connection refused')': /simple/\n"
+        "ERROR: Could not find a version that satisfies the requirement horovod==0.28.1\n"
+        "ERROR: No matching distribution found for horovod==0.28.1",
+        "the package index cannot be reached",
+        "proxy",
+    ),
+    "index": (
+        "ERROR: Could not find a version that satisfies the requirement horovod==0.28.1 (from "
+        "versions: none)\nERROR: No matching distribution found for horovod==0.28.1",
+        "the package index does not have it",
+        "PIP_NO_INDEX",
+    ),
+}
+
+
+@pytest.mark.parametrize(("output", "meaning", "remedy"), EXCERPTS.values(), ids=EXCERPTS)
+def test_known_failure(output: str, meaning: str, remedy: str) -> None:
+    message = str(explain(output, "compiling Horovod failed"))
+    assert message.startswith("compiling Horovod failed: ")
+    assert meaning in message.splitlines()[0]
+    assert remedy in message.splitlines()[-1]
+
+
+def test_the_telling_lines_are_shown_once_and_at_most_five() -> None:
+    output = "\n".join(["noise"] * 9 + [f"{n % 7}: No space left on device" for n in range(99)])
+    lines = str(explain(output, "x")).splitlines()
+    shown = [line for line in lines if line.startswith("    ")]
+    assert shown == [f"    {n}: No space left on device" for n in range(5)]
+
+
+def test_unknown_failure_shows_the_first_errors_and_the_log() -> None:
+    output = "[ 10%] Building\nops.cc:7:1: error: 'x' was not declared\nnote: here\nmake: done"
+    assert str(explain(output, "compiling Horovod failed", Path("/logs/a.log"))).splitlines() == [
+        "compiling Horovod failed",
+        "    ops.cc:7:1: error: 'x' was not declared",
+        "Full log: /logs/a.log",
+    ]
+
+
+def test_output_without_any_error_line_is_shown_from_its_end() -> None:
+    output = "\n".join(f"line {n}" for n in range(20))
+    assert "    line 19" in str(explain(output, "failed")).splitlines()
+
+
+def test_what_cmake_prints_on_good_machines_is_no_cause() -> None:
+    output = (
+        "-- Could not find CCache. Consider installing CCache to speed up compilation.\n"
+        "-- Could NOT find CUDAToolkit (missing: CUDAToolkit_INCLUDE_DIRS)\n"
+        "-- Could NOT find NVTX (missing: NVTX_INCLUDE_DIR)\n"
+        "ops.cc:7:1: error: 'x' was not declared"
+    )
+    assert str(explain(output, "failed")).splitlines() == [
+        "failed",
+        "    ops.cc:7:1: error: 'x' was not declared",
+    ]

@@ -1,0 +1,52 @@
+"""Frameworks are found by their package metadata."""
+
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hvkit.build.frameworks import find_frameworks
+from hvkit.errors import BuildError
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Packages and their versions; tests fill it."""
+    packages: dict[str, str] = {}
+
+    def distribution(name: str) -> SimpleNamespace:
+        if name not in packages:
+            raise metadata.PackageNotFoundError(name)
+        return SimpleNamespace(version=packages[name], locate_file=lambda path: Path("/site"))
+
+    monkeypatch.setattr(metadata, "distribution", distribution)
+    return packages
+
+
+def test_versions_keep_their_local_part(installed: dict[str, str]) -> None:
+    installed["torch"] = "2.13.0+cu130"
+    (found,) = find_frameworks()
+    assert (found.name, found.version, found.module) == ("pytorch", "2.13.0+cu130", "torch")
+
+
+@pytest.mark.parametrize("package", ["tensorflow", "tensorflow-cpu", "tf-nightly"])
+def test_tensorflow_under_any_name(installed: dict[str, str], package: str) -> None:
+    installed[package] = "2.21.0"
+    assert [str(found) for found in find_frameworks()] == ["TensorFlow 2.21.0"]
+
+
+def test_without_leaves_one_out(installed: dict[str, str]) -> None:
+    installed.update({"torch": "2.13.0", "tensorflow": "2.21.0"})
+    assert [found.name for found in find_frameworks({"tensorflow"})] == ["pytorch"]
+
+
+def test_none_installed(installed: dict[str, str]) -> None:
+    with pytest.raises(BuildError, match=r"no framework installed.*`pip install torch`"):
+        find_frameworks()
+
+
+def test_all_left_out(installed: dict[str, str]) -> None:
+    installed["torch"] = "2.13.0"
+    with pytest.raises(BuildError, match=r"PyTorch 2\.13\.0 left out by --without"):
+        find_frameworks({"pytorch"})

@@ -1,0 +1,117 @@
+"""The edits against the official source, where the user's cache has it."""
+
+import re
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from hvkit.build import edits, source
+from hvkit.build.horovod_edits import EDITS, XLA_OPS, tensorflow_lacks_xla_headers
+from hvkit.build.toolchain import Compiler, Toolchain
+from hvkit.errors import BuildError
+from hvkit.paths import cache_dir
+
+# Read before the tests' own cache takes the place of the user's.
+ARCHIVE = cache_dir() / "source" / source.ARCHIVE
+needs_source = pytest.mark.skipif(not ARCHIVE.is_file(), reason=f"no {ARCHIVE}")
+
+
+@pytest.fixture
+def original(tmp_path: Path) -> Path:
+    """The files that the edits read and change, as upstream made them."""
+    root = tmp_path / f"horovod-{source.VERSION}"
+    files = {f"{root.name}/{file}" for file in [XLA_OPS, *(edit.file for edit in EDITS)]}
+    with tarfile.open(ARCHIVE) as package:
+        package.extractall(tmp_path, map(package.getmember, files), filter="data")
+    return root
+
+
+@pytest.fixture
+def edited(original: Path, toolchain: Toolchain) -> Path:
+    edits.apply(EDITS, original, toolchain)
+    return original
+
+
+def test_every_edit_has_its_own_name_and_says_why() -> None:
+    assert len({edit.name for edit in EDITS}) == len(EDITS)
+    assert all(edit.what and edit.why and edit.upstream for edit in EDITS)
+
+
+@needs_source
+def test_all_edits_fit_the_official_source(original: Path, toolchain: Toolchain) -> None:
+    # The toolchain's TensorFlow has no headers at all, hence every edit applies.
+    assert edits.apply(EDITS, original, toolchain) == list(EDITS)
+
+
+@needs_source
+def test_a_second_application_is_refused(edited: Path, toolchain: Toolchain) -> None:
+    with pytest.raises(BuildError, match=r"edit 'C\+\+17'"):
+        edits.apply(EDITS, edited, toolchain)
+
+
+@needs_source
+def test_mpirun_gets_long_options_with_two_dashes(edited: Path) -> None:
+    for launcher in ("horovod/runner/mpi_run.py", "horovod/spark/mpi_run.py"):
+        text = (edited / launcher).read_text()
+        assert "--mca " in text
+        assert not re.search(r"(?<!-)-(?:mca|bind-to|map-by|rank-by) ", text)
+
+
+@needs_source
+def test_edited_python_still_compiles(edited: Path) -> None:
+    for file in {edit.file for edit in EDITS if edit.file.endswith(".py")}:
+        compile((edited / file).read_text(), file, "exec")
+
+
+@needs_source
+def test_optimizer_without_gradient_methods_is_refused(edited: Path) -> None:
+    text = (edited / "horovod/_keras/__init__.py").read_text()
+    function = re.search(r"def _require_gradient_methods.*?(?=\n\n\n)", text, re.DOTALL)
+    assert function is not None
+    scope: dict[str, object] = {}
+    exec(function[0], scope)
+    require = scope["_require_gradient_methods"]
+    assert callable(require)
+    keras_2 = type("SGD", (), {"compute_gradients": None})
+    keras_3 = type("SGD", (), {"apply": None})
+    require(keras_2)
+    with pytest.raises(NotImplementedError, match=r"hvkit\.distribute"):
+        require(keras_3)
+
+
+class TestXlaHeaders:
+    """TensorFlow's headers decide whether the XLA ops are compiled."""
+
+    @pytest.fixture
+    def root(self, tmp_path: Path) -> Path:
+        (tmp_path / XLA_OPS).parent.mkdir(parents=True)
+        (tmp_path / XLA_OPS).write_text(
+            '#include <cuda.h>\n#include "tensorflow/xla.h"\n#include "../common/common.h"\n'
+        )
+        return tmp_path
+
+    @pytest.fixture
+    def header(self, tmp_path: Path) -> Path:
+        path = tmp_path / "tensorflow" / "include" / "tensorflow" / "xla.h"
+        path.parent.mkdir(parents=True)
+        return path
+
+    def test_all_there(self, root: Path, header: Path, toolchain: Toolchain) -> None:
+        header.write_text("")
+        assert not tensorflow_lacks_xla_headers(toolchain, root)
+
+    def test_one_missing(self, root: Path, toolchain: Toolchain) -> None:
+        assert tensorflow_lacks_xla_headers(toolchain, root)
+
+    def test_one_missing_behind_another(
+        self, root: Path, header: Path, toolchain: Toolchain
+    ) -> None:
+        header.write_text('#include "highwayhash/arch_specific.h"\n')
+        assert tensorflow_lacks_xla_headers(toolchain, root)
+
+    def test_no_tensorflow(self, root: Path, toolchain: Toolchain) -> None:
+        alone = Toolchain(
+            toolchain.frameworks[:1], toolchain.mpi, Compiler(("false",), ""), nvcc=None
+        )
+        assert not tensorflow_lacks_xla_headers(alone, root)

@@ -1,0 +1,116 @@
+"""What the command does, with stand-ins for the compiler and for pip."""
+
+import errno
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hvkit.build import Options, builder, install_horovod, installed, installer, wheels
+from hvkit.build.key import Key
+from hvkit.build.toolchain import Toolchain
+from hvkit.errors import BuildError
+
+
+class Machine:
+    """A machine whose builds and installations are only written down."""
+
+    def __init__(self, toolchain: Toolchain, folder: Path) -> None:
+        self.toolchain = toolchain
+        self.folder = folder
+        self.version: str | None = None
+        self.done: list[str] = []
+
+    def build(self, toolchain: Toolchain, key: Key, gpu: str | None, jobs: int) -> Path:
+        self.done.append("build")
+        wheel = self.folder / f"horovod-{key.version}-cp311-cp311-linux_x86_64.whl"
+        wheel.write_text(str(toolchain))
+        return wheels.store(wheel, key)
+
+    def install(self, wheel: Path) -> None:
+        self.done.append("install")
+        self.version = wheel.name.split("-")[1]
+
+    def check(self, toolchain: Toolchain, gpu: str | None) -> None:
+        self.done.append("check")
+
+    def run(self, options: Options | None = None) -> list[str]:
+        """Run the command and return what it did."""
+        self.done = []
+        install_horovod(options or Options())
+        return self.done
+
+
+@pytest.fixture
+def machine(toolchain: Toolchain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    stand_in = Machine(toolchain, tmp_path)
+    monkeypatch.setattr(installer, "find_toolchain", lambda without, gpu: stand_in.toolchain)
+    monkeypatch.setattr(builder, "build", stand_in.build)
+    monkeypatch.setattr(installed, "installed_version", lambda: stand_in.version)
+    monkeypatch.setattr(installed, "install", stand_in.install)
+    monkeypatch.setattr(installed, "check", stand_in.check)
+    return stand_in
+
+
+def test_first_call_builds_installs_and_checks(machine: Machine) -> None:
+    assert machine.run() == ["build", "install", "check"]
+
+
+def test_second_call_does_nothing(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    machine.run()
+    assert machine.run() == []
+    assert "is installed already" in capsys.readouterr().out
+
+
+def test_other_environment_takes_the_cached_wheel(machine: Machine) -> None:
+    machine.run()
+    machine.version = None
+    assert machine.run() == ["install", "check"]
+
+
+@pytest.mark.parametrize("version", ["0.28.1", "0.28.1+hvkit000000000000", "0.21.0"])
+def test_horovod_of_another_build_is_replaced(machine: Machine, version: str) -> None:
+    machine.run()
+    machine.version = version
+    assert machine.run() == ["install", "check"]
+
+
+def test_changed_framework_rebuilds(machine: Machine) -> None:
+    machine.run()
+    machine.toolchain = replace(machine.toolchain, frameworks=machine.toolchain.frameworks[:1])
+    assert machine.run() == ["build", "install", "check"]
+
+
+def test_force_rebuilds(machine: Machine) -> None:
+    machine.run()
+    assert machine.run(Options(force=True)) == ["build", "install", "check"]
+
+
+def test_wheel_dir_gets_the_wheel_also_when_all_is_done(machine: Machine, tmp_path: Path) -> None:
+    machine.run()
+    folder = tmp_path / "a" / "b"
+    assert machine.run(Options(wheel_dir=folder)) == []
+    (wheel,) = folder.iterdir()
+    assert wheel.name == f"horovod-{machine.version}-cp311-cp311-linux_x86_64.whl"
+
+
+def test_full_disk_is_explained(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(*arguments: object) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device", "/tmp/x")
+
+    monkeypatch.setattr(builder, "build", fill)
+    with pytest.raises(BuildError, match=r"the disk is full: .*'/tmp/x'.*TMPDIR"):
+        machine.run()
+
+
+def test_failed_build_leaves_the_installed_horovod(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> Path:
+        raise BuildError("compiling Horovod failed")
+
+    monkeypatch.setattr(builder, "build", fail)
+    machine.version = "0.28.1"
+    with pytest.raises(BuildError, match="compiling"):
+        machine.run()
+    assert machine.version == "0.28.1"

