@@ -1,0 +1,70 @@
+"""Starts recipes as a user would, with a time limit, and shows their output if they fail."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+ALONE = ()
+MPIRUN = ("mpirun", "-np", "2")
+HOROVODRUN = ("horovodrun", "-np", "2")
+
+
+@dataclass
+class Run:
+    """A recipe that has ended: its exit status, what it said, and its metrics.jsonl."""
+
+    status: int
+    out: str
+    err: str
+    records: list[dict]
+
+    @property
+    def final(self) -> dict:
+        return self.records[-1]
+
+    @property
+    def said_more_than_once(self) -> list[str]:
+        return [line for line, times in Counter(self.out.splitlines()).items() if times > 1]
+
+
+def python(recipe: str) -> list[str]:
+    """The command of one process."""
+    return [sys.executable, str(RECIPES / f"{recipe}.py")]
+
+
+def run(command: list[str], seconds: float) -> tuple[int, str, str]:
+    """Exit status, output and error output; a command that takes too long fails the test."""
+    scripts = os.path.dirname(sys.executable)
+    process = subprocess.Popen(
+        command,
+        env=os.environ
+        | {
+            "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}",
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        },
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            out, err = process.communicate(timeout=20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            out, err = process.communicate()
+        pytest.fail(f"not over after {seconds} s: {command}\n{out}\n{err}")
+    return process.returncode, out, err

@@ -1,0 +1,194 @@
+"""Downloading, from a server on this machine: verified, complete or not at all, only once."""
+
+import functools
+import gzip
+import hashlib
+import multiprocessing
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+
+import mnist_data
+import pytest
+from mnist_data import DataError, load
+
+NOWHERE = "http://127.0.0.1:9/"  # the discard port: nothing listens there
+
+
+class Server:
+    """Serves ``folder``; ``requests`` holds the paths that were asked for."""
+
+    def __init__(self, folder):
+        self.requests = []
+
+        class Handler(SimpleHTTPRequestHandler):
+            def log_message(handler, *args):
+                self.requests.append(handler.path)
+
+        handler = functools.partial(Handler, directory=str(folder))
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}/"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def stop(self):
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+
+
+@pytest.fixture
+def server(folder):
+    running = Server(folder)
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def sha256(contents):
+    return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return tmp_path / "cache" / "data" / "mnist"
+
+
+def test_downloads_into_the_cache_and_reads_it_from_there_the_next_time(
+    server, sha256, folder, cache
+):
+    said = []
+    data = load(mirrors=[server.url], sha256=sha256, say=said.append)
+    assert data.digest() == mnist_data.read_mnist(folder).digest()
+    assert str(cache) in data.origin
+    assert len(said) == 4
+    assert load(mirrors=[], sha256=sha256).digest() == data.digest()
+    assert len(server.requests) == 4
+
+
+def test_the_second_mirror_serves_what_the_first_does_not(server, sha256):
+    assert len(load(mirrors=[NOWHERE, server.url], sha256=sha256).train) == 30
+
+
+def test_the_gzip_wrapper_may_differ_as_long_as_the_content_is_right(
+    server, sha256, folder, contents
+):
+    for name, content in contents.items():
+        (folder / f"{name}.gz").write_bytes(gzip.compress(content, compresslevel=1, mtime=1))
+    assert len(load("mnist", mirrors=[server.url], sha256=sha256).train) == 30
+
+
+def other_content(file):
+    file.write_bytes(gzip.compress(b"another database"))
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-9])
+
+
+def web_page(file):
+    file.write_text("<html>please log in</html>")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "complaint"),
+    [
+        (other_content, "content has SHA-256 .*, expected"),
+        (cut, "ended before"),
+        (web_page, "Not a gzipped file"),
+        (lambda file: file.unlink(), "404"),
+    ],
+)
+def test_a_wrong_download_is_refused_with_its_address_and_leaves_no_file(
+    server, sha256, folder, cache, spoil, complaint
+):
+    spoil(folder / "t10k-images-idx3-ubyte.gz")
+    with pytest.raises(DataError, match=complaint) as error:
+        load("mnist", mirrors=[server.url], sha256=sha256)
+    assert server.url + "t10k-images-idx3-ubyte.gz" in str(error.value)
+    assert sorted(file.name for file in cache.iterdir()) == [
+        ".lock",
+        "train-images-idx3-ubyte.gz",
+        "train-labels-idx1-ubyte.gz",
+    ]
+
+
+def test_a_download_that_cannot_be_put_in_place_leaves_no_part_of_it(
+    server, sha256, cache, monkeypatch
+):
+    def full(source, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(mnist_data.os, "replace", full)
+    with pytest.raises(DataError, match="No space left on device"):
+        load("mnist", mirrors=[server.url], sha256=sha256)
+    assert [file.name for file in cache.iterdir()] == [".lock"]
+
+
+def test_an_interrupted_download_goes_on_with_the_missing_files(server, sha256, folder):
+    gone = folder / "t10k-labels-idx1-ubyte.gz"
+    content = gone.read_bytes()
+    gone.unlink()
+    with pytest.raises(DataError):
+        load("mnist", mirrors=[server.url], sha256=sha256)
+    gone.write_bytes(content)
+    server.requests.clear()
+    load("mnist", mirrors=[server.url], sha256=sha256)
+    assert server.requests == ["/t10k-labels-idx1-ubyte.gz"]
+
+
+def test_mnist_never_falls_back_and_explains_all_it_tried(cache, monkeypatch, tmp_path):
+    monkeypatch.setenv("HVKIT_DATA_DIR", str(tmp_path / "empty"))
+    with pytest.raises(DataError) as error:
+        load("mnist", mirrors=[NOWHERE])
+    for part in (str(tmp_path / "empty"), str(cache), NOWHERE, "refused", "--data-dir", "digits"):
+        assert part in str(error.value)
+
+
+def test_auto_falls_back_to_the_digits_and_says_why():
+    data = load("auto", mirrors=[NOWHERE])
+    assert len(data.train) == 1437
+    assert "in place of MNIST" in data.origin
+    assert "refused" in data.origin
+
+
+def test_nothing_is_downloaded_where_that_is_left_to_another_rank(server, sha256):
+    assert len(load("auto", download=False, mirrors=[server.url], sha256=sha256).train) == 1437
+    assert server.requests == []
+
+
+def test_a_cache_that_cannot_be_written_counts_as_a_failed_download(cache):
+    cache.parent.parent.mkdir()
+    cache.parent.write_text("a file where a folder should be")
+    with pytest.raises(DataError, match=r"Not a directory|File exists"):
+        load("mnist", mirrors=[NOWHERE])
+
+
+def test_a_file_damaged_in_the_cache_is_named_with_the_fix(server, sha256, cache):
+    load("mnist", mirrors=[server.url], sha256=sha256)
+    cut(cache / "train-images-idx3-ubyte.gz")
+    with pytest.raises(DataError, match="delete the file, and it is downloaded again"):
+        load("mnist", mirrors=[], sha256=sha256)
+
+
+def _load_in_process(mirror, sha256, start, digests):
+    start.wait()
+    digests.put(load("mnist", mirrors=[mirror], sha256=sha256, say=lambda line: None).digest())
+
+
+def test_processes_that_start_at_once_download_each_file_once(server, sha256):
+    context = multiprocessing.get_context("fork")
+    start, digests = context.Event(), context.Queue()
+    processes = [
+        context.Process(target=_load_in_process, args=(server.url, sha256, start, digests))
+        for _ in range(4)
+    ]
+    for process in processes:
+        process.start()
+    start.set()
+    assert len({digests.get(timeout=30) for _ in processes}) == 1
+    for process in processes:
+        process.join(30)
+    assert len(server.requests) == 4
