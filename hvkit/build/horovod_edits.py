@@ -124,6 +124,15 @@ EDITS = (
     _two_dashes("rank-by", count=1),
     _two_dashes("mca", count=1, file="horovod/spark/mpi_run.py"),
     Edit(
+        name="MPICH recognised",
+        file=_MPI_RUN,
+        what="an mpirun that calls itself Hydra is taken for MPICH's",
+        why="horovodrun says that there is no MPI: MPICH's mpirun does not always name MPICH",
+        upstream="`mpirun --version` of MPICH 5.0 starts with 'HYDRA build details'",
+        old="        elif 'MPICH' in output:\n",
+        new="        elif 'MPICH' in output or 'HYDRA build details' in output:\n",
+    ),
+    Edit(
         name="zero_grad arguments",
         file="horovod/torch/optimizer.py",
         what="zero_grad takes the arguments of PyTorch's",
