@@ -274,6 +274,7 @@ print(model.predict(numpy.ones((1, 8)), verbose=0).tobytes().hex())
 """
 
 
+@pytest.mark.two_ranks
 def test_saved_files_name_nothing_of_hvkit_and_load_without_it(tmp_path):
     model = mlp()
     model, optimizer = hvkit.distribute(model, keras.optimizers.Adam(0.01))

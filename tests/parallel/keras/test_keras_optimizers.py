@@ -33,6 +33,7 @@ def test_the_list_of_built_in_optimizers_is_not_empty():
     assert {"SGD", "Adam", "AdamW", "RMSprop", "Lion"} <= set(BUILT_IN)
 
 
+@pytest.mark.two_ranks
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_every_built_in_optimizer_equals_one_process(name):
     make = getattr(keras.optimizers, name)
@@ -63,11 +64,14 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("loop", ["fit", "eager"])
-@pytest.mark.parametrize("option", OPTIONS)
+# A custom loop has to scale the loss by hand; fit does it.
+@pytest.mark.two_ranks
+@pytest.mark.parametrize(
+    ("option", "loop"),
+    [(option, "fit") for option in OPTIONS]
+    + [(option, "eager") for option in OPTIONS if option != "loss_scale_factor"],
+)
 def test_options_of_optimizers_act_on_the_mean(option, loop):
-    if option == "loss_scale_factor" and loop == "eager":
-        return  # a custom loop scales the loss by hand; fit does it here
     adam = keras.optimizers.Adam
     equals_one_process(mlp, lambda factor: adam(0.01 * factor, **OPTIONS[option]), LOOPS[loop])
 

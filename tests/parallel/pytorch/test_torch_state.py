@@ -89,6 +89,7 @@ print(model(torch.ones(1, 8)).tolist() == whole(torch.ones(1, 8)).tolist())
 """
 
 
+@pytest.mark.two_ranks
 def test_saved_files_load_without_hvkit_and_horovod(tmp_path):
     model = mlp()
     model, optimizer = hvkit.distribute(model, torch.optim.Adam(model.parameters()))
