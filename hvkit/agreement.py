@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Sequence
 
 from hvkit import runtime
-from hvkit.errors import RanksDisagreeError
+from hvkit.errors import HvkitError, RanksDisagreeError
 
 
 def raise_together(problem: Exception | None) -> None:
@@ -14,13 +14,15 @@ def raise_together(problem: Exception | None) -> None:
         problem: what went wrong on this rank, or None.
     """
     told = None if problem is None else (type(problem), str(problem))
-    for rank, theirs in enumerate(runtime.allgather(told)):
+    for rank, theirs in enumerate(runtime.gather("distribute", told)):
         if theirs is None:
             continue
         if problem is not None:
             raise problem
         kind, message = theirs
-        raise kind(f"on rank {rank}: {message}")
+        raise (kind if kind in (TypeError, ValueError) else HvkitError)(
+            f"on rank {rank}: {message}"
+        )
 
 
 def require_equal(what: str, facts: Sequence[str], fix: str) -> None:
@@ -35,9 +37,9 @@ def require_equal(what: str, facts: Sequence[str], fix: str) -> None:
         RanksDisagreeError: names the first fact that differs, and the ranks.
     """
     digest = hashlib.sha256("\n".join(facts).encode()).digest()
-    if len(set(runtime.allgather(digest))) == 1:
+    if len(set(runtime.gather("distribute", digest))) == 1:
         return
-    everyone = runtime.allgather(list(facts))
+    everyone = runtime.gather("distribute", list(facts))
     reference = everyone[0]
     other = next(rank for rank, theirs in enumerate(everyone) if theirs != reference)
     raise RanksDisagreeError(

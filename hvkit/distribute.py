@@ -77,7 +77,7 @@ def distribute(
             raise ValueError(f"optimizer must hold at least one optimizer, got {optimizer!r}")
         adapter = adapter_for(model, optimizers, options)
         _refuse_second_call(model, optimizers)
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
         problem = error
     raise_together(problem)
     assert adapter is not None

@@ -133,7 +133,7 @@ def local_size() -> int:
 
 def barrier() -> None:
     """Wait until every rank has come here."""
-    allgather(None)
+    gather("barrier", None)
 
 
 def broadcast(obj: T, root: int = 0) -> T:
@@ -173,19 +173,34 @@ def broadcast_bytes(data: np.ndarray[Any, np.dtype[np.uint8]], root: int = 0) ->
 
 
 def allgather(obj: T) -> list[T]:
-    """Return the objects of all ranks, in rank order, on every rank; they must pickle."""
+    """Return the objects of all ranks, in rank order, on every rank; they must pickle.
+
+    Raises:
+        RanksDisagreeError: another rank has come to another call that all ranks have to make.
+    """
+    return gather("allgather", obj)
+
+
+def gather(call: str, obj: T) -> list[T]:
+    """:func:`allgather` inside hvkit, under the name of what the user called."""
     if size() == 1:
         return [obj]
-    payload = pickle.dumps(obj)
+    payload = pickle.dumps((call, obj))
     message = len(payload).to_bytes(8, "little") + payload
     gathered = _any_engine().allgather(np.frombuffer(message, np.uint8)).tobytes()
-    objects: list[T] = []
+    everyone: list[tuple[str, T]] = []
     start = 0
     while start < len(gathered):
         stop = start + 8 + int.from_bytes(gathered[start : start + 8], "little")
-        objects.append(pickle.loads(gathered[start + 8 : stop]))
+        everyone.append(pickle.loads(gathered[start + 8 : stop]))
         start = stop
-    return objects
+    for other, (theirs, _) in enumerate(everyone):
+        if theirs != everyone[0][0]:
+            raise RanksDisagreeError(
+                f"rank {other} calls {theirs} while rank 0 calls {everyone[0][0]}: every rank has "
+                "to make the same calls in the same order, also where only rank 0 prints or saves"
+            )
+    return [each for _, each in everyone]
 
 
 @overload
@@ -208,7 +223,7 @@ def average(value: float | Mapping[str, float]) -> float | dict[str, float]:
     single = not isinstance(value, Mapping)
     mine = {"value": value} if single else dict(value)  # type: ignore[arg-type]
     numbers, problem = _as_floats(mine)
-    everyone = allgather((numbers, problem))
+    everyone = gather("average", (numbers, problem))
     for r, (theirs, their_problem) in enumerate(everyone):
         if their_problem:
             raise TypeError(their_problem if r == rank() else f"rank {r}: {their_problem}")

@@ -74,6 +74,13 @@ def test_barrier_holds_everyone_back_until_the_last_has_come(tmp_path):
     assert sorted(os.listdir(folder)) == [str(rank) for rank in range(hvkit.size())]
 
 
+def test_ranks_in_different_calls_are_told_which():
+    call = hvkit.barrier if hvkit.rank() == 0 else lambda: hvkit.average(1.0)
+    error, text = error_of(call)
+    assert error is hvkit.RanksDisagreeError
+    assert "rank 1 calls average while rank 0 calls barrier" in text
+
+
 def test_both_frameworks_engines_run_in_one_process():
     torch, tensorflow = runtime.engine("torch"), runtime.engine("tensorflow")
     mine = np.full(3, hvkit.rank(), np.uint8)

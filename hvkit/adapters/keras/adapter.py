@@ -57,7 +57,7 @@ class KerasAdapter:
         return [type(each).__name__ for each in self.optimizers]
 
     def synchronise(self) -> None:
-        if all(runtime.allgather(has_weights(self.model))):
+        if all(runtime.gather("distribute", has_weights(self.model))):
             self._synchronise(self.model.weights)
         else:
             self._synchronise_before_first_call()

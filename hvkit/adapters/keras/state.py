@@ -67,7 +67,7 @@ def synchronise_optimizers(optimizers: Sequence[Any], trained: Sequence[Any]) ->
         RanksDisagreeError: the ranks' states differ in number, shape or dtype.
     """
     with tf.init_scope():
-        built = runtime.allgather([each.built for each in optimizers])
+        built = runtime.gather("distribute", [each.built for each in optimizers])
         for i, optimizer in enumerate(optimizers):
             if not optimizer.built and any(theirs[i] for theirs in built):
                 optimizer.build(trained)

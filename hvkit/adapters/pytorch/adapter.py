@@ -11,10 +11,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hvkit.adapters import Options
+from hvkit.adapters.pytorch.rate import WarmUp, multiply
 from hvkit.adapters.pytorch.reducer import GradientReducer
 from hvkit.adapters.pytorch.state import broadcast_optimizer, broadcast_tensors, move_to
 from hvkit.agreement import require_equal
-from hvkit.learning_rate import warmup_multiplier
 
 # Tells the reducers of several models apart; ranks call distribute in the same order.
 _serial = itertools.count()
@@ -58,12 +58,11 @@ class PyTorchAdapter:
 
     def scale_learning_rate(self, factor: float) -> list[tuple[float, float]]:
         self.factor = factor
-        return [
-            _scale(group, factor)
-            for each in self.optimizers
-            for group in each.param_groups
-            if "lr" in group
-        ]
+        groups = [group for each in self.optimizers for group in each.param_groups]
+        if factor != 1:
+            for each in self.optimizers:
+                _refuse_scheduler(each)
+        return multiply(groups, factor)
 
     def average_gradients(self) -> None:
         reducer = GradientReducer(
@@ -75,7 +74,7 @@ class PyTorchAdapter:
         for optimizer in self.optimizers:
             self._follow(optimizer, reducer)
             if self.options.warmup_steps:
-                _warm_up(optimizer, self.options.warmup_steps, self.factor)
+                WarmUp(self.options.warmup_steps, self.factor).attach(optimizer)
 
     def _follow(self, optimizer: Optimizer, reducer: GradientReducer) -> None:
         """Give parameters that are added to the optimizer later the same treatment.
@@ -98,8 +97,7 @@ class PyTorchAdapter:
         def add_param_group(param_group: dict[str, Any]) -> None:
             add(param_group)
             adopt()
-            if "lr" in optimizer.param_groups[-1]:
-                _scale(optimizer.param_groups[-1], self.factor)
+            multiply(optimizer.param_groups[-1:], self.factor)
 
         optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
         reducer.watch(optimizer, adopt)
@@ -174,37 +172,11 @@ def _sparse_embeddings(model: nn.Module) -> set[torch.Tensor]:
     }
 
 
-def _scale(group: dict[str, Any], factor: float) -> tuple[float, float]:
-    before = float(group["lr"])
-    if isinstance(group["lr"], torch.Tensor):
-        group["lr"].mul_(factor)
-    else:
-        group["lr"] *= factor
-    return before, float(group["lr"])
-
-
-def _warm_up(optimizer: Optimizer, steps: int, factor: float) -> None:
-    """Lower the learning rate inside ``step()`` only, so that schedulers never see it lowered."""
-    done = 0
-    full: list[float] = []
-
-    def lower(optimizer: Optimizer, args: object, kwargs: object) -> None:
-        multiplier = warmup_multiplier(done, steps, factor)
-        full[:] = [float(group["lr"]) for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            _scale(group, multiplier)
-
-    def restore(optimizer: Optimizer, args: object, kwargs: object) -> None:
-        nonlocal done
-        done += 1
-        for group, lr in zip(optimizer.param_groups, full, strict=True):
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(lr)
-            else:
-                group["lr"] = lr
-        if done == steps:
-            before.remove()
-            after.remove()
-
-    before = optimizer.register_step_pre_hook(lower)
-    after = optimizer.register_step_post_hook(restore)
+def _refuse_scheduler(optimizer: Optimizer) -> None:
+    """A scheduler remembers the rate it was made with, and would set it again."""
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        raise ValueError(
+            f"a learning-rate scheduler was attached to {type(optimizer).__name__} before "
+            "hvkit.distribute and would undo the scaling of the learning rate: make the scheduler "
+            'after the call, or pass lr_scaling="none"'
+        )

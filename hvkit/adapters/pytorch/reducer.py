@@ -17,9 +17,11 @@ more reductions.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch.optim import Optimizer
@@ -29,6 +31,11 @@ from hvkit.adapters.pytorch.buckets import Bucket, make_buckets
 from hvkit.adapters.pytorch.flags import Flags
 from hvkit.adapters.pytorch.sparse import average_rows
 from hvkit.errors import RanksDisagreeError
+
+# By number, in the order of the calls of distribute, which is the same on every rank. Hooks on
+# the parameters keep a reducer alive as long as its model.
+_reducers: WeakValueDictionary[int, GradientReducer] = WeakValueDictionary()
+_numbers = itertools.count()
 
 
 class GradientReducer:
@@ -65,6 +72,7 @@ class GradientReducer:
         self._steps = 0
         # Parameters on several devices have their hooks called from several threads.
         self._lock = threading.RLock()
+        _reducers[next(_numbers)] = self
         self.add(parameters)
         self._sparse = {self._number[p] for p in row_sparse}
 
@@ -90,12 +98,21 @@ class GradientReducer:
         key = id(optimizer)
         self._reduced_for[key] = False
 
-        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
             closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is optimizer
+            if torch._C._current_graph_task_id() != -1:
+                raise ValueError(
+                    f"{type(optimizer).__name__}.step() was called while backward() runs, where "
+                    "gradients are not averaged yet: call it after backward()"
+                )
             overlooked = adopt() or self._passes > 0 or not self._reduced_for[key]
-            if closure is None and overlooked:
+            if overlooked and closure is None:
                 self._reduce()
             self._reduced_for[key] = False
+            if closure is None:
+                return None
+            rest = {name: value for name, value in kwargs.items() if name != "closure"}
+            return (args[0], _averaged(closure), *args[2:]), rest
 
         def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             self._steps += 1
@@ -122,20 +139,18 @@ class GradientReducer:
                 bucket.launch(self._hvd)
 
     def _begin_pass(self, task: int) -> None:
-        """First gradient of a backward pass: have :meth:`_end_pass` called when it is over."""
+        """First gradient of a backward pass: have :func:`_end_pass` called when it is over."""
         self._task = task
         engine = torch.autograd.Variable._execution_engine
-        engine.queue_callback(lambda: self._end_pass(task))
+        engine.queue_callback(lambda: _end_pass(task))
         if not self._passes:
             self._arrange()
 
-    def _end_pass(self, task: int) -> None:
-        if task != self._task:
-            return
+    def _end_pass(self) -> bool:
+        """Count the pass; whether it is one to reduce after."""
         self._task = None
         self._passes += 1
-        if self._passes >= self._accumulate:
-            self._reduce()
+        return self._passes >= self._accumulate
 
     def _arrange(self) -> None:
         """Lay out the buckets, again if the parameters are no longer what they were."""
@@ -159,14 +174,22 @@ class GradientReducer:
         self._layout = layout
         self._layouts_made += 1
 
-    @torch.no_grad()
     def _reduce(self) -> None:
         """Average everything that has come since the last reduction; a collective."""
+        self._send_rest()
+        self._receive()
+
+    @torch.no_grad()
+    def _send_rest(self) -> None:
         with self._lock:
             self._arrange()
             for bucket in self._buckets:
                 if bucket.handle is None:
                     self._send(bucket)
+
+    @torch.no_grad()
+    def _receive(self) -> None:
+        with self._lock:
             for bucket in self._buckets:
                 bucket.wait(self._hvd)
             flags = Flags.decode(self._buckets[-1].extra, self._hvd.size())
@@ -218,6 +241,34 @@ class GradientReducer:
             rows = average_rows(p.grad, p, f"{self._name}.{i}", self._hvd)
             p.grad = rows.to_dense() if i in flags.dense else rows
         self._sparse = (self._sparse | flags.sparse) - (flags.dense - flags.sparse)
+
+
+def _end_pass(task: int) -> None:
+    """A backward pass is over: reduce for all models that had a part in it.
+
+    All send before any waits, in the same order on every rank: the passes of other ranks may have
+    come to the models in another order.
+    """
+    taking_part = [reducer for _, reducer in sorted(_reducers.items()) if reducer._task == task]
+    due = [reducer for reducer in taking_part if reducer._end_pass()]
+    for reducer in due:
+        reducer._send_rest()
+    for reducer in due:
+        reducer._receive()
+
+
+def _averaged(closure: Callable[[], Any]) -> Callable[[], Any]:
+    """A closure whose loss is the mean over ranks.
+
+    LBFGS decides by it how far to go and when to stop, which has to come out alike everywhere.
+    """
+
+    def averaged() -> Any:
+        with torch.enable_grad():
+            loss = torch.as_tensor(closure()).detach()
+        return loss.new_tensor(runtime.average(float(loss)))
+
+    return averaged
 
 
 def _hook(parameter: torch.nn.Parameter, function: Callable[[torch.Tensor], None]) -> None:

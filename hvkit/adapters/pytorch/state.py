@@ -13,17 +13,40 @@ from torch.optim import Optimizer
 
 from hvkit import runtime
 
+# Tensors travel together up to so many bytes, which bounds the memory that copies of them take.
+_RUN = 64 << 20
+
 
 def broadcast_tensors(tensors: Iterable[torch.Tensor]) -> None:
-    """Overwrite dense tensors with rank 0's, in place.
+    """Overwrite tensors with rank 0's, in place.
 
-    They travel as bytes, in one message, so that every dtype arrives exactly as it left.
+    They travel as bytes, so that every dtype arrives exactly as it left.
     """
-    targets = [t.detach() for t in tensors]
+    run: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            with torch.no_grad():
+                tensor.copy_(runtime.broadcast(tensor.detach()))
+            continue
+        target = _own_elements(tensor.detach())
+        run.append(target)
+        size += target.numel() * target.element_size()
+        if size > _RUN:
+            _broadcast_run(run)
+            run, size = [], 0
+    _broadcast_run(run)
+
+
+def _own_elements(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without the repetitions that ``expand`` made, which cannot be written to."""
+    return tensor[tuple(slice(1) if step == 0 else slice(None) for step in tensor.stride())]
+
+
+def _broadcast_run(targets: list[torch.Tensor]) -> None:
     if not targets:
         return
-    sent = np.concatenate([_as_bytes(t) for t in targets])
-    received = runtime.broadcast_bytes(sent)
+    received = runtime.broadcast_bytes(np.concatenate([_as_bytes(t) for t in targets]))
     start = 0
     for target in targets:
         stop = start + target.numel() * target.element_size()

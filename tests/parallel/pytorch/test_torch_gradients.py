@@ -319,7 +319,16 @@ def test_a_backward_pass_that_failed_leaves_nothing_behind():
         torch.testing.assert_close(p.grad, mean_over_ranks(q.grad))
 
 
-def test_a_closure_passed_to_step():
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        lambda p: torch.optim.LBFGS(p, lr=0.5, max_iter=5),
+        lambda p: torch.optim.LBFGS(p, max_iter=5, line_search_fn="strong_wolfe"),
+    ],
+    ids=["SGD", "LBFGS", "LBFGS with line search"],
+)
+def test_a_closure_passed_to_step(make):
     data = regression(steps=3)
 
     def steps(model, optimizer, data):
@@ -334,10 +343,35 @@ def test_a_closure_passed_to_step():
             optimizer.step(closure)
 
     reference = mlp()
-    steps(reference, torch.optim.SGD(reference.parameters(), lr=0.1), data)
+    steps(reference, make(reference.parameters()), data)
+    model = mlp()
+    model, optimizer = hvkit.distribute(model, make(model.parameters()), lr_scaling="none")
+    steps(model, optimizer, local(data))
+    assert same_on_all_ranks(arrays(model.parameters()))
+    # A line search amplifies rounding: how far it goes is decided by comparing losses.
+    assert largest_difference(arrays(model.parameters()), arrays(reference.parameters())) < 1e-3
+
+
+def test_a_step_inside_backward_is_refused():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hvkit.distribute(model, optimizer)
+    model[0].weight.register_post_accumulate_grad_hook(lambda p: optimizer.step())
+    with pytest.raises(ValueError, match="call it after backward"):
+        model(torch.ones(2, 8)).sum().backward()
+
+
+def test_a_step_that_fails_in_the_warm_up_leaves_the_rate_alone():
     model = mlp()
     model, optimizer = hvkit.distribute(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), lr_scaling="none"
+        model, torch.optim.SGD(model.parameters(), lr=0.1), warmup_steps=10
     )
-    steps(model, optimizer, local(data))
-    assert largest_difference(arrays(model.parameters()), arrays(reference.parameters())) < 1e-5
+
+    def closure():
+        raise RuntimeError("no more data")
+
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="no more data"):
+            optimizer.step(closure)
+    train(model, optimizer, local(regression(steps=1)))
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * hvkit.size())

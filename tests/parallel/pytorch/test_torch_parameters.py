@@ -159,6 +159,26 @@ def test_two_models_trained_in_turns():
     assert same_on_all_ranks(arrays([*generator.parameters(), *critic.parameters()]))
 
 
+@pytest.mark.parametrize("case", ["other order", "one model unused"])
+def test_two_models_in_graphs_that_differ_between_ranks_never_wait_for_each_other(case):
+    first, second = mlp(1), mlp(2)
+    optimizers = []
+    for model in (first, second):
+        optimizers.append(torch.optim.SGD(model.parameters(), lr=0.1))
+        hvkit.distribute(model, optimizers[-1])
+    for x, y in local(regression(steps=4)):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        if hvkit.rank() == 0:
+            out = first(x) + second(x)
+        else:
+            out = second(x) + first(x) if case == "other order" else first(x)
+        F.mse_loss(out, y).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert same_on_all_ranks(arrays([*first.parameters(), *second.parameters()]))
+
+
 class Branches(nn.Module):
     """Three heads of which a step uses any; the trunk is always used."""
 

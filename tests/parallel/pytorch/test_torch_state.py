@@ -125,6 +125,32 @@ def test_the_learning_rate_is_scaled_and_rank_0_says_so(lr_scaling, factor, capf
         assert said == ""
 
 
+def test_a_rate_that_groups_share_is_multiplied_once():
+    model = mlp()
+    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters()}]
+    optimizer = torch.optim.Adam(groups, lr=torch.tensor(0.25))
+    hvkit.distribute(model, optimizer)
+    assert [float(g["lr"]) for g in optimizer.param_groups] == [0.25 * hvkit.size()] * 2
+
+
+def test_a_scheduler_attached_before_the_call_is_refused():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(ValueError, match="make the scheduler after the call"):
+        hvkit.distribute(model, optimizer)
+
+
+def test_sparse_and_expanded_buffers_start_as_rank_0_has_them():
+    model = mlp()
+    rank = float(hvkit.rank())
+    model.register_buffer("edges", torch.eye(3).mul(rank + 1).to_sparse())
+    model.register_buffer("mask", torch.full((1, 4), rank).expand(4, 4))
+    hvkit.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert torch.equal(model.edges.to_dense(), torch.eye(3))
+    assert torch.equal(model.mask, torch.zeros(4, 4))
+
+
 def test_lazy_modules_are_refused_with_the_fix():
     model = nn.LazyLinear(4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
