@@ -37,12 +37,18 @@ def distribute(
     In PyTorch the gradients are averaged when ``loss.backward()`` returns. Parameters that some
     ranks did not use count as zero there; those that no rank used keep a gradient of None. In
     Keras the gradients are averaged inside ``optimizer.apply``, which ``fit`` and
-    ``apply_gradients`` call.
+    ``apply_gradients`` call. A Keras model that has no weights yet gets rank 0's in its first
+    call, which every rank has to make.
+
+    What each rank measures stays its own: average a validation loss with :func:`hvkit.average`
+    before a scheduler or an early stop decides by it. Batch-norm statistics are those of the
+    rank's own batches. A rate that comes with a checkpoint was multiplied when that was saved:
+    load it after the call, or pass ``lr_scaling="none"``.
 
     Args:
         model: a ``torch.nn.Module`` or a ``keras.Model`` (Keras 3 on TensorFlow).
         optimizer: a ``torch.optim.Optimizer`` or ``keras.optimizers.Optimizer`` that updates the
-            model, or a list or tuple of several.
+            model, or a list or tuple of several, with those of later phases of training.
         lr_scaling: what the learning rate is multiplied by: ``"linear"`` the world size,
             ``"sqrt"`` its square root, ``"none"`` one. Rates of ``LearningRateSchedule`` objects
             are multiplied as they are read.
@@ -109,8 +115,8 @@ def _refuse_second_call(model: object, optimizers: Sequence[object]) -> None:
         if thing in _distributed:
             raise ValueError(
                 f"this {role} ({type(thing).__name__}) was passed to hvkit.distribute before; "
-                "call it once for each model, with all of its optimizers: "
-                "distribute(model, [optimizer_a, optimizer_b])"
+                "call it once for each model, with all of its optimizers, also those of later "
+                "phases of training: distribute(model, [first, second])"
             )
 
 

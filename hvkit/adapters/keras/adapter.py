@@ -7,6 +7,7 @@ weights yet its ``call``. The classes stay Keras's own, so saved files name noth
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from keras.src.backend import in_stateless_scope
 from hvkit import runtime
 from hvkit.adapters import Options
 from hvkit.adapters.keras.averager import GradientAverager
+from hvkit.adapters.keras.guard import refuse_other_optimizers
 from hvkit.adapters.keras.loss_scale import inner_optimizer, skip_together
 from hvkit.adapters.keras.rate import ScaledRate
 from hvkit.adapters.keras.state import (
@@ -54,7 +56,7 @@ class KerasAdapter:
         self._synchronised: dict[int, Any] = {}
 
     def facts(self) -> list[str]:
-        return [type(each).__name__ for each in self.optimizers]
+        return [_settings(each) for each in self.optimizers]
 
     def synchronise(self) -> None:
         if all(runtime.gather("distribute", has_weights(self.model))):
@@ -108,33 +110,22 @@ class KerasAdapter:
         if getattr(self.model, "compiled", False):
             self.model.jit_compile = False
             self.model.train_function = None  # made anew by the next fit
-        self._refuse_fit_with_another_optimizer()
         for each in self.optimizers:
             inner = inner_optimizer(each)
+            refuse_other_optimizers(self.model, [inner, *_parts(inner)])
             average_in_apply(inner, GradientAverager(f"hvkit.{next(_serial)}"), self._before_update)
             skip_together(inner)
 
-    def _refuse_fit_with_another_optimizer(self) -> None:
-        """``compile`` may be given another optimizer, before or after; ``fit`` would use that.
 
-        A ``train_step`` of the user's own may use optimizers that ``compile`` does not know.
-        """
-        model = self.model
-        if type(model).train_step is not keras.Model.train_step:
-            return
-        ours = [inner_optimizer(each) for each in self.optimizers]
-        make_train_function = model.make_train_function
-
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            if not any(inner_optimizer(model.optimizer) is each for each in ours):
-                raise ValueError(
-                    f"model {model.name!r} was compiled with an optimizer "
-                    f"({model.optimizer.name!r}) that was not passed to hvkit.distribute, so its "
-                    "ranks would train apart: pass the distributed one to compile(optimizer=...)"
-                )
-            return make_train_function(*args, **kwargs)
-
-        model.make_train_function = checked
+def _settings(optimizer: Any) -> str:
+    """The optimizer's configuration; its name counts up, and its rate is taken from rank 0."""
+    config = optimizer.get_config()
+    if isinstance(config.get("learning_rate"), float):
+        del config["learning_rate"]
+    config.pop("name", None)
+    return (
+        f"optimizer {type(optimizer).__name__}: {json.dumps(config, sort_keys=True, default=str)}"
+    )
 
 
 def _parts(optimizer: Any) -> list[Any]:

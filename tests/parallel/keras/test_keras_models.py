@@ -22,7 +22,7 @@ from models import (
     tape_step,
     weights,
 )
-from ranks import error_of, my_part, same_on_all_ranks
+from ranks import error_of, largest_difference, my_part, same_on_all_ranks
 
 import hvkit
 
@@ -246,12 +246,52 @@ def test_xla_is_left_aside(compiled):
     assert same_on_all_ranks(weights(model))
 
 
-def test_a_fit_with_an_optimizer_that_was_not_distributed_is_refused():
+class OwnStep(keras.Sequential):
+    """A train_step of the user's own, with the optimizer that compile was given."""
+
+    def train_step(self, data):
+        tape_step(self, self.optimizer, *data)
+        return {}
+
+
+@pytest.mark.parametrize("loop", [*LOOPS, "own train_step"])
+def test_an_update_by_an_optimizer_that_was_not_distributed_is_refused(loop):
     model = mlp()
+    if loop == "own train_step":
+        model = OwnStep([keras.Input((8,)), keras.layers.Dense(4)])
     hvkit.distribute(model, sgd())
-    model.compile(optimizer=keras.optimizers.Adam(), loss="mse")
-    with pytest.raises(ValueError, match=r"'adam.*'\) that was not passed"):
-        refit(model, local(regression(steps=1)))
+    train = LOOPS.get(loop, fit)
+    with pytest.raises(ValueError, match=r"'adam.*' .* was not passed to hvkit.distribute"):
+        train(model, keras.optimizers.Adam(), local(regression(steps=1)))
+
+
+def test_phases_of_training_with_an_optimizer_each():
+    def phases(model, first, second, data):
+        model.layers[0].trainable = False
+        fit(model, first, data[:4])
+        model.layers[0].trainable = True
+        fit(model, second, data[4:])
+
+    def optimizers(factor):
+        return keras.optimizers.SGD(0.02 * factor), keras.optimizers.Adam(0.001 * factor)
+
+    data = regression(steps=8)
+    reference = mlp()
+    phases(reference, *optimizers(hvkit.size()), data)
+    model = mlp(hvkit.rank())
+    model, pair = hvkit.distribute(model, optimizers(1))
+    phases(model, *pair, local(data))
+    assert same_on_all_ranks(weights(model))
+    assert largest_difference(weights(model), weights(reference)) < 1e-5
+
+
+def test_optimizers_with_different_settings_are_an_error_everywhere():
+    model = mlp()
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9 if hvkit.rank() == 1 else 0.0)
+    error, text = error_of(lambda: hvkit.distribute(model, optimizer))
+    assert error is hvkit.RanksDisagreeError
+    assert '"momentum": 0.9' in text
+    assert '"momentum": 0.0' in text
 
 
 def test_fit_that_runs_eagerly():
