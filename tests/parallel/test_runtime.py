@@ -2,6 +2,8 @@
 
 import math
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -79,6 +81,15 @@ def test_ranks_in_different_calls_are_told_which():
     error, text = error_of(call)
     assert error is hvkit.RanksDisagreeError
     assert "rank 1 calls average while rank 0 calls barrier" in text
+
+
+def test_a_process_that_a_rank_starts_knows_its_rank_and_does_not_join():
+    code = "import hvkit; hvkit.init(); print(hvkit.rank(), hvkit.size()); hvkit.barrier()"
+    child = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert child.stdout == f"{hvkit.rank()} {hvkit.size()}\n"
+    assert f"LaunchError: this process was started by rank {hvkit.rank()}" in child.stderr
 
 
 def test_both_frameworks_engines_run_in_one_process():

@@ -1,7 +1,7 @@
 import pytest
 
 from hvkit.errors import LaunchError
-from hvkit.launch.environment import Launched, launched
+from hvkit.launch.environment import Launched, launch_id, launched
 
 
 @pytest.mark.parametrize(
@@ -31,3 +31,10 @@ def test_a_size_that_is_none_is_an_error_that_names_variable_and_value(value):
 def test_torchrun_is_refused_rather_than_trained_apart():
     with pytest.raises(LaunchError, match="started by torchrun with WORLD_SIZE=2"):
         launched({"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2"})
+
+
+def test_a_launch_nested_in_another_has_an_id_of_its_own():
+    outer = {"PMIX_NAMESPACE": "prterun-host-1@1", "SLURM_JOB_ID": "7"}
+    assert launch_id(outer) == launch_id({**outer, "OMPI_COMM_WORLD_RANK": "1"})
+    assert launch_id(outer) != launch_id({**outer, "PMIX_NAMESPACE": "prterun-host-2@1"})
+    assert launch_id(outer) != launch_id({**outer, "SLURM_STEP_ID": "0"})
