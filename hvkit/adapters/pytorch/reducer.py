@@ -38,6 +38,12 @@ _reducers: WeakValueDictionary[int, GradientReducer] = WeakValueDictionary()
 _numbers = itertools.count()
 
 
+# What decides which parameters share a bucket: of each its dtype, device, whether it is trained,
+# and whether its gradient is row-sparse.
+_Layout = tuple[tuple[torch.dtype, torch.device, bool, bool], ...]
+_LAYOUTS_KEPT = 4
+
+
 class GradientReducer:
     """Keeps the gradients of some parameters averaged over ranks.
 
@@ -63,8 +69,9 @@ class GradientReducer:
         self._sparse: set[int] = set()
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
-        self._layout: list[Any] = []
-        self._layouts_made = 0
+        self._layout: _Layout | None = None
+        self._layouts: dict[_Layout, list[Bucket]] = {}
+        self._layouts_made = itertools.count()
         self._task: int | None = None
         self._passes = 0
         self._outdated: set[int] = set()
@@ -143,6 +150,12 @@ class GradientReducer:
         self._task = task
         engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(lambda: _end_pass(task))
+        # What a pass that failed has left behind is not this pass's.
+        for bucket in self._buckets:
+            if bucket.handle is None:
+                bucket.reset()
+            else:
+                self._outdated.update(bucket.views)
         if not self._passes:
             self._arrange()
 
@@ -154,12 +167,22 @@ class GradientReducer:
 
     def _arrange(self) -> None:
         """Lay out the buckets, again if the parameters are no longer what they were."""
-        layout = [
+        layout = tuple(
             (p.dtype, p.device, p.requires_grad, i in self._sparse)
             for i, p in enumerate(self._parameters)
-        ]
+        )
         if layout == self._layout or any(bucket.handle is not None for bucket in self._buckets):
             return
+        if layout not in self._layouts:
+            # Freezing and thawing, as GANs do in every step, comes back to few layouts.
+            while len(self._layouts) >= _LAYOUTS_KEPT:
+                del self._layouts[next(iter(self._layouts))]
+            self._layouts[layout] = self._new_buckets()
+        self._layout = layout
+        self._buckets = self._layouts[layout]
+        self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.views}
+
+    def _new_buckets(self) -> list[Bucket]:
         dense: list[tuple[int, torch.Tensor]] = [
             (i, p)
             for i, p in enumerate(self._parameters)
@@ -167,12 +190,8 @@ class GradientReducer:
         ]
         if not dense:  # the flags need a bucket to travel in
             dense = [(-1, torch.zeros(1, device=self._parameters[0].device))]
-        self._buckets = make_buckets(
-            f"{self._name}.{self._layouts_made}", dense, Flags.length(len(self._parameters))
-        )
-        self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.views}
-        self._layout = layout
-        self._layouts_made += 1
+        name = f"{self._name}.{next(self._layouts_made)}"
+        return make_buckets(name, dense, Flags.length(len(self._parameters)))
 
     def _reduce(self) -> None:
         """Average everything that has come since the last reduction; a collective."""

@@ -63,6 +63,23 @@ def test_parameters_thawed_after_the_call_are_averaged():
     equals_one_process(build, steps)
 
 
+def test_freezing_and_thawing_in_turns_comes_back_to_the_same_buckets(monkeypatch):
+    from hvkit.adapters.pytorch import reducer
+
+    made = []
+    make_buckets = reducer.make_buckets
+    monkeypatch.setattr(
+        reducer, "make_buckets", lambda *args: (made.append(args[0]), make_buckets(*args))[1]
+    )
+    model = mlp()
+    model, optimizer = hvkit.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step, batch in enumerate(local(regression(steps=6))):
+        model[0].requires_grad_(step % 2 == 0)
+        train(model, optimizer, [batch])
+    assert len(made) == 2
+    assert same_on_all_ranks(arrays(model.parameters()))
+
+
 def test_tied_weights_are_averaged_once():
     class Tied(nn.Module):
         def __init__(self):
