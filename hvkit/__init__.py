@@ -6,6 +6,7 @@ from hvkit.errors import (
     HorovodNotFoundError,
     HvkitError,
     LaunchError,
+    RankLostError,
     RanksDisagreeError,
 )
 from hvkit.runtime import (
@@ -27,6 +28,7 @@ __all__ = [
     "HorovodNotFoundError",
     "HvkitError",
     "LaunchError",
+    "RankLostError",
     "RanksDisagreeError",
     "allgather",
     "average",

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hvkit.errors import HorovodNotFoundError, LaunchError
+from hvkit.errors import HorovodNotFoundError, LaunchError, RankLostError
 from hvkit.launch.devices import gpu_of_rank, threads_of_rank
 
 if TYPE_CHECKING:
@@ -56,12 +58,15 @@ class PyTorchEngine:
         import torch
 
         sent = torch.from_numpy(array.copy())
-        return _numpy(self.hvd.broadcast_(sent, root_rank=root, name="hvkit.broadcast"))
+        with waiting_for_all_ranks():
+            return _numpy(self.hvd.broadcast_(sent, root_rank=root, name="hvkit.broadcast"))
 
     def allgather(self, array: NDArray[np.uint8]) -> NDArray[np.uint8]:
         import torch
 
-        return _numpy(self.hvd.allgather(torch.from_numpy(array.copy()), name="hvkit.allgather"))
+        sent = torch.from_numpy(array.copy())
+        with waiting_for_all_ranks():
+            return _numpy(self.hvd.allgather(sent, name="hvkit.allgather"))
 
 
 class TensorFlowEngine:
@@ -106,6 +111,20 @@ ENGINES: dict[str, type[PyTorchEngine] | type[TensorFlowEngine]] = {
     "torch": PyTorchEngine,
     "tensorflow": TensorFlowEngine,
 }
+
+
+@contextmanager
+def waiting_for_all_ranks() -> Iterator[None]:
+    """Around a collective of Horovod's PyTorch library: says what its one error means."""
+    from horovod.common.exceptions import HorovodInternalError
+
+    try:
+        yield
+    except HorovodInternalError as error:
+        raise RankLostError(
+            "another rank has ended while this one waits for it: look for its error above, and "
+            f"let every rank take the same number of steps ({error})"
+        ) from error
 
 
 def built_for() -> list[str]:

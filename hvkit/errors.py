@@ -6,6 +6,7 @@ Wrong arguments raise the built-in ``TypeError`` and ``ValueError``. Everything 
     └── HvkitError
         ├── HorovodNotFoundError   several ranks were launched, no usable Horovod
         ├── LaunchError            the launcher and Horovod disagree about the ranks
+        ├── RankLostError          another rank has ended while this one waits for it
         ├── RanksDisagreeError     the ranks did not pass the same model or arguments
         └── BuildError             Horovod could not be built or installed
 """
@@ -25,6 +26,10 @@ class LaunchError(HvkitError):
 
 class RanksDisagreeError(HvkitError, ValueError):
     """The ranks called with different models, optimizers or arguments."""
+
+
+class RankLostError(HvkitError):
+    """Another rank has ended, with an error or with fewer batches, while this one waits for it."""
 
 
 class BuildError(HvkitError):

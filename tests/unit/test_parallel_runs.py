@@ -56,6 +56,28 @@ def test_a_rank_that_fails_or_hangs_ends_the_run_and_shows_itself(test, shown, t
         assert text in done.stderr + done.stdout
 
 
+FEWER_BATCHES = """
+import torch, hvkit
+model = torch.nn.Linear(2, 1)
+model, optimizer = hvkit.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for _ in range(3 - hvkit.rank()):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_rank_with_fewer_batches_ends_the_others_with_the_reason(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(FEWER_BATCHES)
+    done = subprocess.run(
+        ["mpirun", "-np", "2", sys.executable, str(script)],
+        capture_output=True, text=True, timeout=150, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "RankLostError: another rank has ended" in done.stderr
+    assert "the same number of steps" in done.stderr
+
+
 def test_a_run_without_ranks_is_refused(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "pytest", str(PARALLEL)],

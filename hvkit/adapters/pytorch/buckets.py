@@ -14,6 +14,7 @@ from types import ModuleType
 import torch
 
 from hvkit.adapters.chunks import chunks
+from hvkit.engines import waiting_for_all_ranks
 
 # Horovod's allreduce has no bfloat16, and float16 would overflow in the sum where the mean fits.
 _WIRE_DTYPE = {
@@ -68,11 +69,13 @@ class Bucket:
 
     def launch(self, hvd: ModuleType) -> None:
         """Start averaging over ranks; returns at once."""
-        self.handle = hvd.allreduce_async_(self.flat, name=self.name, op=hvd.Average)
+        with waiting_for_all_ranks():
+            self.handle = hvd.allreduce_async_(self.flat, name=self.name, op=hvd.Average)
 
     def wait(self, hvd: ModuleType) -> None:
         """Wait for the mean."""
-        hvd.synchronize(self.handle)
+        with waiting_for_all_ranks():
+            hvd.synchronize(self.handle)
         self.handle = None
 
     def reset(self) -> None:
