@@ -123,9 +123,8 @@ def _settings(optimizer: Any) -> str:
     if isinstance(config.get("learning_rate"), float):
         del config["learning_rate"]
     config.pop("name", None)
-    return (
-        f"optimizer {type(optimizer).__name__}: {json.dumps(config, sort_keys=True, default=str)}"
-    )
+    text = json.dumps(config, sort_keys=True, default=lambda value: type(value).__name__)
+    return f"optimizer {type(optimizer).__name__}: {text}"
 
 
 def _parts(optimizer: Any) -> list[Any]:
