@@ -20,7 +20,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 OVERSUBSCRIBE := PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe OMPI_MCA_rmaps_base_oversubscribe=1
 # A run on several ranks is ended after so many seconds; a test that hangs shows itself before.
 LIMIT := timeout --kill-after=10 900
-HANGS := -o faulthandler_timeout=120 -o faulthandler_exit_on_timeout=true
+HANGS := -o faulthandler_timeout=120
 RANKS = $(OVERSUBSCRIBE) $(LIMIT) mpirun -np $(1) python -m pytest $(HANGS)
 
 .PHONY: run test lint unit parallel recipes accuracy setup machine clean-venv

@@ -1,10 +1,11 @@
 """One pytest run on several ranks: every rank runs the same tests in the same order.
 
 A rank that fails a test would leave the others waiting for it, so its report is printed and the
-whole run ends at once. One that hangs is ended by pytest's faulthandler_timeout, see the Makefile.
+whole run ends at once. One that hangs is shown and ended after pytest's faulthandler_timeout.
 """
 
 import os
+import threading
 
 import pytest
 
@@ -50,6 +51,19 @@ def _averaging_taken_out(request, monkeypatch):
     monkeypatch.setattr(GradientAverager, "__call__", lambda self, gradients, variables: gradients)
     monkeypatch.setattr(Bucket, "launch", lambda self, hvd: setattr(self, "handle", 0))
     monkeypatch.setattr(Bucket, "wait", lambda self, hvd: setattr(self, "handle", None))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """End a run that hangs, after every rank has shown where: pytest's faulthandler_timeout."""
+    limit = float(item.config.getini("faulthandler_timeout"))
+    end = threading.Timer(limit + 5, os._exit, [1])
+    if limit:
+        end.start()
+    try:
+        return (yield)
+    finally:
+        end.cancel()
 
 
 @pytest.hookimpl(wrapper=True)
