@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, TypeVar
-from weakref import WeakSet
+from typing import TypeVar
 
-from hvkit import runtime
+from hvkit import registry, runtime
 from hvkit.adapters import Adapter, Options, adapter_for, framework_of
 from hvkit.agreement import raise_together, require_equal
 from hvkit.learning_rate import scale_factor
 
 Model = TypeVar("Model")
 Optimizers = TypeVar("Optimizers")
-
-_distributed: WeakSet[Any] = WeakSet()
 
 
 def distribute(
@@ -87,6 +84,7 @@ def distribute(
         problem = error
     raise_together(problem)
     assert adapter is not None
+    records = [(each, registry.Record(factor)) for each in optimizers]
     if runtime.size() > 1:
         arguments = f"lr_scaling={lr_scaling}, {options}"
         require_equal(
@@ -96,9 +94,9 @@ def distribute(
         )
         adapter.synchronise()
         rates = adapter.scale_learning_rate(factor)
-        adapter.average_gradients()
+        records = adapter.average_gradients()
         _announce(rates, lr_scaling, warmup_steps)
-    _distributed.update([model, *optimizers])
+    registry.record(model, records)
     return model, optimizer
 
 
@@ -112,7 +110,7 @@ def _count(name: str, value: object, least: int) -> int:
 
 def _refuse_second_call(model: object, optimizers: Sequence[object]) -> None:
     for role, thing in (("model", model), *(("optimizer", each) for each in optimizers)):
-        if thing in _distributed:
+        if registry.is_distributed(thing):
             raise ValueError(
                 f"this {role} ({type(thing).__name__}) was passed to hvkit.distribute before; "
                 "call it once for each model, with all of its optimizers, also those of later "

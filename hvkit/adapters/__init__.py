@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from hvkit.registry import Record
+
 
 @dataclass(frozen=True)
 class Options:
@@ -38,8 +40,11 @@ class Adapter(Protocol):
     def scale_learning_rate(self, factor: float) -> list[tuple[float, float]]:
         """Multiply the learning rates; returns (before, after) for each."""
 
-    def average_gradients(self) -> None:
-        """From now on every update uses the mean over ranks of the gradients."""
+    def average_gradients(self) -> list[tuple[Any, Record]]:
+        """From now on every update uses the mean over ranks of the gradients.
+
+        Returns what was done to each optimizer.
+        """
 
 
 def framework_of(model: object) -> str | None:

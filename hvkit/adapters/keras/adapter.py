@@ -28,6 +28,7 @@ from hvkit.adapters.keras.state import (
     tf_variable,
 )
 from hvkit.adapters.keras.update import average_in_apply
+from hvkit.registry import Record
 
 # Tells the optimizers apart; ranks call distribute in the same order.
 _serial = itertools.count()
@@ -53,6 +54,7 @@ class KerasAdapter:
         self.model = model
         self.options = options
         self.optimizers = [_checked(each, model) for each in optimizers]
+        self.factor = 1.0
         self._synchronised: dict[int, Any] = {}
 
     def facts(self) -> list[str]:
@@ -97,6 +99,7 @@ class KerasAdapter:
             self._synchronise(new)
 
     def scale_learning_rate(self, factor: float) -> list[tuple[float, float]]:
+        self.factor = factor
         rates = [
             ScaledRate(part, factor, self.options.warmup_steps)
             for each in self.optimizers
@@ -104,7 +107,7 @@ class KerasAdapter:
         ]
         return [(rate.before, rate.after) for rate in rates]
 
-    def average_gradients(self) -> None:
+    def average_gradients(self) -> list[tuple[Any, Record]]:
         # XLA cannot compile Horovod's operations.
         self.model.supports_jit = False
         if getattr(self.model, "compiled", False):
@@ -115,6 +118,7 @@ class KerasAdapter:
             refuse_other_optimizers(self.model, [inner, *_parts(inner)])
             average_in_apply(inner, GradientAverager(f"hvkit.{next(_serial)}"), self._before_update)
             skip_together(inner)
+        return [(each, Record(self.factor)) for each in self.optimizers]
 
 
 def _settings(optimizer: Any) -> str:

@@ -15,6 +15,7 @@ from hvkit.adapters.pytorch.rate import WarmUp, multiply
 from hvkit.adapters.pytorch.reducer import GradientReducer
 from hvkit.adapters.pytorch.state import broadcast_optimizer, broadcast_tensors, move_to
 from hvkit.agreement import require_equal
+from hvkit.registry import Record
 
 # Tells the reducers of several models apart; ranks call distribute in the same order.
 _serial = itertools.count()
@@ -64,17 +65,22 @@ class PyTorchAdapter:
                 _refuse_scheduler(each)
         return multiply(groups, factor)
 
-    def average_gradients(self) -> None:
+    def average_gradients(self) -> list[tuple[Any, Record]]:
         reducer = GradientReducer(
             self.parameters.values(),
             row_sparse=_sparse_embeddings(self.model),
             accumulate=self.options.accumulate,
             name=f"hvkit.{next(_serial)}",
         )
+        records = []
         for optimizer in self.optimizers:
             self._follow(optimizer, reducer)
+            warmup = None
             if self.options.warmup_steps:
-                WarmUp(self.options.warmup_steps, self.factor).attach(optimizer)
+                warmup = WarmUp(self.options.warmup_steps, self.factor)
+                warmup.attach(optimizer)
+            records.append((optimizer, Record(self.factor, warmup)))
+        return records
 
     def _follow(self, optimizer: Optimizer, reducer: GradientReducer) -> None:
         """Give parameters that are added to the optimizer later the same treatment.

@@ -38,27 +38,29 @@ class WarmUp:
     def __init__(self, steps: int, factor: float) -> None:
         self._steps = steps
         self._factor = factor
-        self._done = 0
+        self.steps_done = 0
+        """Optimizer steps so far; a checkpoint sets it when training resumes."""
         self._full: list[float | None] = []
 
     def attach(self, optimizer: Optimizer) -> None:
         """Lower the rates of the optimizer's first steps."""
-        hooks = [optimizer.register_step_pre_hook(self._lower)]
+        optimizer.register_step_pre_hook(self._lower)
 
         def after(optimizer: Optimizer, args: object, kwargs: object) -> None:
             self._restore(optimizer)
-            self._done += 1
-            if self._done == self._steps:
-                for hook in hooks:
-                    hook.remove()
+            self.steps_done += 1
 
-        hooks.append(optimizer.register_step_post_hook(after))
+        optimizer.register_step_post_hook(after)
 
     def _lower(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         self._restore(optimizer)  # after a step that failed
+        if self.steps_done >= self._steps:
+            return
         rates = [group.get("lr") for group in optimizer.param_groups]
         self._full = [None if rate is None else float(rate) for rate in rates]
-        multiply(optimizer.param_groups, warmup_multiplier(self._done, self._steps, self._factor))
+        multiply(
+            optimizer.param_groups, warmup_multiplier(self.steps_done, self._steps, self._factor)
+        )
 
     def _restore(self, optimizer: Optimizer) -> None:
         for group, full in zip(optimizer.param_groups, self._full, strict=False):
