@@ -9,9 +9,9 @@ from hvkit.errors import (
     RankLostError,
     RanksDisagreeError,
 )
+from hvkit.metrics import EarlyStopping, any_rank, average
 from hvkit.runtime import (
     allgather,
-    average,
     barrier,
     broadcast,
     init,
@@ -25,12 +25,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BuildError",
+    "EarlyStopping",
     "HorovodNotFoundError",
     "HvkitError",
     "LaunchError",
     "RankLostError",
     "RanksDisagreeError",
     "allgather",
+    "any_rank",
     "average",
     "barrier",
     "broadcast",

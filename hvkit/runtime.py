@@ -10,9 +10,8 @@ import json
 import os
 import pickle
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -234,47 +233,3 @@ def gather(call: str, obj: T) -> list[T]:
                 "to make the same calls in the same order, also where only rank 0 prints or saves"
             )
     return [each for _, each in everyone]
-
-
-@overload
-def average(value: float) -> float: ...
-
-
-@overload
-def average(value: Mapping[str, float]) -> dict[str, float]: ...
-
-
-def average(value: float | Mapping[str, float]) -> float | dict[str, float]:
-    """Mean over ranks of a number, or of each number of a dict, in float64; the same everywhere.
-
-    A NaN on any rank makes the mean NaN.
-
-    Raises:
-        TypeError: a value is not a number.
-        RanksDisagreeError: the ranks' dicts have different keys.
-    """
-    single = not isinstance(value, Mapping)
-    mine = {"value": value} if single else dict(value)  # type: ignore[arg-type]
-    numbers, problem = _as_floats(mine)
-    everyone = gather("average", (numbers, problem))
-    for r, (theirs, their_problem) in enumerate(everyone):
-        if their_problem:
-            raise TypeError(their_problem if r == rank() else f"rank {r}: {their_problem}")
-        if theirs.keys() != everyone[0][0].keys():
-            raise RanksDisagreeError(
-                f"average needs the same keys on every rank: rank 0 has "
-                f"{sorted(everyone[0][0])}, rank {r} has {sorted(theirs)}"
-            )
-    means = {key: sum(n[key] for n, _ in everyone) / len(everyone) for key in numbers}
-    return means["value"] if single else means
-
-
-def _as_floats(values: Mapping[str, Any]) -> tuple[dict[str, float], str | None]:
-    """The values as floats, or why they cannot be: told to all ranks before anyone raises."""
-    numbers = {}
-    for key, value in values.items():
-        try:
-            numbers[key] = float(value)
-        except (TypeError, ValueError):
-            return {}, f"average takes numbers, got {value!r} of type {type(value).__name__}"
-    return numbers, None

@@ -1,6 +1,5 @@
 """Ranks and the collectives on objects."""
 
-import math
 import os
 import subprocess
 import sys
@@ -40,27 +39,6 @@ def test_allgather_keeps_the_order_and_takes_objects_of_any_length():
     assert hvkit.allgather("x" * 1000 * hvkit.rank()) == [
         "x" * 1000 * rank for rank in range(hvkit.size())
     ]
-
-
-def test_average_is_the_mean_of_numbers_and_dicts_in_double_precision():
-    n = hvkit.size()
-    tiny = 1e-12 * hvkit.rank()
-    assert hvkit.average(1 + tiny) == pytest.approx(1 + 1e-12 * (n - 1) / 2, rel=1e-15)
-    means = hvkit.average({"loss": np.float32(hvkit.rank()), "one": 1})
-    assert means == {"loss": (n - 1) / 2, "one": 1.0}
-
-
-def test_a_nan_on_one_rank_is_seen_by_all():
-    assert math.isnan(hvkit.average(float("nan") if hvkit.rank() == 1 else 0.0))
-
-
-def test_average_of_different_keys_or_of_no_numbers_is_an_error_everywhere():
-    error, text = error_of(lambda: hvkit.average({f"loss {hvkit.rank()}": 1.0}))
-    assert error is hvkit.RanksDisagreeError
-    assert "['loss 0']" in text
-    error, text = error_of(lambda: hvkit.average("high" if hvkit.rank() == 1 else 1.0))
-    assert error is TypeError
-    assert "takes numbers, got 'high'" in text
 
 
 def test_a_root_that_does_not_exist_is_an_error():

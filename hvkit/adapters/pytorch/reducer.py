@@ -26,7 +26,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch.optim import Optimizer
 
-from hvkit import runtime
+from hvkit import metrics, runtime
 from hvkit.adapters.pytorch.buckets import Bucket, make_buckets
 from hvkit.adapters.pytorch.flags import Flags
 from hvkit.adapters.pytorch.sparse import average_rows
@@ -285,7 +285,7 @@ def _averaged(closure: Callable[[], Any]) -> Callable[[], Any]:
     def averaged() -> Any:
         with torch.enable_grad():
             loss = torch.as_tensor(closure()).detach()
-        return loss.new_tensor(runtime.average(float(loss)))
+        return loss.new_tensor(metrics.average(float(loss)))
 
     return averaged
 

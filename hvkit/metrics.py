@@ -1,0 +1,189 @@
+"""Numbers that each rank has measured, brought together: means, and decisions by them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, overload
+
+from hvkit import runtime
+from hvkit.agreement import Problem, raise_first
+from hvkit.errors import RanksDisagreeError
+
+
+@overload
+def average(value: float, weight: float | None = None) -> float: ...
+
+
+@overload
+def average(value: Mapping[str, float], weight: float | None = None) -> dict[str, float]: ...
+
+
+def average(
+    value: float | Mapping[str, float], weight: float | None = None
+) -> float | dict[str, float]:
+    """Mean over ranks of a number, or of each number of a dict, in float64; the same everywhere.
+
+    A collective: every rank calls it, and gets the mean. A NaN on any rank makes the mean NaN.
+
+    Args:
+        value: this rank's number or numbers, such as the means over the samples it has seen.
+        weight: how many samples they stand for; the ranks' values then count in proportion, so
+            that unequal parts give the mean over all samples. A rank with weight 0 counts for
+            nothing, whatever its values; it may pass an empty dict. With weight 0 everywhere the
+            means are NaN. None: every rank counts the same.
+
+    Raises:
+        TypeError: a value or the weight is not a number, or only some ranks pass a weight.
+        ValueError: a weight is negative or not finite.
+        RanksDisagreeError: the ranks' dicts have different keys.
+    """
+    single = not isinstance(value, Mapping)
+    mine = {"value": value} if single else dict(value)  # type: ignore[arg-type]
+    numbers, problem = _as_floats(mine)
+    factor, wrong_weight = _as_weight(weight)
+    problem = problem or wrong_weight
+    everyone = runtime.gather("average", (numbers, factor, problem))
+    raise_first([theirs for _, _, theirs in everyone])
+    if len({w is None for _, w, _ in everyone}) > 1:
+        without = [rank for rank, (_, w, _) in enumerate(everyone) if w is None]
+        raise TypeError(f"average needs a weight on every rank or on none: none on {without}")
+    counted = [
+        (rank, theirs, 1.0 if w is None else w)
+        for rank, (theirs, w, _) in enumerate(everyone)
+        if w is None or w > 0
+    ]
+    if not counted:
+        keys = dict.fromkeys(key for theirs, _, _ in everyone for key in theirs)
+        means = dict.fromkeys(keys, math.nan)
+    else:
+        _require_same_keys([(rank, theirs) for rank, theirs, _ in counted])
+        total = math.fsum(w for _, _, w in counted)
+        means = {
+            key: sum(theirs[key] * w for _, theirs, w in counted) / total for key in counted[0][1]
+        }
+    return means["value"] if single else means
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether the flag is true on any rank; the same answer on every rank.
+
+    For decisions that all ranks must take together, such as leaving the training loop:
+    ``if hvkit.any_rank(out_of_time()): break``. A collective: every rank calls it in every round.
+    For a decision of rank 0 alone, use ``hvkit.broadcast(flag)``.
+
+    Raises:
+        TypeError: the flag cannot be taken as true or false.
+        RanksDisagreeError: another rank has come to another call that all ranks have to make.
+    """
+    try:
+        mine, problem = bool(flag), None
+    except (TypeError, ValueError) as error:
+        mine, problem = False, (TypeError, f"any_rank takes True or False, got {flag!r}: {error}")
+    everyone = runtime.gather("any_rank", (mine, problem))
+    raise_first([theirs for _, theirs in everyone])
+    return any(theirs for theirs, _ in everyone)
+
+
+class EarlyStopping:
+    """Ends a custom training loop when a metric stops improving, on all ranks at once.
+
+    Call it once an epoch with the rank's metric::
+
+        early_stopping = hvkit.EarlyStopping(patience=3)
+        for epoch in range(epochs):
+            ...
+            if early_stopping(val_loss, weight=samples):
+                break
+
+    The metric is averaged over ranks first, so all ranks see the same number and stop together.
+    With Keras's ``fit`` use ``keras.callbacks.EarlyStopping``: its metrics are averaged already.
+
+    Args:
+        patience: so many calls in a row without improvement are the last; at least 1.
+        min_delta: smaller changes for the better do not count.
+        mode: ``"min"`` where lower is better, ``"max"`` where higher is.
+
+    Raises:
+        TypeError: ``patience`` is not an int.
+        ValueError: ``patience``, ``min_delta`` or ``mode`` has a wrong value.
+    """
+
+    def __init__(self, patience: int, *, min_delta: float = 0.0, mode: str = "min") -> None:
+        if isinstance(patience, bool) or not isinstance(patience, int):
+            raise TypeError(f"patience must be an int, got {patience!r}")
+        if patience < 1:
+            raise ValueError(f"patience must be at least 1, got {patience}")
+        if not (math.isfinite(min_delta) and min_delta >= 0):
+            raise ValueError(f"min_delta must be a finite number from 0, got {min_delta!r}")
+        if mode not in ("min", "max"):
+            raise ValueError(f"mode must be 'min' or 'max', got {mode!r}")
+        self.patience = patience
+        self.min_delta = min_delta
+        self.mode = mode
+        self.best = math.nan
+        """The best mean so far; NaN before the first."""
+        self.waited = 0
+        """Calls since then."""
+
+    def __call__(self, metric: float, weight: float | None = None) -> bool:
+        """Whether to stop now; the same on every rank. A collective, see :func:`average`.
+
+        A NaN counts as no improvement.
+        """
+        mean = average(metric, weight)
+        if self._is_better(mean):
+            self.best, self.waited = mean, 0
+        else:
+            self.waited += 1
+        return self.waited >= self.patience
+
+    def _is_better(self, mean: float) -> bool:
+        if math.isnan(self.best):
+            return not math.isnan(mean)
+        gain = self.best - mean if self.mode == "min" else mean - self.best
+        return gain > self.min_delta
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint keeps."""
+        return {"best": self.best, "waited": self.waited}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on from a state that :meth:`state_dict` gave."""
+        self.best, self.waited = float(state["best"]), int(state["waited"])
+
+
+def _as_floats(values: Mapping[str, Any]) -> tuple[dict[str, float], Problem | None]:
+    """The values as floats, or why they cannot be: told to all ranks before anyone raises."""
+    numbers = {}
+    for key, value in values.items():
+        try:
+            numbers[key] = float(value)
+        except (TypeError, ValueError):
+            got = f"{value!r} of type {type(value).__name__}"
+            return {}, (TypeError, f"average takes numbers, got {got} for {key!r}")
+    return numbers, None
+
+
+def _as_weight(weight: Any) -> tuple[float | None, Problem | None]:
+    """The weight as a float, or why it cannot be."""
+    if weight is None:
+        return None, None
+    try:
+        number = float(weight)
+    except (TypeError, ValueError):
+        got = f"{weight!r} of type {type(weight).__name__}"
+        return None, (TypeError, f"weight must be a number, got {got}")
+    if not (math.isfinite(number) and number >= 0):
+        return None, (ValueError, f"weight must be a finite number from 0, got {weight!r}")
+    return number, None
+
+
+def _require_same_keys(dicts: list[tuple[int, Mapping[str, float]]]) -> None:
+    first, reference = dicts[0]
+    for rank, theirs in dicts[1:]:
+        if theirs.keys() != reference.keys():
+            raise RanksDisagreeError(
+                f"average needs the same keys on every rank: rank {first} has "
+                f"{sorted(reference)}, rank {rank} has {sorted(theirs)}"
+            )
