@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from typing import TypeVar
 
 from hvkit import registry, runtime
-from hvkit.adapters import Adapter, Options, adapter_for, framework_of
+from hvkit.adapters import (
+    BATCH_NORMS,
+    COMPRESSIONS,
+    Adapter,
+    Options,
+    adapter_for,
+    framework_of,
+)
 from hvkit.agreement import raise_together, require_equal
 from hvkit.learning_rate import scale_factor
 
@@ -21,7 +29,11 @@ def distribute(
     *,
     lr_scaling: str = "linear",
     warmup_steps: int = 0,
+    warmup_epochs: float = 0,
+    steps_per_epoch: int | None = None,
     accumulate: int = 1,
+    compression: str = "none",
+    batch_norm: str = "average",
 ) -> tuple[Model, Optimizers]:
     """Train this model with its optimizer on all ranks together.
 
@@ -37,10 +49,11 @@ def distribute(
     ``apply_gradients`` call. A Keras model that has no weights yet gets rank 0's in its first
     call, which every rank has to make.
 
-    What each rank measures stays its own: average a validation loss with :func:`hvkit.average`
-    before a scheduler or an early stop decides by it. Batch-norm statistics are those of the
-    rank's own batches. A rate that comes with a checkpoint was multiplied when that was saved:
-    load it after the call, or pass ``lr_scaling="none"``.
+    What a rank measures in its own loop stays its own: average a validation loss with
+    :func:`hvkit.average` before a scheduler or an early stop decides by it. In Keras ``fit`` and
+    ``evaluate`` give the metrics of all ranks. A rate that comes with a checkpoint of another kind
+    than :class:`hvkit.Checkpoint` was multiplied when that was saved: load it after the call, or
+    pass ``lr_scaling="none"``.
 
     Args:
         model: a ``torch.nn.Module`` or a ``keras.Model`` (Keras 3 on TensorFlow).
@@ -50,11 +63,24 @@ def distribute(
             ``"sqrt"`` its square root, ``"none"`` one. Rates of ``LearningRateSchedule`` objects
             are multiplied as they are read.
         warmup_steps: over so many optimizer steps the learning rate grows linearly from the
-            single-process rate to the multiplied one; 0 for none.
+            single-process rate to the multiplied one; 0 for none. Schedulers and
+            ``LearningRateSchedule`` objects go on undisturbed underneath.
+        warmup_epochs: the same in epochs, which may be a fraction; needs ``steps_per_epoch``.
+        steps_per_epoch: optimizer steps that each rank takes in an epoch.
         accumulate: PyTorch only: gradients add up locally over this many backward passes and are
             averaged over ranks in the last, for scripts that call ``optimizer.step()`` once in so
             many passes. As without hvkit, the script divides the loss by it. Keras has
             ``gradient_accumulation_steps`` on the optimizer.
+        compression: ``"fp16"`` or ``"bf16"``: gradients travel between ranks in 16 bits, half the
+            bytes, and are still summed in 32. bf16 has the range of float32 and 8 bits of
+            precision; fp16 has 11, and gradients beyond 65504 become infinite. Only float64
+            gradients travel as they are.
+        batch_norm: ``"average"``: each rank normalises with the statistics of its own batch, and
+            the running statistics are averaged over ranks in every step, so that every rank
+            evaluates and saves the same model. ``"local"``: they stay each rank's own.
+            ``"sync"``: batches are normalised with the statistics of all ranks' batches together,
+            as in one process with the larger batch; for small batches, at the cost of a
+            collective a layer.
 
     Returns:
         The model and the optimizer (or the list) that were passed in, the same objects.
@@ -69,12 +95,15 @@ def distribute(
     runtime.init(framework_of(model))
     optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     adapter: Adapter | None = None
+    options: Options | None = None
     problem: Exception | None = None
     try:
         factor = scale_factor(lr_scaling, runtime.size())
         options = Options(
             accumulate=_count("accumulate", accumulate, 1),
-            warmup_steps=_count("warmup_steps", warmup_steps, 0),
+            warmup_steps=_warmup_steps(warmup_steps, warmup_epochs, steps_per_epoch),
+            compression=_one_of("compression", compression, COMPRESSIONS),
+            batch_norm=_one_of("batch_norm", batch_norm, BATCH_NORMS),
         )
         if not optimizers:
             raise ValueError(f"optimizer must hold at least one optimizer, got {optimizer!r}")
@@ -84,6 +113,7 @@ def distribute(
         problem = error
     raise_together(problem)
     assert adapter is not None
+    assert options is not None
     records = [(each, registry.Record(factor)) for each in optimizers]
     if runtime.size() > 1:
         arguments = f"lr_scaling={lr_scaling}, {options}"
@@ -95,7 +125,7 @@ def distribute(
         adapter.synchronise()
         rates = adapter.scale_learning_rate(factor)
         records = adapter.average_gradients()
-        _announce(rates, lr_scaling, warmup_steps)
+        _announce(rates, lr_scaling, options.warmup_steps)
     registry.record(model, records)
     return model, optimizer
 
@@ -106,6 +136,35 @@ def _count(name: str, value: object, least: int) -> int:
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
     return value
+
+
+def _one_of(name: str, value: object, accepted: tuple[str, ...]) -> str:
+    if value not in accepted:
+        raise ValueError(f"{name} must be one of {', '.join(accepted)}; got {value!r}")
+    return str(value)
+
+
+def _warmup_steps(steps: int, epochs: float, steps_per_epoch: int | None) -> int:
+    """The length of the warm-up in optimizer steps, from whichever way it was given."""
+    steps = _count("warmup_steps", steps, 0)
+    if steps_per_epoch is not None:
+        _count("steps_per_epoch", steps_per_epoch, 1)
+    if isinstance(epochs, bool) or not isinstance(epochs, int | float):
+        raise TypeError(f"warmup_epochs must be a number, got {epochs!r}")
+    if not 0 <= epochs < math.inf:
+        raise ValueError(f"warmup_epochs must be a finite number from 0, got {epochs!r}")
+    if not epochs:
+        return steps
+    if steps:
+        raise ValueError(
+            f"warmup_steps={steps} and warmup_epochs={epochs:g} were both given: choose one"
+        )
+    if steps_per_epoch is None:
+        raise ValueError(
+            f"warmup_epochs={epochs:g} needs steps_per_epoch, the optimizer steps that a rank "
+            "takes in an epoch: steps_per_epoch=len(loader) for a sharded loader"
+        )
+    return round(epochs * steps_per_epoch)
 
 
 def _refuse_second_call(model: object, optimizers: Sequence[object]) -> None:

@@ -20,6 +20,12 @@ class Options:
 
     accumulate: int
     warmup_steps: int
+    compression: str
+    batch_norm: str
+
+
+COMPRESSIONS = ("none", "fp16", "bf16")
+BATCH_NORMS = ("average", "local", "sync")
 
 
 class Adapter(Protocol):

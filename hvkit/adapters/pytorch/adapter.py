@@ -11,6 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hvkit.adapters import Options
+from hvkit.adapters.pytorch.batch_norm import RunningStatistics, synchronise_batch_norm
+from hvkit.adapters.pytorch.compression import DTYPES
 from hvkit.adapters.pytorch.rate import WarmUp, multiply
 from hvkit.adapters.pytorch.reducer import GradientReducer
 from hvkit.adapters.pytorch.state import broadcast_optimizer, broadcast_tensors, move_to
@@ -66,11 +68,15 @@ class PyTorchAdapter:
         return multiply(groups, factor)
 
     def average_gradients(self) -> list[tuple[Any, Record]]:
+        if self.options.batch_norm == "sync":
+            synchronise_batch_norm(self.model)
         reducer = GradientReducer(
             self.parameters.values(),
             row_sparse=_sparse_embeddings(self.model),
             accumulate=self.options.accumulate,
             name=f"hvkit.{next(_serial)}",
+            narrow=DTYPES.get(self.options.compression),
+            statistics=self._averaged_statistics(),
         )
         records = []
         for optimizer in self.optimizers:
@@ -81,6 +87,11 @@ class PyTorchAdapter:
                 warmup.attach(optimizer)
             records.append((optimizer, Record(self.factor, warmup)))
         return records
+
+    def _averaged_statistics(self) -> RunningStatistics | None:
+        statistics = RunningStatistics(self.model)
+        wanted = self.options.batch_norm == "average" and statistics.length > 0
+        return statistics if wanted else None
 
     def _follow(self, optimizer: Optimizer, reducer: GradientReducer) -> None:
         """Give parameters that are added to the optimizer later the same treatment.

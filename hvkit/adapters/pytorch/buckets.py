@@ -36,10 +36,12 @@ class Bucket:
     Args:
         name: the same on every rank, and no other bucket's.
         members: numbers and parameters, at least one.
-        extra: numbers to append at the end, for :meth:`set_extra`.
+        extra: numbers to append at the end, for whoever fills :attr:`extra`.
     """
 
-    def __init__(self, name: str, members: Sequence[tuple[int, torch.Tensor]], extra: int) -> None:
+    def __init__(
+        self, name: str, members: Sequence[tuple[int, torch.Tensor]], extra: int = 0
+    ) -> None:
         self.name = name
         first = members[0][1]
         lengths = [p.numel() * (2 if p.is_complex() else 1) for _, p in members]
@@ -72,8 +74,11 @@ class Bucket:
         with waiting_for_all_ranks():
             self.handle = hvd.allreduce_async_(self.flat, name=self.name, op=hvd.Average)
 
+    def exchange(self, hvd: ModuleType) -> None:
+        """Start what comes second, in buckets that need two collectives; after :meth:`launch`."""
+
     def wait(self, hvd: ModuleType) -> None:
-        """Wait for the mean."""
+        """Wait for the mean; after :meth:`exchange`."""
         with waiting_for_all_ranks():
             hvd.synchronize(self.handle)
         self.handle = None
@@ -89,22 +94,26 @@ def _shaped_like(parameter: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
     return piece.view_as(parameter)
 
 
-def make_buckets(
-    name: str, members: Iterable[tuple[int, torch.Tensor]], extra: int
-) -> list[Bucket]:
-    """Spread parameters over buckets.
+def runs(members: Iterable[tuple[int, torch.Tensor]]) -> list[list[tuple[int, torch.Tensor]]]:
+    """Spread numbered parameters over buckets.
 
     Backward reaches the last registered parameters first, so the buckets run from there. The
-    first registered parameters are in the last bucket, which has room for ``extra`` numbers.
+    first registered parameters are in the last bucket.
     """
     kinds: dict[tuple[torch.dtype, torch.device], list[tuple[int, torch.Tensor]]] = {}
     for i, p in reversed(list(members)):
         kinds.setdefault((wire_dtype(p.dtype), p.device), []).append((i, p))
-    runs = [
+    return [
         [group[position] for position in run]
         for group in kinds.values()
         for run in chunks([p.numel() * p.element_size() for _, p in group])
     ]
-    return [
-        Bucket(f"{name}.{b}", run, extra if b == len(runs) - 1 else 0) for b, run in enumerate(runs)
-    ]
+
+
+def make_buckets(
+    name: str, members: Iterable[tuple[int, torch.Tensor]], extra: int
+) -> list[Bucket]:
+    """Buckets for numbered parameters; the last has room for ``extra`` numbers."""
+    spread = runs(members)
+    last = len(spread) - 1
+    return [Bucket(f"{name}.{b}", run, extra if b == last else 0) for b, run in enumerate(spread)]

@@ -27,7 +27,9 @@ import torch
 from torch.optim import Optimizer
 
 from hvkit import metrics, runtime
+from hvkit.adapters.pytorch.batch_norm import RunningStatistics
 from hvkit.adapters.pytorch.buckets import Bucket, make_buckets
+from hvkit.adapters.pytorch.compression import make_narrow_buckets
 from hvkit.adapters.pytorch.flags import Flags
 from hvkit.adapters.pytorch.sparse import average_rows
 from hvkit.errors import RanksDisagreeError
@@ -52,6 +54,8 @@ class GradientReducer:
         row_sparse: those whose gradients are known to be sparse; others are learnt.
         accumulate: backward passes from one reduction to the next.
         name: the same on every rank, and no other reducer's.
+        narrow: dtype of 16 bits in which gradients travel; None for their own.
+        statistics: averaged along with the gradients.
     """
 
     def __init__(
@@ -60,10 +64,14 @@ class GradientReducer:
         row_sparse: set[torch.Tensor],
         accumulate: int,
         name: str,
+        narrow: torch.dtype | None = None,
+        statistics: RunningStatistics | None = None,
     ) -> None:
         self._hvd = runtime.engine("torch").hvd
         self._name = name
         self._accumulate = accumulate
+        self._narrow = narrow
+        self._statistics = statistics
         self._number: dict[torch.Tensor, int] = {}
         self._parameters: list[torch.nn.Parameter] = []
         self._sparse: set[int] = set()
@@ -191,7 +199,12 @@ class GradientReducer:
         if not dense:  # the flags need a bucket to travel in
             dense = [(-1, torch.zeros(1, device=self._parameters[0].device))]
         name = f"{self._name}.{next(self._layouts_made)}"
-        return make_buckets(name, dense, Flags.length(len(self._parameters)))
+        extra = Flags.length(len(self._parameters))
+        if self._statistics:
+            extra += self._statistics.length
+        if self._narrow:
+            return make_narrow_buckets(name, dense, extra, self._narrow)
+        return make_buckets(name, dense, extra)
 
     def _reduce(self) -> None:
         """Average everything that has come since the last reduction; a collective."""
@@ -210,8 +223,10 @@ class GradientReducer:
     def _receive(self) -> None:
         with self._lock:
             for bucket in self._buckets:
+                bucket.exchange(self._hvd)
+            for bucket in self._buckets:
                 bucket.wait(self._hvd)
-            flags = Flags.decode(self._buckets[-1].extra, self._hvd.size())
+            flags = Flags.decode(self._flags_in(self._buckets[-1]), self._hvd.size())
             if flags.steps_differ:
                 raise RanksDisagreeError(
                     f"the ranks are at different optimizer steps (rank {runtime.rank()} has done "
@@ -221,8 +236,11 @@ class GradientReducer:
             for bucket in again.values():
                 bucket.reset()
                 self._send(bucket)
+                bucket.exchange(self._hvd)
                 bucket.wait(self._hvd)
             self._write(flags)
+            if self._statistics:
+                self._statistics.write(self._statistics_in(self._buckets[-1]))
             self._outdated.clear()
             self._passes = 0
             self._task = None
@@ -235,14 +253,23 @@ class GradientReducer:
             bucket.pack(i, None if _is_sparse(gradient) else gradient)
         if bucket is self._buckets[-1]:
             self._set_flags(bucket)
+            if self._statistics:
+                self._statistics.read_into(self._statistics_in(bucket))
         bucket.launch(self._hvd)
+
+    def _flags_in(self, last: Bucket) -> torch.Tensor:
+        return last.extra[: Flags.length(len(self._parameters))]
+
+    def _statistics_in(self, last: Bucket) -> torch.Tensor:
+        return last.extra[Flags.length(len(self._parameters)) :]
 
     def _set_flags(self, bucket: Bucket) -> None:
         trained = {i: p.grad for i, p in enumerate(self._parameters) if p.requires_grad}
         sparse = {i for i, gradient in trained.items() if _is_sparse(gradient)}
         dense = {i for i, gradient in trained.items() if gradient is not None} - sparse
         total = len(self._parameters)
-        bucket.extra.copy_(Flags.encode(total, dense, sparse, self._outdated, self._steps))
+        flags = Flags.encode(total, dense, sparse, self._outdated, self._steps)
+        self._flags_in(bucket).copy_(flags)
 
     def _write(self, flags: Flags) -> None:
         """Put the means into the gradients, where any rank had one."""
@@ -257,7 +284,7 @@ class GradientReducer:
             bucket.reset()
         for i in sorted(by_row):
             p = self._parameters[i]
-            rows = average_rows(p.grad, p, f"{self._name}.{i}", self._hvd)
+            rows = average_rows(p.grad, p, f"{self._name}.{i}", self._hvd, self._narrow)
             p.grad = rows.to_dense() if i in flags.dense else rows
         self._sparse = (self._sparse | flags.sparse) - (flags.dense - flags.sparse)
 

@@ -11,10 +11,15 @@ from types import ModuleType
 import torch
 
 from hvkit.adapters.pytorch.buckets import wire_dtype
+from hvkit.adapters.pytorch.compression import from_bits, to_bits
 
 
 def average_rows(
-    gradient: torch.Tensor | None, parameter: torch.Tensor, name: str, hvd: ModuleType
+    gradient: torch.Tensor | None,
+    parameter: torch.Tensor,
+    name: str,
+    hvd: ModuleType,
+    narrow: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Mean over ranks of a gradient that is sparse in its first dimension; a collective.
 
@@ -23,6 +28,7 @@ def average_rows(
         parameter: of shape (rows, ...).
         name: the same on every rank, and no other parameter's.
         hvd: Horovod's PyTorch binding.
+        narrow: dtype of 16 bits in which the values travel; None for their own.
 
     Returns:
         A coalesced sparse tensor of the parameter's shape and dtype.
@@ -35,11 +41,15 @@ def average_rows(
         by_row = by_row.coalesce()
         rows, values = by_row.indices()[0].contiguous(), by_row.values().contiguous()
     values = values.to(wire_dtype(values.dtype))
+    narrow = narrow if values.dtype is torch.float32 else None
+    sent = to_bits(values, narrow) if narrow else values
     handles = [
         hvd.allgather_async(rows, name=f"{name}.rows"),
-        hvd.allgather_async(values, name=f"{name}.values"),
+        hvd.allgather_async(sent, name=f"{name}.values"),
     ]
     all_rows, all_values = (hvd.synchronize(handle) for handle in handles)
+    if narrow:
+        all_values = from_bits(all_values, narrow)
     mean = torch.sparse_coo_tensor(
         all_rows[None], all_values / hvd.size(), parameter.shape, check_invariants=False
     )

@@ -1,0 +1,178 @@
+"""Batch norm on several ranks: whose statistics a layer normalises with, and keeps.
+
+Running statistics differ between ranks that see different batches. They are averaged along with the
+gradients, so that every rank holds the same ones after each step, and evaluating or saving on any
+rank needs no further thought. Synchronised layers compute the statistics of each training batch
+over all ranks' batches instead, as one process with the larger batch does.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from types import ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+
+from hvkit import runtime
+from hvkit.engines import waiting_for_all_ranks
+
+
+class RunningStatistics:
+    """The running means and variances of a model's normalisation layers, as one vector."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._kept = [
+            (module, buffer)
+            for module in model.modules()
+            if isinstance(module, _NormBase)
+            for buffer in (module.running_mean, module.running_var)
+            if buffer is not None
+        ]
+        self.length = sum(buffer.numel() for _, buffer in self._kept)
+
+    def read_into(self, vector: torch.Tensor) -> None:
+        """Copy them into a vector of shape ``(length,)``."""
+        for (_, buffer), piece in zip(self._kept, self._pieces(vector), strict=True):
+            piece.copy_(buffer.view(-1))
+
+    def write(self, vector: torch.Tensor) -> None:
+        """Take over those of layers in training; frozen ones stay as they are, bit for bit.
+
+        Through ``data``, because a graph whose backward is still to come may hold the buffers.
+        """
+        for (module, buffer), piece in zip(self._kept, self._pieces(vector), strict=True):
+            if module.training:
+                buffer.data.copy_(piece.view_as(buffer))
+
+    def _pieces(self, vector: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.split(vector, [buffer.numel() for _, buffer in self._kept])
+
+
+# The names of the collectives of synchronised layers; ranks make them in the same order.
+_synchronised: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+_serial = itertools.count()
+
+
+def synchronise_batch_norm(model: nn.Module) -> None:
+    """From now on, the model's batch-norm layers compute batch statistics over all ranks.
+
+    The classes' ``forward`` looks whether its module is one of these, so the modules stay as they
+    are and pickle as ever.
+    """
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            _synchronised[module] = f"hvkit.batch_norm.{next(_serial)}"
+    _look_for_synchronised()
+
+
+@functools.cache
+def _look_for_synchronised() -> None:
+    for kind in (_BatchNorm, nn.SyncBatchNorm):
+        kind.forward = _forward_of(kind.forward)  # type: ignore[method-assign]
+
+
+def _forward_of(local: Any) -> Any:
+    @functools.wraps(local)
+    def forward(self: Any, input: torch.Tensor) -> Any:
+        if self.training and self in _synchronised:
+            return _normalise(self, input)
+        return local(self, input)
+
+    return forward
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _normalise(module: Any, x: torch.Tensor) -> torch.Tensor:
+    module._check_input_dim(x)
+    name = _synchronised[module]
+    apply: Any = _Normalise.apply
+    y, mean, variance, count = apply(x, module.weight, module.bias, module.eps, name)
+    if module.track_running_stats and module.running_mean is not None:
+        module.num_batches_tracked.add_(1)
+        momentum = module.momentum
+        if momentum is None:
+            momentum = 1.0 / float(module.num_batches_tracked)
+        unbiased = variance * (count / (count - 1).clamp(min=1))
+        with torch.no_grad():
+            module.running_mean.data.lerp_(mean.to(module.running_mean.dtype), momentum)
+            module.running_var.data.lerp_(unbiased.to(module.running_var.dtype), momentum)
+    return y  # type: ignore[no-any-return]
+
+
+class _Normalise(torch.autograd.Function):
+    """Ioffe and Szegedy, "Batch Normalization" (2015), over the batches of all ranks.
+
+    The ranks' means and variances are combined as in Chan, Golub and LeVeque, "Updating formulae
+    and a pairwise algorithm for computing sample variances" (1979).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any, eps: float, name: str) -> Any:
+        hvd = runtime.engine("torch").hvd
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        mean, variance, count = _statistics(wide, f"{name}.forward", hvd)
+        scale = torch.rsqrt(variance + eps)
+        normalised = (wide - _channels(mean, x)) * _channels(scale, x)
+        ctx.save_for_backward(normalised, scale, count, weight)
+        ctx.name, ctx.hvd = name, hvd
+        ctx.mark_non_differentiable(mean, variance, count)
+        y = normalised
+        if weight is not None:
+            y = y * _channels(weight, x) + _channels(bias, x)
+        return y.to(x.dtype), mean, variance, count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> Any:
+        normalised, scale, count, weight = ctx.saved_tensors
+        wide = grad.to(normalised.dtype)
+        dims = _all_but_channels(wide)
+        of_bias, of_weight = wide.sum(dims), (wide * normalised).sum(dims)
+        factor = scale if weight is None else scale * weight
+        # Each rank's loss counts for itself here; the gradients are averaged later.
+        with waiting_for_all_ranks():
+            sums = ctx.hvd.allreduce(
+                torch.cat([of_bias, of_weight]), op=ctx.hvd.Sum, name=f"{ctx.name}.backward"
+            )
+        mean_grad, mean_product = (sums / count).chunk(2)
+        x_grad = wide - _channels(mean_grad, wide) - normalised * _channels(mean_product, wide)
+        x_grad = (x_grad * _channels(factor, wide)).to(grad.dtype)
+        if weight is None:
+            return x_grad, None, None, None, None
+        return x_grad, of_weight.to(weight.dtype), of_bias.to(weight.dtype), None, None
+
+
+def _statistics(
+    x: torch.Tensor, name: str, hvd: ModuleType
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Mean and biased variance of each channel over all ranks' samples, and their number."""
+    dims = _all_but_channels(x)
+    samples = x.numel() // x.shape[1]
+    if samples:
+        variance, mean = torch.var_mean(x, dims, correction=0)
+    else:
+        variance = mean = x.new_zeros(x.shape[1])
+    mine = torch.cat([mean, variance, x.new_tensor([samples])])
+    with waiting_for_all_ranks():
+        everyone = hvd.allgather(mine[None], name=name)
+    counts = everyone[:, -1:]
+    means, variances = everyone[:, :-1].chunk(2, dim=1)
+    total = counts.sum()
+    mean = (means * counts).sum(0) / total
+    spread = ((variances + (means - mean) ** 2) * counts).sum(0)
+    return mean, spread / total, total
+
+
+def _all_but_channels(x: torch.Tensor) -> list[int]:
+    return [dim for dim in range(x.dim()) if dim != 1]
+
+
+def _channels(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """One value a channel, in a shape that spreads over ``x`` of shape (n, channels, ...)."""
+    return values.view(1, -1, *[1] * (x.dim() - 2))

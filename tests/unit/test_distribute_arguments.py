@@ -1,0 +1,39 @@
+"""Arguments of distribute that are checked before anything else happens."""
+
+import pytest
+import torch
+
+import hvkit
+
+
+def distribute(**options):
+    model = torch.nn.Linear(2, 1)
+    return hvkit.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"warmup_epochs": 5}, ValueError, "warmup_epochs=5 needs steps_per_epoch"),
+        ({"warmup_epochs": -1, "steps_per_epoch": 3}, ValueError, "from 0, got -1"),
+        ({"warmup_epochs": float("inf"), "steps_per_epoch": 3}, ValueError, "finite"),
+        ({"warmup_epochs": "five", "steps_per_epoch": 3}, TypeError, "number, got 'five'"),
+        ({"warmup_epochs": 5, "steps_per_epoch": 0}, ValueError, "at least 1, got 0"),
+        ({"warmup_epochs": 5, "steps_per_epoch": 2.0}, TypeError, "an int, got 2.0"),
+        (
+            {"warmup_epochs": 5, "steps_per_epoch": 3, "warmup_steps": 2},
+            ValueError,
+            "warmup_steps=2 and warmup_epochs=5 were both given",
+        ),
+        ({"compression": "int8"}, ValueError, "one of none, fp16, bf16; got 'int8'"),
+        ({"batch_norm": True}, ValueError, "one of average, local, sync; got True"),
+    ],
+)
+def test_wrong_arguments_are_named_with_what_is_accepted(options, kind, message):
+    with pytest.raises(kind, match=message):
+        distribute(**options)
+
+
+@pytest.mark.parametrize("epochs", [0, 0.5, 5])
+def test_a_warm_up_over_epochs_is_accepted(epochs):
+    distribute(warmup_epochs=epochs, steps_per_epoch=10)
