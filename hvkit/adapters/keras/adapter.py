@@ -17,6 +17,9 @@ from keras.src.backend import in_stateless_scope
 from hvkit import runtime
 from hvkit.adapters import Options
 from hvkit.adapters.keras.averager import GradientAverager
+from hvkit.adapters.keras.batch_norm import average_statistics, synchronise_batch_norm
+from hvkit.adapters.keras.compression import DTYPES
+from hvkit.adapters.keras.fit import share_results
 from hvkit.adapters.keras.guard import refuse_other_optimizers
 from hvkit.adapters.keras.loss_scale import inner_optimizer, skip_together
 from hvkit.adapters.keras.rate import ScaledRate
@@ -27,7 +30,7 @@ from hvkit.adapters.keras.state import (
     synchronise_optimizers,
     tf_variable,
 )
-from hvkit.adapters.keras.update import average_in_apply
+from hvkit.adapters.keras.update import Average, average_in_apply
 from hvkit.registry import Record
 
 # Tells the optimizers apart; ranks call distribute in the same order.
@@ -61,6 +64,7 @@ class KerasAdapter:
         return [_settings(each) for each in self.optimizers]
 
     def synchronise(self) -> None:
+        self._synchronise_batch_norm()
         if all(runtime.gather("distribute", has_weights(self.model))):
             self._synchronise(self.model.weights)
         else:
@@ -80,11 +84,16 @@ class KerasAdapter:
         def synchronise_and_call(*args: Any, **kwargs: Any) -> Any:
             if not in_stateless_scope() and has_weights(self.model):
                 del self.model.call
+                self._synchronise_batch_norm()
                 if not self._synchronised:
                     self._synchronise(self.model.weights)
             return call(*args, **kwargs)
 
         self.model.call = synchronise_and_call
+
+    def _synchronise_batch_norm(self) -> None:
+        if self.options.batch_norm == "sync":
+            synchronise_batch_norm(self.model)
 
     def _before_update(self, variables: Sequence[Any]) -> None:
         """What was not synchronised in a call of the model is so at the latest now.
@@ -116,9 +125,24 @@ class KerasAdapter:
         for each in self.optimizers:
             inner = inner_optimizer(each)
             refuse_other_optimizers(self.model, [inner, *_parts(inner)])
-            average_in_apply(inner, GradientAverager(f"hvkit.{next(_serial)}"), self._before_update)
+            average_in_apply(inner, self._average(), self._before_update)
             skip_together(inner)
+        share_results(self.model)
         return [(each, Record(self.factor)) for each in self.optimizers]
+
+    def _average(self) -> Average:
+        name = f"hvkit.{next(_serial)}"
+        average_gradients = GradientAverager(name, DTYPES.get(self.options.compression))
+        if self.options.batch_norm != "average":
+            return average_gradients
+        hvd = runtime.engine("tensorflow").hvd
+
+        def average(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+            means = average_gradients(gradients, variables)
+            average_statistics(self.model, hvd, f"{name}.statistics")
+            return means
+
+        return average
 
 
 def _settings(optimizer: Any) -> str:

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from hvkit import runtime
 from hvkit.adapters.chunks import chunks
+from hvkit.adapters.keras.compression import from_bits, narrow_mean, to_bits
 
 _NARROW = (tf.float16, tf.bfloat16)
 
@@ -26,11 +27,13 @@ class GradientAverager:
 
     Args:
         name: the same on every rank, and no other averager's.
+        narrow: dtype of 16 bits in which gradients travel; None for their own.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, narrow: tf.DType | None = None) -> None:
         self._hvd = runtime.engine("tensorflow").hvd
         self._name = name
+        self._narrow = narrow
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Return the means, None where no rank had a gradient; a collective.
@@ -91,20 +94,28 @@ class GradientAverager:
             for run in chunks(sizes):
                 together = [positions[p] for p in run]
                 sent = [_widened(gradients[i]) for i in together]
-                received = self._hvd.grouped_allreduce(
-                    sent,
-                    op=self._hvd.Average,
-                    name=f"{self._name}.{dtype.name}.{together[0]}",
-                    ignore_name_scope=True,
-                )
-                for i, mean in zip(together, received, strict=True):
+                name = f"{self._name}.{dtype.name}.{together[0]}"
+                for i, mean in zip(together, self._dense_means(sent, name), strict=True):
                     means[i] = tf.cast(mean, dtype)
+        return means
+
+    def _dense_means(self, gradients: list[tf.Tensor], name: str) -> list[tf.Tensor]:
+        if self._narrow and gradients[0].dtype == tf.float32:
+            return narrow_mean(gradients, self._narrow, self._hvd, name)
+        means: list[tf.Tensor] = self._hvd.grouped_allreduce(
+            gradients, op=self._hvd.Average, name=name, ignore_name_scope=True
+        )
         return means
 
     def _mean_of_slices(self, slices: tf.IndexedSlices, i: int) -> tf.IndexedSlices:
         """All ranks' rows one after the other: the slices that one process would have had."""
         gather, name = self._hvd.allgather, f"{self._name}.{i}"
-        values = gather(_widened(slices.values), name=f"{name}.values", ignore_name_scope=True)
+        values = _widened(slices.values)
+        narrow = self._narrow if values.dtype == tf.float32 else None
+        sent = to_bits(values, narrow) if narrow else values
+        values = gather(sent, name=f"{name}.values", ignore_name_scope=True)
+        if narrow:
+            values = from_bits(values, narrow)
         indices = gather(slices.indices, name=f"{name}.indices", ignore_name_scope=True)
         mean = tf.cast(values / runtime.size(), slices.values.dtype)
         return tf.IndexedSlices(mean, indices, slices.dense_shape)

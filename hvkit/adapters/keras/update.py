@@ -7,17 +7,17 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvkit.adapters.keras.averager import GradientAverager
+Average = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
 
 
 def average_in_apply(
-    optimizer: Any, average: GradientAverager, before_update: Callable[[Sequence[Any]], None]
+    optimizer: Any, average: Average, before_update: Callable[[Sequence[Any]], None]
 ) -> None:
     """Have ``optimizer.apply`` average the gradients before it uses them.
 
     Args:
         optimizer: one that updates variables, not one that scales the loss.
-        average: the collective.
+        average: the collective: means of gradients, for the variables they belong to.
         before_update: called with the variables at the start of each update.
     """
     apply = optimizer.apply
@@ -39,7 +39,7 @@ def average_in_apply(
 
 
 def _average_when_due(
-    optimizer: Any, average: GradientAverager, grads: list[Any], variables: list[Any]
+    optimizer: Any, average: Average, grads: list[Any], variables: list[Any]
 ) -> list[Any]:
     """Reduce once in ``gradient_accumulation_steps``, with all that was accumulated.
 

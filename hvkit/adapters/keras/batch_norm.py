@@ -1,0 +1,108 @@
+"""Batch norm on several ranks: whose statistics a layer normalises with, and keeps.
+
+As in PyTorch: moving statistics are averaged over ranks with every update, or batches are
+normalised over all ranks' batches together.
+"""
+
+from __future__ import annotations
+
+import itertools
+from types import ModuleType
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvkit import runtime
+
+# The names of the collectives; ranks make the layers in the same order.
+_serial = itertools.count()
+
+
+def average_statistics(model: keras.Model, hvd: ModuleType, name: str) -> None:
+    """Average the moving statistics of the model's trainable batch-norm layers; a collective.
+
+    Frozen layers compute with what they have and do not change it, so theirs are alike already.
+
+    Args:
+        model: with weights.
+        hvd: Horovod's TensorFlow binding.
+        name: the same on every rank, and no other collective's.
+    """
+    kept = [
+        variable
+        for layer in _layers(model)
+        if layer.trainable and layer.built
+        for variable in (layer.moving_mean, layer.moving_variance)
+    ]
+    if not kept:
+        return
+    flat = tf.concat([tf.cast(tf.reshape(v.value, [-1]), tf.float32) for v in kept], axis=0)
+    mean = hvd.allreduce(flat, op=hvd.Average, name=name, ignore_name_scope=True)
+    pieces = tf.split(mean, [int(v.shape[0]) for v in kept])
+    for variable, piece in zip(kept, pieces, strict=True):
+        variable.assign(tf.cast(piece, variable.dtype))
+
+
+def synchronise_batch_norm(model: keras.Model) -> None:
+    """From now on, the model's batch-norm layers compute batch statistics over all ranks."""
+    for layer in _layers(model):
+        if "_moments" not in vars(layer):
+            layer._moments = _moments_over_ranks(layer, f"hvkit.batch_norm.{next(_serial)}")
+
+
+def _layers(model: keras.Model) -> list[Any]:
+    normalisation = keras.layers.BatchNormalization
+    return [layer for layer in model._flatten_layers() if isinstance(layer, normalisation)]
+
+
+def _moments_over_ranks(layer: Any, name: str) -> Any:
+    """The layer's ``_moments``: mean and biased variance of each channel over all samples.
+
+    The ranks' moments are combined as in Chan, Golub and LeVeque, "Updating formulae and a
+    pairwise algorithm for computing sample variances" (1979).
+    """
+    of_own_batch = layer._moments
+
+    def moments(inputs: tf.Tensor, mask: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        mean, variance = of_own_batch(inputs, mask)
+        count = _samples(layer, inputs, mask)
+        mine = tf.concat([mean, variance, [count]], axis=0)
+        everyone = _gathered(mine, name)
+        channels = int(mean.shape[0])
+        means, variances, counts = tf.split(everyone, [channels, channels, 1], axis=1)
+        total = tf.reduce_sum(counts)
+        mean = tf.reduce_sum(means * counts, axis=0) / total
+        spread = tf.reduce_sum((variances + (means - mean) ** 2) * counts, axis=0)
+        return mean, spread / total
+
+    return moments
+
+
+def _gathered(mine: tf.Tensor, name: str) -> tf.Tensor:
+    """All ranks' vectors as rows, in rank order.
+
+    Each rank's loss counts for itself in the gradient, since the gradients of the weights are
+    averaged later. Horovod's own gradient of an allgather would divide by the number of ranks.
+    """
+    hvd = runtime.engine("tensorflow").hvd
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def gather(row: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        def gradient(rows: tf.Tensor) -> tf.Tensor:
+            sums = hvd.allreduce(rows, op=hvd.Sum, name=f"{name}.backward", ignore_name_scope=True)
+            return sums[runtime.rank()]
+
+        return hvd.allgather(row[None], name=name, ignore_name_scope=True), gradient
+
+    return gather(mine)
+
+
+def _samples(layer: Any, inputs: tf.Tensor, mask: Any) -> tf.Tensor:
+    """How many values each channel has in this batch."""
+    if mask is None:
+        values = tf.size(inputs) / inputs.shape[layer.axis]
+        return tf.cast(values, inputs.dtype)
+    shape = tf.shape(inputs)[tf.rank(mask) :]
+    per_entry = tf.reduce_prod(shape) / inputs.shape[layer.axis]
+    return tf.reduce_sum(tf.cast(mask, inputs.dtype)) * tf.cast(per_entry, inputs.dtype)

@@ -1,0 +1,130 @@
+"""``fit`` and ``evaluate`` on several ranks: metrics of all ranks, on all ranks.
+
+Metrics keep sums (a total and a count, a confusion matrix), so the sums of all ranks give exactly
+what one process would have measured on all the data. Keras reads the metrics in one place after
+each pass over the data, before callbacks see them; that place is replaced on the model's instance.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvkit import runtime
+from hvkit.adapters.keras.callbacks import for_this_rank
+
+
+def share_results(model: keras.Model) -> None:
+    """From now on ``fit`` and ``evaluate`` of this model report the metrics of all ranks.
+
+    Both become collectives. Only rank 0 draws progress and writes files.
+    """
+    model._get_metrics_result_or_logs = functools.partial(
+        _over_all_ranks, model, model._get_metrics_result_or_logs
+    )
+    model.fit = _quiet_but_on_rank_0(model.fit, watched=True)
+    model.evaluate = _quiet_but_on_rank_0(model.evaluate)
+    model.predict = _quiet_but_on_rank_0(model.predict)
+
+
+def _quiet_but_on_rank_0(method: Callable[..., Any], watched: bool = False) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def on_this_rank(*args: Any, **kwargs: Any) -> Any:
+        arguments = _with_names(method, args, kwargs)
+        if runtime.rank() != 0:
+            arguments["verbose"] = 0
+        arguments["callbacks"] = for_this_rank(arguments.get("callbacks"), watched)
+        return method(**arguments)
+
+    return on_this_rank
+
+
+def _with_names(method: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments by name, those of ``**kwargs`` included."""
+    bound = inspect.signature(method).bind(*args, **kwargs)
+    named = dict(bound.arguments)
+    for name, parameter in bound.signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            named.update(named.pop(name, {}))
+    return named
+
+
+def _over_all_ranks(
+    model: keras.Model, read: Callable[[Any], Any], logs: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """The metrics of one pass over the data, combined over all ranks; a collective.
+
+    Args:
+        model: whose metrics have seen this rank's batches.
+        read: the metrics that Keras reports, from the metrics' states or from ``logs``.
+        logs: what the last step returned; empty if this rank had no batch.
+    """
+    own: Mapping[str, Any] = read(logs)
+    # A train_step or test_step may return other numbers than the model's metrics.
+    from_state = own is not logs
+    variables = [v for metric in model.metrics for v in metric.variables]
+    state = [v.numpy() for v in variables] if logs and from_state else None
+    numbers = None if from_state else {k: _as_float(v) for k, v in own.items()}
+    everyone = runtime.gather("fit or evaluate", (state, numbers))
+    states = [theirs for theirs, _ in everyone if theirs is not None]
+    if states and state is not None:
+        own = _result_of(variables, _combined(variables, states), state, lambda: read(logs))
+    elif not from_state and numbers:
+        own = _means(own, [theirs for _, theirs in everyone if theirs])
+    if all(theirs or numbers for theirs, numbers in everyone):
+        return own
+    return _result_of_first_with_data(own, [bool(t or n) for t, n in everyone])
+
+
+def _combined(variables: list[Any], states: list[list[Any]]) -> list[Any]:
+    """The states of all ranks' metrics in one, each variable in its own way of adding up."""
+    combined = []
+    for variable, values in zip(variables, zip(*states, strict=True), strict=True):
+        way = getattr(variable, "aggregation", "sum")
+        if way == "sum":
+            combined.append(np.sum(values, axis=0, dtype=values[0].dtype))
+        elif way == "mean":
+            combined.append(np.mean(values, axis=0).astype(values[0].dtype))
+        else:
+            combined.append(values[0])
+    return combined
+
+
+def _result_of(
+    variables: list[Any], combined: list[Any], own: list[Any], read: Callable[[], Any]
+) -> dict[str, float]:
+    """What metrics with the combined states report; they keep their own states."""
+    for variable, value in zip(variables, combined, strict=True):
+        variable.assign(value)
+    result = {name: _as_float(value) for name, value in read().items()}
+    for variable, value in zip(variables, own, strict=True):
+        variable.assign(value)
+    return result
+
+
+def _means(own: Mapping[str, Any], numbers: list[Mapping[str, Any]]) -> dict[str, Any]:
+    """Means over ranks of the numbers that all of them have."""
+    return {
+        name: float(np.mean([theirs[name] for theirs in numbers]))
+        if all(isinstance(theirs.get(name), float) for theirs in numbers)
+        else value
+        for name, value in own.items()
+    }
+
+
+def _result_of_first_with_data(own: Mapping[str, Any], with_data: list[bool]) -> Mapping[str, Any]:
+    """For ranks whose part of the data was empty: what the others have found."""
+    if not any(with_data):
+        return own
+    return runtime.broadcast(dict(own), root=with_data.index(True))
+
+
+def _as_float(value: Any) -> Any:
+    """A number as a float; anything else as it is."""
+    array = np.asarray(value)
+    return float(array) if array.ndim == 0 and array.dtype.kind in "fiub" else value

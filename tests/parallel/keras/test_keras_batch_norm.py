@@ -1,0 +1,114 @@
+"""Whose statistics batch-norm layers use and keep."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from models import LOOPS, local, weights
+from ranks import batches, largest_difference, same_on_all_ranks
+
+import hvkit
+
+
+def normalised(seed=0):
+    keras.utils.set_random_seed(seed)
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input((6, 6, 1)),
+            layers.Conv2D(6, 3, use_bias=False),
+            layers.BatchNormalization(),
+            layers.ReLU(),
+            layers.Conv2D(4, 3, use_bias=False),
+            layers.BatchNormalization(axis=-1, scale=False),
+            layers.Flatten(),
+            layers.Dense(4),
+        ]
+    )
+
+
+def images(steps=8):
+    return batches(steps, 6, (6, 6, 1), (4,))
+
+
+def distributed(seed=None, **options):
+    model = normalised(hvkit.rank() if seed is None else seed)
+    return hvkit.distribute(model, keras.optimizers.SGD(0.05), lr_scaling="none", **options)
+
+
+def statistics(model):
+    return [w.numpy() for w in model.non_trainable_variables if "moving" in w.path]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_synchronised_layers_equal_one_process_with_all_ranks_batches(loop):
+    data = images()
+    reference = normalised()
+    LOOPS[loop](reference, keras.optimizers.SGD(0.05), data)
+    model, optimizer = distributed(batch_norm="sync")
+    LOOPS[loop](model, optimizer, local(data))
+    assert largest_difference(weights(model), weights(reference)) < 1e-5
+    assert same_on_all_ranks(weights(model))
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_moving_statistics_are_averaged_with_every_update(loop):
+    data = local(images(steps=1))
+    twin = normalised()
+    twin(data[0][0], training=True)
+    expected = [np.mean(hvkit.allgather(each), axis=0) for each in statistics(twin)]
+    model, optimizer = distributed()
+    LOOPS[loop](model, optimizer, data)
+    assert largest_difference(statistics(model), expected) < 1e-6
+    assert same_on_all_ranks(weights(model))
+    assert not same_on_all_ranks(statistics(twin))
+
+
+def test_moving_statistics_stay_each_ranks_own_on_request():
+    model, optimizer = distributed(batch_norm="local")
+    LOOPS["function"](model, optimizer, local(images()))
+    assert same_on_all_ranks([v.numpy() for v in model.trainable_variables])
+    assert not same_on_all_ranks(statistics(model))
+
+
+def test_frozen_layers_keep_their_statistics_bit_for_bit():
+    model, optimizer = distributed()
+    LOOPS["eager"](model, optimizer, local(images(steps=2)))
+    model.layers[1].trainable = False
+    before = [w.numpy() for w in model.layers[1].weights]
+    LOOPS["eager"](model, optimizer, local(images(steps=5)))
+    after = [w.numpy() for w in model.layers[1].weights]
+    assert all((a == b).all() for a, b in zip(after, before, strict=True))
+    assert same_on_all_ranks(weights(model))
+
+
+def test_statistics_are_alike_after_accumulated_gradients():
+    optimizer = keras.optimizers.SGD(0.05, gradient_accumulation_steps=2)
+    model, optimizer = hvkit.distribute(normalised(hvkit.rank()), optimizer)
+    LOOPS["fit"](model, optimizer, local(images()))
+    assert same_on_all_ranks(weights(model))
+
+
+def test_masked_entries_do_not_count_in_synchronised_layers():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(2 * hvkit.size(), 5, 3)).astype(np.float32)
+    mask = rng.random((2 * hvkit.size(), 5)) < 0.6
+    layer = keras.layers.BatchNormalization()
+    layer(x, training=True, mask=mask)
+    model = keras.Sequential([keras.Input((5, 3)), keras.layers.BatchNormalization()])
+    hvkit.distribute(model, keras.optimizers.SGD(0.1), batch_norm="sync")
+    rows = slice(hvkit.rank() * 2, hvkit.rank() * 2 + 2)
+    model.layers[0](tf.constant(x[rows]), training=True, mask=mask[rows])
+    expected = [layer.moving_mean.numpy(), layer.moving_variance.numpy()]
+    assert largest_difference(statistics(model), expected) < 1e-5
+
+
+def test_models_with_synchronised_layers_save_as_plain_ones(tmp_path):
+    model, optimizer = distributed(batch_norm="sync")
+    LOOPS["fit"](model, optimizer, local(images(steps=1)))
+    path = tmp_path / "model.keras"
+    model.save(path)
+    loaded = keras.models.load_model(path)
+    if hvkit.rank() == 0:  # no collective is left in it
+        loaded.layers[1](images(1)[0][0][..., :1].repeat(6, -1), training=True)
+    hvkit.barrier()
