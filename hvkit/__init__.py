@@ -1,5 +1,6 @@
 """hvkit puts a PyTorch or Keras training script on Horovod's ring-allreduce with one call."""
 
+from hvkit.data import shard
 from hvkit.distribute import distribute
 from hvkit.errors import (
     BuildError,
@@ -41,5 +42,6 @@ __all__ = [
     "local_rank",
     "local_size",
     "rank",
+    "shard",
     "size",
 ]

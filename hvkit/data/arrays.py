@@ -1,0 +1,91 @@
+"""Arrays, alone or in tuples, lists and dicts: NumPy's, and tensors of PyTorch and TensorFlow."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from hvkit.data.order import Positions, Share
+
+
+def shard_arrays(data: Any, share: Share) -> Any:
+    """This rank's rows of arrays, in the container that they came in.
+
+    Args:
+        data: an array of shape (n, ...), or a tuple, list or dict of such arrays, all with the
+            same n.
+        share: rank and size.
+
+    Raises:
+        TypeError: it holds something that is no array, or an array without rows.
+        ValueError: the arrays are of different lengths.
+    """
+    length = rows_of(data)
+    if share.exact or length % share.size == 0:
+        return map_arrays(lambda array: array[share.rank :: share.size], data)
+    mine = share.of(length)
+    return map_arrays(lambda array: _take(array, mine), data)
+
+
+def rows_of(data: Any) -> int:
+    """The number of rows that all arrays of ``data`` have.
+
+    Raises:
+        TypeError: it holds something that is no array, or an array without rows.
+        ValueError: the arrays are of different lengths.
+    """
+    lengths: list[int] = []
+    map_arrays(lambda array: lengths.append(int(array.shape[0])), data)
+    if not lengths:
+        raise TypeError(f"data must hold at least one array, got {data!r}")
+    if len(set(lengths)) > 1:
+        raise ValueError(
+            "all arrays must have the same number of rows (first dimension), "
+            f"got {', '.join(map(str, lengths))}"
+        )
+    return lengths[0]
+
+
+def map_arrays(function: Callable[[Any], Any], data: Any) -> Any:
+    """``data`` with every array replaced by what ``function`` makes of it."""
+    if isinstance(data, Mapping):
+        return {key: map_arrays(function, each) for key, each in data.items()}
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(map_arrays(function, each) for each in data))
+    if isinstance(data, tuple | list):
+        return type(data)(map_arrays(function, each) for each in data)
+    if not _is_array(data):
+        raise TypeError(f"data holds a {_name(data)}, which is no array: make it one: np.asarray")
+    if len(data.shape) == 0:
+        raise TypeError(f"data holds an array of no dimensions, {data!r}: it has no rows to share")
+    return function(data)
+
+
+def is_arrays(data: Any) -> bool:
+    """Whether this is an array or a container that may hold arrays."""
+    return isinstance(data, tuple | list | Mapping) or _is_array(data)
+
+
+def _is_array(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return True
+    torch, tensorflow = sys.modules.get("torch"), sys.modules.get("tensorflow")
+    return (torch is not None and isinstance(value, torch.Tensor)) or (
+        tensorflow is not None and isinstance(value, tensorflow.Tensor)
+    )
+
+
+def _take(array: Any, positions: Positions) -> Any:
+    if isinstance(array, np.ndarray):
+        return array[positions]
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor):
+        return array[torch.as_tensor(positions, device=array.device)]
+    return sys.modules["tensorflow"].gather(array, positions)
+
+
+def _name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")

@@ -1,0 +1,106 @@
+"""Keras's PyDataset, whose items are batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvkit.data.order import Share, seed_from
+from hvkit.data.randomness import FixedRandomness
+
+
+class ShardedPyDataset(keras.utils.PyDataset):  # type: ignore[misc]
+    """One rank's batches of another PyDataset.
+
+    Batch i is batch i*N + rank of the original. The samples of the last N batches, or of fewer,
+    are divided evenly, so that all ranks have batches of one size there too. Like Keras, it takes
+    every batch but the last to be of one size.
+
+    Args:
+        inner: the dataset; its ``workers``, ``use_multiprocessing`` and ``max_queue_size`` hold.
+        share: rank and size.
+        seed: what the random numbers of ``on_epoch_begin`` and ``on_epoch_end`` start from,
+            together with the number of epochs that have ended.
+    """
+
+    def __init__(self, inner: keras.utils.PyDataset, share: Share, seed: int) -> None:
+        super().__init__(
+            workers=inner.workers,
+            use_multiprocessing=inner.use_multiprocessing,
+            max_queue_size=inner.max_queue_size,
+        )
+        self._inner, self._share, self._seed = inner, share, seed
+        self._epoch = 0
+        self._in_last: tuple[int, int] | None = None
+
+    @property
+    def num_batches(self) -> int | None:
+        """The number of this rank's batches; None if the original has no end."""
+        total = self._inner.num_batches
+        if total is None:
+            return None
+        groups: int = -(-total // self._share.size)
+        if not self._share.exact or groups == 0:
+            return groups
+        # Without repetition the last batch of some ranks may be empty, and is then left out.
+        if self._in_last is None or self._in_last[0] != total:
+            self._in_last = total, _rows(self._last_group(total))
+        return groups if self._share.count(self._in_last[1]) else groups - 1
+
+    def __len__(self) -> int:
+        if (batches := self.num_batches) is None:
+            raise TypeError("this PyDataset has no end, and so no length")
+        return batches
+
+    def __getitem__(self, index: int) -> Any:
+        total = self._inner.num_batches
+        if total is None or index < (total - 1) // self._share.size:
+            return self._inner[index * self._share.size + self._share.rank]
+        if index > (total - 1) // self._share.size:
+            raise IndexError(f"batch {index} of {self.num_batches}")
+        batches = self._last_group(total)
+        mine = self._share.of(_rows(batches))
+        return _map(lambda *arrays: np.concatenate(arrays)[mine], *batches)
+
+    def _last_group(self, total: int) -> list[Any]:
+        start = (total - 1) // self._share.size * self._share.size
+        return [_map(_as_numpy, self._inner[index]) for index in range(start, total)]
+
+    def on_epoch_begin(self) -> None:
+        with FixedRandomness(seed_from(self._seed, self._random_epoch(), 0)):
+            self._inner.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        with FixedRandomness(seed_from(self._seed, self._random_epoch(), 1)):
+            self._inner.on_epoch_end()
+        self._epoch += 1
+
+    def _random_epoch(self) -> int:
+        # Ranks may evaluate with different frequency, and still need a common order.
+        return 0 if self._share.exact else self._epoch
+
+
+def _map(function: Any, *batches: Any) -> Any:
+    """What ``function`` makes of the arrays at each place of the batches' common structure."""
+    first = batches[0]
+    if isinstance(first, dict):
+        return {key: _map(function, *(batch[key] for batch in batches)) for key in first}
+    if isinstance(first, tuple | list):
+        parts = [_map(function, *each) for each in zip(*batches, strict=True)]
+        return tuple(parts) if isinstance(first, tuple) else parts
+    return None if first is None else function(*batches)
+
+
+def _as_numpy(array: Any) -> Any:
+    return keras.ops.convert_to_numpy(array) if keras.ops.is_tensor(array) else np.asarray(array)
+
+
+def _rows(batches: list[Any]) -> int:
+    lengths: list[list[int]] = []
+    for batch in batches:
+        found: list[int] = []
+        _map(lambda array, found=found: found.append(len(array)), batch)
+        lengths.append(found)
+    return sum(each[0] for each in lengths)

@@ -1,0 +1,130 @@
+"""PyTorch's DataLoader and Dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data.distributed import DistributedSampler
+
+from hvkit.data.order import Share, seed_from
+from hvkit.data.position import Position
+from hvkit.data.samplers import Order, SampleOrder, order_of
+from hvkit.data.stream import StreamLoader, StreamShard
+
+
+def shard_dataset(dataset: Dataset[Any], share: Share, seed: int) -> tuple[Any, list[str]]:
+    """This rank's samples of a Dataset, and what the ranks have to have alike.
+
+    Raises:
+        TypeError: a map-style dataset without ``__len__``.
+    """
+    if isinstance(dataset, IterableDataset):
+        stream = StreamShard(dataset, share, group=share.size, drop_last=False, seed=seed)
+        return stream, ["IterableDataset"]
+    length = _length(dataset)
+    whole = share.exact or length % share.size == 0
+    mine = range(share.rank, length, share.size) if whole else share.of(length).tolist()
+    return Subset(dataset, mine), [f"Dataset of {length} samples"]
+
+
+def shard_loader(loader: DataLoader[Any], share: Share, seed: int) -> tuple[Any, list[str]]:
+    """A loader of this rank's samples, and what the ranks have to have alike.
+
+    Raises:
+        TypeError: the loader or its sampler is of a kind that cannot be shared.
+        ValueError: it is shared already.
+    """
+    _refuse_others(loader)
+    batch, drop_last = loader.batch_size, loader.drop_last and not share.exact
+    facts = [f"batch size {batch}", f"drop_last {drop_last}"]
+    if isinstance(loader.dataset, IterableDataset):
+        group = (batch or 1) * share.size
+        stream = StreamShard(loader.dataset, share, group=group, drop_last=drop_last, seed=seed)
+        kept = {"batch_size": batch, "drop_last": drop_last}
+        options = {**_options(loader), "generator": torch.Generator()}
+        return StreamLoader(stream, seed, kept | options), ["IterableDataset", *facts]
+    order = order_of(loader, share, seed)
+    return ShardedLoader(loader, order, share, seed), [*order.facts(), *facts]
+
+
+class ShardedLoader(DataLoader[Any]):
+    """A DataLoader that reads one rank's part of another's samples.
+
+    Every iteration is a new epoch. ``state_dict`` and ``load_state_dict`` give and take the
+    position, counted over all ranks, so that another number of ranks can go on from it.
+    """
+
+    def __init__(self, loader: DataLoader[Any], order: Order, share: Share, seed: int) -> None:
+        self._order, self._share, self._seed = order, share, seed
+        self._position = Position()
+        options: dict[str, Any] = _options(loader)
+        if loader.batch_sampler is None:
+            options |= {"sampler": order, "batch_size": None}
+        elif isinstance(order, SampleOrder):
+            options["sampler"] = order
+            options |= {"batch_size": order.batch, "drop_last": order.drop_last}
+        else:
+            options["batch_sampler"] = order
+        # With a generator of its own, it does not draw from the global one for its workers.
+        super().__init__(loader.dataset, generator=torch.Generator(), **options)
+
+    def __iter__(self) -> Any:
+        iteration = self._position.begin()
+        epoch = 0 if self._share.exact else self._position.epoch
+        self._order.begin(epoch, self._position.samples)
+        self.generator.manual_seed(seed_from(self._seed, epoch, self._share.rank))
+        return self._counted(iteration, super().__iter__(), self._order.steps())
+
+    def _counted(
+        self, iteration: object, batches: Iterator[Any], steps: Iterator[int]
+    ) -> Iterator[Any]:
+        for batch, samples in zip(batches, steps, strict=False):
+            self._position.advance(iteration, samples)
+            yield batch
+        self._position.end(iteration)
+
+    def state_dict(self) -> dict[str, int]:
+        """The position: epochs done, and samples of this epoch that all ranks were given."""
+        return self._position.save()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a position: the next iteration is the rest of its epoch.
+
+        Raises:
+            ValueError: it is not what ``state_dict`` returned.
+        """
+        self._position.load(state)
+
+
+def _options(loader: DataLoader[Any]) -> dict[str, Any]:
+    names = (
+        "num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context "
+        "prefetch_factor persistent_workers pin_memory_device in_order"
+    )
+    return {name: getattr(loader, name) for name in names.split() if hasattr(loader, name)}
+
+
+def _length(dataset: Any) -> int:
+    if not hasattr(dataset, "__len__"):
+        raise TypeError(
+            f"{type(dataset).__qualname__} has no __len__, so that no equal parts can be made: "
+            "give it one, or make it an IterableDataset"
+        )
+    return len(dataset)
+
+
+def _refuse_others(loader: DataLoader[Any]) -> None:
+    name = type(loader).__qualname__
+    if isinstance(loader, ShardedLoader | StreamLoader):
+        raise ValueError("this DataLoader was returned by hvkit.shard: shard the original once")
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        raise TypeError(f"{name} has an __iter__ of its own: pass a plain DataLoader")
+    for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+        if isinstance(sampler, DistributedSampler):
+            raise ValueError(
+                f"the DataLoader has a {type(sampler).__qualname__}, which takes a part already: "
+                "leave it out (shuffle=True instead) and let hvkit.shard take the part"
+            )

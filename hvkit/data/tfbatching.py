@@ -1,0 +1,187 @@
+"""How the elements of a ``tf.data`` pipeline are batches.
+
+TensorFlow has no public way to ask a dataset for its inputs. What is read here are private
+attributes of TensorFlow 2.21; after a step that is not known, elements count as single samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from hvkit.data.tfpipeline import stackable, whole
+
+# Steps that change neither what a batch is nor how many there are.
+_PASS_ON = {
+    "_AssertCardinalityDataset",
+    "CacheDataset",
+    "_MapDataset",
+    "_OptionsDataset",
+    "_ParallelMapDataset",
+    "_PrefetchDataset",
+    "_RestructuredDataset",
+    "_ShuffleDataset",
+}
+# Steps that keep batches, but not their number.
+_KEEP_BATCHES = {
+    *_PASS_ON,
+    "_ConcatenateDataset",
+    "_DirectedInterleaveDataset",
+    "_FilterDataset",
+    "_IgnoreErrorsDataset",
+    "_RepeatDataset",
+    "_ShardDataset",
+    "_SkipDataset",
+    "_SnapshotDataset",
+    "_TakeDataset",
+    "_TakeWhileDataset",
+    "_ZipDataset",
+}
+_BATCH = {
+    "_BatchDataset",
+    "_DenseToSparseBatchDataset",
+    "_PaddedBatchDataset",
+    "_ParallelBatchDataset",
+    "_RebatchDataset",
+}
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How the elements of a pipeline are batches."""
+
+    size: int
+    drop_remainder: bool
+    samples: int | None
+    """Samples in all batches together, where that can be told without reading them."""
+    spec: Any
+    padding: Any = None
+    """Values that a ``padded_batch`` pads with, in the structure of ``spec``."""
+
+    @property
+    def unpadded(self) -> bool:
+        """Whether all samples are dense and of one shape."""
+        dense = all(isinstance(leaf, tf.TensorSpec) for leaf in tf.nest.flatten(self.spec))
+        return dense and self.padding is None
+
+    def again(self, samples: tf.data.Dataset, *, drop_remainder: bool) -> tf.data.Dataset:
+        """Batch samples as they were batched before."""
+        if self.padding is not None:
+            return samples.padded_batch(
+                self.size, padding_values=self.padding, drop_remainder=drop_remainder
+            )
+        if not any(isinstance(leaf, tf.RaggedTensorSpec) for leaf in tf.nest.flatten(self.spec)):
+            return samples.batch(self.size, drop_remainder=drop_remainder)
+        # Makes ragged what has no fixed shape, which only some of it may have been.
+        ragged = samples.ragged_batch(self.size, drop_remainder=drop_remainder)
+
+        def as_before(*batch: Any) -> Any:
+            return tf.nest.map_structure(_like, self.spec, whole(batch, self.spec))
+
+        return ragged.map(as_before)
+
+
+def batching_of(data: tf.data.Dataset) -> Batching | None:
+    """How the elements of a pipeline are batches; None if they are not.
+
+    Raises:
+        ValueError: batches of different sizes, or padded ones that are changed afterwards.
+    """
+    shapes = [getattr(leaf, "shape", None) for leaf in tf.nest.flatten(data.element_spec)]
+    if any(shape is None or shape.rank == 0 for shape in shapes):
+        return None
+    steps = list(_batch_steps(data))
+    if not steps or None in steps:
+        return None
+    sizes = {_size(step) for step in steps}
+    size = sizes.pop()
+    if sizes or size is None:
+        found = ", ".join(sorted(map(str, {size, *sizes})))
+        raise ValueError(
+            f"the pipeline has batches of different sizes ({found}), of which no equal parts can "
+            "be made: pass the dataset to hvkit.shard before it is batched"
+        )
+    drop = _drops(data)
+    return Batching(
+        size=size,
+        drop_remainder=drop,
+        samples=_samples(data, drop),
+        spec=data.element_spec,
+        padding=_padding(data, steps),
+    )
+
+
+def _like(spec: Any, value: Any) -> Any:
+    dense = isinstance(spec, tf.TensorSpec) and isinstance(value, tf.RaggedTensor)
+    return value.to_tensor() if dense else value
+
+
+def _batch_steps(data: tf.data.Dataset) -> Iterator[tf.data.Dataset | None]:
+    """The last batching on each way to the sources; None where there is none."""
+    kind = type(data).__name__
+    if kind in _BATCH:
+        yield data
+    elif kind in _KEEP_BATCHES and data._inputs():
+        # The first input of a DirectedInterleave chooses among the others.
+        for source in data._inputs()[kind == "_DirectedInterleaveDataset" :]:
+            yield from _batch_steps(source)
+    else:
+        yield None
+
+
+def _size(step: Any) -> int | None:
+    size = getattr(step, "_batch_size", getattr(step, "_batch_sizes", None))
+    value = tf.get_static_value(size) if tf.is_tensor(size) else size
+    return int(value) if value is not None and not getattr(value, "shape", ()) else None
+
+
+def _flag(step: Any) -> bool:
+    value = getattr(step, "_drop_remainder", False)
+    return bool(tf.get_static_value(value)) if tf.is_tensor(value) else bool(value)
+
+
+def _samples(data: Any, drop: bool) -> int | None:
+    while type(data).__name__ in _PASS_ON:
+        (data,) = data._inputs()
+    if type(data).__name__ not in _BATCH:
+        return None
+    (source,), size = data._inputs(), _size(data)
+    if type(data).__name__ == "_RebatchDataset":  # of batches, not of samples
+        length = _samples(source, _drops(source))
+    else:
+        length = int(source.cardinality())
+    if length is None or length < 0 or size is None:
+        return None
+    return length // size * size if drop else length
+
+
+def _drops(data: tf.data.Dataset) -> bool:
+    return any(step is not None and _flag(step) for step in _batch_steps(data))
+
+
+def _padding(data: tf.data.Dataset, steps: list[Any]) -> Any:
+    padded = [step for step in steps if type(step).__name__ == "_PaddedBatchDataset"]
+    if not padded:
+        return None
+    spec = data.element_spec
+    if stackable(spec, start=1):
+        return None
+    same = len(steps) == 1 and _fits(padded[0]._padding_values, spec)
+    if not same:
+        raise ValueError(
+            "the pipeline changes what its batches hold after padded_batch, so that they cannot "
+            "be padded again: pass the dataset to hvkit.shard before padded_batch"
+        )
+    return padded[0]._padding_values
+
+
+def _fits(padding: Any, spec: Any) -> bool:
+    try:
+        tf.nest.assert_same_structure(padding, spec)
+    except (TypeError, ValueError):
+        return False
+    pairs = zip(tf.nest.flatten(padding), tf.nest.flatten(spec), strict=True)
+    return all(value.dtype == leaf.dtype for value, leaf in pairs)

@@ -1,0 +1,149 @@
+"""``tf.data`` pipelines.
+
+They are taken apart after their last step, by transformations that every rank computes alike, so
+that the order of a seeded shuffle stays that of one process. What comes before runs on every
+rank for all samples; sharding right after the source costs less.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from hvkit.data.order import Share
+from hvkit.data.tfbatching import Batching, batching_of
+from hvkit.data.tfpipeline import refuse_unordered, seeds_of, stackable, whole
+
+
+def shard_tfdata(data: tf.data.Dataset, share: Share) -> tuple[tf.data.Dataset, list[str]]:
+    """One rank's part of a pipeline, and what the ranks have to have alike.
+
+    Raises:
+        ValueError: ranks would see different orders, or batches that cannot be regrouped.
+    """
+    if share.size == 1:
+        return data, []
+    refuse_unordered(data)
+    batching = batching_of(data)
+    if batching is None:
+        part = _elements(data, share)
+    elif batching.unpadded:
+        part = _regrouped(data, batching, share)
+    else:
+        part = _rebatched(data, batching, share)
+    ordered = tf.data.Options()
+    ordered.deterministic = True
+    return part.with_options(ordered), _facts(data, batching, share)
+
+
+def _facts(data: tf.data.Dataset, batching: Batching | None, share: Share) -> list[str]:
+    seeds = [f"shuffle with seeds {seeds}" for seeds in seeds_of(data)]
+    if share.exact:
+        return seeds
+    batch = None if batching is None else batching.size
+    return [f"tf.data pipeline of cardinality {_cardinality(data)}", f"batch size {batch}", *seeds]
+
+
+def _cardinality(data: tf.data.Dataset) -> int:
+    return int(data.cardinality())
+
+
+def _elements(data: tf.data.Dataset, share: Share) -> tf.data.Dataset:
+    """Every N-th element; in training as many on each rank."""
+    length = _cardinality(data)
+    if share.exact or length == tf.data.INFINITE_CARDINALITY:
+        return data.shard(share.size, share.rank)
+    if length == tf.data.UNKNOWN_CARDINALITY:
+        return _elements_of_unknown(data, share)
+    if share.rank < length % share.size or length % share.size == 0:
+        return data.shard(share.size, share.rank)
+
+    # The last group has nothing for this rank: it takes the last element, a second time.
+    def mine(number: tf.Tensor, _: Any) -> tf.Tensor:
+        return (number % share.size == share.rank) | (number == length - 1)
+
+    part = data.enumerate().filter(mine).map(lambda _, element: element)
+    return part.apply(tf.data.experimental.assert_cardinality(share.count(length)))
+
+
+def _elements_of_unknown(data: tf.data.Dataset, share: Share) -> tf.data.Dataset:
+    """One element of every N, and of the last fewer ones, of a pipeline whose end is not known."""
+    if stackable(data.element_spec):
+
+        def row(*stack: Any) -> Any:
+            element = whole(stack, data.element_spec)
+            rows = tf.shape(tf.nest.flatten(element)[0])[0]
+            return tf.nest.map_structure(lambda each: each[share.rank % rows], element)
+
+        return data.batch(share.size).map(row)
+    return data.window(share.size).flat_map(
+        lambda *window: (
+            _unwindowed(whole(window, data.element_spec)).repeat().skip(share.rank).take(1)
+        )
+    )
+
+
+def _unwindowed(window: Any) -> tf.data.Dataset:
+    """The elements of a window, which comes as datasets in the structure of an element."""
+    if isinstance(window, tf.data.Dataset):
+        return window
+    if isinstance(window, dict):
+        return tf.data.Dataset.zip({key: _unwindowed(each) for key, each in window.items()})
+    return tf.data.Dataset.zip(tuple(_unwindowed(each) for each in window))
+
+
+def _regrouped(data: tf.data.Dataset, batching: Batching, share: Share) -> tf.data.Dataset:
+    """Batches of N ranks, of which this rank takes every N-th sample."""
+    group, drop = batching.size * share.size, batching.drop_remainder and not share.exact
+
+    def mine(*batch: Any) -> Any:
+        element = whole(batch, data.element_spec)
+        rows = tf.shape(tf.nest.flatten(element)[0], tf.int64)[0]
+        last = rows if share.exact else (rows + share.size - 1) // share.size * share.size
+        last = tf.maximum(last, share.rank)
+        positions = tf.range(share.rank, last, share.size, tf.int64) % tf.maximum(rows, 1)
+        return tf.nest.map_structure(lambda each: tf.gather(each, positions), element)
+
+    def full(*batch: Any) -> Any:
+        element = whole(batch, data.element_spec)
+        return tf.nest.map_structure(lambda each: each[share.rank :: share.size], element)
+
+    part = data.rebatch(group, drop_remainder=drop).map(full if drop else mine)
+    if share.exact:
+        part = part.filter(_not_empty)
+    return _counted(part, data, batching, share)
+
+
+def _not_empty(*batch: Any) -> tf.Tensor:
+    return tf.shape(tf.nest.flatten(batch)[0])[0] > 0
+
+
+def _rebatched(data: tf.data.Dataset, batching: Batching, share: Share) -> tf.data.Dataset:
+    """Batches of this rank's samples, one by one: for samples that differ in shape."""
+    samples = data.unbatch()
+    if batching.samples is not None:
+        samples = samples.apply(tf.data.experimental.assert_cardinality(batching.samples))
+    drop, group = batching.drop_remainder and not share.exact, batching.size * share.size
+    if drop and batching.samples is not None:
+        samples = samples.take(batching.samples // group * group)
+    elif drop:
+        samples = samples.window(group, drop_remainder=True).flat_map(
+            lambda *window: _unwindowed(whole(window, data.element_spec))
+        )
+    mine = samples.shard(share.size, share.rank) if drop else _elements(samples, share)
+    part = batching.again(mine, drop_remainder=drop)
+    return _counted(part, data, batching, share)
+
+
+def _counted(
+    part: tf.data.Dataset, data: tf.data.Dataset, batching: Batching, share: Share
+) -> tf.data.Dataset:
+    """``part`` with the number of its batches, where that can be known."""
+    if _cardinality(data) == tf.data.INFINITE_CARDINALITY:
+        return part.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
+    if batching.samples is None:
+        return part
+    group = batching.size * share.size
+    rows = share.count(batching.samples, group=group, drop_last=batching.drop_remainder)
+    return part.apply(tf.data.experimental.assert_cardinality(-(-rows // batching.size)))

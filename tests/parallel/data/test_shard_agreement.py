@@ -1,0 +1,101 @@
+"""Ranks that could not read one order together hear of it on all ranks, and none waits."""
+
+import itertools
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import torch
+from ranks import error_of
+from torch.utils.data import DataLoader, Sampler, TensorDataset
+
+import hvkit
+from hvkit.data import shard
+
+
+def last():
+    return hvkit.rank() == hvkit.size() - 1
+
+
+def loader(length=10, **options):
+    return DataLoader(TensorDataset(torch.arange(length)), batch_size=2, **options)
+
+
+class Mine(Sampler):
+    """An order of each rank's own, or an error of the last rank's."""
+
+    def __init__(self, fails=False):
+        self.fails = fails
+
+    def __len__(self):
+        return 10
+
+    def __iter__(self):
+        if self.fails and last():
+            raise KeyError("lost")
+        return iter(np.random.default_rng(hvkit.rank()).permutation(10).tolist())
+
+
+def shuffled():
+    return tf.data.Dataset.range(9).shuffle(9, seed=1 + last())
+
+
+DIFFERENT = {
+    "length": lambda: shard(np.zeros(10 + last())),
+    "dataset": lambda: shard(loader(10 + last())),
+    "batch size": lambda: shard(tf.data.Dataset.range(10).batch(2 + last())),
+    "seed": lambda: shard(loader(shuffle=True), seed=int(last())),
+    "shuffle": lambda: shard(shuffled()),
+    "exact shuffle": lambda: shard(shuffled(), exact=True),
+    "order": lambda: iter(shard(loader(sampler=Mine()))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", DIFFERENT)
+def test_what_differs_between_ranks_is_an_error_on_all(kind):
+    error, text = error_of(DIFFERENT[kind])
+    assert error is hvkit.RanksDisagreeError
+    assert set(hvkit.allgather(text)) == {text}
+
+
+def test_ranks_with_global_seeds_of_their_own_disagree_about_a_pipelines_order():
+    tf.random.set_seed(1 + hvkit.rank())
+    error, text = error_of(lambda: shard(tf.data.Dataset.range(9).shuffle(9, seed=1)))
+    tf.random.set_seed(None)
+    assert error is hvkit.RanksDisagreeError
+    assert "shuffle with seeds" in text
+
+
+def test_an_unseeded_shuffle_is_the_same_error_on_all():
+    tf.random.set_seed(None)
+    error, text = error_of(lambda: shard(tf.data.Dataset.range(9).shuffle(9)))
+    assert error is ValueError
+    assert set(hvkit.allgather(text)) == {text}
+
+
+def test_what_is_wrong_on_one_rank_is_an_error_on_all():
+    error, text = error_of(lambda: shard("no data" if last() else np.zeros(9)))
+    assert error is TypeError
+    assert "got builtins.str" in text
+
+
+def test_a_sampler_that_fails_on_one_rank_is_an_error_on_all():
+    error, text = error_of(lambda: iter(shard(loader(sampler=Mine(fails=True)))))
+    assert error is (KeyError if last() else hvkit.HvkitError)
+    assert "lost" in text
+
+
+def test_evaluation_needs_no_other_rank():
+    if hvkit.rank() == 0:
+        part = shard(loader(11, sampler=torch.utils.data.RandomSampler(range(11))), exact=True)
+        counts = [len(part.dataset), sum(len(batch) for (batch,) in part)]
+        assert counts == [11, -(-11 // hvkit.size())]
+        with pytest.raises(TypeError):
+            shard("no data", exact=True)
+    hvkit.barrier()
+
+
+def test_exact_parts_count_every_sample_once():
+    for length in (0, 1, 7, 101):
+        seen = [int(i) for (batch,) in shard(loader(length), exact=True) for i in batch]
+        assert sorted(itertools.chain(*hvkit.allgather(seen))) == list(range(length))

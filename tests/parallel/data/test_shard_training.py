@@ -1,0 +1,91 @@
+"""N ranks that train on their parts train the model of one process on the whole."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+import torch
+from ranks import largest_difference, same_on_all_ranks
+from torch.utils.data import DataLoader, TensorDataset
+
+import hvkit
+from hvkit.data import shard, shard_for
+from hvkit.data.order import Share
+
+ALONE = Share(0, 1)
+BATCH, LENGTH = 4, 60  # the last step of two and of three ranks has no repetitions
+
+
+def samples():
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(LENGTH, 8)).astype("f4"), rng.normal(size=(LENGTH, 1)).astype("f4")
+
+
+def train(model, optimizer, loader):
+    for _ in range(3):
+        for x, y in loader:
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+    return [p.detach().numpy() for p in model.parameters()]
+
+
+def test_a_shuffled_loader_trains_the_weights_of_one_process():
+    def setting(batch):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        data = TensorDataset(*map(torch.from_numpy, samples()))
+        loader = DataLoader(data, batch_size=batch, shuffle=True)
+        return model, torch.optim.SGD(model.parameters(), lr=0.05), loader
+
+    model, optimizer, loader = setting(BATCH * hvkit.size())
+    reference = train(model, optimizer, shard_for(loader, ALONE, 0).data)
+    model, optimizer, loader = setting(BATCH)
+    model, optimizer = hvkit.distribute(model, optimizer, lr_scaling="none")
+    weights = train(model, optimizer, shard(loader))
+    assert same_on_all_ranks(weights)
+    assert largest_difference(weights, reference) < 1e-5
+
+
+class Batches(keras.utils.PyDataset):
+    def __init__(self, batch):
+        super().__init__()
+        self.batch = batch
+        self.x, self.y = samples()
+
+    def __len__(self):
+        return -(-LENGTH // self.batch)
+
+    def __getitem__(self, index):
+        rows = slice(index * self.batch, (index + 1) * self.batch)
+        return self.x[rows], self.y[rows]
+
+
+def fits_like_one_process(make):
+    def setting():
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential(
+            [keras.layers.Input((8,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)]
+        )
+        return model, keras.optimizers.SGD(0.05)
+
+    model, optimizer = setting()
+    model.compile(optimizer, "mse")
+    model.fit(make(BATCH * hvkit.size()), epochs=3, shuffle=False, verbose=0)
+    reference = model.get_weights()
+    model, optimizer = hvkit.distribute(*setting(), lr_scaling="none")
+    model.compile(optimizer, "mse")
+    model.fit(shard(make(BATCH)), epochs=3, shuffle=False, verbose=0)
+    assert same_on_all_ranks(model.get_weights())
+    assert largest_difference(model.get_weights(), reference) < 1e-5
+
+
+def test_fit_on_a_batched_pipeline_trains_the_weights_of_one_process():
+    def make(batch):
+        data = tf.data.Dataset.from_tensor_slices(samples())
+        return data.shuffle(LENGTH, seed=5).batch(batch).prefetch(1)
+
+    fits_like_one_process(make)
+
+
+def test_fit_on_a_pydataset_trains_the_weights_of_one_process():
+    fits_like_one_process(Batches)
