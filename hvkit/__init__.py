@@ -1,5 +1,6 @@
 """hvkit puts a PyTorch or Keras training script on Horovod's ring-allreduce with one call."""
 
+from hvkit.checkpoint import Checkpoint, Progress
 from hvkit.data import shard
 from hvkit.distribute import distribute
 from hvkit.errors import (
@@ -26,10 +27,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BuildError",
+    "Checkpoint",
     "EarlyStopping",
     "HorovodNotFoundError",
     "HvkitError",
     "LaunchError",
+    "Progress",
     "RankLostError",
     "RanksDisagreeError",
     "allgather",

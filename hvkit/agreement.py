@@ -2,38 +2,59 @@
 
 import hashlib
 from collections.abc import Sequence
+from typing import TypeVar
 
 from hvkit import runtime
 from hvkit.errors import HvkitError, RanksDisagreeError
 
-Problem = tuple[type[Exception], str]
+T = TypeVar("T")
+
+# Errors that every rank raises as what they are. Others become HvkitError elsewhere.
+_KEPT = (TypeError, ValueError, RanksDisagreeError)
+
+
+def share(call: str, problem: Exception | None, value: T) -> list[T]:
+    """The values of all ranks, in rank order, unless a rank has a problem; a collective.
+
+    Args:
+        call: what the user called, for ranks that call something else.
+        problem: what went wrong on this rank, or None.
+        value: what the others need of this rank.
+
+    Raises:
+        Exception: the first rank's problem, on every rank. Its type is kept if it is a TypeError,
+            ValueError, RanksDisagreeError or OSError; others become HvkitError.
+    """
+    everyone = runtime.gather(call, (_portable(problem), value))
+    for rank, (theirs, _) in enumerate(everyone):
+        if theirs is None:
+            continue
+        if problem is not None:
+            raise problem
+        raise _on(rank, theirs)
+    return [each for _, each in everyone]
 
 
 def raise_together(problem: Exception | None, call: str = "distribute") -> None:
-    """Raise on every rank if any rank has a problem; the first rank's is told everywhere.
-
-    Args:
-        problem: what went wrong on this rank, or None.
-        call: the name of what the user called.
-    """
-    told = None if problem is None else (type(problem), str(problem))
-    everyone = runtime.gather(call, told)
-    if problem is not None:
-        raise problem
-    raise_first(everyone)
+    """Raise on every rank if any rank has a problem; see :func:`share`."""
+    share(call, problem, None)
 
 
-def raise_first(problems: Sequence[Problem | None]) -> None:
-    """Raise the first of the ranks' problems, if there is one.
+def _portable(problem: Exception | None) -> Exception | None:
+    """The problem as something that pickles and means the same on another rank."""
+    if problem is None:
+        return None
+    if isinstance(problem, OSError):
+        return OSError(problem.errno, problem.strerror or str(problem), problem.filename)
+    kind = next((k for k in (*_KEPT[::-1], HvkitError) if isinstance(problem, k)), None)
+    return kind(str(problem)) if kind else HvkitError(f"{type(problem).__name__}: {problem}")
 
-    Args:
-        problems: type and text of what is wrong on each rank, the same list on all of them.
-    """
-    for rank, problem in enumerate(problems):
-        if problem is not None:
-            kind, text = problem
-            known = kind if kind in (TypeError, ValueError) else HvkitError
-            raise known(text if rank == runtime.rank() else f"on rank {rank}: {text}")
+
+def _on(rank: int, problem: Exception) -> Exception:
+    # What an operating system says of a file needs no rank, since only rank 0 writes files.
+    if isinstance(problem, OSError):
+        return problem
+    return type(problem)(f"on rank {rank}: {problem}")
 
 
 def require_equal(what: str, facts: Sequence[str], fix: str, call: str = "distribute") -> None:

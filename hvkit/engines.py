@@ -97,13 +97,13 @@ class TensorFlowEngine:
     def broadcast(self, array: NDArray[np.uint8], root: int) -> NDArray[np.uint8]:
         import tensorflow as tf
 
-        with tf.init_scope(), tf.device("CPU:0"):
+        with waiting_for_all_ranks(), tf.init_scope(), tf.device("CPU:0"):
             return _numpy(self.hvd.broadcast(tf.constant(array), root, name="hvkit.broadcast"))
 
     def allgather(self, array: NDArray[np.uint8]) -> NDArray[np.uint8]:
         import tensorflow as tf
 
-        with tf.init_scope(), tf.device("CPU:0"):
+        with waiting_for_all_ranks(), tf.init_scope(), tf.device("CPU:0"):
             return _numpy(self.hvd.allgather(tf.constant(array), name="hvkit.allgather"))
 
 
@@ -115,16 +115,28 @@ ENGINES: dict[str, type[PyTorchEngine] | type[TensorFlowEngine]] = {
 
 @contextmanager
 def waiting_for_all_ranks() -> Iterator[None]:
-    """Around a collective of Horovod's PyTorch library: says what its one error means."""
-    from horovod.common.exceptions import HorovodInternalError
-
+    """Around a collective of Horovod's: says what its one error means."""
     try:
         yield
-    except HorovodInternalError as error:
+    except Exception as error:
+        if not _says_shut_down(error):
+            raise
         raise RankLostError(
-            "another rank has ended while this one waits for it: look for its error above, and "
-            f"let every rank take the same number of steps ({error})"
+            "another rank has ended, or waits elsewhere for this one: look for its error above, "
+            "let every rank take the same number of steps (hvkit.shard gives equal parts), and "
+            f"make the same calls of hvkit on every rank ({error})"
         ) from error
+
+
+def _says_shut_down(error: Exception) -> bool:
+    """Whether this is how Horovod's PyTorch or TensorFlow library says that it has ended."""
+    from horovod.common.exceptions import HorovodInternalError
+
+    # TensorFlow has a class for each status of an operation, which is "unknown" here.
+    from_tensorflow = type(error).__name__ == "UnknownError"
+    return isinstance(error, HorovodInternalError) or (
+        from_tensorflow and "Horovod has been shut down" in str(error)
+    )
 
 
 def built_for() -> list[str]:

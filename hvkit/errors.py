@@ -6,7 +6,7 @@ Wrong arguments raise the built-in ``TypeError`` and ``ValueError``. Everything 
     └── HvkitError
         ├── HorovodNotFoundError   several ranks were launched, no usable Horovod
         ├── LaunchError            the launcher and Horovod disagree about the ranks
-        ├── RankLostError          another rank has ended while this one waits for it
+        ├── RankLostError          another rank has ended, or waits elsewhere, while this one waits
         ├── RanksDisagreeError     the ranks did not pass the same model or arguments
         └── BuildError             Horovod could not be built or installed
 """

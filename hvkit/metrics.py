@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, overload
 
-from hvkit import runtime
-from hvkit.agreement import Problem, raise_first
+from hvkit.agreement import share
 from hvkit.errors import RanksDisagreeError
 
 
@@ -42,19 +41,17 @@ def average(
     mine = {"value": value} if single else dict(value)  # type: ignore[arg-type]
     numbers, problem = _as_floats(mine)
     factor, wrong_weight = _as_weight(weight)
-    problem = problem or wrong_weight
-    everyone = runtime.gather("average", (numbers, factor, problem))
-    raise_first([theirs for _, _, theirs in everyone])
-    if len({w is None for _, w, _ in everyone}) > 1:
-        without = [rank for rank, (_, w, _) in enumerate(everyone) if w is None]
+    everyone = share("average", problem or wrong_weight, (numbers, factor))
+    if len({w is None for _, w in everyone}) > 1:
+        without = [rank for rank, (_, w) in enumerate(everyone) if w is None]
         raise TypeError(f"average needs a weight on every rank or on none: none on {without}")
     counted = [
         (rank, theirs, 1.0 if w is None else w)
-        for rank, (theirs, w, _) in enumerate(everyone)
+        for rank, (theirs, w) in enumerate(everyone)
         if w is None or w > 0
     ]
     if not counted:
-        keys = dict.fromkeys(key for theirs, _, _ in everyone for key in theirs)
+        keys = dict.fromkeys(key for theirs, _ in everyone for key in theirs)
         means = dict.fromkeys(keys, math.nan)
     else:
         _require_same_keys([(rank, theirs) for rank, theirs, _ in counted])
@@ -79,10 +76,8 @@ def any_rank(flag: bool) -> bool:
     try:
         mine, problem = bool(flag), None
     except (TypeError, ValueError) as error:
-        mine, problem = False, (TypeError, f"any_rank takes True or False, got {flag!r}: {error}")
-    everyone = runtime.gather("any_rank", (mine, problem))
-    raise_first([theirs for _, theirs in everyone])
-    return any(theirs for theirs, _ in everyone)
+        mine, problem = False, TypeError(f"any_rank takes True or False, got {flag!r}: {error}")
+    return any(share("any_rank", problem, mine))
 
 
 class EarlyStopping:
@@ -153,7 +148,7 @@ class EarlyStopping:
         self.best, self.waited = float(state["best"]), int(state["waited"])
 
 
-def _as_floats(values: Mapping[str, Any]) -> tuple[dict[str, float], Problem | None]:
+def _as_floats(values: Mapping[str, Any]) -> tuple[dict[str, float], Exception | None]:
     """The values as floats, or why they cannot be: told to all ranks before anyone raises."""
     numbers = {}
     for key, value in values.items():
@@ -161,11 +156,11 @@ def _as_floats(values: Mapping[str, Any]) -> tuple[dict[str, float], Problem | N
             numbers[key] = float(value)
         except (TypeError, ValueError):
             got = f"{value!r} of type {type(value).__name__}"
-            return {}, (TypeError, f"average takes numbers, got {got} for {key!r}")
+            return {}, TypeError(f"average takes numbers, got {got} for {key!r}")
     return numbers, None
 
 
-def _as_weight(weight: Any) -> tuple[float | None, Problem | None]:
+def _as_weight(weight: Any) -> tuple[float | None, Exception | None]:
     """The weight as a float, or why it cannot be."""
     if weight is None:
         return None, None
@@ -173,9 +168,9 @@ def _as_weight(weight: Any) -> tuple[float | None, Problem | None]:
         number = float(weight)
     except (TypeError, ValueError):
         got = f"{weight!r} of type {type(weight).__name__}"
-        return None, (TypeError, f"weight must be a number, got {got}")
+        return None, TypeError(f"weight must be a number, got {got}")
     if not (math.isfinite(number) and number >= 0):
-        return None, (ValueError, f"weight must be a finite number from 0, got {weight!r}")
+        return None, ValueError(f"weight must be a finite number from 0, got {weight!r}")
     return number, None
 
 

@@ -24,6 +24,9 @@ T = TypeVar("T")
 # MPI counts elements in a C int, so longer messages go out in pieces. In bytes.
 _CHUNK = 1 << 28
 
+# How long a rank waits in a collective for one that does other things, in seconds.
+_LONGEST_WAIT = 1800
+
 
 @dataclass(frozen=True)
 class _World:
@@ -78,6 +81,8 @@ def _join(framework: str | None = None) -> _World:
     # Horovod's background thread waits inside MPI. Without this, it spins there at full speed on
     # a core that the framework computes on. Read by Open MPI when it starts.
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+    # Ranks that wait for each other in different calls would do so for ever.
+    os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(_LONGEST_WAIT))
     framework = framework or _imported_framework()
     engine = ENGINES[framework]()
     hvd = engine.hvd

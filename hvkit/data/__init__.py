@@ -77,8 +77,9 @@ def shard(data: D, *, exact: bool = False, seed: int = 0) -> D:
         if problem is not None:
             raise problem
         return part  # type: ignore[no-any-return]
-    raise_together(problem)
-    require_equal("data", facts, "pass the same data and arguments to hvkit.shard on every rank")
+    raise_together(problem, "shard")
+    fix = "pass the same data and arguments to hvkit.shard on every rank"
+    require_equal("data", facts, fix, "shard")
     return part  # type: ignore[no-any-return]
 
 

@@ -58,6 +58,7 @@ class KerasAdapter:
         self.options = options
         self.optimizers = [_checked(each, model) for each in optimizers]
         self.factor = 1.0
+        self.averagers: list[GradientAverager] = []
         self._synchronised: dict[int, Any] = {}
 
     def facts(self) -> list[str]:
@@ -127,12 +128,13 @@ class KerasAdapter:
             refuse_other_optimizers(self.model, [inner, *_parts(inner)])
             average_in_apply(inner, self._average(), self._before_update)
             skip_together(inner)
-        share_results(self.model)
+        share_results(self.model, self.averagers)
         return [(each, Record(self.factor)) for each in self.optimizers]
 
     def _average(self) -> Average:
         name = f"hvkit.{next(_serial)}"
         average_gradients = GradientAverager(name, DTYPES.get(self.options.compression))
+        self.averagers.append(average_gradients)
         if self.options.batch_norm != "average":
             return average_gradients
         hvd = runtime.engine("tensorflow").hvd

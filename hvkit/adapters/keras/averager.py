@@ -3,8 +3,8 @@
 Before the gradients, every rank sends which of them it has: none, dense or row-sparse
 (``IndexedSlices``). Eager code then fills in what this rank lacks. A graph cannot, since what it
 updates was settled when it was traced; there a difference between ranks is an error. Either way no
-rank waits for a gradient that another does not send. In a graph the question depends on no
-gradient, so it is answered while the forward pass runs.
+rank waits for a gradient that another does not send. In a graph the question is asked when the
+first gradient is there, and answered while backward computes the others.
 """
 
 from __future__ import annotations
@@ -18,8 +18,16 @@ import tensorflow as tf
 from hvkit import runtime
 from hvkit.adapters.chunks import chunks
 from hvkit.adapters.keras.compression import from_bits, narrow_mean, to_bits
+from hvkit.errors import RanksDisagreeError
 
 _NARROW = (tf.float16, tf.bfloat16)
+
+# What a rank that has come to the end of an epoch says, where others say which gradients they have.
+_AT_THE_END = 1 << 15
+_UNEVEN = (
+    "some ranks have come to the end of their data while others go on: give every rank the same "
+    "number of batches, as hvkit.shard(data) does"
+)
 
 
 class GradientAverager:
@@ -34,6 +42,11 @@ class GradientAverager:
         self._hvd = runtime.engine("tensorflow").hvd
         self._name = name
         self._narrow = narrow
+        # Added to what is sent: TensorFlow would compute an operation on constants only once.
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._zero = tf.Variable(0, trainable=False)
+        self._width: int | None = None
+        self._eager = False
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Return the means, None where no rank had a gradient; a collective.
@@ -49,14 +62,13 @@ class GradientAverager:
         gradients = list(gradients)
         dense = [g is not None and not _is_sparse(g) for g in gradients]
         sparse = [_is_sparse(g) for g in gradients]
-        with tf.device("CPU:0"):
-            had = self._hvd.allreduce(
-                tf.constant(np.array([dense, sparse], np.int32)),
-                op=self._hvd.Sum,
-                name=f"{self._name}.present",
-                ignore_name_scope=True,
-            )
+        self._width, self._eager = len(gradients), tf.executing_eagerly()
+        # Not before the step has data: one on an iterator that has ended must not ask.
+        with tf.control_dependencies(_ready_first(gradients)):
+            had = self._tell(np.array([dense, sparse], np.int32))
         if tf.executing_eagerly():
+            if np.any(had.numpy() >= _AT_THE_END):
+                raise RanksDisagreeError(_UNEVEN)
             any_dense, any_sparse = had.numpy().astype(bool)
             gradients = [
                 _filled_in(*each)
@@ -66,7 +78,37 @@ class GradientAverager:
         with tf.control_dependencies([self._assert_alike(had, variables)]):
             return self._mean([_identity(g) for g in gradients])
 
+    def end_of_epoch(self) -> None:
+        """Make sure that every rank is at the end of its epoch; a collective.
+
+        It takes the place of the question with which an update begins, so that a rank that is
+        still in one gets this for an answer.
+
+        Raises:
+            RanksDisagreeError: another rank takes a further step.
+        """
+        if self._width is not None:
+            # Horovod names an operation of eager code by its kind, one of a graph by its name.
+            mine = np.full((2, self._width), _AT_THE_END, np.int32)
+            had = self._tell(mine) if self._eager else tf.function(lambda: self._tell(mine))()
+            if np.any(had.numpy() != _AT_THE_END * runtime.size()):
+                raise RanksDisagreeError(_UNEVEN)
+
+    def _tell(self, numbers: np.ndarray[Any, Any]) -> tf.Tensor:
+        """The sum over ranks of two rows of numbers, one for each gradient."""
+        with tf.device("CPU:0"):
+            return self._hvd.allreduce(
+                tf.constant(numbers) + self._zero,
+                op=self._hvd.Sum,
+                name=f"{self._name}.present",
+                ignore_name_scope=True,
+            )
+
     def _assert_alike(self, had: tf.Tensor, variables: Sequence[Any]) -> tf.Operation:
+        with tf.control_dependencies(
+            [tf.debugging.Assert(tf.reduce_all(had < _AT_THE_END), [_UNEVEN])]
+        ):
+            had = tf.identity(had)
         paths = tf.constant([getattr(v, "path", v.name) for v in variables])
         partial = tf.reduce_any((had > 0) & (had < runtime.size()), axis=0)
         return tf.debugging.Assert(
@@ -119,6 +161,11 @@ class GradientAverager:
         indices = gather(slices.indices, name=f"{name}.indices", ignore_name_scope=True)
         mean = tf.cast(values / runtime.size(), slices.values.dtype)
         return tf.IndexedSlices(mean, indices, slices.dense_shape)
+
+
+def _ready_first(gradients: Sequence[Any]) -> list[Any]:
+    """The gradient that backward makes first, if there is one."""
+    return [g.values if _is_sparse(g) else g for g in gradients if g is not None][-1:]
 
 
 def _is_sparse(gradient: Any) -> bool:

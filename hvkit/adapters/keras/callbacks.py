@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 
 from hvkit import runtime
+from hvkit.adapters.keras.averager import GradientAverager
 from hvkit.errors import RanksDisagreeError
 from hvkit.metrics import any_rank
 
@@ -16,26 +18,49 @@ _WRITERS = ("CSVLogger", "TensorBoard", "RemoteMonitor", "OrbaxCheckpoint", "Pro
 _STEADY = ("ModelCheckpoint", "ProgbarLogger", "CSVLogger", "TensorBoard", "History")
 
 
-def for_this_rank(callbacks: Any, watched: bool) -> Any:
+class Epoch:
+    """Whether ``fit`` is inside an epoch, which all ranks have to end after the same step."""
+
+    def __init__(self, averagers: Sequence[GradientAverager]) -> None:
+        self._averagers = averagers
+        self._begun = False
+
+    def begin(self) -> None:
+        """A pass over the training data begins."""
+        self._begun = True
+
+    def end(self) -> None:
+        """It is over; a collective. Does nothing after a pass over the validation data.
+
+        Raises:
+            RanksDisagreeError: it goes on on another rank.
+        """
+        if self._begun:
+            self._begun = False
+            for each in self._averagers:
+                each.end_of_epoch()
+
+
+def for_this_rank(callbacks: Any, epoch: Epoch | None) -> Any:
     """The callbacks that this rank should have, in their order.
 
     Args:
         callbacks: what the user passed: None, a callback, a list of them or a ``CallbackList``.
-        watched: whether this is for ``fit``, where ranks have to end together.
+        epoch: of ``fit``, where ranks have to end together; None for other methods.
 
     Raises:
         ValueError: ``BackupAndRestore`` is among them.
     """
     if isinstance(callbacks, keras.callbacks.CallbackList):
-        if watched:
+        if epoch:
             _refuse_restoring(callbacks.callbacks)
-            callbacks.append(InStep(callbacks.callbacks))
+            callbacks.append(InStep(callbacks.callbacks, epoch))
         return callbacks
     given = _as_list(callbacks)
     _refuse_restoring(given)
     if runtime.rank() != 0:
         given = [_without_output(each) for each in given if not _is_one_of(each, _WRITERS)]
-    return [*given, InStep(given)] if watched else given
+    return [*given, InStep(given, epoch)] if epoch else given
 
 
 def _as_list(callbacks: Any) -> list[Any]:
@@ -89,10 +114,12 @@ class InStep(keras.callbacks.Callback):  # type: ignore[misc]
 
     Args:
         others: the user's callbacks, after which this one is called.
+        epoch: is told when one begins.
     """
 
-    def __init__(self, others: list[Any]) -> None:
+    def __init__(self, others: list[Any], epoch: Epoch) -> None:
         super().__init__()
+        self._epoch = epoch
         base = keras.callbacks.Callback
         hooks = ("on_batch_end", "on_train_batch_end")
         # A collective a step only where a callback could end training inside an epoch.
@@ -111,6 +138,10 @@ class InStep(keras.callbacks.Callback):  # type: ignore[misc]
                 f"fit was given data of different length on each rank: {steps} steps an epoch, by "
                 "rank; every rank must take the same number of steps: use hvkit.shard(data)"
             )
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Tell that a pass over the training data begins."""
+        self._epoch.begin()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Stop with the others."""

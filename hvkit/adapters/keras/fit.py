@@ -9,36 +9,44 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
 from hvkit import runtime
-from hvkit.adapters.keras.callbacks import for_this_rank
+from hvkit.adapters.keras.averager import GradientAverager
+from hvkit.adapters.keras.callbacks import Epoch, for_this_rank
 
 
-def share_results(model: keras.Model) -> None:
+def share_results(model: keras.Model, averagers: Sequence[GradientAverager]) -> None:
     """From now on ``fit`` and ``evaluate`` of this model report the metrics of all ranks.
 
     Both become collectives. Only rank 0 draws progress and writes files.
+
+    Args:
+        model: a distributed one.
+        averagers: of the optimizers that update it.
     """
+    epoch = Epoch(averagers)
     model._get_metrics_result_or_logs = functools.partial(
-        _over_all_ranks, model, model._get_metrics_result_or_logs
+        _over_all_ranks, model, epoch, model._get_metrics_result_or_logs
     )
-    model.fit = _quiet_but_on_rank_0(model.fit, watched=True)
-    model.evaluate = _quiet_but_on_rank_0(model.evaluate)
-    model.predict = _quiet_but_on_rank_0(model.predict)
+    model.fit = _on_this_rank(model.fit, epoch)
+    model.evaluate = _on_this_rank(model.evaluate)
+    model.predict = _on_this_rank(model.predict)
 
 
-def _quiet_but_on_rank_0(method: Callable[..., Any], watched: bool = False) -> Callable[..., Any]:
+def _on_this_rank(method: Callable[..., Any], epoch: Epoch | None = None) -> Callable[..., Any]:
+    """The method with the callbacks and the verbosity that this rank should have."""
+
     @functools.wraps(method)
     def on_this_rank(*args: Any, **kwargs: Any) -> Any:
         arguments = _with_names(method, args, kwargs)
         if runtime.rank() != 0:
             arguments["verbose"] = 0
-        arguments["callbacks"] = for_this_rank(arguments.get("callbacks"), watched)
+        arguments["callbacks"] = for_this_rank(arguments.get("callbacks"), epoch)
         return method(**arguments)
 
     return on_this_rank
@@ -55,15 +63,17 @@ def _with_names(method: Callable[..., Any], args: Any, kwargs: Any) -> dict[str,
 
 
 def _over_all_ranks(
-    model: keras.Model, read: Callable[[Any], Any], logs: Mapping[str, Any]
+    model: keras.Model, epoch: Epoch, read: Callable[[Any], Any], logs: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     """The metrics of one pass over the data, combined over all ranks; a collective.
 
     Args:
         model: whose metrics have seen this rank's batches.
+        epoch: of ``fit``, if it is at its end.
         read: the metrics that Keras reports, from the metrics' states or from ``logs``.
         logs: what the last step returned; empty if this rank had no batch.
     """
+    epoch.end()
     own: Mapping[str, Any] = read(logs)
     # A train_step or test_step may return other numbers than the model's metrics.
     from_state = own is not logs

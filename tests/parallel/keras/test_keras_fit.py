@@ -10,6 +10,7 @@ from models import mlp, subclassed, weights
 from ranks import error_of, same_on_all_ranks
 
 import hvkit
+from hvkit import RanksDisagreeError
 
 
 def samples(rows, seed=0):
@@ -198,6 +199,22 @@ def test_parts_of_different_length_are_refused_before_the_first_step():
     assert error is hvkit.RanksDisagreeError
     assert "hvkit.shard" in text
     assert "[2, 4" in text
+
+
+@pytest.mark.parametrize("eagerly", [False, True], ids=["graph", "eager"])
+def test_a_generator_that_ends_early_on_one_rank_ends_all_with_the_reason(eagerly):
+    model = compiled(run_eagerly=eagerly)
+    x, y = samples(4)
+    batches = ((x, y) for _ in range(2 if hvkit.rank() == 1 else 3))
+    error, text = error_of(lambda: model.fit(batches, verbose=0))
+    assert error is (tf.errors.InvalidArgumentError if on_graph(eagerly) else RanksDisagreeError)
+    assert "the end of their data while others go on" in text
+    assert "hvkit.shard" in text
+
+
+def on_graph(eagerly):
+    """Whether this rank hears of it inside a step that is a graph."""
+    return not eagerly and hvkit.rank() != 1
 
 
 def test_backup_and_restore_is_refused_with_what_to_use(tmp_path):

@@ -1,0 +1,112 @@
+"""Keras's optimizers."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvkit.adapters.keras.loss_scale import inner_optimizer
+from hvkit.adapters.keras.state import tf_variable
+from hvkit.checkpoint.keras_variables import as_dtype_of, require_shapes, shapes_of
+from hvkit.checkpoint.parts import Arrays
+from hvkit.checkpoint.rates import Ratio
+from hvkit.registry import Record, record_of
+
+
+class OptimizerPart:
+    """An optimizer: its variables, in their order, in a plain ``.npz`` file."""
+
+    def __init__(self, name: str, optimizer: Any, models: Sequence[Any]) -> None:
+        self.name = name
+        self.file = f"{name}.npz"
+        self.optimizer = optimizer
+        self._models = models
+
+    def facts(self) -> dict[str, Any]:
+        self._check_not_wrapped()
+        weights = [id(tf_variable(w)) for w in self._weights()]
+        trained = None
+        if self.optimizer.built:
+            updated = inner_optimizer(self.optimizer)._trainable_variables
+            trained = [
+                weights.index(id(tf_variable(v))) if id(tf_variable(v)) in weights else None
+                for v in updated
+            ]
+        return {"trained": trained, "shapes": shapes_of(self.optimizer.variables)}
+
+    def save(self, path: Path) -> None:
+        values = {str(i): v.numpy() for i, v in enumerate(self.optimizer.variables)}
+        with path.open("wb") as file:
+            np.savez(file, allow_pickle=False, **values)
+
+    def load(
+        self, content: bytes, facts: Mapping[str, Any], ratio: Ratio
+    ) -> list[tuple[float, float]]:
+        self._check_not_wrapped()
+        with tf.init_scope():
+            self._build(facts["trained"])
+            variables = self.optimizer.variables
+            require_shapes("variables", facts["shapes"], shapes_of(variables))
+            with np.load(io.BytesIO(content)) as values:
+                for i, variable in enumerate(variables):
+                    variable.assign(as_dtype_of(variable, values[str(i)]))
+            return [self._rescale(part, ratio) for part in _with_rates(self.optimizer)]
+
+    def _build(self, trained: Sequence[int | None] | None) -> None:
+        """Make the variables, for the weights that the saved optimizer updated."""
+        if self.optimizer.built or trained is None:
+            return
+        weights = self._weights()
+        if any(i is None or i >= len(weights) for i in trained):
+            raise ValueError(
+                "it updates variables that are no weights of the checkpoint's models: build it "
+                "before restore(), with optimizer.build(variables)"
+            )
+        self.optimizer.build([weights[i] for i in trained if i is not None])
+
+    @staticmethod
+    def _rescale(optimizer: Any, ratio: Ratio) -> tuple[float, float]:
+        if not isinstance(optimizer._learning_rate, keras.Variable):
+            # A schedule: what the optimizer reads from it is multiplied already.
+            now = float(optimizer.learning_rate)
+            return now * ratio.saved / ratio.now, now
+        before = float(optimizer.learning_rate)
+        if ratio.saved != ratio.now:
+            optimizer._learning_rate.assign(ratio.of(before))
+        return before, float(optimizer.learning_rate)
+
+    def own(self) -> Arrays:
+        return {}
+
+    def load_own(self, arrays: Arrays) -> None:
+        pass
+
+    def record(self) -> Record | None:
+        return record_of(self.optimizer) or record_of(inner_optimizer(self.optimizer))
+
+    def _weights(self) -> list[Any]:
+        return [w for model in self._models for w in getattr(model, "weights", ())]
+
+    def _check_not_wrapped(self) -> None:
+        """``compile`` under ``mixed_float16`` wraps it in an optimizer with a state of its own."""
+        for model in self._models:
+            used = getattr(model, "optimizer", None)
+            if used is not self.optimizer and inner_optimizer(used) is self.optimizer:
+                raise ValueError(
+                    f"model {model.name!r} trains with a {type(used).__name__} around this "
+                    f"{type(self.optimizer).__name__}: pass model.optimizer to Checkpoint, after "
+                    "compile()"
+                )
+
+
+def _with_rates(optimizer: Any) -> list[Any]:
+    """The optimizers with a learning rate: several in a ``MultiOptimizer``."""
+    inner = inner_optimizer(optimizer)
+    multi = getattr(keras.optimizers, "MultiOptimizer", None)
+    return list(inner.optimizers) if multi and isinstance(inner, multi) else [inner]

@@ -1,0 +1,131 @@
+"""The parts of a checkpoint: what is saved under which name, and by which framework's means."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from hvkit.adapters import framework_of
+from hvkit.checkpoint.rates import Ratio
+from hvkit.registry import Record, record_of
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+# Files of the checkpoint that are no part's.
+_RESERVED = {"manifest", "ranks"}
+
+
+class Part(Protocol):
+    """One object that is saved into one file."""
+
+    name: str
+    file: str
+    """The file's name in the checkpoint's folder."""
+
+    def facts(self) -> dict[str, Any]:
+        """What loading has to know beside the file; JSON holds it."""
+
+    def save(self, path: Path) -> None:
+        """Write the file.
+
+        Raises:
+            TypeError, ValueError: the object cannot be saved; says why.
+        """
+
+    def load(
+        self, content: bytes, facts: Mapping[str, Any], ratio: Ratio
+    ) -> list[tuple[float, float]]:
+        """Load the file's content; returns (saved, now) for each learning rate.
+
+        Raises:
+            Exception: the content does not fit the object.
+        """
+
+    def own(self) -> Arrays:
+        """What may differ between ranks: statistics of layers, seeds."""
+
+    def load_own(self, arrays: Arrays) -> None:
+        """Put back what :meth:`own` gave."""
+
+    def record(self) -> Record | None:
+        """What was done to the optimizer that the object is or belongs to."""
+
+
+def parts_of(given: Mapping[str, Any]) -> list[Part]:
+    """The parts for what was passed to ``Checkpoint``, models first.
+
+    Raises:
+        TypeError: an object is of no kind that can be saved.
+        ValueError: there are none, or a name cannot be a file's.
+    """
+    named = dict(_named(given))
+    if not named:
+        raise ValueError("nothing to save: pass at least model=... and optimizer=...")
+    for name in named:
+        if name in _RESERVED or not name.replace("-", "_").isidentifier():
+            raise ValueError(
+                f"part {name!r} cannot be named so: names are Python identifiers other than "
+                f"{', '.join(sorted(_RESERVED))}"
+            )
+    models = {name: each for name, each in named.items() if framework_of(each) is not None}
+    rest = {name: each for name, each in named.items() if name not in models}
+    return [_part(name, each, list(models.values())) for name, each in (models | rest).items()]
+
+
+def _named(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Lists and dicts of objects taken apart: ``optimizer-0``, ``model-generator``."""
+    for name, thing in given.items():
+        if _has_state(thing):
+            yield name, thing
+        elif isinstance(thing, Mapping):
+            yield from ((f"{name}-{key}", each) for key, each in thing.items())
+        elif isinstance(thing, list | tuple):
+            yield from ((f"{name}-{i}", each) for i, each in enumerate(thing))
+        else:
+            yield name, thing
+
+
+def _part(name: str, thing: Any, models: list[Any]) -> Part:
+    keras = sys.modules.get("keras")
+    if keras is not None and isinstance(thing, keras.Model | keras.optimizers.Optimizer):
+        from hvkit.checkpoint.keras_model import ModelPart
+        from hvkit.checkpoint.keras_optimizer import OptimizerPart
+
+        if isinstance(thing, keras.Model):
+            return ModelPart(name, thing)
+        return OptimizerPart(name, thing, models)
+    if not _has_state(thing):
+        raise TypeError(
+            f"{name} is of type {type(thing).__module__}.{type(thing).__qualname__}, which a "
+            "checkpoint cannot hold: it takes PyTorch and Keras models and optimizers, objects "
+            "with state_dict() and load_state_dict(), and lists and dicts of these; numbers and "
+            "text go into save(..., extras={...})"
+        )
+    in_keras = any(framework_of(model) == "tensorflow" for model in models)
+    if "torch" in sys.modules and not in_keras:
+        from hvkit.checkpoint.pytorch_part import TorchPart
+
+        return TorchPart(name, thing)
+    from hvkit.checkpoint.json_part import JsonPart
+
+    return JsonPart(name, thing)
+
+
+def _has_state(thing: Any) -> bool:
+    return all(callable(getattr(thing, each, None)) for each in ("state_dict", "load_state_dict"))
+
+
+def record_for(thing: Any) -> Record | None:
+    """The record of an optimizer, or of the optimizer that a scheduler drives."""
+    for each in (thing, getattr(thing, "optimizer", None)):
+        try:
+            found = record_of(each)
+        except TypeError:  # nothing that a weak reference can be made to
+            continue
+        if found is not None:
+            return found
+    return None

@@ -1,0 +1,121 @@
+"""PyTorch's models, optimizers, schedulers and whatever else has a ``state_dict``."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim import Optimizer
+
+from hvkit.checkpoint.parts import Arrays, record_for
+from hvkit.checkpoint.rates import Ratio, rescale_groups, rescale_scheduler
+from hvkit.registry import Record
+
+
+class TorchPart:
+    """An object whose state ``torch.load`` reads with ``weights_only=True``."""
+
+    def __init__(self, name: str, thing: Any) -> None:
+        self.name = name
+        self.file = f"{name}.pt"
+        # What torch.compile wraps keeps its own names, so that the plain model can load them.
+        self._thing = getattr(thing, "_orig_mod", thing)
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+    def save(self, path: Path) -> None:
+        state = _without_numpy_scalars(self._thing.state_dict())
+        with path.open("wb") as file:
+            torch.save(state, file)
+        try:
+            torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except pickle.UnpicklingError as error:
+            raise TypeError(
+                f"{self.name}: the state of {type(self._thing).__name__} holds something that "
+                "torch.load does not read with weights_only=True; keep it to tensors, numbers, "
+                f"text, None and dicts and lists of them: {error}"
+            ) from None
+
+    def load(
+        self, content: bytes, facts: Mapping[str, Any], ratio: Ratio
+    ) -> list[tuple[float, float]]:
+        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        if isinstance(self._thing, Optimizer):
+            return _load_optimizer(self._thing, state, ratio)
+        if isinstance(getattr(self._thing, "optimizer", None), Optimizer):
+            rescale_scheduler(state, ratio)
+        self._thing.load_state_dict(state)
+        return []
+
+    def own(self) -> Arrays:
+        return {name: _as_bytes(buffer) for name, buffer in self._buffers().items()}
+
+    def load_own(self, arrays: Arrays) -> None:
+        buffers = self._buffers()
+        for name, array in arrays.items():
+            buffer = buffers[name]
+            value = torch.from_numpy(array.copy()).view(buffer.dtype).view(buffer.shape)
+            with torch.no_grad():
+                buffer.copy_(value)
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        """The dense buffers that are part of the state, such as batch-norm statistics."""
+        if not isinstance(self._thing, torch.nn.Module):
+            return {}
+        saved = self._thing.state_dict().keys()
+        return {
+            name: buffer
+            for name, buffer in self._thing.named_buffers()
+            if name in saved and buffer.layout is torch.strided
+        }
+
+    def record(self) -> Record | None:
+        return record_for(self._thing)
+
+
+def _load_optimizer(
+    optimizer: Optimizer, state: dict[str, Any], ratio: Ratio
+) -> list[tuple[float, float]]:
+    changes = rescale_groups(state["param_groups"], ratio)
+    held = [group.get("lr") for group in optimizer.param_groups]
+    optimizer.load_state_dict(state)
+    for group, before in zip(optimizer.param_groups, held, strict=True):
+        if isinstance(before, torch.Tensor) and isinstance(group.get("lr"), torch.Tensor):
+            group["lr"] = group["lr"].to(before.device)
+    _keep_dtypes(optimizer, state["state"])
+    return changes
+
+
+def _keep_dtypes(optimizer: Optimizer, saved: Mapping[int, Any]) -> None:
+    """PyTorch casts the state to the parameter's dtype, which may have fewer bits."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for i, values in saved.items():
+        if not isinstance(i, int) or not isinstance(values, dict):
+            continue
+        loaded = optimizer.state[parameters[i]]
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor) and loaded[key].dtype != value.dtype:
+                loaded[key] = value.to(loaded[key].device)
+
+
+def _without_numpy_scalars(state: Any) -> Any:
+    """NumPy's numbers as Python's: schedulers that were handed one keep it in their state."""
+    if isinstance(state, np.generic):
+        return state.item()
+    if type(state) is dict:
+        return {key: _without_numpy_scalars(value) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(_without_numpy_scalars(value) for value in state)
+    return state
+
+
+def _as_bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    array: np.ndarray[Any, Any] = flat.numpy()
+    return array

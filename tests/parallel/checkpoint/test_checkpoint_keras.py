@@ -1,0 +1,152 @@
+"""Keras: a run that is stopped and resumed is, bit for bit, the run that was never stopped."""
+
+import random
+import shutil
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from models import mse
+from ranks import same_on_all_ranks
+
+import hvkit
+from hvkit.checkpoint import Checkpoint
+
+layers = keras.layers
+
+
+def model(seed):
+    """With dropout of the rank's own; the weights of every run start differently."""
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(seed * 10 + hvkit.rank())
+    inner = layers.Dense(16, "tanh"), layers.BatchNormalization(), layers.Dropout(0.3)
+    return keras.Sequential([keras.Input((8,)), *inner, layers.Dense(4)])
+
+
+def batch(step):
+    rng = np.random.default_rng([step, hvkit.rank()])
+    return tf.constant(rng.normal(size=(6, 8)), tf.float32)
+
+
+def state(model, optimizer):
+    variables = [*model.variables, *optimizer.variables]
+    return [np.array(v.numpy()) for v in variables]
+
+
+def equal(mine, theirs):
+    return all(a.tobytes() == b.tobytes() for a, b in zip(mine, theirs, strict=True))
+
+
+def run_loop(folder, seed, until, save_at=None, warmup_steps=0):
+    net, optimizer = hvkit.distribute(
+        model(seed), keras.optimizers.Adam(0.01), warmup_steps=warmup_steps
+    )
+    checkpoint = Checkpoint(folder, model=net, optimizer=optimizer)
+    start = checkpoint.restore()
+
+    @tf.function
+    def train_step(x, noise):
+        noise = noise + keras.random.normal((1,))  # Keras's global seed generator
+        with tf.GradientTape() as tape:
+            loss = mse(x[:, :4], net(x + 0.1 * noise, training=True))
+        variables = net.trainable_variables
+        optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+
+    generator = tf.random.get_global_generator()
+    for step in range(start.step, until):
+        noise = generator.normal((1,)) + random.random() + np.random.normal()
+        train_step(batch(step), tf.cast(noise, tf.float32))
+        if step + 1 == save_at:
+            checkpoint.save(epoch=0, step=step + 1)
+    return state(net, optimizer), net
+
+
+@pytest.mark.parametrize(("save_at", "warmup_steps"), [(1, 8), (6, 0)])
+def test_a_resumed_custom_loop_is_the_one_that_was_never_stopped(folder, save_at, warmup_steps):
+    whole, _ = run_loop(folder, 1, until=10, save_at=save_at, warmup_steps=warmup_steps)
+    resumed, net = run_loop(folder, 2, until=10, warmup_steps=warmup_steps)
+    assert equal(resumed, whole)
+    assert same_on_all_ranks([w.numpy() for w in net.trainable_weights])
+
+
+class Data(keras.utils.PyDataset):
+    """Batches that ``fit`` puts in an order drawn from Python's random state."""
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, i):
+        x = batch(i).numpy()
+        return x, x[:, :4]
+
+
+def run_fit(folder, seed, epochs, compiled_first, every="epoch"):
+    net, optimizer = model(seed), keras.optimizers.Adam(0.01)
+    net, optimizer = hvkit.distribute(net, optimizer)
+    if compiled_first:
+        net.compile(optimizer=optimizer, loss="mse", metrics=["mae"])
+    checkpoint = Checkpoint(folder, model=net, optimizer=optimizer)
+    start = checkpoint.restore()
+    if not compiled_first:
+        net.compile(optimizer=optimizer, loss="mse", metrics=["mae"])
+    net.fit(
+        Data(), epochs=epochs, initial_epoch=start.epoch, verbose=0, shuffle=True,
+        callbacks=[checkpoint.callback(every)],
+    )  # fmt: skip
+    return state(net, optimizer), start
+
+
+@pytest.mark.parametrize("compiled_first", [True, False])
+def test_fit_resumed_at_the_end_of_an_epoch_is_the_one_that_was_never_stopped(
+    folder, compiled_first
+):
+    whole, _ = run_fit(folder, 1, 3, compiled_first)
+    if hvkit.rank() == 0:
+        shutil.rmtree(folder / "step-000000015")
+    resumed, start = run_fit(folder, 2, 3, compiled_first)
+    assert (start.epoch, start.step) == (2, 10)
+    assert equal(resumed, whole)
+
+
+@pytest.mark.two_ranks
+def test_the_callback_saves_every_so_many_steps(folder):
+    run_fit(folder, 1, 1, True, every=2)
+    found = sorted(path.name for path in folder.glob("step-*"))
+    assert found == ["step-000000002", "step-000000004", "step-000000005"]
+
+
+@pytest.mark.two_ranks
+def test_a_loss_scale_is_a_part_of_the_optimizer(folder):
+    def make(seed):
+        net = model(seed)
+        inner = keras.optimizers.Adam(0.01)
+        scaled = keras.optimizers.LossScaleOptimizer(inner, dynamic_growth_steps=2)
+        hvkit.distribute(net, scaled)
+        net.compile(optimizer=scaled, loss="mse", jit_compile=False)
+        return net, scaled, Checkpoint(folder, model=net, optimizer=scaled)
+
+    net, scaled, checkpoint = make(1)
+    net.fit(Data(), verbose=0)
+    checkpoint.save(epoch=1, step=5)
+    other, other_scaled, checkpoint = make(2)
+    checkpoint.restore()
+    assert float(other_scaled.dynamic_scale) == float(scaled.dynamic_scale) != 2.0**15
+    assert equal(state(other, other_scaled), state(net, scaled))
+    assert float(other_scaled.inner_optimizer.learning_rate) == pytest.approx(0.01 * hvkit.size())
+
+
+@pytest.mark.two_ranks
+def test_saving_disturbs_no_random_state(folder):
+    net, optimizer = hvkit.distribute(model(1), keras.optimizers.Adam(0.01))
+    checkpoint = Checkpoint(folder, model=net, optimizer=optimizer)
+    drawn = []
+    for save in (False, True):
+        keras.utils.set_random_seed(3)
+        tf.random.get_global_generator().reset_from_seed(3)
+        if save:
+            checkpoint.save(epoch=0, step=0)
+        values = keras.random.normal((2,)), tf.random.get_global_generator().normal((2,))
+        values += (tf.random.normal((2,)), random.random(), np.random.normal())
+        drawn.append(np.hstack([np.asarray(v) for v in values]))
+    assert drawn[0].tobytes() == drawn[1].tobytes()
