@@ -1,7 +1,10 @@
 """MNIST in Keras with ``model.fit``: a convolutional network, trained on any number of ranks."""
 
+import math
+
 import common
 import keras
+from common.keras_report import ReportProgress
 from keras import layers
 
 import hvkit
@@ -26,43 +29,8 @@ def make_model() -> keras.Model:
     )
 
 
-def batches(flags, images):
-    """This rank's batches of all epochs, one after the other."""
-    for epoch in range(flags.epochs):
-        for rows in common.train_batches(flags, images, epoch):
-            pixels, labels = images.batch(rows)
-            yield pixels[..., None], labels
-
-
 def decayed(epoch, learning_rate):
-    return learning_rate * common.LR_DECAY if epoch > 0 else learning_rate
-
-
-class ReportProgress(keras.callbacks.Callback):
-    """Reports the loss during an epoch, and the test over all ranks after it."""
-
-    def __init__(self, report, test_images, batch_size):
-        super().__init__()
-        self.report = report
-        self.test_images = common.own_part(test_images)
-        self.batch_size = batch_size
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self.report.start_epoch()
-
-    def on_train_batch_end(self, batch, logs):
-        self.report.step(logs["loss"])
-
-    def on_epoch_end(self, epoch, logs=None):
-        pixels, labels = self.test_images.batch(slice(None))
-        loss, accuracy = self.model.evaluate(
-            pixels[..., None], labels, batch_size=self.batch_size, verbose=0
-        )
-        # The parts are unequal, so the ranks' sums are combined, not their means.
-        images = len(labels)
-        self.report.end_epoch(
-            *common.over_all_ranks(loss * images, round(accuracy * images), images)
-        )
+    return learning_rate * common.MNIST_DECAY if epoch > 0 else learning_rate
 
 
 def main():
@@ -80,15 +48,19 @@ def main():
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )
-    with common.Report(flags, data) as report:
+    pixels, labels = hvkit.shard(data.train.batch(slice(None)))
+    steps = math.ceil(len(labels) / flags.batch_size)
+    with common.Report(flags, data, steps) as report:
         model.fit(
-            batches(flags, data.train),
-            steps_per_epoch=report.steps,
+            pixels,
+            labels,
+            batch_size=flags.batch_size,
             epochs=flags.epochs,
-            shuffle=False,
+            validation_data=hvkit.shard(data.test.batch(slice(None)), exact=True),
+            validation_batch_size=flags.test_batch_size,
             callbacks=[
                 keras.callbacks.LearningRateScheduler(decayed),
-                ReportProgress(report, data.test, flags.test_batch_size),
+                ReportProgress(report),
             ],
             verbose=0,
         )

@@ -29,27 +29,35 @@ def make_model() -> keras.Model:
     )
 
 
-def train(train_step, images, batches, report):
-    for rows in batches:
-        pixels, labels = images.batch(rows)
-        report.step(train_step(pixels[..., None], labels))
+def batches_of(images, batch_size, shuffle_seed=None):
+    """A pipeline of batches; with a seed it is shuffled, each time in another order."""
+    dataset = tf.data.Dataset.from_tensor_slices((images.pixels, images.labels))
+    if shuffle_seed is not None:
+        dataset = dataset.shuffle(len(images), seed=shuffle_seed)
+
+    def for_network(pixels, labels):
+        brightness = tf.cast(pixels, tf.float32)[..., None] / 255
+        return (brightness - images.mean) / images.deviation, labels
+
+    return dataset.batch(batch_size, drop_remainder=shuffle_seed is not None).map(for_network)
 
 
-def evaluate(test_step, images, batch_size):
+def evaluate(test_step, batches):
     """Loss and accuracy on all test images, each rank working on its own part of them."""
-    images = common.own_part(images)
-    loss_sum = correct = 0
-    for start in range(0, len(images), batch_size):
-        pixels, labels = images.batch(slice(start, start + batch_size))
-        batch_loss, batch_correct = test_step(pixels[..., None], labels)
+    loss_sum = correct = images = 0
+    for pixels, labels in batches:
+        batch_loss, batch_correct = test_step(pixels, labels)
         loss_sum += float(batch_loss)
         correct += int(batch_correct)
-    return common.over_all_ranks(loss_sum, correct, len(images))
+        images += len(labels)
+    return common.mean_over_ranks(loss_sum, correct, images)
 
 
 def main():
     flags = common.parse_flags(__doc__)
     data = common.load_data(flags)
+    train_batches = hvkit.shard(batches_of(data.train, flags.batch_size, flags.seed))
+    test_batches = hvkit.shard(batches_of(data.test, flags.test_batch_size), exact=True)
 
     # Rank 0's weights go to all ranks; dropout is drawn by each rank for itself.
     keras.utils.set_random_seed(flags.seed + hvkit.rank())
@@ -72,12 +80,13 @@ def main():
         count = tf.cast(tf.size(labels), tf.float32)
         return loss_of(labels, logits) * count, tf.math.count_nonzero(hits)
 
-    with common.Report(flags, data) as report:
-        for epoch in range(flags.epochs):
+    with common.Report(flags, data, len(train_batches)) as report:
+        for _ in range(flags.epochs):
             report.start_epoch()
-            train(train_step, data.train, common.train_batches(flags, data.train, epoch), report)
-            optimizer.learning_rate.assign(optimizer.learning_rate * common.LR_DECAY)
-            report.end_epoch(*evaluate(test_step, data.test, flags.test_batch_size))
+            for pixels, labels in train_batches:
+                report.step(train_step(pixels, labels))
+            optimizer.learning_rate.assign(optimizer.learning_rate * common.MNIST_DECAY)
+            report.end_epoch(*evaluate(test_step, test_batches))
 
 
 if __name__ == "__main__":

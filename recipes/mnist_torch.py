@@ -3,7 +3,9 @@
 import common
 import torch
 import torch.nn.functional as F
+from common.torch_data import ImageRows, to_tensors
 from torch import nn
+from torch.utils.data import DataLoader
 
 import hvkit
 
@@ -28,54 +30,58 @@ def make_model() -> nn.Module:
     ).to(device)
 
 
-def to_tensors(images, rows):
-    pixels, labels = images.batch(rows)
-    return torch.from_numpy(pixels)[:, None].to(device), torch.from_numpy(labels).to(device)
-
-
-def train(model, optimizer, images, batches, report):
+def train(model, optimizer, batches, report):
     model.train()
-    for rows in batches:
-        pixels, labels = to_tensors(images, rows)
+    for pixels, labels in batches:
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(pixels), labels)
+        loss = F.cross_entropy(model(pixels.to(device)), labels.to(device))
         loss.backward()
         optimizer.step()
         report.step(loss.detach())
 
 
 @torch.no_grad()
-def evaluate(model, images, batch_size):
+def evaluate(model, batches):
     """Loss and accuracy on all test images, each rank working on its own part of them."""
     model.eval()
-    images = common.own_part(images)
-    loss_sum = correct = 0
-    for start in range(0, len(images), batch_size):
-        pixels, labels = to_tensors(images, slice(start, start + batch_size))
-        logits = model(pixels)
+    loss_sum = correct = images = 0
+    for pixels, labels in batches:
+        logits, labels = model(pixels.to(device)), labels.to(device)
         loss_sum += F.cross_entropy(logits, labels, reduction="sum").item()
         correct += (logits.argmax(1) == labels).sum().item()
-    return common.over_all_ranks(loss_sum, correct, len(images))
+        images += len(labels)
+    return common.mean_over_ranks(loss_sum, correct, images)
 
 
 def main():
     flags = common.parse_flags(__doc__)
     data = common.load_data(flags)
+    train_loader = DataLoader(
+        ImageRows(data.train),
+        batch_size=flags.batch_size,
+        shuffle=True,
+        drop_last=True,
+        collate_fn=to_tensors,
+    )
+    train_loader = hvkit.shard(train_loader, seed=flags.seed)
+    test_loader = DataLoader(
+        ImageRows(data.test), batch_size=flags.test_batch_size, collate_fn=to_tensors
+    )
+    test_loader = hvkit.shard(test_loader, exact=True)
 
     # Rank 0's weights go to all ranks; dropout is drawn by each rank for itself.
     torch.manual_seed(flags.seed + hvkit.rank())
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=flags.lr, momentum=flags.momentum)
     model, optimizer = hvkit.distribute(model, optimizer)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=common.LR_DECAY)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=common.MNIST_DECAY)
 
-    with common.Report(flags, data) as report:
-        for epoch in range(flags.epochs):
+    with common.Report(flags, data, len(train_loader)) as report:
+        for _ in range(flags.epochs):
             report.start_epoch()
-            batches = common.train_batches(flags, data.train, epoch)
-            train(model, optimizer, data.train, batches, report)
+            train(model, optimizer, train_loader, report)
             schedule.step()
-            report.end_epoch(*evaluate(model, data.test, flags.test_batch_size))
+            report.end_epoch(*evaluate(model, test_loader))
 
 
 if __name__ == "__main__":

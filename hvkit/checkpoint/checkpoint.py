@@ -72,14 +72,20 @@ class Checkpoint:
             raise ValueError(f"keep must be at least 1, or None to keep all, got {keep}")
         self.keep = keep
         self.parts = parts_of(parts)
+        self._restored = Progress()
 
-    def save(self, *, epoch: int, step: int, extras: dict[str, Any] | None = None) -> Path:
+    def save(
+        self, *, epoch: int, step: int, batches: int = 0, extras: dict[str, Any] | None = None
+    ) -> Path:
         """Save everything; every rank has to call it, and returns when it is on disk.
 
         Args:
             epoch: the epoch to go on with: in the middle of an epoch its number, at its end one
                 more.
             step: optimizer steps done so far. A step that was saved before is replaced.
+            batches: in the middle of an epoch, for data that keeps no position itself: the batches
+                of the epoch that each rank has had. What :meth:`restore` returns holds for the
+                number of ranks then, rounded down.
             extras: what else :meth:`restore` shall return, of kinds that JSON holds. Rank 0's are
                 saved.
 
@@ -96,7 +102,10 @@ class Checkpoint:
         progress, own = Progress(), {}
         try:
             progress = Progress(
-                checked_count("epoch", epoch), checked_count("step", step), checked_extras(extras)
+                epoch=checked_count("epoch", epoch),
+                step=checked_count("step", step),
+                batches=checked_count("batches", batches),
+                extras=checked_extras(extras),
             )
             own = ranks.capture(self.parts)
         except Exception as error:  # whatever it is, the other ranks must not wait for this one
@@ -135,6 +144,7 @@ class Checkpoint:
             Manifest(
                 epoch=progress.epoch,
                 step=progress.step,
+                batches=progress.batches,
                 size=len(states),
                 serial=serial,
                 extras=progress.extras,
@@ -192,7 +202,15 @@ class Checkpoint:
             return Progress()
         folder, written = found
         load(folder, written, self.parts)
-        return Progress(written.epoch, written.step, written.extras, written.size, folder)
+        self._restored = Progress(
+            epoch=written.epoch,
+            step=written.step,
+            batches=written.batches * written.size // runtime.size(),
+            extras=written.extras,
+            size=written.size,
+            folder=folder,
+        )
+        return self._restored
 
     def callback(self, every: str | int = "epoch") -> keras.callbacks.Callback:
         """A callback for ``fit`` that saves; put it last in ``callbacks``, on every rank.
@@ -203,17 +221,18 @@ class Checkpoint:
             model.fit(..., initial_epoch=start.epoch, callbacks=[..., checkpoint.callback()])
 
         Args:
-            every: ``"epoch"``: at the end of each. Or a number of steps: every so many, too. A run
-                that resumes in the middle of an epoch starts that epoch's data anew, unless the
-                data goes on by itself and is a part of the checkpoint; so weights are those of
-                the run that was never stopped after a checkpoint at the end of an epoch only.
+            every: ``"epoch"``: at the end of each. Or a number of steps: every so many, too. In a
+                run that resumes in the middle of an epoch, ``fit`` leaves out the batches that the
+                epoch had before, and metrics of this epoch are those of its rest. That goes on
+                exactly where the data of an epoch comes in an order of its own, as with
+                ``shuffle=False``; what ``fit`` shuffles it shuffles anew.
 
         Raises:
             TypeError, ValueError: another ``every``.
         """
         from hvkit.checkpoint.callback import callback
 
-        return callback(self, every)
+        return callback(self, every, self._restored)
 
 
 def _require_same_progress(everyone: list[tuple[int, int]]) -> None:

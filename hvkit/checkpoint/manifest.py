@@ -26,6 +26,8 @@ class Manifest:
 
     epoch: int
     step: int
+    batches: int
+    """Batches of the epoch that each rank had."""
     size: int
     """The number of ranks that saved."""
     serial: int

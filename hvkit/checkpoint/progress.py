@@ -18,6 +18,8 @@ class Progress:
     """Epochs done, as it was passed to ``save``."""
     step: int = 0
     """Optimizer steps done, as it was passed to ``save``."""
+    batches: int = 0
+    """Batches of the epoch that this rank has to leave out, since they were trained on."""
     extras: dict[str, Any] = field(default_factory=dict)
     """What was passed to ``save``; tuples come back as lists."""
     size: int | None = None

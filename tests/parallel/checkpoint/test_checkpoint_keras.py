@@ -109,6 +109,49 @@ def test_fit_resumed_at_the_end_of_an_epoch_is_the_one_that_was_never_stopped(
     assert equal(resumed, whole)
 
 
+class Stop(keras.callbacks.Callback):
+    """Ends the run after so many steps, as a kill would."""
+
+    def __init__(self, steps):
+        super().__init__()
+        self.steps = steps
+
+    def on_train_batch_end(self, batch, logs=None):
+        if int(self.model.optimizer.iterations) == self.steps:
+            raise KeyboardInterrupt
+
+
+def run_until(folder, seed, stop_after=None, make_data=Data):
+    net, optimizer = hvkit.distribute(model(seed), keras.optimizers.Adam(0.01))
+    net.compile(optimizer=optimizer, loss="mse")
+    checkpoint = Checkpoint(folder, model=net, optimizer=optimizer)
+    start = checkpoint.restore()
+    net.fit(
+        make_data(), epochs=3, initial_epoch=start.epoch, verbose=0, shuffle=False,
+        callbacks=[checkpoint.callback(every=1), *([Stop(stop_after)] if stop_after else [])],
+    )  # fmt: skip
+    return state(net, optimizer), start
+
+
+def dataset():
+    arrays = [np.concatenate([batch(i).numpy() for i in range(5)])]
+    arrays.append(arrays[0][:, :4])
+    return tf.data.Dataset.from_tensor_slices(tuple(arrays)).batch(6)
+
+
+@pytest.mark.parametrize("make_data", [Data, dataset])
+@pytest.mark.parametrize("stop_after", [8, 10])
+def test_fit_resumed_in_the_middle_of_an_epoch_is_the_one_that_was_never_stopped(
+    folder, stop_after, make_data
+):
+    whole, _ = run_until(folder / "whole", 1, make_data=make_data)
+    with pytest.raises(KeyboardInterrupt):
+        run_until(folder / "stopped", 1, stop_after, make_data)
+    resumed, start = run_until(folder / "stopped", 2, make_data=make_data)
+    assert (start.epoch, start.step, start.batches) == (1, stop_after, stop_after - 5)
+    assert equal(resumed, whole)
+
+
 @pytest.mark.two_ranks
 def test_the_callback_saves_every_so_many_steps(folder):
     run_fit(folder, 1, 1, True, every=2)

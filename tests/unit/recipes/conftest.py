@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from idx_files import NAMES, idx
+from local_server import Server
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "recipes"))
 
@@ -39,3 +40,12 @@ def folder(tmp_path, contents) -> Path:
     for name, content in contents.items():
         (place / f"{name}.gz").write_bytes(gzip.compress(content))
     return place
+
+
+@pytest.fixture
+def server(folder, monkeypatch):
+    """Serves ``folder``."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    running = Server(folder)
+    yield running
+    running.stop()

@@ -1,49 +1,19 @@
 """Downloading, from a server on this machine: verified, complete or not at all, only once."""
 
-import functools
 import gzip
 import hashlib
 import multiprocessing
-import threading
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
-import mnist_data
 import pytest
-from mnist_data import DataError, load
+from common import download, sources
+from common.images import DataError
+from common.mnist import SHA256, Mnist
 
 NOWHERE = "http://127.0.0.1:9/"  # the discard port: nothing listens there
 
 
-class Server:
-    """Serves ``folder``; ``requests`` holds the paths that were asked for."""
-
-    def __init__(self, folder):
-        self.requests = []
-
-        class Handler(SimpleHTTPRequestHandler):
-            def log_message(handler, *args):
-                self.requests.append(handler.path)
-
-        handler = functools.partial(Handler, directory=str(folder))
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}/"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def stop(self):
-        self._server.shutdown()
-        self._server.server_close()
-
-
-@pytest.fixture(autouse=True)
-def no_proxy(monkeypatch):
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-
-
-@pytest.fixture
-def server(folder):
-    running = Server(folder)
-    yield running
-    running.stop()
+def load(dataset="auto", mirrors=(), sha256=SHA256, **arguments):
+    return sources.load(Mnist(tuple(mirrors), sha256), dataset, **arguments)
 
 
 @pytest.fixture
@@ -61,7 +31,7 @@ def test_downloads_into_the_cache_and_reads_it_from_there_the_next_time(
 ):
     said = []
     data = load(mirrors=[server.url], sha256=sha256, say=said.append)
-    assert data.digest() == mnist_data.read_mnist(folder).digest()
+    assert data.digest() == Mnist().read(folder).digest()
     assert str(cache) in data.origin
     assert len(said) == 4
     assert load(mirrors=[], sha256=sha256).digest() == data.digest()
@@ -121,7 +91,7 @@ def test_a_download_that_cannot_be_put_in_place_leaves_no_part_of_it(
     def full(source, target):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(mnist_data.os, "replace", full)
+    monkeypatch.setattr(download.os, "replace", full)
     with pytest.raises(DataError, match="No space left on device"):
         load("mnist", mirrors=[server.url], sha256=sha256)
     assert [file.name for file in cache.iterdir()] == [".lock"]

@@ -4,11 +4,19 @@ import gzip
 import os
 import shutil
 
-import mnist_data
 import numpy as np
 import pytest
+from common import sources
+from common.images import DataError
+from common.mnist import Mnist
 from idx_files import idx
-from mnist_data import DataError, load, read_mnist
+
+read_mnist = Mnist().read
+
+
+def load(*arguments):
+    return sources.load(Mnist(mirrors=()), *arguments)
+
 
 IMAGES, LABELS = "train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"
 
@@ -98,13 +106,13 @@ def test_a_data_dir_without_the_files_is_an_error_that_names_what_is_missing(
     monkeypatch.setenv("HVKIT_DATA_DIR", str(folder))
     elsewhere = folder / "elsewhere"
     with pytest.raises(DataError, match="no train-images-idx3-ubyte, no train-labels") as error:
-        load(dataset, elsewhere, mirrors=())
+        load(dataset, elsewhere)
     assert str(elsewhere / "mnist") in str(error.value)
 
 
 def test_the_environments_folder_is_used_where_no_data_dir_is_given(folder, monkeypatch):
     monkeypatch.setenv("HVKIT_DATA_DIR", str(folder))
-    data = load("auto", mirrors=())
+    data = load("auto")
     assert len(data.train) == 30
     assert str(folder) in data.origin
 
@@ -113,7 +121,7 @@ def test_the_environments_folder_with_one_file_missing_is_an_error(folder, monke
     monkeypatch.setenv("HVKIT_DATA_DIR", str(folder))
     os.remove(folder / LABELS)
     with pytest.raises(DataError, match="no train-labels-idx1-ubyte"):
-        load("auto", mirrors=())
+        load("auto")
 
 
 def test_the_digits_are_mnists_size_in_a_fixed_split_with_every_digit_in_proportion():
@@ -123,7 +131,7 @@ def test_the_digits_are_mnists_size_in_a_fixed_split_with_every_digit_in_proport
     assert data.train.pixels.max() == 255
     assert not data.train.pixels[:, :2].any()
     assert np.bincount(data.test.labels).min() >= 34
-    assert mnist_data.load("digits").digest() == data.digest()
+    assert load("digits").digest() == data.digest()
 
 
 def test_each_digit_is_its_bundled_image_enlarged_three_times():

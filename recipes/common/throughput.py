@@ -1,0 +1,95 @@
+"""Images per second on random images: the measurement that ``--synthetic`` makes."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Self
+
+import numpy as np
+
+import hvkit
+from common.cnn_flags import CnnFlags
+from common.ranks import say
+from common.report import Metrics
+
+
+def random_batch(flags: CnnFlags) -> tuple[np.ndarray, np.ndarray]:
+    """A batch of noise: float32 pixels, channels last, and int64 labels; another on each rank."""
+    random = np.random.default_rng([flags.seed, hvkit.rank()])
+    shape = (flags.batch_size, flags.image_size, flags.image_size, 3)
+    pixels = random.standard_normal(shape, dtype=np.float32)
+    return pixels, random.integers(flags.classes, size=flags.batch_size)
+
+
+class Throughput:
+    """Times rounds of steps, after some that are not timed, and tells of them on rank 0.
+
+    After the rounds it says the mean and the spread, 1.96 standard deviations over rounds, of
+    one rank (over all ranks' rounds) and of all ranks together.
+
+    Args:
+        flags: of the recipe.
+        wait: waits for what the device has still to compute; by default there is nothing.
+    """
+
+    def __init__(self, flags: CnnFlags, wait: Callable[[], object] = lambda: None) -> None:
+        self._flags = flags
+        self._wait = wait
+        self._metrics = Metrics(flags, "random images")
+        self.steps = flags.untimed_steps + flags.rounds * flags.steps_per_round
+        """So many the recipe has to take."""
+        self._done = 0
+        self._began = 0.0
+        self._rates: list[float] = []
+        images = f"{flags.batch_size} images of {flags.image_size}x{flags.image_size}"
+        say(f"{flags.model}, {flags.precision}: {hvkit.size()} x {images} a step")
+
+    def __enter__(self) -> Self:
+        self._start_clock()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._tell()
+        self._metrics.close()
+
+    def step(self) -> None:
+        """Count one step."""
+        self._done += 1
+        timed = self._done - self._flags.untimed_steps
+        if timed == 0:
+            self._start_clock()
+        if timed <= 0 or timed % self._flags.steps_per_round:
+            return
+        self._wait()
+        seconds = time.perf_counter() - self._began
+        rate = self._flags.batch_size * self._flags.steps_per_round / seconds
+        self._rates.append(rate)
+        say(f"round {len(self._rates)}/{self._flags.rounds}: {rate:.1f} images/s on rank 0")
+        self._start_clock()
+
+    def _start_clock(self) -> None:
+        self._wait()
+        self._began = time.perf_counter()
+
+    def _tell(self) -> None:
+        by_rank = hvkit.allgather(self._rates)
+        together = [sum(rates) for rates in zip(*by_rank, strict=True)]
+        of_one, spread_of_one = mean_and_spread([rate for rates in by_rank for rate in rates])
+        of_all, spread_of_all = mean_and_spread(together)
+        say(f"images/s per rank: {of_one:.1f} +- {spread_of_one:.1f}")
+        say(f"images/s of {hvkit.size()} ranks together: {of_all:.1f} +- {spread_of_all:.1f}")
+        self._metrics.record(
+            "throughput",
+            ranks=hvkit.size(),
+            images_per_second=of_all,
+            spread=spread_of_all,
+            images_per_second_per_rank=of_one,
+            spread_per_rank=spread_of_one,
+            rounds_by_rank=by_rank,
+        )
+
+
+def mean_and_spread(values: list[float]) -> tuple[float, float]:
+    """The mean, and 1.96 standard deviations: 95 in 100 normal values lie within that."""
+    return statistics.fmean(values), 1.96 * statistics.pstdev(values)

@@ -1,0 +1,86 @@
+"""The networks are those of the paper: as many weights, and shapes that fit."""
+
+import pytest
+
+
+def torch_weights(model):
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def keras_weights(model):
+    return sum(int(weight.value.shape.num_elements()) for weight in model.trainable_variables)
+
+
+@pytest.fixture
+def torch_resnets():
+    pytest.importorskip("torch")
+    from common import torch_resnets
+
+    return torch_resnets
+
+
+@pytest.fixture
+def keras_resnets():
+    pytest.importorskip("tensorflow")
+    from common import keras_resnets
+
+    return keras_resnets
+
+
+RESNET20 = 269_722  # 0.27 million in table 6 of He et al. (2015)
+
+
+def test_torch_resnet20_has_the_papers_weights_and_ten_logits(torch_resnets):
+    import torch
+
+    model = torch_resnets.resnet20()
+    assert torch_weights(model) == RESNET20
+    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_keras_resnet20_has_the_papers_weights_and_ten_logits(keras_resnets):
+    model = keras_resnets.resnet20()
+    assert keras_weights(model) == RESNET20
+    assert model.output_shape == (None, 10)
+
+
+def test_torch_resnet50_has_25_6_million_weights_and_stride_in_the_3x3(torch_resnets):
+    import torch
+
+    model = torch_resnets.resnet50()
+    assert torch_weights(model) == 25_557_032
+    assert model(torch.zeros(2, 3, 64, 64)).shape == (2, 1000)
+    strides = {
+        (block.reduce[0].stride, block.middle[0].stride)
+        for block in model
+        if isinstance(block, torch_resnets.Bottleneck)
+    }
+    assert strides == {((1, 1), (1, 1)), ((1, 1), (2, 2))}
+
+
+def test_keras_resnet50_has_25_6_million_weights(keras_resnets):
+    model = keras_resnets.resnet50(image_size=64)
+    # More than PyTorch's by the convolutions' biases.
+    assert keras_weights(model) == 25_583_592
+    assert model.output_shape == (None, 1000)
+
+
+def test_both_resnet20s_compute_the_same_from_the_same_weights(torch_resnets, keras_resnets):
+    import numpy as np
+    import torch
+
+    ours, theirs = torch_resnets.resnet20().eval(), keras_resnets.resnet20()
+    kernels = {id(p): p for p in ours.parameters() if p.ndim > 1}
+    values = [
+        p.detach().numpy().transpose(2, 3, 1, 0) if p.ndim == 4 else p.detach().numpy().T
+        for p in kernels.values()
+    ]
+    targets = [weight for weight in theirs.trainable_variables if weight.name == "kernel"]
+    for target, value in zip(targets, values, strict=True):
+        target.assign(value)
+    bias = next(weight for weight in theirs.trainable_variables if weight.name == "bias")
+    bias.assign(ours[-1].bias.detach().numpy())
+    images = np.random.default_rng(0).standard_normal((2, 32, 32, 3), dtype=np.float32)
+    with torch.no_grad():
+        logits = ours(torch.from_numpy(images).permute(0, 3, 1, 2)).numpy()
+    np.testing.assert_allclose(theirs(images, training=False), logits, rtol=1e-3, atol=1e-3)

@@ -1,0 +1,82 @@
+"""Images per second: what is timed, and how it is summed up."""
+
+import json
+
+import common
+import numpy as np
+import pytest
+from common.throughput import mean_and_spread
+
+import hvkit
+
+SMALL = (
+    *("--synthetic", "--batch-size", "4", "--image-size", "8", "--classes", "5"),
+    *("--untimed-steps", "2", "--rounds", "3", "--steps-per-round", "2"),
+)
+
+
+@pytest.fixture
+def flags(tmp_path):
+    return common.parse_cnn_flags("A recipe.", [*SMALL, "--output-dir", str(tmp_path)])
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still until ``clock.now`` is changed."""
+
+    class Clock:
+        now = 0.0
+
+    monkeypatch.setattr(common.throughput.time, "perf_counter", lambda: Clock.now)
+    return Clock
+
+
+def measure(flags, clock, seconds, wait=lambda: None):
+    """Takes steps that last so many seconds each."""
+    with common.Throughput(flags, wait) as throughput:
+        for duration in seconds:
+            clock.now += duration
+            throughput.step()
+        return throughput
+
+
+def test_the_first_steps_are_not_timed(flags, clock, tmp_path, capsys):
+    throughput = measure(flags, clock, [100, 100, 1, 1, 2, 2, 1, 1])
+    assert throughput.steps == 8
+    written = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert written["rounds_by_rank"] == [[4.0, 2.0, 4.0]]
+    assert written["images_per_second"] == pytest.approx(10 / 3)
+    assert written["spread"] == pytest.approx(1.96 * np.std([4, 2, 4]))
+    assert "images/s per rank: 3.3 +- 1.8" in capsys.readouterr().out
+
+
+def test_the_device_is_waited_for_inside_the_time_of_a_round(flags, clock, tmp_path):
+    def wait():
+        clock.now += 3
+
+    measure(flags, clock, [1] * 8, wait)
+    written = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert written["rounds_by_rank"] == [[8 / 5] * 3]
+
+
+def test_the_ranks_add_up_round_by_round(flags, clock, monkeypatch, tmp_path):
+    rates = [[4.0, 2.0, 4.0], [2.0, 4.0, 2.0]]
+    monkeypatch.setattr(hvkit, "allgather", lambda mine: rates if mine else [None, None])
+    measure(flags, clock, [1] * 8)
+    written = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert (written["images_per_second"], written["spread"]) == (6.0, 0.0)
+    assert written["images_per_second_per_rank"] == 3.0
+    assert written["spread_per_rank"] == pytest.approx(1.96)
+
+
+def test_the_spread_is_1_96_standard_deviations():
+    assert mean_and_spread([1.0, 3.0]) == (2.0, 1.96)
+
+
+def test_every_rank_has_random_images_of_its_own(flags, monkeypatch):
+    pixels, labels = common.random_batch(flags)
+    assert (pixels.shape, pixels.dtype) == ((4, 8, 8, 3), np.float32)
+    assert (labels.shape, labels.dtype) == ((4,), np.int64)
+    assert labels.max() < 5
+    monkeypatch.setattr(hvkit, "rank", lambda: 1)
+    assert not np.array_equal(common.random_batch(flags)[0], pixels)
