@@ -23,12 +23,12 @@ LIMIT := timeout --kill-after=10 900
 HANGS := -o faulthandler_timeout=120
 RANKS = $(OVERSUBSCRIBE) $(LIMIT) mpirun -np $(1) python -m pytest $(HANGS)
 
-.PHONY: run test lint unit parallel recipes accuracy setup machine clean-venv
+.PHONY: run test lint unit parallel recipes examples accuracy setup machine clean-venv
 
 run: setup
 	horovodrun -np 2 python recipes/mnist_tf.py
 
-test: lint unit parallel recipes
+test: lint unit parallel recipes examples
 
 lint: setup
 	ruff check .
@@ -47,6 +47,9 @@ parallel: setup
 
 recipes: setup
 	python -m pytest tests/recipes
+
+examples: setup
+	python -m pytest tests/examples
 
 # Minutes to an hour: the recipes on real MNIST, from HVKIT_DATA_DIR.
 accuracy: setup
