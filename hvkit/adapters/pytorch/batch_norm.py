@@ -38,20 +38,24 @@ class RunningStatistics:
 
     def read_into(self, vector: torch.Tensor) -> None:
         """Copy them into a vector of shape ``(length,)``."""
-        for (_, buffer), piece in zip(self._kept, self._pieces(vector), strict=True):
-            piece.copy_(buffer.view(-1))
+        flat = [buffer.view(-1) for _, buffer in self._kept]
+        if flat:  # one kernel on a GPU, not one a buffer
+            torch._foreach_copy_(self._pieces(vector), flat)
 
     def write(self, vector: torch.Tensor) -> None:
         """Take over those of layers in training; frozen ones stay as they are, bit for bit.
 
         Through ``data``, because a graph whose backward is still to come may hold the buffers.
         """
-        for (module, buffer), piece in zip(self._kept, self._pieces(vector), strict=True):
-            if module.training:
-                buffer.data.copy_(piece.view_as(buffer))
+        pieces = zip(self._kept, self._pieces(vector), strict=True)
+        changed = [(buffer, piece) for (module, buffer), piece in pieces if module.training]
+        if changed:
+            torch._foreach_copy_(
+                [buffer.data.view(-1) for buffer, _ in changed], [piece for _, piece in changed]
+            )
 
-    def _pieces(self, vector: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return torch.split(vector, [buffer.numel() for _, buffer in self._kept])
+    def _pieces(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        return list(torch.split(vector, [buffer.numel() for _, buffer in self._kept]))
 
 
 # The names of the collectives of synchronised layers; ranks make them in the same order.
