@@ -88,7 +88,7 @@ class Order(Sampler[Any]):
             if problem is not None:
                 raise problem
             return order
-        raise_together(problem)
+        raise_together(problem, "shard")
         text = "\n".join(map(str, order))
         digest = hashlib.sha256(text.encode()).hexdigest()
         kind = type(self._source).__qualname__
@@ -97,6 +97,7 @@ class Order(Sampler[Any]):
             [f"{len(order)} {_unit(self._source)} that begin with {str(order[:4])[:100]}", digest],
             "give the sampler's random numbers a fixed seed, or draw them from torch's, numpy's "
             "or Python's global generator, which hvkit.shard seeds alike on every rank",
+            "shard",
         )
         return order
 

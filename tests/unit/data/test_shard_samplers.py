@@ -159,7 +159,10 @@ def test_a_sampler_that_gives_the_dataset_whole_batches(size):
 
 def test_a_sampler_that_differs_between_ranks_is_an_error(monkeypatch):
     def gather(call, obj):
-        return [obj, [*obj[:-1], "other"] if isinstance(obj, list) else obj and b"other"]
+        """Another rank says the same, except for the order."""
+        if isinstance(obj, list):
+            return [obj, [*obj[:-1], "other"]]
+        return [obj, b"other" if isinstance(obj, bytes) else obj]
 
     _, part = parts(loader(10, sampler=Backwards(10)), 2)
     monkeypatch.setattr("hvkit.runtime.gather", gather)
