@@ -66,15 +66,34 @@ for _ in range(3 - hvkit.rank()):
 """
 
 
-def test_a_rank_with_fewer_batches_ends_the_others_with_the_reason(tmp_path):
+WAITS_ELSEWHERE = FEWER_BATCHES + "hvkit.average(1.0)"
+
+EVALUATES_ALONE = """
+import keras, numpy as np, hvkit
+model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+model, optimizer = hvkit.distribute(model, keras.optimizers.SGD(0.1))
+model.compile(optimizer, "mse")
+if hvkit.rank() == 0:
+    model.evaluate(np.ones((4, 2)), np.ones(4), verbose=0)
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [FEWER_BATCHES, WAITS_ELSEWHERE, EVALUATES_ALONE],
+    ids=["fewer batches", "waits elsewhere", "evaluates alone"],
+)
+def test_a_rank_that_others_wait_for_in_vain_ends_them_with_the_reason(code, tmp_path):
     script = tmp_path / "script.py"
-    script.write_text(FEWER_BATCHES)
+    script.write_text(code)
+    soon = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "2", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "4"}
     done = subprocess.run(
         ["mpirun", "-np", "2", sys.executable, str(script)],
+        env=os.environ | soon,
         capture_output=True, text=True, timeout=150, check=False,
     )  # fmt: skip
     assert done.returncode != 0
-    assert "RankLostError: another rank has ended" in done.stderr
+    assert "RankLostError: another rank has ended, or waits elsewhere" in done.stderr
     assert "the same number of steps" in done.stderr
 
 

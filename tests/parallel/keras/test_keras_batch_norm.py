@@ -51,6 +51,7 @@ def test_synchronised_layers_equal_one_process_with_all_ranks_batches(loop):
     assert same_on_all_ranks(weights(model))
 
 
+@pytest.mark.two_ranks
 @pytest.mark.parametrize("loop", LOOPS)
 def test_moving_statistics_are_averaged_with_every_update(loop):
     data = local(images(steps=1))

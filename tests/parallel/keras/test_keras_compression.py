@@ -10,6 +10,7 @@ from ranks import largest_difference, same_on_all_ranks
 import hvkit
 
 
+@pytest.mark.two_ranks
 @pytest.mark.parametrize("compression", ["fp16", "bf16"])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_training_comes_close_to_uncompressed_training(loop, compression):
