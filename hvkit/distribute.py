@@ -41,7 +41,9 @@ def distribute(
     checkpoint, if they are), before the first step and before learning-rate schedulers are
     attached. Each update then uses the mean over ranks of the ranks' gradients, so that N ranks
     with batch size B train the model that one process trains with batch size N*B. With one
-    process it changes nothing.
+    process it changes nothing. A loss that divides by something else than the number of samples
+    (class weights, tokens that count) is a mean of means then: where that matters, sum it, and
+    divide by the mean over ranks of the divisor, :func:`hvkit.average`.
 
     In PyTorch the gradients are averaged when ``loss.backward()`` returns. Parameters that some
     ranks did not use count as zero there; those that no rank used keep a gradient of None. In
@@ -51,9 +53,11 @@ def distribute(
 
     What a rank measures in its own loop stays its own: average a validation loss with
     :func:`hvkit.average` before a scheduler or an early stop decides by it. In Keras ``fit`` and
-    ``evaluate`` give the metrics of all ranks. A rate that comes with a checkpoint of another kind
-    than :class:`hvkit.Checkpoint` was multiplied when that was saved: load it after the call, or
-    pass ``lr_scaling="none"``.
+    ``evaluate`` give the metrics of all ranks, and every rank has to call them. The states of
+    metrics are added up, as totals, counts and confusion matrices are; variables of a metric of
+    your own that do not add up need another ``aggregation`` in ``add_variable``. A rate that comes
+    with a checkpoint of another kind than :class:`hvkit.Checkpoint` was multiplied when that was
+    saved: load it after the call, or pass ``lr_scaling="none"``.
 
     Args:
         model: a ``torch.nn.Module`` or a ``keras.Model`` (Keras 3 on TensorFlow).
@@ -73,10 +77,10 @@ def distribute(
             ``gradient_accumulation_steps`` on the optimizer.
         compression: ``"fp16"`` or ``"bf16"``: gradients travel between ranks in 16 bits, half the
             bytes, and are still summed in 32. bf16 has the range of float32 and 8 bits of
-            precision; fp16 has 11, and gradients beyond 65504 become infinite. Only float64
-            gradients travel as they are.
+            precision; fp16 has 11, gradients beyond 65504 become infinite and those below 6e-8
+            zero. Only float64 gradients travel as they are.
         batch_norm: ``"average"``: each rank normalises with the statistics of its own batch, and
-            the running statistics are averaged over ranks in every step, so that every rank
+            the running statistics are averaged over ranks with every update, so that every rank
             evaluates and saves the same model. ``"local"``: they stay each rank's own.
             ``"sync"``: batches are normalised with the statistics of all ranks' batches together,
             as in one process with the larger batch; for small batches, at the cost of a
@@ -88,7 +92,8 @@ def distribute(
     Raises:
         TypeError: the model or optimizer is of an unsupported type or of another framework.
         ValueError: an argument has a wrong value, the optimizer does not hold the model's
-            parameters, or one of them was passed to an earlier call.
+            parameters, one of them was passed to an earlier call, or a layer cannot be
+            synchronised.
         RanksDisagreeError: the ranks' models, optimizers or arguments differ.
         HorovodNotFoundError: several ranks were launched, but there is no usable Horovod.
     """

@@ -75,7 +75,7 @@ def any_rank(flag: bool) -> bool:
     """
     try:
         mine, problem = bool(flag), None
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
         mine, problem = False, TypeError(f"any_rank takes True or False, got {flag!r}: {error}")
     return any(share("any_rank", problem, mine))
 
@@ -139,13 +139,14 @@ class EarlyStopping:
         gain = self.best - mean if self.mode == "min" else mean - self.best
         return gain > self.min_delta
 
-    def state_dict(self) -> dict[str, float]:
+    def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
-        return {"best": self.best, "waited": self.waited}
+        return {"best": None if math.isnan(self.best) else self.best, "waited": self.waited}
 
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state that :meth:`state_dict` gave."""
-        self.best, self.waited = float(state["best"]), int(state["waited"])
+        best = state["best"]
+        self.best, self.waited = math.nan if best is None else float(best), int(state["waited"])
 
 
 def _as_floats(values: Mapping[str, Any]) -> tuple[dict[str, float], Exception | None]:
@@ -154,7 +155,7 @@ def _as_floats(values: Mapping[str, Any]) -> tuple[dict[str, float], Exception |
     for key, value in values.items():
         try:
             numbers[key] = float(value)
-        except (TypeError, ValueError):
+        except Exception:  # whatever it is, the other ranks must not wait for this one
             got = f"{value!r} of type {type(value).__name__}"
             return {}, TypeError(f"average takes numbers, got {got} for {key!r}")
     return numbers, None
@@ -166,7 +167,7 @@ def _as_weight(weight: Any) -> tuple[float | None, Exception | None]:
         return None, None
     try:
         number = float(weight)
-    except (TypeError, ValueError):
+    except Exception:  # as above
         got = f"{weight!r} of type {type(weight).__name__}"
         return None, TypeError(f"weight must be a number, got {got}")
     if not (math.isfinite(number) and number >= 0):

@@ -2,49 +2,56 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import keras
 
 from hvkit.checkpoint.keras_optimizer import OptimizerPart
-from hvkit.checkpoint.progress import Progress
 
 if TYPE_CHECKING:
     from hvkit.checkpoint.checkpoint import Checkpoint
 
 
-def callback(
-    checkpoint: Checkpoint, every: str | int, restored: Progress
-) -> keras.callbacks.Callback:
+def callback(checkpoint: Checkpoint, every: str | int) -> keras.callbacks.Callback:
     """See :meth:`hvkit.Checkpoint.callback`."""
     if every == "epoch":
-        return _SaveCallback(checkpoint, None, restored)
+        return SaveCallback(checkpoint, None)
     if isinstance(every, bool) or not isinstance(every, int):
         raise TypeError(f'every must be "epoch" or a number of steps, got {every!r}')
     if every < 1:
         raise ValueError(f"every must be at least 1 step, got {every}")
-    return _SaveCallback(checkpoint, every, restored)
+    return SaveCallback(checkpoint, every)
 
 
-class _SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    def __init__(self, checkpoint: Checkpoint, every: int | None, restored: Progress) -> None:
+class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Saves, and has ``fit`` leave out what was trained on before.
+
+    Args:
+        checkpoint: to save.
+        every: steps from one save to the next; None for ends of epochs only.
+    """
+
+    never_stops = True
+    """That it does not end training, so that ranks need not ask each other after every step."""
+
+    def __init__(self, checkpoint: Checkpoint, every: int | None) -> None:
         super().__init__()
         self._checkpoint = checkpoint
         self._every = every
-        self._left_out = {restored.epoch: restored.batches} if restored.batches else {}
         self._epoch = 0
         self._batches = 0
         self._saved = 0
+        self._train: Any = None
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._saved = self._step()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch = epoch
-        self._batches = self._left_out.pop(epoch, 0)
-        if self._batches:
-            _leave_out(self.model, self._batches, (self.params or {}).get("steps"))
+        self._batches = 0
+        if left_out := self._checkpoint.take_batches(epoch):
+            self._train = self.model.train_function
+            self.model.train_function = self._after(left_out)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         # Not the argument: Keras counts differently where it does not know the data's length.
@@ -57,41 +64,39 @@ class _SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
             self._save(self._epoch, step, self._batches)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._train_again()
         self._save(epoch + 1, self._step(), 0)
+
+    def _after(self, left_out: int) -> Any:
+        """A ``train_function`` that only reads so many batches first.
+
+        They count as steps of ``fit``, so that it ends the epoch where it would have ended.
+        """
+        at_once = self.model.steps_per_execution
+        calls = left_out // at_once
+
+        def train_after(iterator: Any) -> Any:
+            nonlocal calls
+            if calls == 0:
+                self._train_again()
+                return self.model.train_function(iterator)
+            calls -= 1
+            for _ in range(at_once):
+                next(iterator)
+            return self.model.get_metrics_result()
+
+        return train_after
+
+    def _train_again(self) -> None:
+        if self._train is not None:
+            self.model.train_function, self._train = self._train, None
 
     def _save(self, epoch: int, step: int, batches: int) -> None:
         self._checkpoint.save(epoch=epoch, step=step, batches=batches)
         self._saved = step
 
     def _step(self) -> int:
-        # A model with a train_step of its own may leave compile's optimizer unused.
+        # A model with a train_step of its own may leave compile's optimizer unused, and phases of
+        # training may have an optimizer each.
         saved = [p.optimizer for p in self._checkpoint.parts if isinstance(p, OptimizerPart)]
-        return int((saved or [self.model.optimizer])[0].iterations)
-
-
-def _leave_out(model: Any, batches: int, steps: int | None) -> None:
-    """Have ``fit`` read so many batches of the epoch that begins without training on them.
-
-    Args:
-        model: inside ``fit``.
-        batches: to leave out.
-        steps: of a whole epoch; None if ``fit`` does not know it.
-    """
-    train = model.train_function
-    position = batches
-
-    def train_on_the_rest(iterator: Any) -> Any:
-        nonlocal position
-        if position == batches:
-            for _ in range(batches):
-                next(iterator)
-        if position == steps:
-            model.train_function = train
-            # Keras takes this for data that ran out, which it says.
-            warnings.filterwarnings("ignore", message="Your input ran out of data")
-            raise StopIteration
-        logs = train(iterator)
-        position += 1
-        return logs
-
-    model.train_function = train_on_the_rest
+        return sum(int(each.iterations) for each in saved or [self.model.optimizer])

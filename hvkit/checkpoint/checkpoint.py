@@ -43,13 +43,17 @@ class Checkpoint:
     ``tf.random.get_global_generator()``, Keras's global seed generator and the seed generators of
     the model's layers. Not saved, since TensorFlow keeps them where nobody can read them, are the
     states of ``tf.random.uniform`` and its like and of ``tf.data`` shuffles (so of the shuffle that
-    ``fit`` does to arrays, too), and those of generator objects that a script makes itself. Use
-    ``keras.random`` or ``tf.random.stateless_uniform`` and its like, and ``hvkit.shard`` or
-    ``shuffle=False``.
+    ``fit`` does to arrays, too): use ``keras.random`` or ``tf.random.stateless_uniform`` and its
+    like, and ``shuffle=False``. Nor are those of generator objects that a script makes itself, of
+    random numbers that a DataLoader's workers draw, and of Keras's own callbacks
+    (``EarlyStopping``, ``ReduceLROnPlateau``, ``ModelCheckpoint``). What :func:`hvkit.shard`
+    returned for a DataLoader or a ``PyDataset`` can be a part, and goes on in its own order.
 
     On another number of ranks the learning rates that :func:`hvkit.distribute` multiplied follow
-    the new number, in the optimizers and their schedulers, and rank 0 says so. Ranks beyond those
-    that saved keep the random state that the script gave them.
+    the new number, in the optimizers and their schedulers, and rank 0 says so. Lengths that a
+    schedule counts in steps (``T_max``, ``total_steps``, ``warmup_steps``) do not: an epoch has
+    another number of steps then, so let such schedules count epochs. Ranks beyond those that saved
+    keep the random state that the script gave them.
 
     Args:
         directory: the run's own; made by the first save. Two runs that save in the same one at
@@ -73,6 +77,7 @@ class Checkpoint:
         self.keep = keep
         self.parts = parts_of(parts)
         self._restored = Progress()
+        self._epoch = 0
 
     def save(
         self, *, epoch: int, step: int, batches: int = 0, extras: dict[str, Any] | None = None
@@ -101,6 +106,10 @@ class Checkpoint:
         problem: Exception | None = None
         progress, own = Progress(), {}
         try:
+            if checked_count("epoch", epoch) > self._epoch:
+                for part in self.parts:
+                    part.end_epoch()
+                self._epoch = epoch
             progress = Progress(
                 epoch=checked_count("epoch", epoch),
                 step=checked_count("step", step),
@@ -210,6 +219,7 @@ class Checkpoint:
             size=written.size,
             folder=folder,
         )
+        self._epoch = written.epoch
         return self._restored
 
     def callback(self, every: str | int = "epoch") -> keras.callbacks.Callback:
@@ -232,7 +242,13 @@ class Checkpoint:
         """
         from hvkit.checkpoint.callback import callback
 
-        return callback(self, every, self._restored)
+        return callback(self, every)
+
+    def take_batches(self, epoch: int) -> int:
+        """Batches of this epoch to leave out after :meth:`restore`; for :meth:`callback`, once."""
+        batches = self._restored.batches if epoch == self._restored.epoch else 0
+        self._restored = Progress()
+        return batches
 
 
 def _require_same_progress(everyone: list[tuple[int, int]]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hvkit.checkpoint.parts import Arrays
+from hvkit.checkpoint.parts import Arrays, end_epoch_of
 from hvkit.checkpoint.rates import Ratio
 from hvkit.registry import Record
 
@@ -48,6 +48,9 @@ class JsonPart:
 
     def load_own(self, arrays: Arrays) -> None:
         pass
+
+    def end_epoch(self) -> None:
+        end_epoch_of(self._thing)
 
     def record(self) -> Record | None:
         return None

@@ -68,6 +68,9 @@ class ModelPart:
         seeds = [v for v in self.model.variables if id(v) not in others]
         return {f"seed-{i}": v for i, v in enumerate(seeds)}
 
+    def end_epoch(self) -> None:
+        pass
+
     def record(self) -> Record | None:
         return None
 

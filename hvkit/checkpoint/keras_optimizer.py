@@ -82,9 +82,24 @@ class OptimizerPart:
         return before, float(optimizer.learning_rate)
 
     def own(self) -> Arrays:
-        return {}
+        """Gradients that were accumulated since the last update: not averaged yet."""
+        return {name: np.array(v.numpy()) for name, v in self._accumulators().items()}
 
     def load_own(self, arrays: Arrays) -> None:
+        variables = self._accumulators()
+        for name, array in arrays.items():
+            variables[name].assign(as_dtype_of(variables[name], array))
+
+    def _accumulators(self) -> dict[str, Any]:
+        found = [
+            variable
+            for part in _with_rates(self.optimizer)
+            if part.built and part.gradient_accumulation_steps
+            for variable in part._accumulated_gradients
+        ]
+        return {f"accumulator-{i}": v for i, v in enumerate(found)}
+
+    def end_epoch(self) -> None:
         pass
 
     def record(self) -> Record | None:

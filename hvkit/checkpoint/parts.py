@@ -51,6 +51,9 @@ class Part(Protocol):
     def load_own(self, arrays: Arrays) -> None:
         """Put back what :meth:`own` gave."""
 
+    def end_epoch(self) -> None:
+        """The epoch is over, also where data has not come to its end."""
+
     def record(self) -> Record | None:
         """What was done to the optimizer that the object is or belongs to."""
 
@@ -117,6 +120,12 @@ def _part(name: str, thing: Any, models: list[Any]) -> Part:
 
 def _has_state(thing: Any) -> bool:
     return all(callable(getattr(thing, each, None)) for each in ("state_dict", "load_state_dict"))
+
+
+def end_epoch_of(thing: Any) -> None:
+    """Tell data that a loop has left before its end, if this is such data."""
+    if callable(end := getattr(thing, "end_epoch", None)):
+        end()
 
 
 def record_for(thing: Any) -> Record | None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from hvkit.checkpoint.parts import Arrays, record_for
+from hvkit.checkpoint.parts import Arrays, end_epoch_of, record_for
 from hvkit.checkpoint.rates import Ratio, rescale_groups, rescale_scheduler
 from hvkit.registry import Record
 
@@ -74,6 +74,9 @@ class TorchPart:
             for name, buffer in self._thing.named_buffers()
             if name in saved and buffer.layout is torch.strided
         }
+
+    def end_epoch(self) -> None:
+        end_epoch_of(self._thing)
 
     def record(self) -> Record | None:
         return record_for(self._thing)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from hvkit import runtime
 from hvkit.agreement import raise_together, require_equal
-from hvkit.data.arrays import is_arrays, rows_of, shard_arrays
+from hvkit.data.arrays import digest_of_rows, is_arrays, rows_of, shard_arrays
 from hvkit.data.order import Share
 
 D = TypeVar("D")
@@ -29,7 +29,8 @@ def shard(data: D, *, exact: bool = False, seed: int = 0) -> D:
     for equal parts, fewer than N of them come twice; with ``drop_last`` it is left out instead.
 
     For evaluation, pass ``exact=True``: every sample is on exactly one rank, in the original
-    order, also with ``drop_last``. Parts may differ by one sample and be empty.
+    order, also with a DataLoader's ``drop_last`` (what ``drop_remainder`` has dropped in tf.data
+    stays dropped). Parts may differ by one sample, or by one element of tf.data, and be empty.
 
     - **DataLoader**: collate function, workers, pinning and ``drop_last`` stay. With
       ``shuffle=True`` every iteration is a new epoch, whose order depends on ``seed``, the epoch
@@ -48,11 +49,15 @@ def shard(data: D, *, exact: bool = False, seed: int = 0) -> D:
       ranks; of one that does not, every N-th element is taken, which is cheapest right after the
       source. Shuffles need a seed. Infinite ones stay so.
     - **PyDataset**: batch i of this rank is batch i*N + rank; the last N are divided evenly.
-      ``on_epoch_end`` runs with the same random numbers on every rank. ``fit`` shuffles the
+      ``on_epoch_end`` runs with the same random numbers on every rank. It has ``state_dict()`` and
+      ``load_state_dict()``, which run it as often as the saved epochs did. ``fit`` shuffles the
       batches by Python's ``random`` unless ``shuffle=False``: each rank then still sees its part
       once in an epoch, but steps are as in one process only if ``random`` is seeded alike.
 
-    For training it is a call that every rank has to make.
+    For training it is a call that every rank has to make, with the same data in the same order:
+    split and permute data with a seed that the ranks share. Ranks compare lengths, rows of arrays,
+    indices of a ``Subset`` and the labels of a PyDataset's first batch. They have to iterate
+    equally often, too: look at samples in the original data.
 
     Args:
         data: see above.
@@ -115,13 +120,12 @@ def shard_for(data: Any, share: Share, seed: int) -> Part:
 
         return Part(*shard_tfdata(data, share))
     elif keras is not None and isinstance(data, keras.utils.PyDataset):
-        from hvkit.data.pydataset import ShardedPyDataset
+        from hvkit.data.pydataset import ShardedPyDataset, facts_of
 
-        part = Part(
-            ShardedPyDataset(data, share, seed), [f"PyDataset of {data.num_batches} batches"]
-        )
+        part = Part(ShardedPyDataset(data, share, seed), facts_of(data, share, seed))
     elif is_arrays(data):
-        part = Part(shard_arrays(data, share), [f"arrays of {rows_of(data)} rows"])
+        facts = [f"arrays of {rows_of(data)} rows", f"rows of sha256 {digest_of_rows(data)}"]
+        part = Part(shard_arrays(data, share), facts)
     else:
         raise TypeError(_refusal(data))
     return Part(part.data, [] if share.exact else [*part.facts, f"seed {seed}"])

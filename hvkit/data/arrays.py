@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -47,6 +48,24 @@ def rows_of(data: Any) -> int:
             f"got {', '.join(map(str, lengths))}"
         )
     return lengths[0]
+
+
+def digest_of_rows(data: Any) -> str:
+    """A sha256 of a few rows of all arrays, by which ranks notice that their data differs."""
+    digest = hashlib.sha256()
+
+    def add(array: Any) -> None:
+        length = int(array.shape[0])
+        some = np.unique(np.linspace(0, max(length - 1, 0), min(length, 16)).astype(int))
+        for row in some:
+            value = array[int(row)]
+            value = value.detach().cpu() if hasattr(value, "detach") else value
+            value = np.asarray(value)
+            text = value.dtype.hasobject
+            digest.update(repr(value.tolist()).encode() if text else value.tobytes())
+
+    map_arrays(add, data)
+    return digest.hexdigest()
 
 
 def map_arrays(function: Callable[[Any], Any], data: Any) -> Any:

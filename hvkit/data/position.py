@@ -13,6 +13,7 @@ class Position:
         self.epoch = 0
         self.samples = 0
         self._iteration: object | None = None
+        self._left = False
 
     def begin(self) -> object:
         """A new iteration: the rest of the current epoch after a load, else a new epoch.
@@ -22,7 +23,7 @@ class Position:
         """
         if self._iteration is not None:
             self.epoch, self.samples = self.epoch + 1, 0
-        self._iteration = object()
+        self._iteration, self._left = object(), False
         return self._iteration
 
     def advance(self, iteration: object, samples: int) -> None:
@@ -34,6 +35,16 @@ class Position:
         """The epoch is over."""
         if iteration is self._iteration:
             self.epoch, self.samples, self._iteration = self.epoch + 1, 0, None
+
+    def leave(self, iteration: object) -> None:
+        """The loop over the epoch was left before its end."""
+        self._left = self._left or iteration is self._iteration
+
+    def end_if_left(self) -> None:
+        """Take an epoch that was left for done."""
+        if self._left:
+            self.end(self._iteration)
+            self._left = False
 
     def save(self) -> dict[str, int]:
         """The position, to be passed to :meth:`load`."""
@@ -53,4 +64,4 @@ class Position:
                     f"{{'epoch': int, 'samples': int}}; got {dict(state)!r}"
                 )
         self.epoch, self.samples = state["epoch"], state["samples"]
-        self._iteration = None
+        self._iteration, self._left = None, False

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import keras
 import numpy as np
 
+from hvkit.data.arrays import digest_of_rows
 from hvkit.data.order import Share, seed_from
 from hvkit.data.randomness import FixedRandomness
 
@@ -77,9 +79,43 @@ class ShardedPyDataset(keras.utils.PyDataset):  # type: ignore[misc]
             self._inner.on_epoch_end()
         self._epoch += 1
 
+    def state_dict(self) -> dict[str, int]:
+        """The number of epochs that have ended."""
+        return {"epoch": self._epoch}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go to the beginning of an epoch: what the original does between epochs is done again.
+
+        Raises:
+            ValueError: this dataset is beyond that epoch.
+        """
+        if state["epoch"] < self._epoch:
+            raise ValueError(
+                f"the dataset has ended {self._epoch} epochs and cannot go back to "
+                f"{state['epoch']}: restore before the first fit"
+            )
+        while self._epoch < state["epoch"]:
+            self.on_epoch_begin()
+            self.on_epoch_end()
+
     def _random_epoch(self) -> int:
         # Ranks may evaluate with different frequency, and still need a common order.
         return 0 if self._share.exact else self._epoch
+
+
+def facts_of(inner: keras.utils.PyDataset, share: Share, seed: int) -> list[str]:
+    """What the ranks have to have alike: the length, and the labels of the first batch.
+
+    Not its inputs, which may be changed at random.
+    """
+    facts = [f"PyDataset of {inner.num_batches} batches"]
+    if share.size > 1 and not share.exact and inner.num_batches != 0:
+        with FixedRandomness(seed_from(seed, 0, 2)):
+            batch = inner[0]
+        if isinstance(batch, tuple | list) and len(batch) > 1 and batch[1] is not None:
+            labels = _map(_as_numpy, batch[1])
+            facts.append(f"labels of the first batch with sha256 {digest_of_rows(labels)}")
+    return facts
 
 
 def _map(function: Any, *batches: Any) -> Any:

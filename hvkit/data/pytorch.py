@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from hvkit.agreement import require_equal
+from hvkit.data.arrays import digest_of_rows
 from hvkit.data.order import Share, seed_from
 from hvkit.data.position import Position
 from hvkit.data.samplers import Order, SampleOrder, order_of
@@ -27,7 +31,7 @@ def shard_dataset(dataset: Dataset[Any], share: Share, seed: int) -> tuple[Any, 
     length = _length(dataset)
     whole = share.exact or length % share.size == 0
     mine = range(share.rank, length, share.size) if whole else share.of(length).tolist()
-    return Subset(dataset, mine), [f"Dataset of {length} samples"]
+    return Subset(dataset, mine), [f"Dataset of {length} samples", *_contents(dataset)]
 
 
 def shard_loader(loader: DataLoader[Any], share: Share, seed: int) -> tuple[Any, list[str]]:
@@ -47,6 +51,7 @@ def shard_loader(loader: DataLoader[Any], share: Share, seed: int) -> tuple[Any,
         options = {**_options(loader), "generator": torch.Generator()}
         return StreamLoader(stream, seed, kept | options), ["IterableDataset", *facts]
     order = order_of(loader, share, seed)
+    facts += _contents(loader.dataset)
     return ShardedLoader(loader, order, share, seed), [*order.facts(), *facts]
 
 
@@ -60,6 +65,7 @@ class ShardedLoader(DataLoader[Any]):
     def __init__(self, loader: DataLoader[Any], order: Order, share: Share, seed: int) -> None:
         self._order, self._share, self._seed = order, share, seed
         self._position = Position()
+        self._begun_after = 0
         options: dict[str, Any] = _options(loader)
         if loader.batch_sampler is None:
             options |= {"sampler": order, "batch_size": None}
@@ -74,17 +80,38 @@ class ShardedLoader(DataLoader[Any]):
     def __iter__(self) -> Any:
         iteration = self._position.begin()
         epoch = 0 if self._share.exact else self._position.epoch
-        self._order.begin(epoch, self._position.samples)
+        self._begun_after = self._position.samples
+        self._order.begin(epoch, self._begun_after)
         self.generator.manual_seed(seed_from(self._seed, epoch, self._share.rank))
         return self._counted(iteration, super().__iter__(), self._order.steps())
 
     def _counted(
         self, iteration: object, batches: Iterator[Any], steps: Iterator[int]
     ) -> Iterator[Any]:
-        for batch, samples in zip(batches, steps, strict=False):
-            self._position.advance(iteration, samples)
-            yield batch
+        try:
+            for number, (batch, samples) in enumerate(zip(batches, steps, strict=False)):
+                # After one batch, so that a rank alone may look at the first.
+                if number == 1 and not self._share.exact and self._share.size > 1:
+                    self._require_same_position()
+                self._position.advance(iteration, samples)
+                yield batch
+        except GeneratorExit:
+            self._position.leave(iteration)
+            raise
         self._position.end(iteration)
+
+    def _require_same_position(self) -> None:
+        require_equal(
+            "epoch of a sharded DataLoader",
+            [f"epoch {self._position.epoch}, begun after {self._begun_after} samples"],
+            "iterate over it equally often on every rank, and look at samples in the original "
+            "DataLoader",
+            "shard",
+        )
+
+    def end_epoch(self) -> None:
+        """Take an epoch that a loop has left with ``break`` for done, as the next loop will."""
+        self._position.end_if_left()
 
     def state_dict(self) -> dict[str, int]:
         """The position: epochs done, and samples of this epoch that all ranks were given."""
@@ -97,6 +124,18 @@ class ShardedLoader(DataLoader[Any]):
             ValueError: it is not what ``state_dict`` returned.
         """
         self._position.load(state)
+
+
+def _contents(dataset: Any) -> list[str]:
+    """What tells apart datasets of one length, as far as it costs nothing to know."""
+    facts = []
+    while isinstance(dataset, Subset):
+        indices = np.asarray(dataset.indices).tobytes()
+        facts.append(f"Subset with indices of sha256 {hashlib.sha256(indices).hexdigest()}")
+        dataset = dataset.dataset
+    if isinstance(dataset, TensorDataset):
+        facts.append(f"tensors whose rows have sha256 {digest_of_rows(dataset.tensors)}")
+    return facts
 
 
 def _options(loader: DataLoader[Any]) -> dict[str, Any]:

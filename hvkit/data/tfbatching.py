@@ -1,7 +1,9 @@
 """How the elements of a ``tf.data`` pipeline are batches.
 
-TensorFlow has no public way to ask a dataset for its inputs. What is read here are private
-attributes of TensorFlow 2.21; after a step that is not known, elements count as single samples.
+They are where no step after the last batching runs a function on them: what a ``map`` makes of a
+batch may be one sequence, whose rows are no samples. After a step that is not known, elements
+count as units too. TensorFlow has no public way to ask a dataset for its inputs; what is read
+here are private attributes of TensorFlow 2.21.
 """
 
 from __future__ import annotations
@@ -12,15 +14,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvkit.data.tfpipeline import stackable, whole
+from hvkit.data.tfpipeline import stackable
 
 # Steps that change neither what a batch is nor how many there are.
 _PASS_ON = {
     "_AssertCardinalityDataset",
     "CacheDataset",
-    "_MapDataset",
     "_OptionsDataset",
-    "_ParallelMapDataset",
     "_PrefetchDataset",
     "_RestructuredDataset",
     "_ShuffleDataset",
@@ -29,15 +29,12 @@ _PASS_ON = {
 _KEEP_BATCHES = {
     *_PASS_ON,
     "_ConcatenateDataset",
-    "_DirectedInterleaveDataset",
-    "_FilterDataset",
     "_IgnoreErrorsDataset",
     "_RepeatDataset",
     "_ShardDataset",
     "_SkipDataset",
     "_SnapshotDataset",
     "_TakeDataset",
-    "_TakeWhileDataset",
     "_ZipDataset",
 }
 _BATCH = {
@@ -73,26 +70,17 @@ class Batching:
             return samples.padded_batch(
                 self.size, padding_values=self.padding, drop_remainder=drop_remainder
             )
-        if not any(isinstance(leaf, tf.RaggedTensorSpec) for leaf in tf.nest.flatten(self.spec)):
-            return samples.batch(self.size, drop_remainder=drop_remainder)
-        # Makes ragged what has no fixed shape, which only some of it may have been.
-        ragged = samples.ragged_batch(self.size, drop_remainder=drop_remainder)
-
-        def as_before(*batch: Any) -> Any:
-            return tf.nest.map_structure(_like, self.spec, whole(batch, self.spec))
-
-        return ragged.map(as_before)
+        return samples.batch(self.size, drop_remainder=drop_remainder)
 
 
 def batching_of(data: tf.data.Dataset) -> Batching | None:
-    """How the elements of a pipeline are batches; None if they are not.
+    """How the elements of a pipeline are batches; None if they are units.
 
     Raises:
-        ValueError: batches of different sizes, or padded ones that are changed afterwards.
+        ValueError: batches of different sizes, or padded ones that are joined with others.
     """
-    shapes = [getattr(leaf, "shape", None) for leaf in tf.nest.flatten(data.element_spec)]
-    if any(shape is None or shape.rank == 0 for shape in shapes):
-        return None
+    if not all(hasattr(leaf, "shape") for leaf in tf.nest.flatten(data.element_spec)):
+        return None  # batches of datasets, which have no rows
     steps = list(_batch_steps(data))
     if not steps or None in steps:
         return None
@@ -114,19 +102,13 @@ def batching_of(data: tf.data.Dataset) -> Batching | None:
     )
 
 
-def _like(spec: Any, value: Any) -> Any:
-    dense = isinstance(spec, tf.TensorSpec) and isinstance(value, tf.RaggedTensor)
-    return value.to_tensor() if dense else value
-
-
 def _batch_steps(data: tf.data.Dataset) -> Iterator[tf.data.Dataset | None]:
     """The last batching on each way to the sources; None where there is none."""
     kind = type(data).__name__
     if kind in _BATCH:
         yield data
     elif kind in _KEEP_BATCHES and data._inputs():
-        # The first input of a DirectedInterleave chooses among the others.
-        for source in data._inputs()[kind == "_DirectedInterleaveDataset" :]:
+        for source in data._inputs():
             yield from _batch_steps(source)
     else:
         yield None
@@ -169,19 +151,9 @@ def _padding(data: tf.data.Dataset, steps: list[Any]) -> Any:
     spec = data.element_spec
     if stackable(spec, start=1):
         return None
-    same = len(steps) == 1 and _fits(padded[0]._padding_values, spec)
-    if not same:
+    if len(steps) > 1 or padded[0].element_spec != spec:
         raise ValueError(
-            "the pipeline changes what its batches hold after padded_batch, so that they cannot "
-            "be padded again: pass the dataset to hvkit.shard before padded_batch"
+            "the pipeline zips or concatenates what padded_batch made, so that it cannot be padded "
+            "again: pass the dataset to hvkit.shard before padded_batch"
         )
     return padded[0]._padding_values
-
-
-def _fits(padding: Any, spec: Any) -> bool:
-    try:
-        tf.nest.assert_same_structure(padding, spec)
-    except (TypeError, ValueError):
-        return False
-    pairs = zip(tf.nest.flatten(padding), tf.nest.flatten(spec), strict=True)
-    return all(value.dtype == leaf.dtype for value, leaf in pairs)

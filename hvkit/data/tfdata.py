@@ -1,8 +1,9 @@
 """``tf.data`` pipelines.
 
 They are taken apart after their last step, by transformations that every rank computes alike, so
-that the order of a seeded shuffle stays that of one process. What comes before runs on every
-rank for all samples; sharding right after the source costs less.
+that the order of a seeded shuffle stays that of one process. Batches are regrouped; elements
+that something else made last stay whole, and so do batches after a ``map``. What comes before
+runs on every rank for all samples; sharding right after the source costs less.
 """
 
 from __future__ import annotations
@@ -79,18 +80,9 @@ def _elements_of_unknown(data: tf.data.Dataset, share: Share) -> tf.data.Dataset
         return data.batch(share.size).map(row)
     return data.window(share.size).flat_map(
         lambda *window: (
-            _unwindowed(whole(window, data.element_spec)).repeat().skip(share.rank).take(1)
+            tf.data.Dataset.zip(whole(window, data.element_spec)).repeat().skip(share.rank).take(1)
         )
     )
-
-
-def _unwindowed(window: Any) -> tf.data.Dataset:
-    """The elements of a window, which comes as datasets in the structure of an element."""
-    if isinstance(window, tf.data.Dataset):
-        return window
-    if isinstance(window, dict):
-        return tf.data.Dataset.zip({key: _unwindowed(each) for key, each in window.items()})
-    return tf.data.Dataset.zip(tuple(_unwindowed(each) for each in window))
 
 
 def _regrouped(data: tf.data.Dataset, batching: Batching, share: Share) -> tf.data.Dataset:
@@ -129,7 +121,7 @@ def _rebatched(data: tf.data.Dataset, batching: Batching, share: Share) -> tf.da
         samples = samples.take(batching.samples // group * group)
     elif drop:
         samples = samples.window(group, drop_remainder=True).flat_map(
-            lambda *window: _unwindowed(whole(window, data.element_spec))
+            lambda *window: tf.data.Dataset.zip(whole(window, data.element_spec))
         )
     mine = samples.shard(share.size, share.rank) if drop else _elements(samples, share)
     part = batching.again(mine, drop_remainder=drop)

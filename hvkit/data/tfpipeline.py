@@ -14,7 +14,7 @@ import tensorflow as tf
 
 def whole(arguments: tuple[Any, ...], spec: Any) -> Any:
     """What a function of ``map`` was called with, as the one element that it came from."""
-    return arguments if isinstance(spec, tuple) else arguments[0]
+    return tf.nest.pack_sequence_as(spec, tf.nest.flatten(arguments))
 
 
 def stackable(spec: Any, start: int = 0) -> bool:

@@ -1,3 +1,4 @@
+import json
 import math
 
 import pytest
@@ -32,6 +33,13 @@ def test_it_goes_on_from_a_saved_state():
     resumed = hvkit.EarlyStopping(patience=3)
     resumed.load_state_dict(first.state_dict())
     assert resumed(2.0)
+
+
+def test_its_state_before_the_first_call_is_plain_json():
+    state = json.loads(json.dumps(hvkit.EarlyStopping(patience=3).state_dict(), allow_nan=False))
+    resumed = hvkit.EarlyStopping(patience=1)
+    resumed.load_state_dict(state)
+    assert not resumed(5.0)
 
 
 @pytest.mark.parametrize(

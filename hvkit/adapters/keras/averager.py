@@ -45,6 +45,7 @@ class GradientAverager:
         # Added to what is sent: TensorFlow would compute an operation on constants only once.
         with tf.init_scope(), tf.device("CPU:0"):
             self._zero = tf.Variable(0, trainable=False)
+        self._tell_in_graph = tf.function(self._tell, autograph=False, reduce_retracing=True)
         self._width: int | None = None
         self._eager = False
 
@@ -65,7 +66,7 @@ class GradientAverager:
         self._width, self._eager = len(gradients), tf.executing_eagerly()
         # Not before the step has data: one on an iterator that has ended must not ask.
         with tf.control_dependencies(_ready_first(gradients)):
-            had = self._tell(np.array([dense, sparse], np.int32))
+            had = self._tell(tf.constant(np.array([dense, sparse], np.int32)))
         if tf.executing_eagerly():
             if np.any(had.numpy() >= _AT_THE_END):
                 raise RanksDisagreeError(_UNEVEN)
@@ -89,16 +90,16 @@ class GradientAverager:
         """
         if self._width is not None:
             # Horovod names an operation of eager code by its kind, one of a graph by its name.
-            mine = np.full((2, self._width), _AT_THE_END, np.int32)
-            had = self._tell(mine) if self._eager else tf.function(lambda: self._tell(mine))()
+            tell = self._tell if self._eager else self._tell_in_graph
+            had = tell(tf.fill((2, self._width), _AT_THE_END))
             if np.any(had.numpy() != _AT_THE_END * runtime.size()):
                 raise RanksDisagreeError(_UNEVEN)
 
-    def _tell(self, numbers: np.ndarray[Any, Any]) -> tf.Tensor:
+    def _tell(self, numbers: tf.Tensor) -> tf.Tensor:
         """The sum over ranks of two rows of numbers, one for each gradient."""
         with tf.device("CPU:0"):
             return self._hvd.allreduce(
-                tf.constant(numbers) + self._zero,
+                numbers + self._zero,
                 op=self._hvd.Sum,
                 name=f"{self._name}.present",
                 ignore_name_scope=True,

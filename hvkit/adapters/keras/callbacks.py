@@ -109,6 +109,18 @@ class _Unsaved:
     save_weights = save
 
 
+def _acts_in_steps(callback: Any) -> bool:
+    """Whether it has code of its own for the ends of steps, which may end training."""
+    if _is_one_of(callback, _STEADY) or getattr(callback, "never_stops", False):
+        return False
+    base = keras.callbacks.Callback
+    hooks = ("on_batch_end", "on_train_batch_end")
+    return any(
+        hook in vars(callback) or getattr(type(callback), hook, None) is not getattr(base, hook)
+        for hook in hooks
+    )
+
+
 class InStep(keras.callbacks.Callback):  # type: ignore[misc]
     """Ranks take the same number of steps, and stop when any of them stops.
 
@@ -120,20 +132,15 @@ class InStep(keras.callbacks.Callback):  # type: ignore[misc]
     def __init__(self, others: list[Any], epoch: Epoch) -> None:
         super().__init__()
         self._epoch = epoch
-        base = keras.callbacks.Callback
-        hooks = ("on_batch_end", "on_train_batch_end")
         # A collective a step only where a callback could end training inside an epoch.
-        self._every_step = any(
-            not _is_one_of(each, _STEADY)
-            and any(getattr(type(each), hook, None) is not getattr(base, hook) for hook in hooks)
-            for each in others
-        )
+        self._every_step = any(_acts_in_steps(each) for each in others)
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Make sure that the ranks agree about the number of steps, as far as it is known."""
-        steps = runtime.gather("fit", (self.params or {}).get("steps"))
-        differing = {count for count in steps if count is not None}
-        if len(differing) > 1:
+        everyone = runtime.gather("fit", ((self.params or {}).get("steps"), self._every_step))
+        steps = [theirs for theirs, _ in everyone]
+        self._every_step = any(theirs for _, theirs in everyone)
+        if len({count for count in steps if count is not None}) > 1:
             raise RanksDisagreeError(
                 f"fit was given data of different length on each rank: {steps} steps an epoch, by "
                 "rank; every rank must take the same number of steps: use hvkit.shard(data)"

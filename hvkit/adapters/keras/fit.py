@@ -54,9 +54,16 @@ def _on_this_rank(method: Callable[..., Any], epoch: Epoch | None = None) -> Cal
 
 def _with_names(method: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
     """The arguments by name, those of ``**kwargs`` included."""
-    bound = inspect.signature(method).bind(*args, **kwargs)
+    signature = inspect.signature(method)
+    kinds = {parameter.kind for parameter in signature.parameters.values()}
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        # A method of the user's that hands everything on to Keras's.
+        signature = inspect.signature(
+            functools.partial(getattr(keras.Model, method.__name__), None)
+        )
+    bound = signature.bind(*args, **kwargs)
     named = dict(bound.arguments)
-    for name, parameter in bound.signature.parameters.items():
+    for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             named.update(named.pop(name, {}))
     return named

@@ -11,7 +11,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hvkit.adapters import Options
-from hvkit.adapters.pytorch.batch_norm import RunningStatistics, synchronise_batch_norm
+from hvkit.adapters.pytorch.batch_norm import (
+    RunningStatistics,
+    batch_norm_of,
+    synchronise_batch_norm,
+)
 from hvkit.adapters.pytorch.compression import DTYPES
 from hvkit.adapters.pytorch.rate import WarmUp, multiply
 from hvkit.adapters.pytorch.reducer import GradientReducer
@@ -35,6 +39,8 @@ class PyTorchAdapter:
         self.options = options
         self.parameters = _named_parameters(model, self.optimizers)
         self.factor = 1.0
+        if options.batch_norm == "sync":
+            batch_norm_of(model)
         for name, tensor in [*self.parameters.items(), *model.named_buffers()]:
             _refuse_uninitialised(name, tensor)
 
@@ -90,7 +96,7 @@ class PyTorchAdapter:
 
     def _averaged_statistics(self) -> RunningStatistics | None:
         statistics = RunningStatistics(self.model)
-        wanted = self.options.batch_norm == "average" and statistics.length > 0
+        wanted = self.options.batch_norm != "local" and statistics.length > 0
         return statistics if wanted else None
 
     def _follow(self, optimizer: Optimizer, reducer: GradientReducer) -> None:

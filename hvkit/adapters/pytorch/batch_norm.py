@@ -24,38 +24,42 @@ from hvkit.engines import waiting_for_all_ranks
 
 
 class RunningStatistics:
-    """The running means and variances of a model's normalisation layers, as one vector."""
+    """The running means and variances of a model's normalisation layers, as one vector.
+
+    Of layers that are not synchronised: those have the same on every rank.
+    """
 
     def __init__(self, model: nn.Module) -> None:
+        # Not the buffers themselves, which model.to() and its like replace.
         self._kept = [
-            (module, buffer)
+            (module, name)
             for module in model.modules()
-            if isinstance(module, _NormBase)
-            for buffer in (module.running_mean, module.running_var)
-            if buffer is not None
+            if isinstance(module, _NormBase) and module not in _synchronised
+            for name in ("running_mean", "running_var")
+            if getattr(module, name) is not None
         ]
-        self.length = sum(buffer.numel() for _, buffer in self._kept)
+        self._sizes = [getattr(module, name).numel() for module, name in self._kept]
+        self.length = sum(self._sizes)
 
     def read_into(self, vector: torch.Tensor) -> None:
         """Copy them into a vector of shape ``(length,)``."""
-        flat = [buffer.view(-1) for _, buffer in self._kept]
+        flat = [getattr(module, name).view(-1) for module, name in self._kept]
         if flat:  # one kernel on a GPU, not one a buffer
-            torch._foreach_copy_(self._pieces(vector), flat)
+            torch._foreach_copy_(list(torch.split(vector, self._sizes)), flat)
 
     def write(self, vector: torch.Tensor) -> None:
         """Take over those of layers in training; frozen ones stay as they are, bit for bit.
 
         Through ``data``, because a graph whose backward is still to come may hold the buffers.
         """
-        pieces = zip(self._kept, self._pieces(vector), strict=True)
-        changed = [(buffer, piece) for (module, buffer), piece in pieces if module.training]
+        pieces = zip(self._kept, torch.split(vector, self._sizes), strict=True)
+        changed = [
+            (getattr(module, name).data.view(-1), piece)
+            for (module, name), piece in pieces
+            if module.training
+        ]
         if changed:
-            torch._foreach_copy_(
-                [buffer.data.view(-1) for buffer, _ in changed], [piece for _, piece in changed]
-            )
-
-    def _pieces(self, vector: torch.Tensor) -> list[torch.Tensor]:
-        return list(torch.split(vector, [buffer.numel() for _, buffer in self._kept]))
+            torch._foreach_copy_([mine for mine, _ in changed], [piece for _, piece in changed])
 
 
 # The names of the collectives of synchronised layers; ranks make them in the same order.
@@ -69,10 +73,26 @@ def synchronise_batch_norm(model: nn.Module) -> None:
     The classes' ``forward`` looks whether its module is one of these, so the modules stay as they
     are and pickle as ever.
     """
-    for module in model.modules():
-        if isinstance(module, _BatchNorm):
-            _synchronised[module] = f"hvkit.batch_norm.{next(_serial)}"
+    for module in batch_norm_of(model):
+        _synchronised[module] = f"hvkit.batch_norm.{next(_serial)}"
     _look_for_synchronised()
+
+
+def batch_norm_of(model: nn.Module) -> list[_BatchNorm]:
+    """The layers that :func:`synchronise_batch_norm` acts on.
+
+    Raises:
+        ValueError: one is of a class with a ``forward`` of its own.
+    """
+    found = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    for module in found:
+        if type(module).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+            raise ValueError(
+                f'batch_norm="sync" cannot synchronise {type(module).__module__}.'
+                f"{type(module).__qualname__}, which has a forward of its own: use "
+                'torch.nn.BatchNorm layers, or batch_norm="average"'
+            )
+    return found
 
 
 @functools.cache

@@ -152,6 +152,128 @@ def test_fit_resumed_in_the_middle_of_an_epoch_is_the_one_that_was_never_stopped
     assert equal(resumed, whole)
 
 
+def infinite():
+    return dataset().repeat()
+
+
+def unknown_length():
+    return dataset().filter(lambda x, y: True)
+
+
+@pytest.mark.two_ranks
+@pytest.mark.parametrize(
+    ("make_data", "at_once", "fit_options"),
+    [
+        (infinite, 1, {"steps_per_epoch": 5}),
+        (unknown_length, 1, {}),
+        (dataset, 2, {}),
+        (dataset, 3, {}),
+    ],
+)
+@pytest.mark.parametrize("batches", [3, 5])
+def test_a_resumed_fit_takes_the_steps_that_are_left(
+    folder, make_data, at_once, fit_options, batches
+):
+    net, optimizer = hvkit.distribute(model(1), keras.optimizers.SGD(0.01))
+    checkpoint = Checkpoint(folder, model=net, optimizer=optimizer)
+    checkpoint.save(epoch=1, step=5 + batches, batches=batches)
+    callback = checkpoint.callback()  # before restore, which it has to notice
+    start = checkpoint.restore()
+    net.compile(optimizer=optimizer, loss="mse", steps_per_execution=at_once)
+    seen = CountSteps()
+    net.fit(
+        make_data(), epochs=4, initial_epoch=start.epoch, verbose=0, callbacks=[callback, seen],
+        **fit_options,
+    )  # fmt: skip
+    left_out = batches // at_once * at_once
+    assert seen.steps == [5 - left_out, 5, 5]
+
+
+class CountSteps(keras.callbacks.Callback):
+    """The steps in which weights changed, by epoch."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.before = int(self.model.optimizer.iterations)
+        self.kernel = self.model.weights[0].numpy()
+
+    def on_epoch_end(self, epoch, logs=None):
+        done = int(self.model.optimizer.iterations) - self.before
+        # Where TensorFlow finds the data at its end, it may have counted a step that was none.
+        self.steps = [*getattr(self, "steps", []), min(done, 5)]
+
+
+@pytest.mark.two_ranks
+def test_batches_are_left_out_once(folder):
+    net, optimizer = hvkit.distribute(model(1), keras.optimizers.SGD(0.01))
+    checkpoint = Checkpoint(folder, model=net, optimizer=optimizer)
+    checkpoint.save(epoch=0, step=3, batches=3)
+    checkpoint.restore()
+    net.compile(optimizer=optimizer, loss="mse")
+    steps = []
+    for _ in range(3):
+        net.fit(dataset(), epochs=1, verbose=0, callbacks=[checkpoint.callback()])
+        steps.append(int(optimizer.iterations))
+    assert steps == [2, 7, 12]
+
+
+class Shuffled(keras.utils.PyDataset):
+    """Reads in an order that it changes itself between epochs."""
+
+    def __init__(self):
+        super().__init__()
+        self.order = list(range(10))
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, i):
+        rows = np.array(self.order[2 * i : 2 * i + 2], np.float32)
+        return np.repeat(rows[:, None], 8, 1), np.repeat(rows[:, None], 4, 1)
+
+    def on_epoch_end(self):
+        random.shuffle(self.order)
+
+
+@pytest.mark.two_ranks
+def test_a_sharded_pydataset_goes_on_in_its_own_order(folder):
+    def run(seed, name):
+        net, optimizer = hvkit.distribute(model(seed), keras.optimizers.SGD(0.001))
+        net.compile(optimizer=optimizer, loss="mse")
+        data = hvkit.shard(Shuffled())
+        checkpoint = Checkpoint(folder / name, model=net, optimizer=optimizer, data=data)
+        start = checkpoint.restore()
+        net.fit(
+            data, epochs=3, initial_epoch=start.epoch, shuffle=False, verbose=0,
+            callbacks=[checkpoint.callback()],
+        )  # fmt: skip
+        return state(net, optimizer)
+
+    whole = run(1, "a")
+    if hvkit.rank() == 0:
+        shutil.rmtree(folder / "a" / "step-000000009")
+    assert equal(run(2, "a"), whole)
+
+
+@pytest.mark.two_ranks
+def test_gradients_that_are_accumulated_stay_each_ranks_own(folder):
+    def run(seed, stop, name):
+        optimizer = keras.optimizers.SGD(0.01, gradient_accumulation_steps=2)
+        net, optimizer = hvkit.distribute(model(seed), optimizer)
+        checkpoint = Checkpoint(folder / name, model=net, optimizer=optimizer)
+        start = checkpoint.restore()
+        for step in range(start.step, stop):
+            with tf.GradientTape() as tape:
+                loss = mse(batch(step)[:, :4], net(batch(step), training=True))
+            variables = net.trainable_variables
+            optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        checkpoint.save(epoch=0, step=stop)
+        return [w.numpy() for w in net.trainable_weights]
+
+    whole = run(1, 8, "whole")
+    run(1, 3, "stopped")
+    assert equal(run(2, 8, "stopped"), whole)
+
+
 @pytest.mark.two_ranks
 def test_the_callback_saves_every_so_many_steps(folder):
     run_fit(folder, 1, 1, True, every=2)

@@ -2,6 +2,7 @@
 
 import itertools
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -36,6 +37,18 @@ class Mine(Sampler):
         return iter(np.random.default_rng(hvkit.rank()).permutation(10).tolist())
 
 
+def split():
+    return np.random.default_rng(last()).permutation(20)[:10].tolist()
+
+
+class Labelled(keras.utils.PyDataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        return np.random.normal(size=(2, 3)), np.array([i, i + last()])
+
+
 def shuffled():
     return tf.data.Dataset.range(9).shuffle(9, seed=1 + last())
 
@@ -45,6 +58,10 @@ DIFFERENT = {
     "dataset": lambda: shard(loader(10 + last())),
     "batch size": lambda: shard(tf.data.Dataset.range(10).batch(2 + last())),
     "seed": lambda: shard(loader(shuffle=True), seed=int(last())),
+    "rows": lambda: shard(np.random.default_rng(last()).normal(size=(50, 2))),
+    "tensors": lambda: shard(DataLoader(TensorDataset(torch.arange(10) + last()))),
+    "split": lambda: shard(torch.utils.data.Subset(range(20), split())),
+    "labels": lambda: shard(Labelled()),
     "shuffle": lambda: shard(shuffled()),
     "exact shuffle": lambda: shard(shuffled(), exact=True),
     "order": lambda: iter(shard(loader(sampler=Mine()))),
@@ -99,3 +116,20 @@ def test_exact_parts_count_every_sample_once():
     for length in (0, 1, 7, 101):
         seen = [int(i) for (batch,) in shard(loader(length), exact=True) for i in batch]
         assert sorted(itertools.chain(*hvkit.allgather(seen))) == list(range(length))
+
+
+def test_a_look_at_the_first_batch_on_one_rank_is_noticed_in_the_next_epoch():
+    part = shard(loader(20, shuffle=True))
+    if hvkit.rank() == 0:
+        next(iter(part))
+    error, text = error_of(lambda: list(part))
+    assert error is hvkit.RanksDisagreeError
+    assert "epoch 1" in text
+    assert "equally often on every rank" in text
+
+
+def test_a_look_at_the_first_batch_on_all_ranks_is_an_epoch():
+    part = shard(loader(20, shuffle=True))
+    next(iter(part))
+    list(part)
+    assert part.state_dict() == {"epoch": 2, "samples": 0}

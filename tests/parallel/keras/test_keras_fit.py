@@ -157,6 +157,37 @@ def test_one_rank_that_stops_stops_all_at_the_same_step(callback, steps):
     assert hvkit.allgather(int(model.optimizer.iterations.numpy())) == [steps] * hvkit.size()
 
 
+def test_a_function_as_a_callback_stops_all_ranks_too():
+    def stop(batch, logs):
+        if hvkit.rank() == 1 and batch == 2:
+            model.stop_training = True
+
+    model = compiled()
+    callback = keras.callbacks.LambdaCallback(on_train_batch_end=stop)
+    fit(model, mine(samples(24 * hvkit.size())), callbacks=[callback])
+    assert hvkit.allgather(int(model.optimizer.iterations.numpy())) == [3] * hvkit.size()
+
+
+def test_rank_0_may_have_callbacks_that_the_others_have_not():
+    model = compiled()
+    callbacks = [StopAtBatch()] if hvkit.rank() == 0 else []
+    history = fit(model, mine(samples(8 * hvkit.size())), epochs=2, callbacks=callbacks)
+    assert len(history.epoch) == 2
+
+
+class OwnFit(keras.Sequential):
+    """Hands everything on, as wrappers do."""
+
+    def fit(self, *args, **kwargs):
+        return super().fit(*args, **kwargs)
+
+
+def test_a_fit_that_hands_everything_on_is_left_alone():
+    model = compiled(make=lambda seed: OwnFit([keras.Input((8,)), keras.layers.Dense(4)]))
+    x, y = samples(8)
+    assert len(model.fit(x, y, 4, epochs=2, verbose=0).epoch) == 2
+
+
 def test_a_nan_on_one_rank_stops_all_and_is_seen_by_all():
     model = compiled()
     x, y = mine(samples(24 * hvkit.size()))

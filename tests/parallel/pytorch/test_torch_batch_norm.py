@@ -100,6 +100,39 @@ def test_two_forward_passes_may_come_before_their_backward_passes(batch_norm):
     assert same_on_all_ranks(state(model))
 
 
+def test_statistics_of_a_model_that_is_converted_after_the_call_are_averaged():
+    model, optimizer = distributed()
+    model.double()
+    data = [(x.double(), y.double()) for x, y in local(images(steps=2))]
+    train(model, optimizer, data)
+    assert model[1].running_mean.dtype is torch.float64
+    assert same_on_all_ranks(state(model))
+
+
+class OwnForward(nn.BatchNorm2d):
+    def forward(self, x):
+        return torch.relu(super().forward(x))
+
+
+def test_layers_that_cannot_be_synchronised_are_refused():
+    model = nn.Sequential(nn.Conv2d(1, 6, 3), OwnForward(6))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"OwnForward, which has a forward of its own"):
+        hvkit.distribute(model, optimizer, batch_norm="sync")
+
+
+def test_beside_synchronised_layers_other_statistics_are_averaged():
+    model = nn.Sequential(
+        nn.Conv2d(1, 6, 3), nn.InstanceNorm2d(6, track_running_stats=True), nn.BatchNorm2d(6)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hvkit.distribute(model, optimizer, batch_norm="sync")
+    for x, _ in local(images(steps=2)):
+        model(x).square().mean().backward()
+        optimizer.step()
+    assert same_on_all_ranks(state(model))
+
+
 def test_statistics_wait_for_the_last_pass_of_an_accumulation():
     model, optimizer = distributed(accumulate=3)
     for x, y in local(images(steps=6)):

@@ -83,3 +83,25 @@ def test_a_wrong_state_is_an_error(state):
     (one,) = parts(loader(10), 1)
     with pytest.raises(ValueError, match="must be what its state_dict"):
         one.load_state_dict(state)
+
+
+def test_an_epoch_that_was_left_can_be_taken_for_done():
+    (one,) = parts(loader(20, shuffle=True), 1)
+    for number, _ in enumerate(one):
+        if number == 1:
+            break
+    assert one.state_dict() == {"epoch": 0, "samples": 8}
+    one.end_epoch()
+    assert one.state_dict() == {"epoch": 1, "samples": 0}
+    (resumed,) = parts(loader(20, shuffle=True), 1)
+    resumed.load_state_dict(one.state_dict())
+    assert flat(numbers(resumed)) == flat(numbers(one))
+    one.end_epoch()  # which came to its end by itself
+    assert one.state_dict() == {"epoch": 2, "samples": 0}
+
+
+def test_an_epoch_that_goes_on_is_not_done():
+    (one,) = parts(loader(20), 1)
+    for _ in one:
+        one.end_epoch()
+    assert one.state_dict() == {"epoch": 1, "samples": 0}
