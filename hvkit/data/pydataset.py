@@ -35,6 +35,7 @@ class ShardedPyDataset(keras.utils.PyDataset):  # type: ignore[misc]
         )
         self._inner, self._share, self._seed = inner, share, seed
         self._epoch = 0
+        self._resumed = False
         self._in_last: tuple[int, int] | None = None
 
     @property
@@ -71,32 +72,37 @@ class ShardedPyDataset(keras.utils.PyDataset):  # type: ignore[misc]
         return [_map(_as_numpy, self._inner[index]) for index in range(start, total)]
 
     def on_epoch_begin(self) -> None:
+        self._resumed = False
         with FixedRandomness(seed_from(self._seed, self._random_epoch(), 0)):
             self._inner.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
+        if self._resumed:  # fit calls it before its first epoch, too, as the saved run's fit did
+            self._resumed = False
+            return
         with FixedRandomness(seed_from(self._seed, self._random_epoch(), 1)):
             self._inner.on_epoch_end()
         self._epoch += 1
 
     def state_dict(self) -> dict[str, int]:
-        """The number of epochs that have ended."""
+        """How often ``on_epoch_end`` was called."""
         return {"epoch": self._epoch}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go to the beginning of an epoch: what the original does between epochs is done again.
+        """Call the original's ``on_epoch_end`` as often as the saved run did.
 
         Raises:
-            ValueError: this dataset is beyond that epoch.
+            ValueError: it was called more often already.
         """
         if state["epoch"] < self._epoch:
             raise ValueError(
-                f"the dataset has ended {self._epoch} epochs and cannot go back to "
-                f"{state['epoch']}: restore before the first fit"
+                f"on_epoch_end was called {self._epoch} times, in the saved run {state['epoch']} "
+                "times: restore before the first fit"
             )
+        self._resumed = False
         while self._epoch < state["epoch"]:
-            self.on_epoch_begin()
             self.on_epoch_end()
+        self._resumed = True
 
     def _random_epoch(self) -> int:
         # Ranks may evaluate with different frequency, and still need a common order.

@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvkit.data.tfpipeline import stackable
+from hvkit.data.tfpipeline import stackable, whole
 
 # Steps that change neither what a batch is nor how many there are.
 _PASS_ON = {
@@ -70,7 +70,15 @@ class Batching:
             return samples.padded_batch(
                 self.size, padding_values=self.padding, drop_remainder=drop_remainder
             )
-        return samples.batch(self.size, drop_remainder=drop_remainder)
+        if not any(isinstance(leaf, tf.RaggedTensorSpec) for leaf in tf.nest.flatten(self.spec)):
+            return samples.batch(self.size, drop_remainder=drop_remainder)
+        # Makes ragged what has no fixed shape, which only some of it may have been.
+        ragged = samples.ragged_batch(self.size, drop_remainder=drop_remainder)
+
+        def as_before(*batch: Any) -> Any:
+            return tf.nest.map_structure(_like, self.spec, whole(batch, self.spec))
+
+        return ragged.map(as_before)
 
 
 def batching_of(data: tf.data.Dataset) -> Batching | None:
@@ -80,9 +88,9 @@ def batching_of(data: tf.data.Dataset) -> Batching | None:
         ValueError: batches of different sizes, or padded ones that are joined with others.
     """
     if not all(hasattr(leaf, "shape") for leaf in tf.nest.flatten(data.element_spec)):
-        return None  # batches of datasets, which have no rows
+        return None  # None or datasets in it, which have no rows
     steps = list(_batch_steps(data))
-    if not steps or None in steps:
+    if None in steps:
         return None
     sizes = {_size(step) for step in steps}
     size = sizes.pop()
@@ -92,7 +100,7 @@ def batching_of(data: tf.data.Dataset) -> Batching | None:
             f"the pipeline has batches of different sizes ({found}), of which no equal parts can "
             "be made: pass the dataset to hvkit.shard before it is batched"
         )
-    drop = _drops(data)
+    drop = any(_flag(step) for step in steps)
     return Batching(
         size=size,
         drop_remainder=drop,
@@ -100,6 +108,11 @@ def batching_of(data: tf.data.Dataset) -> Batching | None:
         spec=data.element_spec,
         padding=_padding(data, steps),
     )
+
+
+def _like(spec: Any, value: Any) -> Any:
+    dense = isinstance(spec, tf.TensorSpec) and isinstance(value, tf.RaggedTensor)
+    return value.to_tensor() if dense else value
 
 
 def _batch_steps(data: tf.data.Dataset) -> Iterator[tf.data.Dataset | None]:
@@ -128,20 +141,13 @@ def _flag(step: Any) -> bool:
 def _samples(data: Any, drop: bool) -> int | None:
     while type(data).__name__ in _PASS_ON:
         (data,) = data._inputs()
-    if type(data).__name__ not in _BATCH:
+    if type(data).__name__ not in _BATCH - {"_RebatchDataset"}:  # its input is no samples
         return None
     (source,), size = data._inputs(), _size(data)
-    if type(data).__name__ == "_RebatchDataset":  # of batches, not of samples
-        length = _samples(source, _drops(source))
-    else:
-        length = int(source.cardinality())
-    if length is None or length < 0 or size is None:
+    length = int(source.cardinality())
+    if length < 0 or size is None:
         return None
     return length // size * size if drop else length
-
-
-def _drops(data: tf.data.Dataset) -> bool:
-    return any(step is not None and _flag(step) for step in _batch_steps(data))
 
 
 def _padding(data: tf.data.Dataset, steps: list[Any]) -> Any:

@@ -1,6 +1,7 @@
 """Every rank's part of a tf.data pipeline."""
 
 import itertools
+from typing import NamedTuple
 
 import pytest
 import tensorflow as tf
@@ -31,8 +32,18 @@ def unknown(data):
     return data.filter(lambda *_: True)
 
 
+class Pair(NamedTuple):
+    row: tf.Tensor
+    target: tf.Tensor
+
+
 def ragged(length):
     return Data.range(length).map(lambda i: tf.fill([i % 3 + 1], i))
+
+
+def pairs(length):
+    """Samples of one shape, which TensorFlow doesn't know."""
+    return Data.range(length).map(lambda i: tf.fill([tf.minimum(i + 2, 2)], i))
 
 
 def firsts(batches):
@@ -43,14 +54,18 @@ def firsts(batches):
 BATCHED = {
     "batch": (lambda n: Data.range(n).batch(4), numbers),
     "parallel": (lambda n: Data.range(n).batch(4, num_parallel_calls=2), numbers),
-    "map, prefetch, cache": (
-        lambda n: Data.range(n).batch(4).map(lambda x: x + 0).cache().prefetch(2), numbers,
+    "map before, cache, prefetch": (
+        lambda n: Data.range(n).map(lambda x: x + 0).batch(4).cache().prefetch(2), numbers,
+    ),
+    "options": (lambda n: Data.range(n).batch(4).with_options(tf.data.Options()), numbers),
+    "mapped and batched again": (
+        lambda n: Data.range(n).batch(3).map(lambda x: x).unbatch().batch(4), numbers,
     ),
     "rebatch": (lambda n: Data.range(n).batch(3).rebatch(4), numbers),
     "padded": (lambda n: ragged(n).padded_batch(4), firsts),
     "padded to one shape": (lambda n: ragged(n).padded_batch(4, [3]), firsts),
     "ragged and dense": (
-        lambda n: ragged(n).ragged_batch(4).map(lambda rows: (rows, rows.to_tensor())),
+        lambda n: Data.zip((ragged(n).ragged_batch(4), pairs(n).batch(4))),
         lambda batches: firsts(rows for rows, _ in batches),
     ),
     "ragged": (lambda n: ragged(n).ragged_batch(4), firsts),
@@ -67,6 +82,10 @@ BATCHED = {
         lambda batches: numbers([s.numpy() for s in batch] for batch in batches),
     ),
 }  # fmt: skip
+
+
+# Of these, TensorFlow or hvkit does not know how many batches there are.
+UNCOUNTED = ("zipped", "rebatch", "ragged and dense", "mapped and batched again")
 
 
 @every_size
@@ -87,7 +106,7 @@ def check_batched(kind, length, size):
         ranks = parts(lambda: make(length), size, exact=exact)
         seen = [read(rank) for rank in ranks]
         check(seen, list(range(length)))
-        if kind != "zipped":
+        if kind not in UNCOUNTED:
             lengths = [len(batches) for batches in seen]
             assert [int(rank.cardinality()) for rank in ranks] == lengths
         assert all(rank.element_spec == make(length).element_spec for rank in ranks)
@@ -134,6 +153,10 @@ ELEMENTS = {
     "unknown tuples": (
         lambda n: unknown(Data.range(n).map(lambda i: ({"x": i}, i))), by_targets,
     ),
+    "unknown named tuples of many shapes": (
+        lambda n: unknown(ragged(n).map(lambda row: Pair(row, row[0]))),
+        lambda part: [int(pair.target) for pair in part],
+    ),
     "unknown tuples of many shapes": (
         lambda n: unknown(ragged(n).map(lambda row: ({"x": row}, row[0]))), by_targets,
     ),
@@ -164,6 +187,87 @@ def check_elements(kind, length, size):
         check_rows(rows, length)
     exact = [read(rank) for rank in parts(lambda: make(length), size, exact=True)]
     check_exact([[row] if row else [] for row in exact], list(range(length)))
+
+
+def split(row):
+    return row[:-1], row[1:]
+
+
+def joined(element):
+    inputs, targets = element
+    return [int(inputs[0]), *map(int, targets)]
+
+
+def augment(row):
+    return row + 100
+
+
+def classes(row):
+    return tf.one_hot(row, 50)
+
+
+SEQUENCES = {
+    "split": (lambda data: data.map(split), joined),
+    "split in parallel": (lambda data: data.map(split, num_parallel_calls=2).prefetch(1), joined),
+    "split, of unknown number": (lambda data: unknown(data.map(split)), joined),
+    "one_hot": (lambda data: data.map(classes), lambda x: x.numpy().argmax(-1).tolist()),
+    "filter": (unknown, lambda x: x.numpy().tolist()),
+    "interleave": (
+        lambda data: data.interleave(Data.from_tensors, cycle_length=1),
+        lambda x: x.numpy().tolist(),
+    ),
+    "chosen": (
+        lambda data: Data.choose_from_datasets([data, data.take(0)], Data.range(1).repeat()),
+        lambda x: x.numpy().tolist(),
+    ),
+}  # fmt: skip
+every_two = pytest.mark.parametrize("size", [2, 3])
+
+
+@every_two
+@pytest.mark.parametrize("kind", SEQUENCES)
+def test_sequences_made_by_batch_and_a_function_stay_whole(kind, size):
+    make, read = SEQUENCES[kind]
+    sequences = [list(range(start, start + 5)) for start in range(0, 35, 5)]
+
+    def pipeline():
+        return make(Data.range(37).batch(5, drop_remainder=True))
+
+    ranks = [[read(element) for element in part] for part in parts(pipeline, size)]
+    together = flat(zip(*ranks, strict=True))
+    assert together[: len(sequences)] == sequences
+    assert all(sequence in sequences for sequence in together)
+    assert len(together) - len(sequences) < size, "more repetitions than needed"
+    exact = [[read(element) for element in part] for part in parts(pipeline, size, exact=True)]
+    assert exact == [sequences[rank::size] for rank in range(size)]
+
+
+@every_two
+def test_sequences_that_are_batched_after_the_map_are_regrouped(size):
+    def pipeline():
+        return Data.range(60).batch(5, drop_remainder=True).map(split).batch(2)
+
+    first, *_ = [[inputs[:, 0].numpy().tolist() for inputs, _ in p] for p in parts(pipeline, size)]
+    assert first == [[2 * step * 5 * size, (2 * step + 1) * 5 * size] for step in range(6 // size)]
+
+
+@every_two
+def test_batches_that_are_mapped_stay_whole(size):
+    def pipeline():
+        return Data.range(22).batch(4).map(augment)
+
+    batches = numbers(pipeline())
+    ranks = [numbers(part) for part in parts(pipeline, size)]
+    assert flat(zip(*ranks, strict=True)) == [*batches, *[batches[-1]] * (-len(batches) % size)]
+    exact = [numbers(part) for part in parts(pipeline, size, exact=True)]
+    assert exact == [batches[rank::size] for rank in range(size)]
+
+
+def test_mapped_batches_without_end_stay_so():
+    ranks = parts(lambda: Data.range(8).batch(4).map(augment).repeat(), 2)
+    assert {int(rank.cardinality()) for rank in ranks} == {INFINITE}
+    seen = [numbers(rank.take(3)) for rank in ranks]
+    assert seen == [[[100, 101, 102, 103]] * 3, [[104, 105, 106, 107]] * 3]
 
 
 @pytest.mark.parametrize(
@@ -262,7 +366,7 @@ def test_batches_that_cannot_be_regrouped_are_refused():
     with pytest.raises(ValueError, match=r"different sizes \(2, 3\)"):
         parts(lambda: Data.range(9).batch(2).concatenate(Data.range(9).batch(3)), 2)
     with pytest.raises(ValueError, match="before padded_batch"):
-        parts(lambda: ragged(9).padded_batch(2).map(lambda x: (x, x)), 2)
+        parts(lambda: Data.zip((ragged(9).padded_batch(2), Data.range(9).batch(2))), 2)
 
 
 def test_a_padded_batch_is_padded_with_the_users_value_again():
