@@ -39,7 +39,8 @@ def batches_of(images, batch_size, shuffle_seed=None):
         brightness = tf.cast(pixels, tf.float32)[..., None] / 255
         return (brightness - images.mean) / images.deviation, labels
 
-    return dataset.batch(batch_size, drop_remainder=shuffle_seed is not None).map(for_network)
+    dataset = dataset.map(for_network)
+    return dataset.batch(batch_size, drop_remainder=shuffle_seed is not None)
 
 
 def evaluate(test_step, batches):

@@ -46,8 +46,11 @@ def shard(data: D, *, exact: bool = False, seed: int = 0) -> D:
     - **Arrays** of shape (n, ...): every N-th row, repeated to equal length; views where nothing
       is repeated.
     - **tf.data.Dataset**: a pipeline that ends in batches is regrouped into the batches of N
-      ranks; of one that does not, every N-th element is taken, which is cheapest right after the
-      source. Shuffles need a seed. Infinite ones stay so.
+      ranks. Where a ``map``, ``filter`` or another function comes after the last batch, elements
+      stay whole (a batch, or a sequence cut by ``batch``) and every N-th is taken, as of a pipeline
+      without batches; that is cheapest right after the source. Where ``batch`` cuts sequences,
+      call shard after the ``map`` that follows it, not between the two. Shuffles need a seed, and
+      the same ``tf.random.set_seed`` on every rank. Infinite ones stay so.
     - **PyDataset**: batch i of this rank is batch i*N + rank; the last N are divided evenly.
       ``on_epoch_end`` runs with the same random numbers on every rank. It has ``state_dict()`` and
       ``load_state_dict()``, which run it as often as the saved epochs did. ``fit`` shuffles the

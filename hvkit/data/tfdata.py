@@ -39,7 +39,10 @@ def shard_tfdata(data: tf.data.Dataset, share: Share) -> tuple[tf.data.Dataset, 
 
 
 def _facts(data: tf.data.Dataset, batching: Batching | None, share: Share) -> list[str]:
-    seeds = [f"shuffle with seeds {seeds}" for seeds in seeds_of(data)]
+    seeds = [
+        f"shuffle with seeds {seeds} (of tf.random.set_seed and its own)"
+        for seeds in seeds_of(data)
+    ]
     if share.exact:
         return seeds
     batch = None if batching is None else batching.size

@@ -33,8 +33,8 @@ def test_two_ranks_reach_97_percent_in_one_epoch_and_99_with_default_settings(
 
 
 @pytest.mark.parametrize("recipe", ["cnn_torch", "cnn_keras", "cnn_tf"])
-def test_two_ranks_reach_60_percent_on_cifar10_with_default_settings(start, recipe, folder):
+def test_two_ranks_reach_55_percent_on_cifar10_with_default_settings(start, recipe, folder):
     run = start(MPIRUN, recipe, "--dataset", "cifar10", "--data-dir", folder, seconds=1800)
     print(run.out)
-    assert run.final["test_accuracy"] >= 0.6
+    assert run.final["test_accuracy"] >= 0.55
     assert run.final["ranks"] == 2
