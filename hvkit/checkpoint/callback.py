@@ -82,8 +82,8 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
                 return self.model.train_function(iterator)
             calls -= 1
             for _ in range(at_once):
-                next(iterator)
-            return self.model.get_metrics_result()
+                batch = next(iterator)
+            return _metrics_before_training(self.model, batch)
 
         return train_after
 
@@ -100,3 +100,17 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
         # training may have an optimizer each.
         saved = [p.optimizer for p in self._checkpoint.parts if isinstance(p, OptimizerPart)]
         return sum(int(each.iterations) for each in saved or [self.model.optimizer])
+
+
+def _metrics_before_training(model: Any, batch: Any) -> Any:
+    """What the model's metrics report when they have seen nothing.
+
+    Compiled metrics report nothing before they have seen a first batch.
+    """
+    try:
+        return model.get_metrics_result()
+    except ValueError:
+        x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
+        model.test_on_batch(x, y, weights)
+        model.reset_metrics()
+        return model.get_metrics_result()

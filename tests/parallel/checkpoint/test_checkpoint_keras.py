@@ -178,7 +178,7 @@ def test_a_resumed_fit_takes_the_steps_that_are_left(
     checkpoint.save(epoch=1, step=5 + batches, batches=batches)
     callback = checkpoint.callback()  # before restore, which it has to notice
     start = checkpoint.restore()
-    net.compile(optimizer=optimizer, loss="mse", steps_per_execution=at_once)
+    net.compile(optimizer=optimizer, loss="mse", metrics=["mae"], steps_per_execution=at_once)
     seen = CountSteps()
     net.fit(
         make_data(), epochs=4, initial_epoch=start.epoch, verbose=0, callbacks=[callback, seen],
