@@ -81,11 +81,12 @@ def _over_all_ranks(
         logs: what the last step returned; empty if this rank had no batch.
     """
     epoch.end()
-    own: Mapping[str, Any] = read(logs)
+    # Without a batch, compiled metrics may have no state yet to read.
+    own: Mapping[str, Any] = read(logs) if logs else logs
     # A train_step or test_step may return other numbers than the model's metrics.
     from_state = own is not logs
     variables = [v for metric in model.metrics for v in metric.variables]
-    state = [v.numpy() for v in variables] if logs and from_state else None
+    state = [v.numpy() for v in variables] if from_state else None
     numbers = None if from_state else {k: _as_float(v) for k, v in own.items()}
     everyone = runtime.gather("fit or evaluate", (state, numbers))
     states = [theirs for theirs, _ in everyone if theirs is not None]
