@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -38,7 +39,7 @@ def order_of(loader: DataLoader[Any], share: Share, seed: int) -> Order:
     return BatchOrder(batches, share, seed)
 
 
-class Order(Sampler[Any]):
+class Order(Sampler[Any], ABC):
     """What one rank reads of the epoch that :meth:`begin` has set.
 
     Args:
@@ -57,12 +58,12 @@ class Order(Sampler[Any]):
                 "of its order: give it one"
             )
 
+    @abstractmethod
     def begin(self, epoch: int, done: int) -> None:
         """Find what this rank reads of an epoch after its first ``done`` samples.
 
         In training a collective, if the order comes from a sampler that is not PyTorch's own.
         """
-        raise NotImplementedError
 
     def facts(self) -> list[str]:
         """What the ranks have to have alike."""
