@@ -70,6 +70,11 @@ def test_both_resnet20s_compute_the_same_from_the_same_weights(torch_resnets, ke
     import torch
 
     ours, theirs = torch_resnets.resnet20().eval(), keras_resnets.resnet20()
+    scales = [m.weight for m in ours.modules() if isinstance(m, torch.nn.BatchNorm2d)]
+    targets = [weight for weight in theirs.trainable_variables if weight.name == "gamma"]
+    for target, scale in zip(targets, scales, strict=True):
+        torch.nn.init.uniform_(scale)
+        target.assign(scale.detach().numpy())
     kernels = {id(p): p for p in ours.parameters() if p.ndim > 1}
     values = [
         p.detach().numpy().transpose(2, 3, 1, 0) if p.ndim == 4 else p.detach().numpy().T
@@ -84,3 +89,13 @@ def test_both_resnet20s_compute_the_same_from_the_same_weights(torch_resnets, ke
     with torch.no_grad():
         logits = ours(torch.from_numpy(images).permute(0, 3, 1, 2)).numpy()
     np.testing.assert_allclose(theirs(images, training=False), logits, rtol=1e-3, atol=1e-3)
+
+
+def test_each_block_starts_as_its_shortcut_in_both_frameworks(torch_resnets, keras_resnets):
+    from torch import nn
+
+    norms = [m for m in torch_resnets.resnet20().modules() if isinstance(m, nn.BatchNorm2d)]
+    ours = [float(norm.weight.detach().max()) for norm in norms]
+    variables = keras_resnets.resnet20().trainable_variables
+    theirs = [float(scale.numpy().max()) for scale in variables if scale.name == "gamma"]
+    assert ours == theirs == [1.0, *(1.0, 0.0) * 9]
