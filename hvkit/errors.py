@@ -5,7 +5,8 @@ Wrong arguments raise the built-in ``TypeError`` and ``ValueError``. Everything 
     RuntimeError
     └── HvkitError
         ├── HorovodNotFoundError   several ranks were launched, no usable Horovod
-        ├── LaunchError            the launcher and Horovod disagree about the ranks
+        ├── LaunchError            ranks cannot be started as asked, or not as many as asked were
+        ├── HostfileError          a hostfile or a list of hosts cannot be read
         ├── RankLostError          another rank has ended, or waits elsewhere, while this one waits
         ├── RanksDisagreeError     the ranks did not pass the same model or arguments
         └── BuildError             Horovod could not be built or installed
@@ -21,7 +22,11 @@ class HorovodNotFoundError(HvkitError):
 
 
 class LaunchError(HvkitError):
-    """The number of launched processes and the number of ranks that Horovod sees differ."""
+    """Ranks cannot be started as asked, or Horovod sees another number than were launched."""
+
+
+class HostfileError(HvkitError, ValueError):
+    """A hostfile or a list of hosts is not what it should be; the message names file and line."""
 
 
 class RanksDisagreeError(HvkitError, ValueError):

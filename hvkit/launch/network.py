@@ -1,0 +1,54 @@
+"""The network interfaces of this host."""
+
+import ipaddress
+import socket
+from dataclasses import dataclass
+
+import psutil
+
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
+
+
+@dataclass(frozen=True)
+class Interface:
+    """One address of a network interface that is up.
+
+    Attributes:
+        name: the interface, ``eth0``.
+        address: IPv4 or IPv6 address, without a zone.
+        network: the network that it is in, ``10.0.0.0/24``.
+    """
+
+    name: str
+    address: str
+    network: str
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this host can reach it."""
+        return ipaddress.ip_address(self.address).is_loopback
+
+    @property
+    def link_local(self) -> bool:
+        """Whether the address means something on one link only."""
+        return ipaddress.ip_address(self.address).is_link_local
+
+
+def interfaces() -> list[Interface]:
+    """The addresses of this host's interfaces that are up, loopback among them."""
+    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
+    return [
+        _interface(name, address.address.partition("%")[0], address.netmask)
+        for name, addresses in psutil.net_if_addrs().items()
+        if name in up
+        for address in addresses
+        if address.family in _FAMILIES
+    ]
+
+
+def _interface(name: str, address: str, netmask: str | None) -> Interface:
+    bits = ipaddress.ip_address(address).max_prefixlen
+    if netmask is not None:
+        # Of IPv6, psutil gives the mask as an address, too.
+        bits = int(ipaddress.ip_address(netmask.partition("%")[0])).bit_count()
+    return Interface(name, address, str(ipaddress.ip_network(f"{address}/{bits}", strict=False)))
