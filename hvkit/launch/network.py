@@ -47,7 +47,7 @@ def interfaces() -> list[Interface]:
 
 
 def _interface(name: str, address: str, netmask: str | None) -> Interface:
-    bits = ipaddress.ip_address(address).max_prefixlen
+    bits: int = ipaddress.ip_address(address).max_prefixlen
     if netmask is not None:
         # Of IPv6, psutil gives the mask as an address, too.
         bits = int(ipaddress.ip_address(netmask.partition("%")[0])).bit_count()

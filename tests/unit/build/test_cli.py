@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from hvkit import cli
+from hvkit.cli import install_horovod as command
 from hvkit.build import Options
 from hvkit.errors import BuildError
 
@@ -13,7 +14,7 @@ from hvkit.errors import BuildError
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
     """The options that reach the command."""
     options: list[Options] = []
-    monkeypatch.setattr(cli, "install_horovod", options.append)
+    monkeypatch.setattr(command, "install_horovod", options.append)
     return options
 
 
@@ -55,7 +56,7 @@ def test_failure_is_one_message_and_status_1(
     def fail(options: Options) -> None:
         raise BuildError("no C++ compiler")
 
-    monkeypatch.setattr(cli, "install_horovod", fail)
+    monkeypatch.setattr(command, "install_horovod", fail)
     assert cli.main(["install-horovod"]) == 1
     assert capsys.readouterr().err == "hvkit: no C++ compiler\n"
 
