@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from hvkit import cli
-from hvkit.cli import install_horovod as command
 from hvkit.build import Options
+from hvkit.cli import install_horovod as command
 from hvkit.errors import BuildError
 
 
