@@ -14,6 +14,12 @@ _SIZE_VARIABLES = (
     ("SLURM_STEP_NUM_TASKS", "srun"),
 )
 
+# Variables with rank, local rank and local size; Hydra's are MPICH's and Intel MPI's.
+_PLACE_VARIABLES = (
+    ("HOROVOD_RANK", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
 
 # What tells one launch from another that is nested in it.
 _LAUNCH_VARIABLES = (
@@ -49,6 +55,23 @@ def launched(environ: Mapping[str, str]) -> Launched | None:
             f"started by torchrun with WORLD_SIZE={environ['WORLD_SIZE']}, but hvkit's ranks talk "
             "over MPI: start the script with `horovodrun -np N python ...` or `mpirun -np N ...`"
         )
+    return None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which rank a launched process is, and which of how many on its host."""
+
+    rank: int
+    local_rank: int
+    local_size: int
+
+
+def place(environ: Mapping[str, str]) -> Place | None:
+    """The place that the launcher announced, or None if no launcher started this process."""
+    for variables in _PLACE_VARIABLES:
+        if all(environ.get(variable, "").isdecimal() for variable in variables):
+            return Place(*(int(environ[variable]) for variable in variables))
     return None
 
 

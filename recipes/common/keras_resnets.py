@@ -7,8 +7,8 @@ from keras import layers, ops
 def resnet20(classes: int = 10, image_size: int = 32) -> keras.Model:
     """Colour images in, logits out; 0.27 million weights, shortcuts without any.
 
-    He et al., "Deep Residual Learning for Image Recognition" (2015), section 4.2. Each block starts
-    as its shortcut alone, which large learning rates want (Goyal et al. 2017, section 5.1).
+    He et al., "Deep Residual Learning for Image Recognition" (2015), section 4.2. Logits start
+    small, which large learning rates want (Goyal et al. 2017, section 5.1).
 
     Args:
         classes: number of logits.
@@ -20,11 +20,14 @@ def resnet20(classes: int = 10, image_size: int = 32) -> keras.Model:
         for block in range(3):
             stride = 2 if width > 16 and block == 0 else 1
             y = layers.ReLU()(conv_norm(x, width, stride))
-            y = conv_norm(y, width, first_scale="zeros")
-            x = layers.ReLU()(y + shortcut(x, width, stride))
+            x = layers.ReLU()(conv_norm(y, width) + shortcut(x, width, stride))
     x = layers.GlobalAveragePooling2D()(x)
-    # Logits are float32 also where the layers before compute in less.
-    return keras.Model(images, layers.Dense(classes, dtype="float32")(x), name="resnet20")
+    logits = layers.Dense(
+        classes,
+        kernel_initializer=keras.initializers.RandomNormal(stddev=0.01),
+        dtype="float32",  # Also where the layers before compute in less.
+    )
+    return keras.Model(images, logits(x), name="resnet20")
 
 
 def resnet50(classes: int = 1000, image_size: int = 224) -> keras.Model:
@@ -44,9 +47,7 @@ def resnet50(classes: int = 1000, image_size: int = 224) -> keras.Model:
     return keras.Model(base.input, logits, name="resnet50")
 
 
-def conv_norm(
-    x: keras.KerasTensor, width: int, stride: int = 1, first_scale: str = "ones"
-) -> keras.KerasTensor:
+def conv_norm(x: keras.KerasTensor, width: int, stride: int = 1) -> keras.KerasTensor:
     """A 3x3 convolution that keeps height and width (but for the stride), and batch norm.
 
     The pixels around the image are put there by hand: Keras's ``"same"`` puts them on two sides
@@ -61,8 +62,7 @@ def conv_norm(
         use_bias=False,
         kernel_initializer=keras.initializers.VarianceScaling(2.0, mode="fan_out"),
     )
-    norm = layers.BatchNormalization(momentum=0.9, epsilon=1e-5, gamma_initializer=first_scale)
-    return norm(convolution(x))
+    return layers.BatchNormalization(momentum=0.9, epsilon=1e-5)(convolution(x))
 
 
 def shortcut(x: keras.KerasTensor, width: int, stride: int) -> keras.KerasTensor:

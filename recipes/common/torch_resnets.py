@@ -90,14 +90,12 @@ def head(channels: int, classes: int) -> list[nn.Module]:
 def initialised(model: nn.Module) -> nn.Module:
     """Draw the kernels as He et al. do ("Delving Deep into Rectifiers", 2015).
 
-    Each block starts as its shortcut alone, which large learning rates want (Goyal et al. 2017,
-    section 5.1).
+    Logits start small, which large learning rates want (Goyal et al. 2017, section 5.1).
     """
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-        elif isinstance(module, BasicBlock):
-            nn.init.zeros_(module.second[1].weight)
-        elif isinstance(module, Bottleneck):
-            nn.init.zeros_(module.expand[1].weight)
+        elif isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.01)
+            nn.init.zeros_(module.bias)
     return model

@@ -91,11 +91,14 @@ def test_both_resnet20s_compute_the_same_from_the_same_weights(torch_resnets, ke
     np.testing.assert_allclose(theirs(images, training=False), logits, rtol=1e-3, atol=1e-3)
 
 
-def test_each_block_starts_as_its_shortcut_in_both_frameworks(torch_resnets, keras_resnets):
-    from torch import nn
+def test_logits_start_small_in_both_frameworks(torch_resnets, keras_resnets):
+    import numpy as np
+    import torch
 
-    norms = [m for m in torch_resnets.resnet20().modules() if isinstance(m, nn.BatchNorm2d)]
-    ours = [float(norm.weight.detach().max()) for norm in norms]
-    variables = keras_resnets.resnet20().trainable_variables
-    theirs = [float(scale.numpy().max()) for scale in variables if scale.name == "gamma"]
-    assert ours == theirs == [1.0, *(1.0, 0.0) * 9]
+    images = np.random.default_rng(0).standard_normal((64, 32, 32, 3), dtype=np.float32)
+    with torch.no_grad():
+        ours = torch_resnets.resnet20()(torch.from_numpy(images).permute(0, 3, 1, 2)).numpy()
+    theirs = keras_resnets.resnet20()(images, training=True).numpy()
+    # Not far from a loss of log(10), which knows nothing and claims nothing.
+    assert np.abs(ours).max() < 2
+    assert np.abs(theirs).max() < 2

@@ -1,0 +1,120 @@
+"""``hvkit run``."""
+
+import argparse
+from pathlib import Path
+
+from hvkit.cli.argument_types import positive
+from hvkit.cli.hosts_arguments import add_hosts_arguments, hosts_of
+from hvkit.launch.launchers import NAMES
+from hvkit.launch.start import Request, prepared, shown, start
+from hvkit.launch.supervision.output import Style
+
+
+def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the subcommand."""
+    parser = commands.add_parser(
+        "run",
+        help="start a script on several ranks, here or on several hosts",
+        usage="hvkit run -np N [--hostfile FILE | -H HOST:SLOTS,...] [options] COMMAND ...",
+        description="Start COMMAND on every rank with the mpirun that is there, watch all of them, "
+        "and end everything on all hosts when one fails. Without hosts it takes the allocation of "
+        "Slurm, PBS, LSF or the Kubernetes MPI operator, or else runs all ranks here.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "-np", type=positive, metavar="N", help="ranks (default: one in each slot of the hosts)"
+    )
+    add_hosts_arguments(parser)
+    parser.add_argument(
+        "--launcher",
+        choices=NAMES,
+        default="mpirun",
+        help="mpirun (default), horovodrun over MPI, or gloo, which needs no MPI on the hosts",
+    )
+    parser.add_argument(
+        "-x",
+        dest="variables",
+        action="append",
+        default=[],
+        type=_variable,
+        metavar="NAME[=VALUE]",
+        help="give ranks on other hosts this environment variable, too; may be repeated",
+    )
+    parser.add_argument(
+        "--interfaces",
+        type=_names,
+        default=(),
+        metavar="NAME,...",
+        help="interfaces or networks (10.0.0.0/24) between hosts (default: found out)",
+    )
+    parser.add_argument(
+        "--bind",
+        choices=("cores", "none"),
+        default="cores",
+        help="give each rank an equal share of its host's cores (default), or all to all",
+    )
+    parser.add_argument(
+        "--lost-after",
+        type=_seconds,
+        default=6.0,
+        metavar="SECONDS",
+        help="end the run when a host gives no sign of life for so long (default: 6)",
+    )
+    parser.add_argument("--prefix", action="store_true", help="begin lines with rank and host")
+    parser.add_argument("--timestamps", action="store_true", help="begin lines with the time")
+    parser.add_argument(
+        "--log-dir", type=Path, metavar="DIR", help="also write each rank's output to a file there"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check the hosts and print the exact command only"
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND ...")
+    parser.set_defaults(execute=_execute, refuse=parser.error)
+
+
+def _execute(args: argparse.Namespace) -> int:
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if not command:
+        args.refuse("COMMAND is missing: what every rank runs, such as `python script.py`")
+    hosts = hosts_of(args)
+    if not hosts and args.np is None:
+        args.refuse("-np is missing: the number of ranks; or name hosts with their slots")
+    request = Request(
+        command=tuple(command),
+        hosts=hosts,
+        size=args.np,
+        launcher=args.launcher,
+        variables=dict(args.variables),
+        interfaces=args.interfaces,
+        bind=args.bind == "cores",
+        lost_after=args.lost_after,
+        style=Style(args.prefix, args.timestamps, args.log_dir),
+    )
+    if args.dry_run:
+        print(shown(prepared(request)))
+        return 0
+    return start(request)
+
+
+def _variable(text: str) -> tuple[str, str | None]:
+    name, sign, value = text.partition("=")
+    if not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"must be NAME or NAME=VALUE, got {text!r}")
+    return name, value if sign else None
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"must be names with commas between them, got {text!r}")
+    return names
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 2 <= seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of seconds, at least 2, got {text!r}")
+    return seconds

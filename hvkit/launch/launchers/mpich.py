@@ -1,0 +1,26 @@
+"""MPICH's ``mpirun``, Hydra."""
+
+from hvkit.errors import LaunchError
+from hvkit.launch.hostfile import hosts_option
+from hvkit.launch.job import Job
+
+
+def arguments(job: Job) -> list[str]:
+    """Hydra's arguments for ``job``.
+
+    Raises:
+        LaunchError: the hosts reach each other over interfaces of different names.
+    """
+    # The ranks bind themselves, to an equal share of their host each.
+    options = ["-np", str(job.size), "-hosts", hosts_option(job.hosts), "-bind-to", "none"]
+    if len(job.interfaces) > 1:
+        raise LaunchError(
+            f"the hosts reach each other over {' and '.join(job.interfaces)}, but MPICH takes one "
+            "name for all hosts: use Open MPI, or give all hosts' interfaces one name"
+        )
+    if job.interfaces:
+        options += ["-iface", job.interfaces[0]]
+    if job.forwarded:
+        # Without a list Hydra sends all there is.
+        options += ["-genvlist", ",".join(job.forwarded)]
+    return [*options, *job.command]

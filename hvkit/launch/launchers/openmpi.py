@@ -1,0 +1,37 @@
+"""Open MPI's ``mpirun``, versions 4 and 5."""
+
+import os
+from collections.abc import Callable
+
+from hvkit.launch.hostfile import hosts_option
+from hvkit.launch.job import Job
+
+
+def arguments(major: int) -> Callable[[Job], list[str]]:
+    """What makes arguments for this major version, 4 or newer."""
+
+    def arguments_of(job: Job) -> list[str]:
+        options = ["-np", str(job.size), "--host", hosts_option(job.hosts)]
+        # The ranks bind themselves, to an equal share of their host each: left alone, Open MPI
+        # would give a rank a single core.
+        options += ["--map-by", "slot", "--bind-to", "none"]
+        if os.geteuid() == 0:
+            options.append("--allow-run-as-root")
+        if job.networks:
+            networks = ",".join(job.networks)
+            options += [*_of_daemons(major), networks, "--mca", "btl_tcp_if_include", networks]
+        if job.crowded:
+            # A rank that waits would keep the core from the one that it waits for.
+            options += ["--mca", "mpi_yield_when_idle", "1"]
+        for name in job.forwarded:
+            options += ["-x", name]
+        return [*options, *job.command]
+
+    return arguments_of
+
+
+def _of_daemons(major: int) -> tuple[str, str]:
+    """The option, but for its value, for the networks of the launcher's own connections."""
+    if major >= 5:
+        return "--prtemca", "prte_if_include"
+    return "--mca", "oob_tcp_if_include"

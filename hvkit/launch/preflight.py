@@ -1,0 +1,121 @@
+"""What has to be right before anything is started."""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hvkit.errors import LaunchError
+from hvkit.launch.hosts import Host
+from hvkit.launch.job import placed
+from hvkit.launch.local import addresses_of, is_local
+from hvkit.launch.network import Interface
+from hvkit.launch.probe import Facts
+from hvkit.launch.routes import joining, source_address
+from hvkit.launch.ssh import ask
+
+# Seconds that each host has to answer.
+_ANSWER = 30.0
+
+
+@dataclass(frozen=True)
+class Site:
+    """The hosts of a job, ready to take ranks.
+
+    Attributes:
+        hosts: each with as many slots as it gets ranks.
+        addresses: where the hosts reach this one.
+        joining: an interface of each host that the others reach it through; empty if the job
+            is on this host alone, or if that is not known.
+        crowded: whether a host has more ranks than logical CPUs.
+        here: whether all ranks are on this host.
+    """
+
+    hosts: tuple[Host, ...]
+    addresses: tuple[str, ...]
+    joining: tuple[Interface, ...]
+    crowded: bool
+    here: bool
+
+
+def examine(hosts: Sequence[Host], size: int | None) -> Site:
+    """Choose the hosts for the ranks, and ask each of them whether it is ready.
+
+    Args:
+        hosts: where ranks may run; those that name no slots have one for each logical CPU.
+        size: the number of ranks; ``None`` for one in each slot.
+
+    Raises:
+        LaunchError: too few slots; a host that cannot be reached, or is named twice, or has no
+            such working directory. All problems at once.
+    """
+    if all(host.slots is not None for host in hosts):
+        hosts = placed(hosts, size)
+        facts = _facts(hosts)
+    else:
+        facts = _facts(hosts)
+        hosts = [
+            host if host.slots is not None else replace(host, slots=facts[host.name].cpus)
+            for host in hosts
+        ]
+        hosts = placed(hosts, size)
+        facts = {host.name: facts[host.name] for host in hosts}
+    _refuse_same(facts)
+    crowded = any((host.slots or 0) > facts[host.name].cpus for host in hosts)
+    others = [host.name for host in hosts if not is_local(host.name)]
+    if not others:
+        return Site(tuple(hosts), ("127.0.0.1",), (), crowded, here=True)
+    sources = [source for name in others if (source := source_address(name)) is not None]
+    reached_at = {
+        host.name: [str(address) for address in addresses_of(host.name)]
+        if host.name in others
+        else sources
+        for host in hosts
+    }
+    interfaces = {name: found.interfaces for name, found in facts.items()}
+    return Site(
+        tuple(hosts),
+        tuple(dict.fromkeys(sources)),
+        joining(interfaces, reached_at),
+        crowded,
+        here=False,
+    )
+
+
+def _facts(hosts: Sequence[Host]) -> dict[str, Facts]:
+    """What the hosts tell about themselves, by name."""
+    folder = os.getcwd()
+    python = [sys.executable, "-m", "hvkit.launch.probe", folder]
+    facts, problems = {}, []
+    for answer in ask(hosts, python, _ANSWER):
+        name = answer.host.name
+        if answer.problem is not None:
+            problems.append(f"{name}: {answer.problem}")
+        elif answer.status != 0:
+            last = (answer.stderr.strip().splitlines() or [f"exit status {answer.status}"])[-1]
+            problems.append(
+                f"{name}: {sys.executable} there cannot import this hvkit ({last}): install the "
+                "same environment in the same place on all hosts"
+            )
+        else:
+            facts[name] = Facts.from_json(answer.stdout)
+            if not facts[name].has_folder:
+                problems.append(
+                    f"{name}: has no folder {folder}, the working directory: share it with all "
+                    "hosts, or start from one that is on all of them"
+                )
+    if problems:
+        raise LaunchError("nothing was started\n" + "\n".join(f"  {line}" for line in problems))
+    return facts
+
+
+def _refuse_same(facts: dict[str, Facts]) -> None:
+    """Two names of one host would put more ranks there than it has slots."""
+    seen: dict[object, str] = {}
+    for name, found in facts.items():
+        same = seen.setdefault((found.hostname, found.interfaces), name)
+        if same != name:
+            raise LaunchError(
+                f"{same} and {name} are the same host, {found.hostname}: name it once, with all "
+                "its slots"
+            )

@@ -1,0 +1,137 @@
+"""``hvkit run``: from what was asked to a supervised launcher."""
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hvkit.errors import LaunchError
+from hvkit.launch.forwarding import forwarded
+from hvkit.launch.hosts import Host
+from hvkit.launch.job import Job
+from hvkit.launch.launchers import find_launcher
+from hvkit.launch.preflight import Site, examine
+from hvkit.launch.supervision.output import Style
+from hvkit.launch.supervision.protocol import KEY_VARIABLE, SUPERVISOR_VARIABLE
+from hvkit.launch.supervision.run import Run, supervise
+
+_AGENT = "hvkit.launch.supervision.agent"
+
+# What programs of this host need, and other hosts do not, when all of the environment goes there.
+_AT_HOME = ("HOME", "USER", "LOGNAME", "SHELL", "TERM", "TMPDIR", "SSH_AUTH_SOCK")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What ``hvkit run`` was asked for.
+
+    Attributes:
+        command: what every rank runs.
+        hosts: where ranks may run; empty for this host.
+        size: the number of ranks; ``None`` for one in each slot.
+        launcher: one of ``hvkit.launch.launchers.NAMES``.
+        variables: environment variables that ranks get besides those that the rule gives them;
+            ``None`` for the value that the variable has here.
+        interfaces: names of interfaces or networks to use between hosts, instead of those found.
+        bind: whether each rank keeps to its share of its host's cores.
+        lost_after: seconds without a sign of life after which a host is given up.
+        style: how output is shown.
+    """
+
+    command: tuple[str, ...]
+    hosts: tuple[Host, ...] = ()
+    size: int | None = None
+    launcher: str = "mpirun"
+    variables: Mapping[str, str | None] = field(default_factory=dict)
+    interfaces: tuple[str, ...] = ()
+    bind: bool = True
+    lost_after: float = 6.0
+    style: Style = field(default_factory=Style)
+
+
+def start(request: Request) -> int:
+    """Start the ranks, watch them to their end, and return the exit status.
+
+    Raises:
+        LaunchError: something is not as it has to be; nothing was started.
+    """
+    run = prepared(request)
+    if run.style.log_dir is not None:
+        try:
+            run.style.log_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LaunchError(
+                f"--log-dir {run.style.log_dir} cannot be made ({error.strerror}): name a folder "
+                "that can be written to"
+            ) from error
+    return supervise(run)
+
+
+def shown(run: Run) -> str:
+    """The launcher's command line, for a shell, with the variables that hvkit adds."""
+    added = [
+        f"{name}={shlex.quote(value)}"
+        for name, value in run.environ.items()
+        if os.environ.get(name) != value
+    ]
+    return " ".join([*added, shlex.join(run.command)])
+
+
+def prepared(request: Request) -> Run:
+    """Find the launcher, examine the hosts, and put the command line together.
+
+    Raises:
+        LaunchError: something is not as it has to be.
+    """
+    launcher = find_launcher(request.launcher)
+    if not request.hosts and request.size is None:
+        raise LaunchError("how many ranks? Say it with -np, or name hosts with slots")
+    hosts = request.hosts or (Host("localhost", slots=request.size),)
+    site = examine(hosts, request.size)
+    networks, interfaces = _between_hosts(site, request.interfaces)
+    environ = _environment(request.variables, interfaces)
+    names: tuple[str, ...] = ()
+    if not site.here:
+        # On this host alone ranks inherit all of it.
+        own = (SUPERVISOR_VARIABLE, KEY_VARIABLE)
+        names = (*forwarded(environ, request.variables), *own)
+        if request.launcher != "mpirun":
+            environ = {key: environ[key] for key in (*names, *_AT_HOME) if key in environ}
+    job = Job(
+        hosts=site.hosts,
+        command=(sys.executable, "-m", _AGENT, *request.command),
+        forwarded=names,
+        networks=networks,
+        interfaces=interfaces,
+        crowded=site.crowded,
+    )
+    return Run(
+        command=launcher.command(job),
+        environ=environ,
+        launcher=launcher.name,
+        size=job.size,
+        addresses=site.addresses,
+        lost_after=None if site.here else request.lost_after,
+        bind=request.bind,
+        style=request.style,
+    )
+
+
+def _between_hosts(site: Site, asked: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The networks between hosts for MPI, and the names of the interfaces for all others."""
+    if asked:
+        names = {i.network: i.name for i in site.joining}
+        return tuple(asked), tuple(dict.fromkeys(names.get(one, one) for one in asked))
+    networks = tuple(dict.fromkeys(interface.network for interface in site.joining))
+    return networks, tuple(dict.fromkeys(interface.name for interface in site.joining))
+
+
+def _environment(variables: Mapping[str, str | None], interfaces: Sequence[str]) -> dict[str, str]:
+    """The launcher's environment: this process's, what was asked for, and the interfaces."""
+    environ = dict(os.environ)
+    if interfaces:
+        # NCCL reads the sign as "exactly these"; it would also take eth1 for eth10 otherwise.
+        environ.setdefault("NCCL_SOCKET_IFNAME", "=" + ",".join(interfaces))
+    environ.update({name: value for name, value in variables.items() if value is not None})
+    return environ

@@ -1,0 +1,170 @@
+"""Runs the command of one rank, and tells the supervisor what it prints and how it ends.
+
+``python -m hvkit.launch.supervision.agent COMMAND...``, started by the launcher on every host.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from types import FrameType
+from typing import IO, Any
+
+import psutil
+
+from hvkit.launch import binding
+from hvkit.launch.environment import place
+from hvkit.launch.supervision.connection import Connection, ConnectionLost
+from hvkit.launch.supervision.processes import adopt_orphans, end_descendants, ends_with_parent
+from hvkit.launch.supervision.protocol import (
+    BEAT,
+    KEY_VARIABLE,
+    SUPERVISOR_VARIABLE,
+    Kind,
+    Supervised,
+)
+
+# What launchers leave on a host to start ranks there. One that has lost its launcher may wait for
+# TCP to give up, which takes many minutes.
+_DAEMONS = ("prted", "orted", "hydra_pmi_proxy", "prterun", "mpirun", "mpiexec", "mpiexec.hydra")
+
+_GRACE = 1.0
+"""Seconds that a command has between SIGTERM and SIGKILL; Open MPI itself gives as much."""
+
+# What a shell returns for a command that it cannot run.
+_CANNOT_RUN = 127
+
+
+def main(command: Sequence[str]) -> int:
+    """Run ``command`` below this process; returns its exit status as a shell would."""
+    supervised = Supervised.from_json(os.environ.pop(SUPERVISOR_VARIABLE))
+    key = os.environ.pop(KEY_VARIABLE)
+    here = place(os.environ)
+    if here is None:
+        print("hvkit: started by a launcher that tells no rank", file=sys.stderr)
+        return 1
+    if supervised.bind:
+        usable = os.sched_getaffinity(0)
+        share = binding.share(binding.cores(usable), here.local_rank, here.local_size)
+        os.sched_setaffinity(0, share or usable)
+    try:
+        connection = Connection.to_supervisor(supervised, key, here.rank)
+    except OSError as error:
+        places = ", ".join(supervised.addresses)
+        print(
+            f"hvkit: rank {here.rank} on {socket.gethostname()} cannot reach `hvkit run` at "
+            f"{places}, port {supervised.port}: {error}. Hosts must be able to open TCP "
+            "connections to the host that starts the ranks",
+            file=sys.stderr,
+        )
+        return 1
+    return _Agent(connection, command).run()
+
+
+class _Agent:
+    def __init__(self, connection: Connection, command: Sequence[str]) -> None:
+        self.connection = connection
+        self.command = command
+        self.parent = os.getppid()
+        self.stopping = threading.Event()
+        self.lost = False
+        self.listener = threading.Thread(target=self.listen, daemon=True)
+
+    def run(self) -> int:
+        adopt_orphans()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self.stop)
+        threading.Thread(target=self.beat, daemon=True).start()
+        self.listener.start()
+        try:
+            child = subprocess.Popen(
+                self.command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                # MPICH's ranks talk to their launcher through an inherited file.
+                close_fds=False,
+                env={"PYTHONUNBUFFERED": "1", **os.environ},
+                preexec_fn=ends_with_parent(signal.SIGKILL),
+            )
+        except OSError as error:
+            problem = f"cannot run {self.command[0]!r}: {error.strerror}"
+            self.tell_end({"status": _CANNOT_RUN, "problem": problem})
+            return _CANNOT_RUN
+        assert child.stdout is not None
+        assert child.stderr is not None
+        streams = ((Kind.STDOUT, child.stdout), (Kind.STDERR, child.stderr))
+        pumps = [threading.Thread(target=self.pump, args=stream, daemon=True) for stream in streams]
+        for pump in pumps:
+            pump.start()
+        return self.ended(child, self.wait(child), pumps)
+
+    def wait(self, child: "subprocess.Popen[bytes]") -> bool:
+        """Wait for the command's end; whether it came by itself."""
+        while not self.stopping.is_set():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = child.wait(timeout=0.2)
+                # A launcher that ends a rank signals its command and this process at once.
+                return status >= 0 or not self.stopping.wait(0.2)
+            if os.getppid() != self.parent:
+                self.stopping.set()
+        return child.poll() is not None
+
+    def ended(
+        self, child: "subprocess.Popen[bytes]", by_itself: bool, pumps: Sequence[threading.Thread]
+    ) -> int:
+        """End what is left of the command, and tell."""
+        end_descendants(0 if self.lost else _GRACE)
+        status = child.wait()
+        if self.lost:
+            self.end_daemon()
+            # Threads may be stuck in a connection that leads nowhere.
+            os._exit(1)
+        for pump in pumps:
+            pump.join(timeout=5)
+        self.tell_end({"status": status, "asked": not by_itself})
+        return status if status >= 0 else 128 - status
+
+    def tell_end(self, how: Mapping[str, Any]) -> None:
+        """The last word, after everything that was printed."""
+        self.connection.send_json(Kind.ENDED, how)
+        self.connection.finish()
+        self.listener.join(timeout=5)
+
+    def pump(self, kind: Kind, stream: IO[bytes]) -> None:
+        """Hand on what the command prints."""
+        while data := os.read(stream.fileno(), 1 << 16):
+            self.connection.send(kind, data)
+
+    def beat(self) -> None:
+        """Tell every second that this agent is there."""
+        while True:
+            self.connection.send(Kind.BEAT)
+            self.stopping.wait(BEAT)
+
+    def listen(self) -> None:
+        """Wait for the word to stop, or for the loss of the supervisor."""
+        try:
+            while self.connection.receive() is not Kind.STOP:
+                pass
+        except ConnectionLost:
+            self.lost = True
+        self.stopping.set()
+
+    def stop(self, number: int, frame: FrameType | None) -> None:
+        """The launcher's wish that this rank ends."""
+        self.stopping.set()
+
+    def end_daemon(self) -> None:
+        """End the launcher's daemon on this host, which nobody can reach any more."""
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            parent = psutil.Process(os.getppid())
+            if parent.pid == self.parent and parent.name() in _DAEMONS:
+                parent.kill()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,121 @@
+"""What ranks print, on its way to the terminal and into files."""
+
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import BinaryIO
+
+from hvkit.launch.supervision.protocol import Kind
+
+LAST_LINES = 20
+"""How many of a rank's last lines are kept for the report of a failure."""
+
+# Of what is kept of a line: one without an end may be as long as a file.
+_KEPT_BYTES = 2000
+
+
+@dataclass(frozen=True)
+class Style:
+    """How output is shown.
+
+    Attributes:
+        prefix: whether lines begin with rank and host.
+        timestamps: whether lines begin with the time at which they arrived here.
+        log_dir: folder for a file of each rank's output; ``None`` for none.
+    """
+
+    prefix: bool = False
+    timestamps: bool = False
+    log_dir: Path | None = None
+
+    @property
+    def by_line(self) -> bool:
+        """Whether lines have to be shown as a whole."""
+        return self.prefix or self.timestamps
+
+
+class RankOutput:
+    """The output of one rank. What it prints is shown as it comes, or line by line.
+
+    Both streams go to the same log file; each goes to its own stream here.
+    """
+
+    def __init__(self, rank: int, host: str, style: Style, show: Callable[[Kind, bytes], None]):
+        self._label = f"[{rank} {host}] ".encode() if style.prefix else b""
+        self._style = style
+        self._show = show
+        self._log = _log_file(style.log_dir, rank)
+        self._begun = {Kind.STDOUT: b"", Kind.STDERR: b""}
+        self._last: deque[bytes] = deque(maxlen=LAST_LINES)
+        self._unended = b""
+
+    def write(self, kind: Kind, data: bytes) -> None:
+        """Show and keep what the rank has printed."""
+        self._remember(data)
+        if not self._style.by_line:
+            self._put(kind, data)
+            return
+        *lines, self._begun[kind] = (self._begun[kind] + data).split(b"\n")
+        if lines:
+            self._put(kind, b"".join(self._decorated(line) for line in lines))
+
+    def close(self) -> None:
+        """Show what was begun, and close the log file."""
+        for kind, begun in self._begun.items():
+            if begun:
+                self._put(kind, self._decorated(begun))
+                self._begun[kind] = b""
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    def last_lines(self) -> list[str]:
+        """The last lines of both streams, in the order in which they came, without empty ends."""
+        lines = [*self._last, self._unended]
+        return [line.decode(errors="replace").rstrip() for line in lines if line.strip()]
+
+    def _decorated(self, line: bytes) -> bytes:
+        time = b""
+        if self._style.timestamps:
+            time = datetime.now().isoformat(" ", "milliseconds").encode() + b" "
+        # A progress bar goes back to the start of its line: what is left is its last state.
+        return time + self._label + line.rstrip(b"\r").rpartition(b"\r")[2] + b"\n"
+
+    def _put(self, kind: Kind, data: bytes) -> None:
+        self._show(kind, data)
+        if self._log is not None:
+            self._log.write(data)
+            self._log.flush()
+
+    def _remember(self, data: bytes) -> None:
+        *lines, self._unended = (self._unended + data).split(b"\n")
+        self._last.extend(line[-_KEPT_BYTES:] for line in lines)
+        self._unended = self._unended[-_KEPT_BYTES:]
+
+
+class Terminal:
+    """Standard output and error of this process, written to by one rank at a time."""
+
+    def __init__(self) -> None:
+        self._writing = threading.Lock()
+
+    def show(self, kind: Kind, data: bytes) -> None:
+        """Write bytes as they are."""
+        stream = sys.stdout if kind is Kind.STDOUT else sys.stderr
+        with self._writing:
+            stream.flush()
+            _write_all(stream.fileno(), data)
+
+
+def _write_all(file: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(file, data) :]
+
+
+def _log_file(folder: Path | None, rank: int) -> BinaryIO | None:
+    return None if folder is None else (folder / f"rank-{rank:04}.log").open("wb")

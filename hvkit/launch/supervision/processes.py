@@ -1,0 +1,77 @@
+"""Ending processes with all that they have started."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+
+import psutil
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parents end, so that none gets out of sight."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def ends_with_parent(number: signal.Signals) -> Callable[[], None]:
+    """For ``preexec_fn``: the child gets this signal when the thread that started it ends."""
+    parent = os.getpid()
+
+    def arrange() -> None:
+        _prctl(_PR_SET_PDEATHSIG, number)
+        if os.getppid() != parent:  # It ended before the line above.
+            os.kill(os.getpid(), number)
+
+    return arrange
+
+
+def descendants() -> list[psutil.Process]:
+    """All processes below this one."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process().children(recursive=True)
+    return []
+
+
+def end_descendants(grace: float) -> None:
+    """End all processes below this one: politely, and after ``grace`` seconds by force."""
+    if grace > 0:
+        _wait_for(signalled(descendants(), signal.SIGTERM), grace)
+    # What they start meanwhile is found in the next round.
+    while running := [process for process in descendants() if _runs(process)]:
+        _wait_for(signalled(running, signal.SIGKILL), 0.5)
+
+
+def _wait_for(processes: Sequence[psutil.Process], seconds: float) -> None:
+    """Wait until they have ended; their exit statuses are left to whoever started them."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and any(map(_runs, processes)):
+        time.sleep(0.02)
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def signalled(processes: Sequence[psutil.Process], number: signal.Signals) -> list[psutil.Process]:
+    """Send a signal to processes; those that are still there to receive it."""
+    reached = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+            reached.append(process)
+    return reached
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))

@@ -1,0 +1,162 @@
+"""Runs a launcher, and sees to it that everything on all hosts ends when one thing does."""
+
+import asyncio
+import contextlib
+import secrets
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hvkit.launch.supervision.outcome import culprit, report
+from hvkit.launch.supervision.output import Style
+from hvkit.launch.supervision.processes import adopt_orphans, end_descendants, ends_with_parent
+from hvkit.launch.supervision.protocol import KEY_VARIABLE, SUPERVISOR_VARIABLE, Supervised
+from hvkit.launch.supervision.supervisor import Supervisor
+
+# After the first failure the other ranks fail by themselves, with errors worth waiting for.
+_OTHERS_FAIL = 3.0
+# How long agents have to end their commands when told to; they take one second and a bit.
+_AGENTS_END = 4.0
+# How long the launcher has to end by itself once its ranks have.
+_LAUNCHER_ENDS = 2.0
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What to run and how to watch it.
+
+    Attributes:
+        command: the launcher's command line.
+        environ: the launcher's environment.
+        launcher: what it is, for people.
+        size: the number of ranks.
+        addresses: where agents reach this host; the loopback address alone for a run on one host.
+        lost_after: seconds without a sign of life after which a host is given up; ``None`` for
+            never.
+        bind: whether each rank keeps to its share of its host's cores.
+        style: how output is shown.
+    """
+
+    command: Sequence[str]
+    environ: Mapping[str, str]
+    launcher: str
+    size: int
+    addresses: tuple[str, ...]
+    lost_after: float | None
+    bind: bool
+    style: Style = field(default_factory=Style)
+
+
+def supervise(run: Run) -> int:
+    """Run it to its end; the exit status is that of the rank that failed first, or 0.
+
+    SIGINT, SIGTERM and SIGHUP end everything; the exit status is then 128 and the signal's number.
+    """
+    adopt_orphans()
+    return asyncio.run(_Supervision(run).supervise())
+
+
+class _Supervision:
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.key = secrets.token_hex(32)
+        self.failed = asyncio.Event()
+        self.asked_by: signal.Signals | None = None
+        self.asked = asyncio.Event()
+        self.supervisor = Supervisor(self.key, run.style, run.lost_after, self.failed.set)
+
+    async def supervise(self) -> int:
+        only_here = self.run.addresses[0] if len(self.run.addresses) == 1 else None
+        server = await self.supervisor.listen(only_here)
+        port = server.sockets[0].getsockname()[1]
+        for number in _SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                asyncio.get_running_loop().add_signal_handler(number, self.ask, number)
+        launcher = await self.start(port)
+        beating = asyncio.create_task(self.supervisor.beat())
+        try:
+            ended_by_itself = await self.wait(launcher)
+            await self.end(launcher)
+        finally:
+            beating.cancel()
+            server.close()
+            self.supervisor.close()
+        return self.conclude(launcher, ended_by_itself)
+
+    async def start(self, port: int) -> asyncio.subprocess.Process:
+        run = self.run
+        supervised = Supervised(run.addresses, port, run.lost_after, run.bind)
+        own = {SUPERVISOR_VARIABLE: supervised.to_json(), KEY_VARIABLE: self.key}
+        return await asyncio.create_subprocess_exec(
+            *run.command,
+            env={**run.environ, **own},
+            # A process in the background that reads from a terminal is stopped.
+            stdin=asyncio.subprocess.DEVNULL if sys.stdin.isatty() else None,
+            # A Ctrl-C is for this process, which tells the launcher.
+            process_group=0,
+            preexec_fn=ends_with_parent(signal.SIGTERM),
+        )
+
+    def ask(self, number: signal.Signals) -> None:
+        """A signal that asks this process to end."""
+        self.asked_by = self.asked_by or number
+        self.asked.set()
+
+    async def wait(self, launcher: asyncio.subprocess.Process) -> bool:
+        """Wait for the launcher's end, a failure or a signal; whether the launcher ended first."""
+        ended = asyncio.create_task(launcher.wait())
+        others = [asyncio.create_task(event.wait()) for event in (self.failed, self.asked)]
+        await asyncio.wait([ended, *others], return_when=asyncio.FIRST_COMPLETED)
+        by_itself = ended.done()
+        if self.failed.is_set() and not self.asked.is_set():
+            await asyncio.wait([ended, others[1]], timeout=_OTHERS_FAIL)
+        for task in (ended, *others):
+            task.cancel()
+        return by_itself
+
+    async def end(self, launcher: asyncio.subprocess.Process) -> None:
+        """End all agents wherever they are, then the launcher."""
+        if launcher.returncode is not None:
+            # Last words of agents may still be under way.
+            await self.supervisor.all_gone(_LAUNCHER_ENDS)
+        self.supervisor.stop()
+        await self.supervisor.all_gone(_AGENTS_END)
+        if launcher.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                launcher.terminate()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(launcher.wait(), _LAUNCHER_ENDS)
+        await asyncio.to_thread(end_descendants, 0)
+        await launcher.wait()
+
+    def conclude(self, launcher: asyncio.subprocess.Process, ended_by_itself: bool) -> int:
+        """Say what went wrong, and find the exit status."""
+        if self.asked_by is not None:
+            _say(f"hvkit run: ended by {self.asked_by.name}")
+            return 128 + self.asked_by
+        status = launcher.returncode or 0
+        # What agents tell that lost their launcher is its fault, not theirs.
+        if ended_by_itself and status < 0:
+            name = signal.Signals(-status).name
+            _say(f"hvkit run: {self.run.launcher} (process {launcher.pid}) was killed by {name}")
+            return 128 - status
+        failures = self.supervisor.failures
+        if told := report(failures):
+            _say(told)
+        if first := culprit(failures):
+            return first.exit_status
+        if ended_by_itself and status != 0:
+            started = self.supervisor.started
+            _say(
+                f"hvkit run: {self.run.launcher} ended with exit status {status}; "
+                f"{started} of {self.run.size} ranks had started"
+            )
+        return status if ended_by_itself else 1
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,157 @@
+"""The end of the agents' connections in ``hvkit run``: collects output and failures."""
+
+import asyncio
+import hmac
+import json
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from hvkit.launch.supervision import protocol
+from hvkit.launch.supervision.outcome import Failure
+from hvkit.launch.supervision.output import RankOutput, Style, Terminal
+from hvkit.launch.supervision.protocol import Kind
+
+# Seconds that something which has connected has to say who it is.
+_HELLO = 10.0
+
+
+@dataclass
+class _Rank:
+    number: int
+    host: str
+    output: RankOutput
+    writer: asyncio.StreamWriter
+    ended: bool = False
+
+
+@dataclass
+class Supervisor:
+    """Listens to the agents of one run.
+
+    Attributes:
+        key: the key of the run, in hexadecimal.
+        style: how output is shown.
+        lost_after: seconds without a beat after which an agent is given up; ``None`` for never.
+        on_failure: called after each failure of a rank.
+        failures: the failures so far, in the order in which they became known.
+    """
+
+    key: str
+    style: Style
+    lost_after: float | None
+    on_failure: Callable[[], None]
+    failures: list[Failure] = field(default_factory=list)
+    _ranks: dict[int, _Rank] = field(default_factory=dict)
+    _connected: set[int] = field(default_factory=set)
+    _all_gone: asyncio.Event = field(default_factory=asyncio.Event)
+    _terminal: Terminal = field(default_factory=Terminal)
+    _stopped: bool = False
+
+    async def listen(self, address: str | None) -> asyncio.Server:
+        """Listen on any free port of an address; ``None`` for all addresses."""
+        self._all_gone.set()
+        return await asyncio.start_server(self._serve, address, 0)
+
+    @property
+    def started(self) -> int:
+        """How many ranks have connected so far."""
+        return len(self._ranks)
+
+    async def beat(self) -> None:
+        """Tell all agents every second that this process is there; never returns."""
+        while True:
+            self._tell_all(Kind.BEAT)
+            await asyncio.sleep(protocol.BEAT)
+
+    def stop(self) -> None:
+        """Tell all agents to end what they run."""
+        self._stopped = True
+        self._tell_all(Kind.STOP)
+
+    async def all_gone(self, timeout: float) -> bool:
+        """Wait until no agent is connected; whether that came true within ``timeout`` seconds."""
+        try:
+            await asyncio.wait_for(self._all_gone.wait(), timeout)
+        except TimeoutError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Show what ranks had begun to print, and close their log files."""
+        for rank in self._ranks.values():
+            rank.output.close()
+
+    def _tell_all(self, kind: Kind) -> None:
+        for number in self._connected:
+            self._ranks[number].writer.write(protocol.frame(kind))
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        rank = None
+        try:
+            rank = await self._greeted(reader, writer)
+            if rank is not None:
+                await self._follow(rank, reader)
+        except TimeoutError:
+            if rank is not None:
+                seconds = f"{self.lost_after:g} seconds"
+                self._fail(
+                    rank, None, f"no sign of life for {seconds}: {rank.host} or its network is down"
+                )
+        except (OSError, asyncio.IncompleteReadError, ValueError):
+            if rank is not None and not rank.ended:
+                self._fail(rank, None)
+        finally:
+            writer.close()
+            if rank is not None:
+                self._connected.discard(rank.number)
+                if not self._connected:
+                    self._all_gone.set()
+
+    async def _greeted(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> _Rank | None:
+        """The rank that has connected, if it knows the key."""
+        nonce = secrets.token_bytes(protocol.NONCE_BYTES)
+        writer.write(nonce)
+        async with asyncio.timeout(_HELLO):
+            kind, payload = await _frame(reader)
+        hello = json.loads(payload) if kind is Kind.HELLO else {}
+        if not hmac.compare_digest(hello.get("proof", ""), protocol.proof(self.key, nonce)):
+            return None
+        number, host = int(hello["rank"]), str(hello["host"])
+        output = RankOutput(number, host, self.style, self._terminal.show)
+        rank = self._ranks[number] = _Rank(number, host, output, writer)
+        self._connected.add(number)
+        self._all_gone.clear()
+        if self._stopped:
+            writer.write(protocol.frame(Kind.STOP))
+        return rank
+
+    async def _follow(self, rank: _Rank, reader: asyncio.StreamReader) -> None:
+        while True:
+            # Only while nothing comes; not while a slow terminal keeps us from reading.
+            async with asyncio.timeout(self.lost_after):
+                kind, payload = await _frame(reader)
+            if kind in (Kind.STDOUT, Kind.STDERR):
+                await asyncio.to_thread(rank.output.write, kind, payload)
+            elif kind is Kind.ENDED:
+                rank.ended = True
+                how = json.loads(payload)
+                if how["status"] != 0:
+                    asked = self._stopped or how.get("asked", False)
+                    self._fail(rank, how["status"], how.get("problem"), asked)
+                return
+
+    def _fail(
+        self, rank: _Rank, status: int | None, problem: str | None = None, asked: bool | None = None
+    ) -> None:
+        last = tuple(rank.output.last_lines())
+        asked = self._stopped if asked is None else asked
+        self.failures.append(Failure(rank.number, rank.host, status, problem, last, asked))
+        self.on_failure()
+
+
+async def _frame(reader: asyncio.StreamReader) -> tuple[Kind, bytes]:
+    kind, length = protocol.header(await reader.readexactly(protocol.HEADER_BYTES))
+    return kind, await reader.readexactly(length)

@@ -1,0 +1,79 @@
+"""What ranks print reaches the terminal and the log files."""
+
+import pytest
+
+from hvkit.launch.supervision.output import LAST_LINES, RankOutput, Style
+from hvkit.launch.supervision.protocol import Kind
+
+
+@pytest.fixture
+def shown():
+    return []
+
+
+def output(shown, **style):
+    return RankOutput(3, "node2", Style(**style), lambda kind, data: shown.append((kind, data)))
+
+
+def test_without_a_style_bytes_pass_as_they_are(shown):
+    rank = output(shown)
+    for data in (b"\x1b[1mhalf", b" a line\r", b"\xff\n"):
+        rank.write(Kind.STDOUT, data)
+    assert b"".join(data for _, data in shown) == b"\x1b[1mhalf a line\r\xff\n"
+
+
+def test_a_prefix_stands_before_whole_lines_of_each_stream(shown):
+    rank = output(shown, prefix=True)
+    rank.write(Kind.STDOUT, b"one\ntw")
+    rank.write(Kind.STDERR, b"oops\n")
+    rank.write(Kind.STDOUT, b"o\n")
+    assert shown == [
+        (Kind.STDOUT, b"[3 node2] one\n"),
+        (Kind.STDERR, b"[3 node2] oops\n"),
+        (Kind.STDOUT, b"[3 node2] two\n"),
+    ]
+
+
+def test_a_line_without_an_end_is_shown_at_the_end(shown):
+    rank = output(shown, prefix=True)
+    rank.write(Kind.STDOUT, b"no newline")
+    assert shown == []
+    rank.close()
+    assert shown == [(Kind.STDOUT, b"[3 node2] no newline\n")]
+
+
+def test_of_a_progress_bar_the_last_state_is_shown(shown):
+    rank = output(shown, prefix=True)
+    rank.write(Kind.STDOUT, b"1%\r50%\r100%\r\n")
+    assert shown == [(Kind.STDOUT, b"[3 node2] 100%\n")]
+
+
+def test_timestamps_are_dates_with_milliseconds(shown):
+    from datetime import datetime
+
+    rank = output(shown, timestamps=True)
+    rank.write(Kind.STDOUT, b"x\n")
+    time, text = shown[0][1].decode().rsplit(" ", 1)
+    assert text == "x\n"
+    assert datetime.fromisoformat(time)
+
+
+def test_the_log_file_has_what_was_shown_of_both_streams(shown, tmp_path):
+    rank = output(shown, log_dir=tmp_path)
+    rank.write(Kind.STDOUT, b"out\n")
+    rank.write(Kind.STDERR, b"err")
+    rank.close()
+    assert (tmp_path / "rank-0003.log").read_bytes() == b"out\nerr"
+
+
+def test_the_last_lines_are_kept_and_no_more(shown):
+    rank = output(shown)
+    rank.write(Kind.STDERR, b"".join(b"%d\n" % number for number in range(100)) + b"end")
+    assert rank.last_lines() == [*(str(n) for n in range(100 - LAST_LINES, 100)), "end"]
+
+
+def test_a_line_without_end_is_not_kept_whole(shown):
+    rank = output(shown)
+    for _ in range(100):
+        rank.write(Kind.STDOUT, b"x" * 1000)
+    assert len(rank.last_lines()[0]) == 2000
