@@ -36,7 +36,8 @@ import os, sys
 from hvkit.launch.supervision.run import Run, supervise
 agent = [sys.executable, "-m", "hvkit.launch.supervision.agent"]
 launcher, size, *command = sys.argv[1:]
-run = Run([sys.executable, "-c", launcher, size, *agent, *command], dict(os.environ), "The launcher",
+command = [sys.executable, "-c", launcher, size, *agent, *command]
+run = Run(command, dict(os.environ), "The launcher",
           int(size), ("127.0.0.1",), None, bind=True)
 sys.exit(supervise(run))
 """

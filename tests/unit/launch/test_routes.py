@@ -1,0 +1,58 @@
+"""The interface that joins the hosts is found, and never one of containers or of the host alone."""
+
+from hvkit.launch.network import Interface
+from hvkit.launch.routes import joining, source_address
+
+LOOPBACK = Interface("lo", "127.0.0.1", "127.0.0.0/8")
+DOCKER = Interface("docker0", "172.17.0.1", "172.17.0.0/16")
+LINK_LOCAL = Interface("eth0", "fe80::1", "fe80::/64")
+
+
+def host(*own):
+    return (LOOPBACK, DOCKER, LINK_LOCAL, *own)
+
+
+def ethernet(number, name="eth0"):
+    return Interface(name, f"10.0.0.{number}", "10.0.0.0/24")
+
+
+def fabric(number):
+    return Interface("ib0", f"192.168.0.{number}", "192.168.0.0/16")
+
+
+def test_the_interface_under_whose_address_a_host_is_reached():
+    interfaces = {"a": host(ethernet(1), fabric(1)), "b": host(ethernet(2), fabric(2))}
+    reached_at = {"a": ["192.168.0.1"], "b": ["192.168.0.2"]}
+    assert joining(interfaces, reached_at) == (fabric(1), fabric(2))
+
+
+def test_interfaces_may_have_other_names_and_networks_on_each_host():
+    routed = Interface("ens5", "10.9.0.2", "10.9.0.0/24")
+    interfaces = {"a": host(ethernet(1)), "b": host(routed)}
+    found = joining(interfaces, {"a": ["10.0.0.1"], "b": ["10.9.0.2"]})
+    assert found == (ethernet(1), routed)
+
+
+def test_a_name_that_means_loopback_or_a_foreign_address_leads_to_the_common_network():
+    interfaces = {"a": host(ethernet(1)), "b": host(ethernet(2))}
+    assert joining(interfaces, {"a": ["127.0.1.1"], "b": ["203.0.113.9"]}) == (
+        ethernet(1),
+        ethernet(2),
+    )
+
+
+def test_a_network_with_the_same_address_on_two_hosts_joins_nothing():
+    assert joining({"a": host(), "b": host()}, {"a": ["172.17.0.1"], "b": ["x"]}) == ()
+
+
+def test_of_several_common_networks_one_of_ipv4_is_taken():
+    def six(number):
+        return Interface("eth1", f"fd00::{number}", "fd00::/64")
+
+    interfaces = {"a": host(six(1), ethernet(1)), "b": host(six(2), ethernet(2))}
+    assert joining(interfaces, {"a": [], "b": []}) == (ethernet(1), ethernet(2))
+
+
+def test_the_way_to_this_host_itself_starts_at_its_loopback_address():
+    assert source_address("127.0.0.1") == "127.0.0.1"
+    assert source_address("no-such-host.invalid") is None
