@@ -133,6 +133,29 @@ EDITS = (
         new="        elif 'MPICH' in output or 'HYDRA build details' in output:\n",
     ),
     Edit(
+        name="hostfiles",
+        file="horovod/runner/common/util/hosts.py",
+        what="horovodrun reads comments, blank lines and max_slots in hostfiles as Open MPI does",
+        why="a blank line or a comment ends in an IndexError, and max_slots in wrong slots",
+        upstream="parse_host_files takes what stands after the first equals sign of each line",
+        old="""\
+            line = line.rstrip()
+            hostname = line.split()[0]
+            slots = line.split('=')[1]
+""",
+        new="""\
+            line = line.partition('#')[0].strip()
+            if not line:
+                continue
+            hostname = line.split()[0]
+            slots = re.search(r'\\sslots\\s*=\\s*([0-9]+)(?!\\S)', line)
+            if slots is None:
+                raise ValueError(
+                    "{}: {!r} names no slots: write `{} slots=N`".format(filename, line, hostname))
+            slots = slots.group(1)
+""",
+    ),
+    Edit(
         name="zero_grad arguments",
         file="horovod/torch/optimizer.py",
         what="zero_grad takes the arguments of PyTorch's",

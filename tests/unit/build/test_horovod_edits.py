@@ -2,7 +2,9 @@
 
 import re
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,6 +80,32 @@ def test_optimizer_without_gradient_methods_is_refused(edited: Path) -> None:
     require(keras_2)
     with pytest.raises(NotImplementedError, match=r"hvkit\.distribute"):
         require(keras_3)
+
+
+@needs_source
+def test_horovodrun_reads_comments_blank_lines_and_max_slots(edited: Path, tmp_path: Path) -> None:
+    parse = _parse_host_files(edited)
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text(
+        "# two hosts\n\nnode1 max_slots=8 slots=2  # big\nnode2\tslots = 1 max-slots=3\n"
+    )
+    assert parse(str(hostfile)) == "node1:2,node2:1"
+
+
+@needs_source
+@pytest.mark.parametrize("line", ["node1", "node1 max_slots=4", "node1 slots=four"])
+def test_horovodrun_names_a_host_without_slots(edited: Path, tmp_path: Path, line: str) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text(f"{line}\n")
+    with pytest.raises(ValueError, match=f"'{line}' names no slots: write `node1 slots=N`"):
+        _parse_host_files(edited)(str(hostfile))
+
+
+def _parse_host_files(source: Path) -> Callable[[str], str]:
+    scope: dict[str, Any] = {}
+    exec((source / "horovod/runner/common/util/hosts.py").read_text(), scope)
+    function: Callable[[str], str] = scope["parse_host_files"]
+    return function
 
 
 class TestXlaHeaders:
