@@ -85,6 +85,7 @@ def prepared(request: Request) -> Run:
         LaunchError: something is not as it has to be.
     """
     launcher = find_launcher(request.launcher)
+    _refuse_unreadable(request)
     if not request.hosts and request.size is None:
         raise LaunchError("how many ranks? Say it with -np, or name hosts with slots")
     hosts = request.hosts or (Host("localhost", slots=request.size),)
@@ -116,6 +117,21 @@ def prepared(request: Request) -> Run:
         bind=request.bind,
         style=request.style,
     )
+
+
+def _refuse_unreadable(request: Request) -> None:
+    """Hosts written in ways that launchers take for something else."""
+    for host in request.hosts:
+        if ":" in host.name:
+            raise LaunchError(
+                f"{host.name}: mpirun and horovodrun take no IPv6 addresses on their command "
+                "lines: use the host's name, and give it one in DNS or /etc/hosts"
+            )
+        if host.user is not None and request.launcher != "mpirun":
+            raise LaunchError(
+                f"{host.user}@{host.name}: horovodrun takes no users: set User {host.user} for "
+                "this host in ~/.ssh/config"
+            )
 
 
 def _between_hosts(site: Site, asked: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -40,7 +40,12 @@ _CANNOT_RUN = 127
 
 
 def main(command: Sequence[str]) -> int:
-    """Run ``command`` below this process; returns its exit status as a shell would."""
+    """Run ``command`` below this process; returns its exit status as a shell would.
+
+    Without a supervisor, as where the line of a dry run was typed, it becomes ``command``.
+    """
+    if SUPERVISOR_VARIABLE not in os.environ:
+        os.execvp(command[0], command)
     supervised = Supervised.from_json(os.environ.pop(SUPERVISOR_VARIABLE))
     key = os.environ.pop(KEY_VARIABLE)
     here = place(os.environ)

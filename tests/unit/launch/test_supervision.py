@@ -211,6 +211,12 @@ def test_who_does_not_know_the_key_is_not_listened_to(started, mark):
     assert len(sleeping(mark)) == 2
 
 
+def test_an_agent_without_supervisor_becomes_the_command():
+    agent = [sys.executable, "-m", "hvkit.launch.supervision.agent"]
+    done = subprocess.run([*agent, "bash", "-c", "exit 5"], timeout=60)
+    assert done.returncode == 5
+
+
 def test_ranks_of_a_host_are_bound_to_different_cores():
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("this machine has a single core")

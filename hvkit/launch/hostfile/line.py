@@ -1,0 +1,106 @@
+"""One line of a hostfile, in Open MPI's form or in MPICH's."""
+
+import difflib
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from hvkit.errors import HostfileError
+from hvkit.launch.hostfile.words import HostWord, count, host_word, shown
+from hvkit.launch.hosts import Host
+
+Form = Literal["Open MPI's", "MPICH's"]
+
+# The white space of Open MPI's reader. Python's own has more, such as the unbreakable space.
+_SPACE = " \t\v\f"
+_EQUALS = re.compile(rf"[{_SPACE}]*=[{_SPACE}]*")
+_KEYWORDS = {"slots": "slots", "max_slots": "max_slots", "max-slots": "max_slots"}
+# What else Open MPI reads, and what people write, each with what to write here.
+_OTHER_KEYWORDS = {
+    **dict.fromkeys(("count", "cpu", "cpus", "np", "ppn"), "write slots=N"),
+    **dict.fromkeys(("slots_max", "slots-max", "max_cpu", "max-count"), "write max_slots=N"),
+    **dict.fromkeys(("user", "username", "user_name", "user-name"), "write user@host"),
+    "port": "set Port for this host in ~/.ssh/config",
+}
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line that names a host.
+
+    Attributes:
+        host: what it says.
+        form: whose form it has; ``None`` where both have it, as for a bare name.
+    """
+
+    host: Host
+    form: Form | None
+
+
+def read_line(text: str) -> Line | None:
+    """Read a line; ``None`` if it is blank or a comment.
+
+    Raises:
+        HostfileError: it is not a line of a hostfile; the message does not say where.
+    """
+    content = text.partition("#")[0].strip(_SPACE)
+    if not content:
+        return None
+    words = re.split(rf"[{_SPACE}]+", _EQUALS.sub("=", content))
+    if "=" in words[0]:
+        raise HostfileError(f"a line starts with a host, got {shown(words[0])}")
+    host = host_word(words[0])
+    if host.slots is not None:
+        return Line(_mpich(host, words[1:]), "MPICH's")
+    return Line(_openmpi(host, words[1:]), "Open MPI's" if len(words) > 1 else None)
+
+
+def _mpich(host: HostWord, words: list[str]) -> Host:
+    user = host.user
+    for word in words:
+        keyword, equals, value = word.partition("=")
+        if keyword in _KEYWORDS:
+            raise HostfileError(
+                f"{shown(word)} is Open MPI's form, but the host has its slots after a colon as "
+                "in MPICH's: write one of them"
+            )
+        if keyword != "user" or not equals:
+            raise HostfileError(
+                f"{shown(word)} is not read after host:slots: of MPICH's options for one host "
+                "hvkit knows user= only"
+            )
+        if user is not None:
+            raise HostfileError(f"{shown(word)}: the user is named twice")
+        user = host_word(f"{value}@{host.name}").user
+    return Host(host.name, count(host.slots or "", "slots"), user=user)
+
+
+def _openmpi(host: HostWord, words: list[str]) -> Host:
+    numbers: dict[str, int] = {}
+    for word in words:
+        keyword, equals, value = word.partition("=")
+        if keyword not in _KEYWORDS or not equals:
+            raise HostfileError(_unknown(word))
+        name = _KEYWORDS[keyword]
+        if name in numbers:
+            raise HostfileError(f"{name} is set twice")
+        numbers[name] = count(value, name)
+    most = numbers.get("max_slots")
+    # A host with max_slots alone takes as many, in Open MPI too.
+    slots = numbers.get("slots", most)
+    if slots is not None and most is not None and most < slots:
+        raise HostfileError(f"max_slots must not be less than slots, got {most} for {slots} slots")
+    return Host(host.name, slots, most, host.user)
+
+
+def _unknown(word: str) -> str:
+    keyword, equals, _ = word.partition("=")
+    if not equals and keyword in _KEYWORDS:
+        return f"{keyword} must be a positive integer, got none: write {keyword}=N"
+    if not equals:
+        return f"a host and then slots=N and max_slots=N are read, got {shown(word)}"
+    if keyword in _OTHER_KEYWORDS:
+        return f"unknown keyword {shown(keyword)}: {_OTHER_KEYWORDS[keyword]}"
+    near = difflib.get_close_matches(keyword.lower(), _KEYWORDS, n=1)
+    advice = f"did you mean {near[0]}?" if near else "slots and max_slots are known"
+    return f"unknown keyword {shown(keyword)}: {advice}"

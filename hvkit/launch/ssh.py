@@ -1,0 +1,124 @@
+"""Commands on other hosts, over ssh: all hosts at once, never asking for anything.
+
+What ssh says when it fails is explained by :mod:`hvkit.launch.ssh_problems`.
+"""
+
+import asyncio
+import contextlib
+import os
+import shlex
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hvkit.launch import ssh_problems
+from hvkit.launch.hosts import Host
+from hvkit.launch.local import is_local
+
+# sshd drops some of the connections that arrive at once (MaxStartups), and each is a process here.
+_AT_ONCE = 32
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a host said.
+
+    Attributes:
+        host: the host that was asked.
+        status: exit status of the command; ``None`` if it was not run, or did not end in time.
+        stdout: what the command wrote there.
+        stderr: what the command wrote there, and ssh.
+        problem: why the command could not be run and what to do; ``None`` if it was run, however
+            it ended.
+    """
+
+    host: Host
+    status: int | None
+    stdout: str
+    stderr: str
+    problem: str | None
+
+
+def ask(hosts: Sequence[Host], command: Sequence[str], timeout: float) -> list[Answer]:
+    """Run ``command`` on every host at the same time; the answers are in the order of the hosts.
+
+    This host is asked without ssh. ssh asks for no password and forwards nothing. A host whose key
+    is unknown is refused, unless the user's ssh configuration decides otherwise.
+
+    Args:
+        hosts: whom to ask.
+        command: the program, which the other host looks for, and its arguments.
+        timeout: seconds that each host has for all of it.
+    """
+    return asyncio.run(_ask_all(hosts, command, timeout))
+
+
+def unreachable(hosts: Sequence[Host], timeout: float) -> list[Answer]:
+    """The hosts that no command can be run on within ``timeout`` seconds; each has a problem."""
+    return [answer for answer in ask(hosts, ["true"], timeout) if answer.problem is not None]
+
+
+def ssh_command(host: Host, command: Sequence[str], timeout: float) -> list[str]:
+    """The ssh that runs ``command`` on ``host``, and gives up to connect before ``timeout``."""
+    options = {
+        "BatchMode": "yes",
+        "ConnectTimeout": str(max(1, int(timeout / 2))),
+        "ForwardAgent": "no",
+        "ForwardX11": "no",
+        "ClearAllForwardings": "yes",
+        "UpdateHostKeys": "no",
+        # A master that stays behind would hold our pipes open.
+        "ControlMaster": "no",
+        # Failures have to be told, and nothing else.
+        "LogLevel": "ERROR",
+    }
+    settings = [word for key, value in options.items() for word in ("-o", f"{key}={value}")]
+    user = ["-l", host.user] if host.user else []
+    return ["ssh", "-T", *settings, *user, "--", host.name, shlex.join(command)]
+
+
+async def _ask_all(hosts: Sequence[Host], command: Sequence[str], timeout: float) -> list[Answer]:
+    places = asyncio.Semaphore(_AT_ONCE)
+
+    async def ask_one(host: Host) -> Answer:
+        async with places:
+            # Resolving a name can take seconds.
+            local = await asyncio.to_thread(is_local, host.name)
+            return await _ask(host, command, timeout, local)
+
+    return list(await asyncio.gather(*map(ask_one, hosts)))
+
+
+async def _ask(host: Host, command: Sequence[str], timeout: float, local: bool) -> Answer:
+    words = command if local else ssh_command(host, command, timeout)
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *words,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, "SSH_ASKPASS_REQUIRE": "never"},
+            # No terminal to prompt on, and one group with whatever ssh starts.
+            start_new_session=True,
+        )
+    except OSError as error:
+        return Answer(host, None, "", "", ssh_problems.not_started(words[0], error, local))
+    try:
+        async with asyncio.timeout(timeout):
+            stdout, stderr = map(_text, await process.communicate())
+    except TimeoutError:
+        return Answer(host, None, "", "", ssh_problems.too_slow(command, timeout))
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+    problem = None if local else ssh_problems.explain(host, process.returncode, stderr)
+    if problem is None and process.returncode in (126, 127):
+        problem = ssh_problems.not_found(command[0], stderr)
+    ran = problem is None
+    return Answer(host, process.returncode if ran else None, stdout, stderr, problem)
+
+
+def _text(data: bytes) -> str:
+    return data.decode(errors="replace")

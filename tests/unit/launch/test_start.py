@@ -1,0 +1,163 @@
+"""``hvkit run`` puts hosts, environment and launcher together, or says what is wrong."""
+
+import json
+import os
+import shlex
+from dataclasses import asdict
+
+import pytest
+
+from hvkit.errors import LaunchError
+from hvkit.launch import preflight, start
+from hvkit.launch.hosts import Host
+from hvkit.launch.launchers import Launcher, mpich, openmpi
+from hvkit.launch.network import Interface
+from hvkit.launch.probe import Facts
+from hvkit.launch.ssh import Answer
+from hvkit.launch.start import Request, prepared, shown
+
+NODES = (Host("node1", slots=2), Host("node2", slots=2))
+DOCKER = Interface("docker0", "172.17.0.1", "172.17.0.0/16")
+
+
+def facts(number, **changes):
+    own = Interface("eth0", f"10.0.0.{number}", "10.0.0.0/24")
+    known = {
+        "hostname": f"node{number}",
+        "cpus": 2,
+        "interfaces": (DOCKER, own),
+        "has_folder": True,
+    }
+    return Facts(**{**known, **changes})
+
+
+@pytest.fixture
+def hosts(monkeypatch):
+    """What node1, this host, and node2 answer; to be changed."""
+    answers = {"node1": facts(1), "node2": facts(2)}
+
+    def ask(asked, command, timeout):
+        return [_answer(host, answers[host.name]) for host in asked]
+
+    monkeypatch.setattr(preflight, "ask", ask)
+    monkeypatch.setattr(preflight, "is_local", lambda name: name == "node1")
+    monkeypatch.setattr(preflight, "addresses_of", lambda name: [f"10.0.0.{name[-1]}"])
+    monkeypatch.setattr(preflight, "source_address", lambda name: "10.0.0.1")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    found = Launcher("Open MPI 5.0.11", "mpirun", openmpi.arguments(5))
+    monkeypatch.setattr(start, "find_launcher", lambda name: found)
+    return answers
+
+
+def _answer(host, said):
+    if isinstance(said, Facts):
+        return Answer(host, 0, json.dumps(asdict(said)), "", None)
+    return Answer(host, *said)
+
+
+def request(**changes):
+    return Request(**{"command": ("python", "x.py"), "hosts": NODES, "size": 3, **changes})
+
+
+def test_ranks_on_two_hosts_use_the_network_between_them_and_never_docker(hosts):
+    run = prepared(request())
+    line = shlex.join(run.command)
+    assert "--host node1:2,node2:1" in line
+    assert "--prtemca prte_if_include 10.0.0.0/24 --mca btl_tcp_if_include 10.0.0.0/24" in line
+    assert run.environ["NCCL_SOCKET_IFNAME"] == "=eth0"
+    assert run.addresses == ("10.0.0.1",)
+    assert run.lost_after == 6.0
+    assert line.endswith("python x.py")
+
+
+def test_on_this_host_alone_nobody_is_given_up_and_nothing_is_restricted(hosts):
+    run = prepared(request(size=2))
+    assert run.addresses == ("127.0.0.1",)
+    assert run.lost_after is None
+    assert "if_include" not in shlex.join(run.command)
+
+
+def test_what_the_user_says_about_interfaces_counts(hosts, monkeypatch):
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    run = prepared(request(interfaces=("192.168.0.0/16",)))
+    assert "--mca btl_tcp_if_include 192.168.0.0/16" in shlex.join(run.command)
+    assert run.environ["NCCL_SOCKET_IFNAME"] == "ib0"
+
+
+def test_secrets_stay_here_and_what_is_asked_for_goes_along(hosts, monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", "t")
+    monkeypatch.setenv("MY_FLAG", "f")
+    run = prepared(request(variables={"MY_FLAG": None, "OTHER": "7"}))
+    words = list(run.command)
+    sent = {words[i + 1] for i, word in enumerate(words) if word == "-x"}
+    assert {"MY_FLAG", "OTHER", "PATH", "NCCL_SOCKET_IFNAME"} <= sent
+    assert "MY_TOKEN" not in sent
+    assert run.environ["OTHER"] == "7"
+
+
+def test_horovodrun_which_forwards_everything_is_started_without_secrets(hosts, monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", "t")
+    run = prepared(request(launcher="gloo"))
+    assert "MY_TOKEN" not in run.environ
+    assert {"PATH", "HOME"} <= run.environ.keys()
+
+
+def test_a_bare_host_has_as_many_slots_as_cpus(hosts):
+    run = prepared(request(hosts=(Host("node1"), Host("node2", slots=1)), size=None))
+    assert "--host node1:2,node2:1" in shlex.join(run.command)
+
+
+def test_more_ranks_than_cpus_on_a_host(hosts):
+    run = prepared(request(hosts=(Host("node1", slots=4), Host("node2", slots=1)), size=5))
+    assert "mpi_yield_when_idle" in shlex.join(run.command)
+
+
+def test_a_host_without_ranks_is_not_asked(hosts):
+    hosts["node2"] = (None, "", "", "no route to it")
+    assert prepared(request(size=2)).size == 2
+
+
+def test_all_problems_of_all_hosts_are_told_at_once(hosts):
+    hosts["node1"] = facts(1, has_folder=False)
+    hosts["node2"] = (None, "", "", "no route to it: switch it on")
+    with pytest.raises(LaunchError) as caught:
+        prepared(request())
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "nothing was started"
+    assert "node1: has no folder" in lines[1]
+    assert lines[2] == "  node2: no route to it: switch it on"
+
+
+def test_a_host_with_another_environment_is_named(hosts):
+    hosts["node2"] = (1, "", "Traceback\nModuleNotFoundError: No module named 'hvkit'\n", None)
+    with pytest.raises(LaunchError, match=r"node2: .* cannot import this hvkit .*No module named"):
+        prepared(request())
+
+
+def test_two_names_of_one_host_are_refused(hosts):
+    hosts["node2"] = hosts["node1"]
+    with pytest.raises(LaunchError, match="node1 and node2 are the same host, node1"):
+        prepared(request())
+
+
+def test_ipv6_addresses_are_refused_with_the_way_out(hosts):
+    with pytest.raises(LaunchError, match=r"fd00::1: .*give it one in DNS or /etc/hosts"):
+        prepared(request(hosts=(Host("fd00::1", slots=4),)))
+
+
+def test_horovodrun_and_users_are_refused(hosts):
+    with pytest.raises(LaunchError, match="ann@node1: horovodrun takes no users: set User ann"):
+        prepared(request(hosts=(Host("node1", slots=4, user="ann"),), launcher="gloo"))
+
+
+def test_a_dry_run_shows_the_variables_that_hvkit_adds_and_no_others(hosts, monkeypatch):
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    line = shown(prepared(request(variables={"A": "b c"})))
+    assert line.startswith("NCCL_SOCKET_IFNAME==eth0 A='b c' mpirun -np 3 ")
+
+
+def test_mpich_gets_the_interface_by_name(hosts, monkeypatch):
+    found = Launcher("MPICH 5.0.2", "mpirun", mpich.arguments)
+    monkeypatch.setattr(start, "find_launcher", lambda name: found)
+    assert "-iface eth0" in shlex.join(prepared(request()).command)
