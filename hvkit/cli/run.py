@@ -56,9 +56,9 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     parser.add_argument(
         "--lost-after",
         type=_seconds,
-        default=6.0,
+        default=5.0,
         metavar="SECONDS",
-        help="end the run when a host gives no sign of life for so long (default: 6)",
+        help="end the run when a host gives no sign of life for so long (default: 5)",
     )
     parser.add_argument("--prefix", action="store_true", help="begin lines with rank and host")
     parser.add_argument("--timestamps", action="store_true", help="begin lines with the time")

@@ -46,7 +46,7 @@ class Request:
     variables: Mapping[str, str | None] = field(default_factory=dict)
     interfaces: tuple[str, ...] = ()
     bind: bool = True
-    lost_after: float = 6.0
+    lost_after: float = 5.0
     style: Style = field(default_factory=Style)
 
 

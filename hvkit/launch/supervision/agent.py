@@ -3,23 +3,27 @@
 ``python -m hvkit.launch.supervision.agent COMMAND...``, started by the launcher on every host.
 """
 
-import contextlib
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import IO, Any
 
-import psutil
-
 from hvkit.launch import binding
 from hvkit.launch.environment import place
 from hvkit.launch.supervision.connection import Connection, ConnectionLost
-from hvkit.launch.supervision.processes import adopt_orphans, end_descendants, ends_with_parent
+from hvkit.launch.supervision.processes import (
+    adopt_orphans,
+    end_descendants,
+    end_way_here,
+    ends_with_parent,
+)
 from hvkit.launch.supervision.protocol import (
     BEAT,
     KEY_VARIABLE,
@@ -27,10 +31,6 @@ from hvkit.launch.supervision.protocol import (
     Kind,
     Supervised,
 )
-
-# What launchers leave on a host to start ranks there. One that has lost its launcher may wait for
-# TCP to give up, which takes many minutes.
-_DAEMONS = ("prted", "orted", "hydra_pmi_proxy", "prterun", "mpirun", "mpiexec", "mpiexec.hydra")
 
 _GRACE = 1.0
 """Seconds that a command has between SIGTERM and SIGKILL; Open MPI itself gives as much."""
@@ -77,6 +77,7 @@ class _Agent:
         self.parent = os.getppid()
         self.stopping = threading.Event()
         self.lost = False
+        self.ended_at = time.monotonic()
         self.listener = threading.Thread(target=self.listen, daemon=True)
 
     def run(self) -> int:
@@ -109,14 +110,18 @@ class _Agent:
 
     def wait(self, child: "subprocess.Popen[bytes]") -> bool:
         """Wait for the command's end; whether it came by itself."""
-        while not self.stopping.is_set():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                status = child.wait(timeout=0.2)
-                # A launcher that ends a rank signals its command and this process at once.
-                return status >= 0 or not self.stopping.wait(0.2)
-            if os.getppid() != self.parent:
-                self.stopping.set()
-        return child.poll() is not None
+        watched = os.pidfd_open(child.pid)
+        try:
+            while not self.stopping.is_set():
+                if select.select([watched], [], [], 0.2)[0]:
+                    self.ended_at = time.monotonic()
+                    # A launcher that ends a rank signals its command and this process at once.
+                    return child.wait() >= 0 or not self.stopping.wait(0.2)
+                if os.getppid() != self.parent:
+                    self.stopping.set()
+        finally:
+            os.close(watched)
+        return False
 
     def ended(
         self, child: "subprocess.Popen[bytes]", by_itself: bool, pumps: Sequence[threading.Thread]
@@ -125,12 +130,13 @@ class _Agent:
         end_descendants(0 if self.lost else _GRACE)
         status = child.wait()
         if self.lost:
-            self.end_daemon()
+            end_way_here(self.parent)
             # Threads may be stuck in a connection that leads nowhere.
             os._exit(1)
         for pump in pumps:
             pump.join(timeout=5)
-        self.tell_end({"status": status, "asked": not by_itself})
+        ago = time.monotonic() - self.ended_at
+        self.tell_end({"status": status, "asked": not by_itself, "ago": ago})
         return status if status >= 0 else 128 - status
 
     def tell_end(self, how: Mapping[str, Any]) -> None:
@@ -162,13 +168,6 @@ class _Agent:
     def stop(self, number: int, frame: FrameType | None) -> None:
         """The launcher's wish that this rank ends."""
         self.stopping.set()
-
-    def end_daemon(self) -> None:
-        """End the launcher's daemon on this host, which nobody can reach any more."""
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            parent = psutil.Process(os.getppid())
-            if parent.pid == self.parent and parent.name() in _DAEMONS:
-                parent.kill()
 
 
 if __name__ == "__main__":

@@ -1,11 +1,17 @@
 """How a run ended, and whose fault that was: plain arithmetic on what the ranks told."""
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 # Errors of a rank whose partners have gone: what follows from the first failure.
 _CONSEQUENCES = ("RankLostError", "HorovodInternalError", "Horovod has been shut down")
+
+# Signals that no error of a partner leads to.
+_VIOLENT = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
+
+_TOGETHER = 1.0
+"""Seconds within which the order of failures is not trusted."""
 
 
 @dataclass(frozen=True)
@@ -16,23 +22,32 @@ class Failure:
         rank: which.
         host: where.
         status: exit status, negative for a signal; ``None`` if it ended without a word.
+        at: when that was, in seconds of this host's monotonic clock.
         problem: what went wrong, if that was not in the command itself.
         last_lines: the last lines that it printed.
         asked: whether it was told to end.
+        lost: whether its host gave no sign of life any more.
     """
 
     rank: int
     host: str
     status: int | None
+    at: float
     problem: str | None = None
     last_lines: tuple[str, ...] = ()
     asked: bool = False
+    lost: bool = False
 
     @property
     def follows(self) -> bool:
-        """Whether this comes from the failure of another rank."""
+        """Whether it says itself that another rank failed."""
         text = "\n".join(self.last_lines)
-        return self.asked or any(name in text for name in _CONSEQUENCES)
+        return any(name in text for name in _CONSEQUENCES)
+
+    @property
+    def violent(self) -> bool:
+        """Whether it was ended from outside, or by a fault; the errors of others come from that."""
+        return self.status is None or -self.status in _VIOLENT
 
     @property
     def exit_status(self) -> int:
@@ -56,27 +71,53 @@ class Failure:
 def culprit(failures: Sequence[Failure]) -> Failure | None:
     """The failure that the others follow from, if there is any.
 
+    That is the first, but what is known of times is not exact: MPI ends a rank whose partner was
+    killed within milliseconds. Of failures at about the same time a violent one is the cause.
+    """
+    own = [failure for failure in failures if not failure.asked]
+    causes = [failure for failure in own if not failure.follows] or own
+    if not causes:
+        return None
+    first = min(failure.at for failure in causes)
+    together = [failure for failure in causes if failure.at - first < _TOGETHER]
+    return min(together, key=lambda failure: (not failure.violent, failure.at))
+
+
+def report(failures: Sequence[Failure], elsewhere: Collection[str] = ()) -> str:
+    """What to tell about the failures of a run; empty if there were none.
+
     Args:
         failures: in the order in which they became known.
+        elsewhere: the hosts of the run besides this one.
     """
-    causes = [failure for failure in failures if not failure.follows]
-    return next(iter(causes or [f for f in failures if not f.asked]), None)
-
-
-def report(failures: Sequence[Failure]) -> str:
-    """What to tell about the failures of a run; empty if there were none."""
     first = culprit(failures)
     if first is None:
         return ""
-    lines = [f"hvkit run: {first.describe()}"]
+    lines = [f"hvkit run: {_lost(failures, elsewhere) if first.lost else first.describe()}"]
     if first.last_lines:
-        lines[0] += "; its last lines:"
+        lines[0] += "; its last lines:" if not first.lost else f"; last lines of rank {first.rank}:"
         lines += [f"    {line}" for line in first.last_lines]
-    others = sorted({f.rank for f in failures if not f.asked} - {first.rank})
+    named = {f.rank for f in failures if f.lost} if first.lost else {first.rank}
+    others = sorted({f.rank for f in failures if not f.asked} - named)
     if others:
-        s = "s" if len(others) > 1 else ""
-        lines.append(f"hvkit run: after that, rank{s} {ranges(others)} failed too")
+        lines.append(f"hvkit run: after that, {_ranks(others)} failed too")
     return "\n".join(lines)
+
+
+def _lost(failures: Sequence[Failure], elsewhere: Collection[str]) -> str:
+    """Which hosts were lost, and what that means."""
+    ranks: dict[str, list[int]] = {}
+    for failure in failures:
+        if failure.lost:
+            ranks.setdefault(failure.host, []).append(failure.rank)
+    listed = ", ".join(f"{host} ({_ranks(sorted(ranks[host]))})" for host in sorted(ranks))
+    if len(ranks) > 1 and ranks.keys() == set(elsewhere):
+        return f"no sign of life from any other host: {listed}: this host's network is down"
+    return f"no sign of life from {listed}: {'they' if len(ranks) > 1 else 'it'} or the network is down"
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    return f"rank{'s' if len(numbers) > 1 else ''} {ranges(numbers)}"
 
 
 def ranges(numbers: Sequence[int]) -> str:

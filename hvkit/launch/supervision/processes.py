@@ -9,6 +9,9 @@ from collections.abc import Callable, Sequence
 
 import psutil
 
+_DAEMONS = ("prted", "orted", "hydra_pmi_proxy", "prterun", "mpirun", "mpiexec", "mpiexec.hydra")
+_SHELLS = ("sh", "bash", "dash", "zsh", "ksh", "tcsh", "csh", "fish")
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -44,6 +47,31 @@ def end_descendants(grace: float) -> None:
     # What they start meanwhile is found in the next round.
     while running := [process for process in descendants() if _runs(process)]:
         _wait_for(signalled(running, signal.SIGKILL), 0.5)
+
+
+def end_way_here(parent: int) -> None:
+    """End what a launcher has put between itself and this process on a host it cannot reach.
+
+    Its daemon and the end of its ssh connection wait for TCP to give up, which takes many minutes.
+
+    Args:
+        parent: the process that this one was started by; if it has ended, nothing is done.
+    """
+    way = []
+    with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+        for process in psutil.Process().parents() if os.getppid() == parent else ():
+            if process.name() in _DAEMONS or _is_login(process):
+                way.append(process)
+            elif process.name() not in _SHELLS:
+                break
+    with contextlib.suppress(psutil.AccessDenied):
+        signalled(way, signal.SIGKILL)
+
+
+def _is_login(process: psutil.Process) -> bool:
+    """Whether it is the end of one ssh connection, not the server that waits for them."""
+    command = " ".join(process.cmdline())
+    return command.startswith("sshd") and "@notty" in command
 
 
 def _wait_for(processes: Sequence[psutil.Process], seconds: float) -> None:

@@ -15,11 +15,13 @@ from hvkit.launch.supervision.protocol import KEY_VARIABLE, SUPERVISOR_VARIABLE,
 from hvkit.launch.supervision.supervisor import Supervisor
 
 # After the first failure the other ranks fail by themselves, with errors worth waiting for.
-_OTHERS_FAIL = 3.0
+_OTHERS_FAIL = 2.0
+# Hosts that are lost at the same time were heard of last within a beat of each other.
+_OTHERS_LOST = 1.2
 # How long agents have to end their commands when told to; they take one second and a bit.
 _AGENTS_END = 4.0
 # How long the launcher has to end by itself once its ranks have.
-_LAUNCHER_ENDS = 2.0
+_LAUNCHER_ENDS = 1.5
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -112,7 +114,8 @@ class _Supervision:
         await asyncio.wait([ended, *others], return_when=asyncio.FIRST_COMPLETED)
         by_itself = ended.done()
         if self.failed.is_set() and not self.asked.is_set():
-            await asyncio.wait([ended, others[1]], timeout=_OTHERS_FAIL)
+            patience = _OTHERS_LOST if self.supervisor.host_lost else _OTHERS_FAIL
+            await asyncio.wait([ended, others[1]], timeout=patience)
         for task in (ended, *others):
             task.cancel()
         return by_itself
@@ -144,7 +147,7 @@ class _Supervision:
             _say(f"hvkit run: {self.run.launcher} (process {launcher.pid}) was killed by {name}")
             return 128 - status
         failures = self.supervisor.failures
-        if told := report(failures):
+        if told := report(failures, self.supervisor.elsewhere):
             _say(told)
         if first := culprit(failures):
             return first.exit_status

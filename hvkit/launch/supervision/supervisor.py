@@ -4,6 +4,8 @@ import asyncio
 import hmac
 import json
 import secrets
+import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -34,6 +36,7 @@ class Supervisor:
         style: how output is shown.
         lost_after: seconds without a beat after which an agent is given up; ``None`` for never.
         on_failure: called after each failure of a rank.
+        host_lost: whether an agent was given up.
         failures: the failures so far, in the order in which they became known.
     """
 
@@ -41,6 +44,7 @@ class Supervisor:
     style: Style
     lost_after: float | None
     on_failure: Callable[[], None]
+    host_lost: bool = False
     failures: list[Failure] = field(default_factory=list)
     _ranks: dict[int, _Rank] = field(default_factory=dict)
     _connected: set[int] = field(default_factory=set)
@@ -57,6 +61,11 @@ class Supervisor:
     def started(self) -> int:
         """How many ranks have connected so far."""
         return len(self._ranks)
+
+    @property
+    def elsewhere(self) -> set[str]:
+        """The hosts of the ranks, but for this one."""
+        return {rank.host for rank in self._ranks.values()} - {socket.gethostname()}
 
     async def beat(self) -> None:
         """Tell all agents every second that this process is there; never returns."""
@@ -94,10 +103,8 @@ class Supervisor:
                 await self._follow(rank, reader)
         except TimeoutError:
             if rank is not None:
-                seconds = f"{self.lost_after:g} seconds"
-                self._fail(
-                    rank, None, f"no sign of life for {seconds}: {rank.host} or its network is down"
-                )
+                self.host_lost = True
+                self._fail(rank, None, lost=True)
         except (OSError, asyncio.IncompleteReadError, ValueError):
             if rank is not None and not rank.ended:
                 self._fail(rank, None)
@@ -140,15 +147,32 @@ class Supervisor:
                 how = json.loads(payload)
                 if how["status"] != 0:
                     asked = self._stopped or how.get("asked", False)
-                    self._fail(rank, how["status"], how.get("problem"), asked)
+                    at = time.monotonic() - how.get("ago", 0.0)
+                    self._fail(rank, how["status"], how.get("problem"), asked=asked, at=at)
                 return
 
     def _fail(
-        self, rank: _Rank, status: int | None, problem: str | None = None, asked: bool | None = None
+        self,
+        rank: _Rank,
+        status: int | None,
+        problem: str | None = None,
+        *,
+        asked: bool | None = None,
+        at: float | None = None,
+        lost: bool = False,
     ) -> None:
-        last = tuple(rank.output.last_lines())
-        asked = self._stopped if asked is None else asked
-        self.failures.append(Failure(rank.number, rank.host, status, problem, last, asked))
+        self.failures.append(
+            Failure(
+                rank=rank.number,
+                host=rank.host,
+                status=status,
+                at=time.monotonic() if at is None else at,
+                problem=problem,
+                last_lines=tuple(rank.output.last_lines()),
+                asked=self._stopped if asked is None else asked,
+                lost=lost,
+            )
+        )
         self.on_failure()
 
 

@@ -2,13 +2,19 @@
 
 import pytest
 
-from hvkit.launch.supervision.outcome import Failure, culprit, ranges, report
+from hvkit.launch.supervision import outcome
+from hvkit.launch.supervision.outcome import culprit, ranges, report
+
+
+def failure(rank, host, status, at=0.0, **others):
+    """A failure at second 0, unless said otherwise."""
+    return outcome.Failure(rank, host, status, at, **others)
 
 
 def test_the_first_failure_is_named_with_its_last_lines():
     failures = [
-        Failure(3, "node2", 1, last_lines=("Traceback", "ValueError: 7")),
-        Failure(0, "node1", 1, last_lines=("other",)),
+        failure(3, "node2", 1, last_lines=("Traceback", "ValueError: 7")),
+        failure(0, "node1", 1, at=0.1, last_lines=("other",)),
     ]
     assert report(failures).splitlines() == [
         "hvkit run: rank 3 on node2 ended with exit status 1; its last lines:",
@@ -23,37 +29,63 @@ def test_the_first_failure_is_named_with_its_last_lines():
     ["hvkit.errors.RankLostError: another rank", "HorovodInternalError: shut down"],
 )
 def test_a_rank_whose_partner_has_gone_is_not_the_culprit_though_it_ended_first(line):
-    follower = Failure(0, "node1", 1, last_lines=(line,))
-    cause = Failure(1, "node2", 9, last_lines=("KeyError: 'x'",))
+    follower = failure(0, "node1", 1, last_lines=(line,))
+    cause = failure(1, "node2", 9, last_lines=("KeyError: 'x'",))
     assert culprit([follower, cause]) is cause
 
 
 def test_where_all_only_follow_the_first_is_named():
-    followers = [Failure(rank, "node1", 1, last_lines=("RankLostError",)) for rank in (1, 0)]
+    followers = [failure(rank, "node1", 1, last_lines=("RankLostError",)) for rank in (1, 0)]
     assert culprit(followers) is followers[0]
 
 
+def test_of_failures_at_about_the_same_time_the_killed_rank_is_the_cause():
+    aborted = failure(0, "node1", 14, at=0.0)
+    killed = failure(1, "node2", -9, at=0.01)
+    assert culprit([aborted, killed]) is killed
+
+
+def test_a_crash_long_after_an_error_is_not_the_cause():
+    wrong = failure(0, "node1", 1, at=0.0, last_lines=("ValueError",))
+    crashed = failure(1, "node2", -11, at=5.0)
+    assert culprit([crashed, wrong]) is wrong
+
+
 def test_ranks_that_were_told_to_end_have_not_failed():
-    assert culprit([Failure(0, "node1", -15, asked=True)]) is None
-    assert report([Failure(0, "node1", -15, asked=True)]) == ""
+    assert culprit([failure(0, "node1", -15, asked=True)]) is None
+    assert report([failure(0, "node1", -15, asked=True)]) == ""
 
 
 @pytest.mark.parametrize(
-    ("failure", "line"),
+    ("failed", "line"),
     [
-        (Failure(1, "b", -9), "rank 1 on b was killed by signal 9 (SIGKILL)"),
-        (Failure(1, "b", None), "rank 1 on b ended without a word"),
-        (Failure(1, "b", 127, problem="cannot run 'x'"), "rank 1 on b: cannot run 'x'"),
+        (failure(1, "b", -9), "rank 1 on b was killed by signal 9 (SIGKILL)"),
+        (failure(1, "b", None), "rank 1 on b ended without a word"),
+        (failure(1, "b", 127, problem="cannot run 'x'"), "rank 1 on b: cannot run 'x'"),
     ],
 )
-def test_how_a_rank_ended_is_said_in_words(failure, line):
-    assert line in failure.describe()
+def test_how_a_rank_ended_is_said_in_words(failed, line):
+    assert line in failed.describe()
+
+
+def test_a_lost_host_is_named_with_its_ranks():
+    lost = [failure(rank, "node2", None, lost=True) for rank in (2, 1)]
+    assert report(lost, {"node2", "node3"}) == (
+        "hvkit run: no sign of life from node2 (ranks 1-2): it or the network is down"
+    )
+
+
+def test_where_all_other_hosts_are_lost_this_ones_network_is_named():
+    lost = [failure(1, "node2", None, lost=True), failure(2, "node3", None, lost=True)]
+    assert report(lost, {"node2", "node3"}).endswith(
+        "node2 (rank 1), node3 (rank 2): this host's network is down"
+    )
 
 
 def test_the_exit_status_is_that_of_a_shell():
-    assert Failure(0, "a", 3).exit_status == 3
-    assert Failure(0, "a", -9).exit_status == 137
-    assert Failure(0, "a", None).exit_status == 1
+    assert failure(0, "a", 3).exit_status == 3
+    assert failure(0, "a", -9).exit_status == 137
+    assert failure(0, "a", None).exit_status == 1
 
 
 def test_neighbouring_ranks_are_joined():
