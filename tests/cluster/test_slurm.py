@@ -1,0 +1,99 @@
+"""Scripts of ``hvkit manifest slurm`` run in a real Slurm, on two hosts."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import slurm_cluster
+from rig import Rig
+from slurm_cluster import Slurm, slurm_on
+
+CHECKOUT = Path(__file__).parents[2]
+# Until a job has ended that was cancelled, or until its ranks have started.
+SECONDS = 120
+
+WHO = "import os, socket; print(socket.gethostname(), os.environ['OMPI_COMM_WORLD_RANK'], 'of 4')"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _slurm_is_there() -> None:
+    if lacks := "; ".join(slurm_cluster.missing()):
+        pytest.skip(f"no Slurm on this machine: {lacks}")
+
+
+@pytest.fixture
+def hosts(rig: Callable[[list[str]], Rig]) -> Rig:
+    return rig(["node1", "node2"])
+
+
+@pytest.fixture
+def slurm(hosts: Rig, tmp_path: Path) -> Iterator[Slurm]:
+    with slurm_on(hosts, tmp_path) as running:
+        yield running
+
+
+def script(*arguments: str) -> str:
+    """What ``hvkit manifest slurm`` writes."""
+    hvkit = [sys.executable, "-m", "hvkit.cli", "manifest", "slurm"]
+    return subprocess.run(
+        [*hvkit, *arguments], check=True, capture_output=True, text=True, timeout=60
+    ).stdout
+
+
+def test_ranks_start_on_all_hosts_of_the_allocation(slurm: Slurm, tmp_path: Path) -> None:
+    asked = ["--cpus", "1", "--memory", "500M", "--time", "00:05:00", "--partition", "main"]
+    job = slurm.run(
+        script("-np", "4", "--slots", "2", *asked, "python", "-c", WHO), timeout=180, cwd=tmp_path
+    )
+    assert sorted(job.output.splitlines()) == [
+        "node1 0 of 4",
+        "node1 1 of 4",
+        "node2 2 of 4",
+        "node2 3 of 4",
+    ]
+    assert job.status == 0
+
+
+def test_a_recipe_trains_in_the_allocation(slurm: Slurm, tmp_path: Path) -> None:
+    flags = ["--dataset", "digits", "--epochs", "3", "--output-dir", str(tmp_path / "run")]
+    recipe = ["python", "recipes/mnist_torch.py", *flags]
+    job = slurm.run(script("-np", "2", "--slots", "1", *recipe), timeout=300, cwd=CHECKOUT)
+    assert job.status == 0, job.output
+    final = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert final["ranks"] == 2
+    assert final["test_accuracy"] > 0.7
+
+
+def test_slurm_learns_that_a_rank_failed(slurm: Slurm, tmp_path: Path) -> None:
+    failing = "import os, sys; sys.exit(os.environ['OMPI_COMM_WORLD_RANK'] == '1' and 7)"
+    job = slurm.run(
+        script("-np", "2", "--slots", "1", "python", "-c", failing), timeout=180, cwd=tmp_path
+    )
+    assert job.status != 0
+
+
+def test_a_cancelled_job_leaves_no_process_behind(slurm: Slurm, hosts: Rig, tmp_path: Path) -> None:
+    sleeping = "import time; print('started', flush=True); time.sleep(1000)"
+    before = {host.name: {process.pid for process in host.processes()} for host in hosts.hosts}
+    number = slurm.submit(
+        script("-np", "2", "--slots", "1", "python", "-c", sleeping), cwd=tmp_path
+    )
+    wait_until(lambda: slurm.output().count("started") == 2)
+    slurm.first.run(["scancel", number]).check_returncode()
+    wait_until(
+        lambda: all(
+            {process.pid for process in host.processes()} == before[host.name]
+            for host in hosts.hosts
+        )
+    )
+
+
+def wait_until(reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)

@@ -1,0 +1,56 @@
+"""MPIJobs for tests."""
+
+from typing import Any
+
+import yaml
+
+from hvkit.manifest import MPIJob, Size
+from hvkit.manifest.quantity import cpus, memory
+from hvkit.manifest.yaml_text import dumped
+
+COMMAND = ("python", "recipes/mnist_torch.py", "--epochs", "2")
+
+
+def job(**changes: Any) -> MPIJob:
+    """A job of 8 ranks on 2 workers that asks for nothing else."""
+    asked: dict[str, Any] = {
+        "image": "hvkit:1",
+        "command": COMMAND,
+        "size": Size.of(8, 4),
+        "name": "mnist",
+        "namespace": None,
+        "gpus": 0,
+        "cpus": None,
+        "memory": None,
+        "shared_memory": memory("2Gi"),
+        "launcher_cpus": cpus("1"),
+        "launcher_memory": memory("1Gi"),
+        "retries": 0,
+    }
+    return MPIJob(**{**asked, **changes})
+
+
+def full_job() -> MPIJob:
+    """A job that asks for everything there is."""
+    return job(
+        namespace="teaching",
+        gpus=1,
+        cpus=cpus("500m"),
+        memory=memory("1.5Gi"),
+        shared_memory=memory("512M"),
+        retries=3,
+        variables={"HVKIT_DATA_DIR": "/data", "RATE": "1e-3"},
+    )
+
+
+def read(job: MPIJob) -> dict[str, Any]:
+    """The document as a cluster gets it: written, and read again."""
+    document: dict[str, Any] = yaml.safe_load(dumped(job.document()))
+    return document
+
+
+def container(document: dict[str, Any], replica: str) -> dict[str, Any]:
+    """The only container of the launcher or of a worker."""
+    replicas = document["spec"]["mpiReplicaSpecs"][replica]
+    (found,) = replicas["template"]["spec"]["containers"]
+    return dict(found)

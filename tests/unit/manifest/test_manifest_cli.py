@@ -1,0 +1,136 @@
+"""``hvkit manifest`` writes what it is asked for and names what is wrong."""
+
+import shlex
+import subprocess
+import sys
+
+import pytest
+import yaml
+from mpijob_schema import problems
+from mpijobs import container
+
+from hvkit import cli
+
+MPIJOB = "manifest mpijob --image hvkit:1 -np 8 --slots 4"
+SLURM = "manifest slurm -np 8 --slots 4"
+
+
+def written(capsys: pytest.CaptureFixture[str], line: str) -> str:
+    assert cli.main(shlex.split(line)) == 0
+    output = capsys.readouterr()
+    assert output.err == ""
+    return output.out
+
+
+def test_an_mpijob_with_all_options(capsys: pytest.CaptureFixture[str]) -> None:
+    line = (
+        f"{MPIJOB} --gpus 1 --name digits --namespace ml --cpus 500m --memory 4Gi --shm-size 1Gi "
+        "--env A=1 --env B='x y' --launcher-cpus 2 --launcher-memory 2Gi --retries 2 "
+        "-- python train.py --gpus 3 --name x"
+    )
+    document = yaml.safe_load(written(capsys, line))
+    assert problems(document) == []
+    assert document["metadata"] == {"name": "digits", "namespace": "ml"}
+    assert document["spec"]["runPolicy"]["backoffLimit"] == 2
+    launcher, worker = (container(document, which) for which in ("Launcher", "Worker"))
+    assert launcher["args"] == shlex.split("run -np 8 -x A -x B python train.py --gpus 3 --name x")
+    assert launcher["env"] == [{"name": "A", "value": "1"}, {"name": "B", "value": "x y"}]
+    assert launcher["resources"]["limits"] == {"cpu": "2", "memory": "2Gi"}
+    assert worker["resources"]["limits"] == {
+        "cpu": "2000m",
+        "memory": "16Gi",
+        "nvidia.com/gpu": 4,
+    }
+    assert worker["image"] == launcher["image"] == "hvkit:1"
+
+
+def test_a_script_with_all_options(capsys: pytest.CaptureFixture[str]) -> None:
+    line = (
+        f"{SLURM} --gpus 1 --cpus 2 --memory 4G --time 1:00:00 --partition a,b --account c "
+        "--job-name d python train.py --time 5"
+    )
+    script = written(capsys, line)
+    assert [text.removeprefix("#SBATCH --") for text in script.splitlines()[1:11]] == [
+        "job-name=d",
+        "nodes=2",
+        "ntasks=8",
+        "ntasks-per-node=4",
+        "cpus-per-task=2",
+        "gres=gpu:4",
+        "mem=16G",
+        "time=1:00:00",
+        "partition=a,b",
+        "account=c",
+    ]
+    assert script.endswith("exec hvkit run -np 8 python train.py --time 5\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("manifest", "arguments are required: SYSTEM"),
+        ("manifest pbs", "'pbs' (choose from"),
+        (f"{MPIJOB}", "COMMAND is missing: what every rank runs, such as `python script.py`"),
+        (f"{MPIJOB} --", "COMMAND is missing"),
+        (f"{MPIJOB} -- --epochs 2", "COMMAND must begin with a program"),
+        (f"{MPIJOB} ''", "COMMAND must begin with a program"),
+        ("manifest mpijob -np 8 --slots 4 python", "--image is missing"),
+        ("manifest mpijob --image a --slots 4 python", "-np is missing"),
+        ("manifest slurm -np 8 python", "--slots is missing"),
+        (f"{MPIJOB} --gpu 1 python", "unrecognized arguments: --gpu"),
+        ("manifest mpijob --imag a -np 8 --slots 4 python", "unrecognized arguments: --imag"),
+        (f"{SLURM} --image a python", "unrecognized arguments: --image"),
+        (f"{MPIJOB} --image A/b python", "argument --image: must be an image"),
+        (f"{MPIJOB} --slots 0 python", "argument --slots: must be a positive integer, got '0'"),
+        (f"{MPIJOB} -np four python", "argument -np: must be a positive integer, got 'four'"),
+        (f"{MPIJOB} --gpus 0 python", "argument --gpus: must be a positive integer, got '0'"),
+        (f"{MPIJOB} --name Big python", "argument --name: must be 1 to 63 lower-case"),
+        (f"{MPIJOB} --namespace a_b python", "argument --namespace: must be 1 to 63"),
+        (f"{MPIJOB} --cpus 4Gi python", "argument --cpus: must be a number of cores"),
+        (f"{MPIJOB} --memory 16 python", "argument --memory: must be a number and a unit"),
+        (f"{MPIJOB} --memory 100Mi python", "--shm-size 2Gi must be less than"),
+        (f"{MPIJOB} --shm-size 0Gi python", "argument --shm-size: must be a number and"),
+        (f"{MPIJOB} --env A python", "argument --env: must be NAME=VALUE"),
+        (f"{MPIJOB} --env A=1 --env A=2 python", "argument --env: a variable is there twice"),
+        (f"{MPIJOB} --env K_MPI_JOB_ROLE=1 python", "--env K_MPI_JOB_ROLE: the MPI operator sets"),
+        (f"{MPIJOB} --retries -1 python", "argument --retries:"),
+        (f"{MPIJOB} --retries x python", "must be 0 or a positive integer, got 'x'"),
+        (f"{SLURM} --cpus 0.5 python", "argument --cpus: must be a positive integer, got '0.5'"),
+        (f"{SLURM} --memory 16Gi python", "argument --memory: must be a whole number and"),
+        (f"{SLURM} --time 30 python", "argument --time: must be HH:MM:SS"),
+        (f"{SLURM} --partition 'a b' python", "argument --partition: must be letters"),
+        (f"{SLURM} --account '' python", "argument --account: must be letters"),
+        (f"{SLURM} --job-name 'a b' python", "argument --job-name: must be letters"),
+        (f"{SLURM} python '\udcff'", "must be text in UTF-8"),
+    ],
+)
+def test_wrong_arguments_are_named_and_nothing_is_written(
+    capsys: pytest.CaptureFixture[str], line: str, complaint: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(shlex.split(line))
+    assert caught.value.code == 2
+    output = capsys.readouterr()
+    assert complaint in output.err
+    assert output.out == ""
+
+
+@pytest.mark.parametrize("system", ["mpijob --image a", "slurm"])
+def test_slots_that_stay_idle_are_mentioned(
+    capsys: pytest.CaptureFixture[str], system: str
+) -> None:
+    assert cli.main(shlex.split(f"manifest {system} -np 7 --slots 4 python train.py")) == 0
+    note = "hvkit: note: 2 x 4 slots for 7 ranks: 1 of the last stay idle, with what is reserved"
+    assert capsys.readouterr().err.startswith(note)
+
+
+def test_no_framework_is_imported() -> None:
+    code = (
+        "import sys; from hvkit import cli; cli.main(sys.argv[1:]); "
+        "print(sorted({'torch', 'tensorflow', 'keras', 'horovod'} & sys.modules.keys()))"
+    )
+    words = shlex.split(f"{SLURM} python train.py")
+    ran = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert ran.stdout.splitlines()[-1] == "[]"

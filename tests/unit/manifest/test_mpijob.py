@@ -1,0 +1,159 @@
+"""What an MPIJob asks the cluster for."""
+
+import argparse
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mpijobs import COMMAND, container, full_job, job, read
+
+from hvkit.cli import run
+from hvkit.manifest import Size
+from hvkit.manifest.pods import literal
+from hvkit.manifest.quantity import cpus, memory
+
+
+def replicas(document: dict[str, Any], which: str) -> dict[str, Any]:
+    found: dict[str, Any] = document["spec"]["mpiReplicaSpecs"][which]
+    return found
+
+
+def limits(document: dict[str, Any], which: str) -> dict[str, Any]:
+    found: dict[str, Any] = container(document, which)["resources"]["limits"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "slots", "workers", "slots_per_worker"),
+    [(8, 4, 2, 4), (7, 4, 2, 4), (5, 4, 2, 4), (4, 4, 1, 4), (3, 4, 1, 3), (1, 8, 1, 1)],
+)
+def test_as_few_workers_as_have_slots_for_all_ranks(
+    ranks: int, slots: int, workers: int, slots_per_worker: int
+) -> None:
+    document = read(job(size=Size.of(ranks, slots)))
+    assert replicas(document, "Worker")["replicas"] == workers
+    assert document["spec"]["slotsPerWorker"] == slots_per_worker
+    assert replicas(document, "Launcher")["replicas"] == 1
+
+
+def test_a_worker_has_what_its_slots_need() -> None:
+    document = read(full_job())
+    assert limits(document, "Worker") == {"cpu": "2000m", "memory": "6Gi", "nvidia.com/gpu": 4}
+
+
+def test_a_worker_has_no_limits_but_those_asked_for() -> None:
+    assert "resources" not in container(read(job()), "Worker")
+    assert limits(read(job(gpus=2)), "Worker") == {"nvidia.com/gpu": 8}
+
+
+def test_the_launcher_is_small_and_without_gpus() -> None:
+    document = read(full_job())
+    assert limits(document, "Launcher") == {"cpu": "1", "memory": "1Gi"}
+    larger = read(job(launcher_cpus=cpus("4"), launcher_memory=memory("8Gi")))
+    assert limits(larger, "Launcher") == {"cpu": "4", "memory": "8Gi"}
+
+
+def test_shared_memory_of_a_worker_is_memory_of_limited_size() -> None:
+    document = read(full_job())
+    pod = replicas(document, "Worker")["template"]["spec"]
+    (volume,) = pod["volumes"]
+    assert volume["emptyDir"] == {"medium": "Memory", "sizeLimit": "512M"}
+    assert container(document, "Worker")["volumeMounts"] == [
+        {"name": volume["name"], "mountPath": "/dev/shm"}
+    ]
+
+
+@pytest.mark.parametrize("document", [read(job()), read(full_job())], ids=["minimal", "full"])
+def test_the_launcher_runs_what_hvkit_run_understands(document: dict[str, Any]) -> None:
+    launcher = container(document, "Launcher")
+    parser = argparse.ArgumentParser()
+    run.add_to(parser.add_subparsers())
+    assert launcher["command"] == ["hvkit"]
+    args = parser.parse_args(launcher["args"])
+    assert args.np == 8
+    assert args.command == list(COMMAND)
+    set_there = [entry["name"] for entry in launcher.get("env", [])]
+    assert [name for name, _ in args.variables] == set_there
+
+
+def test_variables_are_set_on_the_launcher_which_gives_them_to_all_ranks() -> None:
+    launcher = container(read(full_job()), "Launcher")
+    assert {"name": "RATE", "value": "1e-3"} in launcher["env"]
+    assert launcher["args"][3:7] == ["-x", "HVKIT_DATA_DIR", "-x", "RATE"]
+
+
+def test_nothing_is_root() -> None:
+    document = read(job())
+    assert document["spec"]["sshAuthMountPath"] == "/home/hvkit/.ssh"
+    for which in ("Launcher", "Worker"):
+        security = replicas(document, which)["template"]["spec"]["securityContext"]
+        assert security["runAsNonRoot"] is True
+        assert security["runAsUser"] == 1000
+
+
+def test_the_launcher_starts_when_the_ssh_servers_answer() -> None:
+    document = read(job())
+    assert document["spec"]["launcherCreationPolicy"] == "WaitForWorkersReady"
+    worker = container(document, "Worker")
+    assert worker["command"] == ["hvkit-sshd"]
+    (port,) = worker["ports"]
+    assert worker["startupProbe"]["tcpSocket"]["port"] == port["containerPort"] == 2222
+
+
+def test_failures_are_not_repeated_unless_asked_for() -> None:
+    assert read(job())["spec"]["runPolicy"] == {"cleanPodPolicy": "Running", "backoffLimit": 0}
+    assert read(job(retries=3))["spec"]["runPolicy"]["backoffLimit"] == 3
+    assert replicas(read(job()), "Launcher")["restartPolicy"] == "Never"
+
+
+def test_a_namespace_is_named_only_if_asked_for() -> None:
+    assert read(job())["metadata"] == {"name": "mnist"}
+    assert read(full_job())["metadata"] == {"name": "mnist", "namespace": "teaching"}
+
+
+def test_the_name_leaves_room_for_the_names_of_pods() -> None:
+    read(job(name="a" * 54))
+    with pytest.raises(ValueError, match=r"a-launcher would have 64 characters.* 1 shorter"):
+        job(name="a" * 55)
+    read(job(name="a" * 53, size=Size.of(11, 1)))
+    with pytest.raises(ValueError, match=r"-worker-10 would have 64 characters.* 1 shorter"):
+        job(name="a" * 54, size=Size.of(11, 1))
+
+
+def test_shared_memory_has_to_fit_into_the_memory_of_a_worker() -> None:
+    message = re.escape(
+        "--shm-size 2Gi must be less than the memory of a worker, 2048Mi (512Mi for each of 4 "
+        "ranks), as it counts as its memory: make it smaller, or --memory larger"
+    )
+    with pytest.raises(ValueError, match=message):
+        job(memory=memory("512Mi"))
+    job(memory=memory("513Mi"))
+
+
+@pytest.mark.parametrize("name", ["NVIDIA_VISIBLE_DEVICES", "OMPI_MCA_plm_rsh_args"])
+def test_variables_that_would_be_overwritten_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"--env {name}: the MPI operator sets this"):
+        job(variables={name: "1"})
+
+
+def expanded(text: str, variables: dict[str, str]) -> str:
+    """What Kubernetes makes of arguments and values."""
+    escape_or_reference = re.compile(r"\$\$|\$\(([^)]*)\)")
+    return escape_or_reference.sub(
+        lambda found: "$" if found[0] == "$$" else variables.get(found[1], found[0]), text
+    )
+
+
+@settings(deadline=None)
+@given(st.text(alphabet="$()A {}"))
+def test_kubernetes_replaces_nothing_in_the_users_words(text: str) -> None:
+    assert expanded(literal(text), {"A": "replaced", "": "replaced"}) == text
+
+
+def test_users_words_are_written_literally() -> None:
+    document = read(job(command=("sh", "-c", "echo $(HOME)"), variables={"A": "$(B)"}))
+    launcher = container(document, "Launcher")
+    assert launcher["args"][-1] == "echo $$(HOME)"
+    assert launcher["env"][-1] == {"name": "A", "value": "$$(B)"}

@@ -1,0 +1,156 @@
+"""The batch script: what it asks Slurm for, and what it runs."""
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from hvkit.manifest import Size, SlurmJob
+from hvkit.manifest.quantity import slurm_memory
+
+COMMAND = ("python", "recipes/mnist_torch.py", "--epochs", "2")
+
+
+def job(**changes: Any) -> SlurmJob:
+    """A job of 8 ranks on 2 hosts that asks for nothing else."""
+    asked: dict[str, Any] = {
+        "command": COMMAND,
+        "size": Size.of(8, 4),
+        "name": "mnist",
+        "gpus": 0,
+        "cpus": None,
+        "memory": None,
+        "time": None,
+        "partition": None,
+        "account": None,
+    }
+    return SlurmJob(**{**asked, **changes})
+
+
+def options(job: SlurmJob) -> dict[str, str]:
+    """What the script asks for; Slurm reads no further than the first command."""
+    first, *lines = job.script().splitlines()
+    assert first == "#!/bin/bash"
+    asked = {}
+    for line in lines:
+        if not line.startswith("#"):
+            break
+        name, value = line.removeprefix("#SBATCH --").split("=", 1)
+        assert name not in asked
+        asked[name] = value
+    return asked
+
+
+def test_it_asks_for_hosts_and_ranks_and_nothing_else() -> None:
+    assert options(job()) == {
+        "job-name": "mnist",
+        "nodes": "2",
+        "ntasks": "8",
+        "ntasks-per-node": "4",
+    }
+
+
+def test_it_asks_for_what_the_slots_of_a_host_need() -> None:
+    asked = options(
+        job(
+            gpus=1,
+            cpus=6,
+            memory=slurm_memory("16G"),
+            time="02:00:00",
+            partition="gpu,long",
+            account="teaching",
+        )
+    )
+    assert asked == {
+        **options(job()),
+        "cpus-per-task": "6",
+        "gres": "gpu:4",
+        "mem": "64G",
+        "time": "02:00:00",
+        "partition": "gpu,long",
+        "account": "teaching",
+    }
+
+
+@pytest.mark.parametrize(
+    ("ranks", "slots", "nodes", "per_node"),
+    [(7, 4, 2, 4), (4, 4, 1, 4), (3, 4, 1, 3), (9, 4, 3, 4)],
+)
+def test_as_few_hosts_as_have_slots_for_all_ranks(
+    ranks: int, slots: int, nodes: int, per_node: int
+) -> None:
+    asked = options(job(size=Size.of(ranks, slots), gpus=2))
+    assert asked["ntasks"] == str(ranks)
+    assert asked["nodes"] == str(nodes)
+    assert asked["ntasks-per-node"] == str(per_node)
+    assert asked["gres"] == f"gpu:{2 * per_node}"
+
+
+def test_it_has_the_environment_of_this_python() -> None:
+    folder = Path(sys.executable).parent
+    assert f'export PATH={folder}:"$PATH"\n' in job().script()
+
+
+def executed(job: SlurmJob, folder: Path) -> list[str]:
+    """What ``hvkit`` gets from the script, as bash runs it."""
+    fake = folder / "hvkit"
+    fake.write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n", encoding="utf-8")
+    fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
+    script = job.script().replace(f"export PATH={Path(sys.executable).parent}:", f"PATH={folder}:")
+    assert f"PATH={folder}:" in script
+    ran = subprocess.run(
+        ["bash"],
+        input=script.encode(),
+        stdout=subprocess.PIPE,
+        check=True,
+        timeout=60,
+        env={"PATH": os.environ["PATH"]},
+    )
+    return ran.stdout.decode().split("\0")[:-1]
+
+
+def test_it_runs_hvkit_run_in_the_allocation(tmp_path: Path) -> None:
+    assert executed(job(), tmp_path) == ["run", "-np", "8", *COMMAND]
+
+
+WORDS = st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0")), max_size=3)
+
+
+@example(["", "a b", "$HOME", "`id`", "'", '"', "\\", "a\n#SBATCH --nodes=9\n", "*", "~", "!!"])
+@settings(max_examples=25, deadline=None)
+@given(words=WORDS)
+def test_words_of_the_command_reach_it_unchanged(
+    tmp_path_factory: pytest.TempPathFactory, words: list[str]
+) -> None:
+    folder = tmp_path_factory.mktemp("programs")
+    assert executed(job(command=("python", *words)), folder) == [
+        "run",
+        "-np",
+        "8",
+        "python",
+        *words,
+    ]
+    assert options(job(command=("python", *words))) == options(job())
+
+
+@given(words=WORDS)
+@settings(max_examples=25, deadline=None)
+def test_bash_accepts_it(words: list[str]) -> None:
+    script = job(command=("python", *words), gpus=1, time="1:00:00").script()
+    checked = subprocess.run(
+        ["bash", "-n"], input=script.encode(), capture_output=True, check=False, timeout=60
+    )
+    assert checked.returncode == 0
+    assert checked.stderr == b""
+
+
+def test_it_ends_at_the_first_error() -> None:
+    lines = [line for line in job().script().splitlines() if not line.startswith("#")]
+    assert lines[0] == "set -euo pipefail"
+    assert lines[-1].startswith("exec hvkit run ")
