@@ -5,11 +5,11 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from hvkit.cli import install_horovod
+from hvkit.cli import doctor, hosts, install_horovod, manifest, run
 from hvkit.errors import HvkitError
 
 # Each adds its subcommand to the parser, with the function that carries it out.
-_COMMANDS = (install_horovod,)
+_COMMANDS = (doctor, hosts, install_horovod, manifest, run)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -9,7 +9,7 @@ _NAMES = {
 }
 _PREFIXES = (
     *("HVKIT_", "HOROVOD_", "NCCL_", "UCX_", "FI_", "OMPI_MCA_", "MPIR_CVAR_", "GLOO_"),
-    *("TORCH", "PYTORCH_", "TF_", "KERAS_", "CUDA_", "NVIDIA_", "OMP_", "KMP_", "GOMP_", "MKL_"),
+    *("TORCH", "PYTORCH_", "TF_", "KERAS_", "CUDA_", "OMP_", "KMP_", "GOMP_", "MKL_"),
     *("OPENBLAS_", "NUMEXPR_", "PYTHON", "LC_", "HF_", "WANDB_"),
 )
 # Words that mark a secret, wherever in the name.

@@ -17,6 +17,8 @@ from hvkit.launch.local import is_local
 
 # sshd drops some of the connections that arrive at once (MaxStartups), and each is a process here.
 _AT_ONCE = 32
+# Seconds after which a host that does not answer is given up, whatever time its command has.
+_CONNECT = 10.0
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ def ssh_command(host: Host, command: Sequence[str], timeout: float) -> list[str]
     """The ssh that runs ``command`` on ``host``, and gives up to connect before ``timeout``."""
     options = {
         "BatchMode": "yes",
-        "ConnectTimeout": str(max(1, int(timeout / 2))),
+        "ConnectTimeout": str(max(1, int(min(_CONNECT, timeout / 2)))),
         "ForwardAgent": "no",
         "ForwardX11": "no",
         "ClearAllForwardings": "yes",

@@ -6,7 +6,7 @@ What is not surely meant is an error that names file and line, :class:`hvkit.err
 from hvkit.launch.hostfile.entries import Entry, merged, repeated
 from hvkit.launch.hostfile.option import hosts_option, parse_hosts_option, read_hosts_option
 from hvkit.launch.hostfile.reading import parse_hostfile, read_entries, read_hostfile
-from hvkit.launch.hostfile.writing import write_mpich, write_openmpi
+from hvkit.launch.hostfile.writing import write_horovodrun, write_mpich, write_openmpi
 
 __all__ = [
     "Entry",
@@ -18,6 +18,7 @@ __all__ = [
     "read_hostfile",
     "read_hosts_option",
     "repeated",
+    "write_horovodrun",
     "write_mpich",
     "write_openmpi",
 ]

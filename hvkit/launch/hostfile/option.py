@@ -39,13 +39,7 @@ def hosts_option(hosts: Sequence[Host]) -> str:
     Raises:
         LaunchError: a host has no number of slots.
     """
-    return ",".join(f"{address(host)}:{slots_of(host)}" for host in hosts)
-
-
-def address(host: Host) -> str:
-    """``user@host`` as it stands before a colon."""
-    name = f"[{host.name}]" if ":" in host.name else host.name
-    return f"{host.user}@{name}" if host.user else name
+    return ",".join(f"{_address(host)}:{slots_of(host)}" for host in hosts)
 
 
 def slots_of(host: Host) -> int:
@@ -57,6 +51,11 @@ def slots_of(host: Host) -> int:
     if host.slots is None:
         raise LaunchError(f"{host.name} has no number of slots: add slots=N to it in the hostfile")
     return host.slots
+
+
+def _address(host: Host) -> str:
+    name = f"[{host.name}]" if ":" in host.name else host.name
+    return f"{host.user}@{name}" if host.user else name
 
 
 def _host(word: str, place: str) -> Host:

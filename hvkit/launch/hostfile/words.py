@@ -68,6 +68,8 @@ def host_word(word: str) -> HostWord:
             "user out and set User for this host in ~/.ssh/config"
         )
     name, slots = _split(place, word)
+    if not name:
+        raise HostfileError(f"{shown(word)} names no host")
     return HostWord(host_name(name), user or None, slots)
 
 

@@ -45,7 +45,7 @@ def main(command: Sequence[str]) -> int:
     Without a supervisor, as where the line of a dry run was typed, it becomes ``command``.
     """
     if SUPERVISOR_VARIABLE not in os.environ:
-        os.execvp(command[0], command)
+        os.execvp(command[0], list(command))
     supervised = Supervised.from_json(os.environ.pop(SUPERVISOR_VARIABLE))
     key = os.environ.pop(KEY_VARIABLE)
     here = place(os.environ)

@@ -113,7 +113,8 @@ def _lost(failures: Sequence[Failure], elsewhere: Collection[str]) -> str:
     listed = ", ".join(f"{host} ({_ranks(sorted(ranks[host]))})" for host in sorted(ranks))
     if len(ranks) > 1 and ranks.keys() == set(elsewhere):
         return f"no sign of life from any other host: {listed}: this host's network is down"
-    return f"no sign of life from {listed}: {'they' if len(ranks) > 1 else 'it'} or the network is down"
+    what = "they" if len(ranks) > 1 else "it"
+    return f"no sign of life from {listed}: {what} or the network is down"
 
 
 def _ranks(numbers: Sequence[int]) -> str:

@@ -35,9 +35,8 @@ def ends_with_parent(number: signal.Signals) -> Callable[[], None]:
 
 def descendants() -> list[psutil.Process]:
     """All processes below this one."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process().children(recursive=True)
-    return []
+    found: list[psutil.Process] = psutil.Process().children(recursive=True)
+    return found
 
 
 def end_descendants(grace: float) -> None:

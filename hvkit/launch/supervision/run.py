@@ -81,11 +81,14 @@ class _Supervision:
         beating = asyncio.create_task(self.supervisor.beat())
         try:
             ended_by_itself = await self.wait(launcher)
+            status = launcher.returncode
             await self.end(launcher)
         finally:
             beating.cancel()
             server.close()
             self.supervisor.close()
+        if status is not None and status < 0 and self.asked_by is None:
+            return self.blame(launcher.pid, -status)
         return self.conclude(launcher, ended_by_itself)
 
     async def start(self, port: int) -> asyncio.subprocess.Process:
@@ -135,17 +138,18 @@ class _Supervision:
         await asyncio.to_thread(end_descendants, 0)
         await launcher.wait()
 
+    def blame(self, launcher: int, number: int) -> int:
+        """Say that the launcher was killed; what ranks tell then is a consequence."""
+        name = signal.Signals(number).name
+        _say(f"hvkit run: {self.run.launcher} (process {launcher}) was killed by {name}")
+        return 128 + number
+
     def conclude(self, launcher: asyncio.subprocess.Process, ended_by_itself: bool) -> int:
         """Say what went wrong, and find the exit status."""
         if self.asked_by is not None:
             _say(f"hvkit run: ended by {self.asked_by.name}")
             return 128 + self.asked_by
         status = launcher.returncode or 0
-        # What agents tell that lost their launcher is its fault, not theirs.
-        if ended_by_itself and status < 0:
-            name = signal.Signals(-status).name
-            _say(f"hvkit run: {self.run.launcher} (process {launcher.pid}) was killed by {name}")
-            return 128 - status
         failures = self.supervisor.failures
         if told := report(failures, self.supervisor.elsewhere):
             _say(told)

@@ -1,0 +1,67 @@
+"""The GPUs of this host, as NVIDIA's driver tells."""
+
+import csv
+import ctypes
+from dataclasses import dataclass
+
+from hvkit.doctor.commands import ask
+
+_MIB = 1024**2
+_QUERY = "index,name,memory.total,driver_version"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU: its number, name, memory in bytes (``None`` if not told) and driver version."""
+
+    index: int
+    name: str
+    memory: int | None
+    driver: str
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """What ``nvidia-smi`` and the driver say.
+
+    Attributes:
+        found: the GPUs.
+        failure: what nvidia-smi says where it fails; ``None`` if it works, or is not there.
+        driver_cuda: the newest CUDA version that the driver runs; ``None`` without a driver.
+    """
+
+    found: tuple[Gpu, ...]
+    failure: str | None
+    driver_cuda: str | None
+
+
+def gpus() -> Gpus:
+    """The GPUs of this host; none where there is no nvidia-smi."""
+    said = ask(["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"])
+    if said is None:
+        return Gpus((), None, None)
+    if said.status != 0:
+        text = "it gave no answer" if said.status is None else said.text
+        return Gpus((), next(iter(text.splitlines()), "nothing"), None)
+    return Gpus(read_query(said.stdout), None, _driver_cuda())
+
+
+def read_query(text: str) -> tuple[Gpu, ...]:
+    """The GPUs in nvidia-smi's answer."""
+    rows = [row for row in csv.reader(text.splitlines(), skipinitialspace=True) if len(row) == 4]
+    return tuple(
+        # On some GPUs, memory is that of the host and nvidia-smi says [N/A].
+        Gpu(int(index), name, int(memory) * _MIB if memory.isdecimal() else None, driver)
+        for index, name, memory, driver in rows
+        if index.isdecimal()
+    )
+
+
+def _driver_cuda() -> str | None:
+    version = ctypes.c_int()
+    try:
+        status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return None
+    # 12080 is 12.8.
+    return f"{version.value // 1000}.{version.value % 1000 // 10}" if status == 0 else None

@@ -1,0 +1,194 @@
+"""The report: JSON with stable keys, one screen of text, an exit status, nothing private."""
+
+import io
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from hvkit import cli
+from hvkit.doctor import __doc__ as described
+from hvkit.doctor import examination, privacy
+from hvkit.doctor.document import document
+from hvkit.doctor.facts import Facts
+from hvkit.doctor.findings import findings
+from hvkit.doctor.gpus import Gpu, Gpus
+from hvkit.doctor.machine import Cores, Limits, Memory, SharedMemory
+from hvkit.doctor.network import Ssh
+from hvkit.doctor.report import show
+from hvkit.doctor.two_ranks import Result, SelfTest
+from hvkit.launch.network import Interface
+
+PASSED = SelfTest(
+    "Open MPI 5.0.11",
+    None,
+    (Result("torch", "mpirun x", None, seconds=0.05), Result("tensorflow", "y", None, seconds=0.1)),
+)
+FAILED = SelfTest(
+    "Open MPI 5.0.11",
+    None,
+    tuple(
+        Result(name, "mpirun x", "it ended with status 3", (f"line of {name}", *"1234567"))
+        for name in ("torch", "tensorflow")
+    ),
+)
+
+
+def text_of(facts: Facts, test: SelfTest | None, **options: Any) -> str:
+    screen = io.StringIO()
+    show(document(facts, test, findings(facts, test)), Console(file=screen, **options))
+    return screen.getvalue()
+
+
+@pytest.fixture
+def bad(right: Facts) -> Facts:
+    """A machine where much is wrong at once."""
+    gpus = tuple(Gpu(number, "NVIDIA H200", 141 * 1024**3, "535.1") for number in range(8))
+    nets = [Interface(f"veth{n}", f"10.0.{n}.1", f"10.0.{n}.0/24") for n in range(30)]
+    return replace(
+        right,
+        addresses=(),
+        launchers=(),
+        shared_memory=SharedMemory(64 * 1024**2, 0),
+        cores=Cores(8, 16, 1.5),
+        memory=Memory(1024**3, 1024**2),
+        limits=Limits(256, 65536, True),
+        gpus=Gpus(gpus, None, "12.0"),
+        interfaces=tuple(nets),
+        ssh=Ssh(None, None, False),
+        launched="one of 2, started by mpirun",
+    )
+
+
+class TestText:
+    def test_is_one_screen(self, right: Facts, bad: Facts) -> None:
+        assert text_of(right, PASSED).count("\n") < 45
+        assert text_of(bad, FAILED).count("\n") < 45
+
+    def test_is_plain_unless_on_a_terminal(self, bad: Facts) -> None:
+        plain = text_of(bad, FAILED)
+        assert "\x1b" not in plain
+        coloured = text_of(bad, FAILED, force_terminal=True, color_system="standard")
+        assert "\x1b[1;31mproblem:" in coloured
+        assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == plain
+
+    def test_values_stand_under_each_other(self, right: Facts) -> None:
+        lines = text_of(right, PASSED).splitlines()
+        start = lines[0].index("node1")
+        rows = lines[:-1]
+        assert all(line[start - 2 : start] == "  " and line[start] != " " for line in rows)
+
+    def test_bandwidth_says_what_was_measured(self, right: Facts) -> None:
+        assert (
+            "right on 2 ranks started by Open MPI 5.0.11; allreduce of 64 MiB float32 in host "
+            "memory: 50 ms (median of 9), 1.34 GB/s per rank"
+        ) in text_of(right, PASSED)
+
+    def test_a_failed_self_test_shows_its_last_lines(self, right: Facts) -> None:
+        text = text_of(right, FAILED)
+        assert "problem: the self-test of torch failed: it ended with status 3\n" in text
+        last = ["line of torch", *"1234567"]
+        shown = "".join(f"    {line}\n" for line in last)
+        assert f"last lines of the self-test of torch:\n{shown}" in text
+        # One screen has no room for both.
+        assert "line of tensorflow" not in text
+        assert text.endswith("2 problems, no notes\n")
+
+    def test_brackets_are_shown_as_they_are(self, right: Facts) -> None:
+        assert "[red]host" in text_of(replace(right, hostname="[red]host"), None)
+
+    def test_gpus_and_interfaces_are_summed_up(self, bad: Facts) -> None:
+        text = text_of(bad, None)
+        assert "8 x NVIDIA H200, 141 GiB, driver 535.1, CUDA 12.0" in text
+        assert "veth3 10.0.3.1, 26 more; ssh: none" in text
+
+
+class TestJson:
+    def test_every_key_is_described(self, right: Facts) -> None:
+        assert described is not None
+        contents = document(right, PASSED, ())
+        parts = ("horovod", "platform", "cores", "memory", "shared_memory", "limits", "ssh")
+        nested = [contents[part] for part in (*parts, "mpi", "self_test")]
+        lists = [contents["horovod"]["libraries"], contents["interfaces"]]
+        nested += [one[0] for one in (*lists, contents["self_test"]["results"])]
+        for keys in (contents, *nested):
+            assert [key for key in keys if f"``{key}``" not in described] == []
+
+    def test_findings_are_problems_and_notes(self, bad: Facts) -> None:
+        contents = document(bad, FAILED, findings(bad, FAILED))
+        for severity in ("problems", "notes"):
+            assert contents[severity]
+            assert all(one.keys() == {"what", "fix"} for one in contents[severity])
+
+    def test_is_what_json_can_hold(self, right: Facts) -> None:
+        contents = document(right, PASSED, ())
+        assert json.loads(json.dumps(contents)) == contents
+
+
+@pytest.mark.parametrize(("hostname", "status"), [("resolves", 0), ("does not", 1)])
+def test_the_exit_status_is_1_for_problems(
+    right: Facts,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    hostname: str,
+    status: int,
+) -> None:
+    # A note alone is no problem.
+    facts = replace(right, ssh=Ssh(None, None, False))
+    found = facts if hostname == "resolves" else replace(facts, addresses=())
+    monkeypatch.setattr(examination, "gather", lambda: found)
+    assert cli.main(["doctor", "--no-self-test", "--json"]) == status
+    assert len(json.loads(capsys.readouterr().out)["problems"]) == status
+    assert cli.main(["doctor", "--no-self-test"]) == status
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"{'1 problem' if status else 'no problems'}, 1 note"
+
+
+def test_frameworks_are_not_imported() -> None:
+    code = (
+        "import sys; from hvkit.doctor.examination import examine; examine(False); "
+        "print([m for m in ('torch', 'tensorflow', 'keras', 'horovod') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("/home/ann/venv/bin/python", "~/venv/bin/python"),
+        ("/home/ann", "~"),
+        ("/home/anna/x", "/home/anna/x"),
+        ("/scratch/ann/venv: not found", "/scratch/USER/venv: not found"),
+        ("an annual banner", "an annual banner"),
+    ],
+)
+def test_home_and_user_are_hidden(monkeypatch: pytest.MonkeyPatch, text: str, shown: str) -> None:
+    monkeypatch.setattr(Path, "home", lambda: Path("/home/ann"))
+    monkeypatch.setattr(privacy, "_user", lambda: "ann")
+    assert privacy.without_user({"a": [text], "b": 3}) == {"a": [shown], "b": 3}
+
+
+@pytest.mark.parametrize("home", [Path("/"), None])
+def test_a_user_without_a_home_or_a_name_hides_nothing(
+    monkeypatch: pytest.MonkeyPatch, home: Path | None
+) -> None:
+    def find_home() -> Path:
+        if home is None:
+            raise RuntimeError("Could not determine home directory.")
+        return home
+
+    def find_user() -> str:
+        raise KeyError("getpwuid(): uid not found: 12345")
+
+    monkeypatch.setattr(Path, "home", find_home)
+    monkeypatch.setattr("getpass.getuser", find_user)
+    assert privacy.without_user("/opt/venv/bin") == "/opt/venv/bin"

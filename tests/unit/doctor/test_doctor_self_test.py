@@ -1,0 +1,179 @@
+"""The self-test on two ranks: the sum is right, wrong, or never comes."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from hvkit.doctor.facts import Facts
+from hvkit.doctor.horovod import Horovod, horovod
+from hvkit.doctor.mpi import launchers_here
+from hvkit.doctor.self_test import BYTES, check, contribution
+from hvkit.doctor.two_ranks import SelfTest, launcher_for, self_test
+from hvkit.engines import built_for
+
+Program = Callable[[str, str], Path]
+
+OPEN_MPI = """case "$1" in
+--version) echo "mpirun (Open MPI) 5.0.11"; exit;;
+esac"""
+
+
+@pytest.fixture
+def torch_only(right: Facts) -> Horovod:
+    return replace(right.horovod, libraries=right.horovod.libraries[:1])
+
+
+@pytest.fixture
+def started_by(
+    program: Program, monkeypatch: pytest.MonkeyPatch, torch_only: Horovod, right: Facts
+) -> Callable[..., SelfTest]:
+    """Run the self-test with an mpirun that does what a script says."""
+
+    def run(script: str, seconds: float = 60) -> SelfTest:
+        mpirun = program("mpirun", f"{OPEN_MPI}\n{script}")
+        monkeypatch.setenv("PATH", f"{mpirun.parent}:/bin:/usr/bin")
+        test = self_test(torch_only, right.launchers, 2, seconds)
+        assert test is not None
+        return test
+
+    return run
+
+
+def test_each_framework_sums_over_two_real_ranks() -> None:
+    test = self_test(horovod(), launchers_here(), len(os.sched_getaffinity(0)))
+    assert test is not None
+    assert test.error is None
+    assert [one.framework for one in test.results] == built_for()
+    for result in test.results:
+        assert result.error is None, result.output
+        assert result.seconds is not None
+        assert result.bandwidth == BYTES / result.seconds > 0
+
+
+def test_an_element_that_is_wrong_is_named() -> None:
+    total = contribution(0) + contribution(1)
+    check(total, 2)
+    total[1000] = 7
+    with pytest.raises(ArithmeticError, match=r"wrong in 1 of 16777216 elements: element 1000 is"):
+        check(total, 2)
+
+
+def test_what_one_rank_alone_has_is_not_the_sum() -> None:
+    for alone in (contribution(0), contribution(1), np.zeros_like(contribution(0))):
+        with pytest.raises(ArithmeticError):
+            check(alone, 2)
+
+
+def test_a_contribution_has_the_bytes_that_are_told() -> None:
+    assert contribution(1).nbytes == BYTES
+    assert contribution(1).dtype == np.float32
+
+
+def test_ranks_that_do_not_see_each_other_say_so() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hvkit.doctor.self_test", built_for()[0]],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "hvkit: 2 ranks were started, but Horovod sees 1: it uses another MPI" in done.stderr
+
+
+def test_the_time_of_rank_0_is_the_result(started_by: Callable[..., SelfTest]) -> None:
+    test = started_by("""echo noise; echo '[0]<stdout>:hvkit:{"seconds": 0.5}'""")
+    (result,) = test.results
+    assert (result.error, result.seconds, result.bandwidth) == (None, 0.5, BYTES / 0.5)
+    assert test.launcher == "Open MPI 5.0.11"
+
+
+def test_ranks_see_no_gpus(
+    started_by: Callable[..., SelfTest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    (result,) = started_by('echo "gpus:$CUDA_VISIBLE_DEVICES:"; echo "$@"').results
+    assert result.output[0] == "gpus::"
+    assert result.output[1].endswith("-m hvkit.doctor.self_test torch")
+    assert result.command == "mpirun -np 2 python -m hvkit.doctor.self_test torch"
+
+
+def test_a_failure_is_shown_with_its_last_lines(started_by: Callable[..., SelfTest]) -> None:
+    (result,) = started_by("for i in 1 2 3 4 5 6 7 8 9 10; do echo line $i; done; exit 3").results
+    assert result.error == "it ended with status 3"
+    assert result.output == tuple(f"line {i}" for i in range(3, 11))
+
+
+def test_the_reason_that_a_rank_gives_is_the_error(started_by: Callable[..., SelfTest]) -> None:
+    (result,) = started_by("echo start; echo 'hvkit: an allreduce is wrong'; exit 1").results
+    assert result.error == "an allreduce is wrong"
+
+
+def test_no_result_is_an_error(started_by: Callable[..., SelfTest]) -> None:
+    assert started_by("exit 0").results[0].error == "it printed no result"
+
+
+def test_a_rank_that_fails_after_the_result_is_an_error(
+    started_by: Callable[..., SelfTest],
+) -> None:
+    (result,) = started_by("""echo 'hvkit:{"seconds": 0.5}'; exit 139""").results
+    assert (result.error, result.seconds) == ("it ended with status 139", None)
+
+
+def test_ranks_that_hang_are_ended(started_by: Callable[..., SelfTest], tmp_path: Path) -> None:
+    file = tmp_path / "pids"
+    # Not even the polite signal ends the child.
+    hang = f"(trap '' TERM; echo $$ > {file}; echo waiting; sleep 600 & wait; sleep 600) & wait"
+    (result,) = started_by(hang, seconds=1).results
+    assert result.error == "it did not end within 1 s"
+    assert result.output == ("waiting",)
+    pid = int(file.read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    ours = str(tmp_path)
+    assert not [p for p in psutil.process_iter(["cmdline"]) if ours in str(p.info["cmdline"])]
+
+
+def test_without_a_launcher_the_reason_is_given(
+    torch_only: Horovod, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    test = self_test(torch_only, (), 2)
+    assert test is not None
+    assert test.results == ()
+    assert "no horovodrun on PATH" in (test.error or "")
+
+
+def test_no_ranks_without_a_library_that_loads(torch_only: Horovod, right: Facts) -> None:
+    broken = replace(torch_only.libraries[0], error="undefined symbol")
+    assert self_test(replace(torch_only, libraries=(broken,)), right.launchers, 2) is None
+
+
+@pytest.mark.parametrize(
+    ("controllers", "mpi_is_there", "launcher"),
+    [
+        (("mpi", "gloo"), True, "mpirun"),
+        (("mpi", "gloo"), False, "gloo"),
+        (("mpi",), True, "mpirun"),
+        (("mpi",), False, "mpirun"),
+        (("gloo",), True, "gloo"),
+        (("gloo",), False, "gloo"),
+    ],
+)
+def test_gloo_starts_ranks_where_mpi_cannot(
+    torch_only: Horovod,
+    right: Facts,
+    controllers: tuple[str, ...],
+    mpi_is_there: bool,
+    launcher: str,
+) -> None:
+    library = replace(torch_only.libraries[0], controllers=controllers)
+    found = replace(torch_only, libraries=(library,))
+    assert launcher_for(found, right.launchers if mpi_is_there else ()) == launcher

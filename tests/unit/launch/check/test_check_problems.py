@@ -1,0 +1,176 @@
+"""From what hosts told to what is wrong."""
+
+from dataclasses import replace
+
+import pytest
+
+from hvkit.launch.check.asking import Examined
+from hvkit.launch.check.facts import Facts
+from hvkit.launch.check.meeting import Met, Reach
+from hvkit.launch.check.problems import problems
+from hvkit.launch.hosts import Host
+
+_GIB = 2**30
+
+
+def _facts(name: str, **changes: object) -> Facts:
+    number = name[-1]
+    facts = Facts(
+        hostname=name,
+        versions={"python": "3.11.2", "torch": "2.13.0", "MPI": "Open MPI 5.0.11"},
+        cores=8,
+        memory=16 * _GIB,
+        gpus=0,
+        own_addresses=(f"10.0.0.{number}",),
+        outward=(f"10.0.0.{number}", "172.17.0.1"),
+        problems=(),
+    )
+    return replace(facts, **changes)
+
+
+def _examined(name: str, slots: int | None = 2, **changes: object) -> Examined:
+    return Examined(Host(name, slots), _facts(name, **changes), None)
+
+
+def _reach(source: str, target: str, **changes: object) -> Reach:
+    address, own = f"10.0.0.{target[-1]}", f"10.0.0.{source[-1]}"
+    return replace(Reach(source, target, (address,), (), address, "eth0", own), **changes)
+
+
+def _found(*examined: Examined, met: Met | None = None) -> list[str]:
+    return [str(problem) for problem in problems(examined, met or Met())]
+
+
+def test_right_hosts_have_no_problems():
+    met = Met((_reach("node1", "node2"), _reach("node2", "node1")), {"node1": 0.1, "node2": -1.5})
+    assert _found(_examined("node1"), _examined("node2"), met=met) == []
+
+
+def test_a_host_that_cannot_be_asked_is_told():
+    away = Examined(Host("node2", 2), None, "is away")
+    assert _found(_examined("node1"), away) == ["node2: is away"]
+
+
+def test_what_a_host_finds_wrong_itself_is_told_once_for_all_that_have_it():
+    wrong = ("no compiler: install one",)
+    found = _found(_examined("node1", problems=wrong), _examined("node2", problems=wrong))
+    assert found == ["node1, node2: no compiler: install one"]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "what"),
+    [
+        ({"torch": "2.13.0"}, {"torch": "2.12.0"}, "torch differs (2.13.0 on node1, node3; 2.12.0"),
+        ({"torch": "2.13.0"}, {"torch": None}, "torch differs (2.13.0 on node1, node3; none on"),
+        ({"python": "3.11.2"}, {"python": "3.12.1"}, "python differs (3.11 on node1, node3; 3.12"),
+        ({"MPI": "MPICH 4"}, {"MPI": "MPICH 5"}, "MPI differs (MPICH 4 on node1, node3; MPICH 5"),
+        ({"horovod": "1"}, {}, "horovod differs (1 on node1, node3; none on"),
+    ],
+)
+def test_versions_that_differ_are_told_with_the_hosts(ours, theirs, what):
+    found = _found(
+        _examined("node1", versions=ours),
+        _examined("node2", versions=theirs),
+        _examined("node3", versions=ours),
+    )
+    fix = " on node2): install the same version on all hosts"
+    assert found == [f"node1, node2, node3: {what.removesuffix(' on')}{fix}"]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({"python": "3.11.2"}, {"python": "3.11.9"}),
+        ({"horovod": "0.28.1+hvkit1"}, {"horovod": "0.28.1+hvkit2"}),
+    ],
+)
+def test_versions_that_work_together_are_no_problem(ours, theirs):
+    assert _found(_examined("node1", versions=ours), _examined("node2", versions=theirs)) == []
+
+
+def test_more_slots_than_cores_gpus_or_memory_are_told():
+    assert _found(_examined("node1", 9)) == [
+        "node1: 9 slots but 8 cores: ranks would take turns, name at most 8 slots"
+    ]
+    assert _found(_examined("node1", 2, gpus=1)) == [
+        "node1: 2 slots but 1 GPU: each rank takes a GPU of its own, name at most 1 slot"
+    ]
+    assert _found(_examined("node1", 8, memory=_GIB)) == [
+        "node1: 1024 MiB of memory are free for 8 ranks, of which each takes 512 MiB and more: "
+        "end other programs there or name fewer slots"
+    ]
+
+
+def test_a_host_without_slots_has_as_many_as_cores():
+    assert _found(_examined("node1", None)) == []
+    assert "free for 8 ranks" in _found(_examined("node1", None, memory=_GIB))[0]
+
+
+def test_a_host_without_gpus_among_others_with_some_is_told():
+    assert _found(_examined("node1", gpus=8), _examined("node2")) == [
+        "node2: no GPU is seen there, other hosts have some: see what `nvidia-smi` says there, or "
+        "leave the host out"
+    ]
+
+
+def test_two_names_of_one_host_are_told():
+    same = {"hostname": "node1", "outward": ("10.0.0.1",)}
+    assert _found(_examined("node1", **same), _examined("alias1", **same)) == [
+        "node1, alias1: are one host: name it once, with all its slots"
+    ]
+
+
+def test_a_hostname_that_loops_back_matters_only_among_several_hosts():
+    looping = _examined("node1", own_addresses=("127.0.1.1",))
+    assert _found(looping) == []
+    assert _found(looping, _examined("node2")) == [
+        "node1: its own name, node1, means 127.0.1.1 there, where no other host finds it: in its "
+        "/etc/hosts give the name its address in the network"
+    ]
+
+
+@pytest.mark.parametrize("name", ["localhost", "localhost.localdomain", "127.0.0.1", "::1"])
+def test_localhost_matters_only_among_several_hosts(name):
+    here = Examined(Host(name, 2), _facts("node1"), None)
+    away = _reach("node2", name, reached=None, addresses=("127.0.0.1",), failures=("refused",))
+    assert _found(here) == []
+    assert _found(here, _examined("node2"), met=Met((away,))) == [
+        f"{name}: means every host itself, so the others cannot reach it: write this host's name"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"addresses": ()},
+            ": its name does not resolve there; add it to DNS or to /etc/hosts there",
+        ),
+        (
+            {"addresses": ("127.0.1.1",), "failures": ("another host answers",)},
+            ": its name means 127.0.1.1 there, which is the host itself; correct /etc/hosts there",
+        ),
+        (
+            {"addresses": ("fd00::2", "10.0.0.2"), "failures": ("no route", "timed out")},
+            " (fd00::2 no route, 10.0.0.2 timed out): ranks connect on ports of their own choice, "
+            "let the firewalls pass all TCP between the hosts",
+        ),
+    ],
+)
+def test_a_way_that_is_closed_is_told_with_its_end(changes, reason):
+    met = Met((_reach("node1", "node2", reached=None, **changes), _reach("node2", "node1")))
+    found = _found(_examined("node1"), _examined("node2"), met=met)
+    assert found == [f"node1: cannot reach node2{reason}"]
+
+
+def test_a_host_that_took_no_part_in_trying_is_told():
+    found = _found(_examined("node1"), _examined("node2"), met=Met(absent=("node2",)))
+    assert found == [
+        "node2: did not try to reach the others in time: is it overloaded? Check once more"
+    ]
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(61.4, "61 s ahead of"), (-90, "90 s behind")])
+def test_a_clock_that_is_wrong_is_told(seconds, text):
+    found = _found(_examined("node1"), _examined("node2"), met=Met(ahead={"node2": seconds}))
+    assert found == [f"node2: its clock is {text} this host's: let NTP set all clocks"]
