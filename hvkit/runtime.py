@@ -18,6 +18,7 @@ import numpy as np
 from hvkit.engines import ENGINES, Engine, built_for
 from hvkit.errors import LaunchError, RanksDisagreeError
 from hvkit.launch.environment import launch_id, launched
+from hvkit.launch.network import within_host
 
 T = TypeVar("T")
 
@@ -83,6 +84,7 @@ def _join(framework: str | None = None) -> _World:
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     # Ranks that wait for each other in different calls would do so for ever.
     os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(_LONGEST_WAIT))
+    _keep_open_mpi_off_containers()
     framework = framework or _imported_framework()
     engine = ENGINES[framework]()
     hvd = engine.hvd
@@ -98,6 +100,19 @@ def _join(framework: str | None = None) -> _World:
     numbers = (_world.rank, _world.size, _world.local_rank, _world.local_size)
     os.environ[_MARK] = json.dumps([launch_id(os.environ), *numbers])
     return _world
+
+
+def _keep_open_mpi_off_containers() -> None:
+    """Have Open MPI not use networks within hosts, which it takes for ways to other hosts.
+
+    Where docker0 has the same address on two hosts, their ranks would wait for ever. ``hvkit run``
+    names the right network; this is for ranks that a bare mpirun started.
+    """
+    said = {f"OMPI_MCA_btl_tcp_if_{which}" for which in ("include", "exclude")}
+    if said.isdisjoint(os.environ) and (names := within_host()):
+        # The first two are what Open MPI leaves out by default. It warns of names that are not
+        # there, so only those that are here are added.
+        os.environ["OMPI_MCA_btl_tcp_if_exclude"] = ",".join(["127.0.0.1/8", "sppp", *names])
 
 
 def _rank_of_parent() -> _World | None:

@@ -23,6 +23,7 @@ from hvkit.launch.hostfile import (
     write_openmpi,
 )
 from hvkit.launch.hosts import Host
+from hvkit.launch.wording import counted
 
 _NONE = "-"
 
@@ -133,7 +134,7 @@ def _total(hosts: Sequence[Host]) -> str:
     slots = [host.slots for host in hosts]
     known = sum(number for number in slots if number is not None)
     more = " and the cores of hosts that name none" if None in slots else ""
-    return f"{_some(len(hosts), 'host')}, {_some(known, 'slot')}{more}"
+    return f"{counted(len(hosts), 'host')}, {counted(known, 'slot')}{more}"
 
 
 def _show_checked(console: Console, checked: Checked) -> None:
@@ -151,14 +152,10 @@ def _show_checked(console: Console, checked: Checked) -> None:
                     else (str(facts.cores), str(facts.gpus), f"{facts.memory / 2**30:.1f} GiB")
                 ),
                 checked.interfaces.get(host.name, _NONE),
-                _some(number, "problem") if number else "fine",
+                counted(number, "problem") if number else "fine",
             )
         )
     columns = ("host", "slots", "cores", "GPUs", "free memory", "interface", "result")
     show(console, columns, rows)
     for problem in checked.problems:
         console.print(f"problem: {problem}", style="bold red", markup=False, soft_wrap=True)
-
-
-def _some(number: int, thing: str) -> str:
-    return f"{number} {thing}{'' if number == 1 else 's'}"

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 import psutil
 
+# What container engines and virtual machines name the networks that they keep within a host.
+_WITHIN_HOST = ("docker", "br-", "virbr", "lxcbr", "lxdbr", "cni", "podman", "veth")
+
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
@@ -52,3 +55,12 @@ def _interface(name: str, address: str, netmask: str | None) -> Interface:
         # Of IPv6, psutil gives the mask as an address, too.
         bits = int(ipaddress.ip_address(netmask.partition("%")[0])).bit_count()
     return Interface(name, address, str(ipaddress.ip_network(f"{address}/{bits}", strict=False)))
+
+
+def within_host() -> list[str]:
+    """The interfaces here, besides loopback, that lead to no other host, as their names tell.
+
+    Each host may have one of the same name and the same address.
+    """
+    names = {interface.name for interface in interfaces()}
+    return sorted(name for name in names if name.startswith(_WITHIN_HOST))

@@ -28,7 +28,8 @@ def _hostname(facts: Facts) -> Iterator[Finding]:
     line = f"put the line `{outer or '127.0.1.1'} {name}` into /etc/hosts"
     if not facts.addresses:
         yield problem(
-            f"the hostname {name} does not resolve: MPI and Gloo look for their own host by it",
+            f"the hostname {name} does not resolve: Gloo crashes without it, and horovodrun does "
+            "not know its own host",
             f"{line}, or correct the name with `hostnamectl set-hostname`; in a container: "
             f"`--add-host {name}:{outer or '127.0.1.1'}`",
         )

@@ -1,6 +1,7 @@
 """All hosts at once try to reach each other, on ports that nobody has opened for them."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -144,5 +145,6 @@ async def _end(talk: asyncio.subprocess.Process) -> None:
         async with asyncio.timeout(5):
             await talk.wait()
     except TimeoutError:
-        os.killpg(talk.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(talk.pid, signal.SIGKILL)
         await talk.wait()

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from hvkit.launch.check.asking import Examined
 from hvkit.launch.check.facts import Facts
 from hvkit.launch.check.meeting import Met, Reach
+from hvkit.launch.check.talk import ANOTHER_ANSWERS
 from hvkit.launch.hosts import Host
+from hvkit.launch.wording import counted
 
 # A rank with a framework loaded takes some hundred MiB before it has any data.
 _MEMORY_OF_RANK = 512 * 2**20
@@ -106,19 +108,19 @@ def _room(host: Host, facts: Facts) -> Iterator[Problem]:
     if slots > facts.cores:
         yield Problem(
             (host.name,),
-            f"{slots} slots but {_some(facts.cores, 'core')}: ranks would take turns, name at most "
-            f"{_some(facts.cores, 'slot')}",
+            f"{slots} slots but {counted(facts.cores, 'core')}: ranks would take turns, name at most "
+            f"{counted(facts.cores, 'slot')}",
         )
     if 0 < facts.gpus < slots:
         yield Problem(
             (host.name,),
-            f"{slots} slots but {_some(facts.gpus, 'GPU')}: each rank takes a GPU of its own, name "
-            f"at most {_some(facts.gpus, 'slot')}",
+            f"{slots} slots but {counted(facts.gpus, 'GPU')}: each rank takes a GPU of its own, name "
+            f"at most {counted(facts.gpus, 'slot')}",
         )
     if facts.memory < slots * _MEMORY_OF_RANK:
         yield Problem(
             (host.name,),
-            f"{facts.memory >> 20} MiB of memory are free for {_some(slots, 'rank')}, of which "
+            f"{facts.memory >> 20} MiB of memory are free for {counted(slots, 'rank')}, of which "
             f"each takes {_MEMORY_OF_RANK >> 20} MiB and more: end other programs there or name "
             "fewer slots",
         )
@@ -160,15 +162,14 @@ def _ways(met: Met) -> Iterator[Problem]:
 def _reason(reach: Reach) -> str:
     if not reach.addresses:
         return ": its name does not resolve there; add it to DNS or to /etc/hosts there"
-    if all(map(_loops, reach.addresses)):
-        return (
-            f": its name means {reach.addresses[0]} there, which is the host itself; correct "
-            "/etc/hosts there"
-        )
-    tried = zip(reach.addresses, reach.failures, strict=True)
+    tried = ", ".join(
+        f"{address} {why}" for address, why in zip(reach.addresses, reach.failures, strict=True)
+    )
+    if all(map(_loops, reach.addresses)) or ANOTHER_ANSWERS in reach.failures:
+        return f": its name means another host there ({tried}); correct DNS or /etc/hosts there"
     return (
-        f" ({', '.join(f'{address} {why}' for address, why in tried)}): ranks connect on ports of "
-        "their own choice, let the firewalls pass all TCP between the hosts"
+        f" ({tried}): is that its address, does a route lead there, and do firewalls pass all TCP "
+        "between the hosts? Ranks connect on ports of their own choice"
     )
 
 
@@ -194,7 +195,3 @@ def _loops(text: str) -> bool:
         return ipaddress.ip_address(text).is_loopback
     except ValueError:
         return False
-
-
-def _some(number: int, thing: str) -> str:
-    return f"{number} {thing}{'' if number == 1 else 's'}"

@@ -9,6 +9,7 @@ nothing else, by which the others know that they have reached this host and not,
 import asyncio
 import contextlib
 import json
+import os
 import secrets
 import signal
 import socket
@@ -24,6 +25,8 @@ from hvkit.launch.network import interfaces
 # to stay behind on a host that the network has lost.
 _CONNECT = 5.0
 _LIFETIME = 120
+
+ANOTHER_ANSWERS = "another host answers"
 
 
 async def talk() -> None:
@@ -58,13 +61,14 @@ async def _reach(other: Mapping[str, Any]) -> dict[str, Any]:
             failures.append("timed out")
             continue
         except OSError as error:
-            failures.append((error.strerror or str(error)).lower())
+            # asyncio puts a text of its own in the place of the system's.
+            failures.append(os.strerror(error.errno).lower() if error.errno else str(error))
             continue
         own_address = writer.get_extra_info("sockname")[0]
         writer.close()
         if word == other["word"]:
             return {**found, "reached": address, **_from(own_address)}
-        failures.append("another host answers")
+        failures.append(ANOTHER_ANSWERS)
     return {**found, "reached": None, "interface": None, "own_address": None}
 
 

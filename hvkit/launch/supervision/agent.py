@@ -84,8 +84,6 @@ class _Agent:
         adopt_orphans()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self.stop)
-        threading.Thread(target=self.beat, daemon=True).start()
-        self.listener.start()
         try:
             child = subprocess.Popen(
                 self.command,
@@ -97,6 +95,7 @@ class _Agent:
                 preexec_fn=ends_with_parent(signal.SIGKILL),
             )
         except OSError as error:
+            self.listener.start()
             problem = f"cannot run {self.command[0]!r}: {error.strerror}"
             self.tell_end({"status": _CANNOT_RUN, "problem": problem})
             return _CANNOT_RUN
@@ -104,8 +103,9 @@ class _Agent:
         assert child.stderr is not None
         streams = ((Kind.STDOUT, child.stdout), (Kind.STDERR, child.stderr))
         pumps = [threading.Thread(target=self.pump, args=stream, daemon=True) for stream in streams]
-        for pump in pumps:
-            pump.start()
+        # Not before: between fork and exec there must be no other thread.
+        for thread in (self.listener, threading.Thread(target=self.beat, daemon=True), *pumps):
+            thread.start()
         return self.ended(child, self.wait(child), pumps)
 
     def wait(self, child: "subprocess.Popen[bytes]") -> bool:

@@ -23,8 +23,11 @@ class _Rank:
     number: int
     host: str
     output: RankOutput
+    reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     ended: bool = False
+    beats_missed: int = 0
+    showing: bool = False
 
 
 @dataclass
@@ -68,10 +71,19 @@ class Supervisor:
         return {rank.host for rank in self._ranks.values()} - {socket.gethostname()}
 
     async def beat(self) -> None:
-        """Tell all agents every second that this process is there; never returns."""
+        """Tell all agents every second that this process is there; never returns.
+
+        Agents that do not beat meanwhile are given up. Beats are counted, not seconds: where this
+        process has been kept from its core, nobody else is to blame.
+        """
         while True:
             self._tell_all(Kind.BEAT)
             await asyncio.sleep(protocol.BEAT)
+            for rank in map(self._ranks.__getitem__, self._connected):
+                # What waits for a slow terminal is not read.
+                rank.beats_missed = 0 if rank.showing else rank.beats_missed + 1
+                if self.lost_after and rank.beats_missed * protocol.BEAT > self.lost_after:
+                    rank.reader.set_exception(TimeoutError())
 
     def stop(self) -> None:
         """Tell all agents to end what they run."""
@@ -100,7 +112,7 @@ class Supervisor:
         try:
             rank = await self._greeted(reader, writer)
             if rank is not None:
-                await self._follow(rank, reader)
+                await self._follow(rank)
         except TimeoutError:
             if rank is not None:
                 self.host_lost = True
@@ -128,20 +140,21 @@ class Supervisor:
             return None
         number, host = int(hello["rank"]), str(hello["host"])
         output = RankOutput(number, host, self.style, self._terminal.show)
-        rank = self._ranks[number] = _Rank(number, host, output, writer)
+        rank = self._ranks[number] = _Rank(number, host, output, reader, writer)
         self._connected.add(number)
         self._all_gone.clear()
         if self._stopped:
             writer.write(protocol.frame(Kind.STOP))
         return rank
 
-    async def _follow(self, rank: _Rank, reader: asyncio.StreamReader) -> None:
+    async def _follow(self, rank: _Rank) -> None:
         while True:
-            # Only while nothing comes; not while a slow terminal keeps us from reading.
-            async with asyncio.timeout(self.lost_after):
-                kind, payload = await _frame(reader)
+            kind, payload = await _frame(rank.reader)
+            rank.beats_missed = 0
             if kind in (Kind.STDOUT, Kind.STDERR):
+                rank.showing = True
                 await asyncio.to_thread(rank.output.write, kind, payload)
+                rank.showing = False
             elif kind is Kind.ENDED:
                 rank.ended = True
                 how = json.loads(payload)

@@ -147,13 +147,20 @@ def test_localhost_matters_only_among_several_hosts(name):
             ": its name does not resolve there; add it to DNS or to /etc/hosts there",
         ),
         (
-            {"addresses": ("127.0.1.1",), "failures": ("another host answers",)},
-            ": its name means 127.0.1.1 there, which is the host itself; correct /etc/hosts there",
+            {"addresses": ("127.0.1.1",), "failures": ("connection refused",)},
+            ": its name means another host there (127.0.1.1 connection refused); correct DNS or "
+            "/etc/hosts there",
+        ),
+        (
+            {"addresses": ("10.0.0.3",), "failures": ("another host answers",)},
+            ": its name means another host there (10.0.0.3 another host answers); correct DNS or "
+            "/etc/hosts there",
         ),
         (
             {"addresses": ("fd00::2", "10.0.0.2"), "failures": ("no route", "timed out")},
-            " (fd00::2 no route, 10.0.0.2 timed out): ranks connect on ports of their own choice, "
-            "let the firewalls pass all TCP between the hosts",
+            " (fd00::2 no route, 10.0.0.2 timed out): is that its address, does a route lead "
+            "there, and do firewalls pass all TCP between the hosts? Ranks connect on ports of "
+            "their own choice",
         ),
     ],
 )
