@@ -108,14 +108,14 @@ def _room(host: Host, facts: Facts) -> Iterator[Problem]:
     if slots > facts.cores:
         yield Problem(
             (host.name,),
-            f"{slots} slots but {counted(facts.cores, 'core')}: ranks would take turns, name at most "
-            f"{counted(facts.cores, 'slot')}",
+            f"{slots} slots but {counted(facts.cores, 'core')}: ranks would take turns, name at "
+            f"most {counted(facts.cores, 'slot')}",
         )
     if 0 < facts.gpus < slots:
         yield Problem(
             (host.name,),
-            f"{slots} slots but {counted(facts.gpus, 'GPU')}: each rank takes a GPU of its own, name "
-            f"at most {counted(facts.gpus, 'slot')}",
+            f"{slots} slots but {counted(facts.gpus, 'GPU')}: each rank takes a GPU of its own, "
+            f"name at most {counted(facts.gpus, 'slot')}",
         )
     if facts.memory < slots * _MEMORY_OF_RANK:
         yield Problem(

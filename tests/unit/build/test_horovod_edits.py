@@ -25,7 +25,8 @@ def original(tmp_path: Path) -> Path:
     root = tmp_path / f"horovod-{source.VERSION}"
     files = {f"{root.name}/{file}" for file in [XLA_OPS, *(edit.file for edit in EDITS)]}
     with tarfile.open(ARCHIVE) as package:
-        package.extractall(tmp_path, map(package.getmember, files), filter="data")
+        package.extraction_filter = getattr(tarfile, "data_filter", None)
+        package.extractall(tmp_path, map(package.getmember, files))
     return root
 
 
