@@ -108,11 +108,11 @@ def _keep_open_mpi_off_containers() -> None:
     Where docker0 has the same address on two hosts, their ranks would wait for ever. ``hvkit run``
     names the right network; this is for ranks that a bare mpirun started.
     """
-    said = {f"OMPI_MCA_btl_tcp_if_{which}" for which in ("include", "exclude")}
-    if said.isdisjoint(os.environ) and (names := within_host()):
+    include, exclude = (f"OMPI_MCA_btl_tcp_if_{which}" for which in ("include", "exclude"))
+    if {include, exclude}.isdisjoint(os.environ) and (names := within_host()):
         # The first two are what Open MPI leaves out by default. It warns of names that are not
         # there, so only those that are here are added.
-        os.environ["OMPI_MCA_btl_tcp_if_exclude"] = ",".join(["127.0.0.1/8", "sppp", *names])
+        os.environ[exclude] = ",".join(["127.0.0.1/8", "sppp", *names])
 
 
 def _rank_of_parent() -> _World | None:

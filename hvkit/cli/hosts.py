@@ -89,7 +89,7 @@ def _hosts(args: argparse.Namespace) -> tuple[Host, ...]:
             "no hosts: name a hostfile or -H HOST:SLOTS,..., or call this in a job of Slurm, PBS, "
             "LSF or the Kubernetes MPI operator"
         )
-    print(f"hvkit: hosts from {found.system}", file=sys.stderr)
+    print(f"hvkit: hosts from {found.system} ({found.source})", file=sys.stderr)
     return found.hosts
 
 

@@ -76,12 +76,13 @@ def _execute(args: argparse.Namespace) -> int:
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         args.refuse("COMMAND is missing: what every rank runs, such as `python script.py`")
-    hosts = hosts_of(args)
+    hosts, system = hosts_of(args)
     if not hosts and args.np is None:
         args.refuse("-np is missing: the number of ranks; or name hosts with their slots")
     request = Request(
         command=tuple(command),
         hosts=hosts,
+        system=system,
         size=args.np,
         launcher=args.launcher,
         variables=dict(args.variables),

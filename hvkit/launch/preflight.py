@@ -2,20 +2,25 @@
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hvkit.errors import LaunchError
+from hvkit.launch.allocation import HOSTFILE, SLURM
 from hvkit.launch.hosts import Host
 from hvkit.launch.job import placed
 from hvkit.launch.local import addresses_of, is_local
 from hvkit.launch.network import Interface
 from hvkit.launch.probe import Facts
 from hvkit.launch.routes import joining, source_address
+from hvkit.launch.srun import srun
 from hvkit.launch.ssh import ask
 
 # Seconds that each host has to answer.
 _ANSWER = 30.0
+# Seconds that the names of pods have to get known.
+_NAMES = 30.0
 
 
 @dataclass(frozen=True)
@@ -38,12 +43,13 @@ class Site:
     here: bool
 
 
-def examine(hosts: Sequence[Host], size: int | None) -> Site:
+def examine(hosts: Sequence[Host], size: int | None, system: str | None = None) -> Site:
     """Choose the hosts for the ranks, and ask each of them whether it is ready.
 
     Args:
         hosts: where ranks may run; those that name no slots have one for each logical CPU.
         size: the number of ranks; ``None`` for one in each slot.
+        system: the batch system that gave the hosts, as in ``Allocation``.
 
     Raises:
         LaunchError: too few slots; a host that cannot be reached, or is named twice, or has no
@@ -51,9 +57,9 @@ def examine(hosts: Sequence[Host], size: int | None) -> Site:
     """
     if all(host.slots is not None for host in hosts):
         hosts = placed(hosts, size)
-        facts = _facts(hosts)
+        facts = _facts(hosts, system)
     else:
-        facts = _facts(hosts)
+        facts = _facts(hosts, system)
         hosts = [
             host if host.slots is not None else replace(host, slots=facts[host.name].cpus)
             for host in hosts
@@ -82,12 +88,15 @@ def examine(hosts: Sequence[Host], size: int | None) -> Site:
     )
 
 
-def _facts(hosts: Sequence[Host]) -> dict[str, Facts]:
+def _facts(hosts: Sequence[Host], system: str | None) -> dict[str, Facts]:
     """What the hosts tell about themselves, by name."""
+    if system == HOSTFILE:
+        _wait_for_names(hosts)
+    shell = srun() if system == SLURM else None
     folder = os.getcwd()
     python = [sys.executable, "-m", "hvkit.launch.probe", folder]
     facts, problems = {}, []
-    for answer in ask(hosts, python, _ANSWER):
+    for answer in ask(hosts, python, _ANSWER, shell):
         name = answer.host.name
         if answer.problem is not None:
             problems.append(f"{name}: {answer.problem}")
@@ -107,6 +116,13 @@ def _facts(hosts: Sequence[Host]) -> dict[str, Facts]:
     if problems:
         raise LaunchError("nothing was started\n" + "\n".join(f"  {line}" for line in problems))
     return facts
+
+
+def _wait_for_names(hosts: Sequence[Host]) -> None:
+    """Pods are ready a moment before their names are known; who waits in vain is told by ssh."""
+    deadline = time.monotonic() + _NAMES
+    while not all(addresses_of(host.name) for host in hosts) and time.monotonic() < deadline:
+        time.sleep(0.5)
 
 
 def _refuse_same(facts: dict[str, Facts]) -> None:

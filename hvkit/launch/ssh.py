@@ -1,4 +1,4 @@
-"""Commands on other hosts, over ssh: all hosts at once, never asking for anything.
+"""Commands on other hosts, by default over ssh: all hosts at once, never asking for anything.
 
 What ssh says when it fails is explained by :mod:`hvkit.launch.ssh_problems`.
 """
@@ -8,7 +8,7 @@ import contextlib
 import os
 import shlex
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hvkit.launch import ssh_problems
@@ -41,7 +41,26 @@ class Answer:
     problem: str | None
 
 
-def ask(hosts: Sequence[Host], command: Sequence[str], timeout: float) -> list[Answer]:
+@dataclass(frozen=True)
+class RemoteShell:
+    """What takes commands to other hosts.
+
+    Attributes:
+        command: the command line that runs a command on a host, and has so many seconds.
+        explain: why there was no answer, given the exit status and what it wrote to its standard
+            error; ``None`` if the command was run.
+    """
+
+    command: Callable[[Host, Sequence[str], float], list[str]]
+    explain: Callable[[Host, int | None, str], str | None]
+
+
+def ask(
+    hosts: Sequence[Host],
+    command: Sequence[str],
+    timeout: float,
+    shell: RemoteShell | None = None,
+) -> list[Answer]:
     """Run ``command`` on every host at the same time; the answers are in the order of the hosts.
 
     This host is asked without ssh. ssh asks for no password and forwards nothing. A host whose key
@@ -51,13 +70,9 @@ def ask(hosts: Sequence[Host], command: Sequence[str], timeout: float) -> list[A
         hosts: whom to ask.
         command: the program, which the other host looks for, and its arguments.
         timeout: seconds that each host has for all of it.
+        shell: what takes the command there; ssh if ``None``.
     """
-    return asyncio.run(_ask_all(hosts, command, timeout))
-
-
-def unreachable(hosts: Sequence[Host], timeout: float) -> list[Answer]:
-    """The hosts that no command can be run on within ``timeout`` seconds; each has a problem."""
-    return [answer for answer in ask(hosts, ["true"], timeout) if answer.problem is not None]
+    return asyncio.run(_ask_all(hosts, command, timeout, shell or SSH))
 
 
 def ssh_command(host: Host, command: Sequence[str], timeout: float) -> list[str]:
@@ -79,20 +94,27 @@ def ssh_command(host: Host, command: Sequence[str], timeout: float) -> list[str]
     return ["ssh", "-T", *settings, *user, "--", host.name, shlex.join(command)]
 
 
-async def _ask_all(hosts: Sequence[Host], command: Sequence[str], timeout: float) -> list[Answer]:
+SSH = RemoteShell(ssh_command, ssh_problems.explain)
+
+
+async def _ask_all(
+    hosts: Sequence[Host], command: Sequence[str], timeout: float, shell: RemoteShell
+) -> list[Answer]:
     places = asyncio.Semaphore(_AT_ONCE)
 
     async def ask_one(host: Host) -> Answer:
         async with places:
             # Resolving a name can take seconds.
             local = await asyncio.to_thread(is_local, host.name)
-            return await _ask(host, command, timeout, local)
+            return await _ask(host, command, timeout, None if local else shell)
 
     return list(await asyncio.gather(*map(ask_one, hosts)))
 
 
-async def _ask(host: Host, command: Sequence[str], timeout: float, local: bool) -> Answer:
-    words = command if local else ssh_command(host, command, timeout)
+async def _ask(
+    host: Host, command: Sequence[str], timeout: float, shell: RemoteShell | None
+) -> Answer:
+    words = command if shell is None else shell.command(host, command, timeout)
     try:
         process = await asyncio.create_subprocess_exec(
             *words,
@@ -104,7 +126,7 @@ async def _ask(host: Host, command: Sequence[str], timeout: float, local: bool) 
             start_new_session=True,
         )
     except OSError as error:
-        return Answer(host, None, "", "", ssh_problems.not_started(words[0], error, local))
+        return Answer(host, None, "", "", ssh_problems.not_started(words[0], error, shell is None))
     try:
         async with asyncio.timeout(timeout):
             stdout, stderr = map(_text, await process.communicate())
@@ -115,7 +137,7 @@ async def _ask(host: Host, command: Sequence[str], timeout: float, local: bool) 
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
-    problem = None if local else ssh_problems.explain(host, process.returncode, stderr)
+    problem = None if shell is None else shell.explain(host, process.returncode, stderr)
     if problem is None and process.returncode in (126, 127):
         problem = ssh_problems.not_found(command[0], stderr)
     ran = problem is None

@@ -29,6 +29,7 @@ class Request:
     Attributes:
         command: what every rank runs.
         hosts: where ranks may run; empty for this host.
+        system: the batch system that gave the hosts, as in ``Allocation``; ``None`` for none.
         size: the number of ranks; ``None`` for one in each slot.
         launcher: one of ``hvkit.launch.launchers.NAMES``.
         variables: environment variables that ranks get besides those that the rule gives them;
@@ -41,6 +42,7 @@ class Request:
 
     command: tuple[str, ...]
     hosts: tuple[Host, ...] = ()
+    system: str | None = None
     size: int | None = None
     launcher: str = "mpirun"
     variables: Mapping[str, str | None] = field(default_factory=dict)
@@ -89,7 +91,7 @@ def prepared(request: Request) -> Run:
     if not request.hosts and request.size is None:
         raise LaunchError("how many ranks? Say it with -np, or name hosts with slots")
     hosts = request.hosts or (Host("localhost", slots=request.size),)
-    site = examine(hosts, request.size)
+    site = examine(hosts, request.size, request.system)
     networks, interfaces = _between_hosts(site, request.interfaces)
     environ = _environment(request.variables, interfaces)
     names: tuple[str, ...] = ()

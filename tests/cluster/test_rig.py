@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import pytest
@@ -85,7 +86,8 @@ def test_commands_find_this_python_and_logins_do_not(rig):
 
 def test_hosts_share_the_machines_files_but_not_etc_run_and_shared_memory(rig, tmp_path):
     one, other = rig(NAMES).hosts
-    own = ["/etc/rig-test", "/run/rig-test", "/dev/shm/rig-test"]
+    name = uuid.uuid4().hex
+    own = [f"{folder}/{name}" for folder in ("/etc", "/run", "/dev/shm")]
     said(one, "touch", *own, tmp_path / "shared")
     said(one, "ls", *own)
     assert other.run(["ls", *own]).stdout == ""

@@ -12,17 +12,23 @@ from hvkit.launch.hosts import Host
 # The hostfile last: a site can set its variable for all jobs of its batch system.
 _SYSTEMS = (slurm, pbs, lsf, hostfile)
 
+SLURM = slurm.NAME
+HOSTFILE = hostfile.NAME
+
 
 @dataclass(frozen=True)
 class Allocation:
     """What a batch system has given to this job.
 
     Attributes:
-        system: its name, and the variable that tells: ``Slurm (SLURM_JOB_NODELIST)``.
+        system: its name, ``SLURM``, ``HOSTFILE`` for a launcher's
+            default hostfile, as of the Kubernetes MPI operator, or that of another batch system.
+        source: the variable or the file that tells: ``SLURM_JOB_NODELIST``.
         hosts: each host once, with its slots.
     """
 
     system: str
+    source: str
     hosts: tuple[Host, ...]
 
 
@@ -36,5 +42,5 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
         found = system.hosts(environ)
         if found is not None:
             source, hosts = found
-            return Allocation(f"{system.NAME} ({source})", hosts)
+            return Allocation(system.NAME, source, hosts)
     return None

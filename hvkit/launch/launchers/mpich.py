@@ -9,8 +9,15 @@ def arguments(job: Job) -> list[str]:
     """Hydra's arguments for ``job``.
 
     Raises:
-        LaunchError: the hosts reach each other over interfaces of different names.
+        LaunchError: the hosts reach each other over interfaces of different names, or a host has
+            a user.
     """
+    for host in job.hosts:
+        if host.user is not None:
+            raise LaunchError(
+                f"{host.user}@{host.name}: MPICH's mpirun takes no users: set User {host.user} "
+                "for this host in ~/.ssh/config"
+            )
     # The ranks bind themselves, to an equal share of their host each.
     options = ["-np", str(job.size), "-hosts", hosts_option(job.hosts), "-bind-to", "none"]
     if len(job.interfaces) > 1:

@@ -20,6 +20,9 @@ def arguments(major: int) -> Callable[[Job], list[str]]:
         if job.networks:
             networks = ",".join(job.networks)
             options += [*_of_daemons(major), networks, "--mca", "btl_tcp_if_include", networks]
+        if any("." in host.name for host in job.hosts):
+            # Else node1.rack1 and node1.rack2 are one host to it.
+            options += [*_keep_full_names(major), "1"]
         if job.crowded:
             # A rank that waits would keep the core from the one that it waits for.
             options += ["--mca", "mpi_yield_when_idle", "1"]
@@ -35,3 +38,10 @@ def _of_daemons(major: int) -> tuple[str, str]:
     if major >= 5:
         return "--prtemca", "prte_if_include"
     return "--mca", "oob_tcp_if_include"
+
+
+def _keep_full_names(major: int) -> tuple[str, str]:
+    """The option, but for its value, that has names not cut off at their first dot."""
+    if major >= 5:
+        return "--prtemca", "prte_keep_fqdn_hostnames"
+    return "--mca", "orte_keep_fqdn_hostnames"

@@ -40,9 +40,10 @@ class Style:
 
 
 class RankOutput:
-    """The output of one rank. What it prints is shown as it comes, or line by line.
+    """The output of one rank, shown in whole lines, so that those of ranks do not mix.
 
-    Both streams go to the same log file; each goes to its own stream here.
+    A line that goes on for long, as a progress bar does, is shown as far as it has come. Both
+    streams go to the same log file; each goes to its own stream here.
     """
 
     def __init__(self, rank: int, host: str, style: Style, show: Callable[[Kind, bytes], None]):
@@ -53,23 +54,24 @@ class RankOutput:
         self._begun = {Kind.STDOUT: b"", Kind.STDERR: b""}
         self._last: deque[bytes] = deque(maxlen=LAST_LINES)
         self._unended = b""
+        self._using = threading.Lock()
 
     def write(self, kind: Kind, data: bytes) -> None:
         """Show and keep what the rank has printed."""
-        self._remember(data)
+        with self._using:
+            self._remember(data)
+            lines, end, self._begun[kind] = (self._begun[kind] + data).rpartition(b"\n")
+            if end:
+                self._put(kind, self._decorated(lines) + end)
+
+    def flush(self) -> None:
+        """Show lines that were begun, where lines are shown as they are."""
         if not self._style.by_line:
-            self._put(kind, data)
-            return
-        *lines, self._begun[kind] = (self._begun[kind] + data).split(b"\n")
-        if lines:
-            self._put(kind, b"".join(self._decorated(line) for line in lines))
+            self._show_begun()
 
     def close(self) -> None:
         """Show what was begun, and close the log file."""
-        for kind, begun in self._begun.items():
-            if begun:
-                self._put(kind, self._decorated(begun))
-                self._begun[kind] = b""
+        self._show_begun(b"\n" if self._style.by_line else b"")
         if self._log is not None:
             self._log.close()
             self._log = None
@@ -79,12 +81,21 @@ class RankOutput:
         lines = [*self._last, self._unended]
         return [line.decode(errors="replace").rstrip() for line in lines if line.strip()]
 
-    def _decorated(self, line: bytes) -> bytes:
+    def _show_begun(self, end: bytes = b"") -> None:
+        with self._using:
+            for kind, begun in self._begun.items():
+                if begun:
+                    self._put(kind, self._decorated(begun) + end)
+                    self._begun[kind] = b""
+
+    def _decorated(self, lines: bytes) -> bytes:
+        if not self._style.by_line:
+            return lines
         time = b""
         if self._style.timestamps:
             time = datetime.now().isoformat(" ", "milliseconds").encode() + b" "
-        # A progress bar goes back to the start of its line: what is left is its last state.
-        return time + self._label + line.rstrip(b"\r").rpartition(b"\r")[2] + b"\n"
+        start = time + self._label
+        return b"\n".join(start + _last_state(line) for line in lines.split(b"\n"))
 
     def _put(self, kind: Kind, data: bytes) -> None:
         self._show(kind, data)
@@ -96,6 +107,11 @@ class RankOutput:
         *lines, self._unended = (self._unended + data).split(b"\n")
         self._last.extend(line[-_KEPT_BYTES:] for line in lines)
         self._unended = self._unended[-_KEPT_BYTES:]
+
+
+def _last_state(line: bytes) -> bytes:
+    """What is left of a line in which a progress bar went back to the start again and again."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
 class Terminal:

@@ -76,9 +76,14 @@ class Supervisor:
         Agents that do not beat meanwhile are given up. Beats are counted, not seconds: where this
         process has been kept from its core, nobody else is to blame.
         """
+        flushing: asyncio.Task[None] | None = None
         while True:
             self._tell_all(Kind.BEAT)
             await asyncio.sleep(protocol.BEAT)
+            # In a thread: a terminal may be slow, but beats may not.
+            flushing = flushing or asyncio.create_task(asyncio.to_thread(self._flush))
+            if flushing.done():
+                flushing = None
             for rank in map(self._ranks.__getitem__, self._connected):
                 # What waits for a slow terminal is not read.
                 rank.beats_missed = 0 if rank.showing else rank.beats_missed + 1
@@ -102,6 +107,10 @@ class Supervisor:
         """Show what ranks had begun to print, and close their log files."""
         for rank in self._ranks.values():
             rank.output.close()
+
+    def _flush(self) -> None:
+        for rank in list(self._ranks.values()):
+            rank.output.flush()
 
     def _tell_all(self, kind: Kind) -> None:
         for number in self._connected:

@@ -26,7 +26,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class Namespaces:
     """A network, a host name, mounts, processes and shared memory of their own.
 
-    They last until ``close``, or until the process that made them has ended.
+    They last until ``close``, or until the process that made them has ended, with those that were
+    forked from it and run no other program.
 
     Args:
         hostname: the host name inside.
@@ -66,23 +67,27 @@ class Namespaces:
         self._processes.append(process)
         return process
 
-    def call(self, command: Sequence[str], text: str = "") -> str:
-        """Run a command inside, give it text to read and return what it writes.
+    def call(self, command: Sequence[str]) -> str:
+        """Run a command inside and return what it writes.
 
         Raises:
             RigError: it failed.
         """
         process = self.popen(
             command,
-            stdin=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        return _result(process, command, text)
+        return _result(process, command)
 
     def call_on_network(self, command: Sequence[str], text: str = "") -> str:
         """Run one of the machine's programs as part of the machine, but with the network inside.
+
+        Args:
+            command: the command.
+            text: what it reads from standard input.
 
         Raises:
             RigError: it failed.
@@ -124,7 +129,7 @@ class Namespaces:
             _, said = self._holder.communicate()
             raise RigError(f"no namespaces for a host: {said.decode().strip() or 'no answer'}")
         (init,) = psutil.Process(self._holder.pid).children()
-        return init.pid
+        return int(init.pid)
 
 
 def _nsenter() -> str:
@@ -132,7 +137,9 @@ def _nsenter() -> str:
     return shutil.which("nsenter") or "nsenter"
 
 
-def _result(process: "subprocess.Popen[str]", command: Sequence[str], text: str) -> str:
+def _result(
+    process: "subprocess.Popen[str]", command: Sequence[str], text: str | None = None
+) -> str:
     out, said = process.communicate(text, timeout=_SECONDS_TO_START)
     if process.returncode != 0:
         raise RigError(f"{' '.join(command)}: exit status {process.returncode}: {said.strip()}")

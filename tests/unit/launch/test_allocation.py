@@ -37,7 +37,8 @@ def test_slurm_gives_tasks_else_gpus_else_cpus(environ, slots):
     found = allocation({"SLURM_JOB_NODELIST": "gpu[01-03],login1", **environ})
     names = ["gpu01", "gpu02", "gpu03", "login1"]
     assert found == Allocation(
-        "Slurm (SLURM_JOB_NODELIST)",
+        "Slurm",
+        "SLURM_JOB_NODELIST",
         tuple(Host(name, number) for name, number in zip(names, slots, strict=True)),
     )
 
@@ -111,7 +112,7 @@ def test_pbs_gives_a_slot_for_each_line(tmp_path: Path):
     nodes = tmp_path / "nodes"
     nodes.write_text("n2.cluster\nn1.cluster\nn2.cluster\nn2.cluster\n")
     assert allocation({"PBS_NODEFILE": str(nodes)}) == Allocation(
-        "PBS (PBS_NODEFILE)", (Host("n2.cluster", 3), Host("n1.cluster", 1))
+        "PBS", "PBS_NODEFILE", (Host("n2.cluster", 3), Host("n1.cluster", 1))
     )
 
 
@@ -127,7 +128,7 @@ def test_a_wrong_file_of_pbs_is_an_error(tmp_path: Path):
 
 def test_lsf_gives_pairs_of_host_and_slots():
     assert allocation({"LSB_MCPU_HOSTS": "b 1 a 5 b 2"}) == Allocation(
-        "LSF (LSB_MCPU_HOSTS)", (Host("b", 3), Host("a", 5))
+        "LSF", "LSB_MCPU_HOSTS", (Host("b", 3), Host("a", 5))
     )
 
 
@@ -135,7 +136,7 @@ def test_lsf_s_file_counts_before_its_pairs(tmp_path: Path):
     file = tmp_path / "hosts"
     file.write_text("a\nb\nb\n")
     assert allocation({"LSB_DJOB_HOSTFILE": str(file), "LSB_MCPU_HOSTS": "c 9"}) == Allocation(
-        "LSF (LSB_DJOB_HOSTFILE)", (Host("a", 1), Host("b", 2))
+        "LSF", "LSB_DJOB_HOSTFILE", (Host("a", 1), Host("b", 2))
     )
 
 
@@ -163,7 +164,7 @@ def test_the_mpi_operator_s_hostfile_is_found_by_its_variable(tmp_path: Path, va
     file = tmp_path / "hostfile"
     file.write_text(text)
     assert allocation({variable: str(file)}) == Allocation(
-        f"hostfile ({variable})", (Host("job-worker-0.job.ns.svc", 8),)
+        "hostfile", f"{variable}", (Host("job-worker-0.job.ns.svc", 8),)
     )
 
 

@@ -80,6 +80,19 @@ def test_one_host_needs_no_network_and_forwards_nothing(on_path):
     assert find_launcher("mpirun").command(HERE) == [path, *shlex.split(expected)]
 
 
+def test_names_with_dots_are_not_cut_off(on_path):
+    on_path("mpirun", VERSIONS["Open MPI 5.0.11"])
+    hosts = (Host("a.rack1", slots=1), Host("a.rack2", slots=1))
+    command = find_launcher("mpirun").command(Job(hosts, ("true",)))
+    assert "--prtemca prte_keep_fqdn_hostnames 1" in shlex.join(command)
+
+
+def test_mpich_takes_no_users(on_path):
+    on_path("mpirun", VERSIONS["MPICH 5.0.2"])
+    with pytest.raises(LaunchError, match="ann@node1: MPICH's mpirun takes no users: set User ann"):
+        find_launcher("mpirun").command(Job((Host("node1", 1, user="ann"),), ("true",)))
+
+
 def test_more_ranks_than_cores_give_the_core_away_when_they_wait(on_path):
     on_path("mpirun", VERSIONS["Open MPI 5.0.11"])
     command = find_launcher("mpirun").command(Job(HERE.hosts, HERE.command, crowded=True))

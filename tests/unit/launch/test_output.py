@@ -19,7 +19,30 @@ def test_without_a_style_bytes_pass_as_they_are(shown):
     rank = output(shown)
     for data in (b"\x1b[1mhalf", b" a line\r", b"\xff\n"):
         rank.write(Kind.STDOUT, data)
+    rank.close()
     assert b"".join(data for _, data in shown) == b"\x1b[1mhalf a line\r\xff\n"
+
+
+def test_a_line_in_pieces_is_shown_as_a_whole(shown):
+    rank = output(shown)
+    for data in (b"one", b" line", b"\nand", b" more"):
+        rank.write(Kind.STDOUT, data)
+    assert shown == [(Kind.STDOUT, b"one line\n")]
+
+
+def test_a_line_that_takes_long_is_shown_as_far_as_it_has_come(shown):
+    rank = output(shown)
+    rank.write(Kind.STDOUT, b"50%\r")
+    rank.flush()
+    rank.write(Kind.STDOUT, b"100%\n")
+    assert shown == [(Kind.STDOUT, b"50%\r"), (Kind.STDOUT, b"100%\n")]
+
+
+def test_with_a_prefix_only_whole_lines_are_shown_before_the_end(shown):
+    rank = output(shown, prefix=True)
+    rank.write(Kind.STDOUT, b"50%\r")
+    rank.flush()
+    assert shown == []
 
 
 def test_a_prefix_stands_before_whole_lines_of_each_stream(shown):

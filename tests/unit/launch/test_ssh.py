@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from hvkit.launch.hosts import Host
-from hvkit.launch.ssh import ask, ssh_command, unreachable
+from hvkit.launch.ssh import ask, ssh_command
 
 # Its last argument is the remote command, the one before is the host.
 _SSH = """
@@ -57,8 +57,9 @@ def test_words_of_the_command_arrive_as_they_are(ssh):
 
 def test_hosts_that_cannot_be_reached_are_told_with_what_to_do(ssh):
     hosts = [Host("works"), Host("refuses"), Host("nosuch")]
-    problems = {answer.host.name: answer.problem for answer in unreachable(hosts, 30)}
+    problems = {answer.host.name: answer.problem for answer in ask(hosts, ["true"], 30)}
     assert problems == {
+        "works": None,
         "refuses": "it is there but nothing listens on its ssh port: start sshd there, or set the "
         "Port for it in ~/.ssh/config",
         "nosuch": "its name does not resolve here: correct it, or add it to DNS or to /etc/hosts "

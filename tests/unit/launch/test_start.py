@@ -36,7 +36,7 @@ def hosts(monkeypatch):
     """What node1, this host, and node2 answer; to be changed."""
     answers = {"node1": facts(1), "node2": facts(2)}
 
-    def ask(asked, command, timeout):
+    def ask(asked, command, timeout, shell):
         return [_answer(host, answers[host.name]) for host in asked]
 
     monkeypatch.setattr(preflight, "ask", ask)
