@@ -23,6 +23,9 @@ _AGENTS_END = 4.0
 # How long the launcher has to end by itself once its ranks have.
 _LAUNCHER_ENDS = 1.5
 
+# How long a launcher whose ranks have all ended well has to notice.
+_LAUNCHER_LATE = 5.0
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -68,7 +71,7 @@ class _Supervision:
         self.failed = asyncio.Event()
         self.asked_by: signal.Signals | None = None
         self.asked = asyncio.Event()
-        self.supervisor = Supervisor(self.key, run.style, run.lost_after, self.failed.set)
+        self.supervisor = Supervisor(run.size, self.key, run.style, run.lost_after, self.failed.set)
 
     async def supervise(self) -> int:
         only_here = self.run.addresses[0] if len(self.run.addresses) == 1 else None
@@ -80,7 +83,7 @@ class _Supervision:
         launcher = await self.start(port)
         beating = asyncio.create_task(self.supervisor.beat())
         try:
-            ended_by_itself = await self.wait(launcher)
+            await self.wait(launcher)
             status = launcher.returncode
             await self.end(launcher)
         finally:
@@ -89,7 +92,7 @@ class _Supervision:
             self.supervisor.close()
         if status is not None and status < 0 and self.asked_by is None:
             return self.blame(launcher.pid, -status)
-        return self.conclude(launcher, ended_by_itself)
+        return self.conclude(status)
 
     async def start(self, port: int) -> asyncio.subprocess.Process:
         run = self.run
@@ -110,18 +113,31 @@ class _Supervision:
         self.asked_by = self.asked_by or number
         self.asked.set()
 
-    async def wait(self, launcher: asyncio.subprocess.Process) -> bool:
-        """Wait for the launcher's end, a failure or a signal; whether the launcher ended first."""
+    async def wait(self, launcher: asyncio.subprocess.Process) -> None:
+        """Wait for the launcher's end, a failure or a signal.
+
+        A launcher whose ranks have all ended well has ended for us, too: Open MPI 5 now and then
+        waits for ever for the end of ranks that took milliseconds.
+        """
         ended = asyncio.create_task(launcher.wait())
-        others = [asyncio.create_task(event.wait()) for event in (self.failed, self.asked)]
-        await asyncio.wait([ended, *others], return_when=asyncio.FIRST_COMPLETED)
-        by_itself = ended.done()
+        failed, asked, all_ended = (
+            asyncio.create_task(event.wait())
+            for event in (self.failed, self.asked, self.supervisor.all_ended)
+        )
+        await asyncio.wait([ended, failed, asked, all_ended], return_when=asyncio.FIRST_COMPLETED)
+        if not (ended.done() or failed.done() or asked.done()):
+            await asyncio.wait(
+                [ended, failed, asked],
+                timeout=_LAUNCHER_LATE,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
         if self.failed.is_set() and not self.asked.is_set():
             patience = _OTHERS_LOST if self.supervisor.host_lost else _OTHERS_FAIL
-            await asyncio.wait([ended, others[1]], timeout=patience)
-        for task in (ended, *others):
+            await asyncio.wait(
+                [ended, asked], timeout=patience, return_when=asyncio.FIRST_COMPLETED
+            )
+        for task in (ended, failed, asked, all_ended):
             task.cancel()
-        return by_itself
 
     async def end(self, launcher: asyncio.subprocess.Process) -> None:
         """End all agents wherever they are, then the launcher."""
@@ -144,24 +160,29 @@ class _Supervision:
         _say(f"hvkit run: {self.run.launcher} (process {launcher}) was killed by {name}")
         return 128 + number
 
-    def conclude(self, launcher: asyncio.subprocess.Process, ended_by_itself: bool) -> int:
-        """Say what went wrong, and find the exit status."""
+    def conclude(self, status: int | None) -> int:
+        """Say what went wrong, and find the exit status.
+
+        Args:
+            status: with which the launcher ended; ``None`` if it did not by itself.
+        """
         if self.asked_by is not None:
             _say(f"hvkit run: ended by {self.asked_by.name}")
             return 128 + self.asked_by
-        status = launcher.returncode or 0
         failures = self.supervisor.failures
         if told := report(failures, self.supervisor.elsewhere):
             _say(told)
         if first := culprit(failures):
             return first.exit_status
-        if ended_by_itself and status != 0:
+        if status is None:
+            return 0 if self.supervisor.all_ended.is_set() else 1
+        if status != 0:
             started = self.supervisor.started
             _say(
                 f"hvkit run: {self.run.launcher} ended with exit status {status}; "
                 f"{started} of {self.run.size} ranks had started"
             )
-        return status if ended_by_itself else 1
+        return status
 
 
 def _say(text: str) -> None:

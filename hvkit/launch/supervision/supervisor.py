@@ -35,18 +35,22 @@ class Supervisor:
     """Listens to the agents of one run.
 
     Attributes:
+        size: the number of ranks.
         key: the key of the run, in hexadecimal.
         style: how output is shown.
         lost_after: seconds without a beat after which an agent is given up; ``None`` for never.
         on_failure: called after each failure of a rank.
+        all_ended: set when all ranks have told how they ended.
         host_lost: whether an agent was given up.
         failures: the failures so far, in the order in which they became known.
     """
 
+    size: int
     key: str
     style: Style
     lost_after: float | None
     on_failure: Callable[[], None]
+    all_ended: asyncio.Event = field(default_factory=asyncio.Event)
     host_lost: bool = False
     failures: list[Failure] = field(default_factory=list)
     _ranks: dict[int, _Rank] = field(default_factory=dict)
@@ -166,6 +170,8 @@ class Supervisor:
                 rank.showing = False
             elif kind is Kind.ENDED:
                 rank.ended = True
+                if sum(one.ended for one in self._ranks.values()) == self.size:
+                    self.all_ended.set()
                 how = json.loads(payload)
                 if how["status"] != 0:
                     asked = self._stopped or how.get("asked", False)

@@ -192,6 +192,13 @@ def test_no_process_of_a_command_outlives_it(mark):
     assert sleeping(mark) == []
 
 
+def test_a_launcher_that_does_not_notice_the_end_of_its_ranks_is_ended(monkeypatch):
+    waits = LAUNCHER.replace("sys.exit(", "time.sleep(600), sys.exit(")
+    words = [sys.executable, "-c", RUN, waits, "2", "sh", "-c", "echo done"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\ndone\n", "")
+
+
 def test_commands_do_not_get_the_key():
     assert KEY_VARIABLE not in run("env", size=1).stdout
 

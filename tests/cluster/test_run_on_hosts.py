@@ -1,0 +1,222 @@
+"""``hvkit run`` on several hosts: what it starts, what it refuses, and that nothing remains."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+HVKIT = [sys.executable, "-m", "hvkit.cli", "run"]
+HOSTS = ["-np", "4", "-H", "node1:1,node2:2,node3:1"]
+# An allreduce without an end. Its sum is printed once, since all ranks are then known to be up.
+ALLREDUCE = """
+import time, torch, horovod.torch as hvd
+hvd.init()
+print("sum", hvd.allreduce(torch.ones(1), op=hvd.Sum).item(), flush=True)
+while True:
+    hvd.allreduce(torch.ones(1000), name="again")
+    time.sleep(0.01)
+"""
+
+
+@pytest.fixture
+def hosts(rig):
+    """Three hosts, all with a docker0 of the same address, that lead nowhere."""
+    return rig(["node1", "node2", "node3"])
+
+
+def run(hosts, *words, **options):
+    return hosts.host("node1").run([*HVKIT, *words], timeout=120, **options)
+
+
+class Training:
+    """A run of ``hvkit run`` that goes on until it is ended."""
+
+    def __init__(self, hosts, folder, *options):
+        self.hosts = hosts
+        self.log = folder / "log"
+        words = [*HVKIT, *options, *HOSTS, sys.executable, "-c", ALLREDUCE]
+        with self.log.open("wb") as log:
+            self.process = hosts.host("node1").popen(words, stdout=log, stderr=log)
+        wait_until(lambda: self.said.count("sum 4.0") == 4, lambda: self.said, seconds=240)
+
+    @property
+    def said(self):
+        return self.log.read_text(errors="replace")
+
+    def find(self, host, *words):
+        """The last process of a host with all these words in its command line."""
+        processes = self.hosts.host(host).processes()
+        return [p for p in processes if all(word in p.command for word in words)][-1].pid
+
+    def ended(self):
+        """Wait until nothing is left on any host; what was said, and the exit status."""
+        wait_until(self.gone, self.left, seconds=60)
+        return self.said, self.process.wait(timeout=10)
+
+    def gone(self):
+        return not any(host.processes() for host in self.hosts.hosts)
+
+    def left(self):
+        return {host.name: host.processes() for host in self.hosts.hosts}
+
+
+def wait_until(condition, tell, seconds):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not in {seconds} seconds: {tell()}"
+        time.sleep(0.1)
+
+
+def test_a_killed_rank_on_another_host_is_named_and_everything_ends(hosts, tmp_path):
+    training = Training(hosts, tmp_path)
+    os.kill(training.find("node2", "hvd.init", f"{sys.executable} -c"), signal.SIGKILL)
+    said, status = training.ended()
+    assert "on node2 was killed by signal 9 (SIGKILL)" in said
+    assert status == 128 + signal.SIGKILL
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "gloo"])
+def test_a_killed_launcher_is_named_and_everything_ends(hosts, tmp_path, launcher):
+    training = Training(hosts, tmp_path, "--launcher", launcher)
+    name = {"mpirun": "bin/prterun", "gloo": "bin/horovodrun"}[launcher]
+    os.kill(training.find("node1", name), signal.SIGKILL)
+    said, status = training.ended()
+    assert "was killed by SIGKILL" in said
+    assert status == 128 + signal.SIGKILL
+
+
+def test_when_hvkit_run_itself_is_killed_everything_ends(hosts, tmp_path):
+    training = Training(hosts, tmp_path)
+    training.process.kill()
+    training.ended()
+
+
+def test_a_host_that_is_cut_off_is_named_and_everything_ends_on_both_sides(hosts, tmp_path):
+    training = Training(hosts, tmp_path)
+    hosts.cut("node2")
+    said, status = training.ended()
+    assert "no sign of life from node2 (ranks 1-2): it or the network is down" in said
+    assert status == 1
+
+
+def test_when_this_host_is_cut_off_its_own_network_is_named(hosts, tmp_path):
+    training = Training(hosts, tmp_path)
+    hosts.cut("node1")
+    said, _ = training.ended()
+    assert "no sign of life from any other host" in said
+    assert "this host's network is down" in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_every_process_on_every_host(hosts, tmp_path, number):
+    training = Training(hosts, tmp_path)
+    training.process.send_signal(number)
+    said, status = training.ended()
+    assert f"hvkit run: ended by {number.name}" in said
+    assert status == 128 + number
+
+
+def test_a_rank_that_fails_on_another_host_is_shown_with_its_last_lines(hosts):
+    script = "import os; 1 / (2 - int(os.environ['OMPI_COMM_WORLD_RANK']))"
+    done = run(hosts, *HOSTS, sys.executable, "-c", script)
+    assert done.returncode == 1
+    assert "hvkit run: rank 2 on node2 ended with exit status 1; its last lines:" in done.stderr
+    assert "    ZeroDivisionError" in done.stderr
+
+
+def test_the_environment_goes_along_but_for_secrets(hosts):
+    script = "echo $NCCL_DEBUG-$MY_TOKEN-$MINE-$GIVEN-$NCCL_SOCKET_IFNAME."
+    done = run(
+        hosts,
+        *("-np", "1", "-H", "node2:1", "-x", "MINE", "-x", "GIVEN=g v", "sh", "-c", script),
+        env={"NCCL_DEBUG": "INFO", "MY_TOKEN": "t", "MINE": "m"},
+    )
+    assert done.stdout == "INFO--m-g v-=eth0.\n"
+
+
+def test_lines_get_rank_and_host_and_each_rank_a_file(hosts, tmp_path):
+    logs = tmp_path / "logs"
+    script = "echo out; echo err >&2"
+    done = run(hosts, *HOSTS, "--prefix", "--log-dir", str(logs), "sh", "-c", script)
+    expected = {"[0 node1] out", "[1 node2] out", "[2 node2] out", "[3 node3] out"}
+    assert set(done.stdout.splitlines()) == expected
+    assert {f"rank-000{rank}.log" for rank in range(4)} == set(os.listdir(logs))
+    assert (logs / "rank-0003.log").read_text().split("\n").count("[3 node3] err") == 1
+
+
+def test_a_dry_run_starts_nothing_and_its_line_does_what_the_run_does(hosts, tmp_path):
+    mark = tmp_path / "mark"
+    command = ["sh", "-c", f"hostname >> {mark}"]
+    line = run(hosts, *HOSTS, "--dry-run", *command).stdout
+    assert not mark.exists()
+    assert hosts.host("node1").run(["sh", "-c", line], timeout=60).returncode == 0
+    assert sorted(mark.read_text().split()) == ["node1", "node2", "node2", "node3"]
+
+
+def fails_before_the_start(hosts, tmp_path, *options):
+    mark = tmp_path / "started"
+    done = run(hosts, *options, "touch", str(mark))
+    assert done.returncode == 1
+    assert not mark.exists()
+    return done.stderr
+
+
+def test_more_ranks_than_slots_are_refused(hosts, tmp_path):
+    said = fails_before_the_start(hosts, tmp_path, "-np", "5", *HOSTS[2:])
+    assert said == (
+        "hvkit: -np 5 is more than the 4 slots of the hosts (node1 1, node2 2, node3 1): start at "
+        "most -np 4, or give more slots\n"
+    )
+
+
+def test_a_host_named_twice_is_refused_by_name_and_by_what_it_is(hosts, tmp_path):
+    said = fails_before_the_start(hosts, tmp_path, "-H", "node1:1,node2:1,NODE2:2")
+    assert (
+        "-H: host 3: node2 is named again after host 2: name it once, with all its slots (3)"
+        in said
+    )
+    said = fails_before_the_start(hosts, tmp_path, "-H", "node2:1,10.77.0.2:1")
+    assert "node2 and 10.77.0.2 are the same host, node2" in said
+
+
+def test_hosts_that_cannot_be_reached_are_all_named(hosts, tmp_path):
+    hosts.cut("node2")
+    said = fails_before_the_start(hosts, tmp_path, "-H", "node1:1,node2:1,node4:1")
+    assert "nothing was started" in said
+    assert "\n  node2: " in said
+    assert "\n  node4: its name does not resolve" in said
+
+
+def test_a_working_directory_that_another_host_lacks_is_named(hosts, tmp_path):
+    # Below /run, which each host has for itself.
+    folder = "/run/only-here"
+    hosts.host("node1").run(["mkdir", folder]).check_returncode()
+    done = run(hosts, "-H", "node1:1,node2:1", "true", cwd=folder)
+    assert done.returncode == 1
+    assert f"node2: has no folder {folder}" in done.stderr
+
+
+def test_output_of_many_ranks_arrives_in_whole_lines(hosts):
+    script = "for i in $(seq 200); do printf 'rank '; printf '%s ' $i; echo end; done"
+    done = run(hosts, *HOSTS, "sh", "-c", script)
+    assert sorted(done.stdout.splitlines()) == sorted(
+        f"rank {i} end" for i in range(1, 201) for _ in range(4)
+    )
+
+
+def test_what_pipes_in_reaches_rank_0(hosts):
+    # Not to its end, which Open MPI 5 does not hand on.
+    script = "[ $OMPI_COMM_WORLD_RANK != 0 ] || head -n 1"
+    assert run(hosts, *HOSTS, "sh", "-c", script, input="to rank 0\n").stdout == "to rank 0\n"
+
+
+def test_a_pipe_that_closes_ends_the_run(hosts, tmp_path):
+    words = [*HVKIT, "-np", "2", "-H", "node1:1,node2:1", "sh", "-c", "while :; do echo y; done"]
+    process = hosts.host("node1").popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout.readline() == b"y\n"
+    process.stdout.close()
+    assert process.wait(timeout=60) != 0
+    wait_until(lambda: not hosts.host("node2").processes(), hosts.host("node2").processes, 30)
