@@ -23,12 +23,12 @@ LIMIT := timeout --kill-after=10 900
 HANGS := -o faulthandler_timeout=120
 RANKS = $(OVERSUBSCRIBE) $(LIMIT) mpirun -np $(1) python -m pytest $(HANGS)
 
-.PHONY: run test lint unit parallel recipes examples accuracy setup machine clean-venv
+.PHONY: run test lint unit parallel recipes examples cluster accuracy image setup machine clean-venv
 
 run: setup
 	horovodrun -np 2 python recipes/mnist_tf.py
 
-test: lint unit parallel recipes examples
+test: lint unit parallel recipes examples cluster
 
 lint: setup
 	ruff check .
@@ -50,6 +50,10 @@ recipes: setup
 
 examples: setup
 	python -m pytest tests/examples
+
+# On several hosts, which are made on this machine; skipped where the user is not root.
+cluster: setup
+	python -m pytest $(HANGS) tests/cluster
 
 # Minutes to an hour: the recipes on real MNIST, from HVKIT_DATA_DIR.
 accuracy: setup
