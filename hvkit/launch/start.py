@@ -99,7 +99,7 @@ def prepared(request: Request) -> Run:
         # On this host alone ranks inherit all of it.
         own = (SUPERVISOR_VARIABLE, KEY_VARIABLE)
         names = (*forwarded(environ, request.variables), *own)
-        if request.launcher != "mpirun":
+        if launcher.sends_all:
             environ = {key: environ[key] for key in (*names, *_AT_HOME) if key in environ}
     job = Job(
         hosts=site.hosts,

@@ -28,11 +28,13 @@ class Launcher:
         name: what it is, for people: ``Open MPI 5.0.11``.
         path: the program.
         arguments: its arguments for a job.
+        sends_all: whether it sends all of its environment to other hosts.
     """
 
     name: str
     path: str
     arguments: Callable[[Job], list[str]]
+    sends_all: bool = False
 
     def command(self, job: Job) -> list[str]:
         """The command line that starts ``job``."""
@@ -54,7 +56,7 @@ def find_launcher(name: str) -> Launcher:
             "`hvkit install-horovod`, or leave --launcher away to use mpirun"
         )
     controller = "--gloo" if name == "gloo" else "--mpi"
-    return Launcher(f"horovodrun {controller}", path, horovodrun.arguments(controller))
+    return Launcher(f"horovodrun {controller}", path, horovodrun.arguments(controller), True)
 
 
 def _mpirun() -> Launcher:
@@ -71,7 +73,7 @@ def _mpirun() -> Launcher:
         if int(major) >= 4:
             return Launcher(f"Open MPI {major}.{rest}", path, openmpi.arguments(int(major)))
     if found := _MPICH.search(text):
-        return Launcher(f"MPICH {found.group(1)}", path, mpich.arguments)
+        return Launcher(f"MPICH {found.group(1)}", path, mpich.arguments, True)
     first = next(iter(text.splitlines()), "nothing")
     raise LaunchError(
         f"{path} says {first!r}, which is neither Open MPI 4 or newer nor MPICH, whose options "

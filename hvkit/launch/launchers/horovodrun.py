@@ -9,8 +9,8 @@ from hvkit.launch.job import Job
 def arguments(controller: str) -> Callable[[Job], list[str]]:
     """What makes arguments for ``--mpi`` or ``--gloo``.
 
-    horovodrun forwards all of its environment, so it has to be started with what is to be
-    forwarded only.
+    horovodrun sends all of its environment to the other hosts, so it has to be started with what
+    is to be forwarded.
     """
 
     def arguments_of(job: Job) -> list[str]:

@@ -8,6 +8,9 @@ from hvkit.launch.job import Job
 def arguments(job: Job) -> list[str]:
     """Hydra's arguments for ``job``.
 
+    Hydra sends all of its environment to the other hosts, even if ranks get a part of it only, so
+    it has to be started with what is to be forwarded.
+
     Raises:
         LaunchError: the hosts reach each other over interfaces of different names, or a host has
             a user.
@@ -27,7 +30,4 @@ def arguments(job: Job) -> list[str]:
         )
     if job.interfaces:
         options += ["-iface", job.interfaces[0]]
-    if job.forwarded:
-        # Without a list Hydra sends all there is.
-        options += ["-genvlist", ",".join(job.forwarded)]
     return [*options, *job.command]

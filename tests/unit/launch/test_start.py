@@ -95,11 +95,13 @@ def test_secrets_stay_here_and_what_is_asked_for_goes_along(hosts, monkeypatch):
     assert run.environ["OTHER"] == "7"
 
 
-def test_horovodrun_which_forwards_everything_is_started_without_secrets(hosts, monkeypatch):
+def test_launchers_that_send_everything_are_started_without_secrets(hosts, monkeypatch):
+    found = Launcher("MPICH 5.0.2", "mpirun", mpich.arguments, sends_all=True)
+    monkeypatch.setattr(start, "find_launcher", lambda name: found)
     monkeypatch.setenv("MY_TOKEN", "t")
-    run = prepared(request(launcher="gloo"))
+    run = prepared(request())
     assert "MY_TOKEN" not in run.environ
-    assert {"PATH", "HOME"} <= run.environ.keys()
+    assert {"PATH", "HOME", "NCCL_SOCKET_IFNAME"} <= run.environ.keys()
 
 
 def test_a_bare_host_has_as_many_slots_as_cpus(hosts):
