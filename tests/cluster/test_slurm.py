@@ -58,6 +58,19 @@ def test_ranks_start_on_all_hosts_of_the_allocation(slurm: Slurm, tmp_path: Path
     assert job.status == 0
 
 
+def test_ranks_start_where_slurm_alone_leads_to_the_hosts(
+    slurm: Slurm, hosts: Rig, tmp_path: Path
+) -> None:
+    # Nobody logs in anywhere any more, as where sites forbid it.
+    for host in hosts.hosts:
+        host.run(["rm", "/etc/ssh/authorized_keys"]).check_returncode()
+    job = slurm.run(
+        script("-np", "4", "--slots", "2", "python", "-c", WHO), timeout=180, cwd=tmp_path
+    )
+    assert job.status == 0, job.output
+    assert len(job.output.splitlines()) == 4
+
+
 def test_a_recipe_trains_in_the_allocation(slurm: Slurm, tmp_path: Path) -> None:
     flags = ["--dataset", "digits", "--epochs", "3", "--output-dir", str(tmp_path / "run")]
     recipe = ["python", "recipes/mnist_torch.py", *flags]
@@ -74,6 +87,7 @@ def test_slurm_learns_that_a_rank_failed(slurm: Slurm, tmp_path: Path) -> None:
         script("-np", "2", "--slots", "1", "python", "-c", failing), timeout=180, cwd=tmp_path
     )
     assert job.status != 0
+    assert "hvkit run: rank 1 on node2 ended with exit status 7" in job.output
 
 
 def test_a_cancelled_job_leaves_no_process_behind(slurm: Slurm, hosts: Rig, tmp_path: Path) -> None:

@@ -4,8 +4,9 @@
 
     python tests/image/build_image.py build/image
 
-The base is a minimal Debian made by mmdebstrap, which has no Python. buildah builds in its chroot
-isolation, with pip's settings of this machine passed as secrets. The folder then holds
+The base is a minimal Debian made by mmdebstrap, which has no Python but, as Ubuntu's images, a
+user 1000. buildah builds in its chroot isolation, with pip's settings of this machine passed as
+secrets. The folder then holds
 
 - ``rootfs``, the image's file system;
 - ``image``, its configuration, manifest and compressed layers, one file each;
@@ -31,6 +32,12 @@ _CHECKOUT = Path(__file__).parents[2]
 _SUITE = "bookworm"
 _BASE = f"localhost/{_SUITE}"
 _IMAGE = "localhost/hvkit"
+_HOOKS = (
+    # mmdebstrap leaves this machine's own there.
+    'rm -f "$1"/etc/hostname "$1"/etc/resolv.conf',
+    # As in Ubuntu's images.
+    'chroot "$1" useradd --uid 1000 --create-home ubuntu',
+)
 _TOOLS = ("buildah", "mmdebstrap")
 _MIB = 1024**2
 
@@ -111,10 +118,9 @@ class Buildah:
 def _make_base(buildah: Buildah) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         archive = Path(scratch, "base.tar")
-        # mmdebstrap leaves this machine's own there.
-        forget = 'rm -f "$1"/etc/hostname "$1"/etc/resolv.conf'
-        make = ["mmdebstrap", "--variant=minbase", f"--customize-hook={forget}", _SUITE]
-        subprocess.run([*make, str(archive)], check=True)
+        hooks = [f"--customize-hook={hook}" for hook in _HOOKS]
+        command = ["mmdebstrap", "--variant=minbase", *hooks, _SUITE, str(archive)]
+        subprocess.run(command, check=True)
         container = buildah.output("from", "scratch")
         buildah("add", "--quiet", container, str(archive), "/")
     buildah("commit", "--quiet", "--rm", container, _BASE)
