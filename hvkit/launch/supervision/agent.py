@@ -84,6 +84,9 @@ class _Agent:
         adopt_orphans()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self.stop)
+        # Before the command: to start it may take seconds on a disk that is slow.
+        threading.Thread(target=self.beat, daemon=True).start()
+        self.listener.start()
         try:
             child = subprocess.Popen(
                 self.command,
@@ -95,7 +98,6 @@ class _Agent:
                 preexec_fn=ends_with_parent(signal.SIGKILL),
             )
         except OSError as error:
-            self.listener.start()
             problem = f"cannot run {self.command[0]!r}: {error.strerror}"
             self.tell_end({"status": _CANNOT_RUN, "problem": problem})
             return _CANNOT_RUN
@@ -103,9 +105,8 @@ class _Agent:
         assert child.stderr is not None
         streams = ((Kind.STDOUT, child.stdout), (Kind.STDERR, child.stderr))
         pumps = [threading.Thread(target=self.pump, args=stream, daemon=True) for stream in streams]
-        # Not before: between fork and exec there must be no other thread.
-        for thread in (self.listener, threading.Thread(target=self.beat, daemon=True), *pumps):
-            thread.start()
+        for pump in pumps:
+            pump.start()
         return self.ended(child, self.wait(child), pumps)
 
     def wait(self, child: "subprocess.Popen[bytes]") -> bool:

@@ -12,6 +12,8 @@ import psutil
 _DAEMONS = ("prted", "orted", "hydra_pmi_proxy", "prterun", "mpirun", "mpiexec", "mpiexec.hydra")
 _SHELLS = ("sh", "bash", "dash", "zsh", "ksh", "tcsh", "csh", "fish")
 
+# Loaded here, since a child of a process with threads must not load anything before its exec.
+_LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -98,7 +100,6 @@ def signalled(processes: Sequence[psutil.Process], number: signal.Signals) -> li
 
 
 def _prctl(option: int, value: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, value, 0, 0, 0) != 0:
+    if _LIBC.prctl(option, value, 0, 0, 0) != 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
