@@ -14,10 +14,10 @@ from hvkit.build.key import key_of
 from hvkit.build.toolchain import Toolchain, find_toolchain
 from hvkit.doctor import library
 from hvkit.doctor.commands import Said, ask
-from hvkit.doctor.mpi import MpiVersion, identify
 from hvkit.doctor.packages import folder_of
 from hvkit.engines import built_for
 from hvkit.errors import BuildError
+from hvkit.launch.launchers.identity import MpiVersion, identify
 from hvkit.paths import cache_dir
 
 _CONTROLLERS = ("mpi", "gloo")

@@ -1,7 +1,6 @@
 """Finds the program that starts the ranks."""
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -11,13 +10,10 @@ from dataclasses import dataclass
 from hvkit.errors import LaunchError
 from hvkit.launch.job import Job
 from hvkit.launch.launchers import horovodrun, mpich, openmpi
+from hvkit.launch.launchers.identity import identify
 
 NAMES = ("mpirun", "horovodrun", "gloo")
 """``mpirun`` of whatever MPI is there; ``horovodrun`` over that; ``horovodrun`` without any MPI."""
-
-# What `mpirun --version` says, and whose arguments are meant.
-_OPENMPI = re.compile(r"\((?:Open MPI|OpenRTE|PRRTE)\) (\d+)\.(\S+)")
-_MPICH = re.compile(r"HYDRA build details:\s+Version:\s+(\S+)")
 
 
 @dataclass(frozen=True)
@@ -68,12 +64,13 @@ def _mpirun() -> Launcher:
         )
     said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
     text = said.stdout + said.stderr
-    if found := _OPENMPI.search(text):
-        major, rest = found.groups()
-        if int(major) >= 4:
-            return Launcher(f"Open MPI {major}.{rest}", path, openmpi.arguments(int(major)))
-    if found := _MPICH.search(text):
-        return Launcher(f"MPICH {found.group(1)}", path, mpich.arguments, True)
+    mpi = identify(text)
+    if mpi is not None and mpi.flavour == "Open MPI":
+        major = int(mpi.version.partition(".")[0])
+        if major >= 4:
+            return Launcher(str(mpi), path, openmpi.arguments(major))
+    if mpi is not None and mpi.flavour == "MPICH":
+        return Launcher(str(mpi), path, mpich.arguments, True)
     first = next(iter(text.splitlines()), "nothing")
     raise LaunchError(
         f"{path} says {first!r}, which is neither Open MPI 4 or newer nor MPICH, whose options "

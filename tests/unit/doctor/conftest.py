@@ -10,9 +10,10 @@ from hvkit.doctor.facts import Facts
 from hvkit.doctor.gpus import Gpus
 from hvkit.doctor.horovod import Horovod, Library
 from hvkit.doctor.machine import Cores, Limits, Memory, SharedMemory, System
-from hvkit.doctor.mpi import MpiLauncher, MpiVersion
+from hvkit.doctor.mpi import MpiLauncher
 from hvkit.doctor.network import Ssh
 from hvkit.doctor.packages import Packages
+from hvkit.launch.launchers.identity import MpiVersion
 from hvkit.launch.network import Interface
 
 GIB = 1024**3

@@ -12,10 +12,11 @@ from hvkit.doctor.findings import Finding, findings
 from hvkit.doctor.gpus import Gpu, Gpus
 from hvkit.doctor.horovod import Horovod
 from hvkit.doctor.machine import Cores, Limits, Memory, SharedMemory
-from hvkit.doctor.mpi import MpiLauncher, MpiVersion
+from hvkit.doctor.mpi import MpiLauncher
 from hvkit.doctor.network import Ssh
 from hvkit.doctor.packages import Unmet
 from hvkit.doctor.two_ranks import Result, SelfTest
+from hvkit.launch.launchers.identity import MpiVersion
 
 Change = Callable[[Facts], Facts]
 MIB = 1024**2
