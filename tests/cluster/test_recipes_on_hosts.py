@@ -17,7 +17,7 @@ PATIENT = {"OMPI_MCA_mpi_yield_when_idle": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
 def trained(host, launcher, recipe, folder):
     """What a recipe reports at its end, started on a host of the rig."""
     script = [sys.executable, str(ROOT / "recipes" / f"{recipe}.py")]
-    flags = ["--dataset", "digits", "--epochs", "2", "--output-dir", str(folder)]
+    flags = ["--dataset", "digits", "--epochs", "1", "--output-dir", str(folder)]
     done = host.run([*launcher, *script, *flags], env=PATIENT, cwd=ROOT, timeout=240)
     assert done.returncode == 0, f"{done.args}\n{done.stdout}\n{done.stderr}"
     return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])

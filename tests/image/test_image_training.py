@@ -15,7 +15,7 @@ _HVKIT_RUN = ("hvkit", "run", "-np", "2", "-H", "node1:1,node2:1")
 def train(image, tmp_path):
     """``train(launcher, *flags, data=None)`` runs recipes/mnist_torch.py and returns its records.
 
-    The launcher is started in the first of two containers, with a rank in each.
+    The launcher is started in the first of two containers.
     """
     keys = keys_in_a_secret(tmp_path / "keys")
 
@@ -45,6 +45,13 @@ def test_two_containers_reach_97_percent_on_mnist_in_one_epoch(train):
     final = train(_MPIRUN, *flags, data=Path(folder), seconds=1200)[-1]
     assert final["ranks"] == 2
     assert final["test_accuracy"] >= 0.97
+
+
+def test_hvkit_finds_no_fault_with_the_containers(image, tmp_path):
+    with containers(image, ["node1", "node2"], keys_in_a_secret(tmp_path / "keys")) as pair:
+        for container in pair:
+            container.serve()
+        pair[0].output("hvkit", "hosts", "-H", "node1:1,node2:1", "--check", timeout=120)
 
 
 def test_the_doctor_finds_no_problem(image):
