@@ -45,7 +45,11 @@ def main(command: Sequence[str]) -> int:
     Without a supervisor, as where the line of a dry run was typed, it becomes ``command``.
     """
     if SUPERVISOR_VARIABLE not in os.environ:
-        os.execvp(command[0], list(command))
+        try:
+            os.execvp(command[0], list(command))
+        except OSError as error:
+            print(f"hvkit: cannot run {command[0]!r}: {error.strerror}", file=sys.stderr)
+            return _CANNOT_RUN
     supervised = Supervised.from_json(os.environ.pop(SUPERVISOR_VARIABLE))
     key = os.environ.pop(KEY_VARIABLE)
     here = place(os.environ)
@@ -67,13 +71,16 @@ def main(command: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 1
-    return _Agent(connection, command).run()
+    return _Agent(connection, command, supervised.host).run()
 
 
 class _Agent:
-    def __init__(self, connection: Connection, command: Sequence[str]) -> None:
+    def __init__(
+        self, connection: Connection, command: Sequence[str], supervisor_host: str
+    ) -> None:
         self.connection = connection
         self.command = command
+        self.supervisor_host = supervisor_host
         self.parent = os.getppid()
         self.stopping = threading.Event()
         self.lost = False
@@ -131,11 +138,12 @@ class _Agent:
         end_descendants(0 if self.lost else _GRACE)
         status = child.wait()
         if self.lost:
-            end_way_here(self.parent)
+            if socket.gethostname() != self.supervisor_host:
+                end_way_here(self.parent)
             # Threads may be stuck in a connection that leads nowhere.
             os._exit(1)
         for pump in pumps:
-            pump.join(timeout=5)
+            self.wait_for(pump)
         ago = time.monotonic() - self.ended_at
         self.tell_end({"status": status, "asked": not by_itself, "ago": ago})
         return status if status >= 0 else 128 - status
@@ -144,7 +152,13 @@ class _Agent:
         """The last word, after everything that was printed."""
         self.connection.send_json(Kind.ENDED, how)
         self.connection.finish()
-        self.listener.join(timeout=5)
+        self.wait_for(self.listener)
+
+    def wait_for(self, thread: threading.Thread) -> None:
+        """Wait until all was read, however slowly; but not for long when told to end."""
+        while thread.is_alive() and not self.stopping.is_set():
+            thread.join(timeout=0.2)
+        thread.join(timeout=_GRACE)
 
     def pump(self, kind: Kind, stream: IO[bytes]) -> None:
         """Hand on what the command prints."""

@@ -1,8 +1,7 @@
 """What ranks print, on its way to the terminal and into files."""
 
 import os
-import sys
-import threading
+import select
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +13,9 @@ from hvkit.launch.supervision.protocol import Kind
 
 LAST_LINES = 20
 """How many of a rank's last lines are kept for the report of a failure."""
+
+_LONGEST_LINE = 1 << 16
+"""Bytes; what is longer without an end is shown as if it had one."""
 
 # Of what is kept of a line: one without an end may be as long as a file.
 _KEPT_BYTES = 2000
@@ -54,15 +56,19 @@ class RankOutput:
         self._begun = {Kind.STDOUT: b"", Kind.STDERR: b""}
         self._last: deque[bytes] = deque(maxlen=LAST_LINES)
         self._unended = b""
-        self._using = threading.Lock()
 
     def write(self, kind: Kind, data: bytes) -> None:
         """Show and keep what the rank has printed."""
-        with self._using:
-            self._remember(data)
-            lines, end, self._begun[kind] = (self._begun[kind] + data).rpartition(b"\n")
-            if end:
-                self._put(kind, self._decorated(lines) + end)
+        self._remember(data)
+        lines, end, begun = (self._begun[kind] + data).rpartition(b"\n")
+        if end:
+            self._put(kind, self._decorated(lines) + end)
+        if self._style.by_line:
+            begun = _last_state(begun)
+        if len(begun) > _LONGEST_LINE:
+            self._put(kind, self._decorated(begun) + (b"\n" if self._style.by_line else b""))
+            begun = b""
+        self._begun[kind] = begun
 
     def flush(self) -> None:
         """Show lines that were begun, where lines are shown as they are."""
@@ -82,11 +88,10 @@ class RankOutput:
         return [line.decode(errors="replace").rstrip() for line in lines if line.strip()]
 
     def _show_begun(self, end: bytes = b"") -> None:
-        with self._using:
-            for kind, begun in self._begun.items():
-                if begun:
-                    self._put(kind, self._decorated(begun) + end)
-                    self._begun[kind] = b""
+        for kind, begun in self._begun.items():
+            if begun:
+                self._put(kind, self._decorated(begun) + end)
+                self._begun[kind] = b""
 
     def _decorated(self, lines: bytes) -> bytes:
         if not self._style.by_line:
@@ -95,13 +100,17 @@ class RankOutput:
         if self._style.timestamps:
             time = datetime.now().isoformat(" ", "milliseconds").encode() + b" "
         start = time + self._label
-        return b"\n".join(start + _last_state(line) for line in lines.split(b"\n"))
+        shown = (_last_state(line).rstrip(b"\r") for line in lines.split(b"\n"))
+        return b"\n".join(start + line for line in shown)
 
     def _put(self, kind: Kind, data: bytes) -> None:
         self._show(kind, data)
         if self._log is not None:
-            self._log.write(data)
-            self._log.flush()
+            try:
+                self._log.write(data)
+                self._log.flush()
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, self._log.name) from error
 
     def _remember(self, data: bytes) -> None:
         *lines, self._unended = (self._unended + data).split(b"\n")
@@ -111,26 +120,18 @@ class RankOutput:
 
 def _last_state(line: bytes) -> bytes:
     """What is left of a line in which a progress bar went back to the start again and again."""
-    return line.rstrip(b"\r").rpartition(b"\r")[2]
+    state = line.rstrip(b"\r")
+    return state.rpartition(b"\r")[2] + line[len(state) :]
 
 
-class Terminal:
-    """Standard output and error of this process, written to by one rank at a time."""
-
-    def __init__(self) -> None:
-        self._writing = threading.Lock()
-
-    def show(self, kind: Kind, data: bytes) -> None:
-        """Write bytes as they are."""
-        stream = sys.stdout if kind is Kind.STDOUT else sys.stderr
-        with self._writing:
-            stream.flush()
-            _write_all(stream.fileno(), data)
-
-
-def _write_all(file: int, data: bytes) -> None:
+def show(kind: Kind, data: bytes) -> None:
+    """Write bytes to this process's standard output or error, as they are."""
+    file = 1 if kind is Kind.STDOUT else 2
     while data:
-        data = data[os.write(file, data) :]
+        try:
+            data = data[os.write(file, data) :]
+        except BlockingIOError:
+            select.select([], [file], [])
 
 
 def _log_file(folder: Path | None, rank: int) -> BinaryIO | None:

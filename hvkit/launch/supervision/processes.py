@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import psutil
 
 _DAEMONS = ("prted", "orted", "hydra_pmi_proxy", "prterun", "mpirun", "mpiexec", "mpiexec.hydra")
+_ROUNDS = 10
 _SHELLS = ("sh", "bash", "dash", "zsh", "ksh", "tcsh", "csh", "fish")
 
 # Loaded here, since a child of a process with threads must not load anything before its exec.
@@ -45,8 +46,10 @@ def end_descendants(grace: float) -> None:
     """End all processes below this one: politely, and after ``grace`` seconds by force."""
     if grace > 0:
         _wait_for(signalled(descendants(), signal.SIGTERM), grace)
-    # What they start meanwhile is found in the next round.
-    while running := [process for process in descendants() if _runs(process)]:
+    # What they start meanwhile is found in the next round. One that waits for a disk may not end.
+    for _ in range(_ROUNDS):
+        if not (running := [process for process in descendants() if _runs(process)]):
+            return
         _wait_for(signalled(running, signal.SIGKILL), 0.5)
 
 
@@ -93,7 +96,8 @@ def signalled(processes: Sequence[psutil.Process], number: signal.Signals) -> li
     """Send a signal to processes; those that are still there to receive it."""
     reached = []
     for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
+        # A command that became another user is not ours to end.
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             process.send_signal(number)
             reached.append(process)
     return reached

@@ -43,6 +43,7 @@ class Supervised:
     """What an agent is told in the environment.
 
     Attributes:
+        host: the name of the supervisor's host.
         addresses: where the supervisor may be reached, in the order to try.
         port: its TCP port.
         lost_after: seconds without a beat after which the other end is given up; ``None`` on one
@@ -50,6 +51,7 @@ class Supervised:
         bind: whether each rank keeps to its share of the host's cores.
     """
 
+    host: str
     addresses: tuple[str, ...]
     port: int
     lost_after: float | None
@@ -63,7 +65,7 @@ class Supervised:
     def from_json(cls, text: str) -> "Supervised":
         """The contents of ``SUPERVISOR_VARIABLE``."""
         values = json.loads(text)
-        return cls(tuple(values.pop("addresses")), **values)
+        return cls(**{**values, "addresses": tuple(values["addresses"])})
 
 
 def frame(kind: Kind, payload: bytes = b"") -> bytes:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import secrets
 import signal
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -80,6 +81,8 @@ class _Supervision:
         for number in _SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 asyncio.get_running_loop().add_signal_handler(number, self.ask, number)
+        # Ranks would take this process for lost, and end.
+        signal.signal(signal.SIGTSTP, signal.SIG_IGN)
         launcher = await self.start(port)
         beating = asyncio.create_task(self.supervisor.beat())
         try:
@@ -89,20 +92,23 @@ class _Supervision:
         finally:
             beating.cancel()
             server.close()
-            self.supervisor.close()
-        if status is not None and status < 0 and self.asked_by is None:
+            in_order = self.asked_by is None and self.supervisor.writer.problem is None
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.supervisor.close(), None if in_order else 0.5)
+        undisturbed = self.asked_by is None and self.supervisor.writer.problem is None
+        if status is not None and status < 0 and undisturbed:
             return self.blame(launcher.pid, -status)
         return self.conclude(status)
 
     async def start(self, port: int) -> asyncio.subprocess.Process:
         run = self.run
-        supervised = Supervised(run.addresses, port, run.lost_after, run.bind)
+        supervised = Supervised(socket.gethostname(), run.addresses, port, run.lost_after, run.bind)
         own = {SUPERVISOR_VARIABLE: supervised.to_json(), KEY_VARIABLE: self.key}
         return await asyncio.create_subprocess_exec(
             *run.command,
             env={**run.environ, **own},
             # A process in the background that reads from a terminal is stopped.
-            stdin=asyncio.subprocess.DEVNULL if sys.stdin.isatty() else None,
+            stdin=None if sys.stdin and not sys.stdin.isatty() else asyncio.subprocess.DEVNULL,
             # A Ctrl-C is for this process, which tells the launcher.
             process_group=0,
             preexec_fn=ends_with_parent(signal.SIGTERM),
@@ -131,7 +137,8 @@ class _Supervision:
                 timeout=_LAUNCHER_LATE,
                 return_when=asyncio.FIRST_COMPLETED,
             )
-        if self.failed.is_set() and not self.asked.is_set():
+        hurry = self.asked.is_set() or self.supervisor.writer.problem is not None
+        if self.failed.is_set() and not hurry:
             patience = _OTHERS_LOST if self.supervisor.host_lost else _OTHERS_FAIL
             await asyncio.wait(
                 [ended, asked], timeout=patience, return_when=asyncio.FIRST_COMPLETED
@@ -169,6 +176,8 @@ class _Supervision:
         if self.asked_by is not None:
             _say(f"hvkit run: ended by {self.asked_by.name}")
             return 128 + self.asked_by
+        if (problem := self.supervisor.writer.problem) is not None:
+            return _unwritten(problem)
         failures = self.supervisor.failures
         if told := report(failures, self.supervisor.elsewhere):
             _say(told)
@@ -183,6 +192,16 @@ class _Supervision:
                 f"{started} of {self.run.size} ranks had started"
             )
         return status
+
+
+def _unwritten(problem: OSError) -> int:
+    """Say why output could not be written, and find the exit status."""
+    if isinstance(problem, BrokenPipeError):
+        # As of a program that writes into a pipe whose reader has seen enough.
+        return 128 + signal.SIGPIPE
+    where = f" to {problem.filename}" if problem.filename else ""
+    _say(f"hvkit run: output cannot be written{where}: {problem.strerror}")
+    return 1
 
 
 def _say(text: str) -> None:

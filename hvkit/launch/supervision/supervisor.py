@@ -1,6 +1,7 @@
 """The end of the agents' connections in ``hvkit run``: collects output and failures."""
 
 import asyncio
+import functools
 import hmac
 import json
 import secrets
@@ -11,8 +12,9 @@ from dataclasses import dataclass, field
 
 from hvkit.launch.supervision import protocol
 from hvkit.launch.supervision.outcome import Failure
-from hvkit.launch.supervision.output import RankOutput, Style, Terminal
+from hvkit.launch.supervision.output import RankOutput, Style, show
 from hvkit.launch.supervision.protocol import Kind
+from hvkit.launch.supervision.writer import Writer
 
 # Seconds that something which has connected has to say who it is.
 _HELLO = 10.0
@@ -39,7 +41,7 @@ class Supervisor:
         key: the key of the run, in hexadecimal.
         style: how output is shown.
         lost_after: seconds without a beat after which an agent is given up; ``None`` for never.
-        on_failure: called after each failure of a rank.
+        on_failure: called after each failure of a rank, and when output cannot be written.
         all_ended: set when all ranks have told how they ended.
         host_lost: whether an agent was given up.
         failures: the failures so far, in the order in which they became known.
@@ -56,8 +58,10 @@ class Supervisor:
     _ranks: dict[int, _Rank] = field(default_factory=dict)
     _connected: set[int] = field(default_factory=set)
     _all_gone: asyncio.Event = field(default_factory=asyncio.Event)
-    _terminal: Terminal = field(default_factory=Terminal)
     _stopped: bool = False
+
+    def __post_init__(self) -> None:
+        self.writer = Writer(self.on_failure)
 
     async def listen(self, address: str | None) -> asyncio.Server:
         """Listen on any free port of an address; ``None`` for all addresses."""
@@ -84,10 +88,8 @@ class Supervisor:
         while True:
             self._tell_all(Kind.BEAT)
             await asyncio.sleep(protocol.BEAT)
-            # In a thread: a terminal may be slow, but beats may not.
-            flushing = flushing or asyncio.create_task(asyncio.to_thread(self._flush))
-            if flushing.done():
-                flushing = None
+            if flushing is None or flushing.done():
+                flushing = asyncio.create_task(self.writer.do(self._flush))
             for rank in map(self._ranks.__getitem__, self._connected):
                 # What waits for a slow terminal is not read.
                 rank.beats_missed = 0 if rank.showing else rank.beats_missed + 1
@@ -107,10 +109,10 @@ class Supervisor:
             return False
         return True
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Show what ranks had begun to print, and close their log files."""
         for rank in self._ranks.values():
-            rank.output.close()
+            await self.writer.do(rank.output.close)
 
     def _flush(self) -> None:
         for rank in list(self._ranks.values()):
@@ -133,6 +135,9 @@ class Supervisor:
         except (OSError, asyncio.IncompleteReadError, ValueError):
             if rank is not None and not rank.ended:
                 self._fail(rank, None)
+        except asyncio.CancelledError:
+            # At the end of the run, where output is not taken any more.
+            return
         finally:
             writer.close()
             if rank is not None:
@@ -148,11 +153,20 @@ class Supervisor:
         writer.write(nonce)
         async with asyncio.timeout(_HELLO):
             kind, payload = await _frame(reader)
-        hello = json.loads(payload) if kind is Kind.HELLO else {}
-        if not hmac.compare_digest(hello.get("proof", ""), protocol.proof(self.key, nonce)):
+        try:
+            hello = json.loads(payload) if kind is Kind.HELLO else {}
+            number, host, proof = int(hello["rank"]), str(hello["host"]), str(hello["proof"])
+        except (KeyError, TypeError, ValueError):
             return None
-        number, host = int(hello["rank"]), str(hello["host"])
-        output = RankOutput(number, host, self.style, self._terminal.show)
+        if not hmac.compare_digest(proof.encode(), protocol.proof(self.key, nonce).encode()):
+            return None
+        if number in self._ranks or not 0 <= number < self.size:
+            return None
+        try:
+            output = RankOutput(number, host, self.style, show)
+        except OSError as problem:
+            self.writer.fail(problem)
+            return None
         rank = self._ranks[number] = _Rank(number, host, output, reader, writer)
         self._connected.add(number)
         self._all_gone.clear()
@@ -166,7 +180,7 @@ class Supervisor:
             rank.beats_missed = 0
             if kind in (Kind.STDOUT, Kind.STDERR):
                 rank.showing = True
-                await asyncio.to_thread(rank.output.write, kind, payload)
+                await self.writer.do(functools.partial(rank.output.write, kind, payload))
                 rank.showing = False
             elif kind is Kind.ENDED:
                 rank.ended = True
