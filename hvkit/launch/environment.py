@@ -75,6 +75,13 @@ def place(environ: Mapping[str, str]) -> Place | None:
     return None
 
 
+def without_place(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment without what launchers told about another place, as a shell may keep."""
+    sizes = {variable for variable, _ in _SIZE_VARIABLES}
+    told = sizes.union(*_PLACE_VARIABLES) - {"SLURM_STEP_NUM_TASKS"}
+    return {name: value for name, value in environ.items() if name not in told}
+
+
 def launch_id(environ: Mapping[str, str]) -> str:
     """What all processes of one launch have in common, and those nested in it do not."""
     return " ".join(environ.get(variable, "-") for variable in _LAUNCH_VARIABLES)

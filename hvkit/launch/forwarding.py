@@ -12,8 +12,9 @@ _PREFIXES = (
     *("TORCH", "PYTORCH_", "TF_", "KERAS_", "CUDA_", "OMP_", "KMP_", "GOMP_", "MKL_"),
     *("OPENBLAS_", "NUMEXPR_", "PYTHON", "LC_", "HF_", "WANDB_"),
 )
-# Words that mark a secret, wherever in the name.
-_SECRET = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "API_KEY", "ACCESS_KEY")
+# Words that mark a secret, wherever in the name or between its underscores.
+_SECRET = ("TOKEN", "SECRET", "PASSW", "PASSPHRASE", "CREDENTIAL", "APIKEY")
+_SECRET_WORDS = {"KEY", "KEYS", "AUTH", "PASS"}
 # These belong to the process that has them.
 _OWN = {"HVKIT_RANK", "PYTHONSTARTUP", "PYTHONINSPECT"}
 
@@ -33,5 +34,7 @@ def forwarded(environ: Mapping[str, str], asked: Iterable[str] = ()) -> tuple[st
 
 def _follows_the_rule(name: str) -> bool:
     if name in _OWN or any(word in name.upper() for word in _SECRET):
+        return False
+    if not _SECRET_WORDS.isdisjoint(name.upper().split("_")):
         return False
     return name in _NAMES or name.startswith(_PREFIXES)

@@ -19,14 +19,18 @@ def is_local(name: str) -> bool:
 
 
 def addresses_of(name: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    """The addresses that a name has here, in the resolver's order; empty if it has none."""
+    """The addresses that a name has here, those of IPv4 first; empty if it has none.
+
+    MPI is built without IPv6 almost everywhere.
+    """
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return []
     # The zone of a link-local address is this host's own and tells nothing about the name.
     texts = (str(entry[4][0]).partition("%")[0] for entry in found)
-    return list(dict.fromkeys(ipaddress.ip_address(text) for text in texts))
+    addresses = dict.fromkeys(ipaddress.ip_address(text) for text in texts)
+    return sorted(addresses, key=lambda address: address.version)
 
 
 def _own_names() -> set[str]:

@@ -11,7 +11,7 @@ from hvkit.launch.allocation import HOSTFILE, SLURM
 from hvkit.launch.hosts import Host
 from hvkit.launch.job import placed
 from hvkit.launch.local import addresses_of, is_local
-from hvkit.launch.network import Interface
+from hvkit.launch.network import Interface, interfaces, within_host
 from hvkit.launch.probe import Facts
 from hvkit.launch.routes import joining, source_address
 from hvkit.launch.srun import srun
@@ -72,17 +72,26 @@ def examine(hosts: Sequence[Host], size: int | None, system: str | None = None) 
     if not others:
         return Site(tuple(hosts), ("127.0.0.1",), (), crowded, here=True)
     sources = [source for name in others if (source := source_address(name)) is not None]
+    # Of hosts that only ssh knows by that name, there is no telling which of ours they reach.
+    inside = within_host()
+    sources = sources or [
+        one.address
+        for one in interfaces()
+        if not (one.loopback or one.link_local or one.name in inside)
+    ]
+    if not sources:
+        raise LaunchError("this host has no address that others could reach: connect it")
     reached_at = {
         host.name: [str(address) for address in addresses_of(host.name)]
         if host.name in others
         else sources
         for host in hosts
     }
-    interfaces = {name: found.interfaces for name, found in facts.items()}
+    found = {name: host.interfaces for name, host in facts.items()}
     return Site(
         tuple(hosts),
         tuple(dict.fromkeys(sources)),
-        joining(interfaces, reached_at),
+        joining(found, reached_at),
         crowded,
         here=False,
     )
@@ -94,9 +103,12 @@ def _facts(hosts: Sequence[Host], system: str | None) -> dict[str, Facts]:
         _wait_for_names(hosts)
     shell = srun() if system == SLURM else None
     folder = os.getcwd()
-    python = [sys.executable, "-m", "hvkit.launch.probe", folder]
-    facts, problems = {}, []
-    for answer in ask(hosts, python, _ANSWER, shell):
+    # -P: not what happens to lie in the working directory.
+    python = [sys.executable, "-P", "-m", "hvkit.launch.probe", folder]
+    others = [host for host in hosts if not is_local(host.name)]
+    facts = {host.name: Facts.here(folder) for host in hosts if host not in others}
+    problems = []
+    for answer in ask(others, python, _ANSWER, shell):
         name = answer.host.name
         if answer.problem is not None:
             problems.append(f"{name}: {answer.problem}")
@@ -107,15 +119,19 @@ def _facts(hosts: Sequence[Host], system: str | None) -> dict[str, Facts]:
                 "same environment in the same place on all hosts"
             )
         else:
-            facts[name] = Facts.from_json(answer.stdout)
-            if not facts[name].has_folder:
-                problems.append(
-                    f"{name}: has no folder {folder}, the working directory: share it with all "
-                    "hosts, or start from one that is on all of them"
-                )
+            try:
+                facts[name] = Facts.read(answer.stdout)
+            except (ValueError, TypeError) as error:
+                problems.append(f"{name}: {error}: install the same hvkit on all hosts")
+    problems += [
+        f"{name}: has no folder {folder}, the working directory: share it with all hosts, or start "
+        "from one that is on all of them"
+        for name, found in facts.items()
+        if not found.has_folder
+    ]
     if problems:
         raise LaunchError("nothing was started\n" + "\n".join(f"  {line}" for line in problems))
-    return facts
+    return {host.name: facts[host.name] for host in hosts}
 
 
 def _wait_for_names(hosts: Sequence[Host]) -> None:

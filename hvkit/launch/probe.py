@@ -1,14 +1,21 @@
-"""What ``hvkit run`` asks of each host: ``python -m hvkit.launch.probe FOLDER`` prints JSON."""
+"""What ``hvkit run`` asks of each host: ``python -m hvkit.launch.probe FOLDER`` prints JSON.
+
+The line with it begins with a mark, since what logins print may stand around it.
+"""
 
 import json
+import math
 import os
 import socket
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import hvkit
+from hvkit.launch.cgroup import allowance
 from hvkit.launch.network import Interface, interfaces
+
+_MARK = "hvkit-probe:"
 
 
 @dataclass(frozen=True)
@@ -17,12 +24,14 @@ class Facts:
 
     Attributes:
         hostname: its own name.
-        cpus: how many logical CPUs this process may use.
+        version: of its hvkit.
+        cpus: how many logical CPUs this process may use, or has the time of.
         interfaces: its addresses.
         has_folder: whether the folder that was asked about is there.
     """
 
     hostname: str
+    version: str
     cpus: int
     interfaces: tuple[Interface, ...]
     has_folder: bool
@@ -30,16 +39,40 @@ class Facts:
     @classmethod
     def here(cls, folder: str) -> "Facts":
         """The facts about this host."""
-        cpus = len(os.sched_getaffinity(0))
-        return cls(socket.gethostname(), cpus, tuple(interfaces()), os.path.isdir(folder))
+        return cls(
+            hostname=socket.gethostname(),
+            version=hvkit.__version__,
+            cpus=usable_cpus(),
+            interfaces=tuple(interfaces()),
+            has_folder=os.path.isdir(folder),
+        )
+
+    def printed(self) -> str:
+        """The line that tells them."""
+        return _MARK + json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> "Facts":
-        """The facts that another host has printed."""
-        values: Mapping[str, Any] = json.loads(text)
+    def read(cls, output: str) -> "Facts":
+        """The facts that another host has printed.
+
+        Raises:
+            ValueError: there are none, or those of another hvkit.
+        """
+        lines = [line for line in output.splitlines() if line.startswith(_MARK)]
+        if not lines:
+            raise ValueError("it printed no facts")
+        values: dict[str, Any] = json.loads(lines[-1].removeprefix(_MARK))
+        if values.get("version") != hvkit.__version__:
+            raise ValueError(f"it has hvkit {values.get('version')}, not {hvkit.__version__}")
         found = tuple(Interface(**interface) for interface in values["interfaces"])
-        return cls(values["hostname"], values["cpus"], found, values["has_folder"])
+        return cls(**{**values, "interfaces": found})
+
+
+def usable_cpus() -> int:
+    """Logical CPUs that this process may use, or has the time of in a container."""
+    usable, limit = len(os.sched_getaffinity(0)), allowance().cpus
+    return usable if limit is None else min(usable, max(1, math.ceil(limit)))
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict(Facts.here(sys.argv[1]))))
+    print(Facts.here(sys.argv[1]).printed())

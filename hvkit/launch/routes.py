@@ -36,10 +36,10 @@ def joining(
 
     Args:
         interfaces: of each host.
-        reached_at: addresses that each host is reached at.
+        reached_at: addresses that each host is reached at, the best first.
     """
     chosen = [
-        next((i for i in _outward(found) if i.address in reached_at[host]), None)
+        next((i for at in reached_at[host] for i in _outward(found) if i.address == at), None)
         for host, found in interfaces.items()
     ]
     known = tuple(interface for interface in chosen if interface is not None)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from hvkit.launch.hosts import Host
 from hvkit.launch.ssh import RemoteShell
 
+# srun exports all there is otherwise, secrets among it.
+_EXPORTED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "HOME")
 _ERROR = "srun: error:"
 
 
@@ -16,8 +18,9 @@ def srun() -> RemoteShell | None:
 
 def _command(host: Host, command: Sequence[str], timeout: float) -> list[str]:
     # The step may share the cores with others, such as the batch script that this runs in.
+    export = "--export=" + ",".join(_EXPORTED)
     one_task = ["--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host.name}"]
-    return ["srun", "--quiet", *one_task, *command]
+    return ["srun", "--quiet", export, *one_task, *command]
 
 
 def _explain(host: Host, status: int | None, stderr: str) -> str | None:

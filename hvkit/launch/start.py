@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hvkit.errors import LaunchError
+from hvkit.launch.allocation import SLURM
+from hvkit.launch.environment import without_place
 from hvkit.launch.forwarding import forwarded
 from hvkit.launch.hosts import Host
 from hvkit.launch.job import Job
@@ -19,6 +21,7 @@ from hvkit.launch.supervision.run import Run, supervise
 _AGENT = "hvkit.launch.supervision.agent"
 
 # What programs of this host need, and other hosts do not, when all of the environment goes there.
+_SLURM = ("SLURM_", "SLURMD_", "OMPI_", "PRTE_", "PMIX_")
 _AT_HOME = ("HOME", "USER", "LOGNAME", "SHELL", "TERM", "TMPDIR", "SSH_AUTH_SOCK")
 
 
@@ -101,9 +104,16 @@ def prepared(request: Request) -> Run:
         names = (*forwarded(environ, request.variables), *own)
         if launcher.sends_all:
             environ = {key: environ[key] for key in (*names, *_AT_HOME) if key in environ}
+        elif request.system == SLURM:
+            # There srun, which sends all of it, starts Open MPI's daemons.
+            environ = {
+                key: value
+                for key, value in environ.items()
+                if key in names or key in _AT_HOME or key.startswith(_SLURM)
+            }
     job = Job(
         hosts=site.hosts,
-        command=(sys.executable, "-m", _AGENT, *request.command),
+        command=(sys.executable, "-P", "-m", _AGENT, *request.command),
         forwarded=names,
         networks=networks,
         interfaces=interfaces,
@@ -147,7 +157,7 @@ def _between_hosts(site: Site, asked: Sequence[str]) -> tuple[tuple[str, ...], t
 
 def _environment(variables: Mapping[str, str | None], interfaces: Sequence[str]) -> dict[str, str]:
     """The launcher's environment: this process's, what was asked for, and the interfaces."""
-    environ = dict(os.environ)
+    environ = without_place(os.environ)
     if interfaces:
         # NCCL reads the sign as "exactly these"; it would also take eth1 for eth10 otherwise.
         environ.setdefault("NCCL_SOCKET_IFNAME", "=" + ",".join(interfaces))

@@ -3,12 +3,16 @@
 import os
 from collections.abc import Callable
 
+from hvkit.errors import LaunchError
 from hvkit.launch.hostfile import hosts_option
 from hvkit.launch.job import Job
 
 
 def arguments(major: int) -> Callable[[Job], list[str]]:
-    """What makes arguments for this major version, 4 or newer."""
+    """What makes arguments for this major version, 4 or newer.
+
+    They raise LaunchError for hosts that reach each other over IPv6 alone.
+    """
 
     def arguments_of(job: Job) -> list[str]:
         options = ["-np", str(job.size), "--host", hosts_option(job.hosts)]
@@ -17,6 +21,11 @@ def arguments(major: int) -> Callable[[Job], list[str]]:
         options += ["--map-by", "slot", "--bind-to", "none"]
         if os.geteuid() == 0:
             options.append("--allow-run-as-root")
+        if six := [network for network in job.networks if network.count(":") > 1]:
+            raise LaunchError(
+                f"the hosts reach each other over {six[0]}, and Open MPI is built without IPv6: "
+                "give them IPv4 addresses too, or use --launcher gloo"
+            )
         if job.networks:
             networks = ",".join(job.networks)
             options += [*_of_daemons(major), networks, "--mca", "btl_tcp_if_include", networks]

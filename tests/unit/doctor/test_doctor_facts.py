@@ -10,7 +10,6 @@ from threading import Event
 import pytest
 
 from hvkit.doctor import packages as packages_module
-from hvkit.doctor.cgroup import Allowance, allowance
 from hvkit.doctor.commands import Said, ask
 from hvkit.doctor.compilers import compilers
 from hvkit.doctor.gpus import Gpu, gpus
@@ -20,6 +19,7 @@ from hvkit.doctor.mpi import MpiLauncher, mpi_launchers
 from hvkit.doctor.network import own_addresses
 from hvkit.doctor.packages import Unmet, packages
 from hvkit.doctor.settings import rank_of, setting_names, thread_settings
+from hvkit.launch.cgroup import Allowance, allowance
 from hvkit.launch.launchers.identity import MpiVersion, identify
 
 Program = Callable[[str, str], Path]

@@ -45,6 +45,10 @@ def test_what_belongs_to_one_host_or_process_stays(name):
     "name",
     [
         "HF_TOKEN",
+        "HF_KEY",
+        "HF_AUTH",
+        "NCCL_PRIVATE_KEY",
+        "TORCH_PASSPHRASE",
         "WANDB_API_KEY",
         "AWS_SECRET_ACCESS_KEY",
         "PYTHON_KEYRING_PASSWORD",

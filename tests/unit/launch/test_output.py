@@ -71,6 +71,20 @@ def test_of_a_progress_bar_the_last_state_is_shown(shown):
     assert shown == [(Kind.STDOUT, b"[3 node2] 100%\n")]
 
 
+def test_a_line_without_any_end_is_shown_in_parts(shown):
+    rank = output(shown, prefix=True)
+    rank.write(Kind.STDOUT, b"x" * 70_000)
+    assert shown == [(Kind.STDOUT, b"[3 node2] " + b"x" * 70_000 + b"\n")]
+
+
+def test_of_a_progress_bar_no_more_is_kept_than_its_state(shown):
+    rank = output(shown, prefix=True)
+    for number in range(20_000):
+        rank.write(Kind.STDOUT, b"%d%%\r" % number)
+    rank.write(Kind.STDOUT, b"\n")
+    assert shown == [(Kind.STDOUT, b"[3 node2] 19999%\n")]
+
+
 def test_timestamps_are_dates_with_milliseconds(shown):
     from datetime import datetime
 

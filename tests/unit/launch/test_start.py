@@ -1,12 +1,11 @@
 """``hvkit run`` puts hosts, environment and launcher together, or says what is wrong."""
 
-import json
 import os
 import shlex
-from dataclasses import asdict
 
 import pytest
 
+import hvkit
 from hvkit.errors import LaunchError
 from hvkit.launch import preflight, start
 from hvkit.launch.hosts import Host
@@ -23,6 +22,7 @@ DOCKER = Interface("docker0", "172.17.0.1", "172.17.0.0/16")
 def facts(number, **changes):
     own = Interface("eth0", f"10.0.0.{number}", "10.0.0.0/24")
     known = {
+        "version": hvkit.__version__,
         "hostname": f"node{number}",
         "cpus": 2,
         "interfaces": (DOCKER, own),
@@ -40,6 +40,7 @@ def hosts(monkeypatch):
         return [_answer(host, answers[host.name]) for host in asked]
 
     monkeypatch.setattr(preflight, "ask", ask)
+    monkeypatch.setattr(Facts, "here", lambda folder: answers["node1"])
     monkeypatch.setattr(preflight, "is_local", lambda name: name == "node1")
     monkeypatch.setattr(preflight, "addresses_of", lambda name: [f"10.0.0.{name[-1]}"])
     monkeypatch.setattr(preflight, "source_address", lambda name: "10.0.0.1")
@@ -51,7 +52,7 @@ def hosts(monkeypatch):
 
 def _answer(host, said):
     if isinstance(said, Facts):
-        return Answer(host, 0, json.dumps(asdict(said)), "", None)
+        return Answer(host, 0, f"Welcome!\n{said.printed()}\nBye\n", "", None)
     return Answer(host, *said)
 
 
@@ -126,14 +127,55 @@ def test_all_problems_of_all_hosts_are_told_at_once(hosts):
         prepared(request())
     lines = str(caught.value).splitlines()
     assert lines[0] == "nothing was started"
-    assert "node1: has no folder" in lines[1]
-    assert lines[2] == "  node2: no route to it: switch it on"
+    assert "  node2: no route to it: switch it on" in lines
+    assert any(line.startswith("  node1: has no folder") for line in lines)
 
 
 def test_a_host_with_another_environment_is_named(hosts):
     hosts["node2"] = (1, "", "Traceback\nModuleNotFoundError: No module named 'hvkit'\n", None)
     with pytest.raises(LaunchError, match=r"node2: .* cannot import this hvkit .*No module named"):
         prepared(request())
+
+
+def test_another_hvkit_on_a_host_is_named(hosts):
+    hosts["node2"] = facts(2, version="0.0.1")
+    with pytest.raises(LaunchError, match=r"node2: it has hvkit 0\.0\.1, not "):
+        prepared(request())
+
+
+def test_a_host_that_says_something_else_is_named(hosts):
+    hosts["node2"] = (0, "Welcome!\n", "", None)
+    with pytest.raises(LaunchError, match="node2: it printed no facts"):
+        prepared(request())
+
+
+def test_hosts_that_reach_each_other_over_ipv6_alone_are_refused(hosts):
+    six = [Interface("eth0", f"fd00::{n}", "fd00::/64") for n in (1, 2)]
+    for number, one in enumerate(six, start=1):
+        hosts[f"node{number}"] = facts(number, interfaces=(DOCKER, one))
+    with pytest.raises(LaunchError, match="over fd00::/64, and Open MPI is built without IPv6"):
+        prepared(request())
+
+
+def test_where_the_way_to_a_host_is_not_known_it_may_try_all_of_this_ones(hosts, monkeypatch):
+    monkeypatch.setattr(preflight, "source_address", lambda name: None)
+    own = [Interface("lo", "127.0.0.1", "127.0.0.0/8"), DOCKER, *hosts["node1"].interfaces[1:]]
+    monkeypatch.setattr(preflight, "interfaces", lambda: own)
+    monkeypatch.setattr(preflight, "within_host", lambda: ["docker0"])
+    assert prepared(request()).addresses == ("10.0.0.1",)
+
+
+def test_in_slurm_whose_srun_sends_everything_secrets_are_taken_out(hosts, monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", "t")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    run = prepared(request(system="Slurm"))
+    assert "MY_TOKEN" not in run.environ
+    assert run.environ["SLURM_JOB_ID"] == "7"
+
+
+def test_what_another_launcher_told_about_a_place_is_forgotten(hosts, monkeypatch):
+    monkeypatch.setenv("HOROVOD_RANK", "0")
+    assert "HOROVOD_RANK" not in prepared(request()).environ
 
 
 def test_two_names_of_one_host_are_refused(hosts):

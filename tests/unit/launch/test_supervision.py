@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -199,6 +200,56 @@ def test_a_launcher_that_does_not_notice_the_end_of_its_ranks_is_ended(monkeypat
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\ndone\n", "")
 
 
+def test_nothing_is_lost_where_output_is_read_late():
+    script = "head -c 4000000 /dev/zero | tr '\\0' x; echo END"
+    running = subprocess.Popen(command_line(script, size=1), stdout=subprocess.PIPE)
+    time.sleep(8)  # Longer than anything here waits for a reader.
+    out, _ = running.communicate(timeout=60)
+    assert running.returncode == 0
+    assert len(out) == 4_000_004
+    assert out.endswith(b"xEND\n")
+
+
+def test_a_signal_ends_a_run_whose_output_nobody_reads(mark):
+    script = f"sleep {mark} & yes"
+    running = subprocess.Popen(
+        command_line(script, size=1), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    wait_until(lambda: len(sleeping(mark)) == 1)
+    time.sleep(1)
+    running.terminate()
+    assert running.wait(timeout=30) == 128 + signal.SIGTERM
+    assert running.stderr.read() == "hvkit run: ended by SIGTERM\n"
+    assert sleeping(mark) == []
+
+
+def test_a_reader_that_has_seen_enough_ends_the_run_quietly():
+    running = subprocess.Popen(
+        command_line("yes", size=1), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert running.stdout.readline() == "y\n"
+    running.stdout.close()
+    assert running.wait(timeout=30) == 128 + signal.SIGPIPE
+    assert running.stderr.read() == ""
+
+
+def test_a_full_disk_is_named_with_the_log_file(tmp_path):
+    (tmp_path / "rank-0000.log").symlink_to("/dev/full")
+    logging = RUN.replace("bind=True", f"bind=True, style=Style(log_dir=Path({str(tmp_path)!r}))")
+    imports = "from pathlib import Path\nfrom hvkit.launch.supervision.output import Style\n"
+    words = [sys.executable, "-c", imports + logging, LAUNCHER, "1", "sh", "-c", "echo x; sleep 60"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    log = tmp_path / "rank-0000.log"
+    assert f"output cannot be written to {log}: No space left on device" in done.stderr
+
+
+def test_without_standard_input_ranks_run():
+    words = shlex.join(command_line("cat; echo done", size=1))
+    done = subprocess.run(["sh", "-c", f"{words} <&-"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "done\n")
+
+
 def test_commands_do_not_get_the_key():
     assert KEY_VARIABLE not in run("env", size=1).stdout
 
@@ -214,8 +265,11 @@ def test_who_does_not_know_the_key_is_not_listened_to(started, mark):
         end = json.dumps({"status": 5}).encode()
         wrong.sendall(b"\x05" + len(end).to_bytes(4, "big") + end)
         assert wrong.recv(100) == b""
-    assert running.poll() is None
-    assert len(sleeping(mark)) == 2
+    # Had it been believed, this would be the end with the status that it told.
+    with pytest.raises(subprocess.TimeoutExpired):
+        running.wait(timeout=6)
+    running.terminate()
+    assert running.wait(timeout=30) == 128 + signal.SIGTERM
 
 
 def test_an_agent_without_supervisor_becomes_the_command():
