@@ -1,4 +1,8 @@
-"""``horovodrun``, over MPI or with Gloo alone."""
+"""``horovodrun``, over MPI or with Gloo alone.
+
+With Gloo it puts what it forwards on the command lines of ssh, where everybody on these hosts can
+read it while the job runs; the key with which ranks show that they are of this run, too.
+"""
 
 from collections.abc import Callable
 
