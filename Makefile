@@ -56,7 +56,7 @@ cluster: setup
 	python -m pytest $(HANGS) tests/cluster
 
 # The image, built without a daemon and tried on two hosts of this machine. As root, with buildah
-# and mmdebstrap; a quarter of an hour, and 15 GiB below build/image.
+# and mmdebstrap; half an hour, and 15 GiB below build/image. Real MNIST is read from HVKIT_DATA_DIR.
 image: setup
 	python tests/image/build_image.py build/image
 	HVKIT_IMAGE_DIR=build/image python -m pytest $(HANGS) tests/image

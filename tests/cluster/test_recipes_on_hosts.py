@@ -15,12 +15,13 @@ PATIENT = {"OMPI_MCA_mpi_yield_when_idle": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
 
 
 def trained(host, launcher, recipe, folder):
-    """What a recipe reports at its end, started on a host of the rig."""
+    """What a recipe reports of each step and at its end, started on a host of the rig."""
     script = [sys.executable, str(ROOT / "recipes" / f"{recipe}.py")]
-    flags = ["--dataset", "digits", "--epochs", "1", "--output-dir", str(folder)]
+    flags = ["--dataset", "digits", "--epochs", "1", "--log-interval", "1"]
+    flags += ["--output-dir", str(folder)]
     done = host.run([*launcher, *script, *flags], env=PATIENT, cwd=ROOT, timeout=240)
     assert done.returncode == 0, f"{done.args}\n{done.stdout}\n{done.stderr}"
-    return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +59,18 @@ def launchers(hostfile, ranks):
 
 
 def assert_same(found, expected):
-    assert found["ranks"] == expected["ranks"]
-    assert found["test_accuracy"] == expected["test_accuracy"]
-    assert found["test_loss"] == pytest.approx(expected["test_loss"], rel=1e-4)
+    """The same training, but for the order in which MPI adds up on one host and on several.
+
+    What that rounds off grows with every step: the first ones agree closely, the end roughly.
+    """
+    losses, expected_losses = (
+        [record["loss"] for record in records if record["event"] == "train"]
+        for records in (found, expected)
+    )
+    assert len(losses) == len(expected_losses) > 5
+    assert losses[:4] == pytest.approx(expected_losses[:4], rel=1e-5)
+    assert found[-1]["ranks"] == expected[-1]["ranks"]
+    assert found[-1]["test_accuracy"] == pytest.approx(expected[-1]["test_accuracy"], abs=0.03)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -44,7 +44,7 @@ _MIB = 1024**2
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("folder", type=Path, help="where the image is left, some 15 GiB")
+    parser.add_argument("folder", type=Path, help="where the image is left, some 11 GiB")
     parser.add_argument(
         "--build-arg", action="append", default=[], metavar="NAME=VALUE", help="for the Dockerfile"
     )
