@@ -55,32 +55,13 @@ def examine(hosts: Sequence[Host], size: int | None, system: str | None = None) 
         LaunchError: too few slots; a host that cannot be reached, or is named twice, or has no
             such working directory. All problems at once.
     """
-    if all(host.slots is not None for host in hosts):
-        hosts = placed(hosts, size)
-        facts = _facts(hosts, system)
-    else:
-        facts = _facts(hosts, system)
-        hosts = [
-            host if host.slots is not None else replace(host, slots=facts[host.name].cpus)
-            for host in hosts
-        ]
-        hosts = placed(hosts, size)
-        facts = {host.name: facts[host.name] for host in hosts}
+    hosts, facts = _taking_ranks(hosts, size, system)
     _refuse_same(facts)
     crowded = any((host.slots or 0) > facts[host.name].cpus for host in hosts)
     others = [host.name for host in hosts if not is_local(host.name)]
     if not others:
-        return Site(tuple(hosts), ("127.0.0.1",), (), crowded, here=True)
-    sources = [source for name in others if (source := source_address(name)) is not None]
-    # Of hosts that only ssh knows by that name, there is no telling which of ours they reach.
-    inside = within_host()
-    sources = sources or [
-        one.address
-        for one in interfaces()
-        if not (one.loopback or one.link_local or one.name in inside)
-    ]
-    if not sources:
-        raise LaunchError("this host has no address that others could reach: connect it")
+        return Site(hosts, ("127.0.0.1",), (), crowded, here=True)
+    sources = _own_addresses(others)
     reached_at = {
         host.name: [str(address) for address in addresses_of(host.name)]
         if host.name in others
@@ -88,13 +69,44 @@ def examine(hosts: Sequence[Host], size: int | None, system: str | None = None) 
         for host in hosts
     }
     found = {name: host.interfaces for name, host in facts.items()}
-    return Site(
-        tuple(hosts),
-        tuple(dict.fromkeys(sources)),
-        joining(found, reached_at),
-        crowded,
-        here=False,
-    )
+    return Site(hosts, sources, joining(found, reached_at), crowded, here=False)
+
+
+def _taking_ranks(
+    hosts: Sequence[Host], size: int | None, system: str | None
+) -> tuple[tuple[Host, ...], dict[str, Facts]]:
+    """The hosts that get ranks, and what they tell about themselves."""
+    if all(host.slots is not None for host in hosts):
+        chosen = placed(hosts, size)
+        return chosen, _facts(chosen, system)
+    facts = _facts(hosts, system)
+    counted = [
+        host if host.slots is not None else replace(host, slots=facts[host.name].cpus)
+        for host in hosts
+    ]
+    chosen = placed(counted, size)
+    return chosen, {host.name: facts[host.name] for host in chosen}
+
+
+def _own_addresses(others: Sequence[str]) -> tuple[str, ...]:
+    """Where other hosts reach this one.
+
+    Of hosts that only ssh knows by that name there is no telling; they may try all addresses.
+
+    Raises:
+        LaunchError: there is none.
+    """
+    sources = [source for name in others if (source := source_address(name)) is not None]
+    if not sources:
+        inside = within_host()
+        sources = [
+            one.address
+            for one in interfaces()
+            if not (one.loopback or one.link_local or one.name in inside)
+        ]
+    if not sources:
+        raise LaunchError("this host has no address that others could reach: connect it")
+    return tuple(dict.fromkeys(sources))
 
 
 def _facts(hosts: Sequence[Host], system: str | None) -> dict[str, Facts]:

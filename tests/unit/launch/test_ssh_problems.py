@@ -54,7 +54,7 @@ _HOST = Host("node1", user="root")
             "it closes ssh connections before login",
         ),
         (
-            "/root/.ssh/config: terminating, 1 bad configuration options\r\n",
+            "/home/ann/.ssh/config: terminating, 1 bad configuration options\r\n",
             "mend ~/.ssh/config",
         ),
         ("something new\r\n", "ssh failed: something new; try `ssh root@node1 true`"),
