@@ -93,7 +93,7 @@ class Supervisor:
             for rank in map(self._ranks.__getitem__, self._connected):
                 # What waits for a slow terminal is not read.
                 rank.beats_missed = 0 if rank.showing else rank.beats_missed + 1
-                if self.lost_after and rank.beats_missed * protocol.BEAT > self.lost_after:
+                if self.lost_after and rank.beats_missed * protocol.BEAT >= self.lost_after:
                     rank.reader.set_exception(TimeoutError())
 
     def stop(self) -> None:
