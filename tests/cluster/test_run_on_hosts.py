@@ -37,7 +37,9 @@ class Training:
     def __init__(self, hosts, folder, *options):
         self.hosts = hosts
         self.log = folder / "log"
-        words = [*HVKIT, *options, *HOSTS, sys.executable, "-c", ALLREDUCE]
+        # As from a terminal: what runs in the background may have been started to ignore Ctrl-C.
+        terminal = ["env", "--default-signal=INT"]
+        words = [*terminal, *HVKIT, *options, *HOSTS, sys.executable, "-c", ALLREDUCE]
         with self.log.open("wb") as log:
             self.process = hosts.host("node1").popen(words, stdout=log, stderr=log)
         wait_until(lambda: self.said.count("sum 4.0") == 4, lambda: self.said, seconds=240)

@@ -21,6 +21,8 @@ _OTHERS_FAIL = 2.0
 _OTHERS_LOST = 1.2
 # How long agents have to end their commands when told to; they take one second and a bit.
 _AGENTS_END = 4.0
+# Where a host is lost some will not tell.
+_AGENTS_END_BUT_LOST = 2.0
 # How long the launcher has to end by itself once its ranks have.
 _LAUNCHER_ENDS = 1.5
 
@@ -143,6 +145,9 @@ class _Supervision:
             await asyncio.wait(
                 [ended, asked], timeout=patience, return_when=asyncio.FIRST_COMPLETED
             )
+        # A network that is gone ends ranks with MPI's errors before a host is surely lost.
+        while self.failed.is_set() and self.supervisor.in_doubt and not self.asked.is_set():
+            await asyncio.sleep(0.1)
         for task in (ended, failed, asked, all_ended):
             task.cancel()
 
@@ -152,8 +157,10 @@ class _Supervision:
             # Last words of agents may still be under way.
             await self.supervisor.all_gone(_LAUNCHER_ENDS)
         self.supervisor.stop()
-        await self.supervisor.all_gone(_AGENTS_END)
-        if launcher.returncode is None:
+        lost = self.supervisor.host_lost
+        await self.supervisor.all_gone(_AGENTS_END_BUT_LOST if lost else _AGENTS_END)
+        # One that has lost a host waits for it.
+        if launcher.returncode is None and not lost:
             with contextlib.suppress(ProcessLookupError):
                 launcher.terminate()
             with contextlib.suppress(TimeoutError):

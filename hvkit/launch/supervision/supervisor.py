@@ -18,6 +18,8 @@ from hvkit.launch.supervision.writer import Writer
 
 # Seconds that something which has connected has to say who it is.
 _HELLO = 10.0
+# Beats without a sign of an agent after which it may be lost.
+_DOUBT = 2
 
 
 @dataclass
@@ -96,6 +98,13 @@ class Supervisor:
                 if self.lost_after and rank.beats_missed * protocol.BEAT >= self.lost_after:
                     rank.reader.set_exception(TimeoutError())
 
+    @property
+    def in_doubt(self) -> bool:
+        """Whether an agent has been silent for so long that it may be lost."""
+        if self.lost_after is None:
+            return False
+        return any(self._ranks[n].beats_missed >= _DOUBT for n in self._connected)
+
     def stop(self) -> None:
         """Tell all agents to end what they run."""
         self._stopped = True
@@ -131,7 +140,8 @@ class Supervisor:
         except TimeoutError:
             if rank is not None:
                 self.host_lost = True
-                self._fail(rank, None, lost=True)
+                last_heard = time.monotonic() - rank.beats_missed * protocol.BEAT
+                self._fail(rank, None, lost=True, at=last_heard)
         except (OSError, asyncio.IncompleteReadError, ValueError):
             if rank is not None and not rank.ended:
                 self._fail(rank, None)

@@ -75,6 +75,12 @@ def test_a_lost_host_is_named_with_its_ranks():
     )
 
 
+def test_a_host_that_was_silent_before_a_rank_failed_is_the_cause():
+    aborted = failure(3, "node3", 14, at=3.5)
+    lost = failure(1, "node2", None, at=0.4, lost=True)
+    assert culprit([aborted, lost]) is lost
+
+
 def test_where_all_other_hosts_are_lost_this_ones_network_is_named():
     lost = [failure(1, "node2", None, lost=True), failure(2, "node3", None, lost=True)]
     assert report(lost, {"node2", "node3"}).endswith(

@@ -33,8 +33,11 @@ sys.exit(next((status for status in statuses if status), 0) % 256)
 """
 
 RUN = """
-import os, sys
+import os, signal, sys
 from hvkit.launch.supervision.run import Run, supervise
+# As from a terminal: what runs in the background may have been started to ignore them.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 agent = [sys.executable, "-m", "hvkit.launch.supervision.agent"]
 launcher, size, *command = sys.argv[1:]
 command = [sys.executable, "-c", launcher, size, *agent, *command]
