@@ -25,7 +25,6 @@ from hvkit.launch.supervision.processes import (
     ends_with_parent,
 )
 from hvkit.launch.supervision.protocol import (
-    BEAT,
     KEY_VARIABLE,
     SUPERVISOR_VARIABLE,
     Kind,
@@ -91,8 +90,6 @@ class _Agent:
         adopt_orphans()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self.stop)
-        # Before the command: to start it may take seconds on a disk that is slow.
-        threading.Thread(target=self.beat, daemon=True).start()
         self.listener.start()
         try:
             child = subprocess.Popen(
@@ -164,12 +161,6 @@ class _Agent:
         """Hand on what the command prints."""
         while data := os.read(stream.fileno(), 1 << 16):
             self.connection.send(kind, data)
-
-    def beat(self) -> None:
-        """Tell every second that this agent is there."""
-        while True:
-            self.connection.send(Kind.BEAT)
-            self.stopping.wait(BEAT)
 
     def listen(self) -> None:
         """Wait for the word to stop, or for the loss of the supervisor."""

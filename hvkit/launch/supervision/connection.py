@@ -2,13 +2,13 @@
 
 import contextlib
 import json
-import select
 import socket
 import threading
 from collections.abc import Mapping
 from typing import Any
 
 from hvkit.launch.supervision import protocol
+from hvkit.launch.supervision.liveness import keep_alive
 from hvkit.launch.supervision.protocol import Kind, Supervised
 
 # Seconds for each address that the supervisor may have.
@@ -25,9 +25,8 @@ class Connection:
     Once the connection is lost, what is sent is dropped: whoever receives learns about it.
     """
 
-    def __init__(self, to: socket.socket, lost_after: float | None) -> None:
+    def __init__(self, to: socket.socket) -> None:
         self._socket = to
-        self._lost_after = lost_after
         self._sending = threading.Lock()
 
     @classmethod
@@ -46,7 +45,8 @@ class Connection:
                 errors.append(str(error) or "it did not answer")
                 continue
             to.settimeout(None)
-            connection = cls(to, supervised.lost_after)
+            keep_alive(to, supervised.lost_after)
+            connection = cls(to)
             hello = {"rank": rank, "host": socket.gethostname()}
             hello["proof"] = protocol.proof(key, nonce)
             connection.send_json(Kind.HELLO, hello)
@@ -72,19 +72,13 @@ class Connection:
         Raises:
             ConnectionLost: there will be none.
         """
-        silent = 0.0
-        # Beats are counted, not seconds: a process that was kept from its core has lost nobody.
-        while not select.select([self._socket], [], [], protocol.BEAT)[0]:
-            silent += protocol.BEAT
-            if self._lost_after is not None and silent >= self._lost_after:
-                raise ConnectionLost(f"no word from `hvkit run` for {silent:g} seconds")
         kind, _ = protocol.header(_exactly(self._socket, protocol.HEADER_BYTES))
         return kind
 
     def finish(self) -> None:
         """Send nothing more. The supervisor then closes the connection.
 
-        To close it here would throw away what is under way, if a beat has come in meanwhile.
+        To close it here would throw away what is under way, if a word has come in meanwhile.
         """
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)

@@ -18,9 +18,6 @@ SUPERVISOR_VARIABLE = "HVKIT_RUN"
 """Environment variable with what agents have to know: a :class:`Supervised` in JSON."""
 
 NONCE_BYTES = 16
-BEAT = 1.0
-"""Seconds between two beats."""
-
 _HEADER = struct.Struct("!BI")
 HEADER_BYTES = _HEADER.size
 LONGEST_FRAME = 1 << 20
@@ -31,11 +28,10 @@ class Kind(IntEnum):
     """What a frame is."""
 
     HELLO = 1
-    BEAT = 2
-    STDOUT = 3
-    STDERR = 4
-    ENDED = 5
-    STOP = 6
+    STDOUT = 2
+    STDERR = 3
+    ENDED = 4
+    STOP = 5
 
 
 @dataclass(frozen=True)
@@ -46,8 +42,8 @@ class Supervised:
         host: the name of the supervisor's host.
         addresses: where the supervisor may be reached, in the order to try.
         port: its TCP port.
-        lost_after: seconds without a beat after which the other end is given up; ``None`` on one
-            host, where a connection that stands is enough.
+        lost_after: seconds without a sign of life after which the other host is given up; ``None``
+            on one host.
         bind: whether each rank keeps to its share of the host's cores.
     """
 

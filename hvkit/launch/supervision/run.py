@@ -17,7 +17,7 @@ from hvkit.launch.supervision.supervisor import Supervisor
 
 # After the first failure the other ranks fail by themselves, with errors worth waiting for.
 _OTHERS_FAIL = 2.0
-# Hosts that are lost at the same time were heard of last within a beat of each other.
+# Hosts that are lost at the same time were asked within a second of each other.
 _OTHERS_LOST = 1.2
 # How long agents have to end their commands when told to; they take one second and a bit.
 _AGENTS_END = 4.0
@@ -83,16 +83,14 @@ class _Supervision:
         for number in _SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 asyncio.get_running_loop().add_signal_handler(number, self.ask, number)
-        # Ranks would take this process for lost, and end.
-        signal.signal(signal.SIGTSTP, signal.SIG_IGN)
         launcher = await self.start(port)
-        beating = asyncio.create_task(self.supervisor.beat())
+        showing = asyncio.create_task(self.supervisor.show_begun_lines())
         try:
             await self.wait(launcher)
             status = launcher.returncode
             await self.end(launcher)
         finally:
-            beating.cancel()
+            showing.cancel()
             server.close()
             in_order = self.asked_by is None and self.supervisor.writer.problem is None
             with contextlib.suppress(TimeoutError):

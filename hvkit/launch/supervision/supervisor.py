@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hvkit.launch.supervision import protocol
+from hvkit.launch.supervision.liveness import keep_alive, silent_for
 from hvkit.launch.supervision.outcome import Failure
 from hvkit.launch.supervision.output import RankOutput, Style, show
 from hvkit.launch.supervision.protocol import Kind
@@ -18,8 +19,8 @@ from hvkit.launch.supervision.writer import Writer
 
 # Seconds that something which has connected has to say who it is.
 _HELLO = 10.0
-# Beats without a sign of an agent after which it may be lost.
-_DOUBT = 2
+# Seconds without an answer, where one is asked for every second, after which a host may be lost.
+_DOUBT = 2.5
 
 
 @dataclass
@@ -30,8 +31,6 @@ class _Rank:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     ended: bool = False
-    beats_missed: int = 0
-    showing: bool = False
 
 
 @dataclass
@@ -42,7 +41,8 @@ class Supervisor:
         size: the number of ranks.
         key: the key of the run, in hexadecimal.
         style: how output is shown.
-        lost_after: seconds without a beat after which an agent is given up; ``None`` for never.
+        lost_after: seconds without a sign of life after which a host is given up; ``None`` for
+            never.
         on_failure: called after each failure of a rank, and when output cannot be written.
         all_ended: set when all ranks have told how they ended.
         host_lost: whether an agent was given up.
@@ -80,30 +80,22 @@ class Supervisor:
         """The hosts of the ranks, but for this one."""
         return {rank.host for rank in self._ranks.values()} - {socket.gethostname()}
 
-    async def beat(self) -> None:
-        """Tell all agents every second that this process is there; never returns.
-
-        Agents that do not beat meanwhile are given up. Beats are counted, not seconds: where this
-        process has been kept from its core, nobody else is to blame.
-        """
-        flushing: asyncio.Task[None] | None = None
+    async def show_begun_lines(self) -> None:
+        """Show every second what ranks have printed so far of a line; never returns."""
         while True:
-            self._tell_all(Kind.BEAT)
-            await asyncio.sleep(protocol.BEAT)
-            if flushing is None or flushing.done():
-                flushing = asyncio.create_task(self.writer.do(self._flush))
-            for rank in map(self._ranks.__getitem__, self._connected):
-                # What waits for a slow terminal is not read.
-                rank.beats_missed = 0 if rank.showing else rank.beats_missed + 1
-                if self.lost_after and rank.beats_missed * protocol.BEAT >= self.lost_after:
-                    rank.reader.set_exception(TimeoutError())
+            await asyncio.sleep(1)
+            await self.writer.do(self._flush)
 
     @property
     def in_doubt(self) -> bool:
-        """Whether an agent has been silent for so long that it may be lost."""
-        if self.lost_after is None:
-            return False
-        return any(self._ranks[n].beats_missed >= _DOUBT for n in self._connected)
+        """Whether a host has been silent for so long that it may be lost."""
+        return any(self._silent_for(self._ranks[number]) > _DOUBT for number in self._connected)
+
+    def _silent_for(self, rank: _Rank) -> float:
+        connection: socket.socket | None = rank.writer.get_extra_info("socket")
+        if self.lost_after is None or connection is None or rank.writer.is_closing():
+            return 0.0
+        return silent_for(connection)
 
     def stop(self) -> None:
         """Tell all agents to end what they run."""
@@ -137,14 +129,15 @@ class Supervisor:
             rank = await self._greeted(reader, writer)
             if rank is not None:
                 await self._follow(rank)
-        except TimeoutError:
-            if rank is not None:
-                self.host_lost = True
-                last_heard = time.monotonic() - rank.beats_missed * protocol.BEAT
-                self._fail(rank, None, lost=True, at=last_heard)
-        except (OSError, asyncio.IncompleteReadError, ValueError):
+        except (ConnectionResetError, BrokenPipeError, asyncio.IncompleteReadError, ValueError):
             if rank is not None and not rank.ended:
                 self._fail(rank, None)
+        except OSError:
+            # The kernel's word, see :mod:`.liveness`; or nobody who said hello.
+            if rank is not None and not rank.ended:
+                self.host_lost = True
+                last_heard = time.monotonic() - (self.lost_after or 0.0)
+                self._fail(rank, None, lost=True, at=last_heard)
         except asyncio.CancelledError:
             # At the end of the run, where output is not taken any more.
             return
@@ -177,6 +170,7 @@ class Supervisor:
         except OSError as problem:
             self.writer.fail(problem)
             return None
+        keep_alive(writer.get_extra_info("socket"), self.lost_after)
         rank = self._ranks[number] = _Rank(number, host, output, reader, writer)
         self._connected.add(number)
         self._all_gone.clear()
@@ -187,11 +181,8 @@ class Supervisor:
     async def _follow(self, rank: _Rank) -> None:
         while True:
             kind, payload = await _frame(rank.reader)
-            rank.beats_missed = 0
             if kind in (Kind.STDOUT, Kind.STDERR):
-                rank.showing = True
                 await self.writer.do(functools.partial(rank.output.write, kind, payload))
-                rank.showing = False
             elif kind is Kind.ENDED:
                 rank.ended = True
                 if sum(one.ended for one in self._ranks.values()) == self.size:

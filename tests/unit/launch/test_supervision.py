@@ -266,7 +266,7 @@ def test_who_does_not_know_the_key_is_not_listened_to(started, mark):
         hello = json.dumps({"rank": 0, "host": "x", "proof": nonce.hex()}).encode()
         wrong.sendall(b"\x01" + len(hello).to_bytes(4, "big") + hello)
         end = json.dumps({"status": 5}).encode()
-        wrong.sendall(b"\x05" + len(end).to_bytes(4, "big") + end)
+        wrong.sendall(b"\x04" + len(end).to_bytes(4, "big") + end)
         assert wrong.recv(100) == b""
     # Had it been believed, this would be the end with the status that it told.
     with pytest.raises(subprocess.TimeoutExpired):
