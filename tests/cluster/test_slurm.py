@@ -1,6 +1,7 @@
 """Scripts of ``hvkit manifest slurm`` run in a real Slurm, on two hosts."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -21,7 +22,10 @@ WHO = "import os, socket; print(socket.gethostname(), os.environ['OMPI_COMM_WORL
 
 @pytest.fixture(scope="session", autouse=True)
 def _slurm_is_there() -> None:
-    if lacks := "; ".join(slurm_cluster.missing()):
+    lacks = "; ".join(slurm_cluster.missing())
+    if lacks and os.environ.get("HVKIT_REQUIRE_CLUSTER") == "1":
+        pytest.fail(f"no Slurm on this machine: {lacks}")
+    if lacks:
         pytest.skip(f"no Slurm on this machine: {lacks}")
 
 
