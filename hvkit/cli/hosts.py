@@ -1,27 +1,17 @@
 """``hvkit hosts``."""
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
+from hvkit.cli.hosts_arguments import hosts_of, refuse
 from hvkit.cli.table import show
 from hvkit.errors import LaunchError
-from hvkit.launch.allocation import allocation
 from hvkit.launch.check import Checked, check
-from hvkit.launch.hostfile import (
-    Entry,
-    merged,
-    read_entries,
-    read_hosts_option,
-    repeated,
-    write_horovodrun,
-    write_mpich,
-    write_openmpi,
-)
+from hvkit.launch.hostfile import write_horovodrun, write_mpich, write_openmpi
 from hvkit.launch.hosts import Host
 from hvkit.launch.wording import counted
 
@@ -44,7 +34,7 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
         "--check the exit status is 1 if there are problems.",
     )
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("file", nargs="?", type=Path, metavar="FILE", help="hostfile")
+    source.add_argument("hostfile", nargs="?", type=Path, metavar="FILE", help="hostfile")
     source.add_argument("-H", dest="hosts", metavar="HOST:SLOTS,...", help="hosts and slots")
     action = parser.add_mutually_exclusive_group()
     action.add_argument(
@@ -79,29 +69,20 @@ def _execute(args: argparse.Namespace) -> int:
 
 
 def _hosts(args: argparse.Namespace) -> tuple[Host, ...]:
-    if args.file is not None:
-        return _merged(read_entries(args.file), str(args.file))
-    if args.hosts is not None:
-        return _merged(read_hosts_option(args.hosts), "-H")
-    found = allocation(os.environ)
-    if found is None:
+    # Hosts that `hvkit run` would refuse are not ready.
+    hosts, allocation = hosts_of(args, refuse if args.check else _tell)
+    if allocation is not None:
+        print(f"hvkit: hosts from {allocation.system} ({allocation.source})", file=sys.stderr)
+    elif not hosts:
         raise LaunchError(
             "no hosts: name a hostfile or -H HOST:SLOTS,..., or call this in a job of Slurm, PBS, "
             "LSF or the Kubernetes MPI operator"
         )
-    print(f"hvkit: hosts from {found.system} ({found.source})", file=sys.stderr)
-    return found.hosts
-
-
-def _merged(entries: Sequence[Entry], name: str) -> tuple[Host, ...]:
-    hosts = merged(entries, name)
-    for host, places in repeated(entries).items():
-        print(
-            f"hvkit: {name}: {host} is named more than once ({', '.join(places)}): its slots are "
-            "added here, but `hvkit run` refuses that, and so does Open MPI with slots=",
-            file=sys.stderr,
-        )
     return hosts
+
+
+def _tell(repeat: str) -> None:
+    print(f"hvkit: {repeat}, or `hvkit run` refuses it; they are added here", file=sys.stderr)
 
 
 def _meanings(hosts: Sequence[Host]) -> list[tuple[str, ...]]:

@@ -2,11 +2,11 @@
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hvkit.errors import HostfileError
-from hvkit.launch.allocation import allocation
+from hvkit.launch.allocation import Allocation, allocation
 from hvkit.launch.hostfile import Entry, merged, read_entries, read_hosts_option, repeated
 from hvkit.launch.hosts import Host
 
@@ -20,30 +20,45 @@ def add_hosts_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("-H", dest="hosts", metavar="HOST:SLOTS,...", help="hosts and slots")
 
 
-def hosts_of(args: argparse.Namespace) -> tuple[tuple[Host, ...], str | None]:
-    """The hosts that the arguments name, else the batch system's, and that system's name.
+def hosts_of(
+    args: argparse.Namespace, repeats: Callable[[str], None]
+) -> tuple[tuple[Host, ...], Allocation | None]:
+    """The hosts that the arguments name, or else those of the batch system, and its allocation.
 
     There are no hosts if neither names any.
 
+    Args:
+        args: with ``hostfile`` and ``hosts``, the text of ``-H``.
+        repeats: is told of each host that is named twice, which mpirun takes in some forms and not
+            in others: :func:`refuse`, or what says so and goes on with the sum of its slots.
+
     Raises:
-        HostfileError: the file or the list is wrong, or names a host twice.
+        HostfileError: the file or the list is wrong.
         LaunchError: what the batch system left in the environment is wrong.
     """
     if args.hostfile is not None:
-        return _once(read_entries(args.hostfile), str(args.hostfile)), None
+        return _named(read_entries(args.hostfile), str(args.hostfile), repeats), None
     if args.hosts is not None:
-        return _once(read_hosts_option(args.hosts), "-H"), None
+        return _named(read_hosts_option(args.hosts), "-H", repeats), None
     found = allocation(os.environ)
-    return ((), None) if found is None else (found.hosts, found.system)
+    return ((), None) if found is None else (found.hosts, found)
 
 
-def _once(entries: Sequence[Entry], name: str) -> tuple[Host, ...]:
-    """Refuse a host that is named twice, which mpirun takes in some forms and not in others."""
+def refuse(repeat: str) -> None:
+    """Take no host that is named twice.
+
+    Raises:
+        HostfileError: always.
+    """
+    raise HostfileError(repeat)
+
+
+def _named(entries: Sequence[Entry], name: str, repeats: Callable[[str], None]) -> tuple[Host, ...]:
+    hosts = merged(entries, name)
+    slots = {host.name: host.slots for host in hosts}
     for host, places in repeated(entries).items():
-        same = (entry.host for entry in entries if entry.host.name.lower() == host.lower())
-        total = sum(one.slots or 1 for one in same)
-        raise HostfileError(
+        repeats(
             f"{name}: {places[1]}: {host} is named again after {places[0]}: name it once, with "
-            f"all its slots ({total})"
+            f"all its slots ({slots[host]})"
         )
-    return merged(entries, name)
+    return hosts

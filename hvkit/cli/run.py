@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from hvkit.cli.argument_types import positive
-from hvkit.cli.hosts_arguments import add_hosts_arguments, hosts_of
+from hvkit.cli.hosts_arguments import add_hosts_arguments, hosts_of, refuse
 from hvkit.launch.launchers import NAMES
 from hvkit.launch.start import Request, prepared, shown, start
 from hvkit.launch.supervision.output import Style
@@ -76,13 +76,13 @@ def _execute(args: argparse.Namespace) -> int:
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         args.refuse("COMMAND is missing: what every rank runs, such as `python script.py`")
-    hosts, system = hosts_of(args)
+    hosts, allocation = hosts_of(args, refuse)
     if not hosts and args.np is None:
         args.refuse("-np is missing: the number of ranks; or name hosts with their slots")
     request = Request(
         command=tuple(command),
         hosts=hosts,
-        system=system,
+        system=None if allocation is None else allocation.system,
         size=args.np,
         launcher=args.launcher,
         variables=dict(args.variables),

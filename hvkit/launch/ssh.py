@@ -16,7 +16,7 @@ from hvkit.launch.hosts import Host
 from hvkit.launch.local import is_local
 
 # sshd drops some of the connections that arrive at once (MaxStartups), and each is a process here.
-_AT_ONCE = 32
+AT_ONCE = 32
 # Seconds after which a host that does not answer is given up, whatever time its command has.
 _CONNECT = 10.0
 
@@ -100,7 +100,7 @@ SSH = RemoteShell(ssh_command, ssh_problems.explain)
 async def _ask_all(
     hosts: Sequence[Host], command: Sequence[str], timeout: float, shell: RemoteShell
 ) -> list[Answer]:
-    places = asyncio.Semaphore(_AT_ONCE)
+    places = asyncio.Semaphore(AT_ONCE)
 
     async def ask_one(host: Host) -> Answer:
         async with places:

@@ -13,7 +13,7 @@ from typing import Any
 
 from hvkit.launch.hosts import Host
 from hvkit.launch.local import is_local
-from hvkit.launch.ssh import ssh_command
+from hvkit.launch.ssh import AT_ONCE, ssh_command
 
 # Seconds that each host has to start, and then to try the others.
 _START = 45.0
@@ -66,9 +66,16 @@ def meet(hosts: Sequence[Host]) -> Met:
 
 
 async def _meet(hosts: Sequence[Host]) -> Met:
-    talks = dict(zip(hosts, await asyncio.gather(*map(_start, hosts)), strict=True))
+    talks: dict[Host, asyncio.subprocess.Process] = {}
+    logins = asyncio.Semaphore(AT_ONCE)
+
+    async def start(host: Host) -> dict[str, Any] | None:
+        async with logins:
+            talks[host] = await _start(host)
+            return await _answer(talks[host], _START)
+
     try:
-        answers = await asyncio.gather(*(_answer(talk, _START) for talk in talks.values()))
+        answers = await asyncio.gather(*map(start, hosts))
         started = {
             host: answer for host, answer in zip(hosts, answers, strict=True) if answer is not None
         }

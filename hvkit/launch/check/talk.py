@@ -24,7 +24,7 @@ from hvkit.launch.network import interfaces
 # Seconds for one connection, and after which this program ends itself whatever happens: nothing is
 # to stay behind on a host that the network has lost.
 _CONNECT = 5.0
-_LIFETIME = 120
+_LIFETIME = 300
 
 ANOTHER_ANSWERS = "another host answers"
 

@@ -4,7 +4,7 @@ What is not surely meant is an error that names file and line, :class:`hvkit.err
 """
 
 from hvkit.launch.hostfile.entries import Entry, merged, repeated
-from hvkit.launch.hostfile.option import hosts_option, parse_hosts_option, read_hosts_option
+from hvkit.launch.hostfile.option import hosts_option, read_hosts_option
 from hvkit.launch.hostfile.reading import parse_hostfile, read_entries, read_hostfile
 from hvkit.launch.hostfile.writing import write_horovodrun, write_mpich, write_openmpi
 
@@ -13,7 +13,6 @@ __all__ = [
     "hosts_option",
     "merged",
     "parse_hostfile",
-    "parse_hosts_option",
     "read_entries",
     "read_hostfile",
     "read_hosts_option",

@@ -3,29 +3,20 @@
 from collections.abc import Sequence
 
 from hvkit.errors import HostfileError, LaunchError
-from hvkit.launch.hostfile.entries import Entry, merged
+from hvkit.launch.hostfile.entries import Entry
 from hvkit.launch.hostfile.words import count, host_word, shown
 from hvkit.launch.hosts import Host
 
 _NAME = "-H"
 
 
-def parse_hosts_option(text: str) -> tuple[Host, ...]:
-    """The hosts of such a list, each once, in the order of first mention; slots are added up.
+def read_hosts_option(text: str) -> tuple[Entry, ...]:
+    """The hosts of such a list as they are named there.
 
     A host without ``:slots`` is one slot. IPv6 addresses stand in brackets, ``[fd00::1]:2``.
 
     Raises:
         HostfileError: it is not such a list; the message says which host is wrong.
-    """
-    return merged(read_hosts_option(text), _NAME)
-
-
-def read_hosts_option(text: str) -> tuple[Entry, ...]:
-    """The hosts of such a list as they are named there.
-
-    Raises:
-        HostfileError: it is not such a list.
     """
     return tuple(
         Entry(f"host {number}", _host(word.strip(" "), f"host {number}"))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hvkit.cli import hosts as command
-from hvkit.cli import main
+from hvkit.cli import hosts_arguments, main
 from hvkit.launch.check import Checked
 from hvkit.launch.check.asking import Examined
 from hvkit.launch.check.facts import Facts
@@ -84,7 +84,16 @@ def test_a_host_that_is_named_again_is_told(file, capsys):
     assert main(["hosts", "hosts", "--as", "openmpi"]) == 0
     printed = capsys.readouterr()
     assert printed.out == "node1 slots=3\n"
-    assert printed.err.startswith("hvkit: hosts: node1 is named more than once (line 1, line 2)")
+    assert printed.err == (
+        "hvkit: hosts: line 2: node1 is named again after line 1: name it once, with all its slots "
+        "(3), or `hvkit run` refuses it; they are added here\n"
+    )
+
+
+def test_a_host_that_is_named_again_is_not_ready(file, capsys):
+    file.write_text("node1 slots=2\nnode1 slots=1\n")
+    assert main(["hosts", "hosts", "--check"]) == 1
+    assert "line 2: node1 is named again after line 1" in capsys.readouterr().err
 
 
 def test_a_wrong_file_is_told(file, capsys):
@@ -107,7 +116,7 @@ def test_without_a_file_the_hosts_are_those_of_the_batch_system(capsys, monkeypa
 
 
 def test_without_any_hosts_it_is_said_how_to_name_them(capsys, monkeypatch):
-    monkeypatch.setattr(command, "allocation", lambda environ: None)
+    monkeypatch.setattr(hosts_arguments, "allocation", lambda environ: None)
     assert main(["hosts"]) == 1
     assert capsys.readouterr().err.startswith("hvkit: no hosts: name a hostfile or -H HOST:SLOTS")
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from hvkit.errors import HostfileError, LaunchError
-from hvkit.launch.hostfile import hosts_option, parse_hosts_option, read_hosts_option, repeated
+from hvkit.launch.hostfile import hosts_option, merged, read_hosts_option, repeated
 from hvkit.launch.hosts import Host
 
 
@@ -21,7 +21,7 @@ from hvkit.launch.hosts import Host
     ],
 )
 def test_a_list_means(text, hosts):
-    assert parse_hosts_option(text) == hosts
+    assert merged(read_hosts_option(text), "-H") == hosts
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_a_list_means(text, hosts):
 )
 def test_a_wrong_list_is_an_error_that_names_the_host(text, message):
     with pytest.raises(HostfileError, match=f"^{re.escape(message)}$"):
-        parse_hosts_option(text)
+        read_hosts_option(text)
 
 
 def test_who_asks_learns_which_hosts_are_named_again():

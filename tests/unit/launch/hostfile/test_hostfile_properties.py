@@ -15,8 +15,8 @@ from hvkit.launch.hostfile import (
     hosts_option,
     merged,
     parse_hostfile,
-    parse_hosts_option,
     read_hostfile,
+    read_hosts_option,
     write_mpich,
     write_openmpi,
 )
@@ -56,7 +56,7 @@ def test_a_written_file_is_read_as_the_same_hosts(data, hosts, write: Callable[[
 
 @given(hosts=distinct(OPTION_HOSTS))
 def test_a_written_list_is_read_as_the_same_hosts(hosts):
-    assert parse_hosts_option(hosts_option(hosts)) == hosts
+    assert merged(read_hosts_option(hosts_option(hosts)), "-H") == hosts
 
 
 @given(hosts=distinct(OPTION_HOSTS), data=st.data())
