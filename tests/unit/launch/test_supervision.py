@@ -182,6 +182,18 @@ def test_whatever_is_killed_all_end_and_it_is_named(started, mark, victim, messa
     wait_until(lambda: sleeping(mark) == [])
 
 
+def test_ranks_end_with_their_launcher_also_when_hvkit_run_cannot_tell_them(started, mark):
+    running = started()
+    (launcher,) = below(running)["launcher"]
+    running.send_signal(signal.SIGSTOP)
+    try:
+        launcher.kill()
+        wait_until(lambda: not sleeping(mark))
+    finally:
+        running.send_signal(signal.SIGCONT)
+    assert running.wait(timeout=30) != 0
+
+
 def test_when_hvkit_run_itself_is_killed_all_end(started, mark):
     running = started()
     agents = below(running)["agent"]
