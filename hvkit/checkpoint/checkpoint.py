@@ -44,10 +44,11 @@ class Checkpoint:
     the model's layers. Not saved, since TensorFlow keeps them where nobody can read them, are the
     states of ``tf.random.uniform`` and its like and of ``tf.data`` shuffles (so of the shuffle that
     ``fit`` does to arrays, too): use ``keras.random`` or ``tf.random.stateless_uniform`` and its
-    like, and ``shuffle=False``. Nor are those of generator objects that a script makes itself, of
-    random numbers that a DataLoader's workers draw, and of Keras's own callbacks
-    (``EarlyStopping``, ``ReduceLROnPlateau``, ``ModelCheckpoint``). What :func:`hvkit.shard`
-    returned for a DataLoader or a ``PyDataset`` can be a part, and goes on in its own order.
+    like, and ``shuffle=False``. Nor are those of generator objects that a script makes itself, and
+    of random numbers that a DataLoader's workers draw. What :func:`hvkit.shard` returned for a
+    DataLoader or a ``PyDataset`` can be a part, and goes on in its own order. So can Keras's
+    ``EarlyStopping``, ``ReduceLROnPlateau`` and ``ModelCheckpoint``, which otherwise count from
+    the beginning in a resumed ``fit``.
 
     On another number of ranks the learning rates that :func:`hvkit.distribute` multiplied follow
     the new number, in the optimizers and their schedulers, and rank 0 says so. Lengths that a
@@ -60,8 +61,9 @@ class Checkpoint:
             the same time: the second gets an error.
         keep: so many of the newest checkpoints stay, older ones are deleted; None keeps all.
         **parts: what to save, each under its name, usually ``model=`` and ``optimizer=``: PyTorch
-            and Keras models and optimizers, and anything with ``state_dict()`` and
-            ``load_state_dict()``: schedulers, a ``GradScaler``, what :func:`hvkit.shard` returned.
+            and Keras models and optimizers, Keras's callbacks that watch a metric, and anything
+            with ``state_dict()`` and ``load_state_dict()``: schedulers, a ``GradScaler``, what
+            :func:`hvkit.shard` returned.
             Lists and dicts of these, or more names, for several. Of all but random states and
             layers' statistics, rank 0's state is saved.
 

@@ -29,5 +29,10 @@ def require_shapes(what: str, saved: list[list[int]], own: list[list[int]]) -> N
 
 def as_dtype_of(variable: Any, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """The array with the variable's dtype, where a file holds it as plain bytes (bfloat16)."""
-    dtype = tf.as_dtype(variable.dtype).as_numpy_dtype
+    return as_dtype(variable.dtype, array)
+
+
+def as_dtype(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The array with the dtype of this name, where a file holds it as plain bytes (bfloat16)."""
+    dtype = tf.as_dtype(name).as_numpy_dtype
     return array.view(dtype) if array.dtype.kind == "V" else array

@@ -101,6 +101,10 @@ def _part(name: str, thing: Any, models: list[Any]) -> Part:
         if isinstance(thing, keras.Model):
             return ModelPart(name, thing)
         return OptimizerPart(name, thing, models)
+    if keras is not None and isinstance(thing, keras.callbacks.Callback) and not _has_state(thing):
+        from hvkit.checkpoint.keras_callback import CallbackPart
+
+        return CallbackPart(name, thing)
     if not _has_state(thing):
         raise TypeError(
             f"{name} is of type {type(thing).__module__}.{type(thing).__qualname__}, which a "

@@ -109,6 +109,43 @@ def test_fit_resumed_at_the_end_of_an_epoch_is_the_one_that_was_never_stopped(
     assert equal(resumed, whole)
 
 
+def run_watched(folder, seed, file):
+    """Until it stops early; nothing counts as better than the first epoch."""
+    net, optimizer = hvkit.distribute(model(seed), keras.optimizers.Adam(0.01))
+    net.compile(optimizer=optimizer, loss="mse")
+    watching = [
+        keras.callbacks.ReduceLROnPlateau("loss", patience=2, cooldown=1, min_delta=1e9),
+        keras.callbacks.EarlyStopping("loss", 1e9, patience=5, restore_best_weights=True),
+        keras.callbacks.ModelCheckpoint(str(file), "loss", save_best_only=True, mode="max"),
+    ]
+    checkpoint = Checkpoint(folder, keep=None, model=net, optimizer=optimizer, callbacks=watching)
+    start = checkpoint.restore()
+    history = net.fit(
+        Data(), epochs=20, initial_epoch=start.epoch, verbose=0, shuffle=True,
+        callbacks=[*watching, checkpoint.callback()],
+    )  # fmt: skip
+    return state(net, optimizer), history
+
+
+def test_callbacks_that_watch_a_metric_go_on_counting(folder, tmp_path):
+    """Rates fall, training stops, and the first epoch's weights come back as if never stopped."""
+    file = tmp_path / "best.keras"
+    whole, history = run_watched(folder, 1, file)
+    rates = history.history["learning_rate"]
+    assert history.epoch == list(range(6))
+    assert rates == sorted(rates, reverse=True)
+    assert len(set(rates)) == 3
+    best = file.read_bytes() if hvkit.rank() == 0 else None
+    if hvkit.rank() == 0:
+        for step in (15, 20, 25, 30):
+            shutil.rmtree(folder / f"step-{step:09d}")
+    resumed, rest = run_watched(folder, 2, file)
+    assert rest.epoch == list(range(2, 6))
+    assert rest.history["learning_rate"] == rates[2:]
+    assert equal(resumed, whole)
+    assert best is None or file.read_bytes() == best
+
+
 class Stop(keras.callbacks.Callback):
     """Ends the run after so many steps, as a kill would."""
 

@@ -149,6 +149,32 @@ def test_a_wrapped_keras_optimizer_must_be_passed_as_it_is_used(tmp_path):
         checkpoint.save(epoch=0, step=0)
 
 
+def test_the_best_weights_of_a_callback_keep_their_dtype(tmp_path):
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, dtype="bfloat16")])
+    stopping = keras.callbacks.EarlyStopping("loss", restore_best_weights=True)
+    stopping.set_model(model)
+    stopping.on_train_begin()
+    stopping.on_epoch_end(0, {"loss": np.float32(0.5)})
+    assert stopping.best_weights[0].dtype == "bfloat16"
+    Checkpoint(tmp_path, model=model, stopping=stopping).save(epoch=1, step=8)
+    resumed = keras.callbacks.EarlyStopping("loss", restore_best_weights=True)
+    Checkpoint(tmp_path, model=model, stopping=resumed).restore()
+    resumed.on_train_begin()
+    assert (resumed.best, resumed.best_epoch, resumed.wait) == (0.5, 0, 0)
+    assert [w.dtype for w in resumed.best_weights] == [w.dtype for w in stopping.best_weights]
+    assert resumed.best_weights[0].tobytes() == stopping.best_weights[0].tobytes()
+    resumed.on_train_begin()
+    assert resumed.best_weights is None
+
+
+def test_a_callback_goes_on_from_one_of_its_class(tmp_path):
+    model = keras_parts()[0]
+    Checkpoint(tmp_path, model=model, watch=keras.callbacks.EarlyStopping()).save(epoch=0, step=0)
+    other = Checkpoint(tmp_path, model=model, watch=keras.callbacks.ReduceLROnPlateau())
+    with pytest.raises(ValueError, match="was of class EarlyStopping, here it is of class Reduce"):
+        other.restore()
+
+
 def test_a_small_state_beside_a_keras_model_is_a_json_file(tmp_path):
     class Data:
         state = {"epoch": 1, "samples": 20}  # noqa: RUF012
@@ -188,6 +214,11 @@ def test_a_state_that_torch_would_not_load_safely_is_refused(tmp_path):
     [
         ({}, ValueError, "pass at least model="),
         ({"best": 0.5}, TypeError, r"best is of type builtins\.float, .* extras="),
+        (
+            {"model": keras_parts()[0], "log": keras.callbacks.CSVLogger("log.csv")},
+            TypeError,
+            "log is a CSVLogger: of Keras's callbacks a checkpoint holds EarlyStopping, ReduceLR",
+        ),
         ({"manifest": torch.nn.Linear(1, 1)}, ValueError, "cannot be named so"),
         ({"model": {"a/b": torch.nn.Linear(1, 1)}}, ValueError, "'model-a/b' cannot be named so"),
         ({"model": torch.nn.Linear(1, 1), "keep": 0}, ValueError, "keep must be at least 1"),
