@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hvkit.errors import HorovodNotFoundError, LaunchError, RankLostError
+from hvkit.launch.cgroup import allowance
 from hvkit.launch.devices import gpu_of_rank, threads_of_rank
 
 if TYPE_CHECKING:
@@ -158,7 +159,8 @@ def _import_horovod(module: str, framework: str) -> ModuleType:
 
 
 def _cpu_threads(local_size: int) -> int:
-    return threads_of_rank(local_size, len(os.sched_getaffinity(0)), os.cpu_count() or 1)
+    usable, host = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    return threads_of_rank(local_size, usable, host, allowance().cpus)
 
 
 def _tensorflow_has_started() -> bool:

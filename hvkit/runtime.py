@@ -15,8 +15,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from hvkit.commands import program
 from hvkit.engines import ENGINES, Engine, built_for
 from hvkit.errors import LaunchError, RanksDisagreeError
+from hvkit.launch import mca
 from hvkit.launch.environment import launch_id, launched
 from hvkit.launch.network import within_host
 
@@ -106,12 +108,14 @@ def _keep_open_mpi_off_containers() -> None:
     """Have Open MPI not use networks within hosts, which it takes for ways to other hosts.
 
     Where docker0 has the same address on two hosts, their ranks would wait for ever. ``hvkit run``
-    names the right network; this is for ranks that a bare mpirun started.
+    names the right network; this is for ranks that a bare mpirun started. What the user or the
+    site has set counts.
     """
-    include, exclude = (f"OMPI_MCA_btl_tcp_if_{which}" for which in ("include", "exclude"))
-    if {include, exclude}.isdisjoint(os.environ) and (names := within_host()):
+    names = within_host()
+    if names and not mca.place_set(mca.RANKS, os.environ, program("mpirun")):
         # The first two are what Open MPI leaves out by default. It warns of names that are not
         # there, so only those that are here are added.
+        exclude = f"{mca.RANKS.prefix}btl_tcp_if_exclude"
         os.environ[exclude] = ",".join(["127.0.0.1/8", "sppp", *names])
 
 

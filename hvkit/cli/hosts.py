@@ -52,7 +52,7 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
 
 
 def _execute(args: argparse.Namespace) -> int:
-    hosts = _hosts(args)
+    hosts, system = _hosts(args)
     if args.form is not None:
         print(_FORMS[args.form](hosts), end="")
         return 0
@@ -63,12 +63,13 @@ def _execute(args: argparse.Namespace) -> int:
         console.print(_total(hosts))
         return 0
     with Console(stderr=True).status("asking the hosts"):
-        checked = check(hosts)
+        checked = check(hosts, system)
     _show_checked(console, checked)
     return 1 if checked.problems else 0
 
 
-def _hosts(args: argparse.Namespace) -> tuple[Host, ...]:
+def _hosts(args: argparse.Namespace) -> tuple[tuple[Host, ...], str | None]:
+    """The hosts, and the batch system that gave them."""
     # Hosts that `hvkit run` would refuse are not ready.
     hosts, allocation = hosts_of(args, refuse if args.check else _tell)
     if allocation is not None:
@@ -78,7 +79,7 @@ def _hosts(args: argparse.Namespace) -> tuple[Host, ...]:
             "no hosts: name a hostfile or -H HOST:SLOTS,..., or call this in a job of Slurm, PBS, "
             "LSF or the Kubernetes MPI operator"
         )
-    return hosts
+    return hosts, None if allocation is None else allocation.system
 
 
 def _tell(repeat: str) -> None:

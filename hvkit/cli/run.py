@@ -1,10 +1,10 @@
 """``hvkit run``."""
 
 import argparse
-from pathlib import Path
 
 from hvkit.cli.argument_types import positive
 from hvkit.cli.hosts_arguments import add_hosts_arguments, hosts_of, refuse
+from hvkit.cli.run_arguments import add_watching
 from hvkit.launch.launchers import NAMES
 from hvkit.launch.start import Request, prepared, shown, start
 from hvkit.launch.supervision.output import Style
@@ -53,18 +53,7 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
         default="cores",
         help="give each rank an equal share of its host's cores (default), or all to all",
     )
-    parser.add_argument(
-        "--lost-after",
-        type=_seconds,
-        default=5.0,
-        metavar="SECONDS",
-        help="end the run when a host gives no sign of life for so long (default: 5)",
-    )
-    parser.add_argument("--prefix", action="store_true", help="begin lines with rank and host")
-    parser.add_argument("--timestamps", action="store_true", help="begin lines with the time")
-    parser.add_argument(
-        "--log-dir", type=Path, metavar="DIR", help="also write each rank's output to a file there"
-    )
+    add_watching(parser)
     parser.add_argument(
         "--dry-run", action="store_true", help="check the hosts and print the exact command only"
     )
@@ -89,6 +78,7 @@ def _execute(args: argparse.Namespace) -> int:
         interfaces=args.interfaces,
         bind=args.bind == "cores",
         lost_after=args.lost_after,
+        grace=args.grace,
         style=Style(args.prefix, args.timestamps, args.log_dir),
     )
     if args.dry_run:
@@ -109,13 +99,3 @@ def _names(text: str) -> tuple[str, ...]:
     if not all(names):
         raise argparse.ArgumentTypeError(f"must be names with commas between them, got {text!r}")
     return names
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 2 <= seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number of seconds, at least 2, got {text!r}")
-    return seconds

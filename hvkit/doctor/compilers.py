@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 from hvkit.build.toolchain import CUDA_DEFAULT
-from hvkit.doctor.commands import ask
+from hvkit.commands import ask
 
 
 def compilers() -> dict[str, str | None]:

@@ -4,7 +4,7 @@ import csv
 import ctypes
 from dataclasses import dataclass
 
-from hvkit.doctor.commands import ask
+from hvkit.commands import ask
 
 _MIB = 1024**2
 _QUERY = "index,name,memory.total,driver_version"

@@ -8,7 +8,7 @@ from threading import Thread
 
 import psutil
 
-from hvkit.doctor.commands import ask
+from hvkit.commands import ask
 from hvkit.launch.local import addresses_of
 
 _SECONDS = 2.0

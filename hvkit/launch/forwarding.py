@@ -18,11 +18,20 @@ _SECRET_WORDS = {"KEY", "KEYS", "AUTH", "PASS"}
 # These belong to the process that has them.
 _OWN = {"HVKIT_RANK", "PYTHONSTARTUP", "PYTHONINSPECT"}
 
+GPU_LISTS = frozenset(
+    {
+        *("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
+        *("ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"),
+    }
+)
+"""Variables that list GPUs of the one host that they are set on: another host has its own."""
+
 
 def forwarded(environ: Mapping[str, str], asked: Iterable[str] = ()) -> tuple[str, ...]:
     """Names of the variables that go to other hosts, sorted.
 
-    What looks like a secret is not among them, unless it is asked for by name.
+    What looks like a secret is not among them, nor is a list of this host's GPUs, unless it is
+    asked for by name.
 
     Args:
         environ: the launcher's environment.
@@ -33,7 +42,7 @@ def forwarded(environ: Mapping[str, str], asked: Iterable[str] = ()) -> tuple[st
 
 
 def _follows_the_rule(name: str) -> bool:
-    if name in _OWN or any(word in name.upper() for word in _SECRET):
+    if name in _OWN or name in GPU_LISTS or any(word in name.upper() for word in _SECRET):
         return False
     if not _SECRET_WORDS.isdisjoint(name.upper().split("_")):
         return False

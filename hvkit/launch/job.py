@@ -1,7 +1,7 @@
 """What is to be started, and where: the same for every launcher."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from hvkit.errors import LaunchError
 from hvkit.launch.hosts import Host
@@ -15,9 +15,13 @@ class Job:
         hosts: the hosts that get ranks, in the order of ranks; ``slots`` is how many each gets.
         command: what every rank runs.
         forwarded: names of the environment variables that all ranks get from the launcher's.
-        networks: the networks between the hosts, ``10.0.0.0/24``, or names of interfaces; empty
-            where the launcher is to choose, as on one host.
+        networks: the networks between the hosts, ``10.0.0.0/24``; empty where the launcher is to
+            choose, as on one host.
         interfaces: the names of the interfaces in these networks.
+        daemon_networks: the networks for the launcher's own connections, which also lead to the
+            host that it is started on.
+        networks_asked_for: whether the user has named the networks or interfaces.
+        environ: the launcher's environment.
         crowded: whether a host has more ranks than cores.
     """
 
@@ -26,6 +30,9 @@ class Job:
     forwarded: tuple[str, ...] = ()
     networks: tuple[str, ...] = ()
     interfaces: tuple[str, ...] = ()
+    daemon_networks: tuple[str, ...] = ()
+    networks_asked_for: bool = False
+    environ: Mapping[str, str] = field(default_factory=dict)
     crowded: bool = False
 
     @property

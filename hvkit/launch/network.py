@@ -27,6 +27,11 @@ class Interface:
     network: str
 
     @property
+    def version(self) -> int:
+        """Of IP, 4 or 6."""
+        return ipaddress.ip_address(self.address).version
+
+    @property
     def loopback(self) -> bool:
         """Whether only this host can reach it."""
         return ipaddress.ip_address(self.address).is_loopback

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hvkit.errors import LaunchError
-from hvkit.launch.allocation import HOSTFILE, SLURM
+from hvkit.launch.allocation import HOSTFILE
 from hvkit.launch.hosts import Host
 from hvkit.launch.job import placed
 from hvkit.launch.local import addresses_of, is_local
 from hvkit.launch.network import Interface, interfaces, within_host
 from hvkit.launch.probe import Facts
-from hvkit.launch.routes import joining, source_address
-from hvkit.launch.srun import srun
+from hvkit.launch.routes import joining, named, source_address, spanning
+from hvkit.launch.shells import shell_of
 from hvkit.launch.ssh import ask
 
 # Seconds that each host has to answer.
@@ -30,8 +30,9 @@ class Site:
     Attributes:
         hosts: each with as many slots as it gets ranks.
         addresses: where the hosts reach this one.
-        joining: an interface of each host that the others reach it through; empty if the job
-            is on this host alone, or if that is not known.
+        joining: an interface of each host that the others reach it through, or those that were
+            asked for; empty if none were and the job is on this host alone, or it is not known.
+        daemon_networks: networks for connections between all of these hosts and this one.
         crowded: whether a host has more ranks than logical CPUs.
         here: whether all ranks are on this host.
     """
@@ -39,28 +40,37 @@ class Site:
     hosts: tuple[Host, ...]
     addresses: tuple[str, ...]
     joining: tuple[Interface, ...]
+    daemon_networks: tuple[str, ...]
     crowded: bool
     here: bool
 
 
-def examine(hosts: Sequence[Host], size: int | None, system: str | None = None) -> Site:
+def examine(
+    hosts: Sequence[Host],
+    size: int | None,
+    system: str | None = None,
+    names: Sequence[str] = (),
+) -> Site:
     """Choose the hosts for the ranks, and ask each of them whether it is ready.
 
     Args:
         hosts: where ranks may run; those that name no slots have one for each logical CPU.
         size: the number of ranks; ``None`` for one in each slot.
         system: the batch system that gave the hosts, as in ``Allocation``.
+        names: of the interfaces or networks to use between hosts, instead of those found.
 
     Raises:
         LaunchError: too few slots; a host that cannot be reached, or is named twice, or has no
-            such working directory. All problems at once.
+            such working directory, all problems at once; no such interfaces.
     """
     hosts, facts = _taking_ranks(hosts, size, system)
     _refuse_same(facts)
     crowded = any((host.slots or 0) > facts[host.name].cpus for host in hosts)
+    found = {name: host.interfaces for name, host in facts.items()}
+    asked = named(names, found) if names else ()
     others = [host.name for host in hosts if not is_local(host.name)]
     if not others:
-        return Site(hosts, ("127.0.0.1",), (), crowded, here=True)
+        return Site(hosts, ("127.0.0.1",), asked, _networks(asked), crowded, here=True)
     sources = _own_addresses(others)
     reached_at = {
         host.name: [str(address) for address in addresses_of(host.name)]
@@ -68,8 +78,36 @@ def examine(hosts: Sequence[Host], size: int | None, system: str | None = None) 
         else sources
         for host in hosts
     }
-    found = {name: host.interfaces for name, host in facts.items()}
-    return Site(hosts, sources, joining(found, reached_at), crowded, here=False)
+    used = asked or joining(found, reached_at)
+    daemon_networks = _also_from_here(used, sources, list(found.values()), bool(asked))
+    return Site(hosts, sources, used, daemon_networks, crowded, here=False)
+
+
+def _also_from_here(
+    used: Sequence[Interface],
+    sources: Sequence[str],
+    of_hosts: Sequence[Sequence[Interface]],
+    asked: bool,
+) -> tuple[str, ...]:
+    """Networks for connections between hosts and this one, which may be in another network.
+
+    Args:
+        used: the interfaces between the hosts.
+        sources: the addresses of this host that they are reached from.
+        of_hosts: the interfaces of each.
+        asked: whether the user has named those that are used.
+    """
+    here = interfaces()
+    networks = _networks(used)
+    if not used or (asked and any(i.network in networks for i in here)):
+        return networks
+    # Daemons are built without IPv6.
+    ways = [i for i in here if i.address in sources and i.version == 4]
+    return spanning([*used, *ways], [*of_hosts, here])
+
+
+def _networks(used: Sequence[Interface]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(interface.network for interface in used))
 
 
 def _taking_ranks(
@@ -113,14 +151,13 @@ def _facts(hosts: Sequence[Host], system: str | None) -> dict[str, Facts]:
     """What the hosts tell about themselves, by name."""
     if system == HOSTFILE:
         _wait_for_names(hosts)
-    shell = srun() if system == SLURM else None
-    folder = os.getcwd()
+    folder = _working_directory()
     # -P: not what happens to lie in the working directory.
     python = [sys.executable, "-P", "-m", "hvkit.launch.probe", folder]
     others = [host for host in hosts if not is_local(host.name)]
     facts = {host.name: Facts.here(folder) for host in hosts if host not in others}
     problems = []
-    for answer in ask(others, python, _ANSWER, shell):
+    for answer in ask(others, python, _ANSWER, shell_of(system)):
         name = answer.host.name
         if answer.problem is not None:
             problems.append(f"{name}: {answer.problem}")
@@ -144,6 +181,16 @@ def _facts(hosts: Sequence[Host], system: str | None) -> dict[str, Facts]:
     if problems:
         raise LaunchError("nothing was started\n" + "\n".join(f"  {line}" for line in problems))
     return {host.name: facts[host.name] for host in hosts}
+
+
+def _working_directory() -> str:
+    try:
+        return os.getcwd()
+    except OSError as error:
+        raise LaunchError(
+            f"the working directory, {os.environ.get('PWD', 'of this shell')}, is gone or closed "
+            f"({error.strerror}): `cd` to a folder that all hosts have"
+        ) from error
 
 
 def _wait_for_names(hosts: Sequence[Host]) -> None:

@@ -1,21 +1,15 @@
-"""What ``hvkit run`` asks of each host: ``python -m hvkit.launch.probe FOLDER`` prints JSON.
+"""What ``hvkit run`` asks of each host: ``python -m hvkit.launch.probe FOLDER`` prints it."""
 
-The line with it begins with a mark, since what logins print may stand around it.
-"""
-
-import json
 import math
 import os
 import socket
 import sys
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import hvkit
 from hvkit.launch.cgroup import allowance
 from hvkit.launch.network import Interface, interfaces
-
-_MARK = "hvkit-probe:"
+from hvkit.launch.printed import line_of, values_in
 
 
 @dataclass(frozen=True)
@@ -49,7 +43,7 @@ class Facts:
 
     def printed(self) -> str:
         """The line that tells them."""
-        return _MARK + json.dumps(asdict(self))
+        return line_of(asdict(self))
 
     @classmethod
     def read(cls, output: str) -> "Facts":
@@ -58,10 +52,10 @@ class Facts:
         Raises:
             ValueError: there are none, or those of another hvkit.
         """
-        lines = [line for line in output.splitlines() if line.startswith(_MARK)]
-        if not lines:
+        told = [values for line in output.splitlines() if (values := values_in(line)) is not None]
+        if not told:
             raise ValueError("it printed no facts")
-        values: dict[str, Any] = json.loads(lines[-1].removeprefix(_MARK))
+        values = told[-1]
         if values.get("version") != hvkit.__version__:
             raise ValueError(f"it has hvkit {values.get('version')}, not {hvkit.__version__}")
         found = tuple(Interface(**interface) for interface in values["interfaces"])

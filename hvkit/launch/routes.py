@@ -3,8 +3,9 @@
 import ipaddress
 import socket
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+from hvkit.errors import LaunchError
 from hvkit.launch.local import addresses_of
 from hvkit.launch.network import Interface
 
@@ -44,6 +45,75 @@ def joining(
     ]
     known = tuple(interface for interface in chosen if interface is not None)
     return known if len(known) == len(chosen) else _common(interfaces)
+
+
+def named(
+    names: Sequence[str], interfaces: Mapping[str, Sequence[Interface]]
+) -> tuple[Interface, ...]:
+    """The interfaces of each host that were asked for; of an interface with both, those of IPv4.
+
+    Args:
+        names: of interfaces, or networks as ``10.0.0.0/24``.
+        interfaces: of each host.
+
+    Raises:
+        LaunchError: no host has one of them, or a host has none of them.
+    """
+    for name in names:
+        if not any(_means(name, i) for found in interfaces.values() for i in found):
+            there = _told(i for found in interfaces.values() for i in found)
+            raise LaunchError(f"--interfaces {name}: no host has that; there are {there}")
+    chosen: list[Interface] = []
+    for host, found in interfaces.items():
+        own = [i for i in found if any(_means(name, i) for name in names)]
+        if not own:
+            raise LaunchError(
+                f"--interfaces {','.join(names)}: {host} has none of these, it has {_told(found)}: "
+                "name one of them, too"
+            )
+        chosen += [i for i in own if i.version == 4] or own
+    return tuple(chosen)
+
+
+def spanning(used: Sequence[Interface], hosts: Sequence[Sequence[Interface]]) -> tuple[str, ...]:
+    """The networks of some interfaces, for hosts of which each is in one of them at least.
+
+    Open MPI's daemons warn of networks that their host is not in. So if there are such, it is one
+    network around all of them, unless a host has an interface in there that is not to be used.
+
+    Args:
+        used: the interfaces.
+        hosts: all interfaces of each host.
+    """
+    networks = tuple(dict.fromkeys(i.network for i in used))
+    if all(any(i.network == network for i in own) for own in hosts for network in networks):
+        return networks
+    inner = [ipaddress.ip_network(network) for network in networks]
+    if len({network.version for network in inner}) > 1:
+        return networks
+    around = inner[0]
+    while not all(network.network_address in around for network in inner):
+        around = around.supernet()
+    others = [i.address for own in hosts for i in own if i.network not in networks]
+    held = any(ipaddress.ip_address(other) in around for other in others)
+    return networks if held else (str(around),)
+
+
+def _means(name: str, interface: Interface) -> bool:
+    if interface.link_local:
+        return False
+    if "/" not in name:
+        return name == interface.name
+    try:
+        network = ipaddress.ip_network(name, strict=False)
+    except ValueError:
+        return False
+    return ipaddress.ip_address(interface.address) in network
+
+
+def _told(interfaces: Iterable[Interface]) -> str:
+    usable = (i for i in interfaces if not (i.loopback or i.link_local))
+    return ", ".join(dict.fromkeys(f"{i.name} ({i.network})" for i in usable)) or "loopback alone"
 
 
 def _common(interfaces: Mapping[str, Sequence[Interface]]) -> tuple[Interface, ...]:

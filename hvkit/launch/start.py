@@ -6,19 +6,23 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import psutil
+
 from hvkit.errors import LaunchError
 from hvkit.launch.allocation import SLURM
 from hvkit.launch.environment import without_place
-from hvkit.launch.forwarding import forwarded
+from hvkit.launch.forwarding import GPU_LISTS, forwarded
 from hvkit.launch.hosts import Host
 from hvkit.launch.job import Job
 from hvkit.launch.launchers import find_launcher
-from hvkit.launch.preflight import Site, examine
-from hvkit.launch.supervision.output import Style
+from hvkit.launch.mca import without_interfaces
+from hvkit.launch.preflight import examine
+from hvkit.launch.supervision.output import Style, make_room
 from hvkit.launch.supervision.protocol import KEY_VARIABLE, SUPERVISOR_VARIABLE
 from hvkit.launch.supervision.run import Run, supervise
 
 _AGENT = "hvkit.launch.supervision.agent"
+_OF_THE_RUN = (SUPERVISOR_VARIABLE, KEY_VARIABLE)
 
 # What programs of this host need, and other hosts do not, when all of the environment goes there.
 _SLURM = ("SLURM_", "SLURMD_", "OMPI_", "PRTE_", "PMIX_")
@@ -40,6 +44,7 @@ class Request:
         interfaces: names of interfaces or networks to use between hosts, instead of those found.
         bind: whether each rank keeps to its share of its host's cores.
         lost_after: seconds without a sign of life after which a host is given up.
+        grace: seconds that commands have to end when a signal asks for that.
         style: how output is shown.
     """
 
@@ -52,6 +57,7 @@ class Request:
     interfaces: tuple[str, ...] = ()
     bind: bool = True
     lost_after: float = 5.0
+    grace: float = 10.0
     style: Style = field(default_factory=Style)
 
 
@@ -64,7 +70,7 @@ def start(request: Request) -> int:
     run = prepared(request)
     if run.style.log_dir is not None:
         try:
-            run.style.log_dir.mkdir(parents=True, exist_ok=True)
+            make_room(run.style.log_dir)
         except OSError as error:
             raise LaunchError(
                 f"--log-dir {run.style.log_dir} cannot be made ({error.strerror}): name a folder "
@@ -74,13 +80,42 @@ def start(request: Request) -> int:
 
 
 def shown(run: Run) -> str:
-    """The launcher's command line, for a shell, with the variables that hvkit adds."""
+    """The launcher's command line, for a shell, with the variables that are added and removed.
+
+    Those that only a supervised run has are left out.
+    """
+    environ = {name: value for name, value in run.environ.items() if name not in _OF_THE_RUN}
+    given = _given()
+    removed = [f"-u {shlex.quote(name)}" for name in given if name not in environ]
     added = [
         f"{name}={shlex.quote(value)}"
-        for name, value in run.environ.items()
-        if os.environ.get(name) != value
+        for name, value in environ.items()
+        if given.get(name) != value
     ]
-    return " ".join([*added, shlex.join(run.command)])
+    env = ["env", *removed] if removed else []
+    return " ".join([*env, *added, shlex.join(_unsupervised(run.command))])
+
+
+def _given() -> dict[str, str]:
+    """The environment that this process was given."""
+    environ = dict(os.environ)
+    # In the C locale Python sets this itself (PEP 538).
+    if "LC_CTYPE" not in psutil.Process().environ():
+        environ.pop("LC_CTYPE", None)
+    return environ
+
+
+def _unsupervised(command: Sequence[str]) -> list[str]:
+    """The launcher's command line without the options for what only a supervised run has."""
+    words = list(command)
+    for name in _OF_THE_RUN:
+        option = ["-x", name]
+        # What follows the agent is the user's.
+        for place in range(words.index(_AGENT) - 1):
+            if words[place : place + 2] == option:
+                del words[place : place + 2]
+                break
+    return words
 
 
 def prepared(request: Request) -> Run:
@@ -94,14 +129,17 @@ def prepared(request: Request) -> Run:
     if not request.hosts and request.size is None:
         raise LaunchError("how many ranks? Say it with -np, or name hosts with slots")
     hosts = request.hosts or (Host("localhost", slots=request.size),)
-    site = examine(hosts, request.size, request.system)
-    networks, interfaces = _between_hosts(site, request.interfaces)
+    site = examine(hosts, request.size, request.system, request.interfaces)
+    interfaces = tuple(dict.fromkeys(interface.name for interface in site.joining))
     environ = _environment(request.variables, interfaces)
+    if request.interfaces:
+        environ = without_interfaces(environ)
     names: tuple[str, ...] = ()
+    gpus: dict[str, str] = {}
     if not site.here:
         # On this host alone ranks inherit all of it.
-        own = (SUPERVISOR_VARIABLE, KEY_VARIABLE)
-        names = (*forwarded(environ, request.variables), *own)
+        names = (*forwarded(environ, request.variables), *_OF_THE_RUN)
+        gpus = {key: environ[key] for key in GPU_LISTS if key in environ and key not in names}
         if launcher.sends_all:
             environ = {key: environ[key] for key in (*names, *_AT_HOME) if key in environ}
         elif request.system == SLURM:
@@ -115,8 +153,11 @@ def prepared(request: Request) -> Run:
         hosts=site.hosts,
         command=(sys.executable, "-P", "-m", _AGENT, *request.command),
         forwarded=names,
-        networks=networks,
+        networks=tuple(dict.fromkeys(interface.network for interface in site.joining)),
         interfaces=interfaces,
+        daemon_networks=site.daemon_networks,
+        networks_asked_for=bool(request.interfaces),
+        environ=environ,
         crowded=site.crowded,
     )
     return Run(
@@ -126,7 +167,9 @@ def prepared(request: Request) -> Run:
         size=job.size,
         addresses=site.addresses,
         lost_after=None if site.here else request.lost_after,
+        grace=request.grace,
         bind=request.bind,
+        here=gpus,
         style=request.style,
     )
 
@@ -146,17 +189,11 @@ def _refuse_unreadable(request: Request) -> None:
             )
 
 
-def _between_hosts(site: Site, asked: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The networks between hosts for MPI, and the names of the interfaces for all others."""
-    if asked:
-        names = {i.network: i.name for i in site.joining}
-        return tuple(asked), tuple(dict.fromkeys(names.get(one, one) for one in asked))
-    networks = tuple(dict.fromkeys(interface.network for interface in site.joining))
-    return networks, tuple(dict.fromkeys(interface.name for interface in site.joining))
-
-
 def _environment(variables: Mapping[str, str | None], interfaces: Sequence[str]) -> dict[str, str]:
     """The launcher's environment: this process's, what was asked for, and the interfaces."""
+    for name, value in variables.items():
+        if value is None and name not in os.environ:
+            raise LaunchError(f"-x {name}: it is not set here: write -x {name}=VALUE")
     environ = without_place(os.environ)
     if interfaces:
         # NCCL reads the sign as "exactly these"; it would also take eth1 for eth10 otherwise.

@@ -6,6 +6,7 @@ it says in variables that Open MPI 4 reads and Open MPI 5 does not (``OMPI_MCA_o
 launcher cannot be a plain ``mpirun``; ``hvkit run`` reads them.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from hvkit.manifest import pods
 from hvkit.manifest.quantity import Quantity
 from hvkit.manifest.size import Size
+from hvkit.manifest.volumes import HOME, Volume
 
 _GPU = "nvidia.com/gpu"
 _LONGEST_HOSTNAME = 63
@@ -40,6 +42,8 @@ class MPIJob:
         memory: memory for each rank; ``None`` for no limit.
         shared_memory: size of ``/dev/shm`` of each worker, which counts as its memory.
         variables: environment variables for all ranks.
+        volumes: what all pods have mounted, at a path of its own each.
+        run_options: for ``hvkit run``, as words.
         launcher_cpus: cores for the launcher.
         launcher_memory: memory for the launcher.
         retries: how often the launcher is started again after a failure.
@@ -58,6 +62,8 @@ class MPIJob:
     launcher_memory: Quantity
     retries: int
     variables: Mapping[str, str] = field(default_factory=dict)
+    volumes: tuple[Volume, ...] = ()
+    run_options: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Check what no single argument tells.
@@ -78,6 +84,11 @@ class MPIJob:
                 f"{memory} ({self.memory} for each of {self.size.slots} ranks), as it counts as "
                 "its memory: make it smaller, or --memory larger"
             )
+        for path, times in Counter(volume.path for volume in self.volumes).items():
+            if times > 1:
+                raise ValueError(
+                    f"--volume: {path} is there {times} times: give each volume its own path"
+                )
         for name in self.variables:
             if name in _OPERATORS_OWN:
                 raise ValueError(
@@ -97,7 +108,7 @@ class MPIJob:
             "spec": {
                 "slotsPerWorker": self.size.slots,
                 "mpiImplementation": "OpenMPI",
-                "sshAuthMountPath": f"{pods.HOME}/.ssh",
+                "sshAuthMountPath": f"{HOME}/.ssh",
                 "launcherCreationPolicy": "WaitForWorkersReady",
                 "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": self.retries},
                 "mpiReplicaSpecs": {"Launcher": self._launcher(), "Worker": self._workers()},
@@ -106,9 +117,10 @@ class MPIJob:
 
     def _launcher(self) -> dict[str, Any]:
         forwarded = [word for name in self.variables for word in ("-x", name)]
-        run = ["hvkit", "run", "-np", str(self.size.ranks), *forwarded, *self.command]
+        options = ["-np", str(self.size.ranks), *forwarded, *self.run_options]
+        run = ["hvkit", "run", *options, *self.command]
         limits = {"cpu": str(self.launcher_cpus), "memory": str(self.launcher_memory)}
-        pod = pods.launcher(self.image, run, self.variables, limits)
+        pod = pods.launcher(self.image, run, self.variables, limits, self.volumes)
         # A new pod for each try, so that the output of those that failed can be read.
         return {"replicas": 1, "restartPolicy": "Never", "template": pod}
 
@@ -120,7 +132,7 @@ class MPIJob:
             limits["memory"] = str(memory)
         if self.gpus:
             limits[_GPU] = self.gpus * self.size.slots
-        pod = pods.worker(self.image, str(self.shared_memory), limits)
+        pod = pods.worker(self.image, str(self.shared_memory), limits, self.volumes)
         # A worker that ran out of memory has to be there for the next try.
         return {"replicas": self.size.hosts, "restartPolicy": "OnFailure", "template": pod}
 

@@ -3,8 +3,12 @@
 import re
 
 _LABEL = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
+_PART_OF_SUBDOMAIN = r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?"
+_SUBDOMAIN = re.compile(rf"{_PART_OF_SUBDOMAIN}(?:\.{_PART_OF_SUBDOMAIN})*", re.ASCII)
+_LONGEST_SUBDOMAIN = 253
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 _SLURM_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+@-]*", re.ASCII)
+_SBATCH_OPTION = re.compile(r"--[a-z][a-z0-9-]*(?:[= ].+)?", re.ASCII)
 _DURATION = re.compile(r"(?:\d+-)?\d{1,3}:[0-5]\d:[0-5]\d", re.ASCII)
 
 # registry.example.com:5000/team/hvkit:1.0@sha256:...
@@ -40,6 +44,20 @@ def job_name(text: str) -> str:
     """
     if not label(text)[0].isalpha():
         raise ValueError(f"must begin with a letter, as names of services do, got {text!r}")
+    return text
+
+
+def subdomain(text: str) -> str:
+    """The name of most things in Kubernetes, such as a PersistentVolumeClaim: that of RFC 1123.
+
+    Raises:
+        ValueError: it is not one.
+    """
+    if len(text) > _LONGEST_SUBDOMAIN or not _SUBDOMAIN.fullmatch(text):
+        raise ValueError(
+            f"must be at most {_LONGEST_SUBDOMAIN} lower-case letters, digits, `-` and `.`, with "
+            f"a letter or digit at both ends and beside each dot, got {text!r}"
+        )
     return text
 
 
@@ -106,6 +124,17 @@ def slurm_names(text: str) -> str:
     """
     for name in text.split(","):
         slurm_name(name)
+    return text
+
+
+def sbatch_option(text: str) -> str:
+    """An option of ``sbatch``, as it stands in a script.
+
+    Raises:
+        ValueError: it is not one, or more than a line.
+    """
+    if not _SBATCH_OPTION.fullmatch(text) or not text.isprintable():
+        raise ValueError(f"must be an option of one line such as --qos=high, got {text!r}")
     return text
 
 

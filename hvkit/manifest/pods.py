@@ -3,16 +3,20 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-HOME = "/home/hvkit"
+from hvkit.manifest.volumes import Volume, mounted
 
 _USER = 1000
 _SSH_PORT = 2222
 
 
 def launcher(
-    image: str, command: Sequence[str], variables: Mapping[str, str], limits: Mapping[str, Any]
+    image: str,
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    limits: Mapping[str, Any],
+    volumes: Sequence[Volume],
 ) -> dict[str, Any]:
-    """The pod that runs ``command``, which starts the ranks."""
+    """The pod that runs ``command``, which starts the ranks, with ``volumes``."""
     container = {
         **_container("launcher", image, limits),
         "command": [command[0]],
@@ -22,11 +26,13 @@ def launcher(
         container["env"] = [
             {"name": name, "value": literal(value)} for name, value in variables.items()
         ]
-    return _template({"containers": [container]})
+    return _template(container, *mounted(volumes))
 
 
-def worker(image: str, shared_memory: str, limits: Mapping[str, Any]) -> dict[str, Any]:
-    """The pod that waits, with an ssh server, for ranks to be started."""
+def worker(
+    image: str, shared_memory: str, limits: Mapping[str, Any], volumes: Sequence[Volume]
+) -> dict[str, Any]:
+    """The pod that waits, with an ssh server, for ranks to be started, with ``volumes``."""
     container = {
         **_container("worker", image, limits),
         "command": ["hvkit-sshd"],
@@ -37,12 +43,14 @@ def worker(image: str, shared_memory: str, limits: Mapping[str, Any]) -> dict[st
             "periodSeconds": 1,
             "failureThreshold": 60,
         },
-        "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],
     }
     # Pods have 64 MiB of it otherwise, which MPI, NCCL and data loaders soon fill.
     memory = {"medium": "Memory", "sizeLimit": shared_memory}
+    sources, places = mounted(volumes)
     return _template(
-        {"containers": [container], "volumes": [{"name": "shared-memory", "emptyDir": memory}]}
+        container,
+        [{"name": "shared-memory", "emptyDir": memory}, *sources],
+        [{"name": "shared-memory", "mountPath": "/dev/shm"}, *places],
     )
 
 
@@ -63,12 +71,21 @@ def _container(name: str, image: str, limits: Mapping[str, Any]) -> dict[str, An
     return container
 
 
-def _template(spec: dict[str, Any]) -> dict[str, Any]:
+def _template(
+    container: dict[str, Any], sources: Sequence[Mapping[str, Any]], places: Sequence[Any]
+) -> dict[str, Any]:
     """A pod of the image's user that namespaces with the restricted security standard admit."""
-    security = {
+    security: dict[str, Any] = {
         "runAsNonRoot": True,
         "runAsUser": _USER,
         "runAsGroup": _USER,
         "seccompProfile": {"type": "RuntimeDefault"},
     }
-    return {"spec": {"securityContext": security, **spec}}
+    spec: dict[str, Any] = {"securityContext": security, "containers": [container]}
+    if any("persistentVolumeClaim" in source for source in sources):
+        # They belong to root otherwise. Not file by file again if their root says that it is done.
+        security |= {"fsGroup": _USER, "fsGroupChangePolicy": "OnRootMismatch"}
+    if sources:
+        spec["volumes"] = sources
+        container["volumeMounts"] = places
+    return {"spec": spec}

@@ -6,10 +6,11 @@ would need a Slurm that was built for the PMIx of the Open MPI in use, and nothi
 ranks.
 """
 
+import re
 import shlex
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hvkit.manifest.quantity import Quantity
@@ -30,6 +31,9 @@ class SlurmJob:
         time: time limit, ``HH:MM:SS``; ``None`` for that of the partition.
         partition: one or several, with commas between them; ``None`` for the cluster's default.
         account: who pays; ``None`` for the user's default.
+        variables: environment variables for all ranks.
+        sbatch_options: further options of ``sbatch``: ``--qos=high``.
+        run_options: for ``hvkit run``, as words.
     """
 
     command: tuple[str, ...]
@@ -41,14 +45,33 @@ class SlurmJob:
     time: str | None
     partition: str | None
     account: str | None
+    variables: Mapping[str, str] = field(default_factory=dict)
+    sbatch_options: tuple[str, ...] = ()
+    run_options: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check what no single argument tells.
+
+        Raises:
+            ValueError: two of the attributes do not fit together.
+        """
+        own = {_name(option): option for option in self._options()}
+        for option in self.sbatch_options:
+            if _name(option) in own:
+                raise ValueError(
+                    f"--sbatch {option}: the script has {own[_name(option)]} already, from hvkit's "
+                    "own options: change those"
+                )
 
     def script(self) -> str:
         """The script for ``sbatch``."""
         programs = shlex.quote(str(Path(sys.executable).parent))
-        run = shlex.join(["hvkit", "run", "-np", str(self.size.ranks), *self.command])
+        variables = [word for pair in self.variables.items() for word in ("-x", "=".join(pair))]
+        options = ["-np", str(self.size.ranks), *variables, *self.run_options]
+        run = shlex.join(["hvkit", "run", *options, *self.command])
         lines = [
             "#!/bin/bash",
-            *(f"#SBATCH --{option}" for option in self._options()),
+            *(f"#SBATCH {option}" for option in (*self._options(), *self.sbatch_options)),
             "set -euo pipefail",
             f'export PATH={programs}:"$PATH"',
             # In place of the shell, which would keep signals to itself.
@@ -58,20 +81,24 @@ class SlurmJob:
 
     def _options(self) -> Iterator[str]:
         slots = self.size.slots
-        yield f"job-name={self.name}"
-        yield f"nodes={self.size.hosts}"
-        yield f"ntasks={self.size.ranks}"
-        yield f"ntasks-per-node={slots}"
+        yield f"--job-name={self.name}"
+        yield f"--nodes={self.size.hosts}"
+        yield f"--ntasks={self.size.ranks}"
+        yield f"--ntasks-per-node={slots}"
         if self.cpus is not None:
-            yield f"cpus-per-task={self.cpus}"
+            yield f"--cpus-per-task={self.cpus}"
         if self.gpus:
             # Of the host, not of the task: ranks see all of them and choose by their local rank.
-            yield f"gres=gpu:{self.gpus * slots}"
+            yield f"--gres=gpu:{self.gpus * slots}"
         if self.memory is not None:
-            yield f"mem={self.memory.times(slots)}"
+            yield f"--mem={self.memory.times(slots)}"
         if self.time is not None:
-            yield f"time={self.time}"
+            yield f"--time={self.time}"
         if self.partition is not None:
-            yield f"partition={self.partition}"
+            yield f"--partition={self.partition}"
         if self.account is not None:
-            yield f"account={self.account}"
+            yield f"--account={self.account}"
+
+
+def _name(option: str) -> str:
+    return re.split("[= ]", option, maxsplit=1)[0]

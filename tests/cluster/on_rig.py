@@ -15,6 +15,8 @@ import sys
 
 from rig import Rig, RigError, missing
 
+from hvkit.cli.argument_types import positive
+
 _HOSTFILE = "/etc/hostfile"
 
 
@@ -50,10 +52,12 @@ def _parser() -> argparse.ArgumentParser:
         "a command on node1, or a shell. They have this machine's files, but a home and a /etc of "
         "their own, and end with the command. Root is needed.",
     )
-    parser.add_argument("--hosts", type=int, default=2, metavar="N", help="so many (default: 2)")
+    parser.add_argument(
+        "--hosts", type=positive, default=2, metavar="N", help="so many (default: 2)"
+    )
     parser.add_argument(
         "--slots",
-        type=int,
+        type=positive,
         default=1,
         metavar="N",
         help=f"slots of each host in the hostfile that they all have, {_HOSTFILE} (default: 1)",

@@ -104,6 +104,35 @@ def test_a_host_that_is_cut_off_is_named_and_everything_ends_on_both_sides(hosts
     assert status == 1
 
 
+def test_output_that_is_read_late_is_no_sign_of_a_lost_host(hosts):
+    words = [*HVKIT, "--lost-after", "2", *HOSTS, "head", "-c", "3000000", "/dev/zero"]
+    running = hosts.host("node1").popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    # As of a pager: far more than fits between the ranks and here.
+    time.sleep(8)
+    out, _ = running.communicate(timeout=120)
+    assert out == bytes(4 * 3_000_000)
+    assert running.returncode == 0
+
+
+def test_hosts_are_not_given_up_when_this_process_was_stopped(hosts, tmp_path):
+    chatter = "i=0; while [ $i -lt 600 ]; do i=$((i + 1)); echo $i; sleep 0.02; done"
+    words = [*HVKIT, "--lost-after", "2", *HOSTS, "sh", "-c", chatter]
+    with (tmp_path / "log").open("wb") as log:
+        running = hosts.host("node1").popen(words, stdout=log, stderr=log)
+    said = (tmp_path / "log").read_text
+    wait_until(lambda: said().split().count("1") == 4, said, seconds=120)
+    running.send_signal(signal.SIGSTOP)
+    time.sleep(6)
+    running.send_signal(signal.SIGCONT)
+    assert running.wait(timeout=120) == 0
+    assert sorted(map(int, said().split())) == sorted([*range(1, 601)] * 4)
+
+
+def test_a_host_may_be_silent_for_as_long_as_the_user_says(hosts):
+    done = run(hosts, "--lost-after", "86400", *HOSTS, "hostname")
+    assert sorted(done.stdout.split()) == ["node1", "node2", "node2", "node3"]
+
+
 def test_when_this_host_is_cut_off_its_own_network_is_named(hosts, tmp_path):
     training = Training(hosts, tmp_path)
     hosts.cut("node1")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -62,6 +63,21 @@ def test_ranks_start_on_all_hosts_of_the_allocation(slurm: Slurm, tmp_path: Path
     assert job.status == 0
 
 
+def test_variables_and_options_arrive(slurm: Slurm, tmp_path: Path) -> None:
+    value = "good 'day' $HOME"
+    command = ["python", "-c", "import os; print(os.environ['GREETING'])"]
+    asked = ["--env", f"GREETING={value}", "--log-dir", "my logs", "--prefix"]
+    asked += ["--sbatch=--nice=7", "--sbatch", "--comment mine"]
+    job = slurm.run(script("-np", "2", "--slots", "1", *asked, *command), 180, cwd=tmp_path)
+    assert job.status == 0, job.output
+    assert sorted(job.output.splitlines()) == [f"[0 node1] {value}", f"[1 node2] {value}"]
+    logs = sorted((tmp_path / "my logs").iterdir())
+    assert [log.read_text() for log in logs] == [f"[{r} node{r + 1}] {value}\n" for r in (0, 1)]
+    told = slurm.first.run(["scontrol", "--oneliner", "show", "job"]).stdout
+    assert "Comment=mine" in told
+    assert "Nice=7 " in told
+
+
 def test_ranks_start_where_slurm_alone_leads_to_the_hosts(
     slurm: Slurm, hosts: Rig, tmp_path: Path
 ) -> None:
@@ -73,6 +89,20 @@ def test_ranks_start_where_slurm_alone_leads_to_the_hosts(
     )
     assert job.status == 0, job.output
     assert len(job.output.splitlines()) == 4
+
+
+def test_hosts_are_checked_where_slurm_alone_leads_to_them(
+    slurm: Slurm, hosts: Rig, tmp_path: Path
+) -> None:
+    for host in hosts.hosts:
+        host.run(["rm", "/etc/ssh/authorized_keys"]).check_returncode()
+    check = [sys.executable, "-m", "hvkit.cli", "hosts", "--check"]
+    lines = ["#!/bin/sh", "#SBATCH --nodes=2 --ntasks-per-node=1", f"exec {shlex.join(check)}"]
+    job = slurm.run("\n".join(lines), timeout=300, cwd=tmp_path)
+    rows = {words[0]: words for words in map(str.split, job.output.splitlines()) if words}
+    for host in hosts.hosts:
+        assert rows[host.name][-3:-1] == ["eth0", host.address], job.output
+    assert "log in" not in job.output
 
 
 def test_a_recipe_trains_in_the_allocation(slurm: Slurm, tmp_path: Path) -> None:

@@ -1,8 +1,12 @@
+import os
 import sys
 
 import pytest
+import tensorflow as tf
+import torch
 
 from hvkit import engines
+from hvkit.launch.cgroup import Allowance
 
 
 @pytest.mark.parametrize("libraries", [[], ["torch"], ["tensorflow"], ["torch", "tensorflow"]])
@@ -18,3 +22,37 @@ def test_the_frameworks_that_horovod_was_built_for_are_those_with_a_library(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "horovod", raising=False)
     assert engines.built_for() == libraries
+
+
+@pytest.fixture
+def container(monkeypatch):
+    """A container with the time of 5 CPUs on a host with 64."""
+    monkeypatch.setattr(engines, "allowance", lambda: Allowance(5.0, None))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+
+def test_ranks_of_pytorch_share_the_time_of_their_container(container, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    before = torch.get_num_threads()
+    try:
+        _unstarted(engines.PyTorchEngine).take_device(local_rank=0, local_size=2)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_ranks_of_tensorflow_share_the_time_of_their_container(container, monkeypatch):
+    asked = []
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: [])
+    # TensorFlow takes it only once in a process, before anything else.
+    monkeypatch.setattr(engines, "_tensorflow_has_started", lambda: False)
+    monkeypatch.setattr(tf.config.threading, "set_intra_op_parallelism_threads", asked.append)
+    _unstarted(engines.TensorFlowEngine).take_device(local_rank=0, local_size=2)
+    assert asked == [3]
+
+
+def _unstarted(engine):
+    """The engine without Horovod, which starts only where there are ranks."""
+    return object.__new__(engine)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from hvkit.cli.argument_types import positive
+from hvkit.cli.run_arguments import add_watching, watching
 from hvkit.manifest import Size, names
 
 _T = TypeVar("_T")
@@ -21,6 +22,20 @@ def add_size(parser: argparse.ArgumentParser, host: str) -> None:
         help=f"ranks per {host}, at most; the last {host} may have fewer (required)",
     )
     parser.add_argument("--gpus", type=positive, default=0, metavar="N", help="GPUs for each rank")
+
+
+def add_run(parser: argparse.ArgumentParser, manifest: str) -> None:
+    """Add what ``hvkit run`` is told besides; ``manifest`` is the word for what is written."""
+    parser.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        type=checked(names.assignment),
+        metavar="NAME=VALUE",
+        help=f"environment variable for all ranks, readable in the {manifest}: no secrets; "
+        "may be repeated",
+    )
+    add_watching(parser)
 
 
 def add_command(
@@ -39,6 +54,27 @@ def add_command(
 def size_of(args: argparse.Namespace) -> Size:
     """The size of the run."""
     return Size.of(args.np, args.slots)
+
+
+def variables_of(args: argparse.Namespace) -> dict[str, str]:
+    """The environment variables for ranks.
+
+    Raises:
+        ValueError: one of them is there twice.
+    """
+    variables = dict(args.env)
+    if len(variables) < len(args.env):
+        raise ValueError("argument --env: a variable is there twice: name each once")
+    return variables
+
+
+def run_options_of(args: argparse.Namespace) -> tuple[str, ...]:
+    """The options that ``hvkit run`` gets as they are.
+
+    Raises:
+        ValueError: one of them is no text.
+    """
+    return tuple(map(names.unicode, watching(args)))
 
 
 def command_of(args: argparse.Namespace) -> tuple[str, ...]:

@@ -2,8 +2,18 @@
 
 import argparse
 
-from hvkit.cli.manifest.arguments import add_command, add_size, checked, command_of, size_of
+from hvkit.cli.manifest.arguments import (
+    add_command,
+    add_run,
+    add_size,
+    checked,
+    command_of,
+    run_options_of,
+    size_of,
+    variables_of,
+)
 from hvkit.manifest import MPIJob, names, quantity
+from hvkit.manifest.volumes import volume
 from hvkit.manifest.yaml_text import dumped
 
 
@@ -25,6 +35,7 @@ def add_to(systems: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
     add_size(parser, "worker")
     _add_ranks(parser)
     _add_launcher(parser)
+    add_run(parser, "manifest")
     add_command(parser, _rendered)
 
 
@@ -49,13 +60,15 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
         help="shared memory of each worker, a part of its memory (default: 2Gi)",
     )
     parser.add_argument(
-        "--env",
+        "--volume",
+        dest="volumes",
         action="append",
         default=[],
-        type=checked(names.assignment),
-        metavar="NAME=VALUE",
-        help="environment variable for all ranks, readable in the manifest: no secrets; "
-        "may be repeated",
+        type=checked(volume),
+        metavar="CLAIM:PATH",
+        help="mount this PersistentVolumeClaim at PATH in the workers and the launcher, for data, "
+        "checkpoints and logs: what is written elsewhere ends with its pod. Pods on several nodes "
+        "need one of access mode ReadWriteMany; may be repeated",
     )
 
 
@@ -84,9 +97,6 @@ def _add_launcher(parser: argparse.ArgumentParser) -> None:
 
 
 def _rendered(args: argparse.Namespace) -> str:
-    variables = dict(args.env)
-    if len(variables) < len(args.env):
-        raise ValueError("argument --env: a variable is there twice: name each once")
     job = MPIJob(
         image=args.image,
         command=command_of(args),
@@ -100,7 +110,9 @@ def _rendered(args: argparse.Namespace) -> str:
         launcher_cpus=args.launcher_cpus,
         launcher_memory=args.launcher_memory,
         retries=args.retries,
-        variables=variables,
+        variables=variables_of(args),
+        volumes=tuple(args.volumes),
+        run_options=run_options_of(args),
     )
     return dumped(job.document())
 

@@ -3,7 +3,16 @@
 import argparse
 
 from hvkit.cli.argument_types import positive
-from hvkit.cli.manifest.arguments import add_command, add_size, checked, command_of, size_of
+from hvkit.cli.manifest.arguments import (
+    add_command,
+    add_run,
+    add_size,
+    checked,
+    command_of,
+    run_options_of,
+    size_of,
+    variables_of,
+)
 from hvkit.manifest import SlurmJob, names, quantity
 
 
@@ -41,6 +50,17 @@ def add_to(systems: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
     parser.add_argument(
         "--account", type=checked(names.slurm_name), metavar="NAME", help="who pays"
     )
+    parser.add_argument(
+        "--sbatch",
+        dest="sbatch_options",
+        action="append",
+        default=[],
+        type=checked(names.sbatch_option),
+        metavar="OPTION",
+        help="a further option of sbatch, with an equals sign: `--sbatch=--qos=high`; "
+        "may be repeated",
+    )
+    add_run(parser, "script")
     add_command(parser, _rendered)
 
 
@@ -55,4 +75,7 @@ def _rendered(args: argparse.Namespace) -> str:
         time=args.time,
         partition=args.partition,
         account=args.account,
+        variables=variables_of(args),
+        sbatch_options=tuple(args.sbatch_options),
+        run_options=run_options_of(args),
     ).script()

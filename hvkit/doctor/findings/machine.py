@@ -1,5 +1,6 @@
 """Memory, cores and limits that are too tight for ranks."""
 
+import math
 import re
 from collections.abc import Iterator
 
@@ -46,21 +47,18 @@ def _shared_memory(found: SharedMemory | None) -> Iterator[Finding]:
 
 
 def _cores(facts: Facts) -> Iterator[Finding]:
-    cores = facts.cores
-    if cores.limit is not None and cores.limit < cores.usable:
-        yield note(
-            f"this container has the time of {cores.limit:g} CPUs but sees {cores.usable}, so "
-            "libraries start too many threads",
-            "set OMP_NUM_THREADS to the CPUs of one rank, or give the container whole CPUs",
-        )
+    cpus = facts.cores.usable
+    if facts.cores.limit is not None:
+        # What a container has the time of; it may see more.
+        cpus = min(cpus, max(1, math.ceil(facts.cores.limit)))
     for name, value in facts.threads.items():
         if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", value):
             yield note(
                 f"{name} is set, but not to a positive number", f"set it to one, or `unset {name}`"
             )
-        elif int(value.partition(",")[0]) > cores.usable:
+        elif int(value.partition(",")[0]) > cpus:
             yield note(
-                f"{name}={value} is more than the {cores.usable} cores that can be used",
+                f"{name}={value} is more than the {cpus} cores that can be used",
                 f"`unset {name}`: hvkit then gives each rank its share",
             )
 

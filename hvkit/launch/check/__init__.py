@@ -7,6 +7,7 @@ from hvkit.launch.check.asking import Examined, examine
 from hvkit.launch.check.meeting import Met, meet
 from hvkit.launch.check.problems import Problem, problems
 from hvkit.launch.hosts import Host
+from hvkit.launch.shells import shell_of
 
 __all__ = ["Checked", "Problem", "check"]
 
@@ -27,11 +28,17 @@ class Checked:
     problems: tuple[Problem, ...]
 
 
-def check(hosts: Sequence[Host]) -> Checked:
-    """Examine every host, and try the way between every two of them. It takes up to minutes."""
-    examined = examine(hosts)
+def check(hosts: Sequence[Host], system: str | None = None) -> Checked:
+    """Examine every host, and try the way between every two of them. It takes up to minutes.
+
+    Args:
+        hosts: all of them.
+        system: the batch system that gave the hosts, as in ``Allocation``.
+    """
+    shell = shell_of(system)
+    examined = examine(hosts, shell)
     there = [one.host for one in examined if one.facts is not None]
-    met = meet(there) if len(there) > 1 else Met()
+    met = meet(there, shell) if len(there) > 1 else Met()
     interfaces = {
         reach.source: f"{reach.interface} {reach.own_address}"
         for reach in reversed(met.reaches)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hvkit.launch.check.facts import Facts, facts_in
 from hvkit.launch.hosts import Host
-from hvkit.launch.ssh import Answer, ask
+from hvkit.launch.ssh import Answer, RemoteShell, ask
 from hvkit.launch.ssh_problems import last_line
 
 # Seconds. Python starts slowly from a cold network file system.
@@ -28,10 +28,15 @@ class Examined:
     problem: str | None
 
 
-def examine(hosts: Sequence[Host]) -> list[Examined]:
-    """Let all hosts examine themselves at once, with the Python that this process has."""
+def examine(hosts: Sequence[Host], shell: RemoteShell) -> list[Examined]:
+    """Let all hosts examine themselves at once, with the Python that this process has.
+
+    Args:
+        hosts: all of them.
+        shell: what starts programs there.
+    """
     command = [sys.executable, "-P", "-m", "hvkit.cli", "doctor", "--json", "--no-self-test"]
-    return [_examined(answer) for answer in ask(hosts, command, _TIMEOUT)]
+    return [_examined(answer) for answer in ask(hosts, command, _TIMEOUT, shell)]
 
 
 def _examined(answer: Answer) -> Examined:

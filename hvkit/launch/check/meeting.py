@@ -13,7 +13,8 @@ from typing import Any
 
 from hvkit.launch.hosts import Host
 from hvkit.launch.local import is_local
-from hvkit.launch.ssh import AT_ONCE, ssh_command
+from hvkit.launch.printed import values_in
+from hvkit.launch.ssh import AT_ONCE, RemoteShell
 
 # Seconds that each host has to start, and then to try the others.
 _START = 45.0
@@ -60,18 +61,23 @@ class Met:
     absent: tuple[str, ...] = ()
 
 
-def meet(hosts: Sequence[Host]) -> Met:
-    """Let every host try to reach every other one."""
-    return asyncio.run(_meet(hosts))
+def meet(hosts: Sequence[Host], shell: RemoteShell) -> Met:
+    """Let every host try to reach every other one.
+
+    Args:
+        hosts: all of them.
+        shell: what starts programs there.
+    """
+    return asyncio.run(_meet(hosts, shell))
 
 
-async def _meet(hosts: Sequence[Host]) -> Met:
+async def _meet(hosts: Sequence[Host], shell: RemoteShell) -> Met:
     talks: dict[Host, asyncio.subprocess.Process] = {}
     logins = asyncio.Semaphore(AT_ONCE)
 
     async def start(host: Host) -> dict[str, Any] | None:
         async with logins:
-            talks[host] = await _start(host)
+            talks[host] = await _start(host, shell)
             return await _answer(talks[host], _START)
 
     try:
@@ -94,10 +100,10 @@ async def _meet(hosts: Sequence[Host]) -> Met:
     )
 
 
-async def _start(host: Host) -> asyncio.subprocess.Process:
+async def _start(host: Host, shell: RemoteShell) -> asyncio.subprocess.Process:
     command = [sys.executable, "-P", "-m", "hvkit.launch.check.talk"]
     local = await asyncio.to_thread(is_local, host.name)
-    words = command if local else ssh_command(host, command, _START)
+    words = command if local else shell.command(host, command, _START)
     return await asyncio.create_subprocess_exec(
         *words,
         stdin=asyncio.subprocess.PIPE,
@@ -136,10 +142,8 @@ async def _answer(talk: asyncio.subprocess.Process, timeout: float) -> dict[str,
     try:
         async with asyncio.timeout(timeout):
             while talk.stdout is not None and (line := await talk.stdout.readline()):
-                # Shells print greetings, with and without an end of line.
-                _, found, text = line.partition(b'{"hvkit": ')
-                if found:
-                    return {**json.loads(found + text)["hvkit"], "arrived": time.time()}
+                if (values := values_in(line.decode(errors="replace"))) is not None:
+                    return {**values, "arrived": time.time()}
     except TimeoutError:
         pass
     return None

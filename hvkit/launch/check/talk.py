@@ -20,6 +20,7 @@ from typing import Any
 
 from hvkit.launch.local import addresses_of
 from hvkit.launch.network import interfaces
+from hvkit.launch.printed import line_of
 
 # Seconds for one connection, and after which this program ends itself whatever happens: nothing is
 # to stay behind on a host that the network has lost.
@@ -89,7 +90,7 @@ def _socket() -> socket.socket:
 
 
 def _print(line: Mapping[str, Any]) -> None:
-    print(json.dumps({"hvkit": line}), flush=True)
+    print(line_of(line), flush=True)
 
 
 if __name__ == "__main__":

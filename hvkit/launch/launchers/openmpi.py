@@ -1,17 +1,19 @@
 """Open MPI's ``mpirun``, versions 4 and 5."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from hvkit.errors import LaunchError
+from hvkit.launch import mca
 from hvkit.launch.hostfile import hosts_option
 from hvkit.launch.job import Job
 
 
-def arguments(major: int) -> Callable[[Job], list[str]]:
-    """What makes arguments for this major version, 4 or newer.
+def arguments(major: int, mpirun: str) -> Callable[[Job], list[str]]:
+    """What makes arguments for ``mpirun`` of this major version, 4 or newer.
 
-    They raise LaunchError for hosts that reach each other over IPv6 alone.
+    They raise LaunchError for hosts that reach each other over IPv6 alone, and for interfaces that
+    were asked for against what a file of Open MPI's says.
     """
 
     def arguments_of(job: Job) -> list[str]:
@@ -21,14 +23,8 @@ def arguments(major: int) -> Callable[[Job], list[str]]:
         options += ["--map-by", "slot", "--bind-to", "none"]
         if os.geteuid() == 0:
             options.append("--allow-run-as-root")
-        if six := [network for network in job.networks if network.count(":") > 1]:
-            raise LaunchError(
-                f"the hosts reach each other over {six[0]}, and Open MPI is built without IPv6: "
-                "give them IPv4 addresses too, or use --launcher gloo"
-            )
-        if job.networks:
-            networks = ",".join(job.networks)
-            options += [*_of_daemons(major), networks, "--mca", "btl_tcp_if_include", networks]
+        options += _between(mca.daemons(major), job.daemon_networks, job, mpirun)
+        options += _between(mca.RANKS, job.networks, job, mpirun)
         if any("." in host.name for host in job.hosts):
             # Else node1.rack1 and node1.rack2 are one host to it.
             options += [*_keep_full_names(major), "1"]
@@ -42,11 +38,22 @@ def arguments(major: int) -> Callable[[Job], list[str]]:
     return arguments_of
 
 
-def _of_daemons(major: int) -> tuple[str, str]:
-    """The option, but for its value, for the networks of the launcher's own connections."""
-    if major >= 5:
-        return "--prtemca", "prte_if_include"
-    return "--mca", "oob_tcp_if_include"
+def _between(
+    setting: mca.InterfaceSetting, networks: Sequence[str], job: Job, mpirun: str
+) -> list[str]:
+    """The option that names networks, unless the user or the site has made that setting."""
+    if not networks:
+        return []
+    if job.networks_asked_for:
+        mca.refuse_exclusion(setting, job.environ, mpirun)
+    elif mca.place_set(setting, job.environ, mpirun):
+        return []
+    if six := [network for network in networks if ":" in network]:
+        raise LaunchError(
+            f"the hosts reach each other over {six[0]}, and Open MPI is built without IPv6: "
+            "give them IPv4 addresses too, or use --launcher gloo"
+        )
+    return [*setting.option, ",".join(networks)]
 
 
 def _keep_full_names(major: int) -> tuple[str, str]:

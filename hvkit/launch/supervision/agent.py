@@ -18,21 +18,30 @@ from typing import IO, Any
 from hvkit.launch import binding
 from hvkit.launch.environment import place
 from hvkit.launch.supervision.connection import Connection, ConnectionLost
+from hvkit.launch.supervision.guard import go_below_guard
 from hvkit.launch.supervision.processes import (
     adopt_orphans,
     end_descendants,
     end_way_here,
     ends_with_parent,
+    reap_adopted,
 )
 from hvkit.launch.supervision.protocol import (
     KEY_VARIABLE,
     SUPERVISOR_VARIABLE,
     Kind,
     Supervised,
+    packed,
 )
 
-_GRACE = 1.0
-"""Seconds that a command has between SIGTERM and SIGKILL; Open MPI itself gives as much."""
+# Seconds between SIGTERM and SIGKILL for a command whose launcher has gone.
+_ORPHANED = 1.0
+# The same for what a command leaves behind that has ended by itself.
+_LEFT_BEHIND = 1.0
+# Seconds that the last words have to get through when told to end.
+_LAST_WORDS = 1.0
+# Bytes; several reads are under way at once.
+_READ = 1 << 14
 
 # What a shell returns for a command that it cannot run.
 _CANNOT_RUN = 127
@@ -51,6 +60,9 @@ def main(command: Sequence[str]) -> int:
             return _CANNOT_RUN
     supervised = Supervised.from_json(os.environ.pop(SUPERVISOR_VARIABLE))
     key = os.environ.pop(KEY_VARIABLE)
+    go_below_guard()
+    if socket.gethostname() == supervised.host:
+        os.environ.update(supervised.variables)
     here = place(os.environ)
     if here is None:
         print("hvkit: started by a launcher that tells no rank", file=sys.stderr)
@@ -70,27 +82,31 @@ def main(command: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 1
-    return _Agent(connection, command, supervised.host).run()
+    return _Agent(connection, command, supervised).run()
 
 
 class _Agent:
     def __init__(
-        self, connection: Connection, command: Sequence[str], supervisor_host: str
+        self, connection: Connection, command: Sequence[str], supervised: Supervised
     ) -> None:
         self.connection = connection
         self.command = command
-        self.supervisor_host = supervisor_host
-        self.parent = os.getppid()
+        self.supervised = supervised
+        self.guard = os.getppid()
         self.stopping = threading.Event()
+        self.deadline = float("inf")
         self.lost = False
+        self.unguarded = False
         self.ended_at = time.monotonic()
         self.listener = threading.Thread(target=self.listen, daemon=True)
+        self.child: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
         adopt_orphans()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self.stop)
-        self.listener.start()
+        for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(each, self.asked)
+        for each in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(each, self.hand_on)
         try:
             child = subprocess.Popen(
                 self.command,
@@ -102,9 +118,12 @@ class _Agent:
                 preexec_fn=ends_with_parent(signal.SIGKILL),
             )
         except OSError as error:
+            self.listener.start()
             problem = f"cannot run {self.command[0]!r}: {error.strerror}"
             self.tell_end({"status": _CANNOT_RUN, "problem": problem})
             return _CANNOT_RUN
+        self.child = child
+        self.listener.start()
         assert child.stdout is not None
         assert child.stderr is not None
         streams = ((Kind.STDOUT, child.stdout), (Kind.STDERR, child.stderr))
@@ -122,8 +141,10 @@ class _Agent:
                     self.ended_at = time.monotonic()
                     # A launcher that ends a rank signals its command and this process at once.
                     return child.wait() >= 0 or not self.stopping.wait(0.2)
-                if os.getppid() != self.parent:
-                    self.stopping.set()
+                reap_adopted(child.pid)
+                if os.getppid() != self.guard:
+                    self.unguarded = not self.stopping.is_set()
+                    self.stop_within(_ORPHANED)
         finally:
             os.close(watched)
         return False
@@ -132,17 +153,23 @@ class _Agent:
         self, child: "subprocess.Popen[bytes]", by_itself: bool, pumps: Sequence[threading.Thread]
     ) -> int:
         """End what is left of the command, and tell."""
-        end_descendants(0 if self.lost else _GRACE)
+        if by_itself:
+            self.deadline = min(self.deadline, time.monotonic() + _LEFT_BEHIND)
+        elif not self.unguarded:
+            self.connection.send(Kind.ASKED, packed(0))
+        end_descendants(lambda: self.deadline - time.monotonic())
         status = child.wait()
         if self.lost:
-            if socket.gethostname() != self.supervisor_host:
-                end_way_here(self.parent)
+            if socket.gethostname() != self.supervised.host:
+                end_way_here(self.guard)
             # Threads may be stuck in a connection that leads nowhere.
             os._exit(1)
         for pump in pumps:
             self.wait_for(pump)
-        ago = time.monotonic() - self.ended_at
-        self.tell_end({"status": status, "asked": not by_itself, "ago": ago})
+        how: dict[str, Any] = {"status": status, "ago": time.monotonic() - self.ended_at}
+        if self.unguarded:
+            how["problem"] = "the process that its launcher had started was killed"
+        self.tell_end({**how, "asked": not by_itself and not self.unguarded})
         return status if status >= 0 else 128 - status
 
     def tell_end(self, how: Mapping[str, Any]) -> None:
@@ -155,25 +182,39 @@ class _Agent:
         """Wait until all was read, however slowly; but not for long when told to end."""
         while thread.is_alive() and not self.stopping.is_set():
             thread.join(timeout=0.2)
-        thread.join(timeout=_GRACE)
+        thread.join(timeout=_LAST_WORDS)
 
     def pump(self, kind: Kind, stream: IO[bytes]) -> None:
         """Hand on what the command prints."""
-        while data := os.read(stream.fileno(), 1 << 16):
-            self.connection.send(kind, data)
+        while data := os.read(stream.fileno(), _READ):
+            self.connection.send_output(kind, data)
 
     def listen(self) -> None:
-        """Wait for the word to stop, or for the loss of the supervisor."""
+        """Do what the supervisor says, until it is lost."""
         try:
-            while self.connection.receive() is not Kind.STOP:
-                pass
+            while True:
+                kind, value = self.connection.receive()
+                if kind is Kind.STOP:
+                    self.stop_within(value / 1000)
+                elif kind is Kind.SIGNAL:
+                    self.hand_on(value)
         except ConnectionLost:
             self.lost = True
+            self.stop_within(0)
+
+    def stop_within(self, seconds: float) -> None:
+        """End the command; by force once so many seconds have gone."""
+        self.deadline = min(self.deadline, time.monotonic() + seconds)
         self.stopping.set()
 
-    def stop(self, number: int, frame: FrameType | None) -> None:
+    def asked(self, number: int, frame: FrameType | None) -> None:
         """The launcher's wish that this rank ends."""
-        self.stopping.set()
+        self.stop_within(self.supervised.grace)
+
+    def hand_on(self, number: int, frame: FrameType | None = None) -> None:
+        """A signal that is meant for the command."""
+        if self.child is not None:
+            self.child.send_signal(number)
 
 
 if __name__ == "__main__":

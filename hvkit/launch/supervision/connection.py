@@ -20,7 +20,7 @@ class ConnectionLost(Exception):
 
 
 class Connection:
-    """Frames to and from the supervisor; several threads may send.
+    """Frames to and from the supervisor; several threads may send, one receives.
 
     Once the connection is lost, what is sent is dropped: whoever receives learns about it.
     """
@@ -28,6 +28,9 @@ class Connection:
     def __init__(self, to: socket.socket) -> None:
         self._socket = to
         self._sending = threading.Lock()
+        self._room = threading.Condition()
+        self._under_way = 0
+        self._lost = False
 
     @classmethod
     def to_supervisor(cls, supervised: Supervised, key: str, rank: int) -> "Connection":
@@ -54,7 +57,7 @@ class Connection:
         raise OSError("; ".join(errors))
 
     def send(self, kind: Kind, payload: bytes = b"") -> None:
-        """Send a frame; waits while the supervisor is slow to read."""
+        """Send a frame."""
         data = protocol.frame(kind, payload)
         with self._sending:
             try:
@@ -62,18 +65,38 @@ class Connection:
             except OSError:
                 return
 
+    def send_output(self, kind: Kind, payload: bytes) -> None:
+        """Send a frame of what was printed; waits while the supervisor takes none."""
+        size = protocol.HEADER_BYTES + len(payload)
+        with self._room:
+            self._room.wait_for(lambda: self._lost or self._under_way + size <= protocol.WINDOW)
+            self._under_way += size
+        self.send(kind, payload)
+
     def send_json(self, kind: Kind, values: Mapping[str, Any]) -> None:
         """Send a frame with JSON in it."""
         self.send(kind, json.dumps(values).encode())
 
-    def receive(self) -> Kind:
-        """Wait for the next frame of the supervisor, which has no more than a kind.
+    def receive(self) -> tuple[Kind, int]:
+        """Wait for the next word of the supervisor, and the number that it has.
 
         Raises:
             ConnectionLost: there will be none.
         """
-        kind, _ = protocol.header(_exactly(self._socket, protocol.HEADER_BYTES))
-        return kind
+        try:
+            while True:
+                kind, length = protocol.header(_exactly(self._socket, protocol.HEADER_BYTES))
+                number = protocol.unpacked(_exactly(self._socket, length))
+                if kind is not Kind.TAKEN:
+                    return kind, number
+                with self._room:
+                    self._under_way -= number
+                    self._room.notify_all()
+        except ConnectionLost:
+            with self._room:
+                self._lost = True
+                self._room.notify_all()
+            raise
 
     def finish(self) -> None:
         """Send nothing more. The supervisor then closes the connection.

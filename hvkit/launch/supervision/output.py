@@ -1,5 +1,6 @@
 """What ranks print, on its way to the terminal and into files."""
 
+import itertools
 import os
 import select
 from collections import deque
@@ -17,6 +18,8 @@ LAST_LINES = 20
 _LONGEST_LINE = 1 << 16
 """Bytes; what is longer without an end is shown as if it had one."""
 
+_LOG = "rank-{}.log"
+
 # Of what is kept of a line: one without an end may be as long as a file.
 _KEPT_BYTES = 2000
 
@@ -28,7 +31,7 @@ class Style:
     Attributes:
         prefix: whether lines begin with rank and host.
         timestamps: whether lines begin with the time at which they arrived here.
-        log_dir: folder for a file of each rank's output; ``None`` for none.
+        log_dir: folder for a file of each rank's output, see :func:`make_room`; ``None`` for none.
     """
 
     prefix: bool = False
@@ -134,5 +137,20 @@ def show(kind: Kind, data: bytes) -> None:
             select.select([], [file], [])
 
 
+def make_room(folder: Path) -> None:
+    """Make a folder for log files. What an earlier run has left there moves to ``earlier-1``, ...
+
+    Raises:
+        OSError: that cannot be done.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if logs := list(folder.glob(_LOG.format("*"))):
+        numbers = itertools.count(1)
+        earlier = next(path for n in numbers if not (path := folder / f"earlier-{n}").exists())
+        earlier.mkdir()
+        for log in logs:
+            log.rename(earlier / log.name)
+
+
 def _log_file(folder: Path | None, rank: int) -> BinaryIO | None:
-    return None if folder is None else (folder / f"rank-{rank:04}.log").open("wb")
+    return None if folder is None else (folder / _LOG.format(f"{rank:04}")).open("wb")

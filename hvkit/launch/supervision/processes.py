@@ -42,10 +42,17 @@ def descendants() -> list[psutil.Process]:
     return found
 
 
-def end_descendants(grace: float) -> None:
-    """End all processes below this one: politely, and after ``grace`` seconds by force."""
-    if grace > 0:
-        _wait_for(signalled(descendants(), signal.SIGTERM), grace)
+def end_descendants(left: Callable[[], float] | None = None) -> None:
+    """End all processes below this one.
+
+    Args:
+        left: seconds that they have still to end by themselves, which may change meanwhile;
+            ``None`` for an end by force at once.
+    """
+    if left is not None and left() > 0:
+        asked = signalled(descendants(), signal.SIGTERM)
+        while left() > 0 and any(map(_runs, asked)):
+            time.sleep(0.02)
     # What they start meanwhile is found in the next round. One that waits for a disk may not end.
     for _ in range(_ROUNDS):
         if not (running := [process for process in descendants() if _runs(process)]):
@@ -53,17 +60,26 @@ def end_descendants(grace: float) -> None:
         _wait_for(signalled(running, signal.SIGKILL), 0.5)
 
 
-def end_way_here(parent: int) -> None:
-    """End what a launcher has put between itself and this process on a host it cannot reach.
+def reap_adopted(child: int) -> None:
+    """Forget the descendants that were adopted and have ended; the child is left alone."""
+    with contextlib.suppress(ChildProcessError):
+        while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if found.si_pid == child:
+                return
+            os.waitpid(found.si_pid, 0)
+
+
+def end_way_here(started_by: int) -> None:
+    """End what a launcher has put between itself and a process on a host it cannot reach.
 
     Its daemon and the end of its ssh connection wait for TCP to give up, which takes many minutes.
 
     Args:
-        parent: the process that this one was started by; if it has ended, nothing is done.
+        started_by: the process at the near end of that way, which stays.
     """
     way = []
     with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-        for process in psutil.Process().parents() if os.getppid() == parent else ():
+        for process in psutil.Process(started_by).parents():
             if process.name() in _DAEMONS or _is_login(process):
                 way.append(process)
             elif process.name() not in _SHELLS:

@@ -11,7 +11,12 @@ from dataclasses import dataclass, field
 
 from hvkit.launch.supervision.outcome import culprit, report
 from hvkit.launch.supervision.output import Style
-from hvkit.launch.supervision.processes import adopt_orphans, end_descendants, ends_with_parent
+from hvkit.launch.supervision.processes import (
+    adopt_orphans,
+    end_descendants,
+    ends_with_parent,
+    reap_adopted,
+)
 from hvkit.launch.supervision.protocol import KEY_VARIABLE, SUPERVISOR_VARIABLE, Supervised
 from hvkit.launch.supervision.supervisor import Supervisor
 
@@ -19,17 +24,20 @@ from hvkit.launch.supervision.supervisor import Supervisor
 _OTHERS_FAIL = 2.0
 # Hosts that are lost at the same time were asked within a second of each other.
 _OTHERS_LOST = 1.2
-# How long agents have to end their commands when told to; they take one second and a bit.
-_AGENTS_END = 4.0
+# How long commands have to end after a failure, unless they end by themselves.
+_GRACE = 1.0
+# How long agents have for that besides.
+_AGENTS_END = 3.0
 # Where a host is lost some will not tell.
-_AGENTS_END_BUT_LOST = 2.0
+_AGENTS_END_BUT_LOST = 1.0
 # How long the launcher has to end by itself once its ranks have.
 _LAUNCHER_ENDS = 1.5
 
 # How long a launcher whose ranks have all ended well has to notice.
 _LAUNCHER_LATE = 5.0
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_END = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_FOR_RANKS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True)
@@ -44,7 +52,9 @@ class Run:
         addresses: where agents reach this host; the loopback address alone for a run on one host.
         lost_after: seconds without a sign of life after which a host is given up; ``None`` for
             never.
+        grace: seconds that commands have to end when a signal asks for that.
         bind: whether each rank keeps to its share of its host's cores.
+        here: environment variables for the ranks of this host alone.
         style: how output is shown.
     """
 
@@ -54,14 +64,17 @@ class Run:
     size: int
     addresses: tuple[str, ...]
     lost_after: float | None
+    grace: float
     bind: bool
+    here: Mapping[str, str] = field(default_factory=dict)
     style: Style = field(default_factory=Style)
 
 
 def supervise(run: Run) -> int:
     """Run it to its end; the exit status is that of the rank that failed first, or 0.
 
-    SIGINT, SIGTERM and SIGHUP end everything; the exit status is then 128 and the signal's number.
+    SIGINT, SIGTERM and SIGHUP end everything, a second one at once; the exit status is then 128
+    and the signal's number. SIGUSR1 and SIGUSR2 go to the command of every rank.
     """
     adopt_orphans()
     return asyncio.run(_Supervision(run).supervise())
@@ -80,17 +93,22 @@ class _Supervision:
         only_here = self.run.addresses[0] if len(self.run.addresses) == 1 else None
         server = await self.supervisor.listen(only_here)
         port = server.sockets[0].getsockname()[1]
-        for number in _SIGNALS:
+        loop = asyncio.get_running_loop()
+        for number in _END:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                asyncio.get_running_loop().add_signal_handler(number, self.ask, number)
+                loop.add_signal_handler(number, self.ask, number)
+        for number in _FOR_RANKS:
+            loop.add_signal_handler(number, self.supervisor.signal, number)
         launcher = await self.start(port)
         showing = asyncio.create_task(self.supervisor.show_begun_lines())
+        reaping = asyncio.create_task(_reap(launcher.pid))
         try:
             await self.wait(launcher)
             status = launcher.returncode
             await self.end(launcher)
         finally:
             showing.cancel()
+            reaping.cancel()
             server.close()
             in_order = self.asked_by is None and self.supervisor.writer.problem is None
             with contextlib.suppress(TimeoutError):
@@ -102,7 +120,15 @@ class _Supervision:
 
     async def start(self, port: int) -> asyncio.subprocess.Process:
         run = self.run
-        supervised = Supervised(socket.gethostname(), run.addresses, port, run.lost_after, run.bind)
+        supervised = Supervised(
+            host=socket.gethostname(),
+            addresses=run.addresses,
+            port=port,
+            lost_after=run.lost_after,
+            grace=run.grace,
+            bind=run.bind,
+            variables=run.here,
+        )
         own = {SUPERVISOR_VARIABLE: supervised.to_json(), KEY_VARIABLE: self.key}
         return await asyncio.create_subprocess_exec(
             *run.command,
@@ -116,6 +142,8 @@ class _Supervision:
 
     def ask(self, number: signal.Signals) -> None:
         """A signal that asks this process to end."""
+        if self.asked_by is not None:
+            self.supervisor.stop(0)
         self.asked_by = self.asked_by or number
         self.asked.set()
 
@@ -154,16 +182,17 @@ class _Supervision:
         if launcher.returncode is not None:
             # Last words of agents may still be under way.
             await self.supervisor.all_gone(_LAUNCHER_ENDS)
-        self.supervisor.stop()
+        grace = _GRACE if self.asked_by is None else self.run.grace
+        self.supervisor.stop(grace)
         lost = self.supervisor.host_lost
-        await self.supervisor.all_gone(_AGENTS_END_BUT_LOST if lost else _AGENTS_END)
+        await self.supervisor.all_gone(grace + (_AGENTS_END_BUT_LOST if lost else _AGENTS_END))
         # One that has lost a host waits for it.
         if launcher.returncode is None and not lost:
             with contextlib.suppress(ProcessLookupError):
                 launcher.terminate()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(launcher.wait(), _LAUNCHER_ENDS)
-        await asyncio.to_thread(end_descendants, 0)
+        await asyncio.to_thread(end_descendants)
         await launcher.wait()
 
     def blame(self, launcher: int, number: int) -> int:
@@ -197,6 +226,13 @@ class _Supervision:
                 f"{started} of {self.run.size} ranks had started"
             )
         return status
+
+
+async def _reap(launcher: int) -> None:
+    """Forget processes that were adopted and have ended; never returns."""
+    while True:
+        await asyncio.sleep(1)
+        reap_adopted(launcher)
 
 
 def _unwritten(problem: OSError) -> int:

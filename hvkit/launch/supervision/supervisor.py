@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hvkit.launch.supervision import protocol
-from hvkit.launch.supervision.liveness import keep_alive, silent_for
+from hvkit.launch.supervision.liveness import asked_every, keep_alive, silent_for
 from hvkit.launch.supervision.outcome import Failure
 from hvkit.launch.supervision.output import RankOutput, Style, show
 from hvkit.launch.supervision.protocol import Kind
@@ -19,7 +19,7 @@ from hvkit.launch.supervision.writer import Writer
 
 # Seconds that something which has connected has to say who it is.
 _HELLO = 10.0
-# Seconds without an answer, where one is asked for every second, after which a host may be lost.
+# So often a host was asked without an answer when it may be lost.
 _DOUBT = 2.5
 
 
@@ -30,7 +30,11 @@ class _Rank:
     output: RankOutput
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
+    asked: bool = False
     ended: bool = False
+
+    def tell(self, kind: Kind, number: int) -> None:
+        self.writer.write(protocol.frame(kind, protocol.packed(number)))
 
 
 @dataclass
@@ -60,7 +64,7 @@ class Supervisor:
     _ranks: dict[int, _Rank] = field(default_factory=dict)
     _connected: set[int] = field(default_factory=set)
     _all_gone: asyncio.Event = field(default_factory=asyncio.Event)
-    _stopped: bool = False
+    _grace: float | None = None
 
     def __post_init__(self) -> None:
         self.writer = Writer(self.on_failure)
@@ -68,7 +72,11 @@ class Supervisor:
     async def listen(self, address: str | None) -> asyncio.Server:
         """Listen on any free port of an address; ``None`` for all addresses."""
         self._all_gone.set()
-        return await asyncio.start_server(self._serve, address, 0)
+        server = await asyncio.start_server(self._serve, address, 0)
+        for listening in server.sockets:
+            # What is accepted has the same.
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, protocol.RECEIVE_BUFFER)
+        return server
 
     @property
     def started(self) -> int:
@@ -89,7 +97,8 @@ class Supervisor:
     @property
     def in_doubt(self) -> bool:
         """Whether a host has been silent for so long that it may be lost."""
-        return any(self._silent_for(self._ranks[number]) > _DOUBT for number in self._connected)
+        doubt = _DOUBT * asked_every(self.lost_after or 0.0)
+        return any(self._silent_for(self._ranks[number]) > doubt for number in self._connected)
 
     def _silent_for(self, rank: _Rank) -> float:
         connection: socket.socket | None = rank.writer.get_extra_info("socket")
@@ -97,10 +106,14 @@ class Supervisor:
             return 0.0
         return silent_for(connection)
 
-    def stop(self) -> None:
-        """Tell all agents to end what they run."""
-        self._stopped = True
-        self._tell_all(Kind.STOP)
+    def stop(self, grace: float) -> None:
+        """Tell all agents to end what they run, by force after so many seconds."""
+        self._grace = grace
+        self._tell_all(Kind.STOP, round(grace * 1000))
+
+    def signal(self, number: int) -> None:
+        """Have all agents send their commands a signal."""
+        self._tell_all(Kind.SIGNAL, number)
 
     async def all_gone(self, timeout: float) -> bool:
         """Wait until no agent is connected; whether that came true within ``timeout`` seconds."""
@@ -119,9 +132,9 @@ class Supervisor:
         for rank in list(self._ranks.values()):
             rank.output.flush()
 
-    def _tell_all(self, kind: Kind) -> None:
-        for number in self._connected:
-            self._ranks[number].writer.write(protocol.frame(kind))
+    def _tell_all(self, kind: Kind, number: int) -> None:
+        for rank in self._connected:
+            self._ranks[rank].tell(kind, number)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         rank = None
@@ -155,11 +168,12 @@ class Supervisor:
         nonce = secrets.token_bytes(protocol.NONCE_BYTES)
         writer.write(nonce)
         async with asyncio.timeout(_HELLO):
-            kind, payload = await _frame(reader)
+            kind, payload = await _frame(reader, protocol.LONGEST_HELLO)
         try:
             hello = json.loads(payload) if kind is Kind.HELLO else {}
             number, host, proof = int(hello["rank"]), str(hello["host"]), str(hello["proof"])
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
+            # Not of an agent: anybody may connect.
             return None
         if not hmac.compare_digest(proof.encode(), protocol.proof(self.key, nonce).encode()):
             return None
@@ -174,8 +188,8 @@ class Supervisor:
         rank = self._ranks[number] = _Rank(number, host, output, reader, writer)
         self._connected.add(number)
         self._all_gone.clear()
-        if self._stopped:
-            writer.write(protocol.frame(Kind.STOP))
+        if self._grace is not None:
+            rank.tell(Kind.STOP, round(self._grace * 1000))
         return rank
 
     async def _follow(self, rank: _Rank) -> None:
@@ -183,15 +197,18 @@ class Supervisor:
             kind, payload = await _frame(rank.reader)
             if kind in (Kind.STDOUT, Kind.STDERR):
                 await self.writer.do(functools.partial(rank.output.write, kind, payload))
+                rank.tell(Kind.TAKEN, protocol.HEADER_BYTES + len(payload))
+            elif kind is Kind.ASKED:
+                rank.asked = True
             elif kind is Kind.ENDED:
                 rank.ended = True
                 if sum(one.ended for one in self._ranks.values()) == self.size:
                     self.all_ended.set()
                 how = json.loads(payload)
                 if how["status"] != 0:
-                    asked = self._stopped or how.get("asked", False)
+                    rank.asked = how.get("asked", False)
                     at = time.monotonic() - how.get("ago", 0.0)
-                    self._fail(rank, how["status"], how.get("problem"), asked=asked, at=at)
+                    self._fail(rank, how["status"], how.get("problem"), at=at)
                 return
 
     def _fail(
@@ -200,7 +217,6 @@ class Supervisor:
         status: int | None,
         problem: str | None = None,
         *,
-        asked: bool | None = None,
         at: float | None = None,
         lost: bool = False,
     ) -> None:
@@ -212,13 +228,15 @@ class Supervisor:
                 at=time.monotonic() if at is None else at,
                 problem=problem,
                 last_lines=tuple(rank.output.last_lines()),
-                asked=self._stopped if asked is None else asked,
+                asked=rank.asked or self._grace is not None,
                 lost=lost,
             )
         )
         self.on_failure()
 
 
-async def _frame(reader: asyncio.StreamReader) -> tuple[Kind, bytes]:
-    kind, length = protocol.header(await reader.readexactly(protocol.HEADER_BYTES))
+async def _frame(
+    reader: asyncio.StreamReader, longest: int = protocol.LONGEST_FRAME
+) -> tuple[Kind, bytes]:
+    kind, length = protocol.header(await reader.readexactly(protocol.HEADER_BYTES), longest)
     return kind, await reader.readexactly(length)

@@ -9,8 +9,8 @@ from threading import Event
 
 import pytest
 
+from hvkit.commands import Said, ask
 from hvkit.doctor import packages as packages_module
-from hvkit.doctor.commands import Said, ask
 from hvkit.doctor.compilers import compilers
 from hvkit.doctor.gpus import Gpu, gpus
 from hvkit.doctor.horovod import Library, answer, changes

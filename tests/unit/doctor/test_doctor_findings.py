@@ -219,8 +219,12 @@ NOTES: dict[str, tuple[Change, str, str]] = {
         "nothing",
     ),
     "little memory": (fact(memory=Memory(2048 * MIB, 500 * MIB)), "only 500 MiB of memory", "end"),
-    "container": (fact(cores=Cores(8, 8, 1.5)), "time of 1.5 CPUs but sees 8", "OMP_NUM_THREADS"),
     "threads": (fact(threads={"OMP_NUM_THREADS": "64"}), "=64 is more than the 8", "unset OMP"),
+    "threads of a container": (
+        fact(threads={"OMP_NUM_THREADS": "4"}, cores=Cores(8, 8, 1.5)),
+        "OMP_NUM_THREADS=4 is more than the 2 cores",
+        "unset OMP",
+    ),
     "no threads": (fact(threads={"MKL_NUM_THREADS": "0"}), "not to a positive number", "unset MKL"),
     "odd threads": (fact(threads={"MKL_NUM_THREADS": "?"}), "not to a positive number", "unset"),
     "open files": (fact(limits=Limits(256, None, False)), "only 256 files", "ulimit -n 4096"),
@@ -277,6 +281,10 @@ def test_a_note_is_made_with_its_advice(right: Facts, change: Change, what: str,
     assert [one.severity for one in found] == ["note"]
     assert re.search(what, found[0].what)
     assert re.search(fix, found[0].fix)
+
+
+def test_a_limit_of_cpus_is_no_finding_as_ranks_keep_to_it(right: Facts) -> None:
+    assert findings(replace(right, cores=Cores(64, 64, 1.5)), None) == ()
 
 
 def test_problems_come_before_notes(right: Facts) -> None:

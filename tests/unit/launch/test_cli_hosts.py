@@ -20,7 +20,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def _checked(hosts, *problems: Problem) -> Checked:
+def _checked(hosts, system, *problems: Problem) -> Checked:
     facts = Facts("node1", {}, 8, 2**34, 2, (), (), ())
     examined = (Examined(hosts[0], facts, None), *(Examined(h, None, "away") for h in hosts[1:]))
     return Checked(examined, {hosts[0].name: "eth0 10.0.0.1"}, problems)
@@ -115,6 +115,18 @@ def test_without_a_file_the_hosts_are_those_of_the_batch_system(capsys, monkeypa
     assert printed.err == "hvkit: hosts from Slurm (SLURM_JOB_NODELIST)\n"
 
 
+def test_a_check_knows_the_batch_system_of_the_hosts(capsys, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu[1-2]")
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4(x2)")
+    systems = []
+    monkeypatch.setattr(
+        command, "check", lambda hosts, system: systems.append(system) or _checked(hosts, system)
+    )
+    assert main(["hosts", "--check"]) == 0
+    assert main(["hosts", "-H", "node1:2", "--check"]) == 0
+    assert systems == ["Slurm", None]
+
+
 def test_without_any_hosts_it_is_said_how_to_name_them(capsys, monkeypatch):
     monkeypatch.setattr(hosts_arguments, "allocation", lambda environ: None)
     assert main(["hosts"]) == 1
@@ -132,7 +144,7 @@ def test_a_check_without_problems_ends_with_0(capsys, monkeypatch):
 
 def test_a_check_with_problems_ends_with_1_and_a_line_for_each(capsys, monkeypatch):
     wrong = (Problem(("node2",), "[away]: is it on?"), Problem(("node1", "node2"), "torch differs"))
-    monkeypatch.setattr(command, "check", lambda hosts: _checked(hosts, *wrong))
+    monkeypatch.setattr(command, "check", lambda hosts, system: _checked(hosts, system, *wrong))
     assert main(["hosts", "-H", "node1:2,node2:2", "--check"]) == 1
     assert capsys.readouterr().out == (
         "host   slots  cores  GPUs  free memory      interface      result\n"

@@ -35,4 +35,21 @@ def test_more_ranks_than_gpus_is_an_error():
     ],
 )
 def test_the_ranks_of_a_host_share_its_cpus(local_size, usable, host, expected):
-    assert threads_of_rank(local_size, usable, host) == expected
+    assert threads_of_rank(local_size, usable, host, None) == expected
+
+
+@pytest.mark.parametrize(
+    ("local_size", "usable", "limit", "expected"),
+    [
+        (2, 64, 2.0, 1),
+        (2, 32, 2.0, 1),  # bound to half of the host
+        (2, 64, 8.0, 4),
+        (2, 64, 5.0, 3),  # rounded up
+        (1, 64, 1.5, 2),
+        (8, 64, 0.5, 1),
+        (2, 1, 8.0, 1),  # bound to less than the limit gives
+        (2, 64, 128.0, 32),  # a limit above what the host has
+    ],
+)
+def test_the_ranks_of_a_container_share_the_time_that_it_has(local_size, usable, limit, expected):
+    assert threads_of_rank(local_size, usable, 64, limit) == expected

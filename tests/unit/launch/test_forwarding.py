@@ -14,7 +14,7 @@ from hvkit.launch.forwarding import forwarded
         "HOROVOD_FUSION_THRESHOLD",
         "NCCL_DEBUG",
         "OMP_NUM_THREADS",
-        "CUDA_VISIBLE_DEVICES",
+        "CUDA_DEVICE_ORDER",
         "HVKIT_DATA_DIR",
         "TF_CPP_MIN_LOG_LEVEL",
     ],
@@ -59,6 +59,21 @@ def test_what_belongs_to_one_host_or_process_stays(name):
 def test_secrets_stay_unless_they_are_asked_for(name):
     assert forwarded({name: "1"}) == ()
     assert forwarded({name: "1"}, asked=[name]) == (name,)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "CUDA_VISIBLE_DEVICES",
+        "NVIDIA_VISIBLE_DEVICES",
+        "HIP_VISIBLE_DEVICES",
+        "ROCR_VISIBLE_DEVICES",
+        "GPU_DEVICE_ORDINAL",
+    ],
+)
+def test_a_list_of_one_hosts_gpus_stays_unless_it_is_asked_for(name):
+    assert forwarded({name: "2,3"}) == ()
+    assert forwarded({name: "2,3"}, asked=[name]) == (name,)
 
 
 def test_what_is_asked_for_but_not_set_is_left_out():

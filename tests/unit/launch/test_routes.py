@@ -1,7 +1,10 @@
 """The interface that joins the hosts is found, and never one of containers or of the host alone."""
 
+import pytest
+
+from hvkit.errors import LaunchError
 from hvkit.launch.network import Interface
-from hvkit.launch.routes import joining, source_address
+from hvkit.launch.routes import joining, named, source_address, spanning
 
 LOOPBACK = Interface("lo", "127.0.0.1", "127.0.0.0/8")
 DOCKER = Interface("docker0", "172.17.0.1", "172.17.0.0/16")
@@ -56,3 +59,47 @@ def test_of_several_common_networks_one_of_ipv4_is_taken():
 def test_the_way_to_this_host_itself_starts_at_its_loopback_address():
     assert source_address("127.0.0.1") == "127.0.0.1"
     assert source_address("no-such-host.invalid") is None
+
+
+def test_one_network_around_those_of_hosts_that_are_in_different_ones():
+    near, far = ethernet(1), Interface("ens5", "10.0.3.2", "10.0.3.0/24")
+    assert spanning([near, far], [host(near), host(far)]) == ("10.0.0.0/22",)
+
+
+def test_networks_that_all_hosts_are_in_stay_as_they_are():
+    both = [host(ethernet(number), fabric(number)) for number in (1, 2)]
+    assert spanning([ethernet(1), fabric(2)], both) == ("10.0.0.0/24", "192.168.0.0/16")
+
+
+def test_no_network_is_taken_that_holds_an_interface_not_to_be_used():
+    near, far = ethernet(1), Interface("ens5", "172.20.0.2", "172.20.0.0/24")
+    assert spanning([near, far], [host(near), host(far)]) == ("10.0.0.0/24", "172.20.0.0/24")
+    other = Interface("eth1", "10.0.1.1", "10.0.1.0/24")
+    third = Interface("ens5", "10.0.3.2", "10.0.3.0/24")
+    assert spanning([near, third], [host(near, other), host(third)]) == (
+        "10.0.0.0/24",
+        "10.0.3.0/24",
+    )
+
+
+def test_interfaces_are_asked_for_by_name_or_network():
+    hosts = {"a": host(ethernet(1), fabric(1)), "b": host(ethernet(2, "ens5"), fabric(2))}
+    assert named(["eth0", "ens5"], hosts) == (ethernet(1), ethernet(2, "ens5"))
+    assert named(["192.168.0.0/24"], hosts) == (fabric(1), fabric(2))
+
+
+@pytest.mark.parametrize("name", ["eth9", "10.9.0.0/24", "10.0.0.0/x"])
+def test_an_interface_that_no_host_has_is_refused(name):
+    message = (
+        rf"--interfaces {name}: no host has that; there are docker0 \(172.17.0.0/16\), eth0 \("
+    )
+    with pytest.raises(LaunchError, match=message):
+        named(["eth0", name], {"a": host(ethernet(1)), "b": host(ethernet(2))})
+
+
+def test_a_host_without_any_of_the_interfaces_is_named():
+    message = (
+        r"--interfaces eth0: b has none of these, it has docker0 .*, ens5 .*: name one of them"
+    )
+    with pytest.raises(LaunchError, match=message):
+        named(["eth0"], {"a": host(ethernet(1)), "b": host(ethernet(2, "ens5"))})

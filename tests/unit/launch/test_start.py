@@ -1,7 +1,11 @@
 """``hvkit run`` puts hosts, environment and launcher together, or says what is wrong."""
 
+import json
 import os
 import shlex
+import subprocess
+import sys
+from dataclasses import replace
 
 import pytest
 
@@ -32,7 +36,7 @@ def facts(number, **changes):
 
 
 @pytest.fixture
-def hosts(monkeypatch):
+def hosts(monkeypatch, tmp_path):
     """What node1, this host, and node2 answer; to be changed."""
     answers = {"node1": facts(1), "node2": facts(2)}
 
@@ -45,7 +49,10 @@ def hosts(monkeypatch):
     monkeypatch.setattr(preflight, "addresses_of", lambda name: [f"10.0.0.{name[-1]}"])
     monkeypatch.setattr(preflight, "source_address", lambda name: "10.0.0.1")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    found = Launcher("Open MPI 5.0.11", "mpirun", openmpi.arguments(5))
+    monkeypatch.setattr(preflight, "interfaces", lambda: answers["node1"].interfaces)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    mpirun = str(tmp_path / "mpi" / "bin" / "mpirun")
+    found = Launcher("Open MPI 5.0.11", "mpirun", openmpi.arguments(5, mpirun))
     monkeypatch.setattr(start, "find_launcher", lambda name: found)
     return answers
 
@@ -78,11 +85,71 @@ def test_on_this_host_alone_nobody_is_given_up_and_nothing_is_restricted(hosts):
     assert "if_include" not in shlex.join(run.command)
 
 
-def test_what_the_user_says_about_interfaces_counts(hosts, monkeypatch):
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
-    run = prepared(request(interfaces=("192.168.0.0/16",)))
-    assert "--mca btl_tcp_if_include 192.168.0.0/16" in shlex.join(run.command)
-    assert run.environ["NCCL_SOCKET_IFNAME"] == "ib0"
+@pytest.mark.parametrize("name", ["ib0", "192.168.0.0/16"])
+def test_what_the_user_says_about_interfaces_counts(hosts, monkeypatch, name):
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib9")
+    monkeypatch.setenv("OMPI_MCA_btl_tcp_if_exclude", "ib0")
+    for number in (1, 2):
+        fabric = Interface("ib0", f"192.168.3.{number}", "192.168.3.0/24")
+        hosts[f"node{number}"] = facts(number, interfaces=(*facts(number).interfaces, fabric))
+    run = prepared(request(interfaces=(name,), variables={"PRTE_MCA_prte_if_exclude": "ib0"}))
+    line = shlex.join(run.command)
+    named = "--prtemca prte_if_include 192.168.3.0/24 --mca btl_tcp_if_include 192.168.3.0/24"
+    assert named in line
+    assert "exclude" not in line
+    assert not [name for name in run.environ if name.endswith("exclude")]
+    assert run.environ["NCCL_SOCKET_IFNAME"] == "ib9"
+
+
+def test_interfaces_that_no_host_has_are_refused_with_those_that_are_there(hosts):
+    message = r"--interfaces eht0: no host has that; there are docker0 .*, eth0 \(10\.0\.0\.0/24\)$"
+    with pytest.raises(LaunchError, match=message):
+        prepared(request(interfaces=("eth0", "eht0")))
+    with pytest.raises(LaunchError, match="--interfaces eht0: no host has that"):
+        prepared(request(interfaces=("eht0",), size=2))
+
+
+@pytest.mark.parametrize(
+    ("variable", "left"),
+    [
+        ("OMPI_MCA_btl_tcp_if_include", "--prtemca prte_if_include 10.0.0.0/24"),
+        ("OMPI_MCA_btl_tcp_if_exclude", "--prtemca prte_if_include 10.0.0.0/24"),
+        ("PRTE_MCA_prte_if_exclude", "--mca btl_tcp_if_include 10.0.0.0/24"),
+        ("PRTE_MCA_oob_tcp_if_include", "--mca btl_tcp_if_include 10.0.0.0/24"),
+    ],
+)
+def test_where_the_environment_sets_open_mpis_interfaces_hvkit_does_not(
+    hosts, monkeypatch, variable, left
+):
+    monkeypatch.setenv(variable, "eth1")
+    run = prepared(request())
+    words = [word for word in run.command if "if_include" in word and word != variable]
+    assert words == [left.split()[1]]
+    assert left in shlex.join(run.command)
+    assert run.environ[variable] == "eth1"
+
+
+def test_a_host_that_starts_ranks_in_another_network_is_reached_by_the_daemons(hosts, monkeypatch):
+    here = Interface("eth0", "10.0.7.1", "10.0.7.0/24")
+    monkeypatch.setattr(preflight, "interfaces", lambda: (DOCKER, here))
+    monkeypatch.setattr(preflight, "source_address", lambda name: here.address)
+    monkeypatch.setattr(preflight, "is_local", lambda name: False)
+    line = shlex.join(prepared(request()).command)
+    assert "--prtemca prte_if_include 10.0.0.0/21 --mca btl_tcp_if_include 10.0.0.0/24" in line
+
+
+def test_a_host_may_greet_without_an_end_of_line(hosts):
+    hosts["node2"] = (0, f"Welcome{facts(2).printed()}\nBye", "", None)
+    assert prepared(request()).size == 3
+
+
+def test_a_working_directory_that_is_gone_is_told(hosts, monkeypatch, tmp_path):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    with pytest.raises(LaunchError, match=r"the working directory, .*, is gone .*`cd` to a folder"):
+        prepared(request())
 
 
 def test_secrets_stay_here_and_what_is_asked_for_goes_along(hosts, monkeypatch):
@@ -199,9 +266,58 @@ def test_a_dry_run_shows_the_variables_that_hvkit_adds_and_no_others(hosts, monk
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     line = shown(prepared(request(variables={"A": "b c"})))
     assert line.startswith("NCCL_SOCKET_IFNAME==eth0 A='b c' mpirun -np 3 ")
+    assert "HVKIT_RUN" not in line
+    assert " -x NCCL_DEBUG " in line
+
+
+def test_what_a_dry_run_shows_takes_out_what_the_run_takes_out(hosts, monkeypatch):
+    found = Launcher("MPICH 5.0.2", "mpirun", mpich.arguments, sends_all=True)
+    monkeypatch.setattr(start, "find_launcher", lambda name: found)
+    monkeypatch.setenv("MY_TOKEN", "t")
+    monkeypatch.setenv("HVKIT_RUN", "that of another run")
+    run = prepared(request())
+    tell = [sys.executable, "-c", "import json, os; print(json.dumps(dict(os.environ)))"]
+    line = shown(replace(run, command=[*tell, *run.command]))
+    said = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=True).stdout
+    seen = json.loads(said)
+    expected = {name: value for name, value in run.environ.items() if name != "HVKIT_RUN"}
+    assert {name: seen[name] for name in expected} == expected
+    own = {"PWD", "OLDPWD", "SHLVL", "_", "LC_CTYPE"}
+    assert not (os.environ.keys() & seen.keys()) - expected.keys() - own
+
+
+def test_a_dry_run_shows_the_locale_that_python_has_set_itself(hosts, monkeypatch):
+    monkeypatch.setattr("psutil.Process.environ", lambda process: {})
+    monkeypatch.setenv("LC_CTYPE", "C.UTF-8")
+    assert "LC_CTYPE=C.UTF-8 " in shown(prepared(request())).split("mpirun")[0]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_options_of_the_users_own_command_are_shown_as_they_are(hosts, size):
+    command = ("env", "-x", "HVKIT_RUN")
+    line = shown(prepared(request(command=command, size=size)))
+    assert line.endswith(" env -x HVKIT_RUN")
 
 
 def test_mpich_gets_the_interface_by_name(hosts, monkeypatch):
     found = Launcher("MPICH 5.0.2", "mpirun", mpich.arguments)
     monkeypatch.setattr(start, "find_launcher", lambda name: found)
     assert "-iface eth0" in shlex.join(prepared(request()).command)
+
+
+@pytest.mark.parametrize("system", [None, "Slurm"])
+def test_a_list_of_gpus_counts_on_this_host_alone(hosts, monkeypatch, system):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    run = prepared(Request(("true",), NODES, system=system))
+    assert run.here == {"CUDA_VISIBLE_DEVICES": "2,3"}
+    assert "CUDA_VISIBLE_DEVICES" not in run.command
+    asked = {"CUDA_VISIBLE_DEVICES": None}
+    run = prepared(Request(("true",), NODES, system=system, variables=asked))
+    assert run.here == {}
+    assert "CUDA_VISIBLE_DEVICES" in run.command
+
+
+def test_a_variable_that_is_not_set_cannot_be_given(hosts, monkeypatch):
+    monkeypatch.delenv("MINE", raising=False)
+    with pytest.raises(LaunchError, match="-x MINE: it is not set here: write -x MINE=VALUE"):
+        prepared(Request(("true",), NODES, variables={"MINE": None}))

@@ -6,6 +6,7 @@ import yaml
 
 from hvkit.manifest import MPIJob, Size
 from hvkit.manifest.quantity import cpus, memory
+from hvkit.manifest.volumes import volume
 from hvkit.manifest.yaml_text import dumped
 
 COMMAND = ("python", "recipes/mnist_torch.py", "--epochs", "2")
@@ -40,6 +41,8 @@ def full_job() -> MPIJob:
         shared_memory=memory("512M"),
         retries=3,
         variables={"HVKIT_DATA_DIR": "/data", "RATE": "1e-3"},
+        volumes=tuple(map(volume, ("datasets:/data", "results.a:/out", "datasets:/more"))),
+        run_options=("--lost-after", "30", "--prefix", "--timestamps", "--log-dir=/out/logs"),
     )
 
 

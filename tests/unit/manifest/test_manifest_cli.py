@@ -26,6 +26,8 @@ def test_an_mpijob_with_all_options(capsys: pytest.CaptureFixture[str]) -> None:
     line = (
         f"{MPIJOB} --gpus 1 --name digits --namespace ml --cpus 500m --memory 4Gi --shm-size 1Gi "
         "--env A=1 --env B='x y' --launcher-cpus 2 --launcher-memory 2Gi --retries 2 "
+        "--volume d:/data --volume o:/out --log-dir /out/logs --prefix --timestamps "
+        "--lost-after 7.5 "
         "-- python train.py --gpus 3 --name x"
     )
     document = yaml.safe_load(written(capsys, line))
@@ -33,7 +35,12 @@ def test_an_mpijob_with_all_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert document["metadata"] == {"name": "digits", "namespace": "ml"}
     assert document["spec"]["runPolicy"]["backoffLimit"] == 2
     launcher, worker = (container(document, which) for which in ("Launcher", "Worker"))
-    assert launcher["args"] == shlex.split("run -np 8 -x A -x B python train.py --gpus 3 --name x")
+    assert launcher["args"] == shlex.split(
+        "run -np 8 -x A -x B --lost-after 7.5 --prefix --timestamps --log-dir=/out/logs "
+        "python train.py --gpus 3 --name x"
+    )
+    for mounts in (launcher["volumeMounts"], worker["volumeMounts"]):
+        assert {"/data", "/out"} <= {mount["mountPath"] for mount in mounts}
     assert launcher["env"] == [{"name": "A", "value": "1"}, {"name": "B", "value": "x y"}]
     assert launcher["resources"]["limits"] == {"cpu": "2", "memory": "2Gi"}
     assert worker["resources"]["limits"] == {
@@ -47,10 +54,11 @@ def test_an_mpijob_with_all_options(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_script_with_all_options(capsys: pytest.CaptureFixture[str]) -> None:
     line = (
         f"{SLURM} --gpus 1 --cpus 2 --memory 4G --time 1:00:00 --partition a,b --account c "
-        "--job-name d python train.py --time 5"
+        "--job-name d --sbatch=--qos=high --sbatch=--exclusive --env A=1 --env B='x y' --prefix "
+        "--timestamps --lost-after 7.5 --log-dir 'my logs' python train.py --time 5"
     )
     script = written(capsys, line)
-    assert [text.removeprefix("#SBATCH --") for text in script.splitlines()[1:11]] == [
+    assert [text.removeprefix("#SBATCH --") for text in script.splitlines()[1:13]] == [
         "job-name=d",
         "nodes=2",
         "ntasks=8",
@@ -61,8 +69,22 @@ def test_a_script_with_all_options(capsys: pytest.CaptureFixture[str]) -> None:
         "time=1:00:00",
         "partition=a,b",
         "account=c",
+        "qos=high",
+        "exclusive",
     ]
-    assert script.endswith("exec hvkit run -np 8 python train.py --time 5\n")
+    assert script.endswith(
+        "exec hvkit run -np 8 -x A=1 -x 'B=x y' --lost-after 7.5 --prefix --timestamps "
+        "'--log-dir=my logs' python train.py --time 5\n"
+    )
+
+
+@pytest.mark.parametrize("system", ["mpijob --image a", "slurm"])
+def test_hvkit_run_is_told_nothing_that_was_not_asked_for(
+    capsys: pytest.CaptureFixture[str], system: str
+) -> None:
+    text = written(capsys, f"manifest {system} -np 8 --slots 4 python train.py")
+    for option in ("-x", "--lost-after", "--prefix", "--timestamps", "--log-dir"):
+        assert option not in text.replace("\n", " ").split()
 
 
 @pytest.mark.parametrize(
@@ -93,6 +115,16 @@ def test_a_script_with_all_options(capsys: pytest.CaptureFixture[str]) -> None:
         (f"{MPIJOB} --env A python", "argument --env: must be NAME=VALUE"),
         (f"{MPIJOB} --env A=1 --env A=2 python", "argument --env: a variable is there twice"),
         (f"{MPIJOB} --env K_MPI_JOB_ROLE=1 python", "--env K_MPI_JOB_ROLE: the MPI operator sets"),
+        (f"{MPIJOB} --volume data python", "argument --volume: must be CLAIM:PATH"),
+        (f"{MPIJOB} --volume a:/dev/shm python", "argument --volume: PATH /dev/shm is in the way"),
+        (f"{MPIJOB} --volume a:/x --volume b:/x python", "--volume: /x is there 2 times"),
+        (f"{MPIJOB} --lost-after 1 python", "argument --lost-after: must be a number of seconds"),
+        (f"{SLURM} --lost-after soon python", "from 2 to 86400, got 'soon'"),
+        (f"{SLURM} --log-dir '\udcff' python", "must be text in UTF-8"),
+        (f"{SLURM} --env A=1 --env A=2 python", "argument --env: a variable is there twice"),
+        (f"{SLURM} --env A python", "argument --env: must be NAME=VALUE"),
+        (f"{SLURM} --sbatch=qos=high python", "argument --sbatch: must be an option of one line"),
+        (f"{SLURM} --sbatch=--nodes=9 python", "--sbatch --nodes=9: the script has --nodes=2"),
         (f"{MPIJOB} --retries -1 python", "argument --retries:"),
         (f"{MPIJOB} --retries x python", "must be 0 or a positive integer, got 'x'"),
         (f"{SLURM} --cpus 0.5 python", "argument --cpus: must be a positive integer, got '0.5'"),

@@ -17,6 +17,8 @@ ACCEPTED: list[tuple[Check, list[str]]] = [
     (names.image, ["localhost:5000/hvkit", f"hvkit{DIGEST}", f"a.b/c_d__e--f:1{DIGEST}"]),
     (names.slurm_name, ["gpu", "gpu_a100.large", "team+1@site", "1"]),
     (names.slurm_names, ["gpu", "gpu,cpu"]),
+    (names.sbatch_option, ["--qos=high", "--exclusive", "--mail-user=a@b.c", "--constraint a&b"]),
+    (names.subdomain, ["a", "a.b-c.9", "a" * 253]),
     (names.duration, ["02:00:00", "1:00:00", "3-12:30:00", "100:00:01"]),
 ]
 
@@ -31,6 +33,10 @@ REFUSED: list[tuple[Check, str, list[str]]] = [
     (names.slurm_name, "must be letters, digits", ["", "a b", "-a", "a,b", "$(id)", "'a'", "ä"]),
     (names.slurm_name, "must be letters, digits", ["a\n#SBATCH --nodes=9"]),
     (names.slurm_names, "must be letters, digits", ["", "a b"]),
+    (names.subdomain, "at most 253 lower-case", ["", ".", "a.", "a..b", "A", "a-.b", "a" * 254]),
+    (names.sbatch_option, "an option of one line", ["", "qos", "-q", "--", "--=a", "--Qos", "# a"]),
+    (names.sbatch_option, "an option of one line", ["--a=b\n#SBATCH --c", "--a\n", "--a=b\r"]),
+    (names.sbatch_option, "an option of one line", ["--a\x00", "--a=\udcff", "--a="]),
     (names.duration, "must be HH:MM:SS or DAYS-HH:MM:SS", ["", "30", "10:00", "1-2", "1:60:00"]),
     (names.duration, "more than nothing", ["00:00:00", "0-00:00:00", "-1:00:00", "UNLIMITED"]),
     (names.assignment, "must be NAME=VALUE", ["", "A", "=1", "1A=1", "A B=1", "A-B=1", "ä=1"]),

@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hvkit.cli import run
 from hvkit.manifest import Size
 from hvkit.manifest.pods import literal
 from hvkit.manifest.quantity import cpus, memory
+from hvkit.manifest.volumes import volume
 
 
 def replicas(document: dict[str, Any], which: str) -> dict[str, Any]:
@@ -58,11 +60,50 @@ def test_the_launcher_is_small_and_without_gpus() -> None:
 def test_shared_memory_of_a_worker_is_memory_of_limited_size() -> None:
     document = read(full_job())
     pod = replicas(document, "Worker")["template"]["spec"]
-    (volume,) = pod["volumes"]
-    assert volume["emptyDir"] == {"medium": "Memory", "sizeLimit": "512M"}
-    assert container(document, "Worker")["volumeMounts"] == [
-        {"name": volume["name"], "mountPath": "/dev/shm"}
+    (found,) = (volume for volume in pod["volumes"] if "emptyDir" in volume)
+    assert found["emptyDir"] == {"medium": "Memory", "sizeLimit": "512M"}
+    mounts = container(document, "Worker")["volumeMounts"]
+    assert [mount for mount in mounts if mount["name"] == found["name"]] == [
+        {"name": found["name"], "mountPath": "/dev/shm"}
     ]
+
+
+def mounted_claims(document: dict[str, Any], which: str) -> dict[str, str]:
+    """The claim at each path of a pod."""
+    pod = replicas(document, which)["template"]["spec"]
+    claims = {
+        volume["name"]: volume["persistentVolumeClaim"]["claimName"]
+        for volume in pod.get("volumes", [])
+        if "persistentVolumeClaim" in volume
+    }
+    assert len(set(claims.values())) == len(claims), "a claim is there as two volumes"
+    mounts = container(document, which).get("volumeMounts", [])
+    return {m["mountPath"]: claims[m["name"]] for m in mounts if m["name"] in claims}
+
+
+@pytest.mark.parametrize("which", ["Launcher", "Worker"])
+def test_all_pods_have_the_volumes_and_may_write_to_them(which: str) -> None:
+    document = read(full_job())
+    assert mounted_claims(document, which) == {
+        "/data": "datasets",
+        "/out": "results.a",
+        "/more": "datasets",
+    }
+    security = replicas(document, which)["template"]["spec"]["securityContext"]
+    assert security["fsGroup"] == security["runAsGroup"]
+
+
+@pytest.mark.parametrize("which", ["Launcher", "Worker"])
+def test_without_volumes_nothing_is_mounted_and_no_group_set(which: str) -> None:
+    document = read(job())
+    assert mounted_claims(document, which) == {}
+    assert "fsGroup" not in replicas(document, which)["template"]["spec"]["securityContext"]
+
+
+def test_two_volumes_at_one_path_are_refused() -> None:
+    volumes = (volume("a:/data"), volume("b:/data"))
+    with pytest.raises(ValueError, match="--volume: /data is there 2 times: give each"):
+        job(volumes=volumes)
 
 
 @pytest.mark.parametrize("document", [read(job()), read(full_job())], ids=["minimal", "full"])
@@ -76,6 +117,14 @@ def test_the_launcher_runs_what_hvkit_run_understands(document: dict[str, Any]) 
     assert args.command == list(COMMAND)
     set_there = [entry["name"] for entry in launcher.get("env", [])]
     assert [name for name, _ in args.variables] == set_there
+
+
+def test_the_launcher_hands_options_on_to_hvkit_run() -> None:
+    parser = argparse.ArgumentParser()
+    run.add_to(parser.add_subparsers())
+    args = parser.parse_args(container(read(full_job()), "Launcher")["args"])
+    assert (args.lost_after, args.prefix, args.timestamps) == (30.0, True, True)
+    assert args.log_dir == Path("/out/logs")
 
 
 def test_variables_are_set_on_the_launcher_which_gives_them_to_all_ranks() -> None:

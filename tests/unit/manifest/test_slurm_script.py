@@ -115,8 +115,31 @@ def executed(job: SlurmJob, folder: Path) -> list[str]:
     return ran.stdout.decode().split("\0")[:-1]
 
 
+def test_further_options_are_asked_for_last() -> None:
+    script = job(sbatch_options=("--qos=high", "--exclusive", "--constraint=a&b")).script()
+    lines = [line for line in script.splitlines() if line.startswith("#SBATCH")]
+    assert lines[-3:] == ["#SBATCH --qos=high", "#SBATCH --exclusive", "#SBATCH --constraint=a&b"]
+    assert len(lines) == len(options(job())) + 3
+
+
+def test_options_that_the_script_has_already_are_refused() -> None:
+    with pytest.raises(ValueError, match="--sbatch --nodes=3: the script has --nodes=2 already"):
+        job(sbatch_options=("--nodes=3",))
+    with pytest.raises(ValueError, match="--sbatch --gres x:1: the script has --gres=gpu:4"):
+        job(gpus=1, sbatch_options=("--gres x:1",))
+    assert "#SBATCH --gres=x:1\n" in job(sbatch_options=("--gres=x:1",)).script()
+
+
 def test_it_runs_hvkit_run_in_the_allocation(tmp_path: Path) -> None:
     assert executed(job(), tmp_path) == ["run", "-np", "8", *COMMAND]
+
+
+def test_hvkit_run_gets_variables_and_options_unchanged(tmp_path: Path) -> None:
+    value = "a b $HOME `id` ' \" \\ \n#SBATCH --nodes=9 = *"
+    changed = job(variables={"A": value, "B": ""}, run_options=("--prefix", "--log-dir=my logs"))
+    handed_on = ["-x", f"A={value}", "-x", "B=", "--prefix", "--log-dir=my logs"]
+    assert executed(changed, tmp_path) == ["run", "-np", "8", *handed_on, *COMMAND]
+    assert options(changed) == options(job())
 
 
 WORDS = st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0")), max_size=3)

@@ -10,13 +10,14 @@ import psutil
 
 from hvkit.launch.check.meeting import meet
 from hvkit.launch.hosts import Host
+from hvkit.launch.ssh import SSH
 
 _TALK = [sys.executable, "-m", "hvkit.launch.check.talk"]
 
 
 def test_all_reach_all_and_tell_their_interface():
     names = ["localhost", "127.0.0.1", "127.0.0.2"]
-    met = meet([Host(name) for name in names])
+    met = meet([Host(name) for name in names], SSH)
     assert met.absent == ()
     assert {(reach.source, reach.target) for reach in met.reaches} == {
         (source, target) for source in names for target in names if source != target
@@ -32,7 +33,7 @@ def test_a_host_that_says_nothing_is_absent_and_the_others_go_on(tmp_path: Path,
     ssh.write_text("#!/bin/sh\nexit 255\n")
     ssh.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    met = meet([Host("localhost"), Host("away.invalid"), Host("127.0.0.1")])
+    met = meet([Host("localhost"), Host("away.invalid"), Host("127.0.0.1")], SSH)
     assert met.absent == ("away.invalid",)
     assert {(reach.source, reach.target) for reach in met.reaches} == {
         ("localhost", "127.0.0.1"),

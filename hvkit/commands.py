@@ -1,6 +1,9 @@
 """Short commands whose output is looked at, also when they fail."""
 
+import os
+import shutil
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,7 +32,7 @@ class Said:
 def ask(
     command: Sequence[str], timeout: float = 10, environ: Mapping[str, str] | None = None
 ) -> Said | None:
-    """Run a command; ``None`` if there is no such program.
+    """Run a command; ``None`` if there is no such program, or none that can be started.
 
     Args:
         command: the program and its arguments.
@@ -52,3 +55,8 @@ def ask(
     except OSError:
         return None
     return Said(done.returncode, done.stdout, done.stderr)
+
+
+def program(name: str) -> str | None:
+    """Where a program is, first on PATH, else beside this Python; ``None`` if it is nowhere."""
+    return shutil.which(name) or shutil.which(name, path=os.path.dirname(sys.executable))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvkit.launch.supervision.output import LAST_LINES, RankOutput, Style
+from hvkit.launch.supervision.output import LAST_LINES, RankOutput, Style, make_room
 from hvkit.launch.supervision.protocol import Kind
 
 
@@ -114,3 +114,19 @@ def test_a_line_without_end_is_not_kept_whole(shown):
     for _ in range(100):
         rank.write(Kind.STDOUT, b"x" * 1000)
     assert len(rank.last_lines()[0]) == 2000
+
+
+def test_logs_of_earlier_runs_are_kept(tmp_path):
+    folder = tmp_path / "deep" / "logs"
+    for run, ranks in enumerate((3, 1, 2)):
+        make_room(folder)
+        for rank in range(ranks):
+            log = RankOutput(rank, "node1", Style(log_dir=folder), lambda kind, data: None)
+            log.write(Kind.STDOUT, b"run %d\n" % run)
+            log.close()
+    logs = {str(p.relative_to(folder)): p.read_text() for p in folder.rglob("*.log")}
+    assert logs == {
+        **{f"earlier-1/rank-000{rank}.log": "run 0\n" for rank in range(3)},
+        "earlier-2/rank-0000.log": "run 1\n",
+        **{f"rank-000{rank}.log": "run 2\n" for rank in range(2)},
+    }

@@ -1,0 +1,49 @@
+"""The arguments of ``hvkit run`` that ``hvkit manifest`` takes, too, and hands on to it."""
+
+import argparse
+from pathlib import Path
+
+from hvkit.cli.argument_types import seconds_between
+
+_LOST_AFTER = 5.0
+_GRACE = 10.0
+_DAY = 86400.0
+
+
+def add_watching(parser: argparse.ArgumentParser) -> None:
+    """Add how ranks are watched, and how their output is shown."""
+    parser.add_argument(
+        "--lost-after",
+        type=seconds_between(2, _DAY),
+        default=_LOST_AFTER,
+        metavar="SECONDS",
+        help="end the run when a host gives no sign of life for so long "
+        f"(default: {_LOST_AFTER:g})",
+    )
+    parser.add_argument(
+        "--grace",
+        type=seconds_between(0, _DAY),
+        default=_GRACE,
+        metavar="SECONDS",
+        help="how long ranks have, when SIGTERM or Ctrl-C ends the run, to end by themselves; a "
+        f"second one ends them at once (default: {_GRACE:g})",
+    )
+    parser.add_argument("--prefix", action="store_true", help="begin lines with rank and host")
+    parser.add_argument("--timestamps", action="store_true", help="begin lines with the time")
+    parser.add_argument(
+        "--log-dir", type=Path, metavar="DIR", help="also write each rank's output to a file there"
+    )
+
+
+def watching(args: argparse.Namespace) -> tuple[str, ...]:
+    """The words for ``hvkit run`` that say the same as ``args``; none for what is its default."""
+    words = []
+    if args.lost_after != _LOST_AFTER:
+        words += ["--lost-after", f"{args.lost_after:.15g}"]
+    if args.grace != _GRACE:
+        words += ["--grace", f"{args.grace:.15g}"]
+    words += [f"--{name}" for name in ("prefix", "timestamps") if getattr(args, name)]
+    if args.log_dir is not None:
+        # In one word: the folder's name may begin with a dash.
+        words.append(f"--log-dir={args.log_dir}")
+    return tuple(words)

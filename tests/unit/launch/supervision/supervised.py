@@ -1,0 +1,73 @@
+"""``hvkit run``'s supervision, of ranks that a stand-in for mpirun starts on this host."""
+
+import subprocess
+import sys
+import time
+
+import psutil
+
+# Starts each rank as mpirun does, and ends the others when one fails.
+LAUNCHER = """
+import os, subprocess, sys, time
+size, *command = sys.argv[1:]
+ranks = []
+for rank in range(int(size)):
+    place = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size}
+    own = {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in place.items()}
+    ranks.append(subprocess.Popen(command, env={**os.environ, **own}))
+while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
+    time.sleep(0.05)
+for rank in ranks:
+    rank.terminate()
+statuses = [rank.wait() for rank in ranks]
+sys.exit(next((status for status in statuses if status), 0) % 256)
+"""
+
+RUN = """
+import os, signal, sys
+from hvkit.launch.supervision.run import Run, supervise
+# As from a terminal: what runs in the background may have been started to ignore them.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+agent = [sys.executable, "-m", "hvkit.launch.supervision.agent"]
+launcher, size, *command = sys.argv[1:]
+command = [sys.executable, "-c", launcher, size, *agent, *command]
+run = Run(command, dict(os.environ), "The launcher",
+          int(size), ("127.0.0.1",), None, float(os.environ.get("GRACE", 10)), bind=True)
+sys.exit(supervise(run))
+"""
+
+
+def command_line(script, size=2, program=RUN):
+    return [sys.executable, "-c", program, LAUNCHER, str(size), "bash", "-c", script]
+
+
+def run(script, size=2, program=RUN):
+    words = command_line(script, size, program)
+    return subprocess.run(words, capture_output=True, text=True, timeout=60)
+
+
+def sleeping(mark):
+    return [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", mark]]
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in 30 seconds"
+        time.sleep(0.05)
+
+
+def below(run):
+    """The processes below ``hvkit run`` by what they are."""
+    found = {"launcher": [], "guard": [], "agent": [], "command": []}
+    for process in psutil.Process(run.pid).children(recursive=True):
+        words = process.cmdline()
+        if LAUNCHER in words:
+            found["launcher"].append(process)
+        elif "hvkit.launch.supervision.agent" in words:
+            guards = process.parent() in found["launcher"]
+            found["guard" if guards else "agent"].append(process)
+        elif words[:1] == ["bash"] and process.parent() in found["agent"]:
+            found["command"].append(process)
+    return found

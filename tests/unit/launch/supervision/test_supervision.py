@@ -1,0 +1,152 @@
+"""``hvkit run`` watches its ranks: here started by a stand-in for mpirun, on this host."""
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from supervised import LAUNCHER, RUN, below, command_line, run, sleeping
+
+from hvkit.launch.supervision.protocol import KEY_VARIABLE, Kind, Supervised, frame
+
+
+def test_what_ranks_print_and_that_all_ended_well_is_handed_on():
+    done = run("echo out $OMPI_COMM_WORLD_RANK; echo err >&2")
+    assert done.returncode == 0
+    assert sorted(done.stdout.split("\n")) == ["", "out 0", "out 1"]
+    assert done.stderr == "err\nerr\n"
+
+
+def test_megabytes_of_output_arrive_in_full():
+    done = run("head -c 3000000 /dev/zero | tr '\\0' x", size=1)
+    assert done.stdout == "x" * 3_000_000
+
+
+def test_the_rank_that_failed_first_is_named_with_its_last_lines_and_its_status():
+    done = run("[ $OMPI_COMM_WORLD_RANK = 0 ] && sleep 600; echo too bad >&2; exit 7")
+    assert done.returncode == 7
+    host = socket.gethostname()
+    assert (
+        f"hvkit run: rank 1 on {host} ended with exit status 7; its last lines:\n    too bad\n"
+        in (done.stderr)
+    )
+    assert "failed too" not in done.stderr
+
+
+def test_a_command_that_is_not_there_is_named():
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, LAUNCHER, "1", "no-such-program"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 127
+    assert "cannot run 'no-such-program'" in done.stderr
+
+
+def test_ranks_print_at_once_though_into_a_pipe():
+    script = f"{sys.executable} -c 'import os; print(1); os.kill(os.getpid(), 9)'"
+    done = run(script, size=1)
+    assert done.returncode == 137
+    assert done.stdout == "1\n"
+
+
+def test_nothing_is_lost_where_output_is_read_late():
+    script = "head -c 4000000 /dev/zero | tr '\\0' x; echo END"
+    running = subprocess.Popen(command_line(script, size=1), stdout=subprocess.PIPE)
+    time.sleep(8)  # Longer than anything here waits for a reader.
+    out, _ = running.communicate(timeout=60)
+    assert running.returncode == 0
+    assert len(out) == 4_000_004
+    assert out.endswith(b"xEND\n")
+
+
+def test_a_reader_that_has_seen_enough_ends_the_run_quietly():
+    running = subprocess.Popen(
+        command_line("yes", size=1), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert running.stdout.readline() == "y\n"
+    running.stdout.close()
+    assert running.wait(timeout=30) == 128 + signal.SIGPIPE
+    assert running.stderr.read() == ""
+
+
+def test_a_full_disk_is_named_with_the_log_file(tmp_path):
+    (tmp_path / "rank-0000.log").symlink_to("/dev/full")
+    logging = RUN.replace("bind=True", f"bind=True, style=Style(log_dir=Path({str(tmp_path)!r}))")
+    imports = "from pathlib import Path\nfrom hvkit.launch.supervision.output import Style\n"
+    words = [sys.executable, "-c", imports + logging, LAUNCHER, "1", "sh", "-c", "echo x; sleep 60"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    log = tmp_path / "rank-0000.log"
+    assert f"output cannot be written to {log}: No space left on device" in done.stderr
+
+
+def test_without_standard_input_ranks_run():
+    words = shlex.join(command_line("cat; echo done", size=1))
+    done = subprocess.run(["sh", "-c", f"{words} <&-"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "done\n")
+
+
+def test_commands_do_not_get_the_key():
+    assert KEY_VARIABLE not in run("env", size=1).stdout
+
+
+def test_who_does_not_know_the_key_is_not_listened_to(started, mark):
+    running = started()
+    environment = psutil.Process(below(running)["agent"][0].pid).environ()
+    supervised = Supervised.from_json(environment["HVKIT_RUN"])
+    with socket.create_connection((supervised.addresses[0], supervised.port), timeout=10) as wrong:
+        nonce = wrong.recv(16)
+        hello = {"rank": 0, "host": "x", "proof": nonce.hex()}
+        wrong.sendall(frame(Kind.HELLO, json.dumps(hello).encode()))
+        wrong.sendall(frame(Kind.ENDED, json.dumps({"status": 5}).encode()))
+        assert wrong.recv(100) == b""
+    # Had it been believed, this would be the end with the status that it told.
+    with pytest.raises(subprocess.TimeoutExpired):
+        running.wait(timeout=6)
+    running.terminate()
+    assert running.wait(timeout=30) == 128 + signal.SIGTERM
+
+
+def test_an_agent_without_supervisor_becomes_the_command():
+    agent = [sys.executable, "-m", "hvkit.launch.supervision.agent"]
+    done = subprocess.run([*agent, "bash", "-c", "exit 5"], timeout=60)
+    assert done.returncode == 5
+
+
+def test_ranks_of_a_host_are_bound_to_different_cores():
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("this machine has a single core")
+    done = run("exec taskset -cp $$")
+    first, second = (line.rpartition(": ")[2] for line in done.stdout.splitlines())
+    assert first != second
+
+
+def test_who_does_not_prove_itself_can_say_anything(started, mark):
+    running = started()
+    (port,) = {
+        c.laddr.port for c in psutil.Process(running.pid).net_connections() if c.status == "LISTEN"
+    }
+    for said in (b"[" * 4000, b'{"rank": Infinity, "host": "", "proof": ""}', b"x" * 5000):
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(frame(Kind.HELLO, said))
+            stranger.shutdown(socket.SHUT_WR)
+            while stranger.recv(4096):
+                pass
+    assert len(sleeping(mark)) == 2
+    running.send_signal(signal.SIGTERM)
+    _, errors = running.communicate(timeout=30)
+    assert errors == "hvkit run: ended by SIGTERM\n"
+
+
+def test_what_is_meant_for_this_host_alone_is_set_here():
+    given = RUN.replace("bind=True", "bind=True, here={'MINE': 'a b'}")
+    done = run("echo $MINE", program=given)
+    assert done.stdout == "a b\na b\n"
