@@ -14,7 +14,7 @@ from hvkit.launch.environment import without_place
 from hvkit.launch.forwarding import GPU_LISTS, forwarded
 from hvkit.launch.hosts import Host
 from hvkit.launch.job import Job
-from hvkit.launch.launchers import find_launcher
+from hvkit.launch.launchers import Launcher, find_launcher
 from hvkit.launch.mca import without_interfaces
 from hvkit.launch.preflight import examine
 from hvkit.launch.supervision.output import Style, make_room
@@ -135,20 +135,12 @@ def prepared(request: Request) -> Run:
     if request.interfaces:
         environ = without_interfaces(environ)
     names: tuple[str, ...] = ()
-    gpus: dict[str, str] = {}
+    here: dict[str, str] = {}
     if not site.here:
         # On this host alone ranks inherit all of it.
         names = (*forwarded(environ, request.variables), *_OF_THE_RUN)
-        gpus = {key: environ[key] for key in GPU_LISTS if key in environ and key not in names}
-        if launcher.sends_all:
-            environ = {key: environ[key] for key in (*names, *_AT_HOME) if key in environ}
-        elif request.system == SLURM:
-            # There srun, which sends all of it, starts Open MPI's daemons.
-            environ = {
-                key: value
-                for key, value in environ.items()
-                if key in names or key in _AT_HOME or key.startswith(_SLURM)
-            }
+        here = {name: environ[name] for name in GPU_LISTS - {*names} if name in environ}
+        environ = _sendable(environ, names, launcher, request.system)
     job = Job(
         hosts=site.hosts,
         command=(sys.executable, "-P", "-m", _AGENT, *request.command),
@@ -169,9 +161,27 @@ def prepared(request: Request) -> Run:
         lost_after=None if site.here else request.lost_after,
         grace=request.grace,
         bind=request.bind,
-        here=gpus,
+        here=here,
         style=request.style,
     )
+
+
+def _sendable(
+    environ: Mapping[str, str], names: Sequence[str], launcher: Launcher, system: str | None
+) -> dict[str, str]:
+    """The launcher's environment without what may not reach other hosts, if it all goes there."""
+    if launcher.sends_all:
+        kept: tuple[str, ...] = ()
+    elif system == SLURM:
+        # There srun, which sends all of it, starts Open MPI's daemons.
+        kept = _SLURM
+    else:
+        return dict(environ)
+    return {
+        name: value
+        for name, value in environ.items()
+        if name in names or name in _AT_HOME or name.startswith(kept)
+    }
 
 
 def _refuse_unreadable(request: Request) -> None:
