@@ -168,7 +168,7 @@ class _Agent:
             self.wait_for(pump)
         how: dict[str, Any] = {"status": status, "ago": time.monotonic() - self.ended_at}
         if self.unguarded:
-            how["problem"] = "the process that its launcher had started was killed"
+            how["problem"] = "its process below the launcher was killed"
         self.tell_end({**how, "asked": not by_itself and not self.unguarded})
         return status if status >= 0 else 128 - status
 

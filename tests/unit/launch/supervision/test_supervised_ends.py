@@ -30,7 +30,7 @@ def test_processes_that_ignore_the_polite_signal_are_ended_too(started, mark):
     ("victim", "message"),
     [
         ("launcher", "The launcher (process "),
-        ("guard", "the process that its launcher had started was killed"),
+        ("guard", "its process below the launcher was killed"),
         ("agent", "ended without a word"),
         ("command", "was killed by signal 9 (SIGKILL)"),
     ],
