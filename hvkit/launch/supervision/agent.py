@@ -60,7 +60,7 @@ def main(command: Sequence[str]) -> int:
             return _CANNOT_RUN
     supervised = Supervised.from_json(os.environ.pop(SUPERVISOR_VARIABLE))
     key = os.environ.pop(KEY_VARIABLE)
-    go_below_guard()
+    guard = go_below_guard()
     if socket.gethostname() == supervised.host:
         os.environ.update(supervised.variables)
     here = place(os.environ)
@@ -82,17 +82,17 @@ def main(command: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 1
-    return _Agent(connection, command, supervised).run()
+    return _Agent(connection, command, supervised, guard).run()
 
 
 class _Agent:
     def __init__(
-        self, connection: Connection, command: Sequence[str], supervised: Supervised
+        self, connection: Connection, command: Sequence[str], supervised: Supervised, guard: int
     ) -> None:
         self.connection = connection
         self.command = command
         self.supervised = supervised
-        self.guard = os.getppid()
+        self.guard = guard
         self.stopping = threading.Event()
         self.deadline = float("inf")
         self.lost = False

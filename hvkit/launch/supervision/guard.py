@@ -15,14 +15,14 @@ PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signa
 """The signals of a launcher that reach the agent."""
 
 
-def go_below_guard() -> None:
-    """Go on in a child of this process; this process itself becomes its guard."""
-    launcher = os.getppid()
+def go_below_guard() -> int:
+    """Go on in a child of this process, which itself becomes the child's guard: its process id."""
+    guard, launcher = os.getpid(), os.getppid()
     adopt_orphans()
     agent = os.fork()
     if agent == 0:
         os.setpgid(0, 0)
-        return
+        return guard
     os._exit(_guarded(agent, launcher))
 
 
