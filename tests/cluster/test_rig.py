@@ -11,7 +11,7 @@ from probes import becomes_true, said
 from rig import RigError
 
 NAMES = ["node1", "node2"]
-UNTIL_INTERRUPTED = "trap 'exit 5' INT; echo ready; while :; do sleep 0.1; done"
+UNTIL_ASKED = "trap 'exit 5' TERM; echo ready; while :; do sleep 0.1; done"
 
 
 def test_a_host_has_its_name_its_address_and_no_way_out(rig):
@@ -117,10 +117,10 @@ def test_processes_are_those_of_one_host_and_none_that_make_it_one(rig):
 
 def test_signals_reach_the_command(rig):
     (host,) = rig(["alone"]).hosts
-    job = host.popen(["sh", "-c", UNTIL_INTERRUPTED], stdout=subprocess.PIPE, text=True)
+    job = host.popen(["sh", "-c", UNTIL_ASKED], stdout=subprocess.PIPE, text=True)
     with job:
         assert job.stdout.readline() == "ready\n"
-        job.send_signal(signal.SIGINT)
+        job.send_signal(signal.SIGTERM)
         assert job.wait(20) == 5
     job = host.popen(["sleep", "1000"])
     job.kill()
