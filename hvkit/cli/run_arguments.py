@@ -4,9 +4,10 @@ import argparse
 from pathlib import Path
 
 from hvkit.cli.argument_types import seconds_between
+from hvkit.launch.start import Request
 
-_LOST_AFTER = 5.0
-_GRACE = 10.0
+_LOST_AFTER = Request.lost_after
+_GRACE = Request.grace
 _DAY = 86400.0
 
 

@@ -6,7 +6,7 @@ import time
 
 import psutil
 
-# Starts each rank as mpirun does, and ends the others when one fails.
+# Starts each rank as mpirun does, and ends the others when one fails: by force after a second.
 LAUNCHER = """
 import os, subprocess, sys, time
 size, *command = sys.argv[1:]
@@ -19,6 +19,11 @@ while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for ran
     time.sleep(0.05)
 for rank in ranks:
     rank.terminate()
+deadline = time.monotonic() + 1
+while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+    time.sleep(0.05)
+for rank in ranks:
+    rank.kill()
 statuses = [rank.wait() for rank in ranks]
 sys.exit(next((status for status in statuses if status), 0) % 256)
 """
