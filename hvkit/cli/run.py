@@ -82,7 +82,7 @@ def _execute(args: argparse.Namespace) -> int:
         style=Style(args.prefix, args.timestamps, args.log_dir),
     )
     if args.dry_run:
-        print(shown(prepared(request)))
+        print(shown(prepared(request, supervised=False)))
         return 0
     return start(request)
 

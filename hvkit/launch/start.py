@@ -80,20 +80,16 @@ def start(request: Request) -> int:
 
 
 def shown(run: Run) -> str:
-    """The launcher's command line, for a shell, with the variables that are added and removed.
-
-    Those that only a supervised run has are left out.
-    """
-    environ = {name: value for name, value in run.environ.items() if name not in _OF_THE_RUN}
+    """The launcher's command line, for a shell, with the variables that are added and removed."""
     given = _given()
-    removed = [f"-u {shlex.quote(name)}" for name in given if name not in environ]
+    removed = [f"-u {shlex.quote(name)}" for name in given if name not in run.environ]
     added = [
         f"{name}={shlex.quote(value)}"
-        for name, value in environ.items()
+        for name, value in run.environ.items()
         if given.get(name) != value
     ]
     env = ["env", *removed] if removed else []
-    return " ".join([*env, *added, shlex.join(_unsupervised(run.command))])
+    return " ".join([*env, *added, shlex.join(run.command)])
 
 
 def _given() -> dict[str, str]:
@@ -105,21 +101,12 @@ def _given() -> dict[str, str]:
     return environ
 
 
-def _unsupervised(command: Sequence[str]) -> list[str]:
-    """The launcher's command line without the options for what only a supervised run has."""
-    words = list(command)
-    for name in _OF_THE_RUN:
-        option = ["-x", name]
-        # What follows the agent is the user's.
-        for place in range(words.index(_AGENT) - 1):
-            if words[place : place + 2] == option:
-                del words[place : place + 2]
-                break
-    return words
-
-
-def prepared(request: Request) -> Run:
+def prepared(request: Request, *, supervised: bool = True) -> Run:
     """Find the launcher, examine the hosts, and put the command line together.
+
+    Args:
+        request: what is wanted.
+        supervised: whether ranks get what they need to be watched; not if the line is typed.
 
     Raises:
         LaunchError: something is not as it has to be.
@@ -138,7 +125,7 @@ def prepared(request: Request) -> Run:
     here: dict[str, str] = {}
     if not site.here:
         # On this host alone ranks inherit all of it.
-        names = (*forwarded(environ, request.variables), *_OF_THE_RUN)
+        names = (*forwarded(environ, request.variables), *(_OF_THE_RUN if supervised else ()))
         here = {name: environ[name] for name in GPU_LISTS - {*names} if name in environ}
         environ = _sendable(environ, names, launcher, request.system)
     job = Job(
@@ -205,6 +192,9 @@ def _environment(variables: Mapping[str, str | None], interfaces: Sequence[str])
         if value is None and name not in os.environ:
             raise LaunchError(f"-x {name}: it is not set here: write -x {name}=VALUE")
     environ = without_place(os.environ)
+    for name in _OF_THE_RUN:
+        # Of a run that this one was started in.
+        environ.pop(name, None)
     if interfaces:
         # NCCL reads the sign as "exactly these"; it would also take eth1 for eth10 otherwise.
         environ.setdefault("NCCL_SOCKET_IFNAME", "=" + ",".join(interfaces))
