@@ -23,12 +23,12 @@ LIMIT := timeout --kill-after=10 900
 HANGS := -o faulthandler_timeout=120
 RANKS = $(OVERSUBSCRIBE) $(LIMIT) mpirun -np $(1) python -m pytest $(HANGS)
 
-.PHONY: run test lint unit parallel recipes examples cluster accuracy image setup machine clean-venv
+.PHONY: run test lint unit parallel launched recipes examples cluster accuracy image setup machine clean-venv
 
 run: setup
 	horovodrun -np 2 python recipes/mnist_tf.py
 
-test: lint unit parallel recipes examples cluster
+test: lint unit parallel launched recipes examples cluster
 
 lint: setup
 	ruff check .
@@ -44,6 +44,10 @@ parallel: setup
 	$(call RANKS,3) tests/parallel
 	$(call RANKS,2) --without-averaging tests/parallel/pytorch/test_torch_equals_one_process.py \
 		tests/parallel/keras/test_keras_equals_one_process.py
+
+# Scripts that go wrong, each started on ranks of its own.
+launched: setup
+	python -m pytest tests/launched
 
 recipes: setup
 	python -m pytest tests/recipes

@@ -7,7 +7,7 @@ Wrong arguments raise the built-in ``TypeError`` and ``ValueError``. Everything 
         ├── HorovodNotFoundError   several ranks were launched, no usable Horovod
         ├── LaunchError            ranks cannot be started as asked, or not as many as asked were
         ├── HostfileError          a hostfile or a list of hosts cannot be read
-        ├── RankLostError          another rank has ended, or waits elsewhere, while this one waits
+        ├── RankLostError          another rank has ended, or waits in another call
         ├── RanksDisagreeError     the ranks did not pass the same model or arguments
         └── BuildError             Horovod could not be built or installed
 """
@@ -34,7 +34,7 @@ class RanksDisagreeError(HvkitError, ValueError):
 
 
 class RankLostError(HvkitError):
-    """Another rank has ended, with an error or with fewer batches, while this one waits for it."""
+    """This rank waits for another one that has ended, or that waits in another call."""
 
 
 class BuildError(HvkitError):

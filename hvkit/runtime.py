@@ -90,7 +90,8 @@ def _join(framework: str | None = None) -> _World:
         os.environ["HOROVOD_STALL_CHECK_DISABLE"] = "1"
     _keep_open_mpi_off_containers()
     framework = framework or _imported_framework()
-    engine = ENGINES[framework]()
+    with watch.starting():
+        engine = ENGINES[framework]()
     hvd = engine.hvd
     if hvd.size() != announced.size:
         raise LaunchError(

@@ -21,11 +21,50 @@ sentence, sends it to all ranks and shuts Horovod down; every wait then ends wit
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from hvkit.watch import failures
+from hvkit.watch import calls, failures
+from hvkit.watch.verdict import SAME_CALLS
 from hvkit.watch.watcher import Hub, Limits, Reporter
+
+
+@contextmanager
+def starting() -> Iterator[None]:
+    """Around the start of Horovod, for which every rank has to come.
+
+    No rank can reach another one yet, so each one can only say that it waits.
+
+    Raises:
+        LaunchError: ``HVKIT_STALL_SECONDS`` or ``HVKIT_STALL_LIMIT_SECONDS`` is no positive number.
+    """
+    limits = Limits.from_environment()
+    timers = [
+        threading.Timer(limits.report, _say_that_it_starts, [limits.report]),
+        threading.Timer(limits.end, _end_the_start, [limits.end]),
+    ]
+    for timer in timers:
+        timer.daemon = True
+        timer.start()
+    try:
+        yield
+    finally:
+        for timer in timers:
+            timer.cancel()
+
+
+def _say_that_it_starts(seconds: float) -> None:
+    call, line = calls.current_call() or "its first call of hvkit", calls.line_of_script()
+    text = f"a rank waits in {call} ({line}) for ranks that have not called hvkit for {seconds:g} s"
+    os.write(2, f"hvkit: {text}: {SAME_CALLS}\n".encode())
+
+
+def _end_the_start(seconds: float) -> None:
+    _say_that_it_starts(seconds)
+    os._exit(1)
 
 
 def start(

@@ -65,7 +65,6 @@ class _Now:
         self.key = ""
         self.before = ""
         self.serial = 0
-        self.depth = 0
         self.waits = 0
         self.since = time.monotonic()
 
@@ -77,38 +76,53 @@ _graph_seen: dict[int, tuple[int, float]] = {}
 
 @contextmanager
 def call(name: str, step: int | None = None, key: str = "") -> Iterator[None]:
-    """The user's call that everything inside belongs to; inside another call it counts as that one.
+    """A call that ranks make together; everything inside belongs to it.
+
+    Inside another call it does nothing: that is the one which the user made.
 
     Args:
-        name: as the user writes it: ``hvkit.average``, ``backward()``.
+        name: as the user writes it: ``fit``, ``backward()``.
         step: the optimizer step that it belongs to, counted from 1.
         key: what calls have to have in common to wait for each other, beside the name.
     """
-    now = _now
-    now.depth += 1
-    if now.depth == 1:
-        now.call, now.step, now.key = name, step, f"{name} {key}"
-        now.serial += 1
-    try:
+    if _now.call:
         yield
-    finally:
-        now.depth -= 1
-        if now.depth == 0:
-            now.before, now.call, now.step, now.key = now.key, "", None, ""
+        return
+    with _entered(name, step, key):
+        yield
 
 
 def named(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator: the whole function is the user's call ``name``."""
+    """Decorator: where the script itself calls this function, that is the call ``name``.
+
+    Also inside another call, as in a callback of ``fit``. Where hvkit calls it, it belongs to the
+    call that the script made.
+    """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def in_call(*args: P.args, **kwargs: P.kwargs) -> R:
-            with call(name):
+            if sys._getframe(1).f_code.co_filename.startswith(_OWN_FOLDER):
+                return function(*args, **kwargs)
+            with _entered(name, None, ""):
                 return function(*args, **kwargs)
 
         return in_call
 
     return decorate
+
+
+@contextmanager
+def _entered(name: str, step: int | None, key: str) -> Iterator[None]:
+    now = _now
+    outer = now.call, now.step, now.key
+    now.call, now.step, now.key = name, step, f"{name} {key}"
+    now.serial += 1
+    try:
+        yield
+    finally:
+        now.before = now.key
+        now.call, now.step, now.key = outer
 
 
 def current_call() -> str:
@@ -167,8 +181,8 @@ def line_of_script() -> str:
     fallback: FrameType | None = None
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith("<frozen") and not file.startswith(_OWN_FOLDER):
-            if not _is_library(file):
+        if not file.startswith(_OWN_FOLDER):
+            if not _is_library(frame):
                 return _line(frame)
             fallback = fallback or frame
         frame = frame.f_back
@@ -178,7 +192,10 @@ def line_of_script() -> str:
 _OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
-def _is_library(file: str) -> bool:
+def _is_library(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    if file.startswith("<"):  # code that was made from text: a shell's, a notebook's, a library's
+        return frame.f_globals.get("__name__") != "__main__"
     return file.startswith(_library_folders()) or "__autograph_generated_file" in file
 
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from hvkit.launch.network import interfaces, within_host
 
-# Seconds for one try to connect, and for the other end to prove itself.
-_PATIENCE = 5.0
+PATIENCE = 5.0
+"""Seconds for one try to connect, and for the other end to prove itself."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def connect(meeting: Meeting, rank: int) -> Connection | None:
     """Reach rank 0; None where no address of its host leads there."""
     for address in meeting.addresses:
         try:
-            reached = socket.create_connection((address, meeting.port), timeout=_PATIENCE)
+            reached = socket.create_connection((address, meeting.port), timeout=PATIENCE)
             connection = _proven(reached, meeting.secret, first=False)
             send(connection, {"rank": rank})
             return connection
@@ -116,7 +116,7 @@ def _proven(open_socket: socket.socket, secret: bytes, *, first: bool) -> Connec
     open_socket.setblocking(True)
     open_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        open_socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(_PATIENCE), 0))
+        open_socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(PATIENCE), 0))
     connection = Connection(open_socket.detach())
     try:
         steps = [deliver_challenge, answer_challenge]

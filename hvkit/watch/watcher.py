@@ -27,7 +27,7 @@ _NO_ANSWER = 10.0
 # After a verdict ranks have so long to end by themselves, in seconds.
 _GRACE = 30.0
 # How long an error of Horovod's waits for its explanation, in seconds.
-_EXPLAINED_WITHIN = 3.0
+_EXPLAINED_WITHIN = 5.0
 
 END_OF_SCRIPT = "reached the end of the script"
 
@@ -151,6 +151,15 @@ class Watcher:
 class Reporter(Watcher):
     """Any rank but 0: reports to rank 0 and does what that decides."""
 
+    def __init__(self, rank: int, limits: Limits, shut_down: Callable[[], None]) -> None:
+        super().__init__(rank, limits, shut_down)
+        self._tried = threading.Event()
+
+    def stop(self) -> None:
+        """As of any rank; one that ends at once has still to reach rank 0 to say so."""
+        self._tried.wait(channel.PATIENCE)
+        super().stop()
+
     def start(self, meeting: channel.Meeting) -> None:
         """Watch from now on."""
         self._thread = threading.Thread(
@@ -160,9 +169,11 @@ class Reporter(Watcher):
 
     def _run(self, meeting: channel.Meeting) -> None:
         hub = channel.connect(meeting, self.rank)
-        if hub is None or self._stopped.is_set():
+        if hub is not None:
+            self._peers[0] = hub
+        self._tried.set()
+        if hub is None:
             return
-        self._peers[0] = hub
         reported = -1.0
         while not self._stopped.is_set():
             try:

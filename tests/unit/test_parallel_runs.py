@@ -56,47 +56,6 @@ def test_a_rank_that_fails_or_hangs_ends_the_run_and_shows_itself(test, shown, t
         assert text in done.stderr + done.stdout
 
 
-FEWER_BATCHES = """
-import torch, hvkit
-model = torch.nn.Linear(2, 1)
-model, optimizer = hvkit.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
-for _ in range(3 - hvkit.rank()):
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-"""
-
-
-WAITS_ELSEWHERE = FEWER_BATCHES + "hvkit.average(1.0)"
-
-EVALUATES_ALONE = """
-import keras, numpy as np, hvkit
-model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-model, optimizer = hvkit.distribute(model, keras.optimizers.SGD(0.1))
-model.compile(optimizer, "mse")
-if hvkit.rank() == 0:
-    model.evaluate(np.ones((4, 2)), np.ones(4), verbose=0)
-"""
-
-
-@pytest.mark.parametrize(
-    "code",
-    [FEWER_BATCHES, WAITS_ELSEWHERE, EVALUATES_ALONE],
-    ids=["fewer batches", "waits elsewhere", "evaluates alone"],
-)
-def test_a_rank_that_others_wait_for_in_vain_ends_them_with_the_reason(code, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(code)
-    soon = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "2", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "4"}
-    done = subprocess.run(
-        ["mpirun", "-np", "2", sys.executable, str(script)],
-        env=os.environ | soon,
-        capture_output=True, text=True, timeout=150, check=False,
-    )  # fmt: skip
-    assert done.returncode != 0
-    assert "RankLostError: another rank has ended, or waits elsewhere" in done.stderr
-    assert "the same number of steps" in done.stderr
-
-
 def test_a_run_without_ranks_is_refused(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "pytest", str(PARALLEL)],

@@ -1,0 +1,287 @@
+"""Scripts whose ranks wait for each other end with a sentence that names the calls and their lines.
+
+Each script is started as a user would start it. What it does wrong is in the line that ends in
+``# here``, or in the lines around it.
+"""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+TORCH = """
+import time, torch, hvkit
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+{before}
+model, optimizer = hvkit.distribute(model, optimizer)
+rank, last = hvkit.rank(), hvkit.size() - 1
+for step in range({steps}):
+    loss = model(torch.ones(1, 2)).sum()
+    {inside}
+    loss.backward()  # backward
+    optimizer.step()
+{after}
+"""
+
+KERAS = """
+import time, keras, numpy as np, tensorflow as tf, hvkit
+model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+model, optimizer = hvkit.distribute(model, keras.optimizers.SGD(0.1))
+rank, last = hvkit.rank(), hvkit.size() - 1
+x, y = np.ones((64, 2), np.float32), np.ones((64, 1), np.float32)
+{decorator}
+def train(x, y):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean((model(x) - y) ** 2)
+    optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+for step in range(12):
+    {inside}
+    train(x, y)  # train
+{after}
+"""
+
+FIT = """
+import time, keras, numpy as np, hvkit
+model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+model, optimizer = hvkit.distribute(model, keras.optimizers.SGD(0.1))
+model.compile(optimizer, "mse")
+rank, last = hvkit.rank(), hvkit.size() - 1
+x, y = np.ones((64, 2), np.float32), np.ones((64, 1), np.float32)
+class InFit(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch, logs=None):
+        {inside}
+        pass
+model.fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=[InFit()])  # train
+{after}
+"""
+
+
+def torch_script(before="", inside="pass", after="", steps="12"):
+    return TORCH.format(before=before, inside=inside, after=after, steps=steps)
+
+
+def keras_script(decorator="", inside="pass", after=""):
+    return KERAS.format(decorator=decorator, inside=inside, after=after)
+
+
+def run(code, folder, ranks, **settings):
+    """The exit status, what was printed as an error, and the lines of the script by mark."""
+    script = folder / "train.py"
+    script.write_text(code)
+    done = subprocess.run(
+        ["mpirun", "--oversubscribe", "-np", str(ranks), sys.executable, "train.py"],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"} | settings,
+        capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    lines = {
+        line.rpartition("# ")[2]: f"train.py:{number}"
+        for number, line in enumerate(code.splitlines(), 1)
+        if "# " in line
+    }
+    return done.returncode, done.stderr, lines
+
+
+SKIPS = "if rank == last and step == 7: continue"
+LEAVES = "if rank == last and step == 7: break"
+AVERAGES = "if rank == 0 and step == 7: hvkit.average(1.0)  # here"
+AT_THE_END = "hvkit.average(1.0)  # here"
+
+# What the script does, what the first rank and what the last rank is said to wait in.
+UNLIKE = {
+    "torch: a batch is skipped": (
+        torch_script(inside=SKIPS, after=AT_THE_END),
+        ("backward() of step 12", "backward"), ("hvkit.average", "here"),
+    ),
+    "torch: the loop is left": (
+        torch_script(inside=LEAVES, after=AT_THE_END),
+        ("backward() of step 8", "backward"), ("hvkit.average", "here"),
+    ),
+    "torch: parts of different length": (
+        torch_script(steps="12 - (rank == last)", after=AT_THE_END),
+        ("backward() of step 12", "backward"), ("hvkit.average", "here"),
+    ),
+    "torch: average on rank 0": (
+        torch_script(inside=AVERAGES),
+        ("hvkit.average", "here"), ("backward() of step 8", "backward"),
+    ),
+    "torch: save on rank 0": (
+        torch_script(
+            before="checkpoint = hvkit.Checkpoint('ck', model=model)",
+            inside="if rank == 0 and step == 7: checkpoint.save(epoch=0, step=1)  # here",
+        ),
+        ("Checkpoint.save", "here"), ("backward() of step 8", "backward"),
+    ),
+    "torch: barrier on rank 0": (
+        torch_script(inside="if rank == 0 and step == 7: hvkit.barrier()  # here"),
+        ("hvkit.barrier", "here"), ("backward() of step 8", "backward"),
+    ),
+    "keras: a batch is skipped in a graph": (
+        keras_script("@tf.function", inside=SKIPS, after=AT_THE_END),
+        ("the optimizer, step 12", "train"), ("hvkit.average", "here"),
+    ),
+    "keras: average on rank 0 beside a graph": (
+        keras_script("@tf.function", inside=AVERAGES),
+        ("hvkit.average", "here"), ("the optimizer, step 8", "train"),
+    ),
+    "keras: average on rank 0 in eager code": (
+        keras_script(inside=AVERAGES),
+        ("hvkit.average", "here"), ("optimizer.apply()", "train"),
+    ),
+    "keras: average on rank 0 in a callback": (
+        FIT.format(inside="if rank == 0 and batch == 3: hvkit.average(1.0)  # here", after=""),
+        ("hvkit.average", "here"), ("fit, step 4", "train"),
+    ),
+    "keras: evaluate on rank 0": (
+        FIT.format(
+            inside="",
+            after="if rank == 0: model.evaluate(x, y, verbose=0)  # here\n"
+            "else: model.fit(x, y, batch_size=8, verbose=0)  # again",
+        ),
+        ("evaluate", "here"), ("fit", "again"),
+    ),
+}  # fmt: skip
+
+
+ON_THREE_RANKS = ("torch: the loop is left", "keras: average on rank 0 in a callback")
+
+
+@pytest.mark.parametrize("case", UNLIKE)
+def test_calls_that_do_not_match_end_every_rank_with_both_lines(case, tmp_path):
+    code, (first_call, first_mark), (last_call, last_mark) = UNLIKE[case]
+    ranks = (
+        3 if case in ("torch: the loop is left", "keras: average on rank 0 in a callback") else 2
+    )
+    status, err, lines = run(code, tmp_path, ranks)
+    assert status != 0
+    found = re.findall(r"(ranks? [^;]*? waits? in .*?): every rank has to make the same calls", err)
+    called = re.findall(r"(rank \d calls .*?): every rank has to make the same calls", err)
+    assert len(found) + len(called) == 1, err
+    sentence = [*found, *called][0]
+    assert f"{first_call} ({lines[first_mark]})" in sentence, err
+    assert f"{last_call} ({lines[last_mark]})" in sentence, err
+    # The ranks themselves end with a line each, and one traceback at most.
+    assert err.count("Traceback") == (0 if found else 1), err
+    assert len(re.findall(r"hvkit: .*rank \d ends", err)) == (ranks if found else ranks - 1), err
+
+
+ENDS = {
+    "torch: distribute on rank 0": (
+        torch_script(before="if hvkit.rank(): raise SystemExit(0)").replace(
+            "hvkit.distribute(model, optimizer)", "hvkit.distribute(model, optimizer)  # here"
+        ),
+        "rank 0 waits in hvkit.distribute (", "; rank 1 reached the end of the script",
+    ),
+    "torch: barrier at the end on rank 0": (
+        torch_script(after="if rank == 0: hvkit.barrier()  # here"),
+        "rank 0 waits in hvkit.barrier (", "; rank 1 reached the end of the script",
+    ),
+    "keras: evaluate at the end on rank 0": (
+        FIT.format(inside="", after="if rank == 0: model.evaluate(x, y, verbose=0)  # here"),
+        "rank 0 waits in evaluate (", "; rank 1 reached the end of the script",
+    ),
+    "torch: an error on rank 1": (
+        torch_script(inside="assert rank == 0 or step < 7, 'too far'").replace(
+            "# backward", "# here"
+        ),
+        "rank 0 waits in backward() of step 8 (", "; rank 1 failed with AssertionError: too far",
+    ),
+    "keras: an error on rank 1": (
+        FIT.format(inside="assert rank == 0 or batch < 3, 'too far'", after="").replace(
+            "# train", "# here"
+        ),
+        "rank 0 waits in fit", "; rank 1 failed with AssertionError: too far",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_a_rank_that_has_ended_is_named_at_once_with_how_it_ended(case, tmp_path):
+    code, waits, ended = ENDS[case]
+    status, err, lines = run(code, tmp_path, 2)
+    assert status != 0
+    shown = [line for line in err.splitlines() if waits in line and ended in line]
+    assert len(shown) == 1, err
+    assert f"({lines['here']})" in shown[0]
+    # The traceback is that of the rank that failed.
+    assert err.count("Traceback") == ("failed" in ended), err
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (
+            torch_script(inside="if rank == last and step == 7: time.sleep(12)  # here").replace(
+                "# backward", "# comes"
+            ),
+            "hvkit: rank 1 has not come to backward() of step 8",
+        ),
+        (
+            FIT.format(
+                inside="if rank == last and batch == 3: time.sleep(12)  # here", after=""
+            ).replace("# train", "# comes"),
+            "hvkit: rank 1 has not come to fit",
+        ),
+    ],
+    ids=["torch", "keras"],
+)
+def test_a_rank_that_does_other_things_for_long_is_reported_once_and_left_alone(
+    code, text, tmp_path
+):
+    status, err, lines = run(code, tmp_path, 2, HVKIT_STALL_SECONDS="5")
+    assert status == 0, err
+    shown = [line for line in err.splitlines() if text in line]
+    assert len(shown) == 1, err
+    assert re.search(rf"\({lines['comes']}\) for \d+ s; it is .*at {lines['here']}", shown[0]), err
+
+
+def test_a_rank_that_never_comes_ends_the_run_after_the_long_limit(tmp_path):
+    code = torch_script(inside="while rank == last and step == 7: time.sleep(0.1)  # here")
+    limits = {"HVKIT_STALL_SECONDS": "5", "HVKIT_STALL_LIMIT_SECONDS": "8"}
+    status, err, lines = run(code, tmp_path, 2, **limits)
+    assert status != 0
+    assert f"it is at {lines['here']}; the limit is HVKIT_STALL_LIMIT_SECONDS=8" in err
+
+
+def test_ranks_that_do_not_call_hvkit_at_all_are_waited_for_aloud(tmp_path):
+    code = (
+        "import os, time, torch\n"
+        "if os.environ['OMPI_COMM_WORLD_RANK'] == '1': time.sleep(10)\n"
+        "import hvkit\n"
+        "model = torch.nn.Linear(2, 1)\n"
+        "hvkit.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))  # here\n"
+    )
+    status, err, lines = run(code, tmp_path, 2, HVKIT_STALL_SECONDS="3")
+    assert status == 0, err
+    assert f"a rank waits in hvkit.distribute ({lines['here']}) for ranks that have not" in err
+
+
+def test_a_wrong_argument_on_all_ranks_is_shown_by_one(tmp_path):
+    code = torch_script().replace("(model, optimizer)\nrank", "(model, 'adam')\nrank")
+    status, err, _ = run(code, tmp_path, 3)
+    assert status != 0
+    assert err.count("Traceback") == 1, err
+    for rank in (1, 2):
+        assert f"hvkit: rank {rank} ends with the TypeError of rank 0" in err
+
+
+MISMATCH = """
+import numpy as np, torch, hvkit
+hvkit.init("torch")
+from hvkit import runtime
+from hvkit.engines import waiting_for_all_ranks
+with waiting_for_all_ranks():
+    runtime.engine("torch").hvd.allreduce(torch.zeros(2 + hvkit.rank()), name="sum")  # here
+"""
+
+
+def test_shapes_that_differ_are_not_called_a_lost_rank(tmp_path):
+    status, err, lines = run(MISMATCH, tmp_path, 2)
+    assert status != 0
+    assert "RanksDisagreeError: in a collective" in err
+    assert lines["here"] in err
+    assert "Mismatched allreduce tensor shapes" in err
+    assert "another rank has ended" not in err

@@ -1,0 +1,79 @@
+"""The sockets between rank 0 and the others let in those who know the secret, and only those."""
+
+import socket
+import threading
+from dataclasses import replace
+
+import pytest
+
+from hvkit.errors import LaunchError
+from hvkit.watch import channel
+from hvkit.watch.watcher import Limits
+
+
+@pytest.fixture
+def listener():
+    listener = channel.Listener(one_host=True)
+    yield listener
+    listener.close()
+
+
+def accepting(listener):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(listener.accept()), daemon=True)
+    thread.start()
+    return thread, found
+
+
+def test_a_rank_that_knows_the_secret_is_let_in_and_messages_go_both_ways(listener):
+    thread, found = accepting(listener)
+    there = channel.connect(listener.meeting, 3)
+    thread.join(20)
+    rank, here = found[0]
+    assert rank == 3
+    channel.send(there, {"status": {"call": "fit"}})
+    assert channel.receive(here) == {"status": {"call": "fit"}}
+    channel.send(here, {"verdict": "ends"})
+    assert channel.receive(there) == {"verdict": "ends"}
+
+
+def test_strangers_are_hung_up_on_and_ranks_still_let_in(listener, monkeypatch):
+    monkeypatch.setattr(channel, "PATIENCE", 1.0)
+    thread, found = accepting(listener)
+    assert channel.connect(replace(listener.meeting, secret=b"a guess"), 1) is None
+    silent = socket.create_connection(("127.0.0.1", listener.meeting.port))
+    noisy = socket.create_connection(("127.0.0.1", listener.meeting.port))
+    noisy.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    assert channel.connect(listener.meeting, 2) is not None
+    thread.join(20)
+    assert found[0][0] == 2
+    silent.close()
+    noisy.close()
+
+
+def test_a_rank_that_no_address_leads_to_rank_0_goes_without(listener):
+    listener.close()
+    assert channel.connect(listener.meeting, 1) is None
+
+
+def test_one_host_listens_to_itself_alone_and_several_name_their_addresses():
+    several = channel.Listener(one_host=False)
+    try:
+        assert channel.Listener(one_host=True).meeting.addresses == ("127.0.0.1",)
+        assert several.meeting.addresses
+    finally:
+        several.close()
+
+
+def test_the_limits_come_from_the_environment(monkeypatch):
+    monkeypatch.setenv("HVKIT_STALL_SECONDS", "7.5")
+    assert Limits.from_environment() == Limits(7.5, 1800)
+    monkeypatch.setenv("HVKIT_STALL_SECONDS", "4000")
+    assert Limits.from_environment() == Limits(4000, 4000)
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "inf", "nan"])
+def test_a_limit_that_is_no_number_of_seconds_is_refused(text, monkeypatch):
+    monkeypatch.setenv("HVKIT_STALL_LIMIT_SECONDS", text)
+    with pytest.raises(LaunchError, match=f"HVKIT_STALL_LIMIT_SECONDS must be .* got '{text}'"):
+        Limits.from_environment()
