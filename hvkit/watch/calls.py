@@ -29,7 +29,9 @@ class GraphWait(Protocol):
         """How often ranks have come to them, and how often they were over."""
 
     key: str
-    """Names the collectives among all; the same on every rank."""
+    """Tells the collectives from others; the same on every rank."""
+    name: str
+    """What to say that the rank waits in, where the script made no call of hvkit's."""
 
 
 @dataclass(frozen=True)
@@ -163,8 +165,8 @@ def status() -> Status:
         serial += entered
         since = max(since, when)
         if entered > left and not waits:
-            waits, key = True, f"{now.call or 'step'} {each.key}"
-            name = f"{now.call or 'the optimizer'}, step {entered}"
+            waits, key = True, f"{now.call or each.name} {each.key}"
+            name = f"{now.call or each.name}, step {entered}"
     return Status(name, key, serial, now.before, waits, moment - since, line_of_script())
 
 

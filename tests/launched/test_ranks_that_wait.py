@@ -121,11 +121,11 @@ UNLIKE = {
     ),
     "keras: a batch is skipped in a graph": (
         keras_script("@tf.function", inside=SKIPS, after=AT_THE_END),
-        ("the optimizer, step 12", "train"), ("hvkit.average", "here"),
+        ("optimizer.apply(), step 12", "train"), ("hvkit.average", "here"),
     ),
     "keras: average on rank 0 beside a graph": (
         keras_script("@tf.function", inside=AVERAGES),
-        ("hvkit.average", "here"), ("the optimizer, step 8", "train"),
+        ("hvkit.average", "here"), ("optimizer.apply(), step 8", "train"),
     ),
     "keras: average on rank 0 in eager code": (
         keras_script(inside=AVERAGES),

@@ -20,6 +20,7 @@ from hvkit.adapters.keras.averager import GradientAverager
 from hvkit.adapters.keras.batch_norm import average_statistics, synchronise_batch_norm
 from hvkit.adapters.keras.compression import DTYPES
 from hvkit.adapters.keras.fit import share_results
+from hvkit.adapters.keras.graph_wait import GraphWait
 from hvkit.adapters.keras.guard import refuse_other_optimizers
 from hvkit.adapters.keras.loss_scale import inner_optimizer, skip_together
 from hvkit.adapters.keras.rate import ScaledRate
@@ -137,11 +138,11 @@ class KerasAdapter:
         self.averagers.append(average_gradients)
         if self.options.batch_norm != "average":
             return average_gradients
-        hvd = runtime.engine("tensorflow").hvd
+        hvd, wait = runtime.engine("tensorflow").hvd, GraphWait(f"{name}.statistics")
 
         def average(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
             means = average_gradients(gradients, variables)
-            average_statistics(self.model, hvd, f"{name}.statistics")
+            average_statistics(self.model, hvd, wait)
             return means
 
         return average

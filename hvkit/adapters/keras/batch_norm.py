@@ -6,6 +6,7 @@ normalised over all ranks' batches together.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from types import ModuleType
 from typing import Any
@@ -14,12 +15,13 @@ import keras
 import tensorflow as tf
 
 from hvkit import runtime
+from hvkit.adapters.keras.graph_wait import GraphWait
 
 # The names of the collectives; ranks make the layers in the same order.
 _serial = itertools.count()
 
 
-def average_statistics(model: keras.Model, hvd: ModuleType, name: str) -> None:
+def average_statistics(model: keras.Model, hvd: ModuleType, wait: GraphWait) -> None:
     """Average the moving statistics of the model's trainable batch-norm layers; a collective.
 
     Frozen layers compute with what they have and do not change it, so theirs are alike already.
@@ -27,7 +29,7 @@ def average_statistics(model: keras.Model, hvd: ModuleType, name: str) -> None:
     Args:
         model: with weights.
         hvd: Horovod's TensorFlow binding.
-        name: the same on every rank, and no other collective's.
+        wait: of this collective.
     """
     kept = [
         variable
@@ -38,7 +40,11 @@ def average_statistics(model: keras.Model, hvd: ModuleType, name: str) -> None:
     if not kept:
         return
     flat = tf.concat([tf.cast(tf.reshape(v.value, [-1]), tf.float32) for v in kept], axis=0)
-    mean = hvd.allreduce(flat, op=hvd.Average, name=name, ignore_name_scope=True)
+
+    def average(vector: tf.Tensor) -> tf.Tensor:
+        return hvd.allreduce(vector, op=hvd.Average, name=wait.key, ignore_name_scope=True)
+
+    mean = wait.around(flat, average)
     pieces = tf.split(mean, [int(v.shape[0]) for v in kept])
     for variable, piece in zip(kept, pieces, strict=True):
         variable.assign(tf.cast(piece, variable.dtype))
@@ -79,6 +85,12 @@ def _moments_over_ranks(layer: Any, name: str) -> Any:
     return moments
 
 
+@functools.cache
+def _wait() -> GraphWait:
+    """Of all layers together: each look at a counter costs the watcher time."""
+    return GraphWait("hvkit.batch_norm", "synchronised batch norm")
+
+
 def _gathered(mine: tf.Tensor, name: str) -> tf.Tensor:
     """All ranks' vectors as rows, in rank order.
 
@@ -87,13 +99,18 @@ def _gathered(mine: tf.Tensor, name: str) -> tf.Tensor:
     """
     hvd = runtime.engine("tensorflow").hvd
 
+    def concatenate(rows: tf.Tensor) -> tf.Tensor:
+        return hvd.allgather(rows, name=name, ignore_name_scope=True)
+
+    def add(rows: tf.Tensor) -> tf.Tensor:
+        return hvd.allreduce(rows, op=hvd.Sum, name=f"{name}.backward", ignore_name_scope=True)
+
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def gather(row: tf.Tensor) -> tuple[tf.Tensor, Any]:
         def gradient(rows: tf.Tensor) -> tf.Tensor:
-            sums = hvd.allreduce(rows, op=hvd.Sum, name=f"{name}.backward", ignore_name_scope=True)
-            return sums[runtime.rank()]
+            return _wait().around(rows, add)[runtime.rank()]
 
-        return hvd.allgather(row[None], name=name, ignore_name_scope=True), gradient
+        return _wait().around(row[None], concatenate), gradient
 
     return gather(mine)
 

@@ -6,11 +6,12 @@ that marks a wait elsewhere: one goes up before the collectives, one after them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from hvkit.engines import waiting_for_all_ranks
 from hvkit.watch import calls
 
 
@@ -19,10 +20,12 @@ class GraphWait:
 
     Args:
         key: the same on every rank, and no other collectives'.
+        name: what to say that a rank waits in, where the script made no call of hvkit's.
     """
 
-    def __init__(self, key: str) -> None:
+    def __init__(self, key: str, name: str = "optimizer.apply()") -> None:
         self.key = key
+        self.name = name
         with tf.init_scope(), tf.device("CPU:0"):
             self._entered = tf.Variable(0, trainable=False, dtype=tf.int64)
             self._left = tf.Variable(0, trainable=False, dtype=tf.int64)
@@ -37,6 +40,16 @@ class GraphWait:
         """Count the collectives as over when their results are there."""
         with tf.control_dependencies(list(results)), tf.device("CPU:0"):
             self._left.assign_add(1, read_value=False)
+
+    def around(self, sent: tf.Tensor, collective: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
+        """The result of a collective on one tensor, counted in graphs and marked in eager code."""
+        if tf.executing_eagerly():
+            with calls.call(self.name), waiting_for_all_ranks():
+                return collective(sent)
+        with tf.control_dependencies([self.enter([sent])]):
+            result = collective(sent)
+        self.leave([result])
+        return result
 
     def read(self) -> tuple[int, int]:
         """How often ranks have come to the collectives, and how often they were over."""

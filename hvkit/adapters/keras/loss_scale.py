@@ -16,6 +16,7 @@ import keras
 import tensorflow as tf
 
 from hvkit import runtime
+from hvkit.adapters.keras.graph_wait import GraphWait
 
 _averaged: WeakSet[Any] = WeakSet()
 
@@ -42,17 +43,17 @@ def _share_check_for_overflows() -> None:
     """
     scaler = keras.optimizers.LossScaleOptimizer
     check_finite_locally = scaler.check_finite
+    hvd, wait = runtime.engine("tensorflow").hvd, GraphWait("hvkit.finite")
+
+    def lowest(number: tf.Tensor) -> tf.Tensor:
+        return hvd.allreduce(number, op=hvd.Min, name=wait.key, ignore_name_scope=True)
 
     def check_finite(self: Any, grads: Any) -> Any:
         finite = check_finite_locally(self, grads)
         if inner_optimizer(self) not in _averaged:
             return finite
-        hvd = runtime.engine("tensorflow").hvd
         with tf.device("CPU:0"):
-            here = tf.cast(finite, tf.int32)
-            everywhere = hvd.allreduce(
-                here, op=hvd.Min, name="hvkit.finite", ignore_name_scope=True
-            )
+            everywhere = wait.around(tf.cast(finite, tf.int32), lowest)
         return tf.cast(everywhere, tf.bool)
 
     scaler.check_finite = check_finite

@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from hvkit import runtime
 from hvkit.engines import waiting_for_all_ranks
+from hvkit.watch.calls import call
 
 
 class RunningStatistics:
@@ -160,7 +161,7 @@ class _Normalise(torch.autograd.Function):
         of_bias, of_weight = wide.sum(dims), (wide * normalised).sum(dims)
         factor = scale if weight is None else scale * weight
         # Each rank's loss counts for itself here; the gradients are averaged later.
-        with waiting_for_all_ranks():
+        with call("backward()"), waiting_for_all_ranks():
             sums = ctx.hvd.allreduce(
                 torch.cat([of_bias, of_weight]), op=ctx.hvd.Sum, name=f"{ctx.name}.backward"
             )
@@ -183,7 +184,7 @@ def _statistics(
     else:
         variance = mean = x.new_zeros(x.shape[1])
     mine = torch.cat([mean, variance, x.new_tensor([samples])])
-    with waiting_for_all_ranks():
+    with call("the forward pass of synchronised batch norm"), waiting_for_all_ranks():
         everyone = hvd.allgather(mine[None], name=name)
     counts = everyone[:, -1:]
     means, variances = everyone[:, :-1].chunk(2, dim=1)

@@ -65,7 +65,7 @@ def test_the_line_is_the_scripts_and_not_a_librarys():
 
 def test_collectives_in_a_graph_count_as_waits(monkeypatch):
     class Wait:
-        key = "hvkit.0"
+        key, name = "hvkit.0", "optimizer.apply()"
         counts = (12, 11)
 
         def read(self):
