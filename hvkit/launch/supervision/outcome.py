@@ -5,7 +5,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 # Errors of a rank whose partners have gone: what follows from the first failure.
-_CONSEQUENCES = ("RankLostError", "HorovodInternalError", "Horovod has been shut down")
+_CONSEQUENCES = (
+    *("RankLostError", "HorovodInternalError", "Horovod has been shut down"),
+    "hvkit: rank",  # ... ends with the error of another
+)
 
 # Signals that no error of a partner leads to.
 _VIOLENT = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
