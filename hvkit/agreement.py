@@ -6,6 +6,7 @@ from typing import TypeVar
 
 from hvkit import runtime
 from hvkit.errors import HvkitError, RanksDisagreeError
+from hvkit.watch.failures import mark_as_shown_by
 
 T = TypeVar("T")
 
@@ -30,8 +31,9 @@ def share(call: str, problem: Exception | None, value: T) -> list[T]:
         if theirs is None:
             continue
         if problem is not None:
-            raise problem
-        raise _on(rank, theirs)
+            alike = str(theirs) == str(_portable(problem))
+            raise mark_as_shown_by(problem, rank) if alike else problem
+        raise mark_as_shown_by(_on(rank, theirs), rank)
     return [each for _, each in everyone]
 
 
@@ -75,10 +77,11 @@ def require_equal(what: str, facts: Sequence[str], fix: str, call: str = "distri
     everyone = runtime.gather(call, list(facts))
     reference = everyone[0]
     other = next(rank for rank, theirs in enumerate(everyone) if theirs != reference)
-    raise RanksDisagreeError(
+    error = RanksDisagreeError(
         f"the {what} of rank {other} differs from that of rank 0: "
         f"{_first_difference(reference, everyone[other], other)}; {fix}"
     )
+    raise mark_as_shown_by(error, 0)
 
 
 def _first_difference(reference: list[str], theirs: list[str], rank: int) -> str:

@@ -18,11 +18,13 @@ from hvkit.adapters import (
 )
 from hvkit.agreement import raise_together, require_equal
 from hvkit.learning_rate import scale_factor
+from hvkit.watch.calls import named
 
 Model = TypeVar("Model")
 Optimizers = TypeVar("Optimizers")
 
 
+@named("hvkit.distribute")
 def distribute(
     model: Model,
     optimizer: Optimizers,

@@ -15,9 +15,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hvkit.errors import HorovodNotFoundError, LaunchError, RankLostError
+from hvkit.errors import HorovodNotFoundError, LaunchError
 from hvkit.launch.cgroup import allowance
 from hvkit.launch.devices import gpu_of_rank, threads_of_rank
+from hvkit.watch.calls import waiting
+from hvkit.watch.failures import translated
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,6 +30,9 @@ class Engine(Protocol):
     """A started Horovod library of one framework."""
 
     hvd: ModuleType
+
+    def shut_down(self) -> None:
+        """End all waits in Horovod, on all ranks, with an error."""
 
     def take_device(self, local_rank: int, local_size: int) -> None:
         """Pin this process to its GPU, or to its share of the host's CPU threads."""
@@ -45,6 +50,10 @@ class PyTorchEngine:
     def __init__(self) -> None:
         self.hvd = _import_horovod("horovod.torch", "PyTorch")
         self.hvd.init()
+
+    def shut_down(self) -> None:
+        # hvd.shutdown() would first forget the handles that other threads wait for.
+        self.hvd.mpi_ops._basics.shutdown()
 
     def take_device(self, local_rank: int, local_size: int) -> None:
         import torch
@@ -76,6 +85,9 @@ class TensorFlowEngine:
     def __init__(self) -> None:
         self.hvd = _import_horovod("horovod.tensorflow", "TensorFlow")
         self.hvd.init()
+
+    def shut_down(self) -> None:
+        self.hvd.shutdown()
 
     def take_device(self, local_rank: int, local_size: int) -> None:
         import tensorflow as tf
@@ -116,28 +128,14 @@ ENGINES: dict[str, type[PyTorchEngine] | type[TensorFlowEngine]] = {
 
 @contextmanager
 def waiting_for_all_ranks() -> Iterator[None]:
-    """Around a collective of Horovod's: says what its one error means."""
-    try:
+    """Around a collective of Horovod's that returns when every rank has come to it.
+
+    Raises:
+        RankLostError: another rank has ended, or waits in another call.
+        RanksDisagreeError: what the ranks sent does not fit together.
+    """
+    with translated(), waiting():
         yield
-    except Exception as error:
-        if not _says_shut_down(error):
-            raise
-        raise RankLostError(
-            "another rank has ended, or waits elsewhere for this one: look for its error above, "
-            "let every rank take the same number of steps (hvkit.shard gives equal parts), and "
-            f"make the same calls of hvkit on every rank ({error})"
-        ) from error
-
-
-def _says_shut_down(error: Exception) -> bool:
-    """Whether this is how Horovod's PyTorch or TensorFlow library says that it has ended."""
-    from horovod.common.exceptions import HorovodInternalError
-
-    # TensorFlow has a class for each status of an operation, which is "unknown" here.
-    from_tensorflow = type(error).__name__ == "UnknownError"
-    return isinstance(error, HorovodInternalError) or (
-        from_tensorflow and "Horovod has been shut down" in str(error)
-    )
 
 
 def built_for() -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any, overload
 
 from hvkit.agreement import share
 from hvkit.errors import RanksDisagreeError
+from hvkit.watch.calls import named
 
 
 @overload
@@ -18,6 +19,7 @@ def average(value: float, weight: float | None = None) -> float: ...
 def average(value: Mapping[str, float], weight: float | None = None) -> dict[str, float]: ...
 
 
+@named("hvkit.average")
 def average(
     value: float | Mapping[str, float], weight: float | None = None
 ) -> float | dict[str, float]:
@@ -62,6 +64,7 @@ def average(
     return means["value"] if single else means
 
 
+@named("hvkit.any_rank")
 def any_rank(flag: bool) -> bool:
     """Whether the flag is true on any rank; the same answer on every rank.
 
@@ -121,6 +124,7 @@ class EarlyStopping:
         self.waited = 0
         """Calls since then."""
 
+    @named("hvkit.EarlyStopping")
     def __call__(self, metric: float, weight: float | None = None) -> bool:
         """Whether to stop now; the same on every rank. A collective, see :func:`average`.
 

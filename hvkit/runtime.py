@@ -15,20 +15,21 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from hvkit import watch
 from hvkit.commands import program
 from hvkit.engines import ENGINES, Engine, built_for
 from hvkit.errors import LaunchError, RanksDisagreeError
 from hvkit.launch import mca
 from hvkit.launch.environment import launch_id, launched
 from hvkit.launch.network import within_host
+from hvkit.watch.calls import current_call, line_of_script, named
+from hvkit.watch.failures import mark_as_shown_by
+from hvkit.watch.verdict import SAME_CALLS
 
 T = TypeVar("T")
 
 # MPI counts elements in a C int, so longer messages go out in pieces. In bytes.
 _CHUNK = 1 << 28
-
-# How long a rank waits in a collective for one that does other things, in seconds.
-_LONGEST_WAIT = 1800
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,9 @@ def _join(framework: str | None = None) -> _World:
     # Horovod's background thread waits inside MPI. Without this, it spins there at full speed on
     # a core that the framework computes on. Read by Open MPI when it starts.
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
-    # Ranks that wait for each other in different calls would do so for ever.
-    os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(_LONGEST_WAIT))
+    # Horovod's own check knows tensors, not the lines of the script: hvkit.watch has one that does.
+    if not any(name.startswith("HOROVOD_STALL_") for name in os.environ):
+        os.environ["HOROVOD_STALL_CHECK_DISABLE"] = "1"
     _keep_open_mpi_off_containers()
     framework = framework or _imported_framework()
     engine = ENGINES[framework]()
@@ -101,7 +103,20 @@ def _join(framework: str | None = None) -> _World:
     _engines[framework] = engine
     numbers = (_world.rank, _world.size, _world.local_rank, _world.local_size)
     os.environ[_MARK] = json.dumps([launch_id(os.environ), *numbers])
+    watch.start(
+        _world.rank,
+        _world.size,
+        one_host=_world.local_size == _world.size,
+        from_rank_0=broadcast,
+        shut_down=_shut_down,
+    )
     return _world
+
+
+def _shut_down() -> None:
+    """End all waits in Horovod, on all ranks."""
+    for each in list(_engines.values()):
+        each.shut_down()
 
 
 def _keep_open_mpi_off_containers() -> None:
@@ -187,11 +202,13 @@ def local_size() -> int:
     return _joined().local_size
 
 
+@named("hvkit.barrier")
 def barrier() -> None:
     """Wait until every rank has come here."""
     gather("barrier", None)
 
 
+@named("hvkit.broadcast")
 def broadcast(obj: T, root: int = 0) -> T:
     """Return rank ``root``'s object on every rank.
 
@@ -228,6 +245,7 @@ def broadcast_bytes(data: np.ndarray[Any, np.dtype[np.uint8]], root: int = 0) ->
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
+@named("hvkit.allgather")
 def allgather(obj: T) -> list[T]:
     """Return the objects of all ranks, in rank order, on every rank; they must pickle.
 
@@ -241,19 +259,21 @@ def gather(call: str, obj: T) -> list[T]:
     """:func:`allgather` inside hvkit, under the name of what the user called."""
     if size() == 1:
         return [obj]
-    payload = pickle.dumps((call, obj))
+    payload = pickle.dumps((current_call() or call, line_of_script(), obj))
     message = len(payload).to_bytes(8, "little") + payload
     gathered = _any_engine().allgather(np.frombuffer(message, np.uint8)).tobytes()
-    everyone: list[tuple[str, T]] = []
+    everyone: list[tuple[str, str, T]] = []
     start = 0
     while start < len(gathered):
         stop = start + 8 + int.from_bytes(gathered[start : start + 8], "little")
         everyone.append(pickle.loads(gathered[start + 8 : stop]))
         start = stop
-    for other, (theirs, _) in enumerate(everyone):
-        if theirs != everyone[0][0]:
-            raise RanksDisagreeError(
-                f"rank {other} calls {theirs} while rank 0 calls {everyone[0][0]}: every rank has "
-                "to make the same calls in the same order, also where only rank 0 prints or saves"
+    first, first_line, _ = everyone[0]
+    for other, (theirs, line, _) in enumerate(everyone):
+        if theirs != first:
+            error = RanksDisagreeError(
+                f"rank {other} calls {theirs} ({line}) while rank 0 calls {first} ({first_line}): "
+                f"{SAME_CALLS}, also where only rank 0 prints or saves"
             )
-    return [each for _, each in everyone]
+            raise mark_as_shown_by(error, 0)
+    return [each for _, _, each in everyone]

@@ -12,6 +12,7 @@ from hvkit.checkpoint.manifest import Manifest
 from hvkit.checkpoint.parts import parts_of
 from hvkit.checkpoint.progress import Progress, checked_count, checked_extras
 from hvkit.errors import HvkitError, RanksDisagreeError
+from hvkit.watch.calls import named
 
 if TYPE_CHECKING:
     import keras
@@ -81,6 +82,7 @@ class Checkpoint:
         self._restored = Progress()
         self._epoch = 0
 
+    @named("Checkpoint.save")
     def save(
         self, *, epoch: int, step: int, batches: int = 0, extras: dict[str, Any] | None = None
     ) -> Path:
@@ -177,6 +179,7 @@ class Checkpoint:
             return error
         return HvkitError(f"{folder}: cannot write the checkpoint: {error}")
 
+    @named("Checkpoint.restore")
     def restore(self) -> Progress:
         """Load the newest checkpoint that is not damaged; every rank has to call it.
 

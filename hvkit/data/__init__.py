@@ -9,6 +9,7 @@ from hvkit import runtime
 from hvkit.agreement import raise_together, require_equal
 from hvkit.data.arrays import digest_of_rows, is_arrays, rows_of, shard_arrays
 from hvkit.data.order import Share
+from hvkit.watch.calls import named
 
 D = TypeVar("D")
 
@@ -20,6 +21,7 @@ _ACCEPTED = (
 )
 
 
+@named("hvkit.shard")
 def shard(data: D, *, exact: bool = False, seed: int = 0) -> D:
     """This rank's part of the data, as an object of the same kind.
 

@@ -18,7 +18,10 @@ import tensorflow as tf
 from hvkit import runtime
 from hvkit.adapters.chunks import chunks
 from hvkit.adapters.keras.compression import from_bits, narrow_mean, to_bits
+from hvkit.adapters.keras.graph_wait import GraphWait
+from hvkit.engines import waiting_for_all_ranks
 from hvkit.errors import RanksDisagreeError
+from hvkit.watch.calls import call
 
 _NARROW = (tf.float16, tf.bfloat16)
 
@@ -45,6 +48,7 @@ class GradientAverager:
         # Added to what is sent: TensorFlow would compute an operation on constants only once.
         with tf.init_scope(), tf.device("CPU:0"):
             self._zero = tf.Variable(0, trainable=False)
+        self._wait = GraphWait(name)
         self._tell_in_graph = tf.function(self._tell, autograph=False, reduce_retracing=True)
         self._width: int | None = None
         self._eager = False
@@ -64,20 +68,29 @@ class GradientAverager:
         dense = [g is not None and not _is_sparse(g) for g in gradients]
         sparse = [_is_sparse(g) for g in gradients]
         self._width, self._eager = len(gradients), tf.executing_eagerly()
-        # Not before the step has data: one on an iterator that has ended must not ask.
-        with tf.control_dependencies(_ready_first(gradients)):
-            had = self._tell(tf.constant(np.array([dense, sparse], np.int32)))
+        present = tf.constant(np.array([dense, sparse], np.int32))
         if tf.executing_eagerly():
-            if np.any(had.numpy() >= _AT_THE_END):
-                raise RanksDisagreeError(_UNEVEN)
-            any_dense, any_sparse = had.numpy().astype(bool)
-            gradients = [
-                _filled_in(*each)
-                for each in zip(gradients, variables, any_dense, any_sparse, strict=True)
-            ]
-            return self._mean(gradients)
+            with call("optimizer.apply()"), waiting_for_all_ranks():
+                return self._eager_means(gradients, variables, self._tell(present).numpy())
+        # Not before the step has data: one on an iterator that has ended must not ask.
+        with tf.control_dependencies([self._wait.enter(_ready_first(gradients))]):
+            had = self._tell(present)
         with tf.control_dependencies([self._assert_alike(had, variables)]):
-            return self._mean([_identity(g) for g in gradients])
+            means = self._mean([_identity(g) for g in gradients])
+        self._wait.leave([_values(mean) for mean in means if mean is not None])
+        return means
+
+    def _eager_means(
+        self, gradients: list[Any], variables: Sequence[Any], had: np.ndarray[Any, Any]
+    ) -> list[Any]:
+        if np.any(had >= _AT_THE_END):
+            raise RanksDisagreeError(_UNEVEN)
+        any_dense, any_sparse = had.astype(bool)
+        gradients = [
+            _filled_in(*each)
+            for each in zip(gradients, variables, any_dense, any_sparse, strict=True)
+        ]
+        return self._mean(gradients)
 
     def end_of_epoch(self) -> None:
         """Make sure that every rank is at the end of its epoch; a collective.
@@ -91,7 +104,8 @@ class GradientAverager:
         if self._width is not None:
             # Horovod names an operation of eager code by its kind, one of a graph by its name.
             tell = self._tell if self._eager else self._tell_in_graph
-            had = tell(tf.fill((2, self._width), _AT_THE_END))
+            with waiting_for_all_ranks():
+                had = tell(tf.fill((2, self._width), _AT_THE_END))
             if np.any(had.numpy() != _AT_THE_END * runtime.size()):
                 raise RanksDisagreeError(_UNEVEN)
 
@@ -166,7 +180,11 @@ class GradientAverager:
 
 def _ready_first(gradients: Sequence[Any]) -> list[Any]:
     """The gradient that backward makes first, if there is one."""
-    return [g.values if _is_sparse(g) else g for g in gradients if g is not None][-1:]
+    return [_values(g) for g in gradients if g is not None][-1:]
+
+
+def _values(gradient: Any) -> Any:
+    return gradient.values if _is_sparse(gradient) else gradient
 
 
 def _is_sparse(gradient: Any) -> bool:

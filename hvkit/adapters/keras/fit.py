@@ -18,6 +18,8 @@ import numpy as np
 from hvkit import runtime
 from hvkit.adapters.keras.averager import GradientAverager
 from hvkit.adapters.keras.callbacks import Epoch, for_this_rank
+from hvkit.watch.calls import call
+from hvkit.watch.failures import translated
 
 
 def share_results(model: keras.Model, averagers: Sequence[GradientAverager]) -> None:
@@ -47,7 +49,8 @@ def _on_this_rank(method: Callable[..., Any], epoch: Epoch | None = None) -> Cal
         if runtime.rank() != 0:
             arguments["verbose"] = 0
         arguments["callbacks"] = for_this_rank(arguments.get("callbacks"), epoch)
-        return method(**arguments)
+        with call(method.__name__), translated():
+            return method(**arguments)
 
     return on_this_rank
 

@@ -15,6 +15,7 @@ import torch
 
 from hvkit.adapters.chunks import chunks
 from hvkit.engines import waiting_for_all_ranks
+from hvkit.watch.failures import translated
 
 # Horovod's allreduce has no bfloat16, and float16 would overflow in the sum where the mean fits.
 _WIRE_DTYPE = {
@@ -71,7 +72,7 @@ class Bucket:
 
     def launch(self, hvd: ModuleType) -> None:
         """Start averaging over ranks; returns at once."""
-        with waiting_for_all_ranks():
+        with translated():
             self.handle = hvd.allreduce_async_(self.flat, name=self.name, op=hvd.Average)
 
     def exchange(self, hvd: ModuleType) -> None:

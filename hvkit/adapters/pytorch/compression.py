@@ -15,6 +15,7 @@ import torch
 
 from hvkit.adapters.pytorch.buckets import Bucket, runs, wire_dtype
 from hvkit.engines import waiting_for_all_ranks
+from hvkit.watch.failures import translated
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -39,14 +40,14 @@ class NarrowBucket(Bucket):
         padding = -len(narrow) % hvd.size()
         if padding:
             narrow = torch.cat([narrow, narrow.new_zeros(padding)])
-        with waiting_for_all_ranks():
+        with translated():
             self.handle = hvd.alltoall_async(narrow, name=f"{self.name}.shares")
 
     def exchange(self, hvd: ModuleType) -> None:
         with waiting_for_all_ranks():
             shares, _ = hvd.synchronize(self.handle)
         mean = from_bits(shares, self._dtype).view(hvd.size(), -1).mean(0)
-        with waiting_for_all_ranks():
+        with translated():
             self.handle = hvd.allgather_async(to_bits(mean, self._dtype), name=f"{self.name}.means")
 
     def wait(self, hvd: ModuleType) -> None:

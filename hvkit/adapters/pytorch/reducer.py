@@ -33,6 +33,7 @@ from hvkit.adapters.pytorch.compression import make_narrow_buckets
 from hvkit.adapters.pytorch.flags import Flags
 from hvkit.adapters.pytorch.sparse import average_rows
 from hvkit.errors import RanksDisagreeError
+from hvkit.watch.calls import call
 
 # By number, in the order of the calls of distribute, which is the same on every rank. Hooks on
 # the parameters keep a reducer alive as long as its model.
@@ -68,7 +69,7 @@ class GradientReducer:
         statistics: RunningStatistics | None = None,
     ) -> None:
         self._hvd = runtime.engine("torch").hvd
-        self._name = name
+        self.name = name
         self._accumulate = accumulate
         self._narrow = narrow
         self._statistics = statistics
@@ -90,6 +91,11 @@ class GradientReducer:
         _reducers[next(_numbers)] = self
         self.add(parameters)
         self._sparse = {self._number[p] for p in row_sparse}
+
+    @property
+    def step(self) -> int:
+        """The optimizer step that the gradients of now are for, counted from 1."""
+        return self._steps + 1
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
         return parameter in self._number
@@ -122,7 +128,8 @@ class GradientReducer:
                 )
             overlooked = adopt() or self._passes > 0 or not self._reduced_for[key]
             if overlooked and closure is None:
-                self._reduce()
+                with call(f"{type(optimizer).__name__}.step()", self.step, self.name):
+                    self._reduce()
             self._reduced_for[key] = False
             if closure is None:
                 return None
@@ -198,7 +205,7 @@ class GradientReducer:
         ]
         if not dense:  # the flags need a bucket to travel in
             dense = [(-1, torch.zeros(1, device=self._parameters[0].device))]
-        name = f"{self._name}.{next(self._layouts_made)}"
+        name = f"{self.name}.{next(self._layouts_made)}"
         extra = Flags.length(len(self._parameters))
         if self._statistics:
             extra += self._statistics.length
@@ -284,7 +291,7 @@ class GradientReducer:
             bucket.reset()
         for i in sorted(by_row):
             p = self._parameters[i]
-            rows = average_rows(p.grad, p, f"{self._name}.{i}", self._hvd, self._narrow)
+            rows = average_rows(p.grad, p, f"{self.name}.{i}", self._hvd, self._narrow)
             p.grad = rows.to_dense() if i in flags.dense else rows
         self._sparse = (self._sparse | flags.sparse) - (flags.dense - flags.sparse)
 
@@ -297,10 +304,13 @@ def _end_pass(task: int) -> None:
     """
     taking_part = [reducer for _, reducer in sorted(_reducers.items()) if reducer._task == task]
     due = [reducer for reducer in taking_part if reducer._end_pass()]
-    for reducer in due:
-        reducer._send_rest()
-    for reducer in due:
-        reducer._receive()
+    if not due:
+        return
+    with call("backward()", due[0].step, due[0].name):
+        for reducer in due:
+            reducer._send_rest()
+        for reducer in due:
+            reducer._receive()
 
 
 def _averaged(closure: Callable[[], Any]) -> Callable[[], Any]:

@@ -12,6 +12,7 @@ import torch
 
 from hvkit.adapters.pytorch.buckets import wire_dtype
 from hvkit.adapters.pytorch.compression import from_bits, to_bits
+from hvkit.engines import waiting_for_all_ranks
 
 
 def average_rows(
@@ -43,11 +44,12 @@ def average_rows(
     values = values.to(wire_dtype(values.dtype))
     narrow = narrow if values.dtype is torch.float32 else None
     sent = to_bits(values, narrow) if narrow else values
-    handles = [
-        hvd.allgather_async(rows, name=f"{name}.rows"),
-        hvd.allgather_async(sent, name=f"{name}.values"),
-    ]
-    all_rows, all_values = (hvd.synchronize(handle) for handle in handles)
+    with waiting_for_all_ranks():
+        handles = [
+            hvd.allgather_async(rows, name=f"{name}.rows"),
+            hvd.allgather_async(sent, name=f"{name}.values"),
+        ]
+        all_rows, all_values = (hvd.synchronize(handle) for handle in handles)
     if narrow:
         all_values = from_bits(all_values, narrow)
     mean = torch.sparse_coo_tensor(

@@ -1,0 +1,62 @@
+"""Watches ranks that wait for each other, and names the ones that do not come.
+
+Horovod reduces what every rank sends. A rank that makes another call than the others leaves all of
+them waiting, and neither Horovod nor MPI knows where the scripts are. Here each rank knows which
+call of hvkit it is in and for how long it has waited there, and a thread of each rank reports that
+to rank 0 over a socket of its own, once a wait has lasted some seconds. No collective, and nothing
+else that a training step would notice, is involved::
+
+    calls.py     what this rank is doing: the call, whether it waits, the line of the script
+    verdict.py   from the reports of all ranks to a sentence, and whether the run must end
+    channel.py   authenticated sockets between rank 0 and the others
+    watcher.py   the thread: reports, questions, and the end of a run that cannot go on
+    failures.py  how a rank ends: one traceback from the rank that failed, a line from the others
+
+From the first wait to the last line: ``calls.waiting`` marks a wait, the rank's ``Watcher`` reports
+it, rank 0's gathers the reports, ``verdict.decide`` finds that they do not match, rank 0 prints the
+sentence, sends it to all ranks and shuts Horovod down; every wait then ends with
+:class:`hvkit.RankLostError`, which carries the sentence.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable
+from typing import Any
+
+from hvkit.watch import failures
+from hvkit.watch.watcher import Hub, Limits, Reporter
+
+
+def start(
+    rank: int,
+    size: int,
+    *,
+    one_host: bool,
+    from_rank_0: Callable[[Any], Any],
+    shut_down: Callable[[], None],
+) -> None:
+    """Watch the ranks from now on; a collective.
+
+    Args:
+        rank: this rank.
+        size: the number of ranks, at least two.
+        one_host: whether all ranks are on one host.
+        from_rank_0: returns rank 0's object on every rank.
+        shut_down: ends all waits in Horovod, on all ranks.
+
+    Raises:
+        LaunchError: ``HVKIT_STALL_SECONDS`` or ``HVKIT_STALL_LIMIT_SECONDS`` is no positive number.
+    """
+    limits = Limits.from_environment()
+    watcher: Hub | Reporter
+    if rank == 0:
+        watcher = hub = Hub(size, limits, shut_down, one_host=one_host)
+        from_rank_0(hub.meeting)
+        hub.start()
+    else:
+        watcher = reporter = Reporter(rank, limits, shut_down)
+        reporter.start(from_rank_0(None))
+    failures.install(watcher)
+    # Registered after Horovod's own, so called before it: the others hear why Horovod ends.
+    atexit.register(watcher.stop)

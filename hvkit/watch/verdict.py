@@ -1,0 +1,144 @@
+"""From what all ranks are doing to a sentence about it: plain arithmetic.
+
+Ranks that wait in calls that do not match will wait for ever. A rank that has ended will not come.
+A rank that is in no call may be loading data or compiling for minutes, which is right: that is
+reported once, and ends the run only after a much longer time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hvkit.watch.calls import Status
+
+SAME_CALLS = "every rank has to make the same calls in the same order"
+SAME_STEPS = "take the same number of steps (hvkit.shard gives equal parts)"
+
+SETTLED = 5.0
+"""Seconds after which two ranks in different calls are not merely on their way."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What to say about ranks that wait, and what to do.
+
+    Attributes:
+        text: the sentence.
+        ends: whether the run cannot go on.
+        about: the call that it is about, by which a report is made only once.
+    """
+
+    text: str
+    ends: bool
+    about: tuple[str, int] = ("", 0)
+
+
+def decide(
+    ranks: Mapping[int, Status],
+    ended: Mapping[int, str],
+    report_after: float,
+    end_after: float,
+) -> Verdict | None:
+    """What to say and do now; None if all is well.
+
+    Args:
+        ranks: what the ranks are doing that have not ended, by rank; of a rank that could not be
+            reached, a ``Status`` without a line.
+        ended: how other ranks have ended: ``has ended its script``, ``failed with ValueError: x``.
+        report_after: seconds after which a rank that does not come to a call is reported.
+        end_after: seconds after which it ends the run.
+    """
+    waiting = {rank: s for rank, s in ranks.items() if s.waits and s.seconds >= SETTLED}
+    if not waiting:
+        return None
+    if ended:
+        return Verdict(f"{_waits(waiting)}; {_ended(ended)}: {SAME_CALLS}, and {SAME_STEPS}", True)
+    if len({s.key for s in waiting.values()}) > 1 and not _on_their_way(waiting, report_after):
+        return Verdict(f"{_waits(waiting)}: {SAME_CALLS}", True)
+    longest = max(waiting.values(), key=lambda s: s.seconds)
+    others = {rank: s for rank, s in ranks.items() if rank not in waiting}
+    # Ranks whose wait has just begun have come after all.
+    missing = {rank: s for rank, s in others.items() if not s.waits}
+    if others and not missing:
+        return None
+    about = (longest.key, longest.serial)
+    if longest.seconds >= end_after:
+        what = _missing(missing, longest) if missing else "and the exchange does not end"
+        limit = f"the limit is HVKIT_STALL_LIMIT_SECONDS={end_after:g}"
+        return Verdict(f"{_waits(waiting)}; {what}; {limit}", True, about)
+    if longest.seconds >= report_after:
+        if missing:
+            return Verdict(_missing(missing, longest), False, about)
+        text = f"{_waits(waiting)} for {longest.seconds:.0f} s: a slow network, or exchanges "
+        return Verdict(text + "that do not match", False, about)
+    return None
+
+
+def _on_their_way(waiting: Mapping[int, Status], report_after: float) -> bool:
+    """Whether some ranks may only be late in receiving what others have already received.
+
+    Those others are then in the next call, and were in this one before.
+    """
+    first = min(waiting.values(), key=lambda s: s.serial)
+    if first.seconds >= report_after:
+        return False
+    return all(
+        (s.key == first.key and s.serial == first.serial)
+        or (s.serial == first.serial + 1 and s.before == first.key)
+        for s in waiting.values()
+    )
+
+
+def _waits(waiting: Mapping[int, Status]) -> str:
+    """Which ranks wait where, ranks that wait at the same place together."""
+    places: dict[str, list[int]] = {}
+    for rank in sorted(waiting):
+        status = waiting[rank]
+        places.setdefault(f"{status.call}{_at(status)}", []).append(rank)
+    return "; ".join(
+        f"{ranks_text(numbers)} wait{'s' if len(numbers) == 1 else ''} in {place}"
+        for place, numbers in places.items()
+    )
+
+
+def _missing(missing: Mapping[int, Status], longest: Status) -> str:
+    """Which ranks have not come, and where they are."""
+    places: dict[str, list[int]] = {}
+    for rank in sorted(missing):
+        status = missing[rank]
+        inside = f"in {status.call}, " if status.call else ""
+        where = f"at {status.where}" if status.where else "not answering"
+        places.setdefault(inside + where, []).append(rank)
+    return "; ".join(
+        f"{ranks_text(numbers)} {_have(numbers)} not come to {longest.call}{_at(longest)} for "
+        f"{longest.seconds:.0f} s; {'it is' if len(numbers) == 1 else 'they are'} {place}"
+        for place, numbers in places.items()
+    )
+
+
+def _ended(ended: Mapping[int, str]) -> str:
+    ways: dict[str, list[int]] = {}
+    for rank in sorted(ended):
+        ways.setdefault(ended[rank], []).append(rank)
+    return "; ".join(f"{ranks_text(numbers)} {how}" for how, numbers in ways.items())
+
+
+def _at(status: Status) -> str:
+    return f" ({status.where})" if status.where else ""
+
+
+def _have(numbers: Sequence[int]) -> str:
+    return "has" if len(numbers) == 1 else "have"
+
+
+def ranks_text(numbers: Sequence[int]) -> str:
+    """Sorted rank numbers for a sentence: ``rank 3``, ``ranks 0-3, 5``."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and parts[-1][-1] == number - 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    listed = ", ".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)
+    return f"rank{'s' if len(numbers) > 1 else ''} {listed}"

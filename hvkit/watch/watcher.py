@@ -1,0 +1,320 @@
+"""The thread of each rank that reports long waits, and that of rank 0 that decides about them."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from hvkit.errors import LaunchError
+from hvkit.watch import calls, channel
+from hvkit.watch.calls import Status
+from hvkit.watch.verdict import SAME_CALLS, SAME_STEPS, Verdict, decide, ranks_text
+
+# Seconds between two looks at what this rank is doing.
+_TICK = 1.0
+# A rank that has waited so long tells rank 0, in seconds.
+_WORTH_REPORTING = 2.0
+# What a rank said so long ago still holds, in seconds.
+_FRESH = 3.0
+# A rank that does not answer for so long is taken as one that cannot, in seconds.
+_NO_ANSWER = 10.0
+# After a verdict ranks have so long to end by themselves, in seconds.
+_GRACE = 30.0
+# How long an error of Horovod's waits for its explanation, in seconds.
+_EXPLAINED_WITHIN = 3.0
+
+END_OF_SCRIPT = "reached the end of the script"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds after which a rank that others wait for is reported, and ends the run."""
+
+    report: float = 60.0
+    end: float = 1800.0
+
+    @classmethod
+    def from_environment(cls) -> Limits:
+        """``HVKIT_STALL_SECONDS`` and ``HVKIT_STALL_LIMIT_SECONDS``, or the defaults.
+
+        Raises:
+            LaunchError: one of them is no positive number.
+        """
+        report = _seconds("HVKIT_STALL_SECONDS", cls.report)
+        return cls(report, max(report, _seconds("HVKIT_STALL_LIMIT_SECONDS", cls.end)))
+
+
+def _seconds(name: str, default: float) -> float:
+    text = os.environ.get(name, "")
+    try:
+        seconds = float(text) if text else default
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise LaunchError(f"{name} must be a positive number of seconds, got {text!r}")
+    return seconds
+
+
+class Watcher:
+    """One rank's part in watching the run.
+
+    Args:
+        rank: this rank.
+        limits: when to report and when to end.
+        shut_down: ends all of Horovod's waits on all ranks; called by rank 0 only.
+    """
+
+    def __init__(self, rank: int, limits: Limits, shut_down: Callable[[], None]) -> None:
+        self.rank = rank
+        self._limits = limits
+        self._shut_down = shut_down
+        self._explained = threading.Event()
+        self._reason = ""
+        self._shown_by = 0
+        self._printed = False
+        self._stopped = threading.Event()
+        self._peers: dict[int, Connection] = {}
+        self._ended: dict[int, str] = {}
+        self._own_end = END_OF_SCRIPT
+        self._thread: threading.Thread | None = None
+        self._process = os.getpid()
+        self._looking = threading.Lock()
+
+    # Called by the script's thread.
+
+    def reason(self) -> str:
+        """Why the wait that this rank is in was ended; empty if nothing becomes known of it."""
+        self._explained.wait(_EXPLAINED_WITHIN)
+        if not self._ended:
+            return self._reason
+        call, line = calls.current_call() or "a collective", calls.line_of_script()
+        here = f"rank {self.rank} waits in {call} ({line})"
+        hint = f": {SAME_CALLS}, and {SAME_STEPS}" if END_OF_SCRIPT in self._reason else ""
+        return f"{here}; {self._reason}{hint}"
+
+    def printed(self) -> bool:
+        """Whether the reason has been shown, or another rank shows it."""
+        return self._printed or (self._explained.is_set() and self._shown_by != self.rank)
+
+    def failed(self, how: str) -> None:
+        """This rank ends with an error of its own."""
+        self._own_end = how
+
+    def stop(self) -> None:
+        """This rank ends: say so to the others, before Horovod shuts down."""
+        if os.getpid() != self._process:
+            return
+        self._stopped.set()
+        for peer in list(self._peers.values()):
+            _send(peer, {"ended": self._own_end, "rank": self.rank})
+        with self._looking:  # not while the interpreter ends
+            pass
+
+    # What both kinds of thread do.
+
+    def _explain(self, text: str, shown_by: int) -> None:
+        """Take over the first explanation, and make sure that this rank ends."""
+        if self._explained.is_set():
+            return
+        self._reason, self._shown_by = text, shown_by
+        self._explained.set()
+
+    def _status(self) -> Status:
+        with self._looking:
+            return Status() if self._stopped.is_set() else calls.status()
+
+    def _must_end(self) -> None:
+        """End this process soon, should Horovod not end the wait that it is in."""
+        timer = threading.Timer(_GRACE, self._end_by_force, [self._status().serial])
+        timer.daemon = True
+        timer.start()
+
+    def _end_by_force(self, serial: int) -> None:
+        now = self._status()
+        if now.waits and now.serial == serial:
+            text = f"rank {self.rank} still waits {_GRACE:.0f} s after the end of the run, in"
+            os.write(2, f"hvkit: {text} {now.call} ({now.where}): ended by force\n".encode())
+            os._exit(1)
+
+    def _learn_of_end(self, rank: int, how: str, shown_by: int) -> None:
+        """Another rank has ended, which is why Horovod will, too."""
+        self._ended[rank] = how
+        self._explain(f"{ranks_text([rank])} {how}", shown_by)
+
+
+class Reporter(Watcher):
+    """Any rank but 0: reports to rank 0 and does what that decides."""
+
+    def start(self, meeting: channel.Meeting) -> None:
+        """Watch from now on."""
+        self._thread = threading.Thread(
+            target=self._run, args=(meeting,), name="hvkit-watch", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, meeting: channel.Meeting) -> None:
+        hub = channel.connect(meeting, self.rank)
+        if hub is None or self._stopped.is_set():
+            return
+        self._peers[0] = hub
+        reported = -1.0
+        while not self._stopped.is_set():
+            try:
+                if hub.poll(_TICK):
+                    self._take(hub, channel.receive(hub))
+            except (OSError, EOFError, ValueError):
+                self._learn_of_end(0, "died without a word", shown_by=1)
+                return
+            now = self._status()
+            began = time.monotonic() - now.seconds
+            if now.waits and now.seconds >= _WORTH_REPORTING and began > reported + 0.1:
+                reported = began
+                _send(hub, {"status": asdict(now)})
+
+    def _take(self, hub: Connection, message: dict[str, Any]) -> None:
+        if "verdict" in message:
+            self._explain(message["verdict"], message["shown_by"])
+            self._must_end()
+        elif "ended" in message:
+            self._learn_of_end(message["rank"], message["ended"], message.get("shown_by", 1))
+        else:
+            _send(hub, {"status": asdict(self._status())})
+
+
+class Hub(Watcher):
+    """Rank 0: gathers what all ranks are doing, decides, and ends the run.
+
+    Args:
+        size: the number of ranks.
+        one_host: whether all of them are on this host.
+    """
+
+    def __init__(
+        self, size: int, limits: Limits, shut_down: Callable[[], None], *, one_host: bool
+    ) -> None:
+        super().__init__(0, limits, shut_down)
+        self._size = size
+        self._listener = channel.Listener(one_host=one_host)
+        self.meeting = self._listener.meeting
+        self._new: queue.SimpleQueue[tuple[int, Connection]] = queue.SimpleQueue()
+        self._known: dict[int, Status] = {}
+        self._heard: dict[int, float] = {}
+        self._asked: dict[int, float] = {}
+        self._reported: set[tuple[str, int]] = set()
+        self._over = threading.Event()
+
+    def start(self) -> None:
+        """Watch from now on."""
+        threading.Thread(target=self._let_in, name="hvkit-watch-door", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="hvkit-watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """As of any rank; waits for a shutdown that is under way."""
+        self._listener.close()
+        super().stop()
+        if self._printed and self._explained.is_set() and not self._ended:
+            self._over.wait(_GRACE)
+
+    def _let_in(self) -> None:
+        while len(self._peers) + self._new.qsize() < self._size - 1:
+            accepted = self._listener.accept()
+            if accepted is None:
+                return
+            self._new.put(accepted)
+        self._listener.close()
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            self._take_new()
+            self._listen()
+            if not self._explained.is_set() or self._ended:
+                self._judge()
+
+    def _take_new(self) -> None:
+        while not self._new.empty():
+            rank, connection = self._new.get()
+            self._peers[rank] = connection
+
+    def _listen(self) -> None:
+        by_connection = {id(connection): rank for rank, connection in self._peers.items()}
+        ready: list[Any] = []
+        if self._peers:
+            ready = wait(list(self._peers.values()), timeout=_TICK)
+        else:
+            time.sleep(_TICK)
+        for connection in ready:
+            rank = by_connection[id(connection)]
+            try:
+                message = channel.receive(connection)
+            except (OSError, EOFError, ValueError):
+                self._end_of(rank, "died without a word")
+                continue
+            if "ended" in message:
+                self._end_of(rank, message["ended"])
+            else:
+                self._known[rank] = Status(**message["status"])
+                self._heard[rank] = time.monotonic()
+                self._asked.pop(rank, None)
+
+    def _end_of(self, rank: int, how: str) -> None:
+        """A rank has ended; the first that does explains to all others why Horovod ends."""
+        del self._peers[rank]
+        self._known.pop(rank, None)
+        first = not self._ended
+        self._learn_of_end(rank, how, shown_by=0)
+        if first:
+            for peer in list(self._peers.values()):
+                _send(peer, {"ended": how, "rank": rank, "shown_by": 0})
+
+    def _judge(self) -> None:
+        """Gather what the ranks are doing where one waits, and act on it."""
+        own = self._status()
+        now = time.monotonic()
+        if not own.waits and not any(s.waits for s in self._known.values()):
+            return
+        for rank, peer in self._peers.items():
+            if rank not in self._asked:
+                self._asked[rank] = now
+                _send(peer, {"question": "status"})
+        everyone = {0: own}
+        for rank in range(1, self._size):
+            if rank in self._ended:
+                continue
+            silent = now - self._asked.get(rank, now - _NO_ANSWER)
+            fresh = now - self._heard.get(rank, 0.0) < _FRESH
+            if not fresh and silent < _NO_ANSWER:
+                return  # its answer is on its way
+            everyone[rank] = self._known[rank] if fresh else Status()
+        verdict = decide(everyone, self._ended, self._limits.report, self._limits.end)
+        if verdict is not None:
+            self._act_on(verdict)
+
+    def _act_on(self, verdict: Verdict) -> None:
+        if not verdict.ends:
+            if verdict.about not in self._reported:
+                self._reported.add(verdict.about)
+                os.write(2, f"hvkit: {verdict.text}\n".encode())
+            return
+        os.write(2, f"hvkit: RankLostError: {verdict.text}\n".encode())
+        self._printed = True
+        for peer in self._peers.values():
+            _send(peer, {"verdict": verdict.text, "shown_by": 0})
+        self._explain(verdict.text, 0)
+        self._must_end()
+        self._stopped.wait(_TICK)  # the others read it before their waits end
+        self._shut_down()
+        self._over.set()
+
+
+def _send(connection: Connection, message: dict[str, Any]) -> None:
+    try:
+        channel.send(connection, message)
+    except (OSError, ValueError):
+        return  # it has gone, which its end of the connection says
