@@ -26,8 +26,9 @@ def add_watching(parser: argparse.ArgumentParser) -> None:
         type=seconds_between(0, _DAY),
         default=_GRACE,
         metavar="SECONDS",
-        help="how long ranks have, when SIGTERM or Ctrl-C ends the run, to end by themselves; a "
-        f"second one ends them at once (default: {_GRACE:g})",
+        help="how long ranks have to end by themselves when SIGTERM or the failure of another rank "
+        "ends the run; as long again when Ctrl-C does, which they get first. A further signal does "
+        f"not wait (default: {_GRACE:g})",
     )
     parser.add_argument("--prefix", action="store_true", help="begin lines with rank and host")
     parser.add_argument("--timestamps", action="store_true", help="begin lines with the time")

@@ -44,7 +44,7 @@ class Request:
         interfaces: names of interfaces or networks to use between hosts, instead of those found.
         bind: whether each rank keeps to its share of its host's cores.
         lost_after: seconds without a sign of life after which a host is given up.
-        grace: seconds that commands have to end when a signal asks for that.
+        grace: seconds that commands have to end, after a signal or the failure of another rank.
         style: how output is shown.
     """
 
@@ -56,7 +56,7 @@ class Request:
     variables: Mapping[str, str | None] = field(default_factory=dict)
     interfaces: tuple[str, ...] = ()
     bind: bool = True
-    lost_after: float = 5.0
+    lost_after: float = 30.0
     grace: float = 10.0
     style: Style = field(default_factory=Style)
 

@@ -24,6 +24,7 @@ from hvkit.launch.supervision.processes import (
     end_descendants,
     end_way_here,
     ends_with_parent,
+    interrupt,
     reap_adopted,
 )
 from hvkit.launch.supervision.protocol import (
@@ -34,9 +35,7 @@ from hvkit.launch.supervision.protocol import (
     packed,
 )
 
-# Seconds between SIGTERM and SIGKILL for a command whose launcher has gone.
-_ORPHANED = 1.0
-# The same for what a command leaves behind that has ended by itself.
+# Seconds between SIGTERM and SIGKILL for what a command leaves behind that has ended by itself.
 _LEFT_BEHIND = 1.0
 # Seconds that the last words have to get through when told to end.
 _LAST_WORDS = 1.0
@@ -95,6 +94,7 @@ class _Agent:
         self.guard = guard
         self.stopping = threading.Event()
         self.deadline = float("inf")
+        self.interrupted = False
         self.lost = False
         self.unguarded = False
         self.ended_at = time.monotonic()
@@ -142,9 +142,9 @@ class _Agent:
                     # A launcher that ends a rank signals its command and this process at once.
                     return child.wait() >= 0 or not self.stopping.wait(0.2)
                 reap_adopted(child.pid)
-                if os.getppid() != self.guard:
+                if os.getppid() != self.guard and not self.interrupted:
                     self.unguarded = not self.stopping.is_set()
-                    self.stop_within(_ORPHANED)
+                    self.stop_within(self.supervised.grace)
         finally:
             os.close(watched)
         return False
@@ -196,6 +196,8 @@ class _Agent:
                 kind, value = self.connection.receive()
                 if kind is Kind.STOP:
                     self.stop_within(value / 1000)
+                elif kind is Kind.INTERRUPT:
+                    self.interrupt()
                 elif kind is Kind.SIGNAL:
                     self.hand_on(value)
         except ConnectionLost:
@@ -207,9 +209,17 @@ class _Agent:
         self.deadline = min(self.deadline, time.monotonic() + seconds)
         self.stopping.set()
 
+    def interrupt(self) -> None:
+        """Send the command what Ctrl-C sends. How long it has is the supervisor's decision."""
+        self.interrupted = True
+        if self.child is not None:
+            interrupt(self.child.pid)
+
     def asked(self, number: int, frame: FrameType | None) -> None:
-        """The launcher's wish that this rank ends."""
-        self.stop_within(self.supervised.grace)
+        """A launcher ends this rank."""
+        # It does so as soon as the first of the interrupted ranks has ended.
+        if not self.interrupted:
+            self.stop_within(self.supervised.grace)
 
     def hand_on(self, number: int, frame: FrameType | None = None) -> None:
         """A signal that is meant for the command."""

@@ -94,6 +94,23 @@ def _is_login(process: psutil.Process) -> bool:
     return command.startswith("sshd") and "@notty" in command
 
 
+def interrupt(leader: int) -> None:
+    """Send SIGINT to a child and to all below this process that are in its process group.
+
+    These are the ones that Ctrl-C in a terminal would reach.
+    """
+    with contextlib.suppress(ProcessLookupError):
+        group = os.getpgid(leader)
+        signalled([each for each in descendants() if _group(each) == group], signal.SIGINT)
+
+
+def _group(process: psutil.Process) -> int | None:
+    try:
+        return os.getpgid(process.pid)
+    except ProcessLookupError:
+        return None
+
+
 def _wait_for(processes: Sequence[psutil.Process], seconds: float) -> None:
     """Wait until they have ended; their exit statuses are left to whoever started them."""
     deadline = time.monotonic() + seconds

@@ -55,6 +55,8 @@ class Kind(IntEnum):
     """Of the supervisor: the number of a signal for the command."""
     STOP = 8
     """Of the supervisor: end the command, within a number of milliseconds."""
+    INTERRUPT = 9
+    """Of the supervisor: send the command what Ctrl-C sends; a STOP follows if it does not end."""
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,7 @@ from hvkit.launch.supervision.supervisor import Supervisor
 _OTHERS_FAIL = 2.0
 # Hosts that are lost at the same time were asked within a second of each other.
 _OTHERS_LOST = 1.2
-# How long commands have to end after a failure, unless they end by themselves.
-_GRACE = 1.0
-# How long agents have for that besides.
+# How long agents have to end besides the time that their commands have.
 _AGENTS_END = 3.0
 # Where a host is lost some will not tell.
 _AGENTS_END_BUT_LOST = 1.0
@@ -52,7 +50,7 @@ class Run:
         addresses: where agents reach this host; the loopback address alone for a run on one host.
         lost_after: seconds without a sign of life after which a host is given up; ``None`` for
             never.
-        grace: seconds that commands have to end when a signal asks for that.
+        grace: seconds that commands have to end, after a signal or the failure of another rank.
         bind: whether each rank keeps to its share of its host's cores.
         here: environment variables for the ranks of this host alone.
         style: how output is shown.
@@ -73,8 +71,10 @@ class Run:
 def supervise(run: Run) -> int:
     """Run it to its end; the exit status is that of the rank that failed first, or 0.
 
-    SIGINT, SIGTERM and SIGHUP end everything, a second one at once; the exit status is then 128
-    and the signal's number. SIGUSR1 and SIGUSR2 go to the command of every rank.
+    SIGINT, SIGTERM and SIGHUP end everything; the exit status is then 128 and the signal's number.
+    Ranks get SIGINT first where it was SIGINT, then SIGTERM, then SIGKILL, each ``grace`` seconds
+    after the one before, or at once with a further signal. SIGUSR1 and SIGUSR2 go to the command
+    of every rank.
     """
     adopt_orphans()
     return asyncio.run(_Supervision(run).supervise())
@@ -87,6 +87,8 @@ class _Supervision:
         self.failed = asyncio.Event()
         self.asked_by: signal.Signals | None = None
         self.asked = asyncio.Event()
+        self.asked_again = asyncio.Event()
+        self.stopping = False
         self.supervisor = Supervisor(run.size, self.key, run.style, run.lost_after, self.failed.set)
 
     async def supervise(self) -> int:
@@ -142,10 +144,13 @@ class _Supervision:
 
     def ask(self, number: signal.Signals) -> None:
         """A signal that asks this process to end."""
-        if self.asked_by is not None:
+        if self.asked_by is None and not self.stopping:
+            self.asked_by = number
+            self.asked.set()
+        elif self.asked_by is signal.SIGINT and not self.asked_again.is_set():
+            self.asked_again.set()
+        else:
             self.supervisor.stop(0)
-        self.asked_by = self.asked_by or number
-        self.asked.set()
 
     async def wait(self, launcher: asyncio.subprocess.Process) -> None:
         """Wait for the launcher's end, a failure or a signal.
@@ -182,7 +187,10 @@ class _Supervision:
         if launcher.returncode is not None:
             # Last words of agents may still be under way.
             await self.supervisor.all_gone(_LAUNCHER_ENDS)
-        grace = _GRACE if self.asked_by is None else self.run.grace
+        if self.asked_by is signal.SIGINT:
+            await self.interrupt()
+        grace = self.run.grace
+        self.stopping = True
         self.supervisor.stop(grace)
         lost = self.supervisor.host_lost
         await self.supervisor.all_gone(grace + (_AGENTS_END_BUT_LOST if lost else _AGENTS_END))
@@ -194,6 +202,16 @@ class _Supervision:
                 await asyncio.wait_for(launcher.wait(), _LAUNCHER_ENDS)
         await asyncio.to_thread(end_descendants)
         await launcher.wait()
+
+    async def interrupt(self) -> None:
+        """Have ranks end as by Ctrl-C, until they have, their time is over or a signal follows."""
+        self.supervisor.interrupt()
+        gone = asyncio.create_task(self.supervisor.all_gone(self.run.grace))
+        again = asyncio.create_task(self.asked_again.wait())
+        await asyncio.wait([gone, again], return_when=asyncio.FIRST_COMPLETED)
+        gone.cancel()
+        again.cancel()
+        self.asked_again.set()
 
     def blame(self, launcher: int, number: int) -> int:
         """Say that the launcher was killed; what ranks tell then is a consequence."""

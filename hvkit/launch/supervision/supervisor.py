@@ -65,6 +65,7 @@ class Supervisor:
     _connected: set[int] = field(default_factory=set)
     _all_gone: asyncio.Event = field(default_factory=asyncio.Event)
     _grace: float | None = None
+    _interrupted: bool = False
 
     def __post_init__(self) -> None:
         self.writer = Writer(self.on_failure)
@@ -110,6 +111,11 @@ class Supervisor:
         """Tell all agents to end what they run, by force after so many seconds."""
         self._grace = grace
         self._tell_all(Kind.STOP, round(grace * 1000))
+
+    def interrupt(self) -> None:
+        """Have all agents send their commands SIGINT."""
+        self._interrupted = True
+        self._tell_all(Kind.INTERRUPT, 0)
 
     def signal(self, number: int) -> None:
         """Have all agents send their commands a signal."""
@@ -190,6 +196,8 @@ class Supervisor:
         self._all_gone.clear()
         if self._grace is not None:
             rank.tell(Kind.STOP, round(self._grace * 1000))
+        elif self._interrupted:
+            rank.tell(Kind.INTERRUPT, 0)
         return rank
 
     async def _follow(self, rank: _Rank) -> None:
@@ -228,7 +236,7 @@ class Supervisor:
                 at=time.monotonic() if at is None else at,
                 problem=problem,
                 last_lines=tuple(rank.output.last_lines()),
-                asked=rank.asked or self._grace is not None,
+                asked=rank.asked or self._interrupted or self._grace is not None,
                 lost=lost,
             )
         )

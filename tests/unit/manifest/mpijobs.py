@@ -42,7 +42,7 @@ def full_job() -> MPIJob:
         retries=3,
         variables={"HVKIT_DATA_DIR": "/data", "RATE": "1e-3"},
         volumes=tuple(map(volume, ("datasets:/data", "results.a:/out", "datasets:/more"))),
-        run_options=("--lost-after", "30", "--prefix", "--timestamps", "--log-dir=/out/logs"),
+        run_options=("--lost-after", "45", "--prefix", "--timestamps", "--log-dir=/out/logs"),
     )
 
 

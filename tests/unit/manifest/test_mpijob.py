@@ -123,7 +123,7 @@ def test_the_launcher_hands_options_on_to_hvkit_run() -> None:
     parser = argparse.ArgumentParser()
     run.add_to(parser.add_subparsers())
     args = parser.parse_args(container(read(full_job()), "Launcher")["args"])
-    assert (args.lost_after, args.prefix, args.timestamps) == (30.0, True, True)
+    assert (args.lost_after, args.prefix, args.timestamps) == (45.0, True, True)
     assert args.log_dir == Path("/out/logs")
 
 

@@ -1,6 +1,7 @@
 """Runs that last until a test ends them."""
 
 import subprocess
+import sys
 import uuid
 
 import pytest
@@ -11,6 +12,22 @@ from supervised import command_line, sleeping, wait_until
 def mark():
     """A duration to sleep for that no other process sleeps for."""
     return f"{600 + uuid.uuid4().int % 10**6 / 10**6:.6f}"
+
+
+@pytest.fixture
+def interruptible(tmp_path):
+    """Writes a script that waits for a KeyboardInterrupt; the command that runs it."""
+
+    def write(answer):
+        script = tmp_path / "interruptible.py"
+        script.write_text(
+            "import os, subprocess, sys, time\n"
+            "try:\n    subprocess.run(['sleep', sys.argv[1]])\n"
+            f"except KeyboardInterrupt:\n    {answer}\n"
+        )
+        return f"{sys.executable} {script} MARK"
+
+    return write
 
 
 @pytest.fixture

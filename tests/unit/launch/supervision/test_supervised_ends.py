@@ -1,5 +1,7 @@
 """Whatever ends or is killed, ``hvkit run`` ends everything, and names what failed."""
 
+import os
+import pty
 import signal
 import subprocess
 import sys
@@ -7,6 +9,28 @@ import time
 
 import pytest
 from supervised import LAUNCHER, RUN, below, command_line, run, sleeping, wait_until
+
+# Says which signal it got, and ends.
+CHILD = """
+import signal, sys
+name = sys.argv[1]
+number = signal.sigwait(set(map(signal.Signals, map(int, sys.argv[2:]))))
+print(name, "got", signal.Signals(number).name, flush=True)
+"""
+# Starts one as data loaders do, and one in a session of its own; ready when `sleep` runs.
+RANK = """
+import signal, subprocess, sys
+child, mark = sys.argv[1:]
+signals = {signal.SIGINT, signal.SIGTERM}
+signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+words = [sys.executable, child]
+numbers = [str(int(number)) for number in signals]
+worker = subprocess.Popen([*words, "worker", *numbers])
+subprocess.Popen([*words, "session", *numbers], start_new_session=True)
+subprocess.Popen(["sleep", mark])
+print("rank got", signal.Signals(signal.sigwait(signals)).name, flush=True)
+worker.wait()
+"""
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -97,6 +121,107 @@ def test_a_signal_gives_commands_their_time(started, monkeypatch):
     out, errors = running.communicate(timeout=30)
     assert sorted(out.split()) == ["saved", "saved"]
     assert errors == "hvkit run: ended by SIGTERM\n"
+
+
+def test_a_ctrl_c_reaches_every_rank_as_an_interrupt(started, interruptible):
+    running = started(interruptible("time.sleep(3); print('saved')"))
+    running.send_signal(signal.SIGINT)
+    out, errors = running.communicate(timeout=30)
+    assert sorted(out.split()) == ["saved", "saved"]
+    assert errors == "hvkit run: ended by SIGINT\n"
+    assert running.returncode == 130
+
+
+def test_a_ctrl_c_in_a_terminal_reaches_every_rank_as_an_interrupt(mark, interruptible):
+    words = command_line(interruptible("print('saved')").replace("MARK", mark))
+    run, terminal = pty.fork()
+    if run == 0:
+        os.execv(words[0], words)
+    try:
+        wait_until(lambda: len(sleeping(mark)) == 2)
+        os.write(terminal, b"\x03")
+        assert os.waitstatus_to_exitcode(os.waitpid(run, 0)[1]) == 130
+        shown = os.read(terminal, 10_000).decode().splitlines()
+        assert [line.removeprefix("^C") for line in shown] == [
+            *("saved", "saved"),
+            "hvkit run: ended by SIGINT",
+        ]
+    finally:
+        os.close(terminal)
+
+
+def test_a_rank_that_ends_at_the_interrupt_leaves_the_others_their_time(started, interruptible):
+    first = "if os.environ['OMPI_COMM_WORLD_RANK'] == '1': raise"
+    running = started(interruptible(f"{first}\n    time.sleep(4); print('saved')"))
+    running.send_signal(signal.SIGINT)
+    out, errors = running.communicate(timeout=30)
+    assert out == "saved\n"
+    assert errors.count("KeyboardInterrupt") == 1
+    assert running.returncode == 130
+
+
+def test_an_interrupt_reaches_the_processes_that_a_terminals_would(started, tmp_path):
+    (tmp_path / "child.py").write_text(CHILD)
+    (tmp_path / "rank.py").write_text(RANK)
+    running = started(f"{sys.executable} {tmp_path}/rank.py {tmp_path}/child.py MARK")
+    running.send_signal(signal.SIGINT)
+    out, _ = running.communicate(timeout=30)
+    # What has a session of its own is ended with what the rank leaves behind.
+    once = ["rank got SIGINT", "session got SIGTERM", "worker got SIGINT"]
+    assert sorted(out.splitlines()) == sorted(once * 2)
+
+
+def test_ranks_that_ignore_the_interrupt_are_asked_again_after_their_time(started, monkeypatch):
+    monkeypatch.setenv("GRACE", "1")
+    running = started("trap '' INT; trap 'echo asked; exit' TERM; sleep MARK & wait; wait")
+    running.send_signal(signal.SIGINT)
+    out, errors = running.communicate(timeout=30)
+    assert out == "asked\nasked\n"
+    assert errors == "hvkit run: ended by SIGINT\n"
+
+
+def test_a_second_ctrl_c_is_a_polite_end_and_a_third_is_one_by_force(started, mark, monkeypatch):
+    monkeypatch.setenv("GRACE", "500")
+    running = started(
+        "trap 'echo interrupted' INT; trap 'echo asked' TERM; (trap '' INT TERM; exec sleep MARK) &"
+        "while :; do wait; done"
+    )
+    for number, said in enumerate(("interrupted", "asked")):
+        running.send_signal(signal.SIGINT)
+        assert [running.stdout.readline() for _ in range(2)] == [f"{said}\n"] * 2, number
+    assert len(sleeping(mark)) == 2
+    running.send_signal(signal.SIGINT)
+    _, errors = running.communicate(timeout=30)
+    assert errors == "hvkit run: ended by SIGINT\n"
+    assert running.returncode == 130
+    assert sleeping(mark) == []
+
+
+def fails_beside(answer, ready):
+    """A script of which rank 1 fails once rank 0 answers SIGTERM so."""
+    return (
+        f"if [ $OMPI_COMM_WORLD_RANK = 1 ]; then until [ -e '{ready}' ]; do sleep 0.1; done;"
+        f"exit 7; fi; trap '{answer}' TERM; touch '{ready}'; while :; do sleep 0.1; done"
+    )
+
+
+def test_after_a_failure_the_others_have_their_time(tmp_path):
+    done = run(fails_beside("sleep 5; echo saved; exit", tmp_path / "ready"))
+    assert done.stdout == "saved\n"
+    assert done.returncode == 7
+
+
+def test_a_signal_ends_what_takes_its_time_after_a_failure(tmp_path, monkeypatch):
+    monkeypatch.setenv("GRACE", "500")
+    idle = LAUNCHER.replace("rank.terminate()", "pass").replace("rank.kill()", "rank.wait()")
+    script = fails_beside("echo asked", tmp_path / "ready")
+    words = [sys.executable, "-c", RUN, idle, "2", "bash", "-c", script]
+    running = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert running.stdout.readline() == "asked\n"
+    running.send_signal(signal.SIGINT)
+    _, errors = running.communicate(timeout=30)
+    assert running.returncode == 7
+    assert "hvkit run: rank 1 on " in errors
 
 
 def test_a_second_signal_ends_everything_at_once(started, mark, monkeypatch):
