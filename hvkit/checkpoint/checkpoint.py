@@ -60,7 +60,8 @@ class Checkpoint:
     Args:
         directory: the run's own; made by the first save. Two runs that save in the same one at
             the same time: the second gets an error.
-        keep: so many of the newest checkpoints stay, older ones are deleted; None keeps all.
+        keep: so many of the newest checkpoints stay, older ones are deleted; None keeps all. One
+            that cannot be deleted (NFS keeps files that are read elsewhere) goes with a later save.
         **parts: what to save, each under its name, usually ``model=`` and ``optimizer=``: PyTorch
             and Keras models and optimizers, Keras's callbacks that watch a metric, and anything
             with ``state_dict()`` and ``load_state_dict()``: schedulers, a ``GradScaler``, what

@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator
+from itertools import chain, count
 from pathlib import Path
 
 from hvkit.checkpoint.lock import lock
@@ -20,6 +22,9 @@ _CHECKPOINT = re.compile(r"step-\d{9,}(\.old)?")
 _OLD = ".old"
 _SAVING = ".saving-"
 _REMOVING = ".removing-"
+
+# Folders that could not be deleted, and of which that was said.
+_stays: set[Path] = set()
 
 
 def name_of(step: int) -> str:
@@ -39,7 +44,7 @@ def prepare(directory: Path) -> int:
     lock(directory)
     for entry in sorted(directory.iterdir()):
         if entry.name.startswith((_SAVING, _REMOVING)):
-            shutil.rmtree(entry)
+            _delete(entry)
         elif entry.name.endswith(_OLD) and _CHECKPOINT.fullmatch(entry.name):
             _finish_replacing(entry)
     return 1 + max((m.serial for _, m in _readable(directory) if m), default=0)
@@ -57,6 +62,8 @@ def _finish_replacing(old: Path) -> None:
 def write(directory: Path, name: str, fill: Callable[[Path], None]) -> None:
     """Make a checkpoint's folder, in the place of one with that name.
 
+    What it replaces goes, or stays hidden if it cannot be deleted now.
+
     Args:
         directory: as :func:`prepare` left it.
         name: what :func:`name_of` gave.
@@ -65,7 +72,7 @@ def write(directory: Path, name: str, fill: Callable[[Path], None]) -> None:
     Raises:
         OSError: a file cannot be written; the directory is then as it was.
     """
-    temporary = directory / (_SAVING + name)
+    temporary = _unused(directory / (_SAVING + name))
     try:
         temporary.mkdir()
         fill(temporary)
@@ -86,7 +93,8 @@ def write(directory: Path, name: str, fill: Callable[[Path], None]) -> None:
 def prune(directory: Path, keep: int | None, newest: str) -> None:
     """Delete all but the ``keep`` newest checkpoints; None deletes none.
 
-    What cannot be read counts as oldest. The one that is named ``newest`` is never deleted.
+    One that cannot be deleted now is left to the next save. What cannot be read counts as oldest.
+    The one that is named ``newest`` is never deleted.
     """
     if keep is None:
         return
@@ -147,6 +155,38 @@ def _readable(directory: Path) -> Iterator[tuple[Path, Manifest | None]]:
 
 def _remove(folder: Path) -> None:
     """Delete a folder so that no half of it ever looks like a checkpoint."""
-    hidden = folder.with_name(_REMOVING + folder.name)
-    os.rename(folder, hidden)
-    shutil.rmtree(hidden)
+    hidden = _unused(folder.with_name(_REMOVING + folder.name))
+    try:
+        os.rename(folder, hidden)
+    except OSError as error:
+        _say_that_it_stays(folder, error)
+    else:
+        _delete(hidden)
+
+
+def _delete(hidden: Path) -> None:
+    """Delete a folder that is no checkpoint, as far as that can be done now.
+
+    On NFS, a file that another process reads stays until it is closed, under another name, and so
+    does its folder.
+    """
+    try:
+        shutil.rmtree(hidden)
+    except OSError as error:
+        shutil.rmtree(hidden, ignore_errors=True)  # what can go takes room on the disk
+        if hidden.exists():
+            _say_that_it_stays(hidden, error)
+
+
+def _unused(path: Path) -> Path:
+    """The path, or one like it where something of that name could not be deleted."""
+    others = (path.with_name(f"{path.name}-{number}") for number in count(2))
+    return next(each for each in chain((path,), others) if not each.exists())
+
+
+def _say_that_it_stays(folder: Path, error: OSError) -> None:
+    if folder in _stays:
+        return
+    _stays.add(folder)
+    text = f"hvkit: cannot delete {folder} now, the next save tries again: {error}"
+    print(text, file=sys.stderr, flush=True)

@@ -40,11 +40,16 @@ def shard(data: D, *, exact: bool = False, seed: int = 0) -> D:
       with the same random numbers (and ``set_epoch``, if it has that) and has to give the same
       order there. Batches of a batch sampler stay whole where those of a step have one size. The
       loader has ``state_dict()`` and ``load_state_dict()``: its position, to resume on any number
-      of ranks. Every rank has to iterate over it equally often.
+      of ranks. Every rank has to iterate over it equally often. ``loader.dataset`` is this rank's
+      part, as of a Dataset below: ``correct / len(loader.dataset)`` is the accuracy on it, to be
+      averaged with ``weight=len(loader.dataset)``. Another loader that is made of
+      ``loader.dataset`` and ``loader.batch_sampler`` reads the same batches; the position then
+      moves at the ends of epochs.
     - **Loader of an IterableDataset**: every rank reads the whole stream, which has to be the same
       everywhere, and keeps its part. With workers, the dataset has to split itself among them, as
       without hvkit. It has no position to resume from.
-    - **Dataset**: every N-th sample, repeated to equal length.
+    - **Dataset**: every N-th sample, repeated to equal length: a ``Subset`` that has the
+      attributes of the dataset.
     - **Arrays** of shape (n, ...): every N-th row, repeated to equal length; views where nothing
       is repeated.
     - **tf.data.Dataset**: a pipeline that ends in batches is regrouped into the batches of N
@@ -72,7 +77,8 @@ def shard(data: D, *, exact: bool = False, seed: int = 0) -> D:
     Raises:
         TypeError: ``data`` is of another kind, or an argument of another type.
         ValueError: a negative seed, arrays of different lengths, a ``DistributedSampler``, a
-            shuffle without seed, or another thing that leaves ranks without a common order.
+            shuffle without seed, or another thing that leaves ranks without a common order; a
+            part that was returned before.
         RanksDisagreeError: the ranks passed different data or arguments.
     """
     share = Share(runtime.rank(), runtime.size(), exact is True)
@@ -117,7 +123,7 @@ def shard_for(data: Any, share: Share, seed: int) -> Part:
 
         part = Part(*shard_loader(data, share, seed))
     elif torch is not None and isinstance(data, torch.utils.data.Dataset):
-        from hvkit.data.pytorch import shard_dataset
+        from hvkit.data.dataset import shard_dataset
 
         part = Part(*shard_dataset(data, share, seed))
     elif tensorflow is not None and isinstance(data, tensorflow.data.Dataset):

@@ -1,37 +1,19 @@
-"""PyTorch's DataLoader and Dataset."""
+"""PyTorch's DataLoader."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from hvkit.agreement import require_equal
-from hvkit.data.arrays import digest_of_rows
+from hvkit.data.dataset import DatasetPart, contents
 from hvkit.data.order import Share, seed_from
-from hvkit.data.position import Position
-from hvkit.data.samplers import Order, SampleOrder, order_of
+from hvkit.data.samplers import Epoch, Order, SampleOrder, order_of
 from hvkit.data.stream import StreamLoader, StreamShard
-
-
-def shard_dataset(dataset: Dataset[Any], share: Share, seed: int) -> tuple[Any, list[str]]:
-    """This rank's samples of a Dataset, and what the ranks have to have alike.
-
-    Raises:
-        TypeError: a map-style dataset without ``__len__``.
-    """
-    if isinstance(dataset, IterableDataset):
-        stream = StreamShard(dataset, share, group=share.size, drop_last=False, seed=seed)
-        return stream, ["IterableDataset"]
-    length = _length(dataset)
-    whole = share.exact or length % share.size == 0
-    mine = range(share.rank, length, share.size) if whole else share.of(length).tolist()
-    return Subset(dataset, mine), [f"Dataset of {length} samples", *_contents(dataset)]
 
 
 def shard_loader(loader: DataLoader[Any], share: Share, seed: int) -> tuple[Any, list[str]]:
@@ -51,7 +33,7 @@ def shard_loader(loader: DataLoader[Any], share: Share, seed: int) -> tuple[Any,
         options = {**_options(loader), "generator": torch.Generator()}
         return StreamLoader(stream, seed, kept | options), ["IterableDataset", *facts]
     order = order_of(loader, share, seed)
-    facts += _contents(loader.dataset)
+    facts += contents(loader.dataset)
     return ShardedLoader(loader, order, share, seed), [*order.facts(), *facts]
 
 
@@ -60,11 +42,15 @@ class ShardedLoader(DataLoader[Any]):
 
     Every iteration is a new epoch. ``state_dict`` and ``load_state_dict`` give and take the
     position, counted over all ranks, so that another number of ranks can go on from it.
+
+    On several ranks its dataset is this rank's part, see :class:`DatasetPart`. Another loader of
+    its dataset and its sampler or batch sampler reads what this one would read next. Batches of
+    that are not counted: the position is then known at the ends of epochs only.
     """
 
     def __init__(self, loader: DataLoader[Any], order: Order, share: Share, seed: int) -> None:
         self._order, self._share, self._seed = order, share, seed
-        self._position = Position()
+        self._position = order.position
         self._begun_after = 0
         options: dict[str, Any] = _options(loader)
         if loader.batch_sampler is None:
@@ -74,22 +60,33 @@ class ShardedLoader(DataLoader[Any]):
             options |= {"batch_size": order.batch, "drop_last": order.drop_last}
         else:
             options["batch_sampler"] = order
+        dataset: Any = loader.dataset
+        if share.size > 1 and hasattr(dataset, "__len__"):
+            dataset, order.of_part = DatasetPart(dataset, share), True
         # With a generator of its own, it does not draw from the global one for its workers.
-        super().__init__(loader.dataset, generator=torch.Generator(), **options)
+        super().__init__(dataset, generator=torch.Generator(), **options)
 
     def __iter__(self) -> Any:
-        iteration = self._position.begin()
-        epoch = 0 if self._share.exact else self._position.epoch
+        iteration, epoch = self._order.begin()
         self._begun_after = self._position.samples
-        self._order.begin(epoch, self._begun_after)
-        self.generator.manual_seed(seed_from(self._seed, epoch, self._share.rank))
-        return self._counted(iteration, super().__iter__(), self._order.steps())
+        self.generator.manual_seed(seed_from(self._seed, epoch.number, self._share.rank))
+        with self._order.giving(epoch):
+            batches = super().__iter__()
+        return self._counted(iteration, epoch, self._read(epoch, batches))
 
-    def _counted(
-        self, iteration: object, batches: Iterator[Any], steps: Iterator[int]
-    ) -> Iterator[Any]:
+    def _read(self, epoch: Epoch, batches: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            # Only then does PyTorch's iterator look at the sampler.
+            with self._order.giving(epoch):
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+            yield batch
+
+    def _counted(self, iteration: object, epoch: Epoch, batches: Iterator[Any]) -> Iterator[Any]:
         try:
-            for number, (batch, samples) in enumerate(zip(batches, steps, strict=False)):
+            for number, (batch, samples) in enumerate(zip(batches, epoch.steps, strict=False)):
                 # After one batch, so that a rank alone may look at the first.
                 if number == 1 and not self._share.exact and self._share.size > 1:
                     self._require_same_position()
@@ -126,33 +123,12 @@ class ShardedLoader(DataLoader[Any]):
         self._position.load(state)
 
 
-def _contents(dataset: Any) -> list[str]:
-    """What tells apart datasets of one length, as far as it costs nothing to know."""
-    facts = []
-    while isinstance(dataset, Subset):
-        indices = np.asarray(dataset.indices).tobytes()
-        facts.append(f"Subset with indices of sha256 {hashlib.sha256(indices).hexdigest()}")
-        dataset = dataset.dataset
-    if isinstance(dataset, TensorDataset):
-        facts.append(f"tensors whose rows have sha256 {digest_of_rows(dataset.tensors)}")
-    return facts
-
-
 def _options(loader: DataLoader[Any]) -> dict[str, Any]:
     names = (
         "num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context "
         "prefetch_factor persistent_workers pin_memory_device in_order"
     )
     return {name: getattr(loader, name) for name in names.split() if hasattr(loader, name)}
-
-
-def _length(dataset: Any) -> int:
-    if not hasattr(dataset, "__len__"):
-        raise TypeError(
-            f"{type(dataset).__qualname__} has no __len__, so that no equal parts can be made: "
-            "give it one, or make it an IterableDataset"
-        )
-    return len(dataset)
 
 
 def _refuse_others(loader: DataLoader[Any]) -> None:

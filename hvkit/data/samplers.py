@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +19,9 @@ from torch.utils.data import (
 )
 
 from hvkit.agreement import raise_together, require_equal
+from hvkit.data.dataset import in_whole
 from hvkit.data.order import Share, seed_from, steps
+from hvkit.data.position import Position
 from hvkit.data.randomness import FixedRandomness
 
 
@@ -39,8 +42,25 @@ def order_of(loader: DataLoader[Any], share: Share, seed: int) -> Order:
     return BatchOrder(batches, share, seed)
 
 
+class Epoch(NamedTuple):
+    """What one rank reads of an epoch, from where it is begun.
+
+    Attributes:
+        number: of the epoch.
+        mine: this rank's indices, or lists of them for whole batches.
+        steps: the samples of each step on all ranks together.
+    """
+
+    number: int
+    mine: list[Any]
+    steps: list[int]
+
+
 class Order(Sampler[Any], ABC):
-    """What one rank reads of the epoch that :meth:`begin` has set.
+    """What one rank reads, epoch after epoch.
+
+    Its loader takes an epoch by :meth:`begin` and has it given out by :meth:`giving`. To any other
+    loader every iteration gives the epoch that is next, and moves the position at its end.
 
     Args:
         source: the user's sampler or batch sampler.
@@ -50,32 +70,58 @@ class Order(Sampler[Any], ABC):
 
     def __init__(self, source: Any, share: Share, seed: int) -> None:
         self._source, self._share, self._seed = source, share, seed
-        self._mine: list[Any] = []
-        self._steps: list[int] = []
+        self._given: Epoch | None = None
+        self.position = Position()
+        self.of_part = False
+        """Whether the loader's dataset is a :class:`DatasetPart`."""
         if not hasattr(source, "__len__"):
             raise TypeError(
                 f"{type(source).__qualname__} has no __len__, so that no equal parts can be made "
                 "of its order: give it one"
             )
 
-    @abstractmethod
-    def begin(self, epoch: int, done: int) -> None:
-        """Find what this rank reads of an epoch after its first ``done`` samples.
+    def begin(self) -> tuple[object, Epoch]:
+        """The iteration that the position now counts, and what this rank reads in it.
 
         In training a collective, if the order comes from a sampler that is not PyTorch's own.
         """
+        iteration = self.position.begin()
+        number = 0 if self._share.exact else self.position.epoch
+        return iteration, Epoch(number, *self.rest_of(number, self.position.samples))
+
+    @abstractmethod
+    def rest_of(self, epoch: int, done: int) -> tuple[list[Any], list[int]]:
+        """What is after the first ``done`` samples of an epoch: see :class:`Epoch`."""
+
+    @contextmanager
+    def giving(self, epoch: Epoch) -> Iterator[None]:
+        """Within it, an iteration gives this epoch."""
+        self._given = epoch
+        try:
+            yield
+        finally:
+            self._given = None
+
+    def __iter__(self) -> Iterator[Any]:
+        mine = self._next() if self._given is None else iter(self._given.mine)
+        return map(self._of_whole, mine) if self.of_part else mine
+
+    def _next(self) -> Iterator[Any]:
+        iteration, epoch = self.begin()
+        try:
+            yield from epoch.mine
+        except GeneratorExit:
+            self.position.leave(iteration)
+            raise
+        self.position.end(iteration)
+
+    def _of_whole(self, key: Any) -> Any:
+        return in_whole(key)
 
     def facts(self) -> list[str]:
         """What the ranks have to have alike."""
         kind, unit = type(self._source).__qualname__, _unit(self._source)
         return [f"DataLoader with a {kind} of {len(self._source)} {unit}"]
-
-    def steps(self) -> Iterator[int]:
-        """The samples of each step on all ranks together, from where the epoch was begun."""
-        return iter(self._steps)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._mine)
 
     def _run(self, epoch: int, *draw: Callable[[], Iterable[Any]]) -> list[Any]:
         """The source's whole epoch, with the same random numbers on every rank."""
@@ -119,15 +165,15 @@ class SampleOrder(Order):
         # In exact parts the last batch of some ranks is smaller, and has to be kept.
         self.batch, self.drop_last = batch, drop_last and not share.exact
 
-    def begin(self, epoch: int, done: int) -> None:
+    def rest_of(self, epoch: int, done: int) -> tuple[list[Any], list[int]]:
         order = self._order(epoch)
         group, rest = self.batch * self._share.size, max(0, len(order) - done)
         mine = done + self._share.of(rest, group=group, drop_last=self.drop_last)
         if isinstance(order, list):
-            self._mine = [order[position] for position in mine]
+            indices = [order[position] for position in mine]
         else:
-            self._mine = np.asarray(order)[mine].tolist()
-        self._steps = list(steps(rest, group, drop_last=self.drop_last))
+            indices = np.asarray(order)[mine].tolist()
+        return indices, list(steps(rest, group, drop_last=self.drop_last))
 
     def _order(self, epoch: int) -> list[Any] | range | np.ndarray[Any, Any]:
         kind, source = type(self._source), self._source
@@ -156,9 +202,11 @@ class BatchOrder(Order):
     otherwise their samples are divided evenly.
     """
 
-    def begin(self, epoch: int, done: int) -> None:
-        batches = list(_after(self._batches(epoch), done))
-        self._mine, self._steps = self._divided(batches)
+    def rest_of(self, epoch: int, done: int) -> tuple[list[Any], list[int]]:
+        return self._divided(list(_after(self._batches(epoch), done)))
+
+    def _of_whole(self, key: Any) -> Any:
+        return [in_whole(index) for index in key]
 
     def _batches(self, epoch: int) -> list[list[Any]]:
         return [list(batch) for batch in self._run(epoch)]

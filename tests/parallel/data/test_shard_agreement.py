@@ -106,7 +106,7 @@ def test_evaluation_needs_no_other_rank():
     if hvkit.rank() == 0:
         part = shard(loader(11, sampler=torch.utils.data.RandomSampler(range(11))), exact=True)
         counts = [len(part.dataset), sum(len(batch) for (batch,) in part)]
-        assert counts == [11, -(-11 // hvkit.size())]
+        assert counts == [-(-11 // hvkit.size())] * 2
         with pytest.raises(TypeError):
             shard("no data", exact=True)
     hvkit.barrier()
@@ -116,6 +116,26 @@ def test_exact_parts_count_every_sample_once():
     for length in (0, 1, 7, 101):
         seen = [int(i) for (batch,) in shard(loader(length), exact=True) for i in batch]
         assert sorted(itertools.chain(*hvkit.allgather(seen))) == list(range(length))
+
+
+def test_what_a_script_divides_by_the_length_of_the_dataset_is_right():
+    """As common scripts evaluate and report: sums, divided by ``len(loader.dataset)``."""
+    part = shard(loader(101), exact=True)
+    mean = sum(float(batch.sum()) for (batch,) in part) / len(part.dataset)
+    assert 100.0 * sum(len(batch) for (batch,) in part) / len(part.dataset) == 100.0
+    assert hvkit.average(mean, weight=len(part.dataset)) == pytest.approx(50.0)
+    train = shard(loader(60, shuffle=True))
+    mean = sum(float(batch.sum()) for (batch,) in train) / len(train.dataset)
+    assert hvkit.average(mean) == pytest.approx(29.5)
+
+
+def test_a_loader_of_the_parts_dataset_and_batch_sampler_reads_this_ranks_batches():
+    whole, part = shard(loader(60, shuffle=True)), shard(loader(60, shuffle=True))
+    other = DataLoader(part.dataset, batch_sampler=part.batch_sampler)
+    for _ in range(2):
+        seen = [[int(i) for i in batch] for (batch,) in other]
+        assert seen == [[int(i) for i in batch] for (batch,) in whole]
+        assert sorted(itertools.chain(*itertools.chain(*hvkit.allgather(seen)))) == list(range(60))
 
 
 def test_a_look_at_the_first_batch_on_one_rank_is_noticed_in_the_next_epoch():

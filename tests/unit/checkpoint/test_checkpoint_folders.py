@@ -218,6 +218,92 @@ def test_a_second_run_in_the_same_directory_gets_an_error_until_the_first_ends(t
     assert restore(tmp_path) == (1, 10)
 
 
+@pytest.fixture
+def nfs(monkeypatch):
+    """Files that are read elsewhere, as NFS has them: deleted, they stay under another name."""
+    read, unlink = set(), os.unlink
+
+    def unlink_on_nfs(path, *, dir_fd=None):
+        name = os.path.basename(path)
+        if name.startswith(".nfs"):
+            if name in read:
+                raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), name)
+        elif name in read:
+            silly = f".nfs{len(read):04}"
+            os.rename(path, os.path.join(os.path.dirname(path), silly), src_dir_fd=dir_fd,
+                      dst_dir_fd=dir_fd)  # fmt: skip
+            read.add(silly)
+            return
+        unlink(path, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "unlink", unlink_on_nfs)
+    return read
+
+
+def test_an_old_one_that_is_read_elsewhere_goes_with_the_first_save_after_that(
+    tmp_path, nfs, capsys
+):
+    save(tmp_path, 1, keep=1)
+    nfs.add("ranks.npz")
+    save(tmp_path, 2, keep=1)
+    said = capsys.readouterr().err
+    assert f"cannot delete {tmp_path}/.removing-step-000000001 now" in said
+    assert "the next save tries again: [Errno 39] Directory not empty" in said
+    assert restore(tmp_path) == (2, 20)
+    (left,) = tmp_path.glob(".removing-*/*")
+    assert left.name.startswith(".nfs")
+
+    nfs.remove("ranks.npz")  # no others are opened
+    save(tmp_path, 3, keep=1)
+    assert "cannot delete" not in capsys.readouterr().err, "it is said once"
+    assert names(tmp_path) == [".removing-step-000000001", "step-000000003"]
+    assert restore(tmp_path) == (3, 30)
+
+    nfs.clear()
+    save(tmp_path, 4, keep=1)
+    assert names(tmp_path) == ["step-000000004"]
+
+
+def test_a_step_whose_older_folder_is_read_elsewhere_is_replaced_again_and_again(tmp_path, nfs):
+    save(tmp_path, 1)
+    nfs.add("ranks.npz")
+    for value in ("a", "b", "c"):
+        Checkpoint(tmp_path, thing=Thing(value)).save(epoch=0, step=1)
+        assert restore(tmp_path) == (1, value)
+    nfs.clear()
+    save(tmp_path, 1)
+    assert names(tmp_path) == ["step-000000001"]
+
+
+def test_an_old_one_that_cannot_even_be_renamed_is_left_to_the_next_save(
+    tmp_path, monkeypatch, capsys
+):
+    save(tmp_path, 1, keep=1)
+    rename = os.rename
+
+    def refused(old, new):
+        if os.path.basename(old) == "step-000000001":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(old))
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", refused)
+    save(tmp_path, 2, keep=1)
+    assert f"cannot delete {tmp_path}/step-000000001 now" in capsys.readouterr().err
+    assert restore(tmp_path) == (2, 20)
+    monkeypatch.undo()
+    save(tmp_path, 3, keep=1)
+    assert names(tmp_path) == ["step-000000003"]
+
+
+def test_what_a_killed_run_left_and_is_read_elsewhere_does_not_stop_a_save(tmp_path, nfs):
+    for hidden in (".saving-step-000000002", ".removing-step-000000001"):
+        (tmp_path / hidden).mkdir()
+        (tmp_path / hidden / "ranks.npz").touch()
+    nfs.add("ranks.npz")
+    save(tmp_path, 2)
+    assert restore(tmp_path) == (2, 20)
+
+
 def test_folders_sort_like_their_steps():
     assert sorted(map(folders.name_of, (1000, 2, 30))) == [
         "step-000000002", "step-000000030", "step-000001000"
