@@ -42,10 +42,17 @@ EXCERPTS = {
         "NCCL was not found",
         "HOROVOD_NCCL_HOME",
     ),
-    "nvcc": (
+    "compiler too new for nvcc": (
         "#error -- unsupported GNU version! gcc versions later than 12 are not supported!",
-        "the CUDA compiler, nvcc, does not work",
-        "HOROVOD_CUDA_HOME",
+        "the C++ compiler is too new for this CUDA toolkit",
+        "CXX",
+    ),
+    "toolkit without libraries": (
+        "CMake Error at /usr/share/cmake-3.25/Modules/FindPackageHandleStandardArgs.cmake:230 "
+        '(message):\n  Could NOT find CUDAToolkit (missing: CUDA_CUDART) (found version "13.0")\n'
+        "Call Stack (most recent call first):\n  cmake/upstream/FindCUDAToolkit.cmake:700 (x)\n",
+        "the CUDA toolkit is not whole",
+        "--gpu none",
     ),
     "cpu-only PyTorch": (
         "CMake Error at horovod/torch/CMakeLists.txt:21 (message):\n  Horovod build with GPU "
@@ -108,6 +115,28 @@ def test_unknown_failure_shows_the_first_errors_and_the_log() -> None:
         "compiling Horovod failed",
         "    ops.cc:7:1: error: 'x' was not declared",
         "Full log: /logs/a.log",
+    ]
+
+
+def test_what_cmake_says_is_shown_rather_than_where_it_stopped() -> None:
+    output = (
+        "-- Detecting CXX compile features - done\n"
+        "CMake Error at /usr/share/cmake-3.25/Modules/FindPackage.cmake:230 (message):\n"
+        "  Could NOT find Boson (missing: BOSON_MASS) (found version\n"
+        '  "1.2")\n'
+        "Call Stack (most recent call first):\n"
+        "  cmake/FindBoson.cmake:7 (find_package)\n"
+        "\n"
+        "CMake Error at CMakeLists.txt:9 (message):\n"
+        "\n"
+        "  No light.\n"
+        "\n\n"
+        "-- Configuring incomplete, errors occurred!\n"
+    )
+    assert str(explain(output, "compiling Horovod failed")).splitlines() == [
+        "compiling Horovod failed",
+        '    Could NOT find Boson (missing: BOSON_MASS) (found version "1.2")',
+        "    No light.",
     ]
 
 

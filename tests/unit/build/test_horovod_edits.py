@@ -4,6 +4,7 @@ import re
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,6 +110,25 @@ def _parse_host_files(source: Path) -> Callable[[str], str]:
     return function
 
 
+@needs_source
+def test_horovod_without_gpus_refuses_a_tensor_on_one(edited: Path) -> None:
+    text = (edited / "horovod/torch/mpi_ops.py").read_text()
+    function = re.search(r"def _check_function.*?(?=\n\n\n)", text, re.DOTALL)
+    assert function is not None
+    library = SimpleNamespace(allreduce=None)
+    scope: dict[str, Any] = {"mpi_lib": library, "rocm_built": lambda: False}
+    exec(function[0], scope)
+    on_gpu = SimpleNamespace(is_cuda=True, device="cuda:0", is_contiguous=lambda: True)
+    on_cpu = SimpleNamespace(is_cuda=False, device="cpu", is_contiguous=lambda: True)
+
+    scope["cuda_built"] = lambda: False
+    assert scope["_check_function"](lambda tensor: "allreduce", on_cpu) == "allreduce"
+    with pytest.raises(ValueError, match=r"on cuda:0.*hvkit install-horovod --gpu nccl"):
+        scope["_check_function"](lambda tensor: "allreduce", on_gpu)
+    scope["cuda_built"] = lambda: True
+    assert scope["_check_function"](lambda tensor: "allreduce", on_gpu) == "allreduce"
+
+
 class TestXlaHeaders:
     """TensorFlow's headers decide whether the XLA ops are compiled."""
 
@@ -140,7 +160,5 @@ class TestXlaHeaders:
         assert tensorflow_lacks_xla_headers(toolchain, root)
 
     def test_no_tensorflow(self, root: Path, toolchain: Toolchain) -> None:
-        alone = Toolchain(
-            toolchain.frameworks[:1], toolchain.mpi, Compiler(("false",), ""), nvcc=None
-        )
+        alone = Toolchain(toolchain.frameworks[:1], toolchain.mpi, Compiler(("false",), ""))
         assert not tensorflow_lacks_xla_headers(alone, root)
