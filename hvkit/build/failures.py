@@ -64,7 +64,7 @@ FAILURES = (
     Failure(
         r"Could NOT find CUDAToolkit \(missing|Could NOT find CUDA\b|CUDA_CUDART"
         r"|No CMAKE_CUDA_COMPILER could be found|Could not find (?:compiler.*)?nvcc|nvcc fatal"
-        r"|(?:cuda|cuda_runtime)\.h: No such file or directory|cannot find -lcudart",
+        r"|(?:cuda|cuda_runtime)\.h: No such file or directory|cannot find -lcuda",
         "the CUDA toolkit is not whole, or its compiler does not work",
         "install NVIDIA's CUDA toolkit of the version that PyTorch was built for, with its "
         "libraries, and set CUDA_HOME to its folder; `--gpu none` builds without GPUs",
@@ -137,7 +137,7 @@ def explain(output: str, doing: str, log: Path | None = None) -> BuildError:
 
 
 def cmake_errors(output: str) -> list[str]:
-    """What CMake says of the errors that ended it, each as one line.
+    """What CMake says of the errors that ended it, each paragraph as one line.
 
     CMake prints where it stopped, which helps nobody, and the sentence that matters below, indented
     and broken into lines.
@@ -145,7 +145,8 @@ def cmake_errors(output: str) -> list[str]:
     blocks = re.findall(
         r"^CMake Error\b[^\n]*:\n((?:\s*\n|[ \t]+[^\n]+\n?)+)", output, re.MULTILINE
     )
-    return [sentence for block in blocks if (sentence := " ".join(block.split()))]
+    paragraphs = [part.split() for block in blocks for part in re.split(r"\n\s*\n", block)]
+    return [" ".join(words) for words in paragraphs if words]
 
 
 def _error(summary: str, lines: list[str], remedy: str | None, log: Path | None) -> BuildError:

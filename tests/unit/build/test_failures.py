@@ -47,6 +47,15 @@ EXCERPTS = {
         "the C++ compiler is too new for this CUDA toolkit",
         "CXX",
     ),
+    "toolkit that nvcc cannot link with": (
+        "CMake Error at /usr/share/cmake-3.25/Modules/CMakeDetermineCompilerId.cmake:739 (message):"
+        "\n  Compiling the CUDA compiler identification source file\n"
+        '  "CMakeCUDACompilerId.cu" failed.\n\n  The output was:\n\n  1\n\n'
+        "  #$ LIBRARIES= -L/opt/cuda/lib64\n\n  /usr/bin/ld: cannot find -lcudart_static: No such\n"
+        "  file or directory\n\n",
+        "the CUDA toolkit is not whole",
+        "--gpu none",
+    ),
     "toolkit without libraries": (
         "CMake Error at /usr/share/cmake-3.25/Modules/FindPackageHandleStandardArgs.cmake:230 "
         '(message):\n  Could NOT find CUDAToolkit (missing: CUDA_CUDART) (found version "13.0")\n'
@@ -118,6 +127,13 @@ def test_unknown_failure_shows_the_first_errors_and_the_log() -> None:
     ]
 
 
+def test_what_nvcc_could_not_link_with_is_the_line_shown() -> None:
+    output, _, _ = EXCERPTS["toolkit that nvcc cannot link with"]
+    assert str(explain(output, "x")).splitlines()[1:-1] == [
+        "    /usr/bin/ld: cannot find -lcudart_static: No such file or directory"
+    ]
+
+
 def test_what_cmake_says_is_shown_rather_than_where_it_stopped() -> None:
     output = (
         "-- Detecting CXX compile features - done\n"
@@ -130,6 +146,8 @@ def test_what_cmake_says_is_shown_rather_than_where_it_stopped() -> None:
         "CMake Error at CMakeLists.txt:9 (message):\n"
         "\n"
         "  No light.\n"
+        "\n"
+        "  Not a\n  photon.\n"
         "\n\n"
         "-- Configuring incomplete, errors occurred!\n"
     )
@@ -137,6 +155,7 @@ def test_what_cmake_says_is_shown_rather_than_where_it_stopped() -> None:
         "compiling Horovod failed",
         '    Could NOT find Boson (missing: BOSON_MASS) (found version "1.2")',
         "    No light.",
+        "    Not a photon.",
     ]
 
 
