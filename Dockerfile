@@ -3,9 +3,10 @@
 #   docker build -t hvkit .                                     CPUs, both frameworks
 #   docker build -t hvkit --build-arg FRAMEWORKS=pytorch .      extras of setup.py, by commas
 #   docker build -t hvkit --build-arg HVKIT_GPU=nccl \
-#     --build-arg BASE_IMAGE=nvidia/cuda:VERSION-runtime-ubuntu24.04 \
-#     --build-arg BUILD_IMAGE=nvidia/cuda:VERSION-devel-ubuntu24.04 \
+#     --build-arg BASE_IMAGE=nvidia/cuda:VERSION-base-ubuntu24.04 \
 #     --build-arg FRAMEWORKS=pytorch .
+# For a PyTorch of CUDA 12, for which NVIDIA's wheels have no compiler, also
+#     --build-arg BUILD_IMAGE=nvidia/cuda:VERSION-devel-ubuntu24.04
 #
 # pip's settings come in as secrets, which leave no trace in the image:
 #   --secret id=pip_conf,src=pip.conf    a configuration file of pip
@@ -14,7 +15,7 @@
 
 # What the image stands on: Debian or Ubuntu.
 ARG BASE_IMAGE=python:3.11-slim-bookworm
-# Where Horovod is compiled: the same distribution and Python, with nvcc for HVKIT_GPU=nccl.
+# Where Horovod is compiled: the same distribution and Python.
 ARG BUILD_IMAGE=${BASE_IMAGE}
 
 
@@ -64,7 +65,8 @@ ENV PATH=/opt/venv/bin:${PATH}
 COPY setup.py pyproject.toml constraints.txt /src/
 COPY hvkit /src/hvkit
 WORKDIR /src
-ARG HVKIT_GPU=
+# Not auto: the host that builds the image need not be like those that run it.
+ARG HVKIT_GPU=none
 # The cache keeps Horovod's wheel from one build to the next; hvkit knows what it was built from.
 RUN --mount=type=secret,id=pip_conf --mount=type=secret,id=ca_bundle \
     --mount=type=cache,id=hvkit,target=/var/cache/hvkit,sharing=locked \
@@ -73,7 +75,7 @@ RUN --mount=type=secret,id=pip_conf --mount=type=secret,id=ca_bundle \
     pip wheel --no-cache-dir --no-build-isolation --no-deps --wheel-dir /wheels .; \
     pip install --no-cache-dir --no-build-isolation .; \
     HVKIT_CACHE_DIR=/var/cache/hvkit hvkit install-horovod --wheel-dir /wheels \
-        ${HVKIT_GPU:+--gpu "${HVKIT_GPU}"}
+        --gpu "${HVKIT_GPU}"
 
 
 FROM frameworks

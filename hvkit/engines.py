@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,6 +62,10 @@ class PyTorchEngine:
         gpu = gpu_of_rank(local_rank, local_size, torch.cuda.device_count())
         if gpu is not None:
             torch.cuda.set_device(gpu)
+            if _reduces_in_host_memory(self.hvd):
+                from hvkit.adapters.pytorch.host_memory import HostMemory
+
+                self.hvd = HostMemory(self.hvd)
         elif "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(_cpu_threads(local_size))
 
@@ -101,6 +106,8 @@ class TensorFlowEngine:
         try:
             tf.config.set_visible_devices(gpus[gpu], "GPU")
             tf.config.experimental.set_memory_growth(gpus[gpu], True)
+            # TensorFlow itself places an operation without a kernel for GPUs on the CPU.
+            _reduces_in_host_memory(self.hvd)
         except RuntimeError as error:
             raise LaunchError(
                 f"rank with local rank {local_rank} cannot be pinned to GPU {gpu} of {len(gpus)}: "
@@ -154,6 +161,21 @@ def _import_horovod(module: str, framework: str) -> ModuleType:
             f"({type(error).__name__}: {error}). Build it for the installed {framework} with: "
             "hvkit install-horovod"
         ) from error
+
+
+def _reduces_in_host_memory(hvd: ModuleType) -> bool:
+    """Whether this Horovod is built without GPUs; rank 0 says so, as that costs time."""
+    if hvd.cuda_built() or hvd.rocm_built():
+        return False
+    if hvd.rank() == 0:
+        print(
+            "hvkit: Horovod is built without GPUs, so that what they compute is reduced in the "
+            "host's memory, which takes longer; `hvkit install-horovod --gpu nccl` builds it for "
+            "them",
+            file=sys.stderr,
+            flush=True,
+        )
+    return True
 
 
 def _cpu_threads(local_size: int) -> int:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from hvkit.build import edits, failures, source
+from hvkit.build import cuda, edits, failures, source
 from hvkit.build.cmake import find_cmake
 from hvkit.build.environment import build_environment
 from hvkit.build.horovod_edits import EDITS
@@ -26,7 +26,7 @@ _NEEDED_TO_BUILD = 1024 * _MIB
 _NEEDED_TO_KEEP = 256 * _MIB
 
 
-def build(toolchain: Toolchain, key: Key, gpu: str | None, jobs: int) -> Path:
+def build(toolchain: Toolchain, key: Key, jobs: int) -> Path:
     """Build the wheel and return its place in the cache.
 
     Raises:
@@ -35,12 +35,14 @@ def build(toolchain: Toolchain, key: Key, gpu: str | None, jobs: int) -> Path:
     """
     with tempfile.TemporaryDirectory(prefix="hvkit-build-") as folder:
         _require_space(Path(folder))
+        if toolchain.cuda:
+            cuda.ensure(toolchain.cuda)
         archive = source.fetch()
         root = source.unpack(archive, Path(folder))
         made = edits.apply(EDITS, root, toolchain)
         scratch = Path(folder, "scratch")
         scratch.mkdir()
-        environ = build_environment(toolchain, gpu, jobs, find_cmake(), scratch)
+        environ = build_environment(toolchain, jobs, find_cmake(), scratch)
         environ["HOROVOD_LOCAL_VERSION"] = key.local_version
         log = _new_log(key)
         say(f"building Horovod {source.VERSION} for {toolchain}")

@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
+from hvkit.build.cuda import Toolkit
 from hvkit.build.frameworks import NAMES
 from hvkit.build.mpi import rpath_of
 from hvkit.build.toolchain import Toolchain
 
 # The user's own variables that change the binary; the build inherits them.
 _BUILD_VARIABLES = {
-    *("CXXFLAGS", "CFLAGS", "LDFLAGS", "CUDAFLAGS", "CUDA_HOME", "HOROVOD_DEBUG"),
+    *("CXXFLAGS", "CFLAGS", "LDFLAGS", "CUDAFLAGS", "HOROVOD_DEBUG"),
     *("CCL_ROOT", "CCL_CONFIGURATION", "HOROVOD_CPU_OPERATIONS", "HOROVOD_SKIP_COMPILE"),
     *("HOROVOD_WITHOUT_GLOO", "HOROVOD_WITH_NVTX", "HOROVOD_WITHOUT_NVTX"),
-    "HOROVOD_ALLOW_MIXED_GPU_IMPL",
 }
-_BUILD_PREFIXES = tuple(f"HOROVOD_{part}" for part in ("BUILD_", "CUDA_", "GPU", "NCCL_", "ROCM_"))
+_BUILD_PREFIXES = tuple(f"HOROVOD_{part}" for part in ("BUILD_", "NCCL_"))
 _NCCL_PLACES = ("HOROVOD_NCCL_HOME", "HOROVOD_NCCL_INCLUDE", "HOROVOD_NCCL_LIB")
 
 
@@ -30,26 +30,23 @@ def user_build_options(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def run_time_paths(toolchain: Toolchain, gpu: str | None, environ: Mapping[str, str]) -> list[str]:
+def run_time_paths(toolchain: Toolchain, environ: Mapping[str, str]) -> list[str]:
     """Where the libraries look at run time for the MPI and NCCL that they were linked with."""
     paths = [rpath_of(toolchain.mpi)]
     if home := environ.get("HOROVOD_NCCL_HOME"):
         paths.append(f"{home}/lib")
     paths.append(environ.get("HOROVOD_NCCL_LIB"))
-    if wheel := _nccl_wheel(gpu, environ):
+    if wheel := _nccl_wheel(toolchain.cuda, environ):
         origin = Path(sysconfig.get_path("platlib")) / "horovod" / "torch"
         paths.append(f"$ORIGIN/{os.path.relpath(wheel / 'lib', origin)}")
     return [path for path in paths if path]
 
 
-def build_environment(
-    toolchain: Toolchain, gpu: str | None, jobs: int, cmake: str, scratch: Path
-) -> dict[str, str]:
+def build_environment(toolchain: Toolchain, jobs: int, cmake: str, scratch: Path) -> dict[str, str]:
     """The whole environment of ``setup.py bdist_wheel``.
 
     Args:
         toolchain: what to build with and for.
-        gpu: ``nccl`` or ``None``.
         jobs: how many files are compiled at once.
         cmake: the CMake command.
         scratch: an empty folder that outlives the build.
@@ -60,7 +57,7 @@ def build_environment(
         HOROVOD_CMAKE=cmake,
         HOROVOD_WITH_MPI="1",
         HOROVOD_WITHOUT_MXNET="1",
-        HVKIT_RPATH=";".join(run_time_paths(toolchain, gpu, environ)),
+        HVKIT_RPATH=";".join(run_time_paths(toolchain, environ)),
         MAKEFLAGS=f"-j{jobs}",
         # CMake looks for mpicxx on PATH; the one beside a Python that is not activated comes last.
         PATH=os.pathsep.join([environ.get("PATH", ""), str(toolchain.mpi.wrapper.parent)]),
@@ -71,27 +68,41 @@ def build_environment(
         wanted = toolchain.framework(name) is not None
         environ.pop(f"HOROVOD_WITH{'OUT' if wanted else ''}_{name.upper()}", None)
         environ[f"HOROVOD_WITH{'' if wanted else 'OUT'}_{name.upper()}"] = "1"
-    if wheel := _nccl_wheel(gpu, environ):
+    # hvkit chooses whether and how GPUs are used, and has looked at what stood here.
+    for name in [name for name in environ if name.startswith("HOROVOD_GPU")]:
+        del environ[name]
+    if toolchain.cuda:
+        environ.update(_cuda_environment(toolchain.cuda, environ["PATH"]))
+    elif "HOROVOD_WITH_NVTX" not in environ:
+        environ["HOROVOD_WITHOUT_NVTX"] = "1"  # It is found wherever a toolkit's headers are.
+    if wheel := _nccl_wheel(toolchain.cuda, environ):
         environ.update(_linkable_nccl(wheel, scratch))
-    if gpu:
-        environ["HOROVOD_GPU_OPERATIONS"] = gpu.upper()
     return environ
 
 
-def _nccl_wheel(gpu: str | None, environ: Mapping[str, str]) -> Path | None:
+def _cuda_environment(cuda: Toolkit, path: str) -> dict[str, str]:
+    """What makes CMake, PyTorch and Horovod's own scripts all use this toolkit."""
+    return {
+        "HOROVOD_GPU_OPERATIONS": "NCCL",
+        # Read by Horovod's CMake files, by PyTorch, and by CMake's own search.
+        **dict.fromkeys(("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDAToolkit_ROOT"), str(cuda.home)),
+        # Horovod's list of architectures is what the first nvcc on PATH knows.
+        "PATH": os.pathsep.join([str(cuda.home / "bin"), path]),
+    }
+
+
+def _nccl_wheel(cuda: Toolkit | None, environ: Mapping[str, str]) -> Path | None:
     """The folder of NCCL in NVIDIA's own wheel, on which CUDA versions of PyTorch depend.
 
     ``None`` if the build needs no NCCL, or the user says where another one is.
     """
-    if gpu is None or any(name in environ for name in _NCCL_PLACES):
+    if cuda is None or any(name in environ for name in _NCCL_PLACES):
         return None
-    for package in ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11"):
-        try:
-            found = metadata.distribution(package)
-        except metadata.PackageNotFoundError:
-            continue
-        return Path(str(found.locate_file("nvidia/nccl")))
-    return None
+    try:
+        found = metadata.distribution(f"nvidia-nccl-cu{cuda.version.partition('.')[0]}")
+    except metadata.PackageNotFoundError:
+        return None
+    return Path(str(found.locate_file("nvidia/nccl")))
 
 
 def _linkable_nccl(wheel: Path, scratch: Path) -> dict[str, str]:

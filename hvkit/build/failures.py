@@ -56,12 +56,18 @@ FAILURES = (
         "`pip install nvidia-nccl-cu12` (the number being CUDA's major version)",
     ),
     Failure(
-        r"No CMAKE_CUDA_COMPILER could be found|Could not find nvcc"
-        r"|unsupported GNU version|nvcc fatal",
-        "the CUDA compiler, nvcc, does not work",
-        "install NVIDIA's CUDA toolkit of the version that PyTorch or TensorFlow was built "
-        "for and set HOROVOD_CUDA_HOME to its folder; for a build without GPUs, take nvcc "
-        "off PATH",
+        r"unsupported GNU version",
+        "the C++ compiler is too new for this CUDA toolkit",
+        "name an older compiler in CXX, for instance `CXX=g++-12`; `--gpu none` builds without "
+        "GPUs",
+    ),
+    Failure(
+        r"Could NOT find CUDAToolkit \(missing|Could NOT find CUDA\b|CUDA_CUDART"
+        r"|No CMAKE_CUDA_COMPILER could be found|Could not find (?:compiler.*)?nvcc|nvcc fatal"
+        r"|(?:cuda|cuda_runtime)\.h: No such file or directory|cannot find -lcuda",
+        "the CUDA toolkit is not whole, or its compiler does not work",
+        "install NVIDIA's CUDA toolkit of the version that PyTorch was built for, with its "
+        "libraries, and set CUDA_HOME to its folder; `--gpu none` builds without GPUs",
     ),
     Failure(
         r"this (?:PyTorch|TensorFlow) installation does not support CUDA",
@@ -111,7 +117,7 @@ FAILURES = (
 
 
 def explain(output: str, doing: str, log: Path | None = None) -> BuildError:
-    """The error for a failed command.
+    """The error for a failed command: the first known cause, else the errors that it printed.
 
     Args:
         output: what the command printed.
@@ -119,12 +125,28 @@ def explain(output: str, doing: str, log: Path | None = None) -> BuildError:
         log: the file that keeps the whole output.
     """
     lines = [line.strip() for line in output.splitlines() if line.strip()]
+    # What CMake has looked for in vain without ending the build is no cause of its end.
+    fatal = cmake_errors(output)
+    heeded = [line for line in lines if not line.startswith("-- ")]
     for failure in FAILURES:
-        telling = [line for line in lines if re.search(failure.pattern, line)]
-        if telling:
+        pattern = re.compile(failure.pattern)
+        if telling := list(filter(pattern.search, fatal)) or list(filter(pattern.search, heeded)):
             return _error(f"{doing}: {failure.meaning}", telling, failure.remedy, log)
     errors = [line for line in lines if re.search(r"\berror\b:?", line, re.IGNORECASE)]
-    return _error(doing, errors or lines[-_LINES_SHOWN:], None, log)
+    return _error(doing, fatal or errors or lines[-_LINES_SHOWN:], None, log)
+
+
+def cmake_errors(output: str) -> list[str]:
+    """What CMake says of the errors that ended it, each paragraph as one line.
+
+    CMake prints where it stopped, which helps nobody, and the sentence that matters below, indented
+    and broken into lines.
+    """
+    blocks = re.findall(
+        r"^CMake Error\b[^\n]*:\n((?:\s*\n|[ \t]+[^\n]+\n?)+)", output, re.MULTILINE
+    )
+    paragraphs = [part.split() for block in blocks for part in re.split(r"\n\s*\n", block)]
+    return [" ".join(words) for words in paragraphs if words]
 
 
 def _error(summary: str, lines: list[str], remedy: str | None, log: Path | None) -> BuildError:

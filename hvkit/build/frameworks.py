@@ -1,5 +1,6 @@
 """The frameworks that are installed beside hvkit, found without importing them."""
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from importlib import metadata
@@ -24,6 +25,11 @@ DISTRIBUTIONS = {
 NAMES = tuple(DISTRIBUTIONS)
 _TITLES = {"pytorch": "PyTorch", "tensorflow": "TensorFlow"}
 _MODULES = {"pytorch": "torch", "tensorflow": "tensorflow"}
+# Where a framework writes down what it was built for, and how.
+_CUDA_WRITTEN = {
+    "pytorch": ("torch/version.py", r"^cuda\b.*= '(\d+\.\d+)"),
+    "tensorflow": ("tensorflow/python/platform/build_info.py", r"'cuda_version', '(\d+\.\d+)"),
+}
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,18 @@ class Framework:
     def module(self) -> str:
         """What it is imported as."""
         return _MODULES[self.name]
+
+    @property
+    def cuda(self) -> str | None:
+        """The CUDA version that it was built for, ``13.0``; ``None`` for a build for CPUs.
+
+        Read from the files, as the version does not say: the index's plain ``2.13.0`` of PyTorch
+        is a build for CUDA on some platforms and one for CPUs on others.
+        """
+        file, pattern = _CUDA_WRITTEN[self.name]
+        path = self.location / file
+        found = re.search(pattern, path.read_text(), re.MULTILINE) if path.is_file() else None
+        return found[1] if found else None
 
     def __str__(self) -> str:
         return f"{_TITLES[self.name]} {self.version}"

@@ -40,6 +40,12 @@ _CXX17_WHY = (
 )
 _CXX17_UPSTREAM = "horovod#3996, horovod#3941"
 
+_CUDA_WHY = (
+    "CMake looks for CUDA whatever Horovod is built for: an nvcc that is a script, or belongs to a "
+    "toolkit without libraries or of another version, ends a build that needs none"
+)
+_CUDA_UPSTREAM = "Horovod's CMakeLists.txt enables CUDA wherever it finds nvcc"
+
 _DASHES_WHY = "Open MPI 5 knows its long options with two dashes only; 4 takes both"
 _DASHES_UPSTREAM = "Open MPI 5's prterun rejects single-dash long options"
 
@@ -95,6 +101,52 @@ EDITS = (
         old='list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")\n',
         new="",
         applies=tensorflow_lacks_xla_headers,
+    ),
+    Edit(
+        name="CUDA for GPU operations only",
+        file="CMakeLists.txt",
+        what="CUDA's compiler is looked for only in a build for GPUs",
+        why=_CUDA_WHY,
+        upstream=_CUDA_UPSTREAM,
+        old="include(CheckLanguage)\n",
+        new="include(CheckLanguage)\nif(HOROVOD_GPU_OPERATIONS)\n",
+    ),
+    Edit(
+        name="CUDA for GPU operations only, end",
+        file="CMakeLists.txt",
+        what="the end of the same condition",
+        why=_CUDA_WHY,
+        upstream=_CUDA_UPSTREAM,
+        old="macro(ADD_CUDA)\n",
+        new="endif()\n\nmacro(ADD_CUDA)\n",
+    ),
+    Edit(
+        name="no CUDA for PyTorch alone",
+        file="cmake/Modules/FindPytorch.cmake",
+        what="a PyTorch that is built for CUDA or ROCm does not make Horovod's build one for GPUs",
+        why="PyTorch takes the folder above nvcc's for a toolkit, and Horovod's CMake then demands "
+        "CUDA although no GPU operations were asked for",
+        upstream="horovod/torch/CMakeLists.txt calls add_cuda() for every CUDA version of PyTorch",
+        old="if(Pytorch_ROCM)\n",
+        new="if(NOT HOROVOD_GPU_OPERATIONS)\n"
+        "    set(Pytorch_CUDA FALSE)\n    set(Pytorch_ROCM FALSE)\nendif()\nif(Pytorch_ROCM)\n",
+    ),
+    Edit(
+        name="GPU tensors refused without CUDA",
+        file="horovod/torch/mpi_ops.py",
+        what="a tensor on a GPU raises an error in a build without GPUs",
+        why="the library would throw in its background thread, which ends the process without a "
+        "word of Python's",
+        upstream="with_device in horovod/torch/cuda_util.cc throws std::logic_error without CUDA",
+        old="def _check_function(function_factory, tensor):\n",
+        new="""\
+def _check_function(function_factory, tensor):
+    if tensor.is_cuda and not (cuda_built() or rocm_built()):
+        raise ValueError(
+            'a tensor is on {}, and this Horovod is built without GPUs. Build it for them with '
+            '`hvkit install-horovod --gpu nccl`, or move the tensor to the CPU.'
+            .format(tensor.device))
+""",
     ),
     Edit(
         name="run-time search path",

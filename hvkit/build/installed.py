@@ -36,11 +36,11 @@ def install(wheel: Path) -> None:
     run_pip(["install", str(wheel)], doing)
 
 
-def check(toolchain: Toolchain, gpu: str | None) -> None:
+def check(toolchain: Toolchain) -> None:
     """Import Horovod in a process of its own, for each framework that it was built for.
 
     Raises:
-        BuildError: an import fails, or Horovod lacks the engine that was asked for.
+        BuildError: an import fails, or Horovod lacks MPI, or NCCL in a build for it.
     """
     modules = [framework.module for framework in toolchain.frameworks]
     done = subprocess.run(
@@ -55,7 +55,7 @@ def check(toolchain: Toolchain, gpu: str | None) -> None:
         raise failures.explain(done.stdout, "Horovod was installed but cannot be imported")
     answer = next(line for line in done.stdout.splitlines() if line.startswith("hvkit:"))
     for module, engines in json.loads(answer.removeprefix("hvkit:")).items():
-        missing = {"mpi", *([gpu] if gpu else [])} - set(engines)
+        missing = {"mpi", *(["nccl"] if toolchain.cuda else [])} - set(engines)
         if missing:
             raise BuildError(
                 f"horovod.{module} was built without {', '.join(sorted(missing))}. "

@@ -3,10 +3,11 @@
 import errno
 import shutil
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hvkit.build import builder, installed, wheels
+from hvkit.build.cuda import toolkit_for
 from hvkit.build.key import Key, key_of
 from hvkit.build.progress import say
 from hvkit.build.resources import default_jobs
@@ -23,14 +24,15 @@ class Options:
         force: build and install even if that has been done already.
         jobs: files compiled at once; ``None`` for as many as cores and memory allow.
         without: frameworks to leave out, ``pytorch`` or ``tensorflow``.
-        gpu: ``nccl`` for collectives on GPUs, ``None`` for none.
+        gpu: ``nccl`` for collectives on GPUs, ``none`` for a build without CUDA, ``auto`` for
+            NCCL where there is a GPU.
         wheel_dir: a folder that gets a copy of the wheel.
     """
 
     force: bool = False
     jobs: int | None = None
     without: Collection[str] = ()
-    gpu: str | None = None
+    gpu: str = "auto"
     wheel_dir: Path | None = None
 
 
@@ -52,8 +54,9 @@ def install_horovod(options: Options) -> None:
 
 
 def _install_horovod(options: Options) -> None:
-    toolchain = find_toolchain(options.without, options.gpu)
-    key = key_of(toolchain, options.gpu)
+    toolchain = find_toolchain(options.without)
+    toolchain = replace(toolchain, cuda=toolkit_for(options.gpu, toolchain.frameworks))
+    key = key_of(toolchain)
     with wheels.lock(key, lambda: say("another process is building the same Horovod; waiting")):
         current = installed.installed_version() == key.version and not options.force
         if not current or options.wheel_dir:
@@ -65,7 +68,7 @@ def _install_horovod(options: Options) -> None:
             say(f"Horovod {VERSION} for {toolchain} is installed already")
             return
         installed.install(wheel)
-        installed.check(toolchain, options.gpu)
+        installed.check(toolchain)
     say(f"Horovod {VERSION} is installed for {toolchain}")
 
 
@@ -74,4 +77,4 @@ def _wheel(toolchain: Toolchain, key: Key, options: Options) -> Path:
     if cached and not options.force:
         say(f"taking the wheel built before: {cached}")
         return cached
-    return builder.build(toolchain, key, options.gpu, options.jobs or default_jobs())
+    return builder.build(toolchain, key, options.jobs or default_jobs())

@@ -48,7 +48,7 @@ class Key:
         return json.dumps(dict(self.ingredients), indent=2) + "\n"
 
 
-def key_of(toolchain: Toolchain, gpu: str | None, environ: Mapping[str, str] = os.environ) -> Key:
+def key_of(toolchain: Toolchain, environ: Mapping[str, str] = os.environ) -> Key:
     """The key of the wheel that this toolchain builds."""
     mpi, compiler = toolchain.mpi, toolchain.compiler
     return Key(
@@ -62,9 +62,8 @@ def key_of(toolchain: Toolchain, gpu: str | None, environ: Mapping[str, str] = o
             **{name: _version(toolchain, name) for name in NAMES},
             "mpi": f"{mpi.flavour} {mpi.version}",
             "compiler": " ".join([compiler.version.partition("\n")[0], *compiler.command[1:]]),
-            "nvcc": _nvcc(toolchain, gpu, environ),
-            "gpu": gpu or "none",
-            "run-time paths": ":".join(run_time_paths(toolchain, gpu, environ)),
+            "gpu": f"NCCL, CUDA {toolchain.cuda.version}" if toolchain.cuda else "none",
+            "run-time paths": ":".join(run_time_paths(toolchain, environ)),
             **user_build_options(environ),
         }
     )
@@ -83,16 +82,3 @@ def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
 def _version(toolchain: Toolchain, name: str) -> str:
     framework = toolchain.framework(name)
     return framework.version if framework else "none"
-
-
-def _nvcc(toolchain: Toolchain, gpu: str | None, environ: Mapping[str, str]) -> str:
-    """The version of the CUDA compiler, if the build will use the one that is there.
-
-    Horovod's build does so when asked for GPU operations, and for a CUDA version of PyTorch.
-    """
-    pytorch = toolchain.framework("pytorch")
-    cuda_pytorch = pytorch is not None and not pytorch.version.endswith("+cpu")
-    asked = gpu or any(name.startswith("HOROVOD_GPU") for name in environ)
-    if toolchain.nvcc is None or not (cuda_pytorch or asked):
-        return "none"
-    return toolchain.nvcc.version.replace("\n", "; ")

@@ -8,12 +8,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvkit.build.cuda import Toolkit
 from hvkit.build.frameworks import Framework, find_frameworks
 from hvkit.build.mpi import Mpi, find_mpi
 from hvkit.build.process import output_of
 from hvkit.errors import BuildError
-
-CUDA_DEFAULT = "/usr/local/cuda"
 
 
 @dataclass(frozen=True)
@@ -26,23 +25,31 @@ class Compiler:
 
 @dataclass(frozen=True)
 class Toolchain:
-    """Everything found on this machine that goes into the binary."""
+    """Everything found on this machine that goes into the binary.
+
+    Attributes:
+        frameworks: what Horovod is built for.
+        mpi: what it is linked with.
+        compiler: the C++ compiler.
+        cuda: the CUDA toolkit for a build for NCCL; ``None`` for one without GPUs.
+    """
 
     frameworks: tuple[Framework, ...]
     mpi: Mpi
     compiler: Compiler
-    nvcc: Compiler | None
+    cuda: Toolkit | None = None
 
     def framework(self, name: str) -> Framework | None:
         """The framework of that name, if Horovod is built for it."""
         return next((found for found in self.frameworks if found.name == name), None)
 
     def __str__(self) -> str:
-        return ", ".join([*map(str, self.frameworks), str(self.mpi)])
+        nccl = [f"NCCL with {self.cuda}"] if self.cuda else []
+        return ", ".join([*map(str, self.frameworks), str(self.mpi), *nccl])
 
 
-def find_toolchain(without: Collection[str] = (), gpu: str | None = None) -> Toolchain:
-    """Look for the frameworks, MPI and compilers.
+def find_toolchain(without: Collection[str] = ()) -> Toolchain:
+    """Look for the frameworks, MPI and the C++ compiler; ``cuda`` is left for the caller.
 
     Raises:
         BuildError: one of them is missing; the message says how to get it.
@@ -60,14 +67,7 @@ def find_toolchain(without: Collection[str] = (), gpu: str | None = None) -> Too
             f"the C headers of this Python are missing: no Python.h in {headers}. Install them "
             "(Debian and Ubuntu: `apt install python3-dev`; Fedora: `dnf install python3-devel`)"
         )
-    nvcc = _find_nvcc()
-    if gpu and nvcc is None:
-        raise BuildError(
-            f"--gpu {gpu} needs NVIDIA's CUDA compiler, and there is no nvcc on PATH nor in "
-            f"HOROVOD_CUDA_HOME, CUDA_HOME or {CUDA_DEFAULT}. Install the CUDA toolkit, or "
-            "build without --gpu"
-        )
-    return Toolchain(frameworks, find_mpi(), compiler, nvcc)
+    return Toolchain(frameworks, find_mpi(), compiler)
 
 
 def _find_compiler() -> Compiler:
@@ -80,15 +80,6 @@ def _find_compiler() -> Compiler:
         f"no C++ compiler: {what}. Install g++ 9 or newer (Debian and Ubuntu: "
         "`apt install g++`; Fedora: `dnf install gcc-c++`), or name one in CXX"
     )
-
-
-def _find_nvcc() -> Compiler | None:
-    homes = [os.environ.get("HOROVOD_CUDA_HOME"), os.environ.get("CUDA_HOME")]
-    candidates = [f"{home}/bin/nvcc" for home in homes if home]
-    for command in [*candidates, "nvcc", f"{CUDA_DEFAULT}/bin/nvcc"]:
-        if compiler := _compiler([command]):
-            return compiler
-    return None
 
 
 def _compiler(command: list[str]) -> Compiler | None:

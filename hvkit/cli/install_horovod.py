@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from hvkit.build import Options, install_horovod
+from hvkit.build.cuda import CHOICES
 from hvkit.build.frameworks import NAMES
 from hvkit.cli.argument_types import positive
 
@@ -32,7 +33,11 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
         help="leave this framework out though it is installed; may be repeated",
     )
     parser.add_argument(
-        "--gpu", choices=["nccl"], help="reduce GPU tensors on the GPUs, with NCCL; needs nvcc"
+        "--gpu",
+        choices=CHOICES,
+        default="auto",
+        help="nccl: reduce GPU tensors on the GPUs, compiled with the machine's CUDA toolkit or "
+        "one of NVIDIA's wheels; none: leave CUDA out; auto (default): nccl where there is a GPU",
     )
     parser.add_argument(
         "--wheel-dir", type=Path, metavar="DIR", help="also copy the wheel into this folder"

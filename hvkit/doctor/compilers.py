@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from hvkit.build.toolchain import CUDA_DEFAULT
+from hvkit.build.cuda import DEFAULT_HOME
 from hvkit.commands import ask
 
 
@@ -12,7 +12,7 @@ def compilers() -> dict[str, str | None]:
     return {
         "c++": _first_version(["c++"], ["g++"], ["clang++"]),
         "cmake": _first_version(["cmake"]),
-        "nvcc": _first_version(["nvcc"], [f"{CUDA_DEFAULT}/bin/nvcc"]),
+        "nvcc": _first_version(["nvcc"], [f"{DEFAULT_HOME}/bin/nvcc"]),
     }
 
 

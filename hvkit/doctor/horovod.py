@@ -5,9 +5,10 @@ import os
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from hvkit.build.cuda import toolkit_for
 from hvkit.build.frameworks import NAMES
 from hvkit.build.installed import installed_version
 from hvkit.build.key import key_of
@@ -83,19 +84,21 @@ def horovod() -> Horovod:
     version = installed_version()
     with ThreadPoolExecutor() as pool:
         libraries = tuple(pool.map(_library, built_for() if version else ()))
-    gpu = "nccl" if any("nccl" in one.operations for one in libraries) else None
+    nccl = any("nccl" in one.operations for one in libraries)
     left_out = [
         name
         for name in NAMES
         if libraries and all(one.framework != _MODULES[name] for one in libraries)
     ]
     try:
-        toolchain = find_toolchain(left_out, gpu)
+        toolchain = find_toolchain(left_out)
+        if nccl:
+            toolchain = replace(toolchain, cuda=toolkit_for("nccl", toolchain.frameworks))
     except BuildError as error:
         return Horovod(version, libraries, None, (), str(error))
     if version is None:
         return Horovod(None, (), None, (), None)
-    fits, differences = _compare(version, toolchain, gpu)
+    fits, differences = _compare(version, toolchain)
     return Horovod(version, libraries, fits, differences, None)
 
 
@@ -110,8 +113,8 @@ def changes(before: dict[str, str], now: dict[str, str]) -> tuple[str, ...]:
     )
 
 
-def _compare(version: str, toolchain: Toolchain, gpu: str | None) -> tuple[bool, tuple[str, ...]]:
-    key = key_of(toolchain, gpu)
+def _compare(version: str, toolchain: Toolchain) -> tuple[bool, tuple[str, ...]]:
+    key = key_of(toolchain)
     if key.version == version:
         return True, ()
     file = next((cache_dir() / "wheels").glob(f"horovod-{version}-*.json"), None)

@@ -30,7 +30,7 @@ def gpu_findings(facts: Facts) -> Iterator[Finding]:
         yield note(
             f"{len(gpus.found)} GPUs, but Horovod is built without NCCL: gradients travel through "
             "the host's memory",
-            "`hvkit install-horovod --gpu nccl`, which needs the CUDA toolkit's nvcc",
+            "`hvkit install-horovod --gpu nccl`",
         )
     if "CUDA_VISIBLE_DEVICES" in facts.environment:
         yield note(

@@ -29,7 +29,6 @@ def toolchain(tmp_path: Path) -> Toolchain:
         ),
         mpi=Mpi(Path("/opt/mpi/bin/mpicxx"), "Open MPI", "4.1.4", Path("/opt/mpi/lib")),
         compiler=Compiler(("/usr/bin/c++",), "c++ 12.2.0\nCopyright"),
-        nvcc=None,
     )
 
 

@@ -43,7 +43,7 @@ def test_wheel_goes_into_the_cache_and_the_log_is_kept(
     setup_py: Path, toolchain: Toolchain, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     setup_py.write_text(WORKS)
-    wheel = builder.build(toolchain, KEY, None, jobs=3)
+    wheel = builder.build(toolchain, KEY, jobs=3)
     assert wheel == cache / "wheels" / f"horovod-{KEY.version}-cp311-x-x.whl"
     (log,) = (cache / "logs").iterdir()
     assert "[ 50%] Building -j3 /opt/mpi/lib" in log.read_text()
@@ -57,7 +57,7 @@ def test_failure_shows_the_error_and_names_the_log(
 ) -> None:
     setup_py.write_text(FAILS)
     with pytest.raises(BuildError) as caught:
-        builder.build(toolchain, KEY, None, jobs=1)
+        builder.build(toolchain, KEY, jobs=1)
     (log,) = (cache / "logs").iterdir()
     assert str(caught.value).splitlines() == [
         "compiling Horovod failed",
@@ -73,4 +73,4 @@ def test_too_little_disk_is_said_before_anything_is_done(
     usage = SimpleNamespace(free=100 * 1024**2)
     monkeypatch.setattr("shutil.disk_usage", lambda folder: usage)
     with pytest.raises(BuildError, match=r"has 100 MiB free, the build needs .*TMPDIR"):
-        builder.build(toolchain, KEY, None, jobs=1)
+        builder.build(toolchain, KEY, jobs=1)

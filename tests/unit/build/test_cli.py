@@ -20,7 +20,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
 
 def test_defaults(asked: list[Options]) -> None:
     assert cli.main(["install-horovod"]) == 0
-    assert asked == [Options(without=[])]
+    assert asked == [Options(without=[], gpu="auto")]
 
 
 def test_all_options(asked: list[Options]) -> None:

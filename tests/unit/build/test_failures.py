@@ -42,10 +42,26 @@ EXCERPTS = {
         "NCCL was not found",
         "HOROVOD_NCCL_HOME",
     ),
-    "nvcc": (
+    "compiler too new for nvcc": (
         "#error -- unsupported GNU version! gcc versions later than 12 are not supported!",
-        "the CUDA compiler, nvcc, does not work",
-        "HOROVOD_CUDA_HOME",
+        "the C++ compiler is too new for this CUDA toolkit",
+        "CXX",
+    ),
+    "toolkit that nvcc cannot link with": (
+        "CMake Error at /usr/share/cmake-3.25/Modules/CMakeDetermineCompilerId.cmake:739 (message):"
+        "\n  Compiling the CUDA compiler identification source file\n"
+        '  "CMakeCUDACompilerId.cu" failed.\n\n  The output was:\n\n  1\n\n'
+        "  #$ LIBRARIES= -L/opt/cuda/lib64\n\n  /usr/bin/ld: cannot find -lcudart_static: No such\n"
+        "  file or directory\n\n",
+        "the CUDA toolkit is not whole",
+        "--gpu none",
+    ),
+    "toolkit without libraries": (
+        "CMake Error at /usr/share/cmake-3.25/Modules/FindPackageHandleStandardArgs.cmake:230 "
+        '(message):\n  Could NOT find CUDAToolkit (missing: CUDA_CUDART) (found version "13.0")\n'
+        "Call Stack (most recent call first):\n  cmake/upstream/FindCUDAToolkit.cmake:700 (x)\n",
+        "the CUDA toolkit is not whole",
+        "--gpu none",
     ),
     "cpu-only PyTorch": (
         "CMake Error at horovod/torch/CMakeLists.txt:21 (message):\n  Horovod build with GPU "
@@ -108,6 +124,38 @@ def test_unknown_failure_shows_the_first_errors_and_the_log() -> None:
         "compiling Horovod failed",
         "    ops.cc:7:1: error: 'x' was not declared",
         "Full log: /logs/a.log",
+    ]
+
+
+def test_what_nvcc_could_not_link_with_is_the_line_shown() -> None:
+    output, _, _ = EXCERPTS["toolkit that nvcc cannot link with"]
+    assert str(explain(output, "x")).splitlines()[1:-1] == [
+        "    /usr/bin/ld: cannot find -lcudart_static: No such file or directory"
+    ]
+
+
+def test_what_cmake_says_is_shown_rather_than_where_it_stopped() -> None:
+    output = (
+        "-- Detecting CXX compile features - done\n"
+        "CMake Error at /usr/share/cmake-3.25/Modules/FindPackage.cmake:230 (message):\n"
+        "  Could NOT find Boson (missing: BOSON_MASS) (found version\n"
+        '  "1.2")\n'
+        "Call Stack (most recent call first):\n"
+        "  cmake/FindBoson.cmake:7 (find_package)\n"
+        "\n"
+        "CMake Error at CMakeLists.txt:9 (message):\n"
+        "\n"
+        "  No light.\n"
+        "\n"
+        "  Not a\n  photon.\n"
+        "\n\n"
+        "-- Configuring incomplete, errors occurred!\n"
+    )
+    assert str(explain(output, "compiling Horovod failed")).splitlines() == [
+        "compiling Horovod failed",
+        '    Could NOT find Boson (missing: BOSON_MASS) (found version "1.2")',
+        "    No light.",
+        "    Not a photon.",
     ]
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvkit.build.frameworks import find_frameworks
+from hvkit.build.frameworks import Framework, find_frameworks
 from hvkit.errors import BuildError
 
 
@@ -50,3 +50,26 @@ def test_all_left_out(installed: dict[str, str]) -> None:
     installed["torch"] = "2.13.0"
     with pytest.raises(BuildError, match=r"PyTorch 2\.13\.0 left out by --without"):
         find_frameworks({"pytorch"})
+
+
+@pytest.mark.parametrize(
+    ("line", "cuda"),
+    [
+        ("cuda: Optional[str] = '13.0'", "13.0"),
+        ("cuda = '12.1'", "12.1"),
+        ("cuda: Optional[str] = None", None),
+    ],
+)
+def test_cuda_of_pytorch_is_what_it_wrote_down(tmp_path: Path, line: str, cuda: str | None) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "version.py").write_text(
+        f"__all__ = ['cuda', 'hip']\n__version__ = '2.13.0'\n{line}\nhip = '6.0'\n"
+    )
+    assert Framework("pytorch", "2.13.0", tmp_path).cuda == cuda
+
+
+def test_tensorflow_for_cpus_has_no_cuda(tmp_path: Path) -> None:
+    file = tmp_path / "tensorflow" / "python" / "platform" / "build_info.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("build_info = OrderedDict([('is_cuda_build', False)])\n")
+    assert Framework("tensorflow", "2.21.0", tmp_path).cuda is None

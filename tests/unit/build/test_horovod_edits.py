@@ -1,9 +1,13 @@
 """The edits against the official source, where the user's cache has it."""
 
+import os
 import re
+import shutil
+import subprocess
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,6 +113,90 @@ def _parse_host_files(source: Path) -> Callable[[str], str]:
     return function
 
 
+@needs_source
+def test_horovod_without_gpus_refuses_a_tensor_on_one(edited: Path) -> None:
+    text = (edited / "horovod/torch/mpi_ops.py").read_text()
+    function = re.search(r"def _check_function.*?(?=\n\n\n)", text, re.DOTALL)
+    assert function is not None
+    library = SimpleNamespace(allreduce=None)
+    scope: dict[str, Any] = {"mpi_lib": library, "rocm_built": lambda: False}
+    exec(function[0], scope)
+    on_gpu = SimpleNamespace(is_cuda=True, device="cuda:0", is_contiguous=lambda: True)
+    on_cpu = SimpleNamespace(is_cuda=False, device="cpu", is_contiguous=lambda: True)
+
+    scope["cuda_built"] = lambda: False
+    assert scope["_check_function"](lambda tensor: "allreduce", on_cpu) == "allreduce"
+    with pytest.raises(ValueError, match=r"on cuda:0.*hvkit install-horovod --gpu nccl"):
+        scope["_check_function"](lambda tensor: "allreduce", on_gpu)
+    scope["cuda_built"] = lambda: True
+    assert scope["_check_function"](lambda tensor: "allreduce", on_gpu) == "allreduce"
+
+
+@needs_source
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake on PATH")
+class TestCuda:
+    """CMake looks for CUDA in builds for GPUs only, whatever is on the machine."""
+
+    @pytest.mark.parametrize(("operations", "called"), [("", False), ("NCCL", True)])
+    def test_nvcc_is_called_for_gpu_operations_only(
+        self, edited: Path, tmp_path: Path, operations: str, called: bool
+    ) -> None:
+        calls = tmp_path / "calls"
+        nvcc = _program(tmp_path / "bin" / "nvcc", f'echo "$*" >> {calls}; exit 1')
+        text = (edited / "CMakeLists.txt").read_text()
+        start, end = text.index("if(DEFINED ENV{HOROVOD_CUDA_HOME})"), text.index("macro(ADD_CUDA)")
+        _configure(
+            tmp_path / "project",
+            f"set(HOROVOD_GPU_OPERATIONS {operations})\n{text[start:end]}",
+            PATH=f"{nvcc.parent}:{os.environ['PATH']}",
+        )
+        assert calls.exists() is called
+
+    @pytest.mark.parametrize(("operations", "expected"), [("", "FALSE"), ("NCCL", "TRUE")])
+    def test_pytorch_for_cuda_makes_no_build_for_gpus(
+        self, edited: Path, tmp_path: Path, operations: str, expected: str
+    ) -> None:
+        # What PyTorch says beside a CUDA toolkit, and to every other question.
+        answers = (
+            'case "$2" in *__version__*) echo 2.13.0;; *CUDA_HOME*) echo True;; *) echo x;; esac'
+        )
+        python = _program(tmp_path / "bin" / "python", answers)
+        said = _configure(
+            tmp_path / "project",
+            f"set(HOROVOD_GPU_OPERATIONS {operations})\nset(PY_EXE {python})\n"
+            f"include({edited / 'cmake/Modules/FindPytorch.cmake'})\n"
+            'message(STATUS "built for CUDA: ${Pytorch_CUDA}, ${Pytorch_EXT}")\n',
+        )
+        kind = {"FALSE": "CppExtension", "TRUE": "CUDAExtension"}[expected]
+        assert f"built for CUDA: {expected}, {kind}" in said
+
+
+def _program(path: Path, body: str) -> Path:
+    path.parent.mkdir()
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return path
+
+
+def _configure(folder: Path, commands: str, **environ: str) -> str:
+    """Run CMake on a project of these commands, and return what it says."""
+    folder.mkdir()
+    (folder / "CMakeLists.txt").write_text(
+        # A package that another one's name stands for is no fault here.
+        "cmake_minimum_required(VERSION 3.13)\nproject(tried NONE)\n"
+        f"set(FPHSA_NAME_MISMATCHED TRUE)\nset(CMAKE_FIND_PACKAGE_NAME Pytorch)\n{commands}"
+    )
+    done = subprocess.run(
+        ["cmake", "-S", str(folder), "-B", str(folder / "build")],
+        env={**os.environ, **environ},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=300,
+    )
+    return done.stdout
+
+
 class TestXlaHeaders:
     """TensorFlow's headers decide whether the XLA ops are compiled."""
 
@@ -140,7 +228,5 @@ class TestXlaHeaders:
         assert tensorflow_lacks_xla_headers(toolchain, root)
 
     def test_no_tensorflow(self, root: Path, toolchain: Toolchain) -> None:
-        alone = Toolchain(
-            toolchain.frameworks[:1], toolchain.mpi, Compiler(("false",), ""), nvcc=None
-        )
+        alone = Toolchain(toolchain.frameworks[:1], toolchain.mpi, Compiler(("false",), ""))
         assert not tensorflow_lacks_xla_headers(alone, root)

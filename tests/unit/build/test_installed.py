@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from hvkit.build import installed
+from hvkit.build.cuda import Toolkit
 from hvkit.build.toolchain import Toolchain
 from hvkit.errors import BuildError
 
@@ -27,15 +28,15 @@ def horovod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_working_horovod(pytorch_only: Toolchain, horovod: Path) -> None:
-    installed.check(pytorch_only, gpu=None)
+    installed.check(pytorch_only)
 
 
 def test_failed_import_is_shown(pytorch_only: Toolchain, horovod: Path) -> None:
     horovod.write_text("raise ImportError('libmpi.so.40: cannot open shared object file')")
     with pytest.raises(BuildError, match=r"(?s)cannot be imported.*libmpi\.so\.40: cannot open"):
-        installed.check(pytorch_only, gpu=None)
+        installed.check(pytorch_only)
 
 
-def test_missing_engine_is_named(pytorch_only: Toolchain, horovod: Path) -> None:
+def test_missing_engine_is_named(pytorch_only: Toolchain, horovod: Path, tmp_path: Path) -> None:
     with pytest.raises(BuildError, match=r"horovod\.torch was built without nccl"):
-        installed.check(pytorch_only, gpu="nccl")
+        installed.check(replace(pytorch_only, cuda=Toolkit(tmp_path, "13.0")))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hvkit.build import Options, builder, install_horovod, installed, installer, wheels
+from hvkit.build.cuda import Toolkit
 from hvkit.build.key import Key
 from hvkit.build.toolchain import Toolchain
 from hvkit.errors import BuildError
@@ -21,7 +22,7 @@ class Machine:
         self.version: str | None = None
         self.done: list[str] = []
 
-    def build(self, toolchain: Toolchain, key: Key, gpu: str | None, jobs: int) -> Path:
+    def build(self, toolchain: Toolchain, key: Key, jobs: int) -> Path:
         self.done.append("build")
         wheel = self.folder / f"horovod-{key.version}-cp311-cp311-linux_x86_64.whl"
         wheel.write_text(str(toolchain))
@@ -31,7 +32,7 @@ class Machine:
         self.done.append("install")
         self.version = wheel.name.split("-")[1]
 
-    def check(self, toolchain: Toolchain, gpu: str | None) -> None:
+    def check(self, toolchain: Toolchain) -> None:
         self.done.append("check")
 
     def run(self, options: Options | None = None) -> list[str]:
@@ -44,7 +45,9 @@ class Machine:
 @pytest.fixture
 def machine(toolchain: Toolchain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     stand_in = Machine(toolchain, tmp_path)
-    monkeypatch.setattr(installer, "find_toolchain", lambda without, gpu: stand_in.toolchain)
+    monkeypatch.setattr(installer, "find_toolchain", lambda without: stand_in.toolchain)
+    toolkits = {"auto": None, "none": None, "nccl": Toolkit(tmp_path, "13.0")}
+    monkeypatch.setattr(installer, "toolkit_for", lambda choice, frameworks: toolkits[choice])
     monkeypatch.setattr(builder, "build", stand_in.build)
     monkeypatch.setattr(installed, "installed_version", lambda: stand_in.version)
     monkeypatch.setattr(installed, "install", stand_in.install)
@@ -79,6 +82,13 @@ def test_changed_framework_rebuilds(machine: Machine) -> None:
     machine.run()
     machine.toolchain = replace(machine.toolchain, frameworks=machine.toolchain.frameworks[:1])
     assert machine.run() == ["build", "install", "check"]
+
+
+def test_builds_with_and_without_nccl_are_kept_apart(machine: Machine) -> None:
+    machine.run()
+    assert machine.run(Options(gpu="nccl")) == ["build", "install", "check"]
+    assert machine.run(Options(gpu="none")) == ["install", "check"]
+    assert machine.run(Options(gpu="nccl")) == ["install", "check"]
 
 
 def test_force_rebuilds(machine: Machine) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from hvkit.build import key as key_module
-from hvkit.build.key import cpu_features, key_of
+from hvkit.build.cuda import Toolkit
+from hvkit.build.key import Key, cpu_features, key_of
 from hvkit.build.toolchain import Compiler, Toolchain
 
 NOTHING: dict[str, str] = {}
@@ -43,8 +44,8 @@ def compiler_flags(found: Toolchain) -> Toolchain:
     return replace(found, compiler=Compiler(("/usr/bin/c++", "-m64"), found.compiler.version))
 
 
-def with_nvcc(found: Toolchain) -> Toolchain:
-    return replace(found, nvcc=Compiler(("/usr/local/cuda/bin/nvcc",), "release 13.0"))
+def for_nccl(found: Toolchain) -> Toolchain:
+    return replace(found, cuda=Toolkit(Path("/usr/local/cuda"), "13.0"))
 
 
 @pytest.mark.parametrize(
@@ -57,28 +58,29 @@ def with_nvcc(found: Toolchain) -> Toolchain:
         mpi_elsewhere,
         newer_compiler,
         compiler_flags,
+        for_nccl,
     ],
 )
 def test_each_part_of_the_toolchain_changes_the_key(
     toolchain: Toolchain, change: Callable[[Toolchain], Toolchain]
 ) -> None:
-    before = key_of(toolchain, None, NOTHING)
-    assert key_of(change(toolchain), None, NOTHING).digest != before.digest
+    before = key_of(toolchain, NOTHING)
+    assert key_of(change(toolchain), NOTHING).digest != before.digest
 
 
-def test_gpu_operations_change_the_key(toolchain: Toolchain) -> None:
-    assert key_of(toolchain, "nccl", NOTHING).digest != key_of(toolchain, None, NOTHING).digest
+def test_cuda_version_changes_the_key_and_where_its_toolkit_lies_does_not(
+    toolchain: Toolchain,
+) -> None:
+    def key(home: str, version: str) -> Key:
+        return key_of(replace(toolchain, cuda=Toolkit(Path(home), version)), NOTHING)
+
+    assert key("/usr/local/cuda", "13.0") == key("/home/me/.cache/hvkit/cuda/13.0", "13.0")
+    assert key("/usr/local/cuda", "13.0").digest != key("/usr/local/cuda", "13.1").digest
 
 
-def test_nvcc_counts_where_the_build_uses_it(toolchain: Toolchain) -> None:
-    def digests(version: str, gpu: str | None) -> set[str]:
-        pytorch = replace(toolchain.frameworks[0], version=version)
-        found = replace(toolchain, frameworks=(pytorch,))
-        return {key_of(each, gpu, NOTHING).digest for each in (found, with_nvcc(found))}
-
-    assert len(digests("2.13.0+cpu", None)) == 1
-    assert len(digests("2.13.0+cpu", "nccl")) == 2
-    assert len(digests("2.13.0+cu130", None)) == 2
+def test_the_machines_toolkit_does_not_count_in_a_build_without_gpus(toolchain: Toolchain) -> None:
+    environ = {"CUDA_HOME": "/opt/cuda", "HOROVOD_CUDA_HOME": "/opt/cuda"}
+    assert key_of(toolchain, environ) == key_of(toolchain, NOTHING)
 
 
 @pytest.mark.parametrize(
@@ -87,13 +89,13 @@ def test_nvcc_counts_where_the_build_uses_it(toolchain: Toolchain) -> None:
 def test_build_options_in_the_environment_change_the_key(
     toolchain: Toolchain, variable: str
 ) -> None:
-    before = key_of(toolchain, None, NOTHING)
-    assert key_of(toolchain, None, {variable: "1"}).digest != before.digest
+    before = key_of(toolchain, NOTHING)
+    assert key_of(toolchain, {variable: "1"}).digest != before.digest
 
 
 def test_run_time_options_in_the_environment_do_not(toolchain: Toolchain) -> None:
     environ = {"HOROVOD_FUSION_THRESHOLD": "1", "HOROVOD_RANK": "0", "HOME": "/"}
-    assert key_of(toolchain, None, environ) == key_of(toolchain, None, NOTHING)
+    assert key_of(toolchain, environ) == key_of(toolchain, NOTHING)
 
 
 @pytest.mark.parametrize(
@@ -102,18 +104,18 @@ def test_run_time_options_in_the_environment_do_not(toolchain: Toolchain) -> Non
 def test_source_edits_and_cpu_change_the_key(
     toolchain: Toolchain, monkeypatch: pytest.MonkeyPatch, name: str, value: object
 ) -> None:
-    before = key_of(toolchain, None, NOTHING)
+    before = key_of(toolchain, NOTHING)
     monkeypatch.setattr(key_module, name, value)
-    assert key_of(toolchain, None, NOTHING).digest != before.digest
+    assert key_of(toolchain, NOTHING).digest != before.digest
 
 
 def test_where_the_compiler_lies_does_not_matter(toolchain: Toolchain) -> None:
     moved = replace(toolchain, compiler=Compiler(("/opt/c++",), toolchain.compiler.version))
-    assert key_of(moved, None, NOTHING) == key_of(toolchain, None, NOTHING)
+    assert key_of(moved, NOTHING) == key_of(toolchain, NOTHING)
 
 
 def test_version_is_horovods_with_the_digest_as_local_part(toolchain: Toolchain) -> None:
-    key = key_of(toolchain, None, NOTHING)
+    key = key_of(toolchain, NOTHING)
     assert re.fullmatch(r"0\.28\.1\+hvkit[0-9a-f]{12}", key.version)
 
 

@@ -32,8 +32,7 @@ esac"""
 def frameworks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = (Framework("pytorch", "2.13.0+cpu", tmp_path),)
     monkeypatch.setattr(toolchain_module, "find_frameworks", lambda without: found)
-    for variable in ("CXX", "CUDA_HOME", "HOROVOD_CUDA_HOME"):
-        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.delenv("CXX", raising=False)
 
 
 @pytest.fixture
@@ -125,16 +124,6 @@ def test_no_python_headers(
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / "include"))
     with pytest.raises(BuildError, match=r"no Python.h in .*apt install python3-dev"):
         find_toolchain()
-
-
-def test_gpu_needs_nvcc(machine: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(toolchain_module, "CUDA_DEFAULT", str(tmp_path))
-    with pytest.raises(BuildError, match=r"--gpu nccl needs .* nvcc"):
-        find_toolchain(gpu="nccl")
-    machine("nvcc", "echo release 13.0")
-    nvcc = find_toolchain(gpu="nccl").nvcc
-    assert nvcc is not None
-    assert nvcc.version == "release 13.0"
 
 
 class TestRunTimePath:

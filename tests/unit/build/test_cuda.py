@@ -1,0 +1,315 @@
+"""Which toolkit a build for NCCL is compiled with, on prepared machines."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hvkit.build import cuda
+from hvkit.build.cuda import (
+    Toolkit,
+    ensure,
+    has_nvidia_gpu,
+    put_together,
+    read_toolkit,
+    system_toolkits,
+    toolkit_for,
+)
+from hvkit.build.frameworks import Framework
+from hvkit.errors import BuildError
+
+Script = Callable[..., Path]
+
+LIBRARIES = ("libcudart.so", "libcudart_static.a")
+
+
+def make_toolkit(home: Path, version: str = "13.0", libraries: str = "lib64") -> Path:
+    """A toolkit, whole but for what its nvcc can do; returns its nvcc."""
+    for file in ("include/cuda_runtime.h", *(f"{libraries}/{name}" for name in LIBRARIES)):
+        (home / file).parent.mkdir(parents=True, exist_ok=True)
+        (home / file).touch()
+    nvcc = home / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    # The real one says where it is in what --dryrun prints, on stderr.
+    nvcc.write_text(
+        "#!/bin/sh\n"
+        'case "$1" in\n'
+        f'--version) echo "Cuda compilation tools, release {version}, V{version}.88";;\n'
+        f'--dryrun) echo "#$ _HERE_={home}/bin" >&2; echo "#$ TOP={home}/bin/.." >&2;;\n'
+        "*) exit 1;;\n"
+        "esac\n"
+    )
+    nvcc.chmod(0o755)
+    return nvcc
+
+
+@pytest.fixture(autouse=True)
+def machine(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Script:
+    """A machine without a toolkit and without a GPU."""
+    monkeypatch.setattr(cuda, "DEFAULT_HOME", str(tmp_path / "usr" / "local" / "cuda"))
+    monkeypatch.setattr(cuda, "has_nvidia_gpu", lambda: False)
+    for name in [name for name in os.environ if name.startswith(("HOROVOD_", "CUDA_"))]:
+        monkeypatch.delenv(name)
+    return script
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU."""
+    monkeypatch.setattr(cuda, "has_nvidia_gpu", lambda: True)
+
+
+def pytorch(folder: Path, built_for: str | None) -> Framework:
+    """A PyTorch as its index has it: the version does not say what it is built for."""
+    (folder / "torch").mkdir()
+    (folder / "torch" / "version.py").write_text(
+        f"__version__ = '2.13.0'\ncuda: Optional[str] = {built_for!r}\nhip: Optional[str] = None\n"
+    )
+    return Framework("pytorch", "2.13.0", folder)
+
+
+class TestReading:
+    """nvcc itself says where its toolkit is."""
+
+    def test_script_in_a_general_folder(self, machine: Script, tmp_path: Path) -> None:
+        nvcc = make_toolkit(tmp_path / "cuda-13.0")
+        script = machine("nvcc", f'exec {nvcc} "$@"')
+        assert read_toolkit(str(script)) == Toolkit(tmp_path / "cuda-13.0", "13.0")
+
+    def test_link_elsewhere(self, machine: Script, tmp_path: Path) -> None:
+        nvcc = make_toolkit(tmp_path / "cuda-12.8", "12.8")
+        link = machine("nvcc")
+        link.unlink()
+        link.symlink_to(nvcc)
+        assert read_toolkit(str(link)) == Toolkit(tmp_path / "cuda-12.8", "12.8")
+
+    def test_nvcc_that_cannot_find_its_host_compiler(self, tmp_path: Path) -> None:
+        nvcc = make_toolkit(tmp_path / "cuda")
+        nvcc.write_text(nvcc.read_text() + "exit 1\n")
+        assert read_toolkit(str(nvcc)) == Toolkit(tmp_path / "cuda", "13.0")
+
+    def test_what_is_no_nvcc(self, machine: Script, tmp_path: Path) -> None:
+        assert read_toolkit(str(machine("nvcc", "echo not found; exit 127"))) is None
+        assert read_toolkit(str(tmp_path / "nowhere" / "nvcc")) is None
+
+    def test_all_of_the_machines_the_users_first_each_once(
+        self, machine: Script, tmp_path: Path
+    ) -> None:
+        local = tmp_path / "usr" / "local"
+        mine, path, default = tmp_path / "mine", tmp_path / "other", local / "cuda-13.0"
+        make_toolkit(mine, "12.6")
+        machine("nvcc", f'exec {make_toolkit(path, "12.8")} "$@"')
+        make_toolkit(default)
+        (local / "cuda").symlink_to(default)
+        environ = {"CUDA_HOME": str(mine), "PATH": os.environ["PATH"]}
+        assert [found.home for found in system_toolkits(environ)] == [mine, path, default]
+
+
+class TestWhole:
+    """A toolkit counts if Horovod can be compiled and linked with it."""
+
+    def test_nothing_is_missing(self, tmp_path: Path) -> None:
+        make_toolkit(tmp_path / "cuda")
+        assert Toolkit(tmp_path / "cuda", "13.0").missing == []
+
+    def test_files_below_targets(self, tmp_path: Path) -> None:
+        home = tmp_path / "cuda"
+        make_toolkit(home)
+        target = home / "targets" / "x86_64-linux"
+        target.mkdir(parents=True)
+        (home / "include").rename(target / "include")
+        (home / "lib64").rename(target / "lib")
+        assert Toolkit(home, "13.0").missing == []
+
+    @pytest.mark.parametrize("file", LIBRARIES)
+    def test_library_missing(self, tmp_path: Path, file: str) -> None:
+        make_toolkit(tmp_path / "cuda")
+        (tmp_path / "cuda" / "lib64" / file).unlink()
+        assert Toolkit(tmp_path / "cuda", "13.0").missing == [file]
+
+
+class TestChoice:
+    """``--gpu`` and the machine decide."""
+
+    def test_auto_without_a_gpu_leaves_cuda_out_whatever_is_installed(
+        self, machine: Script, tmp_path: Path
+    ) -> None:
+        machine("nvcc", f'exec {make_toolkit(tmp_path / "cuda")} "$@"')
+        assert toolkit_for("auto", [pytorch(tmp_path, "13.0")]) is None
+
+    @pytest.mark.usefixtures("gpu")
+    def test_none_leaves_cuda_out_on_a_machine_with_a_gpu(self, tmp_path: Path) -> None:
+        environ = {"HOROVOD_GPU_OPERATIONS": "MPI"}
+        assert toolkit_for("none", [pytorch(tmp_path, "13.0")], environ) is None
+
+    @pytest.mark.usefixtures("gpu")
+    def test_auto_with_a_gpu_takes_the_systems_toolkit(
+        self, machine: Script, tmp_path: Path
+    ) -> None:
+        machine("nvcc", f'exec {make_toolkit(tmp_path / "cuda")} "$@"')
+        found = toolkit_for("auto", [pytorch(tmp_path, "13.0")])
+        assert found == Toolkit(tmp_path / "cuda", "13.0")
+
+    def test_no_toolkit_makes_one_of_wheels(self, tmp_path: Path, cache: Path) -> None:
+        found = toolkit_for("nccl", [pytorch(tmp_path, "13.0")])
+        assert found == Toolkit(cache / "cuda" / "13.0", "13.0")
+        assert str(found) == "CUDA 13.0 (NVIDIA's wheels)"
+
+    def test_toolkit_without_libraries_makes_one_of_wheels(
+        self, machine: Script, tmp_path: Path, cache: Path
+    ) -> None:
+        nvcc = make_toolkit(tmp_path / "cuda")
+        (tmp_path / "cuda" / "lib64" / "libcudart.so").unlink()
+        machine("nvcc", f'exec {nvcc} "$@"')
+        found = toolkit_for("nccl", [pytorch(tmp_path, "13.0")])
+        assert found == Toolkit(cache / "cuda" / "13.0", "13.0")
+
+    def test_toolkit_of_another_version_makes_one_of_wheels(
+        self, machine: Script, tmp_path: Path, cache: Path
+    ) -> None:
+        machine("nvcc", f'exec {make_toolkit(tmp_path / "cuda", "13.2")} "$@"')
+        found = toolkit_for("nccl", [pytorch(tmp_path, "13.0")])
+        assert found == Toolkit(cache / "cuda" / "13.0", "13.0")
+
+    def test_one_of_several_toolkits_fits(self, machine: Script, tmp_path: Path) -> None:
+        machine("nvcc", f'exec {make_toolkit(tmp_path / "cuda", "12.4")} "$@"')
+        make_toolkit(tmp_path / "usr" / "local" / "cuda-13.0")
+        found = toolkit_for("nccl", [pytorch(tmp_path, "13.0")])
+        assert found == Toolkit(tmp_path / "usr" / "local" / "cuda-13.0", "13.0")
+
+    def test_before_cuda_13_a_near_version_is_taken_as_no_wheels_bring_nvcc(
+        self, machine: Script, tmp_path: Path
+    ) -> None:
+        machine("nvcc", f'exec {make_toolkit(tmp_path / "cuda", "12.4")} "$@"')
+        found = toolkit_for("nccl", [pytorch(tmp_path, "12.8")])
+        assert found == Toolkit(tmp_path / "cuda", "12.4")
+
+    def test_before_cuda_13_no_fitting_toolkit_is_an_error(
+        self, machine: Script, tmp_path: Path
+    ) -> None:
+        machine("nvcc", f'exec {make_toolkit(tmp_path / "cuda", "13.0")} "$@"')
+        broken = make_toolkit(tmp_path / "mine", "12.8")
+        (tmp_path / "mine" / "include" / "cuda_runtime.h").unlink()
+        environ = {"CUDA_HOME": str(broken.parent.parent), "PATH": os.environ["PATH"]}
+        with pytest.raises(BuildError) as caught:
+            toolkit_for("nccl", [pytorch(tmp_path, "12.8")], environ)
+        assert str(caught.value).startswith(
+            "a build for NCCL is not possible: there is no toolkit for CUDA 12.8 "
+            f"(CUDA 12.8 in {tmp_path}/mine has no cuda_runtime.h; "
+            f"CUDA 13.0 in {tmp_path}/cuda is another version). Install CUDA 12.8 and set CUDA_HOME"
+        )
+
+    @pytest.mark.usefixtures("gpu")
+    def test_auto_does_without_where_it_cannot_and_says_why(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert toolkit_for("auto", [pytorch(tmp_path, "12.8")]) is None
+        said = capsys.readouterr().out
+        assert "built without NCCL: there is no toolkit for CUDA 12.8 (no nvcc at all)" in said
+        assert "goes through the host's memory" in said
+
+    def test_pytorch_for_cpus_is_named(self, tmp_path: Path) -> None:
+        with pytest.raises(BuildError, match=r"PyTorch 2\.13\.0 is a build for CPUs.*--without"):
+            toolkit_for("nccl", [pytorch(tmp_path, None)])
+
+    def test_tensorflow_alone_says_its_version_too(self, tmp_path: Path, cache: Path) -> None:
+        file = tmp_path / "tensorflow" / "python" / "platform" / "build_info.py"
+        file.parent.mkdir(parents=True)
+        file.write_text("build_info = OrderedDict([('cuda_version', '13.1.0'), ('x', 1)])\n")
+        found = toolkit_for("nccl", [Framework("tensorflow", "2.22.0", tmp_path)])
+        assert found == Toolkit(cache / "cuda" / "13.1", "13.1")
+
+    def test_tensorflow_for_cpus_is_named(self, tmp_path: Path) -> None:
+        with pytest.raises(BuildError, match=r"TensorFlow 2\.21\.0 cannot use GPUs"):
+            toolkit_for("nccl", [Framework("tensorflow", "2.21.0", tmp_path)])
+
+    @pytest.mark.parametrize("name", ["HOROVOD_GPU_OPERATIONS", "HOROVOD_GPU_ALLREDUCE"])
+    def test_horovods_own_variable_counts_as_nccl(
+        self, tmp_path: Path, cache: Path, name: str
+    ) -> None:
+        environ = {name: "NCCL", "HOROVOD_GPU": "CUDA"}
+        found = toolkit_for("auto", [pytorch(tmp_path, "13.0")], environ)
+        assert found == Toolkit(cache / "cuda" / "13.0", "13.0")
+
+    def test_other_operations_on_gpus_are_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(BuildError, match=r"HOROVOD_GPU_OPERATIONS=MPI in the environment"):
+            toolkit_for("auto", [pytorch(tmp_path, "13.0")], {"HOROVOD_GPU_OPERATIONS": "MPI"})
+
+
+class TestWheels:
+    """A toolkit put together from what NVIDIA's wheels unpack to."""
+
+    @pytest.fixture
+    def pip(self, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+        """The calls of pip, which leave what the real wheels hold."""
+        calls: list[list[str]] = []
+
+        def run(arguments: list[str], doing: str) -> None:
+            calls.append(arguments)
+            home = Path(arguments[arguments.index("--target") + 1], "nvidia", "cu13")
+            make_toolkit(home, libraries="lib")
+            (home / "lib" / "libcudart.so").rename(home / "lib" / "libcudart.so.13")
+
+        monkeypatch.setattr(cuda, "run_pip", run)
+        return calls
+
+    def test_is_fetched_once(self, pip: list[list[str]], cache: Path) -> None:
+        toolkit = Toolkit(cache / "cuda" / "13.0", "13.0")
+        ensure(toolkit)
+        ensure(toolkit)
+        assert toolkit.missing == []
+        (arguments,) = pip
+        assert "nvidia-cuda-nvcc==13.0.*" in arguments
+        assert [path.name for path in toolkit.home.parent.iterdir()] == ["13.0"]
+
+    def test_libraries_get_their_plain_names(self, tmp_path: Path) -> None:
+        (tmp_path / "nvidia" / "cu13" / "lib").mkdir(parents=True)
+        (tmp_path / "nvidia" / "cu13" / "lib" / "libcudart.so.13").write_text("cudart")
+        home = put_together(tmp_path)
+        assert (home / "lib64" / "libcudart.so").read_text() == "cudart"
+        assert (home / "lib64").readlink() == Path("lib")  # It is moved afterwards.
+
+    def test_a_system_toolkit_is_left_alone(self, pip: list[list[str]], tmp_path: Path) -> None:
+        ensure(Toolkit(tmp_path / "cuda", "13.0"))
+        assert pip == []
+
+    def test_wheels_that_lack_something_are_named(
+        self, cache: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def run(arguments: list[str], doing: str) -> None:
+            Path(arguments[arguments.index("--target") + 1], "nvidia", "cu14", "lib").mkdir(
+                parents=True
+            )
+
+        monkeypatch.setattr(cuda, "run_pip", run)
+        with pytest.raises(BuildError, match=r"wheels for CUDA 14\.0 have no nvcc, cuda_runtime"):
+            ensure(Toolkit(cache / "cuda" / "14.0", "14.0"))
+
+
+class TestGpu:
+    """Whether there is a GPU."""
+
+    @pytest.fixture
+    def devices(self, tmp_path: Path) -> Path:
+        """/dev, with what stands there beside the driver's devices."""
+        folder = tmp_path / "dev"
+        folder.mkdir()
+        (folder / "nvidiactl").touch()
+        (folder / "null").touch()
+        return folder
+
+    def test_none(self, devices: Path) -> None:
+        assert not has_nvidia_gpu(devices)
+
+    def test_nvidia_smi_lists_one(self, machine: Script, devices: Path) -> None:
+        machine("nvidia-smi", "echo 'GPU 0: NVIDIA L4 (UUID: GPU-1)'")
+        assert has_nvidia_gpu(devices)
+
+    def test_nvidia_smi_without_gpus(self, machine: Script, devices: Path) -> None:
+        machine("nvidia-smi", "echo 'No devices were found'; exit 6")
+        assert not has_nvidia_gpu(devices)
+
+    def test_device_of_a_container_without_nvidia_smi(self, devices: Path) -> None:
+        (devices / "nvidia1").touch()
+        assert has_nvidia_gpu(devices)

@@ -1,0 +1,97 @@
+"""Which options `make` gives pip to install PyTorch with, by a stand-in for pip's answers."""
+
+from pathlib import Path
+
+import pytest
+
+from hvkit.build import pytorch_index
+from hvkit.build.pytorch_index import CPU_INDEX, pip_options
+from hvkit.commands import Said
+
+CUDA_ONLY = Said(0, "torch (2.15.0)\nAvailable versions: 2.15.0, 2.13.0, 2.12.1\n")
+BOTH = Said(0, "torch (2.15.0)\nAvailable versions: 2.15.0+cpu, 2.15.0, 2.13.0+cpu, 2.13.0\n")
+NOT_THIS_ONE = Said(0, "torch (2.15.0)\nAvailable versions: 2.15.0+cpu, 2.13.0, 2.12.0+cpu\n")
+UNREACHABLE = Said(
+    0,
+    CUDA_ONLY.stdout
+    + f"Could not fetch URL {CPU_INDEX}/torch/: connection error: HTTPSConnectionPool("
+    "host='download.pytorch.org', port=443): Max retries exceeded with url: /whl/cpu/torch/ "
+    "(Caused by NewConnectionError('<urllib3.HTTPSConnection object at 0x7f266>: Failed to "
+    "establish a new connection: [Errno -2] Name or service not known')) - skipping\n",
+)
+FORBIDDEN = Said(
+    0,
+    CUDA_ONLY.stdout
+    + f"Could not fetch URL {CPU_INDEX}/torch/: 403 Client Error: Forbidden for url: x"
+    " - skipping\n",
+)
+
+
+class Pip:
+    """A machine without a GPU, and what pip says there."""
+
+    def __init__(self, own: Said | None, with_cpu_index: Said | None) -> None:
+        self.own, self.with_cpu_index = own, with_cpu_index
+        self.asked = 0
+
+    def __call__(self, command: list[str], timeout: float) -> Said | None:
+        self.asked += 1
+        return self.with_cpu_index if CPU_INDEX in command else self.own
+
+
+def options(
+    monkeypatch: pytest.MonkeyPatch, pip: Pip, gpu: str = "auto", has_gpu: bool = False
+) -> list[str]:
+    monkeypatch.setattr(pytorch_index, "ask", pip)
+    monkeypatch.setattr(pytorch_index, "has_nvidia_gpu", lambda: has_gpu)
+    return pip_options("2.13.0", gpu)
+
+
+def test_without_a_gpu_pytorchs_index_of_cpu_builds(monkeypatch: pytest.MonkeyPatch) -> None:
+    pip = Pip(CUDA_ONLY, BOTH)
+    assert options(monkeypatch, pip) == ["--extra-index-url", CPU_INDEX]
+
+
+def test_with_a_gpu_pips_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    pip = Pip(CUDA_ONLY, BOTH)
+    assert options(monkeypatch, pip, has_gpu=True) == []
+    assert options(monkeypatch, pip, gpu="nccl") == []
+    assert pip.asked == 0
+
+
+def test_a_machine_with_a_gpu_that_is_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    pip = Pip(CUDA_ONLY, BOTH)
+    assert options(monkeypatch, pip, "none", has_gpu=True) == ["--extra-index-url", CPU_INDEX]
+
+
+def test_pips_own_settings_suffice_where_they_offer_a_cpu_build(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pip = Pip(BOTH, None)
+    assert options(monkeypatch, pip) == []
+    assert pip.asked == 1
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (UNREACHABLE, f"{CPU_INDEX}: Failed to establish a new connection: [Errno -2] Name or"),
+        (FORBIDDEN, f"{CPU_INDEX}: 403 Client Error: Forbidden for url: x)"),
+        (NOT_THIS_ONE, f"{CPU_INDEX} has no 2.13.0 for this Python"),
+        (Said(None), "no answer in 60 s"),
+    ],
+    ids=["unreachable", "forbidden", "another version", "slow"],
+)
+def test_index_that_cannot_be_used_is_named_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], said: Said, reason: str
+) -> None:
+    assert options(monkeypatch, Pip(CUDA_ONLY, said)) == []
+    told = capsys.readouterr().err
+    assert f"({reason}" in told
+    assert told.endswith("taking pip's default PyTorch, which may bring 6 GB of CUDA\n")
+
+
+def test_constraints_pin_the_version_that_is_looked_for() -> None:
+    constraints = Path(__file__).parents[3] / "constraints.txt"
+    assert "torch==" in constraints.read_text()
