@@ -17,7 +17,7 @@ from hvkit.adapters import (
     framework_of,
 )
 from hvkit.agreement import raise_together, require_equal
-from hvkit.learning_rate import scale_factor
+from hvkit.learning_rate import Multiplier, describe, make_multiplier
 
 Model = TypeVar("Model")
 Optimizers = TypeVar("Optimizers")
@@ -27,7 +27,7 @@ def distribute(
     model: Model,
     optimizer: Optimizers,
     *,
-    lr_scaling: str = "linear",
+    lr_scaling: str = "none",
     warmup_steps: int = 0,
     warmup_epochs: float = 0,
     steps_per_epoch: int | None = None,
@@ -102,14 +102,15 @@ def distribute(
     adapter: Adapter | None = None
     options: Options | None = None
     problem: Exception | None = None
+    multiplier = Multiplier()
     try:
-        factor = scale_factor(lr_scaling, runtime.size())
         options = Options(
             accumulate=_count("accumulate", accumulate, 1),
             warmup_steps=_warmup_steps(warmup_steps, warmup_epochs, steps_per_epoch),
             compression=_one_of("compression", compression, COMPRESSIONS),
             batch_norm=_one_of("batch_norm", batch_norm, BATCH_NORMS),
         )
+        multiplier = make_multiplier(lr_scaling, runtime.size(), options.warmup_steps)
         if not optimizers:
             raise ValueError(f"optimizer must hold at least one optimizer, got {optimizer!r}")
         adapter = adapter_for(model, optimizers, options)
@@ -119,7 +120,7 @@ def distribute(
     raise_together(problem)
     assert adapter is not None
     assert options is not None
-    records = [(each, registry.Record(factor)) for each in optimizers]
+    records = [(each, registry.Record()) for each in optimizers]
     if runtime.size() > 1:
         arguments = f"lr_scaling={lr_scaling}, {options}"
         require_equal(
@@ -128,9 +129,11 @@ def distribute(
             "build the same model and optimizer, and pass the same arguments, on every rank",
         )
         adapter.synchronise()
-        rates = adapter.scale_learning_rate(factor)
+        rates = adapter.scale_learning_rate(multiplier)
         records = adapter.average_gradients()
-        _announce(rates, lr_scaling, options.warmup_steps)
+        if runtime.rank() == 0:
+            said = describe(rates, lr_scaling, runtime.size())
+            print(f"hvkit: {runtime.size()} ranks; {said}", file=sys.stderr, flush=True)
     registry.record(model, records)
     return model, optimizer
 
@@ -180,15 +183,3 @@ def _refuse_second_call(model: object, optimizers: Sequence[object]) -> None:
                 "call it once for each model, with all of its optimizers, also those of later "
                 "phases of training: distribute(model, [first, second])"
             )
-
-
-def _announce(rates: list[tuple[float, float]], lr_scaling: str, warmup_steps: int) -> None:
-    if runtime.rank() != 0:
-        return
-    changes = ", ".join(dict.fromkeys(f"{old:g} -> {new:g}" for old, new in rates))
-    warmup = f", warm-up over {warmup_steps} steps" if warmup_steps else ""
-    print(
-        f"hvkit: {runtime.size()} ranks; learning rate {changes or 'none'} ({lr_scaling}){warmup}",
-        file=sys.stderr,
-        flush=True,
-    )
