@@ -324,7 +324,7 @@ def test_a_compiled_step_is_compiled_once(step):
         return graph.forward
 
     model = mlp()
-    optimizer = tensor_sgd(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(RATE))
     hvkit.distribute(model, optimizer, lr_scaling="linear", warmup_steps=4)
     scheduler = schedulers.StepLR(optimizer, 1, 0.5)
     take = step(optimizer, count)
