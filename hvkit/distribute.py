@@ -17,7 +17,7 @@ from hvkit.adapters import (
     framework_of,
 )
 from hvkit.agreement import raise_together, require_equal
-from hvkit.learning_rate import scale_factor
+from hvkit.learning_rate import Multiplier, describe, make_multiplier
 from hvkit.watch.calls import named
 
 Model = TypeVar("Model")
@@ -29,7 +29,7 @@ def distribute(
     model: Model,
     optimizer: Optimizers,
     *,
-    lr_scaling: str = "linear",
+    lr_scaling: str = "none",
     warmup_steps: int = 0,
     warmup_epochs: float = 0,
     steps_per_epoch: int | None = None,
@@ -40,12 +40,11 @@ def distribute(
     """Train this model with its optimizer on all ranks together.
 
     Call it on every rank, after the model and the optimizer were made (and loaded from a
-    checkpoint, if they are), before the first step and before learning-rate schedulers are
-    attached. Each update then uses the mean over ranks of the ranks' gradients, so that N ranks
-    with batch size B train the model that one process trains with batch size N*B. With one
-    process it changes nothing. A loss that divides by something else than the number of samples
-    (class weights, tokens that count) is a mean of means then: where that matters, sum it, and
-    divide by the mean over ranks of the divisor, :func:`hvkit.average`.
+    checkpoint, if they are) and before the first step. Each update then uses the mean over ranks of
+    the ranks' gradients, so that N ranks with batch size B train the model that one process trains
+    with batch size N*B. With one process it changes nothing. A loss that divides by something else
+    than the number of samples (class weights, tokens that count) is a mean of means then: where
+    that matters, sum it, and divide by the mean over ranks of the divisor, :func:`hvkit.average`.
 
     In PyTorch the gradients are averaged when ``loss.backward()`` returns. Parameters that some
     ranks did not use count as zero there; those that no rank used keep a gradient of None. In
@@ -57,19 +56,25 @@ def distribute(
     :func:`hvkit.average` before a scheduler or an early stop decides by it. In Keras ``fit`` and
     ``evaluate`` give the metrics of all ranks, and every rank has to call them. The states of
     metrics are added up, as totals, counts and confusion matrices are; variables of a metric of
-    your own that do not add up need another ``aggregation`` in ``add_variable``. A rate that comes
-    with a checkpoint of another kind than :class:`hvkit.Checkpoint` was multiplied when that was
-    saved: load it after the call, or pass ``lr_scaling="none"``.
+    your own that do not add up need another ``aggregation`` in ``add_variable``.
+
+    The learning rate is yours: what you set in the optimizer, what schedulers and callbacks read
+    and write, before or after the call, and what checkpoints hold, is never changed. By default
+    updates use it as it is, as one process with the N times larger batch would. Scaling and
+    warm-up multiply it inside the update, and nowhere else. Rank 0 says in one line what a step
+    uses.
 
     Args:
         model: a ``torch.nn.Module`` or a ``keras.Model`` (Keras 3 on TensorFlow).
         optimizer: a ``torch.optim.Optimizer`` or ``keras.optimizers.Optimizer`` that updates the
             model, or a list or tuple of several, with those of later phases of training.
-        lr_scaling: what the learning rate is multiplied by: ``"linear"`` the world size,
-            ``"sqrt"`` its square root, ``"none"`` one. Rates of ``LearningRateSchedule`` objects
-            are multiplied as they are read.
-        warmup_steps: over so many optimizer steps the learning rate grows linearly from the
-            single-process rate to the multiplied one; 0 for none. Schedulers and
+        lr_scaling: what an update multiplies the learning rate by: ``"none"`` one, ``"linear"``
+            the world size, ``"sqrt"`` its square root. The last two are for rates that were chosen
+            for one process and one rank's batch. The ``lr`` of LBFGS is never multiplied: it is
+            the length of a step that has the right length already, for batches of any size.
+        warmup_steps: over so many optimizer steps what an update uses grows linearly from the
+            rate of a single process to the whole one; 0 for none. The rate of a single process is
+            yours where it is scaled, and else yours divided by the world size. Schedulers and
             ``LearningRateSchedule`` objects go on undisturbed underneath.
         warmup_epochs: the same in epochs, which may be a fraction; needs ``steps_per_epoch``.
         steps_per_epoch: optimizer steps that each rank takes in an epoch.
@@ -104,14 +109,15 @@ def distribute(
     adapter: Adapter | None = None
     options: Options | None = None
     problem: Exception | None = None
+    multiplier = Multiplier()
     try:
-        factor = scale_factor(lr_scaling, runtime.size())
         options = Options(
             accumulate=_count("accumulate", accumulate, 1),
             warmup_steps=_warmup_steps(warmup_steps, warmup_epochs, steps_per_epoch),
             compression=_one_of("compression", compression, COMPRESSIONS),
             batch_norm=_one_of("batch_norm", batch_norm, BATCH_NORMS),
         )
+        multiplier = make_multiplier(lr_scaling, runtime.size(), options.warmup_steps)
         if not optimizers:
             raise ValueError(f"optimizer must hold at least one optimizer, got {optimizer!r}")
         adapter = adapter_for(model, optimizers, options)
@@ -121,7 +127,7 @@ def distribute(
     raise_together(problem)
     assert adapter is not None
     assert options is not None
-    records = [(each, registry.Record(factor)) for each in optimizers]
+    records = [(each, registry.Record()) for each in optimizers]
     if runtime.size() > 1:
         arguments = f"lr_scaling={lr_scaling}, {options}"
         require_equal(
@@ -130,9 +136,11 @@ def distribute(
             "build the same model and optimizer, and pass the same arguments, on every rank",
         )
         adapter.synchronise()
-        rates = adapter.scale_learning_rate(factor)
+        rates = adapter.scale_learning_rate(multiplier)
         records = adapter.average_gradients()
-        _announce(rates, lr_scaling, options.warmup_steps)
+        if runtime.rank() == 0:
+            said = describe(rates, lr_scaling, runtime.size())
+            print(f"hvkit: {runtime.size()} ranks; {said}", file=sys.stderr, flush=True)
     registry.record(model, records)
     return model, optimizer
 
@@ -182,15 +190,3 @@ def _refuse_second_call(model: object, optimizers: Sequence[object]) -> None:
                 "call it once for each model, with all of its optimizers, also those of later "
                 "phases of training: distribute(model, [first, second])"
             )
-
-
-def _announce(rates: list[tuple[float, float]], lr_scaling: str, warmup_steps: int) -> None:
-    if runtime.rank() != 0:
-        return
-    changes = ", ".join(dict.fromkeys(f"{old:g} -> {new:g}" for old, new in rates))
-    warmup = f", warm-up over {warmup_steps} steps" if warmup_steps else ""
-    print(
-        f"hvkit: {runtime.size()} ranks; learning rate {changes or 'none'} ({lr_scaling}){warmup}",
-        file=sys.stderr,
-        flush=True,
-    )

@@ -1,4 +1,4 @@
-"""How the learning rate follows the number of ranks: plain arithmetic, no collectives.
+"""What an update multiplies the user's learning rate by: plain arithmetic, no collectives.
 
 N ranks with batch size B take one step where a single process takes N. The linear rule multiplies
 the rate by N; over the first steps, where that is too much, it is raised gradually. Both are from
@@ -8,32 +8,91 @@ convolutional neural networks" (2014).
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-LR_SCALINGS = ("linear", "sqrt", "none")
+LR_SCALINGS = ("none", "linear", "sqrt")
 
 
-def scale_factor(lr_scaling: str, size: int) -> float:
-    """What the learning rate is multiplied by on ``size`` ranks.
+@dataclass(frozen=True)
+class Multiplier:
+    """What each update multiplies the user's rate by."""
+
+    full: float = 1.0
+    first: float = 1.0
+    """In the first step; it grows linearly from there to ``full``."""
+    warmup_steps: int = 0
+    """Optimizer steps until ``full`` is reached; 0 for at once."""
+
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether every update uses the rate as the user set it."""
+        return self.full == 1 and (self.first == 1 or not self.warmup_steps)
+
+    def at(self, step: int) -> float:
+        """The multiplier of the step that comes after so many."""
+        if step >= self.warmup_steps:
+            return self.full
+        return self.first + (self.full - self.first) * step / self.warmup_steps
+
+
+def make_multiplier(lr_scaling: str, size: int, warmup_steps: int) -> Multiplier:
+    """The multiplier on ``size`` ranks.
+
+    A warm-up starts at the rate of a single process. That is the user's where it is scaled, and
+    by the linear rule one ``size``-th of it where the user has set the rate of all ranks together.
+
+    Args:
+        lr_scaling: ``"none"``, ``"linear"`` or ``"sqrt"``.
+        size: the number of ranks.
+        warmup_steps: length of the warm-up in optimizer steps; 0 for none.
 
     Raises:
         ValueError: unknown ``lr_scaling``.
     """
     if lr_scaling not in LR_SCALINGS:
         raise ValueError(f"lr_scaling must be one of {', '.join(LR_SCALINGS)}; got {lr_scaling!r}")
-    return {"linear": float(size), "sqrt": math.sqrt(size), "none": 1.0}[lr_scaling]
+    full = {"none": 1.0, "linear": float(size), "sqrt": math.sqrt(size)}[lr_scaling]
+    first = 1.0 / size if lr_scaling == "none" else 1.0
+    return Multiplier(full, first if warmup_steps else full, warmup_steps)
 
 
-def warmup_multiplier(step: int, warmup_steps: int, factor: float) -> float:
-    """What the scaled learning rate is multiplied by in a step of the warm-up.
-
-    Grows linearly from ``1 / factor`` (the single-process rate) at step 0 to 1 at
-    ``warmup_steps``, and stays there.
+def describe(rates: Sequence[tuple[float, Multiplier | None]], lr_scaling: str, size: int) -> str:
+    """What rank 0 says about the rates: what the user set, and what a step uses.
 
     Args:
-        step: optimizer steps done so far.
-        warmup_steps: length of the warm-up in optimizer steps; 0 for none.
-        factor: what :func:`scale_factor` gave.
+        rates: of each optimizer or parameter group its rate, and what updates multiply it by;
+            None for a step length, which no rule applies to.
+        lr_scaling: what the user passed.
+        size: the number of ranks.
     """
-    if step >= warmup_steps:
-        return 1.0
-    return (1.0 + (factor - 1.0) * step / warmup_steps) / factor
+    said = [_one_kind(rates, multiplier, lr_scaling, size) for _, multiplier in rates]
+    return "; ".join(dict.fromkeys(said)) or "no learning rate"
+
+
+def _one_kind(
+    rates: Sequence[tuple[float, Multiplier | None]],
+    multiplier: Multiplier | None,
+    lr_scaling: str,
+    size: int,
+) -> str:
+    """The rates that are multiplied by the same."""
+    own = [rate for rate, its in rates if its == multiplier]
+
+    def times(factor: float) -> str:
+        return ", ".join(dict.fromkeys(f"{rate * factor:g}" for rate in own))
+
+    if multiplier is None:
+        return f"step length {times(1)} of LBFGS, never scaled"
+    if multiplier.changes_nothing:
+        return (
+            f"learning rate {times(1)}, not scaled (the global batch is {size} times one rank's: "
+            f'lr_scaling="linear" would use {times(size)})'
+        )
+    used, rule = times(multiplier.full), f'lr_scaling="{lr_scaling}"'
+    if multiplier.warmup_steps:
+        used = (
+            f"{times(multiplier.first)} at first and {used} after {multiplier.warmup_steps} steps"
+        )
+        rule += ", warm-up"
+    return f"learning rate {times(1)}, of which a step uses {used} ({rule})"

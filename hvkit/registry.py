@@ -18,8 +18,6 @@ class Warmup(Protocol):
 class Record:
     """One distributed optimizer."""
 
-    factor: float
-    """What its learning rate was multiplied by."""
     warmup: Warmup | None = None
     """Its warm-up; None if it has none, or if the optimizer's own step count drives it."""
 

@@ -55,16 +55,16 @@ def train_and_evaluate(flags):
     model, optimizer = hvkit.distribute(
         model,
         optimizer,
+        lr_scaling="linear",
         warmup_epochs=flags.warmup_epochs,
         steps_per_epoch=steps,
         compression=flags.compression,
         batch_norm=flags.batch_norm,
     )
-    rate = float(optimizer.learning_rate)
     compile_model(model, optimizer)
 
     def rate_of_epoch(epoch, _):
-        return rate * common.rate_factor(flags.schedule, epoch, flags.epochs)
+        return flags.lr * common.rate_factor(flags.schedule, epoch, flags.epochs)
 
     first_epoch, saving = 0, []
     if flags.checkpoint_dir is not None:

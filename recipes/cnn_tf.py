@@ -74,12 +74,12 @@ def train_and_evaluate(flags):
     model, optimizer = hvkit.distribute(
         model,
         optimizer,
+        lr_scaling="linear",
         warmup_epochs=flags.warmup_epochs,
         steps_per_epoch=steps,
         compression=flags.compression,
         batch_norm=flags.batch_norm,
     )
-    rate = float(optimizer.learning_rate)
     train_step, test_step = make_train_step(flags, model, optimizer), make_test_step(model)
 
     first_epoch, steps_done, checkpoint = 0, 0, None
@@ -94,7 +94,7 @@ def train_and_evaluate(flags):
         for epoch in range(first_epoch, flags.epochs):
             report.start_epoch()
             factor = common.rate_factor(flags.schedule, epoch, flags.epochs)
-            optimizer.learning_rate.assign(rate * factor)
+            optimizer.learning_rate.assign(flags.lr * factor)
             train(train_step, training_batches(flags, data.train, epoch), report)
             steps_done += steps
             if checkpoint is not None:

@@ -93,6 +93,7 @@ def train_and_evaluate(flags):
     model, optimizer = hvkit.distribute(
         model,
         optimizer,
+        lr_scaling="linear",
         warmup_epochs=flags.warmup_epochs,
         steps_per_epoch=steps,
         compression=flags.compression,

@@ -73,7 +73,7 @@ def main():
     torch.manual_seed(flags.seed + hvkit.rank())
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=flags.lr, momentum=flags.momentum)
-    model, optimizer = hvkit.distribute(model, optimizer)
+    model, optimizer = hvkit.distribute(model, optimizer, lr_scaling="linear")
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=common.MNIST_DECAY)
 
     with common.Report(flags, data, len(train_loader)) as report:

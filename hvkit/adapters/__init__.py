@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from hvkit.learning_rate import Multiplier
 from hvkit.registry import Record
 
 
@@ -43,8 +44,11 @@ class Adapter(Protocol):
     def synchronise(self) -> None:
         """Give every rank rank 0's weights and optimizer state, bit for bit."""
 
-    def scale_learning_rate(self, factor: float) -> list[tuple[float, float]]:
-        """Multiply the learning rates; returns (before, after) for each."""
+    def scale_learning_rate(self, multiplier: Multiplier) -> list[tuple[float, Multiplier | None]]:
+        """From now on every update uses multiplied learning rates.
+
+        Returns each of the user's rates with what multiplies it, None for a step length.
+        """
 
     def average_gradients(self) -> list[tuple[Any, Record]]:
         """From now on every update uses the mean over ranks of the gradients.

@@ -51,11 +51,11 @@ class Checkpoint:
     ``EarlyStopping``, ``ReduceLROnPlateau`` and ``ModelCheckpoint``, which otherwise count from
     the beginning in a resumed ``fit``.
 
-    On another number of ranks the learning rates that :func:`hvkit.distribute` multiplied follow
-    the new number, in the optimizers and their schedulers, and rank 0 says so. Lengths that a
-    schedule counts in steps (``T_max``, ``total_steps``, ``warmup_steps``) do not: an epoch has
-    another number of steps then, so let such schedules count epochs. Ranks beyond those that saved
-    keep the random state that the script gave them.
+    It holds the learning rates as the script sets them: on another number of ranks,
+    ``lr_scaling`` multiplies them for the new number. Lengths that a schedule counts in steps
+    (``T_max``, ``total_steps``, ``warmup_steps``) stay as they are, though an epoch has another
+    number of steps then, so let such schedules count epochs. Ranks beyond those that saved keep
+    the random state that the script gave them.
 
     Args:
         directory: the run's own; made by the first save. Two runs that save in the same one at
@@ -143,13 +143,7 @@ class Checkpoint:
         def fill(folder: Path) -> None:
             facts = {}
             for part in self.parts:
-                record = part.record()
-                facts[part.name] = {
-                    **part.facts(),
-                    "file": part.file,
-                    "factor": record.factor if record else 1.0,
-                    "warmup_steps": record.warmup.steps_done if record and record.warmup else None,
-                }
+                facts[part.name] = {**part.facts(), "file": part.file}
                 part.save(folder / part.file)
             ranks.save(folder / ranks.FILE, states)
             files = sorted(path.name for path in folder.iterdir())
@@ -193,7 +187,7 @@ class Checkpoint:
         Raises:
             ValueError: the checkpoint lacks a part or does not fit one, or a Keras model has no
                 weights yet.
-            HvkitError: a newer hvkit wrote it.
+            HvkitError: an older or newer hvkit wrote it, in another format.
             OSError: rank 0 may not read it.
         """
         from hvkit.checkpoint.restoring import find, load

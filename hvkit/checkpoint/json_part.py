@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from hvkit.checkpoint.parts import Arrays, end_epoch_of
-from hvkit.checkpoint.rates import Ratio
-from hvkit.registry import Record
 
 
 class JsonPart:
@@ -37,11 +35,8 @@ class JsonPart:
             ) from None
         path.write_text(text + "\n")
 
-    def load(
-        self, content: bytes, facts: Mapping[str, Any], ratio: Ratio
-    ) -> list[tuple[float, float]]:
+    def load(self, content: bytes, facts: Mapping[str, Any]) -> None:
         self._thing.load_state_dict(json.loads(content))
-        return []
 
     def own(self) -> Arrays:
         return {}
@@ -51,6 +46,3 @@ class JsonPart:
 
     def end_epoch(self) -> None:
         end_epoch_of(self._thing)
-
-    def record(self) -> Record | None:
-        return None

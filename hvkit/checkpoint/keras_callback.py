@@ -13,8 +13,6 @@ import numpy as np
 
 from hvkit.checkpoint.keras_variables import as_dtype
 from hvkit.checkpoint.parts import Arrays
-from hvkit.checkpoint.rates import Ratio
-from hvkit.registry import Record
 
 _COUNTERS: Mapping[type[Any], tuple[str, ...]] = {
     keras.callbacks.EarlyStopping: ("best", "best_epoch", "wait"),
@@ -67,9 +65,7 @@ class CallbackPart:
                 **{str(i): array for i, array in enumerate(weights)},
             )
 
-    def load(
-        self, content: bytes, facts: Mapping[str, Any], ratio: Ratio
-    ) -> list[tuple[float, float]]:
+    def load(self, content: bytes, facts: Mapping[str, Any]) -> None:
         if facts["kind"] != self._kind:
             raise ValueError(f"it was of class {facts['kind']}, here it is of class {self._kind}")
         with np.load(io.BytesIO(content)) as values:
@@ -81,7 +77,6 @@ class CallbackPart:
                 ]
         _set(self._callback, state)
         _set_after_reset(self._callback, state)
-        return []
 
     def own(self) -> Arrays:
         return {}
@@ -91,9 +86,6 @@ class CallbackPart:
 
     def end_epoch(self) -> None:
         pass
-
-    def record(self) -> Record | None:
-        return None
 
 
 def _set(callback: Any, state: Mapping[str, Any]) -> None:

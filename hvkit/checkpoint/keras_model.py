@@ -14,8 +14,6 @@ import numpy as np
 from hvkit.adapters.keras.state import has_weights
 from hvkit.checkpoint.keras_variables import as_dtype_of, require_shapes, shapes_of
 from hvkit.checkpoint.parts import Arrays
-from hvkit.checkpoint.rates import Ratio
-from hvkit.registry import Record
 
 
 class ModelPart:
@@ -35,9 +33,7 @@ class ModelPart:
         with _without_optimizer(self.model):
             self.model.save_weights(path)
 
-    def load(
-        self, content: bytes, facts: Mapping[str, Any], ratio: Ratio
-    ) -> list[tuple[float, float]]:
+    def load(self, content: bytes, facts: Mapping[str, Any]) -> None:
         self._check_built()
         require_shapes("weights", facts["shapes"], shapes_of(self.model.weights))
         # The file holds the seeds of one rank.
@@ -47,7 +43,6 @@ class ModelPart:
             path.write_bytes(content)
             self.model.load_weights(path)
         self.load_own(seeds)
-        return []
 
     def own(self) -> Arrays:
         return {name: np.array(v.numpy()) for name, v in self._own().items()}
@@ -70,9 +65,6 @@ class ModelPart:
 
     def end_epoch(self) -> None:
         pass
-
-    def record(self) -> Record | None:
-        return None
 
     def _check_built(self) -> None:
         if not has_weights(self.model):

@@ -15,8 +15,6 @@ from hvkit.adapters.keras.loss_scale import inner_optimizer
 from hvkit.adapters.keras.state import tf_variable
 from hvkit.checkpoint.keras_variables import as_dtype_of, require_shapes, shapes_of
 from hvkit.checkpoint.parts import Arrays
-from hvkit.checkpoint.rates import Ratio
-from hvkit.registry import Record, record_of
 
 
 class OptimizerPart:
@@ -45,9 +43,7 @@ class OptimizerPart:
         with path.open("wb") as file:
             np.savez(file, allow_pickle=False, **values)
 
-    def load(
-        self, content: bytes, facts: Mapping[str, Any], ratio: Ratio
-    ) -> list[tuple[float, float]]:
+    def load(self, content: bytes, facts: Mapping[str, Any]) -> None:
         self._check_not_wrapped()
         with tf.init_scope():
             self._build(facts["trained"])
@@ -56,7 +52,6 @@ class OptimizerPart:
             with np.load(io.BytesIO(content)) as values:
                 for i, variable in enumerate(variables):
                     variable.assign(as_dtype_of(variable, values[str(i)]))
-            return [self._rescale(part, ratio) for part in _with_rates(self.optimizer)]
 
     def _build(self, trained: Sequence[int | None] | None) -> None:
         """Make the variables, for the weights that the saved optimizer updated."""
@@ -70,17 +65,6 @@ class OptimizerPart:
             )
         self.optimizer.build([weights[i] for i in trained if i is not None])
 
-    @staticmethod
-    def _rescale(optimizer: Any, ratio: Ratio) -> tuple[float, float]:
-        if not isinstance(optimizer._learning_rate, keras.Variable):
-            # A schedule: what the optimizer reads from it is multiplied already.
-            now = float(optimizer.learning_rate)
-            return now * ratio.saved / ratio.now, now
-        before = float(optimizer.learning_rate)
-        if ratio.saved != ratio.now:
-            optimizer._learning_rate.assign(ratio.of(before))
-        return before, float(optimizer.learning_rate)
-
     def own(self) -> Arrays:
         """Gradients that were accumulated since the last update: not averaged yet."""
         return {name: np.array(v.numpy()) for name, v in self._accumulators().items()}
@@ -93,7 +77,7 @@ class OptimizerPart:
     def _accumulators(self) -> dict[str, Any]:
         found = [
             variable
-            for part in _with_rates(self.optimizer)
+            for part in _parts(self.optimizer)
             if part.built and part.gradient_accumulation_steps
             for variable in part._accumulated_gradients
         ]
@@ -101,9 +85,6 @@ class OptimizerPart:
 
     def end_epoch(self) -> None:
         pass
-
-    def record(self) -> Record | None:
-        return record_of(self.optimizer) or record_of(inner_optimizer(self.optimizer))
 
     def _weights(self) -> list[Any]:
         return [w for model in self._models for w in getattr(model, "weights", ())]
@@ -120,8 +101,8 @@ class OptimizerPart:
                 )
 
 
-def _with_rates(optimizer: Any) -> list[Any]:
-    """The optimizers with a learning rate: several in a ``MultiOptimizer``."""
+def _parts(optimizer: Any) -> list[Any]:
+    """The optimizers that update variables: several in a ``MultiOptimizer``."""
     inner = inner_optimizer(optimizer)
     multi = getattr(keras.optimizers, "MultiOptimizer", None)
     return list(inner.optimizers) if multi and isinstance(inner, multi) else [inner]

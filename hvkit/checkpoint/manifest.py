@@ -13,7 +13,7 @@ from typing import Any
 from hvkit.errors import HvkitError
 
 NAME = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 
 
 class DamagedError(HvkitError):
@@ -52,7 +52,7 @@ def read(folder: Path) -> Manifest:
 
     Raises:
         DamagedError: it is missing, cut short or changed.
-        HvkitError: a newer hvkit wrote it.
+        HvkitError: an older or newer hvkit wrote it, in another format.
     """
     try:
         body = json.loads((folder / NAME).read_bytes())
@@ -66,7 +66,7 @@ def read(folder: Path) -> Manifest:
     if body["format"] != FORMAT:
         raise HvkitError(
             f"{folder}: this checkpoint has format {body['format']}, this hvkit reads format "
-            f"{FORMAT}: install the hvkit that wrote it ({body['versions'].get('hvkit')}) or newer"
+            f"{FORMAT}: install the hvkit that wrote it ({body['versions'].get('hvkit')})"
         )
     return Manifest(**body)
 

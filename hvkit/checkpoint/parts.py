@@ -10,8 +10,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from hvkit.adapters import framework_of
-from hvkit.checkpoint.rates import Ratio
-from hvkit.registry import Record, record_of
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -36,10 +34,8 @@ class Part(Protocol):
             TypeError, ValueError: the object cannot be saved; says why.
         """
 
-    def load(
-        self, content: bytes, facts: Mapping[str, Any], ratio: Ratio
-    ) -> list[tuple[float, float]]:
-        """Load the file's content; returns (saved, now) for each learning rate.
+    def load(self, content: bytes, facts: Mapping[str, Any]) -> None:
+        """Load the file's content.
 
         Raises:
             Exception: the content does not fit the object.
@@ -53,9 +49,6 @@ class Part(Protocol):
 
     def end_epoch(self) -> None:
         """The epoch is over, also where data has not come to its end."""
-
-    def record(self) -> Record | None:
-        """What was done to the optimizer that the object is or belongs to."""
 
 
 def parts_of(given: Mapping[str, Any]) -> list[Part]:
@@ -130,15 +123,3 @@ def end_epoch_of(thing: Any) -> None:
     """Tell data that a loop has left before its end, if this is such data."""
     if callable(end := getattr(thing, "end_epoch", None)):
         end()
-
-
-def record_for(thing: Any) -> Record | None:
-    """The record of an optimizer, or of the optimizer that a scheduler drives."""
-    for each in (thing, getattr(thing, "optimizer", None)):
-        try:
-            found = record_of(each)
-        except TypeError:  # nothing that a weak reference can be made to
-            continue
-        if found is not None:
-            return found
-    return None

@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from hvkit.checkpoint.parts import Arrays, end_epoch_of, record_for
-from hvkit.checkpoint.rates import Ratio, rescale_groups, rescale_scheduler
-from hvkit.registry import Record
+from hvkit.checkpoint.parts import Arrays, end_epoch_of
+from hvkit.registry import Warmup, record_of
 
 
 class TorchPart:
@@ -27,7 +26,8 @@ class TorchPart:
         self._thing = getattr(thing, "_orig_mod", thing)
 
     def facts(self) -> dict[str, Any]:
-        return {}
+        warmup = self._warmup()
+        return {"warmup_steps": warmup.steps_done if warmup else None}
 
     def save(self, path: Path) -> None:
         state = _without_numpy_scalars(self._thing.state_dict())
@@ -42,16 +42,20 @@ class TorchPart:
                 f"text, None and dicts and lists of them: {error}"
             ) from None
 
-    def load(
-        self, content: bytes, facts: Mapping[str, Any], ratio: Ratio
-    ) -> list[tuple[float, float]]:
+    def load(self, content: bytes, facts: Mapping[str, Any]) -> None:
         state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         if isinstance(self._thing, Optimizer):
-            return _load_optimizer(self._thing, state, ratio)
-        if isinstance(getattr(self._thing, "optimizer", None), Optimizer):
-            rescale_scheduler(state, ratio)
-        self._thing.load_state_dict(state)
-        return []
+            _load_optimizer(self._thing, state)
+            warmup = self._warmup()
+            if warmup and facts["warmup_steps"] is not None:
+                warmup.steps_done = facts["warmup_steps"]
+        else:
+            self._thing.load_state_dict(state)
+
+    def _warmup(self) -> Warmup | None:
+        """Of a distributed optimizer, whose own state does not count its steps."""
+        record = record_of(self._thing) if isinstance(self._thing, Optimizer) else None
+        return record.warmup if record else None
 
     def own(self) -> Arrays:
         return {name: _as_bytes(buffer) for name, buffer in self._buffers().items()}
@@ -78,21 +82,14 @@ class TorchPart:
     def end_epoch(self) -> None:
         end_epoch_of(self._thing)
 
-    def record(self) -> Record | None:
-        return record_for(self._thing)
 
-
-def _load_optimizer(
-    optimizer: Optimizer, state: dict[str, Any], ratio: Ratio
-) -> list[tuple[float, float]]:
-    changes = rescale_groups(state["param_groups"], ratio)
+def _load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     held = [group.get("lr") for group in optimizer.param_groups]
     optimizer.load_state_dict(state)
     for group, before in zip(optimizer.param_groups, held, strict=True):
         if isinstance(before, torch.Tensor) and isinstance(group.get("lr"), torch.Tensor):
             group["lr"] = group["lr"].to(before.device)
     _keep_dtypes(optimizer, state["state"])
-    return changes
 
 
 def _keep_dtypes(optimizer: Optimizer, saved: Mapping[int, Any]) -> None:

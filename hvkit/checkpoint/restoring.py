@@ -11,7 +11,6 @@ from hvkit.agreement import share
 from hvkit.checkpoint import folders, ranks
 from hvkit.checkpoint.manifest import Manifest
 from hvkit.checkpoint.parts import Part
-from hvkit.checkpoint.rates import Ratio
 
 _CALL = "Checkpoint.restore"
 
@@ -37,13 +36,12 @@ def load(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> None:
         ValueError: the checkpoint lacks a part, or does not fit one.
     """
     _require_parts(folder, manifest, parts)
-    changes: list[tuple[float, float]] = []
     problem: Exception | None = None
     for part in parts:
         content, problem = _content(folder, part.file, problem)
         if problem is None:
             try:
-                changes += _load(part, content, manifest)
+                part.load(content, manifest.parts[part.name])
             except Exception as error:  # the other ranks must not wait for this one
                 problem = _explained(error, part, folder)
     content, problem = _content(folder, ranks.FILE, problem)
@@ -55,7 +53,7 @@ def load(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> None:
             problem = error
     share(_CALL, problem, None)
     if runtime.rank() == 0:
-        _announce(folder, manifest, parts, changes)
+        _announce(folder, manifest, parts)
 
 
 def _require_parts(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> None:
@@ -87,16 +85,6 @@ def _content(folder: Path, file: str, problem: Exception | None) -> tuple[bytes,
     return content, problem
 
 
-def _load(part: Part, content: bytes, manifest: Manifest) -> list[tuple[float, float]]:
-    facts = manifest.parts[part.name]
-    record = part.record()
-    ratio = Ratio(saved=facts["factor"], now=record.factor if record else 1.0)
-    changes = part.load(content, facts, ratio)
-    if record and record.warmup and facts["warmup_steps"] is not None:
-        record.warmup.steps_done = facts["warmup_steps"]
-    return changes
-
-
 def _explained(error: Exception, part: Part, folder: Path) -> Exception:
     if isinstance(error, OSError):
         return error
@@ -106,19 +94,14 @@ def _explained(error: Exception, part: Part, folder: Path) -> Exception:
     )
 
 
-def _announce(
-    folder: Path, manifest: Manifest, parts: Sequence[Part], changes: list[tuple[float, float]]
-) -> None:
+def _announce(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> None:
     left = [name for name in manifest.parts if name not in {part.name for part in parts}]
     if left:
         _say(f"{folder} also holds {', '.join(left)}: not loaded")
     text = f"resumed {folder} (epoch {manifest.epoch}, step {manifest.step})"
     size = runtime.size()
-    rates = dict.fromkeys(f"{a:g} -> {b:g}" for a, b in changes if a != b)
     if manifest.size != size:
         text += f" saved on {_ranks(manifest.size)}; {_ranks(size)} now"
-    if rates:
-        text += f": learning rate {', '.join(rates)}"
     if manifest.size < size:
         new = f"rank {size - 1}" if size - manifest.size == 1 else f"ranks from {manifest.size} on"
         text += f"; {new}: random state as the script set it"

@@ -91,7 +91,9 @@ def add_training_flags(parser: Parser, batch_size: int, epochs: int, lr: float) 
     flag("--batch-size", type=POSITIVE, default=batch_size, help="images a step, per rank")
     flag("--test-batch-size", type=POSITIVE, default=500, help="test images at once, per rank")
     flag("--epochs", type=POSITIVE, default=epochs, help="passes over the training images")
-    flag("--lr", type=RATE, default=lr, help="learning rate of one rank")
+    flag(
+        "--lr", type=RATE, default=lr, help="learning rate of one rank; a step of N uses N times it"
+    )
     flag("--momentum", type=FRACTION, default=0.9, help="momentum of SGD")
     flag("--seed", type=SEED, default=1, help="of initial weights, image order and dropout")
     flag("--log-interval", type=POSITIVE, default=100, help="steps between reports of the loss")

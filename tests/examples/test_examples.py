@@ -66,7 +66,7 @@ def trained(path):
 def test_two_ranks_equal_one_process_with_twice_the_batch(script, tmp_path):
     suffix = SUFFIX.get(script.stem, ".keras")
     one, two = tmp_path / f"one{suffix}", tmp_path / f"two{suffix}"
-    run([], script, one, batch_size=2 * BATCH_SIZE, rate=2 * RATE)
+    run([], script, one, batch_size=2 * BATCH_SIZE, rate=RATE)
     run(["mpirun", "-np", "2"], script, two, batch_size=BATCH_SIZE, rate=RATE)
     for ours, reference in zip(trained(two), trained(one), strict=True):
         assert np.abs(ours - reference).max() < 1e-5 * max(np.abs(reference).max(), 1)

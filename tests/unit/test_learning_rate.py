@@ -1,23 +1,46 @@
 import pytest
 
-from hvkit.learning_rate import scale_factor, warmup_multiplier
+from hvkit.learning_rate import Multiplier, describe, make_multiplier
 
 
 @pytest.mark.parametrize(("rule", "factor"), [("linear", 4), ("sqrt", 2), ("none", 1)])
 def test_the_factor_on_four_ranks(rule, factor):
-    assert scale_factor(rule, 4) == factor
-    assert scale_factor(rule, 1) == 1
+    assert make_multiplier(rule, 4, 0).at(0) == factor
+    assert make_multiplier(rule, 4, 0).changes_nothing == (factor == 1)
+
+
+@pytest.mark.parametrize("rule", ["linear", "sqrt", "none"])
+@pytest.mark.parametrize("warmup_steps", [0, 5])
+def test_one_process_changes_nothing(rule, warmup_steps):
+    assert make_multiplier(rule, 1, warmup_steps).changes_nothing
 
 
 def test_an_unknown_rule_is_named():
-    with pytest.raises(ValueError, match="linear, sqrt, none; got 'cubic'"):
-        scale_factor("cubic", 2)
+    with pytest.raises(ValueError, match="none, linear, sqrt; got 'cubic'"):
+        make_multiplier("cubic", 2, 0)
 
 
-def test_warm_up_grows_linearly_from_the_single_process_rate():
-    rates = [8 * warmup_multiplier(step, 4, 8) for step in range(6)]
-    assert rates == pytest.approx([1, 1 + 7 / 4, 1 + 14 / 4, 1 + 21 / 4, 8, 8])
+@pytest.mark.parametrize(
+    ("rule", "multipliers"),
+    [
+        ("linear", [1, 2.75, 4.5, 6.25, 8, 8]),
+        ("none", [1 / 8, 11 / 32, 18 / 32, 25 / 32, 1, 1]),
+    ],
+)
+def test_a_warm_up_grows_linearly_from_the_rate_of_a_single_process(rule, multipliers):
+    multiplier = make_multiplier(rule, 8, 4)
+    assert [multiplier.at(step) for step in range(6)] == pytest.approx(multipliers)
+    assert not multiplier.changes_nothing
 
 
-def test_without_warm_up_the_rate_is_full_at_once():
-    assert warmup_multiplier(0, 0, 8) == 1
+def test_rates_are_described_by_what_multiplies_them():
+    linear = make_multiplier("linear", 4, 0)
+    assert describe([(0.1, linear), (1.0, None), (0.2, linear), (0.1, linear)], "linear", 4) == (
+        'learning rate 0.1, 0.2, of which a step uses 0.4, 0.8 (lr_scaling="linear"); '
+        "step length 1 of LBFGS, never scaled"
+    )
+    assert describe([(0.1, Multiplier())], "none", 4) == (
+        "learning rate 0.1, not scaled (the global batch is 4 times one rank's: "
+        'lr_scaling="linear" would use 0.4)'
+    )
+    assert describe([], "linear", 4) == "no learning rate"

@@ -23,7 +23,7 @@ from hvkit.adapters.keras.fit import share_results
 from hvkit.adapters.keras.graph_wait import GraphWait
 from hvkit.adapters.keras.guard import refuse_other_optimizers
 from hvkit.adapters.keras.loss_scale import inner_optimizer, skip_together
-from hvkit.adapters.keras.rate import ScaledRate
+from hvkit.adapters.keras.rate import RateInUpdate
 from hvkit.adapters.keras.state import (
     has_weights,
     have_values,
@@ -32,6 +32,7 @@ from hvkit.adapters.keras.state import (
     tf_variable,
 )
 from hvkit.adapters.keras.update import Average, average_in_apply
+from hvkit.learning_rate import Multiplier
 from hvkit.registry import Record
 
 # Tells the optimizers apart; ranks call distribute in the same order.
@@ -58,7 +59,6 @@ class KerasAdapter:
         self.model = model
         self.options = options
         self.optimizers = [_checked(each, model) for each in optimizers]
-        self.factor = 1.0
         self.averagers: list[GradientAverager] = []
         self._synchronised: dict[int, Any] = {}
 
@@ -109,14 +109,12 @@ class KerasAdapter:
         if new and have_values(new):
             self._synchronise(new)
 
-    def scale_learning_rate(self, factor: float) -> list[tuple[float, float]]:
-        self.factor = factor
-        rates = [
-            ScaledRate(part, factor, self.options.warmup_steps)
-            for each in self.optimizers
-            for part in _parts(inner_optimizer(each))
-        ]
-        return [(rate.before, rate.after) for rate in rates]
+    def scale_learning_rate(self, multiplier: Multiplier) -> list[tuple[float, Multiplier | None]]:
+        parts = [part for each in self.optimizers for part in _parts(inner_optimizer(each))]
+        if not multiplier.changes_nothing:
+            for part in parts:
+                RateInUpdate(part, multiplier)
+        return [(float(part.learning_rate), multiplier) for part in parts]
 
     def average_gradients(self) -> list[tuple[Any, Record]]:
         # XLA cannot compile Horovod's operations.
@@ -130,7 +128,7 @@ class KerasAdapter:
             average_in_apply(inner, self._average(), self._before_update)
             skip_together(inner)
         share_results(self.model, self.averagers)
-        return [(each, Record(self.factor)) for each in self.optimizers]
+        return [(each, Record()) for each in self.optimizers]
 
     def _average(self) -> Average:
         name = f"hvkit.{next(_serial)}"

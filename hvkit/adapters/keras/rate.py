@@ -1,63 +1,53 @@
-"""The learning rate of one Keras optimizer on several ranks."""
+"""The learning rate of a Keras optimizer, multiplied where an update reads it.
+
+``optimizer.learning_rate`` is the user's: callbacks, loggers and saved files read and write it at
+any time, and it may be a number, a ``LearningRateSchedule`` or a function.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import keras
 import tensorflow as tf
 
+from hvkit.learning_rate import Multiplier
 
-class ScaledRate:
-    """Multiplies the learning rate, and lowers it again in the first steps.
 
-    A rate that is held in a variable is multiplied there. One that is computed (a
-    ``LearningRateSchedule`` or a function) is left as it is, and so is saved as it is; what the
-    optimizer reads from it is multiplied.
+class RateInUpdate:
+    """Multiplies the rate of one optimizer inside its ``apply``.
+
+    Args:
+        optimizer: one that updates variables.
+        multiplier: by what.
     """
 
-    def __init__(self, optimizer: Any, factor: float, warmup_steps: int) -> None:
+    def __init__(self, optimizer: Any, multiplier: Multiplier) -> None:
         self._optimizer = optimizer
-        self._factor = factor
-        self._warmup_steps = warmup_steps
+        self._multiplier = multiplier
         self._updating = False
-        self.before = float(optimizer.learning_rate)
-        rate = optimizer._learning_rate
-        self._computed = None if isinstance(rate, keras.Variable) else rate
-        if self._computed is None:
-            rate.assign(self.before * factor)
-        if self._computed is not None or warmup_steps:
-            read = optimizer._get_current_learning_rate
-            optimizer._get_current_learning_rate = lambda: self._read(read())
-        if warmup_steps:
-            optimizer.apply = self._updating_during(optimizer.apply)
-        self.after = float(optimizer.learning_rate)
+        read, apply = optimizer._get_current_learning_rate, optimizer.apply
 
-    def _read(self, rate: Any) -> Any:
-        if self._computed is not None and self._optimizer._learning_rate is self._computed:
-            rate = rate * self._factor
-        if self._updating:
-            rate = rate * self._warmup()
-        return rate
+        def rate() -> Any:
+            return read() * self._by() if self._updating else read()
 
-    def _updating_during(self, apply: Callable[..., None]) -> Callable[..., None]:
-        """Let only the update itself read the lowered rate.
-
-        Callbacks that read the rate and write a changed one back must not see it.
-        """
-
-        def apply_with_warmup(*args: Any, **kwargs: Any) -> None:
+        def apply_at_multiplied_rate(*args: Any, **kwargs: Any) -> None:
             self._updating = True
             try:
                 apply(*args, **kwargs)
             finally:
                 self._updating = False
 
-        return apply_with_warmup
+        optimizer._get_current_learning_rate = rate
+        optimizer.apply = apply_at_multiplied_rate
 
-    def _warmup(self) -> tf.Tensor:
-        """:func:`hvkit.learning_rate.warmup_multiplier` as a tensor."""
+    def _by(self) -> Any:
+        """:meth:`hvkit.learning_rate.Multiplier.at`, as a tensor during a warm-up."""
+        full, first, steps = (
+            self._multiplier.full,
+            self._multiplier.first,
+            self._multiplier.warmup_steps,
+        )
+        if not steps:
+            return full
         step = tf.cast(tf.convert_to_tensor(self._optimizer.iterations), tf.float32)
-        done = tf.minimum(step / self._warmup_steps, 1.0)
-        return (1.0 + (self._factor - 1.0) * done) / self._factor
+        return tf.where(step >= steps, full, first + (full - first) * step / steps)

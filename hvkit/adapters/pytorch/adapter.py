@@ -17,10 +17,11 @@ from hvkit.adapters.pytorch.batch_norm import (
     synchronise_batch_norm,
 )
 from hvkit.adapters.pytorch.compression import DTYPES
-from hvkit.adapters.pytorch.rate import WarmUp, multiply
+from hvkit.adapters.pytorch.rate import RateInStep
 from hvkit.adapters.pytorch.reducer import GradientReducer
 from hvkit.adapters.pytorch.state import broadcast_optimizer, broadcast_tensors, move_to
 from hvkit.agreement import require_equal
+from hvkit.learning_rate import Multiplier
 from hvkit.registry import Record
 
 # Tells the reducers of several models apart; ranks call distribute in the same order.
@@ -38,7 +39,7 @@ class PyTorchAdapter:
         self.optimizers: list[Optimizer] = [_checked(each, model) for each in optimizers]
         self.options = options
         self.parameters = _named_parameters(model, self.optimizers)
-        self.factor = 1.0
+        self.multiplier = Multiplier()
         if options.batch_norm == "sync":
             batch_norm_of(model)
         for name, tensor in [*self.parameters.items(), *model.named_buffers()]:
@@ -65,13 +66,17 @@ class PyTorchAdapter:
         for optimizer in self.optimizers:
             broadcast_optimizer(optimizer)
 
-    def scale_learning_rate(self, factor: float) -> list[tuple[float, float]]:
-        self.factor = factor
-        groups = [group for each in self.optimizers for group in each.param_groups]
-        if factor != 1:
-            for each in self.optimizers:
-                _refuse_scheduler(each)
-        return multiply(groups, factor)
+    def scale_learning_rate(self, multiplier: Multiplier) -> list[tuple[float, Multiplier | None]]:
+        self.multiplier = multiplier
+        return [
+            (
+                float(torch.as_tensor(group["lr"]).detach()),
+                None if _has_step_length(each) else multiplier,
+            )
+            for each in self.optimizers
+            for group in each.param_groups
+            if group.get("lr") is not None
+        ]
 
     def average_gradients(self) -> list[tuple[Any, Record]]:
         if self.options.batch_norm == "sync":
@@ -87,11 +92,11 @@ class PyTorchAdapter:
         records = []
         for optimizer in self.optimizers:
             self._follow(optimizer, reducer)
-            warmup = None
-            if self.options.warmup_steps:
-                warmup = WarmUp(self.options.warmup_steps, self.factor)
-                warmup.attach(optimizer)
-            records.append((optimizer, Record(self.factor, warmup)))
+            rate = None
+            if not self.multiplier.changes_nothing and not _has_step_length(optimizer):
+                rate = RateInStep(self.multiplier)
+                rate.attach(optimizer)
+            records.append((optimizer, Record(warmup=rate)))
         return records
 
     def _averaged_statistics(self) -> RunningStatistics | None:
@@ -120,7 +125,6 @@ class PyTorchAdapter:
         def add_param_group(param_group: dict[str, Any]) -> None:
             add(param_group)
             adopt()
-            multiply(optimizer.param_groups[-1:], self.factor)
 
         optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
         reducer.watch(optimizer, adopt)
@@ -195,11 +199,10 @@ def _sparse_embeddings(model: nn.Module) -> set[torch.Tensor]:
     }
 
 
-def _refuse_scheduler(optimizer: Optimizer) -> None:
-    """A scheduler remembers the rate it was made with, and would set it again."""
-    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-        raise ValueError(
-            f"a learning-rate scheduler was attached to {type(optimizer).__name__} before "
-            "hvkit.distribute and would undo the scaling of the learning rate: make the scheduler "
-            'after the call, or pass lr_scaling="none"'
-        )
+def _has_step_length(optimizer: Optimizer) -> bool:
+    """Whether ``lr`` is how far to go along a step that already has the right length.
+
+    That is so where curvature gives the length. No rule about batch sizes applies to it: 1 is right
+    for any batch, and the rules compare updates that are proportional to the gradient.
+    """
+    return isinstance(optimizer, torch.optim.LBFGS)

@@ -30,7 +30,7 @@ class Run:
         layers = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 4)
         self.model = nn.Sequential(*layers)
         self.optimizer = optimizer(self.model.parameters())
-        hvkit.distribute(self.model, self.optimizer, warmup_steps=warmup_steps)
+        hvkit.distribute(self.model, self.optimizer, lr_scaling="linear", warmup_steps=warmup_steps)
         self.scheduler = scheduler(self.optimizer)
         self.loader = shard(DataLoader(SAMPLES, 6, shuffle=True, num_workers=workers))
         self.checkpoint = Checkpoint(

@@ -91,17 +91,20 @@ def weights(model):
     return [w.numpy().copy() for w in model.weights]
 
 
-def equals_one_process(make_model, make_optimizer, loop, data=None, tolerance=1e-5):
-    """Train on all ranks, and alone on the global batches with the scaled rate; compare.
+def equals_one_process(
+    make_model, make_optimizer, loop, data=None, tolerance=1e-5, lr_scaling="linear"
+):
+    """Train on all ranks, and alone on the global batches at the rate that a step uses; compare.
 
     ``make_model(seed)`` and ``make_optimizer(lr_factor)``. Returns the distributed model.
     """
     data = data or regression(steps=8)
     reference = make_model(0)
-    loop(reference, make_optimizer(hvkit.size()), data)
+    factor = {"none": 1, "linear": hvkit.size()}[lr_scaling]
+    loop(reference, make_optimizer(factor), data)
     # Another seed on every rank but rank 0: the start is rank 0's.
     model = make_model(hvkit.rank())
-    model, optimizer = hvkit.distribute(model, make_optimizer(1))
+    model, optimizer = hvkit.distribute(model, make_optimizer(1), lr_scaling=lr_scaling)
     loop(model, optimizer, local(data))
     identical = same_on_all_ranks(weights(model))
     assert largest_difference(weights(model), weights(reference)) < tolerance

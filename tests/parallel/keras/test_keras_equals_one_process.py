@@ -11,10 +11,12 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.parametrize("lr_scaling", ["none", "linear"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("loop", LOOPS)
-def test_twenty_steps_give_the_weights_of_one_process(loop, optimizer):
-    equals_one_process(mlp, OPTIMIZERS[optimizer], LOOPS[loop], regression(steps=20))
+def test_twenty_steps_give_the_weights_of_one_process(loop, optimizer, lr_scaling):
+    data = regression(steps=20)
+    equals_one_process(mlp, OPTIMIZERS[optimizer], LOOPS[loop], data, lr_scaling=lr_scaling)
 
 
 @pytest.mark.parametrize("loop", LOOPS)

@@ -12,7 +12,6 @@ from models import (
     graph_tape,
     local,
     mlp,
-    refit,
     regression,
     weights,
 )
@@ -85,7 +84,7 @@ def test_gradient_accumulation_equals_the_k_times_larger_batch(loop):
         for i in range(0, len(data), k)
     ]
     reference = mlp()
-    LOOPS[loop](reference, keras.optimizers.Adam(0.01 * hvkit.size()), larger)
+    LOOPS[loop](reference, keras.optimizers.Adam(0.01), larger)
     model = mlp(hvkit.rank())
     model, optimizer = hvkit.distribute(
         model, keras.optimizers.Adam(0.01, gradient_accumulation_steps=k)
@@ -109,69 +108,6 @@ def test_gradient_accumulation_reduces_once_in_k_steps(monkeypatch):
     hvkit.distribute(model, optimizer := keras.optimizers.SGD(0.1, gradient_accumulation_steps=3))
     eager_tape(model, optimizer, local(regression(steps=6)))
     assert len(calls) == 2
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-def test_schedules_are_read_multiplied_and_saved_plain(loop, tmp_path):
-    def make(factor):
-        return keras.optimizers.SGD(
-            keras.optimizers.schedules.ExponentialDecay(0.02 * factor, 3, 0.5)
-        )
-
-    model = equals_one_process(mlp, make, LOOPS[loop])
-    optimizer = make(1)
-    other = mlp()
-    hvkit.distribute(other, optimizer)
-    assert float(optimizer.learning_rate) == pytest.approx(0.02 * hvkit.size())
-    config = optimizer.get_config()["learning_rate"]
-    assert config["class_name"] == "ExponentialDecay"
-    assert config["config"]["initial_learning_rate"] == 0.02
-    assert model is not other
-
-
-def test_rate_that_is_a_plain_function_is_read_multiplied():
-    equals_one_process(mlp, lambda factor: keras.optimizers.SGD(lambda: 0.02 * factor), eager_tape)
-
-
-def test_callbacks_read_and_write_the_scaled_rate():
-    model = mlp()
-    hvkit.distribute(model, optimizer := keras.optimizers.SGD(0.1), warmup_steps=100)
-    seen = []
-
-    def halve(epoch, rate):
-        seen.append(rate)
-        return rate / 2
-
-    model.compile(optimizer=optimizer, loss="mse")
-    x, y = local(regression(steps=1))[0]
-    scheduler = keras.callbacks.LearningRateScheduler(halve)
-    model.fit(x, y, epochs=3, verbose=0, callbacks=[scheduler])
-    n = hvkit.size()
-    assert seen == pytest.approx([0.1 * n, 0.05 * n, 0.025 * n], rel=1e-5)
-
-
-@pytest.mark.parametrize("loop", ["fit", "eager"])
-@pytest.mark.parametrize("schedule", [False, True])
-def test_warm_up_starts_at_the_single_process_rate(loop, schedule):
-    n = hvkit.size()
-    rate = keras.optimizers.schedules.PolynomialDecay(1.0, 100, 1.0) if schedule else 1.0
-    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
-    model, optimizer = hvkit.distribute(model, keras.optimizers.SGD(rate), warmup_steps=4)
-    moves = []
-    one = np.ones((2, 1), np.float32)
-    for step in range(6):
-        before = model.weights[0].numpy().item()
-        # The gradient of the mean squared error is 2, wherever the weight is.
-        target = one * (before - 1)
-        if loop == "eager":
-            eager_tape(model, optimizer, [(one, target)])
-        elif step == 0:
-            fit(model, optimizer, [(one, target)])
-        else:
-            refit(model, [(one, target)])
-        moves.append((before - model.weights[0].numpy().item()) / 2)
-        assert float(optimizer.learning_rate) == n
-    assert moves == pytest.approx([1 + (n - 1) * t / 4 for t in range(4)] + [n, n], rel=1e-4)
 
 
 @pytest.mark.parametrize("wrapped", ["before the call", "after the call"])

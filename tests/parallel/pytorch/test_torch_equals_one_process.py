@@ -14,15 +14,18 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.parametrize("lr_scaling", ["none", "linear"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_twenty_steps_give_the_weights_of_one_process(name):
+def test_twenty_steps_give_the_weights_of_one_process(name, lr_scaling):
     data = regression(shape=(1, 8, 8))
     make = OPTIMIZERS[name]
     reference = convnet()
-    train(reference, make(reference.parameters(), 0.01 * hvkit.size()), data)
+    used = 0.01 * {"none": 1, "linear": hvkit.size()}[lr_scaling]
+    train(reference, make(reference.parameters(), used), data)
 
     model = convnet(seed=hvkit.rank())
-    model, optimizer = hvkit.distribute(model, make(model.parameters(), 0.01))
+    optimizer = make(model.parameters(), 0.01)
+    hvkit.distribute(model, optimizer, lr_scaling=lr_scaling)
     train(model, optimizer, local(data))
 
     identical = same_on_all_ranks(arrays(model.parameters()))

@@ -215,39 +215,6 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all():
     assert same_on_all_ranks(arrays(model.parameters()))
 
 
-def test_schedulers_made_after_the_call_see_and_change_the_scaled_rate():
-    def steps(model, optimizer, data):
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.1)
-        for batch in data:
-            train(model, optimizer, [batch])
-            scheduler.step()
-
-    data = regression(steps=9)
-    reference = mlp()
-    steps(reference, torch.optim.SGD(reference.parameters(), lr=0.05 * hvkit.size()), data)
-    model = mlp()
-    model, optimizer = hvkit.distribute(model, torch.optim.SGD(model.parameters(), lr=0.05))
-    steps(model, optimizer, local(data))
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05e-3 * hvkit.size())
-    assert largest_difference(arrays(model.parameters()), arrays(reference.parameters())) < 1e-5
-
-
-def test_warm_up_starts_at_the_single_process_rate_and_leaves_the_scheduler_alone():
-    weight = nn.Parameter(torch.zeros(1))
-    model = nn.ParameterList([weight])
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    hvkit.distribute(model, optimizer, warmup_steps=4)
-    moves, n = [], hvkit.size()
-    for _ in range(6):
-        before = weight.item()
-        optimizer.zero_grad()
-        weight.sum().backward()
-        optimizer.step()
-        moves.append(before - weight.item())
-        assert optimizer.param_groups[0]["lr"] == n
-    assert moves == pytest.approx([1 + (n - 1) * t / 4 for t in range(4)] + [n, n], rel=1e-6)
-
-
 @pytest.mark.parametrize("compiled_first", [True, False])
 def test_compiled_models(compiled_first):
     data = regression(steps=5)
@@ -361,19 +328,3 @@ def test_a_step_inside_backward_is_refused():
     model[0].weight.register_post_accumulate_grad_hook(lambda p: optimizer.step())
     with pytest.raises(ValueError, match="call it after backward"):
         model(torch.ones(2, 8)).sum().backward()
-
-
-def test_a_step_that_fails_in_the_warm_up_leaves_the_rate_alone():
-    model = mlp()
-    model, optimizer = hvkit.distribute(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), warmup_steps=10
-    )
-
-    def closure():
-        raise RuntimeError("no more data")
-
-    for _ in range(3):
-        with pytest.raises(RuntimeError, match="no more data"):
-            optimizer.step(closure)
-    train(model, optimizer, local(regression(steps=1)))
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * hvkit.size())

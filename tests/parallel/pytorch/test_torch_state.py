@@ -102,45 +102,6 @@ def test_saved_files_load_without_hvkit_and_horovod(tmp_path):
     assert done.stdout == "True\n", done.stderr
 
 
-@pytest.mark.parametrize(
-    ("lr_scaling", "factor"),
-    [("linear", lambda n: n), ("sqrt", lambda n: n**0.5), ("none", lambda n: 1)],
-)
-def test_the_learning_rate_is_scaled_and_rank_0_says_so(lr_scaling, factor, capfd):
-    model = mlp()
-    groups = [
-        {"params": model[0].parameters(), "lr": 0.5},
-        {"params": model[2].parameters(), "lr": torch.tensor(0.25)},
-    ]
-    optimizer = torch.optim.Adam(groups, capturable=False)
-    hvkit.distribute(model, optimizer, lr_scaling=lr_scaling)
-    by = factor(hvkit.size())
-    assert [float(g["lr"]) for g in optimizer.param_groups] == pytest.approx([0.5 * by, 0.25 * by])
-    said = capfd.readouterr().err
-    if hvkit.rank() == 0:
-        expected = f"{hvkit.size()} ranks; learning rate 0.5 -> {0.5 * by:g}, 0.25 -> {0.25 * by:g}"
-        assert expected in said
-        assert said.count("\n") == 1
-    else:
-        assert said == ""
-
-
-def test_a_rate_that_groups_share_is_multiplied_once():
-    model = mlp()
-    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters()}]
-    optimizer = torch.optim.Adam(groups, lr=torch.tensor(0.25))
-    hvkit.distribute(model, optimizer)
-    assert [float(g["lr"]) for g in optimizer.param_groups] == [0.25 * hvkit.size()] * 2
-
-
-def test_a_scheduler_attached_before_the_call_is_refused():
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    with pytest.raises(ValueError, match="make the scheduler after the call"):
-        hvkit.distribute(model, optimizer)
-
-
 def test_sparse_and_expanded_buffers_start_as_rank_0_has_them():
     model = mlp()
     rank = float(hvkit.rank())

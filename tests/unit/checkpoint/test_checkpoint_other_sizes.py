@@ -13,8 +13,13 @@ from hvkit.checkpoint import Checkpoint
 from torch.optim.lr_scheduler import LinearLR, SequentialLR, StepLR
 torch.manual_seed(hvkit.rank())
 model = torch.nn.Linear(8, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.5)
-hvkit.distribute(model, optimizer, warmup_steps=4)
+used = []
+class Watched(torch.optim.SGD):
+    def step(self, closure=None):
+        used.append(self.param_groups[0]["lr"])
+        return super().step(closure)
+optimizer = Watched(model.parameters(), lr=0.02, momentum=0.5)
+hvkit.distribute(model, optimizer, lr_scaling="linear", warmup_steps=8)
 first = LinearLR(optimizer, 0.5, total_iters=2)
 scheduler = SequentialLR(optimizer, [first, StepLR(optimizer, 100)], [2])
 checkpoint = Checkpoint(sys.argv[1], model=model, optimizer=optimizer, scheduler=scheduler)
@@ -40,9 +45,15 @@ import keras, numpy as np, hvkit
 from hvkit.checkpoint import Checkpoint
 keras.utils.set_random_seed(hvkit.rank())
 model = keras.Sequential([keras.Input((8,)), keras.layers.Dropout(0.01), keras.layers.Dense(1)])
-optimizer = keras.optimizers.SGD(0.02, momentum=0.5)
-hvkit.distribute(model, optimizer, warmup_steps=4)
-model.compile(optimizer=optimizer, loss="mse")
+used = []
+class Watched(keras.optimizers.SGD):
+    def update_step(self, gradient, variable, learning_rate):
+        if variable is self._trainable_variables[0]:
+            used.append(float(learning_rate))
+        super().update_step(gradient, variable, learning_rate)
+optimizer = Watched(0.02, momentum=0.5)
+hvkit.distribute(model, optimizer, lr_scaling="linear", warmup_steps=8)
+model.compile(optimizer=optimizer, loss="mse", run_eagerly=True)
 checkpoint = Checkpoint(sys.argv[1], model=model, optimizer=optimizer)
 start = checkpoint.restore()
 x = np.random.default_rng(5).normal(size=(64, 8)).astype("float32")
@@ -60,7 +71,7 @@ if len({json.dumps(each) for each in hvkit.allgather(weight)}) != 1:
     sys.exit("the ranks have different weights")
 if hvkit.rank() == 0:
     before = start.extras.get("losses", [])
-    print(json.dumps([start.step, start.size, rate, base, before, losses]))
+    print(json.dumps([start.step, start.size, rate, base, [used[0], used[-1]], before, losses]))
 """
 
 
@@ -76,24 +87,27 @@ def run(script, ranks, folder):
 
 
 @pytest.mark.parametrize("script", [TORCH, KERAS], ids=["torch", "keras"])
-def test_the_rate_follows_the_number_of_ranks_and_training_goes_on(script, tmp_path):
-    (step, size, rate, base, _, _), said = run(script, 2, tmp_path)
+def test_the_rate_stays_the_users_and_steps_use_it_for_the_new_number_of_ranks(script, tmp_path):
+    """The warm-up goes on in the middle, too."""
+    (step, size, rate, base, used, _, _), said = run(script, 2, tmp_path)
     assert (step, size) == (0, None)
-    assert rate == pytest.approx(0.04)
+    assert (rate, base) == pytest.approx((0.02, 0.02))
+    assert used == pytest.approx([0.01 if script is TORCH else 0.02, 0.02 * 1.5])
     assert "resumed" not in said
 
-    (step, size, rate, base, before, losses), said = run(script, 3, tmp_path)
+    (step, size, rate, base, used, before, losses), said = run(script, 3, tmp_path)
     assert (step, size) == (5, 2)
-    assert (rate, base) == pytest.approx((0.06, 0.06))
+    assert (rate, base) == pytest.approx((0.02, 0.02))
+    assert used == pytest.approx([0.02 * (1 + 2 * 5 / 8), 0.06])
     assert (
         f"hvkit: resumed {tmp_path}/step-000000005 (epoch {5 * (script is KERAS)}, step 5) saved "
-        "on 2 ranks; 3 ranks now: learning rate 0.04 -> 0.06; rank 2: random state as the script "
-        "set it\n"
+        "on 2 ranks; 3 ranks now; rank 2: random state as the script set it\n"
     ) in said
     assert before[-1] > losses[0] > losses[-1]
 
-    (step, size, rate, base, before, losses), said = run(script, 1, tmp_path)
+    (step, size, rate, base, used, before, losses), said = run(script, 1, tmp_path)
     assert (step, size) == (10, 3)
     assert (rate, base) == pytest.approx((0.02, 0.02))
-    assert "saved on 3 ranks; 1 rank now: learning rate 0.06 -> 0.02\n" in said
+    assert used == pytest.approx([0.02, 0.02])
+    assert "saved on 3 ranks; 1 rank now\n" in said
     assert before[-1] > losses[0] > losses[-1]
