@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import WeakSet
 
 import keras
 import numpy as np
@@ -49,7 +49,7 @@ class Checks:
     def __init__(self, name: str, model: keras.Model, every: int | None) -> None:
         self._hvd = runtime.engine("tensorflow").hvd
         self._name = name
-        self._model = ref(model)
+        self._model = model
         self._every = every
         self._compared: list[Compared] = []
         with tf.init_scope(), tf.device("CPU:0"):
@@ -73,8 +73,7 @@ class Checks:
         """
         held = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
         held = [g for g in held if g is not None]
-        if held:
-            tf.cond(self._gradients_due, lambda: self._compare_gradients(held), _nothing)
+        tf.cond(self._gradients_due, lambda: self._compare_gradients(held), _nothing)
         return [
             tf.cond(self._left <= 0, lambda: self._compare_weights(variables), self._count_down)
         ]
@@ -93,9 +92,8 @@ class Checks:
 
         def judge(everyone: Rows) -> bytes:
             rows = everyone.reshape(runtime.size(), -1, WIDTH)
-            model = self._model()
-            text = fingerprints.judge(rows, self._compared, exact=model not in _updated)
-            _updated.add(model)
+            text = fingerprints.judge(rows, self._compared, exact=self._model not in _updated)
+            _updated.add(self._model)
             return text.encode()
 
         rows = _in_numpy(rows_of, values, tf.int64, [None, WIDTH])
@@ -126,7 +124,7 @@ class Checks:
 
     def _frozen(self) -> list[Any]:
         """The model's weights that no optimizer updates now; nobody writes to them meanwhile."""
-        return [v for v in _made_trainable(self._model()) if not v.trainable]
+        return [v for v in _made_trainable(self._model) if not v.trainable]
 
 
 def compared_in(thing: Any) -> tuple[list[Compared], list[Rows]]:

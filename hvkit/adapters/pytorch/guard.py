@@ -18,7 +18,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 # Classes by their names, so that nothing is imported to look for them, and what to do instead.
 _WRAPPERS = {
-    "DataParallel": "pass the plain module (model.module) and its optimizer",
     "DistributedDataParallel": "pass the plain module (model.module) and its optimizer",
     "FullyShardedDataParallel": "pass the module as it was before it was wrapped",
     "ShardedDataParallel": "pass the module as it was before it was wrapped",
@@ -39,6 +38,11 @@ def refuse_other_wrappers(model: nn.Module) -> None:
         TypeError: a part of the model is wrapped, or a parameter is a ``DTensor``.
         ValueError: ``torch.distributed`` spreads training over several processes.
     """
+    if isinstance(model, nn.DataParallel):
+        raise TypeError(
+            "model is wrapped in DataParallel, which divides batches itself: pass the plain module "
+            "(model.module) and its optimizer"
+        )
     for name, module in model.named_modules():
         for kind in type(module).__mro__:
             if kind.__name__ in _WRAPPERS and kind.__module__.split(".")[0] in _LIBRARIES:

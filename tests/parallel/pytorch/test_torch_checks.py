@@ -421,6 +421,10 @@ def tensor_parallel(model):
     return model
 
 
+def in_a_part(model):
+    return nn.Sequential(nn.parallel.DistributedDataParallel(model))
+
+
 @pytest.mark.parametrize(
     ("wrap", "message"),
     [
@@ -428,7 +432,7 @@ def tensor_parallel(model):
         (with_fully_sharded_part, "model part '2' is wrapped in FSDPModule"),
         (tensor_parallel, "parameter 2.weight is a DTensor"),
         (nn.DataParallel, "model is wrapped in DataParallel"),
-        (lambda model: nn.Sequential(nn.DataParallel(model)), "model part '0' is wrapped in"),
+        (in_a_part, "model part '0' is wrapped in DistributedDataParallel"),
     ],
 )
 def test_modules_that_share_their_work_themselves_are_refused(wrap, message):
