@@ -36,6 +36,7 @@ def distribute(
     accumulate: int = 1,
     compression: str = "none",
     batch_norm: str = "average",
+    check_every: int | None = None,
 ) -> tuple[Model, Optimizers]:
     """Train this model with its optimizer on all ranks together.
 
@@ -92,6 +93,10 @@ def distribute(
             ``"sync"``: batches are normalised with the statistics of all ranks' batches together,
             as in one process with the larger batch; for small batches, at the cost of a
             collective a layer.
+        check_every: compare the ranks' weights in every so many optimizer steps, and raise if they
+            are no longer the same. None: only where it costs nothing worth measuring, before the
+            first update, in :meth:`hvkit.Checkpoint.save`, and in Keras at the end of each epoch
+            of ``fit``.
 
     Returns:
         The model and the optimizer (or the list) that were passed in, the same objects.
@@ -101,7 +106,9 @@ def distribute(
         ValueError: an argument has a wrong value, the optimizer does not hold the model's
             parameters, one of them was passed to an earlier call, or a layer cannot be
             synchronised.
-        RanksDisagreeError: the ranks' models, optimizers or arguments differ.
+        RanksDisagreeError: the ranks' models, optimizers or arguments differ. Later, in
+            ``backward``, an update, ``fit`` or a save: their weights do, since some ranks loaded
+            or changed theirs alone.
         HorovodNotFoundError: several ranks were launched, but there is no usable Horovod.
     """
     runtime.init(framework_of(model))
@@ -116,6 +123,7 @@ def distribute(
             warmup_steps=_warmup_steps(warmup_steps, warmup_epochs, steps_per_epoch),
             compression=_one_of("compression", compression, COMPRESSIONS),
             batch_norm=_one_of("batch_norm", batch_norm, BATCH_NORMS),
+            check_every=(None if check_every is None else _count("check_every", check_every, 1)),
         )
         multiplier = make_multiplier(lr_scaling, runtime.size(), options.warmup_steps)
         if not optimizers:

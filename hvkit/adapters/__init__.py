@@ -23,6 +23,7 @@ class Options:
     warmup_steps: int
     compression: str
     batch_norm: str
+    check_every: int | None
 
 
 COMPRESSIONS = ("none", "fp16", "bf16")

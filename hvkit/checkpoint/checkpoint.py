@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvkit import runtime
+from hvkit.adapters.fingerprints import Compared, Rows, require_same
 from hvkit.agreement import share
 from hvkit.checkpoint import folders, manifest, ranks
 from hvkit.checkpoint.manifest import Manifest
@@ -105,11 +106,14 @@ class Checkpoint:
         Raises:
             TypeError: extras or a part's state cannot be saved; nothing was changed.
             ValueError: a number is negative, or a Keras model has no weights yet.
-            RanksDisagreeError: the ranks passed different epochs or steps.
+            RanksDisagreeError: the ranks passed different epochs or steps, or their weights or
+                optimizers' states are no longer the same.
             OSError: rank 0 could not write; the checkpoints before are still there.
         """
         problem: Exception | None = None
         progress, own = Progress(), {}
+        compared: list[Compared] = []
+        rows: list[Rows] = []
         try:
             if checked_count("epoch", epoch) > self._epoch:
                 for part in self.parts:
@@ -122,10 +126,12 @@ class Checkpoint:
                 extras=checked_extras(extras),
             )
             own = ranks.capture(self.parts)
+            compared, rows = ranks.compared(self.parts)
         except Exception as error:  # whatever it is, the other ranks must not wait for this one
             problem = error
         everyone = share(_SAVE, problem, (progress.epoch, progress.step))
         _require_same_progress(everyone)
+        require_same(_SAVE, compared, rows)
         first = runtime.broadcast(ranks.digests(own))
         states = runtime.gather(_SAVE, ranks.unlike(own, first))
         name = folders.name_of(progress.step)

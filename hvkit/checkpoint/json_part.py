@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hvkit.adapters.fingerprints import Compared, Rows
 from hvkit.checkpoint.parts import Arrays, end_epoch_of
 
 
@@ -43,6 +44,9 @@ class JsonPart:
 
     def load_own(self, arrays: Arrays) -> None:
         pass
+
+    def compared(self) -> tuple[list[Compared], list[Rows]]:
+        return [], []
 
     def end_epoch(self) -> None:
         end_epoch_of(self._thing)

@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from hvkit.adapters.fingerprints import Compared, Rows
 from hvkit.checkpoint.keras_variables import as_dtype
 from hvkit.checkpoint.parts import Arrays
 
@@ -83,6 +84,9 @@ class CallbackPart:
 
     def load_own(self, arrays: Arrays) -> None:
         pass
+
+    def compared(self) -> tuple[list[Compared], list[Rows]]:
+        return [], []
 
     def end_epoch(self) -> None:
         pass

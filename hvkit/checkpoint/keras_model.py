@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from hvkit.adapters.fingerprints import Compared, Rows
+from hvkit.adapters.keras.checks import compared_in
 from hvkit.adapters.keras.state import has_weights
 from hvkit.checkpoint.keras_variables import as_dtype_of, require_shapes, shapes_of
 from hvkit.checkpoint.parts import Arrays
@@ -62,6 +64,9 @@ class ModelPart:
         others = {id(v) for v in (*self.model.weights, *self.model.metrics_variables)}
         seeds = [v for v in self.model.variables if id(v) not in others]
         return {f"seed-{i}": v for i, v in enumerate(seeds)}
+
+    def compared(self) -> tuple[list[Compared], list[Rows]]:
+        return compared_in(self.model)
 
     def end_epoch(self) -> None:
         pass

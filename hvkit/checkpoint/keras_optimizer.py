@@ -11,6 +11,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvkit.adapters.fingerprints import Compared, Rows
+from hvkit.adapters.keras.checks import compared_in
 from hvkit.adapters.keras.loss_scale import inner_optimizer
 from hvkit.adapters.keras.state import tf_variable
 from hvkit.checkpoint.keras_variables import as_dtype_of, require_shapes, shapes_of
@@ -82,6 +84,9 @@ class OptimizerPart:
             for variable in part._accumulated_gradients
         ]
         return {f"accumulator-{i}": v for i, v in enumerate(found)}
+
+    def compared(self) -> tuple[list[Compared], list[Rows]]:
+        return compared_in(self.optimizer)
 
     def end_epoch(self) -> None:
         pass

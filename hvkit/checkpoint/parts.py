@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from hvkit.adapters import framework_of
+from hvkit.adapters.fingerprints import Compared, Rows
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -46,6 +47,9 @@ class Part(Protocol):
 
     def load_own(self, arrays: Arrays) -> None:
         """Put back what :meth:`own` gave."""
+
+    def compared(self) -> tuple[list[Compared], list[Rows]]:
+        """What all ranks must hold alike of it, and its fingerprints."""
 
     def end_epoch(self) -> None:
         """The epoch is over, also where data has not come to its end."""

@@ -12,6 +12,9 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
+from hvkit.adapters.fingerprints import Compared, Rows
+from hvkit.adapters.pytorch.checks import compared_in
+from hvkit.adapters.pytorch.reducer import is_averaged
 from hvkit.checkpoint.parts import Arrays, end_epoch_of
 from hvkit.registry import Warmup, record_of
 
@@ -78,6 +81,9 @@ class TorchPart:
             for name, buffer in self._thing.named_buffers()
             if name in saved and buffer.layout is torch.strided
         }
+
+    def compared(self) -> tuple[list[Compared], list[Rows]]:
+        return compared_in(self._thing, is_averaged)
 
     def end_epoch(self) -> None:
         end_epoch_of(self._thing)

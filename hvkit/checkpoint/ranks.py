@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hvkit import runtime
+from hvkit.adapters.fingerprints import Compared, Rows
 from hvkit.checkpoint import randomness
 from hvkit.checkpoint.parts import Arrays, Part
 
@@ -23,6 +26,15 @@ _SEPARATOR = "/"
 def capture(parts: Sequence[Part]) -> dict[str, Arrays]:
     """This rank's random state and its own arrays of each part, by the part's name."""
     return {_RANDOM: randomness.capture()} | {part.name: part.own() for part in parts}
+
+
+def compared(parts: Sequence[Part]) -> tuple[list[Compared], list[Rows]]:
+    """What all ranks must hold alike of all parts, and the fingerprints; nothing with one rank."""
+    found = [(part.name, *part.compared()) for part in parts if runtime.size() > 1]
+    named = [
+        replace(each, label=f"{each.label} of {name}") for name, kinds, _ in found for each in kinds
+    ]
+    return named, [row for _, _, rows in found for row in rows]
 
 
 def digests(own: Mapping[str, Arrays]) -> dict[str, bytes]:

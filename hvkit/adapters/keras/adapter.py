@@ -6,6 +6,7 @@ weights yet its ``call``. The classes stay Keras's own, so saved files name noth
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from hvkit import runtime
 from hvkit.adapters import Options
 from hvkit.adapters.keras.averager import GradientAverager
 from hvkit.adapters.keras.batch_norm import average_statistics, synchronise_batch_norm
+from hvkit.adapters.keras.checks import Checks, require_same_weights
 from hvkit.adapters.keras.compression import DTYPES
 from hvkit.adapters.keras.fit import share_results
 from hvkit.adapters.keras.graph_wait import GraphWait
@@ -127,12 +129,14 @@ class KerasAdapter:
             refuse_other_optimizers(self.model, [inner, *_parts(inner)])
             average_in_apply(inner, self._average(), self._before_update)
             skip_together(inner)
-        share_results(self.model, self.averagers)
+        compare = functools.partial(require_same_weights, "fit", self.model, self.optimizers)
+        share_results(self.model, self.averagers, compare)
         return [(each, Record()) for each in self.optimizers]
 
     def _average(self) -> Average:
         name = f"hvkit.{next(_serial)}"
-        average_gradients = GradientAverager(name, DTYPES.get(self.options.compression))
+        checks = Checks(name, self.model, self.options.check_every)
+        average_gradients = GradientAverager(name, DTYPES.get(self.options.compression), checks)
         self.averagers.append(average_gradients)
         if self.options.batch_norm != "average":
             return average_gradients

@@ -9,7 +9,7 @@ first gradient is there, and answered while backward computes the others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,12 +39,20 @@ class GradientAverager:
     Args:
         name: the same on every rank, and no other averager's.
         narrow: dtype of 16 bits in which gradients travel; None for their own.
+        check: compares the ranks, once all have come to the update, and returns what a graph has
+            to do before it averages.
     """
 
-    def __init__(self, name: str, narrow: tf.DType | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        narrow: tf.DType | None = None,
+        check: Callable[[Sequence[Any], Sequence[Any]], list[Any]] = lambda *_: [],
+    ) -> None:
         self._hvd = runtime.engine("tensorflow").hvd
         self._name = name
         self._narrow = narrow
+        self._check = check
         # Added to what is sent: TensorFlow would compute an operation on constants only once.
         with tf.init_scope(), tf.device("CPU:0"):
             self._zero = tf.Variable(0, trainable=False)
@@ -76,6 +84,8 @@ class GradientAverager:
         with tf.control_dependencies([self._wait.enter(_ready_first(gradients))]):
             had = self._tell(present)
         with tf.control_dependencies([self._assert_alike(had, variables)]):
+            checked = self._check(gradients, variables)
+        with tf.control_dependencies(checked):
             means = self._mean([_identity(g) for g in gradients])
         self._wait.leave([_values(mean) for mean in means if mean is not None])
         return means
@@ -85,6 +95,7 @@ class GradientAverager:
     ) -> list[Any]:
         if np.any(had >= _AT_THE_END):
             raise RanksDisagreeError(_UNEVEN)
+        self._check(gradients, variables)
         any_dense, any_sparse = had.astype(bool)
         gradients = [
             _filled_in(*each)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -19,10 +19,16 @@ _STEADY = ("ModelCheckpoint", "ProgbarLogger", "CSVLogger", "TensorBoard", "Hist
 
 
 class Epoch:
-    """Whether ``fit`` is inside an epoch, which all ranks have to end after the same step."""
+    """Whether ``fit`` is inside an epoch, which all ranks have to end after the same step.
 
-    def __init__(self, averagers: Sequence[GradientAverager]) -> None:
+    Args:
+        averagers: of the optimizers that update the model.
+        compare: raises on every rank if the ranks hold different weights; a collective.
+    """
+
+    def __init__(self, averagers: Sequence[GradientAverager], compare: Callable[[], None]) -> None:
         self._averagers = averagers
+        self.compare = compare
         self._begun = False
 
     def begin(self) -> None:
@@ -156,5 +162,6 @@ class InStep(keras.callbacks.Callback):  # type: ignore[misc]
             self.model.stop_training = any_rank(self.model.stop_training)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Stop with the others."""
+        """Stop with the others, which hold the same weights."""
+        self._epoch.compare()
         self.model.stop_training = any_rank(self.model.stop_training)

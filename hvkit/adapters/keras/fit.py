@@ -22,7 +22,9 @@ from hvkit.watch.calls import call
 from hvkit.watch.failures import translated
 
 
-def share_results(model: keras.Model, averagers: Sequence[GradientAverager]) -> None:
+def share_results(
+    model: keras.Model, averagers: Sequence[GradientAverager], compare: Callable[[], None]
+) -> None:
     """From now on ``fit`` and ``evaluate`` of this model report the metrics of all ranks.
 
     Both become collectives. Only rank 0 draws progress and writes files.
@@ -30,8 +32,9 @@ def share_results(model: keras.Model, averagers: Sequence[GradientAverager]) -> 
     Args:
         model: a distributed one.
         averagers: of the optimizers that update it.
+        compare: raises on every rank if the ranks hold different weights; a collective.
     """
-    epoch = Epoch(averagers)
+    epoch = Epoch(averagers, compare)
     model._get_metrics_result_or_logs = functools.partial(
         _over_all_ranks, model, epoch, model._get_metrics_result_or_logs
     )

@@ -25,6 +25,11 @@ def refuse_other_optimizers(model: Any, optimizers: Sequence[Any]) -> None:
     _look_who_calls()
 
 
+def weights_of_distributed() -> set[int]:
+    """The ids of all weights of the models that were distributed."""
+    return {id(w) for model in _models for w in model.weights}
+
+
 @functools.cache
 def _look_who_calls() -> None:
     base = keras.optimizers.Optimizer

@@ -16,9 +16,11 @@ from hvkit.adapters.pytorch.batch_norm import (
     batch_norm_of,
     synchronise_batch_norm,
 )
+from hvkit.adapters.pytorch.checks import Checks
 from hvkit.adapters.pytorch.compression import DTYPES
+from hvkit.adapters.pytorch.guard import refuse_other_optimizers, refuse_other_wrappers
 from hvkit.adapters.pytorch.rate import RateInStep
-from hvkit.adapters.pytorch.reducer import GradientReducer
+from hvkit.adapters.pytorch.reducer import GradientReducer, is_averaged
 from hvkit.adapters.pytorch.state import broadcast_optimizer, broadcast_tensors, move_to
 from hvkit.agreement import require_equal
 from hvkit.learning_rate import Multiplier
@@ -34,7 +36,7 @@ class PyTorchAdapter:
     framework = "torch"
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Any], options: Options) -> None:
-        _refuse_other_wrappers(model)
+        refuse_other_wrappers(model)
         self.model = model
         self.optimizers: list[Optimizer] = [_checked(each, model) for each in optimizers]
         self.options = options
@@ -81,14 +83,17 @@ class PyTorchAdapter:
     def average_gradients(self) -> list[tuple[Any, Record]]:
         if self.options.batch_norm == "sync":
             synchronise_batch_norm(self.model)
+        name = f"hvkit.{next(_serial)}"
         reducer = GradientReducer(
             self.parameters.values(),
             row_sparse=_sparse_embeddings(self.model),
             accumulate=self.options.accumulate,
-            name=f"hvkit.{next(_serial)}",
+            name=name,
+            checks=Checks(self.parameters, self.optimizers, self.options.check_every, name),
             narrow=DTYPES.get(self.options.compression),
             statistics=self._averaged_statistics(),
         )
+        refuse_other_optimizers(self.optimizers, is_averaged)
         records = []
         for optimizer in self.optimizers:
             self._follow(optimizer, reducer)
@@ -152,14 +157,6 @@ def _checked(optimizer: Any, model: nn.Module) -> Optimizer:
             "last replaced"
         )
     return optimizer
-
-
-def _refuse_other_wrappers(model: nn.Module) -> None:
-    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        raise TypeError(
-            f"model is wrapped in {type(model).__name__}, which averages gradients itself: pass "
-            "the plain module (model.module) and its optimizer"
-        )
 
 
 def _named_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:

@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from hvkit import metrics, runtime
 from hvkit.adapters.pytorch.batch_norm import RunningStatistics
 from hvkit.adapters.pytorch.buckets import Bucket, make_buckets
+from hvkit.adapters.pytorch.checks import Checks
 from hvkit.adapters.pytorch.compression import make_narrow_buckets
 from hvkit.adapters.pytorch.flags import Flags
 from hvkit.adapters.pytorch.sparse import average_rows
@@ -55,6 +56,7 @@ class GradientReducer:
         row_sparse: those whose gradients are known to be sparse; others are learnt.
         accumulate: backward passes from one reduction to the next.
         name: the same on every rank, and no other reducer's.
+        checks: what the ranks compare before they use the means.
         narrow: dtype of 16 bits in which gradients travel; None for their own.
         statistics: averaged along with the gradients.
     """
@@ -65,11 +67,13 @@ class GradientReducer:
         row_sparse: set[torch.Tensor],
         accumulate: int,
         name: str,
+        checks: Checks,
         narrow: torch.dtype | None = None,
         statistics: RunningStatistics | None = None,
     ) -> None:
         self._hvd = runtime.engine("torch").hvd
         self.name = name
+        self._checks = checks
         self._accumulate = accumulate
         self._narrow = narrow
         self._statistics = statistics
@@ -225,6 +229,7 @@ class GradientReducer:
             for bucket in self._buckets:
                 if bucket.handle is None:
                     self._send(bucket)
+            self._checks.send(self._steps, self._parameters, self._hvd)
 
     @torch.no_grad()
     def _receive(self) -> None:
@@ -239,6 +244,7 @@ class GradientReducer:
                     f"the ranks are at different optimizer steps (rank {runtime.rank()} has done "
                     f"{self._steps}): every rank must call backward() and step() equally often"
                 )
+            self._checks.receive(self._steps, self._hvd)
             again = {id(self._bucket_of[i]): self._bucket_of[i] for i in flags.outdated}
             for bucket in again.values():
                 bucket.reset()
@@ -294,6 +300,11 @@ class GradientReducer:
             rows = average_rows(p.grad, p, f"{self.name}.{i}", self._hvd, self._narrow)
             p.grad = rows.to_dense() if i in flags.dense else rows
         self._sparse = (self._sparse | flags.sparse) - (flags.dense - flags.sparse)
+
+
+def is_averaged(parameter: torch.Tensor) -> bool:
+    """Whether this is a parameter of a distributed model."""
+    return any(parameter in reducer for reducer in _reducers.values())
 
 
 def _end_pass(task: int) -> None:

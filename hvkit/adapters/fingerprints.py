@@ -1,0 +1,253 @@
+"""Whether all ranks hold the same tensors: a fingerprint of each, and what differing ones mean.
+
+A fingerprint is a row of three 64-bit numbers:
+
+- a hash of the tensor's bits, a sum modulo 2^64 with an odd, irregular multiplier for each
+  element, so that exchanged elements show. Equal bits have equal hashes, also those of NaN;
+- the sum of its values with irregular signs. The square of the difference of two such sums is on
+  average the squared distance of the two tensors (Achlioptas, "Database-friendly random
+  projections", 2003), so it says how far apart they are without sending them;
+- the squared length of the tensor.
+
+Before the first update every bit has to agree, since all ranks got rank 0's. Later, ranks on
+different kinds of processors, or GPUs that add up in no fixed order, come apart by rounding: that
+is a line on rank 0, more than that is an error.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hvkit import runtime
+from hvkit.errors import RanksDisagreeError
+
+Rows = np.ndarray[Any, np.dtype[np.int64]]
+
+WIDTH = 3
+"""Numbers in a row."""
+
+BLOCK = 1 << 20
+"""Elements that are hashed at a time; the multipliers repeat after so many."""
+
+PRIME = 0x100000001B3
+"""What the hash so far is multiplied by before the next block."""
+
+# How far apart tensors may come by rounding, as a part of their length. Of types with few digits
+# it is so many units of the last one.
+_ROUNDING = 1e-4
+_UNITS = 4
+
+_MOST_RANKS_NAMED = 4
+
+
+@functools.cache
+def multipliers() -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """Odd numbers of shape ``(BLOCK,)``, the same on every machine.
+
+    They are the first outputs of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom
+    number generators", 2014).
+    """
+    z = np.arange(1, BLOCK + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (z ^ (z >> np.uint64(31))) | np.uint64(1)
+
+
+@functools.cache
+def signs() -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Irregular signs of shape ``(BLOCK,)``, 1.0 or -1.0."""
+    return np.where(multipliers() >> np.uint64(63), -1.0, 1.0)
+
+
+def fingerprint(array: np.ndarray[Any, Any]) -> Rows:
+    """The row of one array, int64 of shape ``(WIDTH,)``; also of types that NumPy does not know."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    if flat.dtype.kind == "c":
+        flat = flat.view(flat.real.dtype)
+    words = flat.view(f"u{flat.dtype.itemsize}")
+    # ml_dtypes' kinds of float are of kind "V" for NumPy.
+    has_values = flat.dtype.kind in "fV"
+    bits, projection, square = np.zeros(1, np.uint64), 0.0, 0.0
+    with np.errstate(all="ignore"):
+        for b, start in enumerate(range(0, flat.size, BLOCK)):
+            block = words[start : start + BLOCK]
+            factors = multipliers()[: block.size]
+            bits = bits * np.uint64(PRIME) + (block.astype(np.uint64) * factors).sum()
+            if has_values:
+                values = flat[start : start + BLOCK].astype(np.float64)
+                projection += float(signs()[b % BLOCK] * (values @ signs()[: values.size]))
+                square += float(values @ values)
+    return row(int(bits.view(np.int64)[0]), projection, square)
+
+
+def row(bits: int, projection: float = 0.0, square: float = 0.0) -> Rows:
+    """A row from its numbers; of things without a distance, from their hash alone."""
+    return np.array([bits, *np.array([projection, square]).view(np.int64)], np.int64)
+
+
+def hashed(text: str) -> Rows:
+    """The row of something that is no tensor, by its text."""
+    digest = hashlib.sha256(text.encode()).digest()
+    return row(int.from_bytes(digest[:8], "little", signed=True))
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What a row stands for.
+
+    Attributes:
+        label: ``"parameter 0.weight"``.
+        unit: the dtype's distance from 1 to the next number; 0 for what does not round.
+    """
+
+    label: str
+    unit: float = 0.0
+
+
+def complaint(everyone: Rows, compared: Sequence[Compared], exact: bool) -> tuple[str, bool]:
+    """What to say about the rows of all ranks; the same on every rank.
+
+    Args:
+        everyone: int64 of shape ``(ranks, len(compared), WIDTH)``.
+        compared: what the rows stand for.
+        exact: whether even rounding is too much.
+
+    Returns:
+        The text, empty if all ranks hold the same, and whether it is an error.
+    """
+    bits = everyone[:, :, 0]
+    differing = np.flatnonzero((bits != bits[0]).any(axis=0)).tolist()
+    if not differing:
+        return "", False
+    distances = {i: _distance(everyone[:, i]) for i in differing}
+    beyond = [
+        i
+        for i, distance in distances.items()
+        if exact or not distance <= max(_ROUNDING, _UNITS * compared[i].unit)
+    ]
+    first = (beyond or differing)[0]
+    ranks = np.flatnonzero(bits[:, first] != bits[0, first]).tolist()
+    where = f"{compared[first].label} of {_named(ranks)} differs from that of rank 0"
+    if beyond:
+        return f"{where}{_by(distances[first])}; {FIX}", True
+    return (
+        f"{where}{_by(max(distances.values()))}, as ranks may by rounding on different kinds of "
+        "processors or on GPUs; not said again",
+        False,
+    )
+
+
+FIX = (
+    "weights or an optimizer's state were loaded or changed on some ranks only, after "
+    "hvkit.distribute: load before the call, or on every rank, or with hvkit.Checkpoint (what "
+    "belongs to one rank alone goes into a buffer or a non-trainable variable, which are not "
+    "compared)"
+)
+
+
+def _distance(rows: Rows) -> float:
+    """The largest distance from rank 0, as a part of rank 0's length; infinite if unknown."""
+    _, projections, squares = np.ascontiguousarray(rows.T).view(np.float64)
+    with np.errstate(all="ignore"):
+        far = np.abs(projections - projections[0]).max() / np.sqrt(squares[0])
+    # Where the projections are equal although the bits are not, they say nothing.
+    return float(far) if far > 0 else float("inf")
+
+
+def _by(distance: float) -> str:
+    return f" by about {distance:.0e} of its size" if np.isfinite(distance) else ""
+
+
+def _named(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    text = ", ".join(map(str, ranks[:_MOST_RANKS_NAMED]))
+    more = len(ranks) - _MOST_RANKS_NAMED
+    return f"ranks {text} and {more} more" if more > 0 else f"ranks {text}"
+
+
+_said: set[str] = set()
+
+
+def say_once(kind: str, text: str) -> None:
+    """Say something on rank 0, unless something of this kind was said before."""
+    if kind not in _said and runtime.rank() == 0:
+        print(f"hvkit: {text}", file=sys.stderr, flush=True)
+    _said.add(kind)
+
+
+def judge(everyone: Rows, compared: Sequence[Compared], exact: bool) -> str:
+    """The error that all ranks have to raise, empty for none; says what is none on rank 0."""
+    text, error = complaint(everyone, compared, exact)
+    if text and not error:
+        say_once("rounding", text)
+    return text if error else ""
+
+
+def require_same(call: str, compared: Sequence[Compared], rows: Sequence[Rows]) -> None:
+    """Raise on every rank unless all ranks hold the same, up to rounding; a collective.
+
+    Args:
+        call: what the user called.
+        compared: what the rows stand for.
+        rows: as many, of this rank.
+
+    Raises:
+        RanksDisagreeError: names the first thing that differs, and the ranks.
+    """
+    labels = [each.label for each in compared]
+    digest = hashlib.sha256(repr(labels).encode() + b"".join(r.tobytes() for r in rows)).digest()
+    if len(set(runtime.gather(call, digest))) == 1:
+        return
+    everyone = runtime.gather(call, (labels, list(rows)))
+    for rank, (theirs, _) in enumerate(everyone):
+        if theirs != everyone[0][0]:
+            other = sorted(set(theirs) ^ set(everyone[0][0]))
+            raise RanksDisagreeError(
+                f"rank {rank} and rank 0 do not hold the same: only one of them has {other[0]}; "
+                f"{FIX}"
+            )
+    if text := judge(np.array([rows for _, rows in everyone]), compared, exact=False):
+        raise RanksDisagreeError(text)
+
+
+def of_gradients(rows: Sequence[Rows]) -> Rows:
+    """Two numbers from the rows of a rank's gradients: a hash of all, and whether it says anything.
+
+    It does where all gradients are finite and not all are zero.
+    """
+    together = np.array(rows, np.int64).reshape(-1, WIDTH)
+    squares = np.ascontiguousarray(together[:, 2]).view(np.float64)
+    says = squares.any() and np.isfinite(squares).all()
+    return np.array([fingerprint(together)[0], int(says)], np.int64)
+
+
+def warn_of_equal_work(everyone: Rows) -> bool:
+    """Say on rank 0, once, if all ranks have the same gradients.
+
+    Args:
+        everyone: int64 of shape ``(ranks, 2)``: of each rank a hash of its gradients, and whether
+            that says anything; see :func:`of_gradients`.
+
+    Returns:
+        Whether it says anything on any rank, so that this need not be looked at again.
+    """
+    if not everyone[:, 1].any():
+        return False
+    if everyone[:, 1].all() and (everyone[:, 0] == everyone[0, 0]).all():
+        say_once("equal work", _EQUAL_WORK)
+    return True
+
+
+_EQUAL_WORK = (
+    "warning: all ranks computed the same gradients, bit for bit, in the first step: they do the "
+    "same work. Give each rank its own part of the data, hvkit.shard(data), and its own random "
+    "numbers for dropout, augmentation and environments, seed + hvkit.rank()"
+)

@@ -1,0 +1,198 @@
+"""What the ranks compare while they train: that they hold the same weights, and do other work.
+
+Before the first update, and then every ``check_every`` updates, each rank's fingerprints travel
+before the gradients are averaged, in eager code and in ``tf.function`` graphs. NumPy computes them
+in both, in a branch of the graph that other steps do not take. ``fit`` compares at the end of each
+epoch, too, optimizers included.
+
+Weights that were made trainable are compared, frozen ones as well; the statistics of layers, states
+of random generators and gradients that are still being accumulated belong to single ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakSet
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvkit import runtime
+from hvkit.adapters import fingerprints
+from hvkit.adapters.fingerprints import WIDTH, Compared, Rows
+from hvkit.adapters.keras.guard import weights_of_distributed
+from hvkit.adapters.keras.loss_scale import inner_optimizer
+from hvkit.adapters.keras.state import tf_variable
+from hvkit.errors import RanksDisagreeError
+
+# Updates that no training reaches.
+_NEVER = np.iinfo(np.int64).max
+
+# From 1 to the next number.
+_UNITS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+
+# Models that were compared before their first update.
+_updated: WeakSet[Any] = WeakSet()
+
+
+class Checks:
+    """The comparisons of one optimizer's updates.
+
+    Args:
+        name: the same on every rank, and no other optimizer's.
+        model: a distributed one.
+        every: updates from one comparison of weights to the next; None for the first only.
+    """
+
+    def __init__(self, name: str, model: keras.Model, every: int | None) -> None:
+        self._hvd = runtime.engine("tensorflow").hvd
+        self._name = name
+        self._model = model
+        self._every = every
+        self._compared: list[Compared] = []
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._left = tf.Variable(0, dtype=tf.int64, trainable=False)
+            self._gradients_due = tf.Variable(True, trainable=False)
+
+    def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Compare, if it is time; a collective, after every rank has come to the update.
+
+        Args:
+            gradients: this rank's own: ``tf.Tensor``, ``tf.IndexedSlices`` or None.
+            variables: those that are about to be updated.
+
+        Returns:
+            What has to happen before the update, in a graph. That gradients are compared is not
+            part of it: other gradients are averaged while backward computes the last ones.
+
+        Raises:
+            RanksDisagreeError: in eager code, if the ranks hold different weights.
+            tf.errors.InvalidArgumentError: the same in a graph.
+        """
+        held = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+        held = [g for g in held if g is not None]
+        tf.cond(self._gradients_due, lambda: self._compare_gradients(held), _nothing)
+        return [
+            tf.cond(self._left <= 0, lambda: self._compare_weights(variables), self._count_down)
+        ]
+
+    def _count_down(self) -> tf.Tensor:
+        return self._left.assign_sub(1) if self._every else tf.identity(self._left)
+
+    def _compare_weights(self, variables: Sequence[Any]) -> tf.Tensor:
+        # As inputs, so that TensorFlow reads them before this update and after the one before.
+        values = [tf_variable(v).value() for v in variables]
+
+        def rows_of(*arrays: Any) -> Any:
+            frozen = self._frozen()
+            self._compared = _labels([*variables, *frozen])
+            return np.array(_rows([*arrays, *(v.numpy() for v in frozen)]))
+
+        def judge(everyone: Rows) -> bytes:
+            rows = everyone.reshape(runtime.size(), -1, WIDTH)
+            text = fingerprints.judge(rows, self._compared, exact=self._model not in _updated)
+            _updated.add(self._model)
+            return text.encode()
+
+        rows = _in_numpy(rows_of, values, tf.int64, [None, WIDTH])
+        text = _in_numpy(judge, [self._of_all_ranks(rows, "weights")], tf.string, [])
+        if tf.executing_eagerly():
+            if text.numpy():
+                raise RanksDisagreeError(text.numpy().decode())
+            alike = tf.no_op()
+        else:
+            alike = tf.debugging.Assert(tf.equal(text, ""), [text])
+        with tf.control_dependencies([alike]):
+            return self._left.assign(self._every - 1 if self._every else _NEVER)
+
+    def _compare_gradients(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
+        def hashed(*arrays: Any) -> Rows:
+            return fingerprints.of_gradients(_rows(arrays))[None]
+
+        mine = _in_numpy(hashed, gradients, tf.int64, [1, 2])
+        everyone = self._of_all_ranks(mine, "work")
+        done = _in_numpy(fingerprints.warn_of_equal_work, [everyone], tf.bool, [])
+        return self._gradients_due.assign(tf.logical_not(done))
+
+    def _of_all_ranks(self, rows: tf.Tensor, what: str) -> tf.Tensor:
+        with tf.device("CPU:0"):
+            return self._hvd.allgather(
+                rows, name=f"{self._name}.check.{what}", ignore_name_scope=True
+            )
+
+    def _frozen(self) -> list[Any]:
+        """The model's weights that no optimizer updates now; nobody writes to them meanwhile."""
+        return [v for v in _made_trainable(self._model) if not v.trainable]
+
+
+def compared_in(thing: Any) -> tuple[list[Compared], list[Rows]]:
+    """What all ranks must hold alike of a model or an optimizer, and its fingerprints.
+
+    Args:
+        thing: a model, of which weights count that a distributed model has; or an optimizer.
+    """
+    if isinstance(thing, keras.Model):
+        distributed = weights_of_distributed()
+        variables = [v for v in _made_trainable(thing) if id(v) in distributed]
+    else:
+        local = {id(v) for v in _accumulators(thing)}
+        variables = [v for v in thing.variables if id(v) not in local]
+    with tf.init_scope():
+        return _labels(variables), _rows([v.numpy() for v in variables])
+
+
+def require_same_weights(call: str, model: keras.Model, optimizers: Sequence[Any]) -> None:
+    """Raise on every rank unless all ranks hold the same, up to rounding; a collective.
+
+    Args:
+        call: what the user called.
+        model: a distributed one.
+        optimizers: those that were passed with it.
+
+    Raises:
+        RanksDisagreeError: names the first variable that differs, and the ranks.
+    """
+    found = [compared_in(each) for each in (model, *optimizers)]
+    compared = [each for theirs, _ in found for each in theirs]
+    fingerprints.require_same(call, compared, [row for _, theirs in found for row in theirs])
+
+
+def _made_trainable(model: Any) -> list[Any]:
+    """The model's weights other than what layers keep for themselves, each once."""
+    layers = model._flatten_layers()
+    return list({id(v): v for each in layers for v in each._trainable_variables}.values())
+
+
+def _accumulators(optimizer: Any) -> list[Any]:
+    """Gradients that were accumulated since the last update: each rank's own, not averaged yet."""
+    inner = inner_optimizer(optimizer)
+    parts = [inner, *getattr(inner, "optimizers", ())]
+    return [v for part in parts for v in getattr(part, "_accumulated_gradients", ())]
+
+
+def _labels(variables: Sequence[Any]) -> list[Compared]:
+    kinds = [tf.as_dtype(v.dtype).name for v in variables]
+    return [
+        Compared(getattr(v, "path", v.name), _UNITS.get(kind, 0.0))
+        for v, kind in zip(variables, kinds, strict=True)
+    ]
+
+
+def _rows(arrays: Sequence[Any]) -> list[Rows]:
+    return [fingerprints.fingerprint(array) for array in arrays]
+
+
+def _in_numpy(
+    function: Callable[..., Any], inputs: Sequence[Any], dtype: tf.DType, shape: list[int | None]
+) -> tf.Tensor:
+    """What a function of arrays returns, in eager code and in graphs."""
+    result = tf.numpy_function(function, inputs, dtype)
+    if not tf.executing_eagerly():
+        result.set_shape(shape)
+    return result
+
+
+def _nothing() -> tf.Tensor:
+    return tf.constant(True)

@@ -1,0 +1,227 @@
+"""What the ranks compare while they train: that they hold the same weights, and do other work.
+
+Before the first update, and then every ``check_every`` steps, each rank's fingerprints travel in
+one small message beside the gradients. So the ranks compare where they wait for each other anyway.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from hvkit.adapters import fingerprints
+from hvkit.adapters.fingerprints import BLOCK, PRIME, WIDTH, Compared, Rows
+from hvkit.adapters.pytorch.guard import processes_of_torch_distributed, two_at_once
+from hvkit.engines import waiting_for_all_ranks
+from hvkit.errors import RanksDisagreeError
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Checks:
+    """The comparisons of one model's training.
+
+    Args:
+        names: of the parameters that all ranks hold.
+        optimizers: whose state is compared before the first update.
+        every: optimizer steps from one comparison of weights to the next; None for the first only.
+        name: the same on every rank, and no other model's.
+    """
+
+    def __init__(
+        self,
+        names: Mapping[str, torch.Tensor],
+        optimizers: Sequence[Optimizer],
+        every: int | None,
+        name: str,
+    ) -> None:
+        self._name = name
+        self._every = every
+        self._labels = {parameter: f"parameter {name}" for name, parameter in names.items()}
+        self._optimizers = list(optimizers)
+        self._next: int | None = 0
+        self._looked_at_gradients = False
+        self._compared: list[Compared] = []
+        self._handle: int | None = None
+
+    def send(self, steps: int, parameters: Sequence[torch.nn.Parameter], hvd: ModuleType) -> None:
+        """Begin to compare, if it is time; along with the gradients, before they are averaged.
+
+        Args:
+            steps: optimizer steps done so far, as many on every rank.
+            parameters: all that are averaged, with this rank's own gradients.
+            hvd: Horovod's PyTorch binding.
+        """
+        due = self._next is not None and steps >= self._next
+        if self._looked_at_gradients and not due:
+            return
+        self._compared, rows = _of_parameters(parameters, self._labels)
+        for entry in (each for o in self._optimizers for each in _of_optimizer(o)):
+            self._compared.append(Compared(entry.heading))
+            rows.append(entry.in_one_row())
+        gradients = _rows([p.grad for p in parameters if p.grad is not None])
+        head = [*fingerprints.of_gradients(gradients), processes_of_torch_distributed()]
+        mine = torch.from_numpy(np.stack([head, *rows]))
+        with waiting_for_all_ranks():
+            self._handle = hvd.allgather_async(mine, name=f"{self._name}.check")
+
+    def receive(self, steps: int, hvd: ModuleType) -> None:
+        """Wait for what :meth:`send` has begun; before the means are used.
+
+        Raises:
+            RanksDisagreeError: the ranks hold different weights, or another library started
+                ``torch.distributed`` on some.
+        """
+        if self._handle is None:
+            return
+        with waiting_for_all_ranks():
+            gathered = hvd.synchronize(self._handle)
+        self._handle = None
+        everyone = gathered.numpy().reshape(hvd.size(), -1, WIDTH)
+        heads, rows = everyone[:, 0], everyone[:, 1:]
+        if (processes := int(heads[:, 2].max())) > 1:
+            raise RanksDisagreeError(two_at_once(processes))
+        if text := fingerprints.judge(rows, self._compared, exact=steps == 0):
+            raise RanksDisagreeError(text)
+        if not self._looked_at_gradients:
+            self._looked_at_gradients = fingerprints.warn_of_equal_work(heads[:, :2])
+        self._optimizers = []
+        self._next = steps + self._every if self._every else None
+
+
+def compared_in(
+    thing: Any, is_averaged: Callable[[torch.Tensor], bool]
+) -> tuple[list[Compared], list[Rows]]:
+    """What all ranks must hold alike of a model or an optimizer, and its fingerprints.
+
+    Args:
+        thing: any object.
+        is_averaged: whether a parameter is one of a distributed model; others do not count.
+    """
+    if isinstance(thing, nn.Module):
+        labels: dict[torch.Tensor, str] = {
+            p: f"parameter {name}" for name, p in thing.named_parameters()
+        }
+        return _of_parameters([p for p in labels if is_averaged(p)], labels)
+    if isinstance(thing, Optimizer) and any(
+        is_averaged(p) for group in thing.param_groups for p in group["params"]
+    ):
+        entries = _of_optimizer(thing)
+        held = [(c, r) for e in entries for c, r in zip(e.compared, e.rows, strict=True)]
+        return [c for c, _ in held], [r for _, r in held]
+    return [], []
+
+
+def _of_parameters(
+    parameters: Iterable[torch.Tensor], labels: Mapping[torch.Tensor, str]
+) -> tuple[list[Compared], list[Rows]]:
+    held = list(parameters)
+    compared = [
+        Compared(labels.get(p) or f"parameter {i} of shape {tuple(p.shape)}", _unit(p))
+        for i, p in enumerate(held)
+    ]
+    return compared, _rows(held)
+
+
+class _Entry(NamedTuple):
+    """Numbers that an optimizer keeps under one heading."""
+
+    heading: str
+    compared: list[Compared]
+    rows: list[Rows]
+
+    def in_one_row(self) -> Rows:
+        """For ranks that may keep different numbers under it, before the first update."""
+        return fingerprints.hashed(repr((self.compared, np.array(self.rows).tolist())))
+
+
+def _of_optimizer(optimizer: Optimizer) -> list[_Entry]:
+    """What the optimizer reads besides weights and gradients: options and state, in order."""
+    kind = type(optimizer).__name__
+    groups = [
+        _entry(
+            f"parameter group {g} of {kind}",
+            {key: value for key, value in group.items() if key in optimizer.defaults},
+        )
+        for g, group in enumerate(optimizer.param_groups)
+    ]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    states = [
+        _entry(f"the state of {kind} for its parameter {i}", optimizer.state.get(p, {}))
+        for i, p in enumerate(parameters)
+    ]
+    return groups + states
+
+
+def _entry(heading: str, values: Mapping[str, Any]) -> _Entry:
+    """An entry for tensors and numbers, and lists of them; what else there is does not count."""
+    tensors: list[tuple[str, torch.Tensor]] = []
+    numbers: list[tuple[str, float]] = []
+    for key in sorted(values, key=str):
+        value = values[key]
+        for each in value if isinstance(value, list | tuple) else [value]:
+            if type(each) in (torch.Tensor, torch.nn.Parameter):
+                tensors.append((key, each))
+            elif isinstance(each, int | float):
+                numbers.append((key, float(each)))
+    compared = [Compared(f"{key} in {heading}", _unit(tensor)) for key, tensor in tensors]
+    compared += [Compared(f"{key} in {heading}") for key, _ in numbers]
+    rows = _rows([tensor for _, tensor in tensors])
+    rows += [fingerprints.fingerprint(np.array(number)) for _, number in numbers]
+    return _Entry(heading, compared, rows)
+
+
+def _rows(tensors: Sequence[torch.Tensor]) -> list[Rows]:
+    """The fingerprints of tensors, computed where they are and fetched together."""
+    on_device: dict[torch.device, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        on_device.setdefault(tensor.device, []).append(i)
+    rows: list[Rows] = [np.empty(0, np.int64)] * len(tensors)
+    for numbers in on_device.values():
+        fetched = torch.stack([_row(tensors[i]) for i in numbers]).cpu().numpy()
+        for i, each in zip(numbers, fetched, strict=True):
+            rows[i] = each
+    return rows
+
+
+@torch.no_grad()
+def _row(tensor: torch.Tensor) -> torch.Tensor:
+    """As :func:`hvkit.adapters.fingerprints.fingerprint`, on the tensor's device."""
+    tensor = tensor.detach()
+    if tensor.layout is not torch.strided:
+        coo = tensor.to_sparse_coo().coalesce()  # type: ignore[no-untyped-call]
+        tensor = torch.cat([coo.indices().reshape(-1).to(coo.dtype), coo.values().reshape(-1)])
+    flat = tensor.reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    words = flat.view(_INTEGERS[flat.element_size()])
+    factors, signs = _factors(flat.device)
+    bits = torch.zeros((), dtype=torch.int64, device=flat.device)
+    sums = torch.zeros(2, dtype=torch.float64, device=flat.device)
+    for b, start in enumerate(range(0, flat.numel(), BLOCK)):
+        block = words[start : start + BLOCK].to(torch.int64)
+        bits = bits * PRIME + (block * factors[: block.numel()]).sum()
+        if flat.is_floating_point():
+            values = flat[start : start + BLOCK].double()
+            projection = (values @ signs[: values.numel()]) * signs[b % BLOCK]
+            sums += torch.stack([projection, values @ values])
+    return torch.cat([bits.view(1), sums.view(torch.int64)])
+
+
+@functools.lru_cache(maxsize=1)
+def _factors(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    factors = torch.from_numpy(fingerprints.multipliers().view(np.int64))
+    return factors.to(device), torch.from_numpy(fingerprints.signs()).to(device)
+
+
+def _unit(tensor: torch.Tensor) -> float:
+    if tensor.is_floating_point() or tensor.is_complex():
+        return torch.finfo(tensor.dtype).eps
+    return 0.0

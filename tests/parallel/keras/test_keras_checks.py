@@ -1,0 +1,299 @@
+"""Ranks that no longer train the same model, or that do the same work: what is said, and when."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from models import (
+    LOOPS,
+    eager_tape,
+    fit,
+    graph_tape,
+    local,
+    mlp,
+    mse,
+    refit,
+    regression,
+    unbuilt,
+    weights,
+)
+from ranks import error_of, same_on_all_ranks
+
+import hvkit
+from hvkit.adapters import fingerprints
+
+
+@pytest.fixture(autouse=True)
+def _nothing_said(monkeypatch):
+    monkeypatch.setattr(fingerprints, "_said", set())
+
+
+def distributed(make_model=mlp, **options):
+    return hvkit.distribute(make_model(), keras.optimizers.Adam(0.01), **options)
+
+
+def on_rank(rank, function):
+    if hvkit.rank() == rank:
+        function()
+
+
+def raised_everywhere(function, *parts):
+    """Whether ``function`` raises an error with these parts on all ranks, in a graph or eagerly."""
+    kind, text = error_of(function)
+    assert kind in (hvkit.RanksDisagreeError, tf.errors.InvalidArgumentError), text
+    assert hvkit.allgather(kind) == [kind] * hvkit.size()
+    for part in parts:
+        assert part in text
+    return True
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loader", [0, 1])
+def test_weights_loaded_on_one_rank_after_the_call_are_an_error_in_the_first_step(loader, loop):
+    model, optimizer = distributed()
+    on_rank(loader, lambda: model.set_weights(mlp(seed=7).get_weights()))
+    before = weights(model)
+    others = "ranks 1, 2" if loader == 0 and hvkit.size() > 2 else "rank 1"
+    assert raised_everywhere(
+        lambda: LOOPS[loop](model, optimizer, local(regression(steps=3))),
+        f"{model.layers[0].kernel.path} of {others} differs from that of rank 0 by about ",
+        "load before the call, or on every rank, or with hvkit.Checkpoint",
+    )
+    for a, b in zip(before, weights(model), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("loop", [eager_tape, graph_tape])
+def test_one_bit_is_seen_before_the_first_update(loop):
+    model, optimizer = distributed()
+    bias = model.layers[-1].bias
+    flipped = (bias.numpy().view(np.int32) ^ np.int32([0, 0, 0, 1])).view(np.float32)
+    on_rank(hvkit.size() - 1, lambda: bias.assign(flipped))
+    assert raised_everywhere(
+        lambda: loop(model, optimizer, local(regression(steps=1))), f"{bias.path} of rank"
+    )
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_frozen_weights_are_compared(loop):
+    model = mlp()
+    model.layers[0].trainable = False
+    model, optimizer = hvkit.distribute(model, keras.optimizers.SGD(0.1))
+    kernel = model.layers[0].kernel
+    on_rank(1, lambda: kernel.assign_add(tf.ones(kernel.shape)))
+    assert raised_everywhere(
+        lambda: LOOPS[loop](model, optimizer, local(regression(steps=1))),
+        f"{kernel.path} of rank 1 differs",
+    )
+
+
+@pytest.mark.parametrize("batch_norm", ["average", "local"])
+def test_what_layers_keep_for_themselves_belongs_to_the_ranks(batch_norm):
+    def model_with_statistics(seed=0):
+        keras.utils.set_random_seed(seed)
+        layers = keras.layers
+        return keras.Sequential(
+            [
+                keras.Input((8,)),
+                layers.BatchNormalization(),
+                layers.Dropout(0.1, seed=hvkit.rank()),
+                layers.Dense(4),
+            ]
+        )
+
+    model, optimizer = distributed(model_with_statistics, batch_norm=batch_norm, check_every=1)
+    fit(model, optimizer, local(regression(steps=3)))
+    assert same_on_all_ranks([model.layers[-1].kernel.numpy()])
+
+
+def test_models_built_by_their_first_batch_train(capsys):
+    model, optimizer = distributed(unbuilt, check_every=1)
+    graph_tape(model, optimizer, local(regression(steps=3)))
+    assert same_on_all_ranks(weights(model))
+    assert "differs" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("loop", [eager_tape, graph_tape])
+def test_weights_changed_in_mid_training_are_an_error_within_check_every_steps(loop):
+    model, optimizer = distributed(check_every=3)
+    kernel = model.layers[0].kernel
+    done = []
+
+    def data():
+        for step, batch in enumerate(local(regression(steps=9))):
+            if step == 4:  # compared at steps 0 and 3
+                on_rank(1, lambda: kernel.assign_add(tf.ones(kernel.shape)))
+            yield batch
+            done.append(step)
+
+    assert raised_everywhere(
+        lambda: loop(model, optimizer, data()), f"{kernel.path} of rank 1 differs"
+    )
+    assert done == [0, 1, 2, 3, 4, 5]
+
+
+def test_weights_changed_inside_an_epoch_are_an_error_at_its_end():
+    model, optimizer = distributed()
+    kernel = model.layers[0].kernel
+    ended = []
+
+    class Change(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 1:
+                on_rank(1, lambda: kernel.assign_add(tf.ones(kernel.shape)))
+
+        def on_epoch_end(self, epoch, logs=None):
+            ended.append(epoch)
+
+    model.compile(optimizer=optimizer, loss="mse")
+    x, y = (np.concatenate(part) for part in zip(*local(regression(steps=4)), strict=True))
+    assert raised_everywhere(
+        lambda: model.fit(x, y, batch_size=6, epochs=3, verbose=0, callbacks=[Change()]),
+        f"{kernel.path} of rank 1 differs",
+    )
+    assert ended == [0]
+
+
+def test_an_optimizer_changed_on_one_rank_is_an_error_at_the_end_of_the_epoch():
+    model, optimizer = distributed()
+    fit(model, optimizer, local(regression(steps=2)))
+    momentum = next(v for v in optimizer.variables if "momentum" in v.path)
+    tiny = tf.fill(momentum.shape, 1e-30)  # without an effect on the weights
+    on_rank(1, lambda: momentum.assign(tiny))
+    optimizer.learning_rate = 0.0
+    assert raised_everywhere(
+        lambda: refit(model, local(regression(steps=2))), "momentum of rank 1 differs"
+    )
+
+
+def test_gradients_that_are_being_accumulated_belong_to_the_ranks(tmp_path):
+    folder = hvkit.broadcast(tmp_path)
+    model = mlp()
+    optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+    model, optimizer = hvkit.distribute(model, optimizer)
+    fit(model, optimizer, local(regression(steps=3)))
+    hvkit.Checkpoint(folder, model=model, optimizer=optimizer).save(epoch=1, step=3)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_accumulation_is_compared_where_it_is_averaged(loop):
+    model = mlp()
+    optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+    model, optimizer = hvkit.distribute(model, optimizer, check_every=1)
+    LOOPS[loop](model, optimizer, local(regression(steps=4)))
+    kernel = model.layers[0].kernel
+    on_rank(1, lambda: kernel.assign_add(tf.ones(kernel.shape)))
+    with pytest.raises((hvkit.RanksDisagreeError, tf.errors.InvalidArgumentError)):
+        eager_tape(model, optimizer, local(regression(steps=2)))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_save_of_weights_that_differ_is_an_error_and_saves_nothing(rank, tmp_path):
+    folder = hvkit.broadcast(tmp_path)
+    model, optimizer = distributed()
+    checkpoint = hvkit.Checkpoint(folder, model=model, optimizer=optimizer)
+    eager_tape(model, optimizer, local(regression(steps=2)))
+    kept = checkpoint.save(epoch=0, step=2)
+    on_rank(rank, lambda: model.set_weights(mlp(seed=7).get_weights()))
+    assert raised_everywhere(
+        lambda: checkpoint.save(epoch=0, step=4),
+        f"{model.layers[0].kernel.path} of model of rank",
+    )
+    assert hvkit.broadcast([each.name for each in folder.iterdir() if each.is_dir()]) == [kept.name]
+
+
+def test_parts_of_a_distributed_model_are_compared_in_a_save(tmp_path):
+    class Frame(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.net = mlp()
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = mse(y, self.net(x))
+            self.optimizer.apply(
+                tape.gradient(loss, self.net.trainable_variables), self.net.trainable_variables
+            )
+            return {"loss": loss}
+
+    folder = hvkit.broadcast(tmp_path)
+    frame, optimizer = hvkit.distribute(Frame(), keras.optimizers.SGD(0.1))
+    fit(frame, optimizer, local(regression(steps=2)))
+    checkpoint = hvkit.Checkpoint(folder, net=frame.net, optimizer=optimizer)
+    checkpoint.save(epoch=0, step=2)
+    on_rank(1, lambda: frame.net.set_weights(mlp(seed=7).get_weights()))
+    assert raised_everywhere(
+        lambda: checkpoint.save(epoch=0, step=3), f"{frame.net.layers[0].kernel.path} of net of"
+    )
+
+
+def test_rounding_after_the_start_is_said_once_and_is_no_error(capsys):
+    model, optimizer = distributed(check_every=1)
+    data = local(regression(steps=4))
+    graph_tape(model, optimizer, data[:2])
+    kernel = model.layers[0].kernel
+    next_to = (kernel.numpy().view(np.int32) + 1).view(np.float32)
+    on_rank(1, lambda: kernel.assign(next_to))
+    graph_tape(model, optimizer, data[2:])
+    fit(model, optimizer, data[2:])
+    said = capsys.readouterr().err
+    assert said.count(f"{kernel.path} of rank 1 differs") == (hvkit.rank() == 0)
+    assert said.count("rounding") == (hvkit.rank() == 0)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_the_same_work_on_all_ranks_is_said_once_with_both_causes(loop, capsys):
+    data = [(x[:6], y[:6]) for x, y in regression(steps=2)]
+    for _ in range(2):
+        model, optimizer = distributed()
+        LOOPS[loop](model, optimizer, data)
+    said = capsys.readouterr().err
+    assert said.count("all ranks computed the same gradients") == (hvkit.rank() == 0)
+    if hvkit.rank() == 0:
+        assert "hvkit.shard(data)" in said
+        assert "seed + hvkit.rank()" in said
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_other_data_and_equal_data_in_later_steps_are_not_the_same_work(loop, capsys):
+    model, optimizer = distributed(check_every=1)
+    data = regression(steps=2)
+    LOOPS[loop](model, optimizer, [*local(data[:1]), *((x[:6], y[:6]) for x, y in data[1:])])
+    assert "same gradients" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("factor", [0.0, float("nan")])
+def test_gradients_that_say_nothing_are_not_the_same_work(factor, capsys):
+    model, optimizer = hvkit.distribute(mlp(), keras.optimizers.SGD(0.01))
+    x, y = (tf.constant(each[:6]) for each in regression(steps=1)[0])
+
+    @tf.function
+    def step(factor):
+        with tf.GradientTape() as tape:
+            loss = mse(y, model(x)) * factor
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply(gradients, model.trainable_variables)
+
+    before = model.get_weights()
+    step(tf.constant(factor))
+    assert "same gradients" not in capsys.readouterr().err
+    model.set_weights(before)
+    step(tf.constant(1.0))
+    assert ("same gradients" in capsys.readouterr().err) == (hvkit.rank() == 0)
+
+
+@pytest.mark.parametrize("loop", [eager_tape, graph_tape])
+def test_without_check_every_nothing_is_hashed_after_the_first_step(loop, monkeypatch):
+    hashed = []
+    fingerprint = fingerprints.fingerprint
+    monkeypatch.setattr(
+        fingerprints, "fingerprint", lambda array: (hashed.append(1), fingerprint(array))[1]
+    )
+    model, optimizer = distributed()
+    data = local(regression(steps=5))
+    loop(model, optimizer, data[:1])
+    first = len(hashed)
+    assert first >= 8
+    loop(model, optimizer, data[1:])
+    assert len(hashed) == first
