@@ -19,7 +19,7 @@ class Record:
     """One distributed optimizer."""
 
     warmup: Warmup | None = None
-    """Its warm-up; None if it has none, or if the optimizer's own step count drives it."""
+    """What counts its steps; None if nothing has to, or if the optimizer itself does."""
 
 
 _models: WeakSet[Any] = WeakSet()
