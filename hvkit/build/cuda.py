@@ -171,16 +171,19 @@ def system_toolkits(environ: Mapping[str, str] = os.environ) -> Iterator[Toolkit
 def read_toolkit(nvcc: str) -> Toolkit | None:
     """The toolkit of an nvcc; ``None`` if that is not one.
 
-    The command may be a script or a link anywhere: nvcc itself says where its toolkit is.
+    The command may be a script or a link anywhere: where the folder above its own is no toolkit,
+    nvcc itself says where it is.
     """
     version = ask([nvcc, "--version"], timeout=60)
     release = re.search(r"release (\d+\.\d+)", version.stdout) if version else None
     if release is None:
         return None
+    above = Toolkit(Path(nvcc).parent.parent.resolve(), release[1])
+    if not above.missing:
+        return above
     tried = ask([nvcc, "--dryrun", "-x", "cu", "-c", os.devnull], timeout=60)
     top = re.search(r"^#\$ TOP=(.+)$", tried.text, re.MULTILINE) if tried else None
-    home = Path(top[1].strip()) if top else Path(nvcc).resolve().parent.parent
-    return Toolkit(home.resolve(), release[1])
+    return Toolkit(Path(top[1].strip()).resolve(), release[1]) if top else above
 
 
 def ensure(toolkit: Toolkit) -> None:

@@ -84,10 +84,22 @@ class TestReading:
         link.symlink_to(nvcc)
         assert read_toolkit(str(link)) == Toolkit(tmp_path / "cuda-12.8", "12.8")
 
-    def test_nvcc_that_cannot_find_its_host_compiler(self, tmp_path: Path) -> None:
-        nvcc = make_toolkit(tmp_path / "cuda")
-        nvcc.write_text(nvcc.read_text() + "exit 1\n")
-        assert read_toolkit(str(nvcc)) == Toolkit(tmp_path / "cuda", "13.0")
+    def test_folder_of_links_to_a_toolkit_that_lies_elsewhere(self, tmp_path: Path) -> None:
+        nvcc = make_toolkit(tmp_path / "usr" / "lib" / "nvidia-cuda-toolkit")
+        home = tmp_path / "usr" / "lib" / "cuda"
+        home.mkdir()
+        for folder in ("bin", "include", "lib64"):
+            (home / folder).symlink_to(nvcc.parent.parent / folder)
+        (nvcc.parent.parent / "include").rename(tmp_path / "usr" / "include")
+        (home / "include").unlink()
+        (home / "include").symlink_to(tmp_path / "usr" / "include")
+        assert read_toolkit(str(home / "bin" / "nvcc")) == Toolkit(home, "13.0")
+
+    def test_nvcc_that_fails_after_saying_where_it_is(
+        self, machine: Script, tmp_path: Path
+    ) -> None:
+        script = machine("nvcc", f'{make_toolkit(tmp_path / "cuda")} "$@"; exit 1')
+        assert read_toolkit(str(script)) == Toolkit(tmp_path / "cuda", "13.0")
 
     def test_what_is_no_nvcc(self, machine: Script, tmp_path: Path) -> None:
         assert read_toolkit(str(machine("nvcc", "echo not found; exit 127"))) is None
