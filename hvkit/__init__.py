@@ -1,5 +1,6 @@
 """hvkit puts a PyTorch or Keras training script on Horovod's ring-allreduce with one call."""
 
+from hvkit.allreduce import allreduce
 from hvkit.checkpoint import Checkpoint, Progress
 from hvkit.data import shard
 from hvkit.distribute import distribute
@@ -12,6 +13,7 @@ from hvkit.errors import (
     RankLostError,
     RanksDisagreeError,
 )
+from hvkit.main_rank import is_main, main_first
 from hvkit.metrics import EarlyStopping, any_rank, average
 from hvkit.runtime import (
     allgather,
@@ -38,14 +40,17 @@ __all__ = [
     "RankLostError",
     "RanksDisagreeError",
     "allgather",
+    "allreduce",
     "any_rank",
     "average",
     "barrier",
     "broadcast",
     "distribute",
     "init",
+    "is_main",
     "local_rank",
     "local_size",
+    "main_first",
     "rank",
     "shard",
     "size",

@@ -41,6 +41,14 @@ class Engine(Protocol):
     def broadcast(self, array: NDArray[np.uint8], root: int) -> NDArray[np.uint8]:
         """Return rank ``root``'s bytes; every rank passes an array of the same length."""
 
+    def allreduce(self, array: NDArray[Any], op: str) -> NDArray[Any]:
+        """Reduce a flat array of the same length and dtype on every rank.
+
+        Args:
+            array: of int32, int64, float32 or float64.
+            op: ``"sum"``, ``"min"`` or ``"max"``.
+        """
+
     def allgather(self, array: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Return all ranks' bytes, one after the other in rank order; lengths may differ."""
 
@@ -75,6 +83,13 @@ class PyTorchEngine:
         sent = torch.from_numpy(array.copy())
         with waiting_for_all_ranks():
             return _numpy(self.hvd.broadcast_(sent, root_rank=root, name="hvkit.broadcast"))
+
+    def allreduce(self, array: NDArray[Any], op: str) -> NDArray[Any]:
+        import torch
+
+        sent, how = torch.from_numpy(array.copy()), getattr(self.hvd, op.capitalize())
+        with waiting_for_all_ranks():
+            return _numpy(self.hvd.allreduce_(sent, op=how, name="hvkit.allreduce"))
 
     def allgather(self, array: NDArray[np.uint8]) -> NDArray[np.uint8]:
         import torch
@@ -119,6 +134,14 @@ class TensorFlowEngine:
 
         with waiting_for_all_ranks(), tf.init_scope(), tf.device("CPU:0"):
             return _numpy(self.hvd.broadcast(tf.constant(array), root, name="hvkit.broadcast"))
+
+    def allreduce(self, array: NDArray[Any], op: str) -> NDArray[Any]:
+        import tensorflow as tf
+
+        how = getattr(self.hvd, op.capitalize())
+        with waiting_for_all_ranks(), tf.init_scope(), tf.device("CPU:0"):
+            reduced = self.hvd.allreduce(tf.constant(array), op=how, name="hvkit.allreduce")
+            return _numpy(reduced).copy()
 
     def allgather(self, array: NDArray[np.uint8]) -> NDArray[np.uint8]:
         import tensorflow as tf
@@ -189,6 +212,6 @@ def _tensorflow_has_started() -> bool:
     return bool(context.context()._initialized)
 
 
-def _numpy(tensor: Any) -> NDArray[np.uint8]:
-    array: NDArray[np.uint8] = tensor.numpy()
+def _numpy(tensor: Any) -> NDArray[Any]:
+    array: NDArray[Any] = tensor.numpy()
     return array

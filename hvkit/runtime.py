@@ -246,6 +246,11 @@ def broadcast_bytes(data: np.ndarray[Any, np.dtype[np.uint8]], root: int = 0) ->
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
+def allreduce_array(array: np.ndarray[Any, Any], op: str) -> np.ndarray[Any, Any]:
+    """Reduce a flat array over the ranks, of which there are several; see ``Engine.allreduce``."""
+    return _any_engine().allreduce(array, op)
+
+
 @named("hvkit.allgather")
 def allgather(obj: T) -> list[T]:
     """Return the objects of all ranks, in rank order, on every rank; they must pickle.
