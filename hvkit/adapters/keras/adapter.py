@@ -139,8 +139,10 @@ class KerasAdapter:
             return average_gradients
         hvd = runtime.engine("tensorflow").hvd
 
-        def average(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-            means = average_gradients(gradients, variables)
+        def average(
+            gradients: Sequence[Any], variables: Sequence[Any], absent: Sequence[Any] | None = None
+        ) -> list[Any]:
+            means = average_gradients(gradients, variables, absent)
             average_statistics(self.model, hvd, f"{name}.statistics")
             return means
 

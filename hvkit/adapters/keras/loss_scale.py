@@ -16,6 +16,7 @@ import keras
 import tensorflow as tf
 
 from hvkit import runtime
+from hvkit.adapters.keras.guard import refuse_xla
 
 _averaged: WeakSet[Any] = WeakSet()
 
@@ -47,6 +48,7 @@ def _share_check_for_overflows() -> None:
         finite = check_finite_locally(self, grads)
         if inner_optimizer(self) not in _averaged:
             return finite
+        refuse_xla("the check for overflows in the optimizer")
         hvd = runtime.engine("tensorflow").hvd
         with tf.device("CPU:0"):
             here = tf.cast(finite, tf.int32)
