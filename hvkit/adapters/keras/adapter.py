@@ -142,8 +142,10 @@ class KerasAdapter:
             return average_gradients
         hvd, wait = runtime.engine("tensorflow").hvd, GraphWait(f"{name}.statistics")
 
-        def average(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-            means = average_gradients(gradients, variables)
+        def average(
+            gradients: Sequence[Any], variables: Sequence[Any], absent: Sequence[Any] | None = None
+        ) -> list[Any]:
+            means = average_gradients(gradients, variables, absent)
             average_statistics(self.model, hvd, wait)
             return means
 

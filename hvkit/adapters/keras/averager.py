@@ -17,13 +17,12 @@ import tensorflow as tf
 
 from hvkit import runtime
 from hvkit.adapters.chunks import chunks
-from hvkit.adapters.keras.compression import from_bits, narrow_mean, to_bits
+from hvkit.adapters.keras.compression import narrow_mean, widened
 from hvkit.adapters.keras.graph_wait import GraphWait
+from hvkit.adapters.keras.sparse import average_rows
 from hvkit.engines import waiting_for_all_ranks
 from hvkit.errors import RanksDisagreeError
 from hvkit.watch.calls import call
-
-_NARROW = (tf.float16, tf.bfloat16)
 
 # What a rank that has come to the end of an epoch says, where others say which gradients they have.
 _AT_THE_END = 1 << 15
@@ -57,16 +56,23 @@ class GradientAverager:
         with tf.init_scope(), tf.device("CPU:0"):
             self._zero = tf.Variable(0, trainable=False)
         self._wait = GraphWait(name)
-        self._tell_in_graph = tf.function(self._tell, autograph=False, reduce_retracing=True)
+        self._tell_in_graph: Any = None
         self._width: int | None = None
         self._eager = False
 
-    def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    def __call__(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        absent: Sequence[Any] | None = None,
+    ) -> list[Any]:
         """Return the means, None where no rank had a gradient; a collective.
 
         Args:
             gradients: ``tf.Tensor``, ``tf.IndexedSlices`` or None, one for each variable.
             variables: the Keras or TensorFlow variables they belong to.
+            absent: what this rank contributes, in eager code, where it has no gradient and
+                others have one; zeros by default.
 
         Raises:
             tf.errors.InvalidArgumentError: in a graph, if only some ranks have a gradient for a
@@ -79,7 +85,8 @@ class GradientAverager:
         present = tf.constant(np.array([dense, sparse], np.int32))
         if tf.executing_eagerly():
             with call("optimizer.apply()"), waiting_for_all_ranks():
-                return self._eager_means(gradients, variables, self._tell(present).numpy())
+                had = self._tell(present).numpy()
+                return self._eager_means(gradients, variables, absent, had)
         # Not before the step has data: one on an iterator that has ended must not ask.
         with tf.control_dependencies([self._wait.enter(_ready_first(gradients))]):
             had = self._tell(present)
@@ -91,15 +98,20 @@ class GradientAverager:
         return means
 
     def _eager_means(
-        self, gradients: list[Any], variables: Sequence[Any], had: np.ndarray[Any, Any]
+        self,
+        gradients: list[Any],
+        variables: Sequence[Any],
+        absent: Sequence[Any] | None,
+        had: np.ndarray[Any, Any],
     ) -> list[Any]:
         if np.any(had >= _AT_THE_END):
             raise RanksDisagreeError(_UNEVEN)
         self._check(gradients, variables)
         any_dense, any_sparse = had.astype(bool)
+        absent = absent or [None] * len(gradients)
         gradients = [
             _filled_in(*each)
-            for each in zip(gradients, variables, any_dense, any_sparse, strict=True)
+            for each in zip(gradients, variables, absent, any_dense, any_sparse, strict=True)
         ]
         return self._mean(gradients)
 
@@ -114,6 +126,12 @@ class GradientAverager:
         """
         if self._width is not None:
             # Horovod names an operation of eager code by its kind, one of a graph by its name.
+            if not self._eager and self._tell_in_graph is None:
+                # Once for all widths; calling a tf.function for each averager would have
+                # TensorFlow warn of functions that are traced again and again.
+                self._tell_in_graph = tf.function(
+                    self._tell, autograph=False
+                ).get_concrete_function(tf.TensorSpec((2, None), tf.int32))
             tell = self._tell if self._eager else self._tell_in_graph
             with waiting_for_all_ranks():
                 had = tell(tf.fill((2, self._width), _AT_THE_END))
@@ -154,14 +172,15 @@ class GradientAverager:
         # Backward makes the last variables' gradients ready first.
         for i in reversed(range(len(gradients))):
             if _is_sparse(gradients[i]):
-                means[i] = self._mean_of_slices(gradients[i], i)
+                name = f"{self._name}.{i}"
+                means[i] = average_rows(gradients[i], name, self._hvd, self._narrow)
             elif gradients[i] is not None:
                 kinds.setdefault(gradients[i].dtype, []).append(i)
         for dtype, positions in kinds.items():
             sizes = [_bytes(gradients[i]) for i in positions]
             for run in chunks(sizes):
                 together = [positions[p] for p in run]
-                sent = [_widened(gradients[i]) for i in together]
+                sent = [widened(gradients[i]) for i in together]
                 name = f"{self._name}.{dtype.name}.{together[0]}"
                 for i, mean in zip(together, self._dense_means(sent, name), strict=True):
                     means[i] = tf.cast(mean, dtype)
@@ -174,19 +193,6 @@ class GradientAverager:
             gradients, op=self._hvd.Average, name=name, ignore_name_scope=True
         )
         return means
-
-    def _mean_of_slices(self, slices: tf.IndexedSlices, i: int) -> tf.IndexedSlices:
-        """All ranks' rows one after the other: the slices that one process would have had."""
-        gather, name = self._hvd.allgather, f"{self._name}.{i}"
-        values = _widened(slices.values)
-        narrow = self._narrow if values.dtype == tf.float32 else None
-        sent = to_bits(values, narrow) if narrow else values
-        values = gather(sent, name=f"{name}.values", ignore_name_scope=True)
-        if narrow:
-            values = from_bits(values, narrow)
-        indices = gather(slices.indices, name=f"{name}.indices", ignore_name_scope=True)
-        mean = tf.cast(values / runtime.size(), slices.values.dtype)
-        return tf.IndexedSlices(mean, indices, slices.dense_shape)
 
 
 def _ready_first(gradients: Sequence[Any]) -> list[Any]:
@@ -202,25 +208,20 @@ def _is_sparse(gradient: Any) -> bool:
     return isinstance(gradient, tf.IndexedSlices)
 
 
-def _filled_in(gradient: Any, variable: Any, any_dense: bool, any_sparse: bool) -> Any:
-    """This rank's gradient in the form in which all ranks send it, zeros if it has none."""
+def _filled_in(gradient: Any, variable: Any, absent: Any, any_dense: bool, any_sparse: bool) -> Any:
+    """This rank's gradient in the form in which all ranks send it."""
     if any_dense:
         if gradient is None:
-            return tf.zeros(variable.shape, variable.dtype)
+            return tf.zeros(variable.shape, variable.dtype) if absent is None else absent
         return tf.convert_to_tensor(gradient)
     if any_sparse and gradient is None:
         row = tf.zeros((0, *variable.shape[1:]), variable.dtype)
-        return tf.IndexedSlices(row, tf.zeros(0, tf.int32), tf.constant(variable.shape))
+        return tf.IndexedSlices(row, tf.zeros(0, tf.int64), tf.constant(variable.shape))
     return gradient
 
 
 def _identity(gradient: Any) -> Any:
     return None if gradient is None else tf.identity(gradient)
-
-
-def _widened(tensor: tf.Tensor) -> tf.Tensor:
-    """Horovod has no bfloat16, and float16 would overflow in the sum where the mean fits."""
-    return tf.cast(tensor, tf.float32) if tensor.dtype in _NARROW else tensor
 
 
 def _bytes(tensor: tf.Tensor) -> int:

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from hvkit import runtime
 from hvkit.adapters.keras.graph_wait import GraphWait
+from hvkit.adapters.keras.guard import refuse_xla
 
 # The names of the collectives; ranks make the layers in the same order.
 _serial = itertools.count()
@@ -71,6 +72,7 @@ def _moments_over_ranks(layer: Any, name: str) -> Any:
     of_own_batch = layer._moments
 
     def moments(inputs: tf.Tensor, mask: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        refuse_xla("batch norm over all ranks' batches")
         mean, variance = of_own_batch(inputs, mask)
         count = _samples(layer, inputs, mask)
         mine = tf.concat([mean, variance, [count]], axis=0)

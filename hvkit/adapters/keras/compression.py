@@ -11,6 +11,8 @@ from types import ModuleType
 
 import tensorflow as tf
 
+_NARROW = (tf.float16, tf.bfloat16)
+
 DTYPES = {"fp16": tf.float16, "bf16": tf.bfloat16}
 
 
@@ -45,3 +47,8 @@ def to_bits(values: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
 def from_bits(bits: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     """The float32 values of what :func:`to_bits` gave."""
     return tf.cast(tf.bitcast(bits, dtype), tf.float32)
+
+
+def widened(tensor: tf.Tensor) -> tf.Tensor:
+    """Horovod has no bfloat16, and float16 would overflow in the sum where the mean fits."""
+    return tf.cast(tensor, tf.float32) if tensor.dtype in _NARROW else tensor

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from hvkit import runtime
 from hvkit.adapters.keras.graph_wait import GraphWait
+from hvkit.adapters.keras.guard import refuse_xla
 
 _averaged: WeakSet[Any] = WeakSet()
 
@@ -52,6 +53,7 @@ def _share_check_for_overflows() -> None:
         finite = check_finite_locally(self, grads)
         if inner_optimizer(self) not in _averaged:
             return finite
+        refuse_xla("the check for overflows in the optimizer")
         with tf.device("CPU:0"):
             everywhere = wait.around(tf.cast(finite, tf.int32), lowest)
         return tf.cast(everywhere, tf.bool)

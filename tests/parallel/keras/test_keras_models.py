@@ -1,8 +1,10 @@
 """Kinds of models, gradients and files."""
 
 import json
+import logging
 import subprocess
 import sys
+import traceback
 import zipfile
 
 import keras
@@ -217,6 +219,45 @@ def test_a_model_with_its_own_train_step_over_its_parts(built):
     assert same_on_all_ranks(weights(model.generator) + weights(model.critic))
 
 
+def test_autograph_translates_the_users_code_alone(monkeypatch):
+    from hvkit.adapters.keras.averager import GradientAverager
+
+    translated = []
+    average = GradientAverager.__call__
+
+    def look(self, *args):
+        frames = traceback.extract_stack()
+        translated.extend(f.name for f in frames if "autograph_generated" in f.filename)
+        return average(self, *args)
+
+    monkeypatch.setattr(GradientAverager, "__call__", look)
+    model, optimizer = hvkit.distribute(mlp(), sgd())
+
+    @tf.function
+    def users_step(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x) - y) ** 2)
+        variables = model.trainable_variables
+        optimizer.apply(tape.gradient(loss, variables), variables)
+
+    users_step(tf.ones((2, 8)), tf.ones((2, 4)))
+    assert translated == ["tf__users_step"]
+
+
+def test_tensorflow_does_not_warn_that_hvkit_is_traced_again_and_again():
+    warnings = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    tf.get_logger().addHandler(handler)
+    try:
+        for seed in range(8):
+            model, optimizer = hvkit.distribute(mlp(seed), sgd())
+            fit(model, optimizer, local(regression(steps=1)))
+    finally:
+        tf.get_logger().removeHandler(handler)
+    assert not [text for text in warnings if "GradientAverager" in text]
+
+
 def test_a_second_fit_goes_on_in_step():
     model = mlp(hvkit.rank())
     model, optimizer = hvkit.distribute(model, keras.optimizers.Adam(0.01))
@@ -244,6 +285,62 @@ def test_xla_is_left_aside(compiled):
     assert not model.jit_compile
     refit(model, local(regression(steps=3)))
     assert same_on_all_ranks(weights(model))
+
+
+@pytest.mark.parametrize("kind", ["plain", "nested"])
+def test_a_function_that_xla_compiles_is_an_error_that_names_the_fix(kind):
+    model, optimizer = hvkit.distribute(mlp(), sgd())
+    x, y = (tf.constant(each) for each in local(regression(steps=1))[0])
+
+    def step(x, y):
+        tape_step(model, optimizer, x, y)
+
+    inner = tf.function(step)
+    compiled = tf.function(step if kind == "plain" else lambda x, y: inner(x, y), jit_compile=True)
+    before = weights(model)
+    error, text = error_of(lambda: compiled(x, y))
+    assert error is ValueError
+    assert "optimizer.apply is inside a tf.function with jit_compile=True" in text
+    assert "leave jit_compile=True away" in text
+    assert largest_difference(weights(model), before) == 0
+    hvkit.barrier()
+
+
+def test_xla_may_compile_the_gradients_apart_from_the_update():
+    def loop(model, optimizer, data):
+        @tf.function(jit_compile=True)
+        def gradients(x, y):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((model(x, training=True) - y) ** 2)
+            return tape.gradient(loss, model.trainable_variables)
+
+        @tf.function
+        def step(x, y):
+            optimizer.apply(gradients(x, y), model.trainable_variables)
+
+        for x, y in data:
+            step(tf.constant(x), tf.constant(y))
+
+    equals_one_process(mlp, sgd, loop)
+
+
+@pytest.mark.parametrize("compiled", ["loss scale", "batch norm"])
+def test_other_collectives_in_a_function_that_xla_compiles_are_errors_too(compiled):
+    layers = keras.layers
+    model = keras.Sequential([keras.Input((8,)), layers.BatchNormalization(), layers.Dense(4)])
+    scaler = keras.optimizers.LossScaleOptimizer(sgd())
+    hvkit.distribute(model, scaler, batch_norm="sync" if compiled == "batch norm" else "local")
+
+    @tf.function(jit_compile=True)
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x, training=compiled == "batch norm") - y) ** 2)
+        variables = model.trainable_variables
+        scaler.apply(tape.gradient(loss, variables), variables)
+
+    error, text = error_of(lambda: step(tf.ones((2, 8)), tf.ones((2, 4))))
+    assert error is ValueError
+    assert "leave jit_compile=True away" in text
 
 
 class OwnStep(keras.Sequential):

@@ -15,7 +15,7 @@ from models import (
     regression,
     weights,
 )
-from ranks import largest_difference, same_on_all_ranks
+from ranks import error_of, largest_difference, same_on_all_ranks
 
 import hvkit
 
@@ -108,6 +108,76 @@ def test_gradient_accumulation_reduces_once_in_k_steps(monkeypatch):
     hvkit.distribute(model, optimizer := keras.optimizers.SGD(0.1, gradient_accumulation_steps=3))
     eager_tape(model, optimizer, local(regression(steps=6)))
     assert len(calls) == 2
+
+
+# Which of two variables have a gradient, in one step after the other: on rank 0, on the others.
+PRESENT = {
+    "another on each rank": [("a", "b"), ("a", "b")],
+    "one on one rank alone": [("ab", "a"), ("ab", "a")],
+    "before the update alone": [("ab", "ab"), ("a", "ab")],
+    "none before the update": [("", "ab"), ("ab", "b")],
+    "exchanged": [("a", "b"), ("b", "a")],
+}
+
+
+@pytest.mark.parametrize("accumulated", [None, 2])
+@pytest.mark.parametrize("present", PRESENT)
+def test_eager_ranks_may_lack_gradients_of_some_variables(present, accumulated):
+    """As one process would with the mean over ranks, in which what is absent counts as zero."""
+    n = hvkit.size()
+    rng = np.random.default_rng(0)
+
+    def two_layers():
+        layers = [keras.layers.Dense(3, use_bias=False) for _ in range(2)]
+        return keras.Sequential([keras.Input((3,)), *layers])
+
+    def momentum():
+        return keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=accumulated)
+
+    model, reference = two_layers(), two_layers()
+    reference.set_weights(hvkit.broadcast(model.get_weights()))
+    optimizer, one_process = momentum(), momentum()
+    hvkit.distribute(model, optimizer, lr_scaling="none")
+    for which in PRESENT[present] * 2:
+        theirs = [
+            [rng.normal(size=(3, 3)).astype(np.float32) if v in which[min(r, 1)] else None
+             for v in "ab"]
+            for r in range(n)
+        ]  # fmt: skip
+        means = [
+            sum(g for g in of_one if g is not None) / n
+            if any(g is not None for g in of_one)
+            else None
+            for of_one in zip(*theirs, strict=True)
+        ]
+        optimizer.apply(_tensors(theirs[hvkit.rank()]), model.trainable_variables)
+        one_process.apply(_tensors(means), reference.trainable_variables)
+        assert same_on_all_ranks(weights(model))
+        assert largest_difference(weights(model), weights(reference)) < 1e-5
+
+
+def _tensors(gradients):
+    return [None if g is None else tf.constant(g) for g in gradients]
+
+
+def test_graphs_that_accumulate_and_lack_a_gradient_on_some_ranks_are_an_error():
+    model = mlp()
+    optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+    hvkit.distribute(model, optimizer)
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            hidden = model.layers[0](x)
+            loss = tf.reduce_sum(model.layers[1](hidden) if hvkit.rank() == 0 else hidden)
+        variables = model.trainable_variables
+        optimizer.apply(tape.gradient(loss, variables), variables)
+
+    step(tf.ones((2, 8)))
+    error, text = error_of(lambda: step(tf.ones((2, 8))))
+    assert error is tf.errors.InvalidArgumentError
+    assert "only some ranks have a gradient" in text
+    assert "dense_1/kernel" in text
 
 
 @pytest.mark.parametrize("wrapped", ["before the call", "after the call"])

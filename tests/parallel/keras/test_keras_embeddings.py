@@ -1,0 +1,195 @@
+"""Row-sparse gradients: rows looked up for each sample, and rows looked up for the whole batch."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from models import LOOPS, equals_one_process
+from test_keras_optimizers import BUILT_IN, OPTIONS
+
+import hvkit
+from hvkit.adapters.keras.averager import GradientAverager
+from hvkit.adapters.keras.sparse import Origin, origin
+
+WORDS, LENGTH = 30, 7
+
+
+class TokensAndPositions(keras.layers.Layer):
+    """Both embeddings added up, as most transformers begin."""
+
+    def __init__(self, width=8, in_two_dimensions=False):
+        super().__init__()
+        self.tokens = keras.layers.Embedding(WORDS, width)
+        self.positions = keras.layers.Embedding(LENGTH + 3, width)
+        self.in_two_dimensions = in_two_dimensions
+
+    def call(self, x):
+        positions = keras.ops.arange(0, keras.ops.shape(x)[-1], 1)
+        return self.tokens(x) + self.positions(
+            positions[None] if self.in_two_dimensions else positions
+        )
+
+
+def transformer(seed=0):
+    """A text classifier: 2 classes, sequences of any length up to LENGTH + 3."""
+    keras.utils.set_random_seed(seed)
+    layers = keras.layers
+    words = keras.Input((None,), dtype="int32")
+    x = TokensAndPositions()(words)
+    # A bias of the keys has a gradient of zero, whose rounding Adam would blow up.
+    x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 4, use_bias=False)(x, x))
+    x = layers.LayerNormalization()(x + layers.Dense(8)(layers.Dense(16, "relu")(x)))
+    return keras.Model(words, layers.Dense(4)(layers.GlobalAveragePooling1D()(x)))
+
+
+def small(seed=0, in_two_dimensions=False):
+    """The two embeddings and a linear layer."""
+    keras.utils.set_random_seed(seed)
+    layers = keras.layers
+    words = keras.Input((None,), dtype="int32")
+    x = TokensAndPositions(4, in_two_dimensions)(words)
+    return keras.Model(words, layers.Dense(4)(layers.GlobalAveragePooling1D()(x)))
+
+
+def texts(steps, per_rank=5, length=LENGTH, words=WORDS):
+    """Global batches of words, some of which are frequent, and targets."""
+    rng = np.random.default_rng(1)
+    rows = per_rank * hvkit.size()
+    return [
+        (
+            (words * rng.random((rows, length)) ** 2).astype(np.int32),
+            rng.normal(size=(rows, 4)).astype(np.float32),
+        )
+        for _ in range(steps)
+    ]
+
+
+def adam(factor, **options):
+    return keras.optimizers.Adam(0.01 * factor, **options)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_transformer_with_positions_equals_one_process(loop):
+    equals_one_process(transformer, adam, LOOPS[loop], texts(20))
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_positions_of_shape_one_by_length_equal_one_process(loop):
+    equals_one_process(lambda seed: small(seed, True), adam, LOOPS[loop], texts(5))
+
+
+@pytest.mark.two_ranks
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_built_in_optimizer_equals_one_process(name):
+    make = getattr(keras.optimizers, name)
+    equals_one_process(
+        small, lambda factor: make(learning_rate=0.003 * factor), LOOPS["function"], texts(5)
+    )
+
+
+@pytest.mark.two_ranks
+@pytest.mark.parametrize("loop", ["fit", "eager"])
+@pytest.mark.parametrize("option", [name for name in OPTIONS if name != "loss_scale_factor"])
+def test_options_of_optimizers_equal_one_process(option, loop):
+    equals_one_process(small, lambda factor: adam(factor, **OPTIONS[option]), LOOPS[loop], texts(5))
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_accumulation_equals_one_process_that_accumulates(loop):
+    equals_one_process(
+        small, lambda factor: adam(factor, gradient_accumulation_steps=2), LOOPS[loop], texts(5)
+    )
+
+
+@pytest.mark.parametrize("loop", ["fit", "function"])
+def test_one_word_a_sample_and_one_sample_a_rank_is_no_position(loop):
+    """All ranks often have the same word, for which one process has several rows."""
+
+    def make_model(seed):
+        keras.utils.set_random_seed(seed)
+        layers = keras.layers
+        words = [keras.Input((1,), dtype="int32"), layers.Embedding(2, 4), layers.Flatten()]
+        return keras.Sequential([*words, layers.Dense(4)])
+
+    data = texts(12, per_rank=1, length=1, words=2)
+    assert any(len(set(words.ravel())) == 1 for words, _ in data)
+    equals_one_process(make_model, adam, LOOPS[loop], data)
+
+
+def slices(indices, dtype=tf.int32):
+    """A row for each index: the rank's number plus one."""
+    values = tf.ones((len(indices), 2)) * (hvkit.rank() + 1)
+    return tf.IndexedSlices(values, tf.constant(indices, dtype), tf.constant([10, 2]))
+
+
+def mean_of(name, mine, where="eager"):
+    variable = keras.Variable(np.zeros((10, 2), np.float32))
+    average = GradientAverager(f"hvkit.test.{name}")
+    if where == "graph":
+        return tf.function(lambda: average([mine], [variable])[0])()
+    if where == "graph's argument":
+        return tf.function(lambda g: average([g], [variable])[0])(mine)
+    return average([mine], [variable])[0]
+
+
+TOTAL = sum(range(1, hvkit.size() + 1))
+
+
+@pytest.mark.parametrize("where", ["eager", "graph", "graph's argument"])
+def test_a_rank_with_shorter_sequences_has_the_first_positions(where):
+    mine = [0, 1, 2, 3] if hvkit.rank() == 0 else [0, 1]
+    mean = mean_of(f"shorter.{where}", slices(mine), where)
+    assert mean.indices.numpy().tolist() == [0, 1, 2, 3]
+    expected = np.array([TOTAL, TOTAL, 1, 1]) / hvkit.size()
+    assert mean.values.numpy()[:, 1] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("indices", [[3, 3], [4, 2], [5]])
+def test_rows_that_are_not_positions_stay_apart(indices):
+    mean = mean_of(f"apart.{indices}", slices(indices))
+    assert mean.indices.numpy().tolist() == indices * hvkit.size()
+
+
+def test_a_rank_without_the_gradient_sends_no_rows_whatever_the_dtype_of_indices():
+    mine = (
+        None if hvkit.rank() == 0 else slices([1, 2], tf.int32 if hvkit.rank() == 1 else tf.int64)
+    )
+    mean = mean_of("absent", mine)
+    assert mean.indices.numpy().tolist() == [1, 2]
+    assert mean.values.numpy()[:, 0] == pytest.approx((TOTAL - 1) / hvkit.size())
+
+
+def test_a_graph_shows_where_indices_come_from():
+    found = {}
+    variable, constant = tf.Variable([1, 2, 3]), tf.range(200)
+
+    @tf.function
+    def step(x):
+        found["the length"] = origin(tf.range(tf.shape(x)[1]))
+        found["a constant outside"] = origin(constant + 1)
+        found["a variable"] = origin(variable + 1)
+        found["the samples"] = origin(tf.reshape(x, [-1]) + 1)
+        found["chance"] = origin(tf.random.uniform([3], 0, 9, tf.int32))
+        found["an argument"] = origin(tf.identity(x))
+        found["another function"] = origin(inner(x))
+        tf.cond(x[0, 0] > 0, lambda: in_branch(x), lambda: 0)
+
+    @tf.function
+    def inner(x):
+        return x + 1
+
+    def in_branch(x):
+        found["the samples, in a branch"] = origin(x + 1)
+        return 0
+
+    step(tf.ones((2, 3), tf.int32))
+    assert found == {
+        "the length": Origin.BATCH,
+        "a constant outside": Origin.BATCH,
+        "a variable": Origin.BATCH,
+        "the samples": Origin.SAMPLES,
+        "chance": Origin.SAMPLES,
+        "an argument": Origin.UNKNOWN,
+        "another function": Origin.UNKNOWN,
+        "the samples, in a branch": Origin.SAMPLES,
+    }
