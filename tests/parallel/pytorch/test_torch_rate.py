@@ -558,7 +558,7 @@ def test_saved_rates_are_the_users_whenever_they_are_loaded(loaded, tmp_path):
     if loaded == "before":
         optimizer.load_state_dict(state)
     twin = Twin(model, sgd)
-    twin.optimizer.load_state_dict(state)
+    twin.optimizer.load_state_dict(copy.deepcopy(state))
     hvkit.distribute(model, optimizer, lr_scaling="linear")
     if loaded == "after":
         optimizer.load_state_dict(state)
