@@ -84,10 +84,21 @@ def broadcast_optimizer(optimizer: Optimizer) -> None:
         io.BytesIO(payload), map_location=_same_kind_of_device, weights_only=False
     )
     for group, theirs in zip(optimizer.param_groups, options, strict=True):
-        group.update(theirs)
+        for key, value in theirs.items():
+            group[key] = _taken_over(group.get(key), value)
     optimizer.state.clear()
     for key, value in state.items():
         optimizer.state[parameters[key] if isinstance(key, int) else key] = value
+
+
+def _taken_over(own: Any, theirs: Any) -> Any:
+    """Rank 0's value; a tensor stays the one that the script holds, which may set a rate by it."""
+    if not isinstance(own, torch.Tensor) or not isinstance(theirs, torch.Tensor):
+        return theirs
+    if own.shape != theirs.shape or own.dtype != theirs.dtype:
+        return theirs
+    with torch.no_grad():
+        return own.copy_(theirs)
 
 
 def _same_kind_of_device(storage: Any, location: str) -> Any:

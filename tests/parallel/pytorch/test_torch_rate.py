@@ -263,6 +263,21 @@ def test_a_rate_that_gradients_flow_to_is_replaced_and_never_written_to():
     assert rate.grad == 2 * rate
 
 
+def test_a_tensor_that_the_script_holds_sets_the_rate_on_every_rank():
+    model = mlp()
+    rate = torch.tensor(0.7 + hvkit.rank())
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    hvkit.distribute(model, optimizer, lr_scaling="linear")
+    assert rate == torch.tensor(0.7)  # rank 0's
+    twin = Twin(model, sgd)
+    rate.fill_(0.25)
+    backward(model, local(regression(steps=1))[0])
+    optimizer.step()
+    twin.step(model, [0.25 * hvkit.size()], optimizer.param_groups)
+    assert identical(model, twin.model)
+    assert rate == 0.25
+
+
 @pytest.mark.parametrize("rate", ["float", "tensor", "shared tensor"])
 def test_groups_that_are_added_later_have_the_users_rate_too(rate):
     shared = torch.tensor(RATE)
@@ -417,11 +432,12 @@ class Fails(torch.optim.SGD):
 @pytest.mark.parametrize("where", ["update", "closure", "hook"])
 @pytest.mark.parametrize("warmup", [0, 4], ids=["at once", "warm-up"])
 def test_a_step_that_raises_leaves_the_users_rate_in_place(where, lr, warmup):
-    lr = copy.copy(lr)
+    lr = copy.deepcopy(lr)
     model = mlp()
     kind = Fails if where == "update" else torch.optim.SGD
     optimizer = kind(model.parameters(), lr=lr)
     hvkit.distribute(model, optimizer, lr_scaling="linear", warmup_steps=warmup)
+    lr = optimizer.param_groups[0]["lr"]
 
     def fail(*_):
         raise MemoryError("at no rate")
@@ -438,7 +454,7 @@ def test_a_step_that_raises_leaves_the_users_rate_in_place(where, lr, warmup):
     if where == "hook":
         hook.remove()
     if where != "update":
-        twin = Twin(model, lambda m: torch.optim.SGD(m.parameters(), lr=copy.copy(lr)))
+        twin = Twin(model, lambda m: torch.optim.SGD(m.parameters(), lr=copy.deepcopy(lr)))
         backward(model, local(regression(steps=1))[0])
         optimizer.step()
         by = 1 if warmup else hvkit.size()
@@ -473,7 +489,7 @@ def test_a_step_that_calls_its_parents_counts_once(warmup):
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("lr", [RATE, torch.tensor(RATE)], ids=["float", "tensor"])
 def test_an_optimizer_that_lowers_its_rate_itself_lowers_the_users(lr, in_place):
-    lr = copy.copy(lr)
+    lr = copy.deepcopy(lr)
     model = mlp()
     optimizer = Decays(model.parameters(), lr=lr)
     optimizer.in_place = in_place
@@ -542,7 +558,7 @@ def test_saved_rates_are_the_users_whenever_they_are_loaded(loaded, tmp_path):
     if loaded == "before":
         optimizer.load_state_dict(state)
     twin = Twin(model, sgd)
-    twin.optimizer.load_state_dict(state)
+    twin.optimizer.load_state_dict(copy.deepcopy(state))
     hvkit.distribute(model, optimizer, lr_scaling="linear")
     if loaded == "after":
         optimizer.load_state_dict(state)
