@@ -16,7 +16,6 @@ parser.add_argument("--no-shuffle", dest="shuffle", action="store_false")
 parser.add_argument("--seed", type=int, default=1)
 parser.add_argument("--save", help="file for the trained model, .keras")
 args = parser.parse_args()
-args.save = args.save if hvkit.rank() == 0 else None  # added
 
 digits = load_digits()
 images, labels = digits.images[..., None].astype("float32") / 16, digits.target
@@ -44,5 +43,6 @@ model.fit(
 loss, accuracy = model.evaluate(*test, verbose=0)
 print(f"test loss {loss:.6f}, test accuracy {accuracy:.6f}")
 
+args.save = args.save if hvkit.is_main() else None  # added
 if args.save:
     model.save(args.save)

@@ -16,7 +16,6 @@ parser.add_argument("--lr", type=float, default=0.5)
 parser.add_argument("--seed", type=int, default=1)
 parser.add_argument("--save", help="file for the trained weights, .weights.h5")
 args = parser.parse_args()
-args.save = args.save if hvkit.rank() == 0 else None  # added
 
 
 class Autoencoder(keras.Model):
@@ -52,5 +51,6 @@ hvkit.distribute(model, optimizer)  # added
 model.compile(optimizer)
 model.fit(data, epochs=args.epochs, verbose=2)
 
+args.save = args.save if hvkit.is_main() else None  # added
 if args.save:
     model.save_weights(args.save)

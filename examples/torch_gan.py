@@ -17,7 +17,6 @@ parser.add_argument("--lr", type=float, default=0.02)
 parser.add_argument("--seed", type=int, default=1)
 parser.add_argument("--save", help="file for the trained weights")
 args = parser.parse_args()
-args.save = args.save if hvkit.rank() == 0 else None  # added
 
 torch.manual_seed(args.seed)
 real = torch.tensor(load_digits().data, dtype=torch.float32) / 8 - 1
@@ -52,6 +51,7 @@ for epoch in range(args.epochs):
         g_optimizer.step()
     print(f"epoch {epoch + 1}: discriminator {d_loss:.4f}, generator {g_loss:.4f}")
 
+args.save = args.save if hvkit.is_main() else None  # added
 if args.save:
     torch.save(
         {"generator": generator.state_dict(), "critic": discriminator.state_dict()}, args.save

@@ -18,7 +18,6 @@ parser.add_argument("--gamma", type=float, default=0.7)
 parser.add_argument("--seed", type=int, default=1)
 parser.add_argument("--save", help="file for the trained weights")
 args = parser.parse_args()
-args.save = args.save if hvkit.rank() == 0 else None  # added
 
 digits = load_digits()
 images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
@@ -54,5 +53,6 @@ for epoch in range(args.epochs):
             correct += (model(x).argmax(1) == y).sum().item()
     print(f"epoch {epoch + 1}: test accuracy {correct / len(test_loader.dataset):.4f}")
 
+args.save = args.save if hvkit.is_main() else None  # added
 if args.save:
     torch.save(model.state_dict(), args.save)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from hvkit import runtime
 from hvkit.agreement import raise_together
+from hvkit.errors import RankLostError, RanksDisagreeError
 from hvkit.watch.calls import call
 
 _NAME = "hvkit.main_first"
@@ -57,6 +58,9 @@ def main_first() -> Iterator[None]:
     problem = None
     try:
         yield
+    except (RanksDisagreeError, RankLostError):
+        # Of a collective in the body: the others, who wait for this rank, have it already.
+        raise
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         problem = error
     finally:

@@ -79,7 +79,7 @@ def _execute(args: argparse.Namespace) -> int:
         bind=args.bind == "cores",
         lost_after=args.lost_after,
         grace=args.grace,
-        style=Style(args.prefix, args.timestamps, args.log_dir),
+        style=Style(args.prefix, args.timestamps, args.log_dir, args.show),
     )
     if args.dry_run:
         print(shown(prepared(request, supervised=False)))

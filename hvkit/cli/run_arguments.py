@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from hvkit.cli.argument_types import seconds_between
+from hvkit.cli.argument_types import ranks, ranks_text, seconds_between
 from hvkit.launch.start import Request
 
 _LOST_AFTER = Request.lost_after
@@ -35,6 +35,13 @@ def add_watching(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--log-dir", type=Path, metavar="DIR", help="also write each rank's output to a file there"
     )
+    parser.add_argument(
+        "--show",
+        type=ranks,
+        metavar="RANKS",
+        help="show only what these ranks print, such as 0 or 0,4-7; what others print goes to "
+        "--log-dir, and their last lines are shown if they fail (default: all)",
+    )
 
 
 def watching(args: argparse.Namespace) -> tuple[str, ...]:
@@ -48,4 +55,6 @@ def watching(args: argparse.Namespace) -> tuple[str, ...]:
     if args.log_dir is not None:
         # In one word: the folder's name may begin with a dash.
         words.append(f"--log-dir={args.log_dir}")
+    if args.show is not None:
+        words += ["--show", ranks_text(args.show)]
     return tuple(words)

@@ -139,6 +139,12 @@ def prepared(request: Request, *, supervised: bool = True) -> Run:
         environ=environ,
         crowded=site.crowded,
     )
+    for some in request.style.ranks or ():
+        if some[-1] >= job.size:
+            raise LaunchError(
+                f"--show {some[-1]}: there is no such rank: they are numbered from 0 to "
+                f"{job.size - 1}"
+            )
     return Run(
         command=launcher.command(job),
         environ=environ,

@@ -209,6 +209,23 @@ def test_lines_get_rank_and_host_and_each_rank_a_file(hosts, tmp_path):
     assert (logs / "rank-0003.log").read_text().split("\n").count("[3 node3] err") == 1
 
 
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun", "gloo"])
+def test_only_the_ranks_that_are_wanted_are_shown(hosts, tmp_path, launcher):
+    logs = tmp_path / "logs"
+    options = ["--launcher", launcher, "--show", "0,2-3", "--log-dir", str(logs)]
+    # Rank 1 is the first of node2.
+    script = "echo out; echo err >&2"
+    done = run(hosts, *HOSTS, *options, "--prefix", "sh", "-c", script)
+    assert set(done.stdout.splitlines()) == {"[0 node1] out", "[2 node2] out", "[3 node3] out"}
+    assert "[1 node2]" not in done.stderr
+    assert sorted((logs / "rank-0001.log").read_text().splitlines()) == [
+        "[1 node2] err",
+        "[1 node2] out",
+    ]
+    said = run(hosts, *HOSTS, "--show", "4", "true").stderr
+    assert said == "hvkit: --show 4: there is no such rank: they are numbered from 0 to 3\n"
+
+
 def test_a_dry_run_starts_nothing_and_its_line_does_what_the_run_does(hosts, tmp_path):
     mark = tmp_path / "mark"
     command = ["sh", "-c", f"hostname >> {mark}"]

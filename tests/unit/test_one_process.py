@@ -22,6 +22,24 @@ thing = object()
 assert (hvkit.rank(), hvkit.size(), hvkit.local_rank(), hvkit.local_size()) == (0, 1, 0, 1)
 assert hvkit.broadcast(thing) is thing
 assert hvkit.allgather(thing) == [thing]
+import numpy as np
+assert hvkit.is_main()
+with hvkit.main_first():
+    pass
+array = np.float32([0.1, np.nan, -np.inf])
+for op in ("mean", "sum", "min", "max"):
+    assert hvkit.allreduce(0.1, op) == 0.1 and hvkit.allreduce(3, op) == 3
+    reduced = hvkit.allreduce(array, op)
+    assert reduced is not array and reduced.tobytes() == array.tobytes()
+try:
+    hvkit.allreduce(0.1, "product")
+except ValueError as error:
+    assert "'product'" in str(error)
+try:
+    with hvkit.main_first():
+        raise KeyError("x")
+except KeyError:
+    pass
 assert hvkit.average(0.1) == 0.1 and hvkit.average({"a": 1}) == {"a": 1.0}
 """
 

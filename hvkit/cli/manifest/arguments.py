@@ -72,8 +72,14 @@ def run_options_of(args: argparse.Namespace) -> tuple[str, ...]:
     """The options that ``hvkit run`` gets as they are.
 
     Raises:
-        ValueError: one of them is no text.
+        ValueError: one of them is no text, or there is no rank that is to be shown.
     """
+    for some in args.show or ():
+        if some[-1] >= args.np:
+            raise ValueError(
+                f"argument --show: there is no rank {some[-1]}: they are numbered from 0 to "
+                f"{args.np - 1}"
+            )
     return tuple(map(names.unicode, watching(args)))
 
 

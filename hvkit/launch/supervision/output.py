@@ -32,11 +32,18 @@ class Style:
         prefix: whether lines begin with rank and host.
         timestamps: whether lines begin with the time at which they arrived here.
         log_dir: folder for a file of each rank's output, see :func:`make_room`; ``None`` for none.
+        ranks: the ranks whose output is shown; ``None`` for all. What the others print goes to
+            their log files, and the last of it into the report of a failure.
     """
 
     prefix: bool = False
     timestamps: bool = False
     log_dir: Path | None = None
+    ranks: tuple[range, ...] | None = None
+
+    def shows(self, rank: int) -> bool:
+        """Whether this rank's output is shown."""
+        return self.ranks is None or any(rank in some for some in self.ranks)
 
     @property
     def by_line(self) -> bool:
@@ -54,7 +61,7 @@ class RankOutput:
     def __init__(self, rank: int, host: str, style: Style, show: Callable[[Kind, bytes], None]):
         self._label = f"[{rank} {host}] ".encode() if style.prefix else b""
         self._style = style
-        self._show = show
+        self._show = show if style.shows(rank) else _leave_out
         self._log = _log_file(style.log_dir, rank)
         self._begun = {Kind.STDOUT: b"", Kind.STDERR: b""}
         self._last: deque[bytes] = deque(maxlen=LAST_LINES)
@@ -135,6 +142,10 @@ def show(kind: Kind, data: bytes) -> None:
             data = data[os.write(file, data) :]
         except BlockingIOError:
             select.select([], [file], [])
+
+
+def _leave_out(kind: Kind, data: bytes) -> None:
+    """Show nothing of a rank."""
 
 
 def make_room(folder: Path) -> None:

@@ -18,6 +18,7 @@ from hvkit.launch.network import Interface
 from hvkit.launch.probe import Facts
 from hvkit.launch.ssh import Answer
 from hvkit.launch.start import Request, prepared, shown
+from hvkit.launch.supervision.output import Style
 
 NODES = (Host("node1", slots=2), Host("node2", slots=2))
 DOCKER = Interface("docker0", "172.17.0.1", "172.17.0.0/16")
@@ -76,6 +77,12 @@ def test_ranks_on_two_hosts_use_the_network_between_them_and_never_docker(hosts)
     assert run.addresses == ("10.0.0.1",)
     assert run.lost_after == 30.0
     assert line.endswith("python x.py")
+
+
+def test_ranks_to_show_that_are_not_there_are_refused(hosts):
+    assert prepared(request(style=Style(ranks=(range(3),)))).size == 3
+    with pytest.raises(LaunchError, match=r"--show 3: there is no such rank: .* from 0 to 2"):
+        prepared(request(style=Style(ranks=(range(1), range(2, 4)))))
 
 
 def test_on_this_host_alone_nobody_is_given_up_and_nothing_is_restricted(hosts):

@@ -27,7 +27,7 @@ def test_an_mpijob_with_all_options(capsys: pytest.CaptureFixture[str]) -> None:
         f"{MPIJOB} --gpus 1 --name digits --namespace ml --cpus 500m --memory 4Gi --shm-size 1Gi "
         "--env A=1 --env B='x y' --launcher-cpus 2 --launcher-memory 2Gi --retries 2 "
         "--volume d:/data --volume o:/out --log-dir /out/logs --prefix --timestamps "
-        "--lost-after 7.5 "
+        "--lost-after 7.5 --show 0,4-7 "
         "-- python train.py --gpus 3 --name x"
     )
     document = yaml.safe_load(written(capsys, line))
@@ -37,7 +37,7 @@ def test_an_mpijob_with_all_options(capsys: pytest.CaptureFixture[str]) -> None:
     launcher, worker = (container(document, which) for which in ("Launcher", "Worker"))
     assert launcher["args"] == shlex.split(
         "run -np 8 -x A -x B --lost-after 7.5 --prefix --timestamps --log-dir=/out/logs "
-        "python train.py --gpus 3 --name x"
+        "--show 0,4-7 python train.py --gpus 3 --name x"
     )
     for mounts in (launcher["volumeMounts"], worker["volumeMounts"]):
         assert {"/data", "/out"} <= {mount["mountPath"] for mount in mounts}
@@ -55,7 +55,8 @@ def test_a_script_with_all_options(capsys: pytest.CaptureFixture[str]) -> None:
     line = (
         f"{SLURM} --gpus 1 --cpus 2 --memory 4G --time 1:00:00 --partition a,b --account c "
         "--job-name d --sbatch=--qos=high --sbatch=--exclusive --env A=1 --env B='x y' --prefix "
-        "--timestamps --lost-after 7.5 --log-dir 'my logs' python train.py --time 5"
+        "--timestamps --lost-after 7.5 --log-dir 'my logs' --show 0 python train.py "
+        "--time 5"
     )
     script = written(capsys, line)
     assert [text.removeprefix("#SBATCH --") for text in script.splitlines()[1:13]] == [
@@ -74,7 +75,7 @@ def test_a_script_with_all_options(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     assert script.endswith(
         "exec hvkit run -np 8 -x A=1 -x 'B=x y' --lost-after 7.5 --prefix --timestamps "
-        "'--log-dir=my logs' python train.py --time 5\n"
+        "'--log-dir=my logs' --show 0 python train.py --time 5\n"
     )
 
 
@@ -83,7 +84,7 @@ def test_hvkit_run_is_told_nothing_that_was_not_asked_for(
     capsys: pytest.CaptureFixture[str], system: str
 ) -> None:
     text = written(capsys, f"manifest {system} -np 8 --slots 4 python train.py")
-    for option in ("-x", "--lost-after", "--prefix", "--timestamps", "--log-dir"):
+    for option in ("-x", "--lost-after", "--prefix", "--timestamps", "--log-dir", "--show"):
         assert option not in text.replace("\n", " ").split()
 
 
@@ -119,6 +120,12 @@ def test_hvkit_run_is_told_nothing_that_was_not_asked_for(
         (f"{MPIJOB} --volume a:/dev/shm python", "argument --volume: PATH /dev/shm is in the way"),
         (f"{MPIJOB} --volume a:/x --volume b:/x python", "--volume: /x is there 2 times"),
         (f"{MPIJOB} --lost-after 1 python", "argument --lost-after: must be a number of seconds"),
+        (
+            f"{MPIJOB} --show x python",
+            "argument --show: must be ranks, such as 0 or 0,4-7, got 'x'",
+        ),
+        (f"{SLURM} --show 4-0 python", "a range begins with its smaller rank, got '4-0'"),
+        (f"{SLURM} --show 0,8 python", "argument --show: there is no rank 8: they are numbered"),
         (f"{SLURM} --lost-after soon python", "from 2 to 86400, got 'soon'"),
         (f"{SLURM} --log-dir '\udcff' python", "must be text in UTF-8"),
         (f"{SLURM} --env A=1 --env A=2 python", "argument --env: a variable is there twice"),

@@ -103,6 +103,23 @@ def test_the_log_file_has_what_was_shown_of_both_streams(shown, tmp_path):
     assert (tmp_path / "rank-0003.log").read_bytes() == b"out\nerr"
 
 
+def test_what_is_not_to_be_shown_goes_to_the_log_and_the_report_alone(shown, tmp_path):
+    rank = output(shown, log_dir=tmp_path, ranks=(range(1), range(4, 8)))
+    rank.write(Kind.STDOUT, b"out\n")
+    rank.write(Kind.STDERR, b"begun")
+    rank.flush()
+    rank.close()
+    assert shown == []
+    assert (tmp_path / "rank-0003.log").read_bytes() == b"out\nbegun"
+    assert rank.last_lines() == ["out", "begun"]
+
+
+def test_what_is_to_be_shown_is_shown(shown):
+    rank = output(shown, ranks=(range(1), range(2, 4)))
+    rank.write(Kind.STDOUT, b"out\n")
+    assert shown == [(Kind.STDOUT, b"out\n")]
+
+
 def test_the_last_lines_are_kept_and_no_more(shown):
     rank = output(shown)
     rank.write(Kind.STDERR, b"".join(b"%d\n" % number for number in range(100)) + b"end")

@@ -23,6 +23,17 @@ def test_what_ranks_print_and_that_all_ended_well_is_handed_on():
     assert done.stderr == "err\nerr\n"
 
 
+def test_of_ranks_that_are_not_shown_the_one_that_fails_is_shown_at_its_end():
+    style = "from hvkit.launch.supervision.output import Style\n"
+    program = style + RUN.replace("bind=True", "bind=True, style=Style(ranks=(range(1),))")
+    done = run("echo out $OMPI_COMM_WORLD_RANK; echo err >&2", program=program)
+    assert (done.stdout, done.stderr) == ("out 0\n", "err\n")
+    failing = "echo out $OMPI_COMM_WORLD_RANK; [ $OMPI_COMM_WORLD_RANK = 0 ] && sleep 600; exit 7"
+    done = run(failing, program=program)
+    assert "out 1" not in done.stdout
+    assert "ended with exit status 7; its last lines:\n    out 1\n" in done.stderr
+
+
 def test_megabytes_of_output_arrive_in_full():
     done = run("head -c 3000000 /dev/zero | tr '\\0' x", size=1)
     assert done.stdout == "x" * 3_000_000
