@@ -125,7 +125,7 @@ class Checkpoint:
         everyone = share(_SAVE, problem, (progress.epoch, progress.step))
         _require_same_progress(everyone)
         first = runtime.broadcast(ranks.digests(own))
-        states = runtime.gather(_SAVE, ranks.unlike(own, first))
+        states = runtime.collect(_SAVE, ranks.unlike(own, first))
         name = folders.name_of(progress.step)
         if runtime.rank() == 0:
             try:
