@@ -12,7 +12,16 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["hvkit", "hvkit.*"]),
     package_data={"hvkit": ["py.typed"]},
-    install_requires=["numpy", "packaging", "psutil", "pyyaml", "rich", "setuptools>=70.1"],
+    # 4.1: the first mpi4py that comes as a wheel for every MPI.
+    install_requires=[
+        "mpi4py>=4.1",
+        "numpy",
+        "packaging",
+        "psutil",
+        "pyyaml",
+        "rich",
+        "setuptools>=70.1",
+    ],
     extras_require={
         "pytorch": PYTORCH,
         "tensorflow": ["tensorflow>=2.16", *KERAS],

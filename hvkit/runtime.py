@@ -10,19 +10,21 @@ import json
 import os
 import pickle
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
 
-from hvkit import watch
+from hvkit import messages, watch
 from hvkit.commands import program
 from hvkit.engines import ENGINES, Engine, built_for
-from hvkit.errors import LaunchError, RanksDisagreeError
+from hvkit.errors import HvkitError, LaunchError, RanksDisagreeError
 from hvkit.launch import mca
 from hvkit.launch.environment import launch_id, launched
 from hvkit.launch.network import within_host
-from hvkit.watch.calls import current_call, line_of_script, named
+from hvkit.watch import calls
+from hvkit.watch.calls import named
 from hvkit.watch.failures import mark_as_shown_by
 from hvkit.watch.verdict import SAME_CALLS
 
@@ -265,15 +267,9 @@ def gather(call: str, obj: T) -> list[T]:
     """:func:`allgather` inside hvkit, under the name of what the user called."""
     if size() == 1:
         return [obj]
-    payload = pickle.dumps((current_call() or call, line_of_script(), obj))
-    message = len(payload).to_bytes(8, "little") + payload
-    gathered = _any_engine().allgather(np.frombuffer(message, np.uint8)).tobytes()
-    everyone: list[tuple[str, str, T]] = []
-    start = 0
-    while start < len(gathered):
-        stop = start + 8 + int.from_bytes(gathered[start : start + 8], "little")
-        everyone.append(pickle.loads(gathered[start + 8 : stop]))
-        start = stop
+    with calls.call(call):
+        own = pickle.dumps((calls.current_call(), calls.line_of_script(), obj))
+        everyone: list[tuple[str, str, T]] = [pickle.loads(each) for each in _gather_bytes(own)]
     first, first_line, _ = everyone[0]
     for other, (theirs, line, _) in enumerate(everyone):
         if theirs != first:
@@ -283,3 +279,79 @@ def gather(call: str, obj: T) -> list[T]:
             )
             raise mark_as_shown_by(error, 0)
     return [each for _, _, each in everyone]
+
+
+def _gather_bytes(payload: bytes) -> list[bytearray]:
+    """All ranks' bytes, in rank order, by allgathers of at most ``_CHUNK`` bytes in all."""
+    allgather, limit = _any_engine().allgather, _CHUNK // size()
+    mine = np.frombuffer(len(payload).to_bytes(8, "little") + payload[: limit - 8], np.uint8)
+    gathered, start = allgather(mine), 0
+    lengths: list[int] = []
+    everyone: list[bytearray] = []
+    for _ in range(size()):
+        lengths.append(int.from_bytes(gathered[start : start + 8].tobytes(), "little"))
+        stop = start + min(8 + lengths[-1], limit)
+        everyone.append(bytearray(gathered[start + 8 : stop]))
+        start = stop
+    # Most fit into the first message. Of the rest, every rank now knows the lengths.
+    rest = np.frombuffer(payload, np.uint8)
+    for done in range(limit - 8, max(lengths), limit):
+        gathered, start = allgather(rest[done : done + limit]), 0
+        for parts, length in zip(everyone, lengths, strict=True):
+            stop = start + max(0, min(length - done, limit))
+            parts += gathered[start:stop].tobytes()
+            start = stop
+    return everyone
+
+
+def collect(call: str, obj: T) -> list[T]:
+    """The objects of all ranks, in rank order, on rank 0; nothing on the others. A collective.
+
+    Ranks send one after the other, in pieces, so that those besides rank 0 hold no more than a
+    piece of what others send. Through MPI, or, where it does not run, by broadcasts.
+
+    Args:
+        call: what the user called.
+        obj: it must pickle.
+
+    Raises:
+        HvkitError: rank 0 could not hold or read them; on every rank.
+        RanksDisagreeError: another rank has come to another call that all ranks have to make.
+    """
+    if size() == 1:
+        return [obj]
+    mine = np.frombuffer(pickle.dumps(obj) if rank() else b"", np.uint8)
+    everyone = gather(call, (mine.size, messages.can_send(_any_engine())))
+    by_mpi = all(can_send for _, can_send in everyone)
+    if by_mpi:
+        messages.open_communicator()
+    collected, problem = [obj], ""
+    for source, (length, _) in enumerate(everyone[1:], start=1):
+        pieces = _pieces(mine if rank() == source else None, length, source, by_mpi)
+        if rank() == 0:
+            try:
+                received = bytearray()
+                for piece in pieces:
+                    received += memoryview(piece)
+                collected.append(pickle.loads(received))
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error} ({length} bytes of rank {source})"
+        for _ in pieces:
+            pass  # after an error, too: that rank goes on sending
+    if problem := broadcast(problem):
+        raise HvkitError(f"rank 0 cannot bring together what the ranks have: {problem}")
+    return collected if rank() == 0 else []
+
+
+def _pieces(mine: Any, length: int, source: int, by_mpi: bool) -> Iterator[Any]:
+    """The ``length`` bytes of rank ``source``, to be gone through by every rank; its own there."""
+    for start in range(0, length, _CHUNK):
+        stop = min(start + _CHUNK, length)
+        piece = np.empty(stop - start, np.uint8) if mine is None else mine[start:stop]
+        if not by_mpi:
+            piece = _any_engine().broadcast(piece, source)
+        elif rank() == source:
+            messages.send(piece, 0)
+        elif rank() == 0:
+            messages.receive(piece, source)
+        yield piece

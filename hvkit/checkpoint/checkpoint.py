@@ -133,7 +133,7 @@ class Checkpoint:
         _require_same_progress(everyone)
         require_same(_SAVE, compared, rows)
         first = runtime.broadcast(ranks.digests(own))
-        states = runtime.gather(_SAVE, ranks.unlike(own, first))
+        states = runtime.collect(_SAVE, ranks.unlike(own, first))
         name = folders.name_of(progress.step)
         if runtime.rank() == 0:
             try:

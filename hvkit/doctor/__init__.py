@@ -14,8 +14,8 @@ times are seconds, and what is not there is null:
 
 - ``format``: 1.
 - ``hostname``, and ``addresses``, what it resolves to.
-- ``versions``: of ``python``, ``hvkit``, ``torch``, ``tensorflow``, ``keras``, ``numpy`` and
-  ``horovod``.
+- ``versions``: of ``python``, ``hvkit``, ``torch``, ``tensorflow``, ``keras``, ``numpy``,
+  ``horovod`` and ``mpi4py``.
 - ``python``: the interpreter. ``platform``: ``system``, ``kernel``, ``machine``, ``libc``.
 - ``horovod``: ``version``; ``libraries``, each with ``framework``, ``built_for``, ``error`` (why it
   does not load), ``controllers``, ``operations`` and ``mpi`` (``flavour`` and ``version``);

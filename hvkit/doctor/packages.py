@@ -60,6 +60,7 @@ def packages() -> Packages:
             "keras": found["keras"],
             "numpy": _version("numpy"),
             "horovod": found["horovod"],
+            "mpi4py": _version("mpi4py"),
         },
         tensorflows=tuple(f"{name} {version}" for name, version in tensorflows.items()),
         torch_cuda=_torch_cuda(),

@@ -10,7 +10,7 @@ import pytest
 from ranks import error_of
 
 import hvkit
-from hvkit import runtime
+from hvkit import messages, runtime
 
 
 def test_ranks_are_what_the_launcher_says():
@@ -40,6 +40,92 @@ def test_allgather_keeps_the_order_and_takes_objects_of_any_length():
     assert hvkit.allgather("x" * 1000 * hvkit.rank()) == [
         "x" * 1000 * rank for rank in range(hvkit.size())
     ]
+
+
+@pytest.fixture(params=["torch", "tensorflow"])
+def sent(request, monkeypatch):
+    """Messages of 1000 bytes at most, through either engine; what went through it, in bytes."""
+    engine, lengths = runtime.engine(request.param), []
+    monkeypatch.setattr(runtime, "_CHUNK", 1000)
+    monkeypatch.setattr(runtime, "_any_engine", lambda: engine)
+
+    def recorded(collective):
+        def call(*arguments):
+            result = collective(*arguments)
+            lengths.append(result.size)
+            return result
+
+        return call
+
+    for name in ("allgather", "broadcast"):
+        monkeypatch.setattr(engine, name, recorded(getattr(engine, name)))
+    return lengths
+
+
+@pytest.mark.parametrize("length", [0, 10, 300, 485, 1000, 5000])
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_an_allgather_longer_than_one_message_goes_out_in_pieces(sent, length, everywhere):
+    def of(rank):
+        return bytes([rank]) * (length if everywhere or rank == 1 else 3)
+
+    assert hvkit.allgather(of(hvkit.rank())) == [of(rank) for rank in range(hvkit.size())]
+    assert max(sent) <= 1000
+    assert len(sent) >= length * (hvkit.size() if everywhere else 1) // 1000
+    if length <= 10:
+        assert len(sent) == 1, "what is short takes one message"
+
+
+def test_no_message_reaches_the_2_gib_that_mpi_counts():
+    assert runtime._CHUNK < 2**31
+
+
+@pytest.mark.parametrize("by_mpi", ["all", "none", "not rank 1"])
+@pytest.mark.parametrize("length", [0, 10, 1000, 5000])
+def test_collect_brings_the_objects_to_rank_0_only_and_in_pieces(sent, monkeypatch, by_mpi, length):
+    if by_mpi == "none" or (by_mpi == "not rank 1" and hvkit.rank() == 1):
+        monkeypatch.setattr(messages, "can_send", lambda engine: False)
+    pieces = []
+    send = messages.send
+    monkeypatch.setattr(messages, "send", lambda *a: (pieces.append(a[0].size), send(*a)))
+    mine = {"rank": hvkit.rank(), "much": np.full(length * hvkit.rank(), hvkit.rank(), np.uint8)}
+    everyone = runtime.collect("test", mine)
+    if hvkit.rank() == 0:
+        assert [each["rank"] for each in everyone] == list(range(hvkit.size()))
+        for rank, each in enumerate(everyone):
+            assert each["much"].tolist() == [rank] * length * rank
+    else:
+        assert everyone == []
+    assert max(sent) <= 1000
+    assert (sum(pieces) > length * hvkit.rank()) == (by_mpi == "all" and hvkit.rank() > 0)
+    assert max(pieces, default=0) <= 1000
+
+
+class Poison:
+    """Pickles, and raises when it is read."""
+
+    def __reduce__(self):
+        return int, ("poison",)
+
+
+@pytest.mark.parametrize("by_mpi", [True, False])
+def test_what_rank_0_cannot_read_is_an_error_on_all_and_leaves_nothing_in_the_way(
+    sent, monkeypatch, by_mpi
+):
+    monkeypatch.setattr(messages, "can_send", lambda engine: by_mpi)
+    mine = [Poison() if hvkit.rank() == 1 else "fine", "x" * 5000]
+    error, text = error_of(lambda: runtime.collect("test", mine))
+    assert error is hvkit.HvkitError
+    assert "rank 0 cannot bring together what the ranks have: ValueError" in text
+    assert "bytes of rank 1" in text
+    everyone = runtime.collect("test", hvkit.rank())
+    assert everyone == (list(range(hvkit.size())) if hvkit.rank() == 0 else [])
+
+
+def test_collect_notices_a_rank_that_calls_something_else():
+    call = (lambda: runtime.collect("save", 1)) if hvkit.rank() == 0 else hvkit.barrier
+    error, text = error_of(call)
+    assert error is hvkit.RanksDisagreeError
+    assert "rank 1 calls barrier while rank 0 calls save" in text
 
 
 def test_a_root_that_does_not_exist_is_an_error():

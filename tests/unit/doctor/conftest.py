@@ -36,6 +36,7 @@ def right() -> Facts:
                 "keras": "3.15.1",
                 "numpy": "2.4.6",
                 "horovod": "0.28.1+hvkit0",
+                "mpi4py": "4.1.2",
             },
             tensorflows=("tensorflow 2.21.0",),
             torch_cuda="13.0",

@@ -216,17 +216,21 @@ class TestPackages:
 
     def test_requirements_that_are_not_met(self, install: Callable[..., None]) -> None:
         install("numpy", "1.26.4")
+        install("mpi4py", "4.1.2")
+        install("hvkit", "0.1.0", "mpi4py>=4.2", "numpy")
         install("keras", "3.3.0", "numpy", "absl-py", "optree; extra == 'more'")
         install(
             "tensorflow_cpu", "2.21.0", "keras>=3.12.0", "numpy>=1.26", "x; python_version < '3'"
         )
         found = packages()
         assert found.unmet == (
+            Unmet("hvkit 0.1.0", "mpi4py>=4.2", "4.1.2"),
             Unmet("keras 3.3.0", "absl-py", None),
             Unmet("tensorflow-cpu 2.21.0", "keras>=3.12.0", "3.3.0"),
         )
         assert found.versions["tensorflow"] == "2.21.0"
         assert found.versions["torch"] is None
+        assert found.versions["mpi4py"] == "4.1.2"
         assert found.tensorflows == ("tensorflow-cpu 2.21.0",)
 
     @pytest.mark.parametrize(
