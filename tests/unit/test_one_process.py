@@ -37,7 +37,8 @@ def train(distribute):
         optimizer.step()
     return torch.cat([p.flatten() for p in model.parameters()])
 plain = train(lambda model, optimizer: (model, optimizer))
-assert torch.equal(plain, train(lambda m, o: hvkit.distribute(m, o, warmup_steps=5, accumulate=2)))
+options = {"warmup_steps": 5, "accumulate": 2, "check_every": 1}
+assert torch.equal(plain, train(lambda m, o: hvkit.distribute(m, o, **options)))
 """
 
 KERAS = """
@@ -53,7 +54,8 @@ def train(distribute):
     model.fit(x, x[:, :4], batch_size=6, verbose=0)
     return np.concatenate([w.numpy().ravel() for w in model.weights])
 plain = train(lambda model, optimizer: (model, optimizer))
-assert plain.tobytes() == train(lambda m, o: hvkit.distribute(m, o, warmup_steps=5)).tobytes()
+options = {"warmup_steps": 5, "check_every": 1}
+assert plain.tobytes() == train(lambda m, o: hvkit.distribute(m, o, **options)).tobytes()
 """
 
 
