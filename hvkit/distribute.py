@@ -53,6 +53,13 @@ def distribute(
     ``apply_gradients`` call. A Keras model that has no weights yet gets rank 0's in its first
     call, which every rank has to make.
 
+    Random numbers stay each rank's own: seed with ``seed + hvkit.rank()``, so that dropout,
+    augmentation and environments differ between ranks. The start needs no equal seeds, since every
+    rank gets rank 0's weights. Rank 0 warns if all ranks compute the same gradients in the first
+    step. Weights that some ranks load or change alone after the call are an error; what belongs to
+    one rank goes into a buffer or a non-trainable variable. In PyTorch an optimizer that was not
+    passed must not update the model, nor may ``torch.distributed`` train it as well.
+
     What a rank measures in its own loop stays its own: average a validation loss with
     :func:`hvkit.average` before a scheduler or an early stop decides by it. In Keras ``fit`` and
     ``evaluate`` give the metrics of all ranks, and every rank has to call them. The states of

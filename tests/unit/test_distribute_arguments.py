@@ -25,6 +25,8 @@ def distribute(**options):
             ValueError,
             "warmup_steps=2 and warmup_epochs=5 were both given",
         ),
+        ({"check_every": 0}, ValueError, "check_every must be at least 1, got 0"),
+        ({"check_every": 2.0}, TypeError, "check_every must be an int, got 2.0"),
         ({"compression": "int8"}, ValueError, "one of none, fp16, bf16; got 'int8'"),
         ({"batch_norm": True}, ValueError, "one of average, local, sync; got True"),
     ],

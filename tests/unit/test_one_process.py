@@ -55,7 +55,7 @@ def train(distribute):
         optimizer.step()
     return torch.cat([p.flatten() for p in model.parameters()])
 plain = train(lambda model, optimizer: (model, optimizer))
-options = {"lr_scaling": "linear", "warmup_steps": 5, "accumulate": 2}
+options = {"lr_scaling": "linear", "warmup_steps": 5, "accumulate": 2, "check_every": 1}
 assert torch.equal(plain, train(lambda m, o: hvkit.distribute(m, o, **options)))
 """
 
@@ -72,7 +72,7 @@ def train(distribute):
     model.fit(x, x[:, :4], batch_size=6, verbose=0)
     return np.concatenate([w.numpy().ravel() for w in model.weights])
 plain = train(lambda model, optimizer: (model, optimizer))
-options = {"lr_scaling": "linear", "warmup_steps": 5}
+options = {"lr_scaling": "linear", "warmup_steps": 5, "check_every": 1}
 assert plain.tobytes() == train(lambda m, o: hvkit.distribute(m, o, **options)).tobytes()
 """
 

@@ -94,26 +94,31 @@ def refuse_other_optimizers(
 @functools.cache
 def _look_who_steps(is_averaged: Callable[[torch.Tensor], bool]) -> None:
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer in _averaged:
-            return
-        held = sum(len(group["params"]) for group in optimizer.param_groups)
-        if _harmless.get(optimizer) == held:
-            return
-        # An optimizer that was passed may be made around this one, with the same groups.
-        known = {id(group) for each in _averaged for group in each.param_groups}
-        if any(
-            is_averaged(parameter)
-            for group in optimizer.param_groups
-            if id(group) not in known
-            for parameter in group["params"]
-        ):
-            kind = type(optimizer).__name__
-            raise ValueError(
-                f"optimizer {kind} updates parameters of a model that was passed to "
-                "hvkit.distribute, but was not passed itself, so nothing keeps it alike on all "
-                "ranks: use the optimizer that was, and pass those of later phases in the same "
-                "call: distribute(model, [first, second])"
-            )
-        _harmless[optimizer] = held
+        if optimizer not in _averaged:
+            _refuse_if_distributed(optimizer, is_averaged)
 
     register_optimizer_step_pre_hook(before)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _refuse_if_distributed(
+    optimizer: Optimizer, is_averaged: Callable[[torch.Tensor], bool]
+) -> None:
+    held = sum(len(group["params"]) for group in optimizer.param_groups)
+    if _harmless.get(optimizer) == held:
+        return
+    # An optimizer that was passed may be made around this one, with the same groups.
+    known = {id(group) for each in _averaged for group in each.param_groups}
+    if any(
+        is_averaged(parameter)
+        for group in optimizer.param_groups
+        if id(group) not in known
+        for parameter in group["params"]
+    ):
+        raise ValueError(
+            f"optimizer {type(optimizer).__name__} updates parameters of a model that was passed "
+            "to hvkit.distribute, but was not passed itself, so nothing keeps it alike on all "
+            "ranks: use the optimizer that was, and pass those of later phases in the same call: "
+            "distribute(model, [first, second])"
+        )
+    _harmless[optimizer] = held

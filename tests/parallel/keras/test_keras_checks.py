@@ -297,3 +297,15 @@ def test_without_check_every_nothing_is_hashed_after_the_first_step(loop, monkey
     assert first >= 8
     loop(model, optimizer, data[1:])
     assert len(hashed) == first
+
+
+def test_a_rank_without_gradients_compares_with_the_others():
+    model, optimizer = distributed()
+    x, y = local(regression(steps=1))[0]
+    with tf.GradientTape() as tape:
+        loss = mse(y, model(x))
+    gradients = tape.gradient(loss, model.trainable_variables)
+    if hvkit.rank() == 1:
+        gradients = [None] * len(gradients)
+    optimizer.apply(gradients, model.trainable_variables)
+    assert same_on_all_ranks(weights(model))

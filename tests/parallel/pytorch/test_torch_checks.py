@@ -287,13 +287,15 @@ def test_weights_of_other_kinds_are_compared(dtype):
 # Optimizers that were not passed.
 
 
-def test_an_optimizer_made_after_the_call_is_refused_at_its_first_step():
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_optimizer_made_after_the_call_is_refused_at_its_first_step(compiled):
     model, _ = distributed()
     other = torch.optim.Adam(model[2].parameters(), lr=0.1)
+    step = torch.compile(other.step, backend="eager") if compiled else other.step
     before = arrays(model.parameters())
     x, y = local(regression(steps=1))[0]
     F.mse_loss(model(x), y).backward()
-    kind, text = error_of(other.step)
+    kind, text = error_of(step)
     assert kind is ValueError
     assert "optimizer Adam updates parameters of a model that was passed to" in text
     assert "distribute(model, [first, second])" in text
@@ -316,14 +318,16 @@ def test_an_optimizer_that_comes_to_hold_a_distributed_parameter_is_refused():
     assert error_of(other.step)[0] is ValueError
 
 
-def test_optimizers_of_other_models_step_as_ever():
+@pytest.mark.parametrize("compiled", [False, True])
+def test_optimizers_of_other_models_step_as_ever(compiled):
     distributed()
     plain = mlp()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
     before = plain[0].weight.clone()
     x, y = regression(steps=1)[0]
     F.mse_loss(plain(x), y).backward()
-    optimizer.step()
+    step()
     assert not torch.equal(plain[0].weight, before)
 
 
@@ -342,6 +346,16 @@ def test_an_optimizer_inside_the_one_that_was_passed_may_step():
     model, optimizer = distributed(Around)
     train(model, optimizer, local(regression(steps=2)))
     optimizer.base.step()
+    assert same_on_all_ranks(arrays(model.parameters()))
+
+
+def test_a_compiled_step_of_the_optimizer_that_was_passed_goes_on():
+    model, optimizer = distributed()
+    step = torch.compile(optimizer.step, backend="eager")
+    for x, y in local(regression(steps=3)):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        step()
     assert same_on_all_ranks(arrays(model.parameters()))
 
 
