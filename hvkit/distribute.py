@@ -47,6 +47,12 @@ def distribute(
     than the number of samples (class weights, tokens that count) is a mean of means then: where
     that matters, sum it, and divide by the mean over ranks of the divisor, :func:`hvkit.average`.
 
+    A loss that is itself a sum over samples (``reduction="sum"``) grows with the batch, and the
+    mean of N ranks' sums is 1/N of the sum that one process has. Take a mean, or multiply the sum
+    by the number of ranks: ``(loss * hvkit.size()).backward()`` in PyTorch,
+    ``model.compile(..., loss_weights=float(hvkit.size()))`` in Keras. Adam hardly notices; SGD,
+    clipping and weight decay do.
+
     In PyTorch the gradients are averaged when ``loss.backward()`` returns. Parameters that some
     ranks did not use count as zero there; those that no rank used keep a gradient of None. In
     Keras the gradients are averaged inside ``optimizer.apply``, which ``fit`` and

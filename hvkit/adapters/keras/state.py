@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.backend import Variable as KerasVariable
 
 from hvkit import runtime
 from hvkit.agreement import require_equal
@@ -34,7 +35,8 @@ def have_values(variables: Sequence[Any]) -> bool:
 
 def tf_variable(variable: Any) -> tf.Variable:
     """The TensorFlow variable behind a Keras one."""
-    return variable._value if isinstance(variable, keras.Variable) else variable
+    # Not keras.Variable, which is a subclass of it in Keras 3.5.
+    return variable._value if isinstance(variable, KerasVariable) else variable
 
 
 def _is_built(model: keras.Model) -> bool:

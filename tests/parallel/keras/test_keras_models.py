@@ -391,6 +391,21 @@ def test_optimizers_with_different_settings_are_an_error_everywhere():
     assert '"momentum": 0.0' in text
 
 
+@pytest.mark.parametrize("multiplied", [True, False])
+def test_a_sum_over_samples_equals_one_process_if_multiplied_by_the_number_of_ranks(multiplied):
+    def train(model, optimizer, data, weight):
+        loss = keras.losses.MeanSquaredError(reduction="sum")
+        fit(model, optimizer, data, loss=loss, loss_weights=float(weight))
+
+    data = regression(steps=8)
+    reference = mlp()
+    train(reference, keras.optimizers.SGD(0.002), data, 1)
+    model, optimizer = mlp(hvkit.rank()), keras.optimizers.SGD(0.002)
+    hvkit.distribute(model, optimizer, lr_scaling="none")
+    train(model, optimizer, local(data), hvkit.size() if multiplied else 1)
+    assert (largest_difference(weights(model), weights(reference)) < 1e-5) == multiplied
+
+
 def test_fit_that_runs_eagerly():
     equals_one_process(
         mlp, sgd, lambda model, optimizer, data: fit(model, optimizer, data, run_eagerly=True)

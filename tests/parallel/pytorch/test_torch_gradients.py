@@ -35,6 +35,25 @@ def test_sparse_embedding_gradients_stay_sparse_and_equal_one_process():
     assert largest_difference(arrays(model.parameters()), arrays(reference.parameters())) < 1e-5
 
 
+@pytest.mark.parametrize("multiplied", [True, False])
+def test_a_sum_over_samples_equals_one_process_if_multiplied_by_the_number_of_ranks(multiplied):
+    def steps(model, optimizer, batches, weight):
+        for x, y in batches:
+            optimizer.zero_grad()
+            (F.mse_loss(model(x), y, reduction="sum") * weight).backward()
+            optimizer.step()
+
+    data = regression(steps=8)
+    reference = mlp()
+    steps(reference, torch.optim.SGD(reference.parameters(), lr=0.002), data, 1)
+    model = mlp(hvkit.rank())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.002)
+    hvkit.distribute(model, optimizer, lr_scaling="none")
+    steps(model, optimizer, local(data), hvkit.size() if multiplied else 1)
+    different = largest_difference(arrays(model.parameters()), arrays(reference.parameters()))
+    assert (different < 1e-5) == multiplied
+
+
 def functional_embedding(weight, words, sparse):
     return F.embedding(words, weight, sparse=sparse).sum()
 
