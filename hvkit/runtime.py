@@ -205,6 +205,11 @@ def local_size() -> int:
     return _joined().local_size
 
 
+def uses_mpi() -> bool:
+    """Whether this rank runs MPI in its process: not under Gloo, nor in a process of a rank's."""
+    return any(engine.hvd.mpi_enabled() for engine in _engines.values())
+
+
 @named("hvkit.barrier")
 def barrier() -> None:
     """Wait until every rank has come here."""

@@ -45,6 +45,9 @@ def shard(data: D, *, exact: bool = False, seed: int = 0) -> D:
       averaged with ``weight=len(loader.dataset)``. Another loader that is made of
       ``loader.dataset`` and ``loader.batch_sampler`` reads the same batches; the position then
       moves at the ends of epochs.
+      Where MPI may use InfiniBand, workers are not forked, which that can break, but started by
+      ``forkserver``, unless the loader has a ``multiprocessing_context``: what the script runs
+      stands under ``if __name__ == "__main__"`` then, and the dataset and functions pickle.
     - **Loader of an IterableDataset**: every rank reads the whole stream, which has to be the same
       everywhere, and keeps its part. With workers, the dataset has to split itself among them, as
       without hvkit. It has no position to resume from.

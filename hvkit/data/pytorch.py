@@ -14,6 +14,7 @@ from hvkit.data.dataset import DatasetPart, contents
 from hvkit.data.order import Share, seed_from
 from hvkit.data.samplers import Epoch, Order, SampleOrder, order_of
 from hvkit.data.stream import StreamLoader, StreamShard
+from hvkit.data.workers import adapter_that_forbids_forks, started
 
 
 def shard_loader(loader: DataLoader[Any], share: Share, seed: int) -> tuple[Any, list[str]]:
@@ -30,8 +31,9 @@ def shard_loader(loader: DataLoader[Any], share: Share, seed: int) -> tuple[Any,
         group = (batch or 1) * share.size
         stream = StreamShard(loader.dataset, share, group=group, drop_last=drop_last, seed=seed)
         kept = {"batch_size": batch, "drop_last": drop_last}
-        options = {**_options(loader), "generator": torch.Generator()}
-        return StreamLoader(stream, seed, kept | options), ["IterableDataset", *facts]
+        adapter = adapter_that_forbids_forks(loader)
+        options = {**_options(loader, adapter), "generator": torch.Generator()}
+        return StreamLoader(stream, seed, kept | options, adapter), ["IterableDataset", *facts]
     order = order_of(loader, share, seed)
     facts += contents(loader.dataset)
     return ShardedLoader(loader, order, share, seed), [*order.facts(), *facts]
@@ -52,7 +54,8 @@ class ShardedLoader(DataLoader[Any]):
         self._order, self._share, self._seed = order, share, seed
         self._position = order.position
         self._begun_after = 0
-        options: dict[str, Any] = _options(loader)
+        self._adapter = adapter_that_forbids_forks(loader)
+        options: dict[str, Any] = _options(loader, self._adapter)
         if loader.batch_sampler is None:
             options |= {"sampler": order, "batch_size": None}
         elif isinstance(order, SampleOrder):
@@ -71,7 +74,7 @@ class ShardedLoader(DataLoader[Any]):
         self._begun_after = self._position.samples
         self.generator.manual_seed(seed_from(self._seed, epoch.number, self._share.rank))
         with self._order.giving(epoch):
-            batches = super().__iter__()
+            batches = started(super().__iter__, self._adapter)
         return self._counted(iteration, epoch, self._read(epoch, batches))
 
     def _read(self, epoch: Epoch, batches: Iterator[Any]) -> Iterator[Any]:
@@ -123,12 +126,13 @@ class ShardedLoader(DataLoader[Any]):
         self._position.load(state)
 
 
-def _options(loader: DataLoader[Any]) -> dict[str, Any]:
+def _options(loader: DataLoader[Any], adapter: str | None) -> dict[str, Any]:
     names = (
         "num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context "
         "prefetch_factor persistent_workers pin_memory_device in_order"
     )
-    return {name: getattr(loader, name) for name in names.split() if hasattr(loader, name)}
+    options = {name: getattr(loader, name) for name in names.split() if hasattr(loader, name)}
+    return options | {"multiprocessing_context": "forkserver"} if adapter else options
 
 
 def _refuse_others(loader: DataLoader[Any]) -> None:

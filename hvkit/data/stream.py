@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from hvkit.data.order import Share, seed_from
 from hvkit.data.randomness import FixedRandomness
+from hvkit.data.workers import started
 
 _OWN = frozenset({"_inner", "_share", "_group", "_drop_last", "_seed", "_epoch"})
 
@@ -87,14 +88,24 @@ class StreamShard(IterableDataset[Any]):
 
 
 class StreamLoader(DataLoader[Any]):
-    """A DataLoader of one rank's part of a stream; workers get the same seeds on every rank."""
+    """A DataLoader of one rank's part of a stream; workers get the same seeds on every rank.
 
-    def __init__(self, stream: StreamShard, seed: int, options: dict[str, Any]) -> None:
+    Args:
+        stream: the part.
+        seed: what the workers' seeds start from.
+        options: of the user's loader.
+        adapter: what :func:`adapter_that_forbids_forks` gave.
+    """
+
+    def __init__(
+        self, stream: StreamShard, seed: int, options: dict[str, Any], adapter: str | None
+    ) -> None:
         self._seed, self._epoch, self._exact = seed, 0, stream.exact
+        self._adapter = adapter
         super().__init__(stream, **options)
 
     def __iter__(self) -> Any:
         epoch = 0 if self._exact else self._epoch
         self.generator.manual_seed(seed_from(self._seed, epoch))
         self._epoch += 1
-        return super().__iter__()
+        return started(super().__iter__, self._adapter)

@@ -1,0 +1,82 @@
+"""Workers of sharded loaders beside an InfiniBand adapter: started afresh, with the same data."""
+
+import os
+
+import pytest
+from ranks import error_of
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+import hvkit
+from hvkit.data import shard, workers
+
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return index, os.getppid()
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        assert get_worker_info().num_workers == 1
+        return ((index, os.getppid()) for index in range(24))
+
+
+class Broken(Numbers):
+    def __getitem__(self, index):
+        raise KeyError("no such sample")
+
+
+@pytest.fixture
+def infiniband(tmp_path, monkeypatch):
+    port = tmp_path / "mlx5_0" / "ports" / "1"
+    port.mkdir(parents=True)
+    (port / "state").write_text("4: ACTIVE\n")
+    monkeypatch.setattr(workers, "ADAPTERS", tmp_path)
+
+
+def read(loader):
+    return [(numbers.tolist(), set(parents.tolist())) for numbers, parents in loader]
+
+
+@pytest.mark.parametrize("options", [{"num_workers": 2}, {"num_workers": 1}])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_no_worker_is_a_fork_of_its_rank_and_the_data_is_the_same(infiniband, options, persistent):
+    plain = shard(DataLoader(Numbers(), 4, shuffle=True))
+    part = shard(DataLoader(Numbers(), 4, shuffle=True, persistent_workers=persistent, **options))
+    for _ in range(2):
+        seen = read(part)
+        assert [numbers for numbers, _ in seen] == [numbers for numbers, _ in read(plain)]
+        assert all(os.getpid() not in parents for _, parents in seen)
+
+
+def test_no_worker_of_a_stream_is_a_fork_of_its_rank(infiniband):
+    seen = read(shard(DataLoader(Stream(), 4, num_workers=1)))
+    assert [n for numbers, _ in seen for n in numbers] == list(range(24))[
+        hvkit.rank() :: hvkit.size()
+    ]
+    assert all(os.getpid() not in parents for _, parents in seen)
+
+
+def test_without_an_adapter_workers_are_forked():
+    assert read(shard(DataLoader(Numbers(), 4, num_workers=1)))[0][1] == {os.getpid()}
+
+
+def test_what_does_not_pickle_is_an_error_that_names_the_way_out(infiniband):
+    part = shard(DataLoader(Numbers(), 4, num_workers=1, collate_fn=lambda samples: samples))
+    error, text = error_of(lambda: list(part))
+    assert error is hvkit.LaunchError
+    assert "the DataLoader's workers could not start: " in text
+    assert "pickle" in text
+    assert "InfiniBand adapter mlx5_0" in text
+    assert 'multiprocessing_context="fork" to the DataLoader' in text
+    hvkit.barrier()
+
+
+def test_what_a_dataset_raises_in_a_worker_stays_what_it_is(infiniband):
+    error, text = error_of(lambda: list(shard(DataLoader(Broken(), 4, num_workers=1))))
+    assert error is KeyError
+    assert "no such sample" in text
+    hvkit.barrier()

@@ -1,0 +1,45 @@
+"""Scripts whose workers start afresh, beside an InfiniBand adapter, with and without a guard."""
+
+import sys
+
+import pytest
+from launching import run
+
+SCRIPT = """
+import sys
+from pathlib import Path
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import hvkit
+from hvkit.data import workers
+
+workers.ADAPTERS = Path(sys.argv[1])
+
+def main():
+    hvkit.init()
+    loader = hvkit.shard(DataLoader(TensorDataset(torch.arange(12.0)), 2, num_workers=1))
+    print(f"hvkit:{sum(float(x.sum()) for (x,) in loader):g}", flush=True)
+
+"""
+GUARD = 'if __name__ == "__main__":\n    main()\n'
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_script_without_a_guard_gets_an_error_that_names_it(tmp_path, guarded, ranks):
+    port = tmp_path / "mlx5_0" / "ports" / "1"
+    port.mkdir(parents=True)
+    (port / "state").write_text("4: ACTIVE\n")
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT + (GUARD if guarded else "main()\n"))
+    command = ["mpirun", "--oversubscribe", "-np", str(ranks), sys.executable]
+    status, out, err = run([*command, str(script), str(tmp_path)], 170)
+    if guarded:
+        assert status == 0, err
+        sums = [sum(range(rank, 12, ranks)) for rank in range(ranks)]
+        assert sorted(out.split()) == sorted(f"hvkit:{total}" for total in sums)
+        assert err.count("workers of DataLoaders start by multiprocessing's forkserver") == 1
+    else:
+        assert status != 0
+        assert "LaunchError: the DataLoader's workers could not start: " in err
+        assert 'put what the script runs under if __name__ == "__main__"' in err
