@@ -22,7 +22,7 @@ import tensorflow as tf
 from hvkit import runtime
 from hvkit.adapters import fingerprints
 from hvkit.adapters.fingerprints import WIDTH, Compared, Rows
-from hvkit.adapters.keras.guard import weights_of_distributed
+from hvkit.adapters.keras.guard import is_averaged, weights_of_distributed
 from hvkit.adapters.keras.loss_scale import inner_optimizer
 from hvkit.adapters.keras.state import tf_variable
 from hvkit.errors import RanksDisagreeError
@@ -131,11 +131,14 @@ def compared_in(thing: Any) -> tuple[list[Compared], list[Rows]]:
     """What all ranks must hold alike of a model or an optimizer, and its fingerprints.
 
     Args:
-        thing: a model, of which weights count that a distributed model has; or an optimizer.
+        thing: a model or an optimizer. Of those that were not distributed nothing counts but the
+            weights that are a distributed model's, too.
     """
     if isinstance(thing, keras.Model):
         distributed = weights_of_distributed()
         variables = [v for v in _made_trainable(thing) if id(v) in distributed]
+    elif not is_averaged(inner_optimizer(thing)):
+        variables = []
     else:
         local = {id(v) for v in _accumulators(thing)}
         variables = [v for v in thing.variables if id(v) not in local]

@@ -49,6 +49,11 @@ def refuse_other_optimizers(model: Any, optimizers: Sequence[Any]) -> None:
     _look_who_calls()
 
 
+def is_averaged(optimizer: Any) -> bool:
+    """Whether this optimizer, not one that scales the loss, was passed to ``distribute``."""
+    return optimizer in _averaged
+
+
 def weights_of_distributed() -> set[int]:
     """The ids of all weights of the models that were distributed."""
     return {id(w) for model in _models for w in model.weights}

@@ -228,6 +228,16 @@ def test_parts_of_a_distributed_model_are_compared_in_a_save(tmp_path):
     )
 
 
+def test_what_was_not_distributed_may_differ_in_a_save(tmp_path):
+    folder = hvkit.broadcast(tmp_path)
+    model, optimizer = distributed()
+    eager_tape(model, optimizer, local(regression(steps=1)))
+    own, its = mlp(seed=hvkit.rank()), keras.optimizers.Adam(0.01)
+    eager_tape(own, its, local(regression(steps=1)))
+    parts = {"model": model, "optimizer": optimizer, "own": own, "its": its}
+    hvkit.Checkpoint(folder, **parts).save(epoch=0, step=1)
+
+
 def test_rounding_after_the_start_is_said_once_and_is_no_error(capsys):
     model, optimizer = distributed(check_every=1)
     data = local(regression(steps=4))
