@@ -67,13 +67,27 @@ class _Now:
         self.key = ""
         self.before = ""
         self.serial = 0
+        self.turns = 0
         self.waits = 0
         self.since = time.monotonic()
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """The counters of a graph when they were last seen to change.
+
+    A graph that fails leaves them as they are. Its script is out of it once it has begun or ended
+    another call (``turns``), or is no longer inside TensorFlow.
+    """
+
+    counts: tuple[int, int]
+    at: float
+    turns: int
+
+
 _now = _Now()
 _graph_waits: list[GraphWait] = []
-_graph_seen: dict[int, tuple[int, float]] = {}
+_graph_seen: dict[int, _Seen] = {}
 
 
 @contextmanager
@@ -120,10 +134,12 @@ def _entered(name: str, step: int | None, key: str) -> Iterator[None]:
     outer = now.call, now.step, now.key
     now.call, now.step, now.key = name, step, f"{name} {key}"
     now.serial += 1
+    now.turns += 1
     try:
         yield
     finally:
         now.before = now.key
+        now.turns += 1
         now.call, now.step, now.key = outer
 
 
@@ -137,6 +153,7 @@ def waiting() -> Iterator[None]:
     """Around code that returns only when every rank has come to it."""
     now = _now
     now.waits += 1
+    now.turns += 1
     now.since = time.monotonic()
     try:
         yield
@@ -158,16 +175,20 @@ def status() -> Status:
     name, key = _described(now.call, now.step), now.key
     for i, each in enumerate(_graph_waits):
         entered, left = each.read()
-        before, when = _graph_seen.get(i, (-1, moment))
-        if entered + left != before:
-            when = moment
-            _graph_seen[i] = (entered + left, moment)
+        seen = _graph_seen.get(i)
+        if seen is None or seen.counts != (entered, left):
+            seen = _graph_seen[i] = _Seen((entered, left), moment, now.turns)
         serial += entered
-        since = max(since, when)
-        if entered > left and not waits:
+        since = max(since, seen.at)
+        if entered > left and not waits and now.turns == seen.turns and _inside_tensorflow():
             waits, key = True, f"{now.call or each.name} {each.key}"
             name = f"{now.call or each.name}, step {entered}"
     return Status(name, key, serial, now.before, waits, moment - since, line_of_script())
+
+
+def _inside_tensorflow() -> bool:
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return frame is not None and f"{os.sep}tensorflow{os.sep}" in frame.f_code.co_filename
 
 
 def _described(name: str, step: int | None) -> str:

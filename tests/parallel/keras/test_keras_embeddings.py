@@ -127,7 +127,7 @@ def mean_of(name, mine, where="eager"):
     average = GradientAverager(f"hvkit.test.{name}")
     if where == "graph":
         return tf.function(lambda: average([mine], [variable])[0])()
-    if where == "graph's argument":
+    if where == "argument":
         return tf.function(lambda g: average([g], [variable])[0])(mine)
     return average([mine], [variable])[0]
 
@@ -135,7 +135,7 @@ def mean_of(name, mine, where="eager"):
 TOTAL = sum(range(1, hvkit.size() + 1))
 
 
-@pytest.mark.parametrize("where", ["eager", "graph", "graph's argument"])
+@pytest.mark.parametrize("where", ["eager", "graph", "argument"])
 def test_a_rank_with_shorter_sequences_has_the_first_positions(where):
     mine = [0, 1, 2, 3] if hvkit.rank() == 0 else [0, 1]
     mean = mean_of(f"shorter.{where}", slices(mine), where)

@@ -63,20 +63,38 @@ def test_the_line_is_the_scripts_and_not_a_librarys():
     assert made["run"](line_of_script).startswith("tests/unit/watch/test_calls.py:")
 
 
-def test_collectives_in_a_graph_count_as_waits(monkeypatch):
-    class Wait:
+@pytest.fixture
+def graph(monkeypatch):
+    class Graph:
         key, name = "hvkit.0", "optimizer.apply()"
         counts = (12, 11)
+        runs = True
 
         def read(self):
             return self.counts
 
-    wait = Wait()
+    graph = Graph()
     monkeypatch.setattr(calls, "_graph_waits", [])
     monkeypatch.setattr(calls, "_graph_seen", {})
-    calls.watch_graph(wait)
+    monkeypatch.setattr(calls, "_inside_tensorflow", lambda: graph.runs)
+    calls.watch_graph(graph)
+    return graph
+
+
+def test_collectives_in_a_graph_count_as_waits(graph):
     with call("fit"):
         assert status().waits
         assert status().call == "fit, step 12"
-        wait.counts = (12, 12)
+        graph.counts = (12, 12)
         assert not status().waits
+
+
+def test_a_graph_that_has_failed_waits_no_more(graph):
+    assert status().call == "optimizer.apply(), step 12"
+    with call("Checkpoint.save"):
+        assert not status().waits
+    assert not status().waits
+    graph.counts = (13, 11)
+    assert status().waits
+    graph.runs = False
+    assert not status().waits
