@@ -132,6 +132,16 @@ EDITS = (
         "    set(Pytorch_CUDA FALSE)\n    set(Pytorch_ROCM FALSE)\nendif()\nif(Pytorch_ROCM)\n",
     ),
     Edit(
+        name="Python's headers without distutils",
+        file="horovod/torch/CMakeLists.txt",
+        what="the folder of Python's headers comes from sysconfig",
+        why="Python since 3.12 has no distutils; where setuptools does not stand in for it, the "
+        "build ends much later with a missing Python.h",
+        upstream="written for Python before 3.12",
+        old="from distutils.sysconfig import get_python_inc; print(get_python_inc())",
+        new="import sysconfig; print(sysconfig.get_path('include'))",
+    ),
+    Edit(
         name="GPU tensors refused without CUDA",
         file="horovod/torch/mpi_ops.py",
         what="a tensor on a GPU raises an error in a build without GPUs",
