@@ -48,8 +48,7 @@ model = keras.Sequential([keras.Input((8,)), keras.layers.Dropout(0.01), keras.l
 used = []
 class Watched(keras.optimizers.SGD):
     def update_step(self, gradient, variable, learning_rate):
-        if variable is self._trainable_variables[0]:
-            used.append(float(learning_rate))
+        used.append(float(learning_rate))
         super().update_step(gradient, variable, learning_rate)
 optimizer = Watched(0.02, momentum=0.5)
 hvkit.distribute(model, optimizer, lr_scaling="linear", warmup_steps=8)
