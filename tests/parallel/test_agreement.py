@@ -79,7 +79,7 @@ WRONG = {
         lambda m: (nn.DataParallel(m), sgd(m)), {}, TypeError, "pass the plain module",
     ),
     "scaling": (
-        lambda m: (m, sgd(m)), {"lr_scaling": "cubic"}, ValueError, "linear, sqrt; got 'cubic'",
+        lambda m: (m, sgd(m)), {"lr_scaling": "cubic"}, ValueError, "sqrt; got 'cubic'",
     ),
     "accumulate": (
         lambda m: (m, sgd(m)), {"accumulate": 0}, ValueError, "must be at least 1, got 0",
