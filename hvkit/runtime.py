@@ -248,9 +248,9 @@ def gather(call: str, obj: T) -> list[T]:
     """:func:`allgather` inside hvkit, under the name of what the user called."""
     if size() == 1:
         return [obj]
-    everyone: list[tuple[str, T]] = [
-        pickle.loads(each) for each in _gather_bytes(pickle.dumps((call, obj)))
-    ]
+    gathered = _gather_bytes(pickle.dumps((call, obj)))
+    # Each goes when it is read: together they may be gigabytes.
+    everyone: list[tuple[str, T]] = [pickle.loads(gathered.pop(0)) for _ in range(size())]
     for other, (theirs, _) in enumerate(everyone):
         if theirs != everyone[0][0]:
             raise RanksDisagreeError(
