@@ -274,7 +274,9 @@ def gather(call: str, obj: T) -> list[T]:
         return [obj]
     with calls.call(call):
         own = pickle.dumps((calls.current_call(), calls.line_of_script(), obj))
-        everyone: list[tuple[str, str, T]] = [pickle.loads(each) for each in _gather_bytes(own)]
+        gathered = _gather_bytes(own)
+    # Each goes when it is read: together they may be gigabytes.
+    everyone: list[tuple[str, str, T]] = [pickle.loads(gathered.pop(0)) for _ in range(size())]
     first, first_line, _ = everyone[0]
     for other, (theirs, line, _) in enumerate(everyone):
         if theirs != first:
