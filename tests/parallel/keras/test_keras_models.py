@@ -369,14 +369,14 @@ def test_phases_of_training_with_an_optimizer_each():
         model.layers[0].trainable = True
         fit(model, second, data[4:])
 
-    def optimizers(factor):
-        return keras.optimizers.SGD(0.02 * factor), keras.optimizers.Adam(0.001 * factor)
+    def optimizers():
+        return keras.optimizers.SGD(0.02), keras.optimizers.Adam(0.001)
 
     data = regression(steps=8)
     reference = mlp()
-    phases(reference, *optimizers(hvkit.size()), data)
+    phases(reference, *optimizers(), data)
     model = mlp(hvkit.rank())
-    model, pair = hvkit.distribute(model, optimizers(1))
+    model, pair = hvkit.distribute(model, optimizers())
     phases(model, *pair, local(data))
     assert same_on_all_ranks(weights(model))
     assert largest_difference(weights(model), weights(reference)) < 1e-5
