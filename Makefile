@@ -81,7 +81,7 @@ accuracy: setup
 	python -m pytest tests/recipes -m accuracy
 
 # The oldest versions that setup.py allows: an environment of their own in build/oldest, a Horovod
-# built for them, and the equality tests. Half an hour on two cores, and gigabytes for PyTorch.
+# built for them, and the equality tests. Half an hour on two cores.
 oldest: export PATH := $(CURDIR)/build/oldest/bin:$(PATH)
 oldest: export PIP_CONSTRAINT := constraints-oldest.txt
 oldest: machine

@@ -2,7 +2,7 @@
 
 from setuptools import find_packages, setup
 
-PYTORCH = ["torch>=2.1", "numpy"]
+PYTORCH = ["torch>=2.13", "numpy"]
 KERAS = ["keras>=3.5", "numpy"]
 
 setup(
