@@ -76,13 +76,13 @@ class Watcher:
         self._shut_down = shut_down
         self._explained = threading.Event()
         self._reason = ""
+        self._verdict = False
         self._shown_by = 0
         self._printed = False
         self._stopped = threading.Event()
         self._peers: dict[int, Connection] = {}
         self._ended: dict[int, str] = {}
         self._own_end = END_OF_SCRIPT
-        self._thread: threading.Thread | None = None
         self._process = os.getpid()
         self._looking = threading.Lock()
 
@@ -91,7 +91,7 @@ class Watcher:
     def reason(self) -> str:
         """Why the wait that this rank is in was ended; empty if nothing becomes known of it."""
         self._explained.wait(_EXPLAINED_WITHIN)
-        if not self._ended:
+        if self._verdict or not self._reason:
             return self._reason
         call, line = calls.current_call() or "a collective", calls.line_of_script()
         here = f"rank {self.rank} waits in {call} ({line})"
@@ -118,11 +118,11 @@ class Watcher:
 
     # What both kinds of thread do.
 
-    def _explain(self, text: str, shown_by: int) -> None:
-        """Take over the first explanation, and make sure that this rank ends."""
+    def _explain(self, text: str, shown_by: int, *, verdict: bool) -> None:
+        """Take over the first explanation, whether rank 0's verdict or how another rank ended."""
         if self._explained.is_set():
             return
-        self._reason, self._shown_by = text, shown_by
+        self._reason, self._shown_by, self._verdict = text, shown_by, verdict
         self._explained.set()
 
     def _status(self) -> Status:
@@ -145,7 +145,7 @@ class Watcher:
     def _learn_of_end(self, rank: int, how: str, shown_by: int) -> None:
         """Another rank has ended, which is why Horovod will, too."""
         self._ended[rank] = how
-        self._explain(f"{ranks_text([rank])} {how}", shown_by)
+        self._explain(f"{ranks_text([rank])} {how}", shown_by, verdict=False)
 
 
 class Reporter(Watcher):
@@ -162,10 +162,7 @@ class Reporter(Watcher):
 
     def start(self, meeting: channel.Meeting) -> None:
         """Watch from now on."""
-        self._thread = threading.Thread(
-            target=self._run, args=(meeting,), name="hvkit-watch", daemon=True
-        )
-        self._thread.start()
+        threading.Thread(target=self._run, args=(meeting,), name="hvkit-watch", daemon=True).start()
 
     def _run(self, meeting: channel.Meeting) -> None:
         hub = channel.connect(meeting, self.rank)
@@ -190,7 +187,7 @@ class Reporter(Watcher):
 
     def _take(self, hub: Connection, message: dict[str, Any]) -> None:
         if "verdict" in message:
-            self._explain(message["verdict"], message["shown_by"])
+            self._explain(message["verdict"], message["shown_by"], verdict=True)
             self._must_end()
         elif "ended" in message:
             self._learn_of_end(message["rank"], message["ended"], message.get("shown_by", 1))
@@ -218,19 +215,19 @@ class Hub(Watcher):
         self._heard: dict[int, float] = {}
         self._asked: dict[int, float] = {}
         self._reported: set[tuple[str, int]] = set()
+        self._next_look = 0.0
         self._over = threading.Event()
 
     def start(self) -> None:
         """Watch from now on."""
         threading.Thread(target=self._let_in, name="hvkit-watch-door", daemon=True).start()
-        self._thread = threading.Thread(target=self._run, name="hvkit-watch", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name="hvkit-watch", daemon=True).start()
 
     def stop(self) -> None:
         """As of any rank; waits for a shutdown that is under way."""
         self._listener.close()
         super().stop()
-        if self._printed and self._explained.is_set() and not self._ended:
+        if self._verdict:
             self._over.wait(_GRACE)
 
     def _let_in(self) -> None:
@@ -286,9 +283,13 @@ class Hub(Watcher):
 
     def _judge(self) -> None:
         """Gather what the ranks are doing where one waits, and act on it."""
-        own = self._status()
         now = time.monotonic()
-        if not own.waits and not any(s.waits for s in self._known.values()):
+        if now < self._next_look:
+            return
+        self._next_look = now + _TICK
+        own = self._status()
+        longest = max((s.seconds for s in (own, *self._known.values()) if s.waits), default=0.0)
+        if longest < _WORTH_REPORTING:
             return
         for rank, peer in self._peers.items():
             if rank not in self._asked:
@@ -317,7 +318,7 @@ class Hub(Watcher):
         self._printed = True
         for peer in self._peers.values():
             _send(peer, {"verdict": verdict.text, "shown_by": 0})
-        self._explain(verdict.text, 0)
+        self._explain(verdict.text, 0, verdict=True)
         self._must_end()
         self._stopped.wait(_TICK)  # the others read it before their waits end
         self._shut_down()
