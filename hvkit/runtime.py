@@ -288,26 +288,30 @@ def gather(call: str, obj: T) -> list[T]:
     return [each for _, _, each in everyone]
 
 
-def _gather_bytes(payload: bytes) -> list[bytearray]:
-    """All ranks' bytes, in rank order, by allgathers of at most ``_CHUNK`` bytes in all."""
+def _gather_bytes(payload: bytes) -> list[Any]:
+    """All ranks' bytes, in rank order, by allgathers of at most ``_CHUNK`` bytes in all.
+
+    Returns:
+        uint8 arrays of shape (n,), n of each rank.
+    """
     allgather, limit = _any_engine().allgather, _CHUNK // size()
     mine = np.frombuffer(len(payload).to_bytes(8, "little") + payload[: limit - 8], np.uint8)
     gathered, start = allgather(mine), 0
-    lengths: list[int] = []
-    everyone: list[bytearray] = []
+    everyone: list[Any] = []
     for _ in range(size()):
-        lengths.append(int.from_bytes(gathered[start : start + 8].tobytes(), "little"))
-        stop = start + min(8 + lengths[-1], limit)
-        everyone.append(bytearray(gathered[start + 8 : stop]))
-        start = stop
+        length = int.from_bytes(gathered[start : start + 8].tobytes(), "little")
+        everyone.append(np.empty(length, np.uint8))
+        part = everyone[-1][: limit - 8]
+        part[:] = gathered[start + 8 : start + 8 + part.size]
+        start += 8 + part.size
     # Most fit into the first message. Of the rest, every rank now knows the lengths.
     rest = np.frombuffer(payload, np.uint8)
-    for done in range(limit - 8, max(lengths), limit):
+    for done in range(limit - 8, max(each.size for each in everyone), limit):
         gathered, start = allgather(rest[done : done + limit]), 0
-        for parts, length in zip(everyone, lengths, strict=True):
-            stop = start + max(0, min(length - done, limit))
-            parts += gathered[start:stop].tobytes()
-            start = stop
+        for each in everyone:
+            part = each[done : done + limit]
+            part[:] = gathered[start : start + part.size]
+            start += part.size
     return everyone
 
 
@@ -337,10 +341,11 @@ def collect(call: str, obj: T) -> list[T]:
         pieces = _pieces(mine if rank() == source else None, length, source, by_mpi)
         if rank() == 0:
             try:
-                received = bytearray()
+                received, start = np.empty(length, np.uint8), 0
                 for piece in pieces:
-                    received += memoryview(piece)
-                collected.append(pickle.loads(received))
+                    received[start : start + piece.size] = piece
+                    start += piece.size
+                collected.append(pickle.loads(received.data))
             except Exception as error:
                 problem = f"{type(error).__name__}: {error} ({length} bytes of rank {source})"
         for _ in pieces:
