@@ -4,6 +4,8 @@ import signal
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from hvkit.watch.verdict import ranks_text
+
 # Errors of a rank whose partners have gone: what follows from the first failure.
 _CONSEQUENCES = (
     *("RankLostError", "HorovodInternalError", "Horovod has been shut down"),
@@ -103,7 +105,7 @@ def report(failures: Sequence[Failure], elsewhere: Collection[str] = ()) -> str:
     named = {f.rank for f in failures if f.lost} if first.lost else {first.rank}
     others = sorted({f.rank for f in failures if not f.asked} - named)
     if others:
-        lines.append(f"hvkit run: after that, {_ranks(others)} failed too")
+        lines.append(f"hvkit run: after that, {ranks_text(others)} failed too")
     return "\n".join(lines)
 
 
@@ -113,26 +115,11 @@ def _lost(failures: Sequence[Failure], elsewhere: Collection[str]) -> str:
     for failure in failures:
         if failure.lost:
             ranks.setdefault(failure.host, []).append(failure.rank)
-    listed = ", ".join(f"{host} ({_ranks(sorted(ranks[host]))})" for host in sorted(ranks))
+    listed = ", ".join(f"{host} ({ranks_text(sorted(ranks[host]))})" for host in sorted(ranks))
     if len(ranks) > 1 and ranks.keys() == set(elsewhere):
         return f"no sign of life from any other host: {listed}: this host's network is down"
     what = "they" if len(ranks) > 1 else "it"
     return f"no sign of life from {listed}: {what} or the network is down"
-
-
-def _ranks(numbers: Sequence[int]) -> str:
-    return f"rank{'s' if len(numbers) > 1 else ''} {ranges(numbers)}"
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """Sorted numbers, neighbours joined: ``0-3, 5``."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and parts[-1][-1] == number - 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ", ".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)
 
 
 def _name(number: int) -> str:

@@ -94,7 +94,8 @@ def test_nothing_is_said_while_nobody_waits():
 
 
 @pytest.mark.parametrize(
-    ("numbers", "text"), [([3], "rank 3"), ([0, 1], "ranks 0-1"), ([0, 2, 3, 4], "ranks 0, 2-4")]
+    ("numbers", "text"),
+    [([3], "rank 3"), ([0, 1], "ranks 0-1"), ([0, 1, 2, 5, 7, 8], "ranks 0-2, 5, 7-8")],
 )
 def test_ranks_are_listed_as_ranges(numbers, text):
     assert ranks_text(numbers) == text

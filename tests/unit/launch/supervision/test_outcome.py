@@ -3,7 +3,7 @@
 import pytest
 
 from hvkit.launch.supervision import outcome
-from hvkit.launch.supervision.outcome import culprit, ranges, report
+from hvkit.launch.supervision.outcome import culprit, report
 
 
 def failure(rank, host, status, at=0.0, **others):
@@ -92,7 +92,3 @@ def test_the_exit_status_is_that_of_a_shell():
     assert failure(0, "a", 3).exit_status == 3
     assert failure(0, "a", -9).exit_status == 137
     assert failure(0, "a", None).exit_status == 1
-
-
-def test_neighbouring_ranks_are_joined():
-    assert ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
