@@ -106,7 +106,7 @@ class ShardedLoader(DataLoader[Any]):
             [f"epoch {self._position.epoch}, begun after {self._begun_after} samples"],
             "iterate over it equally often on every rank, and look at samples in the original "
             "DataLoader",
-            "shard",
+            "the loop over a sharded DataLoader",
         )
 
     def end_epoch(self) -> None:

@@ -135,7 +135,7 @@ class Order(Sampler[Any], ABC):
             if problem is not None:
                 raise problem
             return order
-        raise_together(problem, "shard")
+        raise_together(problem, "the loop over a sharded DataLoader")
         text = "\n".join(map(str, order))
         digest = hashlib.sha256(text.encode()).hexdigest()
         kind = type(self._source).__qualname__
@@ -144,7 +144,7 @@ class Order(Sampler[Any], ABC):
             [f"{len(order)} {_unit(self._source)} that begin with {str(order[:4])[:100]}", digest],
             "give the sampler's random numbers a fixed seed, or draw them from torch's, numpy's "
             "or Python's global generator, which hvkit.shard seeds alike on every rank",
-            "shard",
+            "the loop over a sharded DataLoader",
         )
         return order
 
