@@ -36,7 +36,8 @@ x, y = np.ones((64, 2), np.float32), np.ones((64, 1), np.float32)
 def train(x, y):
     with tf.GradientTape() as tape:
         loss = tf.reduce_mean((model(x) - y) ** 2)
-    optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+    gradients = tape.gradient(loss, model.trainable_variables)
+    optimizer.apply(gradients, model.trainable_variables)  # apply
 for step in range(12):
     {inside}
     train(x, y)  # train
@@ -129,7 +130,7 @@ UNLIKE = {
     ),
     "keras: average on rank 0 in eager code": (
         keras_script(inside=AVERAGES),
-        ("hvkit.average", "here"), ("optimizer.apply()", "train"),
+        ("hvkit.average", "here"), ("optimizer.apply()", "apply"),
     ),
     "keras: average on rank 0 in a callback": (
         FIT.format(inside="if rank == 0 and batch == 3: hvkit.average(1.0)  # here", after=""),
@@ -157,8 +158,9 @@ def test_calls_that_do_not_match_end_every_rank_with_both_lines(case, tmp_path):
     )
     status, err, lines = run(code, tmp_path, ranks)
     assert status != 0
-    found = re.findall(r"(ranks? [^;]*? waits? in .*?): every rank has to make the same calls", err)
-    called = re.findall(r"(rank \d calls .*?): every rank has to make the same calls", err)
+    same = ": every rank has to make the same calls in the same order"
+    found = re.findall(rf"hvkit: RankLostError: (.*){same}$", err, re.MULTILINE)
+    called = re.findall(rf"RanksDisagreeError: (.*){same}", err)
     assert len(found) + len(called) == 1, err
     sentence = [*found, *called][0]
     assert f"{first_call} ({lines[first_mark]})" in sentence, err
@@ -204,8 +206,9 @@ def test_a_rank_that_has_ended_is_named_at_once_with_how_it_ended(case, tmp_path
     status, err, lines = run(code, tmp_path, 2)
     assert status != 0
     shown = [line for line in err.splitlines() if waits in line and ended in line]
-    assert len(shown) == 1, err
-    assert f"({lines['here']})" in shown[0]
+    # mpirun may be faster in ending the others after a failure.
+    assert len(shown) == 1 or ("failed" in ended and not shown), err
+    assert all(f"({lines['here']})" in line for line in shown)
     # The traceback is that of the rank that failed.
     assert err.count("Traceback") == ("failed" in ended), err
 
@@ -221,7 +224,8 @@ def test_a_rank_that_has_ended_is_named_at_once_with_how_it_ended(case, tmp_path
         ),
         (
             FIT.format(
-                inside="if rank == last and batch == 3: time.sleep(12)  # here", after=""
+                inside="if rank == last and optimizer.iterations == 3: time.sleep(12)  # here",
+                after="",
             ).replace("# train", "# comes"),
             "hvkit: rank 1 has not come to fit",
         ),
@@ -273,8 +277,8 @@ import numpy as np, torch, hvkit
 hvkit.init("torch")
 from hvkit import runtime
 from hvkit.engines import waiting_for_all_ranks
-with waiting_for_all_ranks():
-    runtime.engine("torch").hvd.allreduce(torch.zeros(2 + hvkit.rank()), name="sum")  # here
+with waiting_for_all_ranks():  # here
+    runtime.engine("torch").hvd.allreduce(torch.zeros(2 + hvkit.rank()), name="sum")
 """
 
 
