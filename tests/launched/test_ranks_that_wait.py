@@ -287,5 +287,5 @@ def test_shapes_that_differ_are_not_called_a_lost_rank(tmp_path):
     assert status != 0
     assert "RanksDisagreeError: in a collective" in err
     assert lines["here"] in err
-    assert "Mismatched allreduce tensor shapes" in err
+    assert "Mismatched ALLREDUCE tensor shapes" in err
     assert "another rank has ended" not in err
