@@ -7,10 +7,13 @@ learn nothing and can send nothing. Messages are JSON.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import socket
 import struct
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
@@ -58,21 +61,24 @@ class Listener:
         port = self._socket.getsockname()[1]
         self.meeting = Meeting(addresses, port, secrets.token_bytes(32))
 
-    def accept(self) -> tuple[int, Connection] | None:
-        """The rank and the connection of the next that knows the secret; None once closed."""
+    def serve(self, admit: Callable[[int, Connection], None]) -> None:
+        """Until closed, call ``admit(rank, connection)`` for each that knows the secret.
+
+        Each newcomer proves itself on a thread of its own, which also calls ``admit``: a stranger
+        that says nothing holds up nobody.
+        """
         while True:
             try:
                 accepted, _ = self._socket.accept()
             except OSError:
-                return None
-            try:
-                connection = _proven(accepted, self.meeting.secret, first=True)
-                return int(receive(connection)["rank"]), connection
-            except (OSError, EOFError, AuthenticationError, ValueError, KeyError, TypeError):
-                continue  # a stranger; it has been hung up on
+                return
+            arguments = (accepted, self.meeting.secret, admit)
+            threading.Thread(target=_receive_newcomer, args=arguments, daemon=True).start()
 
     def close(self) -> None:
         """Let nobody else in."""
+        with contextlib.suppress(OSError):  # it has been closed before
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends a wait in accept, as close does not
         self._socket.close()
 
 
@@ -109,6 +115,17 @@ def receive(connection: Connection) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise ValueError(f"a message must be an object, got {type(message).__name__}")
     return message
+
+
+def _receive_newcomer(
+    accepted: socket.socket, secret: bytes, admit: Callable[[int, Connection], None]
+) -> None:
+    try:
+        connection = _proven(accepted, secret, first=True)
+        rank = int(receive(connection)["rank"])
+    except (OSError, EOFError, AuthenticationError, ValueError, KeyError, TypeError):
+        return  # a stranger; it has been hung up on
+    admit(rank, connection)
 
 
 def _proven(open_socket: socket.socket, secret: bytes, *, first: bool) -> Connection:

@@ -211,6 +211,7 @@ class Hub(Watcher):
         self._listener = channel.Listener(one_host=one_host)
         self.meeting = self._listener.meeting
         self._new: queue.SimpleQueue[tuple[int, Connection]] = queue.SimpleQueue()
+        self._met: set[int] = set()
         self._known: dict[int, Status] = {}
         self._heard: dict[int, float] = {}
         self._asked: dict[int, float] = {}
@@ -220,7 +221,10 @@ class Hub(Watcher):
 
     def start(self) -> None:
         """Watch from now on."""
-        threading.Thread(target=self._let_in, name="hvkit-watch-door", daemon=True).start()
+        serve = self._listener.serve
+        threading.Thread(
+            target=serve, args=(self._let_in,), name="hvkit-watch-door", daemon=True
+        ).start()
         threading.Thread(target=self._run, name="hvkit-watch", daemon=True).start()
 
     def stop(self) -> None:
@@ -230,13 +234,11 @@ class Hub(Watcher):
         if self._verdict:
             self._over.wait(_GRACE)
 
-    def _let_in(self) -> None:
-        while len(self._peers) + self._new.qsize() < self._size - 1:
-            accepted = self._listener.accept()
-            if accepted is None:
-                return
-            self._new.put(accepted)
-        self._listener.close()
+    def _let_in(self, rank: int, connection: Connection) -> None:
+        self._new.put((rank, connection))
+        self._met.add(rank)
+        if len(self._met) == self._size - 1:
+            self._listener.close()
 
     def _run(self) -> None:
         while not self._stopped.is_set():

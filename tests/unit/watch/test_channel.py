@@ -1,5 +1,6 @@
 """The sockets between rank 0 and the others let in those who know the secret, and only those."""
 
+import queue
 import socket
 import threading
 from dataclasses import replace
@@ -18,18 +19,21 @@ def listener():
     listener.close()
 
 
-def accepting(listener):
-    found = []
-    thread = threading.Thread(target=lambda: found.append(listener.accept()), daemon=True)
-    thread.start()
-    return thread, found
+@pytest.fixture
+def admitted(listener):
+    """A queue of the ranks that the listener lets in, with their connections."""
+    found = queue.SimpleQueue()
+    serving = threading.Thread(target=listener.serve, args=(lambda *who: found.put(who),))
+    serving.start()
+    yield found
+    listener.close()
+    serving.join(20)
+    assert not serving.is_alive()
 
 
-def test_a_rank_that_knows_the_secret_is_let_in_and_messages_go_both_ways(listener):
-    thread, found = accepting(listener)
+def test_a_rank_that_knows_the_secret_is_let_in_and_messages_go_both_ways(listener, admitted):
     there = channel.connect(listener.meeting, 3)
-    thread.join(20)
-    rank, here = found[0]
+    rank, here = admitted.get(timeout=20)
     assert rank == 3
     channel.send(there, {"status": {"call": "fit"}})
     assert channel.receive(here) == {"status": {"call": "fit"}}
@@ -37,18 +41,16 @@ def test_a_rank_that_knows_the_secret_is_let_in_and_messages_go_both_ways(listen
     assert channel.receive(there) == {"verdict": "ends"}
 
 
-def test_strangers_are_hung_up_on_and_ranks_still_let_in(listener, monkeypatch):
-    monkeypatch.setattr(channel, "PATIENCE", 1.0)
-    thread, found = accepting(listener)
+def test_strangers_are_hung_up_on_and_hold_up_no_rank(listener, admitted):
     assert channel.connect(replace(listener.meeting, secret=b"a guess"), 1) is None
-    silent = socket.create_connection(("127.0.0.1", listener.meeting.port))
+    silent = [socket.create_connection(("127.0.0.1", listener.meeting.port)) for _ in range(5)]
     noisy = socket.create_connection(("127.0.0.1", listener.meeting.port))
     noisy.sendall(b"GET / HTTP/1.1\r\n\r\n")
     assert channel.connect(listener.meeting, 2) is not None
-    thread.join(20)
-    assert found[0][0] == 2
-    silent.close()
-    noisy.close()
+    assert admitted.get(timeout=20)[0] == 2
+    assert admitted.empty()
+    for stranger in [*silent, noisy]:
+        stranger.close()
 
 
 def test_a_rank_that_no_address_leads_to_rank_0_goes_without(listener):
