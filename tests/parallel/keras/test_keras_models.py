@@ -90,9 +90,11 @@ def test_eager_ranks_may_differ_in_the_gradients_they_have(kinds):
     assert means[2] is None
 
 
-def test_graphs_of_ranks_that_lack_a_gradient_are_an_error_not_a_hang():
+@pytest.mark.parametrize("accumulate", [None, 2])
+def test_graphs_of_ranks_that_lack_a_gradient_are_an_error_not_a_hang(accumulate):
     model = mlp()
-    model, optimizer = hvkit.distribute(model, sgd())
+    optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=accumulate)
+    hvkit.distribute(model, optimizer)
 
     @tf.function
     def step(x):
@@ -102,6 +104,8 @@ def test_graphs_of_ranks_that_lack_a_gradient_are_an_error_not_a_hang():
         variables = model.trainable_variables
         optimizer.apply(tape.gradient(loss, variables), variables)
 
+    if accumulate:
+        step(tf.ones((2, 8)))  # nothing is sent yet
     error, text = error_of(lambda: step(tf.ones((2, 8))))
     assert error is tf.errors.InvalidArgumentError
     assert "only some ranks have a gradient" in text

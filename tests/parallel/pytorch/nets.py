@@ -35,6 +35,19 @@ def train(model, optimizer, data):
         optimizer.step()
 
 
+def train_with_closure(model, optimizer, data):
+    """The loop of LBFGS, whose step computes the loss as often as it likes."""
+    for x, y in data:
+
+        def closure(x=x, y=y):
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
 def local(data):
     """This rank's part of each global batch."""
     return [(my_part(x), my_part(y)) for x, y in data]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from nets import arrays, local, mean_over_ranks, mlp, regression, train
+from nets import arrays, local, mean_over_ranks, mlp, regression, train, train_with_closure
 from ranks import largest_difference, my_part, same_on_all_ranks
 from torch import nn
 from torch.nn import functional as F
@@ -319,22 +319,11 @@ def test_a_backward_pass_that_failed_leaves_nothing_behind():
 def test_a_closure_passed_to_step(make):
     data = regression(steps=3)
 
-    def steps(model, optimizer, data):
-        for x, y in data:
-
-            def closure(x=x, y=y):
-                optimizer.zero_grad()
-                loss = F.mse_loss(model(x), y)
-                loss.backward()
-                return loss
-
-            optimizer.step(closure)
-
     reference = mlp()
-    steps(reference, make(reference.parameters()), data)
+    train_with_closure(reference, make(reference.parameters()), data)
     model = mlp()
     model, optimizer = hvkit.distribute(model, make(model.parameters()), lr_scaling="none")
-    steps(model, optimizer, local(data))
+    train_with_closure(model, optimizer, local(data))
     assert same_on_all_ranks(arrays(model.parameters()))
     # A line search amplifies rounding: how far it goes is decided by comparing losses.
     assert largest_difference(arrays(model.parameters()), arrays(reference.parameters())) < 1e-3

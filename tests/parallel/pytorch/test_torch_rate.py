@@ -10,7 +10,7 @@ import warnings
 
 import pytest
 import torch
-from nets import local, mlp, regression
+from nets import local, mlp, regression, train_with_closure
 from ranks import same_on_all_ranks
 from torch.nn import functional as F
 from torch.optim import lr_scheduler as schedulers
@@ -508,26 +508,15 @@ def test_the_step_length_of_lbfgs_is_never_scaled(line_search, warmup, capfd):
     def make(model):
         return torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn=line_search)
 
-    def train(model, optimizer, data):
-        for x, y in data:
-
-            def closure(x=x, y=y):
-                optimizer.zero_grad()
-                loss = F.mse_loss(model(x), y)
-                loss.backward()
-                return loss
-
-            optimizer.step(closure)
-            assert optimizer.param_groups[0]["lr"] == 0.5
-
     data = regression(steps=2)
     reference = mlp()
-    train(reference, make(reference), data)
+    train_with_closure(reference, make(reference), data)
     model = mlp(seed=hvkit.rank())
     optimizer = make(model)
     hvkit.distribute(model, optimizer, lr_scaling="linear", warmup_steps=warmup)
     said = capfd.readouterr().err
-    train(model, optimizer, local(data))
+    train_with_closure(model, optimizer, local(data))
+    assert optimizer.param_groups[0]["lr"] == 0.5
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
     if hvkit.rank() == 0:
