@@ -93,7 +93,7 @@ class GradientAverager:
         with tf.control_dependencies([self._assert_alike(had, variables)]):
             checked = self._check(gradients, variables)
         with tf.control_dependencies(checked):
-            means = self._mean([_identity(g) for g in gradients])
+            means = self._mean(list(map(_of_known_shape, gradients, variables)))
         self._wait.leave([_values(mean) for mean in means if mean is not None])
         return means
 
@@ -220,8 +220,13 @@ def _filled_in(gradient: Any, variable: Any, absent: Any, any_dense: bool, any_s
     return gradient
 
 
-def _identity(gradient: Any) -> Any:
-    return None if gradient is None else tf.identity(gradient)
+def _of_known_shape(gradient: Any, variable: Any) -> Any:
+    """A copy with its variable's shape, which a graph for batches of any size may not know."""
+    if gradient is None:
+        return None
+    if _is_sparse(gradient):
+        return tf.identity(gradient)
+    return tf.ensure_shape(gradient, variable.shape)
 
 
 def _bytes(tensor: tf.Tensor) -> int:

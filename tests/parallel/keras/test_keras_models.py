@@ -507,3 +507,27 @@ def test_models_that_differ_are_an_error_everywhere(built):
     assert error in (hvkit.RanksDisagreeError, ValueError)
     assert "head/kernel: shape (8, 5), float32" in text
     assert "head/kernel: shape (8, 4), float32 on rank 0" in text
+
+
+@pytest.mark.parametrize("compression", ["none", "bf16"])
+def test_a_dense_layer_on_sequences_in_batches_of_any_size(compression):
+    # TensorFlow does not know the shape of such a kernel's gradient when it makes the graph.
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(14 * hvkit.size(), 5, 8)).astype(np.float32)
+    y = rng.normal(size=(14 * hvkit.size(), 1)).astype(np.float32)
+
+    def make():
+        keras.utils.set_random_seed(1)
+        layers = [keras.layers.Dense(4), keras.layers.Flatten(), keras.layers.Dense(1)]
+        return keras.Sequential([keras.Input((5, 8)), *layers])
+
+    def fit(model, optimizer, x, y, batch_size):
+        model.compile(optimizer, "mse")
+        model.fit(x, y, batch_size=batch_size, shuffle=False, verbose=0)
+
+    reference = make()
+    fit(reference, sgd(), x, y, 4 * hvkit.size())
+    model, optimizer = hvkit.distribute(make(), sgd(), compression=compression)
+    fit(model, optimizer, *hvkit.shard((x, y)), 4)
+    difference = largest_difference(weights(model), weights(reference))
+    assert difference < (1e-5 if compression == "none" else 1e-2)
