@@ -4,9 +4,9 @@ A fingerprint is a row of three 64-bit numbers:
 
 - a hash of the tensor's bits, a sum modulo 2^64 with an odd, irregular multiplier for each
   element, so that exchanged elements show. Equal bits have equal hashes, also those of NaN;
-- the sum of its values with irregular signs. The square of the difference of two such sums is on
-  average the squared distance of the two tensors (Achlioptas, "Database-friendly random
-  projections", 2003), so it says how far apart they are without sending them;
+- the sum of its values times irregular weights of mean 0 and variance 1, a random projection
+  (Johnson and Lindenstrauss, 1984). The square of the difference of two such sums is on average the
+  squared distance of the two tensors, so it says how far apart they are without sending them;
 - the squared length of the tensor.
 
 Before the first update every bit has to agree, since all ranks got rank 0's. Later, ranks on
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,9 +62,14 @@ def multipliers() -> np.ndarray[Any, np.dtype[np.uint64]]:
 
 
 @functools.cache
-def signs() -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Irregular signs of shape ``(BLOCK,)``, 1.0 or -1.0."""
-    return np.where(multipliers() >> np.uint64(63), -1.0, 1.0)
+def weights() -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Irregular numbers of shape ``(BLOCK,)``, evenly spread from -sqrt(3) to sqrt(3).
+
+    Signs alone would add up to nothing where every element of a small tensor has changed by as
+    much.
+    """
+    spread = (multipliers() >> np.uint64(11)).astype(np.float64) * 2.0**-52 - 1
+    return spread * math.sqrt(3)
 
 
 def fingerprint(array: np.ndarray[Any, Any]) -> Rows:
@@ -82,7 +88,8 @@ def fingerprint(array: np.ndarray[Any, Any]) -> Rows:
             bits = bits * np.uint64(PRIME) + (block.astype(np.uint64) * factors).sum()
             if has_values:
                 values = flat[start : start + BLOCK].astype(np.float64)
-                projection += float(signs()[b % BLOCK] * (values @ signs()[: values.size]))
+                sign = np.sign(weights()[b % BLOCK])
+                projection += float(sign * (values @ weights()[: values.size]))
                 square += float(values @ values)
     return row(int(bits.view(np.int64)[0]), projection, square)
 
@@ -156,7 +163,9 @@ def _distance(rows: Rows) -> float:
     """The largest distance from rank 0, as a part of rank 0's length; infinite if unknown."""
     _, projections, squares = np.ascontiguousarray(rows.T).view(np.float64)
     with np.errstate(all="ignore"):
-        far = np.abs(projections - projections[0]).max() / np.sqrt(squares[0])
+        lengths = np.sqrt(squares)
+        apart = np.maximum(np.abs(projections - projections[0]), np.abs(lengths - lengths[0]))
+        far = apart.max() / lengths[0]
     # Where the projections are equal although the bits are not, they say nothing.
     return float(far) if far > 0 else float("inf")
 

@@ -112,9 +112,9 @@ def runs(members: Iterable[tuple[int, torch.Tensor]]) -> list[list[tuple[int, to
 
 
 def make_buckets(
-    name: str, members: Iterable[tuple[int, torch.Tensor]], extra: int
+    name: str, last_name: str, members: Iterable[tuple[int, torch.Tensor]], extra: int
 ) -> list[Bucket]:
-    """Buckets for numbered parameters; the last has room for ``extra`` numbers."""
+    """Buckets for numbered parameters; the last, of a name of its own, has ``extra`` numbers."""
     spread = runs(members)
-    last = len(spread) - 1
-    return [Bucket(f"{name}.{b}", run, extra if b == last else 0) for b, run in enumerate(spread)]
+    first = [Bucket(f"{name}.{b}", run) for b, run in enumerate(spread[:-1])]
+    return [*first, Bucket(last_name, spread[-1], extra)]

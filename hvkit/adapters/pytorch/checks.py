@@ -51,6 +51,10 @@ class Checks:
         self._compared: list[Compared] = []
         self._handle: int | None = None
 
+    def label(self, number: int, parameter: torch.Tensor) -> str:
+        """What to call a parameter in an error."""
+        return _label(self._labels, number, parameter)
+
     def send(self, steps: int, parameters: Sequence[torch.nn.Parameter], hvd: ModuleType) -> None:
         """Begin to compare, if it is time; along with the gradients, before they are averaged.
 
@@ -123,11 +127,12 @@ def _of_parameters(
     parameters: Iterable[torch.Tensor], labels: Mapping[torch.Tensor, str]
 ) -> tuple[list[Compared], list[Rows]]:
     held = list(parameters)
-    compared = [
-        Compared(labels.get(p) or f"parameter {i} of shape {tuple(p.shape)}", _unit(p))
-        for i, p in enumerate(held)
-    ]
+    compared = [Compared(_label(labels, i, p), _unit(p)) for i, p in enumerate(held)]
     return compared, _rows(held)
+
+
+def _label(labels: Mapping[torch.Tensor, str], number: int, parameter: torch.Tensor) -> str:
+    return labels.get(parameter) or f"parameter {number} of shape {tuple(parameter.shape)}"
 
 
 class _Entry(NamedTuple):
@@ -202,7 +207,7 @@ def _row(tensor: torch.Tensor) -> torch.Tensor:
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     words = flat.view(_INTEGERS[flat.element_size()])
-    factors, signs = _factors(flat.device)
+    factors, weights = _factors(flat.device)
     bits = torch.zeros((), dtype=torch.int64, device=flat.device)
     sums = torch.zeros(2, dtype=torch.float64, device=flat.device)
     for b, start in enumerate(range(0, flat.numel(), BLOCK)):
@@ -210,15 +215,15 @@ def _row(tensor: torch.Tensor) -> torch.Tensor:
         bits = bits * PRIME + (block * factors[: block.numel()]).sum()
         if flat.is_floating_point():
             values = flat[start : start + BLOCK].double()
-            projection = (values @ signs[: values.numel()]) * signs[b % BLOCK]
+            projection = (values @ weights[: values.numel()]) * weights[b % BLOCK].sign()
             sums += torch.stack([projection, values @ values])
     return torch.cat([bits.view(1), sums.view(torch.int64)])
 
 
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def _factors(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     factors = torch.from_numpy(fingerprints.multipliers().view(np.int64))
-    return factors.to(device), torch.from_numpy(fingerprints.signs()).to(device)
+    return factors.to(device), torch.from_numpy(fingerprints.weights()).to(device)
 
 
 def _unit(tensor: torch.Tensor) -> float:

@@ -68,9 +68,13 @@ def from_bits(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def make_narrow_buckets(
-    name: str, members: Iterable[tuple[int, torch.Tensor]], extra: int, dtype: torch.dtype
+    name: str,
+    last_name: str,
+    members: Iterable[tuple[int, torch.Tensor]],
+    extra: int,
+    dtype: torch.dtype,
 ) -> list[Bucket]:
-    """Buckets for numbered parameters; the last has ``extra`` numbers, in full precision.
+    """Buckets for numbered parameters; the last has ``extra`` numbers alone, in full precision.
 
     Gradients in double precision are not narrowed.
     """
@@ -83,4 +87,4 @@ def make_narrow_buckets(
         for b, run in enumerate(spread)
     ]
     # No parameter has the number -1.
-    return [*buckets, Bucket(f"{name}.extra", [(-1, torch.zeros(1, device=device))], extra)]
+    return [*buckets, Bucket(last_name, [(-1, torch.zeros(1, device=device))], extra)]

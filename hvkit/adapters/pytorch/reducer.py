@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import zlib
 from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakValueDictionary
@@ -35,6 +36,7 @@ from hvkit.adapters.pytorch.flags import Flags
 from hvkit.adapters.pytorch.sparse import average_rows
 from hvkit.errors import RanksDisagreeError
 from hvkit.watch.calls import call
+from hvkit.watch.failures import mark_as_shown_by
 
 # By number, in the order of the calls of distribute, which is the same on every rank. Hooks on
 # the parameters keep a reducer alive as long as its model.
@@ -90,6 +92,9 @@ class GradientReducer:
         self._outdated: set[int] = set()
         self._reduced_for: dict[int, bool] = {}
         self._steps = 0
+        self._counted = False
+        self._stepping: set[int] = set()
+        self._optimizers: list[Optimizer] = []
         # Parameters on several devices have their hooks called from several threads.
         self._lock = threading.RLock()
         _reducers[next(_numbers)] = self
@@ -121,9 +126,13 @@ class GradientReducer:
                 any.
         """
         key = id(optimizer)
+        self._optimizers.append(optimizer)
         self._reduced_for[key] = False
 
         def before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+            if key in self._stepping:  # a step that calls the step of its parent class
+                return None
+            self._stepping.add(key)
             closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is optimizer
             if torch._C._current_graph_task_id() != -1:
                 raise ValueError(
@@ -141,7 +150,10 @@ class GradientReducer:
             return (args[0], _averaged(closure), *args[2:]), rest
 
         def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            self._steps += 1
+            self._stepping.discard(key)
+            # Several optimizers may use the gradients of one backward pass.
+            self._steps += not self._counted
+            self._counted = True
 
         optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(after)
@@ -210,12 +222,14 @@ class GradientReducer:
         if not dense:  # the flags need a bucket to travel in
             dense = [(-1, torch.zeros(1, device=self._parameters[0].device))]
         name = f"{self.name}.{next(self._layouts_made)}"
+        # Every rank sends it, also one that lays out its buckets as no other rank does.
+        last = f"{self.name}.last"
         extra = Flags.length(len(self._parameters))
         if self._statistics:
             extra += self._statistics.length
         if self._narrow:
-            return make_narrow_buckets(name, dense, extra, self._narrow)
-        return make_buckets(name, dense, extra)
+            return make_narrow_buckets(name, last, dense, extra, self._narrow)
+        return make_buckets(name, last, dense, extra)
 
     def _reduce(self) -> None:
         """Average everything that has come since the last reduction; a collective."""
@@ -234,16 +248,12 @@ class GradientReducer:
     @torch.no_grad()
     def _receive(self) -> None:
         with self._lock:
-            for bucket in self._buckets:
+            *buckets, last = self._buckets
+            flags = self._flags_of_all_ranks(last)
+            for bucket in buckets:
                 bucket.exchange(self._hvd)
-            for bucket in self._buckets:
+            for bucket in buckets:
                 bucket.wait(self._hvd)
-            flags = Flags.decode(self._flags_in(self._buckets[-1]), self._hvd.size())
-            if flags.steps_differ:
-                raise RanksDisagreeError(
-                    f"the ranks are at different optimizer steps (rank {runtime.rank()} has done "
-                    f"{self._steps}): every rank must call backward() and step() equally often"
-                )
             self._checks.receive(self._steps, self._hvd)
             again = {id(self._bucket_of[i]): self._bucket_of[i] for i in flags.outdated}
             for bucket in again.values():
@@ -258,6 +268,69 @@ class GradientReducer:
             self._passes = 0
             self._task = None
             self._reduced_for = dict.fromkeys(self._reduced_for, True)
+            self._stepping.clear()
+            self._counted = False
+
+    def _flags_of_all_ranks(self, last: Bucket) -> Flags:
+        """Wait for the last bucket, the only one that no rank lacks.
+
+        Raises:
+            RanksDisagreeError: the ranks are at different steps, train different parameters, or
+                use different learning rates.
+        """
+        try:
+            last.wait(self._hvd)
+        except RanksDisagreeError:  # it has another length elsewhere
+            self._refuse_other_parameters()
+            raise
+        flags = Flags.decode(self._flags_in(last), self._hvd.size())
+        if flags.steps_differ:
+            raise RanksDisagreeError(
+                f"the ranks are at different optimizer steps (rank {runtime.rank()} has done "
+                f"{self._steps}): every rank must call backward() and step() equally often"
+            )
+        if flags.frozen_on_some:
+            self._refuse_other_parameters()
+        if flags.rates_differ:
+            self._refuse_other_rates()
+        return flags
+
+    def _refuse_other_parameters(self) -> None:
+        """Raise on every rank unless all train the same parameters; a collective."""
+        mine = {i for i, p in enumerate(self._parameters) if p.requires_grad}
+        everyone = runtime.gather("backward()", mine)
+        for rank, theirs in enumerate(everyone):
+            for i in sorted(theirs ^ everyone[0])[:1]:
+                trains, not_ = (rank, 0) if i in theirs else (0, rank)
+                error = RanksDisagreeError(
+                    f"{self._checks.label(i, self._parameters[i])} requires a gradient on rank "
+                    f"{trains} but not on rank {not_}: freeze the same parameters on every rank "
+                    "(what is frozen at random, by a generator of the same seed on all)"
+                )
+                raise mark_as_shown_by(error, 0)
+
+    def _refuse_other_rates(self) -> None:
+        """Raise on every rank unless all use the same learning rates; a collective."""
+        everyone = runtime.gather("backward()", self._rates())
+        for rank, theirs in enumerate(everyone):
+            for (name, first), (_, other) in zip(everyone[0], theirs, strict=True):
+                if first != other:
+                    error = RanksDisagreeError(
+                        f"the learning rate of {name} is {first!r} on rank 0 but {other!r} on "
+                        f"rank {rank}: set the same on every rank; a scheduler that goes by a "
+                        "metric needs that of all ranks: scheduler.step(hvkit.average(loss))"
+                    )
+                    raise mark_as_shown_by(error, 0)
+
+    def _rates(self) -> list[tuple[str, float]]:
+        """Where they are at hand; to fetch one from a GPU would hold up every step."""
+        return [
+            (f"parameter group {g} of {type(optimizer).__name__}", float(rate))
+            for optimizer in self._optimizers
+            for g, group in enumerate(optimizer.param_groups)
+            if isinstance(rate := group.get("lr"), int | float)
+            or (isinstance(rate, torch.Tensor) and rate.device.type == "cpu")
+        ]
 
     def _send(self, bucket: Bucket) -> None:
         """Complete a bucket from the gradients as they are now, and launch it."""
@@ -281,7 +354,15 @@ class GradientReducer:
         sparse = {i for i, gradient in trained.items() if _is_sparse(gradient)}
         dense = {i for i, gradient in trained.items() if gradient is not None} - sparse
         total = len(self._parameters)
-        flags = Flags.encode(total, dense, sparse, self._outdated, self._steps)
+        flags = Flags.encode(
+            total,
+            dense=dense,
+            sparse=sparse,
+            outdated=self._outdated,
+            trained=trained,
+            rates=zlib.crc32(repr([rate for _, rate in self._rates()]).encode()),
+            steps=self._steps,
+        )
         self._flags_in(bucket).copy_(flags)
 
     def _write(self, flags: Flags) -> None:

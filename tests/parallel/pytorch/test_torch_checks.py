@@ -93,9 +93,21 @@ def test_an_optimizer_loaded_on_one_rank_after_the_call_is_an_error_in_the_first
     )
 
 
-def test_a_rate_set_on_one_rank_is_an_error_in_the_first_step():
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_a_rate_set_on_one_rank_is_an_error_in_the_next_step(steps, kind):
     model, optimizer = distributed()
-    on_rank(1, lambda: optimizer.param_groups[0].update(lr=0.5))
+    train(model, optimizer, local(regression(steps=steps)))
+    on_rank(1, lambda: optimizer.param_groups[0].update(lr=kind(0.5)))
+    assert raised_everywhere(
+        lambda: train(model, optimizer, local(regression(steps=1))),
+        "parameter group 0 of SGD is 0.01 on rank 0 but 0.5 on rank 1",
+    )
+
+
+def test_other_options_set_on_one_rank_are_an_error_in_the_first_step():
+    model, optimizer = distributed()
+    on_rank(1, lambda: optimizer.param_groups[0].update(momentum=0.5))
     assert raised_everywhere(
         lambda: train(model, optimizer, local(regression(steps=1))),
         "parameter group 0 of SGD of rank 1 differs",

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from nets import arrays, gradients, local, mean_over_ranks, mlp, regression, train
-from ranks import largest_difference, my_part, same_on_all_ranks
+from ranks import error_of, largest_difference, my_part, same_on_all_ranks
 from torch import nn
 from torch.nn import functional as F
 
@@ -78,6 +78,61 @@ def test_freezing_and_thawing_in_turns_comes_back_to_the_same_buckets(monkeypatc
         train(model, optimizer, [batch])
     assert len(made) == 2
     assert same_on_all_ranks(arrays(model.parameters()))
+
+
+@pytest.mark.parametrize("features", [8, 4], ids=["of one shape", "of different shapes"])
+@pytest.mark.parametrize("compression", ["none", "bf16"])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_parameters_frozen_on_one_rank_are_an_error_not_another_mean(features, compression, steps):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, features))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hvkit.distribute(model, optimizer, compression=compression)
+    data = local(regression(steps=3))
+
+    def one(step):
+        optimizer.zero_grad()
+        model(data[step][0]).square().mean().backward()
+        optimizer.step()
+
+    for step in range(steps):
+        one(step)
+    model[0 if hvkit.rank() == 1 else 1].requires_grad_(False)
+    error, text = error_of(lambda: one(steps))
+    assert error is hvkit.RanksDisagreeError
+    assert "parameter 0.weight requires a gradient on rank 0 but not on rank 1" in text
+
+
+def test_steps_are_counted_once_for_optimizers_that_share_a_backward_pass_or_call_their_parent(
+    monkeypatch,
+):
+    class Wrapped(torch.optim.SGD):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    model = mlp()
+    optimizers = [Wrapped(part.parameters(), lr=0.1) for part in (model[0], model[2])]
+    hvkit.distribute(model, optimizers, check_every=4)
+    sent = []
+    hvd = hvkit.runtime.engine("torch").hvd
+    send = hvd.allreduce_async_
+    monkeypatch.setattr(hvd, "allreduce_async_", lambda *a, **k: sent.append(k) or send(*a, **k))
+
+    def one(x, y):
+        model.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    *batches, last = local(regression(steps=5))
+    for batch in batches:
+        one(*batch)
+        if hvkit.rank() == 1:
+            with torch.no_grad():
+                model[2].bias.add_(1)
+    assert len(sent) == 4
+    error, text = error_of(lambda: one(*last))
+    assert error is hvkit.RanksDisagreeError
+    assert "parameter 2.bias of rank 1 differs" in text
 
 
 def test_tied_weights_are_averaged_once():

@@ -10,7 +10,7 @@ def numbered(*tensors):
 
 
 def test_gradients_lie_in_their_bucket_one_after_the_other_last_first():
-    (bucket,) = make_buckets("b", numbered(torch.zeros(2, 3), torch.zeros(4)), extra=1)
+    (bucket,) = make_buckets("b", "last", numbered(torch.zeros(2, 3), torch.zeros(4)), extra=1)
     bucket.pack(0, torch.ones(2, 3))
     assert not bucket.full
     bucket.pack(1, torch.arange(4.0))
@@ -20,7 +20,7 @@ def test_gradients_lie_in_their_bucket_one_after_the_other_last_first():
 
 
 def test_a_missing_gradient_counts_as_zero_also_after_a_step_that_had_one():
-    (bucket,) = make_buckets("b", numbered(torch.zeros(2)), extra=0)
+    (bucket,) = make_buckets("b", "last", numbered(torch.zeros(2)), extra=0)
     bucket.pack(0, torch.ones(2))
     bucket.reset()
     bucket.pack(0, None)
@@ -35,7 +35,7 @@ def test_dtypes_do_not_share_buckets_and_narrow_ones_travel_in_float32():
         torch.zeros(2),
         torch.zeros(2, dtype=torch.complex64),
     )
-    buckets = make_buckets("b", tensors, extra=0)
+    buckets = make_buckets("b", "last", tensors, extra=0)
     assert {tuple(sorted(b.views)): b.flat.dtype for b in buckets} == {
         (0,): torch.float64,
         (1, 2, 3, 4): torch.float32,
@@ -44,28 +44,49 @@ def test_dtypes_do_not_share_buckets_and_narrow_ones_travel_in_float32():
 
 def test_names_differ_and_only_the_last_bucket_has_the_extra_numbers():
     tensors = numbered(*(torch.zeros(1 << 18) for _ in range(8)))
-    buckets = make_buckets("b", tensors, extra=5)
+    buckets = make_buckets("b", "last", tensors, extra=5)
     assert len({b.name for b in buckets}) == len(buckets) > 1
     assert [b.extra.numel() for b in buckets] == [0] * (len(buckets) - 1) + [5]
     assert 0 in buckets[-1].views
 
 
+def encoded(steps, dense=(), sparse=(), outdated=(), trained=(0, 1, 2, 3), rates=5):
+    return Flags.encode(
+        4,
+        dense=dense,
+        sparse=sparse,
+        outdated=outdated,
+        trained=trained,
+        rates=rates,
+        steps=steps,
+    )
+
+
 @pytest.mark.parametrize("steps", [[3, 3, 3], [7, 8, 7], [0, 0, 1]])
 def test_flags_are_what_any_rank_had(steps):
     ranks = [
-        Flags.encode(4, dense={0}, sparse=set(), outdated=set(), steps=steps[0]),
-        Flags.encode(4, dense={0, 1}, sparse={2}, outdated={1}, steps=steps[1]),
-        Flags.encode(4, dense=set(), sparse={2}, outdated=set(), steps=steps[2]),
+        encoded(steps[0], dense={0}),
+        encoded(steps[1], dense={0, 1}, sparse={2}, outdated={1}),
+        encoded(steps[2], sparse={2}),
     ]
     assert len(ranks[0]) == Flags.length(4)
     flags = Flags.decode(torch.stack(ranks).mean(0), size=3)
     assert (flags.dense, flags.sparse, flags.outdated) == ({0, 1}, {2}, {1})
     assert flags.steps_differ == (len(set(steps)) > 1)
+    assert not flags.frozen_on_some
+    assert not flags.rates_differ
 
 
 @pytest.mark.parametrize("size", [2, 3, 7, 100, 1000])
-def test_one_rank_that_is_a_step_behind_is_noticed_among_many(size):
-    ahead = Flags.encode(1, set(), set(), set(), steps=7)
-    behind = Flags.encode(1, set(), set(), set(), steps=6)
-    assert Flags.decode((ahead * (size - 1) + behind) / size, size).steps_differ
-    assert not Flags.decode(ahead * size / size, size).steps_differ
+def test_one_rank_that_is_not_like_the_others_is_noticed_among_many(size):
+    usual = encoded(7)
+
+    def seen(odd):
+        # As Horovod computes it.
+        return Flags.decode((usual * (size - 1) + odd) * (1 / size), size)
+
+    assert seen(encoded(6)).steps_differ
+    assert seen(encoded(7, trained=(0, 1, 3))).frozen_on_some == {2}
+    assert seen(encoded(7, rates=5 + (1 << 20))).rates_differ
+    alike = seen(usual)
+    assert (alike.steps_differ, alike.frozen_on_some, alike.rates_differ) == (False, set(), False)

@@ -78,6 +78,14 @@ def test_the_projections_say_how_far_tensors_are_apart(row_of, distance):
     assert 0.8 < np.sqrt(np.mean(np.square(estimates))) / distance < 1.2
 
 
+@WAYS
+@pytest.mark.parametrize("n", [*range(1, 40), 1000])
+def test_a_change_of_every_element_by_as_much_is_no_rounding(row_of, n):
+    array = values("float32", n)
+    rows = np.array([[row_of(array)], [row_of(array + 1)]])
+    assert complaint(rows, [Compared("bias", 2.0**-23)], exact=False)[1]
+
+
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
 def test_sparse_tensors_are_compared_by_indices_and_values(layout):
     one, two, three = torch.zeros(4, 4), torch.zeros(4, 4), torch.zeros(4, 4)
