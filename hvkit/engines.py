@@ -80,22 +80,23 @@ class PyTorchEngine:
     def broadcast(self, array: NDArray[np.uint8], root: int) -> NDArray[np.uint8]:
         import torch
 
-        sent = torch.from_numpy(array.copy())
-        with waiting_for_all_ranks():
+        with torch.inference_mode(False), waiting_for_all_ranks():
+            sent = torch.from_numpy(array.copy())
             return _numpy(self.hvd.broadcast_(sent, root_rank=root, name="hvkit.broadcast"))
 
     def allreduce(self, array: NDArray[Any], op: str) -> NDArray[Any]:
         import torch
 
-        sent, how = torch.from_numpy(array.copy()), getattr(self.hvd, op.capitalize())
-        with waiting_for_all_ranks():
+        how = getattr(self.hvd, op.capitalize())
+        with torch.inference_mode(False), waiting_for_all_ranks():
+            sent = torch.from_numpy(array.copy())
             return _numpy(self.hvd.allreduce_(sent, op=how, name="hvkit.allreduce"))
 
     def allgather(self, array: NDArray[np.uint8]) -> NDArray[np.uint8]:
         import torch
 
-        sent = torch.from_numpy(array.copy())
-        with waiting_for_all_ranks():
+        with torch.inference_mode(False), waiting_for_all_ranks():
+            sent = torch.from_numpy(array.copy())
             return _numpy(self.hvd.allgather(sent, name="hvkit.allgather"))
 
 

@@ -74,6 +74,16 @@ def init(framework: str | None = None) -> None:
         _engines[framework] = _start(framework, world)
 
 
+def _became_child() -> None:
+    """A fork of a rank is no rank: its copy of Horovod has no threads and reaches nobody."""
+    global _world
+    if _world is not None and _world.size > 1:
+        _world = replace(_world, of_parent=True)
+
+
+os.register_at_fork(after_in_child=_became_child)
+
+
 def _join(framework: str | None = None) -> _World:
     """Find out who we are; starts Horovod if there are several ranks."""
     global _world
@@ -226,16 +236,18 @@ def broadcast(obj: T, root: int = 0) -> T:
 
     Raises:
         ValueError: there is no rank ``root``.
+        TypeError: the object does not pickle; on every rank.
     """
     if not 0 <= root < size():
         raise ValueError(f"root must be a rank from 0 to {size() - 1}, got {root}")
     if size() == 1:
         return obj
-    payload = pickle.dumps(obj) if rank() == root else b""
+    payload = _pickled((obj,)) if rank() == root else b""
     header = np.array([len(payload)], np.int64).view(np.uint8)
     length = int(broadcast_bytes(header, root).view(np.int64)[0])
     data = np.frombuffer(payload, np.uint8) if rank() == root else np.empty(length, np.uint8)
-    received: T = pickle.loads(broadcast_bytes(data, root).tobytes())
+    received: T
+    (received,) = _unpickled(broadcast_bytes(data, root), root)
     return obj if rank() == root else received
 
 
@@ -264,6 +276,7 @@ def allgather(obj: T) -> list[T]:
 
     Raises:
         RanksDisagreeError: another rank has come to another call that all ranks have to make.
+        TypeError: the object of a rank does not pickle; on every rank.
     """
     return gather("allgather", obj)
 
@@ -273,19 +286,44 @@ def gather(call: str, obj: T) -> list[T]:
     if size() == 1:
         return [obj]
     with calls.call(call):
-        own = pickle.dumps((calls.current_call(), calls.line_of_script(), obj))
-        gathered = _gather_bytes(own)
+        place = calls.current_call(), calls.line_of_script(), call
+        gathered = _gather_bytes(_pickled((*place, obj)))
     # Each goes when it is read: together they may be gigabytes.
-    everyone: list[tuple[str, str, T]] = [pickle.loads(gathered.pop(0)) for _ in range(size())]
-    first, first_line, _ = everyone[0]
-    for other, (theirs, line, _) in enumerate(everyone):
+    everyone: list[tuple[str, str, str, T]]
+    everyone = [_unpickled(gathered.pop(0), rank) for rank in range(size())]
+    first, first_line, first_point, _ = everyone[0]
+    for other, (theirs, line, point, _) in enumerate(everyone):
+        text = ""
         if theirs != first:
+            text = f"rank {other} calls {theirs} ({line}) while rank 0 calls {first} ({first_line})"
+        elif point != first_point:
+            text = f"rank {other} is elsewhere in {first} ({line}) than rank 0 ({first_line})"
+        if text:
             error = RanksDisagreeError(
-                f"rank {other} calls {theirs} ({line}) while rank 0 calls {first} ({first_line}): "
-                f"{SAME_CALLS}, also where only rank 0 prints or saves"
+                f"{text}: {SAME_CALLS}, also where only rank 0 prints or saves"
             )
             raise mark_as_shown_by(error, 0)
-    return [each for _, _, each in everyone]
+    return [each for *_, each in everyone]
+
+
+def _pickled(message: tuple[Any, ...]) -> bytes:
+    """The message, or what is wrong with it, which all ranks have to learn."""
+    try:
+        return pickle.dumps(message)
+    except Exception as error:  # pickle raises several kinds, and objects any of their own
+        return pickle.dumps(f"{type(error).__name__}: {error}")
+
+
+def _unpickled(data: Any, source: int) -> Any:
+    """The message of rank ``source``.
+
+    Raises:
+        TypeError: it did not pickle there.
+    """
+    message = pickle.loads(data)
+    if isinstance(message, str):
+        raise TypeError(f"what rank {source} passes does not pickle: {message}")
+    return message
 
 
 def _gather_bytes(payload: bytes) -> list[Any]:

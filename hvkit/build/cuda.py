@@ -59,8 +59,10 @@ class Toolkit:
     @property
     def missing(self) -> list[str]:
         """Those of the files that Horovod is compiled and linked with that are not there."""
-        roots = (self.home, *sorted(self.home.glob("targets/*")))
-        libraries = [root / name for root in roots for name in ("lib64", "lib")]
+        targets = sorted(self.home.glob("targets/*"))
+        roots = (self.home, *targets)
+        # Where nvcc has the linker look.
+        libraries = [self.home / "lib64", *(target / "lib" for target in targets)]
         wanted = {
             "nvcc": [self.home / "bin"],
             "cuda_runtime.h": [root / "include" for root in roots],
@@ -220,9 +222,9 @@ def put_together(unpacked: Path) -> Path:
     The wheels hold what programs run with. Linking needs the libraries under their plain names,
     and looks in ``lib64``.
     """
-    home = next(unpacked.glob("nvidia/cu*"), None)
+    home = next(unpacked.glob("nvidia/cu[0-9]*"), None)
     if home is None:
-        raise BuildError("NVIDIA's wheels have an unknown form: no folder nvidia/cu*")
+        raise BuildError("NVIDIA's wheels have an unknown form: no folder nvidia/cu[0-9]*")
     for library in (home / "lib").glob("*.so.*"):
         plain = library.with_name(library.name.partition(".so.")[0] + ".so")
         if not plain.exists():

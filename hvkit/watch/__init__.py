@@ -98,4 +98,9 @@ def start(
         reporter.start(from_rank_0(None))
     failures.install(watcher)
     # Registered after Horovod's own, so called before it: the others hear why Horovod ends.
-    atexit.register(watcher.stop)
+    atexit.register(_end, watcher)
+
+
+def _end(watcher: Hub | Reporter) -> None:
+    failures.note_uncaught()
+    watcher.stop()

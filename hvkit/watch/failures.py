@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -26,8 +27,8 @@ class Witness(Protocol):
     def reason(self) -> str:
         """Why the wait that this rank is in was ended; empty if that is not known."""
 
-    def printed(self) -> bool:
-        """Whether a rank has shown it already, or another one will."""
+    def shown_by(self) -> int | None:
+        """The rank that has shown it or shows it; None if this one still has to."""
 
     def failed(self, how: str) -> None:
         """This rank ends with an error of its own."""
@@ -47,13 +48,34 @@ def install(witness: Witness) -> None:
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
         line = _line_for(error, witness)
-        if line is not None:
-            print(f"hvkit: {line}", file=sys.stderr, flush=True)
+        if line is None:
+            witness.failed(_failed_with(error))
+            show(kind, error, traceback)
             return
-        witness.failed(_in_short(error))
-        show(kind, error, traceback)
+        print(f"hvkit: {line}", file=sys.stderr, flush=True)
+        own = _handled_before(error)
+        if own is not None:
+            print(f"hvkit: rank {witness.rank} was handling this error:", file=sys.stderr)
+            show(type(own), own, own.__traceback__)
+
+    show_of_thread = threading.excepthook
+
+    def show_and_note(arguments: threading.ExceptHookArgs) -> None:
+        error = arguments.exc_value
+        if error is not None and _line_for(error, witness) is None:
+            name = arguments.thread.name if arguments.thread else "that has ended"
+            witness.failed(f"failed in thread {name} with {calls.in_short(error)}")
+        show_of_thread(arguments)
 
     sys.excepthook = show_or_name
+    threading.excepthook = show_and_note
+
+
+def note_uncaught() -> None:
+    """At the end of the script: take note of an error that another hook than this one showed."""
+    error = getattr(sys, "last_value", None)
+    if _witness is not None and error is not None and _line_for(error, _witness) is None:
+        _witness.failed(_failed_with(error))
 
 
 @contextmanager
@@ -121,11 +143,24 @@ def _line_for(error: BaseException, witness: Witness) -> str | None:
         return f"rank {witness.rank} ends with the {type(error).__name__} of rank {other}"
     if not isinstance(error, RankLostError):
         return None
-    if witness.printed():
-        return f"RankLostError: rank {witness.rank} ends for the reason given by another rank"
-    return f"RankLostError: {error}"
+    shown_by = witness.shown_by()
+    if shown_by is None:
+        return f"RankLostError: {error}"
+    where = "given above" if shown_by == witness.rank else f"that rank {shown_by} gives"
+    return f"RankLostError: rank {witness.rank} ends for the reason {where}"
 
 
-def _in_short(error: BaseException) -> str:
-    text = str(error).strip().split("\n")[0]
-    return f"failed with {type(error).__name__}" + (f": {text[:200]}" if text else "")
+def _handled_before(error: BaseException) -> BaseException | None:
+    """The script's own error, while handling which it made the call that others did not."""
+    context = error.__context__
+    while context is not None and (
+        isinstance(context, RankLostError | RanksDisagreeError)
+        or meaning_of(context) is not None
+        or not calls.is_failure(context)
+    ):
+        context = context.__context__
+    return context
+
+
+def _failed_with(error: BaseException) -> str:
+    return f"failed with {calls.in_short(error)}"

@@ -95,7 +95,8 @@ def _waits(waiting: Mapping[int, Status]) -> str:
     places: dict[str, list[int]] = {}
     for rank in sorted(waiting):
         status = waiting[rank]
-        places.setdefault(f"{status.call}{_at(status)}", []).append(rank)
+        handling = f" while handling {status.handling}" if status.handling else ""
+        places.setdefault(f"{status.call}{_at(status)}{handling}", []).append(rank)
     return "; ".join(
         f"{ranks_text(numbers)} wait{'s' if len(numbers) == 1 else ''} in {place}"
         for place, numbers in places.items()

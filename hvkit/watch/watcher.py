@@ -29,7 +29,7 @@ _GRACE = 30.0
 # How long an error of Horovod's waits for its explanation, in seconds.
 _EXPLAINED_WITHIN = 5.0
 
-END_OF_SCRIPT = "reached the end of the script"
+END_OF_SCRIPT = "has ended its script"
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,12 @@ class Watcher:
         hint = f": {SAME_CALLS}, and {SAME_STEPS}" if END_OF_SCRIPT in self._reason else ""
         return f"{here}; {self._reason}{hint}"
 
-    def printed(self) -> bool:
-        """Whether the reason has been shown, or another rank shows it."""
-        return self._printed or (self._explained.is_set() and self._shown_by != self.rank)
+    def shown_by(self) -> int | None:
+        """The rank that has shown the reason or shows it; None if this one still has to."""
+        if self._printed:
+            return self.rank
+        other = self._explained.is_set() and self._shown_by != self.rank
+        return self._shown_by if other else None
 
     def failed(self, how: str) -> None:
         """This rank ends with an error of its own."""

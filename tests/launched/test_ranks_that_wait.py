@@ -144,6 +144,19 @@ UNLIKE = {
         ),
         ("evaluate", "here"), ("fit", "again"),
     ),
+    "keras: evaluate on rank 0 in a callback": (
+        FIT.format(
+            inside="if rank == 0 and batch == 3: model.evaluate(x, y, verbose=0)  # here",
+            after="",
+        ),
+        ("evaluate in fit", "here"), ("fit, step 4", "train"),
+    ),
+    "keras: validation data on rank 0": (
+        FIT.format(inside="", after="").replace(
+            "callbacks=[InFit()]", "validation_data=(x, y) if rank == 0 else None"
+        ),
+        ("evaluate in fit", "train"), ("fit", "train"),
+    ),
 }  # fmt: skip
 
 
@@ -153,9 +166,7 @@ ON_THREE_RANKS = ("torch: the loop is left", "keras: average on rank 0 in a call
 @pytest.mark.parametrize("case", UNLIKE)
 def test_calls_that_do_not_match_end_every_rank_with_both_lines(case, tmp_path):
     code, (first_call, first_mark), (last_call, last_mark) = UNLIKE[case]
-    ranks = (
-        3 if case in ("torch: the loop is left", "keras: average on rank 0 in a callback") else 2
-    )
+    ranks = 3 if case in ON_THREE_RANKS else 2
     status, err, lines = run(code, tmp_path, ranks)
     assert status != 0
     same = ": every rank has to make the same calls in the same order"
@@ -175,15 +186,15 @@ ENDS = {
         torch_script(before="if hvkit.rank(): raise SystemExit(0)").replace(
             "hvkit.distribute(model, optimizer)", "hvkit.distribute(model, optimizer)  # here"
         ),
-        "rank 0 waits in hvkit.distribute (", "; rank 1 reached the end of the script",
+        "rank 0 waits in hvkit.distribute (", "; rank 1 has ended its script",
     ),
     "torch: barrier at the end on rank 0": (
         torch_script(after="if rank == 0: hvkit.barrier()  # here"),
-        "rank 0 waits in hvkit.barrier (", "; rank 1 reached the end of the script",
+        "rank 0 waits in hvkit.barrier (", "; rank 1 has ended its script",
     ),
     "keras: evaluate at the end on rank 0": (
         FIT.format(inside="", after="if rank == 0: model.evaluate(x, y, verbose=0)  # here"),
-        "rank 0 waits in evaluate (", "; rank 1 reached the end of the script",
+        "rank 0 waits in evaluate (", "; rank 1 has ended its script",
     ),
     "torch: an error on rank 1": (
         torch_script(inside="assert rank == 0 or step < 7, 'too far'").replace(
@@ -211,6 +222,23 @@ def test_a_rank_that_has_ended_is_named_at_once_with_how_it_ended(case, tmp_path
     assert all(f"({lines['here']})" in line for line in shown)
     # The traceback is that of the rank that failed.
     assert err.count("Traceback") == ("failed" in ended), err
+
+
+def test_a_collective_on_the_way_out_hides_no_error(tmp_path):
+    code = torch_script(
+        before="import sys",
+        inside="""try:
+        assert rank == 0 or step < 7, "too far"
+    finally:
+        if sys.exc_info()[0]: hvkit.barrier()  # here""",
+    )
+    status, err, lines = run(code, tmp_path, 2)
+    assert status != 0
+    assert (
+        f"rank 1 waits in hvkit.barrier ({lines['here']}) while handling AssertionError: too far"
+    ) in err
+    assert err.count("Traceback") == err.count("\nAssertionError: too far") == 1, err
+    assert "hvkit: rank 1 was handling this error:" in err
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -34,6 +35,15 @@ class Epoch:
     def begin(self) -> None:
         """A pass over the training data begins."""
         self._begun = True
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Around a pass over other data, in the middle of the epoch or after it."""
+        begun, self._begun = self._begun, False
+        try:
+            yield
+        finally:
+            self._begun = begun
 
     def end(self) -> None:
         """It is over; a collective. Does nothing after a pass over the validation data.

@@ -7,6 +7,7 @@ each pass over the data, before callbacks see them; that place is replaced on th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ import numpy as np
 from hvkit import runtime
 from hvkit.adapters.keras.averager import GradientAverager
 from hvkit.adapters.keras.callbacks import Epoch, for_this_rank
-from hvkit.watch.calls import call
+from hvkit.watch.calls import call_within
 from hvkit.watch.failures import translated
 
 
@@ -39,40 +40,52 @@ def share_results(
         _over_all_ranks, model, epoch, model._get_metrics_result_or_logs
     )
     model.fit = _on_this_rank(model.fit, epoch)
-    model.evaluate = _on_this_rank(model.evaluate)
-    model.predict = _on_this_rank(model.predict)
+    for method in (model.evaluate, model.predict):
+        setattr(model, method.__name__, _on_this_rank(method, epoch, trains=False))
 
 
-def _on_this_rank(method: Callable[..., Any], epoch: Epoch | None = None) -> Callable[..., Any]:
+def _on_this_rank(
+    method: Callable[..., Any], epoch: Epoch, *, trains: bool = True
+) -> Callable[..., Any]:
     """The method with the callbacks and the verbosity that this rank should have."""
 
     @functools.wraps(method)
     def on_this_rank(*args: Any, **kwargs: Any) -> Any:
-        arguments = _with_names(method, args, kwargs)
-        if runtime.rank() != 0:
-            arguments["verbose"] = 0
-        arguments["callbacks"] = for_this_rank(arguments.get("callbacks"), epoch)
-        with call(method.__name__), translated():
-            return method(**arguments)
+        args, kwargs = _with_names(method, args, kwargs)
+        if _takes(method, "verbose") and runtime.rank() != 0:
+            kwargs["verbose"] = 0
+        if _takes(method, "callbacks"):
+            given = kwargs.get("callbacks")
+            kwargs["callbacks"] = for_this_rank(given, epoch if trains else None)
+        aside = contextlib.nullcontext() if trains else epoch.set_aside()
+        with aside, call_within(method.__name__), translated():
+            return method(*args, **kwargs)
 
     return on_this_rank
 
 
-def _with_names(method: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
-    """The arguments by name, those of ``**kwargs`` included."""
-    signature = inspect.signature(method)
-    kinds = {parameter.kind for parameter in signature.parameters.values()}
+def _takes(method: Callable[..., Any], name: str) -> bool:
+    """Whether the method, which may be the user's own, takes an argument of this name."""
+    parameters = inspect.signature(method).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _with_names(
+    method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments by name, where the method takes them so."""
+    parameters = inspect.signature(method).parameters.values()
+    kinds = {p.kind for p in parameters}
     if inspect.Parameter.VAR_POSITIONAL in kinds:
-        # A method of the user's that hands everything on to Keras's.
-        signature = inspect.signature(
-            functools.partial(getattr(keras.Model, method.__name__), None)
-        )
-    bound = signature.bind(*args, **kwargs)
-    named = dict(bound.arguments)
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            named.update(named.pop(name, {}))
-    return named
+        if inspect.Parameter.VAR_KEYWORD not in kinds:
+            return args, kwargs
+        # A method of the user's that hands on to Keras's what is not its own.
+        keras_method = functools.partial(getattr(keras.Model, method.__name__), None)
+        parameters = inspect.signature(keras_method).parameters.values()
+    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][: len(args)]
+    if len(names) < len(args) or not kwargs.keys().isdisjoint(names):
+        return args, kwargs  # one too many, or one twice: Python says so
+    return (), dict(zip(names, args, strict=True)) | kwargs
 
 
 def _over_all_ranks(

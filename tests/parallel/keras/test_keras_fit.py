@@ -175,17 +175,53 @@ def test_rank_0_may_have_callbacks_that_the_others_have_not():
     assert len(history.epoch) == 2
 
 
-class OwnFit(keras.Sequential):
-    """Hands everything on, as wrappers do."""
-
-    def fit(self, *args, **kwargs):
-        return super().fit(*args, **kwargs)
+class HandsOn(keras.Sequential):
+    def fit(self, *args, patience=1, **kwargs):
+        return super().fit(*args, epochs=patience, **kwargs)
 
 
-def test_a_fit_that_hands_everything_on_is_left_alone():
-    model = compiled(make=lambda seed: OwnFit([keras.Input((8,)), keras.layers.Dense(4)]))
-    x, y = samples(8)
-    assert len(model.fit(x, y, 4, epochs=2, verbose=0).epoch) == 2
+class OfItsOwn(keras.Sequential):
+    def fit(self, data, times):
+        return super().fit(*data, epochs=times, verbose=0)
+
+
+class TakesAny(keras.Sequential):
+    def fit(self, *data):
+        return super().fit(*data, epochs=2, verbose=0)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        (HandsOn, lambda model, x, y: model.fit(x, y, 4, patience=2, verbose=0)),
+        (HandsOn, lambda model, x, y: model.fit(x, y=y, patience=2)),
+        (OfItsOwn, lambda model, x, y: model.fit((x, y), 2)),
+        (OfItsOwn, lambda model, x, y: model.fit(data=(x, y), times=2)),
+        (TakesAny, lambda model, x, y: model.fit(x, y)),
+    ],
+)
+def test_a_fit_of_the_models_own_takes_its_own_arguments(call):
+    kind, fit_it = call
+    model = compiled(make=lambda seed: kind([keras.Input((8,)), keras.layers.Dense(4)]))
+    assert len(fit_it(model, *samples(8)).epoch) == 2
+
+
+def test_an_epoch_goes_on_after_an_evaluation_inside_it():
+    model = compiled()
+    data, other = mine(samples(24 * hvkit.size())), mine(samples(8 * hvkit.size(), seed=1))
+    losses = []
+    evaluates = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: losses.append(
+            model.evaluate(*other, batch_size=4, verbose=0)
+        )
+    )
+    fit(model, data, callbacks=[evaluates])
+    assert len(losses) == 6
+    assert same_on_all_ranks([np.array(losses)])
+    rows = 24 if hvkit.rank() else 20
+    error, text = error_of(lambda: fit(model, (data[0][:rows], data[1][:rows])))
+    assert error is not None
+    assert "same number of" in text
 
 
 def test_a_nan_on_one_rank_stops_all_and_is_seen_by_all():

@@ -134,6 +134,10 @@ class TestWhole:
         (home / "lib64").rename(target / "lib")
         assert Toolkit(home, "13.0").missing == []
 
+    def test_libraries_where_nvcc_does_not_have_the_linker_look(self, tmp_path: Path) -> None:
+        make_toolkit(tmp_path / "cuda", libraries="lib")
+        assert Toolkit(tmp_path / "cuda", "13.0").missing == list(LIBRARIES)
+
     @pytest.mark.parametrize("file", LIBRARIES)
     def test_library_missing(self, tmp_path: Path, file: str) -> None:
         make_toolkit(tmp_path / "cuda")

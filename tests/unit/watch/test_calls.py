@@ -1,12 +1,21 @@
 """What a rank knows of itself: the call that it is in, and the line of the script."""
 
+import gc
 import json
 import threading
 
 import pytest
 
 from hvkit.watch import calls
-from hvkit.watch.calls import call, current_call, line_of_script, named, status, waiting
+from hvkit.watch.calls import (
+    call,
+    call_within,
+    current_call,
+    line_of_script,
+    named,
+    status,
+    waiting,
+)
 
 
 @named("hvkit.something")
@@ -74,9 +83,10 @@ def graph(monkeypatch):
             return self.counts
 
     graph = Graph()
-    monkeypatch.setattr(calls, "_graph_waits", [])
-    monkeypatch.setattr(calls, "_graph_seen", {})
-    monkeypatch.setattr(calls, "_inside_tensorflow", lambda: graph.runs)
+    monkeypatch.setattr(calls, "_graphs", [])
+    monkeypatch.setattr(
+        calls, "_inside_tensorflow", lambda: threading.get_ident() if graph.runs else None
+    )
     calls.watch_graph(graph)
     return graph
 
@@ -98,3 +108,66 @@ def test_a_graph_that_has_failed_waits_no_more(graph):
     assert status().waits
     graph.runs = False
     assert not status().waits
+
+
+def test_a_graph_that_nobody_holds_any_more_is_forgotten(graph):
+    class Gone(type(graph)):
+        counts = (1, 0)
+
+    calls.watch_graph(Gone())
+    gc.collect()
+    graph.counts = (12, 12)
+    assert not status().waits
+    assert len(calls._graphs) == 1
+
+
+def waiting_thread():
+    """A thread that waits in a call, and what lets it go on."""
+    entered, go_on = threading.Event(), threading.Event()
+
+    def run():
+        with call("hvkit.average"), waiting():
+            entered.set()
+            go_on.wait(20)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    entered.wait(20)
+    return thread, go_on
+
+
+def test_threads_are_in_calls_of_their_own():
+    with call("backward()"):
+        thread, go_on = waiting_thread()
+        assert current_call() == "backward()"
+        now = status()
+        assert (now.call, now.waits) == ("hvkit.average", True)
+        assert now.where.startswith("tests/unit/watch/test_calls.py:")
+        go_on.set()
+        thread.join(20)
+        assert (status().call, status().waits) == ("backward()", False)
+
+
+def test_the_error_that_a_call_is_made_after_is_known():
+    try:
+        raise KeyError("label 17")
+    except KeyError:
+        with call("hvkit.barrier"):
+            assert status().handling == "KeyError: 'label 17'"
+    with call("hvkit.barrier"):
+        assert status().handling == ""
+
+
+def test_a_call_inside_another_one_that_not_every_rank_may_make_says_so():
+    with call("fit"), call_within("evaluate"):
+        assert current_call() == "evaluate in fit"
+    with call_within("evaluate"):
+        assert current_call() == "evaluate"
+
+
+def test_a_working_directory_that_is_gone_hides_no_line(tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert "test_calls.py:" in line_of_script()

@@ -90,7 +90,7 @@ def test_ranks_that_wait_in_one_call_are_reported_but_not_ended():
 
 def test_nothing_is_said_while_nobody_waits():
     assert judge(busy(), busy()) is None
-    assert decide({0: busy()}, {1: "reached the end of the script"}, 60, 1800) is None
+    assert decide({0: busy()}, {1: "has ended its script"}, 60, 1800) is None
 
 
 @pytest.mark.parametrize(
