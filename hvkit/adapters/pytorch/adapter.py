@@ -18,7 +18,11 @@ from hvkit.adapters.pytorch.batch_norm import (
 )
 from hvkit.adapters.pytorch.checks import Checks
 from hvkit.adapters.pytorch.compression import DTYPES
-from hvkit.adapters.pytorch.guard import refuse_other_optimizers, refuse_other_wrappers
+from hvkit.adapters.pytorch.guard import (
+    optimizers_inside,
+    refuse_other_optimizers,
+    refuse_other_wrappers,
+)
 from hvkit.adapters.pytorch.rate import RateInStep
 from hvkit.adapters.pytorch.reducer import GradientReducer, is_averaged
 from hvkit.adapters.pytorch.state import broadcast_optimizer, broadcast_tensors, move_to
@@ -93,14 +97,17 @@ class PyTorchAdapter:
             narrow=DTYPES.get(self.options.compression),
             statistics=self._averaged_statistics(),
         )
-        refuse_other_optimizers(self.optimizers, is_averaged)
         records = []
         for optimizer in self.optimizers:
-            self._follow(optimizer, reducer)
+            stepping = [optimizer, *optimizers_inside(optimizer)]
+            refuse_other_optimizers(stepping, is_averaged)
+            for each in stepping:
+                self._follow(each, reducer)
             rate = None
             if not self.multiplier.changes_nothing and not _has_step_length(optimizer):
                 rate = RateInStep(self.multiplier)
-                rate.attach(optimizer)
+                for each in stepping:
+                    rate.attach(each)
             records.append((optimizer, Record(warmup=rate)))
         return records
 

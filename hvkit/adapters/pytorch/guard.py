@@ -91,6 +91,19 @@ def refuse_other_optimizers(
     _look_who_steps(is_averaged)
 
 
+def optimizers_inside(optimizer: Optimizer) -> list[Optimizer]:
+    """Optimizers around which this one was made, as SAM and Lookahead are, with the same groups."""
+    groups = {id(group) for group in optimizer.param_groups}
+    held: list[Any] = []
+    for value in vars(optimizer).values():
+        held.extend(value if isinstance(value, list | tuple) else [value])
+    return [
+        each
+        for each in held
+        if isinstance(each, Optimizer) and any(id(group) in groups for group in each.param_groups)
+    ]
+
+
 @functools.cache
 def _look_who_steps(is_averaged: Callable[[torch.Tensor], bool]) -> None:
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -107,13 +120,9 @@ def _refuse_if_distributed(
     held = sum(len(group["params"]) for group in optimizer.param_groups)
     if _harmless.get(optimizer) == held:
         return
-    # An optimizer that was passed may be made around this one, with the same groups.
-    known = {id(group) for each in _averaged for group in each.param_groups}
-    if any(
-        is_averaged(parameter)
-        for group in optimizer.param_groups
-        if id(group) not in known
-        for parameter in group["params"]
+    around_one_of_ours = any(each in _averaged for each in optimizers_inside(optimizer))
+    if not around_one_of_ours and any(
+        is_averaged(p) for group in optimizer.param_groups for p in group["params"]
     ):
         raise ValueError(
             f"optimizer {type(optimizer).__name__} updates parameters of a model that was passed "

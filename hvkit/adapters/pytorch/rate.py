@@ -7,6 +7,7 @@ it at any time. Only while ``step()`` updates does it hold the multiplied rate.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable
 from types import MethodType
@@ -32,12 +33,18 @@ class RateInStep:
         self.steps_done = 0
         """Optimizer steps so far; a checkpoint sets it when training resumes."""
         self._multiplier = multiplier
+        # How many steps are running inside each other, and how many when the rate was multiplied.
         self._depth = 0
+        self._multiplied_at = 0
         self._put_backs: list[Callable[[], None]] = []
 
     def attach(self, optimizer: Optimizer) -> None:
-        """From now on the optimizer's updates use the multiplied rates."""
+        """From now on the optimizer's updates use the multiplied rates.
+
+        Of an optimizer and one that it steps, which share their groups, both are attached.
+        """
         # torch.compile takes the update alone, which is then compiled as it is without hvkit.
+        _hook_steps_of_parents(type(optimizer))
         uncompiled: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.compiler.disable
         before = optimizer.register_step_pre_hook(uncompiled(self._before))
         after = optimizer.register_step_post_hook(uncompiled(self._after))
@@ -59,9 +66,11 @@ class RateInStep:
         optimizer.step = MethodType(step_at_multiplied_rate, optimizer)  # type: ignore[method-assign]
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        # The step of a subclass that calls its parent's runs the hooks twice.
+        # The step of a subclass that calls its parent's runs the hooks twice; until then it may
+        # set the user's rate itself.
         self._depth += 1
-        if self._depth > 1:
+        kind = type(optimizer)
+        if self._put_backs or _leaves_update_to_parent(kind, self._depth):  # type: ignore[arg-type]
             return None
         self._multiply(optimizer)
         # args[0] is the optimizer.
@@ -73,8 +82,9 @@ class RateInStep:
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._depth -= 1
-        if self._depth == 0:
+        if self._depth < self._multiplied_at:
             self._put_back()
+        if self._depth == 0:
             self.steps_done += 1
 
     def _end(self) -> None:
@@ -96,6 +106,7 @@ class RateInStep:
         return at_the_users_rate
 
     def _multiply(self, optimizer: Optimizer) -> None:
+        self._multiplied_at = self._depth
         if self.steps_done < self._multiplier.warmup_steps:
             _refuse_graph_capture()
         by = self._multiplier.at(self.steps_done)
@@ -119,6 +130,40 @@ class RateInStep:
         put_backs, self._put_backs = self._put_backs, []
         for put_back in put_backs:
             put_back()
+
+
+def _with_step(kind: type[Any]) -> list[type[Any]]:
+    """The optimizer's classes that have a step of their own, itself first."""
+    return [each for each in kind.__mro__ if "step" in vars(each) and each is not Optimizer]
+
+
+def _hook_steps_of_parents(kind: type[Any]) -> None:
+    """Have the hooks run around the steps of parent classes as well.
+
+    PyTorch sees to it when it makes the first optimizer of such a class itself.
+    """
+    for each in _with_step(kind):
+        if not getattr(vars(each)["step"], "hooked", False):
+            each.step = Optimizer.profile_hook_step(each.step)
+            each.step.hooked = True
+
+
+@functools.cache
+def _leaves_update_to_parent(kind: type[Any], depth: int) -> bool:
+    """Whether the step that is running calls that of a parent class.
+
+    Args:
+        kind: the optimizer's class.
+        depth: how many of its classes' steps are running, from 1.
+    """
+    with_step = _with_step(kind)
+    if depth >= len(with_step):
+        return False
+    code = inspect.unwrap(vars(with_step[depth - 1])["step"]).__code__
+    parents = {each.__name__ for each in with_step[depth:]}
+    return "step" in code.co_names and (
+        "__class__" in code.co_freevars or not parents.isdisjoint(code.co_names)
+    )
 
 
 def _multiply_in_place(rate: torch.Tensor, by: float) -> Callable[[], None]:

@@ -451,6 +451,25 @@ def in_a_part(model):
     return nn.Sequential(nn.parallel.DistributedDataParallel(model))
 
 
+class Around(torch.optim.Optimizer):
+    def __init__(self, base):
+        super().__init__(base.param_groups, {})
+        self.base = base
+
+    def step(self, closure=None):
+        self.base.step()
+
+
+def test_an_optimizer_may_be_made_around_a_distributed_one_but_not_of_its_groups():
+    model, optimizer = distributed()
+    x, y = local(regression(steps=1))[0]
+    F.mse_loss(model(x), y).backward()
+    Around(optimizer).step()
+    error, text = error_of(torch.optim.SGD(optimizer.param_groups, lr=0.1).step)
+    assert error is ValueError
+    assert "was not passed itself" in text
+
+
 @pytest.mark.parametrize(
     ("wrap", "message"),
     [

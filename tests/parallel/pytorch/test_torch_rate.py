@@ -486,6 +486,73 @@ def test_a_step_that_calls_its_parents_counts_once(warmup):
     compare(lambda m: Own(m.parameters(), lr=RATE), after=SETTERS["StepLR"], warmup=warmup)
 
 
+class Sets(torch.optim.SGD):
+    """Sets its rate itself before it steps, as Noam's schedule is often written."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["done"] = group.get("done", 0) + 1
+            group["lr"] = RATE / group["done"]
+        return super().step(closure)
+
+
+class SetsAndSteps(torch.optim.SGD):
+    """The same, in other words."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["lr"] = RATE / 3
+        return torch.optim.SGD.step(self, closure)
+
+
+@pytest.mark.parametrize("kind", [Sets, SetsAndSteps])
+@pytest.mark.parametrize("warmup", [0, 4], ids=["at once", "warm-up"])
+def test_a_rate_that_a_step_sets_is_the_users(kind, warmup):
+    model = mlp()
+    optimizer = kind(model.parameters(), lr=RATE)
+    hvkit.distribute(model, optimizer, lr_scaling="linear", warmup_steps=warmup)
+    before = [p.detach().clone() for p in model.parameters()]
+    for i, batch in enumerate(local(regression(steps=6))):
+        backward(model, batch)
+        optimizer.step()
+        users = RATE / 3 if kind is SetsAndSteps else RATE / (i + 1)
+        assert rates_of(optimizer) == [users]
+        by = 1 + (hvkit.size() - 1) * min(1, i / warmup if warmup else 1)
+        for p, old in zip(model.parameters(), before, strict=True):
+            torch.testing.assert_close(p, old - users * by * p.grad)
+            old.copy_(p.detach())
+
+
+class Around(torch.optim.Optimizer):
+    """Steps another optimizer of the same groups, in its own step or beside it, as SAM does."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+        self.base = torch.optim.SGD(self.param_groups, lr=lr)
+        self.param_groups = self.base.param_groups
+
+    def step(self, closure=None):
+        self.base.step()
+
+    def second_step(self):
+        self.base.step()
+
+
+@pytest.mark.parametrize("take", ["step", "second_step"])
+def test_an_optimizer_inside_another_updates_at_the_multiplied_rate_once(take):
+    model = mlp()
+    optimizer = Around(model.parameters(), lr=RATE)
+    hvkit.distribute(model, optimizer, lr_scaling="linear")
+    before = [p.detach().clone() for p in model.parameters()]
+    for batch in local(regression(steps=3)):
+        backward(model, batch)
+        getattr(optimizer, take)()
+        assert rates_of(optimizer) == [RATE]
+        for p, old in zip(model.parameters(), before, strict=True):
+            torch.testing.assert_close(p, old - RATE * hvkit.size() * p.grad)
+            old.copy_(p.detach())
+
+
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("lr", [RATE, torch.tensor(RATE)], ids=["float", "tensor"])
 def test_an_optimizer_that_lowers_its_rate_itself_lowers_the_users(lr, in_place):
