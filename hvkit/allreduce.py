@@ -6,7 +6,6 @@ added up in float32 and rounded once; short integers are added up in int64.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -144,7 +143,7 @@ def _require_defined(dtype: str, op: str) -> None:
 
 def _of_numbers(numbers: list[Any], op: str) -> float:
     """The result for Python's numbers; a NaN counts in minimum and maximum, too."""
-    if op in ("min", "max") and not any(map(math.isnan, numbers)):
+    if op in ("min", "max") and not any(n != n for n in numbers):
         least_or_most: float = min(numbers) if op == "min" else max(numbers)
         return least_or_most
     total: float = sum(numbers)

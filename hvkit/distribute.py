@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from numbers import Integral, Real
 from typing import TypeVar
 
 from hvkit import registry, runtime
@@ -63,7 +64,8 @@ def distribute(
     augmentation and environments differ between ranks. The start needs no equal seeds, since every
     rank gets rank 0's weights. Rank 0 warns if all ranks compute the same gradients in the first
     step. Weights that some ranks load or change alone after the call are an error; what belongs to
-    one rank goes into a buffer or a non-trainable variable. In PyTorch an optimizer that was not
+    one rank goes into a buffer or a non-trainable variable. A copy of the model, as by
+    ``copy.deepcopy``, is not distributed. In PyTorch an optimizer that was not
     passed must not update the model, nor may ``torch.distributed`` train it as well.
 
     What a rank measures in its own loop stays its own: average a validation loss with
@@ -107,9 +109,9 @@ def distribute(
             as in one process with the larger batch; for small batches, at the cost of a
             collective a layer.
         check_every: compare the ranks' weights in every so many optimizer steps, and raise if they
-            are no longer the same. None: only where it costs nothing worth measuring, before the
-            first update, in :meth:`hvkit.Checkpoint.save`, and in Keras at the end of each epoch
-            of ``fit``.
+            are no longer the same. None: only before the first update, in
+            :meth:`hvkit.Checkpoint.save`, and in Keras at the end of each epoch of ``fit``. Steps
+            are counted as backward passes that an update follows.
 
     Returns:
         The model and the optimizer (or the list) that were passed in, the same objects.
@@ -121,7 +123,7 @@ def distribute(
             synchronised.
         RanksDisagreeError: the ranks' models, optimizers or arguments differ. Later, in
             ``backward``, an update, ``fit`` or a save: their weights do, since some ranks loaded
-            or changed theirs alone.
+            or changed theirs alone; in PyTorch, also their learning rates or frozen parameters.
         HorovodNotFoundError: several ranks were launched, but there is no usable Horovod.
     """
     runtime.init(framework_of(model))
@@ -167,11 +169,11 @@ def distribute(
 
 
 def _count(name: str, value: object, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
-    if value < least:
+    if (count := int(value)) < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
-    return value
+    return count
 
 
 def _one_of(name: str, value: object, accepted: tuple[str, ...]) -> str:
@@ -184,8 +186,8 @@ def _warmup_steps(steps: int, epochs: float, steps_per_epoch: int | None) -> int
     """The length of the warm-up in optimizer steps, from whichever way it was given."""
     steps = _count("warmup_steps", steps, 0)
     if steps_per_epoch is not None:
-        _count("steps_per_epoch", steps_per_epoch, 1)
-    if isinstance(epochs, bool) or not isinstance(epochs, int | float):
+        steps_per_epoch = _count("steps_per_epoch", steps_per_epoch, 1)
+    if isinstance(epochs, bool) or not isinstance(epochs, Real):
         raise TypeError(f"warmup_epochs must be a number, got {epochs!r}")
     if not 0 <= epochs < math.inf:
         raise ValueError(f"warmup_epochs must be a finite number from 0, got {epochs!r}")

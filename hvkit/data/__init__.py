@@ -81,7 +81,7 @@ def shard(data: D, *, exact: bool = False, seed: int = 0) -> D:
         TypeError: ``data`` is of another kind, or an argument of another type.
         ValueError: a negative seed, arrays of different lengths, a ``DistributedSampler``, a
             shuffle without seed, or another thing that leaves ranks without a common order; a
-            part that was returned before.
+            part that was returned before, unless it is arrays.
         RanksDisagreeError: the ranks passed different data or arguments.
     """
     share = Share(runtime.rank(), runtime.size(), exact is True)
@@ -97,7 +97,10 @@ def shard(data: D, *, exact: bool = False, seed: int = 0) -> D:
             raise problem
         return part  # type: ignore[no-any-return]
     raise_together(problem, "shard")
-    fix = "pass the same data and arguments to hvkit.shard on every rank"
+    fix = (
+        "pass the same data and arguments to hvkit.shard on every rank; where the data is split or "
+        "permuted, by the same seed"
+    )
     require_equal("data", facts, fix, "shard")
     return part  # type: ignore[no-any-return]
 

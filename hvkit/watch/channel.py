@@ -24,6 +24,9 @@ from hvkit.launch.network import interfaces, within_host
 PATIENCE = 5.0
 """Seconds for one try to connect, and for the other end to prove itself."""
 
+# Seconds until the next try to let a rank in.
+_PAUSE = 0.5
+
 
 @dataclass(frozen=True)
 class Meeting:
@@ -58,6 +61,7 @@ class Listener:
             self._socket = socket.create_server(
                 ("", 0), family=family, backlog=1024, dualstack_ipv6=dual
             )
+        self._closed = threading.Event()
         port = self._socket.getsockname()[1]
         self.meeting = Meeting(addresses, port, secrets.token_bytes(32))
 
@@ -71,12 +75,15 @@ class Listener:
             try:
                 accepted, _ = self._socket.accept()
             except OSError:
-                return
+                if self._closed.wait(_PAUSE):
+                    return
+                continue  # this process has too many files open, say
             arguments = (accepted, self.meeting.secret, admit)
             threading.Thread(target=_receive_newcomer, args=arguments, daemon=True).start()
 
     def close(self) -> None:
         """Let nobody else in."""
+        self._closed.set()
         with contextlib.suppress(OSError):  # it has been closed before
             self._socket.shutdown(socket.SHUT_RDWR)  # ends a wait in accept, as close does not
         self._socket.close()

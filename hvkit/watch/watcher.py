@@ -6,7 +6,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -173,6 +173,7 @@ class Reporter(Watcher):
             self._peers[0] = hub
         self._tried.set()
         if hub is None:
+            self._watch_alone(meeting.addresses)
             return
         reported = -1.0
         while not self._stopped.is_set():
@@ -187,6 +188,16 @@ class Reporter(Watcher):
             if now.waits and now.seconds >= _WORTH_REPORTING and began > reported + 0.1:
                 reported = began
                 _send(hub, {"status": asdict(now)})
+
+    def _watch_alone(self, addresses: Sequence[str]) -> None:
+        """Without a way to rank 0, a long wait can only be reported by itself."""
+        while not self._stopped.wait(_TICK):
+            now = self._status()
+            if now.waits and now.seconds >= self._limits.report:
+                text = f"rank {self.rank} waits in {now.call} ({now.where}) for {now.seconds:.0f} s"
+                why = f"it cannot reach rank 0 at {' or '.join(addresses)} to learn why"
+                os.write(2, f"hvkit: {text}; {why}\n".encode())
+                return
 
     def _take(self, hub: Connection, message: dict[str, Any]) -> None:
         if "verdict" in message:

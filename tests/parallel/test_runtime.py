@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from ranks import error_of
 
 import hvkit
@@ -40,6 +41,36 @@ def test_allgather_keeps_the_order_and_takes_objects_of_any_length():
     assert hvkit.allgather("x" * 1000 * hvkit.rank()) == [
         "x" * 1000 * rank for rank in range(hvkit.size())
     ]
+
+
+@pytest.mark.parametrize("source", [0, 1])
+@pytest.mark.parametrize("collective", ["allgather", "broadcast"])
+def test_objects_that_do_not_pickle_are_an_error_on_every_rank(source, collective):
+    sent = (lambda: 1) if hvkit.rank() == source else 1
+    arguments = [source] if collective == "broadcast" else []
+    error, text = error_of(lambda: getattr(hvkit, collective)(sent, *arguments))
+    assert error is TypeError
+    assert f"what rank {source} passes does not pickle" in text
+    assert hvkit.allgather(1) == [1] * hvkit.size()
+
+
+def test_collectives_work_in_inference_mode():
+    with torch.inference_mode():
+        assert hvkit.average(hvkit.rank()) == (hvkit.size() - 1) / 2
+        assert hvkit.broadcast(hvkit.rank(), 1) == 1
+        assert hvkit.allreduce(torch.ones(2), op="sum").tolist() == [hvkit.size()] * 2
+
+
+def test_a_fork_of_a_rank_is_no_rank():
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        error, text = error_of(lambda: hvkit.average(1.0))
+        os.write(write, f"{error.__name__}: {text}".encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    said = os.read(read, 1000).decode()
+    assert said.startswith(f"LaunchError: this process was started by rank {hvkit.rank()}")
 
 
 @pytest.fixture(params=["torch", "tensorflow"])
