@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,6 +14,7 @@ from hvkit.watch.calls import call
 _NAME = "hvkit.main_first"
 
 _inside = False
+_said: set[str] = set()
 
 
 def is_main() -> bool:
@@ -22,6 +24,13 @@ def is_main() -> bool:
     be a collective: the other ranks do not come to it.
     """
     return runtime.rank() == 0
+
+
+def say_once(kind: str, text: str) -> None:
+    """Say something on rank 0, unless something of this kind was said before."""
+    if kind not in _said and is_main():
+        print(f"hvkit: {text}", file=sys.stderr, flush=True)
+    _said.add(kind)
 
 
 @contextmanager

@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +27,7 @@ import numpy as np
 
 from hvkit import runtime
 from hvkit.errors import RanksDisagreeError
+from hvkit.main_rank import say_once
 
 Rows = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -180,16 +180,6 @@ def _named(ranks: list[int]) -> str:
     text = ", ".join(map(str, ranks[:_MOST_RANKS_NAMED]))
     more = len(ranks) - _MOST_RANKS_NAMED
     return f"ranks {text} and {more} more" if more > 0 else f"ranks {text}"
-
-
-_said: set[str] = set()
-
-
-def say_once(kind: str, text: str) -> None:
-    """Say something on rank 0, unless something of this kind was said before."""
-    if kind not in _said and runtime.rank() == 0:
-        print(f"hvkit: {text}", file=sys.stderr, flush=True)
-    _said.add(kind)
 
 
 def judge(everyone: Rows, compared: Sequence[Compared], exact: bool) -> str:

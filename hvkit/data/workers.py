@@ -9,18 +9,17 @@ process of its own that knows nothing of MPI, can fork without harm.
 from __future__ import annotations
 
 import multiprocessing
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from hvkit import runtime
 from hvkit.errors import LaunchError
+from hvkit.main_rank import say_once
 
 ADAPTERS = Path("/sys/class/infiniband")
 
 _NONE = object()
-_said = False
 
 
 def active_adapter(adapters: Path) -> str | None:
@@ -56,16 +55,12 @@ def adapter_that_forbids_forks(loader: Any) -> str | None:
 
 
 def _say(adapter: str) -> None:
-    global _said
-    if runtime.rank() == 0 and not _said:
-        print(
-            f"hvkit: MPI may use the InfiniBand adapter {adapter}, beside which forks are not "
-            "safe: workers of DataLoaders start by multiprocessing's forkserver; "
-            'multiprocessing_context="fork" in the DataLoader forks them',
-            file=sys.stderr,
-            flush=True,
-        )
-    _said = True
+    say_once(
+        "forkserver",
+        f"MPI may use the InfiniBand adapter {adapter}, beside which forks are not safe: workers "
+        'of DataLoaders start by multiprocessing\'s forkserver; multiprocessing_context="fork" in '
+        "the DataLoader forks them",
+    )
 
 
 def started(begin: Callable[[], Iterator[Any]], adapter: str | None) -> Iterator[Any]:

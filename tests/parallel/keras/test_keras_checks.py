@@ -20,12 +20,13 @@ from models import (
 from ranks import error_of, same_on_all_ranks
 
 import hvkit
+from hvkit import main_rank
 from hvkit.adapters import fingerprints
 
 
 @pytest.fixture(autouse=True)
 def _nothing_said(monkeypatch):
-    monkeypatch.setattr(fingerprints, "_said", set())
+    monkeypatch.setattr(main_rank, "_said", set())
 
 
 def distributed(make_model=mlp, **options):

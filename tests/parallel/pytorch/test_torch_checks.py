@@ -8,12 +8,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import hvkit
-from hvkit.adapters import fingerprints
+from hvkit import main_rank
 
 
 @pytest.fixture(autouse=True)
 def _nothing_said(monkeypatch):
-    monkeypatch.setattr(fingerprints, "_said", set())
+    monkeypatch.setattr(main_rank, "_said", set())
 
 
 def distributed(make=lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9), **options):

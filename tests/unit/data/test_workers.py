@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from loaders import loader
 
-from hvkit import runtime
+from hvkit import main_rank, runtime
 from hvkit.data import shard, workers
 
 
@@ -14,7 +14,7 @@ from hvkit.data import shard, workers
 def adapters(tmp_path, monkeypatch):
     """``adapters(mlx5_0="4: ACTIVE")``: the kernel's folder, and MPI running in this process."""
     monkeypatch.setattr(workers, "ADAPTERS", tmp_path)
-    monkeypatch.setattr(workers, "_said", False)
+    monkeypatch.setattr(main_rank, "_said", set())
     hvd = SimpleNamespace(mpi_enabled=lambda: True)
     monkeypatch.setitem(runtime._engines, "torch", SimpleNamespace(hvd=hvd))
 
