@@ -28,6 +28,8 @@ from ranks import error_of, largest_difference, my_part, same_on_all_ranks
 
 import hvkit
 
+pytestmark = pytest.mark.two_ranks
+
 
 def sgd(factor=1):
     return keras.optimizers.SGD(0.02 * factor)

@@ -27,12 +27,13 @@ BUILT_IN = sorted(
     and name not in ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")
 )
 
+pytestmark = pytest.mark.two_ranks
+
 
 def test_the_list_of_built_in_optimizers_is_not_empty():
     assert {"SGD", "Adam", "AdamW", "RMSprop", "Lion"} <= set(BUILT_IN)
 
 
-@pytest.mark.two_ranks
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_every_built_in_optimizer_equals_one_process(name):
     make = getattr(keras.optimizers, name)
@@ -64,7 +65,6 @@ OPTIONS = {
 
 
 # A custom loop has to scale the loss by hand; fit does it.
-@pytest.mark.two_ranks
 @pytest.mark.parametrize(
     ("option", "loop"),
     [(option, "fit") for option in OPTIONS]
