@@ -57,8 +57,9 @@ def starting() -> Iterator[None]:
 
 
 def _say_that_it_starts(seconds: float) -> None:
-    call, line = calls.current_call() or "its first call of hvkit", calls.line_of_script()
-    text = f"a rank waits in {call} ({line}) for ranks that have not called hvkit for {seconds:g} s"
+    now = calls.status()
+    where = f"{now.call or 'its first call of hvkit'} ({now.where})"
+    text = f"a rank waits in {where} for ranks that have not called hvkit for {seconds:g} s"
     os.write(2, f"hvkit: {text}: {SAME_CALLS}\n".encode())
 
 
