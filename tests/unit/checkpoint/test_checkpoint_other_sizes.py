@@ -15,9 +15,9 @@ torch.manual_seed(hvkit.rank())
 model = torch.nn.Linear(8, 1)
 used = []
 class Watched(torch.optim.SGD):
-    def step(self, closure=None):
-        used.append(self.param_groups[0]["lr"])
-        return super().step(closure)
+    def _init_group(self, group, *rest):  # called by the update
+        used.append(group["lr"])
+        return super()._init_group(group, *rest)
 optimizer = Watched(model.parameters(), lr=0.02, momentum=0.5)
 hvkit.distribute(model, optimizer, lr_scaling="linear", warmup_steps=8)
 first = LinearLR(optimizer, 0.5, total_iters=2)
