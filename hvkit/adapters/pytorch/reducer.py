@@ -300,14 +300,16 @@ class GradientReducer:
         mine = {i for i, p in enumerate(self._parameters) if p.requires_grad}
         everyone = runtime.gather("backward()", mine)
         for rank, theirs in enumerate(everyone):
-            for i in sorted(theirs ^ everyone[0])[:1]:
-                trains, not_ = (rank, 0) if i in theirs else (0, rank)
-                error = RanksDisagreeError(
-                    f"{self._checks.label(i, self._parameters[i])} requires a gradient on rank "
-                    f"{trains} but not on rank {not_}: freeze the same parameters on every rank "
-                    "(what is frozen at random, by a generator of the same seed on all)"
-                )
-                raise mark_as_shown_by(error, 0)
+            if theirs == everyone[0]:
+                continue
+            i = min(theirs ^ everyone[0])
+            trains, freezes = (rank, 0) if i in theirs else (0, rank)
+            error = RanksDisagreeError(
+                f"{self._checks.label(i, self._parameters[i])} requires a gradient on rank "
+                f"{trains} but not on rank {freezes}: freeze the same parameters on every rank "
+                "(what is frozen at random, by a generator of the same seed on all)"
+            )
+            raise mark_as_shown_by(error, 0)
 
     def _refuse_other_rates(self) -> None:
         """Raise on every rank unless all use the same learning rates; a collective."""
