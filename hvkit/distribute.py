@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import TypeVar
@@ -19,6 +18,7 @@ from hvkit.adapters import (
 )
 from hvkit.agreement import raise_together, require_equal
 from hvkit.learning_rate import Multiplier, describe, make_multiplier
+from hvkit.log import logger
 from hvkit.watch.calls import named
 
 Model = TypeVar("Model")
@@ -163,7 +163,7 @@ def distribute(
         records = adapter.average_gradients()
         if runtime.rank() == 0:
             said = describe(rates, lr_scaling, runtime.size())
-            print(f"hvkit: {runtime.size()} ranks; {said}", file=sys.stderr, flush=True)
+            logger.info(f"{runtime.size()} ranks; {said}")
     registry.record(model, records)
     return model, optimizer
 

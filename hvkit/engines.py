@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,8 +16,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hvkit.errors import HorovodNotFoundError, LaunchError
-from hvkit.launch.cgroup import allowance
-from hvkit.launch.devices import gpu_of_rank, threads_of_rank
+from hvkit.host.cpus import allowance, threads_of_rank
+from hvkit.host.gpus import gpu_of_rank
+from hvkit.log import logger
 from hvkit.watch.calls import waiting
 from hvkit.watch.failures import translated
 
@@ -192,12 +192,9 @@ def _reduces_in_host_memory(hvd: ModuleType) -> bool:
     if hvd.cuda_built() or hvd.rocm_built():
         return False
     if hvd.rank() == 0:
-        print(
-            "hvkit: Horovod is built without GPUs, so that what they compute is reduced in the "
-            "host's memory, which takes longer; `hvkit install-horovod --gpu nccl` builds it for "
-            "them",
-            file=sys.stderr,
-            flush=True,
+        logger.warning(
+            "Horovod is built without GPUs, so that what they compute is reduced in the host's "
+            "memory, which takes longer; `hvkit install-horovod --gpu nccl` builds it for them"
         )
     return True
 

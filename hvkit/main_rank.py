@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from hvkit import runtime
 from hvkit.agreement import raise_together
 from hvkit.errors import RankLostError, RanksDisagreeError
+from hvkit.log import logger
 from hvkit.watch.calls import call
 
 _NAME = "hvkit.main_first"
@@ -29,7 +29,7 @@ def is_main() -> bool:
 def say_once(kind: str, text: str) -> None:
     """Say something on rank 0, unless something of this kind was said before."""
     if kind not in _said and is_main():
-        print(f"hvkit: {text}", file=sys.stderr, flush=True)
+        logger.warning(text)
     _said.add(kind)
 
 

@@ -7,10 +7,10 @@ it when it is shut down; hvkit does neither. Under horovodrun with Gloo there is
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 from hvkit.engines import Engine, waiting_for_all_ranks
+from hvkit.log import logger
 
 if TYPE_CHECKING:
     import numpy as np
@@ -71,8 +71,10 @@ def _mpi() -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         if not _said:
-            text = f"hvkit: mpi4py cannot be loaded ({error}): ranks send through Horovod instead"
-            print(f"{text}; to mend it: pip install --force-reinstall mpi4py", file=sys.stderr)
+            logger.warning(
+                f"mpi4py cannot be loaded ({error}): ranks send through Horovod instead; to mend "
+                "it: pip install --force-reinstall mpi4py"
+            )
         _said = True
         return None
     return MPI

@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hvkit import messages, watch
-from hvkit.commands import program
 from hvkit.engines import ENGINES, Engine, built_for
 from hvkit.errors import HvkitError, LaunchError, RanksDisagreeError
-from hvkit.launch import mca
-from hvkit.launch.environment import launch_id, launched
-from hvkit.launch.network import within_host
+from hvkit.host import mca
+from hvkit.host.commands import program
+from hvkit.host.network import within_host
+from hvkit.host.rank_variables import launch_id, launched
 from hvkit.watch import calls
 from hvkit.watch.calls import named
 from hvkit.watch.failures import mark_as_shown_by

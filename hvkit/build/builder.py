@@ -19,7 +19,7 @@ from hvkit.build.progress import BuildProgress, say
 from hvkit.build.toolchain import Toolchain
 from hvkit.build.wheels import store
 from hvkit.errors import BuildError
-from hvkit.paths import cache_dir
+from hvkit.host.cache import cache_dir
 
 _MIB = 1024**2
 _NEEDED_TO_BUILD = 1024 * _MIB

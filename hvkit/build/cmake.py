@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from hvkit.build.process import output_of, run_pip
-from hvkit.paths import cache_dir
+from hvkit.host.cache import cache_dir
 
 # The gloo inside Horovod declares a minimum version that CMake 4 refuses.
 _REQUIREMENT = "cmake>=3.13,<4"

@@ -16,9 +16,9 @@ from pathlib import Path
 from hvkit.build.frameworks import Framework
 from hvkit.build.process import run_pip
 from hvkit.build.progress import say
-from hvkit.commands import ask
 from hvkit.errors import BuildError
-from hvkit.paths import cache_dir
+from hvkit.host.cache import cache_dir
+from hvkit.host.commands import ask
 
 CHOICES = ("auto", "none", "nccl")
 DEFAULT_HOME = "/usr/local/cuda"

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from hvkit.build.cuda import has_nvidia_gpu
-from hvkit.commands import Said, ask
+from hvkit.host.commands import Said, ask
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 

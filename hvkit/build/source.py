@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hvkit.build.process import run_pip
 from hvkit.errors import BuildError
-from hvkit.paths import cache_dir
+from hvkit.host.cache import cache_dir
 
 VERSION = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hvkit.build.key import Key
-from hvkit.paths import cache_dir
+from hvkit.host.cache import cache_dir
 
 
 def wheels_dir() -> Path:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 from hvkit.build.cuda import DEFAULT_HOME
-from hvkit.commands import ask
+from hvkit.host.commands import ask
 
 
 def compilers() -> dict[str, str | None]:

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from hvkit.doctor.compilers import compilers
-from hvkit.doctor.gpus import Gpus, gpus
 from hvkit.doctor.horovod import Horovod, horovod
 from hvkit.doctor.machine import (
     Cores,
@@ -25,7 +24,8 @@ from hvkit.doctor.mpi import MpiLauncher, launchers_here
 from hvkit.doctor.network import Ssh, own_addresses, ssh
 from hvkit.doctor.packages import Packages, packages
 from hvkit.doctor.settings import rank_of, setting_names, thread_settings
-from hvkit.launch.network import Interface, interfaces
+from hvkit.host.gpus import Gpus, gpus
+from hvkit.host.network import Interface, interfaces
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ from hvkit.build.frameworks import NAMES
 from hvkit.build.installed import installed_version
 from hvkit.build.key import key_of
 from hvkit.build.toolchain import Toolchain, find_toolchain
-from hvkit.commands import Said, ask
 from hvkit.doctor import library
 from hvkit.doctor.packages import folder_of
 from hvkit.engines import built_for
 from hvkit.errors import BuildError
+from hvkit.host.cache import cache_dir
+from hvkit.host.commands import Said, ask
 from hvkit.launch.launchers.identity import MpiVersion, identify
-from hvkit.paths import cache_dir
 
 _CONTROLLERS = ("mpi", "gloo")
 _OPERATIONS = ("nccl", "ddl", "ccl", "mpi", "gloo")

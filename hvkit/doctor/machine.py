@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from hvkit.build.resources import free_memory
-from hvkit.launch.cgroup import allowance
+from hvkit.host.cpus import allowance
 
 
 @dataclass(frozen=True)

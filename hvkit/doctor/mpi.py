@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hvkit.commands import ask
+from hvkit.host.commands import ask
 from hvkit.launch.launchers.identity import MpiVersion, identify
 
 

@@ -8,8 +8,8 @@ from threading import Thread
 
 import psutil
 
-from hvkit.commands import ask
-from hvkit.launch.local import addresses_of
+from hvkit.host.commands import ask
+from hvkit.host.network import addresses_of
 
 _SECONDS = 2.0
 # Where it is on hosts whose users have no sbin on PATH.

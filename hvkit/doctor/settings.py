@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 
 from hvkit.errors import LaunchError
-from hvkit.launch.environment import launched
+from hvkit.host.rank_variables import launched
 
 _THREADS = (
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"),

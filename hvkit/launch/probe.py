@@ -7,8 +7,8 @@ import sys
 from dataclasses import asdict, dataclass
 
 import hvkit
-from hvkit.launch.cgroup import allowance
-from hvkit.launch.network import Interface, interfaces
+from hvkit.host.cpus import allowance
+from hvkit.host.network import Interface, interfaces
 from hvkit.launch.printed import line_of, values_in
 
 

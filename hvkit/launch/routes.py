@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from hvkit.errors import LaunchError
-from hvkit.launch.local import addresses_of
-from hvkit.launch.network import Interface
+from hvkit.host.network import Interface, addresses_of
 
 
 def source_address(destination: str) -> str | None:

@@ -11,9 +11,9 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from hvkit.host.network import is_local
 from hvkit.launch import ssh_problems
 from hvkit.launch.hosts import Host
-from hvkit.launch.local import is_local
 
 # sshd drops some of the connections that arrive at once (MaxStartups), and each is a process here.
 AT_ONCE = 32

@@ -19,7 +19,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
-from hvkit.launch.network import interfaces, within_host
+from hvkit.host.network import interfaces, within_host
 
 PATIENCE = 5.0
 """Seconds for one try to connect, and for the other end to prove itself."""

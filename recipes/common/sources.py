@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from common.images import DataError, Dataset
-from hvkit.paths import cache_dir
+from hvkit.host.cache import cache_dir
 
 
 class Source(Protocol):

@@ -6,7 +6,7 @@ import tensorflow as tf
 import torch
 
 from hvkit import engines
-from hvkit.launch.cgroup import Allowance
+from hvkit.host.cpus import Allowance
 
 
 @pytest.mark.parametrize("libraries", [[], ["torch"], ["tensorflow"], ["torch", "tensorflow"]])

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hvkit.host.network import is_local
 from hvkit.launch.hosts import Host
-from hvkit.launch.local import is_local
 from hvkit.launch.printed import values_in
 from hvkit.launch.ssh import AT_ONCE, RemoteShell
 

@@ -18,8 +18,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from hvkit.launch.local import addresses_of
-from hvkit.launch.network import interfaces
+from hvkit.host.network import addresses_of, interfaces
 from hvkit.launch.printed import line_of
 
 # Seconds for one connection, and after which this program ends itself whatever happens: nothing is

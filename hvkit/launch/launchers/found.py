@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hvkit.commands import ask, program
 from hvkit.errors import LaunchError
+from hvkit.host.commands import ask, program
 from hvkit.launch.job import Job
 from hvkit.launch.launchers import horovodrun, mpich, openmpi
 from hvkit.launch.launchers.identity import identify

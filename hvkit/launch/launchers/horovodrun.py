@@ -6,9 +6,9 @@ read it while the job runs; the key with which ranks show that they are of this 
 
 from collections.abc import Callable
 
-from hvkit.commands import program
 from hvkit.errors import LaunchError
-from hvkit.launch import mca
+from hvkit.host import mca
+from hvkit.host.commands import program
 from hvkit.launch.hostfile import hosts_option
 from hvkit.launch.job import Job
 

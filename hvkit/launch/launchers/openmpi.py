@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from hvkit.errors import LaunchError
-from hvkit.launch import mca
+from hvkit.host import mca
 from hvkit.launch.hostfile import hosts_option
 from hvkit.launch.job import Job
 

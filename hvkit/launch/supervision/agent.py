@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import IO, Any
 
-from hvkit.launch import binding
-from hvkit.launch.environment import place
+from hvkit.host import cpus
+from hvkit.host.rank_variables import place
 from hvkit.launch.supervision.connection import Connection, ConnectionLost
 from hvkit.launch.supervision.guard import go_below_guard
 from hvkit.launch.supervision.processes import (
@@ -68,7 +68,7 @@ def main(command: Sequence[str]) -> int:
         return 1
     if supervised.bind:
         usable = os.sched_getaffinity(0)
-        share = binding.share(binding.cores(usable), here.local_rank, here.local_size)
+        share = cpus.share(cpus.cores(usable), here.local_rank, here.local_size)
         os.sched_setaffinity(0, share or usable)
     try:
         connection = Connection.to_supervisor(supervised, key, here.rank)

@@ -16,7 +16,7 @@ from hvkit.build import edits, source
 from hvkit.build.horovod_edits import EDITS, XLA_OPS, tensorflow_lacks_xla_headers
 from hvkit.build.toolchain import Compiler, Toolchain
 from hvkit.errors import BuildError
-from hvkit.paths import cache_dir
+from hvkit.host.cache import cache_dir
 
 # Read before the tests' own cache takes the place of the user's.
 ARCHIVE = cache_dir() / "source" / source.ARCHIVE

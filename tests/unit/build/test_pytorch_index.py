@@ -6,7 +6,7 @@ import pytest
 
 from hvkit.build import pytorch_index
 from hvkit.build.pytorch_index import CPU_INDEX, pip_options
-from hvkit.commands import Said
+from hvkit.host.commands import Said
 
 CUDA_ONLY = Said(0, "torch (2.15.0)\nAvailable versions: 2.15.0, 2.13.0, 2.12.1\n")
 BOTH = Said(0, "torch (2.15.0)\nAvailable versions: 2.15.0+cpu, 2.15.0, 2.13.0+cpu, 2.13.0\n")

@@ -7,14 +7,14 @@ import pytest
 from prepared import Environment, make_environment
 
 from hvkit.doctor.facts import Facts
-from hvkit.doctor.gpus import Gpus
 from hvkit.doctor.horovod import Horovod, Library
 from hvkit.doctor.machine import Cores, Limits, Memory, SharedMemory, System
 from hvkit.doctor.mpi import MpiLauncher
 from hvkit.doctor.network import Ssh
 from hvkit.doctor.packages import Packages
+from hvkit.host.gpus import Gpus
+from hvkit.host.network import Interface
 from hvkit.launch.launchers.identity import MpiVersion
-from hvkit.launch.network import Interface
 
 GIB = 1024**3
 OPEN_MPI = MpiVersion("Open MPI", "5.0.11")

@@ -9,17 +9,17 @@ from threading import Event
 
 import pytest
 
-from hvkit.commands import Said, ask
 from hvkit.doctor import packages as packages_module
 from hvkit.doctor.compilers import compilers
-from hvkit.doctor.gpus import Gpu, gpus
 from hvkit.doctor.horovod import Library, answer, changes
 from hvkit.doctor.machine import limits, shared_memory
 from hvkit.doctor.mpi import MpiLauncher, mpi_launchers
 from hvkit.doctor.network import own_addresses
 from hvkit.doctor.packages import Unmet, packages
 from hvkit.doctor.settings import rank_of, setting_names, thread_settings
-from hvkit.launch.cgroup import Allowance, allowance
+from hvkit.host.commands import Said, ask
+from hvkit.host.cpus import Allowance, allowance
+from hvkit.host.gpus import Gpu, gpus
 from hvkit.launch.launchers.identity import MpiVersion, identify
 
 Program = Callable[[str, str], Path]

@@ -9,13 +9,13 @@ import pytest
 
 from hvkit.doctor.facts import Facts
 from hvkit.doctor.findings import Finding, findings
-from hvkit.doctor.gpus import Gpu, Gpus
 from hvkit.doctor.horovod import Horovod
 from hvkit.doctor.machine import Cores, Limits, Memory, SharedMemory
 from hvkit.doctor.mpi import MpiLauncher
 from hvkit.doctor.network import Ssh
 from hvkit.doctor.packages import Unmet
 from hvkit.doctor.two_ranks import Result, SelfTest
+from hvkit.host.gpus import Gpu, Gpus
 from hvkit.launch.launchers.identity import MpiVersion
 
 Change = Callable[[Facts], Facts]

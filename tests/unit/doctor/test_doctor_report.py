@@ -18,12 +18,12 @@ from hvkit.doctor import examination, privacy
 from hvkit.doctor.document import document
 from hvkit.doctor.facts import Facts
 from hvkit.doctor.findings import findings
-from hvkit.doctor.gpus import Gpu, Gpus
 from hvkit.doctor.machine import Cores, Limits, Memory, SharedMemory
 from hvkit.doctor.network import Ssh
 from hvkit.doctor.report import show
 from hvkit.doctor.two_ranks import Result, SelfTest
-from hvkit.launch.network import Interface
+from hvkit.host.gpus import Gpu, Gpus
+from hvkit.host.network import Interface
 
 PASSED = SelfTest(
     "Open MPI 5.0.11",

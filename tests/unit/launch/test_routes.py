@@ -3,7 +3,7 @@
 import pytest
 
 from hvkit.errors import LaunchError
-from hvkit.launch.network import Interface
+from hvkit.host.network import Interface
 from hvkit.launch.routes import joining, named, source_address, spanning
 
 LOOPBACK = Interface("lo", "127.0.0.1", "127.0.0.0/8")

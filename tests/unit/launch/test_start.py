@@ -11,10 +11,10 @@ import pytest
 
 import hvkit
 from hvkit.errors import LaunchError
+from hvkit.host.network import Interface
 from hvkit.launch import preflight, start
 from hvkit.launch.hosts import Host
 from hvkit.launch.launchers import Launcher, mpich, openmpi
-from hvkit.launch.network import Interface
 from hvkit.launch.probe import Facts
 from hvkit.launch.ssh import Answer
 from hvkit.launch.start import Request, prepared, shown

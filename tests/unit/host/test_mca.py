@@ -6,7 +6,7 @@ import pytest
 
 from hvkit import runtime
 from hvkit.errors import LaunchError
-from hvkit.launch import mca
+from hvkit.host import mca
 from hvkit.launch.hosts import Host
 from hvkit.launch.job import Job
 from hvkit.launch.launchers import openmpi

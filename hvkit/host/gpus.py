@@ -1,10 +1,11 @@
-"""The GPUs of this host, as NVIDIA's driver tells."""
+"""The GPUs of this host, as NVIDIA's driver reports them, and which of them a rank takes."""
 
 import csv
 import ctypes
 from dataclasses import dataclass
 
-from hvkit.commands import ask
+from hvkit.errors import LaunchError
+from hvkit.host.commands import ask
 
 _MIB = 1024**2
 _QUERY = "index,name,memory.total,driver_version"
@@ -65,3 +66,25 @@ def _driver_cuda() -> str | None:
         return None
     # 12080 is 12.8.
     return f"{version.value // 1000}.{version.value % 1000 // 10}" if status == 0 else None
+
+
+def gpu_of_rank(local_rank: int, local_size: int, visible_gpus: int) -> int | None:
+    """Index of the GPU for this rank, or None on a host without GPUs.
+
+    A launcher that shows each rank a single GPU (``CUDA_VISIBLE_DEVICES``, Slurm's
+    ``--gpus-per-task``) has already chosen: that one is taken.
+
+    Raises:
+        LaunchError: the host has several GPUs, but fewer than ranks.
+    """
+    if visible_gpus == 0:
+        return None
+    if visible_gpus == 1:
+        return 0
+    if local_size > visible_gpus:
+        raise LaunchError(
+            f"{local_size} ranks on a host with {visible_gpus} GPUs: start at most {visible_gpus} "
+            "ranks there (slots in the hostfile), or hide the GPUs: CUDA_VISIBLE_DEVICES= "
+            "(`hvkit run -x CUDA_VISIBLE_DEVICES=`)"
+        )
+    return local_rank

@@ -1,7 +1,8 @@
 import pytest
 
 from hvkit.errors import LaunchError
-from hvkit.launch.devices import gpu_of_rank, threads_of_rank
+from hvkit.host.cpus import threads_of_rank
+from hvkit.host.gpus import gpu_of_rank
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,7 @@ import socket
 
 import pytest
 
-from hvkit.launch.local import addresses_of, is_local
-from hvkit.launch.network import interfaces
+from hvkit.host.network import addresses_of, interfaces, is_local
 
 
 @pytest.mark.parametrize(

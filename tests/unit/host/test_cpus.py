@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvkit.launch.binding import cores, share
+from hvkit.host.cpus import cores, share
 
 
 @pytest.fixture

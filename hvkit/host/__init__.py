@@ -1,0 +1,12 @@
+"""The host that a process runs on, below everything else in hvkit: nothing here starts ranks.
+
+::
+
+    rank_variables    whether a launcher started this process, and as which rank
+    cpus              cores, containers' limits, and a rank's share of them
+    gpus              what NVIDIA's driver reports, and which GPU a rank takes
+    network           interfaces, and which names mean this host
+    mca               Open MPI's settings about networks: variables and files
+    commands          short commands whose output is read
+    cache             the folder for what was built or downloaded
+"""
