@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvkit import runtime
-from hvkit.agreement import share
+from hvkit.collectives import share
 from hvkit.errors import RanksDisagreeError
 from hvkit.watch.calls import named
-from hvkit.watch.failures import mark_as_shown_by
+from hvkit.watch.rank_errors import mark_as_shown_by
 
 T = TypeVar("T")
 
@@ -166,12 +166,12 @@ def _reduced_piece(piece: NDArray[Any], dtype: str, op: str) -> NDArray[Any]:
     own = piece.dtype
     sent = piece.view(own.type(0).real.dtype) if own.kind == "c" else piece
     sent = sent.astype(_SENT_AS[dtype])
-    reduced = runtime.allreduce_array(sent, "sum" if op == "mean" else op)
+    reduced = runtime.any_engine().allreduce(sent, "sum" if op == "mean" else op)
     if op == "mean":
         reduced = reduced / reduced.dtype.type(runtime.size())
     if op in ("min", "max") and reduced.dtype.kind == "f":
         # What MPI makes of a NaN depends on the order of ranks.
-        reduced[runtime.allreduce_array(np.isnan(sent).astype(np.int32), "max") > 0] = np.nan
+        reduced[runtime.any_engine().allreduce(np.isnan(sent).astype(np.int32), "max") > 0] = np.nan
     if own.kind == "c":
         return reduced.view(own)
     with np.errstate(over="ignore", invalid="ignore"):

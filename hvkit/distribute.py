@@ -16,7 +16,7 @@ from hvkit.adapters import (
     adapter_for,
     framework_of,
 )
-from hvkit.agreement import raise_together, require_equal
+from hvkit.collectives import raise_together, require_equal
 from hvkit.learning_rate import Multiplier, describe, make_multiplier
 from hvkit.log import logger
 from hvkit.watch.calls import named

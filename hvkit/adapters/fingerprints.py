@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from hvkit import runtime
+from hvkit import collectives
 from hvkit.errors import RanksDisagreeError
 from hvkit.main_rank import say_once
 
@@ -203,9 +203,9 @@ def require_same(call: str, compared: Sequence[Compared], rows: Sequence[Rows]) 
     """
     labels = [each.label for each in compared]
     digest = hashlib.sha256(repr(labels).encode() + b"".join(r.tobytes() for r in rows)).digest()
-    if len(set(runtime.gather(call, digest))) == 1:
+    if len(set(collectives.gather(call, digest))) == 1:
         return
-    everyone = runtime.gather(call, (labels, list(rows)))
+    everyone = collectives.gather(call, (labels, list(rows)))
     for rank, (theirs, _) in enumerate(everyone):
         if theirs != everyone[0][0]:
             other = sorted(set(theirs) ^ set(everyone[0][0]))

@@ -10,7 +10,7 @@ else that a training step would notice, is involved::
     verdict.py   from the reports of all ranks to a sentence, and whether the run must end
     channel.py   authenticated sockets between rank 0 and the others
     watcher.py   the thread: reports, questions, and the end of a run that cannot go on
-    failures.py  how a rank ends: one traceback from the rank that failed, a line from the others
+    rank_errors.py  how a rank ends: one traceback from the rank that failed, a line from the others
 
 From the first wait to the last line: ``calls.waiting`` marks a wait, the rank's ``Watcher`` reports
 it, rank 0's gathers the reports, ``verdict.decide`` finds that they do not match, rank 0 prints the
@@ -22,12 +22,12 @@ from __future__ import annotations
 
 import atexit
 import os
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from hvkit.watch import calls, failures
+from hvkit.watch import calls, rank_errors
 from hvkit.watch.verdict import SAME_CALLS
 from hvkit.watch.watcher import Hub, Limits, Reporter
 
@@ -73,7 +73,7 @@ def start(
     size: int,
     *,
     one_host: bool,
-    from_rank_0: Callable[[Any], Any],
+    from_rank_0: Callable[[bytes | None], bytes],
     shut_down: Callable[[], None],
 ) -> None:
     """Watch the ranks from now on; a collective.
@@ -82,7 +82,7 @@ def start(
         rank: this rank.
         size: the number of ranks, at least two.
         one_host: whether all ranks are on one host.
-        from_rank_0: returns rank 0's object on every rank.
+        from_rank_0: returns rank 0's bytes on every rank; the others pass None.
         shut_down: ends all waits in Horovod, on all ranks.
 
     Raises:
@@ -92,16 +92,16 @@ def start(
     watcher: Hub | Reporter
     if rank == 0:
         watcher = hub = Hub(size, limits, shut_down, one_host=one_host)
-        from_rank_0(hub.meeting)
+        from_rank_0(pickle.dumps(hub.meeting))
         hub.start()
     else:
         watcher = reporter = Reporter(rank, limits, shut_down)
-        reporter.start(from_rank_0(None))
-    failures.install(watcher)
+        reporter.start(pickle.loads(from_rank_0(None)))
+    rank_errors.install(watcher)
     # Registered after Horovod's own, so called before it: the others hear why Horovod ends.
     atexit.register(_end, watcher)
 
 
 def _end(watcher: Hub | Reporter) -> None:
-    failures.note_uncaught()
+    rank_errors.note_uncaught()
     watcher.stop()

@@ -26,7 +26,7 @@ from hvkit.adapters.pytorch.guard import (
 from hvkit.adapters.pytorch.rate import RateInStep
 from hvkit.adapters.pytorch.reducer import GradientReducer, is_averaged
 from hvkit.adapters.pytorch.state import broadcast_optimizer, broadcast_tensors, move_to
-from hvkit.agreement import require_equal
+from hvkit.collectives import require_equal
 from hvkit.learning_rate import Multiplier
 from hvkit.registry import Record
 

@@ -15,7 +15,7 @@ import torch
 
 from hvkit.adapters.chunks import chunks
 from hvkit.engines import waiting_for_all_ranks
-from hvkit.watch.failures import translated
+from hvkit.watch.rank_errors import translated
 
 # Horovod's allreduce has no bfloat16, and float16 would overflow in the sum where the mean fits.
 _WIRE_DTYPE = {

@@ -15,7 +15,7 @@ import torch
 
 from hvkit.adapters.pytorch.buckets import Bucket, runs, wire_dtype
 from hvkit.engines import waiting_for_all_ranks
-from hvkit.watch.failures import translated
+from hvkit.watch.rank_errors import translated
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 

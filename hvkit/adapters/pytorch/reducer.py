@@ -27,7 +27,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch.optim import Optimizer
 
-from hvkit import metrics, runtime
+from hvkit import collectives, metrics, runtime
 from hvkit.adapters.pytorch.batch_norm import RunningStatistics
 from hvkit.adapters.pytorch.buckets import Bucket, make_buckets
 from hvkit.adapters.pytorch.checks import Checks
@@ -36,7 +36,7 @@ from hvkit.adapters.pytorch.flags import Flags
 from hvkit.adapters.pytorch.sparse import average_rows
 from hvkit.errors import RanksDisagreeError
 from hvkit.watch.calls import call
-from hvkit.watch.failures import mark_as_shown_by
+from hvkit.watch.rank_errors import mark_as_shown_by
 
 # By number, in the order of the calls of distribute, which is the same on every rank. Hooks on
 # the parameters keep a reducer alive as long as its model.
@@ -298,7 +298,7 @@ class GradientReducer:
     def _refuse_other_parameters(self) -> None:
         """Raise on every rank unless all train the same parameters; a collective."""
         mine = {i for i, p in enumerate(self._parameters) if p.requires_grad}
-        everyone = runtime.gather("backward()", mine)
+        everyone = collectives.gather("backward()", mine)
         for rank, theirs in enumerate(everyone):
             if theirs == everyone[0]:
                 continue
@@ -313,7 +313,7 @@ class GradientReducer:
 
     def _refuse_other_rates(self) -> None:
         """Raise on every rank unless all use the same learning rates; a collective."""
-        everyone = runtime.gather("backward()", self._rates())
+        everyone = collectives.gather("backward()", self._rates())
         for rank, theirs in enumerate(everyone):
             for (name, first), (_, other) in zip(everyone[0], theirs, strict=True):
                 if first != other:
