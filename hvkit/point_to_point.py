@@ -1,8 +1,8 @@
-"""Messages from one rank to another: the one place where mpi4py is imported.
+"""Messages from one rank to another: the one place that imports mpi4py.
 
-Horovod has collectives only. Where it runs on MPI, messages go through the same MPI, on a
-communicator of their own, so that they are never taken for Horovod's. Horovod starts MPI, and ends
-it when it is shut down; hvkit does neither. Under horovodrun with Gloo there is no MPI.
+Horovod has collectives only. Where it runs on MPI, these messages use the same MPI with a
+communicator of their own, so that none mixes with Horovod's. Horovod starts and finalises MPI;
+hvkit does neither. Under ``horovodrun --gloo`` there is no MPI.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 
 _communicator: Any = None
-_said = False
+_warned = False
 
 
 def can_send(engine: Engine) -> bool:
-    """Whether this rank can send messages now: MPI runs, for any number of threads, and mpi4py.
+    """Whether this rank can send messages: mpi4py loads, and MPI runs with support for threads.
 
     Args:
-        engine: the started Horovod, whose MPI mpi4py takes, since it is the one that is loaded.
+        engine: the started Horovod; mpi4py shares its MPI, which is loaded already.
     """
     mpi = _mpi() if engine.hvd.mpi_enabled() else None
-    # Horovod's own thread is inside MPI all the time.
+    # Horovod's own thread calls MPI all the time, so this one needs THREAD_MULTIPLE.
     return (
         mpi is not None
         and mpi.Is_initialized()
@@ -38,7 +38,7 @@ def can_send(engine: Engine) -> bool:
 
 
 def open_communicator() -> None:
-    """Make the communicator, once; a collective, where :func:`can_send` is true on all ranks."""
+    """Create the communicator, once; a collective. :func:`can_send` must be true on all ranks."""
     global _communicator
     if _communicator is None:
         with waiting_for_all_ranks():
@@ -46,36 +46,41 @@ def open_communicator() -> None:
 
 
 def send(data: NDArray[np.uint8], to: int) -> None:
-    """Send bytes to a rank; returns when it takes them.
+    """Send bytes to a rank that calls :func:`receive`.
 
     Args:
-        data: of shape (n,), n below 2 GiB.
-        to: the rank, which calls :func:`receive` for as many bytes.
+        data: of shape (n,), at most 2 GiB.
+        to: the receiving rank.
     """
     with waiting_for_all_ranks():
         _communicator.Send(data, dest=to)
 
 
 def receive(into: NDArray[np.uint8], source: int) -> None:
-    """Wait for bytes from a rank, which has sent as many as the array is long."""
+    """Wait for bytes from a rank.
+
+    Args:
+        into: of shape (n,), n being the number of bytes that ``source`` sends.
+        source: the sending rank.
+    """
     with waiting_for_all_ranks():
         _communicator.Recv(into, source=source)
 
 
 def _mpi() -> Any:
-    """mpi4py's MPI; None where it cannot be loaded, which is said once."""
-    global _said
+    """mpi4py's MPI; None, with a warning, if it cannot be loaded."""
+    global _warned
     try:
         import mpi4py
 
         mpi4py.rc.initialize = mpi4py.rc.finalize = False
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        if not _said:
+        if not _warned:
             logger.warning(
-                f"mpi4py cannot be loaded ({error}): ranks send through Horovod instead; to mend "
+                f"mpi4py cannot be loaded ({error}): ranks send through Horovod instead; to fix "
                 "it: pip install --force-reinstall mpi4py"
             )
-        _said = True
+        _warned = True
         return None
     return MPI

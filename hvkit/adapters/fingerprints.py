@@ -27,7 +27,7 @@ import numpy as np
 
 from hvkit import collectives
 from hvkit.errors import RanksDisagreeError
-from hvkit.main_rank import say_once
+from hvkit.main_rank import warn_once
 
 Rows = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -186,7 +186,7 @@ def judge(everyone: Rows, compared: Sequence[Compared], exact: bool) -> str:
     """The error that all ranks have to raise, empty for none; says what is none on rank 0."""
     text, error = complaint(everyone, compared, exact)
     if text and not error:
-        say_once("rounding", text)
+        warn_once("rounding", text)
     return text if error else ""
 
 
@@ -241,7 +241,7 @@ def warn_of_equal_work(everyone: Rows) -> bool:
     if not everyone[:, 1].any():
         return False
     if everyone[:, 1].all() and (everyone[:, 0] == everyone[0, 0]).all():
-        say_once("equal work", _EQUAL_WORK)
+        warn_once("equal work", _EQUAL_WORK)
     return True
 
 

@@ -1,4 +1,7 @@
-"""How a rank ends: one traceback from the rank that failed, one line from each of the others."""
+"""Errors that end several ranks: one traceback from the rank that failed, one line from the others.
+
+Also translates Horovod's errors, which name neither the rank nor the line of the script.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +23,18 @@ _UNKNOWN = (
 
 
 class Witness(Protocol):
-    """What is known about the end of the run; the rank's watcher."""
+    """The rank's watcher, which learns from the other ranks why the run ends."""
 
     rank: int
 
     def reason(self) -> str:
-        """Why the wait that this rank is in was ended; empty if that is not known."""
+        """Why this rank's current wait ended; empty if unknown."""
 
     def shown_by(self) -> int | None:
-        """The rank that has shown it or shows it; None if this one still has to."""
+        """The rank that prints the reason; None if this one must."""
 
     def failed(self, how: str) -> None:
-        """This rank ends with an error of its own."""
+        """Record that this rank ends with an error of its own."""
 
 
 _witness: Witness | None = None
@@ -39,7 +42,7 @@ E = TypeVar("E", bound=Exception)
 
 
 def install(witness: Witness) -> None:
-    """From now on, errors that ended another rank first are shown in one line."""
+    """From now on, print an error that ended another rank first as one line."""
     global _witness
     _witness = witness
     show = sys.excepthook
@@ -72,7 +75,7 @@ def install(witness: Witness) -> None:
 
 
 def note_uncaught() -> None:
-    """At the end of the script: take note of an error that another hook than this one showed."""
+    """At the end of the script: record an error that another excepthook has shown."""
     error = getattr(sys, "last_value", None)
     if _witness is not None and error is not None and _line_for(error, _witness) is None:
         _witness.failed(_failed_with(error))
@@ -80,11 +83,11 @@ def note_uncaught() -> None:
 
 @contextmanager
 def translated() -> Iterator[None]:
-    """Around collectives of Horovod's: its errors become hvkit's.
+    """Wraps collectives of Horovod, and translates its errors.
 
     Raises:
         RankLostError: another rank has ended, or waits in another call.
-        RanksDisagreeError: what the ranks sent does not fit together.
+        RanksDisagreeError: the ranks sent different shapes or dtypes.
     """
     try:
         yield
@@ -96,7 +99,7 @@ def translated() -> Iterator[None]:
 
 
 def meaning_of(error: BaseException) -> RankLostError | RanksDisagreeError | None:
-    """What an error of Horovod's means; None if it is none of those."""
+    """hvkit's error for an error of Horovod; None for any other error."""
     text = str(error)
     if "Horovod has been shut down" in text or "Horovod has not been initialized" in text:
         return _lost()
@@ -104,8 +107,8 @@ def meaning_of(error: BaseException) -> RankLostError | RanksDisagreeError | Non
         call = calls.current_call() or "a collective"
         reason = text[text.index("Mismatched") :].split("\n")[0]
         return RanksDisagreeError(
-            f"in {call} ({calls.line_of_script()}) the ranks do not send what fits together: "
-            f"{reason} Let every rank pass the same shapes and dtypes"
+            f"in {call} ({calls.line_of_script()}) the ranks send different shapes or dtypes: "
+            f"{reason} Pass the same shapes and dtypes on every rank"
         )
     return None
 
@@ -113,14 +116,14 @@ def meaning_of(error: BaseException) -> RankLostError | RanksDisagreeError | Non
 def _from_horovod(error: BaseException) -> bool:
     from horovod.common.exceptions import HorovodInternalError
 
-    # TensorFlow has a class of its own for each status of an operation.
+    # TensorFlow has one exception class for each status of an operation.
     return isinstance(error, HorovodInternalError) or type(error).__module__.startswith(
         "tensorflow."
     )
 
 
 def _lost() -> RankLostError:
-    """The error of a rank whose collective was ended."""
+    """The error of a rank whose collective ended without a result."""
     here = calls.current_call() or "a collective"
     line = calls.line_of_script()
     reason = _witness.reason() if _witness else ""
@@ -128,14 +131,14 @@ def _lost() -> RankLostError:
 
 
 def mark_as_shown_by(error: E, rank: int) -> E:
-    """Note that this rank shows the error with its traceback; on the others a line names it."""
+    """Have ``rank`` show the error with its traceback, and the others one line that names it."""
     if _witness is not None and _witness.rank != rank:
         error.hvkit_shown_by = rank  # type: ignore[attr-defined]
     return error
 
 
 def _line_for(error: BaseException, witness: Witness) -> str | None:
-    """The line that stands for an error that another rank shows; None if this rank has to."""
+    """The line that refers to an error that another rank shows; None if this rank must show it."""
     if not isinstance(error, RankLostError):
         error = meaning_of(error) or error
     other = getattr(error, "hvkit_shown_by", None)
@@ -151,7 +154,7 @@ def _line_for(error: BaseException, witness: Witness) -> str | None:
 
 
 def _handled_before(error: BaseException) -> BaseException | None:
-    """The script's own error, while handling which it made the call that others did not."""
+    """The script's own error if the script made the failed call while handling it."""
     context = error.__context__
     while context is not None and (
         isinstance(context, RankLostError | RanksDisagreeError)

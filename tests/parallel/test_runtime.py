@@ -50,7 +50,7 @@ def test_objects_that_do_not_pickle_are_an_error_on_every_rank(source, collectiv
     arguments = [source] if collective == "broadcast" else []
     error, text = error_of(lambda: getattr(hvkit, collective)(sent, *arguments))
     assert error is TypeError
-    assert f"what rank {source} passes does not pickle" in text
+    assert f"the object that rank {source} passes does not pickle" in text
     assert hvkit.allgather(1) == [1] * hvkit.size()
 
 
@@ -146,7 +146,7 @@ def test_what_rank_0_cannot_read_is_an_error_on_all_and_leaves_nothing_in_the_wa
     mine = [Poison() if hvkit.rank() == 1 else "fine", "x" * 5000]
     error, text = error_of(lambda: collectives.collect("test", mine))
     assert error is hvkit.HvkitError
-    assert "rank 0 cannot bring together what the ranks have: ValueError" in text
+    assert "rank 0 cannot collect the objects of all ranks: ValueError" in text
     assert "bytes of rank 1" in text
     everyone = collectives.collect("test", hvkit.rank())
     assert everyone == (list(range(hvkit.size())) if hvkit.rank() == 0 else [])
