@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 from hvkit.build.cuda import DEFAULT_HOME
-from hvkit.host.commands import ask
+from hvkit.host.commands import run
 
 
 def compilers() -> dict[str, str | None]:
@@ -18,7 +18,7 @@ def compilers() -> dict[str, str | None]:
 
 def _first_version(*commands: Sequence[str]) -> str | None:
     for command in commands:
-        said = ask([*command, "--version"])
+        said = run([*command, "--version"])
         if said and said.status == 0:
             # Distributions put their own version in brackets before the compiler's.
             text = re.sub(r"\(.*?\)", "", said.text)

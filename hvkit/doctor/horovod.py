@@ -10,15 +10,15 @@ from pathlib import Path
 
 from hvkit.build.cuda import toolkit_for
 from hvkit.build.frameworks import NAMES
-from hvkit.build.installed import installed_version
-from hvkit.build.key import key_of
+from hvkit.build.installer import installed_version
 from hvkit.build.toolchain import Toolchain, find_toolchain
+from hvkit.build.wheel_cache import key_of
 from hvkit.doctor import library
 from hvkit.doctor.packages import folder_of
 from hvkit.engines import built_for
 from hvkit.errors import BuildError
 from hvkit.host.cache import cache_dir
-from hvkit.host.commands import Said, ask
+from hvkit.host.commands import Output, run
 from hvkit.launch.launchers.identity import MpiVersion, identify
 
 _CONTROLLERS = ("mpi", "gloo")
@@ -132,10 +132,10 @@ def _library(framework: str) -> Library:
     folders = [str(needed / _LIBRARIES[framework]), os.environ.get("LD_LIBRARY_PATH", "")]
     environ = {**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(filter(None, folders))}
     command = [sys.executable, "-I", str(Path(library.__file__)), str(file)]
-    return answer(framework, versions.get(framework), ask(command, _SECONDS_TO_LOAD, environ))
+    return answer(framework, versions.get(framework), run(command, _SECONDS_TO_LOAD, environ))
 
 
-def answer(framework: str, version: str | None, said: Said | None) -> Library:
+def answer(framework: str, version: str | None, said: Output | None) -> Library:
     """The library, from what :mod:`hvkit.doctor.library` said of it.
 
     Args:
@@ -158,7 +158,7 @@ def answer(framework: str, version: str | None, said: Said | None) -> Library:
     )
 
 
-def _why(said: Said | None) -> str:
+def _why(said: Output | None) -> str:
     if said is None or said.status is None:
         return f"it does not load within {_SECONDS_TO_LOAD} s"
     if said.status < 0:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from hvkit.build.resources import free_memory
+from hvkit.build.builder import free_memory
 from hvkit.host.cpus import allowance
 
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hvkit.host.commands import ask
+from hvkit.host.commands import run
 from hvkit.launch.launchers.identity import MpiVersion, identify
 
 
@@ -43,7 +43,7 @@ def mpi_launchers(path: str, beside: str) -> tuple[MpiLauncher, ...]:
     found: dict[tuple[str, MpiVersion | None], MpiLauncher] = {}
     for folder in [*folders, beside]:
         for program in _programs(folder):
-            text = said.text if (said := ask([program, "--version"])) else ""
+            text = said.text if (said := run([program, "--version"])) else ""
             mpi = identify(text)
             complaint = None if mpi else next(iter(text.splitlines()), "nothing")
             launcher = MpiLauncher(mpi, program, folder in folders, complaint)

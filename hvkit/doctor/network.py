@@ -8,7 +8,7 @@ from threading import Thread
 
 import psutil
 
-from hvkit.host.commands import ask
+from hvkit.host.commands import run
 from hvkit.host.network import addresses_of
 
 _SECONDS = 2.0
@@ -47,7 +47,7 @@ def own_addresses() -> tuple[str, ...]:
 
 def ssh() -> Ssh:
     """The ssh and sshd that are here."""
-    said = ask(["ssh", "-V"])
+    said = run(["ssh", "-V"])
     version = re.match(r"[^\s,]+", said.text) if said else None
     server = shutil.which("sshd") or shutil.which("sshd", path=_SBIN)
     names = (process.info["name"] for process in psutil.process_iter(["name"]))

@@ -17,7 +17,7 @@ from hvkit.doctor.mpi import MpiLauncher, mpi_launchers
 from hvkit.doctor.network import own_addresses
 from hvkit.doctor.packages import Unmet, packages
 from hvkit.doctor.settings import rank_of, setting_names, thread_settings
-from hvkit.host.commands import Said, ask
+from hvkit.host.commands import Output, run
 from hvkit.host.cpus import Allowance, allowance
 from hvkit.host.gpus import Gpu, gpus
 from hvkit.launch.launchers.identity import MpiVersion, identify
@@ -153,11 +153,11 @@ def test_a_resolver_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.M
 
 
 def test_commands_that_fail_hang_or_are_missing(program: Program) -> None:
-    assert ask([str(program("fails", "echo out; echo err >&2; exit 3"))]) == Said(
+    assert run([str(program("fails", "echo out; echo err >&2; exit 3"))]) == Output(
         3, "out\n", "err\n"
     )
-    assert ask([str(program("hangs", "exec sleep 60"))], timeout=0.2) == Said(None)
-    assert ask([str(program("missing", "").with_name("not-there"))]) is None
+    assert run([str(program("hangs", "exec sleep 60"))], timeout=0.2) == Output(None)
+    assert run([str(program("missing", "").with_name("not-there"))]) is None
 
 
 def test_threads_are_shown_and_other_values_never() -> None:
@@ -181,13 +181,13 @@ def test_a_shell_that_is_a_rank_is_known_by_its_environment() -> None:
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        (Said(1, "", "noise\nlibmpi.so.40: cannot open\n"), "libmpi.so.40: cannot open"),
-        (Said(-signal.SIGILL), "loading it ends with SIGILL"),
-        (Said(None), "it does not load within 60 s"),
-        (Said(1), "it does not load"),
+        (Output(1, "", "noise\nlibmpi.so.40: cannot open\n"), "libmpi.so.40: cannot open"),
+        (Output(-signal.SIGILL), "loading it ends with SIGILL"),
+        (Output(None), "it does not load within 60 s"),
+        (Output(1), "it does not load"),
     ],
 )
-def test_a_library_that_does_not_load_says_why(said: Said, why: str) -> None:
+def test_a_library_that_does_not_load_says_why(said: Output, why: str) -> None:
     assert answer("torch", "2.13.0", said) == Library("torch", "2.13.0", why)
 
 
