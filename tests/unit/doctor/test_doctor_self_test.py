@@ -1,4 +1,4 @@
-"""The self-test on two ranks: the sum is right, wrong, or never comes."""
+"""The self-test on two ranks: the sum is right, wrong, or never arrives."""
 
 import os
 import subprocess
@@ -13,9 +13,15 @@ import pytest
 
 from hvkit.doctor.facts import Facts
 from hvkit.doctor.horovod import Horovod, horovod
-from hvkit.doctor.mpi import launchers_here
-from hvkit.doctor.self_test import BYTES, check, contribution
-from hvkit.doctor.two_ranks import SelfTest, launcher_for, self_test
+from hvkit.doctor.self_test import (
+    BYTES,
+    SelfTest,
+    contribution,
+    launcher_for,
+    require_sum,
+    self_test,
+)
+from hvkit.doctor.software import mpi_launchers_here
 from hvkit.engines import built_for
 
 Program = Callable[[str, str], Path]
@@ -34,7 +40,7 @@ def torch_only(right: Facts) -> Horovod:
 def started_by(
     program: Program, monkeypatch: pytest.MonkeyPatch, torch_only: Horovod, right: Facts
 ) -> Callable[..., SelfTest]:
-    """Run the self-test with an mpirun that does what a script says."""
+    """Run the self-test with an mpirun that runs a script."""
 
     def run(script: str, seconds: float = 60) -> SelfTest:
         mpirun = program("mpirun", f"{OPEN_MPI}\n{script}")
@@ -47,7 +53,7 @@ def started_by(
 
 
 def test_each_framework_sums_over_two_real_ranks() -> None:
-    test = self_test(horovod(), launchers_here(), len(os.sched_getaffinity(0)))
+    test = self_test(horovod(), mpi_launchers_here(), len(os.sched_getaffinity(0)))
     assert test is not None
     assert test.error is None
     assert [one.framework for one in test.results] == built_for()
@@ -59,24 +65,24 @@ def test_each_framework_sums_over_two_real_ranks() -> None:
 
 def test_an_element_that_is_wrong_is_named() -> None:
     total = contribution(0) + contribution(1)
-    check(total, 2)
+    require_sum(total, 2)
     total[1000] = 7
     with pytest.raises(ArithmeticError, match=r"wrong in 1 of 16777216 elements: element 1000 is"):
-        check(total, 2)
+        require_sum(total, 2)
 
 
-def test_what_one_rank_alone_has_is_not_the_sum() -> None:
+def test_one_ranks_own_contribution_is_not_the_sum() -> None:
     for alone in (contribution(0), contribution(1), np.zeros_like(contribution(0))):
         with pytest.raises(ArithmeticError):
-            check(alone, 2)
+            require_sum(alone, 2)
 
 
-def test_a_contribution_has_the_bytes_that_are_told() -> None:
+def test_a_contribution_has_the_reported_bytes() -> None:
     assert contribution(1).nbytes == BYTES
     assert contribution(1).dtype == np.float32
 
 
-def test_ranks_that_do_not_see_each_other_say_so() -> None:
+def test_ranks_that_do_not_see_each_other_name_the_cause() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "hvkit.doctor.self_test", built_for()[0]],
         capture_output=True,
@@ -85,7 +91,10 @@ def test_ranks_that_do_not_see_each_other_say_so() -> None:
         check=False,
     )
     assert done.returncode == 1
-    assert "hvkit: 2 ranks were started, but Horovod sees 1: it uses another MPI" in done.stderr
+    assert (
+        "hvkit: the launcher started 2 ranks, but Horovod sees 1: it uses another MPI"
+        in done.stderr
+    )
 
 
 def test_the_time_of_rank_0_is_the_result(started_by: Callable[..., SelfTest]) -> None:
@@ -111,7 +120,7 @@ def test_a_failure_is_shown_with_its_last_lines(started_by: Callable[..., SelfTe
     assert result.output == tuple(f"line {i}" for i in range(3, 11))
 
 
-def test_the_reason_that_a_rank_gives_is_the_error(started_by: Callable[..., SelfTest]) -> None:
+def test_the_reason_that_a_rank_prints_is_the_error(started_by: Callable[..., SelfTest]) -> None:
     (result,) = started_by("echo start; echo 'hvkit: an allreduce is wrong'; exit 1").results
     assert result.error == "an allreduce is wrong"
 
