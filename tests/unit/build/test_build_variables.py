@@ -106,7 +106,7 @@ class TestNccl:
         assert "HOROVOD_NCCL_LIB" not in environ
         assert environ["HVKIT_RPATH"] == "/opt/mpi/lib"
 
-    def test_users_nccl_goes_before_the_wheel(
+    def test_users_nccl_wins_over_the_wheel(
         self, toolchain: Toolchain, tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("HOROVOD_NCCL_HOME", "/opt/nccl")

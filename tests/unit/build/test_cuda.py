@@ -134,7 +134,7 @@ class TestMissing:
         (home / "lib64").rename(target / "lib")
         assert Toolkit(home, "13.0").missing == []
 
-    def test_libraries_where_nvcc_does_not_have_the_linker_look(self, tmp_path: Path) -> None:
+    def test_libraries_outside_the_linkers_search_path(self, tmp_path: Path) -> None:
         make_toolkit(tmp_path / "cuda", libraries="lib")
         assert Toolkit(tmp_path / "cuda", "13.0").missing == list(LIBRARIES)
 
@@ -287,7 +287,7 @@ class TestWheels:
         (tmp_path / "nvidia" / "cu13" / "lib" / "libcudart.so.13").write_text("cudart")
         home = complete_wheels(tmp_path)
         assert (home / "lib64" / "libcudart.so").read_text() == "cudart"
-        assert (home / "lib64").readlink() == Path("lib")  # It is moved afterwards.
+        assert (home / "lib64").readlink() == Path("lib")  # Relative: the folder moves later.
 
     def test_a_system_toolkit_is_left_alone(self, pip: list[list[str]], tmp_path: Path) -> None:
         fetch_toolkit(Toolkit(tmp_path / "cuda", "13.0"))

@@ -190,7 +190,7 @@ def _configure(folder: Path, commands: str, **environ: str) -> str:
     """Run CMake on a project of these commands, and return its output."""
     folder.mkdir()
     (folder / "CMakeLists.txt").write_text(
-        # FindPytorch is included, not found: without these CMake warns about the name.
+        # The tests include FindPytorch directly; without these two lines CMake warns about that.
         "cmake_minimum_required(VERSION 3.13)\nproject(tried NONE)\n"
         f"set(FPHSA_NAME_MISMATCHED TRUE)\nset(CMAKE_FIND_PACKAGE_NAME Pytorch)\n{commands}"
     )

@@ -59,7 +59,7 @@ def test_with_a_gpu_pips_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pip.calls == 0
 
 
-def test_a_machine_with_a_gpu_that_is_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_none_counts_as_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     pip = Pip(CUDA_ONLY, BOTH)
     assert options(monkeypatch, pip, "none", has_gpu=True) == ["--extra-index-url", CPU_INDEX]
 
@@ -92,6 +92,6 @@ def test_index_that_cannot_be_used_is_named_with_the_reason(
     assert warning.endswith("installing pip's default PyTorch, which may include 6 GB of CUDA\n")
 
 
-def test_constraints_pin_the_version_that_is_looked_for() -> None:
+def test_constraints_pin_pytorch() -> None:
     constraints = Path(__file__).parents[3] / "constraints.txt"
     assert "torch==" in constraints.read_text()

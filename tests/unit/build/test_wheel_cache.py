@@ -122,7 +122,7 @@ def test_version_is_horovods_with_the_digest_as_local_part(toolchain: Toolchain)
     assert re.fullmatch(r"0\.28\.1\+hvkit[0-9a-f]{12}", key.version)
 
 
-def test_cpu_features_are_those_that_the_build_picks(tmp_path: Path) -> None:
+def test_cpu_features_are_those_that_the_build_uses(tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("processor : 0\nflags\t\t: fpu sse2 fma avx avx2\n")
     assert cpu_features(cpuinfo) == ["avx", "fma"]
@@ -151,7 +151,7 @@ def test_stored_wheel_is_found_under_its_key_only(wheel: Path) -> None:
     assert wheel_cache.find_wheel(OTHER) is None
 
 
-def test_ingredients_stand_beside_the_wheel(wheel: Path) -> None:
+def test_ingredients_are_stored_beside_the_wheel(wheel: Path) -> None:
     stored = wheel_cache.store_wheel(wheel, KEY)
     assert json.loads(stored.with_suffix(".json").read_text()) == KEY.ingredients
 
@@ -182,7 +182,7 @@ def test_held_lock_is_waited_for() -> None:
         waited.append(True)
         held.close()
 
-    # Lets go in any case, so that a fault fails this test instead of hanging it.
+    # Releases the lock in any case: a fault then fails this test instead of hanging it.
     late = threading.Timer(5, held.close)
     late.start()
     with wheel_cache.lock(KEY, when_waiting=release):

@@ -18,7 +18,7 @@ OPEN_MPI = MpiVersion("Open MPI", "5.0.11")
 
 
 @pytest.fixture
-def right() -> Facts:
+def healthy() -> Facts:
     """Facts of a machine without problems."""
     return Facts(
         hostname="node1",

@@ -23,7 +23,7 @@ def without_horovod(environment: Environment) -> None:
         place.unlink()
 
 
-def test_a_right_environment_has_no_problems(environment: Environment) -> None:
+def test_a_complete_environment_has_no_problems(environment: Environment) -> None:
     report = environment.doctor()
     assert report.problems_of_software() == []
     assert report.status == (1 if report.contents["problems"] else 0)
@@ -59,7 +59,7 @@ def test_horovod_without_torch(environment: Environment) -> None:
     horovod = environment.packages / "horovod"
     original = horovod.resolve()
     horovod.unlink()
-    # Links to files, so that the package is a folder of its own.
+    # Links to files in a real folder, so that the test can remove some.
     shutil.copytree(original, horovod, copy_function=os.symlink)
     for library in (horovod / "torch").glob("mpi_lib*"):
         library.unlink()

@@ -1,4 +1,4 @@
-"""Findings from facts: none on a right machine, else each with its fix."""
+"""Findings from facts: none on a healthy machine, else each with its fix."""
 
 import re
 from collections.abc import Callable
@@ -56,8 +56,8 @@ def launchers(*others: MpiLauncher) -> Change:
     return lambda facts: replace(facts, launchers=(*facts.launchers, *others))
 
 
-def test_a_right_machine_has_no_findings(right: Facts) -> None:
-    assert findings(right, None) == ()
+def test_a_healthy_machine_has_no_findings(healthy: Facts) -> None:
+    assert findings(healthy, None) == ()
 
 
 PROBLEMS: dict[str, tuple[Change, str, str]] = {
@@ -274,33 +274,35 @@ NOTES: dict[str, tuple[Change, str, str]] = {
 
 
 @pytest.mark.parametrize(("change", "what", "fix"), PROBLEMS.values(), ids=PROBLEMS)
-def test_a_problem_is_found_with_its_fix(right: Facts, change: Change, what: str, fix: str) -> None:
-    found = findings(change(right), None)
+def test_a_problem_is_found_with_its_fix(
+    healthy: Facts, change: Change, what: str, fix: str
+) -> None:
+    found = findings(change(healthy), None)
     assert [one.severity for one in found] == ["problem"]
     assert re.search(what, found[0].what)
     assert re.search(fix, found[0].fix)
 
 
 @pytest.mark.parametrize(("change", "what", "fix"), NOTES.values(), ids=NOTES)
-def test_a_note_is_made_with_its_advice(right: Facts, change: Change, what: str, fix: str) -> None:
-    found = findings(change(right), None)
+def test_a_note_is_found_with_its_fix(healthy: Facts, change: Change, what: str, fix: str) -> None:
+    found = findings(change(healthy), None)
     assert [one.severity for one in found] == ["note"]
     assert re.search(what, found[0].what)
     assert re.search(fix, found[0].fix)
 
 
-def test_a_limit_of_cpus_is_no_finding_as_ranks_keep_to_it(right: Facts) -> None:
-    assert findings(replace(right, cores=Cores(64, 64, 1.5)), None) == ()
+def test_a_limit_of_cpus_is_no_finding_as_ranks_keep_to_it(healthy: Facts) -> None:
+    assert findings(replace(healthy, cores=Cores(64, 64, 1.5)), None) == ()
 
 
-def test_problems_come_before_notes(right: Facts) -> None:
-    found = findings(replace(right, addresses=(), ssh=Ssh(None, None, False), launched="x"), None)
+def test_problems_come_before_notes(healthy: Facts) -> None:
+    found = findings(replace(healthy, addresses=(), ssh=Ssh(None, None, False), launched="x"), None)
     assert [one.severity for one in found] == ["problem", "note", "note"]
 
 
-def test_a_self_test_that_failed_is_a_problem(right: Facts) -> None:
+def test_a_self_test_that_failed_is_a_problem(healthy: Facts) -> None:
     results = (Result("torch", "mpirun x", "the sum is wrong"), Result("tensorflow", "y", None))
-    assert findings(right, SelfTest("Open MPI 5.0.11", None, results)) == (
+    assert findings(healthy, SelfTest("Open MPI 5.0.11", None, results)) == (
         Finding(
             "problem",
             "the self-test of torch failed: the sum is wrong",
@@ -309,11 +311,11 @@ def test_a_self_test_that_failed_is_a_problem(right: Facts) -> None:
     )
 
 
-def test_a_self_test_that_could_not_start_is_a_problem(right: Facts) -> None:
-    (found,) = findings(right, SelfTest(None, "no mpirun", ()))
+def test_a_self_test_that_could_not_start_is_a_problem(healthy: Facts) -> None:
+    (found,) = findings(healthy, SelfTest(None, "no mpirun", ()))
     assert found.severity == "problem"
     assert "the self-test did not start: no mpirun" in found.what
 
 
-def test_a_self_test_that_passed_is_no_finding(right: Facts) -> None:
-    assert findings(right, SelfTest("MPICH", None, (Result("torch", "x", None),))) == ()
+def test_a_self_test_that_passed_is_no_finding(healthy: Facts) -> None:
+    assert findings(healthy, SelfTest("MPICH", None, (Result("torch", "x", None),))) == ()

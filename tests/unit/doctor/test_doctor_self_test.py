@@ -32,20 +32,20 @@ esac"""
 
 
 @pytest.fixture
-def torch_only(right: Facts) -> Horovod:
-    return replace(right.horovod, libraries=right.horovod.libraries[:1])
+def torch_only(healthy: Facts) -> Horovod:
+    return replace(healthy.horovod, libraries=healthy.horovod.libraries[:1])
 
 
 @pytest.fixture
 def started_by(
-    program: Program, monkeypatch: pytest.MonkeyPatch, torch_only: Horovod, right: Facts
+    program: Program, monkeypatch: pytest.MonkeyPatch, torch_only: Horovod, healthy: Facts
 ) -> Callable[..., SelfTest]:
     """Run the self-test with an mpirun that runs a script."""
 
     def run(script: str, seconds: float = 60) -> SelfTest:
         mpirun = program("mpirun", f"{OPEN_MPI}\n{script}")
         monkeypatch.setenv("PATH", f"{mpirun.parent}:/bin:/usr/bin")
-        test = self_test(torch_only, right.launchers, 2, seconds)
+        test = self_test(torch_only, healthy.launchers, 2, seconds)
         assert test is not None
         return test
 
@@ -138,7 +138,7 @@ def test_a_rank_that_fails_after_the_result_is_an_error(
 
 def test_ranks_that_hang_are_ended(started_by: Callable[..., SelfTest], tmp_path: Path) -> None:
     file = tmp_path / "pids"
-    # Not even the polite signal ends the child.
+    # The child ignores SIGTERM.
     hang = f"(trap '' TERM; echo $$ > {file}; echo waiting; sleep 600 & wait; sleep 600) & wait"
     (result,) = started_by(hang, seconds=5).results
     assert result.error == "it did not end within 5 s"
@@ -149,7 +149,7 @@ def test_ranks_that_hang_are_ended(started_by: Callable[..., SelfTest], tmp_path
     assert not [p for p in psutil.process_iter(["cmdline"]) if ours in str(p.info["cmdline"])]
 
 
-def test_without_a_launcher_the_reason_is_given(
+def test_without_a_launcher_the_error_is_its_reason(
     torch_only: Horovod, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -160,9 +160,9 @@ def test_without_a_launcher_the_reason_is_given(
     assert "no horovodrun on PATH" in (test.error or "")
 
 
-def test_no_ranks_without_a_library_that_loads(torch_only: Horovod, right: Facts) -> None:
+def test_no_ranks_without_a_library_that_loads(torch_only: Horovod, healthy: Facts) -> None:
     broken = replace(torch_only.libraries[0], error="undefined symbol")
-    assert self_test(replace(torch_only, libraries=(broken,)), right.launchers, 2) is None
+    assert self_test(replace(torch_only, libraries=(broken,)), healthy.launchers, 2) is None
 
 
 @pytest.mark.parametrize(
@@ -178,11 +178,11 @@ def test_no_ranks_without_a_library_that_loads(torch_only: Horovod, right: Facts
 )
 def test_gloo_starts_ranks_where_mpi_cannot(
     torch_only: Horovod,
-    right: Facts,
+    healthy: Facts,
     controllers: tuple[str, ...],
     mpi_is_there: bool,
     launcher: str,
 ) -> None:
     library = replace(torch_only.libraries[0], controllers=controllers)
     found = replace(torch_only, libraries=(library,))
-    assert launcher_for(found, right.launchers if mpi_is_there else ()) == launcher
+    assert launcher_for(found, healthy.launchers if mpi_is_there else ()) == launcher
