@@ -21,7 +21,7 @@ _LINES_SHOWN = 5
 _PERCENT = re.compile(r"^\[\s*(\d{1,3})%\]")
 
 
-def say(message: str) -> None:
+def announce(message: str) -> None:
     """Print one line for the user, without delay."""
     print(f"hvkit: {message}", flush=True)
 
@@ -63,7 +63,7 @@ class BuildProgress:
         if self._bar:
             self._bar.update(self._task, completed=percent)
         elif percent // 10 > self._percent // 10:
-            say(f"compiling Horovod: {percent}%")
+            announce(f"compiling Horovod: {percent}%")
         self._percent = percent
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from hvkit.build.build_output import BuildProgress, explain, run_pip, say
+from hvkit.build.build_output import BuildProgress, announce, explain, run_pip
 from hvkit.build.build_variables import build_environment
 from hvkit.build.cuda import fetch_toolkit
 from hvkit.build.horovod_edits import EDITS, VERSION, apply_edits
@@ -57,8 +57,8 @@ def build(toolchain: Toolchain, key: Key, jobs: int) -> Path:
         environ = build_environment(toolchain, jobs, find_cmake(), scratch)
         environ["HOROVOD_LOCAL_VERSION"] = key.local_version
         log = _new_log(key)
-        say(f"building Horovod {VERSION} for {toolchain}")
-        say(f"{len(made)} edits to its source, {jobs} files compiled at once; log: {log}")
+        announce(f"building Horovod {VERSION} for {toolchain}")
+        announce(f"{len(made)} edits to its source, {jobs} files compiled at once; log: {log}")
         return store_wheel(_compile(root, environ, log), key)
 
 
@@ -151,7 +151,7 @@ def _compile(root: Path, environ: Mapping[str, str], log: Path) -> Path:
                 raise
     if process.returncode != 0:
         raise explain(log.read_text(), "compiling Horovod failed", log)
-    say(f"built in {time.monotonic() - started:.0f} s")
+    announce(f"built in {time.monotonic() - started:.0f} s")
     return next((root / "wheel").glob("*.whl"))
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvkit.build.build_output import run_pip, say
+from hvkit.build.build_output import announce, run_pip
 from hvkit.build.frameworks import Framework
 from hvkit.errors import BuildError
 from hvkit.host.cache import cache_dir
@@ -120,7 +120,7 @@ def toolkit_for(
     except BuildError as error:
         if choice == "nccl" or _requires_nccl(environ):
             raise BuildError(f"a build for NCCL is not possible: {error}") from None
-        say(
+        announce(
             f"there is a GPU, but this build is without NCCL: {error}. Until then, reductions of "
             "GPU tensors go through the host's memory"
         )
@@ -201,7 +201,7 @@ def fetch_toolkit(toolkit: Toolkit) -> None:
     """
     if not _is_assembled(toolkit) or not toolkit.missing:
         return
-    say(f"downloading NVIDIA's compiler for CUDA {toolkit.version}, about 100 MB")
+    announce(f"downloading NVIDIA's compiler for CUDA {toolkit.version}, about 100 MB")
     toolkit.home.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=toolkit.home.parent) as folder:
         requirements = [f"{wheel}=={toolkit.version}.*" for wheel in _WHEELS]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
-from hvkit.build.build_output import explain, run_pip, say
+from hvkit.build.build_output import announce, explain, run_pip
 from hvkit.build.builder import build, default_jobs
 from hvkit.build.cuda import toolkit_for
 from hvkit.build.horovod_edits import VERSION
@@ -77,25 +77,25 @@ def _install_horovod(options: Options) -> None:
     toolchain = find_toolchain(options.without)
     toolchain = replace(toolchain, cuda=toolkit_for(options.gpu, toolchain.frameworks))
     key = key_of(toolchain)
-    with lock(key, lambda: say("another process is building the same Horovod; waiting")):
+    with lock(key, lambda: announce("another process is building the same Horovod; waiting")):
         current = installed_version() == key.version and not options.force
         if not current or options.wheel_dir:
             wheel = _wheel(toolchain, key, options)
             if options.wheel_dir:
                 options.wheel_dir.mkdir(parents=True, exist_ok=True)
-                say(f"wheel: {shutil.copy(wheel, options.wheel_dir)}")
+                announce(f"wheel: {shutil.copy(wheel, options.wheel_dir)}")
         if current:
-            say(f"Horovod {VERSION} for {toolchain} is installed already")
+            announce(f"Horovod {VERSION} for {toolchain} is installed already")
             return
         install(wheel)
         check(toolchain)
-    say(f"Horovod {VERSION} is installed for {toolchain}")
+    announce(f"Horovod {VERSION} is installed for {toolchain}")
 
 
 def _wheel(toolchain: Toolchain, key: Key, options: Options) -> Path:
     cached = find_wheel(key)
     if cached and not options.force:
-        say(f"using the cached wheel: {cached}")
+        announce(f"using the cached wheel: {cached}")
         return cached
     return build(toolchain, key, options.jobs or default_jobs())
 
