@@ -5,7 +5,7 @@ import ctypes
 from dataclasses import dataclass
 
 from hvkit.errors import LaunchError
-from hvkit.host.commands import ask
+from hvkit.host.commands import run
 
 _MIB = 1024**2
 _QUERY = "index,name,memory.total,driver_version"
@@ -38,7 +38,7 @@ class Gpus:
 
 def gpus() -> Gpus:
     """The GPUs of this host; none without nvidia-smi."""
-    said = ask(["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"])
+    said = run(["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"])
     if said is None:
         return Gpus((), None, None)
     if said.status != 0:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hvkit.errors import LaunchError
-from hvkit.host.commands import ask, program
+from hvkit.host.commands import program, run
 from hvkit.launch.job import Job
 from hvkit.launch.launchers import horovodrun, mpich, openmpi
 from hvkit.launch.launchers.identity import identify
@@ -78,7 +78,7 @@ def _mpirun() -> Launcher:
 
 
 def _version_told_by(path: str) -> str:
-    said = ask([path, "--version"], _ANSWER)
+    said = run([path, "--version"], _ANSWER)
     if said is not None and said.status is not None:
         return said.text
     what = (

@@ -1,4 +1,4 @@
-"""The command line hands on what it is given."""
+"""``hvkit install-horovod`` passes its options on."""
 
 from pathlib import Path
 
@@ -11,22 +11,22 @@ from hvkit.errors import BuildError
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
-    """The options that reach the command."""
+def passed(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
+    """The options that reach the installer."""
     options: list[Options] = []
     monkeypatch.setattr(command, "install_horovod", options.append)
     return options
 
 
-def test_defaults(asked: list[Options]) -> None:
+def test_defaults(passed: list[Options]) -> None:
     assert cli.main(["install-horovod"]) == 0
-    assert asked == [Options(without=[], gpu="auto")]
+    assert passed == [Options(without=[], gpu="auto")]
 
 
-def test_all_options(asked: list[Options]) -> None:
+def test_all_options(passed: list[Options]) -> None:
     line = "install-horovod --force --jobs 3 --without tensorflow --gpu nccl --wheel-dir out"
     assert cli.main(line.split()) == 0
-    assert asked == [Options(True, 3, ["tensorflow"], "nccl", Path("out"))]
+    assert passed == [Options(True, 3, ["tensorflow"], "nccl", Path("out"))]
 
 
 @pytest.mark.parametrize(
@@ -41,13 +41,13 @@ def test_all_options(asked: list[Options]) -> None:
     ],
 )
 def test_wrong_arguments_are_named(
-    asked: list[Options], capsys: pytest.CaptureFixture[str], line: str, complaint: str
+    passed: list[Options], capsys: pytest.CaptureFixture[str], line: str, complaint: str
 ) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(line.split())
     assert caught.value.code == 2
     assert complaint in capsys.readouterr().err
-    assert asked == []
+    assert passed == []
 
 
 def test_failure_is_one_message_and_status_1(

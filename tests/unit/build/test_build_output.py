@@ -1,10 +1,10 @@
-"""Excerpts of real output lead to what happened and what to do."""
+"""Excerpts of real build output: causes of failure, and progress."""
 
 from pathlib import Path
 
 import pytest
 
-from hvkit.build.failures import explain
+from hvkit.build.build_output import BuildProgress, explain, percent_in
 
 EXCERPTS = {
     "disk": (
@@ -33,7 +33,7 @@ EXCERPTS = {
     "mpi": (
         "-- Could NOT find MPI_CXX (missing: MPI_CXX_WORKS)\nCMake Error at FindPackageHandle"
         "StandardArgs.cmake:230 (message):\n  Could NOT find MPI (missing: MPI_CXX_FOUND)",
-        "the MPI compiler wrapper was found, but no program compiles with it",
+        "the MPI compiler wrapper exists, but cannot compile a program",
         "openmpi",
     ),
     "nccl": (
@@ -53,20 +53,20 @@ EXCERPTS = {
         '  "CMakeCUDACompilerId.cu" failed.\n\n  The output was:\n\n  1\n\n'
         "  #$ LIBRARIES= -L/opt/cuda/lib64\n\n  /usr/bin/ld: cannot find -lcudart_static: No such\n"
         "  file or directory\n\n",
-        "the CUDA toolkit is not whole",
+        "the CUDA toolkit is incomplete",
         "--gpu none",
     ),
     "toolkit without libraries": (
         "CMake Error at /usr/share/cmake-3.25/Modules/FindPackageHandleStandardArgs.cmake:230 "
         '(message):\n  Could NOT find CUDAToolkit (missing: CUDA_CUDART) (found version "13.0")\n'
         "Call Stack (most recent call first):\n  cmake/upstream/FindCUDAToolkit.cmake:700 (x)\n",
-        "the CUDA toolkit is not whole",
+        "the CUDA toolkit is incomplete",
         "--gpu none",
     ),
     "cpu-only PyTorch": (
         "CMake Error at horovod/torch/CMakeLists.txt:21 (message):\n  Horovod build with GPU "
         "support was requested but this PyTorch installation does not support CUDA.",
-        "the PyTorch that is installed is its CPU version",
+        "the installed PyTorch is the CPU version",
         "--without pytorch",
     ),
     "framework": (
@@ -83,7 +83,7 @@ EXCERPTS = {
     "pip": ("/venv/bin/python: No module named pip", "this Python has no pip", "ensurepip"),
     "hashes": (
         "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE.",
-        "another file than the official one",
+        "a file that is not the official one",
         "pip config list",
     ),
     "network": (
@@ -91,13 +91,13 @@ EXCERPTS = {
         "Failed to establish a new connection: [Errno 111] Connection refused')': /simple/\n"
         "ERROR: Could not find a version that satisfies the requirement horovod==0.28.1\n"
         "ERROR: No matching distribution found for horovod==0.28.1",
-        "the package index cannot be reached",
+        "pip cannot reach the package index",
         "proxy",
     ),
     "index": (
         "ERROR: Could not find a version that satisfies the requirement horovod==0.28.1 (from "
         "versions: none)\nERROR: No matching distribution found for horovod==0.28.1",
-        "the package index does not have it",
+        "the package index does not have the package",
         "PIP_NO_INDEX",
     ),
 }
@@ -111,7 +111,7 @@ def test_known_failure(output: str, meaning: str, remedy: str) -> None:
     assert remedy in message.splitlines()[-1]
 
 
-def test_the_telling_lines_are_shown_once_and_at_most_five() -> None:
+def test_matching_lines_are_shown_once_and_at_most_five() -> None:
     output = "\n".join(["noise"] * 9 + [f"{n % 7}: No space left on device" for n in range(99)])
     lines = str(explain(output, "x")).splitlines()
     shown = [line for line in lines if line.startswith("    ")]
@@ -127,14 +127,14 @@ def test_unknown_failure_shows_the_first_errors_and_the_log() -> None:
     ]
 
 
-def test_what_nvcc_could_not_link_with_is_the_line_shown() -> None:
+def test_the_library_that_nvcc_cannot_link_is_the_line_shown() -> None:
     output, _, _ = EXCERPTS["toolkit that nvcc cannot link with"]
     assert str(explain(output, "x")).splitlines()[1:-1] == [
         "    /usr/bin/ld: cannot find -lcudart_static: No such file or directory"
     ]
 
 
-def test_what_cmake_says_is_shown_rather_than_where_it_stopped() -> None:
+def test_cmakes_message_is_shown_rather_than_the_place() -> None:
     output = (
         "-- Detecting CXX compile features - done\n"
         "CMake Error at /usr/share/cmake-3.25/Modules/FindPackage.cmake:230 (message):\n"
@@ -164,7 +164,7 @@ def test_output_without_any_error_line_is_shown_from_its_end() -> None:
     assert "    line 19" in str(explain(output, "failed")).splitlines()
 
 
-def test_what_cmake_prints_on_good_machines_is_no_cause() -> None:
+def test_cmakes_notes_on_good_machines_are_not_causes() -> None:
     output = (
         "-- Could not find CCache. Consider installing CCache to speed up compilation.\n"
         "-- Could NOT find CUDAToolkit (missing: CUDAToolkit_INCLUDE_DIRS)\n"
@@ -175,3 +175,26 @@ def test_what_cmake_prints_on_good_machines_is_no_cause() -> None:
         "failed",
         "    ops.cc:7:1: error: 'x' was not declared",
     ]
+
+
+@pytest.mark.parametrize(
+    ("line", "percent"),
+    [
+        ("[  3%] Building CXX object gloo/allreduce.cc.o", 3),
+        ("[100%] Built target pytorch", 100),
+        ("creating build/lib", None),
+        ("note: [ 50%] in the middle", None),
+    ],
+)
+def test_percent(line: str, percent: int | None) -> None:
+    assert percent_in(line) == percent
+
+
+def test_a_line_every_ten_per_cent_and_never_backwards(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with BuildProgress() as progress:
+        for percent in (1, 9, 10, 12, 5, 11, 31, 39, 100, 100):
+            progress.read(f"[{percent:3}%] Building")
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split()[-1] for line in shown] == ["10%", "31%", "100%"]

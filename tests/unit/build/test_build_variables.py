@@ -1,4 +1,4 @@
-"""What Horovod's build is told through its environment."""
+"""The environment of Horovod's build."""
 
 import os
 from dataclasses import replace
@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvkit.build import environment
+from hvkit.build import build_variables
+from hvkit.build.build_variables import build_environment
 from hvkit.build.cuda import Toolkit
-from hvkit.build.environment import build_environment
 from hvkit.build.toolchain import Toolchain
 
 
@@ -19,7 +19,7 @@ def with_cuda(found: Toolchain) -> Toolchain:
 
 @pytest.fixture(autouse=True)
 def no_build_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in environment.user_build_options(os.environ):
+    for name in build_variables.user_build_options(os.environ):
         monkeypatch.delenv(name)
 
 
@@ -53,7 +53,7 @@ def test_cmake_finds_the_same_mpi(
     assert "MPI_HOME" not in environ
 
 
-def test_build_without_gpus_has_nothing_of_cuda(
+def test_a_build_without_gpus_has_no_cuda_variables(
     toolchain: Toolchain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOROVOD_GPU_OPERATIONS", "NCCL")
@@ -79,7 +79,7 @@ class TestNccl:
 
     @pytest.fixture
     def wheel(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-        """NVIDIA's wheel, which has a library that cannot be linked under its own name."""
+        """NVIDIA's wheel, whose library has a name that the linker does not look for."""
         folder = tmp_path / "nvidia" / "nccl"
         packages = {"nvidia-nccl-cu13": SimpleNamespace(locate_file=tmp_path.joinpath)}
         (folder / "lib").mkdir(parents=True)
@@ -106,7 +106,7 @@ class TestNccl:
         assert "HOROVOD_NCCL_LIB" not in environ
         assert environ["HVKIT_RPATH"] == "/opt/mpi/lib"
 
-    def test_users_nccl_goes_before_the_wheel(
+    def test_users_nccl_wins_over_the_wheel(
         self, toolchain: Toolchain, tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("HOROVOD_NCCL_HOME", "/opt/nccl")

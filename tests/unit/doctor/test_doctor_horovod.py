@@ -1,7 +1,8 @@
-"""What one of Horovod's libraries says of itself, asked in a process of its own."""
+"""Horovod's libraries, loaded in a process of their own, and differences between builds."""
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from hvkit.doctor import library
+from hvkit.doctor import load_library
+from hvkit.doctor.horovod import Library, changes, library_from
+from hvkit.host.commands import Output
 
 Compile = Callable[[str], Path]
 
@@ -28,7 +31,7 @@ MISSING = "int not_anywhere(); int horovod_init() { return not_anywhere(); }\n"
 
 @pytest.fixture
 def compiled(tmp_path: Path) -> Compile:
-    """Compile C++ into a library, of which symbols may be missing."""
+    """Compile C++ into a library, which may lack symbols."""
     compiler = shutil.which("c++") or shutil.which("g++")
     assert compiler is not None
 
@@ -44,7 +47,7 @@ def compiled(tmp_path: Path) -> Compile:
 
 def load(file: Path) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [sys.executable, "-I", library.__file__, str(file)],
+        [sys.executable, "-I", load_library.__file__, str(file)],
         capture_output=True,
         text=True,
         timeout=60,
@@ -68,6 +71,25 @@ def test_a_symbol_that_is_missing_is_named_before_it_is_used(compiled: Compile) 
     assert "undefined symbol: not_anywhere" in done.stderr
 
 
-def test_a_library_that_crashes_takes_nothing_else_with_it(compiled: Compile) -> None:
+def test_a_library_that_crashes_ends_its_own_process_only(compiled: Compile) -> None:
     crash = "__attribute__((constructor)) void crash() { __builtin_trap(); }\n"
     assert load(compiled(BUILT + MPI + crash)).returncode < 0
+
+
+@pytest.mark.parametrize(
+    ("output", "why"),
+    [
+        (Output(1, "", "noise\nlibmpi.so.40: cannot open\n"), "libmpi.so.40: cannot open"),
+        (Output(-signal.SIGILL), "loading it ends with SIGILL"),
+        (Output(None), "it does not load within 60 s"),
+        (Output(1), "it does not load"),
+    ],
+)
+def test_the_error_of_a_library_that_does_not_load(output: Output, why: str) -> None:
+    assert library_from("torch", "2.13.0", output) == Library("torch", "2.13.0", why)
+
+
+def test_changes_between_builds_hide_the_users_values() -> None:
+    before = {"mpi": "MPICH 4.2.0", "CXXFLAGS": "-DKEY=secret", "gpu": "none"}
+    now = {"mpi": "Open MPI 5.0.11", "gpu": "none"}
+    assert changes(before, now) == ("mpi: MPICH 4.2.0 -> Open MPI 5.0.11", "CXXFLAGS")

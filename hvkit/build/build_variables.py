@@ -8,8 +8,7 @@ from pathlib import Path
 
 from hvkit.build.cuda import Toolkit
 from hvkit.build.frameworks import NAMES
-from hvkit.build.mpi import rpath_of
-from hvkit.build.toolchain import Toolchain
+from hvkit.build.toolchain import Toolchain, rpath_of
 
 # The user's own variables that change the binary; the build inherits them.
 _BUILD_VARIABLES = {
@@ -31,7 +30,7 @@ def user_build_options(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def run_time_paths(toolchain: Toolchain, environ: Mapping[str, str]) -> list[str]:
-    """Where the libraries look at run time for the MPI and NCCL that they were linked with."""
+    """The folders where Horovod's libraries look for MPI and NCCL at run time."""
     paths = [rpath_of(toolchain.mpi)]
     if home := environ.get("HOROVOD_NCCL_HOME"):
         paths.append(f"{home}/lib")
@@ -46,8 +45,8 @@ def build_environment(toolchain: Toolchain, jobs: int, cmake: str, scratch: Path
     """The whole environment of ``setup.py bdist_wheel``.
 
     Args:
-        toolchain: what to build with and for.
-        jobs: how many files are compiled at once.
+        toolchain: the compiler, MPI and frameworks to build with.
+        jobs: files compiled at once.
         cmake: the CMake command.
         scratch: an empty folder that outlives the build.
     """
@@ -59,42 +58,44 @@ def build_environment(toolchain: Toolchain, jobs: int, cmake: str, scratch: Path
         HOROVOD_WITHOUT_MXNET="1",
         HVKIT_RPATH=";".join(run_time_paths(toolchain, environ)),
         MAKEFLAGS=f"-j{jobs}",
-        # CMake looks for mpicxx on PATH; the one beside a Python that is not activated comes last.
+        # CMake looks for mpicxx on PATH, which lacks the environment's if that is not activated.
         PATH=os.pathsep.join([environ.get("PATH", ""), str(toolchain.mpi.wrapper.parent)]),
     )
-    for hint in ("MPI_HOME", "MPI_ROOT"):  # CMake would search these before PATH.
+    for hint in ("MPI_HOME", "MPI_ROOT"):  # CMake searches these before PATH.
         environ.pop(hint, None)
     for name in NAMES:
         wanted = toolchain.framework(name) is not None
         environ.pop(f"HOROVOD_WITH{'OUT' if wanted else ''}_{name.upper()}", None)
         environ[f"HOROVOD_WITH{'' if wanted else 'OUT'}_{name.upper()}"] = "1"
-    # hvkit chooses whether and how GPUs are used, and has looked at what stood here.
+    # `toolkit_for` has read these and chosen whether and how to use GPUs.
     for name in [name for name in environ if name.startswith("HOROVOD_GPU")]:
         del environ[name]
     if toolchain.cuda:
         environ.update(_cuda_environment(toolchain.cuda, environ["PATH"]))
     elif "HOROVOD_WITH_NVTX" not in environ:
-        environ["HOROVOD_WITHOUT_NVTX"] = "1"  # It is found wherever a toolkit's headers are.
+        # Horovod would use it wherever a toolkit's headers are.
+        environ["HOROVOD_WITHOUT_NVTX"] = "1"
     if wheel := _nccl_wheel(toolchain.cuda, environ):
         environ.update(_linkable_nccl(wheel, scratch))
     return environ
 
 
 def _cuda_environment(cuda: Toolkit, path: str) -> dict[str, str]:
-    """What makes CMake, PyTorch and Horovod's own scripts all use this toolkit."""
+    """Variables that make CMake, PyTorch and Horovod's own scripts use this toolkit."""
     return {
         "HOROVOD_GPU_OPERATIONS": "NCCL",
-        # Read by Horovod's CMake files, by PyTorch, and by CMake's own search.
+        # For Horovod's CMake files, PyTorch, and CMake's own search.
         **dict.fromkeys(("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDAToolkit_ROOT"), str(cuda.home)),
-        # Horovod's list of architectures is what the first nvcc on PATH knows.
+        # Horovod builds for the architectures of the first nvcc on PATH.
         "PATH": os.pathsep.join([str(cuda.home / "bin"), path]),
     }
 
 
 def _nccl_wheel(cuda: Toolkit | None, environ: Mapping[str, str]) -> Path | None:
-    """The folder of NCCL in NVIDIA's own wheel, on which CUDA versions of PyTorch depend.
+    """The folder of NCCL in NVIDIA's wheel, which PyTorch's builds for CUDA require.
 
-    ``None`` if the build needs no NCCL, or the user says where another one is.
+    ``None`` if the build needs no NCCL, the user's variables name another one, or the wheel is not
+    installed.
     """
     if cuda is None or any(name in environ for name in _NCCL_PLACES):
         return None
@@ -106,7 +107,7 @@ def _nccl_wheel(cuda: Toolkit | None, environ: Mapping[str, str]) -> Path | None
 
 
 def _linkable_nccl(wheel: Path, scratch: Path) -> dict[str, str]:
-    """Where to find NCCL's wheel: it holds libnccl.so.2 only, and linking needs libnccl.so."""
+    """Variables for linking with NCCL's wheel, which has libnccl.so.2 but not libnccl.so."""
     library = scratch / "libnccl.so"
     library.symlink_to(wheel / "lib" / "libnccl.so.2")
     return {

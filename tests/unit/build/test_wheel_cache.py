@@ -1,16 +1,19 @@
-"""Whatever changes the binary changes its key, and nothing else does."""
+"""Everything that changes the binary changes its key; the cache of wheels, and its lock."""
 
+import fcntl
+import json
 import re
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from hvkit.build import key as key_module
+from hvkit.build import wheel_cache
 from hvkit.build.cuda import Toolkit
-from hvkit.build.key import Key, cpu_features, key_of
 from hvkit.build.toolchain import Compiler, Toolchain
+from hvkit.build.wheel_cache import Key, cpu_features, key_of
 
 NOTHING: dict[str, str] = {}
 
@@ -105,7 +108,7 @@ def test_source_edits_and_cpu_change_the_key(
     toolchain: Toolchain, monkeypatch: pytest.MonkeyPatch, name: str, value: object
 ) -> None:
     before = key_of(toolchain, NOTHING)
-    monkeypatch.setattr(key_module, name, value)
+    monkeypatch.setattr(wheel_cache, name, value)
     assert key_of(toolchain, NOTHING).digest != before.digest
 
 
@@ -119,8 +122,80 @@ def test_version_is_horovods_with_the_digest_as_local_part(toolchain: Toolchain)
     assert re.fullmatch(r"0\.28\.1\+hvkit[0-9a-f]{12}", key.version)
 
 
-def test_cpu_features_are_those_that_the_build_picks(tmp_path: Path) -> None:
+def test_cpu_features_are_those_that_the_build_uses(tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("processor : 0\nflags\t\t: fpu sse2 fma avx avx2\n")
     assert cpu_features(cpuinfo) == ["avx", "fma"]
     assert cpu_features(tmp_path / "nowhere") == []
+
+
+KEY = Key({"horovod": "0.28.1", "pytorch": "2.13.0"})
+OTHER = Key({"horovod": "0.28.1", "pytorch": "2.14.0"})
+
+
+@pytest.fixture
+def wheel(tmp_path: Path) -> Path:
+    path = tmp_path / f"horovod-{KEY.version}-cp311-cp311-linux_x86_64.whl"
+    path.write_bytes(b"wheel")
+    return path
+
+
+def test_empty_cache_has_nothing() -> None:
+    assert wheel_cache.find_wheel(KEY) is None
+
+
+def test_stored_wheel_is_found_under_its_key_only(wheel: Path) -> None:
+    stored = wheel_cache.store_wheel(wheel, KEY)
+    assert stored.read_bytes() == b"wheel"
+    assert wheel_cache.find_wheel(KEY) == stored
+    assert wheel_cache.find_wheel(OTHER) is None
+
+
+def test_ingredients_are_stored_beside_the_wheel(wheel: Path) -> None:
+    stored = wheel_cache.store_wheel(wheel, KEY)
+    assert json.loads(stored.with_suffix(".json").read_text()) == KEY.ingredients
+
+
+def test_nothing_half_written_is_left(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(source: Path, target: Path) -> Path:
+        target.write_bytes(b"wh")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("shutil.copyfile", fail)
+    with pytest.raises(OSError, match="No space"):
+        wheel_cache.store_wheel(wheel, KEY)
+    assert wheel_cache.find_wheel(KEY) is None
+    assert not list(wheel_cache.wheels_dir().glob("**/*.whl"))
+
+
+def test_free_lock_does_not_wait() -> None:
+    with wheel_cache.lock(KEY, when_waiting=lambda: pytest.fail("waited")):
+        pass
+
+
+def test_held_lock_is_waited_for() -> None:
+    waited = []
+    held = (wheel_cache.wheels_dir() / f"{KEY.digest}.lock").open("w")
+    fcntl.flock(held, fcntl.LOCK_EX)
+
+    def release() -> None:
+        waited.append(True)
+        held.close()
+
+    # Releases the lock in any case: a fault then fails this test instead of hanging it.
+    late = threading.Timer(5, held.close)
+    late.start()
+    with wheel_cache.lock(KEY, when_waiting=release):
+        late.cancel()
+        assert waited == [True]
+    with wheel_cache.lock(OTHER, when_waiting=lambda: pytest.fail("another wheel's lock")):
+        pass
+
+
+def test_lock_is_exclusive_while_held() -> None:
+    with (
+        wheel_cache.lock(KEY, when_waiting=lambda: pytest.fail("waited")),
+        (wheel_cache.wheels_dir() / f"{KEY.digest}.lock").open("w") as second,
+        pytest.raises(BlockingIOError),
+    ):
+        fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
