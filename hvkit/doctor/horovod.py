@@ -19,7 +19,7 @@ from hvkit.engines import built_for
 from hvkit.errors import BuildError
 from hvkit.host.cache import cache_dir
 from hvkit.host.commands import Said, ask
-from hvkit.launch.launchers.identity import MpiVersion, identify
+from hvkit.launch.launchers import MpiVersion, identify
 
 _CONTROLLERS = ("mpi", "gloo")
 _OPERATIONS = ("nccl", "ddl", "ccl", "mpi", "gloo")

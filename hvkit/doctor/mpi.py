@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hvkit.host.commands import ask
-from hvkit.launch.launchers.identity import MpiVersion, identify
+from hvkit.launch.launchers import MpiVersion, identify
 
 
 @dataclass(frozen=True)

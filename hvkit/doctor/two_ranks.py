@@ -17,8 +17,7 @@ from hvkit.doctor.mpi import MpiLauncher
 from hvkit.doctor.self_test import BYTES, RANKS, ROUNDS
 from hvkit.errors import LaunchError
 from hvkit.launch.hosts import Host
-from hvkit.launch.job import Job
-from hvkit.launch.launchers import Launcher, find_launcher
+from hvkit.launch.launchers import Job, Launcher, find_launcher
 
 # Importing TensorFlow from a network file system takes a minute at times.
 _SECONDS = 180.0

@@ -10,7 +10,7 @@ from hvkit.errors import LaunchError
 from hvkit.host.network import Interface, addresses_of, interfaces, is_local, within_host
 from hvkit.launch.allocation import HOSTFILE
 from hvkit.launch.hosts import Host
-from hvkit.launch.job import placed
+from hvkit.launch.launchers import placed
 from hvkit.launch.probe import Facts
 from hvkit.launch.routes import joining, named, source_address, spanning
 from hvkit.launch.shells import shell_of

@@ -14,8 +14,7 @@ from hvkit.host.rank_variables import without_place
 from hvkit.launch.allocation import SLURM
 from hvkit.launch.forwarding import GPU_LISTS, forwarded
 from hvkit.launch.hosts import Host
-from hvkit.launch.job import Job
-from hvkit.launch.launchers import Launcher, find_launcher
+from hvkit.launch.launchers import Job, Launcher, find_launcher
 from hvkit.launch.preflight import examine
 from hvkit.launch.supervision.output import Style, make_room
 from hvkit.launch.supervision.protocol import KEY_VARIABLE, SUPERVISOR_VARIABLE

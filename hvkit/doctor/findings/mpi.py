@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from hvkit.doctor.findings.finding import Finding, note, problem
 from hvkit.doctor.horovod import Horovod
 from hvkit.doctor.mpi import MpiLauncher
-from hvkit.launch.launchers.identity import MpiVersion
+from hvkit.launch.launchers import MpiVersion
 
 
 def mpi_findings(launchers: Sequence[MpiLauncher], horovod: Horovod) -> Iterator[Finding]:

@@ -5,8 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from hvkit.errors import HostfileError, LaunchError
-from hvkit.launch.hostfile.words import host_name, shown
-from hvkit.launch.hosts import Host
+from hvkit.launch.hosts import Host, host_name, shown
 
 Found = tuple[str, tuple[Host, ...]]
 

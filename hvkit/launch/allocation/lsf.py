@@ -8,8 +8,7 @@ from collections.abc import Mapping
 
 from hvkit.errors import HostfileError
 from hvkit.launch.allocation.counting import Found, checked, hosts_of_file, wrong
-from hvkit.launch.hostfile.words import count
-from hvkit.launch.hosts import Host
+from hvkit.launch.hosts import Host, count
 
 NAME = "LSF"
 

@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from hvkit.errors import HostfileError, LaunchError
 from hvkit.launch.allocation.counting import Found, checked, wrong
 from hvkit.launch.allocation.nodelist import expanded
-from hvkit.launch.hostfile.words import count
-from hvkit.launch.hosts import Host
+from hvkit.launch.hosts import Host, count
 
 NAME = "Slurm"
 

@@ -20,7 +20,7 @@ from hvkit.doctor.settings import rank_of, setting_names, thread_settings
 from hvkit.host.commands import Said, ask
 from hvkit.host.cpus import Allowance, allowance
 from hvkit.host.gpus import Gpu, gpus
-from hvkit.launch.launchers.identity import MpiVersion, identify
+from hvkit.launch.launchers import MpiVersion, identify
 
 Program = Callable[[str, str], Path]
 

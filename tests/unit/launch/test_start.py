@@ -12,9 +12,9 @@ import pytest
 import hvkit
 from hvkit.errors import LaunchError
 from hvkit.host.network import Interface
-from hvkit.launch import preflight, start
+from hvkit.launch import launchers, preflight, start
 from hvkit.launch.hosts import Host
-from hvkit.launch.launchers import Launcher, mpich, openmpi
+from hvkit.launch.launchers import Launcher
 from hvkit.launch.probe import Facts
 from hvkit.launch.ssh import Answer
 from hvkit.launch.start import Request, prepared, shown
@@ -53,7 +53,7 @@ def hosts(monkeypatch, tmp_path):
     monkeypatch.setattr(preflight, "interfaces", lambda: answers["node1"].interfaces)
     monkeypatch.setenv("HOME", str(tmp_path))
     mpirun = str(tmp_path / "mpi" / "bin" / "mpirun")
-    found = Launcher("Open MPI 5.0.11", "mpirun", openmpi.arguments(5, mpirun))
+    found = Launcher("Open MPI 5.0.11", "mpirun", launchers.openmpi_arguments(5, mpirun))
     monkeypatch.setattr(start, "find_launcher", lambda name: found)
     return answers
 
@@ -171,7 +171,7 @@ def test_secrets_stay_here_and_what_is_asked_for_goes_along(hosts, monkeypatch):
 
 
 def test_launchers_that_send_everything_are_started_without_secrets(hosts, monkeypatch):
-    found = Launcher("MPICH 5.0.2", "mpirun", mpich.arguments, sends_all=True)
+    found = Launcher("MPICH 5.0.2", "mpirun", launchers.mpich_arguments, sends_all=True)
     monkeypatch.setattr(start, "find_launcher", lambda name: found)
     monkeypatch.setenv("MY_TOKEN", "t")
     run = prepared(request())
@@ -278,7 +278,7 @@ def test_a_dry_run_shows_the_variables_that_hvkit_adds_and_no_others(hosts, monk
 
 
 def test_what_a_dry_run_shows_takes_out_what_the_run_takes_out(hosts, monkeypatch):
-    found = Launcher("MPICH 5.0.2", "mpirun", mpich.arguments, sends_all=True)
+    found = Launcher("MPICH 5.0.2", "mpirun", launchers.mpich_arguments, sends_all=True)
     monkeypatch.setattr(start, "find_launcher", lambda name: found)
     monkeypatch.setenv("MY_TOKEN", "t")
     monkeypatch.setenv("HVKIT_RUN", "that of another run")
@@ -308,7 +308,7 @@ def test_options_of_the_users_own_command_are_shown_as_they_are(hosts, size):
 
 
 def test_mpich_gets_the_interface_by_name(hosts, monkeypatch):
-    found = Launcher("MPICH 5.0.2", "mpirun", mpich.arguments)
+    found = Launcher("MPICH 5.0.2", "mpirun", launchers.mpich_arguments)
     monkeypatch.setattr(start, "find_launcher", lambda name: found)
     assert "-iface eth0" in shlex.join(prepared(request()).command)
 

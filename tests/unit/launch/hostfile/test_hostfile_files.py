@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from hvkit.errors import HostfileError
-from hvkit.launch.hostfile import merged, parse_hostfile, read_entries, read_hostfile, repeated
-from hvkit.launch.hosts import Host
+from hvkit.launch.hostfile import parse_hostfile, read_entries, read_hostfile
+from hvkit.launch.hosts import Host, merged, repeated
 
 
 @pytest.fixture

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from horovod.runner.common.util import hosts as horovodrun
 
-from hvkit.launch.hostfile import read_hostfile, write_horovodrun, write_openmpi
+from hvkit.launch.hostfile import read_hostfile
 from hvkit.launch.hosts import Host
+from hvkit.launch.launchers import write_horovodrun, write_openmpi
 
 _READY = sorted((Path(__file__).parents[4] / "hostfiles").iterdir())
 _NODE = re.compile(r"Data for node: (\S+).*?Num slots allocated: (\d+)\s+Max slots: (\d+)", re.S)

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from hvkit.errors import HostfileError
-from hvkit.launch.hostfile import merged, parse_hostfile
-from hvkit.launch.hosts import Host
+from hvkit.launch.hostfile import parse_hostfile
+from hvkit.launch.hosts import Host, merged
 
 _LONG = "n" * 64
 

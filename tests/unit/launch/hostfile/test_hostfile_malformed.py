@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from strategies import MPICH_HOSTS, OPENMPI_HOSTS, distinct
 
 from hvkit.errors import HostfileError
-from hvkit.launch.hostfile import parse_hostfile, write_mpich, write_openmpi
+from hvkit.launch.hostfile import parse_hostfile
+from hvkit.launch.launchers import write_mpich, write_openmpi
 
 _NUMBERS = [
     *(

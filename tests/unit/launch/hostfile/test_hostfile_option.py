@@ -5,8 +5,7 @@ import re
 import pytest
 
 from hvkit.errors import HostfileError, LaunchError
-from hvkit.launch.hostfile import hosts_option, merged, read_hosts_option, repeated
-from hvkit.launch.hosts import Host
+from hvkit.launch.hosts import Host, hosts_option, merged, read_hosts_option, repeated
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,9 @@ from hypothesis import strategies as st
 from strategies import MPICH_HOSTS, OPENMPI_HOSTS, OPTION_HOSTS, distinct
 
 from hvkit.errors import HostfileError
-from hvkit.launch.hostfile import (
-    hosts_option,
-    merged,
-    parse_hostfile,
-    read_hostfile,
-    read_hosts_option,
-    write_mpich,
-    write_openmpi,
-)
-from hvkit.launch.hosts import Host
+from hvkit.launch.hostfile import parse_hostfile, read_hostfile
+from hvkit.launch.hosts import Host, hosts_option, merged, read_hosts_option
+from hvkit.launch.launchers import write_mpich, write_openmpi
 
 Hosts = tuple[Host, ...]
 
