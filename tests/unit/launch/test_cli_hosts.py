@@ -6,10 +6,8 @@ import pytest
 
 from hvkit.cli import hosts as command
 from hvkit.cli import hosts_arguments, main
-from hvkit.launch.check import Checked
-from hvkit.launch.check.asking import Examined
-from hvkit.launch.check.facts import Facts
-from hvkit.launch.check.problems import Problem
+from hvkit.launch.check import Checked, Problem
+from hvkit.launch.host_reports import Examined, HostReport
 
 
 @pytest.fixture
@@ -21,7 +19,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _checked(hosts, system, *problems: Problem) -> Checked:
-    facts = Facts("node1", {}, 8, 2**34, 2, (), (), ())
+    facts = HostReport("node1", {}, 8, 2**34, 2, (), (), ())
     examined = (Examined(hosts[0], facts, None), *(Examined(h, None, "away") for h in hosts[1:]))
     return Checked(examined, {hosts[0].name: "eth0 10.0.0.1"}, problems)
 
@@ -67,19 +65,19 @@ def test_hosts_are_printed_for_horovodrun(capsys):
 @pytest.mark.parametrize(
     ("hosts", "form", "message"),
     [
-        ("fd00::1", "mpich", "MPICH takes no IPv6 addresses, got fd00::1: name the host instead"),
-        ("fd00::1", "horovodrun", "horovodrun takes no IPv6 addresses, got fd00::1: name the"),
-        ("root@a:1", "horovodrun", "horovodrun does not take root@a: set User for a in ~/.ssh/con"),
+        ("fd00::1", "mpich", "MPICH accepts no IPv6 addresses, got fd00::1: use the host's"),
+        ("fd00::1", "horovodrun", "horovodrun accepts no IPv6 addresses, got fd00::1: use the h"),
+        ("root@a:1", "horovodrun", "horovodrun does not accept root@a: set User for a in ~/.ssh/"),
     ],
 )
-def test_what_a_launcher_does_not_take_is_not_printed_for_it(capsys, hosts, form, message):
+def test_hosts_that_a_launcher_does_not_accept_are_not_printed_for_it(capsys, hosts, form, message):
     assert main(["hosts", "-H", hosts, "--as", form]) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith(f"hvkit: {message}")
 
 
-def test_a_host_that_is_named_again_is_told(file, capsys):
+def test_a_host_that_is_named_twice_is_reported(file, capsys):
     file.write_text("node1 slots=2\nnode1 slots=1\n")
     assert main(["hosts", "hosts", "--as", "openmpi"]) == 0
     printed = capsys.readouterr()
@@ -90,13 +88,13 @@ def test_a_host_that_is_named_again_is_told(file, capsys):
     )
 
 
-def test_a_host_that_is_named_again_is_not_ready(file, capsys):
+def test_a_host_that_is_named_twice_is_not_ready(file, capsys):
     file.write_text("node1 slots=2\nnode1 slots=1\n")
     assert main(["hosts", "hosts", "--check"]) == 1
     assert "line 2: node1 is named again after line 1" in capsys.readouterr().err
 
 
-def test_a_wrong_file_is_told(file, capsys):
+def test_an_invalid_file_is_an_error(file, capsys):
     file.write_text("node1 slots=2\nnode2 slots=four\n")
     assert main(["hosts", "hosts"]) == 1
     printed = capsys.readouterr()
@@ -106,7 +104,7 @@ def test_a_wrong_file_is_told(file, capsys):
     )
 
 
-def test_without_a_file_the_hosts_are_those_of_the_batch_system(capsys, monkeypatch):
+def test_without_a_file_the_hosts_are_those_of_the_batch_system(scontrol, capsys, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu[1-2]")
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4(x2)")
     assert main(["hosts", "--as", "openmpi"]) == 0
@@ -115,7 +113,7 @@ def test_without_a_file_the_hosts_are_those_of_the_batch_system(capsys, monkeypa
     assert printed.err == "hvkit: hosts from Slurm (SLURM_JOB_NODELIST)\n"
 
 
-def test_a_check_knows_the_batch_system_of_the_hosts(capsys, monkeypatch):
+def test_a_check_knows_the_batch_system_of_the_hosts(scontrol, capsys, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu[1-2]")
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4(x2)")
     systems = []
@@ -127,7 +125,7 @@ def test_a_check_knows_the_batch_system_of_the_hosts(capsys, monkeypatch):
     assert systems == ["Slurm", None]
 
 
-def test_without_any_hosts_it_is_said_how_to_name_them(capsys, monkeypatch):
+def test_without_any_hosts_the_error_shows_how_to_name_them(capsys, monkeypatch):
     monkeypatch.setattr(hosts_arguments, "allocation", lambda environ: None)
     assert main(["hosts"]) == 1
     assert capsys.readouterr().err.startswith("hvkit: no hosts: name a hostfile or -H HOST:SLOTS")
