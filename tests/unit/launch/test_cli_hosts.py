@@ -70,14 +70,14 @@ def test_hosts_are_printed_for_horovodrun(capsys):
         ("root@a:1", "horovodrun", "horovodrun does not accept root@a: set User for a in ~/.ssh/"),
     ],
 )
-def test_hosts_that_a_launcher_does_not_accept_are_not_printed_for_it(capsys, hosts, form, message):
+def test_what_a_launcher_does_not_take_is_not_printed_for_it(capsys, hosts, form, message):
     assert main(["hosts", "-H", hosts, "--as", form]) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith(f"hvkit: {message}")
 
 
-def test_a_host_that_is_named_twice_is_reported(file, capsys):
+def test_a_host_that_is_named_again_is_told(file, capsys):
     file.write_text("node1 slots=2\nnode1 slots=1\n")
     assert main(["hosts", "hosts", "--as", "openmpi"]) == 0
     printed = capsys.readouterr()
@@ -88,13 +88,13 @@ def test_a_host_that_is_named_twice_is_reported(file, capsys):
     )
 
 
-def test_a_host_that_is_named_twice_is_not_ready(file, capsys):
+def test_a_host_that_is_named_again_is_not_ready(file, capsys):
     file.write_text("node1 slots=2\nnode1 slots=1\n")
     assert main(["hosts", "hosts", "--check"]) == 1
     assert "line 2: node1 is named again after line 1" in capsys.readouterr().err
 
 
-def test_an_invalid_file_is_an_error(file, capsys):
+def test_a_wrong_file_is_told(file, capsys):
     file.write_text("node1 slots=2\nnode2 slots=four\n")
     assert main(["hosts", "hosts"]) == 1
     printed = capsys.readouterr()
@@ -125,7 +125,7 @@ def test_a_check_knows_the_batch_system_of_the_hosts(scontrol, capsys, monkeypat
     assert systems == ["Slurm", None]
 
 
-def test_without_any_hosts_the_error_shows_how_to_name_them(capsys, monkeypatch):
+def test_without_any_hosts_it_is_said_how_to_name_them(capsys, monkeypatch):
     monkeypatch.setattr(hosts_arguments, "allocation", lambda environ: None)
     assert main(["hosts"]) == 1
     assert capsys.readouterr().err.startswith("hvkit: no hosts: name a hostfile or -H HOST:SLOTS")
