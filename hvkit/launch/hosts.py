@@ -1,8 +1,7 @@
 """Hosts and their slots: host names and addresses, the list of ``-H``, and hosts named twice.
 
 :mod:`hvkit.launch.hostfile` reads whole files with the functions of this module. Ambiguous input is
-rejected. The errors about one word say what is wrong with it; whoever reads the file or list adds
-the place.
+rejected. Errors about one word do not name its place; the reader of the file or list adds it.
 """
 
 import ipaddress
@@ -76,7 +75,7 @@ def read_hosts_option(text: str) -> tuple[Entry, ...]:
     A host without ``:slots`` has one slot. IPv6 addresses need brackets: ``[fd00::1]:2``.
 
     Raises:
-        HostfileError: a host of the list is invalid; the message says which.
+        HostfileError: a host of the list is invalid; the message names its place.
     """
     return tuple(
         Entry(f"host {number}", _host_of_option(word.strip(" "), f"host {number}"))

@@ -71,10 +71,10 @@ def choose_hosts(
     _refuse_same(facts)
     crowded = any((host.slots or 0) > facts[host.name].cpus for host in hosts)
     of_hosts = {name: found.interfaces for name, found in facts.items()}
-    asked = named(names, of_hosts) if names else ()
+    by_user = named(names, of_hosts) if names else ()
     others = [host.name for host in hosts if not is_local(host.name)]
     if not others:
-        return Site(hosts, ("127.0.0.1",), asked, _networks(asked), crowded, here=True)
+        return Site(hosts, ("127.0.0.1",), by_user, _networks(by_user), crowded, here=True)
     sources = _own_addresses(others)
     reached_at = {
         host.name: [str(address) for address in addresses_of(host.name)]
@@ -82,8 +82,8 @@ def choose_hosts(
         else sources
         for host in hosts
     }
-    used = asked or joining(of_hosts, reached_at)
-    daemon_networks = _daemon_networks(used, sources, list(of_hosts.values()), bool(asked))
+    used = by_user or joining(of_hosts, reached_at)
+    daemon_networks = _daemon_networks(used, sources, list(of_hosts.values()), bool(by_user))
     return Site(hosts, sources, used, daemon_networks, crowded, here=False)
 
 
@@ -227,7 +227,7 @@ def _daemon_networks(
     used: Sequence[Interface],
     sources: Sequence[str],
     of_hosts: Sequence[Sequence[Interface]],
-    asked: bool,
+    by_user: bool,
 ) -> tuple[str, ...]:
     """Networks for connections between the hosts and this one, which may be in another network.
 
@@ -235,11 +235,11 @@ def _daemon_networks(
         used: the interfaces between the hosts.
         sources: the addresses of this host that they reach it at.
         of_hosts: all interfaces of each host.
-        asked: whether the user named the interfaces in ``used``.
+        by_user: whether the user named the interfaces in ``used``.
     """
     here = interfaces()
     networks = _networks(used)
-    if not used or (asked and any(i.network in networks for i in here)):
+    if not used or (by_user and any(i.network in networks for i in here)):
         return networks
     # Open MPI's daemons are built without IPv6.
     own = [i for i in here if i.address in sources and i.version == 4]

@@ -1,13 +1,13 @@
 """Whether the hosts reach each other: every host opens TCP connections to every other one.
 
-The firewalls between the hosts do not know the ports: each host listens on a free one. On every
-host runs ``python -m hvkit.launch.reachability``, and :func:`meet` here exchanges lines of JSON
-with all of them:
+Each host listens on a free port, as ranks do, so a firewall that blocks unknown ports is found.
+Every host runs ``python -m hvkit.launch.reachability``, and :func:`meet` on this host exchanges
+lines of JSON with all of them:
 
 1. each host prints its port, a random token and its time;
 2. it reads a line with the names, ports and tokens of the others;
-3. it connects to all of them and prints the results. Whoever connects to a host gets its token, so
-   that nobody mistakes another host, or itself, for the one with that name;
+3. it connects to all of them and prints the results. A host sends its token to everyone who
+   connects, so that nobody mistakes another host, or itself, for the one with that name;
 4. it keeps listening until its standard input ends.
 """
 

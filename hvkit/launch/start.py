@@ -143,11 +143,7 @@ def prepared(request: Request, *, supervised: bool = True) -> Run:
         environ=environ,
         crowded=site.crowded,
     )
-    for ranks in request.style.ranks or ():
-        if ranks[-1] >= job.size:
-            raise LaunchError(
-                f"--show {ranks[-1]}: there is no such rank: use ranks from 0 to {job.size - 1}"
-            )
+    _refuse_absent_ranks(request.style, job.size)
     return Run(
         command=launcher.command(job),
         environ=environ,
@@ -175,7 +171,7 @@ def shown(run: Run) -> str:
     return " ".join([*env, *added, shlex.join(run.command)])
 
 
-def forwarded(environ: Mapping[str, str], asked: Iterable[str] = ()) -> tuple[str, ...]:
+def forwarded(environ: Mapping[str, str], chosen: Iterable[str] = ()) -> tuple[str, ...]:
     """Names of the environment variables that ranks on other hosts get, sorted.
 
     Variables that look like secrets and lists of this host's GPUs are left out, unless the user
@@ -183,10 +179,10 @@ def forwarded(environ: Mapping[str, str], asked: Iterable[str] = ()) -> tuple[st
 
     Args:
         environ: the launcher's environment.
-        asked: the names that the user wants forwarded; without effect if not set.
+        chosen: the names that the user wants forwarded; without effect if not set.
     """
     names = {name for name in environ if _forwarded_by_default(name)}
-    return tuple(sorted(names | (set(asked) & environ.keys())))
+    return tuple(sorted(names | (set(chosen) & environ.keys())))
 
 
 def _forwarded_by_default(name: str) -> bool:
@@ -209,6 +205,14 @@ def _refuse_unsupported(request: Request) -> None:
             raise LaunchError(
                 f"{host.user}@{host.name}: horovodrun accepts no users: set User {host.user} for "
                 "this host in ~/.ssh/config"
+            )
+
+
+def _refuse_absent_ranks(style: Style, size: int) -> None:
+    for ranks in style.ranks or ():
+        if ranks[-1] >= size:
+            raise LaunchError(
+                f"--show {ranks[-1]}: there is no such rank: use ranks from 0 to {size - 1}"
             )
 
 

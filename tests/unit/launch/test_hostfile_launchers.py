@@ -19,10 +19,10 @@ _NODE = re.compile(r"Data for node: (\S+).*?Num slots allocated: (\d+)\s+Max slo
 
 def _is_open_mpi_5() -> bool:
     try:
-        said = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, timeout=60)
     except FileNotFoundError:
         return False
-    return "(Open MPI) 5." in said.stdout
+    return "(Open MPI) 5." in done.stdout
 
 
 _needs_open_mpi_5 = pytest.mark.skipif(

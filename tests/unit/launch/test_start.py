@@ -41,8 +41,8 @@ def hosts(monkeypatch, tmp_path):
     """The facts of node1, this host, and of node2; tests may change them."""
     answers = {"node1": facts(1), "node2": facts(2)}
 
-    def run_on_hosts(asked, command, timeout, shell):
-        return [_answer(host, answers[host.name]) for host in asked]
+    def run_on_hosts(others, command, timeout, shell):
+        return [_answer(host, answers[host.name]) for host in others]
 
     monkeypatch.setattr(preflight, "run_on_hosts", run_on_hosts)
     monkeypatch.setattr(Facts, "here", lambda folder: answers["node1"])
@@ -58,10 +58,10 @@ def hosts(monkeypatch, tmp_path):
     return answers
 
 
-def _answer(host, said):
-    if isinstance(said, Facts):
-        return Answer(host, 0, f"Welcome!\n{said.printed()}\nBye\n", "", None)
-    return Answer(host, *said)
+def _answer(host, answer):
+    if isinstance(answer, Facts):
+        return Answer(host, 0, f"Welcome!\n{answer.printed()}\nBye\n", "", None)
+    return Answer(host, *answer)
 
 
 def request(**changes):
@@ -289,10 +289,10 @@ def test_the_line_of_a_dry_run_removes_the_variables_that_the_run_removes(hosts,
     monkeypatch.setenv("MY_TOKEN", "t")
     monkeypatch.setenv("HVKIT_RUN", "that of another run")
     run = prepared(request())
-    tell = [sys.executable, "-c", "import json, os; print(json.dumps(dict(os.environ)))"]
-    line = shown(replace(run, command=[*tell, *run.command]))
-    said = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=True).stdout
-    seen = json.loads(said)
+    dump = [sys.executable, "-c", "import json, os; print(json.dumps(dict(os.environ)))"]
+    line = shown(replace(run, command=[*dump, *run.command]))
+    printed = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=True).stdout
+    seen = json.loads(printed)
     expected = run.environ
     assert "HVKIT_RUN" not in seen
     assert {name: seen[name] for name in expected} == expected
@@ -325,8 +325,8 @@ def test_a_list_of_gpus_applies_to_this_host_only(hosts, monkeypatch, system):
     run = prepared(Request(("true",), NODES, system=system))
     assert run.here == {"CUDA_VISIBLE_DEVICES": "2,3"}
     assert "CUDA_VISIBLE_DEVICES" not in run.command
-    asked = {"CUDA_VISIBLE_DEVICES": None}
-    run = prepared(Request(("true",), NODES, system=system, variables=asked))
+    named = {"CUDA_VISIBLE_DEVICES": None}
+    run = prepared(Request(("true",), NODES, system=system, variables=named))
     assert run.here == {}
     assert "CUDA_VISIBLE_DEVICES" in run.command
 
@@ -390,7 +390,7 @@ def test_variables_of_one_host_or_process_are_not_forwarded(name):
 )
 def test_secrets_are_forwarded_only_by_name(name):
     assert forwarded({name: "1"}) == ()
-    assert forwarded({name: "1"}, asked=[name]) == (name,)
+    assert forwarded({name: "1"}, chosen=[name]) == (name,)
 
 
 @pytest.mark.parametrize(
@@ -405,8 +405,8 @@ def test_secrets_are_forwarded_only_by_name(name):
 )
 def test_a_list_of_one_hosts_gpus_is_forwarded_only_by_name(name):
     assert forwarded({name: "2,3"}) == ()
-    assert forwarded({name: "2,3"}, asked=[name]) == (name,)
+    assert forwarded({name: "2,3"}, chosen=[name]) == (name,)
 
 
 def test_a_named_variable_that_is_not_set_is_left_out():
-    assert forwarded({"PATH": "/bin"}, asked=["MISSING"]) == ("PATH",)
+    assert forwarded({"PATH": "/bin"}, chosen=["MISSING"]) == ("PATH",)
