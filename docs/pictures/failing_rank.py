@@ -5,6 +5,7 @@
 It runs the script below on four ranks and draws their output; only this host's name is replaced.
 """
 
+import io
 import re
 import socket
 import subprocess
@@ -47,7 +48,7 @@ def main() -> None:
         output = ended.stdout.replace(f"{folder}/", "").replace(socket.gethostname(), "node1")
     # The frames of the interpreter below the script are the same for every error.
     output = re.sub(r"\n\s+\^+(?=\n)", "", output)
-    console = Console(record=True, width=104, file=open("/dev/null", "w"))
+    console = Console(record=True, width=104, file=io.StringIO())
     console.print(Text.from_markup(f"[bold green]$[/] {COMMAND}"))
     console.print(Text(output.rstrip()))
     console.print(Text.from_markup("[bold green]$[/] echo $?"))

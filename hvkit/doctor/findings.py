@@ -13,7 +13,7 @@ from hvkit.doctor.facts import Facts, Limits, SharedMemory
 from hvkit.doctor.horovod import Horovod, Library
 from hvkit.doctor.self_test import SelfTest
 from hvkit.doctor.software import MpiLauncher, Packages
-from hvkit.launch.launchers.identity import MpiVersion
+from hvkit.launch.launchers import MpiVersion
 
 _TITLES = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
 _BUILD = "`hvkit install-horovod`"

@@ -20,7 +20,7 @@ from hvkit.doctor.software import folder_of
 from hvkit.engines import built_for
 from hvkit.errors import BuildError
 from hvkit.host.commands import Output, run
-from hvkit.launch.launchers.identity import MpiVersion, identify
+from hvkit.launch.launchers import MpiVersion, identify
 
 _CONTROLLERS = ("mpi", "gloo")
 _OPERATIONS = ("nccl", "ddl", "ccl", "mpi", "gloo")

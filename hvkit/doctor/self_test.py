@@ -28,8 +28,7 @@ from hvkit.doctor.software import MpiLauncher
 from hvkit.engines import ENGINES, waiting_for_all_ranks
 from hvkit.errors import HvkitError, LaunchError
 from hvkit.launch.hosts import Host
-from hvkit.launch.job import Job
-from hvkit.launch.launchers import Launcher, find_launcher
+from hvkit.launch.launchers import Job, Launcher, find_launcher
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

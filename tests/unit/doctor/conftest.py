@@ -11,7 +11,7 @@ from hvkit.doctor.horovod import Horovod, Library
 from hvkit.doctor.software import MpiLauncher, Packages
 from hvkit.host.gpus import Gpus
 from hvkit.host.network import Interface
-from hvkit.launch.launchers.identity import MpiVersion
+from hvkit.launch.launchers import MpiVersion
 
 GIB = 1024**3
 OPEN_MPI = MpiVersion("Open MPI", "5.0.11")

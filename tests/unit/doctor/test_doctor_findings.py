@@ -13,7 +13,7 @@ from hvkit.doctor.horovod import Horovod
 from hvkit.doctor.self_test import Result, SelfTest
 from hvkit.doctor.software import MpiLauncher, Unmet
 from hvkit.host.gpus import Gpu, Gpus
-from hvkit.launch.launchers.identity import MpiVersion
+from hvkit.launch.launchers import MpiVersion
 
 Change = Callable[[Facts], Facts]
 MIB = 1024**2

@@ -9,7 +9,7 @@ import pytest
 
 from hvkit.doctor import software
 from hvkit.doctor.software import MpiLauncher, Unmet, compilers, mpi_launchers, packages
-from hvkit.launch.launchers.identity import MpiVersion, identify
+from hvkit.launch.launchers import MpiVersion, identify
 
 Program = Callable[[str, str], Path]
 

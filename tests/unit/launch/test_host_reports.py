@@ -1,4 +1,4 @@
-"""What `hvkit doctor --json` tells is read, whatever shells print around it."""
+"""The doctor's report of another host, read from output with other text around it."""
 
 import json
 import subprocess
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hvkit.launch.check.facts import Facts, facts_in
+from hvkit.launch.host_reports import HostReport, read_report
 
 
 def _report(**changes: Any) -> dict[str, Any]:
@@ -30,8 +30,8 @@ def _report(**changes: Any) -> dict[str, Any]:
     }
 
 
-def test_facts_are_read():
-    assert facts_in(json.dumps(_report(), indent=2)) == Facts(
+def test_a_report_is_read():
+    assert read_report(json.dumps(_report(), indent=2)) == HostReport(
         hostname="node1",
         versions={"python": "3.11.2", "torch": None, "MPI": "Open MPI 5.0.11"},
         cores=8,
@@ -43,41 +43,41 @@ def test_facts_are_read():
     )
 
 
-def test_what_shells_print_around_it_is_read_over():
+def test_text_that_shells_print_around_it_is_skipped():
     text = f"Welcome {{user}}!\n{json.dumps(_report(), indent=2)}\nGoodbye.\n"
-    assert facts_in(text).hostname == "node1"
+    assert read_report(text).hostname == "node1"
 
 
 @pytest.mark.parametrize(("limit", "cores"), [(None, 8), (1.5, 2), (0.3, 1), (64.0, 8)])
-def test_a_limit_on_cpu_time_leaves_as_many_cores(limit, cores):
+def test_a_limit_on_cpu_time_limits_the_cores(limit, cores):
     report = _report(cores={"usable": 8, "host": 16, "limit": limit})
-    assert facts_in(json.dumps(report, indent=2)).cores == cores
+    assert read_report(json.dumps(report, indent=2)).cores == cores
 
 
 def test_no_mpi_is_no_version():
-    assert facts_in(json.dumps(_report(mpi=None), indent=2)).versions["MPI"] is None
+    assert read_report(json.dumps(_report(mpi=None), indent=2)).versions["MPI"] is None
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("", "it printed no facts"),
-        ("Welcome!\n", "it printed no facts"),
-        ("{\n", "it printed other facts"),
-        (json.dumps(_report(format=2), indent=2), "its facts have format 2, not 1"),
-        (json.dumps({"format": 1}, indent=2), "it printed other facts .KeyError: 'mpi'."),
-        (json.dumps(_report(memory=None), indent=2), "it printed other facts .TypeError"),
+        ("", "it printed no report"),
+        ("Welcome!\n", "it printed no report"),
+        ("{\n", "its report is invalid"),
+        (json.dumps(_report(format=2), indent=2), "its report has format 2, not 1"),
+        (json.dumps({"format": 1}, indent=2), "its report is invalid .KeyError: 'mpi'."),
+        (json.dumps(_report(memory=None), indent=2), "its report is invalid .TypeError"),
     ],
 )
 def test_anything_else_is_an_error(text, why):
     with pytest.raises(ValueError, match=why):
-        facts_in(text)
+        read_report(text)
 
 
 def test_this_host_s_own_report_is_read():
     command = [sys.executable, "-m", "hvkit.cli", "doctor", "--json", "--no-self-test"]
     printed = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
-    facts = facts_in(printed)
-    assert facts.cores >= 1
-    assert facts.memory > 0
-    assert facts.versions["python"] == ".".join(map(str, sys.version_info[:3]))
+    report = read_report(printed)
+    assert report.cores >= 1
+    assert report.memory > 0
+    assert report.versions["python"] == ".".join(map(str, sys.version_info[:3]))

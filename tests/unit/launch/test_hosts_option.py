@@ -1,12 +1,11 @@
-"""Lists of hosts on a command line."""
+"""The list of hosts of -H."""
 
 import re
 
 import pytest
 
 from hvkit.errors import HostfileError, LaunchError
-from hvkit.launch.hostfile import hosts_option, merged, read_hosts_option, repeated
-from hvkit.launch.hosts import Host
+from hvkit.launch.hosts import Host, hosts_option, merged, read_hosts_option, repeated
 
 
 @pytest.mark.parametrize(
@@ -20,7 +19,7 @@ from hvkit.launch.hosts import Host
         ("[fd00::1]:2,fd00::2", (Host("fd00::1", 2), Host("fd00::2", 1))),
     ],
 )
-def test_a_list_means(text, hosts):
+def test_a_valid_list(text, hosts):
     assert merged(read_hosts_option(text), "-H") == hosts
 
 
@@ -36,19 +35,19 @@ def test_a_list_means(text, hosts):
         ("h1:2 h2:2", "-H: host 1: must be host:slots, got 'h1:2 h2:2'"),
         (
             "h[1-2]:2",
-            "-H: host 1: 'h[1-2]:2': ranges are not expanded here, write a line for each host",
+            "-H: host 1: 'h[1-2]:2': hvkit does not expand ranges: write each host",
         ),
     ],
 )
-def test_a_wrong_list_is_an_error_that_names_the_host(text, message):
+def test_an_invalid_list_is_an_error_that_names_the_host(text, message):
     with pytest.raises(HostfileError, match=f"^{re.escape(message)}$"):
         read_hosts_option(text)
 
 
-def test_who_asks_learns_which_hosts_are_named_again():
+def test_hosts_with_several_entries_are_known_with_their_places():
     assert repeated(read_hosts_option("h1:2,h2:2,h1:1")) == {"h1": ("host 1", "host 3")}
 
 
-def test_hosts_without_slots_have_no_such_list():
+def test_a_host_without_slots_cannot_be_listed():
     with pytest.raises(LaunchError, match="h1 has no number of slots: add slots=N to it"):
         hosts_option([Host("h1")])

@@ -1,10 +1,11 @@
-"""Ranks fill slots in the order of the hosts."""
+"""The hosts that get ranks: slots are filled in the order of the hosts."""
 
 import pytest
 
 from hvkit.errors import LaunchError
 from hvkit.launch.hosts import Host
-from hvkit.launch.job import Job, placed
+from hvkit.launch.launchers import Job
+from hvkit.launch.preflight import placed
 
 TWO_AND_ONE = (Host("node1", slots=2), Host("node2", slots=1))
 

@@ -1,4 +1,4 @@
-"""What is ready and what is written means the same to the launchers themselves."""
+"""Ready hostfiles and those that hvkit writes mean the same to mpirun and horovodrun."""
 
 import os
 import re
@@ -9,23 +9,24 @@ from pathlib import Path
 import pytest
 from horovod.runner.common.util import hosts as horovodrun
 
-from hvkit.launch.hostfile import read_hostfile, write_horovodrun, write_openmpi
+from hvkit.launch.hostfile import read_hostfile
 from hvkit.launch.hosts import Host
+from hvkit.launch.launchers import write_horovodrun, write_openmpi
 
-_READY = sorted((Path(__file__).parents[4] / "hostfiles").iterdir())
+_READY = sorted((Path(__file__).parents[3] / "hostfiles").iterdir())
 _NODE = re.compile(r"Data for node: (\S+).*?Num slots allocated: (\d+)\s+Max slots: (\d+)", re.S)
 
 
 def _is_open_mpi_5() -> bool:
     try:
-        said = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, timeout=60)
     except FileNotFoundError:
         return False
-    return "(Open MPI) 5." in said.stdout
+    return "(Open MPI) 5." in done.stdout
 
 
 _needs_open_mpi_5 = pytest.mark.skipif(
-    not _is_open_mpi_5(), reason="asks Open MPI 5 what it reads; another MPI is first on PATH"
+    not _is_open_mpi_5(), reason="needs Open MPI 5 first on PATH, to compare how it reads the files"
 )
 
 
@@ -62,7 +63,7 @@ def test_a_ready_file_means_the_same_to_horovodrun(file):
 @pytest.mark.parametrize("file", _READY, ids=lambda file: file.name)
 def test_a_ready_file_means_the_same_to_mpirun(file):
     hosts = read_hostfile(file)
-    # mpirun calls this host by its own name, without the domain.
+    # mpirun replaces localhost by the name of this host, without the domain.
     here = socket.gethostname().partition(".")[0]
     expected = {here if host.name == "localhost" else host.name: (host.slots, 0) for host in hosts}
     assert _of_mpirun(file, sum(host.slots or 0 for host in hosts)) == expected
