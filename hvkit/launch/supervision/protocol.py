@@ -5,15 +5,29 @@ over the nonce, that it knows the key of this run.
 
 Of output an agent sends no more than ``WINDOW`` bytes ahead of what the supervisor tells to have
 taken: no more than the supervisor's kernel can hold while its process is stopped or its terminal.
+
+Whether the other end of a connection is there: asked of the kernels, not of the processes.
+
+A process that waits for a disk or for its core is alive, and its kernel says so. One that has ended
+closes the connection. What is left is a host or a network that is gone.
+
+All this holds while both ends have room for what is sent: a kernel that has none is asked more and
+more rarely. So output is sent only as fast as it is taken, see :mod:`.protocol`.
+
+An agent's connection to the supervisor.
 """
 
+import contextlib
 import hashlib
 import hmac
 import json
+import socket
 import struct
+import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import IntEnum
+from typing import Any
 
 KEY_VARIABLE = "HVKIT_RUN_KEY"
 """Environment variable with the key of the run, in hexadecimal."""
@@ -124,3 +138,152 @@ def unpacked(payload: bytes) -> int:
 def proof(key: str, nonce: bytes) -> str:
     """What only who knows the key can answer to a nonce, in hexadecimal."""
     return hmac.new(bytes.fromhex(key), nonce, hashlib.sha256).hexdigest()
+
+
+# In struct tcp_info of Linux: milliseconds since the last acknowledgement.
+_TCP_INFO_BYTES = 60
+_LAST_ACK = 56
+# Linux allows 127 questions without an answer.
+_QUESTIONS = 50
+
+
+def keep_alive(connection: socket.socket, lost_after: float | None) -> None:
+    """Have the kernel ask for answers, and break the connection after a time without any.
+
+    Args:
+        connection: a TCP connection.
+        lost_after: seconds; ``None`` for a connection within this host.
+    """
+    if lost_after is None:
+        return
+    every = asked_every(lost_after)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, every),
+        (socket.TCP_KEEPINTVL, every),
+        (socket.TCP_KEEPCNT, max(1, round(lost_after / every) - 1)),
+        # For what was sent and not acknowledged, in milliseconds.
+        (socket.TCP_USER_TIMEOUT, round(lost_after * 1000)),
+    ):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def asked_every(lost_after: float) -> int:
+    """Seconds between the questions."""
+    return max(1, int(lost_after / _QUESTIONS))
+
+
+def silent_for(connection: socket.socket) -> float:
+    """Seconds since the other end's kernel last answered, on a connection that is kept alive."""
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    (milliseconds,) = struct.unpack_from("=I", info, _LAST_ACK)
+    return float(milliseconds) / 1000
+
+
+# Seconds for each address that the supervisor may have.
+_CONNECT = 5.0
+
+
+class ConnectionLost(Exception):
+    """The supervisor has ended, or cannot be reached any more."""
+
+
+class Connection:
+    """Frames to and from the supervisor; several threads may send, one receives.
+
+    Once the connection is lost, what is sent is dropped: whoever receives learns about it.
+    """
+
+    def __init__(self, to: socket.socket) -> None:
+        self._socket = to
+        self._sending = threading.Lock()
+        self._room = threading.Condition()
+        self._under_way = 0
+        self._lost = False
+
+    @classmethod
+    def to_supervisor(cls, supervised: Supervised, key: str, rank: int) -> "Connection":
+        """Connect to the first of the addresses that answers, and say which rank this is.
+
+        Raises:
+            OSError: none of them answers as a supervisor does.
+        """
+        errors = []
+        for address in supervised.addresses:
+            try:
+                to = socket.create_connection((address, supervised.port), timeout=_CONNECT)
+                nonce = _exactly(to, NONCE_BYTES)
+            except (OSError, ConnectionLost) as error:
+                errors.append(str(error) or "it did not answer")
+                continue
+            to.settimeout(None)
+            keep_alive(to, supervised.lost_after)
+            connection = cls(to)
+            hello = {"rank": rank, "host": socket.gethostname()}
+            hello["proof"] = proof(key, nonce)
+            connection.send_json(Kind.HELLO, hello)
+            return connection
+        raise OSError("; ".join(errors))
+
+    def send(self, kind: Kind, payload: bytes = b"") -> None:
+        """Send a frame."""
+        data = frame(kind, payload)
+        with self._sending:
+            try:
+                self._socket.sendall(data)
+            except OSError:
+                return
+
+    def send_output(self, kind: Kind, payload: bytes) -> None:
+        """Send a frame of what was printed; waits while the supervisor takes none."""
+        size = HEADER_BYTES + len(payload)
+        with self._room:
+            self._room.wait_for(lambda: self._lost or self._under_way + size <= WINDOW)
+            self._under_way += size
+        self.send(kind, payload)
+
+    def send_json(self, kind: Kind, values: Mapping[str, Any]) -> None:
+        """Send a frame with JSON in it."""
+        self.send(kind, json.dumps(values).encode())
+
+    def receive(self) -> tuple[Kind, int]:
+        """Wait for the next word of the supervisor, and the number that it has.
+
+        Raises:
+            ConnectionLost: there will be none.
+        """
+        try:
+            while True:
+                kind, length = header(_exactly(self._socket, HEADER_BYTES))
+                number = unpacked(_exactly(self._socket, length))
+                if kind is not Kind.TAKEN:
+                    return kind, number
+                with self._room:
+                    self._under_way -= number
+                    self._room.notify_all()
+        except ConnectionLost:
+            with self._room:
+                self._lost = True
+                self._room.notify_all()
+            raise
+
+    def finish(self) -> None:
+        """Send nothing more. The supervisor then closes the connection.
+
+        To close it here would throw away what is under way, if a word has come in meanwhile.
+        """
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+
+
+def _exactly(of: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        try:
+            more = of.recv(count - len(data))
+        except OSError as error:
+            raise ConnectionLost(str(error)) from error
+        if not more:
+            raise ConnectionLost("it closed the connection")
+        data += more
+    return data

@@ -11,11 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hvkit.launch.supervision import protocol
-from hvkit.launch.supervision.liveness import asked_every, keep_alive, silent_for
-from hvkit.launch.supervision.outcome import Failure
-from hvkit.launch.supervision.output import RankOutput, Style, show
-from hvkit.launch.supervision.protocol import Kind
-from hvkit.launch.supervision.writer import Writer
+from hvkit.launch.supervision.first_failure import Failure
+from hvkit.launch.supervision.output import RankOutput, Style, Writer, show
+from hvkit.launch.supervision.protocol import Kind, asked_every, keep_alive, silent_for
 
 # Seconds that something which has connected has to say who it is.
 _HELLO = 10.0

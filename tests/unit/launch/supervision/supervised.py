@@ -30,7 +30,7 @@ sys.exit(next((status for status in statuses if status), 0) % 256)
 
 RUN = """
 import os, signal, sys
-from hvkit.launch.supervision.run import Run, supervise
+from hvkit.launch.supervision.supervised_run import Run, supervise
 # As from a terminal: what runs in the background may have been started to ignore them.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

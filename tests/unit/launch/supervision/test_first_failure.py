@@ -2,13 +2,13 @@
 
 import pytest
 
-from hvkit.launch.supervision import outcome
-from hvkit.launch.supervision.outcome import culprit, report
+from hvkit.launch.supervision import first_failure
+from hvkit.launch.supervision.first_failure import culprit, report
 
 
 def failure(rank, host, status, at=0.0, **others):
     """A failure at second 0, unless said otherwise."""
-    return outcome.Failure(rank, host, status, at, **others)
+    return first_failure.Failure(rank, host, status, at, **others)
 
 
 def test_the_first_failure_is_named_with_its_last_lines():

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hvkit.launch.supervision.outcome import culprit, report
+from hvkit.launch.supervision.first_failure import culprit, report
 from hvkit.launch.supervision.output import Style
 from hvkit.launch.supervision.processes import (
     adopt_orphans,
