@@ -5,9 +5,8 @@ from typing import Any
 import yaml
 
 from hvkit.manifest import MPIJob, Size
-from hvkit.manifest.quantity import cpus, memory
-from hvkit.manifest.volumes import volume
-from hvkit.manifest.yaml_text import dumped
+from hvkit.manifest.fields import cpus, memory
+from hvkit.manifest.mpijob import volume, yaml_text
 
 COMMAND = ("python", "recipes/mnist_torch.py", "--epochs", "2")
 
@@ -48,7 +47,7 @@ def full_job() -> MPIJob:
 
 def read(job: MPIJob) -> dict[str, Any]:
     """The document as a cluster gets it: written, and read again."""
-    document: dict[str, Any] = yaml.safe_load(dumped(job.document()))
+    document: dict[str, Any] = yaml.safe_load(yaml_text(job.document()))
     return document
 
 

@@ -1,20 +1,20 @@
-"""What an MPIJob asks the cluster for."""
+"""What an MPIJob asks the cluster for, and how it is written as YAML."""
 
 import argparse
 import re
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mpijobs import COMMAND, container, full_job, job, read
 
 from hvkit.cli import run
 from hvkit.manifest import Size
-from hvkit.manifest.pods import literal
-from hvkit.manifest.quantity import cpus, memory
-from hvkit.manifest.volumes import volume
+from hvkit.manifest.fields import cpus, memory
+from hvkit.manifest.mpijob import Volume, literal, volume, yaml_text
 
 
 def replicas(document: dict[str, Any], which: str) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def test_without_volumes_nothing_is_mounted_and_no_group_set(which: str) -> None
 
 def test_two_volumes_at_one_path_are_refused() -> None:
     volumes = (volume("a:/data"), volume("b:/data"))
-    with pytest.raises(ValueError, match="--volume: /data is there 2 times: give each"):
+    with pytest.raises(ValueError, match="--volume: /data is used 2 times: give each its own"):
         job(volumes=volumes)
 
 
@@ -174,7 +174,7 @@ def test_the_name_leaves_room_for_the_names_of_pods() -> None:
 def test_shared_memory_has_to_fit_into_the_memory_of_a_worker() -> None:
     message = re.escape(
         "--shm-size 2Gi must be less than the memory of a worker, 2048Mi (512Mi for each of 4 "
-        "ranks), as it counts as its memory: make it smaller, or --memory larger"
+        "ranks), because it counts towards that memory: lower --shm-size or raise --memory"
     )
     with pytest.raises(ValueError, match=message):
         job(memory=memory("512Mi"))
@@ -206,3 +206,153 @@ def test_users_words_are_written_literally() -> None:
     launcher = container(document, "Launcher")
     assert launcher["args"][-1] == "echo $$(HOME)"
     assert launcher["env"][-1] == {"name": "A", "value": "$$(B)"}
+
+
+@pytest.mark.parametrize(
+    ("claim", "path"),
+    [
+        ("data", "/data"),
+        ("results.of-team1", "/home/hvkit/runs"),
+        ("a" * 253, "/a b/c"),
+        ("a" * 100, "/usr/local/share/data"),
+        ("a", "/dev/shmem"),
+    ],
+)
+def test_a_claim_and_a_path_are_accepted(claim: str, path: str) -> None:
+    assert volume(f"{claim}:{path}") == Volume(claim, PurePosixPath(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "must be CLAIM:PATH, such as datasets:/data, got ''"),
+        ("/data", "must be CLAIM:PATH"),
+        (":/data", "lower-case letters, digits, `-` and `.`, .*got ''"),
+        ("Data:/data", "lower-case letters"),
+        ("a..b:/data", "lower-case letters"),
+        ("-a:/data", "lower-case letters"),
+        ("a_b:/data", "lower-case letters"),
+        ("a\n:/data", "lower-case letters"),
+        ("a" * 254 + ":/data", "at most 253"),
+        ("a:", "PATH must be absolute, such as /data, .*got ''"),
+        ("a:data", "PATH must be absolute"),
+        ("a:/data/../etc", "without .*`..`,"),
+        ("a:/data/", "or a `/` at the end"),
+        ("a://data", "without .*`//`"),
+        ("a:/./data", "PATH must be absolute"),
+        ("a:/data:ro", "without `:`,"),
+        ("a:/da\nta", "PATH must be printable"),
+    ],
+)
+def test_anything_else_is_refused(text: str, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        volume(text)
+
+
+@pytest.mark.parametrize(
+    ("path", "taken"),
+    [
+        ("/dev/shm", "/dev/shm"),
+        ("/dev/shm/data", "/dev/shm"),
+        ("/dev", "/dev/shm"),
+        ("/", "/home/hvkit/.ssh"),
+        ("/home/hvkit", "/home/hvkit/.ssh"),
+        ("/home/hvkit/.ssh", "/home/hvkit/.ssh"),
+        ("/etc/mpi", "/etc/mpi"),
+        ("/opt", "/opt/venv"),
+        ("/usr", "/usr/bin"),
+        ("/proc/1", "/proc"),
+    ],
+)
+def test_a_path_that_pods_need_otherwise_is_refused(path: str, taken: str) -> None:
+    with pytest.raises(ValueError, match=f"PATH {path} overlaps {taken}, which the pods"):
+        volume(f"data:{path}")
+
+
+class LenientLoader(yaml.SafeLoader):
+    """Takes as numbers and truth also what PyYAML does not, and other readers do."""
+
+
+LenientLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?\Z"),
+    list("-+.0123456789"),
+)
+LenientLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:int",
+    re.compile(r"[-+]?(0o[0-7_]+|0b[01_]+|0x[0-9a-fA-F_]+|[0-9][0-9_]*)\Z"),
+    list("-+0123456789"),
+)
+LenientLoader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"[yYnN]\Z"), list("yYnN"))
+
+
+def loaded(text: str, loader: type[yaml.SafeLoader]) -> Any:
+    return yaml.load(text, Loader=loader)
+
+
+def test_other_readers_would_misread_what_pyyaml_leaves_plain() -> None:
+    assert yaml.safe_dump("1e-3").startswith("1e-3")
+    assert loaded("1e-3", LenientLoader) == 0.001
+
+
+AMBIGUOUS = [
+    *(
+        "1e-3",
+        "1e3",
+        "-1e5",
+        ".5",
+        "0o17",
+        "0x1f",
+        "1_000",
+        "12:30",
+        "2024-01-01",
+        "8",
+        "-np",
+        "inf",
+    ),
+    *("y", "N", "no", "on", "null", "~", "true", "", " ", "=", "<<", "# no", "a: b", "a\nb", "a\n"),
+    *(
+        "\tb",
+        "ü",
+        "\x07",
+        "\u2028",
+        "- x",
+        "{}",
+        "[1]",
+        "*a",
+        "&a",
+        "!a",
+        "%a",
+        "@a",
+        "`a",
+        "?",
+        "|",
+    ),
+]
+
+
+@pytest.mark.parametrize("loader", [yaml.SafeLoader, LenientLoader])
+@pytest.mark.parametrize("word", AMBIGUOUS)
+def test_words_stay_words(word: str, loader: type[yaml.SafeLoader]) -> None:
+    assert loaded(yaml_text({"args": [word], "key": word}), loader) == {"args": [word], "key": word}
+
+
+@settings(deadline=None)
+@given(st.text(alphabet=st.characters(codec="utf-8")))
+def test_any_text_stays_that_text(text: str) -> None:
+    assert loaded(yaml_text({"args": [text]}), LenientLoader) == {"args": [text]}
+
+
+@settings(deadline=None)
+@given(st.text(alphabet="0123456789.eE+-_xob:yn ", max_size=6))
+def test_what_resembles_a_number_stays_text(text: str) -> None:
+    assert loaded(yaml_text({"args": [text]}), LenientLoader) == {"args": [text]}
+
+
+def test_numbers_and_truth_stay_what_they_are() -> None:
+    document = {"replicas": 2, "suspend": False, "list": [1, "1"]}
+    assert loaded(yaml_text(document), LenientLoader) == document
+
+
+def test_fields_keep_their_order_and_lines_are_not_folded() -> None:
+    assert yaml_text({"b": "word " * 40, "a": 1}) == f"b: '{'word ' * 40}'\na: 1\n"

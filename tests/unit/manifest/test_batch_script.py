@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hvkit.manifest import Size, SlurmJob
-from hvkit.manifest.quantity import slurm_memory
+from hvkit.manifest.fields import slurm_memory
 
 COMMAND = ("python", "recipes/mnist_torch.py", "--epochs", "2")
 
@@ -123,9 +123,11 @@ def test_further_options_are_asked_for_last() -> None:
 
 
 def test_options_that_the_script_has_already_are_refused() -> None:
-    with pytest.raises(ValueError, match="--sbatch --nodes=3: the script has --nodes=2 already"):
+    with pytest.raises(ValueError, match="--sbatch --nodes=3: the script already has --nodes=2"):
         job(sbatch_options=("--nodes=3",))
-    with pytest.raises(ValueError, match="--sbatch --gres x:1: the script has --gres=gpu:4"):
+    with pytest.raises(
+        ValueError, match="--sbatch --gres x:1: the script already has --gres=gpu:4"
+    ):
         job(gpus=1, sbatch_options=("--gres x:1",))
     assert "#SBATCH --gres=x:1\n" in job(sbatch_options=("--gres=x:1",)).script()
 

@@ -1,11 +1,14 @@
-"""``hvkit hosts`` as it is typed."""
+"""``hvkit hosts`` as it is typed, and the tables it prints."""
 
+import io
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from hvkit.cli import arguments, main
 from hvkit.cli import hosts as command
-from hvkit.cli import hosts_arguments, main
+from hvkit.cli.hosts import show_table
 from hvkit.launch.check import Checked
 from hvkit.launch.check.asking import Examined
 from hvkit.launch.check.facts import Facts
@@ -33,7 +36,7 @@ def test_a_file_is_listed_with_the_ranks_of_each_host(file, capsys):
         "node1          2    4     -    0-1\n"
         "node2          1    -  root      2\n"
         "node3  its cores    -     -     3-\n"
-        "3 hosts, 3 slots and the cores of hosts that name none\n"
+        "3 hosts, 3 slots, plus the cores of hosts without a slot count\n"
     )
 
 
@@ -86,7 +89,7 @@ def test_a_host_that_is_named_again_is_told(file, capsys):
     assert printed.out == "node1 slots=3\n"
     assert printed.err == (
         "hvkit: hosts: line 2: node1 is named again after line 1: name it once, with all its slots "
-        "(3), or `hvkit run` refuses it; they are added here\n"
+        "(3); added up here, but `hvkit run` refuses it\n"
     )
 
 
@@ -128,7 +131,7 @@ def test_a_check_knows_the_batch_system_of_the_hosts(capsys, monkeypatch):
 
 
 def test_without_any_hosts_it_is_said_how_to_name_them(capsys, monkeypatch):
-    monkeypatch.setattr(hosts_arguments, "allocation", lambda environ: None)
+    monkeypatch.setattr(arguments, "allocation", lambda environ: None)
     assert main(["hosts"]) == 1
     assert capsys.readouterr().err.startswith("hvkit: no hosts: name a hostfile or -H HOST:SLOTS")
 
@@ -160,3 +163,30 @@ def test_arguments_that_exclude_each_other_are_refused(arguments):
     with pytest.raises(SystemExit) as end:
         main(["hosts", *arguments])
     assert end.value.code == 2
+
+
+_COLUMNS = ("host", "slots")
+_ROWS = (("node1", "2"), ("[::1]", "16"))
+
+
+def _printed(terminal: bool) -> str:
+    file = io.StringIO()
+    show_table(Console(file=file, force_terminal=terminal, width=60), _COLUMNS, _ROWS)
+    return file.getvalue()
+
+
+def test_elsewhere_columns_are_aligned_and_lines_have_no_blank_ends():
+    assert _printed(terminal=False) == "host   slots\nnode1      2\n[::1]     16\n"
+
+
+def test_lines_longer_than_the_width_stay_whole_elsewhere():
+    file = io.StringIO()
+    show_table(Console(file=file, width=10), _COLUMNS, [("n" * 50, "2")])
+    assert len(file.getvalue().splitlines()) == 2
+
+
+def test_on_a_terminal_a_table_is_drawn_and_brackets_are_no_markup():
+    drawn = _printed(terminal=True)
+    assert "━" in drawn
+    for word in ("host", "slots", "node1", "[::1]", "16"):
+        assert word in drawn
