@@ -1,4 +1,4 @@
-"""How a run ended, and whose fault that was: plain arithmetic on what the ranks told."""
+"""Which rank failed first, and the lines that ``hvkit run`` prints about it; no input or output."""
 
 import signal
 from collections.abc import Collection, Sequence
@@ -6,32 +6,32 @@ from dataclasses import dataclass
 
 from hvkit.watch.verdict import ranks_text
 
-# Errors of a rank whose partners have gone: what follows from the first failure.
+# Errors of a rank that has lost its partners: consequences of another failure.
 _CONSEQUENCES = (
     *("RankLostError", "HorovodInternalError", "Horovod has been shut down"),
     "hvkit: rank",  # ... ends with the error of another
 )
 
-# Signals that no error of a partner leads to.
+# Signals that a partner's failure does not cause.
 _VIOLENT = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 
-_TOGETHER = 1.0
-"""Seconds within which the order of failures is not trusted."""
+# Seconds within which the order of failures is unreliable.
+_SIMULTANEOUS = 1.0
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank that did not end well.
+    """A rank that did not end with exit status 0.
 
     Attributes:
-        rank: which.
-        host: where.
-        status: exit status, negative for a signal; ``None`` if it ended without a word.
-        at: when that was, in seconds of this host's monotonic clock.
-        problem: what went wrong, if that was not in the command itself.
+        rank: its number.
+        host: where it ran.
+        status: exit status, negative for a signal; ``None`` if none arrived.
+        at: when it ended, in seconds of this host's monotonic clock.
+        problem: what went wrong, if not in the command itself.
         last_lines: the last lines that it printed.
-        asked: whether it was told to end.
-        lost: whether its host gave no sign of life any more.
+        stopped: whether it ended because something was ending it already.
+        lost: whether its host stopped answering.
     """
 
     rank: int
@@ -40,86 +40,86 @@ class Failure:
     at: float
     problem: str | None = None
     last_lines: tuple[str, ...] = ()
-    asked: bool = False
+    stopped: bool = False
     lost: bool = False
 
     @property
-    def follows(self) -> bool:
-        """Whether it says itself that another rank failed."""
+    def is_consequence(self) -> bool:
+        """Whether its last lines blame another rank."""
         text = "\n".join(self.last_lines)
         return any(name in text for name in _CONSEQUENCES)
 
     @property
     def violent(self) -> bool:
-        """Whether it was ended from outside, or by a fault; the errors of others come from that."""
+        """Whether a crash or somebody outside ended it, which makes its partners fail."""
         return self.status is None or -self.status in _VIOLENT
 
     @property
     def exit_status(self) -> int:
-        """As a shell has it: 128 and the number of the signal."""
+        """The exit status as a shell returns it: 128 and the number of a signal."""
         if self.status is None:
             return 1
         return self.status if self.status >= 0 else 128 - self.status
 
     def describe(self) -> str:
-        """What happened, in a line."""
+        """One line about what happened."""
         who = f"rank {self.rank} on {self.host}"
         if self.problem is not None:
             return f"{who}: {self.problem}"
         if self.status is None:
-            return f"{who} ended without a word, with the process that watched it"
+            return f"{who} vanished: it and its watcher died without an exit status"
         if self.status < 0:
             return f"{who} was killed by signal {-self.status} ({_name(-self.status)})"
         return f"{who} ended with exit status {self.status}"
 
 
-def culprit(failures: Sequence[Failure]) -> Failure | None:
-    """The failure that the others follow from, if there is any.
+def first_failure(failures: Sequence[Failure]) -> Failure | None:
+    """The failure that caused the others; ``None`` if no rank failed by itself.
 
-    That is the first, but what is known of times is not exact: MPI ends a rank whose partner was
-    killed within milliseconds. Of failures at about the same time a violent one is the cause.
+    It is the earliest one, but the times are not exact: when a rank is killed, MPI ends its partner
+    within milliseconds. Of failures at about the same time, a violent one is the cause.
     """
-    own = [failure for failure in failures if not failure.asked]
-    causes = [failure for failure in own if not failure.follows] or own
+    own = [failure for failure in failures if not failure.stopped]
+    causes = [failure for failure in own if not failure.is_consequence] or own
     if not causes:
         return None
     first = min(failure.at for failure in causes)
-    together = [failure for failure in causes if failure.at - first < _TOGETHER]
-    return min(together, key=lambda failure: (not failure.violent, failure.at))
+    simultaneous = [failure for failure in causes if failure.at - first < _SIMULTANEOUS]
+    return min(simultaneous, key=lambda failure: (not failure.violent, failure.at))
 
 
-def report(failures: Sequence[Failure], elsewhere: Collection[str] = ()) -> str:
-    """What to tell about the failures of a run; empty if there were none.
+def report(failures: Sequence[Failure], other_hosts: Collection[str] = ()) -> str:
+    """The lines about the failures of a run; empty if no rank failed by itself.
 
     Args:
         failures: in the order in which they became known.
-        elsewhere: the hosts of the run besides this one.
+        other_hosts: the hosts of the run besides this one.
     """
-    first = culprit(failures)
+    first = first_failure(failures)
     if first is None:
         return ""
-    lines = [f"hvkit run: {_lost(failures, elsewhere) if first.lost else first.describe()}"]
+    lines = [f"hvkit run: {_lost(failures, other_hosts) if first.lost else first.describe()}"]
     if first.last_lines:
         lines[0] += "; its last lines:" if not first.lost else f"; last lines of rank {first.rank}:"
         lines += [f"    {line}" for line in first.last_lines]
     named = {f.rank for f in failures if f.lost} if first.lost else {first.rank}
-    others = sorted({f.rank for f in failures if not f.asked} - named)
+    others = sorted({f.rank for f in failures if not f.stopped} - named)
     if others:
         lines.append(f"hvkit run: after that, {ranks_text(others)} failed too")
     return "\n".join(lines)
 
 
-def _lost(failures: Sequence[Failure], elsewhere: Collection[str]) -> str:
-    """Which hosts were lost, and what that means."""
+def _lost(failures: Sequence[Failure], other_hosts: Collection[str]) -> str:
+    """Which hosts stopped answering, with their ranks, and the likely reason."""
     ranks: dict[str, list[int]] = {}
     for failure in failures:
         if failure.lost:
             ranks.setdefault(failure.host, []).append(failure.rank)
     listed = ", ".join(f"{host} ({ranks_text(sorted(ranks[host]))})" for host in sorted(ranks))
-    if len(ranks) > 1 and ranks.keys() == set(elsewhere):
+    if len(ranks) > 1 and ranks.keys() == set(other_hosts):
         return f"no sign of life from any other host: {listed}: this host's network is down"
-    what = "they" if len(ranks) > 1 else "it"
-    return f"no sign of life from {listed}: {what} or the network is down"
+    hosts = "they" if len(ranks) > 1 else "it"
+    return f"no sign of life from {listed}: {hosts} or the network is down"
 
 
 def _name(number: int) -> str:

@@ -54,8 +54,8 @@ def test_processes_that_ignore_the_polite_signal_are_ended_too(started, mark):
     ("victim", "message"),
     [
         ("launcher", "The launcher (process "),
-        ("guard", "its process below the launcher was killed"),
-        ("agent", "ended without a word"),
+        ("guard", "its guard, the process between the launcher and the rank, was killed"),
+        ("agent", "vanished: it and its watcher died without an exit status"),
         ("command", "was killed by signal 9 (SIGKILL)"),
     ],
 )

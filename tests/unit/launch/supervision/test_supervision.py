@@ -1,5 +1,6 @@
 """``hvkit run`` watches its ranks: here started by a stand-in for mpirun, on this host."""
 
+import contextlib
 import json
 import os
 import shlex
@@ -8,12 +9,14 @@ import socket
 import subprocess
 import sys
 import time
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge
 
 import psutil
 import pytest
 from supervised import LAUNCHER, RUN, below, command_line, run, sleeping
 
-from hvkit.launch.supervision.protocol import KEY_VARIABLE, Kind, Supervised, frame
+from hvkit.launch.supervision.protocol import KEY_VARIABLE, AgentSettings, Kind, frame
 
 
 def test_what_ranks_print_and_that_all_ended_well_is_handed_on():
@@ -96,7 +99,7 @@ def test_a_full_disk_is_named_with_the_log_file(tmp_path):
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     log = tmp_path / "rank-0000.log"
-    assert f"output cannot be written to {log}: No space left on device" in done.stderr
+    assert f"hvkit run: cannot write output to {log}: No space left on device" in done.stderr
 
 
 def test_without_standard_input_ranks_run():
@@ -112,14 +115,19 @@ def test_commands_do_not_get_the_key():
 def test_who_does_not_know_the_key_is_not_listened_to(started, mark):
     running = started()
     environment = psutil.Process(below(running)["agent"][0].pid).environ()
-    supervised = Supervised.from_json(environment["HVKIT_RUN"])
-    with socket.create_connection((supervised.addresses[0], supervised.port), timeout=10) as wrong:
-        nonce = wrong.recv(16)
-        hello = {"rank": 0, "host": "x", "proof": nonce.hex()}
-        wrong.sendall(frame(Kind.HELLO, json.dumps(hello).encode()))
-        wrong.sendall(frame(Kind.ENDED, json.dumps({"status": 5}).encode()))
-        assert wrong.recv(100) == b""
-    # Had it been believed, this would be the end with the status that it told.
+    settings = AgentSettings.from_json(environment["HVKIT_RUN"])
+    wrong = socket.create_connection((settings.addresses[0], settings.port), timeout=10)
+    frames = [
+        frame(Kind.HELLO, json.dumps({"rank": 0, "host": "x"}).encode()),
+        frame(Kind.ENDED, json.dumps({"status": 5}).encode()),
+    ]
+    with Connection(wrong.detach()) as connection:
+        with pytest.raises(AuthenticationError, match="digest sent was rejected"):
+            answer_challenge(connection, b"a guess")
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            os.write(connection.fileno(), b"".join(frames))
+            assert os.read(connection.fileno(), 100) == b""
+    # If the supervisor had believed it, the run would end now, with status 5.
     with pytest.raises(subprocess.TimeoutExpired):
         running.wait(timeout=6)
     running.terminate()
@@ -149,8 +157,9 @@ def test_who_does_not_prove_itself_can_say_anything(started, mark):
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(frame(Kind.HELLO, said))
             stranger.shutdown(socket.SHUT_WR)
-            while stranger.recv(4096):
-                pass
+            with contextlib.suppress(ConnectionResetError):
+                while stranger.recv(4096):
+                    pass
     assert len(sleeping(mark)) == 2
     running.send_signal(signal.SIGTERM)
     _, errors = running.communicate(timeout=30)
