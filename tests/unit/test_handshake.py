@@ -66,7 +66,10 @@ def test_who_has_another_key_is_not_admitted_and_learns_that(listener, admitted)
         b"\x00\x00\x00\x10" + b"x" * 16,
     ],
 )
-def test_what_a_stranger_sends_gets_it_a_closed_connection(listener, admitted, message):
+def test_a_stranger_who_sends_anything_else_is_hung_up_on_at_once(
+    listener, admitted, message, monkeypatch
+):
+    monkeypatch.setattr(handshake, "_PROVE", 100.0)
     with stranger(listener) as noisy:
         noisy.sendall(message)
         with contextlib.suppress(ConnectionResetError):
@@ -153,7 +156,7 @@ def test_every_address_that_fails_is_named_with_its_reason(listener):
 
 def test_a_listener_on_all_addresses_has_one_port_for_ipv4_and_ipv6():
     listener = Listener(None, KEY)
-    threading.Thread(target=listener.serve, args=(lambda newcomer: None,), daemon=True).start()
+    threading.Thread(target=listener.serve, args=(socket.socket.close,), daemon=True).start()
     try:
         connect(["127.0.0.1"], listener.port, KEY).close()
         if socket.has_dualstack_ipv6():

@@ -116,12 +116,12 @@ def test_who_does_not_know_the_key_is_not_listened_to(started, mark):
     running = started()
     environment = psutil.Process(below(running)["agent"][0].pid).environ()
     settings = AgentSettings.from_json(environment["HVKIT_RUN"])
-    wrong = socket.create_connection((settings.addresses[0], settings.port), timeout=10)
+    stranger = socket.create_connection((settings.addresses[0], settings.port))
     frames = [
         frame(Kind.HELLO, json.dumps({"rank": 0, "host": "x"}).encode()),
         frame(Kind.ENDED, json.dumps({"status": 5}).encode()),
     ]
-    with Connection(wrong.detach()) as connection:
+    with Connection(stranger.detach()) as connection:
         with pytest.raises(AuthenticationError, match="digest sent was rejected"):
             answer_challenge(connection, b"a guess")
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
