@@ -191,9 +191,6 @@ def _batch_script(args: argparse.Namespace) -> str:
     ).script()
 
 
-# Shared by both systems.
-
-
 def _add_size(parser: argparse.ArgumentParser, host: str) -> None:
     """Add the numbers of ranks, slots and GPUs; ``host`` is the system's word for a host."""
     parser.add_argument("-np", type=positive, metavar="N", help="ranks (required)")

@@ -1,4 +1,4 @@
-"""``hvkit hosts`` as it is typed, and the tables it prints."""
+"""``hvkit hosts`` on the command line, and the tables it prints."""
 
 import io
 from pathlib import Path
@@ -75,14 +75,14 @@ def test_hosts_are_printed_for_horovodrun(capsys):
         ("root@a:1", "horovodrun", "horovodrun does not take root@a: set User for a in ~/.ssh/con"),
     ],
 )
-def test_what_a_launcher_does_not_take_is_not_printed_for_it(capsys, hosts, form, message):
+def test_hosts_that_a_launcher_would_not_accept_are_refused(capsys, hosts, form, message):
     assert main(["hosts", "-H", hosts, "--as", form]) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith(f"hvkit: {message}")
 
 
-def test_a_host_that_is_named_again_is_told(file, capsys):
+def test_a_repeated_host_is_mentioned_and_its_slots_added_up(file, capsys):
     file.write_text("node1 slots=2\nnode1 slots=1\n")
     assert main(["hosts", "hosts", "--as", "openmpi"]) == 0
     printed = capsys.readouterr()
@@ -93,13 +93,13 @@ def test_a_host_that_is_named_again_is_told(file, capsys):
     )
 
 
-def test_a_host_that_is_named_again_is_not_ready(file, capsys):
+def test_a_check_refuses_a_repeated_host(file, capsys):
     file.write_text("node1 slots=2\nnode1 slots=1\n")
     assert main(["hosts", "hosts", "--check"]) == 1
     assert "line 2: node1 is named again after line 1" in capsys.readouterr().err
 
 
-def test_a_wrong_file_is_told(file, capsys):
+def test_a_malformed_file_is_reported_with_its_line(file, capsys):
     file.write_text("node1 slots=2\nnode2 slots=four\n")
     assert main(["hosts", "hosts"]) == 1
     printed = capsys.readouterr()
@@ -118,7 +118,7 @@ def test_without_a_file_the_hosts_are_those_of_the_batch_system(capsys, monkeypa
     assert printed.err == "hvkit: hosts from Slurm (SLURM_JOB_NODELIST)\n"
 
 
-def test_a_check_knows_the_batch_system_of_the_hosts(capsys, monkeypatch):
+def test_a_check_gets_the_batch_system_of_the_hosts(capsys, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu[1-2]")
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4(x2)")
     systems = []
@@ -130,7 +130,7 @@ def test_a_check_knows_the_batch_system_of_the_hosts(capsys, monkeypatch):
     assert systems == ["Slurm", None]
 
 
-def test_without_any_hosts_it_is_said_how_to_name_them(capsys, monkeypatch):
+def test_without_any_hosts_the_error_explains_how_to_name_them(capsys, monkeypatch):
     monkeypatch.setattr(arguments, "allocation", lambda environ: None)
     assert main(["hosts"]) == 1
     assert capsys.readouterr().err.startswith("hvkit: no hosts: name a hostfile or -H HOST:SLOTS")
@@ -175,17 +175,17 @@ def _printed(terminal: bool) -> str:
     return file.getvalue()
 
 
-def test_elsewhere_columns_are_aligned_and_lines_have_no_blank_ends():
+def test_without_a_terminal_columns_are_aligned_without_trailing_blanks():
     assert _printed(terminal=False) == "host   slots\nnode1      2\n[::1]     16\n"
 
 
-def test_lines_longer_than_the_width_stay_whole_elsewhere():
+def test_without_a_terminal_long_lines_are_not_wrapped():
     file = io.StringIO()
     show_table(Console(file=file, width=10), _COLUMNS, [("n" * 50, "2")])
     assert len(file.getvalue().splitlines()) == 2
 
 
-def test_on_a_terminal_a_table_is_drawn_and_brackets_are_no_markup():
+def test_on_a_terminal_a_table_is_drawn_and_brackets_stay():
     drawn = _printed(terminal=True)
     assert "━" in drawn
     for word in ("host", "slots", "node1", "[::1]", "16"):

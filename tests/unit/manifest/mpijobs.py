@@ -12,8 +12,8 @@ COMMAND = ("python", "recipes/mnist_torch.py", "--epochs", "2")
 
 
 def job(**changes: Any) -> MPIJob:
-    """A job of 8 ranks on 2 workers that asks for nothing else."""
-    asked: dict[str, Any] = {
+    """A job of 8 ranks on 2 workers, everything else at its default."""
+    defaults: dict[str, Any] = {
         "image": "hvkit:1",
         "command": COMMAND,
         "size": Size.of(8, 4),
@@ -27,11 +27,11 @@ def job(**changes: Any) -> MPIJob:
         "launcher_memory": memory("1Gi"),
         "retries": 0,
     }
-    return MPIJob(**{**asked, **changes})
+    return MPIJob(**{**defaults, **changes})
 
 
 def full_job() -> MPIJob:
-    """A job that asks for everything there is."""
+    """A job with every option set."""
     return job(
         namespace="teaching",
         gpus=1,
@@ -46,7 +46,7 @@ def full_job() -> MPIJob:
 
 
 def read(job: MPIJob) -> dict[str, Any]:
-    """The document as a cluster gets it: written, and read again."""
+    """The document as a cluster reads it from the YAML text."""
     document: dict[str, Any] = yaml.safe_load(yaml_text(job.document()))
     return document
 

@@ -1,4 +1,4 @@
-"""``hvkit manifest`` writes what it is asked for and names what is wrong."""
+"""``hvkit manifest`` writes manifests and reports wrong arguments."""
 
 import shlex
 import subprocess
@@ -80,7 +80,7 @@ def test_a_script_with_all_options(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("system", ["mpijob --image a", "slurm"])
-def test_hvkit_run_is_told_nothing_that_was_not_asked_for(
+def test_hvkit_run_gets_no_options_by_default(
     capsys: pytest.CaptureFixture[str], system: str
 ) -> None:
     text = written(capsys, f"manifest {system} -np 8 --slots 4 python train.py")

@@ -71,7 +71,7 @@ def test_other_names_are_refused(check: Check, accepted: str, text: str) -> None
 
 
 @pytest.mark.parametrize("text", ["a,", ",a", "a,,b", "a, b"])
-def test_each_of_several_partitions_has_to_be_a_name(text: str) -> None:
+def test_each_of_several_partitions_must_be_a_name(text: str) -> None:
     with pytest.raises(ValueError, match="must be letters, digits"):
         fields.slurm_names(text)
 
@@ -80,16 +80,18 @@ def test_each_of_several_partitions_has_to_be_a_name(text: str) -> None:
     ("text", "variable"),
     [("A=1", ("A", "1")), ("_a9=", ("_a9", "")), ("A=b=c d", ("A", "b=c d"))],
 )
-def test_a_variable_ends_at_the_first_sign(text: str, variable: tuple[str, str]) -> None:
+def test_a_variable_name_ends_at_the_first_equals_sign(
+    text: str, variable: tuple[str, str]
+) -> None:
     assert fields.assignment(text) == variable
 
 
-def test_a_value_that_is_no_text_is_refused() -> None:
+def test_a_value_that_is_not_utf8_is_refused() -> None:
     with pytest.raises(ValueError, match="must be text in UTF-8"):
         fields.assignment("A=\udcff")
 
 
-# The pattern of the resource definition.
+# The pattern for quantities in the resource definition.
 KUBERNETES = re.compile(
     r"^(\+|-)?(([0-9]+(\.[0-9]*)?)|(\.[0-9]+))"
     r"(([KMGTPE]i)|[numkMGTPE]|([eE](\+|-)?(([0-9]+(\.[0-9]*)?)|(\.[0-9]+))))?$"
@@ -133,7 +135,7 @@ def test_values_are_cores_and_bytes(quantity: Quantity, value: int) -> None:
 
 @settings(deadline=None)
 @given(st.integers(1, 10**6), st.integers(0, 999), st.sampled_from("kMGTPE"), st.integers(1, 512))
-def test_products_are_exact_and_quantities_of_kubernetes(
+def test_products_are_exact_and_valid_in_kubernetes(
     whole: int, thousandths: int, unit: str, count: int
 ) -> None:
     quantity = memory(f"{whole}.{thousandths:03}{unit}")

@@ -1,4 +1,4 @@
-"""What an MPIJob asks the cluster for, and how it is written as YAML."""
+"""The resources that an MPIJob requests from the cluster, and its text in YAML."""
 
 import argparse
 import re
@@ -31,7 +31,7 @@ def limits(document: dict[str, Any], which: str) -> dict[str, Any]:
     ("ranks", "slots", "workers", "slots_per_worker"),
     [(8, 4, 2, 4), (7, 4, 2, 4), (5, 4, 2, 4), (4, 4, 1, 4), (3, 4, 1, 3), (1, 8, 1, 1)],
 )
-def test_as_few_workers_as_have_slots_for_all_ranks(
+def test_there_are_as_few_workers_as_possible(
     ranks: int, slots: int, workers: int, slots_per_worker: int
 ) -> None:
     document = read(job(size=Size.of(ranks, slots)))
@@ -40,12 +40,12 @@ def test_as_few_workers_as_have_slots_for_all_ranks(
     assert replicas(document, "Launcher")["replicas"] == 1
 
 
-def test_a_worker_has_what_its_slots_need() -> None:
+def test_a_worker_gets_the_resources_of_all_its_slots() -> None:
     document = read(full_job())
     assert limits(document, "Worker") == {"cpu": "2000m", "memory": "6Gi", "nvidia.com/gpu": 4}
 
 
-def test_a_worker_has_no_limits_but_those_asked_for() -> None:
+def test_a_worker_has_only_the_limits_that_were_given() -> None:
     assert "resources" not in container(read(job()), "Worker")
     assert limits(read(job(gpus=2)), "Worker") == {"nvidia.com/gpu": 8}
 
@@ -69,14 +69,14 @@ def test_shared_memory_of_a_worker_is_memory_of_limited_size() -> None:
 
 
 def mounted_claims(document: dict[str, Any], which: str) -> dict[str, str]:
-    """The claim at each path of a pod."""
+    """The claim that a pod mounts at each path."""
     pod = replicas(document, which)["template"]["spec"]
     claims = {
         volume["name"]: volume["persistentVolumeClaim"]["claimName"]
         for volume in pod.get("volumes", [])
         if "persistentVolumeClaim" in volume
     }
-    assert len(set(claims.values())) == len(claims), "a claim is there as two volumes"
+    assert len(set(claims.values())) == len(claims), "two volumes have the same claim"
     mounts = container(document, which).get("volumeMounts", [])
     return {m["mountPath"]: claims[m["name"]] for m in mounts if m["name"] in claims}
 
@@ -107,7 +107,7 @@ def test_two_volumes_at_one_path_are_refused() -> None:
 
 
 @pytest.mark.parametrize("document", [read(job()), read(full_job())], ids=["minimal", "full"])
-def test_the_launcher_runs_what_hvkit_run_understands(document: dict[str, Any]) -> None:
+def test_hvkit_run_accepts_the_launchers_command_line(document: dict[str, Any]) -> None:
     launcher = container(document, "Launcher")
     parser = argparse.ArgumentParser()
     run.add_to(parser.add_subparsers())
@@ -119,7 +119,7 @@ def test_the_launcher_runs_what_hvkit_run_understands(document: dict[str, Any]) 
     assert [name for name, _ in args.variables] == set_there
 
 
-def test_the_launcher_hands_options_on_to_hvkit_run() -> None:
+def test_the_launcher_passes_options_to_hvkit_run() -> None:
     parser = argparse.ArgumentParser()
     run.add_to(parser.add_subparsers())
     args = parser.parse_args(container(read(full_job()), "Launcher")["args"])
@@ -127,7 +127,7 @@ def test_the_launcher_hands_options_on_to_hvkit_run() -> None:
     assert args.log_dir == Path("/out/logs")
 
 
-def test_variables_are_set_on_the_launcher_which_gives_them_to_all_ranks() -> None:
+def test_the_launcher_has_the_variables_and_forwards_them_to_all_ranks() -> None:
     launcher = container(read(full_job()), "Launcher")
     assert {"name": "RATE", "value": "1e-3"} in launcher["env"]
     assert launcher["args"][3:7] == ["-x", "HVKIT_DATA_DIR", "-x", "RATE"]
@@ -151,18 +151,18 @@ def test_the_launcher_starts_when_the_ssh_servers_answer() -> None:
     assert worker["startupProbe"]["tcpSocket"]["port"] == port["containerPort"] == 2222
 
 
-def test_failures_are_not_repeated_unless_asked_for() -> None:
+def test_there_are_no_retries_by_default() -> None:
     assert read(job())["spec"]["runPolicy"] == {"cleanPodPolicy": "Running", "backoffLimit": 0}
     assert read(job(retries=3))["spec"]["runPolicy"]["backoffLimit"] == 3
     assert replicas(read(job()), "Launcher")["restartPolicy"] == "Never"
 
 
-def test_a_namespace_is_named_only_if_asked_for() -> None:
+def test_there_is_no_namespace_by_default() -> None:
     assert read(job())["metadata"] == {"name": "mnist"}
     assert read(full_job())["metadata"] == {"name": "mnist", "namespace": "teaching"}
 
 
-def test_the_name_leaves_room_for_the_names_of_pods() -> None:
+def test_a_name_too_long_for_the_names_of_its_pods_is_refused() -> None:
     read(job(name="a" * 54))
     with pytest.raises(ValueError, match=r"a-launcher would have 64 characters.* 1 shorter"):
         job(name="a" * 55)
@@ -171,7 +171,7 @@ def test_the_name_leaves_room_for_the_names_of_pods() -> None:
         job(name="a" * 54, size=Size.of(11, 1))
 
 
-def test_shared_memory_has_to_fit_into_the_memory_of_a_worker() -> None:
+def test_shared_memory_must_fit_into_the_memory_of_a_worker() -> None:
     message = re.escape(
         "--shm-size 2Gi must be less than the memory of a worker, 2048Mi (512Mi for each of 4 "
         "ranks), because it counts towards that memory: lower --shm-size or raise --memory"
@@ -188,7 +188,7 @@ def test_variables_that_would_be_overwritten_are_refused(name: str) -> None:
 
 
 def expanded(text: str, variables: dict[str, str]) -> str:
-    """What Kubernetes makes of arguments and values."""
+    """Arguments and values after Kubernetes has expanded variables."""
     escape_or_reference = re.compile(r"\$\$|\$\(([^)]*)\)")
     return escape_or_reference.sub(
         lambda found: "$" if found[0] == "$$" else variables.get(found[1], found[0]), text
@@ -197,11 +197,11 @@ def expanded(text: str, variables: dict[str, str]) -> str:
 
 @settings(deadline=None)
 @given(st.text(alphabet="$()A {}"))
-def test_kubernetes_replaces_nothing_in_the_users_words(text: str) -> None:
+def test_kubernetes_expands_nothing_in_escaped_text(text: str) -> None:
     assert expanded(literal(text), {"A": "replaced", "": "replaced"}) == text
 
 
-def test_users_words_are_written_literally() -> None:
+def test_command_and_variables_are_escaped() -> None:
     document = read(job(command=("sh", "-c", "echo $(HOME)"), variables={"A": "$(B)"}))
     launcher = container(document, "Launcher")
     assert launcher["args"][-1] == "echo $$(HOME)"
@@ -218,7 +218,7 @@ def test_users_words_are_written_literally() -> None:
         ("a", "/dev/shmem"),
     ],
 )
-def test_a_claim_and_a_path_are_accepted(claim: str, path: str) -> None:
+def test_a_volume_is_a_claim_and_a_path(claim: str, path: str) -> None:
     assert volume(f"{claim}:{path}") == Volume(claim, PurePosixPath(path))
 
 
@@ -244,7 +244,7 @@ def test_a_claim_and_a_path_are_accepted(claim: str, path: str) -> None:
         ("a:/da\nta", "PATH must be printable"),
     ],
 )
-def test_anything_else_is_refused(text: str, complaint: str) -> None:
+def test_other_volumes_are_refused(text: str, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         volume(text)
 
@@ -264,13 +264,13 @@ def test_anything_else_is_refused(text: str, complaint: str) -> None:
         ("/proc/1", "/proc"),
     ],
 )
-def test_a_path_that_pods_need_otherwise_is_refused(path: str, taken: str) -> None:
+def test_a_path_that_the_pods_need_is_refused(path: str, taken: str) -> None:
     with pytest.raises(ValueError, match=f"PATH {path} overlaps {taken}, which the pods"):
         volume(f"data:{path}")
 
 
 class LenientLoader(yaml.SafeLoader):
-    """Takes as numbers and truth also what PyYAML does not, and other readers do."""
+    """Reads numbers and booleans that PyYAML takes for text and other readers do not."""
 
 
 LenientLoader.add_implicit_resolver(
@@ -290,7 +290,7 @@ def loaded(text: str, loader: type[yaml.SafeLoader]) -> Any:
     return yaml.load(text, Loader=loader)
 
 
-def test_other_readers_would_misread_what_pyyaml_leaves_plain() -> None:
+def test_without_quotes_other_yaml_readers_would_find_a_number() -> None:
     assert yaml.safe_dump("1e-3").startswith("1e-3")
     assert loaded("1e-3", LenientLoader) == 0.001
 
@@ -333,23 +333,23 @@ AMBIGUOUS = [
 
 @pytest.mark.parametrize("loader", [yaml.SafeLoader, LenientLoader])
 @pytest.mark.parametrize("word", AMBIGUOUS)
-def test_words_stay_words(word: str, loader: type[yaml.SafeLoader]) -> None:
+def test_ambiguous_text_stays_text(word: str, loader: type[yaml.SafeLoader]) -> None:
     assert loaded(yaml_text({"args": [word], "key": word}), loader) == {"args": [word], "key": word}
 
 
 @settings(deadline=None)
 @given(st.text(alphabet=st.characters(codec="utf-8")))
-def test_any_text_stays_that_text(text: str) -> None:
+def test_any_text_survives_yaml(text: str) -> None:
     assert loaded(yaml_text({"args": [text]}), LenientLoader) == {"args": [text]}
 
 
 @settings(deadline=None)
 @given(st.text(alphabet="0123456789.eE+-_xob:yn ", max_size=6))
-def test_what_resembles_a_number_stays_text(text: str) -> None:
+def test_text_that_resembles_a_number_stays_text(text: str) -> None:
     assert loaded(yaml_text({"args": [text]}), LenientLoader) == {"args": [text]}
 
 
-def test_numbers_and_truth_stay_what_they_are() -> None:
+def test_numbers_and_booleans_keep_their_types() -> None:
     document = {"replicas": 2, "suspend": False, "list": [1, "1"]}
     assert loaded(yaml_text(document), LenientLoader) == document
 

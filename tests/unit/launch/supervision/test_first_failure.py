@@ -33,7 +33,7 @@ def test_a_rank_whose_partner_has_gone_is_not_named_though_it_ended_first(line):
     assert first_failure([follower, cause]) is cause
 
 
-def test_where_all_failures_are_consequences_the_first_is_named():
+def test_if_all_failures_are_consequences_the_first_is_named():
     followers = [failure(rank, "node1", 1, last_lines=("RankLostError",)) for rank in (1, 0)]
     assert first_failure(followers) is followers[0]
 
@@ -83,14 +83,14 @@ def test_a_host_that_was_silent_before_a_rank_failed_is_the_cause():
     assert first_failure([aborted, lost]) is lost
 
 
-def test_where_all_other_hosts_are_lost_this_ones_network_is_named():
+def test_if_all_other_hosts_are_lost_this_hosts_network_is_named():
     lost = [failure(1, "node2", None, lost=True), failure(2, "node3", None, lost=True)]
     assert report(lost, {"node2", "node3"}).endswith(
         "node2 (rank 1), node3 (rank 2): this host's network is down"
     )
 
 
-def test_the_exit_status_is_that_of_a_shell():
+def test_the_exit_status_is_the_one_a_shell_would_return():
     assert failure(0, "a", 3).exit_status == 3
     assert failure(0, "a", -9).exit_status == 137
     assert failure(0, "a", None).exit_status == 1
