@@ -173,20 +173,20 @@ def test_an_interrupt_reaches_the_same_processes_as_ctrl_c_in_a_terminal(started
 
 def test_ranks_that_ignore_the_interrupt_get_sigterm_after_the_grace(started, monkeypatch):
     monkeypatch.setenv("GRACE", "1")
-    running = started("trap '' INT; trap 'echo ending; exit' TERM; sleep MARK & wait; wait")
+    running = started("trap '' INT; trap 'echo term; exit' TERM; sleep MARK & wait; wait")
     running.send_signal(signal.SIGINT)
     out, errors = running.communicate(timeout=30)
-    assert out == "ending\nasked\n"
+    assert out == "term\nasked\n"
     assert errors == "hvkit run: ended by SIGINT\n"
 
 
 def test_a_second_ctrl_c_sends_sigterm_and_a_third_kills(started, mark, monkeypatch):
     monkeypatch.setenv("GRACE", "500")
     running = started(
-        "trap 'echo interrupted' INT; trap 'echo ending' TERM; (trap '' INT TERM; exec sleep MARK) &"
+        "trap 'echo interrupted' INT; trap 'echo term' TERM; (trap '' INT TERM; exec sleep MARK) &"
         "while :; do wait; done"
     )
-    for number, printed in enumerate(("interrupted", "ending")):
+    for number, printed in enumerate(("interrupted", "term")):
         running.send_signal(signal.SIGINT)
         assert [running.stdout.readline() for _ in range(2)] == [f"{printed}\n"] * 2, number
     assert len(sleeping(mark)) == 2
@@ -214,10 +214,10 @@ def test_after_a_failure_the_other_ranks_may_finish_within_the_grace(tmp_path):
 def test_a_signal_cuts_the_grace_after_a_failure_short(tmp_path, monkeypatch):
     monkeypatch.setenv("GRACE", "500")
     idle = LAUNCHER.replace("rank.terminate()", "pass").replace("rank.kill()", "rank.wait()")
-    script = fails_beside("echo ending", tmp_path / "ready")
+    script = fails_beside("echo term", tmp_path / "ready")
     words = [sys.executable, "-c", RUN, idle, "2", "bash", "-c", script]
     running = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert running.stdout.readline() == "ending\n"
+    assert running.stdout.readline() == "term\n"
     running.send_signal(signal.SIGINT)
     _, errors = running.communicate(timeout=30)
     assert running.returncode == 7
