@@ -79,7 +79,7 @@ def connect(addresses: Sequence[str], port: int, key: bytes) -> socket.socket:
     """Connect to the first address at which a :class:`Listener` with this key answers.
 
     Raises:
-        OSError: there is none; the message says why, for each address.
+        OSError: there is none; the message has the reason for each address.
     """
     problems = []
     for address in addresses:

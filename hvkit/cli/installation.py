@@ -18,11 +18,11 @@ def add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Add ``hvkit doctor``."""
     parser = commands.add_parser(
         "doctor",
-        help="check this machine and say how to fix it",
+        help="check this machine and show how to fix it",
         description="Check frameworks, Horovod, MPI, memory, GPUs and network of this machine, try "
-        "an allreduce on two ranks, and say how to fix the problems found. The exit status is 1 if "
-        "there are problems; notes do not count. Of the environment, the report shows only numbers "
-        "of threads, and no user name.",
+        "an allreduce on two ranks, and show how to fix problems. The exit status is 1 if there "
+        "are problems; notes do not count. Of the environment, the report shows only numbers of "
+        "threads, and no user name.",
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument(

@@ -176,7 +176,7 @@ def test_ranks_that_ignore_the_interrupt_get_sigterm_after_the_grace(started, mo
     running = started("trap '' INT; trap 'echo term; exit' TERM; sleep MARK & wait; wait")
     running.send_signal(signal.SIGINT)
     out, errors = running.communicate(timeout=30)
-    assert out == "term\nasked\n"
+    assert out == "term\nterm\n"
     assert errors == "hvkit run: ended by SIGINT\n"
 
 
