@@ -1,20 +1,28 @@
-"""The ``hvkit`` command: a module for each subcommand, which reads arguments and calls the rest."""
+"""The ``hvkit`` command: reads arguments and calls the rest of the package.
+
+::
+
+    main                    parses the command line, turns HvkitError into a line and status 1
+    ├── run                 hvkit run               hvkit.launch.start
+    ├── hosts               hvkit hosts             hvkit.launch.check and hostfile
+    ├── manifest            hvkit manifest ...      hvkit.manifest
+    └── installation        hvkit doctor            hvkit.doctor
+                            hvkit install-horovod   hvkit.build
+    arguments               arguments and types that several of them take
+"""
 
 import argparse
 import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from hvkit.cli import doctor, hosts, install_horovod, manifest, run
+from hvkit.cli import hosts, installation, manifest, run
 from hvkit.errors import HvkitError
-
-# Each adds its subcommand to the parser, with the function that carries it out.
-_COMMANDS = (doctor, hosts, install_horovod, manifest, run)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``hvkit`` and return its exit status: 0, 1 for a failure, 2 for wrong arguments."""
-    args = _parser().parse_args(arguments)
+    args = parser().parse_args(arguments)
     try:
         status: int = args.execute(args)
     except HvkitError as error:
@@ -26,12 +34,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The parser of the command line, with all subcommands."""
+    hvkit = argparse.ArgumentParser(
         prog="hvkit", description="Horovod's ring-allreduce for today's PyTorch and Keras."
     )
-    parser.add_argument("--version", action="version", version=f"hvkit {metadata.version('hvkit')}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in _COMMANDS:
-        command.add_to(commands)
-    return parser
+    hvkit.add_argument("--version", action="version", version=f"hvkit {metadata.version('hvkit')}")
+    commands = hvkit.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for add in (
+        installation.add_doctor,
+        hosts.add_to,
+        installation.add_install_horovod,
+        manifest.add_to,
+        run.add_to,
+    ):
+        add(commands)
+    return hvkit

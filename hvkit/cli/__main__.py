@@ -1,4 +1,4 @@
-"""``python -m hvkit.cli``: hvkit of this very interpreter, whatever is on PATH."""
+"""``python -m hvkit.cli``: runs the hvkit of this interpreter, whichever one is on PATH."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""``hvkit hosts``."""
+"""``hvkit hosts``: list the hosts of a hostfile or an allocation, convert them, check them."""
 
 import argparse
 import sys
@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from hvkit.cli.hosts_arguments import hosts_of, refuse
-from hvkit.cli.table import show
+from hvkit.cli.arguments import hosts_of, refuse
 from hvkit.errors import LaunchError
 from hvkit.launch.check import Checked, check, counted
 from hvkit.launch.hosts import Host
@@ -27,7 +28,7 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     """Add the subcommand."""
     parser = commands.add_parser(
         "hosts",
-        help="say what a hostfile means, and check its hosts",
+        help="list the hosts of a hostfile or an allocation, and check them",
         description="List the hosts of a hostfile in Open MPI's or MPICH's form, of -H, or else "
         "those that Slurm, PBS, LSF or the Kubernetes MPI operator has given to this job. With "
         "--check the exit status is 1 if there are problems.",
@@ -40,12 +41,12 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
         "--as",
         dest="form",
         choices=_FORMS,
-        help="print the hosts as this launcher wants them; only Open MPI's form keeps max_slots",
+        help="print the hosts in the form of this launcher; only Open MPI's keeps max_slots",
     )
     action.add_argument(
         "--check",
         action="store_true",
-        help="log in to every host, compare what is installed, and try the ways between them",
+        help="log in to every host, compare installed versions, and test the network between them",
     )
     parser.set_defaults(execute=_execute)
 
@@ -55,37 +56,38 @@ def _execute(args: argparse.Namespace) -> int:
     if args.form is not None:
         print(_FORMS[args.form](hosts), end="")
         return 0
-    # What is piped to a file has no need for the colours of numbers.
+    # No highlighting: rich would colour every number.
     console = Console(highlight=False)
     if not args.check:
-        show(console, ("host", "slots", "max", "user", "ranks"), _meanings(hosts))
+        show_table(console, ("host", "slots", "max", "user", "ranks"), _rows(hosts))
         console.print(_total(hosts))
         return 0
-    with Console(stderr=True).status("asking the hosts"):
+    with Console(stderr=True).status("checking the hosts"):
         checked = check(hosts, system)
     _show_checked(console, checked)
     return 1 if checked.problems else 0
 
 
 def _hosts(args: argparse.Namespace) -> tuple[tuple[Host, ...], str | None]:
-    """The hosts, and the batch system that gave them."""
-    # Hosts that `hvkit run` would refuse are not ready.
-    hosts, allocation = hosts_of(args, refuse if args.check else _tell)
+    """The hosts, and the batch system that allocated them."""
+    # A host that `hvkit run` would refuse is a problem, so --check refuses it as well.
+    hosts, allocation = hosts_of(args, refuse if args.check else _warn)
     if allocation is not None:
         print(f"hvkit: hosts from {allocation.system} ({allocation.source})", file=sys.stderr)
     elif not hosts:
         raise LaunchError(
-            "no hosts: name a hostfile or -H HOST:SLOTS,..., or call this in a job of Slurm, PBS, "
+            "no hosts: name a hostfile or -H HOST:SLOTS,..., or run this in a job of Slurm, PBS, "
             "LSF or the Kubernetes MPI operator"
         )
     return hosts, None if allocation is None else allocation.system
 
 
-def _tell(repeat: str) -> None:
-    print(f"hvkit: {repeat}, or `hvkit run` refuses it; they are added here", file=sys.stderr)
+def _warn(repeat: str) -> None:
+    print(f"hvkit: {repeat}; added up here, but `hvkit run` refuses it", file=sys.stderr)
 
 
-def _meanings(hosts: Sequence[Host]) -> list[tuple[str, ...]]:
+def _rows(hosts: Sequence[Host]) -> list[tuple[str, ...]]:
+    """A row for each host with the ranks it gets, as far as the slots before it are known."""
     rows: list[tuple[str, ...]] = []
     first: int | None = 0
     for host in hosts:
@@ -93,7 +95,7 @@ def _meanings(hosts: Sequence[Host]) -> list[tuple[str, ...]]:
         rows.append(
             (
                 host.name,
-                "its cores" if host.slots is None else str(host.slots),
+                _slots(host),
                 _NONE if host.max_slots is None else str(host.max_slots),
                 host.user or _NONE,
                 _range(first, last),
@@ -101,6 +103,10 @@ def _meanings(hosts: Sequence[Host]) -> list[tuple[str, ...]]:
         )
         first = None if last is None else last + 1
     return rows
+
+
+def _slots(host: Host) -> str:
+    return "its cores" if host.slots is None else str(host.slots)
 
 
 def _range(first: int | None, last: int | None) -> str:
@@ -114,7 +120,7 @@ def _range(first: int | None, last: int | None) -> str:
 def _total(hosts: Sequence[Host]) -> str:
     slots = [host.slots for host in hosts]
     known = sum(number for number in slots if number is not None)
-    more = " and the cores of hosts that name none" if None in slots else ""
+    more = ", plus the cores of hosts without a slot count" if None in slots else ""
     return f"{counted(len(hosts), 'host')}, {counted(known, 'slot')}{more}"
 
 
@@ -126,7 +132,7 @@ def _show_checked(console: Console, checked: Checked) -> None:
         rows.append(
             (
                 host.name,
-                "its cores" if host.slots is None else str(host.slots),
+                _slots(host),
                 *(
                     (_NONE, _NONE, _NONE)
                     if facts is None
@@ -137,6 +143,36 @@ def _show_checked(console: Console, checked: Checked) -> None:
             )
         )
     columns = ("host", "slots", "cores", "GPUs", "free memory", "interface", "result")
-    show(console, columns, rows)
+    show_table(console, columns, rows)
     for problem in checked.problems:
         console.print(f"problem: {problem}", style="bold red", markup=False, soft_wrap=True)
+
+
+def show_table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table, drawn on a terminal and as aligned text elsewhere.
+
+    The first column is aligned left, the others right.
+    """
+    if not console.is_terminal:
+        for line in _aligned(columns, rows):
+            console.print(Text(line), soft_wrap=True)
+        return
+    table = Table()
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console.print(table)
+
+
+def _aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The table's lines, with two blanks between columns."""
+    lines = [columns, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if number else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]

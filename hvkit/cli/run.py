@@ -1,10 +1,15 @@
-"""``hvkit run``."""
+"""``hvkit run``: start a command on every rank and watch it."""
 
 import argparse
 
-from hvkit.cli.argument_types import positive
-from hvkit.cli.hosts_arguments import add_hosts_arguments, hosts_of, refuse
-from hvkit.cli.run_arguments import add_watching
+from hvkit.cli.arguments import (
+    COMMAND_MISSING,
+    add_hosts_arguments,
+    add_watching,
+    hosts_of,
+    positive,
+    refuse,
+)
 from hvkit.launch.launchers import NAMES
 from hvkit.launch.start import Request, prepared, shown, start
 from hvkit.launch.supervision.output import Style
@@ -16,9 +21,9 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
         "run",
         help="start a script on several ranks, here or on several hosts",
         usage="hvkit run -np N [--hostfile FILE | -H HOST:SLOTS,...] [options] COMMAND ...",
-        description="Start COMMAND on every rank with the mpirun that is there, watch all of them, "
+        description="Start COMMAND on every rank with the installed mpirun, watch all ranks, "
         "and end everything on all hosts when one fails. Without hosts it takes the allocation of "
-        "Slurm, PBS, LSF or the Kubernetes MPI operator, or else runs all ranks here.",
+        "Slurm, PBS, LSF or the Kubernetes MPI operator, or else starts all ranks on this host.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -38,24 +43,26 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
         default=[],
         type=_variable,
         metavar="NAME[=VALUE]",
-        help="give ranks on other hosts this environment variable, too; may be repeated",
+        help="pass this environment variable to ranks on other hosts, too; may be repeated",
     )
     parser.add_argument(
         "--interfaces",
-        type=_names,
+        type=_interfaces,
         default=(),
         metavar="NAME,...",
-        help="interfaces or networks (10.0.0.0/24) between hosts (default: found out)",
+        help="interfaces or networks (10.0.0.0/24) to use between hosts (default: found by itself)",
     )
     parser.add_argument(
         "--bind",
         choices=("cores", "none"),
         default="cores",
-        help="give each rank an equal share of its host's cores (default), or all to all",
+        help="bind each rank to an equal share of its host's cores (default), or to none",
     )
     add_watching(parser)
     parser.add_argument(
-        "--dry-run", action="store_true", help="check the hosts and print the exact command only"
+        "--dry-run",
+        action="store_true",
+        help="check the hosts and print the exact command, but start nothing",
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND ...")
     parser.set_defaults(execute=_execute, refuse=parser.error)
@@ -64,10 +71,10 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
 def _execute(args: argparse.Namespace) -> int:
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
-        args.refuse("COMMAND is missing: what every rank runs, such as `python script.py`")
+        args.refuse(COMMAND_MISSING)
     hosts, allocation = hosts_of(args, refuse)
     if not hosts and args.np is None:
-        args.refuse("-np is missing: the number of ranks; or name hosts with their slots")
+        args.refuse("-np is missing: give the number of ranks, or hosts with their slots")
     request = Request(
         command=tuple(command),
         hosts=hosts,
@@ -94,8 +101,8 @@ def _variable(text: str) -> tuple[str, str | None]:
     return name, value if sign else None
 
 
-def _names(text: str) -> tuple[str, ...]:
+def _interfaces(text: str) -> tuple[str, ...]:
     names = tuple(text.split(","))
     if not all(names):
-        raise argparse.ArgumentTypeError(f"must be names with commas between them, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be names separated by commas, got {text!r}")
     return names

@@ -22,7 +22,7 @@ from hvkit.launch.launchers import Job, Launcher, find_launcher
 from hvkit.launch.preflight import choose_hosts
 from hvkit.launch.supervision.output import Style, make_room
 from hvkit.launch.supervision.protocol import KEY_VARIABLE, SUPERVISOR_VARIABLE
-from hvkit.launch.supervision.run import Run, supervise
+from hvkit.launch.supervision.supervised_run import Run, supervise
 
 _AGENT = "hvkit.launch.supervision.agent"
 _SUPERVISION = (SUPERVISOR_VARIABLE, KEY_VARIABLE)

@@ -15,7 +15,7 @@ import sys
 
 from rig import Rig, RigError, missing
 
-from hvkit.cli.argument_types import positive
+from hvkit.cli.arguments import positive
 
 _HOSTFILE = "/etc/hostfile"
 

@@ -1,4 +1,4 @@
-"""``hvkit run`` on several hosts: what it starts, what it refuses, and that nothing remains."""
+"""``hvkit run`` on several hosts starts ranks, refuses wrong hosts, and leaves nothing behind."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ import pytest
 
 HVKIT = [sys.executable, "-m", "hvkit.cli", "run"]
 HOSTS = ["-np", "4", "-H", "node1:1,node2:2,node3:1"]
-# An allreduce without an end. Its sum is printed once, since all ranks are then known to be up.
+# Endless allreduces. Each rank prints the first sum: then all ranks are known to be up.
 ALLREDUCE = """
 import sys, time, torch, horovod.torch as hvd
 hvd.init()
@@ -20,7 +20,7 @@ try:
         hvd.allreduce(torch.ones(1000), name="again")
         time.sleep(0.01)
 except KeyboardInterrupt:
-    # Longer than mpirun and horovodrun leave a rank once another has ended.
+    # Longer than mpirun and horovodrun wait for a rank after another has ended.
     time.sleep(8 * hvd.rank() / hvd.size())
     print("interrupted", flush=True)
     sys.exit(3)
@@ -29,7 +29,7 @@ except KeyboardInterrupt:
 
 @pytest.fixture
 def hosts(rig):
-    """Three hosts, all with a docker0 of the same address, that lead nowhere."""
+    """Three hosts, each with a docker0 of the same address, which leads nowhere."""
     return rig(["node1", "node2", "node3"])
 
 
@@ -38,20 +38,20 @@ def run(hosts, *words, **options):
 
 
 class Training:
-    """A run of ``hvkit run`` that goes on until it is ended."""
+    """A run of ``hvkit run`` that goes on until something ends it."""
 
     def __init__(self, hosts, folder, *options):
         self.hosts = hosts
         self.log = folder / "log"
-        # As from a terminal: what runs in the background may have been started to ignore Ctrl-C.
+        # As in a terminal: a shell may have started the tests in the background, ignoring Ctrl-C.
         terminal = ["env", "--default-signal=INT"]
         words = [*terminal, *HVKIT, *options, *HOSTS, sys.executable, "-c", ALLREDUCE]
         with self.log.open("wb") as log:
             self.process = hosts.host("node1").popen(words, stdout=log, stderr=log)
-        wait_until(lambda: self.said.count("sum 4.0") == 4, lambda: self.said, seconds=240)
+        wait_until(lambda: self.output.count("sum 4.0") == 4, lambda: self.output, seconds=240)
 
     @property
-    def said(self):
+    def output(self):
         return self.log.read_text(errors="replace")
 
     def find(self, host, *words):
@@ -60,9 +60,9 @@ class Training:
         return [p for p in processes if all(word in p.command for word in words)][-1].pid
 
     def ended(self):
-        """Wait until nothing is left on any host; what was said, and the exit status."""
+        """Wait until no process is left on any host; return the output and the exit status."""
         wait_until(self.gone, self.left, seconds=60)
-        return self.said, self.process.wait(timeout=10)
+        return self.output, self.process.wait(timeout=10)
 
     def gone(self):
         return not any(host.processes() for host in self.hosts.hosts)
@@ -71,18 +71,18 @@ class Training:
         return {host.name: host.processes() for host in self.hosts.hosts}
 
 
-def wait_until(condition, tell, seconds):
+def wait_until(condition, describe, seconds):
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"not in {seconds} seconds: {tell()}"
+        assert time.monotonic() < deadline, f"not in {seconds} seconds: {describe()}"
         time.sleep(0.1)
 
 
 def test_a_killed_rank_on_another_host_is_named_and_everything_ends(hosts, tmp_path):
     training = Training(hosts, tmp_path)
     os.kill(training.find("node2", "hvd.init", f"{sys.executable} -c"), signal.SIGKILL)
-    said, status = training.ended()
-    assert "on node2 was killed by signal 9 (SIGKILL)" in said
+    output, status = training.ended()
+    assert "on node2 was killed by signal 9 (SIGKILL)" in output
     assert status == 128 + signal.SIGKILL
 
 
@@ -91,8 +91,8 @@ def test_a_killed_launcher_is_named_and_everything_ends(hosts, tmp_path, launche
     training = Training(hosts, tmp_path, "--launcher", launcher)
     name = {"mpirun": "bin/prterun", "gloo": "bin/horovodrun"}[launcher]
     os.kill(training.find("node1", name), signal.SIGKILL)
-    said, status = training.ended()
-    assert "was killed by SIGKILL" in said
+    output, status = training.ended()
+    assert "was killed by SIGKILL" in output
     assert status == 128 + signal.SIGKILL
 
 
@@ -105,16 +105,16 @@ def test_when_hvkit_run_itself_is_killed_everything_ends(hosts, tmp_path):
 def test_a_host_that_is_cut_off_is_named_and_everything_ends_on_both_sides(hosts, tmp_path):
     training = Training(hosts, tmp_path, "--lost-after", "5")
     hosts.cut("node2")
-    said, status = training.ended()
-    assert "no sign of life from node2 (ranks 1-2): it or the network is down" in said
+    output, status = training.ended()
+    assert "no sign of life from node2 (ranks 1-2): it or the network is down" in output
     assert status == 1
 
 
 def test_output_that_is_read_late_is_no_sign_of_a_lost_host(hosts):
     words = [*HVKIT, "--lost-after", "2", *HOSTS, "head", "-c", "3000000", "/dev/zero"]
-    # Apart from the warnings that Open MPI prints on a busy machine.
+    # Without stderr: Open MPI prints warnings on a busy machine.
     running = hosts.host("node1").popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    # As of a pager: far more than fits between the ranks and here.
+    # Like a pager: the ranks print far more than the buffers in between can hold.
     time.sleep(8)
     out, _ = running.communicate(timeout=120)
     assert out == bytes(4 * 3_000_000)
@@ -126,13 +126,13 @@ def test_hosts_are_not_given_up_when_this_process_was_stopped(hosts, tmp_path):
     words = [*HVKIT, "--lost-after", "2", *HOSTS, "sh", "-c", chatter]
     with (tmp_path / "log").open("wb") as log:
         running = hosts.host("node1").popen(words, stdout=log, stderr=subprocess.DEVNULL)
-    said = (tmp_path / "log").read_text
-    wait_until(lambda: said().split().count("1") == 4, said, seconds=120)
+    output = (tmp_path / "log").read_text
+    wait_until(lambda: output().split().count("1") == 4, output, seconds=120)
     running.send_signal(signal.SIGSTOP)
     time.sleep(6)
     running.send_signal(signal.SIGCONT)
     assert running.wait(timeout=120) == 0
-    assert sorted(map(int, said().split())) == sorted([*range(1, 601)] * 4)
+    assert sorted(map(int, output().split())) == sorted([*range(1, 601)] * 4)
 
 
 def test_a_host_may_be_silent_for_as_long_as_the_user_says(hosts):
@@ -143,16 +143,16 @@ def test_a_host_may_be_silent_for_as_long_as_the_user_says(hosts):
 def test_when_this_host_is_cut_off_its_own_network_is_named(hosts, tmp_path):
     training = Training(hosts, tmp_path, "--lost-after", "5")
     hosts.cut("node1")
-    said, _ = training.ended()
-    assert "no sign of life from any other host" in said
-    assert "this host's network is down" in said
+    output, _ = training.ended()
+    assert "no sign of life from any other host" in output
+    assert "this host's network is down" in output
 
 
 def test_a_signal_ends_every_process_on_every_host(hosts, tmp_path):
     training = Training(hosts, tmp_path)
     training.process.send_signal(signal.SIGTERM)
-    said, status = training.ended()
-    assert "hvkit run: ended by SIGTERM" in said
+    output, status = training.ended()
+    assert "hvkit run: ended by SIGTERM" in output
     assert status == 128 + signal.SIGTERM
 
 
@@ -160,9 +160,9 @@ def test_a_signal_ends_every_process_on_every_host(hosts, tmp_path):
 def test_a_ctrl_c_interrupts_every_rank_on_every_host(hosts, tmp_path, launcher):
     training = Training(hosts, tmp_path, "--launcher", launcher)
     training.process.send_signal(signal.SIGINT)
-    said, status = training.ended()
-    assert said.count("interrupted\n") == 4
-    assert "hvkit run: ended by SIGINT" in said
+    output, status = training.ended()
+    assert output.count("interrupted\n") == 4
+    assert "hvkit run: ended by SIGINT" in output
     assert status == 128 + signal.SIGINT
 
 
@@ -172,14 +172,14 @@ def test_a_gap_in_the_network_is_outlived(hosts, tmp_path):
     with (tmp_path / "log").open("wb") as log:
         words = [*HVKIT, *HOSTS, "sh", "-c", waits]
         running = hosts.host("node1").popen(words, stdout=log, stderr=subprocess.DEVNULL)
-    said = (tmp_path / "log").read_text
-    wait_until(lambda: said().split() == ["up"] * 4, said, seconds=120)
+    output = (tmp_path / "log").read_text
+    wait_until(lambda: output().split() == ["up"] * 4, output, seconds=120)
     hosts.cut("node2")
     time.sleep(8)
     hosts.heal("node2")
     go_on.touch()
     assert running.wait(timeout=120) == 0
-    assert said().split() == ["up"] * 4 + ["done"] * 4
+    assert output().split() == ["up"] * 4 + ["done"] * 4
 
 
 def test_a_rank_that_fails_on_another_host_is_shown_with_its_last_lines(hosts):
@@ -223,8 +223,8 @@ def test_only_the_ranks_that_are_wanted_are_shown(hosts, tmp_path, launcher):
         "[1 node2] err",
         "[1 node2] out",
     ]
-    said = run(hosts, *HOSTS, "--show", "4", "true").stderr
-    assert said == "hvkit: --show 4: there is no such rank: use ranks from 0 to 3\n"
+    output = run(hosts, *HOSTS, "--show", "4", "true").stderr
+    assert output == "hvkit: --show 4: there is no such rank: use ranks from 0 to 3\n"
 
 
 def test_a_dry_run_starts_nothing_and_its_line_does_what_the_run_does(hosts, tmp_path):
@@ -245,33 +245,33 @@ def fails_before_the_start(hosts, tmp_path, *options):
 
 
 def test_more_ranks_than_slots_are_refused(hosts, tmp_path):
-    said = fails_before_the_start(hosts, tmp_path, "-np", "5", *HOSTS[2:])
-    assert said == (
+    output = fails_before_the_start(hosts, tmp_path, "-np", "5", *HOSTS[2:])
+    assert output == (
         "hvkit: -np 5 is more than the 4 slots of the hosts (node1 1, node2 2, node3 1): start at "
         "most -np 4, or add slots\n"
     )
 
 
 def test_a_host_named_twice_is_refused_by_name_and_by_what_it_is(hosts, tmp_path):
-    said = fails_before_the_start(hosts, tmp_path, "-H", "node1:1,node2:1,NODE2:2")
+    output = fails_before_the_start(hosts, tmp_path, "-H", "node1:1,node2:1,NODE2:2")
     assert (
         "-H: host 3: node2 is named again after host 2: name it once, with all its slots (3)"
-        in said
+        in output
     )
-    said = fails_before_the_start(hosts, tmp_path, "-H", "node2:1,10.77.0.2:1")
-    assert "node2 and 10.77.0.2 are the same host, node2" in said
+    output = fails_before_the_start(hosts, tmp_path, "-H", "node2:1,10.77.0.2:1")
+    assert "node2 and 10.77.0.2 are the same host, node2" in output
 
 
 def test_hosts_that_cannot_be_reached_are_all_named(hosts, tmp_path):
     hosts.cut("node2")
-    said = fails_before_the_start(hosts, tmp_path, "-H", "node1:1,node2:1,node4:1")
-    assert "nothing was started" in said
-    assert "\n  node2: " in said
-    assert "\n  node4: its name does not resolve" in said
+    output = fails_before_the_start(hosts, tmp_path, "-H", "node1:1,node2:1,node4:1")
+    assert "nothing was started" in output
+    assert "\n  node2: " in output
+    assert "\n  node4: its name does not resolve" in output
 
 
 def test_a_working_directory_that_another_host_lacks_is_named(hosts, tmp_path):
-    # Below /run, which each host has for itself.
+    # Below /run, of which each host has its own.
     folder = "/run/only-here"
     hosts.host("node1").run(["mkdir", folder]).check_returncode()
     done = run(hosts, "-H", "node1:1,node2:1", "true", cwd=folder)
@@ -288,7 +288,7 @@ def test_output_of_many_ranks_arrives_in_whole_lines(hosts):
 
 
 def test_what_pipes_in_reaches_rank_0(hosts):
-    # Not to its end, which Open MPI 5 does not hand on.
+    # head: Open MPI 5 does not pass on the end of the input.
     script = "[ $OMPI_COMM_WORLD_RANK != 0 ] || head -n 1"
     assert run(hosts, *HOSTS, "sh", "-c", script, input="to rank 0\n").stdout == "to rank 0\n"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from preludes import PRELUDES
 
-from hvkit.cli import _parser as parser
+from hvkit.cli import parser
 
 ROOT = Path(__file__).parents[2]
 DOCS = sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))

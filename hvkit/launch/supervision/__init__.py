@@ -1,8 +1,21 @@
-"""How ``hvkit run`` watches its ranks, whatever started them.
+"""How ``hvkit run`` watches its ranks, whatever launcher started them.
 
-Every rank's command runs below an agent (:mod:`.agent`), which holds a TCP connection to the
-supervisor in ``hvkit run`` (:mod:`.supervisor`). Over it go what the command prints and how it
-ends; the kernels at both ends watch whether the other is still there (:mod:`.liveness`). An agent
-that loses the supervisor ends its command, and a guard above it (:mod:`.guard`) what is left when
-an agent is killed, so that nothing remains on any host, whatever is killed or cut off.
+::
+
+    hvkit.launch.start
+    └── supervised_run              starts the launcher, decides when all ends, reports the result
+        ├── supervisor              accepts the agents, collects output and failures
+        │   ├── output              shows whole lines, writes log files
+        │   └── first_failure       which rank failed first, and the lines about it
+        └── processes               ends processes with everything below them
+
+    mpirun, horovodrun
+    └── agent, once per rank        runs the command below a guard, sends output and exit status
+        └── processes
+
+    agent ── protocol ── supervisor     frames over TCP, keep-alive; hvkit.handshake before them
+
+An agent ends its command when it loses the supervisor, the guard ends what a killed agent leaves
+behind, and the supervisor ends all agents when one rank fails. So nothing remains on any host,
+whichever process is killed or cut off.
 """

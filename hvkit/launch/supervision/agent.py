@@ -1,8 +1,18 @@
-"""Runs the command of one rank, and tells the supervisor what it prints and how it ends.
+"""The process on a host that runs the command of one rank, and the guard above it.
 
-``python -m hvkit.launch.supervision.agent COMMAND...``, started by the launcher on every host.
+The launcher starts ``python -m hvkit.launch.supervision.agent COMMAND...`` once per rank. That
+process forks: the parent becomes the guard, the child the agent::
+
+    launcher's process on this host (mpirun, prted, sshd, ...)
+    └── guard           waits for the agent; ends what a killed agent leaves behind
+        └── agent       runs the command, sends its output and exit status to the supervisor
+            └── COMMAND
+
+Guard and agent are in different process groups, so that a launcher that kills one does not kill the
+other. An agent ends its command when it loses its guard or its connection to the supervisor.
 """
 
+import contextlib
 import os
 import select
 import signal
@@ -17,12 +27,10 @@ from typing import IO, Any
 
 from hvkit.host import cpus
 from hvkit.host.rank_variables import place
-from hvkit.launch.supervision.connection import Connection, ConnectionLost
-from hvkit.launch.supervision.guard import go_below_guard
 from hvkit.launch.supervision.processes import (
     adopt_orphans,
     end_descendants,
-    end_way_here,
+    end_remote_launcher,
     ends_with_parent,
     interrupt,
     reap_adopted,
@@ -30,26 +38,34 @@ from hvkit.launch.supervision.processes import (
 from hvkit.launch.supervision.protocol import (
     KEY_VARIABLE,
     SUPERVISOR_VARIABLE,
+    AgentSettings,
+    Connection,
+    ConnectionLost,
     Kind,
-    Supervised,
     packed,
 )
 
-# Seconds between SIGTERM and SIGKILL for what a command leaves behind that has ended by itself.
+# Seconds from SIGTERM to SIGKILL for processes that a command left behind when it ended by itself.
 _LEFT_BEHIND = 1.0
-# Seconds that the last words have to get through when told to end.
-_LAST_WORDS = 1.0
-# Bytes; several reads are under way at once.
+# Seconds to send the last output and the exit status when the run is being stopped.
+_LAST_OUTPUT = 1.0
+# Bytes per read; small, so that several fit into the window of the connection.
 _READ = 1 << 14
+# Seconds between two looks at the processes around this one.
+_TICK = 0.2
 
-# What a shell returns for a command that it cannot run.
+# The status that shells return for a command they cannot run.
 _CANNOT_RUN = 127
+
+# The guard passes these signals of a launcher on to the agent.
+_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main(command: Sequence[str]) -> int:
-    """Run ``command`` below this process; returns its exit status as a shell would.
+    """Run ``command`` below this process and return its exit status as a shell would.
 
-    Without a supervisor, as where the line of a dry run was typed, it becomes ``command``.
+    Without a supervisor, for instance when somebody typed the line of a dry run, this process
+    becomes ``command``.
     """
     if SUPERVISOR_VARIABLE not in os.environ:
         try:
@@ -57,70 +73,64 @@ def main(command: Sequence[str]) -> int:
         except OSError as error:
             print(f"hvkit: cannot run {command[0]!r}: {error.strerror}", file=sys.stderr)
             return _CANNOT_RUN
-    supervised = Supervised.from_json(os.environ.pop(SUPERVISOR_VARIABLE))
+    settings = AgentSettings.from_json(os.environ.pop(SUPERVISOR_VARIABLE))
     key = os.environ.pop(KEY_VARIABLE)
-    guard = go_below_guard()
-    if socket.gethostname() == supervised.host:
-        os.environ.update(supervised.variables)
+    guard = _fork_below_guard()
+    if socket.gethostname() == settings.host:
+        os.environ.update(settings.variables)
     here = place(os.environ)
     if here is None:
-        print("hvkit: started by a launcher that tells no rank", file=sys.stderr)
+        print(
+            "hvkit: the launcher set no rank variable (OMPI_*, PMI_*, HOROVOD_*)", file=sys.stderr
+        )
         return 1
-    if supervised.bind:
+    if settings.bind:
         usable = os.sched_getaffinity(0)
         share = cpus.share(cpus.cores(usable), here.local_rank, here.local_size)
         os.sched_setaffinity(0, share or usable)
     try:
-        connection = Connection.to_supervisor(supervised, key, here.rank)
+        connection = Connection.to_supervisor(settings, key, here.rank)
     except OSError as error:
-        places = ", ".join(supervised.addresses)
+        addresses = ", ".join(settings.addresses)
         print(
             f"hvkit: rank {here.rank} on {socket.gethostname()} cannot reach `hvkit run` at "
-            f"{places}, port {supervised.port}: {error}. Hosts must be able to open TCP "
-            "connections to the host that starts the ranks",
+            f"{addresses}, port {settings.port}: {error}. Every host must be able to open TCP "
+            "connections to the host of `hvkit run`",
             file=sys.stderr,
         )
         return 1
-    return _Agent(connection, command, supervised, guard).run()
+    return _Agent(connection, command, settings, guard).run()
 
 
 class _Agent:
     def __init__(
-        self, connection: Connection, command: Sequence[str], supervised: Supervised, guard: int
+        self, connection: Connection, command: Sequence[str], settings: AgentSettings, guard: int
     ) -> None:
         self.connection = connection
         self.command = command
-        self.supervised = supervised
+        self.settings = settings
         self.guard = guard
         self.stopping = threading.Event()
         self.deadline = float("inf")
         self.interrupted = False
         self.lost = False
-        self.unguarded = False
+        self.guard_lost = False
         self.ended_at = time.monotonic()
         self.listener = threading.Thread(target=self.listen, daemon=True)
         self.child: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
         adopt_orphans()
-        for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(each, self.asked)
-        for each in (signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(each, self.hand_on)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self.stop_for_launcher)
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, self.signal_command)
         try:
-            child = subprocess.Popen(
-                self.command,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                # MPICH's ranks talk to their launcher through an inherited file.
-                close_fds=False,
-                env={"PYTHONUNBUFFERED": "1", **os.environ},
-                preexec_fn=ends_with_parent(signal.SIGKILL),
-            )
+            child = self.start_command()
         except OSError as error:
             self.listener.start()
             problem = f"cannot run {self.command[0]!r}: {error.strerror}"
-            self.tell_end({"status": _CANNOT_RUN, "problem": problem})
+            self.report_end({"status": _CANNOT_RUN, "problem": problem})
             return _CANNOT_RUN
         self.child = child
         self.listener.start()
@@ -130,101 +140,144 @@ class _Agent:
         pumps = [threading.Thread(target=self.pump, args=stream, daemon=True) for stream in streams]
         for pump in pumps:
             pump.start()
-        return self.ended(child, self.wait(child), pumps)
+        return self.finish(child, self.wait(child), pumps)
+
+    def start_command(self) -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(
+            self.command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            # MPICH's ranks reach their launcher through an inherited file descriptor.
+            close_fds=False,
+            env={"PYTHONUNBUFFERED": "1", **os.environ},
+            preexec_fn=ends_with_parent(signal.SIGKILL),
+        )
 
     def wait(self, child: "subprocess.Popen[bytes]") -> bool:
-        """Wait for the command's end; whether it came by itself."""
-        watched = os.pidfd_open(child.pid)
+        """Wait until the command ends or has to; return whether it ended by itself."""
+        process = os.pidfd_open(child.pid)
         try:
             while not self.stopping.is_set():
-                if select.select([watched], [], [], 0.2)[0]:
+                if select.select([process], [], [], _TICK)[0]:
                     self.ended_at = time.monotonic()
-                    # A launcher that ends a rank signals its command and this process at once.
-                    return child.wait() >= 0 or not self.stopping.wait(0.2)
+                    # A launcher that ends a rank signals command and agent at the same time. Give
+                    # the agent's signal time to arrive.
+                    return child.wait() >= 0 or not self.stopping.wait(_TICK)
                 reap_adopted(child.pid)
                 if os.getppid() != self.guard and not self.interrupted:
-                    self.unguarded = not self.stopping.is_set()
-                    self.stop_within(self.supervised.grace)
+                    self.guard_lost = not self.stopping.is_set()
+                    self.stop_within(self.settings.grace)
         finally:
-            os.close(watched)
+            os.close(process)
         return False
 
-    def ended(
+    def finish(
         self, child: "subprocess.Popen[bytes]", by_itself: bool, pumps: Sequence[threading.Thread]
     ) -> int:
-        """End what is left of the command, and tell."""
+        """End what is left of the command, report how it ended, and return its exit status."""
         if by_itself:
             self.deadline = min(self.deadline, time.monotonic() + _LEFT_BEHIND)
-        elif not self.unguarded:
-            self.connection.send(Kind.ASKED, packed(0))
+        elif not self.guard_lost:
+            self.connection.send(Kind.STOPPED, packed(0))
         end_descendants(lambda: self.deadline - time.monotonic())
         status = child.wait()
         if self.lost:
-            if socket.gethostname() != self.supervised.host:
-                end_way_here(self.guard)
-            # Threads may be stuck in a connection that leads nowhere.
+            if socket.gethostname() != self.settings.host:
+                end_remote_launcher(self.guard)
+            # Not sys.exit: threads may be stuck in sending over the lost connection.
             os._exit(1)
         for pump in pumps:
-            self.wait_for(pump)
+            self.join(pump)
         how: dict[str, Any] = {"status": status, "ago": time.monotonic() - self.ended_at}
-        if self.unguarded:
-            how["problem"] = "its process below the launcher was killed"
-        self.tell_end({**how, "asked": not by_itself and not self.unguarded})
+        if self.guard_lost:
+            how["problem"] = "its guard, the process between the launcher and the rank, was killed"
+        self.report_end({**how, "stopped": not by_itself and not self.guard_lost})
         return status if status >= 0 else 128 - status
 
-    def tell_end(self, how: Mapping[str, Any]) -> None:
-        """The last word, after everything that was printed."""
+    def report_end(self, how: Mapping[str, Any]) -> None:
+        """Send how the command ended, after all of its output."""
         self.connection.send_json(Kind.ENDED, how)
         self.connection.finish()
-        self.wait_for(self.listener)
+        self.join(self.listener)
 
-    def wait_for(self, thread: threading.Thread) -> None:
-        """Wait until all was read, however slowly; but not for long when told to end."""
+    def join(self, thread: threading.Thread) -> None:
+        """Wait for a thread: without a limit while the run goes on, else for a moment."""
         while thread.is_alive() and not self.stopping.is_set():
-            thread.join(timeout=0.2)
-        thread.join(timeout=_LAST_WORDS)
+            thread.join(timeout=_TICK)
+        thread.join(timeout=_LAST_OUTPUT)
 
     def pump(self, kind: Kind, stream: IO[bytes]) -> None:
-        """Hand on what the command prints."""
+        """Send the command's output to the supervisor."""
         while data := os.read(stream.fileno(), _READ):
             self.connection.send_output(kind, data)
 
     def listen(self) -> None:
-        """Do what the supervisor says, until it is lost."""
+        """Carry out the supervisor's orders until the connection is lost."""
         try:
             while True:
                 kind, value = self.connection.receive()
                 if kind is Kind.STOP:
                     self.stop_within(value / 1000)
                 elif kind is Kind.INTERRUPT:
-                    self.interrupt()
+                    self.interrupt_command()
                 elif kind is Kind.SIGNAL:
-                    self.hand_on(value)
+                    self.signal_command(value)
         except ConnectionLost:
             self.lost = True
             self.stop_within(0)
 
     def stop_within(self, seconds: float) -> None:
-        """End the command; by force once so many seconds have gone."""
+        """End the command, by force after this time."""
         self.deadline = min(self.deadline, time.monotonic() + seconds)
         self.stopping.set()
 
-    def interrupt(self) -> None:
-        """Send the command what Ctrl-C sends. How long it has is the supervisor's decision."""
+    def interrupt_command(self) -> None:
+        """Send the command the signal of Ctrl-C. The supervisor decides how long to wait then."""
         self.interrupted = True
         if self.child is not None:
             interrupt(self.child.pid)
 
-    def asked(self, number: int, frame: FrameType | None) -> None:
-        """A launcher ends this rank."""
-        # It does so as soon as the first of the interrupted ranks has ended.
+    def stop_for_launcher(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal with which the launcher ends this rank."""
+        # After an interrupt, ignore it: launchers end all ranks as soon as the first has ended.
         if not self.interrupted:
-            self.stop_within(self.supervised.grace)
+            self.stop_within(self.settings.grace)
 
-    def hand_on(self, number: int, frame: FrameType | None = None) -> None:
-        """A signal that is meant for the command."""
+    def signal_command(self, number: int, frame: FrameType | None = None) -> None:
+        """Send the command a signal, or pass one on."""
         if self.child is not None:
             self.child.send_signal(number)
+
+
+def _fork_below_guard() -> int:
+    """Continue in a child of this process, which becomes the guard; return the guard's id."""
+    guard, launcher = os.getpid(), os.getppid()
+    adopt_orphans()
+    agent = os.fork()
+    if agent == 0:
+        os.setpgid(0, 0)
+        return guard
+    os._exit(_guard(agent, launcher))
+
+
+def _guard(agent: int, launcher: int) -> int:
+    """Wait for the agent, end what it left behind, and return its exit status."""
+
+    def pass_on(number: int, _: object = None) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(agent, number)
+
+    for number in _PASSED_ON:
+        signal.signal(number, pass_on)
+    process = os.pidfd_open(agent)
+    while not select.select([process], [], [], _TICK)[0]:
+        reap_adopted(agent)
+        if os.getppid() != launcher:  # The launcher has died.
+            pass_on(signal.SIGTERM)
+            launcher = os.getppid()
+    status = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])
+    end_descendants()
+    return status if status >= 0 else 128 - status
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Ending processes with all that they have started."""
+"""Ends processes together with everything they have started, and keeps track of them (Linux)."""
 
 import contextlib
 import ctypes
@@ -9,19 +9,31 @@ from collections.abc import Callable, Sequence
 
 import psutil
 
-_DAEMONS = ("prted", "orted", "hydra_pmi_proxy", "prterun", "mpirun", "mpiexec", "mpiexec.hydra")
 _ROUNDS = 10
+_POLL = 0.02
+
+# What launchers leave on a remote host above an agent: their daemons, started by a login shell.
+_DAEMONS = ("prted", "orted", "hydra_pmi_proxy", "prterun", "mpirun", "mpiexec", "mpiexec.hydra")
 _SHELLS = ("sh", "bash", "dash", "zsh", "ksh", "tcsh", "csh", "fish")
 
-# Loaded here, since a child of a process with threads must not load anything before its exec.
+# Loaded here: in a process with threads, a forked child must not load anything before its exec.
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parents end, so that none gets out of sight."""
+    """Become the parent of descendants whose own parents end, so that they stay findable."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def reap_adopted(child: int) -> None:
+    """Reap adopted descendants that have ended, but leave ``child`` to its own ``wait``."""
+    with contextlib.suppress(ChildProcessError):
+        while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if found.si_pid == child:
+                return
+            os.waitpid(found.si_pid, 0)
 
 
 def ends_with_parent(number: signal.Signals) -> Callable[[], None]:
@@ -30,78 +42,69 @@ def ends_with_parent(number: signal.Signals) -> Callable[[], None]:
 
     def arrange() -> None:
         _prctl(_PR_SET_PDEATHSIG, number)
-        if os.getppid() != parent:  # It ended before the line above.
+        if os.getppid() != parent:  # The parent ended before the line above.
             os.kill(os.getpid(), number)
 
     return arrange
 
 
-def descendants() -> list[psutil.Process]:
-    """All processes below this one."""
-    found: list[psutil.Process] = psutil.Process().children(recursive=True)
-    return found
-
-
-def end_descendants(left: Callable[[], float] | None = None) -> None:
+def end_descendants(seconds_left: Callable[[], float] | None = None) -> None:
     """End all processes below this one.
 
     Args:
-        left: seconds that they have still to end by themselves, which may change meanwhile;
-            ``None`` for an end by force at once.
+        seconds_left: returns how long they still have to end after SIGTERM, which may change while
+            this function waits; ``None`` for SIGKILL at once.
     """
-    if left is not None and left() > 0:
-        asked = signalled(descendants(), signal.SIGTERM)
-        while left() > 0 and any(map(_runs, asked)):
-            time.sleep(0.02)
-    # What they start meanwhile is found in the next round. One that waits for a disk may not end.
+    if seconds_left is not None and seconds_left() > 0:
+        ending = _send(_descendants(), signal.SIGTERM)
+        while seconds_left() > 0 and any(map(_runs, ending)):
+            time.sleep(_POLL)
+    # A round finds what the processes of the last one started meanwhile. The number of rounds is
+    # limited because a process that waits for a disk may not end at all.
     for _ in range(_ROUNDS):
-        if not (running := [process for process in descendants() if _runs(process)]):
+        if not (running := [process for process in _descendants() if _runs(process)]):
             return
-        _wait_for(signalled(running, signal.SIGKILL), 0.5)
+        _wait_for(_send(running, signal.SIGKILL), 0.5)
 
 
-def reap_adopted(child: int) -> None:
-    """Forget the descendants that were adopted and have ended; the child is left alone."""
-    with contextlib.suppress(ChildProcessError):
-        while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            if found.si_pid == child:
-                return
-            os.waitpid(found.si_pid, 0)
+def interrupt(leader: int) -> None:
+    """Send SIGINT to a child and to the processes below this one that are in its process group.
+
+    Ctrl-C in a terminal would reach the same ones.
+    """
+    with contextlib.suppress(ProcessLookupError):
+        group = os.getpgid(leader)
+        _send([each for each in _descendants() if _group(each) == group], signal.SIGINT)
 
 
-def end_way_here(started_by: int) -> None:
-    """End what a launcher has put between itself and a process on a host it cannot reach.
+def end_remote_launcher(started_by_it: int) -> None:
+    """End the launcher's processes on this host when its own host cannot be reached any more.
 
-    Its daemon and the end of its ssh connection wait for TCP to give up, which takes many minutes.
+    Its daemon and its end of the ssh connection would wait for TCP to give up, for many minutes.
 
     Args:
-        started_by: the process at the near end of that way, which stays.
+        started_by_it: the process below these; it stays.
     """
-    way = []
+    found = []
     with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-        for process in psutil.Process(started_by).parents():
-            if process.name() in _DAEMONS or _is_login(process):
-                way.append(process)
+        for process in psutil.Process(started_by_it).parents():
+            if process.name() in _DAEMONS or _is_ssh_session(process):
+                found.append(process)
             elif process.name() not in _SHELLS:
                 break
     with contextlib.suppress(psutil.AccessDenied):
-        signalled(way, signal.SIGKILL)
+        _send(found, signal.SIGKILL)
 
 
-def _is_login(process: psutil.Process) -> bool:
-    """Whether it is the end of one ssh connection, not the server that waits for them."""
+def _is_ssh_session(process: psutil.Process) -> bool:
+    """Whether this sshd serves one connection; the one that waits for connections must live."""
     command = " ".join(process.cmdline())
     return command.startswith("sshd") and "@notty" in command
 
 
-def interrupt(leader: int) -> None:
-    """Send SIGINT to a child and to all below this process that are in its process group.
-
-    These are the ones that Ctrl-C in a terminal would reach.
-    """
-    with contextlib.suppress(ProcessLookupError):
-        group = os.getpgid(leader)
-        signalled([each for each in descendants() if _group(each) == group], signal.SIGINT)
+def _descendants() -> list[psutil.Process]:
+    found: list[psutil.Process] = psutil.Process().children(recursive=True)
+    return found
 
 
 def _group(process: psutil.Process) -> int | None:
@@ -111,11 +114,22 @@ def _group(process: psutil.Process) -> int | None:
         return None
 
 
+def _send(processes: Sequence[psutil.Process], number: signal.Signals) -> list[psutil.Process]:
+    """Send a signal to processes; return those that were there to get it."""
+    reached = []
+    for process in processes:
+        # AccessDenied: a command may run as another user; then it is not ours to end.
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            process.send_signal(number)
+            reached.append(process)
+    return reached
+
+
 def _wait_for(processes: Sequence[psutil.Process], seconds: float) -> None:
-    """Wait until they have ended; their exit statuses are left to whoever started them."""
+    """Wait until they have ended, without reaping them."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and any(map(_runs, processes)):
-        time.sleep(0.02)
+        time.sleep(_POLL)
 
 
 def _runs(process: psutil.Process) -> bool:
@@ -123,17 +137,6 @@ def _runs(process: psutil.Process) -> bool:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
-
-
-def signalled(processes: Sequence[psutil.Process], number: signal.Signals) -> list[psutil.Process]:
-    """Send a signal to processes; those that are still there to receive it."""
-    reached = []
-    for process in processes:
-        # A command that became another user is not ours to end.
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            process.send_signal(number)
-            reached.append(process)
-    return reached
 
 
 def _prctl(option: int, value: int) -> None:

@@ -1,77 +1,88 @@
-"""What supervisor and agents say to each other: frames of a kind, a length and bytes.
+"""The connection between an agent and the supervisor: its frames, and how both notice its loss.
 
-The supervisor speaks first, with a nonce. The agent answers with a HELLO that proves, by an HMAC
-over the nonce, that it knows the key of this run.
+A frame is a kind, a length and that many bytes. Before the first one, both ends prove that they
+know the key of the run (:mod:`hvkit.handshake`).
 
-Of output an agent sends no more than ``WINDOW`` bytes ahead of what the supervisor tells to have
-taken: no more than the supervisor's kernel can hold while its process is stopped or its terminal.
+**Liveness.** The kernels watch the connection, not the processes. While a process waits for a disk
+or a core, its kernel still acknowledges; when a process ends, its kernel closes the connection. If
+neither happens, the host or the network is gone. This works only while the receiver's kernel has
+room for the data: it acknowledges a full buffer more and more rarely. So an agent sends at most
+``WINDOW`` bytes of output that the supervisor has not taken yet, less than that kernel can hold
+while ``hvkit run`` or its terminal is stopped.
 """
 
-import hashlib
-import hmac
+import contextlib
 import json
+import socket
 import struct
+import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import IntEnum
+from typing import Any
+
+from hvkit import handshake
 
 KEY_VARIABLE = "HVKIT_RUN_KEY"
 """Environment variable with the key of the run, in hexadecimal."""
 
 SUPERVISOR_VARIABLE = "HVKIT_RUN"
-"""Environment variable with what agents have to know: a :class:`Supervised` in JSON."""
+"""Environment variable with the :class:`AgentSettings` in JSON."""
 
-NONCE_BYTES = 16
 _HEADER = struct.Struct("!BI")
 _NUMBER = struct.Struct("!I")
 HEADER_BYTES = _HEADER.size
-LONGEST_FRAME = 1 << 16
-"""Bytes after the header; what is longer was not sent by an agent."""
-
-LONGEST_HELLO = 1 << 12
-"""Bytes; so much is read of who has not proved yet to be an agent."""
+_LONGEST_FRAME = 1 << 16
 
 WINDOW = 1 << 16
-"""Bytes of output, with headers, that may be under way."""
+"""Bytes of output, with headers, that an agent may send ahead of the supervisor."""
 
 RECEIVE_BUFFER = 4 * WINDOW
-"""Bytes to ask the supervisor's kernel for; it counts more than what was sent."""
+"""Bytes of the supervisor's receive buffer: the kernel counts its own overhead, too."""
+
+# In Linux' struct tcp_info: milliseconds since the last acknowledgement.
+_TCP_INFO_BYTES = 60
+_LAST_ACK = 56
+# Keep-alive probes within the time limit; Linux allows 127.
+_PROBES = 50
 
 
 class Kind(IntEnum):
-    """What a frame is."""
+    """The kinds of frames. An agent sends the first five, the supervisor the others."""
 
     HELLO = 1
-    """Of an agent: who it is, in JSON."""
+    """Rank and host, in JSON."""
     STDOUT = 2
+    """Bytes that the command wrote to its standard output."""
     STDERR = 3
-    ASKED = 4
-    """Of an agent: it was told to end its command, by something else than the supervisor."""
+    """Bytes that the command wrote to its standard error."""
+    STOPPED = 4
+    """Somebody other than the supervisor, the launcher for instance, is ending the command."""
     ENDED = 5
-    """Of an agent: how its command ended, in JSON."""
+    """How the command ended, in JSON."""
     TAKEN = 6
-    """Of the supervisor: a number of bytes of output that were taken."""
+    """The number of bytes of output that the supervisor has taken since the last TAKEN."""
     SIGNAL = 7
-    """Of the supervisor: the number of a signal for the command."""
+    """The number of a signal to send to the command."""
     STOP = 8
-    """Of the supervisor: end the command, within a number of milliseconds."""
+    """End the command within this number of milliseconds."""
     INTERRUPT = 9
-    """Of the supervisor: send the command what Ctrl-C sends; a STOP follows if it does not end."""
+    """Send the command the signal of Ctrl-C; a STOP follows if it does not end."""
 
 
 @dataclass(frozen=True)
-class Supervised:
-    """What an agent is told in the environment.
+class AgentSettings:
+    """The settings of a run that its agents need; they get them in the environment.
 
     Attributes:
         host: the name of the supervisor's host.
-        addresses: where the supervisor may be reached, in the order to try.
+        addresses: addresses of the supervisor, in the order to try.
         port: its TCP port.
-        lost_after: seconds without a sign of life after which the other host is given up; ``None``
-            on one host.
-        grace: seconds that a command has to end when its launcher asks for that.
-        bind: whether each rank keeps to its share of the host's cores.
-        variables: environment variables for the commands on the supervisor's host alone.
+        lost_after: seconds without an acknowledgement after which the other host counts as lost;
+            ``None`` if the run uses one host.
+        grace: seconds that a command has to end when its launcher ends it.
+        bind: whether to bind each rank to its share of the host's cores.
+        variables: environment variables for the commands on the supervisor's host only.
     """
 
     host: str
@@ -83,14 +94,105 @@ class Supervised:
     variables: Mapping[str, str]
 
     def to_json(self) -> str:
-        """For ``SUPERVISOR_VARIABLE``."""
+        """The value of ``SUPERVISOR_VARIABLE``."""
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> "Supervised":
-        """The contents of ``SUPERVISOR_VARIABLE``."""
+    def from_json(cls, text: str) -> "AgentSettings":
+        """The settings in the value of ``SUPERVISOR_VARIABLE``."""
         values = json.loads(text)
         return cls(**{**values, "addresses": tuple(values["addresses"])})
+
+
+class ConnectionLost(Exception):
+    """The supervisor has ended or cannot be reached any more."""
+
+
+class Connection:
+    """An agent's end. Several threads may send; one thread receives.
+
+    After the connection is lost, sending drops the data; the receiving thread gets the error.
+    """
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        self._sending = threading.Lock()
+        self._window = threading.Condition()
+        self._not_taken = 0
+        self._lost = False
+
+    @classmethod
+    def to_supervisor(cls, settings: AgentSettings, key: str, rank: int) -> "Connection":
+        """Connect to the first address where the supervisor answers, and send the HELLO.
+
+        Raises:
+            OSError: the supervisor answers at none of its addresses.
+        """
+        connected = handshake.connect(settings.addresses, settings.port, bytes.fromhex(key))
+        keep_alive(connected, settings.lost_after)
+        connection = cls(connected)
+        connection.send_json(Kind.HELLO, {"rank": rank, "host": socket.gethostname()})
+        return connection
+
+    def send(self, kind: Kind, payload: bytes = b"") -> None:
+        """Send a frame."""
+        data = frame(kind, payload)
+        with self._sending, contextlib.suppress(OSError):
+            self._socket.sendall(data)
+
+    def send_output(self, kind: Kind, payload: bytes) -> None:
+        """Send output; blocks while the window is full."""
+        size = HEADER_BYTES + len(payload)
+        with self._window:
+            self._window.wait_for(lambda: self._lost or self._not_taken + size <= WINDOW)
+            self._not_taken += size
+        self.send(kind, payload)
+
+    def send_json(self, kind: Kind, values: Mapping[str, Any]) -> None:
+        """Send a frame with JSON in it."""
+        self.send(kind, json.dumps(values).encode())
+
+    def receive(self) -> tuple[Kind, int]:
+        """Wait for the next frame from the supervisor, and return its kind and number.
+
+        Raises:
+            ConnectionLost: no frame will come any more.
+        """
+        try:
+            while True:
+                kind, length = header(self._exactly(HEADER_BYTES))
+                number = unpacked(self._exactly(length))
+                if kind is not Kind.TAKEN:
+                    return kind, number
+                with self._window:
+                    self._not_taken -= number
+                    self._window.notify_all()
+        except ConnectionLost:
+            with self._window:
+                self._lost = True
+                self._window.notify_all()
+            raise
+
+    def finish(self) -> None:
+        """Send nothing more; the supervisor then closes the connection.
+
+        Closing it here instead would discard data under way if a frame from the supervisor is
+        still unread.
+        """
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def _exactly(self, count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            try:
+                more = self._socket.recv(count - len(data))
+            except OSError as error:
+                raise ConnectionLost(str(error)) from error
+            if not more:
+                raise ConnectionLost("the supervisor closed the connection")
+            data += more
+        return data
 
 
 def frame(kind: Kind, payload: bytes = b"") -> bytes:
@@ -98,29 +200,57 @@ def frame(kind: Kind, payload: bytes = b"") -> bytes:
     return _HEADER.pack(kind, len(payload)) + payload
 
 
-def header(data: bytes, longest: int = LONGEST_FRAME) -> tuple[Kind, int]:
-    """Kind and length of the frame that begins with ``data``.
+def header(data: bytes) -> tuple[Kind, int]:
+    """Kind and payload length from the first ``HEADER_BYTES`` of a frame.
 
     Raises:
-        ValueError: that is no header of ours.
+        ValueError: the kind is unknown, or no frame is that long.
     """
     kind, length = _HEADER.unpack(data)
-    if length > longest:
+    if length > _LONGEST_FRAME:
         raise ValueError(f"a frame of {length} bytes")
     return Kind(kind), length
 
 
-def packed(value: int) -> bytes:
-    """A number as a payload."""
-    return _NUMBER.pack(value)
+def packed(number: int) -> bytes:
+    """The payload of a frame that holds a number."""
+    return _NUMBER.pack(number)
 
 
 def unpacked(payload: bytes) -> int:
-    """The number that a payload is."""
-    value: int = _NUMBER.unpack(payload)[0]
-    return value
+    """The number in a payload."""
+    number: int = _NUMBER.unpack(payload)[0]
+    return number
 
 
-def proof(key: str, nonce: bytes) -> str:
-    """What only who knows the key can answer to a nonce, in hexadecimal."""
-    return hmac.new(bytes.fromhex(key), nonce, hashlib.sha256).hexdigest()
+def keep_alive(connection: socket.socket, lost_after: float | None) -> None:
+    """Have the kernel probe the other end, and break the connection if it stays silent.
+
+    Args:
+        connection: a TCP connection.
+        lost_after: seconds of silence; ``None`` for a connection within this host: no probes.
+    """
+    if lost_after is None:
+        return
+    interval = probe_interval(lost_after)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, interval),
+        (socket.TCP_KEEPINTVL, interval),
+        (socket.TCP_KEEPCNT, max(1, round(lost_after / interval) - 1)),
+        # The limit for data that was sent and not acknowledged, in milliseconds.
+        (socket.TCP_USER_TIMEOUT, round(lost_after * 1000)),
+    ):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def probe_interval(lost_after: float) -> int:
+    """Seconds between keep-alive probes."""
+    return max(1, int(lost_after / _PROBES))
+
+
+def silent_for(connection: socket.socket) -> float:
+    """Seconds since the last acknowledgement, on a connection with :func:`keep_alive`."""
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    (milliseconds,) = struct.unpack_from("=I", info, _LAST_ACK)
+    return float(milliseconds) / 1000

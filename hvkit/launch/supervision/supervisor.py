@@ -2,25 +2,21 @@
 
 import asyncio
 import functools
-import hmac
 import json
-import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from hvkit.handshake import Listener
 from hvkit.launch.supervision import protocol
-from hvkit.launch.supervision.liveness import asked_every, keep_alive, silent_for
-from hvkit.launch.supervision.outcome import Failure
-from hvkit.launch.supervision.output import RankOutput, Style, show
-from hvkit.launch.supervision.protocol import Kind
-from hvkit.launch.supervision.writer import Writer
+from hvkit.launch.supervision.first_failure import Failure
+from hvkit.launch.supervision.output import RankOutput, Style, Writer, show
+from hvkit.launch.supervision.protocol import Kind, keep_alive, probe_interval, silent_for
 
-# Seconds that something which has connected has to say who it is.
-_HELLO = 10.0
-# So often a host was asked without an answer when it may be lost.
-_DOUBT = 2.5
+# Probes without an answer after which a host may be lost.
+_DOUBTFUL_PROBES = 2.5
 
 
 @dataclass
@@ -30,10 +26,10 @@ class _Rank:
     output: RankOutput
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
-    asked: bool = False
+    stopped: bool = False
     ended: bool = False
 
-    def tell(self, kind: Kind, number: int) -> None:
+    def send(self, kind: Kind, number: int) -> None:
         self.writer.write(protocol.frame(kind, protocol.packed(number)))
 
 
@@ -43,18 +39,18 @@ class Supervisor:
 
     Attributes:
         size: the number of ranks.
-        key: the key of the run, in hexadecimal.
-        style: how output is shown.
-        lost_after: seconds without a sign of life after which a host is given up; ``None`` for
-            never.
+        key: the key of the run.
+        style: how to show output.
+        lost_after: seconds without an acknowledgement after which a host counts as lost; ``None``
+            for never.
         on_failure: called after each failure of a rank, and when output cannot be written.
-        all_ended: set when all ranks have told how they ended.
-        host_lost: whether an agent was given up.
+        all_ended: set when the exit status of every rank is known.
+        host_lost: whether a host was lost.
         failures: the failures so far, in the order in which they became known.
     """
 
     size: int
-    key: str
+    key: bytes
     style: Style
     lost_after: float | None
     on_failure: Callable[[], None]
@@ -64,65 +60,64 @@ class Supervisor:
     _ranks: dict[int, _Rank] = field(default_factory=dict)
     _connected: set[int] = field(default_factory=set)
     _all_gone: asyncio.Event = field(default_factory=asyncio.Event)
+    _serving: set["asyncio.Task[None]"] = field(default_factory=set)
     _grace: float | None = None
     _interrupted: bool = False
+    _closed: bool = False
 
     def __post_init__(self) -> None:
         self.writer = Writer(self.on_failure)
 
-    async def listen(self, address: str | None) -> asyncio.Server:
-        """Listen on any free port of an address; ``None`` for all addresses."""
+    def listen(self, address: str | None) -> int:
+        """Listen on an address, ``None`` for all, and return the port. Needs a running loop."""
         self._all_gone.set()
-        server = await asyncio.start_server(self._serve, address, 0)
-        for listening in server.sockets:
-            # What is accepted has the same.
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, protocol.RECEIVE_BUFFER)
-        return server
+        self._listener = Listener(address, self.key)
+        # Accepted sockets inherit the size.
+        self._listener.socket.setsockopt(
+            socket.SOL_SOCKET, socket.SO_RCVBUF, protocol.RECEIVE_BUFFER
+        )
+        admit = functools.partial(self._admit, asyncio.get_running_loop())
+        threading.Thread(target=self._listener.serve, args=(admit,), daemon=True).start()
+        return self._listener.port
 
     @property
     def started(self) -> int:
-        """How many ranks have connected so far."""
+        """The number of ranks that have connected so far."""
         return len(self._ranks)
 
     @property
-    def elsewhere(self) -> set[str]:
-        """The hosts of the ranks, but for this one."""
+    def other_hosts(self) -> set[str]:
+        """The hosts of the ranks, without this one."""
         return {rank.host for rank in self._ranks.values()} - {socket.gethostname()}
-
-    async def show_begun_lines(self) -> None:
-        """Show every second what ranks have printed so far of a line; never returns."""
-        while True:
-            await asyncio.sleep(1)
-            await self.writer.do(self._flush)
 
     @property
     def in_doubt(self) -> bool:
         """Whether a host has been silent for so long that it may be lost."""
-        doubt = _DOUBT * asked_every(self.lost_after or 0.0)
+        doubt = _DOUBTFUL_PROBES * probe_interval(self.lost_after or 0.0)
         return any(self._silent_for(self._ranks[number]) > doubt for number in self._connected)
 
-    def _silent_for(self, rank: _Rank) -> float:
-        connection: socket.socket | None = rank.writer.get_extra_info("socket")
-        if self.lost_after is None or connection is None or rank.writer.is_closing():
-            return 0.0
-        return silent_for(connection)
+    async def show_unfinished_lines(self) -> None:
+        """Show every second the unfinished lines of all ranks; never returns."""
+        while True:
+            await asyncio.sleep(1)
+            await self.writer.do(self._flush)
 
     def stop(self, grace: float) -> None:
-        """Tell all agents to end what they run, by force after so many seconds."""
+        """Have all agents end their commands, by force after ``grace`` seconds."""
         self._grace = grace
-        self._tell_all(Kind.STOP, round(grace * 1000))
+        self._send_all(Kind.STOP, round(grace * 1000))
 
     def interrupt(self) -> None:
         """Have all agents send their commands SIGINT."""
         self._interrupted = True
-        self._tell_all(Kind.INTERRUPT, 0)
+        self._send_all(Kind.INTERRUPT, 0)
 
     def signal(self, number: int) -> None:
         """Have all agents send their commands a signal."""
-        self._tell_all(Kind.SIGNAL, number)
+        self._send_all(Kind.SIGNAL, number)
 
     async def all_gone(self, timeout: float) -> bool:
-        """Wait until no agent is connected; whether that came true within ``timeout`` seconds."""
+        """Wait until no agent is connected; return whether that happened within ``timeout`` s."""
         try:
             await asyncio.wait_for(self._all_gone.wait(), timeout)
         except TimeoutError:
@@ -130,35 +125,61 @@ class Supervisor:
         return True
 
     async def close(self) -> None:
-        """Show what ranks had begun to print, and close their log files."""
+        """Admit no more agents, show unfinished lines, and close the log files."""
+        self._closed = True
+        self._listener.close()
         for rank in self._ranks.values():
             await self.writer.do(rank.output.close)
+
+    def _silent_for(self, rank: _Rank) -> float:
+        connection: socket.socket | None = rank.writer.get_extra_info("socket")
+        if self.lost_after is None or connection is None or rank.writer.is_closing():
+            return 0.0
+        return silent_for(connection)
 
     def _flush(self) -> None:
         for rank in list(self._ranks.values()):
             rank.output.flush()
 
-    def _tell_all(self, kind: Kind, number: int) -> None:
+    def _send_all(self, kind: Kind, number: int) -> None:
         for rank in self._connected:
-            self._ranks[rank].tell(kind, number)
+            self._ranks[rank].send(kind, number)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        rank = None
+    def _admit(self, loop: asyncio.AbstractEventLoop, connected: socket.socket) -> None:
+        """On the listener's thread: hand an agent's connection over to the event loop."""
         try:
-            rank = await self._greeted(reader, writer)
+            loop.call_soon_threadsafe(self._begin, connected)
+        except RuntimeError:  # The loop has ended, and the run with it.
+            connected.close()
+
+    def _begin(self, connected: socket.socket) -> None:
+        if self._closed:
+            connected.close()
+            return
+        task = asyncio.get_running_loop().create_task(self._serve(connected))
+        # The loop itself keeps only a weak reference.
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
+
+    async def _serve(self, connected: socket.socket) -> None:
+        rank = None
+        keep_alive(connected, self.lost_after)
+        reader, writer = await asyncio.open_connection(sock=connected)
+        try:
+            rank = await self._register(reader, writer)
             if rank is not None:
                 await self._follow(rank)
         except (ConnectionResetError, BrokenPipeError, asyncio.IncompleteReadError, ValueError):
             if rank is not None and not rank.ended:
                 self._fail(rank, None)
         except OSError:
-            # The kernel's word, see :mod:`.liveness`; or nobody who said hello.
+            # The kernel got no answer for too long.
             if rank is not None and not rank.ended:
                 self.host_lost = True
                 last_heard = time.monotonic() - (self.lost_after or 0.0)
                 self._fail(rank, None, lost=True, at=last_heard)
         except asyncio.CancelledError:
-            # At the end of the run, where output is not taken any more.
+            # The run has ended, and nobody takes the output any more.
             return
         finally:
             writer.close()
@@ -167,22 +188,15 @@ class Supervisor:
                 if not self._connected:
                     self._all_gone.set()
 
-    async def _greeted(
+    async def _register(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> _Rank | None:
-        """The rank that has connected, if it knows the key."""
-        nonce = secrets.token_bytes(protocol.NONCE_BYTES)
-        writer.write(nonce)
-        async with asyncio.timeout(_HELLO):
-            kind, payload = await _frame(reader, protocol.LONGEST_HELLO)
-        try:
-            hello = json.loads(payload) if kind is Kind.HELLO else {}
-            number, host, proof = int(hello["rank"]), str(hello["host"]), str(hello["proof"])
-        except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
-            # Not of an agent: anybody may connect.
+        """Read the agent's HELLO; ``None`` if its output cannot be taken."""
+        kind, payload = await _read_frame(reader)
+        if kind is not Kind.HELLO:
             return None
-        if not hmac.compare_digest(proof.encode(), protocol.proof(self.key, nonce).encode()):
-            return None
+        hello = json.loads(payload)
+        number, host = int(hello["rank"]), str(hello["host"])
         if number in self._ranks or not 0 <= number < self.size:
             return None
         try:
@@ -190,31 +204,31 @@ class Supervisor:
         except OSError as problem:
             self.writer.fail(problem)
             return None
-        keep_alive(writer.get_extra_info("socket"), self.lost_after)
         rank = self._ranks[number] = _Rank(number, host, output, reader, writer)
         self._connected.add(number)
         self._all_gone.clear()
         if self._grace is not None:
-            rank.tell(Kind.STOP, round(self._grace * 1000))
+            rank.send(Kind.STOP, round(self._grace * 1000))
         elif self._interrupted:
-            rank.tell(Kind.INTERRUPT, 0)
+            rank.send(Kind.INTERRUPT, 0)
         return rank
 
     async def _follow(self, rank: _Rank) -> None:
+        """Take a rank's output until it has ended."""
         while True:
-            kind, payload = await _frame(rank.reader)
+            kind, payload = await _read_frame(rank.reader)
             if kind in (Kind.STDOUT, Kind.STDERR):
                 await self.writer.do(functools.partial(rank.output.write, kind, payload))
-                rank.tell(Kind.TAKEN, protocol.HEADER_BYTES + len(payload))
-            elif kind is Kind.ASKED:
-                rank.asked = True
+                rank.send(Kind.TAKEN, protocol.HEADER_BYTES + len(payload))
+            elif kind is Kind.STOPPED:
+                rank.stopped = True
             elif kind is Kind.ENDED:
                 rank.ended = True
                 if sum(one.ended for one in self._ranks.values()) == self.size:
                     self.all_ended.set()
                 how = json.loads(payload)
                 if how["status"] != 0:
-                    rank.asked = how.get("asked", False)
+                    rank.stopped = how.get("stopped", False)
                     at = time.monotonic() - how.get("ago", 0.0)
                     self._fail(rank, how["status"], how.get("problem"), at=at)
                 return
@@ -236,15 +250,13 @@ class Supervisor:
                 at=time.monotonic() if at is None else at,
                 problem=problem,
                 last_lines=tuple(rank.output.last_lines()),
-                asked=rank.asked or self._interrupted or self._grace is not None,
+                stopped=rank.stopped or self._interrupted or self._grace is not None,
                 lost=lost,
             )
         )
         self.on_failure()
 
 
-async def _frame(
-    reader: asyncio.StreamReader, longest: int = protocol.LONGEST_FRAME
-) -> tuple[Kind, bytes]:
-    kind, length = protocol.header(await reader.readexactly(protocol.HEADER_BYTES), longest)
+async def _read_frame(reader: asyncio.StreamReader) -> tuple[Kind, bytes]:
+    kind, length = protocol.header(await reader.readexactly(protocol.HEADER_BYTES))
     return kind, await reader.readexactly(length)

@@ -6,7 +6,7 @@ import pytest
 
 from hvkit import cli
 from hvkit.build import Options
-from hvkit.cli import install_horovod as command
+from hvkit.cli import installation as command
 from hvkit.errors import BuildError
 
 

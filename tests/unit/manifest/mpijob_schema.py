@@ -1,7 +1,7 @@
 """The schema of an MPIJob, stricter than a cluster is.
 
-A cluster drops fields that it does not know, without a word, and checks some words and names only
-when it uses them. Here all of that is an error.
+A cluster silently drops unknown fields, and checks some words and names only when it uses them.
+Here all of these are errors.
 """
 
 import gzip
@@ -16,7 +16,7 @@ from jsonschema.validators import extend
 
 _DEFINITION = Path(__file__).parent / "data" / "kubeflow.org_mpijobs.yaml.gz"
 
-# What Kubernetes and the operator check by themselves; the resource definition has only words.
+# Kubernetes and the operator check these in code; the resource definition only describes them.
 _METADATA = {
     "type": "object",
     "properties": {"name": {"type": "string"}, "namespace": {"type": "string"}},
@@ -26,7 +26,7 @@ _AMOUNTS = {"propertyNames": {"enum": ["cpu", "memory", "nvidia.com/gpu"]}}
 
 
 def problems(document: Any) -> list[str]:
-    """What is wrong with an MPIJob; empty if nothing is."""
+    """The problems of an MPIJob; empty if it is valid."""
     errors = sorted(_validator().iter_errors(document), key=lambda error: error.json_path)
     return [f"{error.json_path}: {error.message}" for error in errors]
 
@@ -44,7 +44,7 @@ def _validator() -> Draft202012Validator:
 
 
 def _complete(schema: dict[str, Any]) -> None:
-    """Add to the schema what it has only in words."""
+    """Add to the schema the rules that it only describes in words."""
     top = schema["properties"]
     top["apiVersion"]["const"] = "kubeflow.org/v2beta1"
     top["kind"]["const"] = "MPIJob"
@@ -65,7 +65,7 @@ def _complete(schema: dict[str, Any]) -> None:
 
 
 def _close(schema: dict[str, Any]) -> None:
-    """Allow no field that the schema does not name, at any depth."""
+    """Forbid unknown fields at any depth."""
     free = "additionalProperties" in schema or schema.get("x-kubernetes-preserve-unknown-fields")
     if schema.get("type") == "object" and not free:
         schema["additionalProperties"] = False
@@ -79,7 +79,7 @@ def _close(schema: dict[str, Any]) -> None:
 def _refuse_repeated(
     validator: Any, keys: list[str], items: Any, schema: dict[str, Any]
 ) -> Iterator[ValidationError]:
-    """Entries of a list that the cluster merges by these keys have to differ in them."""
+    """Require list entries to differ in the keys by which the cluster merges them."""
     defaults = {
         key: schema["items"]["properties"][key].get("default")
         for key in keys

@@ -5,16 +5,15 @@ from typing import Any
 import yaml
 
 from hvkit.manifest import MPIJob, Size
-from hvkit.manifest.quantity import cpus, memory
-from hvkit.manifest.volumes import volume
-from hvkit.manifest.yaml_text import dumped
+from hvkit.manifest.fields import cpus, memory
+from hvkit.manifest.mpijob import volume, yaml_text
 
 COMMAND = ("python", "recipes/mnist_torch.py", "--epochs", "2")
 
 
 def job(**changes: Any) -> MPIJob:
-    """A job of 8 ranks on 2 workers that asks for nothing else."""
-    asked: dict[str, Any] = {
+    """A job of 8 ranks on 2 workers, everything else at its default."""
+    defaults: dict[str, Any] = {
         "image": "hvkit:1",
         "command": COMMAND,
         "size": Size.of(8, 4),
@@ -28,11 +27,11 @@ def job(**changes: Any) -> MPIJob:
         "launcher_memory": memory("1Gi"),
         "retries": 0,
     }
-    return MPIJob(**{**asked, **changes})
+    return MPIJob(**{**defaults, **changes})
 
 
 def full_job() -> MPIJob:
-    """A job that asks for everything there is."""
+    """A job with every option set."""
     return job(
         namespace="teaching",
         gpus=1,
@@ -47,8 +46,8 @@ def full_job() -> MPIJob:
 
 
 def read(job: MPIJob) -> dict[str, Any]:
-    """The document as a cluster gets it: written, and read again."""
-    document: dict[str, Any] = yaml.safe_load(dumped(job.document()))
+    """The document as a cluster reads it from the YAML text."""
+    document: dict[str, Any] = yaml.safe_load(yaml_text(job.document()))
     return document
 
 

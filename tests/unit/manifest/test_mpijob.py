@@ -1,20 +1,20 @@
-"""What an MPIJob asks the cluster for."""
+"""The resources that an MPIJob requests from the cluster, and its text in YAML."""
 
 import argparse
 import re
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mpijobs import COMMAND, container, full_job, job, read
 
 from hvkit.cli import run
 from hvkit.manifest import Size
-from hvkit.manifest.pods import literal
-from hvkit.manifest.quantity import cpus, memory
-from hvkit.manifest.volumes import volume
+from hvkit.manifest.fields import cpus, memory
+from hvkit.manifest.mpijob import Volume, literal, volume, yaml_text
 
 
 def replicas(document: dict[str, Any], which: str) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def limits(document: dict[str, Any], which: str) -> dict[str, Any]:
     ("ranks", "slots", "workers", "slots_per_worker"),
     [(8, 4, 2, 4), (7, 4, 2, 4), (5, 4, 2, 4), (4, 4, 1, 4), (3, 4, 1, 3), (1, 8, 1, 1)],
 )
-def test_as_few_workers_as_have_slots_for_all_ranks(
+def test_there_are_as_few_workers_as_possible(
     ranks: int, slots: int, workers: int, slots_per_worker: int
 ) -> None:
     document = read(job(size=Size.of(ranks, slots)))
@@ -40,12 +40,12 @@ def test_as_few_workers_as_have_slots_for_all_ranks(
     assert replicas(document, "Launcher")["replicas"] == 1
 
 
-def test_a_worker_has_what_its_slots_need() -> None:
+def test_a_worker_gets_the_resources_of_all_its_slots() -> None:
     document = read(full_job())
     assert limits(document, "Worker") == {"cpu": "2000m", "memory": "6Gi", "nvidia.com/gpu": 4}
 
 
-def test_a_worker_has_no_limits_but_those_asked_for() -> None:
+def test_a_worker_has_only_the_limits_that_were_given() -> None:
     assert "resources" not in container(read(job()), "Worker")
     assert limits(read(job(gpus=2)), "Worker") == {"nvidia.com/gpu": 8}
 
@@ -69,14 +69,14 @@ def test_shared_memory_of_a_worker_is_memory_of_limited_size() -> None:
 
 
 def mounted_claims(document: dict[str, Any], which: str) -> dict[str, str]:
-    """The claim at each path of a pod."""
+    """The claim that a pod mounts at each path."""
     pod = replicas(document, which)["template"]["spec"]
     claims = {
         volume["name"]: volume["persistentVolumeClaim"]["claimName"]
         for volume in pod.get("volumes", [])
         if "persistentVolumeClaim" in volume
     }
-    assert len(set(claims.values())) == len(claims), "a claim is there as two volumes"
+    assert len(set(claims.values())) == len(claims), "two volumes have the same claim"
     mounts = container(document, which).get("volumeMounts", [])
     return {m["mountPath"]: claims[m["name"]] for m in mounts if m["name"] in claims}
 
@@ -102,12 +102,12 @@ def test_without_volumes_nothing_is_mounted_and_no_group_set(which: str) -> None
 
 def test_two_volumes_at_one_path_are_refused() -> None:
     volumes = (volume("a:/data"), volume("b:/data"))
-    with pytest.raises(ValueError, match="--volume: /data is there 2 times: give each"):
+    with pytest.raises(ValueError, match="--volume: /data is used 2 times: give each its own"):
         job(volumes=volumes)
 
 
 @pytest.mark.parametrize("document", [read(job()), read(full_job())], ids=["minimal", "full"])
-def test_the_launcher_runs_what_hvkit_run_understands(document: dict[str, Any]) -> None:
+def test_hvkit_run_accepts_the_launchers_command_line(document: dict[str, Any]) -> None:
     launcher = container(document, "Launcher")
     parser = argparse.ArgumentParser()
     run.add_to(parser.add_subparsers())
@@ -119,7 +119,7 @@ def test_the_launcher_runs_what_hvkit_run_understands(document: dict[str, Any]) 
     assert [name for name, _ in args.variables] == set_there
 
 
-def test_the_launcher_hands_options_on_to_hvkit_run() -> None:
+def test_the_launcher_passes_options_to_hvkit_run() -> None:
     parser = argparse.ArgumentParser()
     run.add_to(parser.add_subparsers())
     args = parser.parse_args(container(read(full_job()), "Launcher")["args"])
@@ -127,7 +127,7 @@ def test_the_launcher_hands_options_on_to_hvkit_run() -> None:
     assert args.log_dir == Path("/out/logs")
 
 
-def test_variables_are_set_on_the_launcher_which_gives_them_to_all_ranks() -> None:
+def test_the_launcher_has_the_variables_and_forwards_them_to_all_ranks() -> None:
     launcher = container(read(full_job()), "Launcher")
     assert {"name": "RATE", "value": "1e-3"} in launcher["env"]
     assert launcher["args"][3:7] == ["-x", "HVKIT_DATA_DIR", "-x", "RATE"]
@@ -151,18 +151,18 @@ def test_the_launcher_starts_when_the_ssh_servers_answer() -> None:
     assert worker["startupProbe"]["tcpSocket"]["port"] == port["containerPort"] == 2222
 
 
-def test_failures_are_not_repeated_unless_asked_for() -> None:
+def test_there_are_no_retries_by_default() -> None:
     assert read(job())["spec"]["runPolicy"] == {"cleanPodPolicy": "Running", "backoffLimit": 0}
     assert read(job(retries=3))["spec"]["runPolicy"]["backoffLimit"] == 3
     assert replicas(read(job()), "Launcher")["restartPolicy"] == "Never"
 
 
-def test_a_namespace_is_named_only_if_asked_for() -> None:
+def test_there_is_no_namespace_by_default() -> None:
     assert read(job())["metadata"] == {"name": "mnist"}
     assert read(full_job())["metadata"] == {"name": "mnist", "namespace": "teaching"}
 
 
-def test_the_name_leaves_room_for_the_names_of_pods() -> None:
+def test_a_name_too_long_for_the_names_of_its_pods_is_refused() -> None:
     read(job(name="a" * 54))
     with pytest.raises(ValueError, match=r"a-launcher would have 64 characters.* 1 shorter"):
         job(name="a" * 55)
@@ -171,10 +171,10 @@ def test_the_name_leaves_room_for_the_names_of_pods() -> None:
         job(name="a" * 54, size=Size.of(11, 1))
 
 
-def test_shared_memory_has_to_fit_into_the_memory_of_a_worker() -> None:
+def test_shared_memory_must_fit_into_the_memory_of_a_worker() -> None:
     message = re.escape(
         "--shm-size 2Gi must be less than the memory of a worker, 2048Mi (512Mi for each of 4 "
-        "ranks), as it counts as its memory: make it smaller, or --memory larger"
+        "ranks), because it counts towards that memory: lower --shm-size or raise --memory"
     )
     with pytest.raises(ValueError, match=message):
         job(memory=memory("512Mi"))
@@ -188,7 +188,7 @@ def test_variables_that_would_be_overwritten_are_refused(name: str) -> None:
 
 
 def expanded(text: str, variables: dict[str, str]) -> str:
-    """What Kubernetes makes of arguments and values."""
+    """Arguments and values after Kubernetes has expanded variables."""
     escape_or_reference = re.compile(r"\$\$|\$\(([^)]*)\)")
     return escape_or_reference.sub(
         lambda found: "$" if found[0] == "$$" else variables.get(found[1], found[0]), text
@@ -197,12 +197,162 @@ def expanded(text: str, variables: dict[str, str]) -> str:
 
 @settings(deadline=None)
 @given(st.text(alphabet="$()A {}"))
-def test_kubernetes_replaces_nothing_in_the_users_words(text: str) -> None:
+def test_kubernetes_expands_nothing_in_escaped_text(text: str) -> None:
     assert expanded(literal(text), {"A": "replaced", "": "replaced"}) == text
 
 
-def test_users_words_are_written_literally() -> None:
+def test_command_and_variables_are_escaped() -> None:
     document = read(job(command=("sh", "-c", "echo $(HOME)"), variables={"A": "$(B)"}))
     launcher = container(document, "Launcher")
     assert launcher["args"][-1] == "echo $$(HOME)"
     assert launcher["env"][-1] == {"name": "A", "value": "$$(B)"}
+
+
+@pytest.mark.parametrize(
+    ("claim", "path"),
+    [
+        ("data", "/data"),
+        ("results.of-team1", "/home/hvkit/runs"),
+        ("a" * 253, "/a b/c"),
+        ("a" * 100, "/usr/local/share/data"),
+        ("a", "/dev/shmem"),
+    ],
+)
+def test_a_volume_is_a_claim_and_a_path(claim: str, path: str) -> None:
+    assert volume(f"{claim}:{path}") == Volume(claim, PurePosixPath(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "must be CLAIM:PATH, such as datasets:/data, got ''"),
+        ("/data", "must be CLAIM:PATH"),
+        (":/data", "lower-case letters, digits, `-` and `.`, .*got ''"),
+        ("Data:/data", "lower-case letters"),
+        ("a..b:/data", "lower-case letters"),
+        ("-a:/data", "lower-case letters"),
+        ("a_b:/data", "lower-case letters"),
+        ("a\n:/data", "lower-case letters"),
+        ("a" * 254 + ":/data", "at most 253"),
+        ("a:", "PATH must be absolute, such as /data, .*got ''"),
+        ("a:data", "PATH must be absolute"),
+        ("a:/data/../etc", "without .*`..`,"),
+        ("a:/data/", "or a `/` at the end"),
+        ("a://data", "without .*`//`"),
+        ("a:/./data", "PATH must be absolute"),
+        ("a:/data:ro", "without `:`,"),
+        ("a:/da\nta", "PATH must be printable"),
+    ],
+)
+def test_other_volumes_are_refused(text: str, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        volume(text)
+
+
+@pytest.mark.parametrize(
+    ("path", "taken"),
+    [
+        ("/dev/shm", "/dev/shm"),
+        ("/dev/shm/data", "/dev/shm"),
+        ("/dev", "/dev/shm"),
+        ("/", "/home/hvkit/.ssh"),
+        ("/home/hvkit", "/home/hvkit/.ssh"),
+        ("/home/hvkit/.ssh", "/home/hvkit/.ssh"),
+        ("/etc/mpi", "/etc/mpi"),
+        ("/opt", "/opt/venv"),
+        ("/usr", "/usr/bin"),
+        ("/proc/1", "/proc"),
+    ],
+)
+def test_a_path_that_the_pods_need_is_refused(path: str, taken: str) -> None:
+    with pytest.raises(ValueError, match=f"PATH {path} overlaps {taken}, which the pods"):
+        volume(f"data:{path}")
+
+
+class LenientLoader(yaml.SafeLoader):
+    """Reads numbers and booleans that PyYAML takes for text and other readers do not."""
+
+
+LenientLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?\Z"),
+    list("-+.0123456789"),
+)
+LenientLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:int",
+    re.compile(r"[-+]?(0o[0-7_]+|0b[01_]+|0x[0-9a-fA-F_]+|[0-9][0-9_]*)\Z"),
+    list("-+0123456789"),
+)
+LenientLoader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"[yYnN]\Z"), list("yYnN"))
+
+
+def loaded(text: str, loader: type[yaml.SafeLoader]) -> Any:
+    return yaml.load(text, Loader=loader)
+
+
+def test_without_quotes_other_yaml_readers_would_find_a_number() -> None:
+    assert yaml.safe_dump("1e-3").startswith("1e-3")
+    assert loaded("1e-3", LenientLoader) == 0.001
+
+
+AMBIGUOUS = [
+    *(
+        "1e-3",
+        "1e3",
+        "-1e5",
+        ".5",
+        "0o17",
+        "0x1f",
+        "1_000",
+        "12:30",
+        "2024-01-01",
+        "8",
+        "-np",
+        "inf",
+    ),
+    *("y", "N", "no", "on", "null", "~", "true", "", " ", "=", "<<", "# no", "a: b", "a\nb", "a\n"),
+    *(
+        "\tb",
+        "ü",
+        "\x07",
+        "\u2028",
+        "- x",
+        "{}",
+        "[1]",
+        "*a",
+        "&a",
+        "!a",
+        "%a",
+        "@a",
+        "`a",
+        "?",
+        "|",
+    ),
+]
+
+
+@pytest.mark.parametrize("loader", [yaml.SafeLoader, LenientLoader])
+@pytest.mark.parametrize("word", AMBIGUOUS)
+def test_ambiguous_text_stays_text(word: str, loader: type[yaml.SafeLoader]) -> None:
+    assert loaded(yaml_text({"args": [word], "key": word}), loader) == {"args": [word], "key": word}
+
+
+@settings(deadline=None)
+@given(st.text(alphabet=st.characters(codec="utf-8")))
+def test_any_text_survives_yaml(text: str) -> None:
+    assert loaded(yaml_text({"args": [text]}), LenientLoader) == {"args": [text]}
+
+
+@settings(deadline=None)
+@given(st.text(alphabet="0123456789.eE+-_xob:yn ", max_size=6))
+def test_text_that_resembles_a_number_stays_text(text: str) -> None:
+    assert loaded(yaml_text({"args": [text]}), LenientLoader) == {"args": [text]}
+
+
+def test_numbers_and_booleans_keep_their_types() -> None:
+    document = {"replicas": 2, "suspend": False, "list": [1, "1"]}
+    assert loaded(yaml_text(document), LenientLoader) == document
+
+
+def test_fields_keep_their_order_and_lines_are_not_folded() -> None:
+    assert yaml_text({"b": "word " * 40, "a": 1}) == f"b: '{'word ' * 40}'\na: 1\n"

@@ -1,4 +1,4 @@
-"""What is rendered is a valid MPIJob, and would not be if any field had another name or type."""
+"""The document is a valid MPIJob; with another name or type of any field it is not."""
 
 import copy
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ Path = tuple[str | int, ...]
 
 
 def nodes(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Everything in a document below its top, and where it is."""
+    """Every value in a document with its path."""
     items = value.items() if isinstance(value, dict) else enumerate(value)
     for key, below in items:
         yield (*path, key), below
@@ -23,7 +23,7 @@ def nodes(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 FULL = read(full_job())
 NODES = list(nodes(FULL))
 FIELDS = [path for path, _ in NODES if isinstance(path[-1], str)]
-# These may be numbers and texts.
+# Numbers and text are both valid here.
 EITHER = {"limits", "sizeLimit", "port"}
 LEAVES = [
     path for path, value in NODES if not isinstance(value, dict | list) and EITHER.isdisjoint(path)
@@ -42,7 +42,7 @@ def parent(document: Any, path: Path) -> Any:
 
 
 @pytest.mark.parametrize("document", [read(job()), FULL], ids=["minimal", "full"])
-def test_it_is_valid(document: dict[str, Any]) -> None:
+def test_the_document_is_valid(document: dict[str, Any]) -> None:
     assert problems(document) == []
 
 
@@ -52,7 +52,7 @@ def test_there_are_fields_to_rename() -> None:
 
 
 @pytest.mark.parametrize("path", FIELDS, ids=dotted)
-def test_another_name_of_a_field_is_not_valid(path: Path) -> None:
+def test_a_misspelt_field_is_invalid(path: Path) -> None:
     document = copy.deepcopy(FULL)
     fields = parent(document, path)
     fields[f"{path[-1]}s"] = fields.pop(path[-1])
@@ -60,7 +60,7 @@ def test_another_name_of_a_field_is_not_valid(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", LEAVES, ids=dotted)
-def test_another_type_of_a_value_is_not_valid(path: Path) -> None:
+def test_a_value_of_another_type_is_invalid(path: Path) -> None:
     document = copy.deepcopy(FULL)
     place = parent(document, path)
     place[path[-1]] = 7 if isinstance(place[path[-1]], str | bool) else "7"
@@ -68,13 +68,13 @@ def test_another_type_of_a_value_is_not_valid(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", AMOUNTS, ids=dotted)
-def test_an_amount_that_is_none_is_not_valid(path: Path) -> None:
+def test_a_malformed_amount_is_invalid(path: Path) -> None:
     document = copy.deepcopy(FULL)
     parent(document, path)[path[-1]] = "4 GB"
     assert problems(document) != []
 
 
-def test_a_repeated_variable_is_not_valid() -> None:
+def test_a_repeated_variable_is_invalid() -> None:
     document = copy.deepcopy(FULL)
     replica = document["spec"]["mpiReplicaSpecs"]["Launcher"]
     variables = replica["template"]["spec"]["containers"][0]["env"]

@@ -1,4 +1,4 @@
-"""Runs that last until a test ends them."""
+"""Runs that go on until a test ends them."""
 
 import subprocess
 import sys
@@ -10,13 +10,13 @@ from supervised import command_line, sleeping, wait_until
 
 @pytest.fixture
 def mark():
-    """A duration to sleep for that no other process sleeps for."""
+    """A duration for ``sleep`` by which a test recognises its processes."""
     return f"{600 + uuid.uuid4().int % 10**6 / 10**6:.6f}"
 
 
 @pytest.fixture
 def interruptible(tmp_path):
-    """Writes a script that waits for a KeyboardInterrupt; the command that runs it."""
+    """Writes a script that waits for KeyboardInterrupt; returns the command that runs it."""
 
     def write(answer):
         script = tmp_path / "interruptible.py"
@@ -32,7 +32,7 @@ def interruptible(tmp_path):
 
 @pytest.fixture
 def started(mark):
-    """Starts ranks that sleep for long, each in a process of a process of its own."""
+    """Starts two ranks; each starts a shell, which starts a long ``sleep``."""
     running = []
 
     def start(script="(sleep MARK & wait) & wait"):

@@ -1,4 +1,4 @@
-"""``hvkit run``'s supervision, of ranks that a stand-in for mpirun starts on this host."""
+"""Starts ``hvkit run``'s supervision with a stand-in for mpirun on this host."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ import time
 
 import psutil
 
-# Starts each rank as mpirun does, and ends the others when one fails: by force after a second.
+# Starts ranks like mpirun. When one fails, ends the others, by force after a second.
 LAUNCHER = """
 import os, subprocess, sys, time
 size, *command = sys.argv[1:]
@@ -30,8 +30,8 @@ sys.exit(next((status for status in statuses if status), 0) % 256)
 
 RUN = """
 import os, signal, sys
-from hvkit.launch.supervision.run import Run, supervise
-# As from a terminal: what runs in the background may have been started to ignore them.
+from hvkit.launch.supervision.supervised_run import Run, supervise
+# As in a terminal: a shell may have started the tests in the background, ignoring these signals.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 agent = [sys.executable, "-m", "hvkit.launch.supervision.agent"]
@@ -59,12 +59,12 @@ def sleeping(mark):
 def wait_until(condition):
     deadline = time.monotonic() + 30
     while not condition():
-        assert time.monotonic() < deadline, "it did not happen in 30 seconds"
+        assert time.monotonic() < deadline, "the condition was not met within 30 seconds"
         time.sleep(0.05)
 
 
 def below(run):
-    """The processes below ``hvkit run`` by what they are."""
+    """The processes below ``hvkit run``, by role."""
     found = {"launcher": [], "guard": [], "agent": [], "command": []}
     for process in psutil.Process(run.pid).children(recursive=True):
         words = process.cmdline()

@@ -1,4 +1,4 @@
-"""What ranks print reaches the terminal and the log files."""
+"""The output of ranks reaches the terminal and the log files."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def output(shown, **style):
     return RankOutput(3, "node2", Style(**style), lambda kind, data: shown.append((kind, data)))
 
 
-def test_without_a_style_bytes_pass_as_they_are(shown):
+def test_without_a_style_bytes_pass_unchanged(shown):
     rank = output(shown)
     for data in (b"\x1b[1mhalf", b" a line\r", b"\xff\n"):
         rank.write(Kind.STDOUT, data)
@@ -23,14 +23,14 @@ def test_without_a_style_bytes_pass_as_they_are(shown):
     assert b"".join(data for _, data in shown) == b"\x1b[1mhalf a line\r\xff\n"
 
 
-def test_a_line_in_pieces_is_shown_as_a_whole(shown):
+def test_a_line_that_arrives_in_pieces_is_shown_whole(shown):
     rank = output(shown)
     for data in (b"one", b" line", b"\nand", b" more"):
         rank.write(Kind.STDOUT, data)
     assert shown == [(Kind.STDOUT, b"one line\n")]
 
 
-def test_a_line_that_takes_long_is_shown_as_far_as_it_has_come(shown):
+def test_flush_shows_an_unfinished_line(shown):
     rank = output(shown)
     rank.write(Kind.STDOUT, b"50%\r")
     rank.flush()
@@ -38,14 +38,14 @@ def test_a_line_that_takes_long_is_shown_as_far_as_it_has_come(shown):
     assert shown == [(Kind.STDOUT, b"50%\r"), (Kind.STDOUT, b"100%\n")]
 
 
-def test_with_a_prefix_only_whole_lines_are_shown_before_the_end(shown):
+def test_with_a_prefix_flush_shows_no_unfinished_line(shown):
     rank = output(shown, prefix=True)
     rank.write(Kind.STDOUT, b"50%\r")
     rank.flush()
     assert shown == []
 
 
-def test_a_prefix_stands_before_whole_lines_of_each_stream(shown):
+def test_every_line_of_each_stream_gets_the_prefix(shown):
     rank = output(shown, prefix=True)
     rank.write(Kind.STDOUT, b"one\ntw")
     rank.write(Kind.STDERR, b"oops\n")
@@ -57,7 +57,7 @@ def test_a_prefix_stands_before_whole_lines_of_each_stream(shown):
     ]
 
 
-def test_a_line_without_an_end_is_shown_at_the_end(shown):
+def test_close_shows_an_unfinished_line(shown):
     rank = output(shown, prefix=True)
     rank.write(Kind.STDOUT, b"no newline")
     assert shown == []
@@ -65,19 +65,19 @@ def test_a_line_without_an_end_is_shown_at_the_end(shown):
     assert shown == [(Kind.STDOUT, b"[3 node2] no newline\n")]
 
 
-def test_of_a_progress_bar_the_last_state_is_shown(shown):
+def test_only_the_last_state_of_a_progress_bar_is_shown(shown):
     rank = output(shown, prefix=True)
     rank.write(Kind.STDOUT, b"1%\r50%\r100%\r\n")
     assert shown == [(Kind.STDOUT, b"[3 node2] 100%\n")]
 
 
-def test_a_line_without_any_end_is_shown_in_parts(shown):
+def test_a_very_long_unfinished_line_is_shown_in_parts(shown):
     rank = output(shown, prefix=True)
     rank.write(Kind.STDOUT, b"x" * 70_000)
     assert shown == [(Kind.STDOUT, b"[3 node2] " + b"x" * 70_000 + b"\n")]
 
 
-def test_of_a_progress_bar_no_more_is_kept_than_its_state(shown):
+def test_only_the_last_state_of_a_progress_bar_is_kept(shown):
     rank = output(shown, prefix=True)
     for number in range(20_000):
         rank.write(Kind.STDOUT, b"%d%%\r" % number)
@@ -95,7 +95,7 @@ def test_timestamps_are_dates_with_milliseconds(shown):
     assert datetime.fromisoformat(time)
 
 
-def test_the_log_file_has_what_was_shown_of_both_streams(shown, tmp_path):
+def test_the_log_file_has_both_streams(shown, tmp_path):
     rank = output(shown, log_dir=tmp_path)
     rank.write(Kind.STDOUT, b"out\n")
     rank.write(Kind.STDERR, b"err")
@@ -103,7 +103,7 @@ def test_the_log_file_has_what_was_shown_of_both_streams(shown, tmp_path):
     assert (tmp_path / "rank-0003.log").read_bytes() == b"out\nerr"
 
 
-def test_what_is_not_to_be_shown_goes_to_the_log_and_the_report_alone(shown, tmp_path):
+def test_output_of_a_rank_that_is_not_shown_goes_only_to_its_log_and_the_report(shown, tmp_path):
     rank = output(shown, log_dir=tmp_path, ranks=(range(1), range(4, 8)))
     rank.write(Kind.STDOUT, b"out\n")
     rank.write(Kind.STDERR, b"begun")
@@ -114,19 +114,19 @@ def test_what_is_not_to_be_shown_goes_to_the_log_and_the_report_alone(shown, tmp
     assert rank.last_lines() == ["out", "begun"]
 
 
-def test_what_is_to_be_shown_is_shown(shown):
+def test_output_of_a_rank_in_a_chosen_range_is_shown(shown):
     rank = output(shown, ranks=(range(1), range(2, 4)))
     rank.write(Kind.STDOUT, b"out\n")
     assert shown == [(Kind.STDOUT, b"out\n")]
 
 
-def test_the_last_lines_are_kept_and_no_more(shown):
+def test_only_the_last_lines_are_kept(shown):
     rank = output(shown)
     rank.write(Kind.STDERR, b"".join(b"%d\n" % number for number in range(100)) + b"end")
     assert rank.last_lines() == [*(str(n) for n in range(100 - LAST_LINES, 100)), "end"]
 
 
-def test_a_line_without_end_is_not_kept_whole(shown):
+def test_only_the_end_of_a_very_long_line_is_kept(shown):
     rank = output(shown)
     for _ in range(100):
         rank.write(Kind.STDOUT, b"x" * 1000)

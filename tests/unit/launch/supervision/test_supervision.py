@@ -1,5 +1,6 @@
-"""``hvkit run`` watches its ranks: here started by a stand-in for mpirun, on this host."""
+"""``hvkit run`` watches ranks, which a stand-in for mpirun starts on this host."""
 
+import contextlib
 import json
 import os
 import shlex
@@ -8,22 +9,24 @@ import socket
 import subprocess
 import sys
 import time
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge
 
 import psutil
 import pytest
 from supervised import LAUNCHER, RUN, below, command_line, run, sleeping
 
-from hvkit.launch.supervision.protocol import KEY_VARIABLE, Kind, Supervised, frame
+from hvkit.launch.supervision.protocol import KEY_VARIABLE, AgentSettings, Kind, frame
 
 
-def test_what_ranks_print_and_that_all_ended_well_is_handed_on():
+def test_output_and_success_of_the_ranks_are_passed_on():
     done = run("echo out $OMPI_COMM_WORLD_RANK; echo err >&2")
     assert done.returncode == 0
     assert sorted(done.stdout.split("\n")) == ["", "out 0", "out 1"]
     assert done.stderr == "err\nerr\n"
 
 
-def test_of_ranks_that_are_not_shown_the_one_that_fails_is_shown_at_its_end():
+def test_a_rank_that_is_not_shown_is_reported_if_it_fails():
     style = "from hvkit.launch.supervision.output import Style\n"
     program = style + RUN.replace("bind=True", "bind=True, style=Style(ranks=(range(1),))")
     done = run("echo out $OMPI_COMM_WORLD_RANK; echo err >&2", program=program)
@@ -39,7 +42,7 @@ def test_megabytes_of_output_arrive_in_full():
     assert done.stdout == "x" * 3_000_000
 
 
-def test_the_rank_that_failed_first_is_named_with_its_last_lines_and_its_status():
+def test_the_rank_that_failed_first_is_named_with_status_and_last_lines():
     done = run("[ $OMPI_COMM_WORLD_RANK = 0 ] && sleep 600; echo too bad >&2; exit 7")
     assert done.returncode == 7
     host = socket.gethostname()
@@ -50,7 +53,7 @@ def test_the_rank_that_failed_first_is_named_with_its_last_lines_and_its_status(
     assert "failed too" not in done.stderr
 
 
-def test_a_command_that_is_not_there_is_named():
+def test_a_missing_command_is_named():
     done = subprocess.run(
         [sys.executable, "-c", RUN, LAUNCHER, "1", "no-such-program"],
         capture_output=True,
@@ -61,14 +64,14 @@ def test_a_command_that_is_not_there_is_named():
     assert "cannot run 'no-such-program'" in done.stderr
 
 
-def test_ranks_print_at_once_though_into_a_pipe():
+def test_output_of_python_ranks_is_unbuffered():
     script = f"{sys.executable} -c 'import os; print(1); os.kill(os.getpid(), 9)'"
     done = run(script, size=1)
     assert done.returncode == 137
     assert done.stdout == "1\n"
 
 
-def test_nothing_is_lost_where_output_is_read_late():
+def test_no_output_is_lost_if_it_is_read_late():
     script = "head -c 4000000 /dev/zero | tr '\\0' x; echo END"
     running = subprocess.Popen(command_line(script, size=1), stdout=subprocess.PIPE)
     time.sleep(8)  # Longer than anything here waits for a reader.
@@ -78,7 +81,7 @@ def test_nothing_is_lost_where_output_is_read_late():
     assert out.endswith(b"xEND\n")
 
 
-def test_a_reader_that_has_seen_enough_ends_the_run_quietly():
+def test_a_closed_pipe_ends_the_run_silently():
     running = subprocess.Popen(
         command_line("yes", size=1), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -96,7 +99,7 @@ def test_a_full_disk_is_named_with_the_log_file(tmp_path):
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     log = tmp_path / "rank-0000.log"
-    assert f"output cannot be written to {log}: No space left on device" in done.stderr
+    assert f"hvkit run: cannot write output to {log}: No space left on device" in done.stderr
 
 
 def test_without_standard_input_ranks_run():
@@ -109,17 +112,22 @@ def test_commands_do_not_get_the_key():
     assert KEY_VARIABLE not in run("env", size=1).stdout
 
 
-def test_who_does_not_know_the_key_is_not_listened_to(started, mark):
+def test_a_stranger_with_another_key_cannot_pose_as_an_agent(started, mark):
     running = started()
     environment = psutil.Process(below(running)["agent"][0].pid).environ()
-    supervised = Supervised.from_json(environment["HVKIT_RUN"])
-    with socket.create_connection((supervised.addresses[0], supervised.port), timeout=10) as wrong:
-        nonce = wrong.recv(16)
-        hello = {"rank": 0, "host": "x", "proof": nonce.hex()}
-        wrong.sendall(frame(Kind.HELLO, json.dumps(hello).encode()))
-        wrong.sendall(frame(Kind.ENDED, json.dumps({"status": 5}).encode()))
-        assert wrong.recv(100) == b""
-    # Had it been believed, this would be the end with the status that it told.
+    settings = AgentSettings.from_json(environment["HVKIT_RUN"])
+    stranger = socket.create_connection((settings.addresses[0], settings.port))
+    frames = [
+        frame(Kind.HELLO, json.dumps({"rank": 0, "host": "x"}).encode()),
+        frame(Kind.ENDED, json.dumps({"status": 5}).encode()),
+    ]
+    with Connection(stranger.detach()) as connection:
+        with pytest.raises(AuthenticationError, match="digest sent was rejected"):
+            answer_challenge(connection, b"a guess")
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            os.write(connection.fileno(), b"".join(frames))
+            assert os.read(connection.fileno(), 100) == b""
+    # If the supervisor had believed it, the run would end now, with status 5.
     with pytest.raises(subprocess.TimeoutExpired):
         running.wait(timeout=6)
     running.terminate()
@@ -140,24 +148,25 @@ def test_ranks_of_a_host_are_bound_to_different_cores():
     assert first != second
 
 
-def test_who_does_not_prove_itself_can_say_anything(started, mark):
+def test_garbage_from_a_stranger_changes_nothing(started, mark):
     running = started()
     (port,) = {
         c.laddr.port for c in psutil.Process(running.pid).net_connections() if c.status == "LISTEN"
     }
-    for said in (b"[" * 4000, b'{"rank": Infinity, "host": "", "proof": ""}', b"x" * 5000):
+    for garbage in (b"[" * 4000, b'{"rank": Infinity, "host": "", "proof": ""}', b"x" * 5000):
         with socket.create_connection(("127.0.0.1", port)) as stranger:
-            stranger.sendall(frame(Kind.HELLO, said))
+            stranger.sendall(frame(Kind.HELLO, garbage))
             stranger.shutdown(socket.SHUT_WR)
-            while stranger.recv(4096):
-                pass
+            with contextlib.suppress(ConnectionResetError):
+                while stranger.recv(4096):
+                    pass
     assert len(sleeping(mark)) == 2
     running.send_signal(signal.SIGTERM)
     _, errors = running.communicate(timeout=30)
     assert errors == "hvkit run: ended by SIGTERM\n"
 
 
-def test_what_is_meant_for_this_host_alone_is_set_here():
+def test_variables_for_this_host_only_are_set_here():
     given = RUN.replace("bind=True", "bind=True, here={'MINE': 'a b'}")
     done = run("echo $MINE", program=given)
     assert done.stdout == "a b\na b\n"

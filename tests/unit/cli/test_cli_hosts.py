@@ -1,11 +1,14 @@
-"""``hvkit hosts`` as it is typed."""
+"""``hvkit hosts`` on the command line, and the tables it prints."""
 
+import io
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from hvkit.cli import arguments, main
 from hvkit.cli import hosts as command
-from hvkit.cli import hosts_arguments, main
+from hvkit.cli.hosts import show_table
 from hvkit.launch.check import Checked, Problem
 from hvkit.launch.host_reports import Examined, HostReport
 
@@ -31,7 +34,7 @@ def test_a_file_is_listed_with_the_ranks_of_each_host(file, capsys):
         "node1          2    4     -    0-1\n"
         "node2          1    -  root      2\n"
         "node3  its cores    -     -     3-\n"
-        "3 hosts, 3 slots and the cores of hosts that name none\n"
+        "3 hosts, 3 slots, plus the cores of hosts without a slot count\n"
     )
 
 
@@ -70,31 +73,31 @@ def test_hosts_are_printed_for_horovodrun(capsys):
         ("root@a:1", "horovodrun", "horovodrun does not accept root@a: set User for a in ~/.ssh/"),
     ],
 )
-def test_what_a_launcher_does_not_take_is_not_printed_for_it(capsys, hosts, form, message):
+def test_hosts_that_a_launcher_would_not_accept_are_refused(capsys, hosts, form, message):
     assert main(["hosts", "-H", hosts, "--as", form]) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith(f"hvkit: {message}")
 
 
-def test_a_host_that_is_named_again_is_told(file, capsys):
+def test_a_repeated_host_is_mentioned_and_its_slots_added_up(file, capsys):
     file.write_text("node1 slots=2\nnode1 slots=1\n")
     assert main(["hosts", "hosts", "--as", "openmpi"]) == 0
     printed = capsys.readouterr()
     assert printed.out == "node1 slots=3\n"
     assert printed.err == (
         "hvkit: hosts: line 2: node1 is named again after line 1: name it once, with all its slots "
-        "(3), or `hvkit run` refuses it; they are added here\n"
+        "(3); added up here, but `hvkit run` refuses it\n"
     )
 
 
-def test_a_host_that_is_named_again_is_not_ready(file, capsys):
+def test_a_check_refuses_a_repeated_host(file, capsys):
     file.write_text("node1 slots=2\nnode1 slots=1\n")
     assert main(["hosts", "hosts", "--check"]) == 1
     assert "line 2: node1 is named again after line 1" in capsys.readouterr().err
 
 
-def test_a_wrong_file_is_told(file, capsys):
+def test_a_malformed_file_is_reported_with_its_line(file, capsys):
     file.write_text("node1 slots=2\nnode2 slots=four\n")
     assert main(["hosts", "hosts"]) == 1
     printed = capsys.readouterr()
@@ -113,7 +116,7 @@ def test_without_a_file_the_hosts_are_those_of_the_batch_system(scontrol, capsys
     assert printed.err == "hvkit: hosts from Slurm (SLURM_JOB_NODELIST)\n"
 
 
-def test_a_check_knows_the_batch_system_of_the_hosts(scontrol, capsys, monkeypatch):
+def test_a_check_gets_the_batch_system_of_the_hosts(scontrol, capsys, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu[1-2]")
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4(x2)")
     systems = []
@@ -125,8 +128,8 @@ def test_a_check_knows_the_batch_system_of_the_hosts(scontrol, capsys, monkeypat
     assert systems == ["Slurm", None]
 
 
-def test_without_any_hosts_it_is_said_how_to_name_them(capsys, monkeypatch):
-    monkeypatch.setattr(hosts_arguments, "allocation", lambda environ: None)
+def test_without_any_hosts_the_error_explains_how_to_name_them(capsys, monkeypatch):
+    monkeypatch.setattr(arguments, "allocation", lambda environ: None)
     assert main(["hosts"]) == 1
     assert capsys.readouterr().err.startswith("hvkit: no hosts: name a hostfile or -H HOST:SLOTS")
 
@@ -158,3 +161,30 @@ def test_arguments_that_exclude_each_other_are_refused(arguments):
     with pytest.raises(SystemExit) as end:
         main(["hosts", *arguments])
     assert end.value.code == 2
+
+
+_COLUMNS = ("host", "slots")
+_ROWS = (("node1", "2"), ("[::1]", "16"))
+
+
+def _printed(terminal: bool) -> str:
+    file = io.StringIO()
+    show_table(Console(file=file, force_terminal=terminal, width=60), _COLUMNS, _ROWS)
+    return file.getvalue()
+
+
+def test_without_a_terminal_columns_are_aligned_without_trailing_blanks():
+    assert _printed(terminal=False) == "host   slots\nnode1      2\n[::1]     16\n"
+
+
+def test_without_a_terminal_long_lines_are_not_wrapped():
+    file = io.StringIO()
+    show_table(Console(file=file, width=10), _COLUMNS, [("n" * 50, "2")])
+    assert len(file.getvalue().splitlines()) == 2
+
+
+def test_on_a_terminal_a_table_is_drawn_and_brackets_stay():
+    drawn = _printed(terminal=True)
+    assert "━" in drawn
+    for word in ("host", "slots", "node1", "[::1]", "16"):
+        assert word in drawn

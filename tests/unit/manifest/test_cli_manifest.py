@@ -1,4 +1,4 @@
-"""``hvkit manifest`` writes what it is asked for and names what is wrong."""
+"""``hvkit manifest`` writes manifests and reports wrong arguments."""
 
 import shlex
 import subprocess
@@ -80,7 +80,7 @@ def test_a_script_with_all_options(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("system", ["mpijob --image a", "slurm"])
-def test_hvkit_run_is_told_nothing_that_was_not_asked_for(
+def test_hvkit_run_gets_no_options_by_default(
     capsys: pytest.CaptureFixture[str], system: str
 ) -> None:
     text = written(capsys, f"manifest {system} -np 8 --slots 4 python train.py")
@@ -93,7 +93,10 @@ def test_hvkit_run_is_told_nothing_that_was_not_asked_for(
     [
         ("manifest", "arguments are required: SYSTEM"),
         ("manifest pbs", "'pbs' (choose from"),
-        (f"{MPIJOB}", "COMMAND is missing: what every rank runs, such as `python script.py`"),
+        (
+            f"{MPIJOB}",
+            "COMMAND is missing: give the program that every rank runs, such as `python script.py`",
+        ),
         (f"{MPIJOB} --", "COMMAND is missing"),
         (f"{MPIJOB} -- --epochs 2", "COMMAND must begin with a program"),
         (f"{MPIJOB} ''", "COMMAND must begin with a program"),
@@ -114,24 +117,30 @@ def test_hvkit_run_is_told_nothing_that_was_not_asked_for(
         (f"{MPIJOB} --memory 100Mi python", "--shm-size 2Gi must be less than"),
         (f"{MPIJOB} --shm-size 0Gi python", "argument --shm-size: must be a number and"),
         (f"{MPIJOB} --env A python", "argument --env: must be NAME=VALUE"),
-        (f"{MPIJOB} --env A=1 --env A=2 python", "argument --env: a variable is there twice"),
+        (f"{MPIJOB} --env A=1 --env A=2 python", "argument --env: A is set twice"),
         (f"{MPIJOB} --env K_MPI_JOB_ROLE=1 python", "--env K_MPI_JOB_ROLE: the MPI operator sets"),
         (f"{MPIJOB} --volume data python", "argument --volume: must be CLAIM:PATH"),
-        (f"{MPIJOB} --volume a:/dev/shm python", "argument --volume: PATH /dev/shm is in the way"),
-        (f"{MPIJOB} --volume a:/x --volume b:/x python", "--volume: /x is there 2 times"),
+        (
+            f"{MPIJOB} --volume a:/dev/shm python",
+            "argument --volume: PATH /dev/shm overlaps /dev/shm",
+        ),
+        (f"{MPIJOB} --volume a:/x --volume b:/x python", "--volume: /x is used 2 times"),
         (f"{MPIJOB} --lost-after 1 python", "argument --lost-after: must be a number of seconds"),
         (
             f"{MPIJOB} --show x python",
             "argument --show: must be ranks, such as 0 or 0,4-7, got 'x'",
         ),
-        (f"{SLURM} --show 4-0 python", "a range begins with its smaller rank, got '4-0'"),
-        (f"{SLURM} --show 0,8 python", "argument --show: there is no rank 8: they are numbered"),
+        (f"{SLURM} --show 4-0 python", "a range must begin with its smaller rank, got '4-0'"),
+        (f"{SLURM} --show 0,8 python", "argument --show: there is no rank 8: ranks are numbered"),
         (f"{SLURM} --lost-after soon python", "from 2 to 86400, got 'soon'"),
         (f"{SLURM} --log-dir '\udcff' python", "must be text in UTF-8"),
-        (f"{SLURM} --env A=1 --env A=2 python", "argument --env: a variable is there twice"),
+        (f"{SLURM} --env A=1 --env A=2 python", "argument --env: A is set twice"),
         (f"{SLURM} --env A python", "argument --env: must be NAME=VALUE"),
-        (f"{SLURM} --sbatch=qos=high python", "argument --sbatch: must be an option of one line"),
-        (f"{SLURM} --sbatch=--nodes=9 python", "--sbatch --nodes=9: the script has --nodes=2"),
+        (f"{SLURM} --sbatch=qos=high python", "argument --sbatch: must be one option on one line"),
+        (
+            f"{SLURM} --sbatch=--nodes=9 python",
+            "--sbatch --nodes=9: the script already has --nodes=2",
+        ),
         (f"{MPIJOB} --retries -1 python", "argument --retries:"),
         (f"{MPIJOB} --retries x python", "must be 0 or a positive integer, got 'x'"),
         (f"{SLURM} --cpus 0.5 python", "argument --cpus: must be a positive integer, got '0.5'"),
@@ -159,8 +168,10 @@ def test_slots_that_stay_idle_are_mentioned(
     capsys: pytest.CaptureFixture[str], system: str
 ) -> None:
     assert cli.main(shlex.split(f"manifest {system} -np 7 --slots 4 python train.py")) == 0
-    note = "hvkit: note: 2 x 4 slots for 7 ranks: 1 of the last stay idle, with what is reserved"
-    assert capsys.readouterr().err.startswith(note)
+    assert capsys.readouterr().err == (
+        "hvkit: note: 7 ranks on 2 x 4 slots; idle slots on the last host: 1, with the resources "
+        "that are reserved for them\n"
+    )
 
 
 def test_no_framework_is_imported() -> None:

@@ -1,4 +1,4 @@
-"""Whatever ends or is killed, ``hvkit run`` ends everything, and names what failed."""
+"""Whichever process ends or is killed, ``hvkit run`` ends all others and names the cause."""
 
 import os
 import pty
@@ -10,14 +10,14 @@ import time
 import pytest
 from supervised import LAUNCHER, RUN, below, command_line, run, sleeping, wait_until
 
-# Says which signal it got, and ends.
+# Waits for a signal, prints its name, and ends.
 CHILD = """
 import signal, sys
 name = sys.argv[1]
 number = signal.sigwait(set(map(signal.Signals, map(int, sys.argv[2:]))))
 print(name, "got", signal.Signals(number).name, flush=True)
 """
-# Starts one as data loaders do, and one in a session of its own; ready when `sleep` runs.
+# Starts one CHILD like a data loader's worker and one in its own session; ready when `sleep` runs.
 RANK = """
 import signal, subprocess, sys
 child, mark = sys.argv[1:]
@@ -43,7 +43,7 @@ def test_a_signal_ends_everything(started, mark, number):
     assert sleeping(mark) == []
 
 
-def test_processes_that_ignore_the_polite_signal_are_ended_too(started, mark):
+def test_processes_that_ignore_sigterm_are_killed(started, mark):
     running = started("trap '' TERM; (trap '' TERM; sleep MARK & wait; wait) & wait; wait")
     running.terminate()
     running.communicate(timeout=30)
@@ -54,12 +54,12 @@ def test_processes_that_ignore_the_polite_signal_are_ended_too(started, mark):
     ("victim", "message"),
     [
         ("launcher", "The launcher (process "),
-        ("guard", "its process below the launcher was killed"),
-        ("agent", "ended without a word"),
+        ("guard", "its guard, the process between the launcher and the rank, was killed"),
+        ("agent", "vanished: it and its watcher died without an exit status"),
         ("command", "was killed by signal 9 (SIGKILL)"),
     ],
 )
-def test_whatever_is_killed_all_end_and_it_is_named(started, mark, victim, message):
+def test_if_any_process_is_killed_everything_ends_and_it_is_named(started, mark, victim, message):
     running = started()
     below(running)[victim][-1].kill()
     _, errors = running.communicate(timeout=30)
@@ -68,7 +68,7 @@ def test_whatever_is_killed_all_end_and_it_is_named(started, mark, victim, messa
     wait_until(lambda: sleeping(mark) == [])
 
 
-def test_ranks_end_with_their_launcher_also_when_hvkit_run_cannot_tell_them(started, mark):
+def test_ranks_end_with_their_launcher_while_hvkit_run_is_stopped(started, mark):
     running = started()
     (launcher,) = below(running)["launcher"]
     running.send_signal(signal.SIGSTOP)
@@ -80,7 +80,7 @@ def test_ranks_end_with_their_launcher_also_when_hvkit_run_cannot_tell_them(star
     assert running.wait(timeout=30) != 0
 
 
-def test_when_hvkit_run_itself_is_killed_all_end(started, mark):
+def test_if_hvkit_run_is_killed_everything_ends(started, mark):
     running = started()
     agents = below(running)["agent"]
     running.kill()
@@ -114,7 +114,7 @@ def test_a_signal_ends_a_run_whose_output_nobody_reads(mark):
     assert sleeping(mark) == []
 
 
-def test_a_signal_gives_commands_their_time(started, monkeypatch):
+def test_commands_may_finish_within_the_grace_after_a_signal(started, monkeypatch):
     monkeypatch.setenv("GRACE", "20")
     running = started("trap 'sleep 2; echo saved; exit 0' TERM; sleep MARK & wait; wait")
     running.send_signal(signal.SIGTERM)
@@ -150,7 +150,7 @@ def test_a_ctrl_c_in_a_terminal_reaches_every_rank_as_an_interrupt(mark, interru
         os.close(terminal)
 
 
-def test_a_rank_that_ends_at_the_interrupt_leaves_the_others_their_time(started, interruptible):
+def test_a_rank_that_ends_at_the_interrupt_does_not_cut_short_the_others(started, interruptible):
     first = "if os.environ['OMPI_COMM_WORLD_RANK'] == '1': raise"
     running = started(interruptible(f"{first}\n    time.sleep(4); print('saved')"))
     running.send_signal(signal.SIGINT)
@@ -160,35 +160,35 @@ def test_a_rank_that_ends_at_the_interrupt_leaves_the_others_their_time(started,
     assert running.returncode == 130
 
 
-def test_an_interrupt_reaches_the_processes_that_a_terminals_would(started, tmp_path):
+def test_an_interrupt_reaches_the_same_processes_as_ctrl_c_in_a_terminal(started, tmp_path):
     (tmp_path / "child.py").write_text(CHILD)
     (tmp_path / "rank.py").write_text(RANK)
     running = started(f"{sys.executable} {tmp_path}/rank.py {tmp_path}/child.py MARK")
     running.send_signal(signal.SIGINT)
     out, _ = running.communicate(timeout=30)
-    # What has a session of its own is ended with what the rank leaves behind.
+    # The interrupt misses the other session; SIGTERM ends it as a left-over of the rank.
     once = ["rank got SIGINT", "session got SIGTERM", "worker got SIGINT"]
     assert sorted(out.splitlines()) == sorted(once * 2)
 
 
-def test_ranks_that_ignore_the_interrupt_are_asked_again_after_their_time(started, monkeypatch):
+def test_ranks_that_ignore_the_interrupt_get_sigterm_after_the_grace(started, monkeypatch):
     monkeypatch.setenv("GRACE", "1")
-    running = started("trap '' INT; trap 'echo asked; exit' TERM; sleep MARK & wait; wait")
+    running = started("trap '' INT; trap 'echo term; exit' TERM; sleep MARK & wait; wait")
     running.send_signal(signal.SIGINT)
     out, errors = running.communicate(timeout=30)
-    assert out == "asked\nasked\n"
+    assert out == "term\nterm\n"
     assert errors == "hvkit run: ended by SIGINT\n"
 
 
-def test_a_second_ctrl_c_is_a_polite_end_and_a_third_is_one_by_force(started, mark, monkeypatch):
+def test_a_second_ctrl_c_sends_sigterm_and_a_third_kills(started, mark, monkeypatch):
     monkeypatch.setenv("GRACE", "500")
     running = started(
-        "trap 'echo interrupted' INT; trap 'echo asked' TERM; (trap '' INT TERM; exec sleep MARK) &"
+        "trap 'echo interrupted' INT; trap 'echo term' TERM; (trap '' INT TERM; exec sleep MARK) &"
         "while :; do wait; done"
     )
-    for number, said in enumerate(("interrupted", "asked")):
+    for number, printed in enumerate(("interrupted", "term")):
         running.send_signal(signal.SIGINT)
-        assert [running.stdout.readline() for _ in range(2)] == [f"{said}\n"] * 2, number
+        assert [running.stdout.readline() for _ in range(2)] == [f"{printed}\n"] * 2, number
     assert len(sleeping(mark)) == 2
     running.send_signal(signal.SIGINT)
     _, errors = running.communicate(timeout=30)
@@ -198,26 +198,26 @@ def test_a_second_ctrl_c_is_a_polite_end_and_a_third_is_one_by_force(started, ma
 
 
 def fails_beside(answer, ready):
-    """A script of which rank 1 fails once rank 0 answers SIGTERM so."""
+    """A script: rank 1 fails once rank 0 has set ``answer`` as its handler of SIGTERM."""
     return (
         f"if [ $OMPI_COMM_WORLD_RANK = 1 ]; then until [ -e '{ready}' ]; do sleep 0.1; done;"
         f"exit 7; fi; trap '{answer}' TERM; touch '{ready}'; while :; do sleep 0.1; done"
     )
 
 
-def test_after_a_failure_the_others_have_their_time(tmp_path):
+def test_after_a_failure_the_other_ranks_may_finish_within_the_grace(tmp_path):
     done = run(fails_beside("sleep 5; echo saved; exit", tmp_path / "ready"))
     assert done.stdout == "saved\n"
     assert done.returncode == 7
 
 
-def test_a_signal_ends_what_takes_its_time_after_a_failure(tmp_path, monkeypatch):
+def test_a_signal_cuts_the_grace_after_a_failure_short(tmp_path, monkeypatch):
     monkeypatch.setenv("GRACE", "500")
     idle = LAUNCHER.replace("rank.terminate()", "pass").replace("rank.kill()", "rank.wait()")
-    script = fails_beside("echo asked", tmp_path / "ready")
+    script = fails_beside("echo term", tmp_path / "ready")
     words = [sys.executable, "-c", RUN, idle, "2", "bash", "-c", script]
     running = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert running.stdout.readline() == "asked\n"
+    assert running.stdout.readline() == "term\n"
     running.send_signal(signal.SIGINT)
     _, errors = running.communicate(timeout=30)
     assert running.returncode == 7
@@ -246,7 +246,7 @@ def test_signals_for_commands_reach_them(started, number):
     assert running.returncode == 0
 
 
-def test_a_rank_that_takes_its_time_to_end_is_not_the_one_that_failed():
+def test_a_rank_that_is_slow_to_end_is_not_blamed():
     done = run(
         "if [ $OMPI_COMM_WORLD_RANK = 1 ]; then sleep 1; exit 7; fi;"
         "trap 'sleep 3; exit 0' TERM; sleep 600 & wait; wait"
@@ -256,14 +256,14 @@ def test_a_rank_that_takes_its_time_to_end_is_not_the_one_that_failed():
     assert "failed too" not in done.stderr
 
 
-def test_what_a_killed_agent_leaves_behind_is_ended(started, mark):
+def test_processes_left_by_a_killed_agent_are_ended(started, mark):
     running = started("setsid sleep MARK & disown; sleep 601 & wait")
     below(running)["agent"][0].kill()
     assert running.wait(timeout=30) != 0
     wait_until(lambda: sleeping(mark) == [])
 
 
-def test_processes_that_ended_are_not_kept():
+def test_adopted_processes_that_ended_are_reaped():
     done = run(
         "for i in 1 2 3 4 5 6 7 8; do (true &); done; sleep 2;"
         "ps -o stat= --ppid $PPID | grep -c Z; true",

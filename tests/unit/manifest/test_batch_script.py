@@ -1,4 +1,4 @@
-"""The batch script: what it asks Slurm for, and what it runs."""
+"""The batch script: the resources it requests from Slurm, and the command it runs."""
 
 import os
 import stat
@@ -12,14 +12,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hvkit.manifest import Size, SlurmJob
-from hvkit.manifest.quantity import slurm_memory
+from hvkit.manifest.fields import slurm_memory
 
 COMMAND = ("python", "recipes/mnist_torch.py", "--epochs", "2")
 
 
 def job(**changes: Any) -> SlurmJob:
-    """A job of 8 ranks on 2 hosts that asks for nothing else."""
-    asked: dict[str, Any] = {
+    """A job of 8 ranks on 2 hosts, everything else at its default."""
+    defaults: dict[str, Any] = {
         "command": COMMAND,
         "size": Size.of(8, 4),
         "name": "mnist",
@@ -30,24 +30,24 @@ def job(**changes: Any) -> SlurmJob:
         "partition": None,
         "account": None,
     }
-    return SlurmJob(**{**asked, **changes})
+    return SlurmJob(**{**defaults, **changes})
 
 
 def options(job: SlurmJob) -> dict[str, str]:
-    """What the script asks for; Slurm reads no further than the first command."""
+    """The script's options as Slurm reads them: up to the first command."""
     first, *lines = job.script().splitlines()
     assert first == "#!/bin/bash"
-    asked = {}
+    found = {}
     for line in lines:
         if not line.startswith("#"):
             break
         name, value = line.removeprefix("#SBATCH --").split("=", 1)
-        assert name not in asked
-        asked[name] = value
-    return asked
+        assert name not in found
+        found[name] = value
+    return found
 
 
-def test_it_asks_for_hosts_and_ranks_and_nothing_else() -> None:
+def test_by_default_it_requests_hosts_and_ranks_and_nothing_else() -> None:
     assert options(job()) == {
         "job-name": "mnist",
         "nodes": "2",
@@ -56,8 +56,8 @@ def test_it_asks_for_hosts_and_ranks_and_nothing_else() -> None:
     }
 
 
-def test_it_asks_for_what_the_slots_of_a_host_need() -> None:
-    asked = options(
+def test_a_host_gets_the_resources_of_all_its_slots() -> None:
+    requested = options(
         job(
             gpus=1,
             cpus=6,
@@ -67,7 +67,7 @@ def test_it_asks_for_what_the_slots_of_a_host_need() -> None:
             account="teaching",
         )
     )
-    assert asked == {
+    assert requested == {
         **options(job()),
         "cpus-per-task": "6",
         "gres": "gpu:4",
@@ -82,23 +82,23 @@ def test_it_asks_for_what_the_slots_of_a_host_need() -> None:
     ("ranks", "slots", "nodes", "per_node"),
     [(7, 4, 2, 4), (4, 4, 1, 4), (3, 4, 1, 3), (9, 4, 3, 4)],
 )
-def test_as_few_hosts_as_have_slots_for_all_ranks(
+def test_there_are_as_few_hosts_as_possible(
     ranks: int, slots: int, nodes: int, per_node: int
 ) -> None:
-    asked = options(job(size=Size.of(ranks, slots), gpus=2))
-    assert asked["ntasks"] == str(ranks)
-    assert asked["nodes"] == str(nodes)
-    assert asked["ntasks-per-node"] == str(per_node)
-    assert asked["gres"] == f"gpu:{2 * per_node}"
+    requested = options(job(size=Size.of(ranks, slots), gpus=2))
+    assert requested["ntasks"] == str(ranks)
+    assert requested["nodes"] == str(nodes)
+    assert requested["ntasks-per-node"] == str(per_node)
+    assert requested["gres"] == f"gpu:{2 * per_node}"
 
 
-def test_it_has_the_environment_of_this_python() -> None:
+def test_programs_of_this_python_come_first_on_path() -> None:
     folder = Path(sys.executable).parent
     assert f'export PATH={folder}:"$PATH"\n' in job().script()
 
 
 def executed(job: SlurmJob, folder: Path) -> list[str]:
-    """What ``hvkit`` gets from the script, as bash runs it."""
+    """The arguments that ``hvkit`` gets when bash runs the script."""
     fake = folder / "hvkit"
     fake.write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n", encoding="utf-8")
     fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
@@ -115,7 +115,7 @@ def executed(job: SlurmJob, folder: Path) -> list[str]:
     return ran.stdout.decode().split("\0")[:-1]
 
 
-def test_further_options_are_asked_for_last() -> None:
+def test_further_sbatch_options_come_last() -> None:
     script = job(sbatch_options=("--qos=high", "--exclusive", "--constraint=a&b")).script()
     lines = [line for line in script.splitlines() if line.startswith("#SBATCH")]
     assert lines[-3:] == ["#SBATCH --qos=high", "#SBATCH --exclusive", "#SBATCH --constraint=a&b"]
@@ -123,9 +123,11 @@ def test_further_options_are_asked_for_last() -> None:
 
 
 def test_options_that_the_script_has_already_are_refused() -> None:
-    with pytest.raises(ValueError, match="--sbatch --nodes=3: the script has --nodes=2 already"):
+    with pytest.raises(ValueError, match="--sbatch --nodes=3: the script already has --nodes=2"):
         job(sbatch_options=("--nodes=3",))
-    with pytest.raises(ValueError, match="--sbatch --gres x:1: the script has --gres=gpu:4"):
+    with pytest.raises(
+        ValueError, match="--sbatch --gres x:1: the script already has --gres=gpu:4"
+    ):
         job(gpus=1, sbatch_options=("--gres x:1",))
     assert "#SBATCH --gres=x:1\n" in job(sbatch_options=("--gres=x:1",)).script()
 
@@ -137,8 +139,8 @@ def test_it_runs_hvkit_run_in_the_allocation(tmp_path: Path) -> None:
 def test_hvkit_run_gets_variables_and_options_unchanged(tmp_path: Path) -> None:
     value = "a b $HOME `id` ' \" \\ \n#SBATCH --nodes=9 = *"
     changed = job(variables={"A": value, "B": ""}, run_options=("--prefix", "--log-dir=my logs"))
-    handed_on = ["-x", f"A={value}", "-x", "B=", "--prefix", "--log-dir=my logs"]
-    assert executed(changed, tmp_path) == ["run", "-np", "8", *handed_on, *COMMAND]
+    passed_on = ["-x", f"A={value}", "-x", "B=", "--prefix", "--log-dir=my logs"]
+    assert executed(changed, tmp_path) == ["run", "-np", "8", *passed_on, *COMMAND]
     assert options(changed) == options(job())
 
 

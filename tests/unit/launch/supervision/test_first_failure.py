@@ -1,14 +1,13 @@
-"""Which rank is named as the culprit."""
+"""Which rank ``hvkit run`` names as the one that failed first."""
 
 import pytest
 
-from hvkit.launch.supervision import outcome
-from hvkit.launch.supervision.outcome import culprit, report
+from hvkit.launch.supervision.first_failure import Failure, first_failure, report
 
 
 def failure(rank, host, status, at=0.0, **others):
-    """A failure at second 0, unless said otherwise."""
-    return outcome.Failure(rank, host, status, at, **others)
+    """A failure, at second 0 by default."""
+    return Failure(rank, host, status, at, **others)
 
 
 def test_the_first_failure_is_named_with_its_last_lines():
@@ -28,43 +27,46 @@ def test_the_first_failure_is_named_with_its_last_lines():
     "line",
     ["hvkit.errors.RankLostError: another rank", "HorovodInternalError: shut down"],
 )
-def test_a_rank_whose_partner_has_gone_is_not_the_culprit_though_it_ended_first(line):
+def test_a_rank_whose_partner_has_gone_is_not_named_though_it_ended_first(line):
     follower = failure(0, "node1", 1, last_lines=(line,))
     cause = failure(1, "node2", 9, last_lines=("KeyError: 'x'",))
-    assert culprit([follower, cause]) is cause
+    assert first_failure([follower, cause]) is cause
 
 
-def test_where_all_only_follow_the_first_is_named():
+def test_if_all_failures_are_consequences_the_first_is_named():
     followers = [failure(rank, "node1", 1, last_lines=("RankLostError",)) for rank in (1, 0)]
-    assert culprit(followers) is followers[0]
+    assert first_failure(followers) is followers[0]
 
 
 def test_of_failures_at_about_the_same_time_the_killed_rank_is_the_cause():
     aborted = failure(0, "node1", 14, at=0.0)
     killed = failure(1, "node2", -9, at=0.01)
-    assert culprit([aborted, killed]) is killed
+    assert first_failure([aborted, killed]) is killed
 
 
 def test_a_crash_long_after_an_error_is_not_the_cause():
     wrong = failure(0, "node1", 1, at=0.0, last_lines=("ValueError",))
     crashed = failure(1, "node2", -11, at=5.0)
-    assert culprit([crashed, wrong]) is wrong
+    assert first_failure([crashed, wrong]) is wrong
 
 
-def test_ranks_that_were_told_to_end_have_not_failed():
-    assert culprit([failure(0, "node1", -15, asked=True)]) is None
-    assert report([failure(0, "node1", -15, asked=True)]) == ""
+def test_ranks_that_were_being_stopped_have_not_failed():
+    assert first_failure([failure(0, "node1", -15, stopped=True)]) is None
+    assert report([failure(0, "node1", -15, stopped=True)]) == ""
 
 
 @pytest.mark.parametrize(
     ("failed", "line"),
     [
         (failure(1, "b", -9), "rank 1 on b was killed by signal 9 (SIGKILL)"),
-        (failure(1, "b", None), "rank 1 on b ended without a word"),
+        (
+            failure(1, "b", None),
+            "rank 1 on b vanished: it and its watcher died without an exit status",
+        ),
         (failure(1, "b", 127, problem="cannot run 'x'"), "rank 1 on b: cannot run 'x'"),
     ],
 )
-def test_how_a_rank_ended_is_said_in_words(failed, line):
+def test_the_line_about_a_failure_names_rank_host_and_reason(failed, line):
     assert line in failed.describe()
 
 
@@ -78,17 +80,17 @@ def test_a_lost_host_is_named_with_its_ranks():
 def test_a_host_that_was_silent_before_a_rank_failed_is_the_cause():
     aborted = failure(3, "node3", 14, at=3.5)
     lost = failure(1, "node2", None, at=0.4, lost=True)
-    assert culprit([aborted, lost]) is lost
+    assert first_failure([aborted, lost]) is lost
 
 
-def test_where_all_other_hosts_are_lost_this_ones_network_is_named():
+def test_if_all_other_hosts_are_lost_this_hosts_network_is_named():
     lost = [failure(1, "node2", None, lost=True), failure(2, "node3", None, lost=True)]
     assert report(lost, {"node2", "node3"}).endswith(
         "node2 (rank 1), node3 (rank 2): this host's network is down"
     )
 
 
-def test_the_exit_status_is_that_of_a_shell():
+def test_the_exit_status_is_the_one_a_shell_would_return():
     assert failure(0, "a", 3).exit_status == 3
     assert failure(0, "a", -9).exit_status == 137
     assert failure(0, "a", None).exit_status == 1

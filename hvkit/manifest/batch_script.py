@@ -1,9 +1,8 @@
 """A run as a batch script for Slurm.
 
-The script runs ``hvkit run`` on the first host of the allocation, which starts the ranks with
-``mpirun``; that starts its own processes on the other hosts through Slurm. ``srun --mpi=pmix``
-would need a Slurm that was built for the PMIx of the Open MPI in use, and nothing would watch the
-ranks.
+The script starts ``hvkit run`` on the first host of the allocation. That starts the ranks with
+``mpirun``, which launches its daemons on the other hosts through Slurm. ``srun --mpi=pmix`` is not
+used: it needs a Slurm built for the PMIx of this Open MPI, and nothing would watch the ranks.
 """
 
 import re
@@ -13,8 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hvkit.manifest.quantity import Quantity
-from hvkit.manifest.size import Size
+from hvkit.manifest.fields import Quantity, Size
 
 
 @dataclass(frozen=True)
@@ -22,18 +20,21 @@ class SlurmJob:
     """A run in a Slurm cluster.
 
     Attributes:
-        command: what every rank runs.
+        command: the program that every rank runs, with its arguments.
         size: ranks, and ranks per host.
         name: of the job.
         gpus: GPUs for each rank.
         cpus: cores for each rank; ``None`` for Slurm's default.
         memory: memory for each rank; ``None`` for Slurm's default.
         time: time limit, ``HH:MM:SS``; ``None`` for that of the partition.
-        partition: one or several, with commas between them; ``None`` for the cluster's default.
-        account: who pays; ``None`` for the user's default.
+        partition: one or several, separated by commas; ``None`` for the cluster's default.
+        account: the account to charge; ``None`` for the user's default.
         variables: environment variables for all ranks.
         sbatch_options: further options of ``sbatch``: ``--qos=high``.
-        run_options: for ``hvkit run``, as words.
+        run_options: options of ``hvkit run``, one word each.
+
+    Raises:
+        ValueError: an option of ``sbatch_options`` is one that the script sets itself.
     """
 
     command: tuple[str, ...]
@@ -50,21 +51,16 @@ class SlurmJob:
     run_options: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check what no single argument tells.
-
-        Raises:
-            ValueError: two of the attributes do not fit together.
-        """
-        own = {_name(option): option for option in self._options()}
+        own = {_option_name(option): option for option in self._options()}
         for option in self.sbatch_options:
-            if _name(option) in own:
+            if (name := _option_name(option)) in own:
                 raise ValueError(
-                    f"--sbatch {option}: the script has {own[_name(option)]} already, from hvkit's "
-                    "own options: change those"
+                    f"--sbatch {option}: the script already has {own[name]}, from hvkit's own "
+                    "options: change those instead"
                 )
 
     def script(self) -> str:
-        """The script for ``sbatch``."""
+        """The text of the script."""
         programs = shlex.quote(str(Path(sys.executable).parent))
         variables = [word for pair in self.variables.items() for word in ("-x", "=".join(pair))]
         options = ["-np", str(self.size.ranks), *variables, *self.run_options]
@@ -74,12 +70,13 @@ class SlurmJob:
             *(f"#SBATCH {option}" for option in (*self._options(), *self.sbatch_options)),
             "set -euo pipefail",
             f'export PATH={programs}:"$PATH"',
-            # In place of the shell, which would keep signals to itself.
+            # exec: a shell in between would not pass Slurm's signals on.
             f"exec {run}",
         ]
         return "\n".join(lines) + "\n"
 
     def _options(self) -> Iterator[str]:
+        """The options of ``sbatch`` that follow from the attributes."""
         slots = self.size.slots
         yield f"--job-name={self.name}"
         yield f"--nodes={self.size.hosts}"
@@ -88,7 +85,7 @@ class SlurmJob:
         if self.cpus is not None:
             yield f"--cpus-per-task={self.cpus}"
         if self.gpus:
-            # Of the host, not of the task: ranks see all of them and choose by their local rank.
+            # Per host, not per task: each rank sees all GPUs and picks one by its local rank.
             yield f"--gres=gpu:{self.gpus * slots}"
         if self.memory is not None:
             yield f"--mem={self.memory.times(slots)}"
@@ -100,5 +97,5 @@ class SlurmJob:
             yield f"--account={self.account}"
 
 
-def _name(option: str) -> str:
+def _option_name(option: str) -> str:
     return re.split("[= ]", option, maxsplit=1)[0]

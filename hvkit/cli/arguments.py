@@ -1,0 +1,173 @@
+"""Arguments that several subcommands take, and the types that check them."""
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from hvkit.errors import HostfileError
+from hvkit.launch.allocation import Allocation, allocation
+from hvkit.launch.hostfile import read_entries
+from hvkit.launch.hosts import Entry, Host, merged, read_hosts_option, repeated
+from hvkit.launch.start import Request
+
+COMMAND_MISSING = (
+    "COMMAND is missing: give the program that every rank runs, such as `python script.py`"
+)
+
+_LOST_AFTER = Request.lost_after
+_GRACE = Request.grace
+_DAY = 86400.0
+
+
+def add_hosts_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``--hostfile`` and ``-H``, which exclude each other."""
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument(
+        "--hostfile", type=Path, metavar="FILE", help="hosts and slots, as for mpirun"
+    )
+    group.add_argument("-H", dest="hosts", metavar="HOST:SLOTS,...", help="hosts and slots")
+
+
+def hosts_of(
+    args: argparse.Namespace, on_repeat: Callable[[str], None]
+) -> tuple[tuple[Host, ...], Allocation | None]:
+    """The hosts in the arguments, or else those of the batch system with its allocation.
+
+    The result is empty if neither names hosts.
+
+    Args:
+        args: with ``hostfile``, a path, and ``hosts``, the text of ``-H``.
+        on_repeat: called with a message for each host that is listed twice, since mpirun accepts
+            that in some forms and not in others. If it returns, the host gets the sum of its slots;
+            :func:`refuse` raises.
+
+    Raises:
+        HostfileError: the file or the list is malformed.
+        LaunchError: the variables of the batch system are malformed.
+    """
+    if args.hostfile is not None:
+        return _merged(read_entries(args.hostfile), str(args.hostfile), on_repeat), None
+    if args.hosts is not None:
+        return _merged(read_hosts_option(args.hosts), "-H", on_repeat), None
+    found = allocation(os.environ)
+    return ((), None) if found is None else (found.hosts, found)
+
+
+def refuse(message: str) -> None:
+    """For :func:`hosts_of`: accept no host that is listed twice.
+
+    Raises:
+        HostfileError: always.
+    """
+    raise HostfileError(message)
+
+
+def _merged(
+    entries: Sequence[Entry], name: str, on_repeat: Callable[[str], None]
+) -> tuple[Host, ...]:
+    hosts = merged(entries, name)
+    slots = {host.name: host.slots for host in hosts}
+    for host, places in repeated(entries).items():
+        on_repeat(
+            f"{name}: {places[1]}: {host} is named again after {places[0]}: name it once, with "
+            f"all its slots ({slots[host]})"
+        )
+    return hosts
+
+
+def add_watching(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``hvkit run`` that manifests accept and pass on: watching and output."""
+    parser.add_argument(
+        "--lost-after",
+        type=seconds_between(2, _DAY),
+        default=_LOST_AFTER,
+        metavar="SECONDS",
+        help="end the run when a host has given no sign of life for this long "
+        f"(default: {_LOST_AFTER:g})",
+    )
+    parser.add_argument(
+        "--grace",
+        type=seconds_between(0, _DAY),
+        default=_GRACE,
+        metavar="SECONDS",
+        help="time that ranks have to end after SIGTERM, sent when hvkit run gets it or another "
+        "rank fails. Ctrl-C sends SIGINT first and waits as long again. A further signal cuts the "
+        f"wait short (default: {_GRACE:g})",
+    )
+    parser.add_argument("--prefix", action="store_true", help="begin lines with rank and host")
+    parser.add_argument("--timestamps", action="store_true", help="begin lines with the time")
+    parser.add_argument(
+        "--log-dir", type=Path, metavar="DIR", help="also write each rank's output to a file there"
+    )
+    parser.add_argument(
+        "--show",
+        type=ranks,
+        metavar="RANKS",
+        help="show the output of these ranks only, such as 0 or 0,4-7; the output of the others "
+        "goes to --log-dir, and their last lines are shown if they fail (default: all)",
+    )
+
+
+def watching(args: argparse.Namespace) -> tuple[str, ...]:
+    """The words that pass these options on to ``hvkit run``; none for a default."""
+    words = []
+    if args.lost_after != _LOST_AFTER:
+        words += ["--lost-after", f"{args.lost_after:.15g}"]
+    if args.grace != _GRACE:
+        words += ["--grace", f"{args.grace:.15g}"]
+    words += [f"--{name}" for name in ("prefix", "timestamps") if getattr(args, name)]
+    if args.log_dir is not None:
+        # One word: the folder's name may begin with a dash.
+        words.append(f"--log-dir={args.log_dir}")
+    if args.show is not None:
+        words += ["--show", _ranks_text(args.show)]
+    return tuple(words)
+
+
+def positive(text: str) -> int:
+    """A positive integer."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
+    return int(text)
+
+
+def ranks(text: str) -> tuple[range, ...]:
+    """Ranks and ranges of ranks, separated by commas."""
+    found = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        last = last if dash else first
+        # int() refuses very long numbers; no run has a billion ranks.
+        if not all(
+            word.isascii() and word.isdecimal() and len(word) < 10 for word in (first, last)
+        ):
+            raise argparse.ArgumentTypeError(f"must be ranks, such as 0 or 0,4-7, got {text!r}")
+        if int(last) < int(first):
+            raise argparse.ArgumentTypeError(
+                f"a range must begin with its smaller rank, got {part!r}"
+            )
+        found.append(range(int(first), int(last) + 1))
+    return tuple(found)
+
+
+def _ranks_text(found: Sequence[range]) -> str:
+    """The inverse of :func:`ranks`."""
+    return ",".join(str(each[0]) if len(each) == 1 else f"{each[0]}-{each[-1]}" for each in found)
+
+
+def seconds_between(least: float, most: float) -> Callable[[str], float]:
+    """A type for a number of seconds from ``least`` to ``most``, both included."""
+
+    def seconds(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(
+                f"must be a number of seconds from {least:g} to {most:g}, got {text!r}"
+            )
+        return value
+
+    return seconds

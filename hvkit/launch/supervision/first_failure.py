@@ -1,0 +1,129 @@
+"""Which rank failed first, and the lines that ``hvkit run`` prints about it; no input or output."""
+
+import signal
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from hvkit.watch.verdict import ranks_text
+
+# Errors of a rank that has lost its partners: consequences of another failure.
+_CONSEQUENCES = (
+    *("RankLostError", "HorovodInternalError", "Horovod has been shut down"),
+    "hvkit: rank",  # ... ends with the error of another
+)
+
+# Signals that a partner's failure does not cause.
+_VIOLENT = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
+
+# Seconds within which the order of failures is unreliable.
+_SIMULTANEOUS = 1.0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A rank that did not end with exit status 0.
+
+    Attributes:
+        rank: its number.
+        host: where it ran.
+        status: exit status, negative for a signal; ``None`` if none arrived.
+        at: when it ended, in seconds of this host's monotonic clock.
+        problem: what went wrong, if not in the command itself.
+        last_lines: the last lines that it printed.
+        stopped: whether it ended because something was ending it already.
+        lost: whether its host stopped answering.
+    """
+
+    rank: int
+    host: str
+    status: int | None
+    at: float
+    problem: str | None = None
+    last_lines: tuple[str, ...] = ()
+    stopped: bool = False
+    lost: bool = False
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether its last lines blame another rank."""
+        text = "\n".join(self.last_lines)
+        return any(name in text for name in _CONSEQUENCES)
+
+    @property
+    def violent(self) -> bool:
+        """Whether a crash or somebody outside ended it, which makes its partners fail."""
+        return self.status is None or -self.status in _VIOLENT
+
+    @property
+    def exit_status(self) -> int:
+        """The exit status as a shell returns it: 128 and the number of a signal."""
+        if self.status is None:
+            return 1
+        return self.status if self.status >= 0 else 128 - self.status
+
+    def describe(self) -> str:
+        """One line about what happened."""
+        who = f"rank {self.rank} on {self.host}"
+        if self.problem is not None:
+            return f"{who}: {self.problem}"
+        if self.status is None:
+            return f"{who} vanished: it and its watcher died without an exit status"
+        if self.status < 0:
+            return f"{who} was killed by signal {-self.status} ({_name(-self.status)})"
+        return f"{who} ended with exit status {self.status}"
+
+
+def first_failure(failures: Sequence[Failure]) -> Failure | None:
+    """The failure that caused the others; ``None`` if no rank failed by itself.
+
+    It is the earliest one, but the times are not exact: when a rank is killed, MPI ends its partner
+    within milliseconds. Of failures at about the same time, a violent one is the cause.
+    """
+    own = [failure for failure in failures if not failure.stopped]
+    causes = [failure for failure in own if not failure.is_consequence] or own
+    if not causes:
+        return None
+    first = min(failure.at for failure in causes)
+    simultaneous = [failure for failure in causes if failure.at - first < _SIMULTANEOUS]
+    return min(simultaneous, key=lambda failure: (not failure.violent, failure.at))
+
+
+def report(failures: Sequence[Failure], other_hosts: Collection[str] = ()) -> str:
+    """The lines about the failures of a run; empty if no rank failed by itself.
+
+    Args:
+        failures: in the order in which they became known.
+        other_hosts: the hosts of the run besides this one.
+    """
+    first = first_failure(failures)
+    if first is None:
+        return ""
+    lines = [f"hvkit run: {_lost(failures, other_hosts) if first.lost else first.describe()}"]
+    if first.last_lines:
+        lines[0] += "; its last lines:" if not first.lost else f"; last lines of rank {first.rank}:"
+        lines += [f"    {line}" for line in first.last_lines]
+    named = {f.rank for f in failures if f.lost} if first.lost else {first.rank}
+    others = sorted({f.rank for f in failures if not f.stopped} - named)
+    if others:
+        lines.append(f"hvkit run: after that, {ranks_text(others)} failed too")
+    return "\n".join(lines)
+
+
+def _lost(failures: Sequence[Failure], other_hosts: Collection[str]) -> str:
+    """Which hosts stopped answering, with their ranks, and the likely reason."""
+    ranks: dict[str, list[int]] = {}
+    for failure in failures:
+        if failure.lost:
+            ranks.setdefault(failure.host, []).append(failure.rank)
+    listed = ", ".join(f"{host} ({ranks_text(sorted(ranks[host]))})" for host in sorted(ranks))
+    if len(ranks) > 1 and ranks.keys() == set(other_hosts):
+        return f"no sign of life from any other host: {listed}: this host's network is down"
+    hosts = "they" if len(ranks) > 1 else "it"
+    return f"no sign of life from {listed}: {hosts} or the network is down"
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"

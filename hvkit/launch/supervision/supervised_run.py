@@ -1,0 +1,269 @@
+"""Runs a launcher, watches its ranks, and ends everything on all hosts when one thing ends."""
+
+import asyncio
+import contextlib
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hvkit.launch.supervision.first_failure import first_failure, report
+from hvkit.launch.supervision.output import Style
+from hvkit.launch.supervision.processes import (
+    adopt_orphans,
+    end_descendants,
+    ends_with_parent,
+    reap_adopted,
+)
+from hvkit.launch.supervision.protocol import KEY_VARIABLE, SUPERVISOR_VARIABLE, AgentSettings
+from hvkit.launch.supervision.supervisor import Supervisor
+
+# All in seconds.
+# After the first failure, other ranks fail by themselves, with errors that help to find the cause.
+_OTHERS_FAIL = 2.0
+# Hosts that are lost at the same moment are noticed within one probe interval.
+_OTHERS_LOST = 1.2
+# For agents to end, in addition to the grace of their commands; shorter when a host is lost, since
+# its agents will not answer at all.
+_AGENTS_END = 3.0
+_AGENTS_END_BUT_LOST = 1.0
+# For the launcher to end by itself after its ranks, and for agents after their launcher.
+_LAUNCHER_ENDS = 1.5
+# For a launcher to notice that all ranks have ended well.
+_LAUNCHER_NOTICES = 5.0
+
+_END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_COMMAND_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A launcher's command line, and how to watch its ranks.
+
+    Attributes:
+        command: the launcher's command line.
+        environ: the launcher's environment.
+        launcher: its name in messages.
+        size: the number of ranks.
+        addresses: addresses of this host that agents try; the loopback address alone for a run on
+            one host.
+        lost_after: seconds without an acknowledgement after which a host counts as lost; ``None``
+            for never.
+        grace: seconds that commands have to end, after a signal or the failure of another rank.
+        bind: whether to bind each rank to its share of its host's cores.
+        here: environment variables for the ranks on this host only.
+        style: how to show output.
+    """
+
+    command: Sequence[str]
+    environ: Mapping[str, str]
+    launcher: str
+    size: int
+    addresses: tuple[str, ...]
+    lost_after: float | None
+    grace: float
+    bind: bool
+    here: Mapping[str, str] = field(default_factory=dict)
+    style: Style = field(default_factory=Style)
+
+
+def supervise(run: Run) -> int:
+    """Run it to its end; return the exit status of the rank that failed first, or 0.
+
+    SIGINT, SIGTERM and SIGHUP end everything; the exit status is then 128 plus the signal's number.
+    After SIGINT, ranks get SIGINT, SIGTERM and SIGKILL, each ``grace`` seconds after the one
+    before; after the others, SIGTERM and SIGKILL. A further signal moves on to the next step at
+    once. SIGUSR1 and SIGUSR2 go to the command of every rank.
+    """
+    adopt_orphans()
+    return asyncio.run(_Supervision(run).supervise())
+
+
+class _Supervision:
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.key = secrets.token_bytes(32)
+        self.failed = asyncio.Event()
+        self.ended_by: signal.Signals | None = None
+        self.signalled = asyncio.Event()
+        self.signalled_again = asyncio.Event()
+        self.stopping = False
+        self.supervisor = Supervisor(run.size, self.key, run.style, run.lost_after, self.failed.set)
+
+    async def supervise(self) -> int:
+        only_address = self.run.addresses[0] if len(self.run.addresses) == 1 else None
+        port = self.supervisor.listen(only_address)
+        loop = asyncio.get_running_loop()
+        for number in _END_SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                loop.add_signal_handler(number, self.on_end_signal, number)
+        for number in _COMMAND_SIGNALS:
+            loop.add_signal_handler(number, self.supervisor.signal, number)
+        launcher = await self.start(port)
+        showing = asyncio.create_task(self.supervisor.show_unfinished_lines())
+        reaping = asyncio.create_task(_reap(launcher.pid))
+        try:
+            await self.wait(launcher)
+            status = launcher.returncode
+            await self.end(launcher)
+        finally:
+            showing.cancel()
+            reaping.cancel()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.supervisor.close(), 0.5 if self.hurried else None)
+        if status is not None and status < 0 and not self.hurried:
+            return self.blame_launcher(launcher.pid, -status)
+        return self.conclude(status)
+
+    async def start(self, port: int) -> asyncio.subprocess.Process:
+        run = self.run
+        settings = AgentSettings(
+            host=socket.gethostname(),
+            addresses=run.addresses,
+            port=port,
+            lost_after=run.lost_after,
+            grace=run.grace,
+            bind=run.bind,
+            variables=run.here,
+        )
+        own = {SUPERVISOR_VARIABLE: settings.to_json(), KEY_VARIABLE: self.key.hex()}
+        return await asyncio.create_subprocess_exec(
+            *run.command,
+            env={**run.environ, **own},
+            # In its own process group, the launcher would be stopped for reading from a terminal.
+            stdin=None if sys.stdin and not sys.stdin.isatty() else asyncio.subprocess.DEVNULL,
+            # Ctrl-C in a terminal must reach this process only, which then ends the ranks.
+            process_group=0,
+            preexec_fn=ends_with_parent(signal.SIGTERM),
+        )
+
+    @property
+    def hurried(self) -> bool:
+        """Whether a signal or a write error ended the run, so that nobody waits for output."""
+        return self.signalled.is_set() or self.supervisor.writer.problem is not None
+
+    def on_end_signal(self, number: signal.Signals) -> None:
+        if self.ended_by is None and not self.stopping:
+            self.ended_by = number
+            self.signalled.set()
+        elif self.ended_by is signal.SIGINT and not self.signalled_again.is_set():
+            self.signalled_again.set()
+        else:
+            self.supervisor.stop(0)
+
+    async def wait(self, launcher: asyncio.subprocess.Process) -> None:
+        """Wait until the launcher ends, a rank fails or a signal arrives.
+
+        When all ranks have ended well, do not wait for the launcher for long: Open MPI 5 sometimes
+        waits for ever for ranks that ended within milliseconds.
+        """
+        ended = asyncio.create_task(launcher.wait())
+        failed, signalled, all_ended = (
+            asyncio.create_task(event.wait())
+            for event in (self.failed, self.signalled, self.supervisor.all_ended)
+        )
+        await _first([ended, failed, signalled, all_ended])
+        if not (ended.done() or failed.done() or signalled.done()):
+            await _first([ended, failed, signalled], _LAUNCHER_NOTICES)
+        if self.failed.is_set() and not self.hurried:
+            patience = _OTHERS_LOST if self.supervisor.host_lost else _OTHERS_FAIL
+            await _first([ended, signalled], patience)
+        # When the network is gone, ranks fail with MPI's errors before their hosts count as lost.
+        while self.failed.is_set() and self.supervisor.in_doubt and not self.signalled.is_set():
+            await asyncio.sleep(0.1)
+        for task in (ended, failed, signalled, all_ended):
+            task.cancel()
+
+    async def end(self, launcher: asyncio.subprocess.Process) -> None:
+        """End the agents on all hosts, then the launcher."""
+        if launcher.returncode is not None:
+            # The last output of agents may still be under way.
+            await self.supervisor.all_gone(_LAUNCHER_ENDS)
+        if self.ended_by is signal.SIGINT:
+            await self.interrupt()
+        grace = self.run.grace
+        self.stopping = True
+        self.supervisor.stop(grace)
+        lost = self.supervisor.host_lost
+        await self.supervisor.all_gone(grace + (_AGENTS_END_BUT_LOST if lost else _AGENTS_END))
+        # A launcher that has lost a host would wait for it.
+        if launcher.returncode is None and not lost:
+            with contextlib.suppress(ProcessLookupError):
+                launcher.terminate()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(launcher.wait(), _LAUNCHER_ENDS)
+        await asyncio.to_thread(end_descendants)
+        await launcher.wait()
+
+    async def interrupt(self) -> None:
+        """Interrupt all ranks; wait until they have ended, the grace is over or a signal comes."""
+        self.supervisor.interrupt()
+        gone = asyncio.create_task(self.supervisor.all_gone(self.run.grace))
+        again = asyncio.create_task(self.signalled_again.wait())
+        await _first([gone, again])
+        gone.cancel()
+        again.cancel()
+        self.signalled_again.set()
+
+    def blame_launcher(self, launcher: int, number: int) -> int:
+        """Report that the launcher was killed, from which all other failures follow."""
+        name = signal.Signals(number).name
+        _print(f"hvkit run: {self.run.launcher} (process {launcher}) was killed by {name}")
+        return 128 + number
+
+    def conclude(self, status: int | None) -> int:
+        """Report what went wrong, and return the exit status of the run.
+
+        Args:
+            status: exit status of the launcher; ``None`` if it did not end by itself.
+        """
+        if self.ended_by is not None:
+            _print(f"hvkit run: ended by {self.ended_by.name}")
+            return 128 + self.ended_by
+        if (problem := self.supervisor.writer.problem) is not None:
+            return _report_write_error(problem)
+        failures = self.supervisor.failures
+        if text := report(failures, self.supervisor.other_hosts):
+            _print(text)
+        if first := first_failure(failures):
+            return first.exit_status
+        if status is None:
+            return 0 if self.supervisor.all_ended.is_set() else 1
+        if status != 0:
+            started = self.supervisor.started
+            _print(
+                f"hvkit run: {self.run.launcher} ended with exit status {status}; "
+                f"{started} of {self.run.size} ranks had started"
+            )
+        return status
+
+
+async def _first(
+    tasks: Sequence["asyncio.Task[int] | asyncio.Task[bool]"], timeout: float | None = None
+) -> None:
+    """Wait for the first of these tasks, or until the time is over."""
+    await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+
+
+async def _reap(launcher: int) -> None:
+    """Reap adopted processes that have ended; never returns."""
+    while True:
+        await asyncio.sleep(1)
+        reap_adopted(launcher)
+
+
+def _report_write_error(problem: OSError) -> int:
+    """Report why output could not be written, and return the exit status."""
+    if isinstance(problem, BrokenPipeError):
+        # Silent, like any program whose output is piped into `head`.
+        return 128 + signal.SIGPIPE
+    where = f" to {problem.filename}" if problem.filename else ""
+    _print(f"hvkit run: cannot write output{where}: {problem.strerror}")
+    return 1
+
+
+def _print(text: str) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        print(text, file=sys.stderr, flush=True)
