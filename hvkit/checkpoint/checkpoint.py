@@ -1,4 +1,7 @@
-"""Saving a training run from all ranks, and resuming it on all."""
+"""Saving a training run from all ranks, and resuming it on all.
+
+How far a run had come, and what else the user keeps in a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 from hvkit import runtime
 from hvkit.adapters.fingerprints import Compared, Rows, require_same
 from hvkit.agreement import share
-from hvkit.checkpoint import folders, manifest, ranks
-from hvkit.checkpoint.manifest import Manifest
-from hvkit.checkpoint.parts import parts_of
-from hvkit.checkpoint.progress import Progress, checked_count, checked_extras
+from hvkit.checkpoint import ranks, store
+from hvkit.checkpoint.part import parts_of
+from hvkit.checkpoint.store import Manifest
 from hvkit.errors import HvkitError, RanksDisagreeError
 from hvkit.watch.calls import named
 
 if TYPE_CHECKING:
     import keras
+import json
+from dataclasses import dataclass, field
 
 _SAVE = "Checkpoint.save"
 _RESTORE = "Checkpoint.restore"
@@ -134,7 +138,7 @@ class Checkpoint:
         require_same(_SAVE, compared, rows)
         first = runtime.broadcast(ranks.digests(own))
         states = runtime.collect(_SAVE, ranks.unlike(own, first))
-        name = folders.name_of(progress.step)
+        name = store.name_of(progress.step)
         if runtime.rank() == 0:
             try:
                 self._write(name, progress, states)
@@ -144,7 +148,7 @@ class Checkpoint:
         return self.directory / name
 
     def _write(self, name: str, progress: Progress, states: list[dict[str, Any]]) -> None:
-        serial = folders.prepare(self.directory)
+        serial = store.prepare(self.directory)
 
         def fill(folder: Path) -> None:
             facts = {}
@@ -154,7 +158,7 @@ class Checkpoint:
             ranks.save(folder / ranks.FILE, states)
             files = sorted(path.name for path in folder.iterdir())
             for file in files:
-                folders.flush(folder / file)
+                store.flush(folder / file)
             Manifest(
                 epoch=progress.epoch,
                 step=progress.step,
@@ -163,13 +167,13 @@ class Checkpoint:
                 serial=serial,
                 extras=progress.extras,
                 parts=facts,
-                files={file: manifest.facts_of(folder / file) for file in files},
-                versions=manifest.versions(),
+                files={file: store.facts_of(folder / file) for file in files},
+                versions=store.versions(),
             ).write(folder)
-            folders.flush(folder / manifest.NAME)
+            store.flush(folder / store.MANIFEST)
 
-        folders.write(self.directory, name, fill)
-        folders.prune(self.directory, self.keep, name)
+        store.write_folder(self.directory, name, fill)
+        store.prune(self.directory, self.keep, name)
 
     def _explained(self, error: Exception, name: str) -> Exception:
         folder = str(self.directory / name)
@@ -196,7 +200,7 @@ class Checkpoint:
             HvkitError: an older or newer hvkit wrote it, in another format.
             OSError: rank 0 may not read it.
         """
-        from hvkit.checkpoint.restoring import find, load
+        from hvkit.checkpoint.resume import find, load
 
         problem, found = None, None
         if runtime.rank() == 0:
@@ -246,7 +250,7 @@ class Checkpoint:
         Raises:
             TypeError, ValueError: another ``every``.
         """
-        from hvkit.checkpoint.callback import callback
+        from hvkit.checkpoint.fit_callback import callback
 
         return callback(self, every)
 
@@ -265,3 +269,74 @@ def _require_same_progress(everyone: list[tuple[int, int]]) -> None:
                 f"save needs the same epoch and step on every rank: rank 0 passes epoch={epoch}, "
                 f"step={step}, rank {rank} epoch={other_epoch}, step={other_step}"
             )
+
+
+_HOLDS = "extras hold what JSON can: dicts with str keys, lists, str, int, float, bool and None"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where training goes on."""
+
+    epoch: int = 0
+    """Epochs done, as it was passed to ``save``."""
+    step: int = 0
+    """Optimizer steps done, as it was passed to ``save``."""
+    batches: int = 0
+    """Batches of the epoch that this rank has to leave out, since they were trained on."""
+    extras: dict[str, Any] = field(default_factory=dict)
+    """What was passed to ``save``; tuples come back as lists."""
+    size: int | None = None
+    """The number of ranks that saved; None if there was no checkpoint."""
+    folder: Path | None = None
+    """The checkpoint's folder; None if there was no checkpoint."""
+
+
+def checked_count(name: str, value: object) -> int:
+    """The value as an int that is not negative.
+
+    Raises:
+        TypeError: it is no int.
+        ValueError: it is negative.
+    """
+    if hasattr(value, "__index__") and not isinstance(value, bool):
+        value = value.__index__()  # NumPy's integers, too
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
+    if value < 0:
+        raise ValueError(f"{name} must not be negative, got {value}")
+    return value
+
+
+def checked_extras(extras: object) -> dict[str, Any]:
+    """The extras as JSON gives them back.
+
+    Raises:
+        TypeError: JSON cannot hold them, or would change more than tuples into lists.
+    """
+    if extras is None:
+        return {}
+    if not isinstance(extras, dict):
+        raise TypeError(f"extras must be a dict, got {extras!r} of type {type(extras).__name__}")
+    _check(extras, "extras")
+    copy: dict[str, Any] = json.loads(json.dumps(extras))
+    return copy
+
+
+def _check(value: object, name: str) -> None:
+    if isinstance(value, dict):
+        for key, each in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"{name} has the key {key!r} of type {_type(key)}; {_HOLDS}")
+            _check(each, f"{name}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for i, each in enumerate(value):
+            _check(each, f"{name}[{i}]")
+    elif value is not None and not isinstance(value, str | int | float):
+        hint = "; use .item() or .tolist()" if hasattr(value, "tolist") else ""
+        raise TypeError(f"{name} is of type {_type(value)}; {_HOLDS}{hint}")
+
+
+def _type(value: object) -> str:
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"

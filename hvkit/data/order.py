@@ -3,12 +3,19 @@
 An epoch has one order, the same on every rank. With batch size B and N ranks, step k is made of
 the positions from k*B*N to (k+1)*B*N of that order, and rank r takes those at r, r+N, r+2N, ...
 That is what one process with batch size B*N would read in this step.
+
+How far a loader has come, counted in samples of all ranks together.
+
+Code that draws random numbers, made to draw the same ones on every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -73,3 +80,115 @@ def seed_from(*numbers: int) -> int:
     """A seed of 63 bits from the seed, the epoch and what else; none of them negative."""
     state: Any = np.random.SeedSequence(numbers).generate_state(1, np.uint64)
     return int(state[0]) >> 1
+
+
+class Position:
+    """Epochs that are done, and samples of the current one that all ranks were given."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.samples = 0
+        self._iteration: object | None = None
+        self._left = False
+
+    def begin(self) -> object:
+        """A new iteration: the rest of the current epoch after a load, else a new epoch.
+
+        Returns what :meth:`advance` and :meth:`end` need to be told: they do nothing for an
+        iteration that is not the latest.
+        """
+        if self._iteration is not None:
+            self.epoch, self.samples = self.epoch + 1, 0
+        self._iteration, self._left = object(), False
+        return self._iteration
+
+    def advance(self, iteration: object, samples: int) -> None:
+        """The ranks were given so many more samples."""
+        if iteration is self._iteration:
+            self.samples += samples
+
+    def end(self, iteration: object) -> None:
+        """The epoch is over."""
+        if iteration is self._iteration:
+            self.epoch, self.samples, self._iteration = self.epoch + 1, 0, None
+
+    def leave(self, iteration: object) -> None:
+        """The loop over the epoch was left before its end."""
+        self._left = self._left or iteration is self._iteration
+
+    def end_if_left(self) -> None:
+        """Take an epoch that was left for done."""
+        if self._left:
+            self.end(self._iteration)
+            self._left = False
+
+    def save(self) -> dict[str, int]:
+        """The position, to be passed to :meth:`load`."""
+        return {"epoch": self.epoch, "samples": self.samples}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go to a position that was saved.
+
+        Raises:
+            ValueError: it is none that :meth:`save` returned.
+        """
+        for name in ("epoch", "samples"):
+            value = state.get(name)
+            if not isinstance(value, int) or value < 0:
+                raise ValueError(
+                    "the state of a loader must be what its state_dict() returned, "
+                    f"{{'epoch': int, 'samples': int}}; got {dict(state)!r}"
+                )
+        self.epoch, self.samples = state["epoch"], state["samples"]
+        self._iteration, self._left = None, False
+
+
+class FixedRandomness:
+    """Within it, the global generators of Python, NumPy and PyTorch start from a seed.
+
+    Afterwards they are what they were before. Entering again goes on where it was left.
+
+    Args:
+        seed: of 63 bits.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._inside: Any = None
+
+    def __enter__(self) -> None:
+        self._outside = _state()
+        if self._inside is None:
+            _start(self._seed)
+        else:
+            _restore(self._inside)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._inside = _state()
+        _restore(self._outside)
+
+
+def _start(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.manual_seed(seed)
+
+
+def _state() -> tuple[Any, Any, Any]:
+    torch = sys.modules.get("torch")
+    of_torch = None if torch is None else torch.get_rng_state()
+    return random.getstate(), np.random.get_state(), of_torch
+
+
+def _restore(state: tuple[Any, Any, Any]) -> None:
+    of_python, of_numpy, of_torch = state
+    random.setstate(of_python)
+    np.random.set_state(of_numpy)
+    if of_torch is not None:
+        sys.modules["torch"].set_rng_state(of_torch)

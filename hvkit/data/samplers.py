@@ -19,10 +19,8 @@ from torch.utils.data import (
 )
 
 from hvkit.agreement import raise_together, require_equal
-from hvkit.data.dataset import in_whole
-from hvkit.data.order import Share, seed_from, steps
-from hvkit.data.position import Position
-from hvkit.data.randomness import FixedRandomness
+from hvkit.data.order import FixedRandomness, Position, Share, seed_from, steps
+from hvkit.data.pytorch_datasets import in_whole
 
 
 def order_of(loader: DataLoader[Any], share: Share, seed: int) -> Order:

@@ -14,8 +14,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvkit.data.tfpipeline import stackable, whole
-
 # Steps that change neither what a batch is nor how many there are.
 _PASS_ON = {
     "_AssertCardinalityDataset",
@@ -163,3 +161,16 @@ def _padding(data: tf.data.Dataset, steps: list[Any]) -> Any:
             "again: pass the dataset to hvkit.shard before padded_batch"
         )
     return padded[0]._padding_values
+
+
+def whole(arguments: tuple[Any, ...], spec: Any) -> Any:
+    """What a function of ``map`` was called with, as the one element that it came from."""
+    return tf.nest.pack_sequence_as(spec, tf.nest.flatten(arguments))
+
+
+def stackable(spec: Any, start: int = 0) -> bool:
+    """Whether elements are dense and of one shape, from dimension ``start`` on."""
+    return all(
+        isinstance(leaf, tf.TensorSpec) and leaf.shape[start:].is_fully_defined()
+        for leaf in tf.nest.flatten(spec)
+    )

@@ -8,8 +8,8 @@ from ranks import largest_difference, same_on_all_ranks
 from torch.utils.data import DataLoader, TensorDataset
 
 import hvkit
-from hvkit.data import shard, shard_for
 from hvkit.data.order import Share
+from hvkit.data.shard import shard, shard_for
 
 ALONE = Share(0, 1)
 BATCH, LENGTH = 4, 60  # the last step of two and of three ranks has no repetitions

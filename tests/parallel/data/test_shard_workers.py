@@ -7,7 +7,7 @@ from ranks import error_of
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 import hvkit
-from hvkit.data import shard, workers
+from hvkit.data import pytorch_loader, shard
 
 
 class Numbers(Dataset):
@@ -34,7 +34,7 @@ def infiniband(tmp_path, monkeypatch):
     port = tmp_path / "mlx5_0" / "ports" / "1"
     port.mkdir(parents=True)
     (port / "state").write_text("4: ACTIVE\n")
-    monkeypatch.setattr(workers, "ADAPTERS", tmp_path)
+    monkeypatch.setattr(pytorch_loader, "ADAPTERS", tmp_path)
 
 
 def read(loader):

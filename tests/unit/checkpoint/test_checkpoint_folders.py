@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from hvkit.checkpoint import Checkpoint, Progress, folders
+from hvkit.checkpoint import Checkpoint, Progress, store
 
 
 class Thing:
@@ -194,8 +194,8 @@ def test_a_file_in_the_place_of_the_directory_is_an_error(tmp_path):
 HOLDS = """
 import sys
 from pathlib import Path
-from hvkit.checkpoint import folders
-folders.prepare(Path(sys.argv[1]))
+from hvkit.checkpoint import store
+store.prepare(Path(sys.argv[1]))
 print("has it", flush=True)
 sys.stdin.read()
 """
@@ -305,6 +305,6 @@ def test_what_a_killed_run_left_and_is_read_elsewhere_does_not_stop_a_save(tmp_p
 
 
 def test_folders_sort_like_their_steps():
-    assert sorted(map(folders.name_of, (1000, 2, 30))) == [
+    assert sorted(map(store.name_of, (1000, 2, 30))) == [
         "step-000000002", "step-000000030", "step-000001000"
     ]  # fmt: skip

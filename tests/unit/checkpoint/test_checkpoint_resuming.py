@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from hvkit.checkpoint import Checkpoint, manifest
+from hvkit.checkpoint import Checkpoint, store
 from hvkit.registry import Record, record
 
 ONES = np.ones((8, 4), "float32")
@@ -35,8 +35,8 @@ def test_a_keras_rate_is_loaded_as_it_was_saved_also_when_a_callback_has_changed
 
 def play_size(folder, size):
     """Make a checkpoint one that was saved on so many ranks."""
-    written = manifest.read(folder)
-    manifest.Manifest(**{**vars(written), "size": size}).write(folder)
+    written = store.read_manifest(folder)
+    store.Manifest(**{**vars(written), "size": size}).write(folder)
 
 
 def test_a_keras_schedule_goes_on_where_it_was(tmp_path):
@@ -104,7 +104,7 @@ def test_another_format_is_an_error_and_no_damage(tmp_path, other):
     """Format 1 held multiplied rates."""
     checkpoint = Checkpoint(tmp_path, model=torch.nn.Linear(1, 1))
     folder = checkpoint.save(epoch=0, step=1)
-    written = manifest.read(folder)
-    manifest.Manifest(**{**vars(written), "format": other}).write(folder)
+    written = store.read_manifest(folder)
+    store.Manifest(**{**vars(written), "format": other}).write(folder)
     with pytest.raises(RuntimeError, match=rf"has format {other}, this hvkit reads format 2"):
         checkpoint.restore()

@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from hvkit.data import shard_for
 from hvkit.data.order import Share
+from hvkit.data.shard import shard_for
 
 every_size = pytest.mark.parametrize("size", [1, 2, 3, 5])
 every_length = pytest.mark.parametrize("length", [0, 1, 7, 1000, 1001])

@@ -341,8 +341,8 @@ def test_tensorflows_global_seed_is_a_seed():
 
 
 def test_seeds_are_among_what_ranks_have_to_have_alike():
-    from hvkit.data import shard_for
     from hvkit.data.order import Share
+    from hvkit.data.shard import shard_for
 
     facts = [
         shard_for(Data.range(9).shuffle(9, seed=seed), Share(0, 2, exact), 0).facts

@@ -7,13 +7,13 @@ import pytest
 from loaders import loader
 
 from hvkit import main_rank, runtime
-from hvkit.data import shard, workers
+from hvkit.data import pytorch_loader, shard
 
 
 @pytest.fixture
 def adapters(tmp_path, monkeypatch):
     """``adapters(mlx5_0="4: ACTIVE")``: the kernel's folder, and MPI running in this process."""
-    monkeypatch.setattr(workers, "ADAPTERS", tmp_path)
+    monkeypatch.setattr(pytorch_loader, "ADAPTERS", tmp_path)
     monkeypatch.setattr(main_rank, "_said", set())
     hvd = SimpleNamespace(mpi_enabled=lambda: True)
     monkeypatch.setitem(runtime._engines, "torch", SimpleNamespace(hvd=hvd))

@@ -9,8 +9,7 @@ import keras
 import numpy as np
 
 from hvkit.data.arrays import digest_of_rows
-from hvkit.data.order import Share, seed_from
-from hvkit.data.randomness import FixedRandomness
+from hvkit.data.order import FixedRandomness, Share, seed_from
 
 
 class ShardedPyDataset(keras.utils.PyDataset):  # type: ignore[misc]

@@ -1,7 +1,11 @@
-"""The parts of a checkpoint: what is saved under which name, and by which framework's means."""
+"""The parts of a checkpoint: what is saved under which name, and by which framework's means.
+
+An object with a small state, beside a Keras model: in a JSON file.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -92,14 +96,13 @@ def _named(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _part(name: str, thing: Any, models: list[Any]) -> Part:
     keras = sys.modules.get("keras")
     if keras is not None and isinstance(thing, keras.Model | keras.optimizers.Optimizer):
-        from hvkit.checkpoint.keras_model import ModelPart
-        from hvkit.checkpoint.keras_optimizer import OptimizerPart
+        from hvkit.checkpoint.keras import ModelPart, OptimizerPart
 
         if isinstance(thing, keras.Model):
             return ModelPart(name, thing)
         return OptimizerPart(name, thing, models)
     if keras is not None and isinstance(thing, keras.callbacks.Callback) and not _has_state(thing):
-        from hvkit.checkpoint.keras_callback import CallbackPart
+        from hvkit.checkpoint.keras import CallbackPart
 
         return CallbackPart(name, thing)
     if not _has_state(thing):
@@ -111,10 +114,9 @@ def _part(name: str, thing: Any, models: list[Any]) -> Part:
         )
     in_keras = any(framework_of(model) == "tensorflow" for model in models)
     if "torch" in sys.modules and not in_keras:
-        from hvkit.checkpoint.pytorch_part import TorchPart
+        from hvkit.checkpoint.pytorch import TorchPart
 
         return TorchPart(name, thing)
-    from hvkit.checkpoint.json_part import JsonPart
 
     return JsonPart(name, thing)
 
@@ -127,3 +129,44 @@ def end_epoch_of(thing: Any) -> None:
     """Tell data that a loop has left before its end, if this is such data."""
     if callable(end := getattr(thing, "end_epoch", None)):
         end()
+
+
+class JsonPart:
+    """An object with ``state_dict()`` and ``load_state_dict()``."""
+
+    def __init__(self, name: str, thing: Any) -> None:
+        self.name = name
+        self.file = f"{name}.json"
+        self._thing = thing
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+    def save(self, path: Path) -> None:
+        state = self._thing.state_dict()
+        try:
+            text = json.dumps(state)
+            if json.loads(text) != state:
+                raise TypeError("it would not come back the same")
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"{self.name}: beside a Keras model a checkpoint holds states of dicts with str "
+                f"keys, lists, str, int, float, bool and None; {type(self._thing).__name__} gives "
+                f"another: {error}"
+            ) from None
+        path.write_text(text + "\n")
+
+    def load(self, content: bytes, facts: Mapping[str, Any]) -> None:
+        self._thing.load_state_dict(json.loads(content))
+
+    def own(self) -> Arrays:
+        return {}
+
+    def load_own(self, arrays: Arrays) -> None:
+        pass
+
+    def compared(self) -> tuple[list[Compared], list[Rows]]:
+        return [], []
+
+    def end_epoch(self) -> None:
+        end_epoch_of(self._thing)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from hvkit.checkpoint.keras_optimizer import OptimizerPart
+from hvkit.checkpoint.keras import OptimizerPart
 
 if TYPE_CHECKING:
     from hvkit.checkpoint.checkpoint import Checkpoint

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from hvkit import runtime
 from hvkit.agreement import share
-from hvkit.checkpoint import folders, ranks
-from hvkit.checkpoint.manifest import Manifest
-from hvkit.checkpoint.parts import Part
+from hvkit.checkpoint import ranks, store
+from hvkit.checkpoint.part import Part
+from hvkit.checkpoint.store import Manifest
 
 _CALL = "Checkpoint.restore"
 
@@ -23,7 +23,7 @@ def find(directory: Path) -> tuple[Path, Manifest] | None:
         skipped.append(folder)
         _say(f"skipped {folder}: damaged: {reason}")
 
-    found = folders.newest_valid(directory, skip)
+    found = store.newest_valid(directory, skip)
     if skipped and found is None:
         _say(f"all checkpoints in {directory} are damaged: starting from the beginning")
     return found
