@@ -1,42 +1,40 @@
-"""Saving from inside Keras's ``fit``, and going on in the middle of an epoch."""
+"""The callback that saves from inside Keras's ``fit``, and resumes in the middle of an epoch."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 
 from hvkit.checkpoint.keras import OptimizerPart
-
-if TYPE_CHECKING:
-    from hvkit.checkpoint.checkpoint import Checkpoint
-
-
-def callback(checkpoint: Checkpoint, every: str | int) -> keras.callbacks.Callback:
-    """See :meth:`hvkit.Checkpoint.callback`."""
-    if every == "epoch":
-        return SaveCallback(checkpoint, None)
-    if isinstance(every, bool) or not isinstance(every, int):
-        raise TypeError(f'every must be "epoch" or a number of steps, got {every!r}')
-    if every < 1:
-        raise ValueError(f"every must be at least 1 step, got {every}")
-    return SaveCallback(checkpoint, every)
+from hvkit.checkpoint.part import Part
 
 
 class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Saves, and has ``fit`` leave out what was trained on before.
+    """Saves, and makes ``fit`` skip the batches that the saved run trained on.
 
     Args:
-        checkpoint: to save.
-        every: steps from one save to the next; None for ends of epochs only.
+        save: ``Checkpoint.save``.
+        parts: the checkpoint's parts.
+        batches_to_skip: returns how many batches of an epoch to skip, at the epoch's first call.
+        every: steps from one save to the next; None to save only when an epoch ends.
     """
 
     never_stops = True
-    """That it does not end training, so that ranks need not ask each other after every step."""
+    """It never ends training, so the ranks need not agree after every step whether to stop."""
 
-    def __init__(self, checkpoint: Checkpoint, every: int | None) -> None:
+    def __init__(
+        self,
+        save: Callable[..., object],
+        parts: Sequence[Part],
+        batches_to_skip: Callable[[int], int],
+        every: int | None,
+    ) -> None:
         super().__init__()
-        self._checkpoint = checkpoint
+        self._save_checkpoint = save
+        self._optimizers = [part.optimizer for part in parts if isinstance(part, OptimizerPart)]
+        self._batches_to_skip = batches_to_skip
         self._every = every
         self._epoch = 0
         self._batches = 0
@@ -49,17 +47,17 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch = epoch
         self._batches = 0
-        if left_out := self._checkpoint.take_batches(epoch):
+        if batches := self._batches_to_skip(epoch):
             self._train = self.model.train_function
-            self.model.train_function = self._after(left_out)
+            self.model.train_function = self._skipping(batches)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        # Not the argument: Keras counts differently where it does not know the data's length.
+        # Not the argument: Keras counts differently when it does not know the data's length.
         self._batches += self.model.steps_per_execution
         if self._every is None:
             return
         step = self._step()
-        # Not step % every: one call may stand for several steps (steps_per_execution).
+        # Not step % every: one call may be several steps (steps_per_execution).
         if step // self._every > self._saved // self._every:
             self._save(self._epoch, step, self._batches)
 
@@ -67,13 +65,13 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._train_again()
         self._save(epoch + 1, self._step(), 0)
 
-    def _after(self, left_out: int) -> Any:
-        """A ``train_function`` that only reads so many batches first.
+    def _skipping(self, batches: int) -> Any:
+        """A ``train_function`` that first reads this many batches without training on them.
 
-        They count as steps of ``fit``, so that it ends the epoch where it would have ended.
+        ``fit`` counts them as steps, so the epoch ends where it would have ended.
         """
         at_once = self.model.steps_per_execution
-        calls = left_out // at_once
+        calls = batches // at_once
 
         def train_after(iterator: Any) -> Any:
             nonlocal calls
@@ -92,20 +90,19 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
             self.model.train_function, self._train = self._train, None
 
     def _save(self, epoch: int, step: int, batches: int) -> None:
-        self._checkpoint.save(epoch=epoch, step=step, batches=batches)
+        self._save_checkpoint(epoch=epoch, step=step, batches=batches)
         self._saved = step
 
     def _step(self) -> int:
-        # A model with a train_step of its own may leave compile's optimizer unused, and phases of
-        # training may have an optimizer each.
-        saved = [p.optimizer for p in self._checkpoint.parts if isinstance(p, OptimizerPart)]
-        return sum(int(each.iterations) for each in saved or [self.model.optimizer])
+        # The saved optimizers first: a model with its own train_step may leave compile's optimizer
+        # unused, and each phase of training may have its own.
+        return sum(int(each.iterations) for each in self._optimizers or [self.model.optimizer])
 
 
 def _metrics_before_training(model: Any, batch: Any) -> Any:
-    """What the model's metrics report when they have seen nothing.
+    """The model's metrics before any batch counts.
 
-    Compiled metrics report nothing before they have seen a first batch.
+    Compiled metrics have no result until they have seen a batch, so this one is tested once.
     """
     try:
         return model.get_metrics_result()

@@ -1,11 +1,4 @@
-"""Keras's models.
-
-Keras's optimizers.
-
-What Keras's own callbacks count from epoch to epoch, and forget when ``fit`` begins.
-
-Values and shapes of Keras's variables.
-"""
+"""The parts for Keras: models, optimizers, and the callbacks that watch a metric."""
 
 from __future__ import annotations
 
@@ -26,20 +19,29 @@ from hvkit.adapters.fingerprints import Compared, Rows
 from hvkit.adapters.keras.checks import compared_in
 from hvkit.adapters.keras.loss_scale import inner_optimizer
 from hvkit.adapters.keras.state import has_weights, tf_variable
-from hvkit.checkpoint.part import Arrays
+from hvkit.checkpoint.part import Arrays, Part
+
+# By class of callback: the attributes to save.
+_COUNTERS: Mapping[type[Any], tuple[str, ...]] = {
+    keras.callbacks.EarlyStopping: ("best", "best_epoch", "wait"),
+    keras.callbacks.ReduceLROnPlateau: ("best", "cooldown_counter", "wait"),
+    keras.callbacks.ModelCheckpoint: ("best",),
+}
+# Keys in the file, besides EarlyStopping's best weights: the counters, and the weights' dtypes.
+_COUNTED = "counted"
+_DTYPES = "dtypes"
 
 
-class ModelPart:
-    """A model, in the file that ``model.load_weights`` takes."""
+class ModelPart(Part):
+    """A model, in a file for ``model.load_weights``."""
 
     def __init__(self, name: str, model: Any) -> None:
-        self.name = name
-        self.file = f"{name}.weights.h5"
+        super().__init__(name, ".weights.h5")
         self.model = model
 
     def facts(self) -> dict[str, Any]:
         self._check_built()
-        return {"shapes": shapes_of(self.model.weights)}
+        return {"shapes": _shapes_of(self.model.weights)}
 
     def save(self, path: Path) -> None:
         self._check_built()
@@ -48,8 +50,8 @@ class ModelPart:
 
     def load(self, content: bytes, facts: Mapping[str, Any]) -> None:
         self._check_built()
-        require_shapes("weights", facts["shapes"], shapes_of(self.model.weights))
-        # The file holds the seeds of one rank.
+        _require_shapes("weights", facts["shapes"], _shapes_of(self.model.weights))
+        # The file holds rank 0's seeds: keep this rank's own.
         seeds = {name: v.numpy() for name, v in self._seeds().items()}
         with tempfile.TemporaryDirectory() as folder, _without_optimizer(self.model):
             path = Path(folder, self.file)
@@ -63,7 +65,7 @@ class ModelPart:
     def load_own(self, arrays: Arrays) -> None:
         variables = self._own()
         for name, array in arrays.items():
-            variables[name].assign(as_dtype_of(variables[name], array))
+            variables[name].assign(_as_dtype_of(variables[name], array))
 
     def _own(self) -> dict[str, Any]:
         self._check_built()
@@ -79,31 +81,28 @@ class ModelPart:
     def compared(self) -> tuple[list[Compared], list[Rows]]:
         return compared_in(self.model)
 
-    def end_epoch(self) -> None:
-        pass
-
     def _check_built(self) -> None:
         if not has_weights(self.model):
             raise ValueError(
                 f"{self.name}: Keras model {self.model.name!r} has no weights yet: build it first, "
-                "with model.build(input_shape), a keras.Input in front, or a call on one batch"
+                "with model.build(input_shape), a keras.Input as first layer, or a call on a batch"
             )
         if not self.model.built:
             raise ValueError(
-                f"{self.name}: Keras model {self.model.name!r} is only a frame for others and "
-                "cannot save its weights itself: pass the models inside it, each by a name of its "
-                "own, as in Checkpoint(folder, generator=generator, critic=critic, ...)"
+                f"{self.name}: Keras model {self.model.name!r} only wraps other models and cannot "
+                "save its weights itself: pass the models inside it, each under its own name, as "
+                "in Checkpoint(folder, generator=generator, critic=critic, ...)"
             )
 
 
 @contextmanager
 def _without_optimizer(model: Any) -> Iterator[None]:
-    """Keras writes the optimizer of a compiled model into the weights' file, too."""
+    """Hide a compiled model's optimizer: Keras would write it into the weights file too."""
     attributes = vars(model)
     optimizer = attributes.pop("optimizer", None)
     try:
         with warnings.catch_warnings():
-            # Files of models that were compiled and of those that were not are alike for us.
+            # Keras warns when a model was compiled and the file's model was not.
             warnings.filterwarnings("ignore", message="Skipping variable loading for optimizer")
             yield
     finally:
@@ -111,12 +110,17 @@ def _without_optimizer(model: Any) -> Iterator[None]:
             attributes["optimizer"] = optimizer
 
 
-class OptimizerPart:
-    """An optimizer: its variables, in their order, in a plain ``.npz`` file."""
+class OptimizerPart(Part):
+    """An optimizer: its variables, in their order, in a plain ``.npz`` file.
+
+    Args:
+        name: the part's name.
+        optimizer: the optimizer.
+        models: the checkpoint's models, with the weights that the optimizer may update.
+    """
 
     def __init__(self, name: str, optimizer: Any, models: Sequence[Any]) -> None:
-        self.name = name
-        self.file = f"{name}.npz"
+        super().__init__(name, ".npz")
         self.optimizer = optimizer
         self._models = models
 
@@ -130,7 +134,7 @@ class OptimizerPart:
                 weights.index(id(tf_variable(v))) if id(tf_variable(v)) in weights else None
                 for v in updated
             ]
-        return {"trained": trained, "shapes": shapes_of(self.optimizer.variables)}
+        return {"trained": trained, "shapes": _shapes_of(self.optimizer.variables)}
 
     def save(self, path: Path) -> None:
         values = {str(i): v.numpy() for i, v in enumerate(self.optimizer.variables)}
@@ -142,31 +146,31 @@ class OptimizerPart:
         with tf.init_scope():
             self._build(facts["trained"])
             variables = self.optimizer.variables
-            require_shapes("variables", facts["shapes"], shapes_of(variables))
+            _require_shapes("variables", facts["shapes"], _shapes_of(variables))
             with np.load(io.BytesIO(content)) as values:
                 for i, variable in enumerate(variables):
-                    variable.assign(as_dtype_of(variable, values[str(i)]))
+                    variable.assign(_as_dtype_of(variable, values[str(i)]))
 
     def _build(self, trained: Sequence[int | None] | None) -> None:
-        """Make the variables, for the weights that the saved optimizer updated."""
+        """Create the variables, for the weights that the saved optimizer updated."""
         if self.optimizer.built or trained is None:
             return
         weights = self._weights()
         if any(i is None or i >= len(weights) for i in trained):
             raise ValueError(
-                "it updates variables that are no weights of the checkpoint's models: build it "
+                "it updates variables that are not weights of the checkpoint's models: build it "
                 "before restore(), with optimizer.build(variables)"
             )
         self.optimizer.build([weights[i] for i in trained if i is not None])
 
     def own(self) -> Arrays:
-        """Gradients that were accumulated since the last update: not averaged yet."""
+        """The gradients accumulated since the last update, which are not averaged yet."""
         return {name: np.array(v.numpy()) for name, v in self._accumulators().items()}
 
     def load_own(self, arrays: Arrays) -> None:
         variables = self._accumulators()
         for name, array in arrays.items():
-            variables[name].assign(as_dtype_of(variables[name], array))
+            variables[name].assign(_as_dtype_of(variables[name], array))
 
     def _accumulators(self) -> dict[str, Any]:
         found = [
@@ -180,14 +184,14 @@ class OptimizerPart:
     def compared(self) -> tuple[list[Compared], list[Rows]]:
         return compared_in(self.optimizer)
 
-    def end_epoch(self) -> None:
-        pass
-
     def _weights(self) -> list[Any]:
         return [w for model in self._models for w in getattr(model, "weights", ())]
 
     def _check_not_wrapped(self) -> None:
-        """``compile`` under ``mixed_float16`` wraps it in an optimizer with a state of its own."""
+        """Reject an optimizer that a model wraps, as ``compile`` does under ``mixed_float16``.
+
+        The wrapper has a state of its own.
+        """
         for model in self._models:
             used = getattr(model, "optimizer", None)
             if used is not self.optimizer and inner_optimizer(used) is self.optimizer:
@@ -199,40 +203,31 @@ class OptimizerPart:
 
 
 def _parts(optimizer: Any) -> list[Any]:
-    """The optimizers that update variables: several in a ``MultiOptimizer``."""
+    """The optimizers that update variables: a ``MultiOptimizer`` has several."""
     inner = inner_optimizer(optimizer)
     multi = getattr(keras.optimizers, "MultiOptimizer", None)
     return list(inner.optimizers) if multi and isinstance(inner, multi) else [inner]
 
 
-_COUNTERS: Mapping[type[Any], tuple[str, ...]] = {
-    keras.callbacks.EarlyStopping: ("best", "best_epoch", "wait"),
-    keras.callbacks.ReduceLROnPlateau: ("best", "cooldown_counter", "wait"),
-    keras.callbacks.ModelCheckpoint: ("best",),
-}
-# In the file, beside EarlyStopping's best weights: what was counted, and the weights' dtypes.
-_COUNTED = "counted"
-_DTYPES = "dtypes"
+class CallbackPart(Part):
+    """The counters of a callback that watches a metric, in a plain ``.npz`` file.
 
-
-class CallbackPart:
-    """One of the callbacks that watch a metric, in a plain ``.npz`` file.
+    ``fit`` resets these counters when it begins.
 
     Raises:
-        TypeError: it is of a class without counters that are known here.
+        TypeError: the callback is of a class whose counters are not known here.
     """
 
     def __init__(self, name: str, callback: Any) -> None:
-        self.name = name
-        self.file = f"{name}.npz"
+        super().__init__(name, ".npz")
         self._callback = callback
         for kind, counters in _COUNTERS.items():
             if isinstance(callback, kind):
                 self._kind, self._counters = kind.__name__, counters
                 return
         raise TypeError(
-            f"{name} is a {type(callback).__name__}: of Keras's callbacks a checkpoint holds "
-            f"{', '.join(kind.__name__ for kind in _COUNTERS)}, and those of your own that have "
+            f"{name} is a {type(callback).__name__}: a checkpoint saves only these callbacks: "
+            f"{', '.join(kind.__name__ for kind in _COUNTERS)}, and your own with "
             "state_dict() and load_state_dict()"
         )
 
@@ -240,7 +235,7 @@ class CallbackPart:
         return {"kind": self._kind}
 
     def save(self, path: Path) -> None:
-        # Before the first fit some are not there.
+        # Some counters do not exist before the first fit.
         counted = {
             name: _plain(getattr(self._callback, name))
             for name in self._counters
@@ -258,28 +253,16 @@ class CallbackPart:
 
     def load(self, content: bytes, facts: Mapping[str, Any]) -> None:
         if facts["kind"] != self._kind:
-            raise ValueError(f"it was of class {facts['kind']}, here it is of class {self._kind}")
+            raise ValueError(f"it was a {facts['kind']}, here it is a {self._kind}")
         with np.load(io.BytesIO(content)) as values:
             state = json.loads(str(values[_COUNTED]))
             dtypes = json.loads(str(values[_DTYPES]))
             if dtypes:
                 state["best_weights"] = [
-                    as_dtype(dtype, values[str(i)]) for i, dtype in enumerate(dtypes)
+                    _as_dtype(dtype, values[str(i)]) for i, dtype in enumerate(dtypes)
                 ]
         _set(self._callback, state)
         _set_after_reset(self._callback, state)
-
-    def own(self) -> Arrays:
-        return {}
-
-    def load_own(self, arrays: Arrays) -> None:
-        pass
-
-    def compared(self) -> tuple[list[Compared], list[Rows]]:
-        return [], []
-
-    def end_epoch(self) -> None:
-        pass
 
 
 def _set(callback: Any, state: Mapping[str, Any]) -> None:
@@ -288,7 +271,7 @@ def _set(callback: Any, state: Mapping[str, Any]) -> None:
 
 
 def _set_after_reset(callback: Any, state: Mapping[str, Any]) -> None:
-    """Give the callback this state once ``fit`` has reset it, which it does when it begins."""
+    """Set the callback's state when ``fit`` begins, after it has reset the callback."""
     begin = callback.on_train_begin
 
     def on_train_begin(logs: Any = None) -> None:
@@ -300,34 +283,34 @@ def _set_after_reset(callback: Any, state: Mapping[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A number as JSON writes it."""
+    """A NumPy number as a Python number, for JSON."""
     return value.item() if hasattr(value, "item") else value
 
 
-def shapes_of(variables: Sequence[Any]) -> list[list[int]]:
+def _shapes_of(variables: Sequence[Any]) -> list[list[int]]:
     """The shapes of variables."""
     return [list(v.shape) for v in variables]
 
 
-def require_shapes(what: str, saved: list[list[int]], own: list[list[int]]) -> None:
-    """Compare the shapes of a checkpoint with those of the objects that it is loaded into.
+def _require_shapes(what: str, saved: list[list[int]], own: list[list[int]]) -> None:
+    """Compare a checkpoint's shapes with those of the objects to load it into.
 
     Raises:
-        ValueError: names the first difference.
+        ValueError: they differ; the message names the first difference.
     """
     for i, (theirs, ours) in enumerate(zip(saved, own, strict=False)):
         if theirs != ours:
-            raise ValueError(f"{what}[{i}] has shape {theirs} there and {ours} here")
+            raise ValueError(f"{what}[{i}] has shape {theirs} in the file and {ours} here")
     if len(saved) != len(own):
-        raise ValueError(f"there are {len(saved)} {what} there and {len(own)} here")
+        raise ValueError(f"the file has {len(saved)} {what}, there are {len(own)} here")
 
 
-def as_dtype_of(variable: Any, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The array with the variable's dtype, where a file holds it as plain bytes (bfloat16)."""
-    return as_dtype(variable.dtype, array)
+def _as_dtype_of(variable: Any, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The array in the variable's dtype: a file holds bfloat16 as plain bytes."""
+    return _as_dtype(variable.dtype, array)
 
 
-def as_dtype(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The array with the dtype of this name, where a file holds it as plain bytes (bfloat16)."""
+def _as_dtype(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The array in the dtype of this name: a file holds bfloat16 as plain bytes."""
     dtype = tf.as_dtype(name).as_numpy_dtype
     return array.view(dtype) if array.dtype.kind == "V" else array

@@ -1,172 +1,100 @@
-"""The parts of a checkpoint: what is saved under which name, and by which framework's means.
-
-An object with a small state, beside a Keras model: in a JSON file.
-"""
+"""One object of a checkpoint in one file: the base class, and the part for a small JSON state."""
 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from hvkit.adapters import framework_of
 from hvkit.adapters.fingerprints import Compared, Rows
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
-# Files of the checkpoint that are no part's.
-_RESERVED = {"manifest", "ranks"}
 
+class Part(ABC):
+    """One object that a checkpoint saves into one file.
 
-class Part(Protocol):
-    """One object that is saved into one file."""
+    Args:
+        name: the name the user gave the object.
+        suffix: what follows the name in the file's name.
+    """
 
-    name: str
-    file: str
-    """The file's name in the checkpoint's folder."""
+    def __init__(self, name: str, suffix: str) -> None:
+        self.name = name
+        self.file = f"{name}{suffix}"
 
-    def facts(self) -> dict[str, Any]:
-        """What loading has to know beside the file; JSON holds it."""
-
+    @abstractmethod
     def save(self, path: Path) -> None:
         """Write the file.
 
         Raises:
-            TypeError, ValueError: the object cannot be saved; says why.
+            TypeError, ValueError: the object cannot be saved; the message gives the reason.
         """
 
+    @abstractmethod
     def load(self, content: bytes, facts: Mapping[str, Any]) -> None:
-        """Load the file's content.
+        """Load the file's content into the object.
+
+        Args:
+            content: the file's bytes.
+            facts: what :meth:`facts` returned when the checkpoint was saved.
 
         Raises:
             Exception: the content does not fit the object.
         """
 
-    def own(self) -> Arrays:
-        """What may differ between ranks: statistics of layers, seeds."""
+    def facts(self) -> dict[str, Any]:
+        """Whatever :meth:`load` needs besides the file, as JSON values."""
+        return {}
 
-    def load_own(self, arrays: Arrays) -> None:
-        """Put back what :meth:`own` gave."""
+    def own(self) -> Arrays:
+        """The arrays that may differ between ranks: layer statistics, seeds."""
+        return {}
+
+    def load_own(self, arrays: Arrays) -> None:  # noqa: B027  # no own arrays by default
+        """Set the arrays that :meth:`own` returned."""
 
     def compared(self) -> tuple[list[Compared], list[Rows]]:
-        """What all ranks must hold alike of it, and its fingerprints."""
+        """The state that must be equal on all ranks, and its fingerprints."""
+        return [], []
 
-    def end_epoch(self) -> None:
-        """The epoch is over, also where data has not come to its end."""
-
-
-def parts_of(given: Mapping[str, Any]) -> list[Part]:
-    """The parts for what was passed to ``Checkpoint``, models first.
-
-    Raises:
-        TypeError: an object is of no kind that can be saved.
-        ValueError: there are none, or a name cannot be a file's.
-    """
-    named = dict(_named(given))
-    if not named:
-        raise ValueError("nothing to save: pass at least model=... and optimizer=...")
-    for name in named:
-        if name in _RESERVED or not name.replace("-", "_").isidentifier():
-            raise ValueError(
-                f"part {name!r} cannot be named so: names are Python identifiers other than "
-                f"{', '.join(sorted(_RESERVED))}"
-            )
-    models = {name: each for name, each in named.items() if framework_of(each) is not None}
-    rest = {name: each for name, each in named.items() if name not in models}
-    return [_part(name, each, list(models.values())) for name, each in (models | rest).items()]
+    def end_epoch(self) -> None:  # noqa: B027  # most objects count no epochs
+        """Count the current epoch as done, even if a loop left the data before its end."""
 
 
-def _named(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Lists and dicts of objects taken apart: ``optimizer-0``, ``model-generator``."""
-    for name, thing in given.items():
-        if _has_state(thing):
-            yield name, thing
-        elif isinstance(thing, Mapping):
-            yield from ((f"{name}-{key}", each) for key, each in thing.items())
-        elif isinstance(thing, list | tuple):
-            yield from ((f"{name}-{i}", each) for i, each in enumerate(thing))
-        else:
-            yield name, thing
-
-
-def _part(name: str, thing: Any, models: list[Any]) -> Part:
-    keras = sys.modules.get("keras")
-    if keras is not None and isinstance(thing, keras.Model | keras.optimizers.Optimizer):
-        from hvkit.checkpoint.keras import ModelPart, OptimizerPart
-
-        if isinstance(thing, keras.Model):
-            return ModelPart(name, thing)
-        return OptimizerPart(name, thing, models)
-    if keras is not None and isinstance(thing, keras.callbacks.Callback) and not _has_state(thing):
-        from hvkit.checkpoint.keras import CallbackPart
-
-        return CallbackPart(name, thing)
-    if not _has_state(thing):
-        raise TypeError(
-            f"{name} is of type {type(thing).__module__}.{type(thing).__qualname__}, which a "
-            "checkpoint cannot hold: it takes PyTorch and Keras models and optimizers, objects "
-            "with state_dict() and load_state_dict(), and lists and dicts of these; numbers and "
-            "text go into save(..., extras={...})"
-        )
-    in_keras = any(framework_of(model) == "tensorflow" for model in models)
-    if "torch" in sys.modules and not in_keras:
-        from hvkit.checkpoint.pytorch import TorchPart
-
-        return TorchPart(name, thing)
-
-    return JsonPart(name, thing)
-
-
-def _has_state(thing: Any) -> bool:
-    return all(callable(getattr(thing, each, None)) for each in ("state_dict", "load_state_dict"))
-
-
-def end_epoch_of(thing: Any) -> None:
-    """Tell data that a loop has left before its end, if this is such data."""
-    if callable(end := getattr(thing, "end_epoch", None)):
-        end()
-
-
-class JsonPart:
-    """An object with ``state_dict()`` and ``load_state_dict()``."""
+class JsonPart(Part):
+    """An object with ``state_dict()`` and ``load_state_dict()``, next to a Keras model."""
 
     def __init__(self, name: str, thing: Any) -> None:
-        self.name = name
-        self.file = f"{name}.json"
+        super().__init__(name, ".json")
         self._thing = thing
-
-    def facts(self) -> dict[str, Any]:
-        return {}
 
     def save(self, path: Path) -> None:
         state = self._thing.state_dict()
         try:
             text = json.dumps(state)
             if json.loads(text) != state:
-                raise TypeError("it would not come back the same")
+                raise TypeError("JSON would change it")
         except (TypeError, ValueError) as error:
             raise TypeError(
-                f"{self.name}: beside a Keras model a checkpoint holds states of dicts with str "
-                f"keys, lists, str, int, float, bool and None; {type(self._thing).__name__} gives "
-                f"another: {error}"
+                f"{self.name}: next to a Keras model, a state may hold dicts with str keys, lists, "
+                f"str, int, float, bool and None; {type(self._thing).__name__}.state_dict() "
+                f"returned something else: {error}"
             ) from None
         path.write_text(text + "\n")
 
     def load(self, content: bytes, facts: Mapping[str, Any]) -> None:
         self._thing.load_state_dict(json.loads(content))
 
-    def own(self) -> Arrays:
-        return {}
-
-    def load_own(self, arrays: Arrays) -> None:
-        pass
-
-    def compared(self) -> tuple[list[Compared], list[Rows]]:
-        return [], []
-
     def end_epoch(self) -> None:
         end_epoch_of(self._thing)
+
+
+def end_epoch_of(thing: Any) -> None:
+    """Call the object's ``end_epoch()`` if it has one, as sharded loaders do."""
+    if callable(end := getattr(thing, "end_epoch", None)):
+        end()

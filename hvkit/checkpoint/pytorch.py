@@ -1,4 +1,4 @@
-"""PyTorch's models, optimizers, schedulers and whatever else has a ``state_dict``."""
+"""The part for PyTorch: models, optimizers, schedulers and any other object with a state dict."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from torch.optim import Optimizer
 from hvkit.adapters.fingerprints import Compared, Rows
 from hvkit.adapters.pytorch.checks import compared_in
 from hvkit.adapters.pytorch.reducer import is_averaged
-from hvkit.checkpoint.part import Arrays, end_epoch_of
+from hvkit.checkpoint.part import Arrays, Part, end_epoch_of
 from hvkit.registry import Warmup, record_of
 
 
-class TorchPart:
+class TorchPart(Part):
     """An object whose state ``torch.load`` reads with ``weights_only=True``."""
 
     def __init__(self, name: str, thing: Any) -> None:
-        self.name = name
-        self.file = f"{name}.pt"
-        # What torch.compile wraps keeps its own names, so that the plain model can load them.
+        super().__init__(name, ".pt")
+        # A model wrapped by torch.compile saves the plain model's names, so that it can load them.
         self._thing = getattr(thing, "_orig_mod", thing)
 
     def facts(self) -> dict[str, Any]:
@@ -40,9 +39,9 @@ class TorchPart:
             torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except pickle.UnpicklingError as error:
             raise TypeError(
-                f"{self.name}: the state of {type(self._thing).__name__} holds something that "
-                "torch.load does not read with weights_only=True; keep it to tensors, numbers, "
-                f"text, None and dicts and lists of them: {error}"
+                f"{self.name}: torch.load with weights_only=True cannot read the state of "
+                f"{type(self._thing).__name__}; use only tensors, numbers, text, None, and dicts "
+                f"and lists of them: {error}"
             ) from None
 
     def load(self, content: bytes, facts: Mapping[str, Any]) -> None:
@@ -56,7 +55,7 @@ class TorchPart:
             self._thing.load_state_dict(state)
 
     def _warmup(self) -> Warmup | None:
-        """Of a distributed optimizer, whose own state does not count its steps."""
+        """The warm-up of a distributed optimizer: its state dict does not count the steps."""
         record = record_of(self._thing) if isinstance(self._thing, Optimizer) else None
         return record.warmup if record else None
 
@@ -72,7 +71,7 @@ class TorchPart:
                 buffer.copy_(value)
 
     def _buffers(self) -> dict[str, torch.Tensor]:
-        """The dense buffers that are part of the state, such as batch-norm statistics."""
+        """The dense buffers in the state dict, such as batch-norm statistics."""
         if not isinstance(self._thing, torch.nn.Module):
             return {}
         saved = self._thing.state_dict().keys()
@@ -99,7 +98,7 @@ def _load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
 
 def _keep_dtypes(optimizer: Optimizer, saved: Mapping[int, Any]) -> None:
-    """PyTorch casts the state to the parameter's dtype, which may have fewer bits."""
+    """Undo PyTorch's cast of the state to the parameter's dtype, which may have fewer bits."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for i, values in saved.items():
         if not isinstance(i, int) or not isinstance(values, dict):
@@ -111,7 +110,7 @@ def _keep_dtypes(optimizer: Optimizer, saved: Mapping[int, Any]) -> None:
 
 
 def _without_numpy_scalars(state: Any) -> Any:
-    """NumPy's numbers as Python's: schedulers that were handed one keep it in their state."""
+    """The state with NumPy numbers as Python numbers: a scheduler may have been given one."""
     if isinstance(state, np.generic):
         return state.item()
     if type(state) is dict:

@@ -1,9 +1,11 @@
 """The directory of checkpoints: damage, how many are kept, and what else may lie there."""
 
 import errno
+import fcntl
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -216,6 +218,64 @@ def test_a_second_run_in_the_same_directory_gets_an_error_until_the_first_ends(t
         first.communicate(timeout=10)
     save(tmp_path, 1)
     assert restore(tmp_path) == (1, 10)
+
+
+FORKS = """
+import os, sys, time
+from pathlib import Path
+from hvkit.checkpoint import store
+store.prepare(Path(sys.argv[1]))
+child = os.fork()
+if child == 0:
+    time.sleep(60)
+    os._exit(0)
+print(child, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_process_that_the_run_forked_does_not_keep_the_lock_when_the_run_is_killed(tmp_path):
+    first = subprocess.Popen(
+        [sys.executable, "-c", FORKS, str(tmp_path)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    worker = int(first.stdout.readline())
+    try:
+        with pytest.raises(BlockingIOError, match=f"process {first.pid} on "):
+            save(tmp_path, 1)
+        with pytest.raises(BlockingIOError, match=f"process {first.pid} on "):
+            save(tmp_path, 1)  # the first attempt left the owner's name in the file
+        first.kill()
+        first.wait(timeout=10)
+        save(tmp_path, 1)
+        os.kill(worker, 0)  # the fork still runs
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        first.communicate(timeout=10)
+    assert restore(tmp_path) == (1, 10)
+
+
+def test_a_directory_that_was_deleted_and_created_again_is_locked_again(tmp_path):
+    directory = tmp_path / "runs"
+    save(directory, 1)
+    shutil.rmtree(directory)
+    save(directory, 2)
+    other = subprocess.run(
+        [sys.executable, "-c", HOLDS, str(directory)],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert f"process {os.getpid()} on " in other.stderr
+    assert restore(directory) == (2, 20)
+
+
+@pytest.mark.parametrize("reason", [errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL])
+def test_a_file_system_without_locks_is_no_error(tmp_path, monkeypatch, reason):
+    def flock(handle, operation):
+        raise OSError(reason, os.strerror(reason))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    save(tmp_path, 1, 2)
+    assert restore(tmp_path) == (2, 20)
 
 
 @pytest.fixture
