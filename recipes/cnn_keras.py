@@ -3,8 +3,7 @@
 import common
 import keras
 import numpy as np
-from common.keras_report import ReportProgress
-from common.keras_setup import make_model, make_optimizer
+from common.for_keras import ReportProgress, make_model, make_optimizer
 
 import hvkit
 

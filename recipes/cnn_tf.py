@@ -4,7 +4,7 @@ import common
 import keras
 import numpy as np
 import tensorflow as tf
-from common.keras_setup import make_model, make_optimizer
+from common.for_keras import make_model, make_optimizer
 
 import hvkit
 
@@ -14,7 +14,7 @@ losses_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reducti
 
 
 def make_train_step(flags, model, optimizer):
-    # Float16 has no numbers for small gradients: they are scaled up, and down again.
+    # Float16 cannot represent small gradients: they are scaled up, and down again.
     scaled = flags.precision == "float16"
     updater = keras.optimizers.LossScaleOptimizer(optimizer) if scaled else optimizer
 

@@ -3,8 +3,7 @@
 import common
 import torch
 import torch.nn.functional as F
-from common import torch_resnets
-from common.torch_data import ImageRows, to_tensors
+from common.for_torch import ImageRows, resnet20, resnet50, to_tensors
 from torch.utils.data import DataLoader
 
 import hvkit
@@ -14,7 +13,7 @@ device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def make_model(flags):
-    make = {"resnet20": torch_resnets.resnet20, "resnet50": torch_resnets.resnet50}[flags.model]
+    make = {"resnet20": resnet20, "resnet50": resnet50}[flags.model]
     model = make(flags.classes if flags.synthetic else 10)
     return model.to(device, memory_format=torch.channels_last)
 

@@ -4,7 +4,7 @@ import math
 
 import common
 import keras
-from common.keras_report import ReportProgress
+from common.for_keras import ReportProgress
 from keras import layers
 
 import hvkit

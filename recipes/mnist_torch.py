@@ -3,7 +3,7 @@
 import common
 import torch
 import torch.nn.functional as F
-from common.torch_data import ImageRows, to_tensors
+from common.for_torch import ImageRows, to_tensors
 from torch import nn
 from torch.utils.data import DataLoader
 

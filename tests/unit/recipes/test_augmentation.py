@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-from common.augment import PAD, augmented
-from common.images import Images
+from common.images import PAD, Images, augmented
 
 
 @pytest.fixture

@@ -79,7 +79,7 @@ def test_a_batch_is_centred_on_zero_in_each_channel(cifar):
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        (records(np.arange(10))[:-1], "truncated or no CIFAR-10 file: 30729 bytes"),
+        (records(np.arange(10))[:-1], "truncated or not a CIFAR-10 file: 30729 bytes"),
         (records(np.arange(10)) + b"x", "30731 bytes are not a whole number of images"),
         (b"", "0 bytes"),
         (b"<html>please log in</html>", "26 bytes"),

@@ -5,7 +5,7 @@ import hashlib
 import multiprocessing
 
 import pytest
-from common import download, sources
+from common import sources
 from common.images import DataError
 from common.mnist import SHA256, Mnist
 
@@ -65,7 +65,7 @@ def web_page(file):
 @pytest.mark.parametrize(
     ("spoil", "complaint"),
     [
-        (other_content, "content has SHA-256 .*, expected"),
+        (other_content, "does not match the known hash: expected"),
         (cut, "ended before"),
         (web_page, "Not a gzipped file"),
         (lambda file: file.unlink(), "404"),
@@ -80,8 +80,8 @@ def test_a_wrong_download_is_refused_with_its_address_and_leaves_no_file(
     assert server.url + "t10k-images-idx3-ubyte.gz" in str(error.value)
     assert sorted(file.name for file in cache.iterdir()) == [
         ".lock",
-        "train-images-idx3-ubyte.gz",
-        "train-labels-idx1-ubyte.gz",
+        "train-images-idx3-ubyte",
+        "train-labels-idx1-ubyte",
     ]
 
 
@@ -91,7 +91,7 @@ def test_a_download_that_cannot_be_put_in_place_leaves_no_part_of_it(
     def full(source, target):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(download.os, "replace", full)
+    monkeypatch.setattr("pooch.core.shutil.move", full)
     with pytest.raises(DataError, match="No space left on device"):
         load("mnist", mirrors=[server.url], sha256=sha256)
     assert [file.name for file in cache.iterdir()] == [".lock"]
@@ -138,7 +138,7 @@ def test_a_cache_that_cannot_be_written_counts_as_a_failed_download(cache):
 
 def test_a_file_damaged_in_the_cache_is_named_with_the_fix(server, sha256, cache):
     load("mnist", mirrors=[server.url], sha256=sha256)
-    cut(cache / "train-images-idx3-ubyte.gz")
+    cut(cache / "train-images-idx3-ubyte")
     with pytest.raises(DataError, match="delete the file, and it is downloaded again"):
         load("mnist", mirrors=[], sha256=sha256)
 

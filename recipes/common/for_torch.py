@@ -1,16 +1,49 @@
-"""Residual networks in PyTorch: ResNet-20 for CIFAR-10 and ResNet-50 for ImageNet.
+"""For the PyTorch recipes: images for a ``DataLoader``, and residual networks.
 
-He et al., "Deep Residual Learning for Image Recognition" (2015). As is usual since, ResNet-50 has
-the stride of a stage's first block in the 3x3 convolution.
+The networks are ResNet-20 for CIFAR-10 and ResNet-50 for ImageNet, from He et al., "Deep Residual
+Learning for Image Recognition" (2015). As is usual since, ResNet-50 has the stride of a stage's
+first block in the 3x3 convolution.
 """
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import Dataset
+
+from common.images import AugmentedImages, Images
+
+
+class ImageRows(Dataset[tuple[np.ndarray, np.ndarray]]):
+    """Rows of images. The loader reads a batch in one call; its ``collate_fn`` is ``to_tensors``.
+
+    Attributes:
+        images: between epochs it may be replaced by as many other images.
+    """
+
+    def __init__(self, images: Images | AugmentedImages) -> None:
+        self.images = images
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitems__(self, rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        return self.images.batch(np.array(rows))
+
+
+def to_tensors(batch: tuple[np.ndarray, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pixels with channels first and labels: the ``collate_fn`` for ``ImageRows``.
+
+    In memory the channels of colour images stay last, which makes convolutions faster.
+    """
+    pixels, labels = (torch.from_numpy(part) for part in batch)
+    return (pixels[:, None] if pixels.ndim == 3 else pixels.permute(0, 3, 1, 2)), labels
 
 
 def resnet20(classes: int = 10) -> nn.Module:
-    """Colour images of any size in, logits out; 0.27 million weights, shortcuts without any.
+    """ResNet-20: colour images of any size in, logits out; no weights in the shortcuts.
+
+    It has 0.27 million weights.
 
     Args:
         classes: number of logits.
@@ -26,7 +59,7 @@ def resnet20(classes: int = 10) -> nn.Module:
 
 
 def resnet50(classes: int = 1000) -> nn.Module:
-    """Colour images of any size in, logits out; 25.6 million weights with 1,000 classes.
+    """ResNet-50: colour images of any size in, logits out; 25.6 million weights at 1,000 classes.
 
     Args:
         classes: number of logits.
@@ -44,7 +77,7 @@ def resnet50(classes: int = 1000) -> nn.Module:
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions; the shortcut drops pixels and adds empty channels where it must."""
+    """Two 3x3 convolutions; the shortcut drops pixels and adds empty channels if needed."""
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
@@ -60,7 +93,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions to four times the width; the shortcut is projected."""
+    """1x1, 3x3 and 1x1 convolutions to four times the width, and a projected shortcut."""
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
@@ -77,7 +110,7 @@ class Bottleneck(nn.Module):
 
 
 def conv_norm(channels: int, width: int, size: int, stride: int = 1) -> nn.Sequential:
-    """A convolution that keeps height and width (but for the stride), and batch norm."""
+    """A convolution that keeps height and width (divided by the stride), and batch norm."""
     convolution = nn.Conv2d(channels, width, size, stride, padding=size // 2, bias=False)
     return nn.Sequential(convolution, nn.BatchNorm2d(width))
 
@@ -90,7 +123,7 @@ def head(channels: int, classes: int) -> list[nn.Module]:
 def initialised(model: nn.Module) -> nn.Module:
     """Draw the kernels as He et al. do ("Delving Deep into Rectifiers", 2015).
 
-    Logits start small, which large learning rates want (Goyal et al. 2017, section 5.1).
+    Logits start small, which suits large learning rates (Goyal et al. 2017, section 5.1).
     """
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
