@@ -1,4 +1,21 @@
-"""Splitting data among ranks: ``hvkit.shard``."""
+"""Splitting data among ranks: ``hvkit.shard``.
+
+::
+
+    shard                   shard(): recognises the kind of the data, calls the module for it
+    ├── arrays              NumPy arrays, tensors, and containers of them
+    ├── pytorch_loader      DataLoader: sharded loaders, and how their workers start
+    │   ├── samplers            the order of an epoch from the user's sampler
+    │   └── pytorch_datasets    Dataset and IterableDataset
+    ├── tfdata              tf.data pipelines
+    │   └── tfbatching          finding out how a pipeline was batched
+    ├── keras_pydataset     keras.utils.PyDataset
+    └── order               the arithmetic all of them use: which samples of a step are this
+                            rank's, seeds, and a loader's position
+
+To shard another kind of data, write a module that returns one rank's part and the facts that must
+be equal on all ranks, and call it in ``shard.shard_for``.
+"""
 
 from hvkit.data.shard import shard
 

@@ -1,4 +1,4 @@
-"""Keras's PyDataset, whose items are batches."""
+"""Sharding ``keras.utils.PyDataset``, whose items are batches."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from hvkit.data.order import FixedRandomness, Share, seed_from
 class ShardedPyDataset(keras.utils.PyDataset):  # type: ignore[misc]
     """One rank's batches of another PyDataset.
 
-    Batch i is batch i*N + rank of the original. The samples of the last N batches, or of fewer,
-    are divided evenly, so that all ranks have batches of one size there too. Like Keras, it takes
-    every batch but the last to be of one size.
+    Batch i is batch i*N + rank of the original. The samples of the last N batches (or fewer) are
+    divided evenly, so all ranks have batches of one size there too. Like Keras, it assumes that
+    all batches except the last have one size.
 
     Args:
-        inner: the dataset; its ``workers``, ``use_multiprocessing`` and ``max_queue_size`` hold.
+        inner: the dataset; its ``workers``, ``use_multiprocessing`` and ``max_queue_size`` apply.
         share: rank and size.
-        seed: what the random numbers of ``on_epoch_begin`` and ``on_epoch_end`` start from,
-            together with the number of epochs that have ended.
+        seed: the seed of the random numbers in ``on_epoch_begin`` and ``on_epoch_end``, together
+            with the number of epochs that have ended.
     """
 
     def __init__(self, inner: keras.utils.PyDataset, share: Share, seed: int) -> None:
@@ -39,21 +39,21 @@ class ShardedPyDataset(keras.utils.PyDataset):  # type: ignore[misc]
 
     @property
     def num_batches(self) -> int | None:
-        """The number of this rank's batches; None if the original has no end."""
+        """The number of this rank's batches; None if the original is infinite."""
         total = self._inner.num_batches
         if total is None:
             return None
         groups: int = -(-total // self._share.size)
         if not self._share.exact or groups == 0:
             return groups
-        # Without repetition the last batch of some ranks may be empty, and is then left out.
+        # Without repetition the last batch of some ranks may be empty; they leave it out.
         if self._in_last is None or self._in_last[0] != total:
             self._in_last = total, _rows(self._last_group(total))
         return groups if self._share.count(self._in_last[1]) else groups - 1
 
     def __len__(self) -> int:
         if (batches := self.num_batches) is None:
-            raise TypeError("this PyDataset has no end, and so no length")
+            raise TypeError("this PyDataset is infinite and has no length")
         return batches
 
     def __getitem__(self, index: int) -> Any:
@@ -76,7 +76,7 @@ class ShardedPyDataset(keras.utils.PyDataset):  # type: ignore[misc]
             self._inner.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
-        if self._resumed:  # fit calls it before its first epoch, too, as the saved run's fit did
+        if self._resumed:  # fit calls it before its first epoch too, as the saved run's fit did
             self._resumed = False
             return
         with FixedRandomness(seed_from(self._seed, self._random_epoch(), 1)):
@@ -84,19 +84,19 @@ class ShardedPyDataset(keras.utils.PyDataset):  # type: ignore[misc]
         self._epoch += 1
 
     def state_dict(self) -> dict[str, int]:
-        """How often ``on_epoch_end`` was called."""
+        """The number of calls of ``on_epoch_end``."""
         return {"epoch": self._epoch}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Call the original's ``on_epoch_end`` as often as the saved run did.
+        """Call the original's ``on_epoch_end`` until its calls are those of the saved run.
 
         Raises:
-            ValueError: it was called more often already.
+            ValueError: it was already called more often.
         """
         if state["epoch"] < self._epoch:
             raise ValueError(
-                f"on_epoch_end was called {self._epoch} times, in the saved run {state['epoch']} "
-                "times: restore before the first fit"
+                f"on_epoch_end was called {self._epoch} times, but in the saved run only "
+                f"{state['epoch']} times: restore before the first fit"
             )
         self._resumed = False
         while self._epoch < state["epoch"]:
@@ -104,14 +104,14 @@ class ShardedPyDataset(keras.utils.PyDataset):  # type: ignore[misc]
         self._resumed = True
 
     def _random_epoch(self) -> int:
-        # Ranks may evaluate with different frequency, and still need a common order.
+        # Ranks may evaluate at different times but need a common order.
         return 0 if self._share.exact else self._epoch
 
 
 def facts_of(inner: keras.utils.PyDataset, share: Share, seed: int) -> list[str]:
-    """What the ranks have to have alike: the length, and the labels of the first batch.
+    """The facts that must be equal on all ranks: the length, and the labels of the first batch.
 
-    Not its inputs, which may be changed at random.
+    Not its inputs: the dataset may augment them at random.
     """
     facts = [f"PyDataset of {inner.num_batches} batches"]
     if share.size > 1 and not share.exact and inner.num_batches != 0:
@@ -124,7 +124,7 @@ def facts_of(inner: keras.utils.PyDataset, share: Share, seed: int) -> list[str]
 
 
 def _map(function: Any, *batches: Any) -> Any:
-    """What ``function`` makes of the arrays at each place of the batches' common structure."""
+    """``function`` of the arrays at each place of the batches' common structure."""
     first = batches[0]
     if isinstance(first, dict):
         return {key: _map(function, *(batch[key] for batch in batches)) for key in first}

@@ -1,12 +1,8 @@
-"""Which samples of an epoch are this rank's: plain arithmetic on positions.
+"""Which samples of an epoch are this rank's, a loader's position, and random numbers in common.
 
-An epoch has one order, the same on every rank. With batch size B and N ranks, step k is made of
-the positions from k*B*N to (k+1)*B*N of that order, and rank r takes those at r, r+N, r+2N, ...
-That is what one process with batch size B*N would read in this step.
-
-How far a loader has come, counted in samples of all ranks together.
-
-Code that draws random numbers, made to draw the same ones on every rank.
+An epoch has one order, the same on every rank. With batch size B and N ranks, step k has the
+positions from k*B*N to (k+1)*B*N of that order, and rank r takes those at r, r+N, r+2N, ...
+One process with batch size B*N would read the same samples in this step.
 """
 
 from __future__ import annotations
@@ -31,8 +27,8 @@ class Share:
     Args:
         rank: this rank.
         size: the number of ranks.
-        exact: every sample on exactly one rank, so that parts differ by one; otherwise parts are
-            of one length, and where samples are missing some come twice.
+        exact: every sample is on exactly one rank, so parts may differ by one. Otherwise all parts
+            have the same length, and some samples are repeated to reach it.
     """
 
     rank: int
@@ -40,13 +36,13 @@ class Share:
     exact: bool = False
 
     def of(self, length: int, *, group: int | None = None, drop_last: bool = False) -> Positions:
-        """This rank's positions among ``length`` ones, in order.
+        """This rank's positions among ``length`` positions, in order.
 
         Args:
-            length: the number of samples to be divided.
-            group: samples of one step on all ranks together; a multiple of the size. What the
-                last step lacks is repeated from that step. By default all are one step.
-            drop_last: leave out a last step that is not complete; not with ``exact``.
+            length: the number of samples to divide.
+            group: samples of one step on all ranks together; a multiple of the size. An incomplete
+                last step repeats its own samples. By default all samples are one step.
+            drop_last: leave out an incomplete last step; ignored with ``exact``.
         """
         if self.exact:
             return np.arange(self.rank, length, self.size, dtype=np.int64)
@@ -61,7 +57,7 @@ class Share:
         return mine
 
     def count(self, length: int, *, group: int | None = None, drop_last: bool = False) -> int:
-        """How many positions :meth:`of` gives."""
+        """The number of positions that :meth:`of` returns."""
         if self.exact:
             return len(range(self.rank, length, self.size))
         if drop_last and group:
@@ -77,13 +73,13 @@ def steps(length: int, group: int, *, drop_last: bool = False) -> Iterator[int]:
 
 
 def seed_from(*numbers: int) -> int:
-    """A seed of 63 bits from the seed, the epoch and what else; none of them negative."""
+    """A seed of 63 bits, computed from several numbers, none negative: seed, epoch, rank, ..."""
     state: Any = np.random.SeedSequence(numbers).generate_state(1, np.uint64)
     return int(state[0]) >> 1
 
 
 class Position:
-    """Epochs that are done, and samples of the current one that all ranks were given."""
+    """How far a loader has come: epochs done, and samples read of the current one by all ranks."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -92,10 +88,11 @@ class Position:
         self._left = False
 
     def begin(self) -> object:
-        """A new iteration: the rest of the current epoch after a load, else a new epoch.
+        """Begin an iteration: the rest of the current epoch after a load, else a new epoch.
 
-        Returns what :meth:`advance` and :meth:`end` need to be told: they do nothing for an
-        iteration that is not the latest.
+        Returns:
+            An identifier for :meth:`advance`, :meth:`end` and :meth:`leave`, which do nothing
+            unless it is that of the latest iteration.
         """
         if self._iteration is not None:
             self.epoch, self.samples = self.epoch + 1, 0
@@ -103,34 +100,34 @@ class Position:
         return self._iteration
 
     def advance(self, iteration: object, samples: int) -> None:
-        """The ranks were given so many more samples."""
+        """Count samples that all ranks together have read."""
         if iteration is self._iteration:
             self.samples += samples
 
     def end(self, iteration: object) -> None:
-        """The epoch is over."""
+        """Count the epoch as done."""
         if iteration is self._iteration:
             self.epoch, self.samples, self._iteration = self.epoch + 1, 0, None
 
     def leave(self, iteration: object) -> None:
-        """The loop over the epoch was left before its end."""
+        """Note that a loop left the epoch before its end."""
         self._left = self._left or iteration is self._iteration
 
     def end_if_left(self) -> None:
-        """Take an epoch that was left for done."""
+        """Count the epoch as done if a loop left it."""
         if self._left:
             self.end(self._iteration)
             self._left = False
 
     def save(self) -> dict[str, int]:
-        """The position, to be passed to :meth:`load`."""
+        """The position, for :meth:`load`."""
         return {"epoch": self.epoch, "samples": self.samples}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go to a position that was saved.
 
         Raises:
-            ValueError: it is none that :meth:`save` returned.
+            ValueError: :meth:`save` did not return it.
         """
         for name in ("epoch", "samples"):
             value = state.get(name)
@@ -144,12 +141,13 @@ class Position:
 
 
 class FixedRandomness:
-    """Within it, the global generators of Python, NumPy and PyTorch start from a seed.
+    """Makes code draw the same random numbers on every rank.
 
-    Afterwards they are what they were before. Entering again goes on where it was left.
+    Inside it, the global generators of Python, NumPy and PyTorch start from a seed. On exit they
+    get back their earlier state. Entering it again continues the numbers where it was left.
 
     Args:
-        seed: of 63 bits.
+        seed: a seed of 63 bits.
     """
 
     def __init__(self, seed: int) -> None:

@@ -1,6 +1,6 @@
-"""PyTorch's Dataset: one rank's part of it.
+"""Sharding PyTorch's ``Dataset`` and ``IterableDataset``.
 
-PyTorch's IterableDataset: a stream that every rank reads, keeping its part.
+Of an ``IterableDataset``, every rank reads the whole stream and keeps its part.
 """
 
 from __future__ import annotations
@@ -21,51 +21,51 @@ _OWN = frozenset({"dataset", "_share", "_known"})
 
 
 def shard_dataset(dataset: Dataset[Any], share: Share, seed: int) -> tuple[Any, list[str]]:
-    """This rank's samples of a Dataset, and what the ranks have to have alike.
+    """This rank's samples of a Dataset, and the facts that must be equal on all ranks.
 
     Raises:
-        TypeError: a map-style dataset without ``__len__``.
-        ValueError: it is a rank's part already.
+        TypeError: a map-style dataset has no ``__len__``.
+        ValueError: the dataset is already a rank's part.
     """
     if isinstance(dataset, IterableDataset):
         stream = StreamShard(dataset, share, group=share.size, drop_last=False, seed=seed)
         return stream, ["IterableDataset"]
     if not hasattr(dataset, "__len__"):
         raise TypeError(
-            f"{type(dataset).__qualname__} has no __len__, so that no equal parts can be made: "
-            "give it one, or make it an IterableDataset"
+            f"{type(dataset).__qualname__} has no __len__, so it cannot be divided into equal "
+            "parts: add __len__, or make it an IterableDataset"
         )
     facts = [f"Dataset of {len(dataset)} samples", *contents(dataset)]
     return DatasetPart(dataset, share), facts
 
 
 class InWhole(int):
-    """An index in the whole dataset, where a plain int is one in this rank's part."""
+    """An index in the whole dataset; a plain int is an index in this rank's part."""
 
     __slots__ = ()
 
 
 class KeyInWhole(NamedTuple):
-    """What a sampler gives that is no plain int, for the whole dataset as it is."""
+    """A sampler's key that is not a plain int, for the whole dataset."""
 
     key: Any
 
 
 def in_whole(key: Any) -> InWhole | KeyInWhole:
-    """A sampler's index as one of the whole dataset, for :class:`DatasetPart`."""
+    """Mark a sampler's index as an index in the whole dataset, for :class:`DatasetPart`."""
     return InWhole(key) if type(key) is int else KeyInWhole(key)
 
 
 class DatasetPart(Subset[Any]):
     """Every N-th sample of a dataset, repeated to equal length unless the share is exact.
 
-    ``part[i]`` and ``len(part)`` are those of the part, so that what a script divides by the
-    length, splits or shuffles is this rank's. Since an epoch's order goes over all samples, the
-    samplers of a sharded loader give what :func:`in_whole` marks. Attributes are those of the
-    dataset, to be read and set.
+    ``part[i]`` and ``len(part)`` refer to the part, so a script that divides by the length,
+    splits or shuffles it works on this rank's samples. The samplers of a sharded loader return
+    indices in the whole dataset, marked by :func:`in_whole`. Reading or setting another attribute
+    reads or sets it on the dataset.
 
     Args:
-        dataset: the whole, with a length.
+        dataset: the whole dataset, with a length.
         share: rank and size.
     """
 
@@ -75,7 +75,7 @@ class DatasetPart(Subset[Any]):
 
     @property
     def indices(self) -> Sequence[int]:  # type: ignore[override]
-        """Of this part's samples in the whole dataset, which may have grown."""
+        """The indices of this part's samples in the whole dataset, which may have grown."""
         length = len(self.dataset)  # type: ignore[arg-type]
         if self._known[0] != length:
             share = self._share
@@ -116,17 +116,17 @@ class DatasetPart(Subset[Any]):
 
 
 def contents(dataset: Any) -> list[str]:
-    """What tells apart datasets of one length, as far as it costs nothing to know.
+    """Facts that differ between datasets of one length, as far as they are cheap to compute.
 
     Raises:
-        ValueError: it is a rank's part already.
+        ValueError: the dataset is already a rank's part.
     """
     facts = []
     while isinstance(dataset, Subset):
         if isinstance(dataset, DatasetPart):
             raise ValueError(
-                "the dataset is one rank's part, which hvkit.shard returned: shard the dataset or "
-                "its DataLoader, not both"
+                "the dataset is one rank's part, returned by hvkit.shard: shard the dataset or its "
+                "DataLoader, not both"
             )
         indices = np.asarray(dataset.indices).tobytes()
         facts.append(f"Subset with indices of sha256 {hashlib.sha256(indices).hexdigest()}")
@@ -142,15 +142,15 @@ _STREAM_OWN = frozenset({"_inner", "_share", "_group", "_drop_last", "_seed", "_
 class StreamShard(IterableDataset[Any]):
     """One rank's samples of a stream.
 
-    Attributes other than its own are those of the stream, so that a ``worker_init_fn`` that
-    splits ``get_worker_info().dataset`` does as before.
+    Reading or setting another attribute reads or sets it on the stream, so a ``worker_init_fn``
+    that splits ``get_worker_info().dataset`` works as before.
 
     Args:
         inner: the stream, the same on every rank.
         share: rank and size.
         group: samples of one step on all ranks together.
-        drop_last: leave out the last step if it is not complete.
-        seed: what random numbers of the stream start from.
+        drop_last: leave out an incomplete last step.
+        seed: the seed of the stream's random numbers.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class StreamShard(IterableDataset[Any]):
         return self._share.exact
 
     def __iter__(self) -> Iterator[Any]:
-        # In a worker, the seeds are the worker's, which its loader has made alike on every rank.
+        # A worker's generators are already seeded alike on every rank, by its loader.
         alone = get_worker_info() is None
         epoch = 0 if self._share.exact else self._epoch
         fixed = FixedRandomness(seed_from(self._seed, epoch)) if alone else nullcontext()
@@ -180,7 +180,7 @@ class StreamShard(IterableDataset[Any]):
                 return
 
     def _read(self, stream: Iterator[Any]) -> tuple[list[Any], int]:
-        """This rank's samples of the next step, and how many there were for all ranks."""
+        """This rank's samples of the next step, and the number of samples for all ranks."""
         share, mine, first, length = self._share, [], [], 0
         for sample in islice(stream, self._group):
             if length < share.size:

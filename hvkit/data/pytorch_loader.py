@@ -1,11 +1,9 @@
-"""PyTorch's DataLoader.
+"""Sharding PyTorch's ``DataLoader``: the loaders, and how their workers start.
 
-How the workers of a sharded DataLoader start: not by a fork where MPI runs over InfiniBand.
-
-An InfiniBand adapter writes into memory that MPI has registered with it. After a fork, pages of
-that memory may be the child's, and the parent waits for data that arrives elsewhere, or crashes;
-see ibv_fork_init(3) and Open MPI's FAQ on fork and OpenFabrics. A server of multiprocessing's, a
-process of its own that knows nothing of MPI, can fork without harm.
+If MPI uses InfiniBand, workers are not forked. An InfiniBand adapter writes into memory that MPI
+registered with it. After a fork, pages of that memory may belong to the child; the parent then
+waits for data that arrives elsewhere, or crashes. See ibv_fork_init(3) and Open MPI's FAQ on fork
+and OpenFabrics. The forkserver of multiprocessing, a process without MPI, can fork safely.
 """
 
 from __future__ import annotations
@@ -27,13 +25,17 @@ from hvkit.data.samplers import Epoch, Order, SampleOrder, order_of
 from hvkit.errors import LaunchError
 from hvkit.main_rank import say_once
 
+ADAPTERS = Path("/sys/class/infiniband")
+
+_NONE = object()
+
 
 def shard_loader(loader: DataLoader[Any], share: Share, seed: int) -> tuple[Any, list[str]]:
-    """A loader of this rank's samples, and what the ranks have to have alike.
+    """A loader of this rank's samples, and the facts that must be equal on all ranks.
 
     Raises:
-        TypeError: the loader or its sampler is of a kind that cannot be shared.
-        ValueError: it is shared already.
+        TypeError: a loader or sampler of this kind cannot be sharded.
+        ValueError: the loader is already sharded.
     """
     _refuse_others(loader)
     batch, drop_last = loader.batch_size, loader.drop_last and not share.exact
@@ -42,7 +44,7 @@ def shard_loader(loader: DataLoader[Any], share: Share, seed: int) -> tuple[Any,
         group = (batch or 1) * share.size
         stream = StreamShard(loader.dataset, share, group=group, drop_last=drop_last, seed=seed)
         kept = {"batch_size": batch, "drop_last": drop_last}
-        adapter = adapter_that_forbids_forks(loader)
+        adapter = _adapter_that_forbids_forks(loader)
         options = {**_options(loader, adapter), "generator": torch.Generator()}
         return StreamLoader(stream, seed, kept | options, adapter), ["IterableDataset", *facts]
     order = order_of(loader, share, seed)
@@ -51,21 +53,21 @@ def shard_loader(loader: DataLoader[Any], share: Share, seed: int) -> tuple[Any,
 
 
 class ShardedLoader(DataLoader[Any]):
-    """A DataLoader that reads one rank's part of another's samples.
+    """A DataLoader that reads one rank's part of another DataLoader's samples.
 
-    Every iteration is a new epoch. ``state_dict`` and ``load_state_dict`` give and take the
-    position, counted over all ranks, so that another number of ranks can go on from it.
+    Every iteration is a new epoch. ``state_dict`` and ``load_state_dict`` return and set the
+    position, counted over all ranks, so another number of ranks can continue from it.
 
-    On several ranks its dataset is this rank's part, see :class:`DatasetPart`. Another loader of
-    its dataset and its sampler or batch sampler reads what this one would read next. Batches of
-    that are not counted: the position is then known at the ends of epochs only.
+    On several ranks its dataset is this rank's part, see :class:`DatasetPart`. Another loader made
+    from its dataset and its sampler or batch sampler reads what this one would read next. The
+    batches of that loader are not counted: the position then moves only at the end of an epoch.
     """
 
     def __init__(self, loader: DataLoader[Any], order: Order, share: Share, seed: int) -> None:
         self._order, self._share, self._seed = order, share, seed
         self._position = order.position
         self._begun_after = 0
-        self._adapter = adapter_that_forbids_forks(loader)
+        self._adapter = _adapter_that_forbids_forks(loader)
         options: dict[str, Any] = _options(loader, self._adapter)
         if loader.batch_sampler is None:
             options |= {"sampler": order, "batch_size": None}
@@ -77,7 +79,7 @@ class ShardedLoader(DataLoader[Any]):
         dataset: Any = loader.dataset
         if share.size > 1 and hasattr(dataset, "__len__"):
             dataset, order.of_part = DatasetPart(dataset, share), True
-        # With a generator of its own, it does not draw from the global one for its workers.
+        # With its own generator, it does not draw the workers' seeds from the global one.
         super().__init__(dataset, generator=torch.Generator(), **options)
 
     def __iter__(self) -> Any:
@@ -85,12 +87,12 @@ class ShardedLoader(DataLoader[Any]):
         self._begun_after = self._position.samples
         self.generator.manual_seed(seed_from(self._seed, epoch.number, self._share.rank))
         with self._order.giving(epoch):
-            batches = started(super().__iter__, self._adapter)
+            batches = _started(super().__iter__, self._adapter)
         return self._counted(iteration, epoch, self._read(epoch, batches))
 
     def _read(self, epoch: Epoch, batches: Iterator[Any]) -> Iterator[Any]:
         while True:
-            # Only then does PyTorch's iterator look at the sampler.
+            # PyTorch's iterator reads the sampler only inside next().
             with self._order.giving(epoch):
                 try:
                     batch = next(batches)
@@ -101,7 +103,7 @@ class ShardedLoader(DataLoader[Any]):
     def _counted(self, iteration: object, epoch: Epoch, batches: Iterator[Any]) -> Iterator[Any]:
         try:
             for number, (batch, samples) in enumerate(zip(batches, epoch.steps, strict=False)):
-                # After one batch, so that a rank alone may look at the first.
+                # Not before the second batch, so one rank alone may look at the first.
                 if number == 1 and not self._share.exact and self._share.size > 1:
                     self._require_same_position()
                 self._position.advance(iteration, samples)
@@ -121,18 +123,18 @@ class ShardedLoader(DataLoader[Any]):
         )
 
     def end_epoch(self) -> None:
-        """Take an epoch that a loop has left with ``break`` for done, as the next loop will."""
+        """Count an epoch that a loop left with ``break`` as done, as the next loop would."""
         self._position.end_if_left()
 
     def state_dict(self) -> dict[str, int]:
-        """The position: epochs done, and samples of this epoch that all ranks were given."""
+        """The position: epochs done, and samples of this epoch that all ranks have read."""
         return self._position.save()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a position: the next iteration is the rest of its epoch.
 
         Raises:
-            ValueError: it is not what ``state_dict`` returned.
+            ValueError: ``state_dict`` did not return it.
         """
         self._position.load(state)
 
@@ -141,10 +143,10 @@ class StreamLoader(DataLoader[Any]):
     """A DataLoader of one rank's part of a stream; workers get the same seeds on every rank.
 
     Args:
-        stream: the part.
-        seed: what the workers' seeds start from.
-        options: of the user's loader.
-        adapter: what :func:`adapter_that_forbids_forks` gave.
+        stream: the rank's part.
+        seed: the seed of the workers' seeds.
+        options: the options of the user's loader.
+        adapter: the result of :func:`_adapter_that_forbids_forks`.
     """
 
     def __init__(
@@ -158,7 +160,7 @@ class StreamLoader(DataLoader[Any]):
         epoch = 0 if self._exact else self._epoch
         self.generator.manual_seed(seed_from(self._seed, epoch))
         self._epoch += 1
-        return started(super().__iter__, self._adapter)
+        return _started(super().__iter__, self._adapter)
 
 
 def _options(loader: DataLoader[Any], adapter: str | None) -> dict[str, Any]:
@@ -175,47 +177,41 @@ def _refuse_others(loader: DataLoader[Any]) -> None:
     if isinstance(loader, ShardedLoader | StreamLoader):
         raise ValueError("this DataLoader was returned by hvkit.shard: shard the original once")
     if type(loader).__iter__ is not DataLoader.__iter__:
-        raise TypeError(f"{name} has an __iter__ of its own: pass a plain DataLoader")
+        raise TypeError(f"{name} has its own __iter__: pass a plain DataLoader")
     for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
         if isinstance(sampler, DistributedSampler):
             raise ValueError(
-                f"the DataLoader has a {type(sampler).__qualname__}, which takes a part already: "
-                "leave it out (shuffle=True instead) and let hvkit.shard take the part"
+                f"the DataLoader has a {type(sampler).__qualname__}, which already takes a part: "
+                "leave it out (use shuffle=True) and let hvkit.shard take the part"
             )
 
 
-ADAPTERS = Path("/sys/class/infiniband")
-
-_NONE = object()
-
-
-def active_adapter(adapters: Path) -> str | None:
+def _active_adapter(adapters: Path) -> str | None:
     """An InfiniBand (or RoCE) adapter with a port that is in use; None if there is none.
 
     Args:
-        adapters: the kernel's folder with one for each adapter.
+        adapters: the kernel's folder, which holds a folder for each adapter.
     """
     for port in sorted(adapters.glob("*/ports/*/state")):
         try:
             state = port.read_text()  # "4: ACTIVE"
-        except OSError:  # an adapter that is being taken out
+        except OSError:  # someone is removing the adapter
             continue
         if state.split()[-1:] == ["ACTIVE"]:
             return port.parents[2].name
     return None
 
 
-def adapter_that_forbids_forks(loader: Any) -> str | None:
-    """The adapter because of which this loader's workers must not be forked.
+def _adapter_that_forbids_forks(loader: Any) -> str | None:
+    """The InfiniBand adapter that makes it unsafe to fork this loader's workers; None if none.
 
-    None where they are not forked anyway, where MPI does not run or not over InfiniBand, and where
-    the user has chosen how they start.
+    None also if the workers would not be forked anyway, or the user chose how they start.
     """
     default = multiprocessing.get_all_start_methods()[0]
     method = multiprocessing.get_start_method(allow_none=True) or default
     if loader.num_workers == 0 or loader.multiprocessing_context or method != "fork":
         return None
-    adapter = active_adapter(ADAPTERS) if runtime.uses_mpi() else None
+    adapter = _active_adapter(ADAPTERS) if runtime.uses_mpi() else None
     if adapter is not None:
         _say_forkserver(adapter)
     return adapter
@@ -224,23 +220,27 @@ def adapter_that_forbids_forks(loader: Any) -> str | None:
 def _say_forkserver(adapter: str) -> None:
     say_once(
         "forkserver",
-        f"MPI may use the InfiniBand adapter {adapter}, beside which forks are not safe: workers "
-        'of DataLoaders start by multiprocessing\'s forkserver; multiprocessing_context="fork" in '
-        "the DataLoader forks them",
+        f"MPI may use the InfiniBand adapter {adapter}, so forks are not safe: multiprocessing's "
+        "forkserver starts the workers of DataLoaders; to fork them, pass "
+        'multiprocessing_context="fork" to the DataLoader',
     )
 
 
-def started(begin: Callable[[], Iterator[Any]], adapter: str | None) -> Iterator[Any]:
-    """What ``begin`` gives, whose workers start afresh because of this adapter, if there is one.
+def _started(begin: Callable[[], Iterator[Any]], adapter: str | None) -> Iterator[Any]:
+    """The iterator that ``begin`` returns, with a clear error if forkserver cannot start workers.
+
+    Args:
+        begin: starts the workers.
+        adapter: the adapter that forbids forks; None if the workers start as the user chose.
 
     Raises:
-        LaunchError: they cannot start so; it names the way out.
+        LaunchError: the workers cannot start; the message gives the fix.
     """
     if adapter is None:
         return begin()
     try:
         batches = begin()
-    except Exception as error:  # of pickling, or of a pipe that the worker's end closed
+    except Exception as error:  # from pickling, or from a pipe that the worker closed
         raise _cannot_start(error, adapter) from error
     return _with_first(batches, adapter)
 
@@ -249,7 +249,7 @@ def _with_first(batches: Iterator[Any], adapter: str) -> Iterator[Any]:
     try:
         first = next(batches, _NONE)
     except RuntimeError as error:
-        # PyTorch's words for a worker that has ended. What a dataset raises there comes as it is.
+        # PyTorch's message for a worker that ended. Errors of the dataset pass unchanged.
         if "exited unexpectedly" not in str(error):
             raise
         raise _cannot_start(error, adapter) from error
@@ -260,11 +260,10 @@ def _with_first(batches: Iterator[Any], adapter: str) -> Iterator[Any]:
 
 def _cannot_start(error: Exception, adapter: str) -> LaunchError:
     return LaunchError(
-        f"the DataLoader's workers could not start: {type(error).__name__}: {error}. They are not "
-        f"forked here, since MPI may use the InfiniBand adapter {adapter}, but start afresh "
-        "(multiprocessing's forkserver): put what the script runs under "
-        'if __name__ == "__main__", and let dataset, collate_fn and worker_init_fn be what '
-        "pickles: classes and functions of a module, no lambdas and nothing that is defined in a "
-        'function. Where the network is known to bear forks, pass multiprocessing_context="fork" '
-        "to the DataLoader"
+        f"the DataLoader's workers could not start: {type(error).__name__}: {error}. They start by "
+        "multiprocessing's forkserver instead of a fork, because MPI may use the InfiniBand "
+        f'adapter {adapter}: put the script\'s main code under if __name__ == "__main__", and use '
+        "a dataset, collate_fn and worker_init_fn that pickle: classes and functions of a module, "
+        "not lambdas or anything defined inside a function. If forks are safe on this network, "
+        'pass multiprocessing_context="fork" to the DataLoader'
     )

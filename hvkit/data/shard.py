@@ -1,4 +1,4 @@
-"""``shard``: each rank's part of the data, of one kind with what was passed in."""
+"""``shard``: each rank's part of the data, as an object of the same kind."""
 
 from __future__ import annotations
 
@@ -23,63 +23,66 @@ _ACCEPTED = (
 def shard(data: D, *, exact: bool = False, seed: int = 0) -> D:
     """This rank's part of the data, as an object of the same kind.
 
-    For training, all ranks get the same number of batches, of the same sizes in each step, and
-    together all samples. A batch size is that of one rank: step k of N ranks is what one process
-    with the N times larger batch would read in step k. Where the last step has not enough samples
-    for equal parts, fewer than N of them come twice; with ``drop_last`` it is left out instead.
+    For training, all ranks get the same number of batches, with equal sizes in each step, and
+    together all samples. A batch size is that of one rank: step k of N ranks reads what one
+    process with an N times larger batch would read in step k. If the samples of the last step
+    cannot be divided evenly, fewer than N of them are repeated; with ``drop_last`` the step is
+    left out instead.
 
     For evaluation, pass ``exact=True``: every sample is on exactly one rank, in the original
-    order, also with a DataLoader's ``drop_last`` (what ``drop_remainder`` has dropped in tf.data
-    stays dropped). Parts may differ by one sample, or by one element of tf.data, and be empty.
+    order, even with a DataLoader's ``drop_last`` (samples that ``drop_remainder`` dropped in
+    tf.data stay dropped). Parts may differ by one sample, or by one element of tf.data, and may be
+    empty.
 
-    - **DataLoader**: collate function, workers, pinning and ``drop_last`` stay. With
-      ``shuffle=True`` every iteration is a new epoch, whose order depends on ``seed``, the epoch
-      and the number of samples only. A sampler or batch sampler of your own is run on every rank
-      with the same random numbers (and ``set_epoch``, if it has that) and has to give the same
-      order there. Batches of a batch sampler stay whole where those of a step have one size. The
-      loader has ``state_dict()`` and ``load_state_dict()``: its position, to resume on any number
-      of ranks. Every rank has to iterate over it equally often. ``loader.dataset`` is this rank's
-      part, as of a Dataset below: ``correct / len(loader.dataset)`` is the accuracy on it, to be
-      averaged with ``weight=len(loader.dataset)``. Another loader that is made of
-      ``loader.dataset`` and ``loader.batch_sampler`` reads the same batches; the position then
-      moves at the ends of epochs.
-      Where MPI may use InfiniBand, workers are not forked, which that can break, but started by
-      ``forkserver``, unless the loader has a ``multiprocessing_context``: what the script runs
-      stands under ``if __name__ == "__main__"`` then, and the dataset and functions pickle.
-    - **Loader of an IterableDataset**: every rank reads the whole stream, which has to be the same
-      everywhere, and keeps its part. With workers, the dataset has to split itself among them, as
-      without hvkit. It has no position to resume from.
+    - **DataLoader**: keeps its collate function, workers, pinning and ``drop_last``. With
+      ``shuffle=True`` every iteration is a new epoch; its order depends only on ``seed``, the
+      epoch and the number of samples. Your own sampler or batch sampler runs on every rank with
+      the same random numbers (after ``set_epoch``, if it has that) and must return the same order
+      there. If the batches that a batch sampler returns for a step have one size, they stay whole.
+      The loader has ``state_dict()`` and ``load_state_dict()`` for its position, to resume on any
+      number of ranks. Every rank must iterate over it equally often. ``loader.dataset`` is this
+      rank's part, as for a Dataset below: ``correct / len(loader.dataset)`` is the accuracy on it;
+      average it with ``weight=len(loader.dataset)``. Another loader made from ``loader.dataset``
+      and ``loader.batch_sampler`` reads the same batches; the position then moves only when an
+      epoch ends.
+      If MPI may use InfiniBand, where forks are not safe, ``forkserver`` starts the workers unless
+      the loader has a ``multiprocessing_context``. The script then needs
+      ``if __name__ == "__main__"``, and the dataset and functions must pickle.
+    - **DataLoader of an IterableDataset**: every rank reads the whole stream, which must be the
+      same everywhere, and keeps its part. With workers, the dataset must split itself among them,
+      as without hvkit. It has no position to resume from.
     - **Dataset**: every N-th sample, repeated to equal length: a ``Subset`` that has the
       attributes of the dataset.
-    - **Arrays** of shape (n, ...): every N-th row, repeated to equal length; views where nothing
-      is repeated.
+    - **Arrays** of shape (n, ...): every N-th row, repeated to equal length; views if nothing is
+      repeated.
     - **tf.data.Dataset**: a pipeline that ends in batches is regrouped into the batches of N
-      ranks. Where a ``map``, ``filter`` or another function comes after the last batch, elements
-      stay whole (a batch, or a sequence cut by ``batch``) and every N-th is taken, as of a pipeline
-      without batches; that is cheapest right after the source. Where ``batch`` cuts sequences,
-      call shard after the ``map`` that follows it, not between the two. Shuffles need a seed, and
-      the same ``tf.random.set_seed`` on every rank. Infinite ones stay so.
+      ranks. If a ``map``, ``filter`` or other function follows the last batch, elements stay whole
+      (a batch, or a sequence cut by ``batch``), and this rank takes every N-th element, as from a
+      pipeline without batches; that is cheapest right after the source. If ``batch`` cuts
+      sequences, call shard after the ``map`` that follows it, not between the two. Shuffles need a
+      seed, and the same ``tf.random.set_seed`` on every rank. Infinite pipelines stay infinite.
     - **PyDataset**: batch i of this rank is batch i*N + rank; the last N are divided evenly.
       ``on_epoch_end`` runs with the same random numbers on every rank. It has ``state_dict()`` and
-      ``load_state_dict()``, which run it as often as the saved epochs did. ``fit`` shuffles the
-      batches by Python's ``random`` unless ``shuffle=False``: each rank then still sees its part
-      once in an epoch, but steps are as in one process only if ``random`` is seeded alike.
+      ``load_state_dict()``, which call ``on_epoch_end`` once for each saved epoch. ``fit`` shuffles
+      the batches with Python's ``random`` unless ``shuffle=False``: each rank still sees its part
+      once in an epoch, but steps match those of one process only if all ranks seed ``random``
+      alike.
 
-    For training it is a call that every rank has to make, with the same data in the same order:
-    split and permute data with a seed that the ranks share. Ranks compare lengths, rows of arrays,
-    indices of a ``Subset`` and the labels of a PyDataset's first batch. They have to iterate
-    equally often, too: look at samples in the original data.
+    For training, every rank must call it with the same data in the same order: split and permute
+    data with a seed that all ranks share. Ranks compare lengths, rows of arrays, the indices of a
+    ``Subset`` and the labels of a PyDataset's first batch. They must also iterate equally often, so
+    look at samples in the original data.
 
     Args:
-        data: see above.
-        exact: for evaluation.
-        seed: of the order in which a DataLoader shuffles; not negative, the same on every rank.
+        data: one of the kinds above.
+        exact: True for evaluation.
+        seed: the seed of a DataLoader's shuffle; not negative, the same on every rank.
 
     Raises:
         TypeError: ``data`` is of another kind, or an argument of another type.
         ValueError: a negative seed, arrays of different lengths, a ``DistributedSampler``, a
-            shuffle without seed, or another thing that leaves ranks without a common order; a
-            part that was returned before, unless it is arrays.
+            shuffle without seed, or anything else that leaves ranks without a common order; or
+            ``data`` is already a part, unless it is arrays.
         RanksDisagreeError: the ranks passed different data or arguments.
     """
     share = Share(runtime.rank(), runtime.size(), exact is True)
@@ -96,18 +99,18 @@ def shard(data: D, *, exact: bool = False, seed: int = 0) -> D:
         return part  # type: ignore[no-any-return]
     raise_together(problem, "shard")
     fix = (
-        "pass the same data and arguments to hvkit.shard on every rank; where the data is split or "
-        "permuted, by the same seed"
+        "pass the same data and arguments to hvkit.shard on every rank; if the script splits or "
+        "permutes the data, use the same seed on all ranks"
     )
     require_equal("data", facts, fix, "shard")
     return part  # type: ignore[no-any-return]
 
 
 class Part(NamedTuple):
-    """What is handed out, and what of it the ranks have to have alike.
+    """One rank's part of the data, and the facts that must be equal on all ranks.
 
-    For evaluation there are facts only where ranks could disagree about the order: code for it
-    should need no other rank.
+    For evaluation there are facts only if ranks could disagree about the order: evaluation on one
+    rank alone must not wait for the others.
     """
 
     data: Any
@@ -115,7 +118,7 @@ class Part(NamedTuple):
 
 
 def shard_for(data: Any, share: Share, seed: int) -> Part:
-    """The part of one rank; no collective.
+    """The part of one rank; not a collective.
 
     Raises:
         TypeError, ValueError: as :func:`shard`.
@@ -159,7 +162,7 @@ def _checked(exact: object, seed: object) -> int:
 def _refusal(data: object) -> str:
     text = f"data must be {_ACCEPTED}; got {type(data).__module__}.{type(data).__qualname__}"
     if hasattr(data, "__next__"):
-        return f"{text}, which can be read only once and has no known end: make one of these of it"
+        return f"{text}, which can be read only once and may not end: convert it to one of these"
     if hasattr(data, "to_numpy"):
         return f"{text}: pass data.to_numpy()"
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):

@@ -145,8 +145,6 @@ def _open(folder: Path | None, mode: str) -> TextIO | None:
             folder.mkdir(parents=True, exist_ok=True)
             file = (folder / "metrics.jsonl").open(mode)
         except OSError as error:
-            problem = (
-                f"--output-dir {folder}: {error.strerror}; name a folder that you can write to"
-            )
+            problem = f"--output-dir {folder}: {error.strerror}; name a writable folder"
     stop_if_any(problem)
     return file

@@ -60,8 +60,8 @@ def test_no_copy_is_made_where_nothing_is_repeated():
 WRONG = {
     "lengths": ((np.zeros(3), np.zeros(4)), {}, ValueError, "same number of rows .* got 3, 4"),
     "scalar": (np.float32(3), {}, TypeError, "data must be a torch DataLoader"),
-    "0-d": (np.zeros(()), {}, TypeError, "no dimensions"),
-    "no array": ((np.zeros(3), 5), {}, TypeError, "holds a int, which is no array"),
+    "0-d": (np.zeros(()), {}, TypeError, "an array without dimensions"),
+    "no array": ((np.zeros(3), 5), {}, TypeError, "holds a int, which is not an array"),
     "empty": ([], {}, TypeError, "at least one array"),
     "generator": ((i for i in range(3)), {}, TypeError, "got builtins.generator, which can"),
     "string": ("cifar", {}, TypeError, "got builtins.str"),

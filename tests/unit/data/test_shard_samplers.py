@@ -166,5 +166,5 @@ def test_a_sampler_that_differs_between_ranks_is_an_error(monkeypatch):
 
     _, part = parts(loader(10, sampler=Backwards(10)), 2)
     monkeypatch.setattr("hvkit.runtime.gather", gather)
-    with pytest.raises(RanksDisagreeError, match=r"Backwards gave for epoch 0.*fixed seed"):
+    with pytest.raises(RanksDisagreeError, match=r"Backwards in epoch 0.*fixed seed"):
         iter(part)

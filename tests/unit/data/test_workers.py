@@ -38,7 +38,7 @@ def test_beside_an_adapter_that_is_in_use_workers_are_not_forked(adapters, capsy
     assert method(num_workers=1) == "forkserver"
     said = capsys.readouterr().err
     assert said.count("hvkit: MPI may use the InfiniBand adapter mlx5_1") == 1
-    assert 'multiprocessing_context="fork" in the DataLoader' in said
+    assert 'multiprocessing_context="fork" to the DataLoader' in said
 
 
 @pytest.mark.parametrize("states", [{}, {"mlx5_0": "1: DOWN"}, {"mlx5_0": "2: INIT"}])
