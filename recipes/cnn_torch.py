@@ -29,12 +29,12 @@ def make_optimizer(flags, model):
 
 
 class Step:
-    """One step of training, in the precision that the flags ask for."""
+    """One training step, in the precision that the flags name."""
 
     def __init__(self, flags, model, optimizer):
         self.model, self.optimizer = model, optimizer
         self.dtype = getattr(torch, flags.precision)
-        # Float16 has no numbers for small gradients: they are scaled up, and down again.
+        # Float16 cannot represent small gradients: they are scaled up, and down again.
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
 
     def forward(self, pixels):

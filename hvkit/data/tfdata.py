@@ -92,7 +92,7 @@ def _elements_of_unknown(data: tf.data.Dataset, share: Share) -> tf.data.Dataset
 
 
 def _regrouped(data: tf.data.Dataset, batching: Batching, share: Share) -> tf.data.Dataset:
-    """Batches of N ranks, of which this rank takes every N-th sample."""
+    """Every N-th sample of the batches of N ranks."""
     group, drop = batching.size * share.size, batching.drop_remainder and not share.exact
 
     def mine(*batch: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Every rank's part of arrays, and what is refused."""
+"""Every rank's part of arrays, and data that shard rejects."""
 
 from collections import namedtuple
 

@@ -1,4 +1,4 @@
-"""The user's own samplers and batch samplers survive."""
+"""The user's own samplers and batch samplers keep their order on any number of ranks."""
 
 import random
 

@@ -1,6 +1,6 @@
-"""A run that is killed at any moment of a save loses nothing that was complete.
+"""A run that is killed at any moment of a save loses no complete checkpoint.
 
-The scripts run in a process of their own, which forks the runs that are killed.
+Each script runs in a process of its own, which forks the runs that it kills.
 """
 
 import json

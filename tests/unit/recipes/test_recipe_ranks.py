@@ -1,4 +1,4 @@
-"""Images on every rank, or an end of all ranks that says why."""
+"""Every rank gets the same images, or all ranks end with the reason."""
 
 import common
 import pytest

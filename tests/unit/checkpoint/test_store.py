@@ -1,4 +1,4 @@
-"""The directory of checkpoints: damage, how many are kept, and what else may lie there."""
+"""The directory of checkpoints: damage, the lock, how many are kept, and other files in it."""
 
 import errno
 import fcntl
@@ -15,7 +15,7 @@ from hvkit.checkpoint import Checkpoint, Progress, store
 
 
 class Thing:
-    """Something with a state."""
+    """An object with a state."""
 
     def __init__(self, value=None):
         self.value = value
@@ -77,16 +77,16 @@ def unlink(path):
         (unlink, "manifest.json", "manifest.json is missing"),
     ],
 )
-def test_a_damaged_checkpoint_is_skipped_and_said_so(damage, pattern, reason, tmp_path, capsys):
+def test_a_damaged_checkpoint_is_skipped_with_a_log_line(damage, pattern, reason, tmp_path, capsys):
     save(tmp_path, 1, 2)
     path = file_of(tmp_path, pattern)
     damage(path)
     if (damage, pattern) == (cut, "manifest.json"):
         cut(path)  # the last character is an end of line
     assert restore(tmp_path) == (1, 10)
-    said = capsys.readouterr().err
-    assert f"hvkit: skipped {path.parent}: damaged: {path.name}" in said
-    assert reason in said
+    log = capsys.readouterr().err
+    assert f"hvkit: skipped {path.parent}: damaged: {path.name}" in log
+    assert reason in log
 
 
 def test_a_manifest_with_one_digit_changed_is_damaged(tmp_path, capsys):
@@ -97,7 +97,7 @@ def test_a_manifest_with_one_digit_changed_is_damaged(tmp_path, capsys):
     assert "its sha256 differs" in capsys.readouterr().err
 
 
-def test_if_all_are_damaged_the_run_starts_from_the_beginning_and_says_so(tmp_path, capsys):
+def test_if_all_are_damaged_the_run_starts_from_the_beginning_with_a_log_line(tmp_path, capsys):
     save(tmp_path, 2)
     empty(file_of(tmp_path, "manifest.json"))
     assert restore(tmp_path) == (0, None)
@@ -133,7 +133,7 @@ def test_a_step_that_is_saved_again_is_replaced(tmp_path):
     assert names(tmp_path) == ["step-000000001", "step-000000002"]
 
 
-def test_what_killed_runs_left_is_cleaned_up_and_other_files_stay(tmp_path):
+def test_remains_of_killed_runs_are_cleaned_up_and_other_files_stay(tmp_path):
     save(tmp_path, 1)
     (tmp_path / ".saving-step-000000002").mkdir()
     (tmp_path / ".removing-step-000000000" / "x").mkdir(parents=True)
@@ -280,7 +280,7 @@ def test_a_file_system_without_locks_is_no_error(tmp_path, monkeypatch, reason):
 
 @pytest.fixture
 def nfs(monkeypatch):
-    """Files that are read elsewhere, as NFS has them: deleted, they stay under another name."""
+    """Files that another process reads on NFS: when deleted, they stay under another name."""
     read, unlink = set(), os.unlink
 
     def unlink_on_nfs(path, *, dir_fd=None):
@@ -306,16 +306,16 @@ def test_an_old_one_that_is_read_elsewhere_goes_with_the_first_save_after_that(
     save(tmp_path, 1, keep=1)
     nfs.add("ranks.npz")
     save(tmp_path, 2, keep=1)
-    said = capsys.readouterr().err
-    assert f"cannot delete {tmp_path}/.removing-step-000000001 now" in said
-    assert "the next save tries again: [Errno 39] Directory not empty" in said
+    log = capsys.readouterr().err
+    assert f"cannot delete {tmp_path}/.removing-step-000000001 now" in log
+    assert "the next save tries again: [Errno 39] Directory not empty" in log
     assert restore(tmp_path) == (2, 20)
     (left,) = tmp_path.glob(".removing-*/*")
     assert left.name.startswith(".nfs")
 
     nfs.remove("ranks.npz")  # no others are opened
     save(tmp_path, 3, keep=1)
-    assert "cannot delete" not in capsys.readouterr().err, "it is said once"
+    assert "cannot delete" not in capsys.readouterr().err, "it is logged once"
     assert names(tmp_path) == [".removing-step-000000001", "step-000000003"]
     assert restore(tmp_path) == (3, 30)
 
@@ -355,7 +355,7 @@ def test_an_old_one_that_cannot_even_be_renamed_is_left_to_the_next_save(
     assert names(tmp_path) == ["step-000000003"]
 
 
-def test_what_a_killed_run_left_and_is_read_elsewhere_does_not_stop_a_save(tmp_path, nfs):
+def test_remains_of_a_killed_run_that_are_read_elsewhere_do_not_stop_a_save(tmp_path, nfs):
     for hidden in (".saving-step-000000002", ".removing-step-000000001"):
         (tmp_path / hidden).mkdir()
         (tmp_path / hidden / "ranks.npz").touch()

@@ -1,4 +1,4 @@
-"""One process: what lies in a checkpoint loads with the framework alone; what fits and what not."""
+"""What lies in a checkpoint, on one process: files that the framework alone can load; errors."""
 
 import json
 
