@@ -1,4 +1,4 @@
-"""N ranks that train on their parts train the model of one process on the whole."""
+"""N ranks that train on their parts get the model of one process that trains on all data."""
 
 import keras
 import numpy as np

@@ -77,13 +77,13 @@ def test_epoch_hooks_run_with_the_same_random_numbers_on_every_rank():
     assert one._inner.begun == 2
 
 
-def test_workers_stay():
+def test_the_number_of_workers_stays():
     options = {"workers": 3, "use_multiprocessing": True, "max_queue_size": 7}
     (part, _) = parts(lambda: Counting(9, **options), 2)
     assert {name: getattr(part, name) for name in options} == options
 
 
-def test_one_without_end_has_none_on_any_rank():
+def test_an_infinite_pydataset_stays_infinite_on_every_rank():
     ranks = parts(Endless, 3)
     assert [part.num_batches for part in ranks] == [None] * 3
     assert [int(part[5][0]) for part in ranks] == [15, 16, 17]

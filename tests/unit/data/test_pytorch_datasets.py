@@ -71,7 +71,7 @@ def test_a_loader_made_of_the_dataset_and_the_sampler_reads_the_same_epochs(size
         assert [list(other) for other in others] == [list(rank) for rank in ranks]
 
 
-def test_a_loader_made_of_it_goes_on_at_a_position_and_moves_it_at_the_end_of_its_epochs():
+def test_a_loader_made_of_it_starts_at_the_position_and_moves_it_at_the_end_of_an_epoch():
     (one,) = parts(loader(20, shuffle=True), 1)
     (whole,) = parts(loader(20, shuffle=True), 1)
     other = DataLoader(one.dataset, batch_sampler=one.batch_sampler)
@@ -89,7 +89,7 @@ def test_a_loader_made_of_it_goes_on_at_a_position_and_moves_it_at_the_end_of_it
     assert one.state_dict() == {"epoch": 3, "samples": 0}
 
 
-def test_two_iterations_at_a_time_give_an_epoch_each():
+def test_two_simultaneous_iterations_read_an_epoch_each():
     (one,) = parts(loader(20, shuffle=True), 1)
     (whole,) = parts(loader(20, shuffle=True), 1)
     pairs = list(zip(one, one, strict=True))
@@ -122,7 +122,7 @@ def test_its_length_is_the_samples_of_an_epoch_in_training(length, size, shuffle
 @every_size
 @every_length
 @pytest.mark.parametrize("exact", [False, True])
-def test_it_is_what_the_dataset_alone_is_made(length, size, exact):
+def test_it_equals_the_part_of_the_dataset_alone(length, size, exact):
     ranks = parts(loader(length), size, exact=exact)
     mine = [[rank.dataset[i] for i in range(len(rank.dataset))] for rank in ranks]
     assert mine == [list(part) for part in parts(lambda: Counting(length), size, exact=exact)]
@@ -175,7 +175,7 @@ def test_its_attributes_are_those_of_the_dataset():
 
 
 class Pairs(Labelled):
-    """Read by pairs of an index and a size, as of training at several sizes."""
+    """Samples read by an index and a size, as when training on several image sizes."""
 
     def __getitem__(self, pair):
         index, size = pair
@@ -224,7 +224,7 @@ READ = {
 
 
 @pytest.mark.parametrize("kind", READ)
-def test_the_dataset_gets_what_the_sampler_gives_and_is_read_as_it_can_be(kind):
+def test_the_dataset_gets_the_samplers_keys_unchanged(kind):
     make, order = READ[kind]
     check_training(epoch(parts(make, 2)), order, 2)
 
@@ -334,7 +334,7 @@ def test_workers_that_a_worker_init_fn_divides_the_stream_for():
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_stream_that_shuffles_by_global_random_numbers_is_one_stream(workers):
+def test_a_stream_that_shuffles_by_global_random_numbers_is_the_same_on_every_rank(workers):
     def make():
         random.random()
         return DataLoader(Shuffled(50), batch_size=4, num_workers=workers)

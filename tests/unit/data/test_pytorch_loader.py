@@ -243,7 +243,7 @@ def test_an_epoch_that_was_left_can_be_counted_as_done():
     (resumed,) = parts(loader(20, shuffle=True), 1)
     resumed.load_state_dict(one.state_dict())
     assert flat(numbers(resumed)) == flat(numbers(one))
-    one.end_epoch()  # which came to its end by itself
+    one.end_epoch()  # the loop has already ended it
     assert one.state_dict() == {"epoch": 2, "samples": 0}
 
 
@@ -276,7 +276,7 @@ def method(**options):
     return context and context.get_start_method()
 
 
-def test_beside_an_adapter_that_is_in_use_workers_are_not_forked(adapters, capsys):
+def test_with_an_active_adapter_workers_are_not_forked(adapters, capsys):
     adapters(mlx5_0="1: DOWN", mlx5_1="4: ACTIVE")
     assert method(num_workers=1) == "forkserver"
     assert method(num_workers=1) == "forkserver"
@@ -286,13 +286,13 @@ def test_beside_an_adapter_that_is_in_use_workers_are_not_forked(adapters, capsy
 
 
 @pytest.mark.parametrize("states", [{}, {"mlx5_0": "1: DOWN"}, {"mlx5_0": "2: INIT"}])
-def test_elsewhere_they_start_as_without_hvkit(adapters, capsys, states):
+def test_without_an_active_adapter_they_start_as_without_hvkit(adapters, capsys, states):
     adapters(**states)
     assert method(num_workers=1) is None
     assert capsys.readouterr().err == ""
 
 
-def test_they_start_as_the_user_says(adapters, monkeypatch):
+def test_they_start_as_the_user_chose(adapters, monkeypatch):
     adapters(mlx5_0="4: ACTIVE")
     assert method(num_workers=1, multiprocessing_context="fork") == "fork"
     assert method(num_workers=0) is None

@@ -62,7 +62,7 @@ RANDOM_SAMPLERS = {
 @pytest.mark.parametrize("kind", RANDOM_SAMPLERS)
 def test_a_random_sampler_gives_every_rank_the_same_order_and_every_epoch_another(kind):
     def make():
-        # What ranks have drawn before differs.
+        # Ranks have drawn different numbers before.
         for draw in (random.random, np.random.rand, lambda: torch.rand(1)):
             draw()
         return DataLoader(Counting(50), batch_size=4, sampler=RANDOM_SAMPLERS[kind]())
@@ -133,7 +133,7 @@ def test_pytorchs_own_batch_sampler_is_like_a_batch_size():
 
 
 @every_size
-def test_a_loader_without_batches_gives_single_samples(size):
+def test_a_loader_without_batches_returns_single_samples(size):
     ranks = parts(lambda: DataLoader(Counting(7), batch_size=None), size)
     seen = [[[sample] for sample in rank] for rank in ranks]
     check_training(seen, list(range(7)), 1)
@@ -149,7 +149,7 @@ class Whole(Dataset):
 
 
 @every_size
-def test_a_sampler_that_gives_the_dataset_whole_batches(size):
+def test_a_sampler_that_passes_whole_batches_to_the_dataset(size):
     def make():
         batches = BatchSampler(SequentialSampler(range(23)), 4, False)
         return DataLoader(Whole(), batch_size=None, sampler=batches)
@@ -159,7 +159,7 @@ def test_a_sampler_that_gives_the_dataset_whole_batches(size):
 
 def test_a_sampler_that_differs_between_ranks_is_an_error(monkeypatch):
     def gather(call, obj):
-        """Another rank says the same, except for the order."""
+        """Another rank has equal facts, except for the order."""
         if isinstance(obj, list):
             return [obj, [*obj[:-1], "other"]]
         return [obj, b"other" if isinstance(obj, bytes) else obj]

@@ -28,7 +28,7 @@ def _no_seed():
 
 
 def unknown(data):
-    """The same elements, without a length that is known."""
+    """The same elements, with an unknown length."""
     return data.filter(lambda *_: True)
 
 
@@ -42,7 +42,7 @@ def ragged(length):
 
 
 def pairs(length):
-    """Samples of one shape, which TensorFlow doesn't know."""
+    """Samples of one shape that TensorFlow does not know."""
     return Data.range(length).map(lambda i: tf.fill([tf.minimum(i + 2, 2)], i))
 
 
@@ -84,7 +84,7 @@ BATCHED = {
 }  # fmt: skip
 
 
-# Of these, TensorFlow or hvkit does not know how many batches there are.
+# TensorFlow or hvkit does not know the number of batches of these.
 UNCOUNTED = ("zipped", "rebatch", "ragged and dense", "mapped and batched again")
 
 
@@ -166,13 +166,13 @@ ELEMENTS = {
 @pytest.mark.parametrize("kind", ["known", "unknown"])
 @every_size
 @every_length
-def test_every_nth_element_is_taken_where_elements_are_no_batches(length, size, kind):
+def test_without_batches_every_nth_element_is_taken(length, size, kind):
     check_elements(kind, length, size)
 
 
 @pytest.mark.parametrize("kind", ELEMENTS)
 @pytest.mark.parametrize(("length", "size"), [(0, 2), (1, 3), (7, 2), (7, 3)])
-def test_elements_of_every_kind_are_shared(length, size, kind):
+def test_elements_of_every_kind_are_sharded(length, size, kind):
     check_elements(kind, length, size)
 
 
@@ -180,7 +180,7 @@ def check_elements(kind, length, size):
     make, read = ELEMENTS[kind]
     ranks = parts(lambda: make(length), size)
     rows = [read(rank) for rank in ranks]
-    if "unknown" in kind:  # repeated from the last group, as its end comes unforeseen
+    if "unknown" in kind:  # the last group repeats its own elements: its end was unknown
         check_training([[[row] for row in part] for part in rows], list(range(length)), 1)
     else:
         assert [int(rank.cardinality()) for rank in ranks] == list(map(len, rows))
@@ -263,7 +263,7 @@ def test_batches_that_are_mapped_stay_whole(size):
     assert exact == [batches[rank::size] for rank in range(size)]
 
 
-def test_mapped_batches_without_end_stay_so():
+def test_infinite_mapped_batches_stay_infinite():
     ranks = parts(lambda: Data.range(8).batch(4).map(augment).repeat(), 2)
     assert {int(rank.cardinality()) for rank in ranks} == {INFINITE}
     seen = [numbers(rank.take(3)) for rank in ranks]
@@ -273,14 +273,14 @@ def test_mapped_batches_without_end_stay_so():
 @pytest.mark.parametrize(
     "make", [lambda: Data.range(7).repeat().batch(4), lambda: Data.range(7).batch(4).repeat()]
 )
-def test_a_pipeline_without_end_stays_so(make):
+def test_an_infinite_pipeline_stays_infinite(make):
     order = flat(numbers(make().take(12)))
     ranks = parts(make, 3)
     assert {int(rank.cardinality()) for rank in ranks} == {INFINITE}
     check_training([numbers(rank.take(3)) for rank in ranks], order[: 3 * 12], 4)
 
 
-def test_elements_without_end_stay_so():
+def test_infinite_elements_stay_infinite():
     ranks = parts(lambda: Data.range(7).repeat(), 3)
     order = [int(i) for i in itertools.islice(Data.range(7).repeat().as_numpy_iterator(), 30)]
     assert {int(rank.cardinality()) for rank in ranks} == {INFINITE}
@@ -340,7 +340,7 @@ def test_tensorflows_global_seed_is_a_seed():
     parts(UNSEEDED["inside"], 2)
 
 
-def test_seeds_are_among_what_ranks_have_to_have_alike():
+def test_seeds_are_among_the_facts_that_ranks_compare():
     from hvkit.data.order import Share
     from hvkit.data.shard import shard_for
 
