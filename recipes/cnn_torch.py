@@ -143,7 +143,7 @@ def measure(flags):
 
 def main():
     flags = common.parse_cnn_flags(__doc__)
-    # Rank 0's weights go to all ranks.
+    # distribute copies rank 0's weights to all ranks.
     torch.manual_seed(flags.seed + hvkit.rank())
     if flags.synthetic:
         measure(flags)

@@ -69,7 +69,7 @@ def main():
     )
     test_loader = hvkit.shard(test_loader, exact=True)
 
-    # Rank 0's weights go to all ranks; dropout is drawn by each rank for itself.
+    # Each rank draws its own dropout; distribute copies rank 0's weights to all ranks.
     torch.manual_seed(flags.seed + hvkit.rank())
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=flags.lr, momentum=flags.momentum)

@@ -17,7 +17,9 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, ge
 from hvkit.data.arrays import digest_of_rows
 from hvkit.data.order import FixedRandomness, Share, seed_from
 
+# The attributes of the parts themselves; all others are those of the dataset.
 _OWN = frozenset({"dataset", "_share", "_known"})
+_STREAM_OWN = frozenset({"_inner", "_share", "_group", "_drop_last", "_seed", "_epoch"})
 
 
 def shard_dataset(dataset: Dataset[Any], share: Share, seed: int) -> tuple[Any, list[str]]:
@@ -134,9 +136,6 @@ def contents(dataset: Any) -> list[str]:
     if isinstance(dataset, TensorDataset):
         facts.append(f"tensors whose rows have sha256 {digest_of_rows(dataset.tensors)}")
     return facts
-
-
-_STREAM_OWN = frozenset({"_inner", "_share", "_group", "_drop_last", "_seed", "_epoch"})
 
 
 class StreamShard(IterableDataset[Any]):
