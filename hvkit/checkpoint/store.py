@@ -22,12 +22,13 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from itertools import chain, count
 from pathlib import Path
-from typing import Any
-
-from filelock import FileLock, Timeout
+from typing import TYPE_CHECKING, Any
 
 from hvkit.errors import HvkitError
 from hvkit.log import logger
+
+if TYPE_CHECKING:
+    from filelock import FileLock
 
 MANIFEST = "manifest.json"
 FORMAT = 2
@@ -236,6 +237,10 @@ def _lock(directory: Path) -> None:
         BlockingIOError: another process has the lock.
         OSError: the lock's file cannot be written.
     """
+    # Not at the top: from Python 3.12 on, importing filelock slows every audited event, id() too, so
+    # the ranks and commands that save nothing do without.
+    from filelock import FileLock, Timeout
+
     path = directory.resolve() / ".lock"
     if path in _held:
         lock, file = _held[path]
