@@ -237,8 +237,8 @@ def _lock(directory: Path) -> None:
         BlockingIOError: another process has the lock.
         OSError: the lock's file cannot be written.
     """
-    # Not at the top: from Python 3.12 on, importing filelock slows every audited event, id() too, so
-    # the ranks and commands that save nothing do without.
+    # Imported only by the process that saves: from Python 3.12 on, filelock installs an audit hook,
+    # which slows down each id(), import and open().
     from filelock import FileLock, Timeout
 
     path = directory.resolve() / ".lock"

@@ -12,6 +12,7 @@ import pytest
 
 COMMON = """
 import json, os, random, signal, sys, time
+import filelock  # here, so that its import is not among the operations of a save
 from hvkit.checkpoint import Checkpoint
 
 class Thing:
