@@ -86,14 +86,14 @@ class ShardedLoader(DataLoader[Any]):
         iteration, epoch = self._order.begin()
         self._begun_after = self._position.samples
         self.generator.manual_seed(seed_from(self._seed, epoch.number, self._share.rank))
-        with self._order.giving(epoch):
+        with self._order.fixed_to(epoch):
             batches = _started(super().__iter__, self._adapter)
         return self._counted(iteration, epoch, self._read(epoch, batches))
 
     def _read(self, epoch: Epoch, batches: Iterator[Any]) -> Iterator[Any]:
         while True:
             # PyTorch's iterator reads the sampler only inside next().
-            with self._order.giving(epoch):
+            with self._order.fixed_to(epoch):
                 try:
                     batch = next(batches)
                 except StopIteration:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -57,7 +57,7 @@ class Epoch(NamedTuple):
 class Order(Sampler[Any], ABC):
     """A sampler of one rank's indices, epoch after epoch.
 
-    Its own loader begins an epoch with :meth:`begin` and iterates over it inside :meth:`giving`.
+    Its own loader begins an epoch with :meth:`begin` and iterates over it inside :meth:`fixed_to`.
     In any other loader, each iteration is the next epoch and moves the position at its end.
 
     Args:
@@ -68,7 +68,7 @@ class Order(Sampler[Any], ABC):
 
     def __init__(self, source: Any, share: Share, seed: int) -> None:
         self._source, self._share, self._seed = source, share, seed
-        self._given: Epoch | None = None
+        self._fixed: Epoch | None = None
         self.position = Position()
         self.of_part = False
         """Whether the loader's dataset is a :class:`DatasetPart`."""
@@ -92,17 +92,17 @@ class Order(Sampler[Any], ABC):
         """This rank's indices and the steps after the first ``done`` samples of an epoch."""
 
     @contextmanager
-    def giving(self, epoch: Epoch) -> Iterator[None]:
-        """Inside it, an iteration returns this epoch."""
-        self._given = epoch
+    def fixed_to(self, epoch: Epoch) -> Iterator[None]:
+        """Inside it, each iteration reads this epoch."""
+        self._fixed = epoch
         try:
             yield
         finally:
-            self._given = None
+            self._fixed = None
 
     def __iter__(self) -> Iterator[Any]:
-        mine = self._next() if self._given is None else iter(self._given.mine)
-        return map(self._of_whole, mine) if self.of_part else mine
+        mine = self._next() if self._fixed is None else iter(self._fixed.mine)
+        return map(self._mark, mine) if self.of_part else mine
 
     def _next(self) -> Iterator[Any]:
         iteration, epoch = self.begin()
@@ -113,7 +113,8 @@ class Order(Sampler[Any], ABC):
             raise
         self.position.end(iteration)
 
-    def _of_whole(self, key: Any) -> Any:
+    def _mark(self, key: Any) -> Any:
+        """Mark the key as an index, or indices, in the whole dataset."""
         return in_whole(key)
 
     def facts(self) -> list[str]:
@@ -121,12 +122,12 @@ class Order(Sampler[Any], ABC):
         kind, unit = type(self._source).__qualname__, _unit(self._source)
         return [f"DataLoader with a {kind} of {len(self._source)} {unit}"]
 
-    def _run(self, epoch: int, *draw: Callable[[], Iterable[Any]]) -> list[Any]:
+    def _whole_order(self, epoch: int) -> list[Any]:
         """The source's whole epoch, drawn with the same random numbers on every rank."""
         problem: Exception | None = None
         order: list[Any] = []
         try:
-            order = _drawn(self._source, epoch, seed_from(self._seed, epoch))
+            order = _draw(self._source, epoch, seed_from(self._seed, epoch))
         except Exception as error:
             problem = error
         if self._share.exact or self._share.size == 1:
@@ -178,7 +179,7 @@ class SampleOrder(Order):
         if kind is SequentialSampler:
             return np.arange(len(source))
         if kind is not RandomSampler:
-            return self._run(epoch)
+            return self._whole_order(epoch)
         whole = not source.replacement and source._num_samples in (None, len(source.data_source))
         if whole and self._share.exact:
             return np.arange(len(source))
@@ -203,11 +204,11 @@ class BatchOrder(Order):
     def rest_of(self, epoch: int, done: int) -> tuple[list[Any], list[int]]:
         return self._divided(list(_after(self._batches(epoch), done)))
 
-    def _of_whole(self, key: Any) -> Any:
+    def _mark(self, key: Any) -> Any:
         return [in_whole(index) for index in key]
 
     def _batches(self, epoch: int) -> list[list[Any]]:
-        return [list(batch) for batch in self._run(epoch)]
+        return [list(batch) for batch in self._whole_order(epoch)]
 
     def _divided(self, batches: list[list[Any]]) -> tuple[list[list[Any]], list[int]]:
         """This rank's batches, and for each step the number of samples on all ranks."""
@@ -247,7 +248,7 @@ def _after(batches: list[list[Any]], done: int) -> Iterator[list[Any]]:
         done = max(0, done - len(batch))
 
 
-def _drawn(source: Any, epoch: int, seed: int) -> list[Any]:
+def _draw(source: Any, epoch: int, seed: int) -> list[Any]:
     inner = getattr(source, "sampler", None)
     for sampler in (source, inner):
         if callable(set_epoch := getattr(sampler, "set_epoch", None)):
