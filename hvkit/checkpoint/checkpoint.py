@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 _SAVE = "Checkpoint.save"
 
-# The stems of the files that every checkpoint holds besides its parts.
-_RESERVED = {"manifest", "ranks"}
+# Every checkpoint has files manifest.json and ranks.npz, and the latter an entry "random".
+_RESERVED = ("manifest", "random", "ranks")
 
 _JSON = "extras hold what JSON can: dicts with str keys, lists, str, int, float, bool and None"
 
@@ -297,7 +297,7 @@ def _parts_of(given: Mapping[str, Any]) -> list[Part]:
         if name in _RESERVED or not name.replace("-", "_").isidentifier():
             raise ValueError(
                 f"{name!r} cannot be the name of a part: use a Python identifier other than "
-                f"{' and '.join(sorted(_RESERVED))}"
+                f"{', '.join(_RESERVED)}"
             )
     models = {name: each for name, each in named.items() if framework_of(each) is not None}
     rest = {name: each for name, each in named.items() if name not in models}
