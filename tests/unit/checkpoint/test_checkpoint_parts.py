@@ -232,6 +232,7 @@ def test_a_state_that_torch_would_not_load_safely_is_refused(tmp_path):
             ValueError,
             "'manifest' cannot be the name of a part",
         ),
+        ({"random": torch.nn.Linear(1, 1)}, ValueError, "'random' cannot be the name of a part"),
         (
             {"model": {"a/b": torch.nn.Linear(1, 1)}},
             ValueError,
