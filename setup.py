@@ -14,7 +14,7 @@ setup(
     package_data={"hvkit": ["py.typed"]},
     # 4.1: the first mpi4py that comes as a wheel for every MPI.
     install_requires=[
-        "filelock>=3.16",
+        "filelock>=4.0",
         "mpi4py>=4.1",
         "numpy",
         "packaging",

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hvkit.allreduce import allreduce
     from hvkit.checkpoint import Checkpoint, Progress
     from hvkit.collectives import allgather, barrier, broadcast
-    from hvkit.data import shard
+    from hvkit.data.shard import shard
     from hvkit.distribute import distribute
     from hvkit.errors import (
         BuildError,
@@ -63,7 +63,7 @@ _NAMES_BY_MODULE = {
     "allreduce": "allreduce",
     "checkpoint": "Checkpoint Progress",
     "collectives": "allgather barrier broadcast",
-    "data": "shard",
+    "data.shard": "shard",
     "distribute": "distribute",
     "errors": (
         "BuildError HorovodNotFoundError HostfileError HvkitError LaunchError RankLostError "

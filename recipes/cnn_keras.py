@@ -3,8 +3,7 @@
 import common
 import keras
 import numpy as np
-from common.keras_report import ReportProgress
-from common.keras_setup import make_model, make_optimizer
+from common.for_keras import ReportProgress, make_model, make_optimizer
 
 import hvkit
 
@@ -12,7 +11,7 @@ hvkit.init()
 
 
 class TrainingImages(keras.utils.PyDataset):
-    """The batches of an epoch, in an order and as they are shown in that epoch only."""
+    """The batches of an epoch, in its own order and with its own augmentation."""
 
     def __init__(self, images, flags, steps, epoch):
         super().__init__()
@@ -107,7 +106,7 @@ def measure(flags):
 
 def main():
     flags = common.parse_cnn_flags(__doc__)
-    # Rank 0's weights go to all ranks.
+    # distribute copies rank 0's weights to all ranks.
     keras.utils.set_random_seed(flags.seed + hvkit.rank())
     if flags.synthetic:
         measure(flags)

@@ -4,7 +4,7 @@ import common
 import keras
 import numpy as np
 import tensorflow as tf
-from common.keras_setup import make_model, make_optimizer
+from common.for_keras import make_model, make_optimizer
 
 import hvkit
 
@@ -14,7 +14,7 @@ losses_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reducti
 
 
 def make_train_step(flags, model, optimizer):
-    # Float16 has no numbers for small gradients: they are scaled up, and down again.
+    # Float16 cannot represent small gradients: they are scaled up, and down again.
     scaled = flags.precision == "float16"
     updater = keras.optimizers.LossScaleOptimizer(optimizer) if scaled else optimizer
 
@@ -119,7 +119,7 @@ def measure(flags):
 
 def main():
     flags = common.parse_cnn_flags(__doc__)
-    # Rank 0's weights go to all ranks.
+    # distribute copies rank 0's weights to all ranks.
     keras.utils.set_random_seed(flags.seed + hvkit.rank())
     if flags.synthetic:
         measure(flags)

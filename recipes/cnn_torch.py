@@ -3,8 +3,7 @@
 import common
 import torch
 import torch.nn.functional as F
-from common import torch_resnets
-from common.torch_data import ImageRows, to_tensors
+from common.for_torch import ImageRows, resnet20, resnet50, to_tensors
 from torch.utils.data import DataLoader
 
 import hvkit
@@ -14,7 +13,7 @@ device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def make_model(flags):
-    make = {"resnet20": torch_resnets.resnet20, "resnet50": torch_resnets.resnet50}[flags.model]
+    make = {"resnet20": resnet20, "resnet50": resnet50}[flags.model]
     model = make(flags.classes if flags.synthetic else 10)
     return model.to(device, memory_format=torch.channels_last)
 
@@ -30,12 +29,12 @@ def make_optimizer(flags, model):
 
 
 class Step:
-    """One step of training, in the precision that the flags ask for."""
+    """One training step, in the precision that the flags name."""
 
     def __init__(self, flags, model, optimizer):
         self.model, self.optimizer = model, optimizer
         self.dtype = getattr(torch, flags.precision)
-        # Float16 has no numbers for small gradients: they are scaled up, and down again.
+        # Float16 cannot represent small gradients: they are scaled up, and down again.
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
 
     def forward(self, pixels):
@@ -144,7 +143,7 @@ def measure(flags):
 
 def main():
     flags = common.parse_cnn_flags(__doc__)
-    # Rank 0's weights go to all ranks.
+    # distribute copies rank 0's weights to all ranks.
     torch.manual_seed(flags.seed + hvkit.rank())
     if flags.synthetic:
         measure(flags)

@@ -4,7 +4,7 @@ import math
 
 import common
 import keras
-from common.keras_report import ReportProgress
+from common.for_keras import ReportProgress
 from keras import layers
 
 import hvkit
@@ -37,7 +37,7 @@ def main():
     flags = common.parse_flags(__doc__)
     data = common.load_data(flags)
 
-    # Rank 0's weights go to all ranks; dropout is drawn by each rank for itself.
+    # Each rank draws its own dropout; distribute copies rank 0's weights to all ranks.
     keras.utils.set_random_seed(flags.seed + hvkit.rank())
     model = make_model()
     optimizer = keras.optimizers.SGD(learning_rate=flags.lr, momentum=flags.momentum)

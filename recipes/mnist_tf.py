@@ -30,7 +30,7 @@ def make_model() -> keras.Model:
 
 
 def batches_of(images, batch_size, shuffle_seed=None):
-    """A pipeline of batches; with a seed it is shuffled, each time in another order."""
+    """A pipeline of batches; with a seed, each iteration shuffles it anew."""
     dataset = tf.data.Dataset.from_tensor_slices((images.pixels, images.labels))
     if shuffle_seed is not None:
         dataset = dataset.shuffle(len(images), seed=shuffle_seed)
@@ -60,7 +60,7 @@ def main():
     train_batches = hvkit.shard(batches_of(data.train, flags.batch_size, flags.seed))
     test_batches = hvkit.shard(batches_of(data.test, flags.test_batch_size), exact=True)
 
-    # Rank 0's weights go to all ranks; dropout is drawn by each rank for itself.
+    # Each rank draws its own dropout; distribute copies rank 0's weights to all ranks.
     keras.utils.set_random_seed(flags.seed + hvkit.rank())
     model = make_model()
     optimizer = keras.optimizers.SGD(learning_rate=flags.lr, momentum=flags.momentum)

@@ -3,7 +3,7 @@
 import common
 import torch
 import torch.nn.functional as F
-from common.torch_data import ImageRows, to_tensors
+from common.for_torch import ImageRows, to_tensors
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -69,7 +69,7 @@ def main():
     )
     test_loader = hvkit.shard(test_loader, exact=True)
 
-    # Rank 0's weights go to all ranks; dropout is drawn by each rank for itself.
+    # Each rank draws its own dropout; distribute copies rank 0's weights to all ranks.
     torch.manual_seed(flags.seed + hvkit.rank())
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=flags.lr, momentum=flags.momentum)

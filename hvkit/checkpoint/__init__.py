@@ -1,6 +1,20 @@
-"""Saving a training run and resuming it, on the same or another number of ranks."""
+"""Saving a training run, and resuming it on the same or another number of ranks.
 
-from hvkit.checkpoint.checkpoint import Checkpoint
-from hvkit.checkpoint.progress import Progress
+::
+
+    checkpoint          Checkpoint: save() and restore(), called on every rank
+    ├── part            what saves one object into one file: the base class, small JSON states
+    │   ├── pytorch     PyTorch models, optimizers and anything else with a state dict
+    │   └── keras       Keras models, optimizers and callbacks
+    ├── ranks           what differs between ranks: random states, layer statistics
+    ├── resume          loads the newest complete checkpoint on all ranks
+    ├── store           the directory on disk, used by rank 0 alone: lock, folders, manifest
+    └── fit_callback    saves from inside Keras's fit
+
+To save another kind of object, write a subclass of ``part.Part`` and choose it in
+``checkpoint._part_for``.
+"""
+
+from hvkit.checkpoint.checkpoint import Checkpoint, Progress
 
 __all__ = ["Checkpoint", "Progress"]

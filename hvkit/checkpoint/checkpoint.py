@@ -1,16 +1,19 @@
-"""Saving a training run from all ranks, and resuming it on all."""
+"""``Checkpoint``: save a training run from all ranks, and resume it on all of them."""
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvkit import collectives, runtime
+from hvkit.adapters import framework_of
 from hvkit.adapters.fingerprints import Compared, Rows, require_same
-from hvkit.checkpoint import folders, manifest, ranks
-from hvkit.checkpoint.manifest import Manifest
-from hvkit.checkpoint.parts import parts_of
-from hvkit.checkpoint.progress import Progress, checked_count, checked_extras
+from hvkit.checkpoint import ranks, resume, store
+from hvkit.checkpoint.part import JsonPart, Part
 from hvkit.collectives import share
 from hvkit.errors import HvkitError, RanksDisagreeError
 from hvkit.watch.calls import named
@@ -19,13 +22,35 @@ if TYPE_CHECKING:
     import keras
 
 _SAVE = "Checkpoint.save"
-_RESTORE = "Checkpoint.restore"
+
+# Every checkpoint has files manifest.json and ranks.npz, and the latter an entry "random".
+_RESERVED = ("manifest", "random", "ranks")
+
+_JSON = "extras hold what JSON can: dicts with str keys, lists, str, int, float, bool and None"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where training continues."""
+
+    epoch: int = 0
+    """The epoch that was passed to ``save``: the number of epochs done."""
+    step: int = 0
+    """The step that was passed to ``save``: the number of optimizer steps done."""
+    batches: int = 0
+    """Batches of the epoch that this rank must skip, because the saved run trained on them."""
+    extras: dict[str, Any] = field(default_factory=dict)
+    """The extras that were passed to ``save``; tuples come back as lists."""
+    size: int | None = None
+    """The number of ranks that saved; None if there was no checkpoint."""
+    folder: Path | None = None
+    """The checkpoint's folder; None if there was no checkpoint."""
 
 
 class Checkpoint:
     """The checkpoints of one training run, in one directory.
 
-    Make it after :func:`hvkit.distribute`, on every rank::
+    Create it after :func:`hvkit.distribute`, on every rank::
 
         checkpoint = hvkit.Checkpoint("runs/a", model=model, optimizer=optimizer, data=loader)
         start = checkpoint.restore()
@@ -33,54 +58,56 @@ class Checkpoint:
             ...
             checkpoint.save(epoch=epoch + 1, step=step)
 
-    A checkpoint is a folder ``DIRECTORY/step-000000123``. PyTorch's state dicts lie there as
+    A checkpoint is a folder ``DIRECTORY/step-000000123``. It holds PyTorch state dicts as
     ``model.pt`` and so on, for ``torch.load``; a Keras model as ``model.weights.h5``, for
-    ``model.load_weights``; a Keras optimizer's variables in their order as ``optimizer.npz``. It is
-    written aside, flushed to disk and renamed, so that a run that is killed at any moment leaves
-    the newest complete one behind. Only rank 0 uses the directory; other hosts need not see it.
+    ``model.load_weights``; and the variables of a Keras optimizer, in their order, as
+    ``optimizer.npz``. Rank 0 writes it under another name, flushes it to disk and renames it, so a
+    run killed at any moment leaves its newest complete checkpoint behind. Only rank 0 uses the
+    directory; other hosts need not see it.
 
-    A run that is stopped and resumed on the same number of ranks gives the weights of the run that
-    was never stopped, bit for bit, if its data comes in the same order. To that end each rank's
-    random state is saved: that of Python's ``random``, NumPy, PyTorch (CPU and this rank's GPU),
+    A run that is stopped and resumed on the same number of ranks ends with the same weights as a
+    run that was never stopped, bit for bit, if its data comes in the same order. For this, each
+    rank's random state is saved: Python's ``random``, NumPy, PyTorch (CPU and this rank's GPU),
     ``tf.random.get_global_generator()``, Keras's global seed generator and the seed generators of
-    the model's layers. Not saved, since TensorFlow keeps them where nobody can read them, are the
-    states of ``tf.random.uniform`` and its like and of ``tf.data`` shuffles (so of the shuffle that
-    ``fit`` does to arrays, too): use ``keras.random`` or ``tf.random.stateless_uniform`` and its
-    like, and ``shuffle=False``. Nor are those of generator objects that a script makes itself, and
-    of random numbers that a DataLoader's workers draw. What :func:`hvkit.shard` returned for a
-    DataLoader or a ``PyDataset`` can be a part, and goes on in its own order. So can Keras's
-    ``EarlyStopping``, ``ReduceLROnPlateau`` and ``ModelCheckpoint``, which otherwise count from
-    the beginning in a resumed ``fit``.
+    the model's layers. TensorFlow gives no access to the state of ``tf.random.uniform`` and its
+    relatives, nor to that of ``tf.data`` shuffles, including the shuffle ``fit`` does to arrays;
+    it is not saved. Use ``keras.random``, ``tf.random.stateless_uniform`` and its relatives, and
+    ``shuffle=False``. Generator objects that a script creates, and random numbers that DataLoader
+    workers draw, are not saved either. A DataLoader or ``PyDataset`` returned by
+    :func:`hvkit.shard` can be a part and continues in its own order. So can Keras's
+    ``EarlyStopping``, ``ReduceLROnPlateau`` and ``ModelCheckpoint``, which would otherwise start
+    counting again in a resumed ``fit``.
 
-    It holds the learning rates as the script sets them: on another number of ranks,
-    ``lr_scaling`` multiplies them for the new number. Lengths that a schedule counts in steps
-    (``T_max``, ``total_steps``, ``warmup_steps``) stay as they are, though an epoch has another
-    number of steps then, so let such schedules count epochs. Ranks beyond those that saved keep
-    the random state that the script gave them.
+    Learning rates are saved as the script sets them: on another number of ranks, ``lr_scaling``
+    multiplies them for the new number. Lengths that a schedule counts in steps (``T_max``,
+    ``total_steps``, ``warmup_steps``) do not change although an epoch then has another number of
+    steps, so let such schedules count epochs. If more ranks resume than saved, the additional
+    ranks keep the random state that the script gave them.
 
     Args:
-        directory: the run's own; made by the first save. Two runs that save in the same one at
-            the same time: the second gets an error.
-        keep: so many of the newest checkpoints stay, older ones are deleted; None keeps all. One
-            that cannot be deleted (NFS keeps files that are read elsewhere) goes with a later save.
-        **parts: what to save, each under its name, usually ``model=`` and ``optimizer=``: PyTorch
-            and Keras models and optimizers, Keras's callbacks that watch a metric, and anything
-            with ``state_dict()`` and ``load_state_dict()``: schedulers, a ``GradScaler``, what
-            :func:`hvkit.shard` returned.
-            Lists and dicts of these, or more names, for several. Of all but random states and
-            layers' statistics, rank 0's state is saved.
+        directory: the run's own directory; the first save creates it. If a second run saves in it
+            at the same time, that run gets an error.
+        keep: how many of the newest checkpoints to keep; older ones are deleted. None keeps all.
+            A checkpoint that cannot be deleted (NFS keeps files that someone reads) is deleted by
+            a later save.
+        **parts: the objects to save, each under its name, usually ``model=`` and ``optimizer=``:
+            PyTorch and Keras models and optimizers, Keras callbacks that watch a metric, and
+            anything with ``state_dict()`` and ``load_state_dict()``: schedulers, a ``GradScaler``,
+            the results of :func:`hvkit.shard`. For several, pass lists, dicts or more names.
+            Rank 0's state is saved, except for random states and layer statistics, which are saved
+            for every rank.
 
     Raises:
-        TypeError: a part is of no kind that can be saved, or an argument of the wrong type.
-        ValueError: ``keep`` is not positive, no part is given, or a name cannot be a file's.
+        TypeError: a part is of a kind that cannot be saved, or an argument has the wrong type.
+        ValueError: ``keep`` is not positive, there is no part, or a name cannot be a file's.
     """
 
     def __init__(self, directory: str | Path, *, keep: int | None = 3, **parts: Any) -> None:
         self.directory = Path(directory)
-        if keep is not None and checked_count("keep", keep) < 1:
+        if keep is not None and _checked_count("keep", keep) < 1:
             raise ValueError(f"keep must be at least 1, or None to keep all, got {keep}")
         self.keep = keep
-        self.parts = parts_of(parts)
+        self.parts = _parts_of(parts)
         self._restored = Progress()
         self._epoch = 0
 
@@ -88,16 +115,16 @@ class Checkpoint:
     def save(
         self, *, epoch: int, step: int, batches: int = 0, extras: dict[str, Any] | None = None
     ) -> Path:
-        """Save everything; every rank has to call it, and returns when it is on disk.
+        """Save everything. Every rank must call it; it returns when the files are on disk.
 
         Args:
-            epoch: the epoch to go on with: in the middle of an epoch its number, at its end one
-                more.
-            step: optimizer steps done so far. A step that was saved before is replaced.
-            batches: in the middle of an epoch, for data that keeps no position itself: the batches
-                of the epoch that each rank has had. What :meth:`restore` returns holds for the
-                number of ranks then, rounded down.
-            extras: what else :meth:`restore` shall return, of kinds that JSON holds. Rank 0's are
+            epoch: the epoch to continue with: in the middle of an epoch its number, at its end the
+                next number.
+            step: optimizer steps done so far. Saving a step again replaces its checkpoint.
+            batches: in the middle of an epoch, for data that does not keep its own position: the
+                batches of the epoch that each rank has read. :meth:`restore` converts it to the
+                number of ranks that resume, rounded down.
+            extras: values for :meth:`restore` to return, of types that JSON holds. Rank 0's are
                 saved.
 
         Returns:
@@ -107,34 +134,31 @@ class Checkpoint:
             TypeError: extras or a part's state cannot be saved; nothing was changed.
             ValueError: a number is negative, or a Keras model has no weights yet.
             RanksDisagreeError: the ranks passed different epochs or steps, or their weights or
-                optimizers' states are no longer the same.
-            OSError: rank 0 could not write; the checkpoints before are still there.
+                optimizer states are no longer equal.
+            OSError: rank 0 could not write; the earlier checkpoints are still there.
         """
         problem: Exception | None = None
         progress, own = Progress(), {}
         compared: list[Compared] = []
         rows: list[Rows] = []
         try:
-            if checked_count("epoch", epoch) > self._epoch:
-                for part in self.parts:
-                    part.end_epoch()
-                self._epoch = epoch
             progress = Progress(
-                epoch=checked_count("epoch", epoch),
-                step=checked_count("step", step),
-                batches=checked_count("batches", batches),
-                extras=checked_extras(extras),
+                epoch=_checked_count("epoch", epoch),
+                step=_checked_count("step", step),
+                batches=_checked_count("batches", batches),
+                extras=_checked_extras(extras),
             )
+            self._end_epoch(progress.epoch)
             own = ranks.capture(self.parts)
             compared, rows = ranks.compared(self.parts)
-        except Exception as error:  # whatever it is, the other ranks must not wait for this one
+        except Exception as error:  # any error: the other ranks must not wait for this one
             problem = error
         everyone = share(_SAVE, problem, (progress.epoch, progress.step))
         _require_same_progress(everyone)
         require_same(_SAVE, compared, rows)
         first = collectives.broadcast(ranks.digests(own))
         states = collectives.collect(_SAVE, ranks.unlike(own, first))
-        name = folders.name_of(progress.step)
+        name = store.name_of(progress.step)
         if runtime.rank() == 0:
             try:
                 self._write(name, progress, states)
@@ -143,8 +167,14 @@ class Checkpoint:
         share(_SAVE, problem, None)
         return self.directory / name
 
+    def _end_epoch(self, epoch: int) -> None:
+        if epoch > self._epoch:
+            for part in self.parts:
+                part.end_epoch()
+            self._epoch = epoch
+
     def _write(self, name: str, progress: Progress, states: list[dict[str, Any]]) -> None:
-        serial = folders.prepare(self.directory)
+        serial = store.prepare(self.directory)
 
         def fill(folder: Path) -> None:
             facts = {}
@@ -154,8 +184,8 @@ class Checkpoint:
             ranks.save(folder / ranks.FILE, states)
             files = sorted(path.name for path in folder.iterdir())
             for file in files:
-                folders.flush(folder / file)
-            Manifest(
+                store.flush(folder / file)
+            store.Manifest(
                 epoch=progress.epoch,
                 step=progress.step,
                 batches=progress.batches,
@@ -163,13 +193,13 @@ class Checkpoint:
                 serial=serial,
                 extras=progress.extras,
                 parts=facts,
-                files={file: manifest.facts_of(folder / file) for file in files},
-                versions=manifest.versions(),
+                files={file: store.facts_of(folder / file) for file in files},
+                versions=store.versions(),
             ).write(folder)
-            folders.flush(folder / manifest.NAME)
+            store.flush(folder / store.MANIFEST)
 
-        folders.write(self.directory, name, fill)
-        folders.prune(self.directory, self.keep, name)
+        store.write_folder(self.directory, name, fill)
+        store.prune(self.directory, self.keep, name)
 
     def _explained(self, error: Exception, name: str) -> Exception:
         folder = str(self.directory / name)
@@ -182,41 +212,26 @@ class Checkpoint:
 
     @named("Checkpoint.restore")
     def restore(self) -> Progress:
-        """Load the newest checkpoint that is not damaged; every rank has to call it.
+        """Load the newest checkpoint that is not damaged. Every rank must call it.
 
-        Rank 0 names every newer one that is damaged, and the file and the reason. A checkpoint
-        may hold more parts than this object has: rank 0 names those that it did not load.
+        Rank 0 logs every newer, damaged checkpoint with the file and the reason. A checkpoint may
+        hold more parts than this object has: rank 0 logs the names of those it did not load.
 
         Returns:
-            How far that run had come; ``Progress(epoch=0, step=0)`` if there is none.
+            The progress of the saved run; ``Progress(epoch=0, step=0)`` if there is no checkpoint.
 
         Raises:
             ValueError: the checkpoint lacks a part or does not fit one, or a Keras model has no
                 weights yet.
-            HvkitError: an older or newer hvkit wrote it, in another format.
+            RanksDisagreeError: the ranks have different parts.
+            HvkitError: an older or newer hvkit wrote the checkpoint in another format.
             OSError: rank 0 may not read it.
         """
-        from hvkit.checkpoint.restoring import find, load
-
-        problem, found = None, None
-        if runtime.rank() == 0:
-            try:
-                found = find(self.directory)
-            except Exception as error:
-                problem = error
-        # Also the ranks' objects must have the same parts, or they would wait for each other.
-        everyone = share(_RESTORE, problem, (found, [part.name for part in self.parts]))
-        found = everyone[0][0]
-        for rank, (_, names) in enumerate(everyone):
-            if names != everyone[0][1]:
-                raise RanksDisagreeError(
-                    f"Checkpoint needs the same parts on every rank: rank 0 has "
-                    f"{everyone[0][1]}, rank {rank} has {names}"
-                )
+        found = resume.find(self.directory, self.parts)
         if found is None:
             return Progress()
         folder, written = found
-        load(folder, written, self.parts)
+        resume.load(folder, written, self.parts)
         self._restored = Progress(
             epoch=written.epoch,
             step=written.step,
@@ -229,7 +244,7 @@ class Checkpoint:
         return self._restored
 
     def callback(self, every: str | int = "epoch") -> keras.callbacks.Callback:
-        """A callback for ``fit`` that saves; put it last in ``callbacks``, on every rank.
+        """A callback for ``fit`` that saves. Put it last in ``callbacks``, on every rank.
 
         ::
 
@@ -237,21 +252,22 @@ class Checkpoint:
             model.fit(..., initial_epoch=start.epoch, callbacks=[..., checkpoint.callback()])
 
         Args:
-            every: ``"epoch"``: at the end of each. Or a number of steps: every so many, too. In a
-                run that resumes in the middle of an epoch, ``fit`` leaves out the batches that the
-                epoch had before, and metrics of this epoch are those of its rest. That goes on
-                exactly where the data of an epoch comes in an order of its own, as with
-                ``shuffle=False``; what ``fit`` shuffles it shuffles anew.
+            every: ``"epoch"`` to save at the end of each epoch, or a number of steps to save after
+                every so many steps as well. When a run resumes in the middle of an epoch, ``fit``
+                skips the batches that the saved run trained on, and the metrics of this epoch
+                cover the rest of it. This continues exactly where the order of an epoch's data is
+                fixed, as with ``shuffle=False``; ``fit`` shuffles its own data anew.
 
         Raises:
-            TypeError, ValueError: another ``every``.
+            TypeError, ValueError: ``every`` is neither of these.
         """
-        from hvkit.checkpoint.callback import callback
+        from hvkit.checkpoint.fit_callback import SaveCallback  # imports Keras
 
-        return callback(self, every)
+        steps = None if every == "epoch" else _checked_every(every)
+        return SaveCallback(self.save, self.parts, self._take_batches, steps)
 
-    def take_batches(self, epoch: int) -> int:
-        """Batches of this epoch to leave out after :meth:`restore`; for :meth:`callback`, once."""
+    def _take_batches(self, epoch: int) -> int:
+        """The batches of this epoch to skip after :meth:`restore`; 0 at the next call."""
         batches = self._restored.batches if epoch == self._restored.epoch else 0
         self._restored = Progress()
         return batches
@@ -265,3 +281,127 @@ def _require_same_progress(everyone: list[tuple[int, int]]) -> None:
                 f"save needs the same epoch and step on every rank: rank 0 passes epoch={epoch}, "
                 f"step={step}, rank {rank} epoch={other_epoch}, step={other_step}"
             )
+
+
+def _parts_of(given: Mapping[str, Any]) -> list[Part]:
+    """The parts for the objects that were passed to ``Checkpoint``, models first.
+
+    Raises:
+        TypeError: an object is of a kind that cannot be saved.
+        ValueError: there is no object, or a name cannot be a file's.
+    """
+    named = dict(_named(given))
+    if not named:
+        raise ValueError("nothing to save: pass at least model=... and optimizer=...")
+    for name in named:
+        if name in _RESERVED or not name.replace("-", "_").isidentifier():
+            raise ValueError(
+                f"{name!r} cannot be the name of a part: use a Python identifier other than "
+                f"{', '.join(_RESERVED)}"
+            )
+    models = {name: each for name, each in named.items() if framework_of(each) is not None}
+    rest = {name: each for name, each in named.items() if name not in models}
+    return [_part_for(name, each, list(models.values())) for name, each in (models | rest).items()]
+
+
+def _named(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Every object with its name; those in lists and dicts as ``optimizer-0``, ``model-critic``."""
+    for name, thing in given.items():
+        if _has_state(thing):
+            yield name, thing
+        elif isinstance(thing, Mapping):
+            yield from ((f"{name}-{key}", each) for key, each in thing.items())
+        elif isinstance(thing, list | tuple):
+            yield from ((f"{name}-{i}", each) for i, each in enumerate(thing))
+        else:
+            yield name, thing
+
+
+def _part_for(name: str, thing: Any, models: list[Any]) -> Part:
+    """The part that saves this object, from the module of its framework."""
+    keras = sys.modules.get("keras")
+    if keras is not None and isinstance(thing, keras.Model | keras.optimizers.Optimizer):
+        from hvkit.checkpoint.keras import ModelPart, OptimizerPart
+
+        if isinstance(thing, keras.Model):
+            return ModelPart(name, thing)
+        return OptimizerPart(name, thing, models)
+    if keras is not None and isinstance(thing, keras.callbacks.Callback) and not _has_state(thing):
+        from hvkit.checkpoint.keras import CallbackPart
+
+        return CallbackPart(name, thing)
+    if not _has_state(thing):
+        raise TypeError(
+            f"{name} is of type {type(thing).__module__}.{type(thing).__qualname__}, which a "
+            "checkpoint cannot save: it takes PyTorch and Keras models and optimizers, objects "
+            "with state_dict() and load_state_dict(), and lists and dicts of these; pass numbers "
+            "and text to save(..., extras={...})"
+        )
+    in_keras = any(framework_of(model) == "tensorflow" for model in models)
+    if "torch" in sys.modules and not in_keras:
+        from hvkit.checkpoint.pytorch import TorchPart
+
+        return TorchPart(name, thing)
+    return JsonPart(name, thing)
+
+
+def _has_state(thing: Any) -> bool:
+    return all(callable(getattr(thing, each, None)) for each in ("state_dict", "load_state_dict"))
+
+
+def _checked_count(name: str, value: object) -> int:
+    """The value as an int that is not negative.
+
+    Raises:
+        TypeError: it is not an integer.
+        ValueError: it is negative.
+    """
+    if hasattr(value, "__index__") and not isinstance(value, bool):
+        value = value.__index__()  # NumPy integers too
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
+    if value < 0:
+        raise ValueError(f"{name} must not be negative, got {value}")
+    return value
+
+
+def _checked_every(every: str | int) -> int:
+    if isinstance(every, bool) or not isinstance(every, int):
+        raise TypeError(f'every must be "epoch" or a number of steps, got {every!r}')
+    if every < 1:
+        raise ValueError(f"every must be at least 1 step, got {every}")
+    return every
+
+
+def _checked_extras(extras: object) -> dict[str, Any]:
+    """The extras as JSON returns them.
+
+    Raises:
+        TypeError: JSON cannot hold them, or would change more than tuples into lists.
+    """
+    if extras is None:
+        return {}
+    if not isinstance(extras, dict):
+        raise TypeError(f"extras must be a dict, got {extras!r} of type {type(extras).__name__}")
+    _require_json(extras, "extras")
+    copy: dict[str, Any] = json.loads(json.dumps(extras))
+    return copy
+
+
+def _require_json(value: object, name: str) -> None:
+    if isinstance(value, dict):
+        for key, each in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"{name} has the key {key!r} of type {_type_of(key)}; {_JSON}")
+            _require_json(each, f"{name}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for i, each in enumerate(value):
+            _require_json(each, f"{name}[{i}]")
+    elif value is not None and not isinstance(value, str | int | float):
+        hint = "; use .item() or .tolist()" if hasattr(value, "tolist") else ""
+        raise TypeError(f"{name} is of type {_type_of(value)}; {_JSON}{hint}")
+
+
+def _type_of(value: object) -> str:
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"

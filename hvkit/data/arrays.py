@@ -1,4 +1,4 @@
-"""Arrays, alone or in tuples, lists and dicts: NumPy's, and tensors of PyTorch and TensorFlow."""
+"""NumPy arrays and tensors of PyTorch and TensorFlow, alone or in tuples, lists and dicts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvkit.data.order import Positions, Share
 
 
 def shard_arrays(data: Any, share: Share) -> Any:
-    """This rank's rows of arrays, in the container that they came in.
+    """This rank's rows of arrays, in the same container.
 
     Args:
         data: an array of shape (n, ...), or a tuple, list or dict of such arrays, all with the
@@ -21,8 +21,8 @@ def shard_arrays(data: Any, share: Share) -> Any:
         share: rank and size.
 
     Raises:
-        TypeError: it holds something that is no array, or an array without rows.
-        ValueError: the arrays are of different lengths.
+        TypeError: it holds something other than arrays, or an array without rows.
+        ValueError: the arrays have different lengths.
     """
     length = rows_of(data)
     if share.exact or length % share.size == 0:
@@ -35,8 +35,8 @@ def rows_of(data: Any) -> int:
     """The number of rows that all arrays of ``data`` have.
 
     Raises:
-        TypeError: it holds something that is no array, or an array without rows.
-        ValueError: the arrays are of different lengths.
+        TypeError: it holds something other than arrays, or an array without rows.
+        ValueError: the arrays have different lengths.
     """
     lengths: list[int] = []
     map_arrays(lambda array: lengths.append(int(array.shape[0])), data)
@@ -51,7 +51,7 @@ def rows_of(data: Any) -> int:
 
 
 def digest_of_rows(data: Any) -> str:
-    """A sha256 of a few rows of all arrays, by which ranks notice that their data differs."""
+    """A sha256 of a few rows of every array, for ranks to notice that their data differs."""
     digest = hashlib.sha256()
 
     def add(array: Any) -> None:
@@ -69,7 +69,7 @@ def digest_of_rows(data: Any) -> str:
 
 
 def map_arrays(function: Callable[[Any], Any], data: Any) -> Any:
-    """``data`` with every array replaced by what ``function`` makes of it."""
+    """``data`` with every array replaced by ``function`` of it."""
     if isinstance(data, Mapping):
         return {key: map_arrays(function, each) for key, each in data.items()}
     if isinstance(data, tuple) and hasattr(data, "_fields"):
@@ -77,9 +77,9 @@ def map_arrays(function: Callable[[Any], Any], data: Any) -> Any:
     if isinstance(data, tuple | list):
         return type(data)(map_arrays(function, each) for each in data)
     if not _is_array(data):
-        raise TypeError(f"data holds a {_name(data)}, which is no array: make it one: np.asarray")
+        raise TypeError(f"data holds a {_name(data)}, which is not an array: use np.asarray")
     if len(data.shape) == 0:
-        raise TypeError(f"data holds an array of no dimensions, {data!r}: it has no rows to share")
+        raise TypeError(f"data holds an array without dimensions, which has no rows: {data!r}")
     return function(data)
 
 

@@ -1,10 +1,10 @@
-"""The order of an epoch's samples in a DataLoader, and one rank's part of it."""
+"""The order of an epoch's samples, from a DataLoader's sampler, and one rank's part of it."""
 
 from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -19,21 +19,19 @@ from torch.utils.data import (
 )
 
 from hvkit.collectives import raise_together, require_equal
-from hvkit.data.dataset import in_whole
-from hvkit.data.order import Share, seed_from, steps
-from hvkit.data.position import Position
-from hvkit.data.randomness import FixedRandomness
+from hvkit.data.order import FixedRandomness, Position, Share, seed_from, steps
+from hvkit.data.pytorch_datasets import in_whole
 
 
 def order_of(loader: DataLoader[Any], share: Share, seed: int) -> Order:
     """The order in which this loader reads.
 
     Raises:
-        TypeError: its sampler has no length.
+        TypeError: the loader's sampler has no length.
     """
     batches = loader.batch_sampler
     if batches is None and isinstance(loader.sampler, BatchSampler):
-        # Without automatic batching, a sampler may give the dataset whole lists of indices.
+        # Without automatic batching, a sampler may pass whole lists of indices to the dataset.
         batches = loader.sampler
     if batches is None:
         return SampleOrder(loader.sampler, share, seed, batch=1, drop_last=False)
@@ -43,12 +41,12 @@ def order_of(loader: DataLoader[Any], share: Share, seed: int) -> Order:
 
 
 class Epoch(NamedTuple):
-    """What one rank reads of an epoch, from where it is begun.
+    """One rank's reading list for an epoch, or for the rest of one.
 
     Attributes:
-        number: of the epoch.
+        number: the epoch's number.
         mine: this rank's indices, or lists of them for whole batches.
-        steps: the samples of each step on all ranks together.
+        steps: for each step, the number of samples on all ranks together.
     """
 
     number: int
@@ -57,33 +55,33 @@ class Epoch(NamedTuple):
 
 
 class Order(Sampler[Any], ABC):
-    """What one rank reads, epoch after epoch.
+    """A sampler of one rank's indices, epoch after epoch.
 
-    Its loader takes an epoch by :meth:`begin` and has it given out by :meth:`giving`. To any other
-    loader every iteration gives the epoch that is next, and moves the position at its end.
+    Its own loader begins an epoch with :meth:`begin` and iterates over it inside :meth:`fixed_to`.
+    In any other loader, each iteration is the next epoch and moves the position at its end.
 
     Args:
         source: the user's sampler or batch sampler.
         share: rank and size.
-        seed: what the random numbers of an epoch start from, together with its number.
+        seed: the seed of an epoch's random numbers, together with the epoch's number.
     """
 
     def __init__(self, source: Any, share: Share, seed: int) -> None:
         self._source, self._share, self._seed = source, share, seed
-        self._given: Epoch | None = None
+        self._fixed: Epoch | None = None
         self.position = Position()
         self.of_part = False
         """Whether the loader's dataset is a :class:`DatasetPart`."""
         if not hasattr(source, "__len__"):
             raise TypeError(
-                f"{type(source).__qualname__} has no __len__, so that no equal parts can be made "
-                "of its order: give it one"
+                f"{type(source).__qualname__} has no __len__, so its order cannot be divided into "
+                "equal parts: add __len__"
             )
 
     def begin(self) -> tuple[object, Epoch]:
-        """The iteration that the position now counts, and what this rank reads in it.
+        """Begin an epoch: the position's identifier for it, and this rank's reading list.
 
-        In training a collective, if the order comes from a sampler that is not PyTorch's own.
+        A collective in training, if the sampler is not one of PyTorch's own.
         """
         iteration = self.position.begin()
         number = 0 if self._share.exact else self.position.epoch
@@ -91,20 +89,20 @@ class Order(Sampler[Any], ABC):
 
     @abstractmethod
     def rest_of(self, epoch: int, done: int) -> tuple[list[Any], list[int]]:
-        """What is after the first ``done`` samples of an epoch: see :class:`Epoch`."""
+        """This rank's indices and the steps after the first ``done`` samples of an epoch."""
 
     @contextmanager
-    def giving(self, epoch: Epoch) -> Iterator[None]:
-        """Within it, an iteration gives this epoch."""
-        self._given = epoch
+    def fixed_to(self, epoch: Epoch) -> Iterator[None]:
+        """Inside it, each iteration reads this epoch."""
+        self._fixed = epoch
         try:
             yield
         finally:
-            self._given = None
+            self._fixed = None
 
     def __iter__(self) -> Iterator[Any]:
-        mine = self._next() if self._given is None else iter(self._given.mine)
-        return map(self._of_whole, mine) if self.of_part else mine
+        mine = self._next() if self._fixed is None else iter(self._fixed.mine)
+        return map(self._mark, mine) if self.of_part else mine
 
     def _next(self) -> Iterator[Any]:
         iteration, epoch = self.begin()
@@ -115,20 +113,21 @@ class Order(Sampler[Any], ABC):
             raise
         self.position.end(iteration)
 
-    def _of_whole(self, key: Any) -> Any:
+    def _mark(self, key: Any) -> Any:
+        """Mark the key as an index, or indices, in the whole dataset."""
         return in_whole(key)
 
     def facts(self) -> list[str]:
-        """What the ranks have to have alike."""
+        """The facts that must be equal on all ranks."""
         kind, unit = type(self._source).__qualname__, _unit(self._source)
         return [f"DataLoader with a {kind} of {len(self._source)} {unit}"]
 
-    def _run(self, epoch: int, *draw: Callable[[], Iterable[Any]]) -> list[Any]:
-        """The source's whole epoch, with the same random numbers on every rank."""
+    def _whole_order(self, epoch: int) -> list[Any]:
+        """The source's whole epoch, drawn with the same random numbers on every rank."""
         problem: Exception | None = None
         order: list[Any] = []
         try:
-            order = _drawn(self._source, epoch, seed_from(self._seed, epoch))
+            order = _draw(self._source, epoch, seed_from(self._seed, epoch))
         except Exception as error:
             problem = error
         if self._share.exact or self._share.size == 1:
@@ -140,9 +139,9 @@ class Order(Sampler[Any], ABC):
         digest = hashlib.sha256(text.encode()).hexdigest()
         kind = type(self._source).__qualname__
         require_equal(
-            f"order that {kind} gave for epoch {epoch}",
+            f"order of {kind} in epoch {epoch}",
             [f"{len(order)} {_unit(self._source)} that begin with {str(order[:4])[:100]}", digest],
-            "give the sampler's random numbers a fixed seed, or draw them from torch's, numpy's "
+            "use a fixed seed for the sampler's random numbers, or draw them from torch's, numpy's "
             "or Python's global generator, which hvkit.shard seeds alike on every rank",
             "the loop over a sharded DataLoader",
         )
@@ -150,19 +149,19 @@ class Order(Sampler[Any], ABC):
 
 
 class SampleOrder(Order):
-    """An order of single samples, batched later.
+    """An order of single samples, which the loader batches.
 
     Args:
         source: a sampler.
         share: rank and size.
-        seed: of the order.
-        batch: batch size of one rank.
-        drop_last: leave out the last step if it is not complete.
+        seed: the seed of the order.
+        batch: the batch size of one rank.
+        drop_last: leave out an incomplete last step.
     """
 
     def __init__(self, source: Any, share: Share, seed: int, batch: int, drop_last: bool) -> None:
         super().__init__(source, share, seed)
-        # In exact parts the last batch of some ranks is smaller, and has to be kept.
+        # In exact parts the last batch of some ranks is smaller and must be kept.
         self.batch, self.drop_last = batch, drop_last and not share.exact
 
     def rest_of(self, epoch: int, done: int) -> tuple[list[Any], list[int]]:
@@ -180,7 +179,7 @@ class SampleOrder(Order):
         if kind is SequentialSampler:
             return np.arange(len(source))
         if kind is not RandomSampler:
-            return self._run(epoch)
+            return self._whole_order(epoch)
         whole = not source.replacement and source._num_samples in (None, len(source.data_source))
         if whole and self._share.exact:
             return np.arange(len(source))
@@ -196,23 +195,23 @@ class SampleOrder(Order):
 
 
 class BatchOrder(Order):
-    """An order of whole batches, as a batch sampler gives it.
+    """An order of whole batches, from a batch sampler.
 
-    Step k is made of the N batches from k*N on. If they have one size, each rank takes one;
-    otherwise their samples are divided evenly.
+    Step k has the N batches from k*N on. If they have one size, each rank takes one; otherwise
+    their samples are divided evenly.
     """
 
     def rest_of(self, epoch: int, done: int) -> tuple[list[Any], list[int]]:
         return self._divided(list(_after(self._batches(epoch), done)))
 
-    def _of_whole(self, key: Any) -> Any:
+    def _mark(self, key: Any) -> Any:
         return [in_whole(index) for index in key]
 
     def _batches(self, epoch: int) -> list[list[Any]]:
-        return [list(batch) for batch in self._run(epoch)]
+        return [list(batch) for batch in self._whole_order(epoch)]
 
     def _divided(self, batches: list[list[Any]]) -> tuple[list[list[Any]], list[int]]:
-        """This rank's batches, and of each step the number of samples on all ranks."""
+        """This rank's batches, and for each step the number of samples on all ranks."""
         parts: list[list[Any]] = []
         samples: list[int] = []
         seen = 0
@@ -226,13 +225,13 @@ class BatchOrder(Order):
         return parts, samples
 
     def __len__(self) -> int:
-        if self._share.exact:  # some ranks may have nothing of the last batches
+        if self._share.exact:  # some ranks may have no part of the last batches
             return len(self._divided(self._batches(0))[0])
         return -(-len(self._source) // self._share.size)
 
 
 def _part(group: list[list[Any]], share: Share, seen: int) -> list[Any]:
-    """One rank's samples of some batches that come after ``seen`` samples."""
+    """One rank's samples of the batches of a step, which follows ``seen`` samples."""
     samples = [index for batch in group for index in batch]
     if share.exact:
         return samples[(share.rank - seen) % share.size :: share.size]
@@ -242,14 +241,14 @@ def _part(group: list[list[Any]], share: Share, seen: int) -> list[Any]:
 
 
 def _after(batches: list[list[Any]], done: int) -> Iterator[list[Any]]:
-    """The batches without their first ``done`` samples."""
+    """The batches, without their first ``done`` samples."""
     for batch in batches:
         if done < len(batch):
             yield batch[done:]
         done = max(0, done - len(batch))
 
 
-def _drawn(source: Any, epoch: int, seed: int) -> list[Any]:
+def _draw(source: Any, epoch: int, seed: int) -> list[Any]:
     inner = getattr(source, "sampler", None)
     for sampler in (source, inner):
         if callable(set_epoch := getattr(sampler, "set_epoch", None)):

@@ -1,9 +1,9 @@
-"""How the elements of a ``tf.data`` pipeline are batches.
+"""Whether the elements of a ``tf.data`` pipeline are batches, and how it made them.
 
-They are where no step after the last batching runs a function on them: what a ``map`` makes of a
-batch may be one sequence, whose rows are no samples. After a step that is not known, elements
-count as units too. TensorFlow has no public way to ask a dataset for its inputs; what is read
-here are private attributes, the same in TensorFlow 2.16 and 2.21.
+Elements are batches if no step after the last batching runs a function on them: a ``map`` may
+turn a batch into one sequence, whose rows are not samples. After an unknown step, elements count
+as units too. TensorFlow has no public access to a dataset's inputs; this module reads private
+attributes that are the same in TensorFlow 2.16 and 2.21.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvkit.data.tfpipeline import stackable, whole
-
-# Steps that change neither what a batch is nor how many there are.
+# Steps that keep the batches and their number.
 _PASS_ON = {
     "_AssertCardinalityDataset",
     "CacheDataset",
@@ -25,7 +23,7 @@ _PASS_ON = {
     "_RestructuredDataset",
     "_ShuffleDataset",
 }
-# Steps that keep batches, but not their number.
+# Steps that keep the batches but may change their number.
 _KEEP_BATCHES = {
     *_PASS_ON,
     "_ConcatenateDataset",
@@ -48,31 +46,31 @@ _BATCH = {
 
 @dataclass(frozen=True)
 class Batching:
-    """How the elements of a pipeline are batches."""
+    """How a pipeline batched its elements."""
 
     size: int
     drop_remainder: bool
     samples: int | None
-    """Samples in all batches together, where that can be told without reading them."""
+    """The samples in all batches together; None if that needs reading them."""
     spec: Any
     padding: Any = None
-    """Values that a ``padded_batch`` pads with, in the structure of ``spec``."""
+    """The padding values of ``padded_batch``, in the structure of ``spec``."""
 
     @property
     def unpadded(self) -> bool:
-        """Whether all samples are dense and of one shape."""
+        """Whether all samples are dense and have one shape."""
         dense = all(isinstance(leaf, tf.TensorSpec) for leaf in tf.nest.flatten(self.spec))
         return dense and self.padding is None
 
     def again(self, samples: tf.data.Dataset, *, drop_remainder: bool) -> tf.data.Dataset:
-        """Batch samples as they were batched before."""
+        """Batch samples as the pipeline did."""
         if self.padding is not None:
             return samples.padded_batch(
                 self.size, padding_values=self.padding, drop_remainder=drop_remainder
             )
         if not any(isinstance(leaf, tf.RaggedTensorSpec) for leaf in tf.nest.flatten(self.spec)):
             return samples.batch(self.size, drop_remainder=drop_remainder)
-        # Makes ragged what has no fixed shape, which only some of it may have been.
+        # ragged_batch makes everything without a fixed shape ragged, even if it was dense.
         ragged = samples.ragged_batch(self.size, drop_remainder=drop_remainder)
 
         def as_before(*batch: Any) -> Any:
@@ -82,13 +80,13 @@ class Batching:
 
 
 def batching_of(data: tf.data.Dataset) -> Batching | None:
-    """How the elements of a pipeline are batches; None if they are units.
+    """How a pipeline batched its elements; None if they are units.
 
     Raises:
-        ValueError: batches of different sizes, or padded ones that are joined with others.
+        ValueError: batches have different sizes, or padded batches are joined with others.
     """
     if not all(hasattr(leaf, "shape") for leaf in tf.nest.flatten(data.element_spec)):
-        return None  # None or datasets in it, which have no rows
+        return None  # elements hold None or datasets, which have no rows
     steps = list(_batch_steps(data))
     if None in steps:
         return None
@@ -97,8 +95,8 @@ def batching_of(data: tf.data.Dataset) -> Batching | None:
     if sizes or size is None:
         found = ", ".join(sorted(map(str, {size, *sizes})))
         raise ValueError(
-            f"the pipeline has batches of different sizes ({found}), of which no equal parts can "
-            "be made: pass the dataset to hvkit.shard before it is batched"
+            f"the pipeline has batches of different sizes ({found}), which cannot be divided into "
+            "equal parts: pass the dataset to hvkit.shard before batching it"
         )
     drop = any(_flag(step) for step in steps)
     return Batching(
@@ -116,7 +114,7 @@ def _like(spec: Any, value: Any) -> Any:
 
 
 def _batch_steps(data: tf.data.Dataset) -> Iterator[tf.data.Dataset | None]:
-    """The last batching on each way to the sources; None where there is none."""
+    """The last batching on each path to a source; None for a path without batching."""
     kind = type(data).__name__
     if kind in _BATCH:
         yield data
@@ -141,7 +139,7 @@ def _flag(step: Any) -> bool:
 def _samples(data: Any, drop: bool) -> int | None:
     while type(data).__name__ in _PASS_ON:
         (data,) = data._inputs()
-    if type(data).__name__ not in _BATCH - {"_RebatchDataset"}:  # its input is no samples
+    if type(data).__name__ not in _BATCH - {"_RebatchDataset"}:  # its input is not samples
         return None
     (source,), size = data._inputs(), _size(data)
     length = int(source.cardinality())
@@ -159,7 +157,20 @@ def _padding(data: tf.data.Dataset, steps: list[Any]) -> Any:
         return None
     if len(steps) > 1 or padded[0].element_spec != spec:
         raise ValueError(
-            "the pipeline zips or concatenates what padded_batch made, so that it cannot be padded "
+            "the pipeline zips or concatenates the result of padded_batch, so it cannot be padded "
             "again: pass the dataset to hvkit.shard before padded_batch"
         )
     return padded[0]._padding_values
+
+
+def whole(arguments: tuple[Any, ...], spec: Any) -> Any:
+    """The arguments of a function in ``map``, as the element they came from."""
+    return tf.nest.pack_sequence_as(spec, tf.nest.flatten(arguments))
+
+
+def stackable(spec: Any, start: int = 0) -> bool:
+    """Whether elements are dense and have one shape, from dimension ``start`` on."""
+    return all(
+        isinstance(leaf, tf.TensorSpec) and leaf.shape[start:].is_fully_defined()
+        for leaf in tf.nest.flatten(spec)
+    )

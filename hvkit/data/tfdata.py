@@ -1,27 +1,30 @@
-"""``tf.data`` pipelines.
+"""Sharding ``tf.data`` pipelines.
 
-They are taken apart after their last step, by transformations that every rank computes alike, so
-that the order of a seeded shuffle stays that of one process. Batches are regrouped; elements
-that something else made last stay whole, and so do batches after a ``map``. What comes before
-runs on every rank for all samples; sharding right after the source costs less.
+Every rank runs the whole pipeline and takes its part after the last step, so a seeded shuffle
+keeps the order it has in one process. A pipeline that ends in batches is regrouped. Other
+elements stay whole, and so do batches after a ``map``. Sharding right after the source costs
+less, because the steps before ``shard`` run on every rank for all samples.
+
+TensorFlow has no public access to a dataset's inputs and seeds. This module reads private
+attributes that are the same in TensorFlow 2.16 and 2.21.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from hvkit.data.order import Share
-from hvkit.data.tfbatching import Batching, batching_of
-from hvkit.data.tfpipeline import refuse_unordered, seeds_of, stackable, whole
+from hvkit.data.tfbatching import Batching, batching_of, stackable, whole
 
 
 def shard_tfdata(data: tf.data.Dataset, share: Share) -> tuple[tf.data.Dataset, list[str]]:
-    """One rank's part of a pipeline, and what the ranks have to have alike.
+    """One rank's part of a pipeline, and the facts that must be equal on all ranks.
 
     Raises:
-        ValueError: ranks would see different orders, or batches that cannot be regrouped.
+        ValueError: ranks would read different orders, or the batches cannot be regrouped.
     """
     if share.size == 1:
         return data, []
@@ -54,7 +57,7 @@ def _cardinality(data: tf.data.Dataset) -> int:
 
 
 def _elements(data: tf.data.Dataset, share: Share) -> tf.data.Dataset:
-    """Every N-th element; in training as many on each rank."""
+    """Every N-th element; in training equally many on each rank."""
     length = _cardinality(data)
     if share.exact or length == tf.data.INFINITE_CARDINALITY:
         return data.shard(share.size, share.rank)
@@ -63,7 +66,7 @@ def _elements(data: tf.data.Dataset, share: Share) -> tf.data.Dataset:
     if share.rank < length % share.size or length % share.size == 0:
         return data.shard(share.size, share.rank)
 
-    # The last group has nothing for this rank: it takes the last element, a second time.
+    # The last group has no element for this rank: it repeats the last element.
     def mine(number: tf.Tensor, _: Any) -> tf.Tensor:
         return (number % share.size == share.rank) | (number == length - 1)
 
@@ -72,7 +75,7 @@ def _elements(data: tf.data.Dataset, share: Share) -> tf.data.Dataset:
 
 
 def _elements_of_unknown(data: tf.data.Dataset, share: Share) -> tf.data.Dataset:
-    """One element of every N, and of the last fewer ones, of a pipeline whose end is not known."""
+    """One of every N elements, and one of the last few, for a pipeline of unknown length."""
     if stackable(data.element_spec):
 
         def row(*stack: Any) -> Any:
@@ -89,7 +92,7 @@ def _elements_of_unknown(data: tf.data.Dataset, share: Share) -> tf.data.Dataset
 
 
 def _regrouped(data: tf.data.Dataset, batching: Batching, share: Share) -> tf.data.Dataset:
-    """Batches of N ranks, of which this rank takes every N-th sample."""
+    """Every N-th sample of the batches of N ranks."""
     group, drop = batching.size * share.size, batching.drop_remainder and not share.exact
 
     def mine(*batch: Any) -> Any:
@@ -115,7 +118,7 @@ def _not_empty(*batch: Any) -> tf.Tensor:
 
 
 def _rebatched(data: tf.data.Dataset, batching: Batching, share: Share) -> tf.data.Dataset:
-    """Batches of this rank's samples, one by one: for samples that differ in shape."""
+    """This rank's samples, unbatched and batched again: for samples that differ in shape."""
     samples = data.unbatch()
     if batching.samples is not None:
         samples = samples.apply(tf.data.experimental.assert_cardinality(batching.samples))
@@ -134,7 +137,7 @@ def _rebatched(data: tf.data.Dataset, batching: Batching, share: Share) -> tf.da
 def _counted(
     part: tf.data.Dataset, data: tf.data.Dataset, batching: Batching, share: Share
 ) -> tf.data.Dataset:
-    """``part`` with the number of its batches, where that can be known."""
+    """``part`` with its number of batches, if that can be computed."""
     if _cardinality(data) == tf.data.INFINITE_CARDINALITY:
         return part.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
     if batching.samples is None:
@@ -142,3 +145,55 @@ def _counted(
     group = batching.size * share.size
     rows = share.count(batching.samples, group=group, drop_last=batching.drop_remainder)
     return part.apply(tf.data.experimental.assert_cardinality(-(-rows // batching.size)))
+
+
+def refuse_unordered(data: tf.data.Dataset) -> None:
+    """Reject a pipeline that every rank would read in another order.
+
+    Raises:
+        ValueError: a random step has no seed, or a step gives up the order for speed.
+    """
+    for step in _steps(data):
+        if getattr(step, "_deterministic", None) == "false":
+            raise ValueError(
+                f"{_name(step)} has deterministic=False, so every rank would read another order: "
+                "remove it"
+            )
+    if (0, 0) in seeds_of(data):
+        raise ValueError(
+            "the pipeline shuffles without a seed, so every rank would read another order: "
+            "use shuffle(..., seed=...), and a seed in list_files, Dataset.random and "
+            "sample_from_datasets, or tf.random.set_seed before the pipeline is made"
+        )
+
+
+def seeds_of(data: tf.data.Dataset) -> list[tuple[int, int]]:
+    """The seeds of all random steps; (0, 0) for a step without seed."""
+    found = [
+        (int(step._seed), int(step._seed2))
+        for step in _steps(data)
+        if hasattr(step, "_seed") and hasattr(step, "_seed2")
+    ]
+    return found + [seeds for step in _steps(data) for seeds in _seeds_inside(step)]
+
+
+def _seeds_inside(step: tf.data.Dataset) -> Iterator[tuple[int, int]]:
+    """The seeds of shuffles inside the functions of a step, such as ``interleave``."""
+    for function in step._functions():
+        graph = getattr(function.function, "graph", None)
+        for op in graph.get_operations() if graph is not None else ():
+            if op.type.startswith("ShuffleDataset"):
+                seeds = [tf.get_static_value(each) for each in op.inputs[2:4]]
+                if None not in seeds:
+                    yield int(seeds[0]), int(seeds[1])
+
+
+def _steps(data: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
+    yield data
+    for source in data._inputs():
+        yield from _steps(source)
+
+
+def _name(step: tf.data.Dataset) -> str:
+    name = type(step).__name__
+    return name.removeprefix("_").removesuffix("Dataset").removeprefix("Parallel").lower()

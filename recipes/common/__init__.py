@@ -1,10 +1,21 @@
-"""What the recipes share: flags, images, learning-rate schedules, and the report of a run."""
+"""The parts that the recipes share.
 
-from common.augment import augmented
-from common.cnn_flags import parse_cnn_flags
-from common.flags import parse_flags
-from common.loading import load_data
-from common.ranks import mean_over_ranks, say, stop_if_any
+::
+
+    a recipe
+    ├── flags           the command line
+    ├── ranks           load_data() on every rank, say() on rank 0, means over ranks
+    │   └── sources         a folder, the cache, a download, or the bundled digits
+    │       ├── mnist, cifar10      where their files are and how to read them
+    │       └── images              labelled images, and their augmentation
+    ├── for_torch, for_keras    networks, and the glue to the framework
+    ├── schedule        how the learning rate decays
+    └── report, throughput      progress lines, metrics.jsonl, images per second
+"""
+
+from common.flags import parse_cnn_flags, parse_flags
+from common.images import augmented
+from common.ranks import load_data, mean_over_ranks, say, stop_if_any
 from common.report import Report
 from common.schedule import MNIST_DECAY, rate_factor
 from common.throughput import Throughput, random_batch

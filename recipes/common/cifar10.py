@@ -1,16 +1,17 @@
-"""CIFAR-10: its binary files, found, downloaded or read."""
+"""CIFAR-10: finding, downloading and reading its binary files."""
 
-import io
+import os
+import shutil
 import tarfile
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from common.digits import load_digits
-from common.download import fetch, locked, write_whole
-from common.images import DataError, Dataset, Images, plain_or_gzipped, read_file
+from common.images import DataError, Dataset, Images, load_digits, plain_or_gzipped, read_file
+from common.sources import fetch, locked
 
 MIRRORS = ("https://www.cs.toronto.edu/~kriz/",)
 ARCHIVE = "cifar-10-binary.tar.gz"
@@ -28,7 +29,7 @@ PIXEL_MEAN, PIXEL_DEVIATION = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 @dataclass(frozen=True)
 class Cifar10:
-    """CIFAR-10 as a ``Source``, from ``mirrors`` in an archive that has this checksum."""
+    """CIFAR-10 as a ``Source``: ``mirrors``, and the checksum of the archive."""
 
     mirrors: tuple[str, ...] = MIRRORS
     sha256: str = SHA256
@@ -37,7 +38,7 @@ class Cifar10:
     files: str = f"{TRAIN_FILES[0]} to {TRAIN_FILES[-1]}, any of them, and {TEST_FILE}"
 
     def find(self, folder: Path) -> dict[str, Path]:
-        """Its files in ``folder`` or a subfolder of a known name; the place with most counts."""
+        """Its files in ``folder`` or a subfolder of a known name, whichever holds most of them."""
         places = (folder, *(folder / subfolder for subfolder in SUBFOLDERS))
         found = (plain_or_gzipped(place, (*TRAIN_FILES, TEST_FILE)) for place in places)
         return max(found, key=len)
@@ -47,7 +48,7 @@ class Cifar10:
         return len(found) == len(TRAIN_FILES) + 1
 
     def read(self, folder: Path) -> Dataset:
-        """Read CIFAR-10 from those of its training files that there are."""
+        """Read CIFAR-10 with those of its training files that are there."""
         found = self.find(folder)
         train = [found[name] for name in TRAIN_FILES if name in found]
         missing = [
@@ -69,33 +70,40 @@ class Cifar10:
             if self.is_whole(self.find(cache)):
                 return
             say(f"downloading {ARCHIVE} (170 MB) into {cache}")
-            archive = fetch(ARCHIVE, self.mirrors, self.sha256)
-            for name, content in unpack(archive).items():
-                write_whole(cache / name, content)
+            with tempfile.TemporaryDirectory(dir=cache) as folder:
+                archive = fetch(ARCHIVE, self.mirrors, self.sha256, Path(folder))
+                for file in unpack(archive):
+                    os.replace(file, cache / file.name)
 
     def digits(self, why: str) -> Dataset:
-        """The bundled digits in 32x32 and three equal channels."""
+        """The bundled digits in 32x32 pixels and three equal channels."""
         return load_digits(self.name, why, scale=4, border=0, channels=3)
 
 
-def unpack(archive: bytes) -> dict[str, bytes]:
-    """The contents of the six files in the published archive, by name."""
-    with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz") as members:
-        contents = {
-            name: file.read()
-            for member in members
-            if (name := PurePosixPath(member.name).name) in (*TRAIN_FILES, TEST_FILE)
-            and (file := members.extractfile(member)) is not None
-        }
-    if missing := {*TRAIN_FILES, TEST_FILE} - contents.keys():
+def unpack(archive: Path) -> list[Path]:
+    """Unpack the six files of the published archive next to it, and return their paths.
+
+    Raises:
+        DataError: the archive lacks one of them.
+    """
+    paths = []
+    with tarfile.open(archive, mode="r:gz") as members:
+        for member in members:
+            name = PurePosixPath(member.name).name
+            if name in (*TRAIN_FILES, TEST_FILE) and (source := members.extractfile(member)):
+                paths.append(archive.with_name(name))
+                with paths[-1].open("wb") as target:
+                    shutil.copyfileobj(source, target)
+    if missing := {*TRAIN_FILES, TEST_FILE} - {path.name for path in paths}:
         raise DataError(f"{ARCHIVE}: has no {', no '.join(sorted(missing))}")
-    return contents
+    return paths
 
 
 def read_images(paths: list[Path]) -> Images:
-    """Read files of CIFAR-10's binary version, one after the other.
+    """Read files of CIFAR-10's binary version, in this order.
 
-    The format: 3,073 bytes an image; the label, then the pixels in channel, row, column order.
+    The format: 3,073 bytes for each image: the label, then the pixels in the order channel, row,
+    column.
     """
     records = np.concatenate([_read_records(path) for path in paths])
     pixels = records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
@@ -112,14 +120,14 @@ def _read_records(path: Path) -> np.ndarray:
     content = read_file(path)
     if not content or len(content) % RECORD:
         raise DataError(
-            f"{path}: truncated or no CIFAR-10 file: {len(content)} bytes are not a whole number "
-            f"of images of {RECORD} bytes"
+            f"{path}: truncated or not a CIFAR-10 file: {len(content)} bytes are not a whole "
+            f"number of images of {RECORD} bytes"
         )
     records = np.frombuffer(content, np.uint8).reshape(-1, RECORD)
     wrong = np.flatnonzero(records[:, 0] > 9)
     if len(wrong):
         raise DataError(
-            f"{path}: no CIFAR-10 file: labels must be 0 to 9, got {records[wrong[0], 0]} for "
+            f"{path}: not a CIFAR-10 file: labels must be 0 to 9, got {records[wrong[0], 0]} for "
             f"image {wrong[0]}"
         )
     return records

@@ -1,4 +1,4 @@
-"""The flags of the recipes; on several ranks, rank 0 alone tells what is wrong with them."""
+"""The command-line flags of the recipes: those of MNIST, and those of the CNN recipes."""
 
 import argparse
 import math
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import hvkit
+from common.schedule import SCHEDULES
 
 T = TypeVar("T", int, float)
 
@@ -15,7 +16,7 @@ DRY_RUN_STEPS = 3
 
 
 class Flags(argparse.Namespace):
-    """The flags that all recipes have, as ``parse_flags`` returns them."""
+    """The flags of all recipes, as ``parse_flags`` returns them."""
 
     batch_size: int
     test_batch_size: int
@@ -31,7 +32,7 @@ class Flags(argparse.Namespace):
 
 
 class Parser(argparse.ArgumentParser):
-    """Every rank is given the same flags; rank 0 alone tells what is wrong with them."""
+    """Prints help and errors on rank 0 only: every rank gets the same flags."""
 
     def __init__(self, description: str) -> None:
         super().__init__(
@@ -53,7 +54,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _checked(kind: Callable[[str], T], accepts: Callable[[T], bool], wanted: str) -> Any:
-    """An argparse type: ``kind`` with a range, and an error that says what is wanted."""
+    """An argparse type: ``kind`` within a range, and an error that names what is accepted."""
 
     def convert(text: str) -> T:
         try:
@@ -86,23 +87,21 @@ def parse_flags(description: str, argv: Sequence[str] | None = None) -> Flags:
 
 
 def add_training_flags(parser: Parser, batch_size: int, epochs: int, lr: float) -> None:
-    """Add the flags about training, with these defaults."""
+    """Add the flags for training, with these defaults."""
     flag = parser.add_argument
     flag("--batch-size", type=POSITIVE, default=batch_size, help="images a step, per rank")
     flag("--test-batch-size", type=POSITIVE, default=500, help="test images at once, per rank")
     flag("--epochs", type=POSITIVE, default=epochs, help="passes over the training images")
-    flag(
-        "--lr", type=RATE, default=lr, help="learning rate of one rank; a step of N uses N times it"
-    )
+    flag("--lr", type=RATE, default=lr, help="learning rate of one rank; N ranks use N times it")
     flag("--momentum", type=FRACTION, default=0.9, help="momentum of SGD")
-    flag("--seed", type=SEED, default=1, help="of initial weights, image order and dropout")
+    flag("--seed", type=SEED, default=1, help="seed of initial weights, image order and dropout")
     flag("--log-interval", type=POSITIVE, default=100, help="steps between reports of the loss")
     flag("--output-dir", type=Path, help="folder for metrics.jsonl")
     flag("--dry-run", action="store_true", help=f"one epoch of images for {DRY_RUN_STEPS} steps")
 
 
 def add_data_flags(parser: Parser, key: str, name: str, files: str) -> None:
-    """Add the flags about where the images come from."""
+    """Add the flags for the source of the images."""
     parser.add_argument("--data-dir", type=Path, help=f"folder with {files}")
     parser.add_argument(
         "--dataset",
@@ -113,10 +112,119 @@ def add_data_flags(parser: Parser, key: str, name: str, files: str) -> None:
 
 
 def check(parser: Parser, flags: Flags) -> None:
-    """Refuse flags that do not go together; bring those that follow from others into line."""
+    """Reject flags that contradict each other; apply ``--dry-run`` to the others."""
     if flags.dataset == "digits" and flags.data_dir is not None:
         parser.error(
             f"--dataset digits does not read --data-dir {flags.data_dir}: drop one of the two"
         )
     if flags.dry_run:
         flags.epochs = 1
+
+
+# Flags without effect on throughput, and flags without effect on training.
+_NOT_WITH_SYNTHETIC = (
+    *("test_batch_size", "epochs", "log_interval", "dry_run", "data_dir", "dataset"),
+    *("schedule", "warmup_epochs", "augment", "checkpoint_dir", "keep"),
+)
+_ONLY_WITH_SYNTHETIC = ("image_size", "classes", "untimed_steps", "rounds", "steps_per_round")
+
+
+class CnnFlags(Flags):
+    """The flags of the CNN recipes, as ``parse_cnn_flags`` returns them."""
+
+    model: str
+    schedule: str
+    warmup_epochs: int
+    weight_decay: float
+    augment: bool
+    checkpoint_dir: Path | None
+    keep: int
+    precision: str
+    compression: str
+    batch_norm: str
+    synthetic: bool
+    image_size: int
+    classes: int
+    untimed_steps: int
+    rounds: int
+    steps_per_round: int
+
+
+def parse_cnn_flags(description: str, argv: Sequence[str] | None = None) -> CnnFlags:
+    """Read the flags of a CNN recipe from ``argv``, by default from the command line."""
+    parser = Parser(description)
+    add_training_flags(parser, batch_size=64, epochs=10, lr=0.05)
+    add_data_flags(parser, "cifar10", "CIFAR-10", "CIFAR-10's binary files, plain or .gz")
+    _add_recipe_flags(parser)
+    _add_synthetic_flags(parser)
+    flags = parser.parse_args(argv, namespace=CnnFlags())
+    _check_synthetic(parser, flags)
+    check(parser, flags)
+    return flags
+
+
+def _add_recipe_flags(parser: Parser) -> None:
+    flag = parser.add_argument
+    flag("--model", choices=("resnet20", "resnet50"), default="resnet20", help="the network")
+    flag("--schedule", choices=SCHEDULES, default="cosine", help="how the learning rate decays")
+    flag("--warmup-epochs", type=COUNT, default=1, help="epochs over which the learning rate rises")
+    flag(
+        "--weight-decay",
+        type=AMOUNT,
+        default=1e-4,
+        help="weight decay of kernels; biases and norms have none",
+    )
+    flag(
+        "--augment",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="random crops, mirror images",
+    )
+    flag(
+        "--checkpoint-dir", type=Path, help="folder to save to after each epoch and to resume from"
+    )
+    flag("--keep", type=POSITIVE, default=3, help="checkpoints to keep")
+    flag(
+        "--precision",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="precision of the computation; weights stay float32",
+    )
+    flag(
+        "--compression",
+        choices=("none", "fp16", "bf16"),
+        default="none",
+        help="compression of gradients on the network",
+    )
+    flag(
+        "--batch-norm",
+        choices=("average", "local", "sync"),
+        default="average",
+        help="statistics: averaged over ranks, one set per rank, or of the global batch",
+    )
+
+
+def _add_synthetic_flags(parser: Parser) -> None:
+    group = parser.add_argument_group("throughput on random images")
+    flag = group.add_argument
+    flag("--synthetic", action="store_true", help="measure images per second; nothing is learned")
+    flag("--image-size", type=POSITIVE, default=224, help="height and width in pixels")
+    flag("--classes", type=POSITIVE, default=1000, help="number of logits")
+    flag("--untimed-steps", type=COUNT, default=10, help="steps before the first round")
+    flag("--rounds", type=POSITIVE, default=10, help="number of measurements")
+    flag("--steps-per-round", type=POSITIVE, default=10, help="steps in each measurement")
+
+
+def _check_synthetic(parser: Parser, flags: CnnFlags) -> None:
+    """Reject flags that would have no effect."""
+    if flags.model == "resnet50" and not flags.synthetic:
+        parser.error(
+            "--model resnet50 is for images of ImageNet's size, which only --synthetic has: "
+            "add --synthetic, or use --model resnet20"
+        )
+    names = _NOT_WITH_SYNTHETIC if flags.synthetic else _ONLY_WITH_SYNTHETIC
+    for name in names:
+        if getattr(flags, name) != parser.get_default(name):
+            flag = "--no-augment" if name == "augment" else f"--{name.replace('_', '-')}"
+            how = "has no effect with" if flags.synthetic else "needs"
+            parser.error(f"{flag} {how} --synthetic")

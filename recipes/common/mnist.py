@@ -1,6 +1,5 @@
-"""MNIST: its four IDX files, found, downloaded or read."""
+"""MNIST: finding, downloading and reading its four IDX files."""
 
-import gzip
 import math
 import struct
 from collections.abc import Callable, Mapping
@@ -9,16 +8,15 @@ from pathlib import Path
 
 import numpy as np
 
-from common.digits import load_digits
-from common.download import fetch, locked, write_whole
-from common.images import DataError, Dataset, Images, plain_or_gzipped, read_file
+from common.images import DataError, Dataset, Images, load_digits, plain_or_gzipped, read_file
+from common.sources import fetch, locked
 
 MIRRORS = (
     "https://ossci-datasets.s3.amazonaws.com/mnist/",
     "https://storage.googleapis.com/cvdf-datasets/mnist/",
 )
 
-# Of the uncompressed content: the mirrors may compress it differently.
+# Of the unpacked files: the mirrors may compress them differently.
 SHA256 = {
     "train-images-idx3-ubyte": "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
     "train-labels-idx1-ubyte": "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
@@ -31,7 +29,7 @@ PIXEL_MEAN, PIXEL_DEVIATION = 0.1307, 0.3081  # of the training images
 
 @dataclass(frozen=True)
 class Mnist:
-    """MNIST as a ``Source``, from ``mirrors`` in files whose content has these checksums."""
+    """MNIST as a ``Source``: ``mirrors``, and the checksums of the unpacked files."""
 
     mirrors: tuple[str, ...] = MIRRORS
     sha256: Mapping[str, str] = field(default_factory=lambda: SHA256)
@@ -40,7 +38,7 @@ class Mnist:
     files: str = f"its four files {', '.join(SHA256)}"
 
     def find(self, folder: Path) -> dict[str, Path]:
-        """Its files in ``folder`` or its subfolder ``mnist``; the place with more counts."""
+        """Its files in ``folder`` or in its subfolder ``mnist``, whichever holds more of them."""
         places = (plain_or_gzipped(place, tuple(SHA256)) for place in (folder, folder / "mnist"))
         return max(places, key=len)
 
@@ -49,7 +47,7 @@ class Mnist:
         return len(found) == len(SHA256)
 
     def read(self, folder: Path) -> Dataset:
-        """Read MNIST, or any subset of it in files of the same names."""
+        """Read MNIST, or a subset of it in files of the same names."""
         found = self.find(folder)
         if missing := [name for name in SHA256 if name not in found]:
             raise DataError(
@@ -63,12 +61,11 @@ class Mnist:
     def download(self, cache: Path, say: Callable[[str], None]) -> None:
         """Download the files that ``cache`` lacks."""
         with locked(cache):
+            found = self.find(cache)
             for name, checksum in self.sha256.items():
-                target = cache / f"{name}.gz"
-                if not target.exists():
+                if name not in found:
                     say(f"downloading {name} into {cache}")
-                    packed = fetch(f"{name}.gz", self.mirrors, checksum, gzip.decompress)
-                    write_whole(target, packed)
+                    fetch(name, self.mirrors, checksum, cache, gzipped=True)
 
     def digits(self, why: str) -> Dataset:
         """The bundled digits in 28x28."""
@@ -76,7 +73,7 @@ class Mnist:
 
 
 def read_images(pixels_file: Path, labels_file: Path) -> Images:
-    """Read an images file and the labels file that belongs to it."""
+    """Read a file of images and its file of labels."""
     pixels, labels = read_idx(pixels_file, dims=3), read_idx(labels_file, dims=1)
     if pixels.shape[1:] != (28, 28):
         raise DataError(f"{pixels_file}: images must be 28x28, got {pixels.shape[1:]}")
@@ -95,15 +92,15 @@ def read_idx(path: Path, dims: int) -> np.ndarray:
     """Read an IDX file of unsigned bytes, plain or gzipped.
 
     The format: two zero bytes, the type (8: unsigned byte), the number of dimensions; each
-    dimension as a big-endian 32-bit number; then the bytes, last dimension fastest.
+    dimension as a big-endian 32-bit number; then the bytes, with the last dimension fastest.
     """
     content = read_file(path)
     magic = bytes([0, 0, 8, dims])
     header, values = content[: 4 + 4 * dims], content[4 + 4 * dims :]
     if header[:4] != magic:
         raise DataError(
-            f"{path}: no IDX file of bytes in {dims} dimensions: must start with {magic.hex()}, "
-            f"got {header[:4].hex() or 'nothing'}"
+            f"{path}: not an IDX file of bytes in {dims} dimensions: it must start with "
+            f"{magic.hex()}, got {header[:4].hex() or 'nothing'}"
         )
     shape = struct.unpack_from(f">{dims}I", header.ljust(4 + 4 * dims, b"\0"), offset=4)
     if len(header) < 4 + 4 * dims or len(values) != math.prod(shape):

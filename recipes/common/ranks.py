@@ -1,9 +1,56 @@
-"""What ranks do together in a recipe: speak with one voice, and end together."""
+"""The ranks of a recipe together: load equal images, print once, average, and stop together."""
 
 import os
 import sys
+from dataclasses import replace
 
 import hvkit
+from common import sources
+from common.cifar10 import Cifar10
+from common.flags import DRY_RUN_STEPS, CnnFlags, Flags
+from common.images import DataError, Dataset
+from common.mnist import Mnist
+
+
+def load_data(flags: Flags) -> Dataset:
+    """The same images on every rank; if they must be downloaded, one rank of each host does it.
+
+    If any rank has no images, or other images than rank 0, all ranks end and rank 0 prints why.
+    """
+    source = Cifar10() if isinstance(flags, CnnFlags) else Mnist()
+    data, problem = None, None
+    first_on_host = hvkit.local_rank() == 0
+    if first_on_host:
+        data, problem = _try_to_load(source, flags, download=True)
+    stop_if_any(problem)
+    if not first_on_host:
+        data, problem = _try_to_load(source, flags, download=False)
+    stop_if_any(problem)
+    assert data is not None
+    digest = data.digest()
+    digest_of_0, origin_of_0 = hvkit.broadcast((digest, data.origin))
+    step = flags.batch_size * hvkit.size()
+    if digest != digest_of_0:
+        problem = f"its images ({data.origin}) are not those of rank 0 ({origin_of_0})"
+    elif len(data.train) < step:
+        problem = (
+            f"{len(data.train)} training images are too few for one step of {step}, "
+            f"{flags.batch_size} on each of {hvkit.size()} ranks: use a smaller --batch-size"
+        )
+    elif len(data.test) < hvkit.size():
+        problem = f"{len(data.test)} test images are too few for {hvkit.size()} ranks"
+    stop_if_any(problem)
+    return replace(data, train=data.train.first(DRY_RUN_STEPS * step)) if flags.dry_run else data
+
+
+def _try_to_load(
+    source: sources.Source, flags: Flags, download: bool
+) -> tuple[Dataset | None, str | None]:
+    """The images, or the problem."""
+    try:
+        return sources.load(source, flags.dataset, flags.data_dir, download=download, say=say), None
+    except (DataError, OSError) as error:
+        return None, str(error)
 
 
 def say(line: str) -> None:
@@ -13,7 +60,7 @@ def say(line: str) -> None:
 
 
 def stop_if_any(problem: str | None) -> None:
-    """End every rank, rank 0 saying why, if any rank has a problem. Every rank must call it."""
+    """End every rank if any has a problem; rank 0 prints it. Every rank must call this."""
     problems = hvkit.allgather(problem)
     if not any(problems):
         return
@@ -22,15 +69,16 @@ def stop_if_any(problem: str | None) -> None:
             ranks = [str(rank) for rank, theirs in enumerate(problems) if theirs == text]
             where = "" if len(ranks) == hvkit.size() else f" on rank {', '.join(ranks)}"
             print(f"error{where}: {text}", file=sys.stderr, flush=True)
-    hvkit.barrier()  # a launcher ends rank 0, unheard, when it sees another rank fail first
+    # Without this, a launcher that sees another rank end first would end rank 0 before it prints.
+    hvkit.barrier()
     sys.exit(1)
 
 
 def on_terminal() -> bool:
-    """Whether standard output is a terminal that someone watches.
+    """Whether standard output goes to a terminal.
 
-    Open MPI gives its ranks a pseudo-terminal also where mpirun's own output goes to a file or a
-    pipe; what counts then is the output of mpirun, the parent of this process.
+    Open MPI gives its ranks a pseudo-terminal even if mpirun's own output goes to a file or a
+    pipe. So on several ranks this looks at the output of mpirun, the parent of this process.
     """
     if not sys.stdout.isatty() or hvkit.size() == 1:
         return sys.stdout.isatty()
@@ -41,7 +89,7 @@ def on_terminal() -> bool:
 
 
 def mean_over_ranks(loss_sum: float, correct: int, images: int) -> tuple[float, float]:
-    """Mean loss and accuracy on all test images, from the sums over each rank's part of them."""
+    """Mean loss and accuracy on all test images, from this rank's sums over its part of them."""
     means = {"loss": loss_sum / images, "accuracy": correct / images} if images else {}
     means = hvkit.average(means, weight=images)
     return means["loss"], means["accuracy"]

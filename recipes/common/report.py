@@ -1,4 +1,4 @@
-"""What a run tells: lines or a progress bar on rank 0, and ``metrics.jsonl``."""
+"""The report of a run: lines or a progress bar on rank 0, and ``metrics.jsonl``."""
 
 import json
 import math
@@ -16,10 +16,10 @@ from common.ranks import on_terminal, say, stop_if_any
 
 
 class Metrics:
-    """``metrics.jsonl`` in ``--output-dir``, if there is one, written on rank 0.
+    """``metrics.jsonl`` in ``--output-dir``, written on rank 0; no file without that flag.
 
-    A line of the file is one JSON object with its kind in ``"event"``. A number that is not
-    finite becomes ``null``. A run that resumes adds to the file; another one empties it.
+    Each line is a JSON object with its kind in ``"event"``. A number that is not finite becomes
+    ``null``. A resumed run appends to the file; any other run empties it first.
     """
 
     def __init__(self, flags: Flags, data: str, resumes: bool = False) -> None:
@@ -35,24 +35,24 @@ class Metrics:
             self._file.flush()
 
     def close(self) -> None:
-        """Close the file; without one, there is nothing to do."""
+        """Close the file, if there is one."""
         if self._file:
             self._file.close()
 
 
 class Report:
-    """Tells on rank 0 how a run goes, and writes ``metrics.jsonl``.
+    """Reports the progress of a run on rank 0, and writes ``metrics.jsonl``.
 
-    Every rank calls the same methods at the same steps, because losses are averaged over ranks. On
-    a terminal there is a progress bar, elsewhere plain lines. The events of ``metrics.jsonl`` are
-    ``"start"``, ``"train"`` each ``--log-interval`` steps, ``"epoch"`` and, where the ``with``
-    block ends without an error, ``"final"``.
+    Every rank must call the same methods at the same steps, because losses are averaged over
+    ranks. On a terminal there is a progress bar, elsewhere plain lines. The events in
+    ``metrics.jsonl`` are ``"start"``, ``"train"`` every ``--log-interval`` steps, ``"epoch"``, and
+    ``"final"`` if the ``with`` block ends without an error.
 
     Args:
-        flags: of the recipe.
+        flags: the recipe's flags.
         data: the images.
-        steps: in one epoch.
-        first_epoch: epochs that were done before, by a run that this one resumes.
+        steps: the number of steps in an epoch.
+        first_epoch: the number of epochs that the resumed run has done; 0 for a new run.
     """
 
     def __init__(self, flags: Flags, data: Dataset, steps: int, first_epoch: int = 0) -> None:
@@ -90,13 +90,13 @@ class Report:
                 images_per_second=rate,
             )
             if rate is None:
-                say(f"all {self._epoch} epochs were done before: nothing was trained")
+                say(f"all {self._epoch} epochs were done before: there was nothing to train")
             else:
                 say(f"{rate:.0f} images/s in training, all ranks together")
         self._metrics.close()
 
     def start_epoch(self) -> None:
-        """Start the clock, which runs until the epoch's last step."""
+        """Start the clock of an epoch, which stops at its last step."""
         self._epoch += 1
         self._step = 0
         self._bar.reset(self._task, description=self._where())
@@ -104,7 +104,7 @@ class Report:
         self._epoch_began = time.perf_counter()
 
     def step(self, loss: SupportsFloat) -> None:
-        """Count one step; ``loss`` is this rank's, and is read only when it is reported."""
+        """Count a step. ``loss`` is this rank's; it is read only in steps that are reported."""
         self._step += 1
         self._bar.advance(self._task)
         if self._step % self._flags.log_interval and self._step < self.steps:
@@ -115,7 +115,7 @@ class Report:
         say(f"{self._where()}, step {self._step}/{self.steps}: loss {mean:.4f}")
 
     def end_epoch(self, test_loss: float, test_accuracy: float) -> None:
-        """Report the epoch, with its test over all ranks."""
+        """Report the epoch and its test results, which are equal on all ranks."""
         self._bar.stop()
         images = self._step * self._flags.batch_size * hvkit.size()
         self._images += images
@@ -133,18 +133,18 @@ class Report:
 
 
 def _finite(value: Any) -> Any:
-    """``value``, or None for a float that JSON cannot hold."""
+    """``value``, or None for a float that JSON cannot represent."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _open(folder: Path | None, mode: str) -> TextIO | None:
-    """``metrics.jsonl`` in ``folder`` on rank 0; ends all ranks if it cannot be opened."""
+    """``metrics.jsonl`` in ``folder``, opened on rank 0; ends all ranks if that fails."""
     file, problem = None, None
     if folder is not None and hvkit.rank() == 0:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             file = (folder / "metrics.jsonl").open(mode)
         except OSError as error:
-            problem = f"--output-dir {folder}: {error.strerror}; name a folder that can be written"
+            problem = f"--output-dir {folder}: {error.strerror}; name a writable folder"
     stop_if_any(problem)
     return file

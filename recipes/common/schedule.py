@@ -1,6 +1,6 @@
-"""How the learning rate decays over the epochs: plain arithmetic, the same for all frameworks.
+"""The decay of the learning rate over the epochs, the same for all frameworks.
 
-Warm-up is not here: ``hvkit.distribute`` does it.
+The warm-up is not here: ``hvkit.distribute`` does it.
 """
 
 import math
@@ -11,17 +11,17 @@ SCHEDULES = ("cosine", "step", "none")
 STEP_FACTOR, STEPS_AT = 0.1, (0.5, 0.75)
 
 MNIST_DECAY = 0.8
-"""In the MNIST recipes, each epoch's learning rate is this fraction of the epoch's before."""
+"""The factor between the learning rates of successive epochs in the MNIST recipes."""
 
 
 def rate_factor(schedule: str, epoch: int, epochs: int) -> float:
-    """What the learning rate is multiplied by in an epoch.
+    """The factor on the learning rate in an epoch.
 
     Args:
         schedule: ``"cosine"`` (Loshchilov and Hutter 2017, without restarts), ``"step"`` or
             ``"none"``.
         epoch: from 0.
-        epochs: length of the training.
+        epochs: the number of epochs in all.
     """
     done = epoch / epochs
     if schedule == "cosine":

@@ -1,15 +1,25 @@
 """Where images come from: a folder, the cache, a download, or the bundled digits.
 
-Nothing here knows about ranks: ``common.load_data`` lets the ranks take turns.
+This module does not know about ranks: ``common.load_data`` makes the ranks take turns.
 """
 
+import gzip
+import logging
 import os
-from collections.abc import Callable, Mapping
+import shutil
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+from filelock import FileLock
 
 from common.images import DataError, Dataset
 from hvkit.host.cache import cache_dir
+
+TIMEOUT = 5.0
+"""Seconds to wait for a mirror's connection, and for each piece of its answer."""
 
 
 class Source(Protocol):
@@ -17,12 +27,12 @@ class Source(Protocol):
 
     name: str
     key: str
-    """What ``--dataset`` calls it; also its folder in the cache."""
+    """Its name in ``--dataset``, and the name of its folder in the cache."""
     files: str
-    """Its files in words, for messages."""
+    """A description of its files, for messages."""
 
     def find(self, folder: Path) -> Mapping[str, Path]:
-        """Those of its files that are in ``folder`` or a subfolder of a known name."""
+        """Those of its files that are in ``folder`` or in a subfolder of a known name."""
         ...
 
     def is_whole(self, found: Mapping[str, Path]) -> bool:
@@ -34,7 +44,7 @@ class Source(Protocol):
         ...
 
     def download(self, cache: Path, say: Callable[[str], None]) -> None:
-        """Download what ``cache`` lacks, saying so first; raises DataError or OSError."""
+        """Download the files that ``cache`` lacks, announcing each; raises DataError or OSError."""
         ...
 
     def digits(self, why: str) -> Dataset:
@@ -50,19 +60,19 @@ def load(
     download: bool = True,
     say: Callable[[str], None] = print,
 ) -> Dataset:
-    """The first of these that there is: ``data_dir``, ``$HVKIT_DATA_DIR``, cache, download, digits.
+    """Load from the first of: ``data_dir``, ``$HVKIT_DATA_DIR``, cache, download, digits.
 
     Args:
-        source: what to load.
+        source: the images to load.
         dataset: the source's key, ``"digits"``, or ``"auto"``: the source, and the digits only
-            where the download fails.
-        data_dir: folder that must hold the files, itself or in a subfolder; nothing else is
-            tried then.
-        download: whether to download what the cache lacks.
-        say: is told of a download before it starts.
+            if the download fails.
+        data_dir: a folder that must hold the files, itself or in a subfolder; if it is given,
+            nothing else is tried.
+        download: whether to download the files that the cache lacks.
+        say: called with a line before each download.
 
     Raises:
-        DataError: no such images; a file is missing, damaged, or no part of them.
+        DataError: there are no such images; or a file is missing, damaged, or not one of them.
     """
     if dataset == "digits":
         return source.digits("--dataset digits")
@@ -91,3 +101,70 @@ def load(
         return source.read(cache)
     except DataError as error:
         raise DataError(f"{error}; delete the file, and it is downloaded again") from None
+
+
+def fetch(
+    file: str, mirrors: Sequence[str], sha256: str, folder: Path, *, gzipped: bool = False
+) -> Path:
+    """Download a file from the first mirror that has it with the right content.
+
+    The file appears in ``folder`` when it is complete and checked. Each mirror is tried twice.
+
+    Args:
+        file: the file's name, which follows the mirror's address.
+        mirrors: addresses, tried in order; they end in a slash.
+        sha256: the checksum of the file in ``folder``.
+        folder: where to put the file.
+        gzipped: whether the mirrors have ``FILE.gz``, to be stored unpacked. The mirrors may
+            compress it differently.
+
+    Raises:
+        DataError: no mirror has the file; the message gives each mirror's reason.
+    """
+    try:
+        import pooch
+    except ImportError:
+        raise DataError("downloads need pooch: pip install pooch") from None
+    pooch.get_logger().setLevel(logging.WARNING)
+    problems = []
+    for mirror in mirrors:
+        url = f"{mirror}{file}.gz" if gzipped else mirror + file
+        try:
+            files = pooch.Pooch(folder, mirror, {file: sha256}, {file: url}, retry_if_failed=1)
+            return Path(files.fetch(file, downloader=_unpacked if gzipped else _plain))
+        except (OSError, ValueError, EOFError, zlib.error) as error:
+            problems.append(f"{url}: {_first_cause(error)}")
+    raise DataError("; ".join(problems))
+
+
+def _plain(url: str, file: str, pooch: Any) -> None:
+    """Download for pooch, which calls it with the address and a temporary file's path."""
+    from pooch import HTTPDownloader
+
+    HTTPDownloader(timeout=TIMEOUT)(url, file, pooch)
+
+
+def _unpacked(url: str, file: str, pooch: Any) -> None:
+    """Download a gzipped file for pooch, which then checks the unpacked one."""
+    packed = Path(f"{file}.gz")
+    try:
+        _plain(url, str(packed), pooch)
+        with gzip.open(packed) as source, open(file, "wb") as target:
+            shutil.copyfileobj(source, target)
+    finally:
+        packed.unlink(missing_ok=True)
+
+
+def _first_cause(error: BaseException) -> str:
+    """The error at the beginning of the chain: ``requests`` wraps "Connection refused" thrice."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return str(error) or type(error).__name__
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Create ``folder`` and hold its lock, after waiting for the process that holds it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / ".lock"):
+        yield

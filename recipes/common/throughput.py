@@ -1,4 +1,4 @@
-"""Images per second on random images: the measurement that ``--synthetic`` makes."""
+"""Images per second on random images: what ``--synthetic`` measures."""
 
 import statistics
 import time
@@ -8,13 +8,13 @@ from typing import Self
 import numpy as np
 
 import hvkit
-from common.cnn_flags import CnnFlags
+from common.flags import CnnFlags
 from common.ranks import say
 from common.report import Metrics
 
 
 def random_batch(flags: CnnFlags) -> tuple[np.ndarray, np.ndarray]:
-    """A batch of noise: float32 pixels, channels last, and int64 labels; another on each rank."""
+    """A batch of noise: float32 pixels, channels last, and int64 labels; it differs by rank."""
     random = np.random.default_rng([flags.seed, hvkit.rank()])
     shape = (flags.batch_size, flags.image_size, flags.image_size, 3)
     pixels = random.standard_normal(shape, dtype=np.float32)
@@ -22,14 +22,14 @@ def random_batch(flags: CnnFlags) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Throughput:
-    """Times rounds of steps, after some that are not timed, and tells of them on rank 0.
+    """Times rounds of steps, after some untimed steps, and prints the results on rank 0.
 
-    After the rounds it says the mean and the spread, 1.96 standard deviations over rounds, of
-    one rank (over all ranks' rounds) and of all ranks together.
+    At the end it prints mean and spread (1.96 standard deviations over the rounds) for one rank,
+    over the rounds of all ranks, and for all ranks together.
 
     Args:
-        flags: of the recipe.
-        wait: waits for what the device has still to compute; by default there is nothing.
+        flags: the recipe's flags.
+        wait: waits until the device has finished computing; by default it returns at once.
     """
 
     def __init__(self, flags: CnnFlags, wait: Callable[[], object] = lambda: None) -> None:
@@ -37,7 +37,7 @@ class Throughput:
         self._wait = wait
         self._metrics = Metrics(flags, "random images")
         self.steps = flags.untimed_steps + flags.rounds * flags.steps_per_round
-        """So many the recipe has to take."""
+        """The number of steps that the recipe must take."""
         self._done = 0
         self._began = 0.0
         self._rates: list[float] = []
@@ -50,11 +50,11 @@ class Throughput:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            self._tell()
+            self._print_results()
         self._metrics.close()
 
     def step(self) -> None:
-        """Count one step."""
+        """Count a step."""
         self._done += 1
         timed = self._done - self._flags.untimed_steps
         if timed == 0:
@@ -72,7 +72,7 @@ class Throughput:
         self._wait()
         self._began = time.perf_counter()
 
-    def _tell(self) -> None:
+    def _print_results(self) -> None:
         by_rank = hvkit.allgather(self._rates)
         together = [sum(rates) for rates in zip(*by_rank, strict=True)]
         of_one, spread_of_one = mean_and_spread([rate for rates in by_rank for rate in rates])
@@ -91,5 +91,5 @@ class Throughput:
 
 
 def mean_and_spread(values: list[float]) -> tuple[float, float]:
-    """The mean, and 1.96 standard deviations: 95 in 100 normal values lie within that."""
+    """The mean, and 1.96 standard deviations: 95 of 100 normal values lie within them."""
     return statistics.fmean(values), 1.96 * statistics.pstdev(values)

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 import hvkit
-from hvkit.data import workers
+from hvkit.data import pytorch_loader
 
-workers.ADAPTERS = Path(sys.argv[1])
+pytorch_loader.ADAPTERS = Path(sys.argv[1])
 
 def main():
     hvkit.init()
@@ -38,8 +38,8 @@ def test_a_script_without_a_guard_gets_an_error_that_names_it(tmp_path, guarded,
         assert status == 0, err
         sums = [sum(range(rank, 12, ranks)) for rank in range(ranks)]
         assert sorted(out.split()) == sorted(f"hvkit:{total}" for total in sums)
-        assert err.count("workers of DataLoaders start by multiprocessing's forkserver") == 1
+        assert err.count("multiprocessing's forkserver starts the workers of DataLoaders") == 1
     else:
         assert status != 0
         assert "LaunchError: the DataLoader's workers could not start: " in err
-        assert 'put what the script runs under if __name__ == "__main__"' in err
+        assert 'put the script\'s main code under if __name__ == "__main__"' in err

@@ -1,4 +1,4 @@
-"""An error on one rank of a save or a restore is an error on all, and never a hang."""
+"""An error on one rank during save or restore is an error on all ranks, never a hang."""
 
 import errno
 
@@ -73,7 +73,7 @@ def test_ranks_that_restore_different_parts_are_refused(folder):
 
 
 def test_every_rank_gets_rank_0s_checkpoint_and_progress(folder, tmp_path):
-    """The other ranks look into directories of their own, which stay empty."""
+    """The other ranks have their own directories, which stay empty."""
     checkpoint = make(folder if hvkit.rank() == 0 else tmp_path / "none")
     extras = {"best": float("inf"), "names": ("a", "b")}
     checkpoint.save(epoch=3, step=70, extras=extras)
@@ -84,9 +84,9 @@ def test_every_rank_gets_rank_0s_checkpoint_and_progress(folder, tmp_path):
     assert start.folder == folder / "step-000000070"
 
 
-def test_what_is_not_loaded_is_named(folder, capsys):
+def test_parts_that_are_not_loaded_are_named(folder, capsys):
     make(folder).save(epoch=0, step=1)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4))
     Checkpoint(folder, model=model).restore()
-    said = f"hvkit: {folder / 'step-000000001'} also holds optimizer: not loaded\n"
-    assert (said in capsys.readouterr().err) == (hvkit.rank() == 0)
+    line = f"hvkit: {folder / 'step-000000001'} also holds optimizer: not loaded\n"
+    assert (line in capsys.readouterr().err) == (hvkit.rank() == 0)

@@ -17,7 +17,7 @@ layers = keras.layers
 
 
 def model(seed):
-    """With dropout of the rank's own; the weights of every run start differently."""
+    """A model with its own dropout on each rank; every run starts with other weights."""
     keras.backend.clear_session()
     keras.utils.set_random_seed(seed * 10 + hvkit.rank())
     inner = layers.Dense(16, "tanh"), layers.BatchNormalization(), layers.Dropout(0.3)
@@ -71,7 +71,7 @@ def test_a_resumed_custom_loop_is_the_one_that_was_never_stopped(folder, save_at
 
 
 class Data(keras.utils.PyDataset):
-    """Batches that ``fit`` puts in an order drawn from Python's random state."""
+    """Batches that ``fit`` shuffles with Python's random state."""
 
     def __len__(self):
         return 5
@@ -110,7 +110,7 @@ def test_fit_resumed_at_the_end_of_an_epoch_is_the_one_that_was_never_stopped(
 
 
 def run_watched(folder, seed, file):
-    """Until it stops early; nothing counts as better than the first epoch."""
+    """Fit until it stops early; no epoch counts as better than the first."""
     net, optimizer = hvkit.distribute(model(seed), keras.optimizers.Adam(0.01))
     net.compile(optimizer=optimizer, loss="mse")
     watching = [
@@ -127,8 +127,8 @@ def run_watched(folder, seed, file):
     return state(net, optimizer), history
 
 
-def test_callbacks_that_watch_a_metric_go_on_counting(folder, tmp_path):
-    """Rates fall, training stops, and the first epoch's weights come back as if never stopped."""
+def test_callbacks_that_watch_a_metric_continue_their_counts(folder, tmp_path):
+    """Rates fall, training stops, and the first epoch's weights return as in an unbroken run."""
     file = tmp_path / "best.keras"
     whole, history = run_watched(folder, 1, file)
     rates = history.history["learning_rate"]
@@ -147,7 +147,7 @@ def test_callbacks_that_watch_a_metric_go_on_counting(folder, tmp_path):
 
 
 class Stop(keras.callbacks.Callback):
-    """Ends the run after so many steps, as a kill would."""
+    """Ends the run after a number of steps, as a kill would."""
 
     def __init__(self, steps):
         super().__init__()
@@ -213,7 +213,7 @@ def test_a_resumed_fit_takes_the_steps_that_are_left(
     net, optimizer = hvkit.distribute(model(1), keras.optimizers.SGD(0.01))
     checkpoint = Checkpoint(folder, model=net, optimizer=optimizer)
     checkpoint.save(epoch=1, step=5 + batches, batches=batches)
-    callback = checkpoint.callback()  # before restore, which it has to notice
+    callback = checkpoint.callback()  # before restore: it must see the restored progress later
     start = checkpoint.restore()
     net.compile(optimizer=optimizer, loss="mse", metrics=["mae"], steps_per_execution=at_once)
     seen = CountSteps()
@@ -244,7 +244,7 @@ class CountSteps(keras.callbacks.Callback):
 
 
 @pytest.mark.two_ranks
-def test_batches_are_left_out_once(folder):
+def test_batches_are_skipped_once(folder):
     net, optimizer = hvkit.distribute(model(1), keras.optimizers.SGD(0.01))
     checkpoint = Checkpoint(folder, model=net, optimizer=optimizer)
     checkpoint.save(epoch=0, step=3, batches=3)
@@ -258,7 +258,7 @@ def test_batches_are_left_out_once(folder):
 
 
 class Shuffled(keras.utils.PyDataset):
-    """Reads in an order that it changes itself between epochs."""
+    """A dataset that changes its own order between epochs."""
 
     def __init__(self):
         super().__init__()
@@ -276,7 +276,7 @@ class Shuffled(keras.utils.PyDataset):
 
 
 @pytest.mark.two_ranks
-def test_a_sharded_pydataset_goes_on_in_its_own_order(folder):
+def test_a_sharded_pydataset_continues_in_its_own_order(folder):
     def run(seed, name):
         net, optimizer = hvkit.distribute(model(seed), keras.optimizers.SGD(0.001))
         net.compile(optimizer=optimizer, loss="mse")
@@ -296,7 +296,7 @@ def test_a_sharded_pydataset_goes_on_in_its_own_order(folder):
 
 
 @pytest.mark.two_ranks
-def test_gradients_that_are_accumulated_stay_each_ranks_own(folder):
+def test_accumulated_gradients_stay_with_their_rank(folder):
     def run(seed, stop, name):
         optimizer = keras.optimizers.SGD(0.01, gradient_accumulation_steps=2)
         net, optimizer = hvkit.distribute(model(seed), optimizer)
@@ -316,7 +316,7 @@ def test_gradients_that_are_accumulated_stay_each_ranks_own(folder):
 
 
 @pytest.mark.two_ranks
-def test_the_callback_saves_every_so_many_steps(folder):
+def test_the_callback_saves_after_a_number_of_steps(folder):
     run_fit(folder, 1, 1, True, every=2)
     found = sorted(path.name for path in folder.glob("step-*"))
     assert found == ["step-000000002", "step-000000004", "step-000000005"]

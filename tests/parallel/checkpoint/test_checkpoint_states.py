@@ -1,4 +1,4 @@
-"""What a rank has of its own goes to rank 0 alone, also where it is much."""
+"""A rank sends its own state to rank 0 only, even if it is large."""
 
 import keras
 import numpy as np

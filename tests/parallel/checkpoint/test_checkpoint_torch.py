@@ -21,7 +21,7 @@ SAMPLES = torch.randn(53, 8, generator=torch.Generator().manual_seed(0))
 
 
 class Run:
-    """A script from its start on; every run starts with other weights and random states."""
+    """A script run from its start; every run begins with other weights and random states."""
 
     def __init__(self, folder, optimizer, scheduler, warmup_steps, seed, workers=0):
         torch.manual_seed(seed * 10 + hvkit.rank())
@@ -91,7 +91,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(case, save_at, folder):
     assert same_on_all_ranks(trained)
 
 
-def test_worker_processes_of_a_loader_change_nothing_about_that(folder):
+def test_a_run_whose_loader_has_workers_is_the_run_that_was_never_stopped(folder):
     whole = Run(folder, *CASES["adam"], seed=1, workers=1).train(until=7, save_at=2)
     resumed = Run(folder, *CASES["adam"], seed=2, workers=1).train(until=7)
     for mine, theirs in zip(resumed.state(), whole.state(), strict=True):

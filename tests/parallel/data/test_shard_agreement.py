@@ -1,4 +1,4 @@
-"""Ranks that could not read one order together hear of it on all ranks, and none waits."""
+"""If ranks would read different orders, all ranks get an error and none waits."""
 
 import itertools
 
@@ -23,7 +23,7 @@ def loader(length=10, **options):
 
 
 class Mine(Sampler):
-    """An order of each rank's own, or an error of the last rank's."""
+    """Another order on each rank, or an error on the last rank."""
 
     def __init__(self, fails=False):
         self.fails = fails
@@ -69,13 +69,13 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize("kind", DIFFERENT)
-def test_what_differs_between_ranks_is_an_error_on_all(kind):
+def test_data_that_differs_between_ranks_is_an_error_on_all(kind):
     error, text = error_of(DIFFERENT[kind])
     assert error is hvkit.RanksDisagreeError
     assert set(hvkit.allgather(text)) == {text}
 
 
-def test_ranks_with_global_seeds_of_their_own_disagree_about_a_pipelines_order():
+def test_ranks_with_different_global_seeds_disagree_about_a_pipelines_order():
     tf.random.set_seed(1 + hvkit.rank())
     error, text = error_of(lambda: shard(tf.data.Dataset.range(9).shuffle(9, seed=1)))
     tf.random.set_seed(None)
@@ -90,7 +90,7 @@ def test_an_unseeded_shuffle_is_the_same_error_on_all():
     assert set(hvkit.allgather(text)) == {text}
 
 
-def test_what_is_wrong_on_one_rank_is_an_error_on_all():
+def test_wrong_data_on_one_rank_is_an_error_on_all():
     error, text = error_of(lambda: shard("no data" if last() else np.zeros(9)))
     assert error is TypeError
     assert "got builtins.str" in text
@@ -118,8 +118,8 @@ def test_exact_parts_count_every_sample_once():
         assert sorted(itertools.chain(*hvkit.allgather(seen))) == list(range(length))
 
 
-def test_what_a_script_divides_by_the_length_of_the_dataset_is_right():
-    """As common scripts evaluate and report: sums, divided by ``len(loader.dataset)``."""
+def test_sums_divided_by_the_length_of_the_dataset_are_right():
+    """Common scripts evaluate and report this way: a sum divided by ``len(loader.dataset)``."""
     part = shard(loader(101), exact=True)
     mean = sum(float(batch.sum()) for (batch,) in part) / len(part.dataset)
     assert 100.0 * sum(len(batch) for (batch,) in part) / len(part.dataset) == 100.0

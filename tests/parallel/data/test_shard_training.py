@@ -1,4 +1,4 @@
-"""N ranks that train on their parts train the model of one process on the whole."""
+"""N ranks that train on their parts get the model of one process that trains on all data."""
 
 import keras
 import numpy as np
@@ -8,8 +8,8 @@ from ranks import largest_difference, same_on_all_ranks
 from torch.utils.data import DataLoader, TensorDataset
 
 import hvkit
-from hvkit.data import shard, shard_for
 from hvkit.data.order import Share
+from hvkit.data.shard import shard, shard_for
 
 ALONE = Share(0, 1)
 BATCH, LENGTH = 4, 60  # the last step of two and of three ranks has no repetitions

@@ -1,4 +1,4 @@
-"""Workers of sharded loaders beside an InfiniBand adapter: started afresh, with the same data."""
+"""With an InfiniBand adapter, workers of sharded loaders are not forks and read the same data."""
 
 import os
 
@@ -7,7 +7,7 @@ from ranks import error_of
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 import hvkit
-from hvkit.data import shard, workers
+from hvkit.data import pytorch_loader, shard
 
 
 class Numbers(Dataset):
@@ -34,7 +34,7 @@ def infiniband(tmp_path, monkeypatch):
     port = tmp_path / "mlx5_0" / "ports" / "1"
     port.mkdir(parents=True)
     (port / "state").write_text("4: ACTIVE\n")
-    monkeypatch.setattr(workers, "ADAPTERS", tmp_path)
+    monkeypatch.setattr(pytorch_loader, "ADAPTERS", tmp_path)
 
 
 def read(loader):
@@ -64,7 +64,7 @@ def test_without_an_adapter_workers_are_forked():
     assert read(shard(DataLoader(Numbers(), 4, num_workers=1)))[0][1] == {os.getpid()}
 
 
-def test_what_does_not_pickle_is_an_error_that_names_the_way_out(infiniband):
+def test_a_function_that_does_not_pickle_is_an_error_that_names_the_fix(infiniband):
     part = shard(DataLoader(Numbers(), 4, num_workers=1, collate_fn=lambda samples: samples))
     error, text = error_of(lambda: list(part))
     assert error is hvkit.LaunchError
@@ -75,7 +75,7 @@ def test_what_does_not_pickle_is_an_error_that_names_the_way_out(infiniband):
     hvkit.barrier()
 
 
-def test_what_a_dataset_raises_in_a_worker_stays_what_it_is(infiniband):
+def test_an_error_of_the_dataset_in_a_worker_keeps_its_type(infiniband):
     error, text = error_of(lambda: list(shard(DataLoader(Broken(), 4, num_workers=1))))
     assert error is KeyError
     assert "no such sample" in text

@@ -5,20 +5,20 @@ import itertools
 import numpy as np
 import pytest
 
-from hvkit.data import shard_for
 from hvkit.data.order import Share
+from hvkit.data.shard import shard_for
 
 every_size = pytest.mark.parametrize("size", [1, 2, 3, 5])
 every_length = pytest.mark.parametrize("length", [0, 1, 7, 1000, 1001])
 
 
 def parts(make, size, *, exact=False, seed=0):
-    """The parts of ranks 0 to size - 1 of what ``make`` makes, once for each rank."""
+    """The parts of ranks 0 to size - 1; ``make`` creates the data anew for each rank."""
     return [shard_for(make(), Share(rank, size, exact), seed).data for rank in range(size)]
 
 
 def numbers(batches):
-    """Batches of one rank as lists of the numbers of their samples."""
+    """The batches of one rank as lists of sample numbers."""
     return [[int(number) for number in np.asarray(batch)] for batch in batches]
 
 

@@ -1,4 +1,4 @@
-"""Positions of one rank: plain arithmetic."""
+"""One rank's positions in every step, and seeds."""
 
 import pytest
 from shards import every_length, every_size, flat

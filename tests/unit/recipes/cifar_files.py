@@ -1,4 +1,4 @@
-"""Content of files like CIFAR-10's."""
+"""The content of files like CIFAR-10's."""
 
 import numpy as np
 
@@ -13,6 +13,6 @@ def records(labels: np.ndarray, seed: int = 0) -> bytes:
 
 
 def files(images: int = 10) -> dict[str, bytes]:
-    """Six files like CIFAR-10's, with so many images each."""
+    """Six files like CIFAR-10's, with ``images`` images each."""
     labels = np.arange(images) % 10
     return {name: records(labels, seed) for seed, name in enumerate((*TRAIN_FILES, TEST_FILE))}

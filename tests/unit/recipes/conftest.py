@@ -1,4 +1,4 @@
-"""The recipes' modules are imported as the recipes import them: from their own folder."""
+"""Makes the recipes' shared modules importable as ``common``, and provides files like MNIST's."""
 
 import gzip
 import sys
@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "recipes"))
 
 @pytest.fixture(autouse=True)
 def no_data_at_hand(monkeypatch, tmp_path):
-    """No test sees the data or the cache of the user who runs it."""
+    """No test reads the data or the cache of the user who runs it."""
     monkeypatch.delenv("HVKIT_DATA_DIR", raising=False)
     monkeypatch.setenv("HVKIT_CACHE_DIR", str(tmp_path / "cache"))
 

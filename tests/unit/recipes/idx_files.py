@@ -1,4 +1,4 @@
-"""Content of files like MNIST's."""
+"""The content of files like MNIST's."""
 
 import numpy as np
 

@@ -6,7 +6,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Server:
-    """Serves ``folder``; ``requests`` holds the paths that were asked for."""
+    """Serves ``folder``; ``requests`` holds the requested paths."""
 
     def __init__(self, folder):
         self.requests = []

@@ -1,4 +1,4 @@
-"""The flags of the MNIST recipes."""
+"""The flags of the recipes, and the learning rate that follows from them."""
 
 import common
 import pytest
@@ -45,3 +45,63 @@ def test_a_wrong_flag_is_an_error_that_names_the_value_and_what_is_accepted(
 
 def test_a_dry_run_is_one_epoch():
     assert flags("--dry-run", "--epochs", "5").epochs == 1
+
+
+RESNET50 = ("--synthetic", "--model", "resnet50")
+
+
+def cnn_flags(*arguments):
+    return common.parse_cnn_flags("A recipe.", arguments)
+
+
+def test_defaults_train_resnet20_with_augmentation():
+    chosen = cnn_flags()
+    assert (chosen.model, chosen.synthetic, chosen.augment) == ("resnet20", False, True)
+    assert (chosen.precision, chosen.compression, chosen.schedule) == ("float32", "none", "cosine")
+
+
+def test_defaults_of_the_throughput_are_imagenets_images():
+    chosen = cnn_flags(*RESNET50)
+    assert (chosen.image_size, chosen.classes) == (224, 1000)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--dataset", "mnist"], "--dataset: invalid choice: 'mnist'"),
+        (["--model", "resnet101"], "--model: invalid choice: 'resnet101'"),
+        (["--model", "resnet50"], "add --synthetic, or use --model resnet20"),
+        (["--warmup-epochs", "-1"], "--warmup-epochs: must be a whole number from 0, got '-1'"),
+        (["--weight-decay", "-1"], "--weight-decay: must be a number from 0, got '-1'"),
+        (["--precision", "half"], "--precision: invalid choice: 'half'"),
+        (["--compression", "float16"], "--compression: invalid choice: 'float16'"),
+        (["--rounds", "3"], "--rounds needs --synthetic"),
+        (["--image-size", "64"], "--image-size needs --synthetic"),
+        ([*RESNET50, "--epochs", "3"], "--epochs has no effect with --synthetic"),
+        ([*RESNET50, "--no-augment"], "--no-augment has no effect with --synthetic"),
+        ([*RESNET50, "--data-dir", "x"], "--data-dir has no effect with --synthetic"),
+        ([*RESNET50, "--checkpoint-dir", "x"], "--checkpoint-dir has no effect with --synthetic"),
+        ([*RESNET50, "--rounds", "0"], "--rounds: must be a positive whole number, got '0'"),
+    ],
+)
+def test_a_wrong_flag_is_an_error_that_names_it_and_what_is_accepted(arguments, complaint, capsys):
+    with pytest.raises(SystemExit) as end:
+        cnn_flags(*arguments)
+    assert end.value.code == 2
+    assert complaint in capsys.readouterr().err
+
+
+def factors(schedule, epochs):
+    return [common.rate_factor(schedule, epoch, epochs) for epoch in range(epochs)]
+
+
+def test_the_step_schedule_divides_by_ten_at_half_and_at_three_quarters():
+    assert factors("step", 8) == pytest.approx([1, 1, 1, 1, 0.1, 0.1, 0.01, 0.01])
+
+
+def test_the_cosine_schedule_falls_from_one_towards_zero():
+    assert factors("cosine", 4) == pytest.approx([1, 0.853553, 0.5, 0.146447], abs=1e-6)
+
+
+def test_without_a_schedule_the_rate_stays():
+    assert factors("none", 3) == [1, 1, 1]

@@ -1,4 +1,4 @@
-"""What a run tells, and its metrics.jsonl."""
+"""The report of a run, and its metrics.jsonl."""
 
 import io
 import json

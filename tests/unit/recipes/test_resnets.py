@@ -1,4 +1,4 @@
-"""The networks are those of the paper: as many weights, and shapes that fit."""
+"""The networks have the paper's number of weights and fitting shapes."""
 
 import pytest
 
@@ -12,64 +12,64 @@ def keras_weights(model):
 
 
 @pytest.fixture
-def torch_resnets():
+def for_torch():
     pytest.importorskip("torch")
-    from common import torch_resnets
+    from common import for_torch
 
-    return torch_resnets
+    return for_torch
 
 
 @pytest.fixture
-def keras_resnets():
+def for_keras():
     pytest.importorskip("tensorflow")
-    from common import keras_resnets
+    from common import for_keras
 
-    return keras_resnets
+    return for_keras
 
 
 RESNET20 = 269_722  # 0.27 million in table 6 of He et al. (2015)
 
 
-def test_torch_resnet20_has_the_papers_weights_and_ten_logits(torch_resnets):
+def test_torch_resnet20_has_the_papers_weights_and_ten_logits(for_torch):
     import torch
 
-    model = torch_resnets.resnet20()
+    model = for_torch.resnet20()
     assert torch_weights(model) == RESNET20
     assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
 
 
-def test_keras_resnet20_has_the_papers_weights_and_ten_logits(keras_resnets):
-    model = keras_resnets.resnet20()
+def test_keras_resnet20_has_the_papers_weights_and_ten_logits(for_keras):
+    model = for_keras.resnet20()
     assert keras_weights(model) == RESNET20
     assert model.output_shape == (None, 10)
 
 
-def test_torch_resnet50_has_25_6_million_weights_and_stride_in_the_3x3(torch_resnets):
+def test_torch_resnet50_has_25_6_million_weights_and_stride_in_the_3x3(for_torch):
     import torch
 
-    model = torch_resnets.resnet50()
+    model = for_torch.resnet50()
     assert torch_weights(model) == 25_557_032
     assert model(torch.zeros(2, 3, 64, 64)).shape == (2, 1000)
     strides = {
         (block.reduce[0].stride, block.middle[0].stride)
         for block in model
-        if isinstance(block, torch_resnets.Bottleneck)
+        if isinstance(block, for_torch.Bottleneck)
     }
     assert strides == {((1, 1), (1, 1)), ((1, 1), (2, 2))}
 
 
-def test_keras_resnet50_has_25_6_million_weights(keras_resnets):
-    model = keras_resnets.resnet50(image_size=64)
+def test_keras_resnet50_has_25_6_million_weights(for_keras):
+    model = for_keras.resnet50(image_size=64)
     # More than PyTorch's by the convolutions' biases.
     assert keras_weights(model) == 25_583_592
     assert model.output_shape == (None, 1000)
 
 
-def test_both_resnet20s_compute_the_same_from_the_same_weights(torch_resnets, keras_resnets):
+def test_both_resnet20s_compute_the_same_from_the_same_weights(for_torch, for_keras):
     import numpy as np
     import torch
 
-    ours, theirs = torch_resnets.resnet20().eval(), keras_resnets.resnet20()
+    ours, theirs = for_torch.resnet20().eval(), for_keras.resnet20()
     scales = [m.weight for m in ours.modules() if isinstance(m, torch.nn.BatchNorm2d)]
     targets = [weight for weight in theirs.trainable_variables if weight.name == "gamma"]
     for target, scale in zip(targets, scales, strict=True):
@@ -91,14 +91,14 @@ def test_both_resnet20s_compute_the_same_from_the_same_weights(torch_resnets, ke
     np.testing.assert_allclose(theirs(images, training=False), logits, rtol=1e-3, atol=1e-3)
 
 
-def test_logits_start_small_in_both_frameworks(torch_resnets, keras_resnets):
+def test_logits_start_small_in_both_frameworks(for_torch, for_keras):
     import numpy as np
     import torch
 
     images = np.random.default_rng(0).standard_normal((64, 32, 32, 3), dtype=np.float32)
     with torch.no_grad():
-        ours = torch_resnets.resnet20()(torch.from_numpy(images).permute(0, 3, 1, 2)).numpy()
-    theirs = keras_resnets.resnet20()(images, training=True).numpy()
-    # Not far from a loss of log(10), which knows nothing and claims nothing.
+        ours = for_torch.resnet20()(torch.from_numpy(images).permute(0, 3, 1, 2)).numpy()
+    theirs = for_keras.resnet20()(images, training=True).numpy()
+    # The loss starts near log(10), that of equal probabilities.
     assert np.abs(ours).max() < 2
     assert np.abs(theirs).max() < 2

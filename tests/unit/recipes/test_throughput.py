@@ -1,4 +1,4 @@
-"""Images per second: what is timed, and how it is summed up."""
+"""Images per second: which steps are timed, and how the rates are summed up."""
 
 import json
 

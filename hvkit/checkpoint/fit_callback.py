@@ -1,0 +1,113 @@
+"""The callback that saves from inside Keras's ``fit``, and resumes in the middle of an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+
+from hvkit.checkpoint.keras import OptimizerPart
+from hvkit.checkpoint.part import Part
+
+
+class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Saves, and makes ``fit`` skip the batches that the saved run trained on.
+
+    Args:
+        save: ``Checkpoint.save``.
+        parts: the checkpoint's parts.
+        batches_to_skip: returns how many batches of an epoch to skip, at the epoch's first call.
+        every: steps from one save to the next; None to save only when an epoch ends.
+    """
+
+    never_stops = True
+    """It never ends training, so the ranks need not agree after every step whether to stop."""
+
+    def __init__(
+        self,
+        save: Callable[..., object],
+        parts: Sequence[Part],
+        batches_to_skip: Callable[[int], int],
+        every: int | None,
+    ) -> None:
+        super().__init__()
+        self._save_checkpoint = save
+        self._optimizers = [part.optimizer for part in parts if isinstance(part, OptimizerPart)]
+        self._batches_to_skip = batches_to_skip
+        self._every = every
+        self._epoch = 0
+        self._batches = 0
+        self._saved = 0
+        self._train: Any = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._saved = self._step()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch = epoch
+        self._batches = 0
+        if batches := self._batches_to_skip(epoch):
+            self._train = self.model.train_function
+            self.model.train_function = self._skipping(batches)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        # Not the argument: Keras counts differently when it does not know the data's length.
+        self._batches += self.model.steps_per_execution
+        if self._every is None:
+            return
+        step = self._step()
+        # Not step % every: one call may be several steps (steps_per_execution).
+        if step // self._every > self._saved // self._every:
+            self._save(self._epoch, step, self._batches)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._train_again()
+        self._save(epoch + 1, self._step(), 0)
+
+    def _skipping(self, batches: int) -> Any:
+        """A ``train_function`` that first reads this many batches without training on them.
+
+        ``fit`` counts them as steps, so the epoch ends where it would have ended.
+        """
+        at_once = self.model.steps_per_execution
+        calls = batches // at_once
+
+        def train_after(iterator: Any) -> Any:
+            nonlocal calls
+            if calls == 0:
+                self._train_again()
+                return self.model.train_function(iterator)
+            calls -= 1
+            for _ in range(at_once):
+                batch = next(iterator)
+            return _metrics_before_training(self.model, batch)
+
+        return train_after
+
+    def _train_again(self) -> None:
+        if self._train is not None:
+            self.model.train_function, self._train = self._train, None
+
+    def _save(self, epoch: int, step: int, batches: int) -> None:
+        self._save_checkpoint(epoch=epoch, step=step, batches=batches)
+        self._saved = step
+
+    def _step(self) -> int:
+        # The saved optimizers first: a model with its own train_step may leave compile's optimizer
+        # unused, and each phase of training may have its own.
+        return sum(int(each.iterations) for each in self._optimizers or [self.model.optimizer])
+
+
+def _metrics_before_training(model: Any, batch: Any) -> Any:
+    """The model's metrics before any batch counts.
+
+    Compiled metrics have no result until they have seen a batch, so this one is tested once.
+    """
+    try:
+        return model.get_metrics_result()
+    except ValueError:
+        x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
+        model.test_on_batch(x, y, weights)
+        model.reset_metrics()
+        return model.get_metrics_result()

@@ -1,0 +1,316 @@
+"""The parts for Keras: models, optimizers, and the callbacks that watch a metric."""
+
+from __future__ import annotations
+
+import io
+import json
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvkit.adapters.fingerprints import Compared, Rows
+from hvkit.adapters.keras.checks import compared_in
+from hvkit.adapters.keras.loss_scale import inner_optimizer
+from hvkit.adapters.keras.state import has_weights, tf_variable
+from hvkit.checkpoint.part import Arrays, Part
+
+# By class of callback: the attributes to save.
+_COUNTERS: Mapping[type[Any], tuple[str, ...]] = {
+    keras.callbacks.EarlyStopping: ("best", "best_epoch", "wait"),
+    keras.callbacks.ReduceLROnPlateau: ("best", "cooldown_counter", "wait"),
+    keras.callbacks.ModelCheckpoint: ("best",),
+}
+# Keys in the file, besides EarlyStopping's best weights: the counters, and the weights' dtypes.
+_COUNTED = "counted"
+_DTYPES = "dtypes"
+
+
+class ModelPart(Part):
+    """A model, in a file for ``model.load_weights``."""
+
+    def __init__(self, name: str, model: Any) -> None:
+        super().__init__(name, ".weights.h5")
+        self.model = model
+
+    def facts(self) -> dict[str, Any]:
+        self._check_built()
+        return {"shapes": _shapes_of(self.model.weights)}
+
+    def save(self, path: Path) -> None:
+        self._check_built()
+        with _without_optimizer(self.model):
+            self.model.save_weights(path)
+
+    def load(self, content: bytes, facts: Mapping[str, Any]) -> None:
+        self._check_built()
+        _require_shapes("weights", facts["shapes"], _shapes_of(self.model.weights))
+        # The file holds rank 0's seeds: keep this rank's own.
+        seeds = {name: v.numpy() for name, v in self._seeds().items()}
+        with tempfile.TemporaryDirectory() as folder, _without_optimizer(self.model):
+            path = Path(folder, self.file)
+            path.write_bytes(content)
+            self.model.load_weights(path)
+        self.load_own(seeds)
+
+    def own(self) -> Arrays:
+        return {name: np.array(v.numpy()) for name, v in self._own().items()}
+
+    def load_own(self, arrays: Arrays) -> None:
+        variables = self._own()
+        for name, array in arrays.items():
+            variables[name].assign(_as_dtype_of(variables[name], array))
+
+    def _own(self) -> dict[str, Any]:
+        self._check_built()
+        fixed = {f"weight-{i}": w for i, w in enumerate(self.model.non_trainable_weights)}
+        return fixed | self._seeds()
+
+    def _seeds(self) -> dict[str, Any]:
+        """The states of the seed generators of all layers."""
+        others = {id(v) for v in (*self.model.weights, *self.model.metrics_variables)}
+        seeds = [v for v in self.model.variables if id(v) not in others]
+        return {f"seed-{i}": v for i, v in enumerate(seeds)}
+
+    def compared(self) -> tuple[list[Compared], list[Rows]]:
+        return compared_in(self.model)
+
+    def _check_built(self) -> None:
+        if not has_weights(self.model):
+            raise ValueError(
+                f"{self.name}: Keras model {self.model.name!r} has no weights yet: build it first, "
+                "with model.build(input_shape), a keras.Input as first layer, or a call on a batch"
+            )
+        if not self.model.built:
+            raise ValueError(
+                f"{self.name}: Keras model {self.model.name!r} only wraps other models and cannot "
+                "save its weights itself: pass the models inside it, each under its own name, as "
+                "in Checkpoint(folder, generator=generator, critic=critic, ...)"
+            )
+
+
+@contextmanager
+def _without_optimizer(model: Any) -> Iterator[None]:
+    """Hide a compiled model's optimizer: Keras would write it into the weights file too."""
+    attributes = vars(model)
+    optimizer = attributes.pop("optimizer", None)
+    try:
+        with warnings.catch_warnings():
+            # Keras warns when a model was compiled and the file's model was not.
+            warnings.filterwarnings("ignore", message="Skipping variable loading for optimizer")
+            yield
+    finally:
+        if optimizer is not None:
+            attributes["optimizer"] = optimizer
+
+
+class OptimizerPart(Part):
+    """An optimizer: its variables, in their order, in a plain ``.npz`` file.
+
+    Args:
+        name: the part's name.
+        optimizer: the optimizer.
+        models: the checkpoint's models, with the weights that the optimizer may update.
+    """
+
+    def __init__(self, name: str, optimizer: Any, models: Sequence[Any]) -> None:
+        super().__init__(name, ".npz")
+        self.optimizer = optimizer
+        self._models = models
+
+    def facts(self) -> dict[str, Any]:
+        self._check_not_wrapped()
+        weights = [id(tf_variable(w)) for w in self._weights()]
+        trained = None
+        if self.optimizer.built:
+            updated = inner_optimizer(self.optimizer)._trainable_variables
+            trained = [
+                weights.index(id(tf_variable(v))) if id(tf_variable(v)) in weights else None
+                for v in updated
+            ]
+        return {"trained": trained, "shapes": _shapes_of(self.optimizer.variables)}
+
+    def save(self, path: Path) -> None:
+        values = {str(i): v.numpy() for i, v in enumerate(self.optimizer.variables)}
+        with path.open("wb") as file:
+            np.savez(file, allow_pickle=False, **values)
+
+    def load(self, content: bytes, facts: Mapping[str, Any]) -> None:
+        self._check_not_wrapped()
+        with tf.init_scope():
+            self._build(facts["trained"])
+            variables = self.optimizer.variables
+            _require_shapes("variables", facts["shapes"], _shapes_of(variables))
+            with np.load(io.BytesIO(content)) as values:
+                for i, variable in enumerate(variables):
+                    variable.assign(_as_dtype_of(variable, values[str(i)]))
+
+    def _build(self, trained: Sequence[int | None] | None) -> None:
+        """Create the variables, for the weights that the saved optimizer updated."""
+        if self.optimizer.built or trained is None:
+            return
+        weights = self._weights()
+        if any(i is None or i >= len(weights) for i in trained):
+            raise ValueError(
+                "it updates variables that are not weights of the checkpoint's models: build it "
+                "before restore(), with optimizer.build(variables)"
+            )
+        self.optimizer.build([weights[i] for i in trained if i is not None])
+
+    def own(self) -> Arrays:
+        """The gradients accumulated since the last update, which are not averaged yet."""
+        return {name: np.array(v.numpy()) for name, v in self._accumulators().items()}
+
+    def load_own(self, arrays: Arrays) -> None:
+        variables = self._accumulators()
+        for name, array in arrays.items():
+            variables[name].assign(_as_dtype_of(variables[name], array))
+
+    def _accumulators(self) -> dict[str, Any]:
+        found = [
+            variable
+            for part in _parts(self.optimizer)
+            if part.built and part.gradient_accumulation_steps
+            for variable in part._accumulated_gradients
+        ]
+        return {f"accumulator-{i}": v for i, v in enumerate(found)}
+
+    def compared(self) -> tuple[list[Compared], list[Rows]]:
+        return compared_in(self.optimizer)
+
+    def _weights(self) -> list[Any]:
+        return [w for model in self._models for w in getattr(model, "weights", ())]
+
+    def _check_not_wrapped(self) -> None:
+        """Reject an optimizer that a model wraps, as ``compile`` does under ``mixed_float16``.
+
+        The wrapper has a state of its own.
+        """
+        for model in self._models:
+            used = getattr(model, "optimizer", None)
+            if used is not self.optimizer and inner_optimizer(used) is self.optimizer:
+                raise ValueError(
+                    f"model {model.name!r} trains with a {type(used).__name__} around this "
+                    f"{type(self.optimizer).__name__}: pass model.optimizer to Checkpoint, after "
+                    "compile()"
+                )
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    """The optimizers that update variables: a ``MultiOptimizer`` has several."""
+    inner = inner_optimizer(optimizer)
+    multi = getattr(keras.optimizers, "MultiOptimizer", None)
+    return list(inner.optimizers) if multi and isinstance(inner, multi) else [inner]
+
+
+class CallbackPart(Part):
+    """The counters of a callback that watches a metric, in a plain ``.npz`` file.
+
+    ``fit`` resets these counters when it begins.
+
+    Raises:
+        TypeError: the callback is of a class whose counters are not known here.
+    """
+
+    def __init__(self, name: str, callback: Any) -> None:
+        super().__init__(name, ".npz")
+        self._callback = callback
+        for kind, counters in _COUNTERS.items():
+            if isinstance(callback, kind):
+                self._kind, self._counters = kind.__name__, counters
+                return
+        raise TypeError(
+            f"{name} is a {type(callback).__name__}: a checkpoint saves only these callbacks: "
+            f"{', '.join(kind.__name__ for kind in _COUNTERS)}, and your own with "
+            "state_dict() and load_state_dict()"
+        )
+
+    def facts(self) -> dict[str, Any]:
+        return {"kind": self._kind}
+
+    def save(self, path: Path) -> None:
+        # Some counters do not exist before the first fit.
+        counted = {
+            name: _plain(getattr(self._callback, name))
+            for name in self._counters
+            if hasattr(self._callback, name)
+        }
+        weights = getattr(self._callback, "best_weights", None) or []
+        texts = {_COUNTED: counted, _DTYPES: [array.dtype.name for array in weights]}
+        with path.open("wb") as file:
+            np.savez(
+                file,
+                allow_pickle=False,
+                **{name: np.array(json.dumps(text)) for name, text in texts.items()},
+                **{str(i): array for i, array in enumerate(weights)},
+            )
+
+    def load(self, content: bytes, facts: Mapping[str, Any]) -> None:
+        if facts["kind"] != self._kind:
+            raise ValueError(f"it was a {facts['kind']}, here it is a {self._kind}")
+        with np.load(io.BytesIO(content)) as values:
+            state = json.loads(str(values[_COUNTED]))
+            dtypes = json.loads(str(values[_DTYPES]))
+            if dtypes:
+                state["best_weights"] = [
+                    _as_dtype(dtype, values[str(i)]) for i, dtype in enumerate(dtypes)
+                ]
+        _set(self._callback, state)
+        _set_after_reset(self._callback, state)
+
+
+def _set(callback: Any, state: Mapping[str, Any]) -> None:
+    for name, value in state.items():
+        setattr(callback, name, value)
+
+
+def _set_after_reset(callback: Any, state: Mapping[str, Any]) -> None:
+    """Set the callback's state when ``fit`` begins, after it has reset the callback."""
+    begin = callback.on_train_begin
+
+    def on_train_begin(logs: Any = None) -> None:
+        callback.on_train_begin = begin
+        begin(logs)
+        _set(callback, state)
+
+    callback.on_train_begin = on_train_begin
+
+
+def _plain(value: Any) -> Any:
+    """A NumPy number as a Python number, for JSON."""
+    return value.item() if hasattr(value, "item") else value
+
+
+def _shapes_of(variables: Sequence[Any]) -> list[list[int]]:
+    """The shapes of variables."""
+    return [list(v.shape) for v in variables]
+
+
+def _require_shapes(what: str, saved: list[list[int]], own: list[list[int]]) -> None:
+    """Compare a checkpoint's shapes with those of the objects to load it into.
+
+    Raises:
+        ValueError: they differ; the message names the first difference.
+    """
+    for i, (theirs, ours) in enumerate(zip(saved, own, strict=False)):
+        if theirs != ours:
+            raise ValueError(f"{what}[{i}] has shape {theirs} in the file and {ours} here")
+    if len(saved) != len(own):
+        raise ValueError(f"the file has {len(saved)} {what}, there are {len(own)} here")
+
+
+def _as_dtype_of(variable: Any, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The array in the variable's dtype: a file holds bfloat16 as plain bytes."""
+    return _as_dtype(variable.dtype, array)
+
+
+def _as_dtype(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The array in the dtype of this name: a file holds bfloat16 as plain bytes."""
+    dtype = tf.as_dtype(name).as_numpy_dtype
+    return array.view(dtype) if array.dtype.kind == "V" else array

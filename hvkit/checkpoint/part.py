@@ -1,0 +1,100 @@
+"""One object of a checkpoint in one file: the base class, and the part for a small JSON state."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvkit.adapters.fingerprints import Compared, Rows
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+class Part(ABC):
+    """One object that a checkpoint saves into one file.
+
+    Args:
+        name: the name the user gave the object.
+        suffix: what follows the name in the file's name.
+    """
+
+    def __init__(self, name: str, suffix: str) -> None:
+        self.name = name
+        self.file = f"{name}{suffix}"
+
+    @abstractmethod
+    def save(self, path: Path) -> None:
+        """Write the file.
+
+        Raises:
+            TypeError, ValueError: the object cannot be saved; the message gives the reason.
+        """
+
+    @abstractmethod
+    def load(self, content: bytes, facts: Mapping[str, Any]) -> None:
+        """Load the file's content into the object.
+
+        Args:
+            content: the file's bytes.
+            facts: what :meth:`facts` returned when the checkpoint was saved.
+
+        Raises:
+            Exception: the content does not fit the object.
+        """
+
+    def facts(self) -> dict[str, Any]:
+        """Whatever :meth:`load` needs besides the file, as JSON values."""
+        return {}
+
+    def own(self) -> Arrays:
+        """The arrays that may differ between ranks: layer statistics, seeds."""
+        return {}
+
+    def load_own(self, arrays: Arrays) -> None:  # noqa: B027  # no own arrays by default
+        """Set the arrays that :meth:`own` returned."""
+
+    def compared(self) -> tuple[list[Compared], list[Rows]]:
+        """The state that must be equal on all ranks, and its fingerprints."""
+        return [], []
+
+    def end_epoch(self) -> None:  # noqa: B027  # most objects count no epochs
+        """Count the current epoch as done, even if a loop left the data before its end."""
+
+
+class JsonPart(Part):
+    """An object with ``state_dict()`` and ``load_state_dict()``, next to a Keras model."""
+
+    def __init__(self, name: str, thing: Any) -> None:
+        super().__init__(name, ".json")
+        self._thing = thing
+
+    def save(self, path: Path) -> None:
+        state = self._thing.state_dict()
+        try:
+            text = json.dumps(state)
+            if json.loads(text) != state:
+                raise TypeError("JSON would change it")
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"{self.name}: next to a Keras model, a state may hold dicts with str keys, lists, "
+                f"str, int, float, bool and None; {type(self._thing).__name__}.state_dict() "
+                f"returned something else: {error}"
+            ) from None
+        path.write_text(text + "\n")
+
+    def load(self, content: bytes, facts: Mapping[str, Any]) -> None:
+        self._thing.load_state_dict(json.loads(content))
+
+    def end_epoch(self) -> None:
+        end_epoch_of(self._thing)
+
+
+def end_epoch_of(thing: Any) -> None:
+    """Call the object's ``end_epoch()`` if it has one, as sharded loaders do."""
+    if callable(end := getattr(thing, "end_epoch", None)):
+        end()

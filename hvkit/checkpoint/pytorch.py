@@ -1,0 +1,126 @@
+"""The part for PyTorch: models, optimizers, schedulers and any other object with a state dict."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim import Optimizer
+
+from hvkit.adapters.fingerprints import Compared, Rows
+from hvkit.adapters.pytorch.checks import compared_in
+from hvkit.adapters.pytorch.reducer import is_averaged
+from hvkit.checkpoint.part import Arrays, Part, end_epoch_of
+from hvkit.registry import Warmup, record_of
+
+
+class TorchPart(Part):
+    """An object whose state ``torch.load`` reads with ``weights_only=True``."""
+
+    def __init__(self, name: str, thing: Any) -> None:
+        super().__init__(name, ".pt")
+        # A model wrapped by torch.compile saves the plain model's names, so that it can load them.
+        self._thing = getattr(thing, "_orig_mod", thing)
+
+    def facts(self) -> dict[str, Any]:
+        warmup = self._warmup()
+        return {"warmup_steps": warmup.steps_done if warmup else None}
+
+    def save(self, path: Path) -> None:
+        state = _without_numpy_scalars(self._thing.state_dict())
+        with path.open("wb") as file:
+            torch.save(state, file)
+        try:
+            torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except pickle.UnpicklingError as error:
+            raise TypeError(
+                f"{self.name}: torch.load with weights_only=True cannot read the state of "
+                f"{type(self._thing).__name__}; use only tensors, numbers, text, None, and dicts "
+                f"and lists of them: {error}"
+            ) from None
+
+    def load(self, content: bytes, facts: Mapping[str, Any]) -> None:
+        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        if isinstance(self._thing, Optimizer):
+            _load_optimizer(self._thing, state)
+            warmup = self._warmup()
+            if warmup and facts["warmup_steps"] is not None:
+                warmup.steps_done = facts["warmup_steps"]
+        else:
+            self._thing.load_state_dict(state)
+
+    def _warmup(self) -> Warmup | None:
+        """The warm-up of a distributed optimizer: its state dict does not count the steps."""
+        record = record_of(self._thing) if isinstance(self._thing, Optimizer) else None
+        return record.warmup if record else None
+
+    def own(self) -> Arrays:
+        return {name: _as_bytes(buffer) for name, buffer in self._buffers().items()}
+
+    def load_own(self, arrays: Arrays) -> None:
+        buffers = self._buffers()
+        for name, array in arrays.items():
+            buffer = buffers[name]
+            value = torch.from_numpy(array.copy()).view(buffer.dtype).view(buffer.shape)
+            with torch.no_grad():
+                buffer.copy_(value)
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        """The dense buffers in the state dict, such as batch-norm statistics."""
+        if not isinstance(self._thing, torch.nn.Module):
+            return {}
+        saved = self._thing.state_dict().keys()
+        return {
+            name: buffer
+            for name, buffer in self._thing.named_buffers()
+            if name in saved and buffer.layout is torch.strided
+        }
+
+    def compared(self) -> tuple[list[Compared], list[Rows]]:
+        return compared_in(self._thing, is_averaged)
+
+    def end_epoch(self) -> None:
+        end_epoch_of(self._thing)
+
+
+def _load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    held = [group.get("lr") for group in optimizer.param_groups]
+    optimizer.load_state_dict(state)
+    for group, before in zip(optimizer.param_groups, held, strict=True):
+        if isinstance(before, torch.Tensor) and isinstance(group.get("lr"), torch.Tensor):
+            group["lr"] = group["lr"].to(before.device)
+    _keep_dtypes(optimizer, state["state"])
+
+
+def _keep_dtypes(optimizer: Optimizer, saved: Mapping[int, Any]) -> None:
+    """Undo PyTorch's cast of the state to the parameter's dtype, which may have fewer bits."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for i, values in saved.items():
+        if not isinstance(i, int) or not isinstance(values, dict):
+            continue
+        loaded = optimizer.state[parameters[i]]
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor) and loaded[key].dtype != value.dtype:
+                loaded[key] = value.to(loaded[key].device)
+
+
+def _without_numpy_scalars(state: Any) -> Any:
+    """The state with NumPy numbers as Python numbers: a scheduler may have been given one."""
+    if isinstance(state, np.generic):
+        return state.item()
+    if type(state) is dict:
+        return {key: _without_numpy_scalars(value) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(_without_numpy_scalars(value) for value in state)
+    return state
+
+
+def _as_bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    array: np.ndarray[Any, Any] = flat.numpy()
+    return array

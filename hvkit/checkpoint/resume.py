@@ -1,0 +1,141 @@
+"""Finding the newest checkpoint and loading it on all ranks: ``Checkpoint.restore``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hvkit import collectives, runtime
+from hvkit.checkpoint import ranks, store
+from hvkit.checkpoint.part import Part
+from hvkit.checkpoint.store import Manifest
+from hvkit.collectives import share
+from hvkit.errors import RanksDisagreeError
+from hvkit.log import logger
+
+_CALL = "Checkpoint.restore"
+
+
+def find(directory: Path, parts: Sequence[Part]) -> tuple[Path, Manifest] | None:
+    """The newest checkpoint in rank 0's directory that is not damaged; None if there is none.
+
+    A collective. Rank 0 logs the damaged checkpoints that it skips.
+
+    Raises:
+        RanksDisagreeError: the ranks have different parts.
+        HvkitError, OSError: rank 0 cannot read the newest checkpoint.
+    """
+    problem, found = None, None
+    if runtime.rank() == 0:
+        try:
+            found = _newest(directory)
+        except Exception as error:
+            problem = error
+    # Loading is one broadcast for each part: with different parts, ranks would wait forever.
+    everyone = share(_CALL, problem, (found, [part.name for part in parts]))
+    for rank, (_, names) in enumerate(everyone):
+        if names != everyone[0][1]:
+            raise RanksDisagreeError(
+                f"Checkpoint needs the same parts on every rank: rank 0 has "
+                f"{everyone[0][1]}, rank {rank} has {names}"
+            )
+    return everyone[0][0]
+
+
+def _newest(directory: Path) -> tuple[Path, Manifest] | None:
+    skipped = []
+
+    def skip(folder: Path, reason: str) -> None:
+        skipped.append(folder)
+        logger.warning(f"skipped {folder}: damaged: {reason}")
+
+    found = store.newest_valid(directory, skip)
+    if skipped and found is None:
+        logger.warning(f"all checkpoints in {directory} are damaged: starting from the beginning")
+    return found
+
+
+def load(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> None:
+    """Load rank 0's files into every rank's parts; a collective.
+
+    Raises:
+        ValueError: the checkpoint lacks a part, or does not fit one.
+    """
+    _require_parts(folder, manifest, parts)
+    problem: Exception | None = None
+    for part in parts:
+        content, problem = _content(folder, part.file, problem)
+        if problem is None:
+            try:
+                part.load(content, manifest.parts[part.name])
+            except Exception as error:  # any error: the other ranks must not wait for this one
+                problem = _explained(error, part, folder)
+    content, problem = _content(folder, ranks.FILE, problem)
+    same_size = manifest.size == runtime.size()
+    if problem is None:
+        try:
+            ranks.put_back(content, parts, runtime.rank(), same_size=same_size)
+        except Exception as error:
+            problem = error
+    share(_CALL, problem, None)
+    if runtime.rank() == 0:
+        _log_resumed(folder, manifest, parts)
+
+
+def _require_parts(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> None:
+    for part in parts:
+        saved = manifest.parts.get(part.name)
+        if saved is None:
+            raise ValueError(
+                f"{folder} holds no {part.name!r}, it holds {', '.join(manifest.parts)}: create "
+                "Checkpoint with the parts it was saved with, or use another directory"
+            )
+        if saved["file"] != part.file:
+            raise ValueError(
+                f"{folder} holds {part.name!r} as {saved['file']}, but here it would be "
+                f"{part.file}: restore into objects of the saved kind, or use another directory"
+            )
+
+
+def _content(folder: Path, file: str, problem: Exception | None) -> tuple[bytes, Exception | None]:
+    """The bytes of rank 0's file on every rank, and the first problem so far.
+
+    Ranks that already have a problem still take part in the broadcast.
+    """
+    content: bytes | OSError = b""
+    if runtime.rank() == 0:
+        try:
+            content = (folder / file).read_bytes()
+        except OSError as error:
+            content = OSError(error.errno, error.strerror, str(folder / file))
+    content = collectives.broadcast(content)
+    if isinstance(content, OSError):
+        return b"", problem or content
+    return content, problem
+
+
+def _explained(error: Exception, part: Part, folder: Path) -> Exception:
+    if isinstance(error, OSError):
+        return error
+    return ValueError(
+        f"{folder}: {part.file} does not fit {part.name} here: {error}; restore into the kind of "
+        "object that was saved, or use another directory"
+    )
+
+
+def _log_resumed(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> None:
+    left = [name for name in manifest.parts if name not in {part.name for part in parts}]
+    if left:
+        logger.info(f"{folder} also holds {', '.join(left)}: not loaded")
+    text = f"resumed {folder} (epoch {manifest.epoch}, step {manifest.step})"
+    size = runtime.size()
+    if manifest.size != size:
+        text += f" saved on {_ranks(manifest.size)}; {_ranks(size)} now"
+    if manifest.size < size:
+        new = f"rank {size - 1}" if size - manifest.size == 1 else f"ranks from {manifest.size} on"
+        text += f"; {new}: random state as the script set it"
+    logger.info(text)
+
+
+def _ranks(size: int) -> str:
+    return "1 rank" if size == 1 else f"{size} ranks"

@@ -1,0 +1,361 @@
+"""The directory of a run's checkpoints: its lock, its folders, and the manifest in each folder.
+
+Whenever the process is killed, every complete checkpoint can still be read: a new one is written
+into a hidden folder, flushed to disk, and renamed. This is the usual way to replace files durably;
+see Pillai et al., "All File Systems Are Not Created Equal" (2014).
+
+Only rank 0 uses this module.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from itertools import chain, count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hvkit.errors import HvkitError
+from hvkit.log import logger
+
+if TYPE_CHECKING:
+    from filelock import FileLock
+
+MANIFEST = "manifest.json"
+FORMAT = 2
+
+# While a step is saved again, its earlier folder has the suffix.
+_CHECKPOINT = re.compile(r"step-\d{9,}(\.old)?")
+_OLD = ".old"
+_SAVING = ".saving-"
+_REMOVING = ".removing-"
+
+# The locks of this process, each with the lock file it was taken on. They are released when the
+# process ends, however it ends. DataLoader workers do not keep them: filelock closes the lock's
+# file in every forked child.
+_held: dict[Path, tuple[FileLock, os.stat_result]] = {}
+
+# What flock reports on file systems without locks. There, users must keep their runs apart.
+_WITHOUT_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
+
+# Folders whose deletion failed and was logged.
+_stays: set[Path] = set()
+
+
+class DamagedError(HvkitError):
+    """A checkpoint's folder does not hold what was written into it."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The contents of ``manifest.json``."""
+
+    epoch: int
+    step: int
+    batches: int
+    """Batches of the epoch that each rank had read."""
+    size: int
+    """The number of ranks that saved."""
+    serial: int
+    """The number of the save in this directory: the newest checkpoint has the largest."""
+    extras: dict[str, Any]
+    parts: dict[str, dict[str, Any]]
+    """By part: the name of its file and the facts that loading needs."""
+    files: dict[str, dict[str, Any]]
+    """By file: its length in bytes and its sha256."""
+    versions: dict[str, str]
+    format: int = FORMAT
+
+    def write(self, folder: Path) -> None:
+        """Write the manifest into a checkpoint's folder."""
+        body = asdict(self)
+        text = json.dumps({**body, "sha256": _digest_of(body)}, indent=1)
+        (folder / MANIFEST).write_text(text + "\n")
+
+
+def name_of(step: int) -> str:
+    """The name of a step's folder."""
+    return f"step-{step:09d}"
+
+
+def prepare(directory: Path) -> int:
+    """Create the directory, lock it for this process, and clean up after killed runs.
+
+    Returns:
+        A serial number larger than that of every checkpoint in the directory.
+
+    Raises:
+        BlockingIOError: another process has the lock.
+    """
+    if not directory.is_dir():
+        directory.mkdir(parents=True, exist_ok=True)
+        flush(directory.parent)
+    _lock(directory)
+    for entry in sorted(directory.iterdir()):
+        if entry.name.startswith((_SAVING, _REMOVING)):
+            _delete(entry)
+        elif entry.name.endswith(_OLD) and _CHECKPOINT.fullmatch(entry.name):
+            _finish_replacing(entry)
+    return 1 + max((m.serial for _, m in _readable(directory) if m), default=0)
+
+
+def write_folder(directory: Path, name: str, fill: Callable[[Path], None]) -> None:
+    """Write a checkpoint's folder, replacing one of the same name.
+
+    The replaced folder is deleted, or stays hidden if it cannot be deleted now.
+
+    Args:
+        directory: a directory that :func:`prepare` returned from.
+        name: the folder's name, from :func:`name_of`.
+        fill: writes all files into the folder it is given, the manifest last.
+
+    Raises:
+        OSError: a file cannot be written; the directory is then as it was.
+    """
+    temporary = _unused(directory / (_SAVING + name))
+    try:
+        temporary.mkdir()
+        fill(temporary)
+        flush(temporary)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    final, old = directory / name, directory / (name + _OLD)
+    replaces = final.exists()
+    if replaces:
+        os.rename(final, old)
+    os.rename(temporary, final)
+    flush(directory)
+    if replaces:
+        _remove(old)
+
+
+def prune(directory: Path, keep: int | None, newest: str) -> None:
+    """Delete all but the ``keep`` newest checkpoints; None deletes none.
+
+    A checkpoint that cannot be deleted now is left to the next save. Checkpoints that cannot be
+    read count as the oldest. The one named ``newest`` is never deleted.
+    """
+    if keep is None:
+        return
+    folders = sorted(
+        _readable(directory),
+        key=lambda each: (each[0].name == newest, each[1].serial if each[1] else 0, each[0].name),
+    )
+    for folder, _ in folders[:-keep]:
+        _remove(folder)
+
+
+def newest_valid(
+    directory: Path, skip: Callable[[Path, str], None]
+) -> tuple[Path, Manifest] | None:
+    """The newest checkpoint with all files as they were written; None if there is none.
+
+    Args:
+        directory: it need not exist.
+        skip: called with the folder and the reason for every newer checkpoint that is damaged.
+    """
+    readable = []
+    for folder in sorted(_checkpoints(directory), reverse=True):
+        try:
+            readable.append((folder, read_manifest(folder)))
+        except DamagedError as error:
+            skip(folder, str(error))
+    for folder, manifest in sorted(readable, key=lambda each: each[1].serial, reverse=True):
+        try:
+            _verify(folder, manifest)
+        except DamagedError as error:
+            skip(folder, str(error))
+        else:
+            return folder, manifest
+    return None
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint's folder.
+
+    Raises:
+        DamagedError: it is missing, cut short or changed.
+        HvkitError: an older or newer hvkit wrote it in another format.
+    """
+    try:
+        body = json.loads((folder / MANIFEST).read_bytes())
+        digest = body.pop("sha256")
+    except FileNotFoundError:
+        raise DamagedError(f"{MANIFEST} is missing") from None
+    except (ValueError, KeyError, AttributeError, TypeError):
+        raise DamagedError(f"{MANIFEST} is not what was written") from None
+    if digest != _digest_of(body):
+        raise DamagedError(f"{MANIFEST} is not what was written: its sha256 differs")
+    if body["format"] != FORMAT:
+        raise HvkitError(
+            f"{folder}: this checkpoint has format {body['format']}, this hvkit reads format "
+            f"{FORMAT}: install the hvkit that wrote it ({body['versions'].get('hvkit')})"
+        )
+    return Manifest(**body)
+
+
+def facts_of(path: Path) -> dict[str, Any]:
+    """Length in bytes and sha256 of a file."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return {"bytes": file.tell(), "sha256": digest}
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python, hvkit and the libraries that are in use."""
+    found = {"python": sys.version.split()[0]}
+    for package in ("hvkit", "numpy", "torch", "tensorflow", "keras"):
+        if package in sys.modules:
+            version = getattr(sys.modules[package], "__version__", None)
+            found[package] = str(version or metadata.version(package))
+    return found
+
+
+def flush(path: Path) -> None:
+    """Flush a file, or a folder's list of names, to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _lock(directory: Path) -> None:
+    """Lock the directory for this process until it ends; a second call does nothing.
+
+    Raises:
+        BlockingIOError: another process has the lock.
+        OSError: the lock's file cannot be written.
+    """
+    # Imported only by the process that saves: from Python 3.12 on, filelock installs an audit hook,
+    # which slows down each id(), import and open().
+    from filelock import FileLock, Timeout
+
+    path = directory.resolve() / ".lock"
+    if path in _held:
+        lock, file = _held[path]
+        if lock.is_locked and _is_same(path, file):
+            return
+        # Someone deleted and created the directory again, or this is a fork of the owner.
+        lock.release(force=True)
+
+    def write_owner(handle: int) -> None:
+        os.ftruncate(handle, 0)
+        os.write(handle, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        _held[path] = lock, os.fstat(handle)
+
+    lock = FileLock(path, thread_local=False, on_acquired=write_owner)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        owner = path.read_text(errors="replace")[:200] or "another process"
+        raise BlockingIOError(
+            errno.EAGAIN,
+            f"{owner} saves its checkpoints in this directory: give every run its own, or end "
+            "the other one first",
+            str(directory),
+        ) from None
+    except OSError as error:
+        if error.errno not in _WITHOUT_LOCKS:
+            raise
+
+
+def _is_same(path: Path, file: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(file, path.stat())
+    except OSError:
+        return False
+
+
+def _finish_replacing(old: Path) -> None:
+    new = old.with_name(old.name.removesuffix(_OLD))
+    if new.exists():
+        _remove(old)
+    else:
+        os.rename(old, new)
+        flush(old.parent)
+
+
+def _checkpoints(directory: Path) -> Iterator[Path]:
+    if directory.is_dir():
+        yield from (e for e in directory.iterdir() if _CHECKPOINT.fullmatch(e.name))
+
+
+def _readable(directory: Path) -> Iterator[tuple[Path, Manifest | None]]:
+    for folder in _checkpoints(directory):
+        try:
+            yield folder, read_manifest(folder)
+        except DamagedError:
+            yield folder, None
+
+
+def _verify(folder: Path, manifest: Manifest) -> None:
+    """Compare every file with the manifest.
+
+    Raises:
+        DamagedError: names the file and the damage.
+    """
+    for name, written in manifest.files.items():
+        try:
+            found = facts_of(folder / name)
+        except PermissionError:
+            raise  # not damage: skipping to an older checkpoint would hide it
+        except FileNotFoundError:
+            raise DamagedError(f"{name} is missing") from None
+        except OSError as error:
+            raise DamagedError(f"{name}: {error.strerror}") from None
+        if found["bytes"] != written["bytes"]:
+            raise DamagedError(f"{name} has {found['bytes']} of {written['bytes']} bytes")
+        if found != written:
+            raise DamagedError(f"{name} is not what was written: its sha256 differs")
+
+
+def _remove(folder: Path) -> None:
+    """Delete a checkpoint. It is hidden first, so half of it never looks like a checkpoint."""
+    hidden = _unused(folder.with_name(_REMOVING + folder.name))
+    try:
+        os.rename(folder, hidden)
+    except OSError as error:
+        _log_that_it_stays(folder, error)
+    else:
+        _delete(hidden)
+
+
+def _delete(hidden: Path) -> None:
+    """Delete a hidden folder, as far as possible now.
+
+    On NFS, a file that another process reads stays under another name until that process closes
+    it, and its folder stays too.
+    """
+    try:
+        shutil.rmtree(hidden)
+    except OSError as error:
+        shutil.rmtree(hidden, ignore_errors=True)  # free as much of the disk as possible
+        if hidden.exists():
+            _log_that_it_stays(hidden, error)
+
+
+def _unused(path: Path) -> Path:
+    """The path, or the path with a number if something with its name could not be deleted."""
+    others = (path.with_name(f"{path.name}-{number}") for number in count(2))
+    return next(each for each in chain((path,), others) if not each.exists())
+
+
+def _log_that_it_stays(folder: Path, error: OSError) -> None:
+    if folder not in _stays:
+        logger.warning(f"cannot delete {folder} now, the next save tries again: {error}")
+    _stays.add(folder)
+
+
+def _digest_of(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,209 @@
+"""Sharding PyTorch's ``Dataset`` and ``IterableDataset``.
+
+Of an ``IterableDataset``, every rank reads the whole stream and keeps its part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
+
+from hvkit.data.arrays import digest_of_rows
+from hvkit.data.order import FixedRandomness, Share, seed_from
+
+# The attributes of the parts themselves; all others are those of the dataset.
+_OWN = frozenset({"dataset", "_share", "_known"})
+_STREAM_OWN = frozenset({"_inner", "_share", "_group", "_drop_last", "_seed", "_epoch"})
+
+
+def shard_dataset(dataset: Dataset[Any], share: Share, seed: int) -> tuple[Any, list[str]]:
+    """This rank's samples of a Dataset, and the facts that must be equal on all ranks.
+
+    Raises:
+        TypeError: a map-style dataset has no ``__len__``.
+        ValueError: the dataset is already a rank's part.
+    """
+    if isinstance(dataset, IterableDataset):
+        stream = StreamShard(dataset, share, group=share.size, drop_last=False, seed=seed)
+        return stream, ["IterableDataset"]
+    if not hasattr(dataset, "__len__"):
+        raise TypeError(
+            f"{type(dataset).__qualname__} has no __len__, so it cannot be divided into equal "
+            "parts: add __len__, or make it an IterableDataset"
+        )
+    facts = [f"Dataset of {len(dataset)} samples", *contents(dataset)]
+    return DatasetPart(dataset, share), facts
+
+
+class InWhole(int):
+    """An index in the whole dataset; a plain int is an index in this rank's part."""
+
+    __slots__ = ()
+
+
+class KeyInWhole(NamedTuple):
+    """A sampler's key that is not a plain int, for the whole dataset."""
+
+    key: Any
+
+
+def in_whole(key: Any) -> InWhole | KeyInWhole:
+    """Mark a sampler's index as an index in the whole dataset, for :class:`DatasetPart`."""
+    return InWhole(key) if type(key) is int else KeyInWhole(key)
+
+
+class DatasetPart(Subset[Any]):
+    """Every N-th sample of a dataset, repeated to equal length unless the share is exact.
+
+    ``part[i]`` and ``len(part)`` refer to the part, so a script that divides by the length,
+    splits or shuffles it works on this rank's samples. The samplers of a sharded loader return
+    indices in the whole dataset, marked by :func:`in_whole`. Reading or setting another attribute
+    reads or sets it on the dataset.
+
+    Args:
+        dataset: the whole dataset, with a length.
+        share: rank and size.
+    """
+
+    def __init__(self, dataset: Any, share: Share) -> None:
+        self._share, self._known = share, (-1, range(0))
+        self.dataset = dataset
+
+    @property
+    def indices(self) -> Sequence[int]:  # type: ignore[override]
+        """The indices of this part's samples in the whole dataset, which may have grown."""
+        length = len(self.dataset)  # type: ignore[arg-type]
+        if self._known[0] != length:
+            share = self._share
+            whole = share.exact or length % share.size == 0
+            mine = range(share.rank, length, share.size) if whole else share.of(length).tolist()
+            self._known = (length, mine)
+        return self._known[1]
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, list):
+            return self.dataset[self._in_whole(index)]
+        return self.dataset[self._key(index)]
+
+    def __getitems__(self, indices: list[Any]) -> list[Any]:
+        indices = self._in_whole(indices)
+        if callable(several := getattr(self.dataset, "__getitems__", None)):
+            return several(indices)  # type: ignore[no-any-return]
+        return [self.dataset[index] for index in indices]
+
+    def _in_whole(self, keys: list[Any]) -> list[Any]:
+        return [self._key(key) for key in keys]
+
+    def _key(self, key: Any) -> Any:
+        if type(key) is InWhole:
+            return int(key)
+        return key.key if type(key) is KeyInWhole else self.indices[key]
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OWN or name.startswith("__"):  # while it is being unpickled, or copied
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            super().__setattr__(name, value)
+        else:
+            setattr(self.dataset, name, value)
+
+
+def contents(dataset: Any) -> list[str]:
+    """Facts that differ between datasets of one length, as far as they are cheap to compute.
+
+    Raises:
+        ValueError: the dataset is already a rank's part.
+    """
+    facts = []
+    while isinstance(dataset, Subset):
+        if isinstance(dataset, DatasetPart):
+            raise ValueError(
+                "the dataset is one rank's part, returned by hvkit.shard: shard the dataset or its "
+                "DataLoader, not both"
+            )
+        indices = np.asarray(dataset.indices).tobytes()
+        facts.append(f"Subset with indices of sha256 {hashlib.sha256(indices).hexdigest()}")
+        dataset = dataset.dataset
+    if isinstance(dataset, TensorDataset):
+        facts.append(f"tensors whose rows have sha256 {digest_of_rows(dataset.tensors)}")
+    return facts
+
+
+class StreamShard(IterableDataset[Any]):
+    """One rank's samples of a stream.
+
+    Reading or setting another attribute reads or sets it on the stream, so a ``worker_init_fn``
+    that splits ``get_worker_info().dataset`` works as before.
+
+    Args:
+        inner: the stream, the same on every rank.
+        share: rank and size.
+        group: samples of one step on all ranks together.
+        drop_last: leave out an incomplete last step.
+        seed: the seed of the stream's random numbers.
+    """
+
+    def __init__(
+        self, inner: IterableDataset[Any], share: Share, *, group: int, drop_last: bool, seed: int
+    ) -> None:
+        self._inner, self._share, self._group = inner, share, group
+        self._drop_last, self._seed, self._epoch = drop_last, seed, 0
+
+    @property
+    def exact(self) -> bool:
+        """Whether it is for evaluation."""
+        return self._share.exact
+
+    def __iter__(self) -> Iterator[Any]:
+        # A worker's generators are already seeded alike on every rank, by its loader.
+        alone = get_worker_info() is None
+        epoch = 0 if self._share.exact else self._epoch
+        fixed = FixedRandomness(seed_from(self._seed, epoch)) if alone else nullcontext()
+        self._epoch += 1
+        with fixed:
+            stream = iter(self._inner)
+        while True:
+            with fixed:
+                mine, length = self._read(stream)
+            yield from mine
+            if length < self._group:
+                return
+
+    def _read(self, stream: Iterator[Any]) -> tuple[list[Any], int]:
+        """This rank's samples of the next step, and the number of samples for all ranks."""
+        share, mine, first, length = self._share, [], [], 0
+        for sample in islice(stream, self._group):
+            if length < share.size:
+                first.append(sample)
+            if length % share.size == share.rank:
+                mine.append(sample)
+            length += 1
+        if length < self._group and self._drop_last:
+            return [], length
+        if not share.exact and len(mine) < share.count(length):
+            mine.append(first[share.of(length)[-1]])
+        return mine, length
+
+    def __len__(self) -> int:
+        length = len(self._inner)  # type: ignore[arg-type]
+        return self._share.count(length, group=self._group, drop_last=self._drop_last)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _STREAM_OWN:  # while it is being unpickled
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _STREAM_OWN:
+            super().__setattr__(name, value)
+        else:
+            setattr(self._inner, name, value)

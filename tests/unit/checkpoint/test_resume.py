@@ -1,0 +1,220 @@
+"""Rates, counters and log lines of a restore, also on another number of ranks."""
+
+import json
+import os
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+import torch
+
+from hvkit.checkpoint import Checkpoint, store
+from hvkit.registry import Record, record
+
+ONES = np.ones((8, 4), "float32")
+
+
+class WarmUp:
+    """The part of a warm-up that distribute keeps."""
+
+    steps_done = 0
+
+
+def test_a_keras_rate_is_loaded_as_it_was_saved_also_when_a_callback_has_changed_it(tmp_path):
+    def parts():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)])
+        optimizer = keras.optimizers.SGD(0.02)
+        model.compile(optimizer=optimizer, loss="mse")
+        return model, optimizer
+
+    model, optimizer = parts()
+    optimizer.learning_rate = 0.04
+    folder = Checkpoint(tmp_path, model=model, optimizer=optimizer).save(epoch=3, step=9)
+    play_size(folder, 2)
+    model, optimizer = parts()
+    Checkpoint(tmp_path, model=model, optimizer=optimizer).restore()
+    assert np.float32(optimizer.learning_rate) == np.float32(0.04)
+
+
+def play_size(folder, size):
+    """Change a checkpoint's manifest as if ``size`` ranks had saved it."""
+    written = store.read_manifest(folder)
+    store.Manifest(**{**vars(written), "size": size}).write(folder)
+
+
+def test_a_keras_schedule_goes_on_where_it_was(tmp_path):
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)
+
+    def parts():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)])
+        optimizer = keras.optimizers.SGD(schedule)
+        model.compile(optimizer=optimizer, loss="mse")
+        return model, optimizer
+
+    model, optimizer = parts()
+    model.fit(ONES, ONES, epochs=3, verbose=0)
+    Checkpoint(tmp_path, model=model, optimizer=optimizer).save(epoch=3, step=3)
+    model, other = parts()
+    Checkpoint(tmp_path, model=model, optimizer=other).restore()
+    assert int(other.iterations) == 3
+    assert float(other.learning_rate) == float(optimizer.learning_rate)
+
+
+def test_pytorch_rates_are_loaded_as_they_were_saved_and_a_warm_up_goes_on(tmp_path, capsys):
+    def parts(rate):
+        body, head = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        groups = [{"params": body.parameters(), "lr": rate / 10}, {"params": head.parameters()}]
+        optimizer = torch.optim.SGD(groups, lr=torch.tensor(rate))
+        warmup = WarmUp()
+        record(body, [(optimizer, Record(warmup))])
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+        return {"optimizer": optimizer, "scheduler": scheduler}, warmup
+
+    given, warmup = parts(0.2)
+    warmup.steps_done = 7
+    folder = Checkpoint(tmp_path, **given).save(epoch=0, step=7)
+    play_size(folder, 2)
+    given, warmup = parts(0.4)
+    Checkpoint(tmp_path, **given).restore()
+    assert warmup.steps_done == 7
+    rates = [group["lr"] for group in given["optimizer"].param_groups]
+    assert isinstance(rates[1], torch.Tensor)
+    assert [float(rate) for rate in rates] == pytest.approx([0.02, 0.2])
+    assert [float(rate) for rate in given["scheduler"].base_lrs] == pytest.approx([0.02, 0.2])
+    assert (
+        f"hvkit: resumed {folder} (epoch 0, step 7) saved on 2 ranks; 1 rank now\n"
+    ) in capsys.readouterr().err
+
+
+def test_a_gradient_scaler_and_averaged_weights_are_parts(tmp_path):
+    def parts():
+        layer = torch.nn.Linear(2, 2)
+        averaged = torch.optim.swa_utils.AveragedModel(layer)
+        averaged.update_parameters(layer)
+        return {"ema": averaged, "scaler": torch.amp.GradScaler("cpu", init_scale=128.0)}
+
+    saved, loaded = parts(), parts()
+    saved["scaler"].scale(torch.ones(1))  # makes the scale
+    saved["scaler"].update(32.0)
+    Checkpoint(tmp_path, **saved).save(epoch=0, step=1)
+    Checkpoint(tmp_path, **loaded).restore()
+    assert loaded["scaler"].get_scale() == 32.0
+    assert torch.equal(loaded["ema"].module.weight, saved["ema"].module.weight)
+
+
+@pytest.mark.parametrize("other", [1, 3])
+def test_another_format_is_an_error_and_no_damage(tmp_path, other):
+    """Format 1 held multiplied rates."""
+    checkpoint = Checkpoint(tmp_path, model=torch.nn.Linear(1, 1))
+    folder = checkpoint.save(epoch=0, step=1)
+    written = store.read_manifest(folder)
+    store.Manifest(**{**vars(written), "format": other}).write(folder)
+    with pytest.raises(RuntimeError, match=rf"has format {other}, this hvkit reads format 2"):
+        checkpoint.restore()
+
+
+TORCH = """
+import json, sys, torch, hvkit
+from hvkit.checkpoint import Checkpoint
+from torch.optim.lr_scheduler import LinearLR, SequentialLR, StepLR
+torch.manual_seed(hvkit.rank())
+model = torch.nn.Linear(8, 1)
+used = []
+class Watched(torch.optim.SGD):
+    def _init_group(self, group, *rest):  # called by the update
+        used.append(group["lr"])
+        return super()._init_group(group, *rest)
+optimizer = Watched(model.parameters(), lr=0.02, momentum=0.5)
+hvkit.distribute(model, optimizer, lr_scaling="linear", warmup_steps=8)
+first = LinearLR(optimizer, 0.5, total_iters=2)
+scheduler = SequentialLR(optimizer, [first, StepLR(optimizer, 100)], [2])
+checkpoint = Checkpoint(sys.argv[1], model=model, optimizer=optimizer, scheduler=scheduler)
+start = checkpoint.restore()
+x = torch.randn(64, 8, generator=torch.Generator().manual_seed(5))
+losses = []
+for step in range(start.step, start.step + 5):
+    loss = (model(x) - x[:, :1]).square().mean()
+    losses.append(loss.item())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    scheduler.step()
+checkpoint.save(epoch=0, step=start.step + 5, extras={"losses": losses})
+rate, base = optimizer.param_groups[0]["lr"], scheduler._schedulers[1].base_lrs[0]
+weight = model.weight.tolist()
+"""
+
+KERAS = """
+import json, os, sys
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
+import keras, numpy as np, hvkit
+from hvkit.checkpoint import Checkpoint
+keras.utils.set_random_seed(hvkit.rank())
+model = keras.Sequential([keras.Input((8,)), keras.layers.Dropout(0.01), keras.layers.Dense(1)])
+used = []
+class Watched(keras.optimizers.SGD):
+    def update_step(self, gradient, variable, learning_rate):
+        used.append(float(learning_rate))
+        super().update_step(gradient, variable, learning_rate)
+optimizer = Watched(0.02, momentum=0.5)
+hvkit.distribute(model, optimizer, lr_scaling="linear", warmup_steps=8)
+model.compile(optimizer=optimizer, loss="mse", run_eagerly=True)
+checkpoint = Checkpoint(sys.argv[1], model=model, optimizer=optimizer)
+start = checkpoint.restore()
+x = np.random.default_rng(5).normal(size=(64, 8)).astype("float32")
+fitted = model.fit(
+    x, x[:, :1], batch_size=64, epochs=start.epoch + 5, initial_epoch=start.epoch, verbose=0
+)
+losses = fitted.history["loss"]
+checkpoint.save(epoch=start.epoch + 5, step=start.step + 5, extras={"losses": losses})
+rate = base = float(optimizer.learning_rate)
+weight = model.weights[0].numpy().tolist()
+"""
+
+REPORT = """
+if len({json.dumps(each) for each in hvkit.allgather(weight)}) != 1:
+    sys.exit("the ranks have different weights")
+if hvkit.rank() == 0:
+    before = start.extras.get("losses", [])
+    print(json.dumps([start.step, start.size, rate, base, [used[0], used[-1]], before, losses]))
+"""
+
+
+def run(script, ranks, folder):
+    launcher = ["mpirun", "--oversubscribe", "-np", str(ranks)] if ranks > 1 else []
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "HVKIT_RANK"))}
+    done = subprocess.run(
+        [*launcher, sys.executable, "-c", script + REPORT, str(folder)],
+        capture_output=True, text=True, timeout=240, env=clean, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+@pytest.mark.parametrize("script", [TORCH, KERAS], ids=["torch", "keras"])
+def test_the_rate_stays_the_users_and_steps_use_it_for_the_new_number_of_ranks(script, tmp_path):
+    """A warm-up continues in the middle too."""
+    (step, size, rate, base, used, _, _), log = run(script, 2, tmp_path)
+    assert (step, size) == (0, None)
+    assert (rate, base) == pytest.approx((0.02, 0.02))
+    assert used == pytest.approx([0.01 if script is TORCH else 0.02, 0.02 * 1.5])
+    assert "resumed" not in log
+
+    (step, size, rate, base, used, before, losses), log = run(script, 3, tmp_path)
+    assert (step, size) == (5, 2)
+    assert (rate, base) == pytest.approx((0.02, 0.02))
+    assert used == pytest.approx([0.02 * (1 + 2 * 5 / 8), 0.06])
+    assert (
+        f"hvkit: resumed {tmp_path}/step-000000005 (epoch {5 * (script is KERAS)}, step 5) saved "
+        "on 2 ranks; 3 ranks now; rank 2: random state as the script set it\n"
+    ) in log
+    assert before[-1] > losses[0] > losses[-1]
+
+    (step, size, rate, base, used, before, losses), log = run(script, 1, tmp_path)
+    assert (step, size) == (10, 3)
+    assert (rate, base) == pytest.approx((0.02, 0.02))
+    assert used == pytest.approx([0.02, 0.02])
+    assert "saved on 3 ranks; 1 rank now\n" in log
+    assert before[-1] > losses[0] > losses[-1]

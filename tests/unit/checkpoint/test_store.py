@@ -1,0 +1,370 @@
+"""The directory of checkpoints: damage, the lock, how many are kept, and other files in it."""
+
+import errno
+import fcntl
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from hvkit.checkpoint import Checkpoint, Progress, store
+
+
+class Thing:
+    """An object with a state."""
+
+    def __init__(self, value=None):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": self.value, "much": list(range(2000))}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+def save(directory, *steps, keep=None):
+    for step in steps:
+        Checkpoint(directory, keep=keep, thing=Thing(10 * step)).save(epoch=0, step=step)
+
+
+def restore(directory):
+    thing = Thing()
+    start = Checkpoint(directory, thing=thing).restore()
+    return start.step, thing.value
+
+
+def names(directory):
+    return sorted(path.name for path in directory.iterdir() if path.name != ".lock")
+
+
+def file_of(directory, pattern):
+    return next(folder for folder in directory.glob("step-000000002/" + pattern))
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+def unlink(path):
+    path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "pattern", "reason"),
+    [
+        (cut, "thing.*", " bytes"),
+        (flip, "thing.*", "its sha256 differs"),
+        (unlink, "thing.*", "is missing"),
+        (flip, "ranks.npz", "its sha256 differs"),
+        (empty, "manifest.json", "manifest.json is not what was written"),
+        (cut, "manifest.json", "manifest.json"),
+        (flip, "manifest.json", "manifest.json is not what was written"),
+        (unlink, "manifest.json", "manifest.json is missing"),
+    ],
+)
+def test_a_damaged_checkpoint_is_skipped_with_a_log_line(damage, pattern, reason, tmp_path, capsys):
+    save(tmp_path, 1, 2)
+    path = file_of(tmp_path, pattern)
+    damage(path)
+    if (damage, pattern) == (cut, "manifest.json"):
+        cut(path)  # the last character is an end of line
+    assert restore(tmp_path) == (1, 10)
+    log = capsys.readouterr().err
+    assert f"hvkit: skipped {path.parent}: damaged: {path.name}" in log
+    assert reason in log
+
+
+def test_a_manifest_with_one_digit_changed_is_damaged(tmp_path, capsys):
+    save(tmp_path, 1, 2)
+    path = file_of(tmp_path, "manifest.json")
+    path.write_text(path.read_text().replace('"epoch": 0', '"epoch": 7'))
+    assert restore(tmp_path) == (1, 10)
+    assert "its sha256 differs" in capsys.readouterr().err
+
+
+def test_if_all_are_damaged_the_run_starts_from_the_beginning_with_a_log_line(tmp_path, capsys):
+    save(tmp_path, 2)
+    empty(file_of(tmp_path, "manifest.json"))
+    assert restore(tmp_path) == (0, None)
+    assert f"all checkpoints in {tmp_path} are damaged" in capsys.readouterr().err
+
+
+def test_nothing_to_restore_is_no_error_and_makes_nothing(tmp_path, capsys):
+    directory = tmp_path / "none"
+    assert Checkpoint(directory, thing=Thing()).restore() == Progress(epoch=0, step=0, extras={})
+    assert not directory.exists()
+    assert capsys.readouterr().err == ""
+
+
+def test_the_newest_are_kept_by_when_they_were_saved(tmp_path):
+    save(tmp_path, 10, 20, 30, 40, keep=2)
+    assert names(tmp_path) == ["step-000000030", "step-000000040"]
+    save(tmp_path, 5, keep=2)  # another start in the same directory
+    assert names(tmp_path) == ["step-000000005", "step-000000040"]
+    assert restore(tmp_path) == (5, 50)
+
+
+def test_damaged_ones_are_the_first_to_go(tmp_path):
+    save(tmp_path, 1, 2)
+    empty(file_of(tmp_path, "manifest.json"))
+    save(tmp_path, 3, keep=2)
+    assert names(tmp_path) == ["step-000000001", "step-000000003"]
+
+
+def test_a_step_that_is_saved_again_is_replaced(tmp_path):
+    save(tmp_path, 1, 2)
+    Checkpoint(tmp_path, thing=Thing("new")).save(epoch=0, step=1)
+    assert restore(tmp_path) == (1, "new")
+    assert names(tmp_path) == ["step-000000001", "step-000000002"]
+
+
+def test_remains_of_killed_runs_are_cleaned_up_and_other_files_stay(tmp_path):
+    save(tmp_path, 1)
+    (tmp_path / ".saving-step-000000002").mkdir()
+    (tmp_path / ".removing-step-000000000" / "x").mkdir(parents=True)
+    shutil.copytree(tmp_path / "step-000000001", tmp_path / "step-000000001.old")
+    for other in ("notes.txt", "step-7"):
+        (tmp_path / other).write_text("mine")
+    save(tmp_path, 2, keep=1)
+    assert names(tmp_path) == ["notes.txt", "step-000000002", "step-7"]
+
+
+def test_files_are_on_disk_before_the_rename_and_the_rename_after(tmp_path, monkeypatch):
+    done = []
+    fsync, rename = os.fsync, os.rename
+
+    def recorded_fsync(handle):
+        done.append(("fsync", os.path.basename(os.readlink(f"/proc/self/fd/{handle}"))))
+        fsync(handle)
+
+    def recorded_rename(old, new):
+        done.append(("rename", os.path.basename(new)))
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "rename", recorded_rename)
+    save(tmp_path / "runs", 1)
+    parts = sorted(p.name for p in (tmp_path / "runs/step-000000001").iterdir())
+    parts.remove("manifest.json")
+    assert done == [
+        ("fsync", tmp_path.name),
+        *(("fsync", name) for name in parts),
+        ("fsync", "manifest.json"),
+        ("fsync", ".saving-step-000000001"),
+        ("rename", "step-000000001"),
+        ("fsync", "runs"),
+    ]
+
+
+def test_a_full_disk_is_an_error_that_names_folder_and_reason(tmp_path):
+    save(tmp_path, 1)
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, old[1]))
+    try:
+        with pytest.raises(OSError, match="cannot write the checkpoint: File too large") as caught:
+            save(tmp_path, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    assert caught.value.filename == str(tmp_path / "step-000000002")
+    assert caught.value.errno == errno.EFBIG
+    assert names(tmp_path) == ["step-000000001"]
+    assert restore(tmp_path) == (1, 10)
+
+
+def test_a_file_in_the_place_of_the_directory_is_an_error(tmp_path):
+    path = tmp_path / "runs"
+    path.write_text("")
+    with pytest.raises(OSError, match="runs"):
+        save(path, 1)
+
+
+HOLDS = """
+import sys
+from pathlib import Path
+from hvkit.checkpoint import store
+store.prepare(Path(sys.argv[1]))
+print("has it", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_run_in_the_same_directory_gets_an_error_until_the_first_ends(tmp_path):
+    first = subprocess.Popen(
+        [sys.executable, "-c", HOLDS, str(tmp_path)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert first.stdout.readline() == "has it\n"
+        with pytest.raises(BlockingIOError, match=f"process {first.pid} on .* give every run"):
+            save(tmp_path, 1)
+        assert restore(tmp_path) == (0, None)
+    finally:
+        first.kill()
+        first.communicate(timeout=10)
+    save(tmp_path, 1)
+    assert restore(tmp_path) == (1, 10)
+
+
+FORKS = """
+import os, sys, time
+from pathlib import Path
+from hvkit.checkpoint import store
+store.prepare(Path(sys.argv[1]))
+child = os.fork()
+if child == 0:
+    time.sleep(60)
+    os._exit(0)
+print(child, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_process_that_the_run_forked_does_not_keep_the_lock_when_the_run_is_killed(tmp_path):
+    first = subprocess.Popen(
+        [sys.executable, "-c", FORKS, str(tmp_path)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    worker = int(first.stdout.readline())
+    try:
+        with pytest.raises(BlockingIOError, match=f"process {first.pid} on "):
+            save(tmp_path, 1)
+        with pytest.raises(BlockingIOError, match=f"process {first.pid} on "):
+            save(tmp_path, 1)  # the first attempt left the owner's name in the file
+        first.kill()
+        first.wait(timeout=10)
+        save(tmp_path, 1)
+        os.kill(worker, 0)  # the fork still runs
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        first.communicate(timeout=10)
+    assert restore(tmp_path) == (1, 10)
+
+
+def test_a_directory_that_was_deleted_and_created_again_is_locked_again(tmp_path):
+    directory = tmp_path / "runs"
+    save(directory, 1)
+    shutil.rmtree(directory)
+    save(directory, 2)
+    other = subprocess.run(
+        [sys.executable, "-c", HOLDS, str(directory)],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert f"process {os.getpid()} on " in other.stderr
+    assert restore(directory) == (2, 20)
+
+
+@pytest.mark.parametrize("reason", [errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL])
+def test_a_file_system_without_locks_is_no_error(tmp_path, monkeypatch, reason):
+    def flock(handle, operation):
+        raise OSError(reason, os.strerror(reason))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    save(tmp_path, 1, 2)
+    assert restore(tmp_path) == (2, 20)
+
+
+@pytest.fixture
+def nfs(monkeypatch):
+    """Files that another process reads on NFS: when deleted, they stay under another name."""
+    read, unlink = set(), os.unlink
+
+    def unlink_on_nfs(path, *, dir_fd=None):
+        name = os.path.basename(path)
+        if name.startswith(".nfs"):
+            if name in read:
+                raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), name)
+        elif name in read:
+            silly = f".nfs{len(read):04}"
+            os.rename(path, os.path.join(os.path.dirname(path), silly), src_dir_fd=dir_fd,
+                      dst_dir_fd=dir_fd)  # fmt: skip
+            read.add(silly)
+            return
+        unlink(path, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "unlink", unlink_on_nfs)
+    return read
+
+
+def test_an_old_one_that_is_read_elsewhere_goes_with_the_first_save_after_that(
+    tmp_path, nfs, capsys
+):
+    save(tmp_path, 1, keep=1)
+    nfs.add("ranks.npz")
+    save(tmp_path, 2, keep=1)
+    log = capsys.readouterr().err
+    assert f"cannot delete {tmp_path}/.removing-step-000000001 now" in log
+    assert "the next save tries again: [Errno 39] Directory not empty" in log
+    assert restore(tmp_path) == (2, 20)
+    (left,) = tmp_path.glob(".removing-*/*")
+    assert left.name.startswith(".nfs")
+
+    nfs.remove("ranks.npz")  # no others are opened
+    save(tmp_path, 3, keep=1)
+    assert "cannot delete" not in capsys.readouterr().err, "it is logged once"
+    assert names(tmp_path) == [".removing-step-000000001", "step-000000003"]
+    assert restore(tmp_path) == (3, 30)
+
+    nfs.clear()
+    save(tmp_path, 4, keep=1)
+    assert names(tmp_path) == ["step-000000004"]
+
+
+def test_a_step_whose_older_folder_is_read_elsewhere_is_replaced_again_and_again(tmp_path, nfs):
+    save(tmp_path, 1)
+    nfs.add("ranks.npz")
+    for value in ("a", "b", "c"):
+        Checkpoint(tmp_path, thing=Thing(value)).save(epoch=0, step=1)
+        assert restore(tmp_path) == (1, value)
+    nfs.clear()
+    save(tmp_path, 1)
+    assert names(tmp_path) == ["step-000000001"]
+
+
+def test_an_old_one_that_cannot_even_be_renamed_is_left_to_the_next_save(
+    tmp_path, monkeypatch, capsys
+):
+    save(tmp_path, 1, keep=1)
+    rename = os.rename
+
+    def refused(old, new):
+        if os.path.basename(old) == "step-000000001":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(old))
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", refused)
+    save(tmp_path, 2, keep=1)
+    assert f"cannot delete {tmp_path}/step-000000001 now" in capsys.readouterr().err
+    assert restore(tmp_path) == (2, 20)
+    monkeypatch.undo()
+    save(tmp_path, 3, keep=1)
+    assert names(tmp_path) == ["step-000000003"]
+
+
+def test_remains_of_a_killed_run_that_are_read_elsewhere_do_not_stop_a_save(tmp_path, nfs):
+    for hidden in (".saving-step-000000002", ".removing-step-000000001"):
+        (tmp_path / hidden).mkdir()
+        (tmp_path / hidden / "ranks.npz").touch()
+    nfs.add("ranks.npz")
+    save(tmp_path, 2)
+    assert restore(tmp_path) == (2, 20)
+
+
+def test_folders_sort_like_their_steps():
+    assert sorted(map(store.name_of, (1000, 2, 30))) == [
+        "step-000000002", "step-000000030", "step-000001000"
+    ]  # fmt: skip

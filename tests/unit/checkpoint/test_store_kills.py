@@ -1,0 +1,144 @@
+"""A run that is killed at any moment of a save loses no complete checkpoint.
+
+Each script runs in a process of its own, which forks the runs that it kills.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+COMMON = """
+import json, os, random, signal, sys, time
+import filelock  # here, so that its import is not among the operations of a save
+from hvkit.checkpoint import Checkpoint
+
+class Thing:
+    def __init__(self, value=None):
+        self.value = value
+    def state_dict(self):
+        return {"value": self.value, "much": [self.value] * 2000}
+    def load_state_dict(self, state):
+        self.value = state["value"]
+        assert state["much"] == [self.value] * 2000
+
+directory = sys.argv[1]
+
+def save(step, value, keep):
+    Checkpoint(directory, keep=keep, thing=Thing(value)).save(epoch=0, step=step)
+
+def restore():
+    thing = Thing()
+    return Checkpoint(directory, thing=thing).restore().step, thing.value
+
+def forked(run):
+    child = os.fork()
+    if child == 0:
+        run()
+        os._exit(0)
+    return child
+"""
+
+# Kills before every single operation on files, one run after the other. Every run starts with the
+# complete checkpoint of the last one that was not killed, and what the killed one left behind.
+EVERY_OPERATION = (
+    COMMON
+    + """
+replace = sys.argv[2] == "replace"
+
+def killed_at(number, step, value):
+    left = [number]
+    def count(*_):
+        left[0] -= 1
+        if left[0] < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+    fsync = os.fsync
+    def counted_fsync(handle):
+        count()
+        fsync(handle)
+    os.fsync = counted_fsync
+    inside = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "open", "os.listdir")
+    sys.addaudithook(
+        lambda event, arguments: count()
+        if event in inside and (event != "open" or directory in str(arguments[0])) else None
+    )
+    save(step, value, keep=1)
+
+outcomes, number = [], 0
+while True:
+    step = 1 if replace else 2 * number + 1
+    before = (step, 2 * number)
+    os.waitpid(forked(lambda: save(*before, keep=1)), 0)
+    clean = sorted(os.listdir(directory))
+    assert clean == [".lock", f"step-{step:09d}"], clean
+    assert restore() == before
+    after = (step if replace else step + 1, 2 * number + 1)
+    _, status = os.waitpid(forked(lambda: killed_at(number, *after)), 0)
+    found = restore()
+    assert found in (before, after), (number, found, before, after)
+    if os.WIFEXITED(status):
+        assert found == after
+        break
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    outcomes.append(found == after)
+    number += 1
+print(json.dumps(outcomes))
+"""
+)
+
+RANDOM_MOMENTS = (
+    COMMON
+    + """
+random.seed(int(sys.argv[2]))
+last, seen = 0, set()
+for _ in range(40):
+    reader, writer = os.pipe()
+    def run():
+        step = restore()[0]
+        while True:
+            step += 1
+            save(step, 10 * step, keep=2)
+            os.write(writer, b".")
+    child = forked(run)
+    time.sleep(random.uniform(0.001, 0.2))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(writer)
+    complete = last + len(os.read(reader, 100000))
+    os.close(reader)
+    step, value = restore()
+    assert complete <= step <= complete + 1, (complete, step)
+    assert step == 0 or value == 10 * step
+    seen.add(step - complete)
+    last = step
+print(json.dumps([last, sorted(seen)]))
+"""
+)
+
+
+def run(script, *arguments):
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "HVKIT_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        capture_output=True, text=True, timeout=100, env=clean, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("kind", ["new", "replace"])
+def test_killed_before_any_operation_on_files_the_run_resumes_with_the_old_or_the_new(
+    kind, tmp_path
+):
+    outcomes = run(EVERY_OPERATION, tmp_path, kind)
+    assert len(outcomes) > 20
+    assert not outcomes[0]
+    assert outcomes[-1]
+    assert outcomes == sorted(outcomes), "once the new one is in place, it stays"
+
+
+def test_killed_at_random_moments_the_run_resumes_with_the_last_complete_step(tmp_path):
+    last, _ = run(RANDOM_MOMENTS, tmp_path, 1)
+    assert last > 20

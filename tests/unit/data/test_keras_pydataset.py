@@ -1,0 +1,101 @@
+"""Every rank's part of a keras.utils.PyDataset."""
+
+import keras
+import numpy as np
+import pytest
+from shards import check_exact, check_training, every_length, every_size, flat, numbers, parts
+
+
+class Counting(keras.utils.PyDataset):
+    """Batches of 4 of the samples 0, 1, 2, ..."""
+
+    def __init__(self, length, wrap=lambda rows: rows, **options):
+        super().__init__(**options)
+        self.order, self.wrap, self.begun = np.arange(length), wrap, 0
+
+    def __len__(self):
+        return -(-len(self.order) // 4)
+
+    def __getitem__(self, index):
+        return self.wrap(self.order[4 * index : 4 * index + 4])
+
+    def on_epoch_begin(self):
+        self.begun += 1
+
+    def on_epoch_end(self):
+        np.random.shuffle(self.order)
+
+
+class Endless(keras.utils.PyDataset):
+    num_batches = None
+
+    def __getitem__(self, index):
+        return np.array([index])
+
+
+def batches(part):
+    return numbers(part[index] for index in range(len(part)))
+
+
+@every_size
+@every_length
+def test_steps_are_those_of_one_process(length, size):
+    ranks = parts(lambda: Counting(length), size)
+    check_training([batches(rank) for rank in ranks], list(range(length)), 4)
+    exact = parts(lambda: Counting(length), size, exact=True)
+    check_exact([batches(rank) for rank in exact], list(range(length)))
+
+
+def test_targets_weights_and_named_inputs_stay_together():
+    def wrap(rows):
+        return {"a": rows, "b": np.stack([rows, rows], 1)}, rows, keras.ops.convert_to_tensor(rows)
+
+    for part in parts(lambda: Counting(7, wrap), 3):
+        x, y, weights = part[len(part) - 1]
+        assert x["a"].shape == (3,)
+        assert x["b"].tolist() == [[row, row] for row in y]
+        assert x["a"].tolist() == y.tolist() == np.asarray(weights).tolist()
+
+
+def test_epoch_hooks_run_with_the_same_random_numbers_on_every_rank():
+    def make():
+        np.random.rand()
+        return Counting(50)
+
+    ranks = parts(make, 3)
+    (one,) = parts(make, 1)
+    orders = []
+    for _ in range(2):
+        before = np.random.get_state()[1].tolist()
+        for part in (one, *ranks):
+            part.on_epoch_begin()
+            part.on_epoch_end()
+        assert np.random.get_state()[1].tolist() == before
+        orders.append(flat(batches(one)))
+        check_training([batches(rank) for rank in ranks], orders[-1], 4)
+    assert orders[0] != orders[1]
+    assert one._inner.begun == 2
+
+
+def test_the_number_of_workers_stays():
+    options = {"workers": 3, "use_multiprocessing": True, "max_queue_size": 7}
+    (part, _) = parts(lambda: Counting(9, **options), 2)
+    assert {name: getattr(part, name) for name in options} == options
+
+
+def test_an_infinite_pydataset_stays_infinite_on_every_rank():
+    ranks = parts(Endless, 3)
+    assert [part.num_batches for part in ranks] == [None] * 3
+    assert [int(part[5][0]) for part in ranks] == [15, 16, 17]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_fit_trains_on_it(workers):
+    def wrap(rows):
+        return rows[:, None].astype("float32"), rows.astype("float32")
+
+    (part, _) = parts(lambda: Counting(21, wrap, workers=workers), 2)
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile(optimizer="sgd", loss="mse")
+    model.fit(part, epochs=2, verbose=0)
+    assert int(model.optimizer.iterations) == 2 * len(part) == 6
