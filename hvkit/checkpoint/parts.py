@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hvkit.adapters import framework_of
+from hvkit.adapters.adapter import framework_of
 from hvkit.adapters.fingerprints import Compared, Rows
 
 Arrays = dict[str, np.ndarray[Any, Any]]

@@ -16,7 +16,7 @@ import keras
 from keras.src.backend import in_stateless_scope
 
 from hvkit import runtime
-from hvkit.adapters import Options
+from hvkit.adapters.adapter import Options, Record
 from hvkit.adapters.keras.averager import GradientAverager
 from hvkit.adapters.keras.batch_norm import average_statistics, synchronise_batch_norm
 from hvkit.adapters.keras.checks import Checks, require_same_weights
@@ -35,7 +35,6 @@ from hvkit.adapters.keras.state import (
 )
 from hvkit.adapters.keras.update import Average, average_in_apply
 from hvkit.learning_rate import Multiplier
-from hvkit.registry import Record
 
 # Tells the optimizers apart; ranks call distribute in the same order.
 _serial = itertools.count()

@@ -16,10 +16,10 @@ import numpy as np
 import tensorflow as tf
 
 from hvkit import runtime
-from hvkit.adapters.chunks import chunks
 from hvkit.adapters.keras.compression import narrow_mean, widened
 from hvkit.adapters.keras.graph_wait import GraphWait
 from hvkit.adapters.keras.sparse import average_rows
+from hvkit.adapters.transport import chunks
 from hvkit.engines import waiting_for_all_ranks
 from hvkit.errors import RanksDisagreeError
 from hvkit.watch.calls import call

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hvkit.adapters import Options
+from hvkit.adapters.adapter import Options, Record
 from hvkit.adapters.pytorch.batch_norm import (
     RunningStatistics,
     batch_norm_of,
@@ -28,7 +28,6 @@ from hvkit.adapters.pytorch.reducer import GradientReducer, is_averaged
 from hvkit.adapters.pytorch.state import broadcast_optimizer, broadcast_tensors, move_to
 from hvkit.agreement import require_equal
 from hvkit.learning_rate import Multiplier
-from hvkit.registry import Record
 
 # Tells the reducers of several models apart; ranks call distribute in the same order.
 _serial = itertools.count()

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import torch
 
-from hvkit.adapters.chunks import chunks
+from hvkit.adapters.transport import chunks
 from hvkit.engines import waiting_for_all_ranks
 from hvkit.watch.failures import translated
 

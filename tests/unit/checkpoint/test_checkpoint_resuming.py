@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
+from hvkit.adapters.adapter import Record, record
 from hvkit.checkpoint import Checkpoint, manifest
-from hvkit.registry import Record, record
 
 ONES = np.ones((8, 4), "float32")
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 # The collectives that take one tensor first. Those that end in an underscore also change it.
 _AT_ONCE = ("allreduce", "allreduce_", "allgather", "broadcast", "broadcast_", "alltoall")

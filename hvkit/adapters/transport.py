@@ -7,6 +7,8 @@ compute, stays short.
 
 from collections.abc import Sequence
 
+COMPRESSIONS = ("none", "fp16", "bf16")
+
 # Sizes in bytes.
 _MOST_CHUNKS_OF_SMALL_MODELS = 4
 _SMALLEST = 1 << 20

@@ -13,8 +13,8 @@ import torch
 from torch.utils._pytree import tree_map
 
 from hvkit import engines
-from hvkit.adapters.pytorch.host_memory import HostMemory
 from hvkit.engines import PyTorchEngine
+from hvkit.host_memory import HostMemory
 
 
 class OnGpu(torch.Tensor):
