@@ -13,7 +13,7 @@ import numpy as np
 
 from hvkit.adapters.fingerprints import Compared, Rows
 from hvkit.adapters.keras.checks import compared_in
-from hvkit.adapters.keras.state import has_weights
+from hvkit.adapters.keras.initial_state import has_weights
 from hvkit.checkpoint.keras_variables import as_dtype_of, require_shapes, shapes_of
 from hvkit.checkpoint.parts import Arrays
 

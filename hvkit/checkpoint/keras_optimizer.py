@@ -13,8 +13,8 @@ import tensorflow as tf
 
 from hvkit.adapters.fingerprints import Compared, Rows
 from hvkit.adapters.keras.checks import compared_in
-from hvkit.adapters.keras.loss_scale import inner_optimizer
-from hvkit.adapters.keras.state import tf_variable
+from hvkit.adapters.keras.initial_state import tf_variable
+from hvkit.adapters.keras.optimizers import inner_optimizer
 from hvkit.checkpoint.keras_variables import as_dtype_of, require_shapes, shapes_of
 from hvkit.checkpoint.parts import Arrays
 

@@ -20,20 +20,23 @@ from hvkit.adapters.adapter import Options, Record
 from hvkit.adapters.keras.averager import GradientAverager
 from hvkit.adapters.keras.batch_norm import average_statistics, synchronise_batch_norm
 from hvkit.adapters.keras.checks import Checks, require_same_weights
-from hvkit.adapters.keras.compression import DTYPES
+from hvkit.adapters.keras.collectives import NARROW_DTYPES, GraphWait
 from hvkit.adapters.keras.fit import share_results
-from hvkit.adapters.keras.graph_wait import GraphWait
-from hvkit.adapters.keras.guard import refuse_other_optimizers
-from hvkit.adapters.keras.loss_scale import inner_optimizer, skip_together
-from hvkit.adapters.keras.rate import RateInUpdate
-from hvkit.adapters.keras.state import (
+from hvkit.adapters.keras.initial_state import (
     has_weights,
     have_values,
     synchronise,
     synchronise_optimizers,
     tf_variable,
 )
-from hvkit.adapters.keras.update import Average, average_in_apply
+from hvkit.adapters.keras.optimizers import (
+    Average,
+    RateInUpdate,
+    average_in_apply,
+    inner_optimizer,
+    skip_together,
+)
+from hvkit.adapters.keras.refusals import refuse_other_optimizers
 from hvkit.learning_rate import Multiplier
 
 # Tells the optimizers apart; ranks call distribute in the same order.
@@ -135,7 +138,9 @@ class KerasAdapter:
     def _average(self) -> Average:
         name = f"hvkit.{next(_serial)}"
         checks = Checks(name, self.model, self.options.check_every)
-        average_gradients = GradientAverager(name, DTYPES.get(self.options.compression), checks)
+        average_gradients = GradientAverager(
+            name, NARROW_DTYPES.get(self.options.compression), checks
+        )
         self.averagers.append(average_gradients)
         if self.options.batch_norm != "average":
             return average_gradients

@@ -15,8 +15,8 @@ import keras
 import tensorflow as tf
 
 from hvkit import runtime
-from hvkit.adapters.keras.graph_wait import GraphWait
-from hvkit.adapters.keras.guard import refuse_xla
+from hvkit.adapters.keras.collectives import GraphWait
+from hvkit.adapters.keras.refusals import refuse_xla
 
 # The names of the collectives; ranks make the layers in the same order.
 _serial = itertools.count()

@@ -22,9 +22,9 @@ import tensorflow as tf
 from hvkit import runtime
 from hvkit.adapters import fingerprints
 from hvkit.adapters.fingerprints import WIDTH, Compared, Rows
-from hvkit.adapters.keras.guard import is_averaged, weights_of_distributed
-from hvkit.adapters.keras.loss_scale import inner_optimizer
-from hvkit.adapters.keras.state import tf_variable
+from hvkit.adapters.keras.initial_state import tf_variable
+from hvkit.adapters.keras.optimizers import inner_optimizer
+from hvkit.adapters.keras.refusals import is_averaged, weights_of_distributed
 from hvkit.errors import RanksDisagreeError
 
 # Updates that no training reaches.

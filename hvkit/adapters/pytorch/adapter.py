@@ -16,16 +16,16 @@ from hvkit.adapters.pytorch.batch_norm import (
     batch_norm_of,
     synchronise_batch_norm,
 )
+from hvkit.adapters.pytorch.buckets import NARROW_DTYPES
 from hvkit.adapters.pytorch.checks import Checks
-from hvkit.adapters.pytorch.compression import DTYPES
-from hvkit.adapters.pytorch.guard import (
+from hvkit.adapters.pytorch.initial_state import broadcast_optimizer, broadcast_tensors, move_to
+from hvkit.adapters.pytorch.learning_rate import RateInStep
+from hvkit.adapters.pytorch.reducer import GradientReducer, is_averaged
+from hvkit.adapters.pytorch.refusals import (
     optimizers_inside,
     refuse_other_optimizers,
     refuse_other_wrappers,
 )
-from hvkit.adapters.pytorch.rate import RateInStep
-from hvkit.adapters.pytorch.reducer import GradientReducer, is_averaged
-from hvkit.adapters.pytorch.state import broadcast_optimizer, broadcast_tensors, move_to
 from hvkit.agreement import require_equal
 from hvkit.learning_rate import Multiplier
 
@@ -93,7 +93,7 @@ class PyTorchAdapter:
             accumulate=self.options.accumulate,
             name=name,
             checks=Checks(self.parameters, self.optimizers, self.options.check_every, name),
-            narrow=DTYPES.get(self.options.compression),
+            narrow=NARROW_DTYPES.get(self.options.compression),
             statistics=self._averaged_statistics(),
         )
         records = []

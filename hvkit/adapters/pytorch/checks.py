@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from hvkit.adapters import fingerprints
 from hvkit.adapters.fingerprints import BLOCK, PRIME, WIDTH, Compared, Rows
-from hvkit.adapters.pytorch.guard import processes_of_torch_distributed, two_at_once
+from hvkit.adapters.pytorch.refusals import processes_of_torch_distributed, two_at_once
 from hvkit.engines import waiting_for_all_ranks
 from hvkit.errors import RanksDisagreeError
 

@@ -29,11 +29,9 @@ from torch.optim import Optimizer
 
 from hvkit import metrics, runtime
 from hvkit.adapters.pytorch.batch_norm import RunningStatistics
-from hvkit.adapters.pytorch.buckets import Bucket, make_buckets
+from hvkit.adapters.pytorch.buckets import Bucket, average_rows, make_buckets, make_narrow_buckets
 from hvkit.adapters.pytorch.checks import Checks
-from hvkit.adapters.pytorch.compression import make_narrow_buckets
-from hvkit.adapters.pytorch.flags import Flags
-from hvkit.adapters.pytorch.sparse import average_rows
+from hvkit.adapters.pytorch.step_report import Flags
 from hvkit.errors import RanksDisagreeError
 from hvkit.watch.calls import call
 from hvkit.watch.failures import mark_as_shown_by

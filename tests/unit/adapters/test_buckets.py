@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from hvkit.adapters.pytorch.buckets import make_buckets
-from hvkit.adapters.pytorch.flags import Flags
+from hvkit.adapters.pytorch.step_report import Flags
 
 
 def numbered(*tensors):
