@@ -20,9 +20,9 @@ from hvkit.adapters.pytorch.buckets import NARROW_DTYPES
 from hvkit.adapters.pytorch.checks import Checks
 from hvkit.adapters.pytorch.initial_state import broadcast_optimizer, broadcast_tensors, move_to
 from hvkit.adapters.pytorch.learning_rate import RateInStep
+from hvkit.adapters.pytorch.optimizers import has_step_length, optimizers_inside
 from hvkit.adapters.pytorch.reducer import GradientReducer, is_averaged
 from hvkit.adapters.pytorch.refusals import (
-    optimizers_inside,
     refuse_other_optimizers,
     refuse_other_wrappers,
 )
@@ -76,7 +76,7 @@ class PyTorchAdapter:
         return [
             (
                 float(torch.as_tensor(group["lr"]).detach()),
-                None if _has_step_length(each) else multiplier,
+                None if has_step_length(each) else multiplier,
             )
             for each in self.optimizers
             for group in each.param_groups
@@ -103,7 +103,7 @@ class PyTorchAdapter:
             for each in stepping:
                 self._follow(each, reducer)
             rate = None
-            if not self.multiplier.changes_nothing and not _has_step_length(optimizer):
+            if not self.multiplier.changes_nothing and not has_step_length(optimizer):
                 rate = RateInStep(self.multiplier)
                 for each in stepping:
                     rate.attach(each)
@@ -200,12 +200,3 @@ def _sparse_embeddings(model: nn.Module) -> set[torch.Tensor]:
         for module in model.modules()
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
     }
-
-
-def _has_step_length(optimizer: Optimizer) -> bool:
-    """Whether ``lr`` is how far to go along a step that already has the right length.
-
-    That is so where curvature gives the length. No rule about batch sizes applies to it: 1 is right
-    for any batch, and the rules compare updates that are proportional to the gradient.
-    """
-    return isinstance(optimizer, torch.optim.LBFGS)

@@ -1,25 +1,19 @@
-"""Flat buffers that carry many gradients in one allreduce.
+"""How gradients travel between ranks: many dense ones in one allreduce, row-sparse ones by row.
 
-A bucket holds the gradients of some parameters, one after the other, as one contiguous tensor
-that Horovod reduces in place. What is averaged is a copy: a parameter's own gradient is only
-written when the mean is there. Hence a gradient that this rank did not compute can go out as
-zeros, half-precision gradients can travel in float32, and any memory layout is fine.
+A bucket holds the gradients of some parameters, one after the other, in one contiguous tensor that
+Horovod reduces in place. Buckets hold copies: a parameter's own gradient changes only when the mean
+is there. A rank can therefore send zeros for a gradient that it did not compute, half-precision
+gradients can travel in float32, and any memory layout is fine. With compression, float32 gradients
+travel in 16 bits; :mod:`hvkit.adapters.transport` explains how.
 
-Gradients that travel in 16 bits and are summed in 32.
-
-Horovod's allreduce would sum in the 16 bits too, where float16 overflows and every rank adds a
-rounding error, and it has no bfloat16. So its two halves are made of other collectives: an
-all-to-all gives each rank its share of every rank's gradients, which it averages in float32, and an
-allgather brings the means to all. Each byte count is half that of a ring allreduce in float32.
-
-The mean over ranks of row-sparse gradients, as ``torch.nn.Embedding(sparse=True)`` makes them.
-
-The rows that the ranks touched are gathered rather than summed as dense tensors: a table of
-millions of rows costs what the few rows of a batch cost.
+The gradients of ``torch.nn.Embedding(sparse=True)`` have values in few rows. Ranks gather the rows
+that they touched instead of summing dense tensors: a table of millions of rows costs as much as the
+rows of a batch.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from types import ModuleType
 
@@ -29,7 +23,9 @@ from hvkit.adapters.transport import chunks
 from hvkit.engines import waiting_for_all_ranks
 from hvkit.watch.failures import translated
 
-# Horovod's allreduce has no bfloat16, and float16 would overflow in the sum where the mean fits.
+NARROW_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+# Horovod's allreduce has no bfloat16, and a sum in float16 may overflow although the mean fits.
 _WIRE_DTYPE = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
@@ -37,10 +33,73 @@ _WIRE_DTYPE = {
     torch.complex128: torch.float64,
 }
 
+# What decides which parameters share a bucket: of each its dtype, device, whether it requires a
+# gradient, and whether its gradient is row-sparse.
+_Layout = tuple[tuple[torch.dtype, torch.device, bool, bool], ...]
+_LAYOUTS_KEPT = 4
 
-def wire_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which gradients of ``dtype`` travel and are summed."""
-    return _WIRE_DTYPE.get(dtype, dtype)
+
+class BucketSet:
+    """The buckets of one model, laid out again when its parameters change.
+
+    Args:
+        name: the same on every rank, and no other set's.
+        narrow: 16-bit dtype in which gradients travel; None for their own.
+
+    Attributes:
+        all: the buckets of the current layout, in the order in which backward fills them.
+        of: the bucket of each parameter that is in one, by the parameter's number.
+    """
+
+    def __init__(self, name: str, narrow: torch.dtype | None = None) -> None:
+        self.all: list[Bucket] = []
+        self.of: dict[int, Bucket] = {}
+        self._name = name
+        self._narrow = narrow
+        self._layout: _Layout | None = None
+        self._layouts: dict[_Layout, list[Bucket]] = {}
+        self._layouts_made = itertools.count()
+
+    @property
+    def last(self) -> Bucket:
+        """The bucket with the extra numbers; every rank sends it, whatever its layout."""
+        return self.all[-1]
+
+    def arrange(
+        self, parameters: Sequence[torch.nn.Parameter], sparse: set[int], extra: int
+    ) -> None:
+        """Lay the buckets out again if the parameters changed and no bucket is on its way.
+
+        Args:
+            parameters: all parameters, in the same order on every rank.
+            sparse: numbers of those whose gradients are row-sparse and travel by row.
+            extra: how many numbers to append to the last bucket.
+        """
+        layout = tuple(
+            (p.dtype, p.device, p.requires_grad, i in sparse) for i, p in enumerate(parameters)
+        )
+        if layout == self._layout or any(bucket.handle is not None for bucket in self.all):
+            return
+        if layout not in self._layouts:
+            # GANs freeze and thaw parameters in every step, which comes back to few layouts.
+            while len(self._layouts) >= _LAYOUTS_KEPT:
+                del self._layouts[next(iter(self._layouts))]
+            self._layouts[layout] = self._new_buckets(parameters, sparse, extra)
+        self._layout = layout
+        self.all = self._layouts[layout]
+        self.of = {i: bucket for bucket in self.all for i in bucket.views}
+
+    def _new_buckets(
+        self, parameters: Sequence[torch.nn.Parameter], sparse: set[int], extra: int
+    ) -> list[Bucket]:
+        dense: list[tuple[int, torch.Tensor]] = [
+            (i, p) for i, p in enumerate(parameters) if p.requires_grad and i not in sparse
+        ]
+        if not dense:  # the extra numbers still need a bucket
+            dense = [(-1, torch.zeros(1, device=parameters[0].device))]
+        name = f"{self._name}.{next(self._layouts_made)}"
+        # The last bucket has one name in all layouts, for ranks whose layouts differ.
+        return make_buckets(name, f"{self._name}.last", dense, extra, self._narrow)
 
 
 class Bucket:
@@ -49,7 +108,7 @@ class Bucket:
     Args:
         name: the same on every rank, and no other bucket's.
         members: numbers and parameters, at least one.
-        extra: numbers to append at the end, for whoever fills :attr:`extra`.
+        extra: how many numbers to append; the caller fills them in through :attr:`extra`.
     """
 
     def __init__(
@@ -88,10 +147,10 @@ class Bucket:
             self.handle = hvd.allreduce_async_(self.flat, name=self.name, op=hvd.Average)
 
     def exchange(self, hvd: ModuleType) -> None:
-        """Start what comes second, in buckets that need two collectives; after :meth:`launch`."""
+        """Start the second collective of buckets that need two; call after :meth:`launch`."""
 
     def wait(self, hvd: ModuleType) -> None:
-        """Wait for the mean; after :meth:`exchange`."""
+        """Wait for the mean; call after :meth:`exchange`."""
         with waiting_for_all_ranks():
             hvd.synchronize(self.handle)
         self.handle = None
@@ -107,41 +166,13 @@ def _shaped_like(parameter: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
     return piece.view_as(parameter)
 
 
-def runs(members: Iterable[tuple[int, torch.Tensor]]) -> list[list[tuple[int, torch.Tensor]]]:
-    """Spread numbered parameters over buckets.
-
-    Backward reaches the last registered parameters first, so the buckets run from there. The
-    first registered parameters are in the last bucket.
-    """
-    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[int, torch.Tensor]]] = {}
-    for i, p in reversed(list(members)):
-        kinds.setdefault((wire_dtype(p.dtype), p.device), []).append((i, p))
-    return [
-        [group[position] for position in run]
-        for group in kinds.values()
-        for run in chunks([p.numel() * p.element_size() for _, p in group])
-    ]
-
-
-def make_buckets(
-    name: str, last_name: str, members: Iterable[tuple[int, torch.Tensor]], extra: int
-) -> list[Bucket]:
-    """Buckets for numbered parameters; the last, of a name of its own, has ``extra`` numbers."""
-    spread = runs(members)
-    first = [Bucket(f"{name}.{b}", run) for b, run in enumerate(spread[:-1])]
-    return [*first, Bucket(last_name, spread[-1], extra)]
-
-
-NARROW_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-
-
 class NarrowBucket(Bucket):
-    """A bucket of float32 gradients whose elements take 16 bits on the way.
+    """A bucket of float32 gradients that travel in 16 bits.
 
     Args:
         name: the same on every rank, and no other bucket's.
         members: numbers and parameters, at least one.
-        dtype: of 16 bits.
+        dtype: the 16-bit one.
     """
 
     def __init__(
@@ -172,37 +203,56 @@ class NarrowBucket(Bucket):
         self.flat.copy_(from_bits(means[: len(self.flat)], self._dtype))
 
 
-def to_bits(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Round to 16 bits, in a dtype that Horovod moves without looking inside."""
-    return values.to(dtype).view(torch.int16)
-
-
-def from_bits(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The float32 values of what :func:`to_bits` gave."""
-    return bits.view(dtype).to(torch.float32)
-
-
-def make_narrow_buckets(
+def make_buckets(
     name: str,
     last_name: str,
     members: Iterable[tuple[int, torch.Tensor]],
     extra: int,
-    dtype: torch.dtype,
+    narrow: torch.dtype | None = None,
 ) -> list[Bucket]:
-    """Buckets for numbered parameters; the last has ``extra`` numbers alone, in full precision.
+    """Make the buckets for some parameters.
 
-    Gradients in double precision are not narrowed.
+    Args:
+        name: what the buckets' names begin with.
+        last_name: the name of the last bucket.
+        members: numbers and parameters, at least one.
+        extra: how many numbers to append to the last bucket.
+        narrow: 16-bit dtype for float32 gradients. The last bucket then has the extra numbers
+            alone, in full precision.
     """
-    spread = runs(members)
+    spread = _spread(members)
+    if narrow is None:
+        first = [Bucket(f"{name}.{b}", run) for b, run in enumerate(spread[:-1])]
+        return [*first, Bucket(last_name, spread[-1], extra)]
     device = spread[-1][-1][1].device
     buckets = [
-        NarrowBucket(f"{name}.{b}", run, dtype)
+        NarrowBucket(f"{name}.{b}", run, narrow)
         if wire_dtype(run[0][1].dtype) is torch.float32
         else Bucket(f"{name}.{b}", run)
         for b, run in enumerate(spread)
     ]
     # No parameter has the number -1.
     return [*buckets, Bucket(last_name, [(-1, torch.zeros(1, device=device))], extra)]
+
+
+def _spread(members: Iterable[tuple[int, torch.Tensor]]) -> list[list[tuple[int, torch.Tensor]]]:
+    """Divide numbered parameters into runs, one for each bucket.
+
+    Backward reaches the parameters that were registered last first, so the runs begin there.
+    """
+    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[int, torch.Tensor]]] = {}
+    for i, p in reversed(list(members)):
+        kinds.setdefault((wire_dtype(p.dtype), p.device), []).append((i, p))
+    return [
+        [group[position] for position in run]
+        for group in kinds.values()
+        for run in chunks([p.numel() * p.element_size() for _, p in group])
+    ]
+
+
+def wire_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which gradients of ``dtype`` travel and are summed."""
+    return _WIRE_DTYPE.get(dtype, dtype)
 
 
 def average_rows(
@@ -212,14 +262,14 @@ def average_rows(
     hvd: ModuleType,
     narrow: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Mean over ranks of a gradient that is sparse in its first dimension; a collective.
+    """Average a gradient that is sparse in its first dimension over ranks; a collective.
 
     Args:
         gradient: sparse or dense tensor of the parameter's shape; None counts as zero.
         parameter: of shape (rows, ...).
         name: the same on every rank, and no other parameter's.
         hvd: Horovod's PyTorch binding.
-        narrow: dtype of 16 bits in which the values travel; None for their own.
+        narrow: 16-bit dtype in which float32 values travel; None for their own.
 
     Returns:
         A coalesced sparse tensor of the parameter's shape and dtype.
@@ -246,3 +296,13 @@ def average_rows(
         all_rows[None], all_values / hvd.size(), parameter.shape, check_invariants=False
     )
     return mean.coalesce().to(parameter.dtype)
+
+
+def to_bits(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Round to 16 bits, in an integer dtype: Horovod moves it without arithmetic."""
+    return values.to(dtype).view(torch.int16)
+
+
+def from_bits(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The float32 values of a result of :func:`to_bits`."""
+    return bits.view(dtype).to(torch.float32)

@@ -7,7 +7,6 @@ it at any time. Only while ``step()`` updates does it hold the multiplied rate.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections import OrderedDict
 from collections.abc import Callable
 from types import MethodType
@@ -16,6 +15,12 @@ from typing import Any, cast
 import torch
 from torch.optim import Optimizer
 
+from hvkit.adapters.pytorch.optimizers import (
+    closure_of,
+    hook_steps_of_parents,
+    leaves_update_to_parent,
+    with_closure,
+)
 from hvkit.learning_rate import Multiplier
 
 Hooks = OrderedDict[int, Callable[..., Any]]
@@ -44,7 +49,7 @@ class RateInStep:
         Of an optimizer and one that it steps, which share their groups, both are attached.
         """
         # torch.compile takes the update alone, which is then compiled as it is without hvkit.
-        _hook_steps_of_parents(type(optimizer))
+        hook_steps_of_parents(type(optimizer))
         uncompiled: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.compiler.disable
         before = optimizer.register_step_pre_hook(uncompiled(self._before))
         after = optimizer.register_step_post_hook(uncompiled(self._after))
@@ -70,15 +75,13 @@ class RateInStep:
         # set the user's rate itself.
         self._depth += 1
         kind = type(optimizer)
-        if self._put_backs or _leaves_update_to_parent(kind, self._depth):  # type: ignore[arg-type]
+        if self._put_backs or leaves_update_to_parent(kind, self._depth):  # type: ignore[arg-type]
             return None
         self._multiply(optimizer)
-        # args[0] is the optimizer.
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        closure = closure_of(args, kwargs)
         if closure is None:
             return None
-        rest = {name: value for name, value in kwargs.items() if name != "closure"}
-        return (args[0], self._at_the_users_rate(optimizer, closure), *args[2:]), rest
+        return with_closure(self._at_the_users_rate(optimizer, closure), args, kwargs)
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._depth -= 1
@@ -130,40 +133,6 @@ class RateInStep:
         put_backs, self._put_backs = self._put_backs, []
         for put_back in put_backs:
             put_back()
-
-
-def _with_step(kind: type[Any]) -> list[type[Any]]:
-    """The optimizer's classes that have a step of their own, itself first."""
-    return [each for each in kind.__mro__ if "step" in vars(each) and each is not Optimizer]
-
-
-def _hook_steps_of_parents(kind: type[Any]) -> None:
-    """Have the hooks run around the steps of parent classes as well.
-
-    PyTorch sees to it when it makes the first optimizer of such a class itself.
-    """
-    for each in _with_step(kind):
-        if not getattr(vars(each)["step"], "hooked", False):
-            each.step = Optimizer.profile_hook_step(each.step)
-            each.step.hooked = True
-
-
-@functools.cache
-def _leaves_update_to_parent(kind: type[Any], depth: int) -> bool:
-    """Whether the step that is running calls that of a parent class.
-
-    Args:
-        kind: the optimizer's class.
-        depth: how many of its classes' steps are running, from 1.
-    """
-    with_step = _with_step(kind)
-    if depth >= len(with_step):
-        return False
-    code = inspect.unwrap(vars(with_step[depth - 1])["step"]).__code__
-    parents = {each.__name__ for each in with_step[depth:]}
-    return "step" in code.co_names and (
-        "__class__" in code.co_freevars or not parents.isdisjoint(code.co_names)
-    )
 
 
 def _multiply_in_place(rate: torch.Tensor, by: float) -> Callable[[], None]:

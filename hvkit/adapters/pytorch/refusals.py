@@ -16,6 +16,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from hvkit.adapters.pytorch.optimizers import optimizers_inside
+
 # Classes by their names, so that nothing is imported to look for them, and what to do instead.
 _WRAPPERS = {
     "DistributedDataParallel": "pass the plain module (model.module) and its optimizer",
@@ -89,19 +91,6 @@ def refuse_other_optimizers(
     """
     _averaged.update(optimizers)
     _look_who_steps(is_averaged)
-
-
-def optimizers_inside(optimizer: Optimizer) -> list[Optimizer]:
-    """Optimizers around which this one was made, as SAM and Lookahead are, with the same groups."""
-    groups = {id(group) for group in optimizer.param_groups}
-    held: list[Any] = []
-    for value in vars(optimizer).values():
-        held.extend(value if isinstance(value, list | tuple) else [value])
-    return [
-        each
-        for each in held
-        if isinstance(each, Optimizer) and any(id(group) in groups for group in each.param_groups)
-    ]
 
 
 @functools.cache

@@ -1,26 +1,37 @@
-"""What each rank tells the others along with its gradients: a few numbers, averaged like them."""
+"""The few numbers that travel along with the gradients, and the errors when ranks disagree.
+
+Every rank reports which gradients it has, how many steps it has done, and a checksum of its
+learning rates. The numbers are averaged like gradients, at the end of the last bucket. All ranks
+read the same report from the mean and so decide alike what to do with the gradients.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.optim import Optimizer
 
-# Optimizer steps are compared modulo this. Small numbers keep the comparison exact in float32.
+from hvkit import runtime
+from hvkit.errors import RanksDisagreeError
+from hvkit.watch.failures import mark_as_shown_by
+
+# Ranks compare their steps modulo this. Small numbers keep the comparison exact in float32.
 _STEP_CYCLE = 8
-# Digits in base 2 of what stands for the learning rates.
+# Bits of the checksum of the learning rates that travel.
 _BITS = 24
 
 
 @dataclass(frozen=True)
-class Flags:
-    """What any rank had in a reduction; the same on every rank.
+class StepReport:
+    """What the ranks had in one reduction; the same on every rank.
 
     Attributes:
-        dense: numbers of the parameters with a dense gradient.
-        sparse: numbers of those with a sparse one.
-        outdated: numbers of those whose gradient changed after their bucket had gone out.
+        dense: numbers of the parameters with a dense gradient on any rank.
+        sparse: numbers of those with a sparse gradient on any rank.
+        outdated: numbers of those whose gradient changed after a rank had sent their bucket.
         frozen_on_some: numbers of those that some ranks train and others do not.
         rates_differ: whether the ranks use different learning rates.
         steps_differ: whether the ranks have done different numbers of optimizer steps.
@@ -35,7 +46,7 @@ class Flags:
 
     @staticmethod
     def length(parameters: int) -> int:
-        """Numbers that the flags of so many parameters take."""
+        """How many numbers the report on this number of parameters takes."""
         return 4 * parameters + _BITS + 2
 
     @staticmethod
@@ -49,12 +60,14 @@ class Flags:
         rates: int,
         steps: int,
     ) -> torch.Tensor:
-        """This rank's flags as a float32 tensor of shape ``(length(parameters),)``.
+        """This rank's report as a float32 tensor of shape ``(length(parameters),)``.
 
         Args:
-            parameters: how many there are.
-            dense: see the attributes; ``sparse`` and ``outdated``, too.
-            trained: numbers of the parameters that require a gradient.
+            parameters: the number of parameters.
+            dense: numbers of those with a dense gradient on this rank.
+            sparse: numbers of those with a sparse gradient on this rank.
+            outdated: numbers of those whose gradient changed after their bucket was sent.
+            trained: numbers of those that require a gradient.
             rates: a checksum of the learning rates.
             steps: optimizer steps done.
         """
@@ -66,13 +79,13 @@ class Flags:
         return torch.cat([rows.view(-1), bits, torch.tensor([step, step * step])])
 
     @staticmethod
-    def decode(mean: torch.Tensor, size: int) -> Flags:
-        """The flags from the mean over ``size`` ranks of what :meth:`encode` gave."""
+    def decode(mean: torch.Tensor, size: int) -> StepReport:
+        """The report from the mean over ``size`` ranks of the results of :meth:`encode`."""
         values = mean.cpu().double()
         rows = values[: -_BITS - 2].view(4, -1)
         step, square = values[-2:].tolist()
         dense, sparse, outdated = (_numbers(row > 0) for row in rows[:3])
-        return Flags(
+        return StepReport(
             dense,
             sparse,
             outdated,
@@ -83,9 +96,86 @@ class Flags:
 
 
 def _on_some(means: torch.Tensor, size: int) -> torch.Tensor:
-    """Which means are those of zeros and ones."""
+    """Which means come from zeros on some ranks and ones on others."""
     return (means > 0.5 / size) & (means < 1 - 0.5 / size)
 
 
 def _numbers(row: torch.Tensor) -> set[int]:
     return set(row.nonzero().flatten().tolist())
+
+
+def of_this_rank(
+    parameters: Sequence[torch.nn.Parameter],
+    outdated: set[int],
+    optimizers: Sequence[Optimizer],
+    steps: int,
+) -> torch.Tensor:
+    """This rank's report, encoded.
+
+    Args:
+        parameters: all of the model's, with this rank's own gradients.
+        outdated: numbers of those whose gradient changed after their bucket was sent.
+        optimizers: those that update the parameters.
+        steps: optimizer steps done.
+    """
+    trained = {i: p.grad for i, p in enumerate(parameters) if p.requires_grad}
+    sparse = {i for i, gradient in trained.items() if gradient is not None and gradient.is_sparse}
+    dense = {i for i, gradient in trained.items() if gradient is not None} - sparse
+    return StepReport.encode(
+        len(parameters),
+        dense=dense,
+        sparse=sparse,
+        outdated=outdated,
+        trained=trained,
+        rates=zlib.crc32(repr([rate for _, rate in _rates(optimizers)]).encode()),
+        steps=steps,
+    )
+
+
+def refuse_other_parameters(
+    parameters: Sequence[torch.nn.Parameter], label: Callable[[int, torch.Tensor], str]
+) -> None:
+    """Raise on every rank unless all train the same parameters; a collective.
+
+    Args:
+        parameters: all of the model's.
+        label: what to call a parameter, from its number and itself.
+    """
+    mine = {i for i, p in enumerate(parameters) if p.requires_grad}
+    everyone = runtime.gather("backward()", mine)
+    for rank, theirs in enumerate(everyone):
+        if theirs == everyone[0]:
+            continue
+        i = min(theirs ^ everyone[0])
+        trains, freezes = (rank, 0) if i in theirs else (0, rank)
+        error = RanksDisagreeError(
+            f"{label(i, parameters[i])} requires a gradient on rank {trains} but not on rank "
+            f"{freezes}: freeze the same parameters on every rank (to choose them at random, use "
+            "a generator with the same seed on all ranks)"
+        )
+        raise mark_as_shown_by(error, 0)
+
+
+def refuse_other_rates(optimizers: Sequence[Optimizer]) -> None:
+    """Raise on every rank unless all use the same learning rates; a collective."""
+    everyone = runtime.gather("backward()", _rates(optimizers))
+    for rank, theirs in enumerate(everyone):
+        for (name, first), (_, other) in zip(everyone[0], theirs, strict=True):
+            if first != other:
+                error = RanksDisagreeError(
+                    f"the learning rate of {name} is {first!r} on rank 0 but {other!r} on rank "
+                    f"{rank}: set the same rate on every rank; a scheduler that follows a metric "
+                    "needs the mean over ranks: scheduler.step(hvkit.average(loss))"
+                )
+                raise mark_as_shown_by(error, 0)
+
+
+def _rates(optimizers: Sequence[Optimizer]) -> list[tuple[str, float]]:
+    """The rates in host memory, with names; fetching one from a GPU would delay every step."""
+    return [
+        (f"parameter group {g} of {type(optimizer).__name__}", float(rate))
+        for optimizer in optimizers
+        for g, group in enumerate(optimizer.param_groups)
+        if isinstance(rate := group.get("lr"), int | float)
+        or (isinstance(rate, torch.Tensor) and rate.device.type == "cpu")
+    ]
