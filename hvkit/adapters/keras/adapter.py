@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +33,8 @@ from hvkit.adapters.keras.optimizers import (
     RateInUpdate,
     average_in_apply,
     inner_optimizer,
+    parts_of,
+    settings_of,
     skip_together,
 )
 from hvkit.adapters.keras.refusals import refuse_other_optimizers
@@ -67,7 +68,7 @@ class KerasAdapter:
         self._synchronised: dict[int, Any] = {}
 
     def facts(self) -> list[str]:
-        return [_settings(each) for each in self.optimizers]
+        return [settings_of(each) for each in self.optimizers]
 
     def synchronise(self) -> None:
         self._synchronise_batch_norm()
@@ -114,7 +115,7 @@ class KerasAdapter:
             self._synchronise(new)
 
     def scale_learning_rate(self, multiplier: Multiplier) -> list[tuple[float, Multiplier | None]]:
-        parts = [part for each in self.optimizers for part in _parts(inner_optimizer(each))]
+        parts = [part for each in self.optimizers for part in parts_of(inner_optimizer(each))]
         if not multiplier.changes_nothing:
             for part in parts:
                 RateInUpdate(part, multiplier)
@@ -128,7 +129,7 @@ class KerasAdapter:
             self.model.train_function = None  # made anew by the next fit
         for each in self.optimizers:
             inner = inner_optimizer(each)
-            refuse_other_optimizers(self.model, [inner, *_parts(inner)])
+            refuse_other_optimizers(self.model, [inner, *parts_of(inner)])
             average_in_apply(inner, self._average(), self._before_update)
             skip_together(inner)
         compare = functools.partial(require_same_weights, "fit", self.model, self.optimizers)
@@ -156,22 +157,6 @@ class KerasAdapter:
         return average
 
 
-def _settings(optimizer: Any) -> str:
-    """The optimizer's configuration; its name counts up, and its rate is taken from rank 0."""
-    config = optimizer.get_config()
-    if isinstance(config.get("learning_rate"), float):
-        del config["learning_rate"]
-    config.pop("name", None)
-    text = json.dumps(config, sort_keys=True, default=lambda value: type(value).__name__)
-    return f"optimizer {type(optimizer).__name__}: {text}"
-
-
-def _parts(optimizer: Any) -> list[Any]:
-    """The optimizers with a learning rate: several in a ``MultiOptimizer``."""
-    multi = getattr(keras.optimizers, "MultiOptimizer", None)
-    return optimizer.optimizers if multi and isinstance(optimizer, multi) else [optimizer]
-
-
 def _checked(optimizer: Any, model: Any) -> Any:
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         hint = ""
@@ -183,7 +168,7 @@ def _checked(optimizer: Any, model: Any) -> Any:
             f"{type(optimizer).__qualname__}{hint}"
         )
     inner = inner_optimizer(optimizer)
-    if not _parts(inner):
+    if not parts_of(inner):
         raise ValueError(
             f"{type(inner).__name__} {inner.name!r} does not know its optimizers yet: call its "
             "build(model.trainable_variables) before hvkit.distribute"

@@ -1,21 +1,13 @@
-"""Averaging, attached to the ``apply`` of one Keras optimizer instance.
+"""Everything that hvkit attaches to one Keras optimizer, and the optimizers inside others.
 
-The learning rate of a Keras optimizer, multiplied where an update reads it.
-
-``optimizer.learning_rate`` is the user's: callbacks, loggers and saved files read and write it at
-any time, and it may be a number, a ``LearningRateSchedule`` or a function.
-
-Keras's ``LossScaleOptimizer``: an overflow on one rank skips the step on all.
-
-It wraps the optimizer that does the update, either by the user's hand or in ``compile`` under the
-``mixed_float16`` policy, before or after ``distribute``. It looks for overflows in the local
-gradients, and calls the inner optimizer only if there are none. Were each rank to decide that
-alone, some would wait in the inner optimizer for others that never come.
+``optimizer.apply`` averages the gradients before it uses them, and reads a multiplied learning
+rate. Loss-scaling optimizers around it skip a step on all ranks together.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -29,8 +21,34 @@ from hvkit.adapters.keras.refusals import refuse_xla
 from hvkit.learning_rate import Multiplier
 
 
+def inner_optimizer(optimizer: Any) -> Any:
+    """The optimizer that does the update: the innermost, inside any ``LossScaleOptimizer``."""
+    while isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        optimizer = optimizer.inner_optimizer
+    return optimizer
+
+
+def parts_of(optimizer: Any) -> list[Any]:
+    """The optimizers that have a learning rate: several in a ``MultiOptimizer``, else this one."""
+    multi = getattr(keras.optimizers, "MultiOptimizer", None)
+    return optimizer.optimizers if multi and isinstance(optimizer, multi) else [optimizer]
+
+
+def settings_of(optimizer: Any) -> str:
+    """The optimizer's configuration, for comparing ranks.
+
+    Left out are its name, which holds a counter, and its rate, which rank 0 sets on all ranks.
+    """
+    config = optimizer.get_config()
+    if isinstance(config.get("learning_rate"), float):
+        del config["learning_rate"]
+    config.pop("name", None)
+    text = json.dumps(config, sort_keys=True, default=lambda value: type(value).__name__)
+    return f"optimizer {type(optimizer).__name__}: {text}"
+
+
 class Average(Protocol):
-    """Means over ranks; see :meth:`hvkit.adapters.keras.averager.GradientAverager.__call__`."""
+    """As :meth:`hvkit.adapters.keras.averager.GradientAverager.__call__`."""
 
     def __call__(
         self, gradients: Sequence[Any], variables: Sequence[Any], absent: Sequence[Any] | None = ...
@@ -40,16 +58,16 @@ class Average(Protocol):
 def average_in_apply(
     optimizer: Any, average: Average, before_update: Callable[[Sequence[Any]], None]
 ) -> None:
-    """Have ``optimizer.apply`` average the gradients before it uses them.
+    """Make ``optimizer.apply`` average the gradients before it uses them.
 
     Args:
         optimizer: one that updates variables, not one that scales the loss.
-        average: the collective: means of gradients, for the variables they belong to.
+        average: the collective that returns the means of the gradients of some variables.
         before_update: called with the variables at the start of each update.
     """
     apply = optimizer.apply
 
-    # AutoGraph would translate all of hvkit and Horovod that is called here, for seconds.
+    # AutoGraph would spend seconds on translating all of hvkit and Horovod below this call.
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def averaged_apply(grads: Sequence[Any], trainable_variables: Any = None) -> None:
         refuse_xla("optimizer.apply")
@@ -71,10 +89,10 @@ def average_in_apply(
 def _average_when_due(
     optimizer: Any, average: Average, grads: list[Any], variables: list[Any]
 ) -> list[Any]:
-    """Reduce once in ``gradient_accumulation_steps``, with all that was accumulated.
+    """Average the accumulated gradients, once in ``gradient_accumulation_steps``.
 
-    Keras adds the accumulators to the last gradients by itself. In the step that updates, they
-    are therefore emptied into the gradients that are averaged.
+    Keras itself adds the accumulators to the last gradients. In a step that updates, this function
+    therefore moves them into the gradients that it averages.
     """
     if not optimizer.built:
         optimizer.build(variables)
@@ -87,7 +105,7 @@ def _average_when_due(
     if tf.executing_eagerly():
         if due:
             return _average_accumulated(average, local, variables, accumulators)
-        # Keras refuses a step without any gradient, which other ranks may have.
+        # Keras refuses a step without any gradient, even if other ranks have some.
         return local if any(g is not None for g in local) else _zeros(accumulators)
     present = [i for i, g in enumerate(local) if g is not None]
 
@@ -118,11 +136,14 @@ def _zeros(accumulators: list[Any]) -> list[tf.Tensor]:
 
 
 class RateInUpdate:
-    """Multiplies the rate of one optimizer inside its ``apply``.
+    """Multiplies the learning rate of one optimizer, only where its ``apply`` reads it.
+
+    ``optimizer.learning_rate`` stays the user's: callbacks, loggers and saved files read and write
+    it at any time. It may be a number, a ``LearningRateSchedule`` or a function.
 
     Args:
         optimizer: one that updates variables.
-        multiplier: by what.
+        multiplier: the factor of each step.
     """
 
     def __init__(self, optimizer: Any, multiplier: Multiplier) -> None:
@@ -157,28 +178,27 @@ class RateInUpdate:
         return tf.where(step >= steps, full, first + (full - first) * step / steps)
 
 
-_averaged: WeakSet[Any] = WeakSet()
-
-
-def inner_optimizer(optimizer: Any) -> Any:
-    """The optimizer that does the update, from inside any loss-scaling ones."""
-    while isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        optimizer = optimizer.inner_optimizer
-    return optimizer
+_skipping_together: WeakSet[Any] = WeakSet()
 
 
 def skip_together(optimizer: Any) -> None:
-    """From now on, loss-scaling optimizers around this one skip steps on all ranks together."""
-    _averaged.add(optimizer)
+    """Make each ``LossScaleOptimizer`` around this one skip a step on all ranks or on none.
+
+    It wraps the optimizer that does the update: either the user makes it, or ``compile`` does under
+    the ``mixed_float16`` policy, before or after ``distribute``. It looks for overflows in the
+    local gradients, and calls the inner optimizer only if there are none. If each rank decided
+    alone, some would wait in the inner optimizer for ranks that never come.
+    """
+    _skipping_together.add(optimizer)
     _share_check_for_overflows()
 
 
 @functools.cache
 def _share_check_for_overflows() -> None:
-    """Make the check for overflows a common one where the inner optimizer is averaged.
+    """Make the check for overflows a collective if the inner optimizer is distributed.
 
-    The class is changed rather than an instance, since ``compile`` makes the instance later.
-    Optimizers that were not passed to ``distribute`` are checked as ever.
+    This changes the class, because ``compile`` makes the instance later. The check of optimizers
+    that were not passed to ``distribute`` stays local.
     """
     scaler = keras.optimizers.LossScaleOptimizer
     check_finite_locally = scaler.check_finite
@@ -189,7 +209,7 @@ def _share_check_for_overflows() -> None:
 
     def check_finite(self: Any, grads: Any) -> Any:
         finite = check_finite_locally(self, grads)
-        if inner_optimizer(self) not in _averaged:
+        if inner_optimizer(self) not in _skipping_together:
             return finite
         refuse_xla("the check for overflows in the optimizer")
         with tf.device("CPU:0"):
