@@ -1,7 +1,7 @@
 """Small networks and training loops of the PyTorch tests."""
 
 import torch
-from ranks import batches, my_part
+from ranks import batches, error_of, my_part
 from torch import nn
 from torch.nn import functional as F
 
@@ -64,3 +64,18 @@ def gradients(model):
 def mean_over_ranks(tensor):
     """The mean of a dense tensor over ranks, by another way than allreduce."""
     return torch.stack(hvkit.allgather(tensor)).mean(0)
+
+
+def distributed(make=lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9), **options):
+    model = mlp()
+    return hvkit.distribute(model, make(model.parameters()), **options)
+
+
+def raised_everywhere(function, *parts):
+    """Whether ``function`` raises the same RanksDisagreeError with these parts on all ranks."""
+    kind, text = error_of(function)
+    assert kind is hvkit.RanksDisagreeError, text
+    assert hvkit.allgather(text) == [text] * hvkit.size()
+    for part in parts:
+        assert part in text
+    return True
