@@ -1,5 +1,15 @@
-"""One sub-package a framework, behind one small protocol.
+"""Everything that depends on the framework: PyTorch or Keras 3 on TensorFlow.
 
-An adapter is made for one call of :func:`hvkit.distribute`. TensorFlow and PyTorch are imported
-only when the model handed in is theirs.
+::
+
+    hvkit.distribute
+    └── adapter              picks the framework; the steps of distribute; its record
+        ├── pytorch/         averages gradients before loss.backward() returns
+        └── keras/           averages gradients inside optimizer.apply
+            both use
+            ├── transport    how many messages carry the gradients, and compression
+            └── fingerprints whether all ranks hold the same tensors
+
+Scaling and warm-up of the learning rate are computed in :mod:`hvkit.learning_rate`; the adapters
+apply them. TensorFlow and PyTorch are imported only when the script's model is theirs.
 """

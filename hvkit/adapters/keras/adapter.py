@@ -1,7 +1,7 @@
-"""What ``distribute`` does to a Keras model and its optimizers.
+"""The steps of ``distribute`` for a Keras model and its optimizers.
 
-Everything is attached to the instances: methods of the optimizer, and for a model that has no
-weights yet its ``call``. The classes stay Keras's own, so saved files name nothing of hvkit.
+hvkit attaches everything to the instances: to methods of the optimizer, and to the ``call`` of a
+model that has no weights yet. The classes stay Keras's own, so saved files do not mention hvkit.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from hvkit.adapters.keras.optimizers import (
 from hvkit.adapters.keras.refusals import refuse_other_optimizers
 from hvkit.learning_rate import Multiplier
 
-# Tells the optimizers apart; ranks call distribute in the same order.
+# Numbers the optimizers; ranks call distribute in the same order.
 _serial = itertools.count()
 
 
@@ -58,8 +58,8 @@ class KerasAdapter:
             )
         if options.accumulate != 1:
             raise ValueError(
-                f"accumulate={options.accumulate} is for PyTorch: with Keras, give the optimizer "
-                f"gradient_accumulation_steps={options.accumulate}"
+                f"accumulate={options.accumulate} is for PyTorch only: with Keras, pass "
+                f"gradient_accumulation_steps={options.accumulate} to the optimizer"
             )
         self.model = model
         self.options = options
@@ -85,7 +85,7 @@ class KerasAdapter:
             synchronise_optimizers(self.optimizers, self.model.trainable_variables)
 
     def _synchronise_before_first_call(self) -> None:
-        """For a model that only its first batch builds: between building and computing."""
+        """Synchronise in the model's first call, after it has built itself, before it computes."""
         call = self.model.call
 
         def synchronise_and_call(*args: Any, **kwargs: Any) -> Any:
@@ -103,10 +103,10 @@ class KerasAdapter:
             synchronise_batch_norm(self.model)
 
     def _before_update(self, variables: Sequence[Any]) -> None:
-        """What was not synchronised in a call of the model is so at the latest now.
+        """Synchronise the weights that no call of the model has synchronised yet.
 
-        That is so for models whose ``train_step`` calls their parts only, and for layers that
-        come into use later.
+        There are some if a ``train_step`` calls only parts of the model, and if the script uses a
+        layer for the first time.
         """
         if not self._synchronised and have_values(self.model.weights):
             self._synchronise(self.model.weights)
@@ -126,7 +126,7 @@ class KerasAdapter:
         self.model.supports_jit = False
         if getattr(self.model, "compiled", False):
             self.model.jit_compile = False
-            self.model.train_function = None  # made anew by the next fit
+            self.model.train_function = None  # the next fit makes it again
         for each in self.optimizers:
             inner = inner_optimizer(each)
             refuse_other_optimizers(self.model, [inner, *parts_of(inner)])
@@ -170,14 +170,14 @@ def _checked(optimizer: Any, model: Any) -> Any:
     inner = inner_optimizer(optimizer)
     if not parts_of(inner):
         raise ValueError(
-            f"{type(inner).__name__} {inner.name!r} does not know its optimizers yet: call its "
+            f"{type(inner).__name__} {inner.name!r} has made no optimizers yet: call its "
             "build(model.trainable_variables) before hvkit.distribute"
         )
     if inner.built and has_weights(model) and model.trainable_variables:
         held = {id(v) for v in inner._trainable_variables}
         if not any(id(v) in held for v in model.trainable_variables):
             raise ValueError(
-                f"optimizer {inner.name!r} was built for {len(held)} other variables than those "
-                f"of model {model.name!r}: make a new optimizer for this model"
+                f"optimizer {inner.name!r} was built for {len(held)} other variables, none of "
+                f"them of model {model.name!r}: make a new optimizer for this model"
             )
     return optimizer

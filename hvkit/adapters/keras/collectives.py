@@ -1,12 +1,9 @@
-"""Counts how often a graph comes to its collectives, for whoever asks why a rank waits.
+"""Helpers for collectives in eager code and in graphs: counted waits, and sums in 16 bits.
 
-No Python code runs when a graph does, so two counters in the graph stand for the ``with`` statement
-that marks a wait elsewhere: one goes up before the collectives, one after them.
+No Python code runs while a graph does, so no ``with`` statement can mark a wait inside one. Two
+counters in the graph take its place: one goes up before the collectives, one after them.
 
-Gradients that travel in 16 bits and are summed in 32.
-
-The same two collectives in place of an allreduce as in :mod:`hvkit.adapters.pytorch.buckets`,
-where the reasons are.
+:mod:`hvkit.adapters.transport` explains why compressed gradients take two collectives.
 """
 
 from __future__ import annotations
@@ -20,13 +17,17 @@ import tensorflow as tf
 from hvkit.engines import waiting_for_all_ranks
 from hvkit.watch import calls
 
+NARROW_DTYPES = {"fp16": tf.float16, "bf16": tf.bfloat16}
+
 
 class GraphWait:
-    """The counters of some collectives that are used in graphs.
+    """Counts how often a rank enters and leaves some collectives that graphs contain.
+
+    The watcher reads the counters when it looks for the reason of a long wait.
 
     Args:
         key: the same on every rank, and no other collectives'.
-        name: what to say that a rank waits in, where the script made no call of hvkit's.
+        name: what the watcher calls the wait if the script is in no call of hvkit's.
     """
 
     def __init__(self, key: str, name: str = "optimizer.apply()") -> None:
@@ -38,17 +39,17 @@ class GraphWait:
         calls.watch_graph(self)
 
     def enter(self, ready: Sequence[Any]) -> tf.Operation:
-        """The operation that the collectives come after; it comes after ``ready``."""
+        """The operation that counts the entry; it runs after ``ready``, before the collectives."""
         with tf.control_dependencies(list(ready)), tf.device("CPU:0"):
             return self._entered.assign_add(1, read_value=False)
 
     def leave(self, results: Sequence[Any]) -> None:
-        """Count the collectives as over when their results are there."""
+        """Count the exit once the collectives' results are there."""
         with tf.control_dependencies(list(results)), tf.device("CPU:0"):
             self._left.assign_add(1, read_value=False)
 
     def around(self, sent: tf.Tensor, collective: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
-        """The result of a collective on one tensor, counted in graphs and marked in eager code."""
+        """The result of a collective on one tensor; the wait is counted or, in eager code, marked."""
         if tf.executing_eagerly():
             with calls.call(self.name), waiting_for_all_ranks():
                 return collective(sent)
@@ -58,24 +59,19 @@ class GraphWait:
         return result
 
     def read(self) -> tuple[int, int]:
-        """How often ranks have come to the collectives, and how often they were over."""
+        """How often this rank has entered the collectives, and how often it has left them."""
         left = int(self._left.numpy())
         return int(self._entered.numpy()), left
-
-
-_NARROW = (tf.float16, tf.bfloat16)
-
-NARROW_DTYPES = {"fp16": tf.float16, "bf16": tf.bfloat16}
 
 
 def narrow_mean(
     gradients: Sequence[tf.Tensor], dtype: tf.DType, hvd: ModuleType, name: str
 ) -> list[tf.Tensor]:
-    """The means over ranks of some gradients; a collective.
+    """The means over ranks of some gradients, sent in 16 bits; a collective.
 
     Args:
-        gradients: float32 tensors of shapes that are alike on all ranks.
-        dtype: of 16 bits, for the way.
+        gradients: float32 tensors, of the same shapes on all ranks.
+        dtype: the 16-bit one.
         hvd: Horovod's TensorFlow binding.
         name: the same on every rank, and no other collective's.
     """
@@ -92,15 +88,18 @@ def narrow_mean(
 
 
 def to_bits(values: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """Round to 16 bits, in a dtype that Horovod moves without looking inside."""
+    """Round to 16 bits, in an integer dtype: Horovod moves it without arithmetic."""
     return tf.bitcast(tf.cast(values, dtype), tf.int16)
 
 
 def from_bits(bits: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """The float32 values of what :func:`to_bits` gave."""
+    """The float32 values of a result of :func:`to_bits`."""
     return tf.cast(tf.bitcast(bits, dtype), tf.float32)
 
 
 def widened(tensor: tf.Tensor) -> tf.Tensor:
-    """Horovod has no bfloat16, and float16 would overflow in the sum where the mean fits."""
-    return tf.cast(tensor, tf.float32) if tensor.dtype in _NARROW else tensor
+    """The tensor, in float32 if it has 16 bits.
+
+    Horovod has no bfloat16, and a sum in float16 may overflow although the mean fits.
+    """
+    return tf.cast(tensor, tf.float32) if tensor.dtype in NARROW_DTYPES.values() else tensor

@@ -57,7 +57,7 @@ def test_a_function_that_xla_compiles_is_an_error_that_names_the_fix(kind):
     error, text = error_of(lambda: compiled(x, y))
     assert error is ValueError
     assert "optimizer.apply is inside a tf.function with jit_compile=True" in text
-    assert "leave jit_compile=True away" in text
+    assert "remove jit_compile=True from the tf.function" in text
     assert largest_difference(weights(model), before) == 0
     hvkit.barrier()
 
@@ -96,7 +96,7 @@ def test_other_collectives_in_a_function_that_xla_compiles_are_errors_too(compil
 
     error, text = error_of(lambda: step(tf.ones((2, 8)), tf.ones((2, 4))))
     assert error is ValueError
-    assert "leave jit_compile=True away" in text
+    assert "remove jit_compile=True from the tf.function" in text
 
 
 class OwnStep(keras.Sequential):
