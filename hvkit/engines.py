@@ -187,13 +187,13 @@ def _import_horovod(module: str, framework: str) -> ModuleType:
 
 
 def _reduces_in_host_memory(hvd: ModuleType) -> bool:
-    """Whether this Horovod is built without GPUs; rank 0 says so, as that costs time."""
+    """Whether this Horovod was built without GPU support; rank 0 warns, because it is slower."""
     if hvd.cuda_built() or hvd.rocm_built():
         return False
     if hvd.rank() == 0:
         logger.warning(
-            "Horovod is built without GPUs, so that what they compute is reduced in the host's "
-            "memory, which takes longer; `hvkit install-horovod --gpu nccl` builds it for them"
+            "Horovod was built without GPU support, so it reduces gradients in host memory, which "
+            "is slower; `hvkit install-horovod --gpu nccl` builds it with GPU support"
         )
     return True
 

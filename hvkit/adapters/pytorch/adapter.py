@@ -1,4 +1,4 @@
-"""What ``distribute`` does to a PyTorch model and its optimizers."""
+"""The steps of ``distribute`` for a PyTorch model and its optimizers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from hvkit.adapters.pytorch.refusals import (
 from hvkit.agreement import require_equal
 from hvkit.learning_rate import Multiplier
 
-# Tells the reducers of several models apart; ranks call distribute in the same order.
+# Numbers the reducers; ranks call distribute in the same order.
 _serial = itertools.count()
 
 
@@ -116,10 +116,9 @@ class PyTorchAdapter:
         return statistics if wanted else None
 
     def _follow(self, optimizer: Optimizer, reducer: GradientReducer) -> None:
-        """Give parameters that are added to the optimizer later the same treatment.
+        """Average the gradients of parameters that the script adds to the optimizer later, too.
 
-        ``add_param_group`` is replaced on the instance only; optimizers leave it out when they
-        are pickled.
+        This replaces ``add_param_group`` on the instance only; pickled optimizers leave it out.
         """
         add: Callable[[dict[str, Any]], None] = optimizer.add_param_group
 
@@ -159,14 +158,13 @@ def _checked(optimizer: Any, model: nn.Module) -> Optimizer:
     if held.isdisjoint(own):
         raise ValueError(
             f"optimizer {type(optimizer).__name__} holds none of the {len(own)} parameters of "
-            f"{type(model).__name__}: make it from this model's parameters(), after the model was "
-            "last replaced"
+            f"{type(model).__name__}: make it from the parameters() of the model that you pass"
         )
     return optimizer
 
 
 def _named_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
-    """The model's parameters, and those that only an optimizer holds, each once."""
+    """The parameters of the model, and those that only an optimizer holds; each once."""
     named = {_plain(name): p for name, p in model.named_parameters()}
     seen = {id(p) for p in named.values()}
     for o, optimizer in enumerate(optimizers):
@@ -186,15 +184,15 @@ def _plain(name: str) -> str:
 def _refuse_uninitialised(name: str, tensor: torch.Tensor) -> None:
     if torch.nn.parameter.is_lazy(tensor):
         raise ValueError(
-            f"{name} has no shape yet (a lazy module): run one batch through the model before "
-            "hvkit.distribute, and make the optimizer after that"
+            f"{name} has no shape yet (a lazy module): run one batch through the model, then make "
+            "the optimizer, then call hvkit.distribute"
         )
     if tensor.is_meta:
         raise ValueError(f"{name} is on the meta device: load or initialise the weights first")
 
 
 def _sparse_embeddings(model: nn.Module) -> set[torch.Tensor]:
-    """Weights whose gradient is known to have values in few rows only."""
+    """The weights whose gradients will be row-sparse."""
     return {
         module.weight
         for module in model.modules()

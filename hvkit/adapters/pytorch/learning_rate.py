@@ -1,7 +1,7 @@
-"""The learning rates of a PyTorch optimizer, multiplied where an update reads them.
+"""Multiplies the learning rates of a PyTorch optimizer while an update reads them.
 
 ``param_groups[i]["lr"]`` is the user's: scripts, schedulers, loggers and checkpoints read and write
-it at any time. Only while ``step()`` updates does it hold the multiplied rate.
+it at any time. It holds the multiplied rate only while ``step()`` updates.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ Hooks = OrderedDict[int, Callable[..., Any]]
 class RateInStep:
     """Multiplies the rates of one optimizer inside its ``step()``.
 
-    Hooks do it, which also run where a script has kept ``optimizer.step`` from before or compiles
-    it. PyTorch leaves out the hooks after a step that raises, so ``step`` is replaced on the
-    instance as well; optimizers leave it out when they are pickled.
+    Hooks do this, because they also run if a script compiles ``optimizer.step`` or has kept it from
+    before the call. PyTorch skips the hooks after a step that raises, so this replaces ``step`` on
+    the instance as well; pickled optimizers leave that out.
     """
 
     def __init__(self, multiplier: Multiplier) -> None:
         self.steps_done = 0
         """Optimizer steps so far; a checkpoint sets it when training resumes."""
         self._multiplier = multiplier
-        # How many steps are running inside each other, and how many when the rate was multiplied.
+        # How many nested steps are running, and how many were when the rate was multiplied.
         self._depth = 0
         self._multiplied_at = 0
         self._put_backs: list[Callable[[], None]] = []
 
     def attach(self, optimizer: Optimizer) -> None:
-        """From now on the optimizer's updates use the multiplied rates.
+        """Make the optimizer's updates use the multiplied rates.
 
-        Of an optimizer and one that it steps, which share their groups, both are attached.
+        If an optimizer steps another one with the same groups, attach to both.
         """
-        # torch.compile takes the update alone, which is then compiled as it is without hvkit.
+        # Not compiled, so that torch.compile compiles the update as it would without hvkit.
         hook_steps_of_parents(type(optimizer))
         uncompiled: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.compiler.disable
         before = optimizer.register_step_pre_hook(uncompiled(self._before))
@@ -56,8 +56,8 @@ class RateInStep:
         end = uncompiled(self._end)
         step = optimizer.step
 
-        # A method, since schedulers that are made later expect one. One that was made earlier has
-        # left its mark on the step that it wrapped, and looks for it.
+        # A method, because schedulers made later expect one. functools.wraps copies the mark that
+        # schedulers made earlier have left on the step, for which they look.
         @functools.wraps(step)
         def step_at_multiplied_rate(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             # The user's own hooks read and set the user's rate.
@@ -71,8 +71,8 @@ class RateInStep:
         optimizer.step = MethodType(step_at_multiplied_rate, optimizer)  # type: ignore[method-assign]
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        # The step of a subclass that calls its parent's runs the hooks twice; until then it may
-        # set the user's rate itself.
+        # A step that calls its parent's runs the hooks twice. Before that call it may set the
+        # user's rate itself.
         self._depth += 1
         kind = type(optimizer)
         if self._put_backs or leaves_update_to_parent(kind, self._depth):  # type: ignore[arg-type]
@@ -91,14 +91,14 @@ class RateInStep:
             self.steps_done += 1
 
     def _end(self) -> None:
-        """After the step, also where it has failed."""
+        """Clean up after the step, also after a failed one."""
         self._depth = 0
         self._put_back()
 
     def _at_the_users_rate(
         self, optimizer: Optimizer, closure: Callable[[], Any]
     ) -> Callable[[], Any]:
-        """The user's closure, which may read and set the rate."""
+        """The user's closure; while it runs, it reads and sets the user's rate."""
 
         def at_the_users_rate() -> Any:
             self._put_back()
@@ -120,8 +120,8 @@ class RateInStep:
             rate = group.get("lr")
             if rate is None:
                 continue
-            # A tensor may be shared between groups, and is known by its address to compiled steps
-            # and CUDA graphs. One that gradients flow to has to stay as it is.
+            # Several groups may share a tensor, and compiled steps and CUDA graphs remember its
+            # address, so change it in place; but never write to one that gradients flow to.
             in_place = isinstance(rate, torch.Tensor) and not rate.requires_grad
             if in_place and id(rate) not in done:
                 done.add(id(rate))
@@ -136,7 +136,7 @@ class RateInStep:
 
 
 def _multiply_in_place(rate: torch.Tensor, by: float) -> Callable[[], None]:
-    """Multiply a tensor; returns what gives it the user's value again."""
+    """Multiply a tensor; return a function that restores the user's value."""
     with torch.no_grad():
         users = rate.clone()
         rate.mul_(by)
@@ -153,14 +153,14 @@ def _multiply_in_place(rate: torch.Tensor, by: float) -> Callable[[], None]:
 
 
 def _put_back(group: dict[str, Any], rate: Any, multiplied: Any, by: float) -> None:
-    # An optimizer that lowers its rate itself has put another one there.
+    # An optimizer that lowers its rate itself has set another rate.
     group["lr"] = rate if group["lr"] is multiplied else group["lr"] / by
 
 
 def _refuse_graph_capture() -> None:
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "optimizer.step() is captured into a CUDA graph during the warm-up of the learning "
-            "rate, whose replays would all use the rate of this step: capture it after the "
-            "warm-up, or pass warmup_steps=0 to hvkit.distribute"
+            "optimizer.step() was captured into a CUDA graph during the warm-up of the learning "
+            "rate; all replays would use the rate of this step: capture it after the warm-up, or "
+            "pass warmup_steps=0 to hvkit.distribute"
         )
