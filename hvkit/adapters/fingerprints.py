@@ -152,9 +152,8 @@ def complaint(everyone: Rows, compared: Sequence[Compared], exact: bool) -> tupl
 
 _FIX = (
     "weights or an optimizer's state were loaded or changed on some ranks only, after "
-    "hvkit.distribute: load before the call, or on every rank, or with hvkit.Checkpoint (keep "
-    "values that belong to one rank in a buffer or a non-trainable variable; hvkit does not compare "
-    "those)"
+    "hvkit.distribute: load before the call, or on every rank, or with hvkit.Checkpoint (hvkit "
+    "does not compare buffers and non-trainable variables: keep values of a single rank there)"
 )
 
 
@@ -217,9 +216,9 @@ def require_same(call: str, compared: Sequence[Compared], rows: Sequence[Rows]) 
 
 
 def of_gradients(rows: Sequence[Rows]) -> Rows:
-    """A hash of a rank's gradients, from their rows, and 1 if other ranks should compare it, else 0.
+    """Two numbers from the rows of a rank's gradients: a hash of all, and whether to compare it.
 
-    It is comparable if all gradients are finite and not all are zero.
+    Ranks compare it if all gradients are finite and not all are zero.
     """
     together = np.array(rows, np.int64).reshape(-1, WIDTH)
     squares = np.ascontiguousarray(together[:, 2]).view(np.float64)

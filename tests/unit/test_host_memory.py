@@ -1,4 +1,4 @@
-"""A Horovod without GPUs is given copies in the host's memory, and its results come back.
+"""A Horovod without GPU support gets copies in host memory, and the results come back.
 
 No GPU is needed: the tensors here say that they are on another device than the CPU, where they keep
 their values. That device is "meta", which any PyTorch has.

@@ -23,7 +23,7 @@ from hvkit.engines import waiting_for_all_ranks
 from hvkit.errors import RanksDisagreeError
 from hvkit.watch.calls import call
 
-# What a rank at the end of its epoch sends in place of which gradients it has.
+# A rank at the end of its epoch sends this instead of zeros and ones.
 _AT_THE_END = 1 << 15
 _UNEVEN = (
     "some ranks ran out of data while others go on: give every rank the same number of batches, "

@@ -49,7 +49,7 @@ class GraphWait:
             self._left.assign_add(1, read_value=False)
 
     def around(self, sent: tf.Tensor, collective: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
-        """The result of a collective on one tensor, with its wait counted or, in eager code, marked."""
+        """The result of a collective on one tensor; counts the wait, or marks it in eager code."""
         if tf.executing_eagerly():
             with calls.call(self.name), waiting_for_all_ranks():
                 return collective(sent)

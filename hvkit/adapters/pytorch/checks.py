@@ -143,7 +143,7 @@ class _Entry(NamedTuple):
     rows: list[Rows]
 
     def in_one_row(self) -> Rows:
-        """One row for the whole entry: before the first update, ranks may hold different entries."""
+        """One row for the entry: before the first update, ranks may hold different numbers."""
         return fingerprints.hashed(repr((self.compared, np.array(self.rows).tolist())))
 
 
