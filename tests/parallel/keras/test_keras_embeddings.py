@@ -102,7 +102,7 @@ def test_accumulation_equals_one_process_that_accumulates(loop):
 
 
 @pytest.mark.parametrize("loop", ["fit", "function"])
-def test_one_word_a_sample_and_one_sample_a_rank_is_no_position(loop):
+def test_one_word_per_sample_and_one_sample_per_rank_is_not_a_position(loop):
     """All ranks often have the same word, for which one process has several rows."""
 
     def make_model(seed):
@@ -150,7 +150,7 @@ def test_rows_that_are_not_positions_stay_apart(indices):
     assert mean.indices.numpy().tolist() == indices * hvkit.size()
 
 
-def test_a_rank_without_the_gradient_sends_no_rows_whatever_the_dtype_of_indices():
+def test_a_rank_without_the_gradient_sends_no_rows_for_any_dtype_of_indices():
     mine = (
         None if hvkit.rank() == 0 else slices([1, 2], tf.int64 if hvkit.rank() == 1 else tf.int32)
     )

@@ -1,4 +1,4 @@
-"""``fit`` and ``evaluate``: metrics of all ranks, decisions in common, files from rank 0."""
+"""``fit`` and ``evaluate``: metrics of all ranks, common decisions, files from rank 0 only."""
 
 import json
 
@@ -99,7 +99,7 @@ class OwnLogs(keras.Model):
         return {"mine": loss, "rank": tf.constant(float(hvkit.rank()))}
 
 
-def test_numbers_of_a_train_step_of_ones_own_are_averaged():
+def test_numbers_from_a_custom_train_step_are_averaged():
     model = compiled(make=lambda seed: OwnLogs())
     history = fit(model, mine(samples(8 * hvkit.size()))).history
     assert history["rank"] == [(hvkit.size() - 1) / 2]
@@ -168,7 +168,7 @@ def test_a_function_as_a_callback_stops_all_ranks_too():
     assert hvkit.allgather(int(model.optimizer.iterations.numpy())) == [3] * hvkit.size()
 
 
-def test_rank_0_may_have_callbacks_that_the_others_have_not():
+def test_rank_0_may_have_callbacks_that_others_lack():
     model = compiled()
     callbacks = [StopAtBatch()] if hvkit.rank() == 0 else []
     history = fit(model, mine(samples(8 * hvkit.size())), epochs=2, callbacks=callbacks)
@@ -235,7 +235,7 @@ def test_a_nan_on_one_rank_stops_all_and_is_seen_by_all():
     assert steps == [2] * hvkit.size()
 
 
-def test_rank_0_alone_writes_files_and_draws(tmp_path, capfd):
+def test_only_rank_0_writes_files_and_shows_progress(tmp_path, capfd):
     own = tmp_path / f"rank{hvkit.rank()}"
     own.mkdir()
     saver = keras.callbacks.ModelCheckpoint(
@@ -284,7 +284,7 @@ def on_graph(eagerly):
     return not eagerly and hvkit.rank() != 1
 
 
-def test_backup_and_restore_is_refused_with_what_to_use(tmp_path):
+def test_backup_and_restore_is_refused_with_the_fix(tmp_path):
     backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
     with pytest.raises(ValueError, match=r"use hvkit\.Checkpoint"):
         fit(compiled(), samples(8), callbacks=[backup])

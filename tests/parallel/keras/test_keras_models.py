@@ -129,7 +129,7 @@ def test_a_model_with_its_own_train_step_over_its_parts(built):
     assert same_on_all_ranks(weights(model.generator) + weights(model.critic))
 
 
-def test_a_second_fit_goes_on_in_step():
+def test_a_second_fit_keeps_ranks_equal():
     model = mlp(hvkit.rank())
     model, optimizer = hvkit.distribute(model, keras.optimizers.Adam(0.01))
     data = local(regression(steps=4))
@@ -182,7 +182,7 @@ print(model.predict(numpy.ones((1, 8)), verbose=0).tobytes().hex())
 
 
 @pytest.mark.two_ranks
-def test_saved_files_name_nothing_of_hvkit_and_load_without_it(tmp_path):
+def test_saved_files_do_not_mention_hvkit_and_load_without_it(tmp_path):
     model = mlp()
     model, optimizer = hvkit.distribute(model, keras.optimizers.Adam(0.01))
     fit(model, optimizer, local(regression(steps=3)))

@@ -110,7 +110,7 @@ def test_gradient_accumulation_reduces_once_in_k_steps(monkeypatch):
     assert len(calls) == 2
 
 
-# Which of two variables have a gradient, in one step after the other: on rank 0, on the others.
+# Which of two variables have a gradient, step by step: on rank 0, on the other ranks.
 PRESENT = {
     "another on each rank": [("a", "b"), ("a", "b")],
     "one on one rank alone": [("ab", "a"), ("ab", "a")],

@@ -27,7 +27,7 @@ def sgd(factor=1):
 
 
 @pytest.mark.parametrize("compiled", ["before", "after"])
-def test_xla_is_left_aside(compiled):
+def test_compile_with_xla_is_switched_off(compiled):
     model = mlp()
     optimizer = sgd()
     if compiled == "before":
@@ -143,7 +143,7 @@ def built_for(model):
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_wrong_arguments_say_what_came_and_what_is_accepted(kind):
+def test_errors_about_wrong_arguments_name_the_fix(kind):
     make_optimizer, options, expected, message = WRONG[kind]
     model = mlp()
     error, text = error_of(lambda: hvkit.distribute(model, make_optimizer(model), **options))

@@ -12,7 +12,7 @@ from hvkit import main_rank
 
 
 @pytest.fixture(autouse=True)
-def _nothing_said(monkeypatch):
+def _nothing_logged(monkeypatch):
     monkeypatch.setattr(main_rank, "_said", set())
 
 
@@ -108,14 +108,14 @@ def test_nothing_is_updated_when_weights_differ():
         assert (a == b).all()
 
 
-def test_values_that_are_not_numbers_are_alike_where_their_bits_are():
+def test_nans_with_equal_bits_are_equal():
     model, optimizer = distributed()
     with torch.no_grad():
         model[0].weight.fill_(float("nan"))
     train(model, optimizer, local(regression(steps=1)))
 
 
-def test_buffers_belong_to_the_ranks():
+def test_buffers_may_differ_between_ranks():
     class Counting(nn.Module):
         def __init__(self):
             super().__init__()
@@ -197,7 +197,7 @@ def test_a_model_that_was_not_distributed_may_differ_in_a_save(tmp_path):
     hvkit.Checkpoint(folder, model=model, optimizer=optimizer, own=own).save(epoch=0, step=1)
 
 
-def test_rounding_after_the_start_is_said_once_and_is_no_error(tmp_path, capsys):
+def test_rounding_after_the_start_is_one_warning(tmp_path, capsys):
     folder = hvkit.broadcast(tmp_path)
     model, optimizer = distributed(check_every=1)
     checkpoint = hvkit.Checkpoint(folder, model=model, optimizer=optimizer)
@@ -206,21 +206,21 @@ def test_rounding_after_the_start_is_said_once_and_is_no_error(tmp_path, capsys)
     on_rank(1, lambda: model[0].weight.view(torch.int32).add_(1))
     train(model, optimizer, data[2:])
     checkpoint.save(epoch=0, step=4)
-    said = capsys.readouterr().err
-    assert said.count("parameter 0.weight of rank 1 differs") == (hvkit.rank() == 0)
-    assert said.count("rounding") == (hvkit.rank() == 0)
+    logged = capsys.readouterr().err
+    assert logged.count("parameter 0.weight of rank 1 differs") == (hvkit.rank() == 0)
+    assert logged.count("rounding") == (hvkit.rank() == 0)
 
 
-def test_the_same_work_on_all_ranks_is_said_once_with_both_causes(capsys):
+def test_the_same_work_on_all_ranks_is_one_warning_with_both_causes(capsys):
     model, optimizer = distributed()
     data = [(x[:6], y[:6]) for x, y in regression(steps=2)]
     train(model, optimizer, data)
     train(*distributed(), data)
-    said = capsys.readouterr().err
-    assert said.count("all ranks computed the same gradients") == (hvkit.rank() == 0)
+    logged = capsys.readouterr().err
+    assert logged.count("all ranks computed the same gradients") == (hvkit.rank() == 0)
     if hvkit.rank() == 0:
-        assert "hvkit.shard(data)" in said
-        assert "seed + hvkit.rank()" in said
+        assert "hvkit.shard(data)" in logged
+        assert "seed + hvkit.rank()" in logged
 
 
 def test_the_same_data_with_other_dropout_is_not_the_same_work(capsys):
@@ -231,7 +231,7 @@ def test_the_same_data_with_other_dropout_is_not_the_same_work(capsys):
     assert "same gradients" not in capsys.readouterr().err
 
 
-def test_the_same_data_in_a_later_step_is_not_looked_at(capsys):
+def test_the_same_data_in_a_later_step_is_no_warning(capsys):
     model, optimizer = distributed(check_every=1)
     data = regression(steps=2)
     train(model, optimizer, [*local(data[:1]), *data[1:]])
@@ -239,7 +239,7 @@ def test_the_same_data_in_a_later_step_is_not_looked_at(capsys):
 
 
 @pytest.mark.parametrize("factor", [0.0, float("nan"), float("inf")])
-def test_gradients_that_say_nothing_are_not_the_same_work(factor, capsys):
+def test_zero_and_infinite_gradients_are_not_the_same_work(factor, capsys):
     model, optimizer = distributed()
     x, y = local(regression(steps=1))[0]
     (F.mse_loss(model(x), y) * factor).backward()
@@ -250,7 +250,7 @@ def test_gradients_that_say_nothing_are_not_the_same_work(factor, capsys):
     assert ("same gradients" in capsys.readouterr().err) == (hvkit.rank() == 0)
 
 
-def test_two_models_whose_backwards_come_in_another_order_on_each_rank():
+def test_two_models_may_run_backward_in_a_different_order_on_each_rank():
     one, two = mlp(), mlp(seed=1)
     one, first = hvkit.distribute(one, torch.optim.SGD(one.parameters(), lr=0.1), check_every=1)
     two, second = hvkit.distribute(two, torch.optim.SGD(two.parameters(), lr=0.1), check_every=1)

@@ -1,4 +1,4 @@
-"""Kinds of gradients, and what is done with them before the step."""
+"""Kinds of gradients, and accumulation, clipping and scaling before the step."""
 
 import pytest
 import torch
@@ -135,8 +135,8 @@ def test_channels_last_gradients_keep_their_layout():
     torch.testing.assert_close(model.weight.grad, mean_over_ranks(alone.weight.grad))
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["accumulate=k", "not told"])
-def test_accumulation_equals_the_k_times_larger_batch(told):
+@pytest.mark.parametrize("passed", [True, False], ids=["accumulate=k", "not passed"])
+def test_accumulation_equals_the_k_times_larger_batch(passed):
     k = 4
     data = regression(steps=5, per_rank=3 * k)
     reference = mlp()
@@ -147,7 +147,7 @@ def test_accumulation_equals_the_k_times_larger_batch(told):
         model,
         torch.optim.Adam(model.parameters(), lr=0.01),
         lr_scaling="none",
-        accumulate=k if told else 1,
+        accumulate=k if passed else 1,
     )
     for x, y in local(data):
         optimizer.zero_grad()

@@ -29,9 +29,7 @@ import hvkit
     ids=["before, float, warm-up", "after, tensor"],
 )
 @pytest.mark.parametrize("setter", SETTERS)
-def test_whatever_sets_the_rate_sees_its_own_and_updates_use_the_multiplied(
-    setter, made, warmup, make
-):
+def test_schedulers_see_the_users_rate_and_updates_use_the_multiplied(setter, made, warmup, make):
     compare(make, **{made: SETTERS[setter]}, warmup=warmup)
 
 
@@ -85,7 +83,7 @@ def test_optimizers_and_groups(name):
     compare(OPTIMIZERS[name], after=SETTERS["StepLR"], warmup=4)
 
 
-def test_a_rate_that_gradients_flow_to_is_replaced_and_never_written_to():
+def test_a_rate_that_requires_a_gradient_is_replaced_not_changed_in_place():
     """Writing to it would spoil what autograd has kept of it."""
     model = mlp()
     optimizer = sgd(model, torch.tensor(RATE, requires_grad=True))
@@ -118,7 +116,7 @@ def test_a_tensor_that_the_script_holds_sets_the_rate_on_every_rank():
 
 
 @pytest.mark.parametrize("rate", ["float", "tensor", "shared tensor"])
-def test_groups_that_are_added_later_have_the_users_rate_too(rate):
+def test_groups_added_later_keep_the_users_rate(rate):
     shared = torch.tensor(RATE)
     rate = {"float": RATE, "tensor": torch.tensor(RATE), "shared tensor": shared}[rate]
     model = mlp()
@@ -139,7 +137,7 @@ def test_groups_that_are_added_later_have_the_users_rate_too(rate):
             torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
 
 
-def test_a_scheduler_of_before_the_call_has_nothing_to_warn_of():
+def test_a_scheduler_made_before_the_call_does_not_warn():
     model = mlp()
     optimizer = sgd(model)
     scheduler = schedulers.StepLR(optimizer, 1)
@@ -189,12 +187,12 @@ def test_a_copy_of_the_optimizer_is_a_plain_one():
 
 def announced(capfd, model, optimizer, **options):
     hvkit.distribute(model, optimizer, **options)
-    said = capfd.readouterr().err
-    assert (hvkit.rank() == 0) == (said != "")
-    return hvkit.broadcast(said).removeprefix(f"hvkit: {hvkit.size()} ranks; ")
+    logged = capfd.readouterr().err
+    assert (hvkit.rank() == 0) == (logged != "")
+    return hvkit.broadcast(logged).removeprefix(f"hvkit: {hvkit.size()} ranks; ")
 
 
-def test_rank_0_says_what_a_step_uses(capfd):
+def test_rank_0_logs_the_rate_that_a_step_uses(capfd):
     n = hvkit.size()
 
     def line(**options):

@@ -231,7 +231,7 @@ class SetsAndSteps(torch.optim.SGD):
 
 @pytest.mark.parametrize("kind", [Sets, SetsAndSteps])
 @pytest.mark.parametrize("warmup", [0, 4], ids=["at once", "warm-up"])
-def test_a_rate_that_a_step_sets_is_the_users(kind, warmup):
+def test_a_rate_set_inside_a_step_counts_as_the_users(kind, warmup):
     model = mlp()
     optimizer = kind(model.parameters(), lr=RATE)
     hvkit.distribute(model, optimizer, lr_scaling="linear", warmup_steps=warmup)
@@ -305,13 +305,13 @@ def test_the_step_length_of_lbfgs_is_never_scaled(line_search, warmup, capfd):
     model = mlp(seed=hvkit.rank())
     optimizer = make(model)
     hvkit.distribute(model, optimizer, lr_scaling="linear", warmup_steps=warmup)
-    said = capfd.readouterr().err
+    logged = capfd.readouterr().err
     train_with_closure(model, optimizer, local(data))
     assert optimizer.param_groups[0]["lr"] == 0.5
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
     if hvkit.rank() == 0:
-        assert said == f"hvkit: {hvkit.size()} ranks; step length 0.5 of LBFGS, never scaled\n"
+        assert logged == f"hvkit: {hvkit.size()} ranks; step length 0.5 of LBFGS, never scaled\n"
 
 
 def test_a_step_in_the_warm_up_is_not_captured_into_a_cuda_graph(monkeypatch):

@@ -304,7 +304,7 @@ def test_graphs_that_differ_at_random_never_wait_for_each_other():
     model, optimizer = hvkit.distribute(model, torch.optim.Adam(model.parameters(), lr=0.01))
     choice = torch.Generator().manual_seed(hvkit.rank())
     for x, y in local(regression(steps=30)):
-        # Also at random: zero gradients on some ranks where others have none.
+        # At random, some ranks have a zero gradient and others have none.
         used = torch.randperm(3, generator=choice)[: 1 + torch.randint(3, (), generator=choice)]
         optimizer.zero_grad(set_to_none=bool(used[0] % 2))
         F.mse_loss(model(x, used.tolist()), y).backward()
@@ -312,7 +312,7 @@ def test_graphs_that_differ_at_random_never_wait_for_each_other():
     assert same_on_all_ranks(arrays(model.parameters()))
 
 
-def test_ranks_that_step_unequally_often_are_told():
+def test_ranks_with_different_numbers_of_steps_are_an_error():
     model = mlp()
     model, optimizer = hvkit.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
     x, y = local(regression(steps=1))[0]

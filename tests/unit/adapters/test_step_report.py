@@ -32,7 +32,7 @@ def test_the_report_holds_what_any_rank_had(steps):
 
 
 @pytest.mark.parametrize("size", [2, 3, 7, 100, 1000])
-def test_one_rank_that_is_not_like_the_others_is_noticed_among_many(size):
+def test_one_rank_that_differs_is_noticed_among_many(size):
     usual = encoded(7)
 
     def seen(odd):
