@@ -1,7 +1,7 @@
 """A Horovod without GPU support gets copies in host memory, and the results come back.
 
-No GPU is needed: the tensors here say that they are on another device than the CPU, where they keep
-their values. That device is "meta", which any PyTorch has.
+No GPU is needed: the tensors here claim to be on the device "meta", which every PyTorch has, and
+keep their values on the CPU.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from hvkit.host_memory import HostMemory
 
 
 class OnGpu(torch.Tensor):
-    """A tensor that is not on the CPU for all who look at its device."""
+    """A tensor whose device is not the CPU."""
 
     values: torch.Tensor
 
@@ -44,7 +44,7 @@ class OnGpu(torch.Tensor):
 
 
 class CpuHorovod(ModuleType):
-    """Horovod's interface without GPUs, as seen by rank 0 of two ranks that pass the same."""
+    """A fake Horovod without GPUs: rank 0 of two ranks that send the same values."""
 
     def __init__(self) -> None:
         super().__init__("horovod.torch")

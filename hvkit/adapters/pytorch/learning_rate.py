@@ -41,7 +41,8 @@ class RateInStep:
         # How many nested steps are running, and how many were when the rate was multiplied.
         self._depth = 0
         self._multiplied_at = 0
-        self._put_backs: list[Callable[[], None]] = []
+        # Functions that give rates the user's value again.
+        self._restores: list[Callable[[], None]] = []
 
     def attach(self, optimizer: Optimizer) -> None:
         """Make the optimizer's updates use the multiplied rates.
@@ -75,7 +76,7 @@ class RateInStep:
         # user's rate itself.
         self._depth += 1
         kind = type(optimizer)
-        if self._put_backs or leaves_update_to_parent(kind, self._depth):  # type: ignore[arg-type]
+        if self._restores or leaves_update_to_parent(kind, self._depth):  # type: ignore[arg-type]
             return None
         self._multiply(optimizer)
         closure = closure_of(args, kwargs)
@@ -86,14 +87,14 @@ class RateInStep:
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._depth -= 1
         if self._depth < self._multiplied_at:
-            self._put_back()
+            self._restore()
         if self._depth == 0:
             self.steps_done += 1
 
     def _end(self) -> None:
         """Clean up after the step, also after a failed one."""
         self._depth = 0
-        self._put_back()
+        self._restore()
 
     def _at_the_users_rate(
         self, optimizer: Optimizer, closure: Callable[[], Any]
@@ -101,7 +102,7 @@ class RateInStep:
         """The user's closure; while it runs, it reads and sets the user's rate."""
 
         def at_the_users_rate() -> Any:
-            self._put_back()
+            self._restore()
             loss = closure()
             self._multiply(optimizer)
             return loss
@@ -125,14 +126,14 @@ class RateInStep:
             in_place = isinstance(rate, torch.Tensor) and not rate.requires_grad
             if in_place and id(rate) not in done:
                 done.add(id(rate))
-                self._put_backs.append(_multiply_in_place(rate, by))
+                self._restores.append(_multiply_in_place(rate, by))
             group["lr"] = multiplied = rate if in_place else rate * by
-            self._put_backs.append(functools.partial(_put_back, group, rate, multiplied, by))
+            self._restores.append(functools.partial(_restore_group, group, rate, multiplied, by))
 
-    def _put_back(self) -> None:
-        put_backs, self._put_backs = self._put_backs, []
-        for put_back in put_backs:
-            put_back()
+    def _restore(self) -> None:
+        restores, self._restores = self._restores, []
+        for restore in restores:
+            restore()
 
 
 def _multiply_in_place(rate: torch.Tensor, by: float) -> Callable[[], None]:
@@ -142,17 +143,17 @@ def _multiply_in_place(rate: torch.Tensor, by: float) -> Callable[[], None]:
         rate.mul_(by)
     version = rate._version
 
-    def put_back() -> None:
+    def restore() -> None:
         with torch.no_grad():
             if rate._version == version:
                 rate.copy_(users)
             else:  # an optimizer that lowers its rate itself
                 rate.div_(by)
 
-    return put_back
+    return restore
 
 
-def _put_back(group: dict[str, Any], rate: Any, multiplied: Any, by: float) -> None:
+def _restore_group(group: dict[str, Any], rate: Any, multiplied: Any, by: float) -> None:
     # An optimizer that lowers its rate itself has set another rate.
     group["lr"] = rate if group["lr"] is multiplied else group["lr"] / by
 

@@ -107,7 +107,7 @@ def test_numbers_from_a_custom_train_step_are_averaged():
 
 
 def validation_that_worsens_on_odd_ranks():
-    """Labels of noise on odd ranks: their loss rises while the others' falls."""
+    """Odd ranks have random labels: their loss rises while the others' falls."""
     x, y = samples(40, seed=1)
     return (x, 1 - y) if hvkit.rank() % 2 else (x, y)
 
@@ -137,7 +137,7 @@ def test_the_rate_is_lowered_on_all_ranks_alike():
 
 
 class StopAtBatch(keras.callbacks.Callback):
-    """One rank ends training in the middle of an epoch."""
+    """One rank stops training in the middle of an epoch."""
 
     def on_train_batch_end(self, batch, logs=None):
         if hvkit.rank() == 1 and batch == 2:
@@ -280,7 +280,7 @@ def test_a_generator_that_ends_early_on_one_rank_ends_all_with_the_reason(eagerl
 
 
 def on_graph(eagerly):
-    """Whether this rank hears of it inside a step that is a graph."""
+    """Whether this rank gets the error inside a step that is a graph."""
     return not eagerly and hvkit.rank() != 1
 
 

@@ -62,7 +62,7 @@ def test_the_mean_of_indexed_slices_is_not_made_dense():
 
 @pytest.mark.parametrize("kinds", [["dense", None], ["slices", None], ["slices", "dense"]])
 def test_eager_ranks_may_differ_in_the_gradients_they_have(kinds):
-    """Rank 0 has the first kind, the others the second; a third variable is used by none."""
+    """Rank 0 has the first kind, other ranks the second; no rank uses the third variable."""
     from hvkit.adapters.keras.averager import GradientAverager
 
     gradients = {
@@ -175,7 +175,7 @@ def test_a_sum_over_samples_equals_one_process_if_multiplied_by_the_number_of_ra
 
 @pytest.mark.parametrize("compression", ["none", "bf16"])
 def test_a_dense_layer_on_sequences_in_batches_of_any_size(compression):
-    # TensorFlow does not know the shape of such a kernel's gradient when it makes the graph.
+    # While tracing, TensorFlow does not know the shape of such a kernel's gradient.
     rng = np.random.default_rng(0)
     x = rng.normal(size=(14 * hvkit.size(), 5, 8)).astype(np.float32)
     y = rng.normal(size=(14 * hvkit.size(), 1)).astype(np.float32)

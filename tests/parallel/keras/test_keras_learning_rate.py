@@ -1,8 +1,8 @@
 """The learning rate is the user's everywhere but inside the update.
 
-Each test trains on all ranks with the rates that the user sets, and a twin: the same optimizer in
-one process, which is given the multiplied rate in absolute numbers. The gradients are whole numbers
-that do not depend on the weights, so that both have the same to the last bit.
+Each test trains on all ranks with the rates that the user sets, and trains a twin: the same
+optimizer in one process, with the multiplied rate in absolute numbers. The gradients are whole
+numbers that do not depend on the weights, so that both have the same, bit for bit.
 """
 
 import keras
@@ -91,9 +91,9 @@ def compare(
         make: makes the optimizer.
         loop: runs the steps.
         rates: the user's rate of each step, as one process without hvkit would use it.
-        alone: makes the optimizer of the twin, where it is another.
+        alone: makes the optimizer of the twin; ``make`` by default.
         after_step: called with the optimizer and the number of the step; may set the rate.
-        **options: of the loop on all ranks.
+        **options: passed to the loop on all ranks.
 
     Returns:
         The rates that the optimizer showed after each step.

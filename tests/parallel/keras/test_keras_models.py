@@ -91,7 +91,7 @@ def test_several_optimizers_on_one_model():
 
 
 class Adversaries(keras.Model):
-    """Never called itself; its train_step calls the two parts."""
+    """Nobody calls this model; its train_step calls the two parts."""
 
     def __init__(self, built):
         super().__init__()

@@ -123,7 +123,7 @@ PRESENT = {
 @pytest.mark.parametrize("accumulated", [None, 2])
 @pytest.mark.parametrize("present", PRESENT)
 def test_eager_ranks_may_lack_gradients_of_some_variables(present, accumulated):
-    """As one process would with the mean over ranks, in which what is absent counts as zero."""
+    """The result is that of one process with the mean, where absent gradients count as zero."""
     n = hvkit.size()
     rng = np.random.default_rng(0)
 

@@ -100,7 +100,7 @@ def test_other_collectives_in_a_function_that_xla_compiles_are_errors_too(compil
 
 
 class OwnStep(keras.Sequential):
-    """A train_step of the user's own, with the optimizer that compile was given."""
+    """A custom train_step with the optimizer that compile got."""
 
     def train_step(self, data):
         tape_step(self, self.optimizer, *data)

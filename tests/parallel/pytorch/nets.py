@@ -36,7 +36,7 @@ def train(model, optimizer, data):
 
 
 def train_with_closure(model, optimizer, data):
-    """The loop of LBFGS, whose step computes the loss as often as it likes."""
+    """The loop for LBFGS, whose step computes the loss several times."""
     for x, y in data:
 
         def closure(x=x, y=y):
@@ -62,7 +62,7 @@ def gradients(model):
 
 
 def mean_over_ranks(tensor):
-    """The mean of a dense tensor over ranks, by another way than allreduce."""
+    """The mean of a dense tensor over ranks, computed without allreduce."""
     return torch.stack(hvkit.allgather(tensor)).mean(0)
 
 

@@ -68,7 +68,7 @@ def functional_embedding(weight, words, sparse):
     ],
 )
 def test_ranks_may_differ_in_whether_a_gradient_is_sparse(kind_of_rank):
-    """None on the other ranks; the sparse rows are only learnt from the first gradient."""
+    """Other ranks have none; only the first gradient shows that it is sparse."""
     weight = nn.Parameter(torch.zeros(6, 2))
     other = nn.Parameter(torch.zeros(1))
     model = nn.ParameterList([weight, other])
@@ -325,7 +325,7 @@ def test_a_closure_passed_to_step(make):
     model, optimizer = hvkit.distribute(model, make(model.parameters()), lr_scaling="none")
     train_with_closure(model, optimizer, local(data))
     assert same_on_all_ranks(arrays(model.parameters()))
-    # A line search amplifies rounding: how far it goes is decided by comparing losses.
+    # A line search amplifies rounding, because it compares losses to decide how far to go.
     assert largest_difference(arrays(model.parameters()), arrays(reference.parameters())) < 1e-3
 
 

@@ -84,7 +84,7 @@ def test_optimizers_and_groups(name):
 
 
 def test_a_rate_that_requires_a_gradient_is_replaced_not_changed_in_place():
-    """Writing to it would spoil what autograd has kept of it."""
+    """Writing to it would change values that autograd has kept."""
     model = mlp()
     optimizer = sgd(model, torch.tensor(RATE, requires_grad=True))
     twin = Twin(model, tensor_sgd)

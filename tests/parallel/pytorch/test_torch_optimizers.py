@@ -1,4 +1,4 @@
-"""Optimizers that step in unusual ways use the multiplied rate once, and leave the user's."""
+"""Optimizers that step in unusual ways multiply the rate once and restore the user's."""
 
 import copy
 
@@ -48,7 +48,7 @@ def _not_compiled_before():
     [(compiled_method, capturable, 4), (compiled_function, sgd, 4), (compiled_function, sgd, 0)],
 )
 def test_compiled_steps(step, make, warmup):
-    """Adam refuses ``capturable`` on CPUs where its update is not compiled."""
+    """On CPUs, Adam accepts ``capturable`` only in a compiled update."""
     with torch._dynamo.config.patch(recompile_limit=32):  # three optimizers
         compare(make, after=SETTERS["OneCycleLR"], warmup=warmup, step=step)
 
@@ -119,7 +119,7 @@ def test_a_closure_reads_and_sets_the_users_rate(make):
 
 
 def test_hooks_of_the_user_read_and_set_the_users_rate():
-    """Those of before the call and those of after it."""
+    """Hooks registered before the call and after it."""
     model = mlp()
     optimizer = sgd(model)
     twin = Twin(model, sgd)
@@ -187,14 +187,14 @@ def test_a_step_that_raises_leaves_the_users_rate_in_place(where, lr, warmup):
 
 
 class Own(torch.optim.SGD):
-    """A step that does more, by way of its parent's."""
+    """A step that calls its parent's."""
 
     def step(self, closure=None):
         return super().step(closure)
 
 
 class Decays(torch.optim.SGD):
-    """Lowers its rate itself, as a part of its step."""
+    """Lowers its own rate at the end of its step."""
 
     def step(self, closure=None):
         super().step(closure)
@@ -211,7 +211,7 @@ def test_a_step_that_calls_its_parents_counts_once(warmup):
 
 
 class Sets(torch.optim.SGD):
-    """Sets its rate itself before it steps, as Noam's schedule is often written."""
+    """Sets its own rate before it steps, as implementations of Noam's schedule often do."""
 
     def step(self, closure=None):
         for group in self.param_groups:
@@ -221,7 +221,7 @@ class Sets(torch.optim.SGD):
 
 
 class SetsAndSteps(torch.optim.SGD):
-    """The same, in other words."""
+    """The same, naming the parent class."""
 
     def step(self, closure=None):
         for group in self.param_groups:

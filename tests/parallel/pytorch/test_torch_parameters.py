@@ -1,4 +1,4 @@
-"""Which parameters are averaged: groups, frozen, tied, added later, of several optimizers."""
+"""Which parameters are averaged: in groups, frozen, tied, added later, in several optimizers."""
 
 import pytest
 import torch
@@ -251,7 +251,7 @@ def test_two_models_in_graphs_that_differ_between_ranks_never_wait_for_each_othe
 
 
 class Branches(nn.Module):
-    """Three heads of which a step uses any; the trunk is always used."""
+    """A trunk that every step uses, and three heads that a step may use or not."""
 
     def __init__(self):
         super().__init__()

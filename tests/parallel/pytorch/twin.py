@@ -19,7 +19,7 @@ STEPS = 6
 
 
 class Twin:
-    """One process that trains on the gradients of a distributed model at the rates it is given."""
+    """Trains in one process, on a distributed model's gradients and at given rates."""
 
     def __init__(self, model, make, step=None):
         self.model = mlp()
@@ -46,12 +46,12 @@ def backward(model, batch):
 
 
 def rates_of(optimizer):
-    """The rates as floats; those in tensors with the bits of their dtype."""
+    """The rates as floats; rates in tensors keep the precision of their dtype."""
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
 def multiplied(group, by):
-    """The rate that one process would be given, in the dtype of the group's."""
+    """The multiplied rate, rounded to the dtype of the group's rate."""
     return (
         (torch.as_tensor(group["lr"]).detach() * by).item()
         if isinstance(group["lr"], torch.Tensor)
@@ -86,18 +86,17 @@ def compare(
     after=None,
     scaling="linear",
     warmup=0,
-    compiled=None,
     step=None,
-    **options,
 ):
-    """Train on all ranks; the rates seen are the user's, the weights those of the multiplied ones.
+    """Train on all ranks; the script sees its own rates, the weights follow the multiplied ones.
 
     Args:
         make: makes the optimizer for a model.
-        before: called with the optimizer before distribute; returns what to call after each step.
+        before: called with the optimizer before distribute; returns a function that this calls
+            after each step.
         after: the same, called after distribute.
     """
-    # What a script sees without hvkit.
+    # The rates that a script sees without hvkit.
     plain = make(mlp())
     plain_each = (before or after or (lambda _: lambda i: None))(plain)
     for group in plain.param_groups:
@@ -128,7 +127,7 @@ def compare(
 
 
 def stepping(make_scheduler):
-    """A scheduler that is stepped after each optimizer step."""
+    """Steps a scheduler after each optimizer step."""
 
     def made(optimizer):
         scheduler = make_scheduler(optimizer)
