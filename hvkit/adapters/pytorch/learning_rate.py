@@ -42,7 +42,6 @@ class RateInStep:
         self._depth = 0
         self._multiplied_at = 0
         # Functions that give rates the user's value again.
-        # Functions that restore the rates that are multiplied now.
         self._restores: list[Callable[[], None]] = []
 
     def attach(self, optimizer: Optimizer) -> None:
