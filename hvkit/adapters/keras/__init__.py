@@ -12,7 +12,7 @@
     ├── fit                fit and evaluate: metrics of all ranks
     │   └── callbacks      all ranks stop together, only rank 0 writes files
     ├── refusals           updates by other optimizers, and inside XLA
-    └── collectives        waits counted in graphs, sums in 16 bits; used by most of the above
+    └── graph_collectives  waits counted in graphs, sums in 16 bits; used by most of the above
 """
 
 from hvkit.adapters.keras.adapter import KerasAdapter

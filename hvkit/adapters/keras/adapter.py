@@ -19,8 +19,8 @@ from hvkit.adapters.adapter import Options, Record
 from hvkit.adapters.keras.averager import GradientAverager
 from hvkit.adapters.keras.batch_norm import average_statistics, synchronise_batch_norm
 from hvkit.adapters.keras.checks import Checks, require_same_weights
-from hvkit.adapters.keras.collectives import NARROW_DTYPES, GraphWait
 from hvkit.adapters.keras.fit import share_results
+from hvkit.adapters.keras.graph_collectives import NARROW_DTYPES, GraphWait
 from hvkit.adapters.keras.initial_state import (
     has_weights,
     have_values,

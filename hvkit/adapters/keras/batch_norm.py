@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from hvkit import runtime
-from hvkit.adapters.keras.collectives import GraphWait
+from hvkit.adapters.keras.graph_collectives import GraphWait
 from hvkit.adapters.keras.refusals import refuse_xla
 
 # Numbers the collectives; ranks make the layers in the same order.

@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from hvkit import runtime
-from hvkit.adapters.keras.collectives import GraphWait
+from hvkit.adapters.keras.graph_collectives import GraphWait
 from hvkit.adapters.keras.refusals import refuse_xla
 from hvkit.learning_rate import Multiplier
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvkit.adapters.keras.collectives import from_bits, to_bits, widened
+from hvkit.adapters.keras.graph_collectives import from_bits, to_bits, widened
 
 
 class Origin(enum.IntEnum):
