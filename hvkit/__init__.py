@@ -1,30 +1,33 @@
-"""hvkit puts a PyTorch or Keras training script on Horovod's ring-allreduce with one call."""
+"""hvkit puts a PyTorch or Keras training script on Horovod's ring-allreduce with one call.
 
-from hvkit.allreduce import allreduce
-from hvkit.checkpoint import Checkpoint, Progress
-from hvkit.data import shard
-from hvkit.distribute import distribute
-from hvkit.errors import (
-    BuildError,
-    HorovodNotFoundError,
-    HostfileError,
-    HvkitError,
-    LaunchError,
-    RankLostError,
-    RanksDisagreeError,
-)
-from hvkit.main_rank import is_main, main_first
-from hvkit.metrics import EarlyStopping, any_rank, average
-from hvkit.runtime import (
-    allgather,
-    barrier,
-    broadcast,
-    init,
-    local_rank,
-    local_size,
-    rank,
-    size,
-)
+Importing hvkit is cheap: each public name is resolved on first use.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hvkit.allreduce import allreduce
+    from hvkit.checkpoint import Checkpoint, Progress
+    from hvkit.collectives import allgather, barrier, broadcast
+    from hvkit.data import shard
+    from hvkit.distribute import distribute
+    from hvkit.errors import (
+        BuildError,
+        HorovodNotFoundError,
+        HostfileError,
+        HvkitError,
+        LaunchError,
+        RankLostError,
+        RanksDisagreeError,
+    )
+    from hvkit.main_rank import is_main, main_first
+    from hvkit.metrics import EarlyStopping, any_rank, average
+    from hvkit.runtime import init, local_rank, local_size, rank, size
 
 __version__ = "0.1.0"
 
@@ -55,3 +58,42 @@ __all__ = [
     "shard",
     "size",
 ]
+
+_NAMES_BY_MODULE = {
+    "allreduce": "allreduce",
+    "checkpoint": "Checkpoint Progress",
+    "collectives": "allgather barrier broadcast",
+    "data": "shard",
+    "distribute": "distribute",
+    "errors": (
+        "BuildError HorovodNotFoundError HostfileError HvkitError LaunchError RankLostError "
+        "RanksDisagreeError"
+    ),
+    "main_rank": "is_main main_first",
+    "metrics": "EarlyStopping any_rank average",
+    "runtime": "init local_rank local_size rank size",
+}
+_MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])
+
+
+class _Package(ModuleType):
+    """Keeps ``hvkit.distribute`` the function, although a module of that name is imported too."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _MODULE_OF and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

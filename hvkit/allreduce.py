@@ -1,7 +1,7 @@
-"""One array or number of each rank, reduced to one for all: in any library's type.
+"""``hvkit.allreduce``: sum, mean, minimum or maximum over ranks of an array of any library.
 
-Everything is reduced as a NumPy array in the host's memory, whatever it came as. Half precision is
-added up in float32 and rounded once; short integers are added up in int64.
+Arrays of every type travel as NumPy arrays in the host's memory. Half precision is summed in
+float32 and rounded once, short integers are summed in int64.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvkit import runtime
-from hvkit.agreement import share
+from hvkit.collectives import share
 from hvkit.errors import RanksDisagreeError
 from hvkit.watch.calls import named
-from hvkit.watch.failures import mark_as_shown_by
+from hvkit.watch.rank_errors import mark_as_shown_by
 
 T = TypeVar("T")
 
 _OPS = ("mean", "sum", "min", "max")
 
-# MPI counts elements in a C int, and what is sent at once is copied as a whole. In elements.
+# Elements in one allreduce: MPI counts them in a C int, and each piece is copied once.
 _PIECE = 1 << 26
 
-# What is reduced as what: the types that Horovod has in all its libraries.
+# The dtype in which each dtype travels: those that all of Horovod's libraries have.
 _SENT_AS = {
     "bool": "int32",
     "int8": "int64",
@@ -51,9 +51,9 @@ class _Value:
     """A value as an array, and the way back.
 
     Attributes:
-        dtype: the value's own, as in ``_SENT_AS``.
-        array: its elements; of bfloat16, which NumPy lacks, as float32.
-        restore: from an array of the same shape to what the value was.
+        dtype: the value's own dtype, a key of ``_SENT_AS``.
+        array: its elements; bfloat16, which NumPy lacks, as float32.
+        restore: turns an array of the same shape into the value's own type.
     """
 
     dtype: str
@@ -71,29 +71,29 @@ def allreduce(value: T, op: str = "mean") -> T: ...
 
 @named("hvkit.allreduce")
 def allreduce(value: Any, op: str = "mean") -> Any:
-    """Mean, sum, minimum or maximum over the ranks of each element; the same on every rank.
+    """Reduce each element over the ranks; every rank gets the same result.
 
-    ``correct = hvkit.allreduce(correct, op="sum")``. A collective: every rank calls it, with the
-    same ``op``, and with the same dtype and shape. For means of numbers weighted by samples there
-    is :func:`hvkit.average`; gradients are averaged without a call.
+    ``correct = hvkit.allreduce(correct, op="sum")``. A collective: every rank must call it, with
+    the same ``op``, dtype and shape. For means weighted by samples use :func:`hvkit.average`.
+    Gradients need no call.
 
     Args:
         value: a PyTorch tensor; a TensorFlow tensor or variable or a Keras variable, outside of
-            ``tf.function``; a NumPy array; or a number of Python. Any shape. bool, int8 to int64,
+            ``tf.function``; a NumPy array; or a Python number. Any shape. bool, int8 to int64,
             uint8 to uint32, float16, bfloat16, float32, float64, complex64 or complex128.
-        op: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``. There is no mean of integers, as in
-            PyTorch, but of Python's, which is a float; of bool there are ``"min"``, whether all
-            are true, and ``"max"``, whether any is; of complex numbers no ``"min"`` and ``"max"``.
+        op: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``. As in PyTorch, integer tensors have no
+            mean; Python integers do, a float. bool has ``"min"`` (all true) and ``"max"`` (any
+            true). Complex numbers have no ``"min"`` and ``"max"``.
 
     Returns:
         A new tensor, array or number of the same dtype, shape and device; a tensor for a variable.
-        float16 and bfloat16 are added up in float32 and rounded once. Integers overflow as in
-        their own dtype. A NaN on any rank gives NaN there. Gradients do not flow through it.
+        float16 and bfloat16 are summed in float32 and rounded once. Integers overflow as their
+        dtype does. A NaN on any rank makes that element NaN. Gradients do not flow through it.
 
     Raises:
-        TypeError: the value is nothing of that, or its dtype has no such ``op``; on every rank.
-        ValueError: ``op`` is none of these; on every rank.
-        RanksDisagreeError: the ranks' values differ in shape or dtype, or their ``op`` does.
+        TypeError: the value has another type, or its dtype has no such ``op``; on every rank.
+        ValueError: unknown ``op``; on every rank.
+        RanksDisagreeError: the ranks' shapes, dtypes or ``op`` differ.
     """
     mine: _Value | None = None
     problem: Exception | None = None
@@ -103,7 +103,7 @@ def allreduce(value: Any, op: str = "mean") -> Any:
         if not (number := isinstance(value, bool | int | float)):
             mine = _taken(value)
             _require_defined(mine.dtype, op)
-    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+    except Exception as error:  # of any type: the other ranks must not wait for this one
         number, problem = False, error
     facts = "a number" if mine is None else f"{mine.dtype} of shape {mine.array.shape}"
     everyone = share("allreduce", problem, (f"{op!r} of {facts}", value if number else None))
@@ -118,7 +118,7 @@ def _require_same(everyone: list[str]) -> None:
         if theirs != everyone[0]:
             error = RanksDisagreeError(
                 f"rank {rank} calls allreduce with {theirs}, rank 0 with {everyone[0]}: op, dtype "
-                "and shape have to be the same on every rank; hvkit.allgather takes objects that "
+                "and shape must be the same on every rank; hvkit.allgather takes objects that "
                 "differ"
             )
             raise mark_as_shown_by(error, 0)
@@ -142,7 +142,7 @@ def _require_defined(dtype: str, op: str) -> None:
 
 
 def _of_numbers(numbers: list[Any], op: str) -> float:
-    """The result for Python's numbers; a NaN counts in minimum and maximum, too."""
+    """The result for Python numbers; a NaN makes minimum and maximum NaN."""
     if op in ("min", "max") and not any(n != n for n in numbers):
         least_or_most: float = min(numbers) if op == "min" else max(numbers)
         return least_or_most
@@ -151,7 +151,7 @@ def _of_numbers(numbers: list[Any], op: str) -> float:
 
 
 def _reduced(value: _Value, op: str) -> NDArray[Any]:
-    """The reduced array, in pieces."""
+    """The array, reduced piece by piece."""
     flat = np.ascontiguousarray(value.array).reshape(-1)
     result = np.empty_like(flat)
     for start in range(0, flat.size, _PIECE):
@@ -166,12 +166,12 @@ def _reduced_piece(piece: NDArray[Any], dtype: str, op: str) -> NDArray[Any]:
     own = piece.dtype
     sent = piece.view(own.type(0).real.dtype) if own.kind == "c" else piece
     sent = sent.astype(_SENT_AS[dtype])
-    reduced = runtime.allreduce_array(sent, "sum" if op == "mean" else op)
+    reduced = runtime.any_engine().allreduce(sent, "sum" if op == "mean" else op)
     if op == "mean":
         reduced = reduced / reduced.dtype.type(runtime.size())
     if op in ("min", "max") and reduced.dtype.kind == "f":
-        # What MPI makes of a NaN depends on the order of ranks.
-        reduced[runtime.allreduce_array(np.isnan(sent).astype(np.int32), "max") > 0] = np.nan
+        # With MPI the result of a NaN depends on the order of ranks.
+        reduced[runtime.any_engine().allreduce(np.isnan(sent).astype(np.int32), "max") > 0] = np.nan
     if own.kind == "c":
         return reduced.view(own)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -179,7 +179,7 @@ def _reduced_piece(piece: NDArray[Any], dtype: str, op: str) -> NDArray[Any]:
 
 
 def _taken(value: Any) -> _Value:
-    """The value as an array; nothing is imported that the script has not."""
+    """The value as an array; imports no framework that the script has not imported."""
     if (keras := sys.modules.get("keras")) is not None and isinstance(value, keras.Variable):
         return _taken(value.value)
     if (torch := sys.modules.get("torch")) is not None and isinstance(value, torch.Tensor):
@@ -217,8 +217,8 @@ def _from_tensorflow(value: Any) -> _Value:
 
     if not tf.executing_eagerly() or not hasattr(value, "numpy"):
         raise TypeError(
-            "allreduce takes the values of tensors, and inside a tf.function there are none yet: "
-            "call it outside, or on what the function returns"
+            "allreduce needs the values of a tensor, which has none inside a tf.function: call it "
+            "outside, on the function's result"
         )
     dtype = value.dtype.name
     _require_defined(dtype, "max" if dtype == "bool" else "sum")

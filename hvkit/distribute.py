@@ -1,4 +1,4 @@
-"""The one call: checks what it was given, picks the adapter, runs the shared steps in order."""
+"""The one call: checks its arguments, picks the adapter, and runs the steps that all share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hvkit.adapters.adapter import (
     record,
 )
 from hvkit.adapters.transport import COMPRESSIONS
-from hvkit.agreement import raise_together, require_equal
+from hvkit.collectives import raise_together, require_equal
 from hvkit.learning_rate import Multiplier, describe, make_multiplier
 from hvkit.log import logger
 from hvkit.watch.calls import named
@@ -44,89 +44,88 @@ def distribute(
 ) -> tuple[Model, Optimizers]:
     """Train this model with its optimizer on all ranks together.
 
-    Call it on every rank, after the model and the optimizer were made (and loaded from a
-    checkpoint, if they are) and before the first step. Each update then uses the mean over ranks of
-    the ranks' gradients, so that N ranks with batch size B train the model that one process trains
-    with batch size N*B. With one process it changes nothing. A loss that divides by something else
-    than the number of samples (class weights, tokens that count) is a mean of means then: where
-    that matters, sum it, and divide by the mean over ranks of the divisor, :func:`hvkit.average`.
+    Call it on every rank, once the model and the optimizer exist (and have loaded their checkpoint,
+    if any) and before the first step. Each update then uses the mean over ranks of the ranks'
+    gradients, so N ranks with batch size B train the model that one process trains with batch size
+    N*B. With one process it changes nothing.
 
-    A loss that is itself a sum over samples (``reduction="sum"``) grows with the batch, and the
-    mean of N ranks' sums is 1/N of the sum that one process has. Take a mean, or multiply the sum
-    by the number of ranks: ``(loss * hvkit.size()).backward()`` in PyTorch,
+    **Losses.** A loss that is a sum over samples (``reduction="sum"``) grows with the batch, and
+    the mean of N ranks' sums is 1/N of the sum that one process computes. Take a mean, or multiply
+    the sum by the number of ranks: ``(loss * hvkit.size()).backward()`` in PyTorch,
     ``model.compile(..., loss_weights=float(hvkit.size()))`` in Keras. Adam hardly notices; SGD,
-    clipping and weight decay do.
+    clipping and weight decay do. A loss that divides by something other than the number of samples
+    (class weights, unmasked tokens) becomes a mean of means. If that matters, sum it, and divide
+    by the mean of the divisor over ranks, :func:`hvkit.average`.
 
-    In PyTorch the gradients are averaged when ``loss.backward()`` returns. Parameters that some
-    ranks did not use count as zero there; those that no rank used keep a gradient of None. In
-    Keras the gradients are averaged inside ``optimizer.apply``, which ``fit`` and
-    ``apply_gradients`` call. A Keras model that has no weights yet gets rank 0's in its first
-    call, which every rank has to make.
+    **Gradients.** In PyTorch they are averaged when ``loss.backward()`` returns. A parameter that
+    only some ranks used counts as zero on the others; one that no rank used keeps a gradient of
+    None. In Keras they are averaged inside ``optimizer.apply``, which ``fit`` and
+    ``apply_gradients`` call. A Keras model without weights gets rank 0's in its first call, which
+    every rank must make.
 
-    Random numbers stay each rank's own: seed with ``seed + hvkit.rank()``, so that dropout,
-    augmentation and environments differ between ranks. The start needs no equal seeds, since every
-    rank gets rank 0's weights. Rank 0 warns if all ranks compute the same gradients in the first
-    step. Weights that some ranks load or change alone after the call are an error; what belongs to
-    one rank goes into a buffer or a non-trainable variable. A copy of the model, as by
-    ``copy.deepcopy``, is not distributed. In PyTorch an optimizer that was not
-    passed must not update the model, nor may ``torch.distributed`` train it as well.
+    **Random numbers** differ between ranks if you seed with ``seed + hvkit.rank()``: dropout,
+    augmentation and environments should differ. Weights need no equal seeds, since every rank
+    starts with rank 0's. Rank 0 warns if all ranks compute the same gradients in the first step.
 
-    What a rank measures in its own loop stays its own: average a validation loss with
-    :func:`hvkit.average` before a scheduler or an early stop decides by it. In Keras ``fit`` and
-    ``evaluate`` give the metrics of all ranks, and every rank has to call them. The states of
-    metrics are added up, as totals, counts and confusion matrices are; variables of a metric of
-    your own that do not add up need another ``aggregation`` in ``add_variable``.
+    **Weights** must stay the same on all ranks: loading or changing them on some ranks after the
+    call is an error. Keep values of a single rank in a buffer or a non-trainable variable. A copy
+    of the model (``copy.deepcopy``) is not distributed. In PyTorch, an optimizer that was not
+    passed must not update the model, and ``torch.distributed`` must not train it as well.
 
-    The learning rate is yours: what you set in the optimizer, what schedulers and callbacks read
-    and write, before or after the call, and what checkpoints hold, is never changed. By default
-    updates use it as it is, as one process with the N times larger batch would. Scaling and
-    warm-up multiply it inside the update, and nowhere else. Rank 0 says in one line what a step
-    uses.
+    **Metrics** that a rank computes in its own loop are its own: average a validation loss with
+    :func:`hvkit.average` before a scheduler or an early stop uses it. In Keras, ``fit`` and
+    ``evaluate`` return the metrics of all ranks, and every rank must call them. They add up the
+    states of metrics, such as totals, counts and confusion matrices. If a variable of your own
+    metric does not add up, give it another ``aggregation`` in ``add_variable``.
+
+    **The learning rate** is yours. hvkit never changes the rate that you set in the optimizer, that
+    schedulers and callbacks read and write, and that checkpoints hold. By default updates use it
+    unchanged, as one process with the N times larger batch would. Scaling and warm-up multiply it
+    inside the update only. Rank 0 logs the rate that a step uses.
 
     Args:
         model: a ``torch.nn.Module`` or a ``keras.Model`` (Keras 3 on TensorFlow).
         optimizer: a ``torch.optim.Optimizer`` or ``keras.optimizers.Optimizer`` that updates the
-            model, or a list or tuple of several, with those of later phases of training.
-        lr_scaling: what an update multiplies the learning rate by: ``"none"`` one, ``"linear"``
-            the world size, ``"sqrt"`` its square root. The last two are for rates that were chosen
-            for one process and one rank's batch. The ``lr`` of LBFGS is never multiplied: it is
-            the length of a step that has the right length already, for batches of any size.
-        warmup_steps: over so many optimizer steps what an update uses grows linearly from the
-            rate of a single process to the whole one; 0 for none. The rate of a single process is
-            yours where it is scaled, and else yours divided by the world size. Schedulers and
-            ``LearningRateSchedule`` objects go on undisturbed underneath.
-        warmup_epochs: the same in epochs, which may be a fraction; needs ``steps_per_epoch``.
-        steps_per_epoch: optimizer steps that each rank takes in an epoch.
-        accumulate: PyTorch only: gradients add up locally over this many backward passes and are
-            averaged over ranks in the last, for scripts that call ``optimizer.step()`` once in so
-            many passes. As without hvkit, the script divides the loss by it. Keras has
+            model, or a list or tuple of all of them, including those of later training phases.
+        lr_scaling: the factor on the learning rate: 1 for ``"none"``, the world size for
+            ``"linear"``, its square root for ``"sqrt"``. The last two suit a rate that was chosen
+            for one process and one rank's batch. The ``lr`` of LBFGS is never scaled: it is a step
+            length, which suits batches of any size.
+        warmup_steps: the number of optimizer steps in which the rate grows linearly from that of a
+            single process to the full one; 0 for none. The rate of a single process is yours with
+            scaling, and yours divided by the world size without. Schedulers and
+            ``LearningRateSchedule`` objects run undisturbed underneath.
+        warmup_epochs: the same in epochs, possibly a fraction; needs ``steps_per_epoch``.
+        steps_per_epoch: each rank's optimizer steps in an epoch.
+        accumulate: PyTorch only: the number of backward passes before each ``optimizer.step()``.
+            Gradients add up locally and are averaged over ranks in the last pass. As without
+            hvkit, the script divides the loss by this number. In Keras, set
             ``gradient_accumulation_steps`` on the optimizer.
         compression: ``"fp16"`` or ``"bf16"``: gradients travel between ranks in 16 bits, half the
             bytes, and are still summed in 32. bf16 has the range of float32 and 8 bits of
-            precision; fp16 has 11, gradients beyond 65504 become infinite and those below 6e-8
-            zero. Only float64 gradients travel as they are.
+            precision; fp16 has 11, but turns gradients beyond 65504 into infinity and those below
+            6e-8 into zero. float64 gradients are never compressed.
         batch_norm: ``"average"``: each rank normalises with the statistics of its own batch, and
-            the running statistics are averaged over ranks with every update, so that every rank
-            evaluates and saves the same model. ``"local"``: they stay each rank's own.
-            ``"sync"``: batches are normalised with the statistics of all ranks' batches together,
-            as in one process with the larger batch; for small batches, at the cost of a
-            collective a layer.
-        check_every: compare the ranks' weights in every so many optimizer steps, and raise if they
-            are no longer the same. None: only before the first update, in
-            :meth:`hvkit.Checkpoint.save`, and in Keras at the end of each epoch of ``fit``. Steps
-            are counted as backward passes that an update follows.
+            every update averages the running statistics over ranks, so all ranks evaluate and save
+            the same model. ``"local"``: each rank keeps running statistics of its own. ``"sync"``:
+            ranks normalise with the statistics of all ranks' batches together, as one process with
+            the larger batch would; for small batches, at the cost of a collective per layer.
+        check_every: compare the ranks' weights every this many optimizer steps, and raise if they
+            differ. None: only before the first update, in :meth:`hvkit.Checkpoint.save`, and in
+            Keras at the end of each epoch of ``fit``. A step is a backward pass that an update
+            follows.
 
     Returns:
-        The model and the optimizer (or the list) that were passed in, the same objects.
+        The same model and optimizer objects (or the list) that were passed in.
 
     Raises:
-        TypeError: the model or optimizer is of an unsupported type or of another framework.
+        TypeError: the model or optimizer has an unsupported type, or they belong to different
+            frameworks.
         ValueError: an argument has a wrong value, the optimizer does not hold the model's
-            parameters, one of them was passed to an earlier call, or a layer cannot be
-            synchronised.
+            parameters, an earlier call got one of them, or a layer cannot be synchronised.
         RanksDisagreeError: the ranks' models, optimizers or arguments differ. Later, in
-            ``backward``, an update, ``fit`` or a save: their weights do, since some ranks loaded
-            or changed theirs alone; in PyTorch, also their learning rates or frozen parameters.
+            ``backward``, an update, ``fit`` or a save: their weights differ, because some ranks
+            loaded or changed theirs alone; in PyTorch, also their rates or frozen parameters.
         HorovodNotFoundError: several ranks were launched, but there is no usable Horovod.
     """
     runtime.init(framework_of(model))
@@ -148,7 +147,7 @@ def distribute(
             raise ValueError(f"optimizer must hold at least one optimizer, got {optimizer!r}")
         adapter = adapter_for(model, optimizers, options)
         _refuse_second_call(model, optimizers)
-    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+    except Exception as error:  # of any type: the other ranks must not wait for this one
         problem = error
     raise_together(problem)
     assert adapter is not None
@@ -186,7 +185,7 @@ def _one_of(name: str, value: object, accepted: tuple[str, ...]) -> str:
 
 
 def _warmup_steps(steps: int, epochs: float, steps_per_epoch: int | None) -> int:
-    """The length of the warm-up in optimizer steps, from whichever way it was given."""
+    """The length of the warm-up in optimizer steps, from either argument."""
     steps = _count("warmup_steps", steps, 0)
     if steps_per_epoch is not None:
         steps_per_epoch = _count("steps_per_epoch", steps_per_epoch, 1)
@@ -202,8 +201,8 @@ def _warmup_steps(steps: int, epochs: float, steps_per_epoch: int | None) -> int
         )
     if steps_per_epoch is None:
         raise ValueError(
-            f"warmup_epochs={epochs:g} needs steps_per_epoch, the optimizer steps that a rank "
-            "takes in an epoch: steps_per_epoch=len(loader) for a sharded loader"
+            f"warmup_epochs={epochs:g} needs steps_per_epoch, a rank's optimizer steps in an "
+            "epoch: steps_per_epoch=len(loader) for a sharded loader"
         )
     return round(epochs * steps_per_epoch)
 
@@ -213,6 +212,6 @@ def _refuse_second_call(model: object, optimizers: Sequence[object]) -> None:
         if is_distributed(thing):
             raise ValueError(
                 f"this {role} ({type(thing).__name__}) was passed to hvkit.distribute before; "
-                "call it once for each model, with all of its optimizers, also those of later "
-                "phases of training: distribute(model, [first, second])"
+                "call it once for each model, with all of its optimizers, including those of later "
+                "training phases: distribute(model, [first, second])"
             )

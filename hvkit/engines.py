@@ -1,8 +1,7 @@
-"""The one place where Horovod is imported: its binding for each framework, behind one face.
+"""The one place that imports Horovod: its libraries for PyTorch and TensorFlow, behind one face.
 
-Horovod has a library of its own for PyTorch and one for TensorFlow. An engine starts one of them
-and offers the collectives that the rest of hvkit needs on NumPy arrays; adapters reach the
-binding itself through :attr:`Engine.hvd`.
+An engine starts one of the two and offers the collectives on NumPy arrays that the rest of hvkit
+needs. Adapters reach the library itself through :attr:`Engine.hvd`.
 """
 
 from __future__ import annotations
@@ -15,17 +14,21 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from hvkit.errors import HorovodNotFoundError, LaunchError
 from hvkit.host.cpus import allowance, threads_of_rank
 from hvkit.host.gpus import gpu_of_rank
 from hvkit.host_memory import HostMemory
 from hvkit.log import logger
 from hvkit.watch.calls import waiting
-from hvkit.watch.failures import translated
+from hvkit.watch.rank_errors import translated
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
+
+CHUNK = 1 << 28
+"""Bytes that one message holds at most: MPI counts elements in a C int."""
 
 
 class Engine(Protocol):
@@ -156,13 +159,37 @@ ENGINES: dict[str, type[PyTorchEngine] | type[TensorFlowEngine]] = {
 }
 
 
+def broadcast_in_pieces(engine: Engine, data: NDArray[np.uint8], root: int) -> NDArray[np.uint8]:
+    """Return rank ``root``'s bytes on every rank, sent in pieces of at most ``CHUNK``.
+
+    Args:
+        engine: the started Horovod.
+        data: of shape (n,), with the same n on every rank.
+        root: the rank that sends.
+    """
+    if data.size == 0:
+        return data
+    pieces = [
+        engine.broadcast(data[start : start + CHUNK], root) for start in range(0, data.size, CHUNK)
+    ]
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
+def broadcast_message(engine: Engine, message: bytes | None, root: int) -> bytes:
+    """Return rank ``root``'s message on every rank; the others pass None."""
+    header = np.array([len(message or b"")], np.int64).view(np.uint8)
+    length = int(broadcast_in_pieces(engine, header, root).view(np.int64)[0])
+    data = np.empty(length, np.uint8) if message is None else np.frombuffer(message, np.uint8)
+    return broadcast_in_pieces(engine, data, root).tobytes()
+
+
 @contextmanager
 def waiting_for_all_ranks() -> Iterator[None]:
-    """Around a collective of Horovod's that returns when every rank has come to it.
+    """Wraps a collective of Horovod's, which returns when every rank has called it.
 
     Raises:
         RankLostError: another rank has ended, or waits in another call.
-        RanksDisagreeError: what the ranks sent does not fit together.
+        RanksDisagreeError: the ranks sent different shapes or dtypes.
     """
     with translated(), waiting():
         yield
@@ -187,13 +214,13 @@ def _import_horovod(module: str, framework: str) -> ModuleType:
 
 
 def _reduces_in_host_memory(hvd: ModuleType) -> bool:
-    """Whether this Horovod was built without GPU support; rank 0 warns, because it is slower."""
+    """Whether this Horovod is built without GPU support; rank 0 warns, since that costs time."""
     if hvd.cuda_built() or hvd.rocm_built():
         return False
     if hvd.rank() == 0:
         logger.warning(
-            "Horovod was built without GPU support, so it reduces gradients in host memory, which "
-            "is slower; `hvkit install-horovod --gpu nccl` builds it with GPU support"
+            "Horovod is built without GPU support and reduces gradients in the host's memory, "
+            "which takes longer; `hvkit install-horovod --gpu nccl` rebuilds it"
         )
     return True
 

@@ -1,14 +1,14 @@
-"""What hvkit raises.
+"""hvkit's own exceptions.
 
-Wrong arguments raise the built-in ``TypeError`` and ``ValueError``. Everything else is here::
+Wrong arguments raise the built-in ``TypeError`` and ``ValueError``. All other errors are here::
 
     RuntimeError
     └── HvkitError
         ├── HorovodNotFoundError   several ranks were launched, no usable Horovod
-        ├── LaunchError            ranks cannot be started as asked, or not as many as asked were
+        ├── LaunchError            ranks cannot be started, or their number is not the one launched
         ├── HostfileError          a hostfile or a list of hosts cannot be read
         ├── RankLostError          another rank has ended, or waits in another call
-        ├── RanksDisagreeError     the ranks did not pass the same model or arguments
+        ├── RanksDisagreeError     the ranks passed different models or arguments
         └── BuildError             Horovod could not be built or installed
 """
 
@@ -22,20 +22,20 @@ class HorovodNotFoundError(HvkitError):
 
 
 class LaunchError(HvkitError):
-    """Ranks cannot be started as asked, or Horovod sees another number than were launched."""
+    """Ranks cannot be started, or Horovod sees another number of ranks than were launched."""
 
 
 class HostfileError(HvkitError, ValueError):
-    """A hostfile or a list of hosts is not what it should be; the message names file and line."""
+    """A hostfile or a list of hosts cannot be read; the message names file and line."""
 
 
 class RanksDisagreeError(HvkitError, ValueError):
-    """The ranks called with different models, optimizers or arguments."""
+    """The ranks passed different models, optimizers or arguments, or made different calls."""
 
 
 class RankLostError(HvkitError):
-    """This rank waits for another one that has ended, or that waits in another call."""
+    """This rank waited for one that has ended, or that waits in another call."""
 
 
 class BuildError(HvkitError):
-    """Horovod could not be built or installed; the message says why and what to do."""
+    """Horovod could not be built or installed; the message gives the reason and the fix."""

@@ -1,9 +1,11 @@
-"""What an update multiplies the user's learning rate by: plain arithmetic, no collectives.
+"""Scaling and warm-up: the factor by which an update multiplies the user's learning rate.
+
+Plain arithmetic; the adapters apply it where an update reads the rate.
 
 N ranks with batch size B take one step where a single process takes N. The linear rule multiplies
-the rate by N; over the first steps, where that is too much, it is raised gradually. Both are from
-Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour" (2017). The square-root
-rule keeps the variance of the update instead: Krizhevsky, "One weird trick for parallelizing
+the rate by N. That is too much for the first steps, so a warm-up raises the rate gradually. Both
+are from Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour" (2017). The
+square-root rule keeps the variance of the update: Krizhevsky, "One weird trick for parallelizing
 convolutional neural networks" (2014).
 """
 
@@ -16,13 +18,17 @@ LR_SCALINGS = ("none", "linear", "sqrt")
 
 @dataclass(frozen=True)
 class Multiplier:
-    """What each update multiplies the user's rate by."""
+    """The factor of each optimizer step.
+
+    Attributes:
+        full: the factor after the warm-up.
+        first: the factor of the first step, from which it grows linearly to ``full``.
+        warmup_steps: length of the warm-up in optimizer steps; 0 for none.
+    """
 
     full: float = 1.0
     first: float = 1.0
-    """In the first step; it grows linearly from there to ``full``."""
     warmup_steps: int = 0
-    """Optimizer steps until ``full`` is reached; 0 for at once."""
 
     @property
     def changes_nothing(self) -> bool:
@@ -30,7 +36,7 @@ class Multiplier:
         return self.full == 1 and (self.first == 1 or not self.warmup_steps)
 
     def at(self, step: int) -> float:
-        """The multiplier of the step that comes after so many."""
+        """The factor of step ``step``, counted from 0."""
         if step >= self.warmup_steps:
             return self.full
         return self.first + (self.full - self.first) * step / self.warmup_steps
@@ -39,8 +45,9 @@ class Multiplier:
 def make_multiplier(lr_scaling: str, size: int, warmup_steps: int) -> Multiplier:
     """The multiplier on ``size`` ranks.
 
-    A warm-up starts at the rate of a single process. That is the user's where it is scaled, and
-    by the linear rule one ``size``-th of it where the user has set the rate of all ranks together.
+    A warm-up starts at the rate that suits a single process. With scaling, that is the user's rate.
+    Without, the user has set the rate for all ranks together, and by the linear rule a single
+    process needs one ``size``-th of it.
 
     Args:
         lr_scaling: ``"none"``, ``"linear"`` or ``"sqrt"``.
@@ -58,12 +65,12 @@ def make_multiplier(lr_scaling: str, size: int, warmup_steps: int) -> Multiplier
 
 
 def describe(rates: Sequence[tuple[float, Multiplier | None]], lr_scaling: str, size: int) -> str:
-    """What rank 0 says about the rates: what the user set, and what a step uses.
+    """One line about the rates that the user set and those that a step uses.
 
     Args:
-        rates: of each optimizer or parameter group its rate, and what updates multiply it by;
-            None for a step length, which no rule applies to.
-        lr_scaling: what the user passed.
+        rates: for each optimizer or parameter group its rate, and the multiplier of its updates;
+            None for the step length of LBFGS, which is never scaled.
+        lr_scaling: the user's argument.
         size: the number of ranks.
     """
     said = [_one_kind(rates, multiplier, lr_scaling, size) for _, multiplier in rates]
@@ -76,7 +83,7 @@ def _one_kind(
     lr_scaling: str,
     size: int,
 ) -> str:
-    """The rates that are multiplied by the same."""
+    """The part of the line about the rates that share a multiplier."""
     own = [rate for rate, its in rates if its == multiplier]
 
     def times(factor: float) -> str:

@@ -1,4 +1,4 @@
-"""What one rank does alone, or before the others."""
+"""Work that one rank does alone, or before the others."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from hvkit import runtime
-from hvkit.agreement import raise_together
+from hvkit.collectives import raise_together
 from hvkit.errors import RankLostError, RanksDisagreeError
 from hvkit.log import logger
 from hvkit.watch.calls import call
@@ -14,45 +14,45 @@ from hvkit.watch.calls import call
 _NAME = "hvkit.main_first"
 
 _inside = False
-_said: set[str] = set()
+_logged: set[str] = set()
 
 
 def is_main() -> bool:
-    """Whether this is rank 0, which alone prints and writes files that all ranks would write.
+    """Whether this is rank 0, which prints and writes the files of the whole run.
 
-    ``if hvkit.is_main(): torch.save(model.state_dict(), "model.pt")``. Nothing in such a branch may
-    be a collective: the other ranks do not come to it.
+    ``if hvkit.is_main(): torch.save(model.state_dict(), "model.pt")``. Call no collective in such a
+    branch: the other ranks never enter it.
     """
     return runtime.rank() == 0
 
 
-def say_once(kind: str, text: str) -> None:
-    """Say something on rank 0, unless something of this kind was said before."""
-    if kind not in _said and is_main():
+def warn_once(kind: str, text: str) -> None:
+    """Log a warning on rank 0, the first time that this rank gets one of its kind."""
+    if kind not in _logged and is_main():
         logger.warning(text)
-    _said.add(kind)
+    _logged.add(kind)
 
 
 @contextmanager
 def main_first() -> Iterator[None]:
-    """Run the body on rank 0 first, then on the others: for downloads and caches.
+    """Run the body on rank 0 first, then on the other ranks: for downloads and caches.
 
     ::
 
         with hvkit.main_first():
             data = datasets.MNIST("data", download=True)  # rank 0 downloads, the others find it
 
-    After rank 0 comes one rank of every other host, and then all the rest at the same time. So no
-    two ranks fill one folder together, whether the hosts share it or each has its own.
+    After rank 0, one rank of every other host runs it, then all remaining ranks at the same time.
+    So no two ranks fill the same folder together, whether the hosts share it or not.
 
-    A collective: every rank enters it, and leaves it when all have run the body. The body may not
-    call collectives, because the ranks are not in it together; another ``main_first`` inside it
-    changes nothing. On one process the body just runs.
+    A collective: every rank must enter, and none leaves before all have run the body. The body must
+    not call collectives, since the ranks run it at different times. A nested ``main_first`` has no
+    effect. With one process the body just runs.
 
     Raises:
-        Exception: what the body raised on a rank, on every rank; those whose turn comes later do
-            not run it. Its type is kept if it is a TypeError, ValueError or OSError; others become
-            HvkitError on the other ranks.
+        Exception: the body failed on a rank. Every rank raises that error, and ranks that had not
+            started the body skip it. A TypeError, ValueError or OSError keeps its type; any other
+            becomes HvkitError on the other ranks.
     """
     global _inside
     if runtime.size() == 1 or _inside:
@@ -68,9 +68,9 @@ def main_first() -> Iterator[None]:
     try:
         yield
     except (RanksDisagreeError, RankLostError):
-        # Of a collective in the body: the others, who wait for this rank, have it already.
+        # The body called a collective, and the ranks that wait here got its error as well.
         raise
-    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+    except Exception as error:  # of any type: the other ranks must not wait for this one
         problem = error
     finally:
         _inside = False

@@ -1,4 +1,4 @@
-"""Numbers that each rank has measured, brought together: means, and decisions by them."""
+"""Metrics of all ranks: means over ranks, and decisions that all ranks take together."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, overload
 
-from hvkit.agreement import share
+from hvkit.collectives import share
 from hvkit.errors import RanksDisagreeError
 from hvkit.watch.calls import named
 
@@ -23,16 +23,17 @@ def average(value: Mapping[str, float], weight: float | None = None) -> dict[str
 def average(
     value: float | Mapping[str, float], weight: float | None = None
 ) -> float | dict[str, float]:
-    """Mean over ranks of a number, or of each number of a dict, in float64; the same everywhere.
+    """Mean over ranks of a number, or of each number in a dict, in float64.
 
-    A collective: every rank calls it, and gets the mean. A NaN on any rank makes the mean NaN.
+    A collective: every rank must call it, and every rank gets the mean. A NaN on any rank makes the
+    mean NaN.
 
     Args:
-        value: this rank's number or numbers, such as the means over the samples it has seen.
-        weight: how many samples they stand for; the ranks' values then count in proportion, so
-            that unequal parts give the mean over all samples. A rank with weight 0 counts for
-            nothing, whatever its values; it may pass an empty dict. With weight 0 everywhere the
-            means are NaN. None: every rank counts the same.
+        value: this rank's number or numbers, for instance its mean loss.
+        weight: the number of samples behind them; ranks with unequal parts of the data then give
+            the mean over all samples. A rank with weight 0 has no influence, whatever its values,
+            and may pass an empty dict. If all weights are 0, the means are NaN. None: every rank
+            counts the same.
 
     Raises:
         TypeError: a value or the weight is not a number, or only some ranks pass a weight.
@@ -66,19 +67,19 @@ def average(
 
 @named("hvkit.any_rank")
 def any_rank(flag: bool) -> bool:
-    """Whether the flag is true on any rank; the same answer on every rank.
+    """Whether the flag is true on any rank; the same result on every rank.
 
     For decisions that all ranks must take together, such as leaving the training loop:
-    ``if hvkit.any_rank(out_of_time()): break``. A collective: every rank calls it in every round.
-    For a decision of rank 0 alone, use ``hvkit.broadcast(flag)``.
+    ``if hvkit.any_rank(out_of_time()): break``. A collective: every rank must call it each time.
+    If rank 0 alone decides, use ``hvkit.broadcast(flag)``.
 
     Raises:
-        TypeError: the flag cannot be taken as true or false.
-        RanksDisagreeError: another rank has come to another call that all ranks have to make.
+        TypeError: the flag is neither true nor false.
+        RanksDisagreeError: another rank makes another collective call.
     """
     try:
         mine, problem = bool(flag), None
-    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+    except Exception as error:  # of any type: the other ranks must not wait for this one
         mine, problem = False, TypeError(f"any_rank takes True or False, got {flag!r}: {error}")
     return any(share("any_rank", problem, mine))
 
@@ -94,13 +95,13 @@ class EarlyStopping:
             if early_stopping(val_loss, weight=samples):
                 break
 
-    The metric is averaged over ranks first, so all ranks see the same number and stop together.
+    It averages the metric over ranks first, so all ranks see the same number and stop together.
     With Keras's ``fit`` use ``keras.callbacks.EarlyStopping``: its metrics are averaged already.
 
     Args:
-        patience: so many calls in a row without improvement are the last; at least 1.
-        min_delta: smaller changes for the better do not count.
-        mode: ``"min"`` where lower is better, ``"max"`` where higher is.
+        patience: stop after this many calls in a row without improvement; at least 1.
+        min_delta: an improvement must exceed this.
+        mode: ``"min"`` if lower is better, ``"max"`` if higher is.
 
     Raises:
         TypeError: ``patience`` is not an int.
@@ -122,7 +123,7 @@ class EarlyStopping:
         self.best = math.nan
         """The best mean so far; NaN before the first."""
         self.waited = 0
-        """Calls since then."""
+        """Calls since that one."""
 
     @named("hvkit.EarlyStopping")
     def __call__(self, metric: float, weight: float | None = None) -> bool:
@@ -144,29 +145,29 @@ class EarlyStopping:
         return gain > self.min_delta
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """The state that a checkpoint saves."""
         return {"best": None if math.isnan(self.best) else self.best, "waited": self.waited}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state that :meth:`state_dict` gave."""
+        """Continue from a state of :meth:`state_dict`."""
         best = state["best"]
         self.best, self.waited = math.nan if best is None else float(best), int(state["waited"])
 
 
 def _as_floats(values: Mapping[str, Any]) -> tuple[dict[str, float], Exception | None]:
-    """The values as floats, or why they cannot be: told to all ranks before anyone raises."""
+    """The values as floats, or the error, which all ranks then raise together."""
     numbers = {}
     for key, value in values.items():
         try:
             numbers[key] = float(value)
-        except Exception:  # whatever it is, the other ranks must not wait for this one
+        except Exception:  # of any type: the other ranks must not wait for this one
             got = f"{value!r} of type {type(value).__name__}"
             return {}, TypeError(f"average takes numbers, got {got} for {key!r}")
     return numbers, None
 
 
 def _as_weight(weight: Any) -> tuple[float | None, Exception | None]:
-    """The weight as a float, or why it cannot be."""
+    """The weight as a float, or the error."""
     if weight is None:
         return None, None
     try:

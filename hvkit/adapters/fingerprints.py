@@ -25,9 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from hvkit import runtime
+from hvkit import collectives
 from hvkit.errors import RanksDisagreeError
-from hvkit.main_rank import say_once
+from hvkit.main_rank import warn_once
 
 Rows = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -184,7 +184,7 @@ def judge(everyone: Rows, compared: Sequence[Compared], exact: bool) -> str:
     """The error message that all ranks must raise, or an empty one; rank 0 warns of rounding."""
     text, error = complaint(everyone, compared, exact)
     if text and not error:
-        say_once("rounding", text)
+        warn_once("rounding", text)
     return text if error else ""
 
 
@@ -201,9 +201,9 @@ def require_same(call: str, compared: Sequence[Compared], rows: Sequence[Rows]) 
     """
     labels = [each.label for each in compared]
     digest = hashlib.sha256(repr(labels).encode() + b"".join(r.tobytes() for r in rows)).digest()
-    if len(set(runtime.gather(call, digest))) == 1:
+    if len(set(collectives.gather(call, digest))) == 1:
         return
-    everyone = runtime.gather(call, (labels, list(rows)))
+    everyone = collectives.gather(call, (labels, list(rows)))
     for rank, (theirs, _) in enumerate(everyone):
         if theirs != everyone[0][0]:
             other = sorted(set(theirs) ^ set(everyone[0][0]))
@@ -238,7 +238,7 @@ def warn_of_equal_work(everyone: Rows) -> bool:
     if not everyone[:, 1].any():
         return False
     if everyone[:, 1].all() and (everyone[:, 0] == everyone[0, 0]).all():
-        say_once("equal work", _EQUAL_WORK)
+        warn_once("equal work", _EQUAL_WORK)
     return True
 
 

@@ -1,14 +1,18 @@
-"""Horovod, built for the frameworks that are installed and for the MPI that is found.
+"""Builds and installs Horovod for the installed frameworks and MPI.
 
-From the command line to the binary::
+::
 
-    installer         what to do: nothing, install the cached wheel, or build it
-    ├── toolchain     what is on this machine: frameworks, mpi, compilers
-    ├── cuda          NVIDIA's GPUs, and the toolkit to build for NCCL with
-    ├── key           everything that changes the binary; the name of its wheel
-    ├── wheels        the cache, and its lock
-    ├── builder       source -> edits (horovod_edits) -> cmake, environment -> wheel
-    └── installed     pip, and a check that the result imports
+    installer               does nothing, installs the cached wheel, or builds one
+    ├── toolchain           finds MPI, the C++ compiler and CMake
+    │   ├── frameworks      finds PyTorch and TensorFlow
+    │   └── cuda            finds GPUs, and a CUDA toolkit for a build for NCCL
+    ├── wheel_cache         built wheels, each under the key of all that changes it
+    └── builder             source -> edits -> compilation -> wheel
+        ├── horovod_edits   the changes to Horovod's source, with their reasons
+        ├── build_variables the environment variables that Horovod's build reads
+        └── build_output    progress and causes of failure, from what the build prints
+
+    pytorch_index           for the Makefile: the pip options that install PyTorch for CPUs
 """
 
 from hvkit.build.installer import Options, install_horovod

@@ -1,60 +1,134 @@
-"""From Horovod's source package to a wheel."""
+"""Builds Horovod's wheel: fetches the official source, edits it, compiles it, caches the wheel."""
 
+import hashlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from hvkit.build import cuda, edits, failures, source
-from hvkit.build.cmake import find_cmake
-from hvkit.build.environment import build_environment
-from hvkit.build.horovod_edits import EDITS
-from hvkit.build.key import Key
-from hvkit.build.progress import BuildProgress, say
-from hvkit.build.toolchain import Toolchain
-from hvkit.build.wheels import store
+import psutil
+
+from hvkit.build.build_output import BuildProgress, announce, explain, run_pip
+from hvkit.build.build_variables import build_environment
+from hvkit.build.cuda import fetch_toolkit
+from hvkit.build.horovod_edits import EDITS, VERSION, apply_edits
+from hvkit.build.toolchain import Toolchain, find_cmake
+from hvkit.build.wheel_cache import Key, store_wheel
 from hvkit.errors import BuildError
 from hvkit.host.cache import cache_dir
+from hvkit.host.cpus import allowance
+
+SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+ARCHIVE = f"horovod-{VERSION}.tar.gz"
 
 _MIB = 1024**2
 _NEEDED_TO_BUILD = 1024 * _MIB
 _NEEDED_TO_KEEP = 256 * _MIB
+# The largest translation units include all of TensorFlow's or PyTorch's headers.
+_BYTES_PER_JOB = 2048 * _MIB
 
 
 def build(toolchain: Toolchain, key: Key, jobs: int) -> Path:
-    """Build the wheel and return its place in the cache.
+    """Build the wheel and return its path in the cache.
+
+    Args:
+        toolchain: the compiler, MPI and frameworks to build with.
+        key: the key of the wheel.
+        jobs: files compiled at once.
 
     Raises:
-        BuildError: fetching, editing or compiling failed; the message says why, what to do, and
-            where the full log is.
+        BuildError: fetching, editing or compiling failed; the message gives the cause, the remedy
+            and the path of the full log.
     """
     with tempfile.TemporaryDirectory(prefix="hvkit-build-") as folder:
         _require_space(Path(folder))
         if toolchain.cuda:
-            cuda.ensure(toolchain.cuda)
-        archive = source.fetch()
-        root = source.unpack(archive, Path(folder))
-        made = edits.apply(EDITS, root, toolchain)
+            fetch_toolkit(toolchain.cuda)
+        root = unpack(fetch_source(), Path(folder))
+        made = apply_edits(EDITS, root, toolchain)
         scratch = Path(folder, "scratch")
         scratch.mkdir()
         environ = build_environment(toolchain, jobs, find_cmake(), scratch)
         environ["HOROVOD_LOCAL_VERSION"] = key.local_version
         log = _new_log(key)
-        say(f"building Horovod {source.VERSION} for {toolchain}")
-        say(f"{len(made)} edits to its source, {jobs} files compiled at once; log: {log}")
-        return store(_run(root, environ, log), key)
+        announce(f"building Horovod {VERSION} for {toolchain}")
+        announce(f"{len(made)} edits to its source, {jobs} files compiled at once; log: {log}")
+        return store_wheel(_compile(root, environ, log), key)
 
 
-def _run(root: Path, environ: Mapping[str, str], log: Path) -> Path:
+def fetch_source() -> Path:
+    """The official source package, from the cache or from the package index that pip uses.
+
+    Raises:
+        BuildError: pip cannot fetch it, or its checksum is wrong.
+    """
+    archive = cache_dir() / "source" / ARCHIVE
+    if archive.is_file() and _sha256(archive) == SHA256:
+        return archive
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=archive.parent) as folder:
+        downloaded = _download(Path(folder), archive)
+        found = _sha256(downloaded)
+        if found != SHA256:
+            raise BuildError(
+                f"{ARCHIVE} is not the official Horovod {VERSION}: its SHA-256 is {found}, "
+                f"expected {SHA256}. Check which package index pip uses with `pip config list`"
+            )
+        os.replace(downloaded, archive)
+    return archive
+
+
+def unpack(archive: Path, folder: Path) -> Path:
+    """Unpack the package into ``folder`` and return the root of the source."""
+    with tarfile.open(archive) as package:
+        # Python before 3.11.4 has no filters. The checksum has proved the package harmless.
+        package.extraction_filter = getattr(tarfile, "data_filter", None)
+        package.extractall(folder)
+    return folder / ARCHIVE.removesuffix(".tar.gz")
+
+
+def default_jobs() -> int:
+    """The number of files to compile at once here, by cores and free memory; at least one."""
+    return max(1, min(len(os.sched_getaffinity(0)), free_memory() // _BYTES_PER_JOB))
+
+
+def free_memory() -> int:
+    """Bytes of memory that this process may still use, within its container's limit."""
+    available = int(psutil.virtual_memory().available)
+    limit = allowance().memory
+    return available if limit is None else min(available, limit)
+
+
+def _download(folder: Path, cached: Path) -> Path:
+    requirements = folder / "requirements.txt"
+    requirements.write_text(f"horovod=={VERSION} --hash=sha256:{SHA256}\n")
+    options = ["--no-deps", "--no-binary", "horovod", "--no-build-isolation"]
+    try:
+        run_pip(
+            ["download", *options, "--dest", str(folder), "--requirement", str(requirements)],
+            summary=f"fetching the source of Horovod {VERSION} failed",
+        )
+    except BuildError as error:
+        raise BuildError(f"{error}\nWithout an index: put {ARCHIVE} at {cached}") from None
+    return folder / ARCHIVE
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _compile(root: Path, environ: Mapping[str, str], log: Path) -> Path:
     started = time.monotonic()
     command = [sys.executable, "setup.py", "bdist_wheel", "--dist-dir", "wheel"]
-    with log.open("w", encoding="utf-8") as kept, BuildProgress() as progress:
-        kept.write(f"$ {' '.join(command)}\n")
+    with log.open("w", encoding="utf-8") as full, BuildProgress() as progress:
+        full.write(f"$ {' '.join(command)}\n")
         with subprocess.Popen(
             command,
             cwd=root,
@@ -65,19 +139,19 @@ def _run(root: Path, environ: Mapping[str, str], log: Path) -> Path:
             text=True,
             errors="replace",
             start_new_session=True,
-        ) as build:
-            assert build.stdout is not None
+        ) as process:
+            assert process.stdout is not None
             try:
-                for line in build.stdout:
-                    kept.write(line)
+                for line in process.stdout:
+                    full.write(line)
                     progress.read(line)
             except BaseException:
-                # Compilers in flight outlive their make otherwise.
-                os.killpg(build.pid, signal.SIGTERM)
+                # Running compilers would outlive their make.
+                os.killpg(process.pid, signal.SIGTERM)
                 raise
-    if build.returncode != 0:
-        raise failures.explain(log.read_text(), "compiling Horovod failed", log)
-    say(f"built in {time.monotonic() - started:.0f} s")
+    if process.returncode != 0:
+        raise explain(log.read_text(), "compiling Horovod failed", log)
+    announce(f"built in {time.monotonic() - started:.0f} s")
     return next((root / "wheel").glob("*.whl"))
 
 

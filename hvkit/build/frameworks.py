@@ -1,4 +1,4 @@
-"""The frameworks that are installed beside hvkit, found without importing them."""
+"""Finds the installed frameworks without importing them."""
 
 import re
 from collections.abc import Collection
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hvkit.errors import BuildError
 
-# Every package below brings the same import name; a user has one of them.
+# Packages that contain the framework; a user has one of them.
 DISTRIBUTIONS = {
     "pytorch": ("torch",),
     "tensorflow": (
@@ -25,9 +25,9 @@ DISTRIBUTIONS = {
 NAMES = tuple(DISTRIBUTIONS)
 _TITLES = {"pytorch": "PyTorch", "tensorflow": "TensorFlow"}
 _MODULES = {"pytorch": "torch", "tensorflow": "tensorflow"}
-# Where a framework writes down what it was built for, and how.
-_CUDA_WRITTEN = {
-    "pytorch": ("torch/version.py", r"^cuda\b.*= '(\d+\.\d+)"),
+# The file of each framework that records its CUDA version, and the record's pattern.
+_CUDA_RECORDS = {
+    "pytorch": ("torch/version.py", r"^cuda\b[^=\n]*=\s*['\"](\d+\.\d+)"),
     "tensorflow": ("tensorflow/python/platform/build_info.py", r"'cuda_version', '(\d+\.\d+)"),
 }
 
@@ -39,7 +39,7 @@ class Framework:
     Attributes:
         name: ``pytorch`` or ``tensorflow``.
         version: its full version, for instance ``2.13.0+cpu``.
-        location: the folder that holds its package.
+        location: the folder that contains its package.
     """
 
     name: str
@@ -48,30 +48,23 @@ class Framework:
 
     @property
     def module(self) -> str:
-        """What it is imported as."""
+        """The name of its Python module."""
         return _MODULES[self.name]
 
     @property
     def cuda(self) -> str | None:
-        """The CUDA version that it was built for, ``13.0``; ``None`` for a build for CPUs.
-
-        Read from the files, as the version does not say: the index's plain ``2.13.0`` of PyTorch
-        is a build for CUDA on some platforms and one for CPUs on others.
-        """
-        file, pattern = _CUDA_WRITTEN[self.name]
-        path = self.location / file
-        found = re.search(pattern, path.read_text(), re.MULTILINE) if path.is_file() else None
-        return found[1] if found else None
+        """The CUDA version that it was built for; see :func:`cuda_version`."""
+        return cuda_version(self.name, self.location)
 
     def __str__(self) -> str:
         return f"{_TITLES[self.name]} {self.version}"
 
 
 def find_frameworks(without: Collection[str] = ()) -> tuple[Framework, ...]:
-    """The installed frameworks, less those named in ``without``.
+    """The installed frameworks, except those named in ``without``.
 
     Raises:
-        BuildError: there is none to build for.
+        BuildError: there is no framework to build for.
     """
     installed = [found for name in NAMES if (found := _find(name)) is not None]
     wanted = tuple(framework for framework in installed if framework.name not in without)
@@ -79,14 +72,30 @@ def find_frameworks(without: Collection[str] = ()) -> tuple[Framework, ...]:
         if installed:
             names = " and ".join(map(str, installed))
             raise BuildError(
-                f"nothing to build Horovod for: {names} left out by --without. "
+                f"no framework to build Horovod for: {names} left out by --without. "
                 "Leave out at most one of them"
             )
         raise BuildError(
-            "no framework installed: Horovod is built for the PyTorch and the TensorFlow that "
-            "are there. Install one first: `pip install torch` or `pip install tensorflow-cpu`"
+            "no framework installed: hvkit builds Horovod for the installed PyTorch and "
+            "TensorFlow. Install one first: `pip install torch` or `pip install tensorflow-cpu`"
         )
     return wanted
+
+
+def cuda_version(name: str, location: Path) -> str | None:
+    """The CUDA version that a framework was built for, ``13.0``; ``None`` for a build for CPUs.
+
+    The framework's files record it. Its version does not: PyPI's plain ``2.13.0`` of PyTorch is a
+    build for CUDA on some platforms and one for CPUs on others.
+
+    Args:
+        name: ``pytorch`` or ``tensorflow``.
+        location: the folder that contains the framework's package.
+    """
+    file, pattern = _CUDA_RECORDS[name]
+    path = location / file
+    found = re.search(pattern, path.read_text(), re.MULTILINE) if path.is_file() else None
+    return found[1] if found else None
 
 
 def _find(name: str) -> Framework | None:

@@ -1,20 +1,97 @@
-"""What hvkit changes in Horovod 0.28.1, and why."""
+"""The changes that hvkit makes to Horovod 0.28.1, with their reasons, and how they are applied.
 
+An edit names its file and the exact text that it replaces. If that text is missing, or occurs more
+or less often than expected, the build stops.
+"""
+
+import hashlib
 import re
 import subprocess
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
-from hvkit.build.edits import Edit
 from hvkit.build.toolchain import Toolchain
+from hvkit.errors import BuildError
+
+VERSION = "0.28.1"
+"""The Horovod release that the edits fit."""
 
 XLA_OPS = "horovod/tensorflow/xla_mpi_ops.cc"
 
+_MPI_RUN = "horovod/runner/mpi_run.py"
+_KERAS = "horovod/_keras/__init__.py"
+
+
+def always(toolchain: Toolchain, source: Path) -> bool:
+    """The condition of an edit that every build needs."""
+    return True
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One replacement of text in one file.
+
+    Attributes:
+        name: short and unique; error messages use it.
+        file: the file, relative to the root of the source.
+        what: what the edit changes.
+        why: what goes wrong without it.
+        upstream: the upstream issue, or the cause of the fault upstream.
+        old: the text to replace.
+        new: the replacement.
+        count: how often ``old`` occurs in the file.
+        applies: whether a build with this toolchain, from this source folder, needs the edit.
+    """
+
+    name: str
+    file: str
+    what: str
+    why: str
+    upstream: str
+    old: str
+    new: str
+    count: int = 1
+    applies: Callable[[Toolchain, Path], bool] = always
+
+
+def apply_edits(edits: Iterable[Edit], source: Path, toolchain: Toolchain) -> list[Edit]:
+    """Make the edits that this build needs, in order, and return them.
+
+    Raises:
+        BuildError: a file is missing, or does not contain an edit's text ``count`` times.
+    """
+    needed = [edit for edit in edits if edit.applies(toolchain, source)]
+    for edit in needed:
+        _apply(edit, source / edit.file)
+    return needed
+
+
+def edits_digest(edits: Iterable[Edit]) -> str:
+    """A fingerprint of all that the edits change in the source."""
+    text = repr([(edit.name, edit.file, edit.old, edit.new, edit.count) for edit in edits])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _apply(edit: Edit, path: Path) -> None:
+    remedy = f"The edits fit the official Horovod {VERSION} only; report this as a fault of hvkit"
+    if not path.is_file():
+        raise BuildError(f"edit '{edit.name}': {edit.file} is not in the source. {remedy}")
+    text = path.read_text(encoding="utf-8")
+    found = text.count(edit.old)
+    if found != edit.count:
+        raise BuildError(
+            f"edit '{edit.name}': {edit.file}: expected its text {edit.count} times, "
+            f"found it {found} times: {edit.old.splitlines()[0]!r}. {remedy}"
+        )
+    path.write_text(text.replace(edit.old, edit.new), encoding="utf-8")
+
 
 def tensorflow_lacks_xla_headers(toolchain: Toolchain, source: Path) -> bool:
-    """Whether what ``xla_mpi_ops.cc`` includes of TensorFlow is missing from its headers.
+    """Whether TensorFlow lacks headers that ``xla_mpi_ops.cc`` includes.
 
-    The preprocessor answers, because a header that is there may include one that is not
-    (TensorFlow 2.21: ``highwayhash``).
+    Runs the preprocessor, because a header that exists may include one that does not (TensorFlow
+    2.21: ``highwayhash``).
     """
     tensorflow = toolchain.framework("tensorflow")
     if tensorflow is None:
@@ -35,27 +112,22 @@ def tensorflow_lacks_xla_headers(toolchain: Toolchain, source: Path) -> bool:
 
 
 _CXX17_WHY = (
-    "PyTorch since 2.1 and TensorFlow since 2.16 have headers that need C++17; "
-    "upstream sets C++14 over the compiler flags"
+    "the headers of PyTorch since 2.1 and TensorFlow since 2.16 need C++17; "
+    "upstream's C++14 overrides the compiler flags"
 )
 _CXX17_UPSTREAM = "horovod#3996, horovod#3941"
 
 _CUDA_WHY = (
-    "CMake looks for CUDA whatever Horovod is built for: an nvcc that is a script, or belongs to a "
-    "toolkit without libraries or of another version, ends a build that needs none"
+    "CMake looks for CUDA in every build: an nvcc that is a script, or one of a toolkit without "
+    "libraries or of another version, stops a build that does not need it"
 )
 _CUDA_UPSTREAM = "Horovod's CMakeLists.txt enables CUDA wherever it finds nvcc"
 
-_DASHES_WHY = "Open MPI 5 knows its long options with two dashes only; 4 takes both"
-_DASHES_UPSTREAM = "Open MPI 5's prterun rejects single-dash long options"
-
 _KERAS_WHY = (
-    "Keras 3 optimizers have no compute_gradients, the only method through which Horovod's "
-    "wrapper averages: training would go on with each rank on its own, without a word"
+    "Horovod's wrapper averages in compute_gradients, which Keras 3 optimizers do not have: each "
+    "rank would silently train on its own"
 )
-
-_MPI_RUN = "horovod/runner/mpi_run.py"
-_KERAS = "horovod/_keras/__init__.py"
+_KERAS_UPSTREAM = "written for the optimizers of Keras 2"
 
 
 def _two_dashes(option: str, count: int, file: str = _MPI_RUN) -> Edit:
@@ -64,8 +136,8 @@ def _two_dashes(option: str, count: int, file: str = _MPI_RUN) -> Edit:
         name=f"mpirun --{option}{place}",
         file=file,
         what=f"-{option} becomes --{option} on the mpirun command line",
-        why=_DASHES_WHY,
-        upstream=_DASHES_UPSTREAM,
+        why="Open MPI 5 takes long options with two dashes only; Open MPI 4 takes both forms",
+        upstream="Open MPI 5's prterun rejects single-dash long options",
         old=f"-{option} ",
         new=f"--{option} ",
         count=count,
@@ -95,8 +167,8 @@ EDITS = (
         name="no XLA ops",
         file="horovod/tensorflow/CMakeLists.txt",
         what="xla_mpi_ops.cc is left out of the TensorFlow library",
-        why="TensorFlow no longer ships all the XLA headers that it includes; these ops are used "
-        "only with HOROVOD_ENABLE_XLA_OPS=1",
+        why="it includes XLA headers that TensorFlow no longer ships; Horovod uses these ops only "
+        "with HOROVOD_ENABLE_XLA_OPS=1",
         upstream="TensorFlow moved tensorflow/compiler/xla to xla/ and ships no highwayhash",
         old='list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")\n',
         new="",
@@ -105,7 +177,7 @@ EDITS = (
     Edit(
         name="CUDA for GPU operations only",
         file="CMakeLists.txt",
-        what="CUDA's compiler is looked for only in a build for GPUs",
+        what="only a build for GPUs looks for CUDA's compiler",
         why=_CUDA_WHY,
         upstream=_CUDA_UPSTREAM,
         old="include(CheckLanguage)\n",
@@ -123,9 +195,9 @@ EDITS = (
     Edit(
         name="no CUDA for PyTorch alone",
         file="cmake/Modules/FindPytorch.cmake",
-        what="a PyTorch that is built for CUDA or ROCm does not make Horovod's build one for GPUs",
-        why="PyTorch takes the folder above nvcc's for a toolkit, and Horovod's CMake then demands "
-        "CUDA although no GPU operations were asked for",
+        what="a PyTorch built for CUDA or ROCm no longer turns Horovod's build into one for GPUs",
+        why="PyTorch takes the folder above nvcc's for a toolkit, and Horovod's CMake then "
+        "requires CUDA in a build without GPU operations",
         upstream="horovod/torch/CMakeLists.txt calls add_cuda() for every CUDA version of PyTorch",
         old="if(Pytorch_ROCM)\n",
         new="if(NOT HOROVOD_GPU_OPERATIONS)\n"
@@ -135,8 +207,8 @@ EDITS = (
         name="Python's headers without distutils",
         file="horovod/torch/CMakeLists.txt",
         what="the folder of Python's headers comes from sysconfig",
-        why="Python since 3.12 has no distutils; where setuptools does not stand in for it, the "
-        "build ends much later with a missing Python.h",
+        why="Python 3.12 removed distutils; without setuptools' replacement the build fails much "
+        "later, with a missing Python.h",
         upstream="written for Python before 3.12",
         old="from distutils.sysconfig import get_python_inc; print(get_python_inc())",
         new="import sysconfig; print(sysconfig.get_path('include'))",
@@ -145,8 +217,8 @@ EDITS = (
         name="GPU tensors refused without CUDA",
         file="horovod/torch/mpi_ops.py",
         what="a tensor on a GPU raises an error in a build without GPUs",
-        why="the library would throw in its background thread, which ends the process without a "
-        "word of Python's",
+        why="the library would throw in its background thread, which kills the process without a "
+        "Python error",
         upstream="with_device in horovod/torch/cuda_util.cc throws std::logic_error without CUDA",
         old="def _check_function(function_factory, tensor):\n",
         new="""\
@@ -162,8 +234,8 @@ def _check_function(function_factory, tensor):
         name="run-time search path",
         file="CMakeLists.txt",
         what="the libraries record the search path in HVKIT_RPATH and no other",
-        why="CMake records the folder of the MPI compiled with, so that a wheel from the cache "
-        "would load, in every environment, the MPI of the one it was built in",
+        why="CMake records the folder of the MPI that it links with; a cached wheel would load "
+        "that MPI in every environment",
         upstream="CMake's default build RPATH",
         old="set(CMAKE_CXX_EXTENSIONS OFF)\n",
         new="set(CMAKE_CXX_EXTENSIONS OFF)\n"
@@ -173,7 +245,7 @@ def _check_function(function_factory, tensor):
     Edit(
         name="no setup_requires",
         file="setup.py",
-        what="the build needs no package beyond those installed",
+        what="the build uses installed packages only",
         why="setup_requires makes setuptools fetch and build the run-time dependencies while "
         "building",
         upstream="setup_requires, deprecated by setuptools 58.3",
@@ -188,8 +260,8 @@ def _check_function(function_factory, tensor):
     Edit(
         name="MPICH recognised",
         file=_MPI_RUN,
-        what="an mpirun that calls itself Hydra is taken for MPICH's",
-        why="horovodrun says that there is no MPI: MPICH's mpirun does not always name MPICH",
+        what="horovodrun recognises an mpirun that prints Hydra's name as MPICH's",
+        why="horovodrun reports that there is no MPI: MPICH's mpirun does not always name MPICH",
         upstream="`mpirun --version` of MPICH 5.0 starts with 'HYDRA build details'",
         old="        elif 'MPICH' in output:\n",
         new="        elif 'MPICH' in output or 'HYDRA build details' in output:\n",
@@ -198,8 +270,8 @@ def _check_function(function_factory, tensor):
         name="hostfiles",
         file="horovod/runner/common/util/hosts.py",
         what="horovodrun reads comments, blank lines and max_slots in hostfiles as Open MPI does",
-        why="a blank line or a comment ends in an IndexError, and max_slots in wrong slots",
-        upstream="parse_host_files takes what stands after the first equals sign of each line",
+        why="a blank line or a comment raises IndexError, and max_slots is read as slots",
+        upstream="parse_host_files reads the text after the first equals sign of each line",
         old="""\
             line = line.rstrip()
             hostname = line.split()[0]
@@ -220,7 +292,7 @@ def _check_function(function_factory, tensor):
     Edit(
         name="zero_grad arguments",
         file="horovod/torch/optimizer.py",
-        what="zero_grad takes the arguments of PyTorch's",
+        what="zero_grad accepts the arguments of PyTorch's zero_grad",
         why="zero_grad(set_to_none=...), part of PyTorch's interface since 1.7, raises TypeError",
         upstream="overridden without its argument in both optimizer wrappers",
         old="    def zero_grad(self):\n",
@@ -230,8 +302,8 @@ def _check_function(function_factory, tensor):
     Edit(
         name="zero_grad arguments passed on",
         file="horovod/torch/optimizer.py",
-        what="zero_grad hands its arguments to PyTorch's",
-        why="set_to_none would be taken and ignored",
+        what="zero_grad passes its arguments on to PyTorch's zero_grad",
+        why="set_to_none would be accepted and ignored",
         upstream="overridden without its argument in both optimizer wrappers",
         old="super(self.__class__, self).zero_grad()",
         new="super(self.__class__, self).zero_grad(*args, **kwargs)",
@@ -240,9 +312,9 @@ def _check_function(function_factory, tensor):
     Edit(
         name="Keras 3 refused",
         file=_KERAS,
-        what="a check that the optimizer has a method through which Horovod can average",
+        what="a check that the optimizer has a method in which Horovod can average gradients",
         why=_KERAS_WHY,
-        upstream="written for the optimizers of Keras 2",
+        upstream=_KERAS_UPSTREAM,
         old="def create_distributed_optimizer(",
         new='''\
 def _require_gradient_methods(optimizer_class):
@@ -261,9 +333,9 @@ def create_distributed_optimizer(''',
     Edit(
         name="Keras 3 refused by DistributedOptimizer",
         file=_KERAS,
-        what="DistributedOptimizer checks the optimizer that it is given",
+        what="DistributedOptimizer makes this check",
         why=_KERAS_WHY,
-        upstream="written for the optimizers of Keras 2",
+        upstream=_KERAS_UPSTREAM,
         old="    class _DistributedOptimizer(*optimizer.__class__.__bases__):\n",
         new="    _require_gradient_methods(optimizer.__class__)\n\n"
         "    class _DistributedOptimizer(*optimizer.__class__.__bases__):\n",
@@ -271,9 +343,9 @@ def create_distributed_optimizer(''',
     Edit(
         name="Keras 3 refused by load_model",
         file=_KERAS,
-        what="load_model checks the optimizer class of the Keras that it loads with",
+        what="load_model makes this check on the optimizer class of its Keras",
         why="under Keras 3 it returns a model with the plain optimizer, which averages nothing",
-        upstream="written for the optimizers of Keras 2",
+        upstream=_KERAS_UPSTREAM,
         old="    if legacy_opts:\n",
         new="    _require_gradient_methods(keras.optimizers.Optimizer)\n    if legacy_opts:\n",
     ),

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvkit import runtime
+from hvkit import collectives, runtime
 from hvkit.adapters.fingerprints import Compared, Rows, require_same
-from hvkit.agreement import share
 from hvkit.checkpoint import folders, manifest, ranks
 from hvkit.checkpoint.manifest import Manifest
 from hvkit.checkpoint.parts import parts_of
 from hvkit.checkpoint.progress import Progress, checked_count, checked_extras
+from hvkit.collectives import share
 from hvkit.errors import HvkitError, RanksDisagreeError
 from hvkit.watch.calls import named
 
@@ -132,8 +132,8 @@ class Checkpoint:
         everyone = share(_SAVE, problem, (progress.epoch, progress.step))
         _require_same_progress(everyone)
         require_same(_SAVE, compared, rows)
-        first = runtime.broadcast(ranks.digests(own))
-        states = runtime.collect(_SAVE, ranks.unlike(own, first))
+        first = collectives.broadcast(ranks.digests(own))
+        states = collectives.collect(_SAVE, ranks.unlike(own, first))
         name = folders.name_of(progress.step)
         if runtime.rank() == 0:
             try:

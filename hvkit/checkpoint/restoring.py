@@ -6,11 +6,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvkit import runtime
-from hvkit.agreement import share
+from hvkit import collectives, runtime
 from hvkit.checkpoint import folders, ranks
 from hvkit.checkpoint.manifest import Manifest
 from hvkit.checkpoint.parts import Part
+from hvkit.collectives import share
 
 _CALL = "Checkpoint.restore"
 
@@ -79,7 +79,7 @@ def _content(folder: Path, file: str, problem: Exception | None) -> tuple[bytes,
             content = (folder / file).read_bytes()
         except OSError as error:
             content = OSError(error.errno, error.strerror, str(folder / file))
-    content = runtime.broadcast(content)
+    content = collectives.broadcast(content)
     if isinstance(content, OSError):
         return b"", problem or content
     return content, problem

@@ -5,8 +5,7 @@ import json
 
 from rich.console import Console
 
-from hvkit.doctor.examination import examine
-from hvkit.doctor.report import show
+from hvkit.doctor.report import examine, show
 
 
 def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

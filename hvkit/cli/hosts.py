@@ -10,10 +10,9 @@ from rich.console import Console
 from hvkit.cli.hosts_arguments import hosts_of, refuse
 from hvkit.cli.table import show
 from hvkit.errors import LaunchError
-from hvkit.launch.check import Checked, check
-from hvkit.launch.hostfile import write_horovodrun, write_mpich, write_openmpi
+from hvkit.launch.check import Checked, check, counted
 from hvkit.launch.hosts import Host
-from hvkit.launch.wording import counted
+from hvkit.launch.launchers import write_horovodrun, write_mpich, write_openmpi
 
 _NONE = "-"
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from hvkit.errors import HostfileError
 from hvkit.launch.allocation import Allocation, allocation
-from hvkit.launch.hostfile import Entry, merged, read_entries, read_hosts_option, repeated
-from hvkit.launch.hosts import Host
+from hvkit.launch.hostfile import read_entries
+from hvkit.launch.hosts import Entry, Host, merged, read_hosts_option, repeated
 
 
 def add_hosts_arguments(parser: argparse.ArgumentParser) -> None:

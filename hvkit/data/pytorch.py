@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from hvkit.agreement import require_equal
+from hvkit.collectives import require_equal
 from hvkit.data.dataset import DatasetPart, contents
 from hvkit.data.order import Share, seed_from
 from hvkit.data.samplers import Epoch, Order, SampleOrder, order_of

@@ -18,7 +18,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from hvkit.agreement import raise_together, require_equal
+from hvkit.collectives import raise_together, require_equal
 from hvkit.data.dataset import in_whole
 from hvkit.data.order import Share, seed_from, steps
 from hvkit.data.position import Position

@@ -15,7 +15,7 @@ from typing import Any
 
 from hvkit import runtime
 from hvkit.errors import LaunchError
-from hvkit.main_rank import say_once
+from hvkit.main_rank import warn_once
 
 ADAPTERS = Path("/sys/class/infiniband")
 
@@ -55,7 +55,7 @@ def adapter_that_forbids_forks(loader: Any) -> str | None:
 
 
 def _say(adapter: str) -> None:
-    say_once(
+    warn_once(
         "forkserver",
         f"MPI may use the InfiniBand adapter {adapter}, beside which forks are not safe: workers "
         'of DataLoaders start by multiprocessing\'s forkserver; multiprocessing_context="fork" in '

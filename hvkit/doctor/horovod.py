@@ -1,4 +1,6 @@
-"""The Horovod that is installed: what it was built for, and whether it loads."""
+"""The installed Horovod: the frameworks, MPI and options of its build, and whether it loads."""
+
+from __future__ import annotations
 
 import json
 import os
@@ -10,28 +12,46 @@ from pathlib import Path
 
 from hvkit.build.cuda import toolkit_for
 from hvkit.build.frameworks import NAMES
-from hvkit.build.installed import installed_version
-from hvkit.build.key import key_of
+from hvkit.build.installer import installed_version
 from hvkit.build.toolchain import Toolchain, find_toolchain
-from hvkit.doctor import library
-from hvkit.doctor.packages import folder_of
+from hvkit.build.wheel_cache import key_of, stored_ingredients
+from hvkit.doctor import load_library
+from hvkit.doctor.software import folder_of
 from hvkit.engines import built_for
 from hvkit.errors import BuildError
-from hvkit.host.cache import cache_dir
-from hvkit.host.commands import Said, ask
-from hvkit.launch.launchers.identity import MpiVersion, identify
+from hvkit.host.commands import Output, run
+from hvkit.launch.launchers import MpiVersion, identify
 
 _CONTROLLERS = ("mpi", "gloo")
 _OPERATIONS = ("nccl", "ddl", "ccl", "mpi", "gloo")
 # Import names, by the names that Horovod's build has for frameworks.
 _MODULES = {"pytorch": "torch", "tensorflow": "tensorflow"}
-# Where a framework keeps its libraries, below its package.
+# The folder of a framework's libraries, inside its package.
 _LIBRARIES = {"torch": "lib", "tensorflow": ""}
-# A cold disk gives a gigabyte of libraries slowly.
+# A cold disk takes long to read a gigabyte of libraries.
 _SECONDS_TO_LOAD = 60
 _TITLES = {"edits": "hvkit's edits of its source"}
-# Ingredients of a build whose values are shown: they hold no path and nothing of a user's.
+# Ingredients whose values are safe to show: no paths, and no variables of the user's.
 _SHOWN = {*NAMES, "horovod", "python", "libc", "cpu", "mpi", "compiler", "gpu"}
+
+
+@dataclass(frozen=True)
+class Horovod:
+    """The installed Horovod.
+
+    Attributes:
+        version: its version; ``None`` if none is installed.
+        libraries: one for each framework that it was built for.
+        fits: whether hvkit would make the same build here and now; ``None`` if unknown.
+        differences: the known differences from that build.
+        cannot_build: the reason why hvkit cannot build one here; ``None`` if it can.
+    """
+
+    version: str | None
+    libraries: tuple[Library, ...]
+    fits: bool | None
+    differences: tuple[str, ...]
+    cannot_build: str | None
 
 
 @dataclass(frozen=True)
@@ -40,10 +60,11 @@ class Library:
 
     Attributes:
         framework: ``torch`` or ``tensorflow``.
-        built_for: the version of the framework; ``None`` if Horovod does not tell.
-        error: why it does not load; ``None`` if it does.
-        controllers: what can agree on the order of operations, of ``mpi`` and ``gloo``.
-        operations: what can carry them out: these two and ``nccl``, ``ddl``, ``ccl``.
+        built_for: the version of the framework; ``None`` if unknown.
+        error: why it does not load; ``None`` if it loads.
+        controllers: those that it can use to agree on the order of operations: ``mpi``, ``gloo``.
+        operations: those that it can use to carry them out: ``nccl``, ``ddl``, ``ccl``, ``mpi``,
+            ``gloo``.
         mpi: the MPI that it loads; ``None`` if it needs none.
     """
 
@@ -55,32 +76,8 @@ class Library:
     mpi: MpiVersion | None = None
 
 
-@dataclass(frozen=True)
-class Horovod:
-    """The installed Horovod.
-
-    Attributes:
-        version: its version; ``None`` if none is installed.
-        libraries: those for the frameworks that it was built for.
-        fits: whether it is the build that hvkit would make here and now; ``None`` if that cannot
-            be told.
-        differences: what has changed since it was built, as far as that is known.
-        cannot_build: why hvkit could not build one here; ``None`` if it could.
-    """
-
-    version: str | None
-    libraries: tuple[Library, ...]
-    fits: bool | None
-    differences: tuple[str, ...]
-    cannot_build: str | None
-
-    def library(self, framework: str) -> Library | None:
-        """The library for a framework."""
-        return next((one for one in self.libraries if one.framework == framework), None)
-
-
 def horovod() -> Horovod:
-    """What there is of Horovod in this Python."""
+    """The Horovod of this Python."""
     version = installed_version()
     with ThreadPoolExecutor() as pool:
         libraries = tuple(pool.map(_library, built_for() if version else ()))
@@ -103,7 +100,7 @@ def horovod() -> Horovod:
 
 
 def changes(before: dict[str, str], now: dict[str, str]) -> tuple[str, ...]:
-    """The ingredients that differ between two builds; values only where they are no secret."""
+    """The ingredients that differ between two builds, with their values where these are safe."""
     names = [n for n in dict.fromkeys([*before, *now]) if before.get(n) != now.get(n)]
     return tuple(
         f"{name}: {before.get(name, 'none')} -> {now.get(name, 'none')}"
@@ -113,12 +110,35 @@ def changes(before: dict[str, str], now: dict[str, str]) -> tuple[str, ...]:
     )
 
 
+def library_from(framework: str, version: str | None, output: Output | None) -> Library:
+    """The library that :mod:`hvkit.doctor.load_library` has tried to load.
+
+    Args:
+        framework: the framework of the library.
+        version: the version of the framework that the library was built for.
+        output: the program's output; ``None`` if Python did not start.
+    """
+    lines = output.stdout.splitlines() if output else []
+    line = next((line for line in lines if line.startswith("hvkit:")), None)
+    if line is None:
+        return Library(framework, version, _load_error(output))
+    found = json.loads(line.removeprefix("hvkit:"))
+    return Library(
+        framework,
+        version,
+        None,
+        tuple(name for name in _CONTROLLERS if name in found["features"]),
+        tuple(name for name in _OPERATIONS if name in found["features"]),
+        identify(found["mpi"] or ""),
+    )
+
+
 def _compare(version: str, toolchain: Toolchain) -> tuple[bool, tuple[str, ...]]:
     key = key_of(toolchain)
     if key.version == version:
         return True, ()
-    file = next((cache_dir() / "wheels").glob(f"horovod-{version}-*.json"), None)
-    return False, changes(json.loads(file.read_text()), dict(key.ingredients)) if file else ()
+    before = stored_ingredients(version)
+    return False, changes(before, dict(key.ingredients)) if before else ()
 
 
 def _library(framework: str) -> Library:
@@ -126,49 +146,27 @@ def _library(framework: str) -> Library:
     assert place is not None
     file = next(Path(place, framework).glob("mpi_lib*"))
     versions = _versions_built_for(place)
-    needed = folder_of(framework)
-    if needed is None:
+    package = folder_of(framework)
+    if package is None:
         return Library(framework, versions.get(framework), f"{framework} is not installed")
-    folders = [str(needed / _LIBRARIES[framework]), os.environ.get("LD_LIBRARY_PATH", "")]
+    folders = [str(package / _LIBRARIES[framework]), os.environ.get("LD_LIBRARY_PATH", "")]
     environ = {**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(filter(None, folders))}
-    command = [sys.executable, "-I", str(Path(library.__file__)), str(file)]
-    return answer(framework, versions.get(framework), ask(command, _SECONDS_TO_LOAD, environ))
+    command = [sys.executable, "-I", str(Path(load_library.__file__)), str(file)]
+    output = run(command, _SECONDS_TO_LOAD, environ)
+    return library_from(framework, versions.get(framework), output)
 
 
-def answer(framework: str, version: str | None, said: Said | None) -> Library:
-    """The library, from what :mod:`hvkit.doctor.library` said of it.
-
-    Args:
-        framework: whose library it is.
-        version: the framework's version that it was built for.
-        said: ``None`` if Python could not be started.
-    """
-    lines = said.stdout.splitlines() if said else []
-    found = next((line for line in lines if line.startswith("hvkit:")), None)
-    if found is None:
-        return Library(framework, version, _why(said))
-    told = json.loads(found.removeprefix("hvkit:"))
-    return Library(
-        framework,
-        version,
-        None,
-        tuple(name for name in _CONTROLLERS if name in told["features"]),
-        tuple(name for name in _OPERATIONS if name in told["features"]),
-        identify(told["mpi"] or ""),
-    )
-
-
-def _why(said: Said | None) -> str:
-    if said is None or said.status is None:
+def _load_error(output: Output | None) -> str:
+    if output is None or output.status is None:
         return f"it does not load within {_SECONDS_TO_LOAD} s"
-    if said.status < 0:
-        return f"loading it ends with {signal.Signals(-said.status).name}"
-    return next(reversed(said.stderr.strip().splitlines()), "it does not load")
+    if output.status < 0:
+        return f"loading it ends with {signal.Signals(-output.status).name}"
+    return next(reversed(output.stderr.strip().splitlines()), "it does not load")
 
 
 def _versions_built_for(place: Path) -> dict[str, str]:
     try:
-        told = json.loads((place / "metadata.json").read_text())
+        metadata = json.loads((place / "metadata.json").read_text())
     except (OSError, ValueError):
         return {}
-    return {_MODULES[name]: told[name] for name in NAMES if name in told}
+    return {_MODULES[name]: metadata[name] for name in NAMES if name in metadata}

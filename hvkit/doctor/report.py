@@ -1,11 +1,26 @@
-"""The report as text: one screen, to read or to paste into an issue."""
+"""Runs ``hvkit doctor``'s checks and reports the result: as JSON, and as one screen of text.
 
+A report leaves the host, in an issue or a mail: it hides the home directory and the user's name.
+"""
+
+import getpass
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
+
+from hvkit.doctor.facts import Facts, gather
+from hvkit.doctor.findings import Finding, findings
+from hvkit.doctor.horovod import Horovod
+from hvkit.doctor.self_test import SelfTest, self_test
+from hvkit.doctor.software import MpiLauncher
+
+FORMAT = 1
 
 _PROBLEM, _NOTE, _FINE = "bold red", "yellow", "green"
 _SCREEN = 44
@@ -14,23 +29,160 @@ _INTERFACES_SHOWN = 4
 _UNITS = (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
 
 
+def examine(on_two_ranks: bool) -> dict[str, Any]:
+    """Check this host and this Python, and return the report of :func:`json_report`.
+
+    Args:
+        on_two_ranks: whether to start two ranks for an allreduce, which takes a while.
+    """
+    facts = gather()
+    test = self_test(facts.horovod, facts.launchers, facts.cores.usable) if on_two_ranks else None
+    return json_report(facts, test, findings(facts, test))
+
+
+def json_report(facts: Facts, test: SelfTest | None, findings: Sequence[Finding]) -> dict[str, Any]:
+    """The report that ``hvkit doctor --json`` prints.
+
+    Later versions may add keys, but remove none. Sizes are in bytes, times in seconds; a thing that
+    does not exist is null.
+
+    - ``format``: 1.
+    - ``hostname``, and ``addresses``, to which it resolves.
+    - ``versions``: of ``python``, ``hvkit``, ``torch``, ``tensorflow``, ``keras``, ``numpy``,
+      ``horovod`` and ``mpi4py``.
+    - ``python``: the interpreter. ``platform``: ``system``, ``kernel``, ``machine``, ``libc``.
+    - ``horovod``: ``version``; ``libraries``, each with ``framework``, ``built_for``, ``error``
+      (why it does not load), ``controllers``, ``operations`` and ``mpi`` (``flavour`` and
+      ``version``); ``fits``, whether hvkit would make the same build here and now;
+      ``differences`` from that.
+    - ``launchers``: each MPI's ``flavour``, ``version``, ``program`` and ``on_path``; ``mpi``: the
+      first of them.
+    - ``compilers``: ``c++``, ``cmake``, ``nvcc``.
+    - ``cores``: ``usable``, ``host``, ``limit``. ``memory``: ``total``, ``available``.
+      ``shared_memory``: ``size``, ``free``. ``limits``: ``open_files``, ``locked_memory``;
+      ``infiniband``, whether the host has it.
+    - ``gpus``: each ``index``, ``name``, ``memory``, ``driver``; ``driver_cuda`` and
+      ``torch_cuda``, the CUDA versions of the driver and of PyTorch.
+    - ``ssh``: ``client``, ``server``, ``running``. ``interfaces``: each ``name``, ``address``,
+      ``network``.
+    - ``threads``: variables that set numbers of threads; ``environment``: names of other variables.
+    - ``self_test``: ``launcher``, ``error``, ``ranks``, ``bytes`` of the array, ``rounds``, and
+      ``results``, each with ``framework``, ``command``, ``error``, ``output`` (the last lines of a
+      failure), ``seconds`` of one allreduce (median), and ``bandwidth``, bytes per second.
+    - ``problems`` and ``notes``: each ``what`` and ``fix``.
+    """
+    launchers = [_launcher_keys(one) for one in facts.launchers]
+    limits = asdict(facts.limits)
+    contents = {
+        "format": FORMAT,
+        "hostname": facts.hostname,
+        "versions": facts.packages.versions,
+        "python": facts.python,
+        "platform": asdict(facts.system),
+        "horovod": _horovod_keys(facts.horovod),
+        "mpi": launchers[0] if launchers else None,
+        "launchers": launchers,
+        "compilers": facts.compilers,
+        "cores": asdict(facts.cores),
+        "memory": asdict(facts.memory),
+        "shared_memory": asdict(facts.shared_memory) if facts.shared_memory else None,
+        "gpus": [asdict(gpu) for gpu in facts.gpus.found],
+        "driver_cuda": facts.gpus.driver_cuda,
+        "torch_cuda": facts.packages.torch_cuda,
+        "ssh": asdict(facts.ssh),
+        "addresses": facts.addresses,
+        "interfaces": [asdict(one) for one in facts.interfaces],
+        "threads": facts.threads,
+        "environment": facts.environment,
+        "limits": {name: limits[name] for name in ("open_files", "locked_memory")},
+        "infiniband": facts.limits.infiniband,
+        "self_test": _self_test_keys(test) if test else None,
+        **{
+            f"{severity}s": [
+                {"what": one.what, "fix": one.fix} for one in findings if one.severity == severity
+            ]
+            for severity in ("problem", "note")
+        },
+    }
+    hidden: dict[str, Any] = without_user(contents)
+    return hidden
+
+
+def _launcher_keys(launcher: MpiLauncher) -> dict[str, Any]:
+    return {
+        "flavour": launcher.mpi.flavour if launcher.mpi else None,
+        "version": launcher.mpi.version if launcher.mpi else None,
+        "program": launcher.program,
+        "on_path": launcher.on_path,
+    }
+
+
+def _horovod_keys(horovod: Horovod) -> dict[str, Any] | None:
+    if horovod.version is None:
+        return None
+    values = asdict(horovod)
+    return {key: values[key] for key in ("version", "libraries", "fits", "differences")}
+
+
+def _self_test_keys(test: SelfTest) -> dict[str, Any]:
+    results = [asdict(one) | {"bandwidth": one.bandwidth} for one in test.results]
+    return asdict(test) | {"results": results}
+
+
+def without_user(value: Any) -> Any:
+    """Hide the home directory and the user's name in a value of dicts, lists and strings.
+
+    The home directory becomes ``~``. The user's name becomes ``USER`` where it is a part of another
+    path.
+    """
+    return _hidden(value, _home(), _user())
+
+
+def _hidden(value: Any, home: str | None, user: str | None) -> Any:
+    if isinstance(value, dict):
+        return {key: _hidden(one, home, user) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_hidden(one, home, user) for one in value]
+    if not isinstance(value, str):
+        return value
+    if home:
+        value = re.sub(rf"{re.escape(home)}(?![\w.-])", "~", value)
+    return re.sub(rf"(?<=/){re.escape(user)}(?![\w.-])", "USER", value) if user else value
+
+
+def _home() -> str | None:
+    try:
+        home = str(Path.home())
+    except RuntimeError:
+        # In a container, a user id may have no name and no home.
+        return None
+    return None if home == "/" else home
+
+
+def _user() -> str | None:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return None
+
+
 def show(report: dict[str, Any], console: Console) -> None:
-    """Print what :func:`hvkit.doctor.document.document` gave; in colours on a terminal."""
-    lines = [*_facts(report), *_findings(report)]
+    """Print a report of :func:`json_report` as text; in colours on a terminal."""
+    lines = [*_fact_lines(report), *_finding_lines(report)]
     room = max(_LEAST_OUTPUT, _SCREEN - len(lines) - 2)
     for line in [*lines, *_last_lines(report["self_test"], room), _result(report)]:
-        # Long lines stay whole: a terminal wraps them, and whoever pastes them can mend them.
+        # Unbroken, so that pasted lines stay whole; a terminal wraps them.
         console.print(line, soft_wrap=True)
 
 
-def _facts(report: dict[str, Any]) -> Iterator[Text]:
+def _fact_lines(report: dict[str, Any]) -> Iterator[Text]:
     rows = list(_rows(report))
     width = max(len(label) for label, _ in rows)
     for label, text in rows:
         yield Text(f"{label:{width}}  {text}")
 
 
-def _findings(report: dict[str, Any]) -> Iterator[Text]:
+def _finding_lines(report: dict[str, Any]) -> Iterator[Text]:
     for problem in report["problems"]:
         yield Text(f"problem: {problem['what']}", _PROBLEM)
         yield Text(f"    fix: {problem['fix']}")
@@ -39,7 +191,7 @@ def _findings(report: dict[str, Any]) -> Iterator[Text]:
 
 
 def _last_lines(test: dict[str, Any] | None, room: int) -> Iterator[Text]:
-    """Of the first that failed: the others mostly fail for the same reason."""
+    """Output of the first failed test; others mostly fail for the same reason."""
     failed = [result for result in (test["results"] if test else ()) if result["error"]]
     for result in failed[:1]:
         yield Text(f"last lines of the self-test of {result['framework']}:")
@@ -59,7 +211,7 @@ def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "Python", f"{versions['python']} ({report['python']})"
     named = (f"{name} {version or 'none'}" for name, version in versions.items())
     yield "packages", ", ".join(one for one in named if not one.startswith("python "))
-    yield from _horovod(report["horovod"])
+    yield from _horovod_rows(report["horovod"])
     for number, launcher in enumerate(report["launchers"]):
         yield ("MPI" if number == 0 else ""), _launcher(launcher)
     if not report["launchers"]:
@@ -74,10 +226,10 @@ def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "limits", ", ".join(limits)
     settings = [f"{name}={value}" for name, value in report["threads"].items()]
     yield "variables", ", ".join([*settings, *report["environment"]]) or "none that matter"
-    yield from _self_test(report["self_test"])
+    yield from _self_test_rows(report["self_test"])
 
 
-def _horovod(horovod: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
+def _horovod_rows(horovod: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
     if horovod is None:
         return
     for library in horovod["libraries"]:
@@ -101,7 +253,7 @@ def _launcher(launcher: dict[str, Any]) -> str:
 
 
 def _cores(cores: dict[str, Any]) -> str:
-    limit = f", with the time of {cores['limit']:g}" if cores["limit"] is not None else ""
+    limit = f", limited to the time of {cores['limit']:g}" if cores["limit"] is not None else ""
     return f"{cores['usable']} usable of {cores['host']}{limit}"
 
 
@@ -136,7 +288,7 @@ def _limit(name: str, value: int | None) -> str:
     return f"{name.replace('_', ' ')} {shown}"
 
 
-def _self_test(test: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
+def _self_test_rows(test: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
     if test is None:
         return
     if test["error"]:
@@ -148,7 +300,7 @@ def _self_test(test: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
         else:
             yield (
                 label,
-                f"right on {test['ranks']} ranks started by {test['launcher']}; allreduce of "
+                f"passed on {test['ranks']} ranks started by {test['launcher']}; allreduce of "
                 f"{_size(test['bytes'])} float32 in host memory: {result['seconds'] * 1000:.0f} ms "
                 f"(median of {test['rounds']}), {result['bandwidth'] / 1e9:.2f} GB/s per rank",
             )

@@ -1,20 +1,34 @@
-"""The program that each rank of the self-test runs: ``python -m hvkit.doctor.self_test torch``.
+"""An allreduce on two ranks of this host, once for each framework.
 
-An allreduce in the host's memory is compared with the sum that it has to give, and timed. Rank 0
-prints the result as JSON after ``hvkit:``; a rank that fails prints why.
+:func:`self_test` starts the ranks. Each rank runs ``python -m hvkit.doctor.self_test torch``: it
+compares an allreduce in the host's memory with the right sum, and times it. Rank 0 prints the
+result as JSON after ``hvkit:``; a rank that fails prints the reason.
 """
 
+from __future__ import annotations
+
+import contextlib
 import json
+import os
+import re
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import psutil
 
+from hvkit.doctor.horovod import Horovod
+from hvkit.doctor.software import MpiLauncher
 from hvkit.engines import ENGINES, waiting_for_all_ranks
 from hvkit.errors import HvkitError, LaunchError
+from hvkit.launch.hosts import Host
+from hvkit.launch.launchers import Job, Launcher, find_launcher
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -23,12 +37,150 @@ RANKS = 2
 BYTES = 64 * 1024**2
 ROUNDS = 9
 
-# A prime, so that pieces of the array that changed places show. The sums are exact in float32.
+# A prime, so that swapped pieces of the array show. The sums are exact in float32.
 _PERIOD = 251
+# Importing TensorFlow from a network file system can take a minute.
+_SECONDS = 180.0
+_SECONDS_TO_END = 5.0
+_LINES_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """The results on two ranks.
+
+    Attributes:
+        launcher: the launcher that started them; ``None`` if there is none.
+        error: why no rank was started; ``None`` if they were.
+        results: one for each framework whose library loads.
+    """
+
+    launcher: str | None
+    error: str | None
+    results: tuple[Result, ...]
+    ranks: int = RANKS
+    bytes: int = BYTES
+    rounds: int = ROUNDS
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of one framework.
+
+    Attributes:
+        framework: ``torch`` or ``tensorflow``.
+        command: a command line that repeats the test.
+        error: why it failed; ``None`` if the sums were right.
+        output: the last lines, if it failed.
+        seconds: the median time of one allreduce.
+    """
+
+    framework: str
+    command: str
+    error: str | None
+    output: tuple[str, ...] = ()
+    seconds: float | None = None
+
+    @property
+    def bandwidth(self) -> float | None:
+        """Bytes of one rank's array, divided by the time: the algorithm bandwidth in bytes/s."""
+        return BYTES / self.seconds if self.seconds else None
+
+
+def self_test(
+    horovod: Horovod, launchers: Sequence[MpiLauncher], cores: int, seconds: float = _SECONDS
+) -> SelfTest | None:
+    """Start two ranks for each framework; ``None`` if none of Horovod's libraries loads.
+
+    Args:
+        horovod: the installed Horovod.
+        launchers: the MPI launchers of this host.
+        cores: the number of usable cores.
+        seconds: the time limit for each framework.
+    """
+    frameworks = [one.framework for one in horovod.libraries if one.error is None]
+    if not frameworks:
+        return None
+    try:
+        launcher = find_launcher(launcher_for(horovod, launchers))
+    except LaunchError as error:
+        return SelfTest(None, str(error), ())
+    results = tuple(_test(launcher, one, cores, seconds) for one in frameworks)
+    return SelfTest(launcher.name, None, results)
+
+
+def launcher_for(horovod: Horovod, launchers: Sequence[MpiLauncher]) -> str:
+    """``mpirun`` where Horovod can use MPI and there is one, else ``gloo`` if Horovod has it."""
+    usable = [set(one.controllers) for one in horovod.libraries if one.error is None]
+    with_mpi = all("mpi" in controllers for controllers in usable)
+    with_gloo = all("gloo" in controllers for controllers in usable)
+    return "mpirun" if (with_mpi and launchers) or not with_gloo else "gloo"
+
+
+def _test(launcher: Launcher, framework: str, cores: int, seconds: float) -> Result:
+    program = (sys.executable, "-m", "hvkit.doctor.self_test", framework)
+    job = Job((Host("localhost", RANKS),), program, crowded=cores < RANKS)
+    status, output = _run(launcher.command(job), _environment(os.environ), seconds)
+    command = f"{os.path.basename(launcher.path)} -np {RANKS} python {' '.join(program[1:])}"
+    timing = re.search(r"hvkit:(\{.*\})", output)
+    if status == 0 and timing:
+        return Result(framework, command, None, seconds=json.loads(timing[1])["seconds"])
+    lines = tuple(line for line in output.splitlines() if line.strip())[-_LINES_SHOWN:]
+    return Result(framework, command, _error(status, output, seconds), lines)
+
+
+def _environment(environ: Mapping[str, str]) -> dict[str, str]:
+    # The sums need the host's memory only; TensorFlow would also take all of a GPU's.
+    return {"TF_CPP_MIN_LOG_LEVEL": "2", **environ, "CUDA_VISIBLE_DEVICES": ""}
+
+
+def _error(status: int | None, output: str, seconds: float) -> str:
+    if status is None:
+        return f"it did not end within {seconds:g} s"
+    if reason := re.search(r"hvkit: (.+)", output):
+        return reason[1].strip()
+    return f"it ended with status {status}" if status else "it printed no result"
+
+
+def _run(
+    command: Sequence[str], environ: Mapping[str, str], seconds: float
+) -> tuple[int | None, str]:
+    """Exit status (``None`` if it ran out of time) and all output; leaves no process running."""
+    # A file, because a rank that cannot be killed would keep a pipe open.
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        process = subprocess.Popen(
+            command,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            status = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            _end(process)
+        output.seek(0)
+        return status, output.read()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is not None:
+        return
+    # Ranks that hang do not always end with their launcher.
+    launcher = psutil.Process(process.pid)
+    started = [launcher, *launcher.children(recursive=True)]
+    process.terminate()
+    _, left = psutil.wait_procs(started, timeout=_SECONDS_TO_END)
+    for one in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
+    process.wait()
 
 
 def main(framework: str) -> None:
-    """Run as one rank.
+    """Run as one of the ranks.
 
     Raises:
         LaunchError: Horovod sees another number of ranks.
@@ -38,32 +190,33 @@ def main(framework: str) -> None:
     hvd = ENGINES[framework]().hvd
     if hvd.size() != RANKS:
         raise LaunchError(
-            f"{RANKS} ranks were started, but Horovod sees {hvd.size()}: it uses another MPI than "
-            "the launcher is of"
+            f"the launcher started {RANKS} ranks, but Horovod sees {hvd.size()}: it uses another "
+            "MPI than the launcher's. Put the MPI that Horovod was built with first on PATH, or "
+            "rebuild Horovod with `hvkit install-horovod`"
         )
     sent = _TENSORS[framework](contribution(hvd.rank()))
 
-    def allreduce() -> "NDArray[np.float32]":
+    def allreduce() -> NDArray[np.float32]:
         with waiting_for_all_ranks():
             total = hvd.allreduce(sent, op=hvd.Sum, name="hvkit.self_test")
         result: NDArray[np.float32] = total.numpy()
         return result
 
-    check(allreduce(), RANKS)
+    require_sum(allreduce(), RANKS)
     seconds = statistics.median(_timed(allreduce) for _ in range(ROUNDS))
     if hvd.rank() == 0:
         print(f"hvkit:{json.dumps({'seconds': seconds})}", flush=True)
     hvd.shutdown()
 
 
-def contribution(rank: int) -> "NDArray[np.float32]":
-    """What a rank puts into the sum: ``BYTES`` bytes, other values on every rank."""
+def contribution(rank: int) -> NDArray[np.float32]:
+    """A rank's term of the sum: ``BYTES`` bytes, with different values on every rank."""
     values = np.arange(BYTES // 4, dtype=np.int64) % _PERIOD
     return (values * (rank + 1)).astype(np.float32)
 
 
-def check(total: "NDArray[np.float32]", size: int) -> None:
-    """Compare a sum of the contributions of ``size`` ranks with the right one.
+def require_sum(total: NDArray[np.float32], size: int) -> None:
+    """Compare a sum over ``size`` ranks with the right one.
 
     Raises:
         ArithmeticError: they differ; the message names the first element that does.
@@ -74,7 +227,7 @@ def check(total: "NDArray[np.float32]", size: int) -> None:
         at = int(wrong[0])
         raise ArithmeticError(
             f"an allreduce is wrong in {wrong.size} of {right.size} elements: element {at} is "
-            f"{total[at]:g} and has to be {right[at]:g}"
+            f"{total[at]:g}, expected {right[at]:g}"
         )
 
 
@@ -84,13 +237,13 @@ def _timed(allreduce: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def _torch_tensor(array: "NDArray[np.float32]") -> Any:
+def _torch_tensor(array: NDArray[np.float32]) -> Any:
     import torch
 
     return torch.from_numpy(array)
 
 
-def _tensorflow_tensor(array: "NDArray[np.float32]") -> Any:
+def _tensorflow_tensor(array: NDArray[np.float32]) -> Any:
     import tensorflow as tf
 
     return tf.constant(array)

@@ -1,4 +1,4 @@
-"""Where hvkit keeps what it has built or downloaded."""
+"""The folder in which hvkit keeps its builds and downloads."""
 
 import os
 from pathlib import Path

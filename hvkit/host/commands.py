@@ -1,4 +1,4 @@
-"""Short commands whose output is looked at, also when they fail."""
+"""Runs short commands and returns their output, also when they fail."""
 
 import os
 import shutil
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Said:
-    """How a command ended.
+class Output:
+    """The exit status and output of a command.
 
     Attributes:
-        status: its exit status; negative for the signal that ended it, ``None`` if it took too
-            long.
-        stdout: what it wrote there.
-        stderr: what it wrote there.
+        status: exit status; negative for the signal that ended the command, ``None`` if it ran out
+            of time.
+        stdout: what it wrote to stdout; empty if it ran out of time.
+        stderr: what it wrote to stderr; empty if it ran out of time.
     """
 
     status: int | None
@@ -25,18 +25,18 @@ class Said:
 
     @property
     def text(self) -> str:
-        """All that it wrote."""
+        """Stdout, then stderr."""
         return f"{self.stdout}\n{self.stderr}".strip()
 
 
-def ask(
+def run(
     command: Sequence[str], timeout: float = 10, environ: Mapping[str, str] | None = None
-) -> Said | None:
-    """Run a command; ``None`` if there is no such program, or none that can be started.
+) -> Output | None:
+    """Run a command without input; ``None`` if the program is missing or cannot be started.
 
     Args:
         command: the program and its arguments.
-        timeout: seconds after which it is ended.
+        timeout: seconds after which the command is killed.
         environ: its environment; ``None`` for this process's own.
     """
     try:
@@ -51,12 +51,12 @@ def ask(
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return Said(None)
+        return Output(None)
     except OSError:
         return None
-    return Said(done.returncode, done.stdout, done.stderr)
+    return Output(done.returncode, done.stdout, done.stderr)
 
 
 def program(name: str) -> str | None:
-    """Where a program is, first on PATH, else beside this Python; ``None`` if it is nowhere."""
+    """Path of a program: first on PATH, else beside this Python; ``None`` if it is nowhere."""
     return shutil.which(name) or shutil.which(name, path=os.path.dirname(sys.executable))

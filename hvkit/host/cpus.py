@@ -9,13 +9,13 @@ _CPUS = Path("/sys/devices/system/cpu")
 
 
 def cores(cpus: Collection[int], topology: Path = _CPUS) -> list[frozenset[int]]:
-    """The cores among logical CPUs, each with its hardware threads, neighbours side by side.
+    """Group logical CPUs into cores, each with its hardware threads, neighbours side by side.
 
-    Where the kernel does not tell, each logical CPU is a core.
+    If the kernel's folder lacks a CPU, that CPU counts as a core of its own.
 
     Args:
         cpus: numbers of logical CPUs.
-        topology: the kernel's folder about them.
+        topology: the kernel's folder that describes them.
     """
     found: dict[tuple[int, int, int], set[int]] = {}
     for cpu in sorted(cpus):
@@ -30,13 +30,13 @@ def cores(cpus: Collection[int], topology: Path = _CPUS) -> list[frozenset[int]]
 def share(
     cores: Sequence[frozenset[int]], local_rank: int, local_size: int
 ) -> frozenset[int] | None:
-    """The logical CPUs of one of the ranks of a host; ``None`` for no binding.
+    """The logical CPUs that a rank is bound to; ``None`` for no binding.
 
-    Ranks get neighbouring cores, as equally many as can be. There is no binding where a rank has
-    the host for itself, or where there are more ranks than cores.
+    Ranks get neighbouring cores, as evenly as possible. A rank alone on its host is not bound, nor
+    are ranks that outnumber the cores.
 
     Args:
-        cores: the host's cores, as :func:`cores` gives them.
+        cores: the host's cores, from :func:`cores`.
         local_rank: the rank's number on its host.
         local_size: the number of ranks on that host.
     """
@@ -59,7 +59,7 @@ class Allowance:
     """Limits of the control groups of this process; ``None`` where there is none.
 
     Attributes:
-        cpus: time of so many CPUs, for instance 1.5.
+        cpus: CPU time per wall-clock time, for instance 1.5.
         memory: bytes.
     """
 
@@ -70,10 +70,10 @@ class Allowance:
 def allowance(
     root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
 ) -> Allowance:
-    """The tightest limits of this process's control group and those above it, version 1 or 2.
+    """The tightest limits among this process's control groups and their parents, version 1 or 2.
 
     Args:
-        root: where control groups are mounted.
+        root: the mount point of the control groups.
         own: the file that names those of this process.
     """
     cpus = [limit for folder in _folders(root, own, "cpu") if (limit := _cpus(folder)) is not None]
@@ -89,7 +89,7 @@ def _folders(root: Path, own: Path, controller: str) -> Iterable[Path]:
         if controllers and controller not in controllers.split(","):
             continue
         top = root / controller if controllers else root
-        # Inside of a container the path may be that outside: the root is its own group then.
+        # In a container this may be the path outside of it; the root is its own group then.
         group = PurePosixPath(path.lstrip("/"))
         for place in (group, *group.parents):
             yield top / place
@@ -99,7 +99,7 @@ def _cpus(folder: Path) -> float | None:
     quota, _, period = _read(folder / "cpu.max").partition(" ")
     if not quota:
         quota, period = (_read(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
-    # Without a limit they say "max" and -1.
+    # "max" and -1 mean no limit.
     if not quota.isdecimal() or not period.isdecimal() or int(period) == 0:
         return None
     return int(quota) / int(period)
@@ -122,11 +122,11 @@ def threads_of_rank(local_size: int, usable_cpus: int, host_cpus: int, limit: fl
 
     Args:
         local_size: the number of ranks on this host.
-        usable_cpus: the size of this process's affinity mask. If it is smaller than the host, the
-            launcher has bound the rank to its share already and all of it is used.
+        usable_cpus: the size of this process's affinity mask. If that is less than the host's
+            CPUs, the launcher has bound the rank to its share, and the rank uses all of it.
         host_cpus: the number of the host's CPUs.
-        limit: time of so many CPUs that the ranks of this host have together, as containers are
-            given it, for instance 1.5; ``None`` for all of it.
+        limit: the container's limit for all ranks of this host together, in CPUs, for instance
+            1.5; ``None`` for no limit.
     """
     share = usable_cpus if usable_cpus < host_cpus else max(1, usable_cpus // local_size)
     return share if limit is None else min(share, max(1, math.ceil(limit / local_size)))

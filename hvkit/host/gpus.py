@@ -5,7 +5,7 @@ import ctypes
 from dataclasses import dataclass
 
 from hvkit.errors import LaunchError
-from hvkit.host.commands import ask
+from hvkit.host.commands import run
 
 _MIB = 1024**2
 _QUERY = "index,name,memory.total,driver_version"
@@ -13,7 +13,7 @@ _QUERY = "index,name,memory.total,driver_version"
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU: its number, name, memory in bytes (``None`` if not told) and driver version."""
+    """A GPU: its number, name, memory in bytes (``None`` if unknown) and driver version."""
 
     index: int
     name: str
@@ -23,11 +23,11 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Gpus:
-    """What ``nvidia-smi`` and the driver say.
+    """The report of ``nvidia-smi`` and the driver.
 
     Attributes:
         found: the GPUs.
-        failure: what nvidia-smi says where it fails; ``None`` if it works, or is not there.
+        failure: the error of an nvidia-smi that fails; ``None`` if it works or is not installed.
         driver_cuda: the newest CUDA version that the driver runs; ``None`` without a driver.
     """
 
@@ -37,8 +37,8 @@ class Gpus:
 
 
 def gpus() -> Gpus:
-    """The GPUs of this host; none where there is no nvidia-smi."""
-    said = ask(["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"])
+    """The GPUs of this host; none without nvidia-smi."""
+    said = run(["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"])
     if said is None:
         return Gpus((), None, None)
     if said.status != 0:
@@ -48,10 +48,10 @@ def gpus() -> Gpus:
 
 
 def read_query(text: str) -> tuple[Gpu, ...]:
-    """The GPUs in nvidia-smi's answer."""
+    """The GPUs in nvidia-smi's output."""
     rows = [row for row in csv.reader(text.splitlines(), skipinitialspace=True) if len(row) == 4]
     return tuple(
-        # On some GPUs, memory is that of the host and nvidia-smi says [N/A].
+        # nvidia-smi prints [N/A] for GPUs that share the host's memory.
         Gpu(int(index), name, int(memory) * _MIB if memory.isdecimal() else None, driver)
         for index, name, memory, driver in rows
         if index.isdecimal()
@@ -71,8 +71,8 @@ def _driver_cuda() -> str | None:
 def gpu_of_rank(local_rank: int, local_size: int, visible_gpus: int) -> int | None:
     """Index of the GPU for this rank, or None on a host without GPUs.
 
-    A launcher that shows each rank a single GPU (``CUDA_VISIBLE_DEVICES``, Slurm's
-    ``--gpus-per-task``) has already chosen: that one is taken.
+    If the launcher shows each rank a single GPU (``CUDA_VISIBLE_DEVICES``, Slurm's
+    ``--gpus-per-task``), the rank takes that one.
 
     Raises:
         LaunchError: the host has several GPUs, but fewer than ranks.

@@ -1,8 +1,8 @@
-"""What the user or the site has set about Open MPI's network interfaces.
+"""Open MPI's settings about network interfaces: has the user or the site made them?
 
-Open MPI takes its settings (MCA parameters) from the environment, the user's file and the site's.
-Of each ``..._if_include`` and ``..._if_exclude`` exclude each other: one set anywhere and the other
-set elsewhere ends every program.
+Open MPI reads its settings (MCA parameters) from the environment, the user's file and the site's
+file. A parameter ``..._if_include`` excludes its ``..._if_exclude``: if both are set, wherever,
+every MPI program ends with an error.
 """
 
 import os
@@ -12,20 +12,20 @@ from pathlib import Path
 
 from hvkit.errors import LaunchError
 
-# Where distributions have an MPI besides /usr/bin.
+# Distributions install further MPIs here, besides the one in /usr/bin.
 _LIBS = ("lib", "lib64")
 
 
 @dataclass(frozen=True)
 class InterfaceSetting:
-    """Which interfaces Open MPI uses for one purpose.
+    """The choice of interfaces for one purpose.
 
     Attributes:
-        option: the launcher's option that names them, but for its value.
-        prefix: what the environment variables begin with.
-        names: what the parameters are called, all but ``include`` and ``exclude`` at their ends.
-        user_file: below the user's home.
-        site_file: in the site's folder.
+        option: the launcher's option, without its value.
+        prefix: the prefix of the environment variables.
+        names: the parameters' names without the final ``include`` or ``exclude``.
+        user_file: the user's file, relative to the home folder.
+        site_file: the site's file, relative to the site's folder.
     """
 
     option: tuple[str, str]
@@ -35,7 +35,7 @@ class InterfaceSetting:
     site_file: str
 
     def parameters(self) -> tuple[str, ...]:
-        """What the parameters are called."""
+        """The full names of the parameters."""
         return tuple(f"{name}{end}" for name in self.names for end in ("include", "exclude"))
 
 
@@ -46,7 +46,7 @@ RANKS = InterfaceSetting(
     ".openmpi/mca-params.conf",
     "openmpi-mca-params.conf",
 )
-"""Between ranks."""
+"""The connections between ranks."""
 
 _DAEMONS_4 = InterfaceSetting(
     ("--mca", "oob_tcp_if_include"),
@@ -65,12 +65,12 @@ _DAEMONS_5 = InterfaceSetting(
 
 
 def daemons(major: int) -> InterfaceSetting:
-    """Between the launcher and its daemons, in this major version."""
+    """The connections between the launcher and its daemons, for this major version."""
     return _DAEMONS_5 if major >= 5 else _DAEMONS_4
 
 
 def without_interfaces(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what sets Open MPI's interfaces."""
+    """The environment without the variables that choose Open MPI's interfaces."""
     settings = (RANKS, _DAEMONS_4, _DAEMONS_5)
     names = {f"{one.prefix}{parameter}" for one in settings for parameter in one.parameters()}
     return {name: value for name, value in environ.items() if name not in names}
@@ -79,12 +79,12 @@ def without_interfaces(environ: Mapping[str, str]) -> dict[str, str]:
 def place_set(
     setting: InterfaceSetting, environ: Mapping[str, str], mpirun: str | None
 ) -> str | None:
-    """Where the setting has been made, for people; ``None`` if it has not been made.
+    """The variable or file that makes a setting, in words; ``None`` if nothing does.
 
     Args:
-        setting: which one.
+        setting: the setting.
         environ: the environment that Open MPI gets.
-        mpirun: its launcher, by which its files are found; ``None`` to look at no site's.
+        mpirun: Open MPI's launcher, which leads to the site's files; ``None`` to skip those.
     """
     for parameter in setting.parameters():
         if (variable := f"{setting.prefix}{parameter}") in environ:
@@ -96,7 +96,7 @@ def place_set(
 def refuse_exclusion(
     setting: InterfaceSetting, environ: Mapping[str, str], mpirun: str | None
 ) -> None:
-    """Take no interfaces from the command line where a file has others excluded.
+    """Refuse ``--interfaces`` if a file excludes interfaces.
 
     Raises:
         LaunchError: a file does.
@@ -104,8 +104,8 @@ def refuse_exclusion(
     for name, file in _in_files(setting, environ, mpirun):
         if name.endswith("exclude"):
             raise LaunchError(
-                f"{file} sets {name}, which Open MPI does not take together with --interfaces: "
-                "delete that line, or leave --interfaces away and the line counts"
+                f"{file} sets {name}, which Open MPI does not accept together with --interfaces: "
+                "delete that line, or omit --interfaces to use the line"
             )
 
 
@@ -121,7 +121,7 @@ def _in_files(
         try:
             text = file.read_text(errors="replace")
         except OSError:
-            # Open MPI goes on without it, too.
+            # Open MPI ignores such a file, too.
             continue
         for line in text.splitlines():
             name, sign, _ = line.partition("=")

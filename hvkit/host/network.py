@@ -1,7 +1,4 @@
-"""The network interfaces of this host.
-
-Which names mean this host.
-"""
+"""The network interfaces of this host, and which names mean it."""
 
 import ipaddress
 import socket
@@ -9,7 +6,7 @@ from dataclasses import dataclass
 
 import psutil
 
-# What container engines and virtual machines name the networks that they keep within a host.
+# Names that container engines and virtual machines give to networks within a host.
 _WITHIN_HOST = ("docker", "br-", "virbr", "lxcbr", "lxdbr", "cni", "podman", "veth")
 
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
@@ -22,7 +19,7 @@ class Interface:
     Attributes:
         name: the interface, ``eth0``.
         address: IPv4 or IPv6 address, without a zone.
-        network: the network that it is in, ``10.0.0.0/24``.
+        network: its network, ``10.0.0.0/24``.
     """
 
     name: str
@@ -31,7 +28,7 @@ class Interface:
 
     @property
     def version(self) -> int:
-        """Of IP, 4 or 6."""
+        """IP version, 4 or 6."""
         return ipaddress.ip_address(self.address).version
 
     @property
@@ -41,12 +38,12 @@ class Interface:
 
     @property
     def link_local(self) -> bool:
-        """Whether the address means something on one link only."""
+        """Whether the address is valid on one link only."""
         return ipaddress.ip_address(self.address).is_link_local
 
 
 def interfaces() -> list[Interface]:
-    """The addresses of this host's interfaces that are up, loopback among them."""
+    """The addresses of this host's interfaces that are up, including loopback."""
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
     return [
         _interface(name, address.address.partition("%")[0], address.netmask)
@@ -60,25 +57,25 @@ def interfaces() -> list[Interface]:
 def _interface(name: str, address: str, netmask: str | None) -> Interface:
     bits: int = ipaddress.ip_address(address).max_prefixlen
     if netmask is not None:
-        # Of IPv6, psutil gives the mask as an address, too.
+        # psutil gives the mask of IPv6 as an address, too.
         bits = int(ipaddress.ip_address(netmask.partition("%")[0])).bit_count()
     return Interface(name, address, str(ipaddress.ip_network(f"{address}/{bits}", strict=False)))
 
 
 def within_host() -> list[str]:
-    """The interfaces here, besides loopback, that lead to no other host, as their names tell.
+    """The interfaces, besides loopback, that lead to no other host, judged by their names.
 
-    Each host may have one of the same name and the same address.
+    Several hosts may have one with the same name and the same address.
     """
     names = {interface.name for interface in interfaces()}
     return sorted(name for name in names if name.startswith(_WITHIN_HOST))
 
 
 def is_local(name: str) -> bool:
-    """Whether a host's name or address is this host.
+    """Whether a name or address means this host.
 
-    A name is this host's if it is the hostname, in full or up to the first dot, or if one of its
-    addresses is that of an interface here. A name that does not resolve is not.
+    It does if it is the hostname, in full or up to the first dot, or if one of its addresses
+    belongs to an interface of this host. A name that does not resolve means another host.
     """
     if name.lower() in _own_names():
         return True
@@ -87,15 +84,15 @@ def is_local(name: str) -> bool:
 
 
 def addresses_of(name: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    """The addresses that a name has here, those of IPv4 first; empty if it has none.
+    """The addresses to which a name resolves here, IPv4 first; empty if it does not resolve.
 
-    MPI is built without IPv6 almost everywhere.
+    IPv4 comes first because most MPIs are built without IPv6.
     """
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return []
-    # The zone of a link-local address is this host's own and tells nothing about the name.
+    # The zone of a link-local address belongs to this host, not to the name.
     texts = (str(entry[4][0]).partition("%")[0] for entry in found)
     addresses = dict.fromkeys(ipaddress.ip_address(text) for text in texts)
     return sorted(addresses, key=lambda address: address.version)

@@ -1,1 +1,39 @@
-"""How processes are started: what launchers leave in the environment."""
+"""Starting ranks on this host or on several, and checking hosts before that.
+
+``hvkit run``, from Enter to its last line::
+
+    cli                  parses the arguments and finds the hosts:
+    ├── hosts            -H, host names and addresses
+    ├── hostfile         a file of hosts
+    └── allocation       or else the batch system's hosts: Slurm, PBS, LSF, Kubernetes
+    start                from the request to an exit status:
+    ├── launchers        finds mpirun or horovodrun
+    ├── preflight        chooses the hosts with ranks and checks each of them:
+    │   ├── ssh          runs a command on all hosts, over ssh or Slurm's srun
+    │   │   └── probe    that command: a host's facts (python -m hvkit.launch.probe)
+    │   └── routes       the networks between the hosts, from these facts
+    ├── launchers        makes the command line, with an agent before each rank's command
+    └── supervision/     runs that command line to its end and reports the first failure
+        ├── supervisor   in this process: the TCP connections of all agents
+        └── agent        on each host, one a rank: runs the command and sends its output
+
+``hvkit hosts --check`` starts no ranks::
+
+    check                the problems of hosts, from two sources:
+    ├── host_reports     `hvkit doctor` on every host
+    └── reachability     every host connects to every other one
+                         (python -m hvkit.launch.reachability on each)
+
+Where a killed rank is noticed:
+
+- The rank is killed: its agent sees the end of its child process and sends the exit status.
+- The agent is killed, too: its connection closes without an exit status, and the supervisor notes
+  that. The guard, a process above each agent, kills what is left of the command.
+- The host or its network is lost: no packet comes any more. The kernel breaks the silent
+  connection after ``--lost-after`` seconds, and the supervisor notes a lost host.
+- The launcher is killed: it is a child process of ``hvkit run``, which names it.
+
+After the first failure the other ranks get two seconds to fail by themselves. Then all agents stop,
+and ``hvkit run`` names the rank that caused the other failures, which is not always the first that
+was reported.
+"""

@@ -1,4 +1,4 @@
-"""Which networks join the hosts of a job: arithmetic on what the hosts told about themselves."""
+"""The networks that join the hosts of a job, computed from the interfaces of each host."""
 
 import ipaddress
 import socket
@@ -12,7 +12,7 @@ from hvkit.host.network import Interface, addresses_of
 def source_address(destination: str) -> str | None:
     """The address of this host that connections to ``destination`` come from.
 
-    Nothing is sent. ``None`` if there is no way there.
+    Sends nothing. ``None`` if there is no route.
     """
     for address in addresses_of(destination):
         family = socket.AF_INET if address.version == 4 else socket.AF_INET6
@@ -28,60 +28,61 @@ def source_address(destination: str) -> str | None:
 def joining(
     interfaces: Mapping[str, Sequence[Interface]], reached_at: Mapping[str, Sequence[str]]
 ) -> tuple[Interface, ...]:
-    """An interface of each host that the other hosts reach; empty if that is not known.
+    """The interface of each host that the other hosts reach it through; empty if unknown.
 
-    The one that has the address under which the host is reached; where that is not the host's
-    own, as behind address translation, one in a network that all hosts are in, each with another
-    address. Networks that containers have within a host have the same address on every host.
+    It is the interface with the address that the host is reached at. If a host has no such
+    interface, as behind address translation, every host gets its interface in one network that
+    all hosts share, each with a different address. Container networks inside a host, such as
+    docker0, do not count: they have the same address on every host.
 
     Args:
-        interfaces: of each host.
-        reached_at: addresses that each host is reached at, the best first.
+        interfaces: by host.
+        reached_at: by host, the addresses that it is reached at, the best first.
     """
     chosen = [
         next((i for at in reached_at[host] for i in _outward(found) if i.address == at), None)
         for host, found in interfaces.items()
     ]
     known = tuple(interface for interface in chosen if interface is not None)
-    return known if len(known) == len(chosen) else _common(interfaces)
+    return known if len(known) == len(chosen) else _in_common_network(interfaces)
 
 
 def named(
     names: Sequence[str], interfaces: Mapping[str, Sequence[Interface]]
 ) -> tuple[Interface, ...]:
-    """The interfaces of each host that were asked for; of an interface with both, those of IPv4.
+    """The interfaces of each host that the user named; IPv6 only where a host has no IPv4.
 
     Args:
-        names: of interfaces, or networks as ``10.0.0.0/24``.
-        interfaces: of each host.
+        names: interfaces, or networks such as ``10.0.0.0/24``.
+        interfaces: by host.
 
     Raises:
         LaunchError: no host has one of them, or a host has none of them.
     """
     for name in names:
-        if not any(_means(name, i) for found in interfaces.values() for i in found):
-            there = _told(i for found in interfaces.values() for i in found)
-            raise LaunchError(f"--interfaces {name}: no host has that; there are {there}")
+        if not any(_matches(name, i) for found in interfaces.values() for i in found):
+            known = _listed(i for found in interfaces.values() for i in found)
+            raise LaunchError(f"--interfaces {name}: no host has it; the hosts have {known}")
     chosen: list[Interface] = []
     for host, found in interfaces.items():
-        own = [i for i in found if any(_means(name, i) for name in names)]
+        own = [i for i in found if any(_matches(name, i) for name in names)]
         if not own:
             raise LaunchError(
-                f"--interfaces {','.join(names)}: {host} has none of these, it has {_told(found)}: "
-                "name one of them, too"
+                f"--interfaces {','.join(names)}: {host} has none of these, it has "
+                f"{_listed(found)}: add one of them"
             )
         chosen += [i for i in own if i.version == 4] or own
     return tuple(chosen)
 
 
 def spanning(used: Sequence[Interface], hosts: Sequence[Sequence[Interface]]) -> tuple[str, ...]:
-    """The networks of some interfaces, for hosts of which each is in one of them at least.
+    """The networks of ``used``, for hosts that are each in at least one of them.
 
-    Open MPI's daemons warn of networks that their host is not in. So if there are such, it is one
-    network around all of them, unless a host has an interface in there that is not to be used.
+    Open MPI's daemons warn about networks that their host is not in. If there are any, the result
+    is one network around all of them, unless that one contains another interface of a host.
 
     Args:
-        used: the interfaces.
+        used: the interfaces to use.
         hosts: all interfaces of each host.
     """
     networks = tuple(dict.fromkeys(i.network for i in used))
@@ -98,7 +99,7 @@ def spanning(used: Sequence[Interface], hosts: Sequence[Sequence[Interface]]) ->
     return networks if held else (str(around),)
 
 
-def _means(name: str, interface: Interface) -> bool:
+def _matches(name: str, interface: Interface) -> bool:
     if interface.link_local:
         return False
     if "/" not in name:
@@ -110,19 +111,19 @@ def _means(name: str, interface: Interface) -> bool:
     return ipaddress.ip_address(interface.address) in network
 
 
-def _told(interfaces: Iterable[Interface]) -> str:
+def _listed(interfaces: Iterable[Interface]) -> str:
     usable = (i for i in interfaces if not (i.loopback or i.link_local))
-    return ", ".join(dict.fromkeys(f"{i.name} ({i.network})" for i in usable)) or "loopback alone"
+    return ", ".join(dict.fromkeys(f"{i.name} ({i.network})" for i in usable)) or "loopback only"
 
 
-def _common(interfaces: Mapping[str, Sequence[Interface]]) -> tuple[Interface, ...]:
+def _in_common_network(interfaces: Mapping[str, Sequence[Interface]]) -> tuple[Interface, ...]:
     outward = {host: _outward(found) for host, found in interfaces.items()}
     times = Counter(i.address for found in outward.values() for i in found)
     own = {host: [i for i in found if times[i.address] == 1] for host, found in outward.items()}
     shared = set.intersection(*({i.network for i in found} for found in own.values()))
     if not shared:
         return ()
-    # IPv4 first: older MPIs know no other.
+    # IPv4 first: older MPIs do not support IPv6.
     network = min(shared, key=lambda text: (ipaddress.ip_network(text).version, text))
     return tuple(
         next(interface for interface in found if interface.network == network)

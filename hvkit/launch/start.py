@@ -1,9 +1,14 @@
-"""``hvkit run``: from what was asked to a supervised launcher."""
+"""``hvkit run``: from the parsed request to a supervised launcher.
+
+:func:`start` checks the hosts, chooses the environment variables that go to other hosts, makes the
+launcher's command line, and supervises it to its end. :func:`prepared` does all but the last; with
+:func:`shown` it makes the line of ``--dry-run``.
+"""
 
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import psutil
@@ -12,40 +17,61 @@ from hvkit.errors import LaunchError
 from hvkit.host.mca import without_interfaces
 from hvkit.host.rank_variables import without_place
 from hvkit.launch.allocation import SLURM
-from hvkit.launch.forwarding import GPU_LISTS, forwarded
 from hvkit.launch.hosts import Host
-from hvkit.launch.job import Job
-from hvkit.launch.launchers import Launcher, find_launcher
-from hvkit.launch.preflight import examine
+from hvkit.launch.launchers import Job, Launcher, find_launcher
+from hvkit.launch.preflight import choose_hosts
 from hvkit.launch.supervision.output import Style, make_room
 from hvkit.launch.supervision.protocol import KEY_VARIABLE, SUPERVISOR_VARIABLE
 from hvkit.launch.supervision.run import Run, supervise
 
 _AGENT = "hvkit.launch.supervision.agent"
-_OF_THE_RUN = (SUPERVISOR_VARIABLE, KEY_VARIABLE)
+_SUPERVISION = (SUPERVISOR_VARIABLE, KEY_VARIABLE)
 
-# What programs of this host need, and other hosts do not, when all of the environment goes there.
+# Variables that a launcher needs itself and that may go along where it sends its whole environment.
 _SLURM = ("SLURM_", "SLURMD_", "OMPI_", "PRTE_", "PMIX_")
-_AT_HOME = ("HOME", "USER", "LOGNAME", "SHELL", "TERM", "TMPDIR", "SSH_AUTH_SOCK")
+_LOCAL = ("HOME", "USER", "LOGNAME", "SHELL", "TERM", "TMPDIR", "SSH_AUTH_SOCK")
+
+# Variables that ranks on other hosts get: those that find programs and modules, and those of the
+# software below hvkit.
+_FORWARDED = {
+    *("PATH", "LD_LIBRARY_PATH", "LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "TZ", "LANG"),
+    *("CUBLAS_WORKSPACE_CONFIG", "XLA_FLAGS", "TQDM_DISABLE", "NO_COLOR", "MALLOC_ARENA_MAX"),
+}
+_FORWARDED_PREFIXES = (
+    *("HVKIT_", "HOROVOD_", "NCCL_", "UCX_", "FI_", "OMPI_MCA_", "MPIR_CVAR_", "GLOO_"),
+    *("TORCH", "PYTORCH_", "TF_", "KERAS_", "CUDA_", "OMP_", "KMP_", "GOMP_", "MKL_"),
+    *("OPENBLAS_", "NUMEXPR_", "PYTHON", "LC_", "HF_", "WANDB_"),
+)
+# Marks of a secret: anywhere in a name, and as a word between its underscores.
+_SECRET = ("TOKEN", "SECRET", "PASSW", "PASSPHRASE", "CREDENTIAL", "APIKEY")
+_SECRET_WORDS = {"KEY", "KEYS", "AUTH", "PASS"}
+# Variables of this process alone.
+_OWN = {"HVKIT_RANK", "PYTHONSTARTUP", "PYTHONINSPECT"}
+# Lists of the GPUs of one host. They apply to the host where they are set, not to the others.
+_GPU_LISTS = {
+    *("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
+    *("ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"),
+}
 
 
 @dataclass(frozen=True)
 class Request:
-    """What ``hvkit run`` was asked for.
+    """The arguments of ``hvkit run``.
 
     Attributes:
-        command: what every rank runs.
-        hosts: where ranks may run; empty for this host.
-        system: the batch system that gave the hosts, as in ``Allocation``; ``None`` for none.
+        command: the command of every rank.
+        hosts: the hosts that may get ranks; empty for this host.
+        system: the batch system that allocated the hosts, as in ``Allocation``; ``None`` for none.
         size: the number of ranks; ``None`` for one in each slot.
         launcher: one of ``hvkit.launch.launchers.NAMES``.
-        variables: environment variables that ranks get besides those that the rule gives them;
-            ``None`` for the value that the variable has here.
-        interfaces: names of interfaces or networks to use between hosts, instead of those found.
-        bind: whether each rank keeps to its share of its host's cores.
-        lost_after: seconds without a sign of life after which a host is given up.
-        grace: seconds that commands have to end, after a signal or the failure of another rank.
-        style: how output is shown.
+        variables: environment variables for the ranks besides those of :func:`forwarded`; ``None``
+            for the value that the variable has here.
+        interfaces: interfaces or networks to use between hosts, instead of those found.
+        bind: whether to bind each rank to its share of its host's cores.
+        lost_after: give up a host after this time without a sign of life, in seconds.
+        grace: the time that commands have to end, after a signal or the failure of another rank,
+            in seconds.
+        style: how to show output.
     """
 
     command: tuple[str, ...]
@@ -62,10 +88,10 @@ class Request:
 
 
 def start(request: Request) -> int:
-    """Start the ranks, watch them to their end, and return the exit status.
+    """Start the ranks, supervise them to their end, and return the exit status.
 
     Raises:
-        LaunchError: something is not as it has to be; nothing was started.
+        LaunchError: the request cannot be met; nothing was started.
     """
     run = prepared(request)
     if run.style.log_dir is not None:
@@ -74,49 +100,27 @@ def start(request: Request) -> int:
         except OSError as error:
             raise LaunchError(
                 f"--log-dir {run.style.log_dir} cannot be made ({error.strerror}): name a folder "
-                "that can be written to"
+                "that you can write to"
             ) from error
     return supervise(run)
 
 
-def shown(run: Run) -> str:
-    """The launcher's command line, for a shell, with the variables that are added and removed."""
-    given = _given()
-    removed = [f"-u {shlex.quote(name)}" for name in given if name not in run.environ]
-    added = [
-        f"{name}={shlex.quote(value)}"
-        for name, value in run.environ.items()
-        if given.get(name) != value
-    ]
-    env = ["env", *removed] if removed else []
-    return " ".join([*env, *added, shlex.join(run.command)])
-
-
-def _given() -> dict[str, str]:
-    """The environment that this process was given."""
-    environ = dict(os.environ)
-    # In the C locale Python sets this itself (PEP 538).
-    if "LC_CTYPE" not in psutil.Process().environ():
-        environ.pop("LC_CTYPE", None)
-    return environ
-
-
 def prepared(request: Request, *, supervised: bool = True) -> Run:
-    """Find the launcher, examine the hosts, and put the command line together.
+    """Find the launcher, check the hosts, and make the command line.
 
     Args:
-        request: what is wanted.
-        supervised: whether ranks get what they need to be watched; not if the line is typed.
+        request: the request.
+        supervised: whether the ranks connect to a supervisor; not if a user types the line.
 
     Raises:
-        LaunchError: something is not as it has to be.
+        LaunchError: the request cannot be met.
     """
     launcher = find_launcher(request.launcher)
-    _refuse_unreadable(request)
+    _refuse_unsupported(request)
     if not request.hosts and request.size is None:
-        raise LaunchError("how many ranks? Say it with -np, or name hosts with slots")
+        raise LaunchError("the number of ranks is missing: add -np N, or name hosts with slots")
     hosts = request.hosts or (Host("localhost", slots=request.size),)
-    site = examine(hosts, request.size, request.system, request.interfaces)
+    site = choose_hosts(hosts, request.size, request.system, request.interfaces)
     interfaces = tuple(dict.fromkeys(interface.name for interface in site.joining))
     environ = _environment(request.variables, interfaces)
     if request.interfaces:
@@ -124,9 +128,9 @@ def prepared(request: Request, *, supervised: bool = True) -> Run:
     names: tuple[str, ...] = ()
     here: dict[str, str] = {}
     if not site.here:
-        # On this host alone ranks inherit all of it.
-        names = (*forwarded(environ, request.variables), *(_OF_THE_RUN if supervised else ()))
-        here = {name: environ[name] for name in GPU_LISTS - {*names} if name in environ}
+        # On this host alone ranks inherit the whole environment.
+        names = (*forwarded(environ, request.variables), *(_SUPERVISION if supervised else ()))
+        here = {name: environ[name] for name in _GPU_LISTS - {*names} if name in environ}
         environ = _sendable(environ, names, launcher, request.system)
     job = Job(
         hosts=site.hosts,
@@ -139,12 +143,7 @@ def prepared(request: Request, *, supervised: bool = True) -> Run:
         environ=environ,
         crowded=site.crowded,
     )
-    for some in request.style.ranks or ():
-        if some[-1] >= job.size:
-            raise LaunchError(
-                f"--show {some[-1]}: there is no such rank: they are numbered from 0 to "
-                f"{job.size - 1}"
-            )
+    _refuse_absent_ranks(request.style, job.size)
     return Run(
         command=launcher.command(job),
         environ=environ,
@@ -159,50 +158,102 @@ def prepared(request: Request, *, supervised: bool = True) -> Run:
     )
 
 
+def shown(run: Run) -> str:
+    """The launcher's command line for a shell, with the variables that hvkit adds and removes."""
+    given = _given_environment()
+    removed = [f"-u {shlex.quote(name)}" for name in given if name not in run.environ]
+    added = [
+        f"{name}={shlex.quote(value)}"
+        for name, value in run.environ.items()
+        if given.get(name) != value
+    ]
+    env = ["env", *removed] if removed else []
+    return " ".join([*env, *added, shlex.join(run.command)])
+
+
+def forwarded(environ: Mapping[str, str], chosen: Iterable[str] = ()) -> tuple[str, ...]:
+    """Names of the environment variables that ranks on other hosts get, sorted.
+
+    Variables that look like secrets and lists of this host's GPUs are left out, unless the user
+    names them.
+
+    Args:
+        environ: the launcher's environment.
+        chosen: the names that the user wants forwarded; without effect if not set.
+    """
+    names = {name for name in environ if _forwarded_by_default(name)}
+    return tuple(sorted(names | (set(chosen) & environ.keys())))
+
+
+def _forwarded_by_default(name: str) -> bool:
+    if name in _OWN or name in _GPU_LISTS or any(word in name.upper() for word in _SECRET):
+        return False
+    if not _SECRET_WORDS.isdisjoint(name.upper().split("_")):
+        return False
+    return name in _FORWARDED or name.startswith(_FORWARDED_PREFIXES)
+
+
+def _refuse_unsupported(request: Request) -> None:
+    """Reject hosts that launchers misread on their command lines."""
+    for host in request.hosts:
+        if ":" in host.name:
+            raise LaunchError(
+                f"{host.name}: mpirun and horovodrun accept no IPv6 addresses on their command "
+                "lines: use the host's name, and add it to DNS or /etc/hosts"
+            )
+        if host.user is not None and request.launcher != "mpirun":
+            raise LaunchError(
+                f"{host.user}@{host.name}: horovodrun accepts no users: set User {host.user} for "
+                "this host in ~/.ssh/config"
+            )
+
+
+def _refuse_absent_ranks(style: Style, size: int) -> None:
+    for ranks in style.ranks or ():
+        if ranks[-1] >= size:
+            raise LaunchError(
+                f"--show {ranks[-1]}: there is no such rank: use ranks from 0 to {size - 1}"
+            )
+
+
+def _environment(variables: Mapping[str, str | None], interfaces: Sequence[str]) -> dict[str, str]:
+    """The launcher's environment: this process's, the user's variables, and the interfaces."""
+    for name, value in variables.items():
+        if value is None and name not in os.environ:
+            raise LaunchError(f"-x {name}: it is not set here: write -x {name}=VALUE")
+    environ = without_place(os.environ)
+    for name in _SUPERVISION:
+        # Set if this run was started inside another one.
+        environ.pop(name, None)
+    if interfaces:
+        # NCCL reads = as "exactly these names"; without it, eth1 would match eth10, too.
+        environ.setdefault("NCCL_SOCKET_IFNAME", "=" + ",".join(interfaces))
+    environ.update({name: value for name, value in variables.items() if value is not None})
+    return environ
+
+
 def _sendable(
     environ: Mapping[str, str], names: Sequence[str], launcher: Launcher, system: str | None
 ) -> dict[str, str]:
-    """The launcher's environment without what may not reach other hosts, if it all goes there."""
+    """The launcher's environment, without secrets if all of it goes to other hosts."""
     if launcher.sends_all:
         kept: tuple[str, ...] = ()
     elif system == SLURM:
-        # There srun, which sends all of it, starts Open MPI's daemons.
+        # In Slurm, srun starts Open MPI's daemons and sends its whole environment.
         kept = _SLURM
     else:
         return dict(environ)
     return {
         name: value
         for name, value in environ.items()
-        if name in names or name in _AT_HOME or name.startswith(kept)
+        if name in names or name in _LOCAL or name.startswith(kept)
     }
 
 
-def _refuse_unreadable(request: Request) -> None:
-    """Hosts written in ways that launchers take for something else."""
-    for host in request.hosts:
-        if ":" in host.name:
-            raise LaunchError(
-                f"{host.name}: mpirun and horovodrun take no IPv6 addresses on their command "
-                "lines: use the host's name, and give it one in DNS or /etc/hosts"
-            )
-        if host.user is not None and request.launcher != "mpirun":
-            raise LaunchError(
-                f"{host.user}@{host.name}: horovodrun takes no users: set User {host.user} for "
-                "this host in ~/.ssh/config"
-            )
-
-
-def _environment(variables: Mapping[str, str | None], interfaces: Sequence[str]) -> dict[str, str]:
-    """The launcher's environment: this process's, what was asked for, and the interfaces."""
-    for name, value in variables.items():
-        if value is None and name not in os.environ:
-            raise LaunchError(f"-x {name}: it is not set here: write -x {name}=VALUE")
-    environ = without_place(os.environ)
-    for name in _OF_THE_RUN:
-        # Of a run that this one was started in.
-        environ.pop(name, None)
-    if interfaces:
-        # NCCL reads the sign as "exactly these"; it would also take eth1 for eth10 otherwise.
-        environ.setdefault("NCCL_SOCKET_IFNAME", "=" + ",".join(interfaces))
-    environ.update({name: value for name, value in variables.items() if value is not None})
+def _given_environment() -> dict[str, str]:
+    """The environment that this process was started with."""
+    environ = dict(os.environ)
+    # In the C locale Python sets this itself (PEP 538).
+    if "LC_CTYPE" not in psutil.Process().environ():
+        environ.pop("LC_CTYPE", None)
     return environ

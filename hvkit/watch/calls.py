@@ -1,7 +1,7 @@
-"""What this rank is doing: which call of hvkit it is in, whether it waits there, and at which line.
+"""Marks which call of hvkit this rank is in, whether it waits there, and at which line.
 
-The threads of the training script only set a few fields, each its own. Whoever wants to know more,
-the watcher's thread, looks at their stacks when a wait has lasted long enough to matter.
+Threads of the training script only set a few fields of their own. The watcher's thread reads those
+fields, and looks at the stacks only when a wait has lasted long enough to matter.
 """
 
 from __future__ import annotations
@@ -25,31 +25,34 @@ R = TypeVar("R")
 
 
 class GraphWait(Protocol):
-    """Collectives inside a TensorFlow graph, which no Python code surrounds."""
+    """Collectives inside a TensorFlow graph, which no Python code surrounds.
 
-    def read(self) -> tuple[int, int]:
-        """How often ranks have come to them, and how often they were over."""
+    Attributes:
+        key: identifies these collectives; the same on every rank.
+        name: the name of the wait in messages if the script is in no call of hvkit.
+    """
 
     key: str
-    """Tells the collectives from others; the same on every rank."""
     name: str
-    """What to say that the rank waits in, where the script made no call of hvkit's."""
+
+    def read(self) -> tuple[int, int]:
+        """How often this rank has entered these collectives, and how often it has left them."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """What a rank is doing.
+    """A rank's current call.
 
     Attributes:
-        call: the user's call that it is in, ``hvkit.average`` or ``backward() of step 11``; empty
-            if it is in none.
-        key: calls of the same key wait for each other.
-        serial: the number of calls so far, this one included.
-        before: the key of the call before this one.
-        waits: whether it waits there for other ranks.
-        seconds: how long it has waited, or has been out of any wait.
+        call: the user's call, ``hvkit.average`` or ``backward() of step 11``; empty outside of
+            any.
+        key: calls with the same key wait for each other.
+        serial: the number of calls so far, including this one.
+        before: the key of the previous call.
+        waits: whether the rank waits there for other ranks.
+        seconds: duration of the wait, or time since the last wait.
         where: the line of the script, ``train.py:41``.
-        handling: the error that the script was handling when it made the call, if it was.
+        handling: the error that the script was handling when it made the call; else empty.
     """
 
     call: str = ""
@@ -63,7 +66,7 @@ class Status:
 
 
 class _Thread:
-    """What a thread of the script is doing; only that thread sets it."""
+    """The current call of a thread of the script; only that thread writes it."""
 
     def __init__(self, ident: int) -> None:
         self.ident = ident
@@ -75,16 +78,16 @@ class _Thread:
         self.serial = 0
         self.waits = 0
         self.since = time.monotonic()
-        # How often a call or a wait has begun or ended.
+        # Counts the beginnings and ends of calls and waits.
         self.turns = 0
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """The counters of a graph when they were last seen to change.
+    """The counters of a graph when they last changed.
 
-    A graph that fails leaves them as they are. Its script is out of it once it has begun or ended
-    another call (``turns``), or is no longer inside TensorFlow.
+    A graph that fails leaves its counters behind. The script has left the graph once it has begun
+    or ended another call (``turns``), or is no longer inside TensorFlow.
     """
 
     counts: tuple[int, int]
@@ -93,7 +96,7 @@ class _Seen:
 
 
 class _Graph:
-    """The collectives of a graph, as long as somebody else holds them."""
+    """The collectives of a graph, for as long as the graph exists."""
 
     def __init__(self, wait: GraphWait) -> None:
         self.wait = weakref.ref(wait)
@@ -101,7 +104,7 @@ class _Graph:
 
 
 _MAIN = threading.main_thread().ident or 0
-# By thread; the next thread of the same number goes on with what an ended one has left.
+# By thread number. The system reuses numbers: a new thread then continues an ended one's record.
 _threads: dict[int, _Thread] = {_MAIN: _Thread(_MAIN)}
 _graphs: list[_Graph] = []
 
@@ -116,14 +119,14 @@ def _this_thread() -> _Thread:
 
 @contextmanager
 def call(name: str, step: int | None = None, key: str = "") -> Iterator[None]:
-    """A call that ranks make together; everything inside belongs to it.
+    """Wraps a call that all ranks make together; every wait inside belongs to it.
 
-    Inside another call it does nothing: that is the one which the user made.
+    Inside another call this has no effect: the outer one is the user's.
 
     Args:
         name: as the user writes it: ``fit``, ``backward()``.
-        step: the optimizer step that it belongs to, counted from 1.
-        key: what calls have to have in common to wait for each other, beside the name.
+        step: its optimizer step, counted from 1.
+        key: calls wait for each other if both name and key are the same.
     """
     if _this_thread().call:
         yield
@@ -134,17 +137,17 @@ def call(name: str, step: int | None = None, key: str = "") -> Iterator[None]:
 
 @contextmanager
 def call_within(name: str) -> Iterator[None]:
-    """A call that another one may contain on every rank or on none: ``evaluate in fit``."""
+    """Wraps a call that another may contain on all ranks or on none: ``evaluate in fit``."""
     outer = _this_thread().call
     with _entered(f"{name} in {outer}" if outer else name, None, ""):
         yield
 
 
 def named(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator: where the script itself calls this function, that is the call ``name``.
+    """Decorator of a public function: if the script calls it, that is the call ``name``.
 
-    Also inside another call, as in a callback of ``fit``. Where hvkit calls it, it belongs to the
-    call that the script made.
+    This also holds inside another call, such as in a callback of ``fit``. If hvkit itself calls the
+    function, it belongs to the call that the script made.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -178,25 +181,25 @@ def _entered(name: str, step: int | None, key: str) -> Iterator[None]:
 
 
 def is_failure(error: BaseException) -> bool:
-    """Whether handling this error says that something went wrong: the end of a loop does not."""
+    """Whether this exception means a failure; the end of an iterator does not."""
     return not isinstance(error, StopIteration | StopAsyncIteration | GeneratorExit)
 
 
 def in_short(error: BaseException) -> str:
-    """An error in one line: ``ValueError: boom``."""
+    """The error in one line: ``ValueError: boom``."""
     text = str(error).strip().split("\n")[0][:200]
     return type(error).__name__ + (f": {text}" if text else "")
 
 
 def current_call() -> str:
-    """The user's call that this thread is in; empty if in none."""
+    """The user's call that this thread is in; empty outside of any."""
     now = _this_thread()
     return _described(now.call, now.step)
 
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Around code that returns only when every rank has come to it."""
+    """Wraps code that returns only when every rank has entered it."""
     now = _this_thread()
     now.waits += 1
     now.turns += 1
@@ -209,16 +212,16 @@ def waiting() -> Iterator[None]:
 
 
 def watch_graph(wait: GraphWait) -> None:
-    """Count waits in these collectives of a graph as this rank's, too, as long as they exist."""
+    """Count waits in these collectives of a graph as waits of this rank, while the graph exists."""
     _graphs.append(_Graph(wait))
 
 
 def status() -> Status:
-    """What this rank is doing; for a thread other than the script's."""
+    """This rank's current call, as the watcher's thread reads it."""
     moment = time.monotonic()
     threads = list(_threads.values())
     serial, turns = sum(each.serial for each in threads), sum(each.turns for each in threads)
-    now = _thread_to_speak_of(threads)
+    now = _thread_that_counts(threads)
     waits, since, thread = now.waits > 0, now.since, now.ident
     name, key = _described(now.call, now.step), now.key
     for graph in list(_graphs):
@@ -240,8 +243,8 @@ def status() -> Status:
     return Status(name, key, serial, now.before, waits, moment - since, where, now.handling)
 
 
-def _thread_to_speak_of(threads: list[_Thread]) -> _Thread:
-    """The one that has waited for longest; if none waits, the one that came to hvkit last."""
+def _thread_that_counts(threads: list[_Thread]) -> _Thread:
+    """The thread that has waited longest; if none waits, the one that called hvkit last."""
     running = sys._current_frames()
     alive = [each for each in threads if each.ident in running] or threads
     if waiting := [each for each in alive if each.waits]:
@@ -250,7 +253,7 @@ def _thread_to_speak_of(threads: list[_Thread]) -> _Thread:
 
 
 def _inside_tensorflow() -> int | None:
-    """The thread that runs a graph, if one does; the main one if several do."""
+    """A thread that runs a graph, preferably the main one; None if there is none."""
     frames = sys._current_frames()
     for ident in sorted(frames, key=lambda each: each != _MAIN):
         if f"{os.sep}tensorflow{os.sep}" in frames[ident].f_code.co_filename:
@@ -263,10 +266,10 @@ def _described(name: str, step: int | None) -> str:
 
 
 def line_of_script(thread: int | None = None) -> str:
-    """The line of the user's own code that a thread is at, by default this one: ``train.py:41``.
+    """The current line of the user's own code in a thread, by default this one: ``train.py:41``.
 
-    That is the innermost line outside of hvkit, installed packages and the standard library. Of a
-    thread that runs none of the user's code it is the main thread's, which waits for it.
+    That is the innermost line outside of hvkit, installed packages and the standard library. For a
+    thread that runs no code of the user's, it is the line of the main thread, which waits for it.
     """
     frames = sys._current_frames()
     fallback: FrameType | None = None
@@ -287,7 +290,7 @@ _OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.s
 
 def _is_library(frame: FrameType) -> bool:
     file = frame.f_code.co_filename
-    if file.startswith("<"):  # code that was made from text: a shell's, a notebook's, a library's
+    if file.startswith("<"):  # code from a string: a shell's, a notebook's or a library's
         return frame.f_globals.get("__name__") != "__main__"
     return file.startswith(_library_folders()) or "__autograph_generated_file" in file
 
@@ -302,7 +305,7 @@ def _library_folders() -> tuple[str, ...]:
 def _line(frame: Any) -> str:
     file = frame.f_code.co_filename
     if os.path.isabs(file):
-        with contextlib.suppress(OSError):  # the working directory has been removed
+        with contextlib.suppress(OSError):  # somebody removed the working directory
             near = os.path.relpath(file)
             file = file if near.startswith("..") else near
     return f"{file}:{frame.f_lineno}"

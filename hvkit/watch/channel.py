@@ -1,8 +1,8 @@
-"""Sockets between rank 0 and the other ranks, for a few small messages.
+"""Sockets between rank 0 and the other ranks, for a few small JSON messages.
 
-They are not MPI's: MPI ends when the first rank does, and Horovod's gloo has no MPI at all. Both
-ends prove that they know a secret which rank 0 has broadcast over Horovod; strangers on the port
-learn nothing and can send nothing. Messages are JSON.
+MPI cannot carry them: it ends with the first rank, and Horovod over Gloo has none. Rank 0
+broadcasts a secret over Horovod, and both ends of a connection prove that they hold it, so a
+stranger on the port can neither read nor send anything.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from typing import Any
 from hvkit.host.network import interfaces, within_host
 
 PATIENCE = 5.0
-"""Seconds for one try to connect, and for the other end to prove itself."""
+"""Seconds for an attempt to connect, and for the other end to authenticate itself."""
 
-# Seconds until the next try to let a rank in.
+# Seconds between attempts to accept a connection.
 _PAUSE = 0.5
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where and how ranks reach rank 0's socket.
+    """How ranks reach rank 0's socket.
 
     Attributes:
-        addresses: of rank 0's host, likely ones first.
+        addresses: those of rank 0's host, likely ones first.
         port: the same for all addresses.
-        secret: what both ends have to know.
+        secret: the key that both ends must hold.
     """
 
     addresses: tuple[str, ...]
@@ -44,7 +44,7 @@ class Meeting:
 
 
 class Listener:
-    """Rank 0's end: a port at which the other ranks introduce themselves.
+    """Rank 0's end: the port to which the other ranks connect.
 
     Args:
         one_host: whether all ranks are on this host; other hosts then cannot reach the port.
@@ -66,10 +66,10 @@ class Listener:
         self.meeting = Meeting(addresses, port, secrets.token_bytes(32))
 
     def serve(self, admit: Callable[[int, Connection], None]) -> None:
-        """Until closed, call ``admit(rank, connection)`` for each that knows the secret.
+        """Until closed, call ``admit(rank, connection)`` for each rank that holds the secret.
 
-        Each newcomer proves itself on a thread of its own, which also calls ``admit``: a stranger
-        that says nothing holds up nobody.
+        Each newcomer gets a thread of its own, which also calls ``admit``, so that a silent
+        stranger delays nobody.
         """
         while True:
             try:
@@ -77,20 +77,20 @@ class Listener:
             except OSError:
                 if self._closed.wait(_PAUSE):
                     return
-                continue  # this process has too many files open, say
+                continue  # for instance, this process has too many open files
             arguments = (accepted, self.meeting.secret, admit)
             threading.Thread(target=_receive_newcomer, args=arguments, daemon=True).start()
 
     def close(self) -> None:
-        """Let nobody else in."""
+        """Accept no more connections."""
         self._closed.set()
-        with contextlib.suppress(OSError):  # it has been closed before
-            self._socket.shutdown(socket.SHUT_RDWR)  # ends a wait in accept, as close does not
+        with contextlib.suppress(OSError):  # closed before
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends a wait in accept; close does not
         self._socket.close()
 
 
 def connect(meeting: Meeting, rank: int) -> Connection | None:
-    """Reach rank 0; None where no address of its host leads there."""
+    """Connect to rank 0; None if none of its addresses can be reached."""
     for address in meeting.addresses:
         try:
             reached = socket.create_connection((address, meeting.port), timeout=PATIENCE)
@@ -98,7 +98,7 @@ def connect(meeting: Meeting, rank: int) -> Connection | None:
             send(connection, {"rank": rank})
             return connection
         except (OSError, EOFError, AuthenticationError):
-            continue  # the next address may lead there
+            continue  # try the next address
     return None
 
 
@@ -106,7 +106,7 @@ def send(connection: Connection, message: dict[str, Any]) -> None:
     """Send one message.
 
     Raises:
-        OSError: the other end has gone.
+        OSError: the other end is gone.
     """
     connection.send_bytes(json.dumps(message).encode())
 
@@ -115,8 +115,8 @@ def receive(connection: Connection) -> dict[str, Any]:
     """Wait for one message.
 
     Raises:
-        OSError, EOFError: the other end has gone.
-        ValueError: it is no message.
+        OSError, EOFError: the other end is gone.
+        ValueError: it sent something else.
     """
     message = json.loads(connection.recv_bytes(1 << 20))
     if not isinstance(message, dict):
@@ -131,12 +131,12 @@ def _receive_newcomer(
         connection = _proven(accepted, secret, first=True)
         rank = int(receive(connection)["rank"])
     except (OSError, EOFError, AuthenticationError, ValueError, KeyError, TypeError):
-        return  # a stranger; it has been hung up on
+        return  # a stranger, whose connection is closed
     admit(rank, connection)
 
 
 def _proven(open_socket: socket.socket, secret: bytes, *, first: bool) -> Connection:
-    """The socket as a connection whose other end knows the secret; closed if it does not."""
+    """The socket as a connection whose other end holds the secret; closed if it does not."""
     open_socket.setblocking(True)
     open_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -153,7 +153,7 @@ def _proven(open_socket: socket.socket, secret: bytes, *, first: bool) -> Connec
 
 
 def _addresses() -> tuple[str, ...]:
-    """Addresses at which other hosts may reach this one."""
+    """This host's addresses that other hosts may reach, likely ones first."""
     inside = set(within_host())
     usable = [each for each in interfaces() if not each.loopback and not each.link_local]
     usable.sort(key=lambda each: (each.name in inside, each.version))

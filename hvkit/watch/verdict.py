@@ -1,8 +1,8 @@
-"""From what all ranks are doing to a sentence about it: plain arithmetic.
+"""Turns the reports of all ranks into a sentence, and decides whether the run must end.
 
-Ranks that wait in calls that do not match will wait for ever. A rank that has ended will not come.
-A rank that is in no call may be loading data or compiling for minutes, which is right: that is
-reported once, and ends the run only after a much longer time.
+Ranks in calls that do not match will wait forever, and so will ranks that wait for one that has
+ended. A rank outside of any call may rightly load data or compile for minutes: that is reported
+once, and ends the run only after a much longer time. Plain arithmetic, no sockets.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ SAME_CALLS = "every rank has to make the same calls in the same order"
 SAME_STEPS = "take the same number of steps (hvkit.shard gives equal parts)"
 
 SETTLED = 5.0
-"""Seconds after which two ranks in different calls are not merely on their way."""
+"""Seconds after which ranks that wait in different calls are not merely out of step."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What to say about ranks that wait, and what to do.
+    """A judgement about ranks that wait.
 
     Attributes:
         text: the sentence.
-        ends: whether the run cannot go on.
-        about: the call that it is about, by which a report is made only once.
+        ends: whether the run must end.
+        about: the key and serial number of the call, so that it is reported only once.
     """
 
     text: str
@@ -40,14 +40,14 @@ def decide(
     report_after: float,
     end_after: float,
 ) -> Verdict | None:
-    """What to say and do now; None if all is well.
+    """Judge the ranks' reports; None if all is well.
 
     Args:
-        ranks: what the ranks are doing that have not ended, by rank; of a rank that could not be
-            reached, a ``Status`` without a line.
-        ended: how other ranks have ended: ``has ended its script``, ``failed with ValueError: x``.
-        report_after: seconds after which a rank that does not come to a call is reported.
-        end_after: seconds after which it ends the run.
+        ranks: the current status of each rank that runs; a ``Status`` without a line for a rank
+            that does not answer.
+        ended: how other ranks ended: ``has ended its script``, ``failed with ValueError: x``.
+        report_after: seconds after which to report a rank that others wait for.
+        end_after: seconds after which such a rank ends the run.
     """
     waiting = {rank: s for rank, s in ranks.items() if s.waits and s.seconds >= SETTLED}
     if not waiting:
@@ -58,7 +58,7 @@ def decide(
         return Verdict(f"{_waits(waiting)}: {SAME_CALLS}", True)
     longest = max(waiting.values(), key=lambda s: s.seconds)
     others = {rank: s for rank, s in ranks.items() if rank not in waiting}
-    # Ranks whose wait has just begun have come after all.
+    # A rank whose wait has just begun has arrived after all.
     missing = {rank: s for rank, s in others.items() if not s.waits}
     if others and not missing:
         return None
@@ -76,9 +76,9 @@ def decide(
 
 
 def _on_their_way(waiting: Mapping[int, Status], report_after: float) -> bool:
-    """Whether some ranks may only be late in receiving what others have already received.
+    """Whether some ranks may only be slow to receive a result that others have already.
 
-    Those others are then in the next call, and were in this one before.
+    Those others then wait in the next call, and were in this one before.
     """
     first = min(waiting.values(), key=lambda s: s.serial)
     if first.seconds >= report_after:
@@ -91,7 +91,7 @@ def _on_their_way(waiting: Mapping[int, Status], report_after: float) -> bool:
 
 
 def _waits(waiting: Mapping[int, Status]) -> str:
-    """Which ranks wait where, ranks that wait at the same place together."""
+    """Which ranks wait where, grouped by place."""
     places: dict[str, list[int]] = {}
     for rank in sorted(waiting):
         status = waiting[rank]
@@ -104,7 +104,7 @@ def _waits(waiting: Mapping[int, Status]) -> str:
 
 
 def _missing(missing: Mapping[int, Status], longest: Status) -> str:
-    """Which ranks have not come, and where they are."""
+    """Which ranks have not come to the call, and where they are, grouped by place."""
     places: dict[str, list[int]] = {}
     for rank in sorted(missing):
         status = missing[rank]
@@ -134,7 +134,7 @@ def _have(numbers: Sequence[int]) -> str:
 
 
 def ranks_text(numbers: Sequence[int]) -> str:
-    """Sorted rank numbers for a sentence: ``rank 3``, ``ranks 0-3, 5``."""
+    """Sorted rank numbers in words: ``rank 3``, ``ranks 0-3, 5``."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and parts[-1][-1] == number - 1:

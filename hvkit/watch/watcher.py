@@ -1,4 +1,4 @@
-"""The thread of each rank that reports long waits, and that of rank 0 that decides about them."""
+"""The thread on each rank that reports long waits; on rank 0 it collects and judges them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from hvkit.watch import calls, channel
 from hvkit.watch.calls import Status
 from hvkit.watch.verdict import SAME_CALLS, SAME_STEPS, Verdict, decide, ranks_text
 
-# Seconds between two looks at what this rank is doing.
+# All in seconds.
+# Between two looks at this rank's status.
 _TICK = 1.0
-# A rank that has waited so long tells rank 0, in seconds.
+# A rank that has waited this long reports to rank 0.
 _WORTH_REPORTING = 2.0
-# What a rank said so long ago still holds, in seconds.
+# A report stays valid this long.
 _FRESH = 3.0
-# A rank that does not answer for so long is taken as one that cannot, in seconds.
+# A rank that has not answered for this long counts as unreachable.
 _NO_ANSWER = 10.0
-# After a verdict ranks have so long to end by themselves, in seconds.
+# After a verdict, ranks have this long to end by themselves.
 _GRACE = 30.0
-# How long an error of Horovod's waits for its explanation, in seconds.
+# An error of Horovod waits this long for its explanation.
 _EXPLAINED_WITHIN = 5.0
 
 END_OF_SCRIPT = "has ended its script"
@@ -34,7 +35,7 @@ END_OF_SCRIPT = "has ended its script"
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds after which a rank that others wait for is reported, and ends the run."""
+    """Seconds until a rank that others wait for is reported, and until it ends the run."""
 
     report: float = 60.0
     end: float = 1800.0
@@ -44,7 +45,7 @@ class Limits:
         """``HVKIT_STALL_SECONDS`` and ``HVKIT_STALL_LIMIT_SECONDS``, or the defaults.
 
         Raises:
-            LaunchError: one of them is no positive number.
+            LaunchError: one of them is not a positive number.
         """
         report = _seconds("HVKIT_STALL_SECONDS", cls.report)
         return cls(report, max(report, _seconds("HVKIT_STALL_LIMIT_SECONDS", cls.end)))
@@ -66,8 +67,8 @@ class Watcher:
 
     Args:
         rank: this rank.
-        limits: when to report and when to end.
-        shut_down: ends all of Horovod's waits on all ranks; called by rank 0 only.
+        limits: when to report a wait, and when to end the run.
+        shut_down: ends all of Horovod's waits on all ranks; only rank 0 calls it.
     """
 
     def __init__(self, rank: int, limits: Limits, shut_down: Callable[[], None]) -> None:
@@ -84,12 +85,12 @@ class Watcher:
         self._ended: dict[int, str] = {}
         self._own_end = END_OF_SCRIPT
         self._process = os.getpid()
-        self._looking = threading.Lock()
+        self._reading_stacks = threading.Lock()
 
     # Called by the script's thread.
 
     def reason(self) -> str:
-        """Why the wait that this rank is in was ended; empty if nothing becomes known of it."""
+        """Why this rank's current wait ended; empty if no reason arrives within some seconds."""
         self._explained.wait(_EXPLAINED_WITHIN)
         if self._verdict or not self._reason:
             return self._reason
@@ -99,41 +100,41 @@ class Watcher:
         return f"{here}; {self._reason}{hint}"
 
     def shown_by(self) -> int | None:
-        """The rank that has shown the reason or shows it; None if this one still has to."""
+        """The rank that prints the reason; None if this one must."""
         if self._printed:
             return self.rank
         other = self._explained.is_set() and self._shown_by != self.rank
         return self._shown_by if other else None
 
     def failed(self, how: str) -> None:
-        """This rank ends with an error of its own."""
+        """Record that this rank ends with an error of its own."""
         self._own_end = how
 
     def stop(self) -> None:
-        """This rank ends: say so to the others, before Horovod shuts down."""
+        """Report this rank's end to the others, before Horovod shuts down."""
         if os.getpid() != self._process:
             return
         self._stopped.set()
         for peer in list(self._peers.values()):
             _send(peer, {"ended": self._own_end, "rank": self.rank})
-        with self._looking:  # not while the interpreter ends
+        with self._reading_stacks:  # no look at the stacks while the interpreter ends
             pass
 
-    # What both kinds of thread do.
+    # Called by the watcher's thread.
 
     def _explain(self, text: str, shown_by: int, *, verdict: bool) -> None:
-        """Take over the first explanation, whether rank 0's verdict or how another rank ended."""
+        """Keep the first explanation: rank 0's verdict, or how another rank ended."""
         if self._explained.is_set():
             return
         self._reason, self._shown_by, self._verdict = text, shown_by, verdict
         self._explained.set()
 
     def _status(self) -> Status:
-        with self._looking:
+        with self._reading_stacks:
             return Status() if self._stopped.is_set() else calls.status()
 
     def _must_end(self) -> None:
-        """End this process soon, should Horovod not end the wait that it is in."""
+        """End this process soon if Horovod does not end its current wait."""
         timer = threading.Timer(_GRACE, self._end_by_force, [self._status().serial])
         timer.daemon = True
         timer.start()
@@ -146,20 +147,20 @@ class Watcher:
             os._exit(1)
 
     def _learn_of_end(self, rank: int, how: str, shown_by: int) -> None:
-        """Another rank has ended, which is why Horovod will, too."""
+        """Another rank has ended, and Horovod will end with it."""
         self._ended[rank] = how
         self._explain(f"{ranks_text([rank])} {how}", shown_by, verdict=False)
 
 
 class Reporter(Watcher):
-    """Any rank but 0: reports to rank 0 and does what that decides."""
+    """Any rank but 0: reports to rank 0 and follows its verdict."""
 
     def __init__(self, rank: int, limits: Limits, shut_down: Callable[[], None]) -> None:
         super().__init__(rank, limits, shut_down)
         self._tried = threading.Event()
 
     def stop(self) -> None:
-        """As of any rank; one that ends at once has still to reach rank 0 to say so."""
+        """As for any rank; one that ends at once must first reach rank 0 to report it."""
         self._tried.wait(channel.PATIENCE)
         super().stop()
 
@@ -181,7 +182,7 @@ class Reporter(Watcher):
                 if hub.poll(_TICK):
                     self._take(hub, channel.receive(hub))
             except (OSError, EOFError, ValueError):
-                self._learn_of_end(0, "died without a word", shown_by=1)
+                self._learn_of_end(0, "died without reporting an error", shown_by=1)
                 return
             now = self._status()
             began = time.monotonic() - now.seconds
@@ -190,12 +191,12 @@ class Reporter(Watcher):
                 _send(hub, {"status": asdict(now)})
 
     def _watch_alone(self, addresses: Sequence[str]) -> None:
-        """Without a way to rank 0, a long wait can only be reported by itself."""
+        """Without a connection to rank 0, print a long wait of this rank."""
         while not self._stopped.wait(_TICK):
             now = self._status()
             if now.waits and now.seconds >= self._limits.report:
                 text = f"rank {self.rank} waits in {now.call} ({now.where}) for {now.seconds:.0f} s"
-                why = f"it cannot reach rank 0 at {' or '.join(addresses)} to learn why"
+                why = f"it cannot reach rank 0 at {' or '.join(addresses)} to find the reason"
                 os.write(2, f"hvkit: {text}; {why}\n".encode())
                 return
 
@@ -210,7 +211,7 @@ class Reporter(Watcher):
 
 
 class Hub(Watcher):
-    """Rank 0: gathers what all ranks are doing, decides, and ends the run.
+    """Rank 0: collects all ranks' reports, judges them, and ends the run.
 
     Args:
         size: the number of ranks.
@@ -226,8 +227,8 @@ class Hub(Watcher):
         self.meeting = self._listener.meeting
         self._new: queue.SimpleQueue[tuple[int, Connection]] = queue.SimpleQueue()
         self._met: set[int] = set()
-        self._known: dict[int, Status] = {}
-        self._heard: dict[int, float] = {}
+        self._statuses: dict[int, Status] = {}
+        self._answered: dict[int, float] = {}
         self._asked: dict[int, float] = {}
         self._reported: set[tuple[str, int]] = set()
         self._next_look = 0.0
@@ -237,18 +238,18 @@ class Hub(Watcher):
         """Watch from now on."""
         serve = self._listener.serve
         threading.Thread(
-            target=serve, args=(self._let_in,), name="hvkit-watch-door", daemon=True
+            target=serve, args=(self._admit,), name="hvkit-watch-door", daemon=True
         ).start()
         threading.Thread(target=self._run, name="hvkit-watch", daemon=True).start()
 
     def stop(self) -> None:
-        """As of any rank; waits for a shutdown that is under way."""
+        """As for any rank; waits for a shutdown in progress."""
         self._listener.close()
         super().stop()
         if self._verdict:
             self._over.wait(_GRACE)
 
-    def _let_in(self, rank: int, connection: Connection) -> None:
+    def _admit(self, rank: int, connection: Connection) -> None:
         self._new.put((rank, connection))
         self._met.add(rank)
         if len(self._met) == self._size - 1:
@@ -256,17 +257,17 @@ class Hub(Watcher):
 
     def _run(self) -> None:
         while not self._stopped.is_set():
-            self._take_new()
-            self._listen()
+            self._admit_new()
+            self._read_messages()
             if not self._explained.is_set() or self._ended:
                 self._judge()
 
-    def _take_new(self) -> None:
+    def _admit_new(self) -> None:
         while not self._new.empty():
             rank, connection = self._new.get()
             self._peers[rank] = connection
 
-    def _listen(self) -> None:
+    def _read_messages(self) -> None:
         by_connection = {id(connection): rank for rank, connection in self._peers.items()}
         ready: list[Any] = []
         if self._peers:
@@ -278,19 +279,19 @@ class Hub(Watcher):
             try:
                 message = channel.receive(connection)
             except (OSError, EOFError, ValueError):
-                self._end_of(rank, "died without a word")
+                self._end_of(rank, "died without reporting an error")
                 continue
             if "ended" in message:
                 self._end_of(rank, message["ended"])
             else:
-                self._known[rank] = Status(**message["status"])
-                self._heard[rank] = time.monotonic()
+                self._statuses[rank] = Status(**message["status"])
+                self._answered[rank] = time.monotonic()
                 self._asked.pop(rank, None)
 
     def _end_of(self, rank: int, how: str) -> None:
-        """A rank has ended; the first that does explains to all others why Horovod ends."""
+        """A rank has ended; the first end is the reason why Horovod ends on all others."""
         del self._peers[rank]
-        self._known.pop(rank, None)
+        self._statuses.pop(rank, None)
         first = not self._ended
         self._learn_of_end(rank, how, shown_by=0)
         if first:
@@ -298,13 +299,13 @@ class Hub(Watcher):
                 _send(peer, {"ended": how, "rank": rank, "shown_by": 0})
 
     def _judge(self) -> None:
-        """Gather what the ranks are doing where one waits, and act on it."""
+        """If a rank waits, collect all ranks' statuses, and act on the verdict."""
         now = time.monotonic()
         if now < self._next_look:
             return
         self._next_look = now + _TICK
         own = self._status()
-        longest = max((s.seconds for s in (own, *self._known.values()) if s.waits), default=0.0)
+        longest = max((s.seconds for s in (own, *self._statuses.values()) if s.waits), default=0.0)
         if longest < _WORTH_REPORTING:
             return
         for rank, peer in self._peers.items():
@@ -316,10 +317,10 @@ class Hub(Watcher):
             if rank in self._ended:
                 continue
             silent = now - self._asked.get(rank, now - _NO_ANSWER)
-            fresh = now - self._heard.get(rank, 0.0) < _FRESH
+            fresh = now - self._answered.get(rank, 0.0) < _FRESH
             if not fresh and silent < _NO_ANSWER:
-                return  # its answer is on its way
-            everyone[rank] = self._known[rank] if fresh else Status()
+                return  # wait for its answer
+            everyone[rank] = self._statuses[rank] if fresh else Status()
         verdict = decide(everyone, self._ended, self._limits.report, self._limits.end)
         if verdict is not None:
             self._act_on(verdict)
@@ -336,7 +337,7 @@ class Hub(Watcher):
             _send(peer, {"verdict": verdict.text, "shown_by": 0})
         self._explain(verdict.text, 0, verdict=True)
         self._must_end()
-        self._stopped.wait(_TICK)  # the others read it before their waits end
+        self._stopped.wait(_TICK)  # so that the others read it before their waits end
         self._shut_down()
         self._over.set()
 

@@ -64,13 +64,13 @@ def test_each_host_that_cannot_be_asked_is_told_with_what_to_do(rig: _Rig) -> No
     )
     assert done.returncode == 1
     told = dict(problem.split(": ", 1) for problem in _problems(done))
-    assert told.pop("nologin").startswith("ssh does not log in there without a password")
-    # What a host says that is gone depends on whether the two have talked before.
-    assert told.pop("dead").startswith(("nothing answers at its ssh port", "no network leads"))
-    assert told.pop("nosshd").startswith("it is there but nothing listens on its ssh port")
+    assert told.pop("nologin").startswith("ssh cannot log in there without a password")
+    # The error depends on whether the two hosts were connected before.
+    assert told.pop("dead").startswith(("nothing answers on its ssh port", "no route to it"))
+    assert told.pop("nosshd").startswith("it is up but nothing listens on its ssh port")
     assert told.pop("nopython").startswith(f"{sys.executable} cannot be started there (")
     assert told.pop("unknown").startswith("its ssh host key is not known here")
-    assert told.pop("changed").startswith("its ssh host key is not the one that is known here")
+    assert told.pop("changed").startswith("its ssh host key differs from the one known here")
     assert told.pop("nosuch").startswith("its name does not resolve here")
     assert told == {}
     assert {row[-1] for name, row in _rows(done).items() if name == "node1"} == {"fine"}
@@ -96,7 +96,7 @@ def test_hosts_that_cannot_reach_each_other_are_told(rig: _Rig) -> None:
         "node3: cannot reach node1": " (172.17.0.1 connection refused): is that its address",
         "node3: cannot reach node2": f" ({node2.address} timed out): is that its address",
         "node3: cannot reach node4": ": its name does not resolve there; add it to DNS",
-        "node2: its own name, node2, means 127.0.1.1 there": ", where no other host finds it",
+        "node2: its own name, node2, resolves to 127.0.1.1": " there, which no other host can",
         **{
             f"node4: cannot reach {name}": f" ({hosts.host(name).address} network is unreachable)"
             for name in names[:3]
@@ -134,6 +134,6 @@ def test_two_names_of_one_host_and_localhost_are_told(rig: _Rig) -> None:
     done = _check(hosts.host("node1"), f"localhost:1,node2:1,{address}:1")
     assert done.returncode == 1
     assert _problems(done) == [
-        "localhost: means every host itself, so the others cannot reach it: write this host's name",
+        "localhost: means a different host on every host: use the name that the others reach it by",
         f"node2, {address}: are one host: name it once, with all its slots",
     ]

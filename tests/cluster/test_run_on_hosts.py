@@ -224,7 +224,7 @@ def test_only_the_ranks_that_are_wanted_are_shown(hosts, tmp_path, launcher):
         "[1 node2] out",
     ]
     said = run(hosts, *HOSTS, "--show", "4", "true").stderr
-    assert said == "hvkit: --show 4: there is no such rank: they are numbered from 0 to 3\n"
+    assert said == "hvkit: --show 4: there is no such rank: use ranks from 0 to 3\n"
 
 
 def test_a_dry_run_starts_nothing_and_its_line_does_what_the_run_does(hosts, tmp_path):
@@ -248,7 +248,7 @@ def test_more_ranks_than_slots_are_refused(hosts, tmp_path):
     said = fails_before_the_start(hosts, tmp_path, "-np", "5", *HOSTS[2:])
     assert said == (
         "hvkit: -np 5 is more than the 4 slots of the hosts (node1 1, node2 2, node3 1): start at "
-        "most -np 4, or give more slots\n"
+        "most -np 4, or add slots\n"
     )
 
 

@@ -1,6 +1,6 @@
-"""A Horovod built for NCCL holds its operations; it needs no GPU to be looked at.
+"""A Horovod built for NCCL contains NCCL's operations; checking that takes no GPU.
 
-For ``make gpu-build``, which builds it in an environment of its own.
+``make gpu-build`` builds it in an environment of its own and runs these tests.
 """
 
 import subprocess
@@ -12,7 +12,7 @@ import pytest
 
 LIBRARIES = sorted(Path(horovod.__file__).parent.glob("*/mpi_lib*.so"))
 
-# One operation of Horovod's, and a function of NCCL's that it calls.
+# Horovod's operations, and a function of NCCL that each calls.
 OPERATIONS = {
     "NCCLAllreduce": "ncclAllReduce",
     "NCCLAllgather": "ncclAllGather",
@@ -33,19 +33,19 @@ def test_there_is_a_library() -> None:
 
 
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda path: path.parent.name)
-def test_it_holds_and_calls_every_operation(library: Path) -> None:
+def test_it_contains_every_operation_and_calls_nccl(library: Path) -> None:
     called = subprocess.run(
         ["nm", "-D", "--undefined-only", str(library)], text=True, capture_output=True, check=True
     ).stdout.split()
     code = library.read_bytes()
     for operation, function in OPERATIONS.items():
-        # The name of a class with virtual functions is in its type information.
+        # The type information of a class with virtual functions contains its name.
         assert f"{len(operation)}{operation}E".encode() in code, operation
         assert function in called
 
 
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda path: path.parent.name)
-def test_it_holds_cuda_kernels_and_finds_nccl_beside_it(library: Path) -> None:
+def test_it_contains_cuda_kernels_and_finds_nccl_in_its_wheel(library: Path) -> None:
     sections = _readelf("--sections", library)
     assert ".nv_fatbin" in sections
     dynamic = _readelf("--dynamic", library)
@@ -53,7 +53,7 @@ def test_it_holds_cuda_kernels_and_finds_nccl_beside_it(library: Path) -> None:
     assert "nvidia/nccl/lib" in dynamic
 
 
-def test_it_also_works_where_there_is_no_gpu() -> None:
+def test_it_also_works_without_a_gpu() -> None:
     subprocess.run(
         ["mpirun", "-np", "2", sys.executable, "-c", REDUCED_ON_THE_CPU], check=True, timeout=300
     )

@@ -11,7 +11,7 @@ import torch
 from ranks import error_of
 
 import hvkit
-from hvkit import messages, runtime
+from hvkit import collectives, engines, point_to_point, runtime
 
 
 def test_ranks_are_what_the_launcher_says():
@@ -31,7 +31,7 @@ def test_broadcast_brings_any_object_from_any_root(root):
 
 
 def test_a_broadcast_longer_than_one_message_goes_out_in_pieces(monkeypatch):
-    monkeypatch.setattr(runtime, "_CHUNK", 1000)
+    monkeypatch.setattr(engines, "CHUNK", 1000)
     everything = hvkit.broadcast(list(range(5000)) if hvkit.rank() == 0 else None)
     assert everything == list(range(5000))
 
@@ -50,7 +50,7 @@ def test_objects_that_do_not_pickle_are_an_error_on_every_rank(source, collectiv
     arguments = [source] if collective == "broadcast" else []
     error, text = error_of(lambda: getattr(hvkit, collective)(sent, *arguments))
     assert error is TypeError
-    assert f"what rank {source} passes does not pickle" in text
+    assert f"the object that rank {source} passes does not pickle" in text
     assert hvkit.allgather(1) == [1] * hvkit.size()
 
 
@@ -77,7 +77,7 @@ def test_a_fork_of_a_rank_is_no_rank():
 def sent(request, monkeypatch):
     """Messages of 1000 bytes at most, through either engine; what went through it, in bytes."""
     engine, lengths = runtime.engine(request.param), []
-    monkeypatch.setattr(runtime, "_CHUNK", 1000)
+    monkeypatch.setattr(engines, "CHUNK", 1000)
     monkeypatch.setattr(runtime, "_any_engine", lambda: engine)
 
     def recorded(collective):
@@ -107,19 +107,19 @@ def test_an_allgather_longer_than_one_message_goes_out_in_pieces(sent, length, e
 
 
 def test_no_message_reaches_the_2_gib_that_mpi_counts():
-    assert runtime._CHUNK < 2**31
+    assert engines.CHUNK < 2**31
 
 
 @pytest.mark.parametrize("by_mpi", ["all", "none", "not rank 1"])
 @pytest.mark.parametrize("length", [0, 10, 1000, 5000])
 def test_collect_brings_the_objects_to_rank_0_only_and_in_pieces(sent, monkeypatch, by_mpi, length):
     if by_mpi == "none" or (by_mpi == "not rank 1" and hvkit.rank() == 1):
-        monkeypatch.setattr(messages, "can_send", lambda engine: False)
+        monkeypatch.setattr(point_to_point, "can_send", lambda engine: False)
     pieces = []
-    send = messages.send
-    monkeypatch.setattr(messages, "send", lambda *a: (pieces.append(a[0].size), send(*a)))
+    send = point_to_point.send
+    monkeypatch.setattr(point_to_point, "send", lambda *a: (pieces.append(a[0].size), send(*a)))
     mine = {"rank": hvkit.rank(), "much": np.full(length * hvkit.rank(), hvkit.rank(), np.uint8)}
-    everyone = runtime.collect("test", mine)
+    everyone = collectives.collect("test", mine)
     if hvkit.rank() == 0:
         assert [each["rank"] for each in everyone] == list(range(hvkit.size()))
         for rank, each in enumerate(everyone):
@@ -142,18 +142,18 @@ class Poison:
 def test_what_rank_0_cannot_read_is_an_error_on_all_and_leaves_nothing_in_the_way(
     sent, monkeypatch, by_mpi
 ):
-    monkeypatch.setattr(messages, "can_send", lambda engine: by_mpi)
+    monkeypatch.setattr(point_to_point, "can_send", lambda engine: by_mpi)
     mine = [Poison() if hvkit.rank() == 1 else "fine", "x" * 5000]
-    error, text = error_of(lambda: runtime.collect("test", mine))
+    error, text = error_of(lambda: collectives.collect("test", mine))
     assert error is hvkit.HvkitError
-    assert "rank 0 cannot bring together what the ranks have: ValueError" in text
+    assert "rank 0 cannot collect the objects of all ranks: ValueError" in text
     assert "bytes of rank 1" in text
-    everyone = runtime.collect("test", hvkit.rank())
+    everyone = collectives.collect("test", hvkit.rank())
     assert everyone == (list(range(hvkit.size())) if hvkit.rank() == 0 else [])
 
 
 def test_collect_notices_a_rank_that_calls_something_else():
-    call = (lambda: runtime.collect("save", 1)) if hvkit.rank() == 0 else hvkit.barrier
+    call = (lambda: collectives.collect("save", 1)) if hvkit.rank() == 0 else hvkit.barrier
     error, text = error_of(call)
     assert error is hvkit.RanksDisagreeError
     assert re.search(r"rank 1 calls hvkit.barrier \(.*\) while rank 0 calls save \(", text), text

@@ -10,8 +10,10 @@ SCRIPT = """
 import json, sys
 import {framework}
 import hvkit
+from hvkit import runtime
+from hvkit import collectives
 from hvkit import messages, runtime
-everyone = runtime.collect("test", "x" * 100 * hvkit.rank())
+everyone = collectives.collect("test", "x" * 100 * hvkit.rank())
 engine = runtime.engine("{framework}")
 before = messages.can_send(engine)
 imported = "mpi4py" in sys.modules
@@ -55,8 +57,8 @@ import sys
 sys.modules["mpi4py"] = None
 import torch, hvkit
 from hvkit import runtime
-assert runtime.collect("test", hvkit.rank()) == ([0, 1] if hvkit.rank() == 0 else [])
-assert runtime.collect("test", hvkit.rank()) == ([0, 1] if hvkit.rank() == 0 else [])
+assert collectives.collect("test", hvkit.rank()) == ([0, 1] if hvkit.rank() == 0 else [])
+assert collectives.collect("test", hvkit.rank()) == ([0, 1] if hvkit.rank() == 0 else [])
 """
 
 

@@ -1,19 +1,30 @@
 import subprocess
 import sys
 
+import pytest
+
 import hvkit
 
 
 def test_the_public_names_are_these_and_no_others():
-    public = {name for name in vars(hvkit) if not name.startswith("_")}
-    modules = {name for name in public if type(getattr(hvkit, name)).__name__ == "module"}
-    assert public - modules == set(hvkit.__all__) - modules
-    assert callable(hvkit.distribute)
+    assert {name for name in dir(hvkit) if not name.startswith("_")} == set(hvkit.__all__)
+    assert set(hvkit._MODULE_OF) == set(hvkit.__all__)
+    with pytest.raises(AttributeError, match="module 'hvkit' has no attribute 'allgahter'"):
+        hvkit.allgahter  # noqa: B018
+
+
+def test_a_public_name_is_its_object_also_when_a_module_of_that_name_is_imported():
+    code = "import hvkit.distribute, hvkit.allreduce; hvkit.distribute(), hvkit.allreduce"
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert "TypeError: distribute() missing 2 required positional arguments" in ended.stderr
 
 
 def test_importing_hvkit_imports_no_framework():
     code = (
-        "import hvkit, sys; print({'torch', 'tensorflow', 'keras', 'horovod'} & sys.modules.keys())"
+        "import hvkit, sys; hvkit.distribute, hvkit.Checkpoint, hvkit.shard; "
+        "print({'torch', 'tensorflow', 'keras', 'horovod'} & sys.modules.keys())"
     )
     printed = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
@@ -24,3 +35,11 @@ def test_importing_hvkit_imports_no_framework():
 def test_every_public_function_has_a_docstring():
     for name in hvkit.__all__:
         assert getattr(hvkit, name).__doc__, name
+
+
+def test_importing_hvkit_imports_nothing_that_takes_time():
+    code = "import hvkit, sys; print({'numpy', 'psutil', 'rich', 'yaml'} & sys.modules.keys())"
+    printed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert printed.stdout == "set()\n"

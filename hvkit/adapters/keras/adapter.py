@@ -14,7 +14,7 @@ from typing import Any
 import keras
 from keras.src.backend import in_stateless_scope
 
-from hvkit import runtime
+from hvkit import collectives, runtime
 from hvkit.adapters.adapter import Options, Record
 from hvkit.adapters.keras.averager import GradientAverager
 from hvkit.adapters.keras.batch_norm import average_statistics, synchronise_batch_norm
@@ -72,7 +72,7 @@ class KerasAdapter:
 
     def synchronise(self) -> None:
         self._synchronise_batch_norm()
-        if all(runtime.gather("distribute", has_weights(self.model))):
+        if all(collectives.gather("distribute", has_weights(self.model))):
             self._synchronise(self.model.weights)
         else:
             self._synchronise_before_first_call()

@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from hvkit import runtime
+from hvkit import collectives, runtime
 from hvkit.adapters.keras.averager import GradientAverager
 from hvkit.errors import RanksDisagreeError
 from hvkit.metrics import any_rank
@@ -153,7 +153,7 @@ class InStep(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Make sure that all ranks that know their number of steps have the same number."""
-        everyone = runtime.gather("fit", ((self.params or {}).get("steps"), self._every_step))
+        everyone = collectives.gather("fit", ((self.params or {}).get("steps"), self._every_step))
         steps = [theirs for theirs, _ in everyone]
         self._every_step = any(theirs for _, theirs in everyone)
         if len({count for count in steps if count is not None}) > 1:

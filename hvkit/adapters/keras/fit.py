@@ -16,11 +16,11 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvkit import runtime
+from hvkit import collectives, runtime
 from hvkit.adapters.keras.averager import GradientAverager
 from hvkit.adapters.keras.callbacks import Epoch, for_this_rank
 from hvkit.watch.calls import call_within
-from hvkit.watch.failures import translated
+from hvkit.watch.rank_errors import translated
 
 
 def share_results(
@@ -107,7 +107,7 @@ def _over_all_ranks(
     variables = [v for metric in model.metrics for v in metric.variables]
     state = [v.numpy() for v in variables] if from_state else None
     numbers = None if from_state else {k: _as_float(v) for k, v in own.items()}
-    everyone = runtime.gather("fit or evaluate", (state, numbers))
+    everyone = collectives.gather("fit or evaluate", (state, numbers))
     states = [theirs for theirs, _ in everyone if theirs is not None]
     if states and state is not None:
         own = _result_of(variables, _combined(variables, states), state, lambda: read(logs))
@@ -158,7 +158,7 @@ def _result_of_first_with_data(own: Mapping[str, Any], with_data: list[bool]) ->
     """The metrics of the first rank that had data, for ranks whose part was empty."""
     if not any(with_data):
         return own
-    return runtime.broadcast(dict(own), root=with_data.index(True))
+    return collectives.broadcast(dict(own), root=with_data.index(True))
 
 
 def _as_float(value: Any) -> Any:

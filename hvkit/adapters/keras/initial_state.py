@@ -10,8 +10,8 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend import Variable as KerasVariable
 
-from hvkit import runtime
-from hvkit.agreement import require_equal
+from hvkit import collectives
+from hvkit.collectives import require_equal
 
 
 def has_weights(model: keras.Model) -> bool:
@@ -69,7 +69,7 @@ def synchronise_optimizers(optimizers: Sequence[Any], trained: Sequence[Any]) ->
         RanksDisagreeError: the ranks' states differ in number, shape or dtype.
     """
     with tf.init_scope():
-        built = runtime.gather("distribute", [each.built for each in optimizers])
+        built = collectives.gather("distribute", [each.built for each in optimizers])
         for i, optimizer in enumerate(optimizers):
             if not optimizer.built and any(theirs[i] for theirs in built):
                 optimizer.build(trained)
@@ -87,7 +87,7 @@ def _broadcast(variables: Sequence[Any]) -> None:
     sent = [value.reshape(-1).view(np.uint8) for value in values]
     if not sent:
         return
-    received = runtime.broadcast_bytes(np.concatenate(sent))
+    received = collectives.broadcast_bytes(np.concatenate(sent))
     ends = np.cumsum([piece.size for piece in sent])
     for variable, value, piece in zip(
         variables, values, np.split(received, ends[:-1]), strict=True

@@ -26,7 +26,7 @@ from hvkit.adapters.pytorch.refusals import (
     refuse_other_optimizers,
     refuse_other_wrappers,
 )
-from hvkit.agreement import require_equal
+from hvkit.collectives import require_equal
 from hvkit.learning_rate import Multiplier
 
 # Numbers the reducers; ranks call distribute in the same order.

@@ -21,7 +21,7 @@ import torch
 
 from hvkit.adapters.transport import chunks
 from hvkit.engines import waiting_for_all_ranks
-from hvkit.watch.failures import translated
+from hvkit.watch.rank_errors import translated
 
 NARROW_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 

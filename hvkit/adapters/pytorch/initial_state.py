@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hvkit import runtime
+from hvkit import collectives, runtime
 
 # How many bytes of tensors travel together; bounds the memory for copies of them.
 _RUN = 64 << 20
@@ -27,7 +27,7 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor]) -> None:
     for tensor in tensors:
         if tensor.layout is not torch.strided:
             with torch.no_grad():
-                tensor.copy_(runtime.broadcast(tensor.detach()))
+                tensor.copy_(collectives.broadcast(tensor.detach()))
             continue
         target = _own_elements(tensor.detach())
         run.append(target)
@@ -46,7 +46,7 @@ def _own_elements(tensor: torch.Tensor) -> torch.Tensor:
 def _broadcast_run(targets: list[torch.Tensor]) -> None:
     if not targets:
         return
-    received = runtime.broadcast_bytes(np.concatenate([_as_bytes(t) for t in targets]))
+    received = collectives.broadcast_bytes(np.concatenate([_as_bytes(t) for t in targets]))
     start = 0
     for target in targets:
         stop = start + target.numel() * target.element_size()
@@ -77,7 +77,7 @@ def broadcast_optimizer(optimizer: Optimizer) -> None:
     buffer = io.BytesIO()
     if runtime.rank() == 0:
         torch.save((options, state), buffer)
-    payload = runtime.broadcast(buffer.getvalue())
+    payload = collectives.broadcast(buffer.getvalue())
     if runtime.rank() == 0:
         return
     options, state = torch.load(

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch.optim import Optimizer
 
-from hvkit import runtime
+from hvkit import collectives
 from hvkit.errors import RanksDisagreeError
-from hvkit.watch.failures import mark_as_shown_by
+from hvkit.watch.rank_errors import mark_as_shown_by
 
 # Ranks compare their steps modulo this. Small numbers keep the comparison exact in float32.
 _STEP_CYCLE = 8
@@ -142,7 +142,7 @@ def refuse_other_parameters(
         label: what to call a parameter, from its number and itself.
     """
     mine = {i for i, p in enumerate(parameters) if p.requires_grad}
-    everyone = runtime.gather("backward()", mine)
+    everyone = collectives.gather("backward()", mine)
     for rank, theirs in enumerate(everyone):
         if theirs == everyone[0]:
             continue
@@ -158,7 +158,7 @@ def refuse_other_parameters(
 
 def refuse_other_rates(optimizers: Sequence[Optimizer]) -> None:
     """Raise on every rank unless all use the same learning rates; a collective."""
-    everyone = runtime.gather("backward()", _rates(optimizers))
+    everyone = collectives.gather("backward()", _rates(optimizers))
     for rank, theirs in enumerate(everyone):
         for (name, first), (_, other) in zip(everyone[0], theirs, strict=True):
             if first != other:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hvkit
-from hvkit import messages, runtime
+from hvkit import engines, point_to_point, runtime
 from hvkit.checkpoint import Checkpoint
 
 WIDTH = 50_000
@@ -33,8 +33,8 @@ def tensorflow():
 def test_the_ranks_states_reach_rank_0_alone_in_pieces(folder, monkeypatch, make, by_mpi):
     model, statistics = make()
     checkpoint = Checkpoint(folder, model=model)
-    engine, gathered, pieces = runtime._any_engine(), [], []
-    allgather, broadcast, receive = engine.allgather, engine.broadcast, messages.receive
+    engine, gathered, pieces = runtime.any_engine(), [], []
+    allgather, broadcast, receive = engine.allgather, engine.broadcast, point_to_point.receive
 
     def recorded(into, call, of):
         def recorded_call(*arguments):
@@ -47,12 +47,14 @@ def test_the_ranks_states_reach_rank_0_alone_in_pieces(folder, monkeypatch, make
     def size(arguments, result):
         return result.size
 
-    monkeypatch.setattr(runtime, "_CHUNK", 50_000)
+    monkeypatch.setattr(engines, "CHUNK", 50_000)
     monkeypatch.setattr(engine, "allgather", recorded(gathered, allgather, size))
     monkeypatch.setattr(engine, "broadcast", recorded(pieces, broadcast, size))
-    monkeypatch.setattr(messages, "receive", recorded(pieces, receive, lambda a, _: a[0].size))
+    monkeypatch.setattr(
+        point_to_point, "receive", recorded(pieces, receive, lambda a, _: a[0].size)
+    )
     if not by_mpi:
-        monkeypatch.setattr(messages, "can_send", lambda engine: False)
+        monkeypatch.setattr(point_to_point, "can_send", lambda engine: False)
     checkpoint.save(epoch=0, step=1)
     monkeypatch.undo()
 

@@ -1,4 +1,4 @@
-"""A cache of one's own, a machine of stand-ins, and a toolchain that needs neither."""
+"""An empty cache, stand-in programs on PATH, and a toolchain."""
 
 import sys
 from collections.abc import Callable
@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from hvkit.build.frameworks import Framework
-from hvkit.build.mpi import Mpi
-from hvkit.build.toolchain import Compiler, Toolchain
+from hvkit.build.toolchain import Compiler, Mpi, Toolchain
 
 
 @pytest.fixture(autouse=True)
@@ -34,11 +33,11 @@ def toolchain(tmp_path: Path) -> Toolchain:
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
-    """Put a shell script on PATH, which holds nothing else; returns where it is."""
+    """Write shell scripts into the only folder on PATH; returns each one's path."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
-    # The folder of this Python is where mpicxx is looked for next.
+    # The search for mpicxx goes on in the folder of this Python.
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python" / "python"))
 
     def write(name: str, body: str = "") -> Path:

@@ -1,14 +1,17 @@
-"""The build itself, with a stand-in for Horovod's setup.py."""
+"""The build, with stand-ins for pip and for Horovod's setup.py."""
 
+import hashlib
+import tarfile
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from hvkit.build import builder, source
-from hvkit.build.key import Key
+from hvkit.build import builder
 from hvkit.build.toolchain import Toolchain
+from hvkit.build.wheel_cache import Key
 from hvkit.errors import BuildError
+from hvkit.host.cpus import Allowance
 
 KEY = Key({"horovod": "0.28.1"})
 
@@ -32,8 +35,8 @@ def setup_py(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The setup.py that the build will run."""
     root = tmp_path / "root"
     root.mkdir()
-    monkeypatch.setattr(source, "fetch", lambda: root)
-    monkeypatch.setattr(source, "unpack", lambda archive, folder: root)
+    monkeypatch.setattr(builder, "fetch_source", lambda: root)
+    monkeypatch.setattr(builder, "unpack", lambda archive, folder: root)
     monkeypatch.setattr(builder, "EDITS", ())
     monkeypatch.setattr(builder, "find_cmake", lambda: "cmake")
     return root / "setup.py"
@@ -67,10 +70,99 @@ def test_failure_shows_the_error_and_names_the_log(
     assert not list(cache.glob("wheels/*.whl"))
 
 
-def test_too_little_disk_is_said_before_anything_is_done(
+def test_too_little_disk_is_an_error_before_anything_is_done(
     setup_py: Path, toolchain: Toolchain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = SimpleNamespace(free=100 * 1024**2)
     monkeypatch.setattr("shutil.disk_usage", lambda folder: usage)
     with pytest.raises(BuildError, match=r"has 100 MiB free, the build needs .*TMPDIR"):
         builder.build(toolchain, KEY, jobs=1)
+
+
+CONTENT = b"the official package"
+
+
+@pytest.fixture
+def official(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builder, "SHA256", hashlib.sha256(CONTENT).hexdigest())
+
+
+@pytest.fixture
+def downloads(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """Files that a stand-in for pip's index serves, one per download."""
+    served: list[bytes] = []
+
+    def download(arguments: list[str], summary: str) -> None:
+        if not served:
+            raise BuildError(f"{summary}: pip cannot reach the package index")
+        folder = Path(arguments[arguments.index("--dest") + 1])
+        (folder / builder.ARCHIVE).write_bytes(served.pop())
+
+    monkeypatch.setattr(builder, "run_pip", download)
+    return served
+
+
+def test_downloaded_once_then_from_the_cache(official: None, downloads: list[bytes]) -> None:
+    downloads.append(CONTENT)
+    first = builder.fetch_source()
+    assert first.read_bytes() == CONTENT
+    assert builder.fetch_source() == first
+    assert downloads == []
+
+
+def test_damaged_copy_in_the_cache_is_replaced(official: None, downloads: list[bytes]) -> None:
+    downloads.append(CONTENT)
+    builder.fetch_source().write_bytes(b"damaged")
+    downloads.append(CONTENT)
+    assert builder.fetch_source().read_bytes() == CONTENT
+
+
+def test_foreign_file_is_refused_and_not_kept(
+    official: None, downloads: list[bytes], cache: Path
+) -> None:
+    downloads.append(b"foreign")
+    with pytest.raises(BuildError, match=r"is not the official Horovod 0\.28\.1: its SHA-256"):
+        builder.fetch_source()
+    assert not (cache / "source" / builder.ARCHIVE).exists()
+
+
+def test_without_an_index_the_error_names_the_path_for_the_package(
+    official: None, downloads: list[bytes], cache: Path
+) -> None:
+    place = cache / "source" / builder.ARCHIVE
+    with pytest.raises(
+        BuildError, match=f"cannot reach the package index\nWithout an index: put .* {place}"
+    ):
+        builder.fetch_source()
+    place.write_bytes(CONTENT)
+    assert builder.fetch_source() == place
+
+
+def test_unpack_returns_the_root(tmp_path: Path) -> None:
+    inside = tmp_path / "setup.py"
+    inside.write_text("")
+    archive = tmp_path / builder.ARCHIVE
+    with tarfile.open(archive, "w:gz") as package:
+        package.add(inside, "horovod-0.28.1/setup.py")
+    assert (builder.unpack(archive, tmp_path / "out") / "setup.py").is_file()
+
+
+GIB = 1024**3
+
+
+@pytest.mark.parametrize(
+    ("cores", "memory", "jobs"), [(8, 64 * GIB, 8), (8, 7 * GIB, 3), (8, GIB, 1), (1, 64 * GIB, 1)]
+)
+def test_default_jobs(monkeypatch: pytest.MonkeyPatch, cores: int, memory: int, jobs: int) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: range(cores))
+    monkeypatch.setattr(builder, "free_memory", lambda: memory)
+    assert builder.default_jobs() == jobs
+
+
+@pytest.mark.parametrize(("limit", "free"), [(None, 4 * GIB), (GIB, GIB), (8 * GIB, 4 * GIB)])
+def test_free_memory_is_within_the_containers_limit(
+    monkeypatch: pytest.MonkeyPatch, limit: int | None, free: int
+) -> None:
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=4 * GIB))
+    monkeypatch.setattr(builder, "allowance", lambda: Allowance(None, limit))
+    assert builder.free_memory() == free

@@ -1,4 +1,4 @@
-"""Which toolkit a build for NCCL is compiled with, on prepared machines."""
+"""The toolkit chosen for a build for NCCL, on prepared machines."""
 
 import os
 from collections.abc import Callable
@@ -9,9 +9,9 @@ import pytest
 from hvkit.build import cuda
 from hvkit.build.cuda import (
     Toolkit,
-    ensure,
+    complete_wheels,
+    fetch_toolkit,
     has_nvidia_gpu,
-    put_together,
     read_toolkit,
     system_toolkits,
     toolkit_for,
@@ -25,13 +25,13 @@ LIBRARIES = ("libcudart.so", "libcudart_static.a")
 
 
 def make_toolkit(home: Path, version: str = "13.0", libraries: str = "lib64") -> Path:
-    """A toolkit, whole but for what its nvcc can do; returns its nvcc."""
+    """A toolkit with an nvcc that cannot compile; returns the nvcc."""
     for file in ("include/cuda_runtime.h", *(f"{libraries}/{name}" for name in LIBRARIES)):
         (home / file).parent.mkdir(parents=True, exist_ok=True)
         (home / file).touch()
     nvcc = home / "bin" / "nvcc"
     nvcc.parent.mkdir()
-    # The real one says where it is in what --dryrun prints, on stderr.
+    # The real nvcc prints its own folder on stderr with --dryrun.
     nvcc.write_text(
         "#!/bin/sh\n"
         'case "$1" in\n'
@@ -61,7 +61,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytorch(folder: Path, built_for: str | None) -> Framework:
-    """A PyTorch as its index has it: the version does not say what it is built for."""
+    """A PyTorch whose version does not show what it is built for."""
     (folder / "torch").mkdir()
     (folder / "torch" / "version.py").write_text(
         f"__version__ = '2.13.0'\ncuda: Optional[str] = {built_for!r}\nhip: Optional[str] = None\n"
@@ -70,7 +70,7 @@ def pytorch(folder: Path, built_for: str | None) -> Framework:
 
 
 class TestReading:
-    """nvcc itself says where its toolkit is."""
+    """nvcc itself prints where its toolkit is."""
 
     def test_script_in_a_general_folder(self, machine: Script, tmp_path: Path) -> None:
         nvcc = make_toolkit(tmp_path / "cuda-13.0")
@@ -95,17 +95,17 @@ class TestReading:
         (home / "include").symlink_to(tmp_path / "usr" / "include")
         assert read_toolkit(str(home / "bin" / "nvcc")) == Toolkit(home, "13.0")
 
-    def test_nvcc_that_fails_after_saying_where_it_is(
+    def test_nvcc_that_fails_after_printing_its_folder(
         self, machine: Script, tmp_path: Path
     ) -> None:
         script = machine("nvcc", f'{make_toolkit(tmp_path / "cuda")} "$@"; exit 1')
         assert read_toolkit(str(script)) == Toolkit(tmp_path / "cuda", "13.0")
 
-    def test_what_is_no_nvcc(self, machine: Script, tmp_path: Path) -> None:
+    def test_other_programs_are_not_nvcc(self, machine: Script, tmp_path: Path) -> None:
         assert read_toolkit(str(machine("nvcc", "echo not found; exit 127"))) is None
         assert read_toolkit(str(tmp_path / "nowhere" / "nvcc")) is None
 
-    def test_all_of_the_machines_the_users_first_each_once(
+    def test_all_toolkits_of_the_machine_once_each_the_users_first(
         self, machine: Script, tmp_path: Path
     ) -> None:
         local = tmp_path / "usr" / "local"
@@ -118,8 +118,8 @@ class TestReading:
         assert [found.home for found in system_toolkits(environ)] == [mine, path, default]
 
 
-class TestWhole:
-    """A toolkit counts if Horovod can be compiled and linked with it."""
+class TestMissing:
+    """A toolkit is complete if Horovod can be compiled and linked with it."""
 
     def test_nothing_is_missing(self, tmp_path: Path) -> None:
         make_toolkit(tmp_path / "cuda")
@@ -134,7 +134,7 @@ class TestWhole:
         (home / "lib64").rename(target / "lib")
         assert Toolkit(home, "13.0").missing == []
 
-    def test_libraries_where_nvcc_does_not_have_the_linker_look(self, tmp_path: Path) -> None:
+    def test_libraries_outside_the_linkers_search_path(self, tmp_path: Path) -> None:
         make_toolkit(tmp_path / "cuda", libraries="lib")
         assert Toolkit(tmp_path / "cuda", "13.0").missing == list(LIBRARIES)
 
@@ -148,7 +148,7 @@ class TestWhole:
 class TestChoice:
     """``--gpu`` and the machine decide."""
 
-    def test_auto_without_a_gpu_leaves_cuda_out_whatever_is_installed(
+    def test_auto_without_a_gpu_leaves_cuda_out_also_where_a_toolkit_is(
         self, machine: Script, tmp_path: Path
     ) -> None:
         machine("nvcc", f'exec {make_toolkit(tmp_path / "cuda")} "$@"')
@@ -167,12 +167,12 @@ class TestChoice:
         found = toolkit_for("auto", [pytorch(tmp_path, "13.0")])
         assert found == Toolkit(tmp_path / "cuda", "13.0")
 
-    def test_no_toolkit_makes_one_of_wheels(self, tmp_path: Path, cache: Path) -> None:
+    def test_without_a_toolkit_wheels_provide_one(self, tmp_path: Path, cache: Path) -> None:
         found = toolkit_for("nccl", [pytorch(tmp_path, "13.0")])
         assert found == Toolkit(cache / "cuda" / "13.0", "13.0")
         assert str(found) == "CUDA 13.0 (NVIDIA's wheels)"
 
-    def test_toolkit_without_libraries_makes_one_of_wheels(
+    def test_wheels_replace_a_toolkit_without_libraries(
         self, machine: Script, tmp_path: Path, cache: Path
     ) -> None:
         nvcc = make_toolkit(tmp_path / "cuda")
@@ -181,7 +181,7 @@ class TestChoice:
         found = toolkit_for("nccl", [pytorch(tmp_path, "13.0")])
         assert found == Toolkit(cache / "cuda" / "13.0", "13.0")
 
-    def test_toolkit_of_another_version_makes_one_of_wheels(
+    def test_wheels_replace_a_toolkit_of_another_version(
         self, machine: Script, tmp_path: Path, cache: Path
     ) -> None:
         machine("nvcc", f'exec {make_toolkit(tmp_path / "cuda", "13.2")} "$@"')
@@ -194,7 +194,7 @@ class TestChoice:
         found = toolkit_for("nccl", [pytorch(tmp_path, "13.0")])
         assert found == Toolkit(tmp_path / "usr" / "local" / "cuda-13.0", "13.0")
 
-    def test_before_cuda_13_a_near_version_is_taken_as_no_wheels_bring_nvcc(
+    def test_before_cuda_13_a_near_version_is_used_as_wheels_have_no_nvcc(
         self, machine: Script, tmp_path: Path
     ) -> None:
         machine("nvcc", f'exec {make_toolkit(tmp_path / "cuda", "12.4")} "$@"')
@@ -217,19 +217,22 @@ class TestChoice:
         )
 
     @pytest.mark.usefixtures("gpu")
-    def test_auto_does_without_where_it_cannot_and_says_why(
+    def test_auto_builds_without_nccl_where_it_must_and_prints_why(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert toolkit_for("auto", [pytorch(tmp_path, "12.8")]) is None
-        said = capsys.readouterr().out
-        assert "built without NCCL: there is no toolkit for CUDA 12.8 (no nvcc at all)" in said
-        assert "goes through the host's memory" in said
+        printed = capsys.readouterr().out
+        assert (
+            "this build is without NCCL: there is no toolkit for CUDA 12.8 (no nvcc at all)"
+            in printed
+        )
+        assert "go through the host's memory" in printed
 
     def test_pytorch_for_cpus_is_named(self, tmp_path: Path) -> None:
         with pytest.raises(BuildError, match=r"PyTorch 2\.13\.0 is a build for CPUs.*--without"):
             toolkit_for("nccl", [pytorch(tmp_path, None)])
 
-    def test_tensorflow_alone_says_its_version_too(self, tmp_path: Path, cache: Path) -> None:
+    def test_tensorflow_alone_sets_the_version_too(self, tmp_path: Path, cache: Path) -> None:
         file = tmp_path / "tensorflow" / "python" / "platform" / "build_info.py"
         file.parent.mkdir(parents=True)
         file.write_text("build_info = OrderedDict([('cuda_version', '13.1.0'), ('x', 1)])\n")
@@ -254,14 +257,14 @@ class TestChoice:
 
 
 class TestWheels:
-    """A toolkit put together from what NVIDIA's wheels unpack to."""
+    """A toolkit assembled from NVIDIA's wheels."""
 
     @pytest.fixture
     def pip(self, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-        """The calls of pip, which leave what the real wheels hold."""
+        """Calls of pip, each of which leaves the files of the real wheels."""
         calls: list[list[str]] = []
 
-        def run(arguments: list[str], doing: str) -> None:
+        def run(arguments: list[str], summary: str) -> None:
             calls.append(arguments)
             home = Path(arguments[arguments.index("--target") + 1], "nvidia", "cu13")
             make_toolkit(home, libraries="lib")
@@ -272,8 +275,8 @@ class TestWheels:
 
     def test_is_fetched_once(self, pip: list[list[str]], cache: Path) -> None:
         toolkit = Toolkit(cache / "cuda" / "13.0", "13.0")
-        ensure(toolkit)
-        ensure(toolkit)
+        fetch_toolkit(toolkit)
+        fetch_toolkit(toolkit)
         assert toolkit.missing == []
         (arguments,) = pip
         assert "nvidia-cuda-nvcc==13.0.*" in arguments
@@ -282,25 +285,25 @@ class TestWheels:
     def test_libraries_get_their_plain_names(self, tmp_path: Path) -> None:
         (tmp_path / "nvidia" / "cu13" / "lib").mkdir(parents=True)
         (tmp_path / "nvidia" / "cu13" / "lib" / "libcudart.so.13").write_text("cudart")
-        home = put_together(tmp_path)
+        home = complete_wheels(tmp_path)
         assert (home / "lib64" / "libcudart.so").read_text() == "cudart"
-        assert (home / "lib64").readlink() == Path("lib")  # It is moved afterwards.
+        assert (home / "lib64").readlink() == Path("lib")  # Relative: the folder moves later.
 
     def test_a_system_toolkit_is_left_alone(self, pip: list[list[str]], tmp_path: Path) -> None:
-        ensure(Toolkit(tmp_path / "cuda", "13.0"))
+        fetch_toolkit(Toolkit(tmp_path / "cuda", "13.0"))
         assert pip == []
 
     def test_wheels_that_lack_something_are_named(
         self, cache: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def run(arguments: list[str], doing: str) -> None:
+        def run(arguments: list[str], summary: str) -> None:
             Path(arguments[arguments.index("--target") + 1], "nvidia", "cu14", "lib").mkdir(
                 parents=True
             )
 
         monkeypatch.setattr(cuda, "run_pip", run)
         with pytest.raises(BuildError, match=r"wheels for CUDA 14\.0 have no nvcc, cuda_runtime"):
-            ensure(Toolkit(cache / "cuda" / "14.0", "14.0"))
+            fetch_toolkit(Toolkit(cache / "cuda" / "14.0", "14.0"))
 
 
 class TestGpu:
@@ -308,7 +311,7 @@ class TestGpu:
 
     @pytest.fixture
     def devices(self, tmp_path: Path) -> Path:
-        """/dev, with what stands there beside the driver's devices."""
+        """/dev, with devices that are not GPUs."""
         folder = tmp_path / "dev"
         folder.mkdir()
         (folder / "nvidiactl").touch()

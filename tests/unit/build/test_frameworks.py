@@ -60,7 +60,9 @@ def test_all_left_out(installed: dict[str, str]) -> None:
         ("cuda: Optional[str] = None", None),
     ],
 )
-def test_cuda_of_pytorch_is_what_it_wrote_down(tmp_path: Path, line: str, cuda: str | None) -> None:
+def test_cuda_of_pytorch_is_read_from_its_record(
+    tmp_path: Path, line: str, cuda: str | None
+) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "version.py").write_text(
         f"__all__ = ['cuda', 'hip']\n__version__ = '2.13.0'\n{line}\nhip = '6.0'\n"

@@ -1,4 +1,4 @@
-"""The edits against the official source, where the user's cache has it."""
+"""Edits fit exactly or stop the build; hvkit's own fit the official source in the user's cache."""
 
 import os
 import re
@@ -12,21 +12,29 @@ from typing import Any
 
 import pytest
 
-from hvkit.build import edits, source
-from hvkit.build.horovod_edits import EDITS, XLA_OPS, tensorflow_lacks_xla_headers
+from hvkit.build import builder
+from hvkit.build.horovod_edits import (
+    EDITS,
+    VERSION,
+    XLA_OPS,
+    Edit,
+    apply_edits,
+    edits_digest,
+    tensorflow_lacks_xla_headers,
+)
 from hvkit.build.toolchain import Compiler, Toolchain
 from hvkit.errors import BuildError
 from hvkit.host.cache import cache_dir
 
-# Read before the tests' own cache takes the place of the user's.
-ARCHIVE = cache_dir() / "source" / source.ARCHIVE
+# Read before the tests' own cache replaces the user's.
+ARCHIVE = cache_dir() / "source" / builder.ARCHIVE
 needs_source = pytest.mark.skipif(not ARCHIVE.is_file(), reason=f"no {ARCHIVE}")
 
 
 @pytest.fixture
 def original(tmp_path: Path) -> Path:
     """The files that the edits read and change, as upstream made them."""
-    root = tmp_path / f"horovod-{source.VERSION}"
+    root = tmp_path / f"horovod-{VERSION}"
     files = {f"{root.name}/{file}" for file in [XLA_OPS, *(edit.file for edit in EDITS)]}
     with tarfile.open(ARCHIVE) as package:
         package.extraction_filter = getattr(tarfile, "data_filter", None)
@@ -36,25 +44,25 @@ def original(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def edited(original: Path, toolchain: Toolchain) -> Path:
-    edits.apply(EDITS, original, toolchain)
+    apply_edits(EDITS, original, toolchain)
     return original
 
 
-def test_every_edit_has_its_own_name_and_says_why() -> None:
+def test_every_edit_has_a_unique_name_and_a_reason() -> None:
     assert len({edit.name for edit in EDITS}) == len(EDITS)
     assert all(edit.what and edit.why and edit.upstream for edit in EDITS)
 
 
 @needs_source
 def test_all_edits_fit_the_official_source(original: Path, toolchain: Toolchain) -> None:
-    # The toolchain's TensorFlow has no headers at all, hence every edit applies.
-    assert edits.apply(EDITS, original, toolchain) == list(EDITS)
+    # The toolchain's TensorFlow has no headers at all, so every edit applies.
+    assert apply_edits(EDITS, original, toolchain) == list(EDITS)
 
 
 @needs_source
 def test_a_second_application_is_refused(edited: Path, toolchain: Toolchain) -> None:
     with pytest.raises(BuildError, match=r"edit 'C\+\+17'"):
-        edits.apply(EDITS, edited, toolchain)
+        apply_edits(EDITS, edited, toolchain)
 
 
 @needs_source
@@ -135,7 +143,7 @@ def test_horovod_without_gpus_refuses_a_tensor_on_one(edited: Path) -> None:
 @needs_source
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake on PATH")
 class TestCuda:
-    """CMake looks for CUDA in builds for GPUs only, whatever is on the machine."""
+    """CMake looks for CUDA in builds for GPUs only."""
 
     @pytest.mark.parametrize(("operations", "called"), [("", False), ("NCCL", True)])
     def test_nvcc_is_called_for_gpu_operations_only(
@@ -156,19 +164,19 @@ class TestCuda:
     def test_pytorch_for_cuda_makes_no_build_for_gpus(
         self, edited: Path, tmp_path: Path, operations: str, expected: str
     ) -> None:
-        # What PyTorch says beside a CUDA toolkit, and to every other question.
+        # PyTorch's answers beside a CUDA toolkit.
         answers = (
             'case "$2" in *__version__*) echo 2.13.0;; *CUDA_HOME*) echo True;; *) echo x;; esac'
         )
         python = _program(tmp_path / "bin" / "python", answers)
-        said = _configure(
+        output = _configure(
             tmp_path / "project",
             f"set(HOROVOD_GPU_OPERATIONS {operations})\nset(PY_EXE {python})\n"
             f"include({edited / 'cmake/Modules/FindPytorch.cmake'})\n"
             'message(STATUS "built for CUDA: ${Pytorch_CUDA}, ${Pytorch_EXT}")\n',
         )
         kind = {"FALSE": "CppExtension", "TRUE": "CUDAExtension"}[expected]
-        assert f"built for CUDA: {expected}, {kind}" in said
+        assert f"built for CUDA: {expected}, {kind}" in output
 
 
 def _program(path: Path, body: str) -> Path:
@@ -179,10 +187,10 @@ def _program(path: Path, body: str) -> Path:
 
 
 def _configure(folder: Path, commands: str, **environ: str) -> str:
-    """Run CMake on a project of these commands, and return what it says."""
+    """Run CMake on a project of these commands, and return its output."""
     folder.mkdir()
     (folder / "CMakeLists.txt").write_text(
-        # A package that another one's name stands for is no fault here.
+        # The tests include FindPytorch directly; without these two lines CMake warns about that.
         "cmake_minimum_required(VERSION 3.13)\nproject(tried NONE)\n"
         f"set(FPHSA_NAME_MISMATCHED TRUE)\nset(CMAKE_FIND_PACKAGE_NAME Pytorch)\n{commands}"
     )
@@ -230,3 +238,63 @@ class TestXlaHeaders:
     def test_no_tensorflow(self, root: Path, toolchain: Toolchain) -> None:
         alone = Toolchain(toolchain.frameworks[:1], toolchain.mpi, Compiler(("false",), ""))
         assert not tensorflow_lacks_xla_headers(alone, root)
+
+
+def edit(**changes: object) -> Edit:
+    fields: dict[str, object] = {
+        "name": "standard",
+        "file": "CMakeLists.txt",
+        "what": "",
+        "why": "",
+        "upstream": "",
+        "old": "STANDARD 14",
+        "new": "STANDARD 17",
+    }
+    return Edit(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def cmakelists(tmp_path: Path) -> Path:
+    path = tmp_path / "CMakeLists.txt"
+    path.write_text("project(x)\nset(STANDARD 14)\n")
+    return path
+
+
+def test_replaces_the_text(cmakelists: Path, toolchain: Toolchain) -> None:
+    apply_edits([edit()], cmakelists.parent, toolchain)
+    assert cmakelists.read_text() == "project(x)\nset(STANDARD 17)\n"
+
+
+def test_replaces_every_expected_occurrence(cmakelists: Path, toolchain: Toolchain) -> None:
+    cmakelists.write_text("STANDARD 14 STANDARD 14")
+    apply_edits([edit(count=2)], cmakelists.parent, toolchain)
+    assert cmakelists.read_text() == "STANDARD 17 STANDARD 17"
+
+
+@pytest.mark.parametrize("text", ["", "STANDARD 14 STANDARD 14"])
+def test_text_found_too_rarely_or_too_often_names_the_edit(
+    cmakelists: Path, toolchain: Toolchain, text: str
+) -> None:
+    cmakelists.write_text(text)
+    found = text.count("STANDARD 14")
+    message = rf"'standard': CMakeLists.txt: expected .* 1 times, found it {found} times"
+    with pytest.raises(BuildError, match=message):
+        apply_edits([edit()], cmakelists.parent, toolchain)
+    assert cmakelists.read_text() == text
+
+
+def test_missing_file_names_the_edit(tmp_path: Path, toolchain: Toolchain) -> None:
+    with pytest.raises(BuildError, match=r"'standard': CMakeLists.txt is not in the source"):
+        apply_edits([edit()], tmp_path, toolchain)
+
+
+def test_edit_that_does_not_apply_is_left_out(cmakelists: Path, toolchain: Toolchain) -> None:
+    before = cmakelists.read_text()
+    unneeded = edit(applies=lambda toolchain, source: False)
+    assert apply_edits([unneeded], cmakelists.parent, toolchain) == []
+    assert cmakelists.read_text() == before
+
+
+def test_digest_follows_the_text_and_not_the_explanation() -> None:
+    assert edits_digest([edit()]) != edits_digest([edit(new="STANDARD 20")])
+    assert edits_digest([edit()]) == edits_digest([edit(why="because")])

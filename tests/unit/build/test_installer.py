@@ -1,4 +1,4 @@
-"""What the command does, with stand-ins for the compiler and for pip."""
+"""The steps of the installation, with stand-ins for the compiler and for pip."""
 
 import errno
 from dataclasses import replace
@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from hvkit.build import Options, builder, install_horovod, installed, installer, wheels
+from hvkit.build import Options, install_horovod, installer, wheel_cache
 from hvkit.build.cuda import Toolkit
-from hvkit.build.key import Key
 from hvkit.build.toolchain import Toolchain
+from hvkit.build.wheel_cache import Key
 from hvkit.errors import BuildError
 
 
 class Machine:
-    """A machine whose builds and installations are only written down."""
+    """A machine that records builds and installations instead of making them."""
 
     def __init__(self, toolchain: Toolchain, folder: Path) -> None:
         self.toolchain = toolchain
@@ -26,7 +26,7 @@ class Machine:
         self.done.append("build")
         wheel = self.folder / f"horovod-{key.version}-cp311-cp311-linux_x86_64.whl"
         wheel.write_text(str(toolchain))
-        return wheels.store(wheel, key)
+        return wheel_cache.store_wheel(wheel, key)
 
     def install(self, wheel: Path) -> None:
         self.done.append("install")
@@ -36,7 +36,7 @@ class Machine:
         self.done.append("check")
 
     def run(self, options: Options | None = None) -> list[str]:
-        """Run the command and return what it did."""
+        """Run the command and return the steps that it took."""
         self.done = []
         install_horovod(options or Options())
         return self.done
@@ -48,10 +48,10 @@ def machine(toolchain: Toolchain, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(installer, "find_toolchain", lambda without: stand_in.toolchain)
     toolkits = {"auto": None, "none": None, "nccl": Toolkit(tmp_path, "13.0")}
     monkeypatch.setattr(installer, "toolkit_for", lambda choice, frameworks: toolkits[choice])
-    monkeypatch.setattr(builder, "build", stand_in.build)
-    monkeypatch.setattr(installed, "installed_version", lambda: stand_in.version)
-    monkeypatch.setattr(installed, "install", stand_in.install)
-    monkeypatch.setattr(installed, "check", stand_in.check)
+    monkeypatch.setattr(installer, "build", stand_in.build)
+    monkeypatch.setattr(installer, "installed_version", lambda: stand_in.version)
+    monkeypatch.setattr(installer, "install", stand_in.install)
+    monkeypatch.setattr(installer, "check", stand_in.check)
     return stand_in
 
 
@@ -96,7 +96,9 @@ def test_force_rebuilds(machine: Machine) -> None:
     assert machine.run(Options(force=True)) == ["build", "install", "check"]
 
 
-def test_wheel_dir_gets_the_wheel_also_when_all_is_done(machine: Machine, tmp_path: Path) -> None:
+def test_wheel_dir_gets_the_wheel_also_when_it_is_installed_already(
+    machine: Machine, tmp_path: Path
+) -> None:
     machine.run()
     folder = tmp_path / "a" / "b"
     assert machine.run(Options(wheel_dir=folder)) == []
@@ -108,7 +110,7 @@ def test_full_disk_is_explained(machine: Machine, monkeypatch: pytest.MonkeyPatc
     def fill(*arguments: object) -> Path:
         raise OSError(errno.ENOSPC, "No space left on device", "/tmp/x")
 
-    monkeypatch.setattr(builder, "build", fill)
+    monkeypatch.setattr(installer, "build", fill)
     with pytest.raises(BuildError, match=r"the disk is full: .*'/tmp/x'.*TMPDIR"):
         machine.run()
 
@@ -119,8 +121,39 @@ def test_failed_build_leaves_the_installed_horovod(
     def fail(*arguments: object) -> Path:
         raise BuildError("compiling Horovod failed")
 
-    monkeypatch.setattr(builder, "build", fail)
+    monkeypatch.setattr(installer, "build", fail)
     machine.version = "0.28.1"
     with pytest.raises(BuildError, match="compiling"):
         machine.run()
     assert machine.version == "0.28.1"
+
+
+@pytest.fixture
+def pytorch_only(toolchain: Toolchain) -> Toolchain:
+    return replace(toolchain, frameworks=toolchain.frameworks[:1])
+
+
+@pytest.fixture
+def horovod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in for horovod.torch; returns its file."""
+    module = tmp_path / "site" / "horovod" / "torch" / "__init__.py"
+    module.parent.mkdir(parents=True)
+    (module.parent.parent / "__init__.py").touch()
+    module.write_text("print('noise')\nmpi_built = lambda: True\nnccl_built = lambda: 0\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    return module
+
+
+def test_working_horovod(pytorch_only: Toolchain, horovod: Path) -> None:
+    installer.check(pytorch_only)
+
+
+def test_failed_import_is_shown(pytorch_only: Toolchain, horovod: Path) -> None:
+    horovod.write_text("raise ImportError('libmpi.so.40: cannot open shared object file')")
+    with pytest.raises(BuildError, match=r"(?s)importing it failed.*libmpi\.so\.40: cannot open"):
+        installer.check(pytorch_only)
+
+
+def test_missing_engine_is_named(pytorch_only: Toolchain, horovod: Path, tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match=r"horovod\.torch was built without nccl"):
+        installer.check(replace(pytorch_only, cuda=Toolkit(tmp_path, "13.0")))

@@ -1,4 +1,4 @@
-"""Which options `make` gives pip to install PyTorch with, by a stand-in for pip's answers."""
+"""The pip options that `make` installs PyTorch with, from a stand-in for pip's output."""
 
 from pathlib import Path
 
@@ -6,12 +6,12 @@ import pytest
 
 from hvkit.build import pytorch_index
 from hvkit.build.pytorch_index import CPU_INDEX, pip_options
-from hvkit.host.commands import Said
+from hvkit.host.commands import Output
 
-CUDA_ONLY = Said(0, "torch (2.15.0)\nAvailable versions: 2.15.0, 2.13.0, 2.12.1\n")
-BOTH = Said(0, "torch (2.15.0)\nAvailable versions: 2.15.0+cpu, 2.15.0, 2.13.0+cpu, 2.13.0\n")
-NOT_THIS_ONE = Said(0, "torch (2.15.0)\nAvailable versions: 2.15.0+cpu, 2.13.0, 2.12.0+cpu\n")
-UNREACHABLE = Said(
+CUDA_ONLY = Output(0, "torch (2.15.0)\nAvailable versions: 2.15.0, 2.13.0, 2.12.1\n")
+BOTH = Output(0, "torch (2.15.0)\nAvailable versions: 2.15.0+cpu, 2.15.0, 2.13.0+cpu, 2.13.0\n")
+NOT_THIS_ONE = Output(0, "torch (2.15.0)\nAvailable versions: 2.15.0+cpu, 2.13.0, 2.12.0+cpu\n")
+UNREACHABLE = Output(
     0,
     CUDA_ONLY.stdout
     + f"Could not fetch URL {CPU_INDEX}/torch/: connection error: HTTPSConnectionPool("
@@ -19,7 +19,7 @@ UNREACHABLE = Said(
     "(Caused by NewConnectionError('<urllib3.HTTPSConnection object at 0x7f266>: Failed to "
     "establish a new connection: [Errno -2] Name or service not known')) - skipping\n",
 )
-FORBIDDEN = Said(
+FORBIDDEN = Output(
     0,
     CUDA_ONLY.stdout
     + f"Could not fetch URL {CPU_INDEX}/torch/: 403 Client Error: Forbidden for url: x"
@@ -28,21 +28,21 @@ FORBIDDEN = Said(
 
 
 class Pip:
-    """A machine without a GPU, and what pip says there."""
+    """Pip on a machine without a GPU: its output for its own index and with PyTorch's."""
 
-    def __init__(self, own: Said | None, with_cpu_index: Said | None) -> None:
+    def __init__(self, own: Output | None, with_cpu_index: Output | None) -> None:
         self.own, self.with_cpu_index = own, with_cpu_index
-        self.asked = 0
+        self.calls = 0
 
-    def __call__(self, command: list[str], timeout: float) -> Said | None:
-        self.asked += 1
+    def __call__(self, command: list[str], timeout: float) -> Output | None:
+        self.calls += 1
         return self.with_cpu_index if CPU_INDEX in command else self.own
 
 
 def options(
     monkeypatch: pytest.MonkeyPatch, pip: Pip, gpu: str = "auto", has_gpu: bool = False
 ) -> list[str]:
-    monkeypatch.setattr(pytorch_index, "ask", pip)
+    monkeypatch.setattr(pytorch_index, "run", pip)
     monkeypatch.setattr(pytorch_index, "has_nvidia_gpu", lambda: has_gpu)
     return pip_options("2.13.0", gpu)
 
@@ -56,10 +56,10 @@ def test_with_a_gpu_pips_default(monkeypatch: pytest.MonkeyPatch) -> None:
     pip = Pip(CUDA_ONLY, BOTH)
     assert options(monkeypatch, pip, has_gpu=True) == []
     assert options(monkeypatch, pip, gpu="nccl") == []
-    assert pip.asked == 0
+    assert pip.calls == 0
 
 
-def test_a_machine_with_a_gpu_that_is_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_none_counts_as_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     pip = Pip(CUDA_ONLY, BOTH)
     assert options(monkeypatch, pip, "none", has_gpu=True) == ["--extra-index-url", CPU_INDEX]
 
@@ -69,29 +69,29 @@ def test_pips_own_settings_suffice_where_they_offer_a_cpu_build(
 ) -> None:
     pip = Pip(BOTH, None)
     assert options(monkeypatch, pip) == []
-    assert pip.asked == 1
+    assert pip.calls == 1
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
-    ("said", "reason"),
+    ("output", "reason"),
     [
         (UNREACHABLE, f"{CPU_INDEX}: Failed to establish a new connection: [Errno -2] Name or"),
         (FORBIDDEN, f"{CPU_INDEX}: 403 Client Error: Forbidden for url: x)"),
         (NOT_THIS_ONE, f"{CPU_INDEX} has no 2.13.0 for this Python"),
-        (Said(None), "no answer in 60 s"),
+        (Output(None), "no answer in 60 s"),
     ],
     ids=["unreachable", "forbidden", "another version", "slow"],
 )
 def test_index_that_cannot_be_used_is_named_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], said: Said, reason: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], output: Output, reason: str
 ) -> None:
-    assert options(monkeypatch, Pip(CUDA_ONLY, said)) == []
-    told = capsys.readouterr().err
-    assert f"({reason}" in told
-    assert told.endswith("taking pip's default PyTorch, which may bring 6 GB of CUDA\n")
+    assert options(monkeypatch, Pip(CUDA_ONLY, output)) == []
+    warning = capsys.readouterr().err
+    assert f"({reason}" in warning
+    assert warning.endswith("installing pip's default PyTorch, which may include 6 GB of CUDA\n")
 
 
-def test_constraints_pin_the_version_that_is_looked_for() -> None:
+def test_constraints_pin_pytorch() -> None:
     constraints = Path(__file__).parents[3] / "constraints.txt"
     assert "torch==" in constraints.read_text()

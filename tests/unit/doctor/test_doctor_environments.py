@@ -1,4 +1,4 @@
-"""The command in real environments: a right one, and others that lack or have too much."""
+"""The command in real environments: a complete one, and ones with missing or extra parts."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from hvkit.engines import built_for
 
 Program = Callable[[str, str], Path]
 
-# No resolver knows a name that ends so.
+# Names that end in .invalid never resolve.
 NO_HOST = "nowhere.invalid"
 
 
@@ -23,7 +23,7 @@ def without_horovod(environment: Environment) -> None:
         place.unlink()
 
 
-def test_a_right_environment_has_no_problems(environment: Environment) -> None:
+def test_a_complete_environment_has_no_problems(environment: Environment) -> None:
     report = environment.doctor()
     assert report.problems_of_software() == []
     assert report.status == (1 if report.contents["problems"] else 0)
@@ -32,7 +32,7 @@ def test_a_right_environment_has_no_problems(environment: Environment) -> None:
     for library in libraries:
         assert library["error"] is None
         assert "mpi" in library["controllers"]
-        # The library that Horovod really loads is that of the launcher on PATH.
+        # Horovod loads the library of the launcher on PATH.
         assert library["mpi"]["flavour"] == report.contents["mpi"]["flavour"]
         assert library["mpi"]["version"] == report.contents["mpi"]["version"]
 
@@ -51,7 +51,7 @@ def test_no_horovod_and_nothing_to_build_one_with(environment: Environment) -> N
     nothing.mkdir()
     report = environment.doctor(path=str(nothing))
     fix = report.fix_of("Horovod is not installed")
-    assert re.search(r"after this is mended: no C\+\+ compiler.*apt install g\+\+", fix)
+    assert re.search(r"after fixing this: no C\+\+ compiler.*apt install g\+\+", fix)
 
 
 @pytest.mark.skipif(len(built_for()) < 2, reason="Horovod is not built for both frameworks here")
@@ -59,13 +59,13 @@ def test_horovod_without_torch(environment: Environment) -> None:
     horovod = environment.packages / "horovod"
     original = horovod.resolve()
     horovod.unlink()
-    # Links to files, so that the package is a folder of its own.
+    # Links to files in a real folder, so that the test can remove some.
     shutil.copytree(original, horovod, copy_function=os.symlink)
     for library in (horovod / "torch").glob("mpi_lib*"):
         library.unlink()
     report = environment.doctor()
     assert report.status == 1
-    fix = report.fix_of("Horovod is built for TensorFlow alone, but PyTorch")
+    fix = report.fix_of("Horovod is built for TensorFlow only, but PyTorch")
     assert fix.startswith("`hvkit install-horovod`")
     assert [one["framework"] for one in report.contents["horovod"]["libraries"]] == ["tensorflow"]
 
@@ -81,15 +81,17 @@ def test_two_mpis_on_path(environment: Environment, program: Program, first: boo
     fix = report.fix_of("MPIs are on PATH")
     assert fix.startswith(f"keep {used['flavour']} {used['version']} (Horovod uses it)")
     assert f"take {other} off PATH" in fix
-    # Only where the other one is found first, programs of it start Horovod's ranks.
-    assert first == (f"{other}/mpirun is of Open MPI 3.1.6" in str(report.problems_of_software()))
+    # The first mpirun on PATH starts Horovod's ranks.
+    assert first == (
+        f"{other}/mpirun belongs to Open MPI 3.1.6" in str(report.problems_of_software())
+    )
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a process a hostname of its own")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may change the hostname of a process")
 def test_a_hostname_that_does_not_resolve(environment: Environment) -> None:
     command = ["unshare", "--uts", "sh", "-c", f'hostname {NO_HOST}; exec "$@"', "sh"]
     if subprocess.run([*command, "true"], capture_output=True, check=False).returncode != 0:
-        pytest.skip("this container forbids a hostname of one's own")
+        pytest.skip("this container forbids changing the hostname")
     report = environment.doctor(*command)
     assert report.status == 1
     assert report.contents["hostname"] == NO_HOST
@@ -111,7 +113,7 @@ def test_a_library_that_does_not_load_is_a_problem(environment: Environment) -> 
     assert any("does not load" in what for what in report.problems_of_software())
 
 
-def test_what_has_changed_since_horovod_was_built_is_named(environment: Environment) -> None:
+def test_the_changes_since_horovod_was_built_are_named(environment: Environment) -> None:
     (metadata,) = environment.packages.glob("horovod-*.dist-info")
     text = (metadata / "METADATA").read_text()
     metadata.unlink()
@@ -129,7 +131,10 @@ def test_what_has_changed_since_horovod_was_built_is_named(environment: Environm
     assert horovod["version"] == version
     assert horovod["fits"] is False
     assert any(one.startswith("mpi: MPICH 4.2.0 -> ") for one in horovod["differences"])
-    assert any("not the build that hvkit would make" in n["what"] for n in report.contents["notes"])
+    assert any(
+        "hvkit would build this Horovod differently now" in n["what"]
+        for n in report.contents["notes"]
+    )
     assert report.problems_of_software() == []
 
 

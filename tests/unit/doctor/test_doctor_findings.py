@@ -1,4 +1,4 @@
-"""What is said about facts: nothing where all is right, and what to mend where it is not."""
+"""Findings from facts: none on a healthy machine, else each with its fix."""
 
 import re
 from collections.abc import Callable
@@ -7,16 +7,13 @@ from typing import Any
 
 import pytest
 
-from hvkit.doctor.facts import Facts
+from hvkit.doctor.facts import Cores, Facts, Limits, Memory, SharedMemory, Ssh
 from hvkit.doctor.findings import Finding, findings
 from hvkit.doctor.horovod import Horovod
-from hvkit.doctor.machine import Cores, Limits, Memory, SharedMemory
-from hvkit.doctor.mpi import MpiLauncher
-from hvkit.doctor.network import Ssh
-from hvkit.doctor.packages import Unmet
-from hvkit.doctor.two_ranks import Result, SelfTest
+from hvkit.doctor.self_test import Result, SelfTest
+from hvkit.doctor.software import MpiLauncher, Unmet
 from hvkit.host.gpus import Gpu, Gpus
-from hvkit.launch.launchers.identity import MpiVersion
+from hvkit.launch.launchers import MpiVersion
 
 Change = Callable[[Facts], Facts]
 MIB = 1024**2
@@ -55,12 +52,12 @@ def without_horovod(facts: Facts, cannot_build: str | None = None) -> Facts:
 
 
 def launchers(*others: MpiLauncher) -> Change:
-    """More launchers, after the one that is there."""
+    """Add launchers after the first."""
     return lambda facts: replace(facts, launchers=(*facts.launchers, *others))
 
 
-def test_nothing_is_said_of_a_right_machine(right: Facts) -> None:
-    assert findings(right, None) == ()
+def test_a_healthy_machine_has_no_findings(healthy: Facts) -> None:
+    assert findings(healthy, None) == ()
 
 
 PROBLEMS: dict[str, tuple[Change, str, str]] = {
@@ -92,11 +89,11 @@ PROBLEMS: dict[str, tuple[Change, str, str]] = {
     "no Horovod, no compiler": (
         lambda facts: without_horovod(facts, "no C++ compiler: none on PATH. Install g++"),
         "Horovod is not installed",
-        r"install-horovod`, after this is mended: no C\+\+ compiler",
+        r"install-horovod`, after fixing this: no C\+\+ compiler",
     ),
     "Horovod without torch": (
         lambda facts: part("horovod", libraries=facts.horovod.libraries[1:])(facts),
-        r"Horovod is built for TensorFlow alone, but PyTorch 2\.13\.0 is installed",
+        r"Horovod is built for TensorFlow only, but PyTorch 2\.13\.0 is installed",
         "^`hvkit install-horovod`",
     ),
     "Horovod for nothing": (
@@ -131,7 +128,7 @@ PROBLEMS: dict[str, tuple[Change, str, str]] = {
     ),
     "broken MPI": (
         fact(launchers=(MpiLauncher(None, "/opt/venv/bin/mpirun", True, "no home"),)),
-        "/opt/venv/bin/mpirun does not say which MPI .*--version` says: no home",
+        "/opt/venv/bin/mpirun belongs to an unknown MPI; its --version prints: no home",
         "reinstall that MPI",
     ),
     "two MPIs": (
@@ -141,23 +138,23 @@ PROBLEMS: dict[str, tuple[Change, str, str]] = {
     ),
     "MPI that is not Horovod's": (
         fact(launchers=(MPICH,)),
-        r"Horovod uses Open MPI 5\.0\.11, but /usr/bin/mpirun is of MPICH 4\.2\.0",
+        r"Horovod uses Open MPI 5\.0\.11, but /usr/bin/mpirun belongs to MPICH 4\.2\.0",
         "put the folder of Open MPI 5.0.11 first on PATH, or .*`hvkit install-horovod`",
     ),
     "no /dev/shm": (fact(shared_memory=None), "there is no /dev/shm", "--shm-size=2g"),
     "Docker's /dev/shm": (
         fact(shared_memory=SharedMemory(64 * MIB, 64 * MIB)),
-        "/dev/shm holds only 64 MiB",
+        "/dev/shm has only 64 MiB",
         "--shm-size=2g.*medium: Memory.*mount -o remount",
     ),
     "full /dev/shm": (
         fact(shared_memory=SharedMemory(2048 * MIB, 3 * MIB)),
         "/dev/shm is full: 3 of 2048 MiB",
-        "remove what runs that were killed left",
+        "remove the files of killed runs",
     ),
     "locked memory": (
         fact(limits=Limits(4096, 64 * 1024, True)),
-        "may lock only 64 KiB.*InfiniBand",
+        "may lock only 64 KiB of memory.*InfiniBand",
         "ulimit -l unlimited",
     ),
     "broken driver": (
@@ -167,7 +164,7 @@ PROBLEMS: dict[str, tuple[Change, str, str]] = {
     ),
     "old driver": (
         fact(gpus=Gpus((GPU,), None, "12.8")),
-        r"PyTorch is built for CUDA 13\.0, but driver 535\.1 runs CUDA 12\.8 at most",
+        r"PyTorch is built for CUDA 13\.0, but driver 535\.1 supports CUDA 12\.8 at most",
         "a newer driver, or a PyTorch for CUDA 12",
     ),
     "hostname": (
@@ -185,20 +182,21 @@ PROBLEMS: dict[str, tuple[Change, str, str]] = {
 NOTES: dict[str, tuple[Change, str, str]] = {
     "other build": (
         part("horovod", fits=False, differences=("mpi: Open MPI 4.1.4 -> Open MPI 5.0.11",)),
-        r"not the build that hvkit would make now \(mpi: Open MPI 4\.1\.4 -> Open MPI 5\.0\.11\)",
+        r"hvkit would build this Horovod differently now "
+        r"\(mpi: Open MPI 4\.1\.4 -> Open MPI 5\.0\.11\)",
         "`hvkit install-horovod` rebuilds it",
     ),
     "library to spare": (
         versions(torch=None),
-        "Horovod is built for PyTorch too, which is not installed",
-        "nothing",
+        "Horovod is also built for PyTorch, which is not installed",
+        "^none needed",
     ),
     "no MPI, none needed": (
         lambda facts: library(1, controllers=("gloo",), mpi=None)(
             library(0, controllers=("gloo",), mpi=None)(replace(facts, launchers=()))
         ),
         "there is no MPI; this Horovod needs none",
-        "nothing",
+        "^none needed",
     ),
     "MPI of a later release": (
         lambda facts: replace(
@@ -215,25 +213,33 @@ NOTES: dict[str, tuple[Change, str, str]] = {
     ),
     "one MPI twice": (
         lambda facts: launchers(replace(facts.launchers[0], program="/usr/bin/mpirun"))(facts),
-        "one MPI is on PATH from several folders",
-        "nothing",
+        "the same MPI is on PATH in several folders",
+        "^none needed",
     ),
     "little memory": (fact(memory=Memory(2048 * MIB, 500 * MIB)), "only 500 MiB of memory", "end"),
-    "threads": (fact(threads={"OMP_NUM_THREADS": "64"}), "=64 is more than the 8", "unset OMP"),
+    "threads": (
+        fact(threads={"OMP_NUM_THREADS": "64"}),
+        "=64 is more than the 8 usable cores",
+        "unset OMP",
+    ),
     "threads of a container": (
         fact(threads={"OMP_NUM_THREADS": "4"}, cores=Cores(8, 8, 1.5)),
-        "OMP_NUM_THREADS=4 is more than the 2 cores",
+        "OMP_NUM_THREADS=4 is more than the 2 usable cores",
         "unset OMP",
     ),
     "no threads": (fact(threads={"MKL_NUM_THREADS": "0"}), "not to a positive number", "unset MKL"),
     "odd threads": (fact(threads={"MKL_NUM_THREADS": "?"}), "not to a positive number", "unset"),
     "open files": (fact(limits=Limits(256, None, False)), "only 256 files", "ulimit -n 4096"),
     "no ssh": (fact(ssh=Ssh(None, None, False)), "there is no ssh", "openssh-client"),
-    "a rank": (fact(launched="one of 2, started by mpirun"), "is a rank: one of 2", "unset"),
+    "a rank": (
+        fact(launched="one of 2, started by mpirun"),
+        "this shell is a rank: one of 2",
+        "unset",
+    ),
     "127.0.1.1": (
         fact(addresses=("127.0.1.1",)),
         "resolves to 127.0.1.1, which only this host reaches",
-        "for several, put the line `10.0.0.1 node1`",
+        "for several hosts, put the line `10.0.0.1 node1`",
     ),
     "foreign address": (
         fact(addresses=("192.0.2.9",)),
@@ -249,7 +255,7 @@ NOTES: dict[str, tuple[Change, str, str]] = {
         lambda facts: part("packages", torch_cuda=None)(
             replace(facts, gpus=Gpus((GPU,), None, "13.0"))
         ),
-        "this PyTorch is its CPU version",
+        "this PyTorch is the CPU version",
         "CUDA version",
     ),
     "TensorFlow for CPUs": (
@@ -268,46 +274,48 @@ NOTES: dict[str, tuple[Change, str, str]] = {
 
 
 @pytest.mark.parametrize(("change", "what", "fix"), PROBLEMS.values(), ids=PROBLEMS)
-def test_a_problem_is_found_with_its_fix(right: Facts, change: Change, what: str, fix: str) -> None:
-    found = findings(change(right), None)
+def test_a_problem_is_found_with_its_fix(
+    healthy: Facts, change: Change, what: str, fix: str
+) -> None:
+    found = findings(change(healthy), None)
     assert [one.severity for one in found] == ["problem"]
     assert re.search(what, found[0].what)
     assert re.search(fix, found[0].fix)
 
 
 @pytest.mark.parametrize(("change", "what", "fix"), NOTES.values(), ids=NOTES)
-def test_a_note_is_made_with_its_advice(right: Facts, change: Change, what: str, fix: str) -> None:
-    found = findings(change(right), None)
+def test_a_note_is_found_with_its_fix(healthy: Facts, change: Change, what: str, fix: str) -> None:
+    found = findings(change(healthy), None)
     assert [one.severity for one in found] == ["note"]
     assert re.search(what, found[0].what)
     assert re.search(fix, found[0].fix)
 
 
-def test_a_limit_of_cpus_is_no_finding_as_ranks_keep_to_it(right: Facts) -> None:
-    assert findings(replace(right, cores=Cores(64, 64, 1.5)), None) == ()
+def test_a_limit_of_cpus_is_no_finding_as_ranks_keep_to_it(healthy: Facts) -> None:
+    assert findings(replace(healthy, cores=Cores(64, 64, 1.5)), None) == ()
 
 
-def test_problems_come_before_notes(right: Facts) -> None:
-    found = findings(replace(right, addresses=(), ssh=Ssh(None, None, False), launched="x"), None)
+def test_problems_come_before_notes(healthy: Facts) -> None:
+    found = findings(replace(healthy, addresses=(), ssh=Ssh(None, None, False), launched="x"), None)
     assert [one.severity for one in found] == ["problem", "note", "note"]
 
 
-def test_a_self_test_that_failed_is_a_problem(right: Facts) -> None:
+def test_a_self_test_that_failed_is_a_problem(healthy: Facts) -> None:
     results = (Result("torch", "mpirun x", "the sum is wrong"), Result("tensorflow", "y", None))
-    assert findings(right, SelfTest("Open MPI 5.0.11", None, results)) == (
+    assert findings(healthy, SelfTest("Open MPI 5.0.11", None, results)) == (
         Finding(
             "problem",
             "the self-test of torch failed: the sum is wrong",
-            "see its last lines; run it again with `mpirun x`",
+            "see its last lines; repeat it with `mpirun x`",
         ),
     )
 
 
-def test_a_self_test_that_could_not_start_is_a_problem(right: Facts) -> None:
-    (found,) = findings(right, SelfTest(None, "no mpirun", ()))
+def test_a_self_test_that_could_not_start_is_a_problem(healthy: Facts) -> None:
+    (found,) = findings(healthy, SelfTest(None, "no mpirun", ()))
     assert found.severity == "problem"
-    assert "could not be started: no mpirun" in found.what
+    assert "the self-test did not start: no mpirun" in found.what
 
 
-def test_a_self_test_that_passed_is_no_finding(right: Facts) -> None:
-    assert findings(right, SelfTest("MPICH", None, (Result("torch", "x", None),))) == ()
+def test_a_self_test_that_passed_is_no_finding(healthy: Facts) -> None:
+    assert findings(healthy, SelfTest("MPICH", None, (Result("torch", "x", None),))) == ()

@@ -13,15 +13,11 @@ import pytest
 from rich.console import Console
 
 from hvkit import cli
-from hvkit.doctor import __doc__ as described
-from hvkit.doctor import examination, privacy
-from hvkit.doctor.document import document
-from hvkit.doctor.facts import Facts
+from hvkit.doctor import report
+from hvkit.doctor.facts import Cores, Facts, Limits, Memory, SharedMemory, Ssh
 from hvkit.doctor.findings import findings
-from hvkit.doctor.machine import Cores, Limits, Memory, SharedMemory
-from hvkit.doctor.network import Ssh
-from hvkit.doctor.report import show
-from hvkit.doctor.two_ranks import Result, SelfTest
+from hvkit.doctor.report import json_report, show
+from hvkit.doctor.self_test import Result, SelfTest
 from hvkit.host.gpus import Gpu, Gpus
 from hvkit.host.network import Interface
 
@@ -42,17 +38,17 @@ FAILED = SelfTest(
 
 def text_of(facts: Facts, test: SelfTest | None, **options: Any) -> str:
     screen = io.StringIO()
-    show(document(facts, test, findings(facts, test)), Console(file=screen, **options))
+    show(json_report(facts, test, findings(facts, test)), Console(file=screen, **options))
     return screen.getvalue()
 
 
 @pytest.fixture
-def bad(right: Facts) -> Facts:
-    """A machine where much is wrong at once."""
+def bad(healthy: Facts) -> Facts:
+    """A machine with many problems at once."""
     gpus = tuple(Gpu(number, "NVIDIA H200", 141 * 1024**3, "535.1") for number in range(8))
     nets = [Interface(f"veth{n}", f"10.0.{n}.1", f"10.0.{n}.0/24") for n in range(30)]
     return replace(
-        right,
+        healthy,
         addresses=(),
         launchers=(),
         shared_memory=SharedMemory(64 * 1024**2, 0),
@@ -67,8 +63,8 @@ def bad(right: Facts) -> Facts:
 
 
 class TestText:
-    def test_is_one_screen(self, right: Facts, bad: Facts) -> None:
-        assert text_of(right, PASSED).count("\n") < 45
+    def test_is_one_screen(self, healthy: Facts, bad: Facts) -> None:
+        assert text_of(healthy, PASSED).count("\n") < 45
         assert text_of(bad, FAILED).count("\n") < 45
 
     def test_is_plain_unless_on_a_terminal(self, bad: Facts) -> None:
@@ -78,30 +74,30 @@ class TestText:
         assert "\x1b[1;31mproblem:" in coloured
         assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == plain
 
-    def test_values_stand_under_each_other(self, right: Facts) -> None:
-        lines = text_of(right, PASSED).splitlines()
+    def test_values_are_aligned(self, healthy: Facts) -> None:
+        lines = text_of(healthy, PASSED).splitlines()
         start = lines[0].index("node1")
         rows = lines[:-1]
         assert all(line[start - 2 : start] == "  " and line[start] != " " for line in rows)
 
-    def test_bandwidth_says_what_was_measured(self, right: Facts) -> None:
+    def test_bandwidth_is_shown_with_its_measurement(self, healthy: Facts) -> None:
         assert (
-            "right on 2 ranks started by Open MPI 5.0.11; allreduce of 64 MiB float32 in host "
+            "passed on 2 ranks started by Open MPI 5.0.11; allreduce of 64 MiB float32 in host "
             "memory: 50 ms (median of 9), 1.34 GB/s per rank"
-        ) in text_of(right, PASSED)
+        ) in text_of(healthy, PASSED)
 
-    def test_a_failed_self_test_shows_its_last_lines(self, right: Facts) -> None:
-        text = text_of(right, FAILED)
+    def test_a_failed_self_test_shows_its_last_lines(self, healthy: Facts) -> None:
+        text = text_of(healthy, FAILED)
         assert "problem: the self-test of torch failed: it ended with status 3\n" in text
         last = ["line of torch", *"1234567"]
         shown = "".join(f"    {line}\n" for line in last)
         assert f"last lines of the self-test of torch:\n{shown}" in text
-        # One screen has no room for both.
+        # One screen has no room for both frameworks.
         assert "line of tensorflow" not in text
         assert text.endswith("2 problems, no notes\n")
 
-    def test_brackets_are_shown_as_they_are(self, right: Facts) -> None:
-        assert "[red]host" in text_of(replace(right, hostname="[red]host"), None)
+    def test_brackets_are_shown_as_they_are(self, healthy: Facts) -> None:
+        assert "[red]host" in text_of(replace(healthy, hostname="[red]host"), None)
 
     def test_gpus_and_interfaces_are_summed_up(self, bad: Facts) -> None:
         text = text_of(bad, None)
@@ -110,9 +106,9 @@ class TestText:
 
 
 class TestJson:
-    def test_every_key_is_described(self, right: Facts) -> None:
-        assert described is not None
-        contents = document(right, PASSED, ())
+    def test_every_key_is_described(self, healthy: Facts) -> None:
+        described = json_report.__doc__ or ""
+        contents = json_report(healthy, PASSED, ())
         parts = ("horovod", "platform", "cores", "memory", "shared_memory", "limits", "ssh")
         nested = [contents[part] for part in (*parts, "mpi", "self_test")]
         lists = [contents["horovod"]["libraries"], contents["interfaces"]]
@@ -121,28 +117,28 @@ class TestJson:
             assert [key for key in keys if f"``{key}``" not in described] == []
 
     def test_findings_are_problems_and_notes(self, bad: Facts) -> None:
-        contents = document(bad, FAILED, findings(bad, FAILED))
+        contents = json_report(bad, FAILED, findings(bad, FAILED))
         for severity in ("problems", "notes"):
             assert contents[severity]
             assert all(one.keys() == {"what", "fix"} for one in contents[severity])
 
-    def test_is_what_json_can_hold(self, right: Facts) -> None:
-        contents = document(right, PASSED, ())
+    def test_is_what_json_can_hold(self, healthy: Facts) -> None:
+        contents = json_report(healthy, PASSED, ())
         assert json.loads(json.dumps(contents)) == contents
 
 
 @pytest.mark.parametrize(("hostname", "status"), [("resolves", 0), ("does not", 1)])
 def test_the_exit_status_is_1_for_problems(
-    right: Facts,
+    healthy: Facts,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     hostname: str,
     status: int,
 ) -> None:
-    # A note alone is no problem.
-    facts = replace(right, ssh=Ssh(None, None, False))
+    # A note does not count.
+    facts = replace(healthy, ssh=Ssh(None, None, False))
     found = facts if hostname == "resolves" else replace(facts, addresses=())
-    monkeypatch.setattr(examination, "gather", lambda: found)
+    monkeypatch.setattr(report, "gather", lambda: found)
     assert cli.main(["doctor", "--no-self-test", "--json"]) == status
     assert len(json.loads(capsys.readouterr().out)["problems"]) == status
     assert cli.main(["doctor", "--no-self-test"]) == status
@@ -152,7 +148,7 @@ def test_the_exit_status_is_1_for_problems(
 
 def test_frameworks_are_not_imported() -> None:
     code = (
-        "import sys; from hvkit.doctor.examination import examine; examine(False); "
+        "import sys; from hvkit.doctor.report import examine; examine(False); "
         "print([m for m in ('torch', 'tensorflow', 'keras', 'horovod') if m in sys.modules])"
     )
     done = subprocess.run(
@@ -173,8 +169,8 @@ def test_frameworks_are_not_imported() -> None:
 )
 def test_home_and_user_are_hidden(monkeypatch: pytest.MonkeyPatch, text: str, shown: str) -> None:
     monkeypatch.setattr(Path, "home", lambda: Path("/home/ann"))
-    monkeypatch.setattr(privacy, "_user", lambda: "ann")
-    assert privacy.without_user({"a": [text], "b": 3}) == {"a": [shown], "b": 3}
+    monkeypatch.setattr(report, "_user", lambda: "ann")
+    assert report.without_user({"a": [text], "b": 3}) == {"a": [shown], "b": 3}
 
 
 @pytest.mark.parametrize("home", [Path("/"), None])
@@ -191,4 +187,4 @@ def test_a_user_without_a_home_or_a_name_hides_nothing(
 
     monkeypatch.setattr(Path, "home", find_home)
     monkeypatch.setattr("getpass.getuser", find_user)
-    assert privacy.without_user("/opt/venv/bin") == "/opt/venv/bin"
+    assert report.without_user("/opt/venv/bin") == "/opt/venv/bin"

@@ -1,4 +1,4 @@
-"""The self-test on two ranks: the sum is right, wrong, or never comes."""
+"""The self-test on two ranks: the sum is right, wrong, or never arrives."""
 
 import os
 import subprocess
@@ -13,9 +13,15 @@ import pytest
 
 from hvkit.doctor.facts import Facts
 from hvkit.doctor.horovod import Horovod, horovod
-from hvkit.doctor.mpi import launchers_here
-from hvkit.doctor.self_test import BYTES, check, contribution
-from hvkit.doctor.two_ranks import SelfTest, launcher_for, self_test
+from hvkit.doctor.self_test import (
+    BYTES,
+    SelfTest,
+    contribution,
+    launcher_for,
+    require_sum,
+    self_test,
+)
+from hvkit.doctor.software import mpi_launchers_here
 from hvkit.engines import built_for
 
 Program = Callable[[str, str], Path]
@@ -26,20 +32,20 @@ esac"""
 
 
 @pytest.fixture
-def torch_only(right: Facts) -> Horovod:
-    return replace(right.horovod, libraries=right.horovod.libraries[:1])
+def torch_only(healthy: Facts) -> Horovod:
+    return replace(healthy.horovod, libraries=healthy.horovod.libraries[:1])
 
 
 @pytest.fixture
 def started_by(
-    program: Program, monkeypatch: pytest.MonkeyPatch, torch_only: Horovod, right: Facts
+    program: Program, monkeypatch: pytest.MonkeyPatch, torch_only: Horovod, healthy: Facts
 ) -> Callable[..., SelfTest]:
-    """Run the self-test with an mpirun that does what a script says."""
+    """Run the self-test with an mpirun that runs a script."""
 
     def run(script: str, seconds: float = 60) -> SelfTest:
         mpirun = program("mpirun", f"{OPEN_MPI}\n{script}")
         monkeypatch.setenv("PATH", f"{mpirun.parent}:/bin:/usr/bin")
-        test = self_test(torch_only, right.launchers, 2, seconds)
+        test = self_test(torch_only, healthy.launchers, 2, seconds)
         assert test is not None
         return test
 
@@ -47,7 +53,7 @@ def started_by(
 
 
 def test_each_framework_sums_over_two_real_ranks() -> None:
-    test = self_test(horovod(), launchers_here(), len(os.sched_getaffinity(0)))
+    test = self_test(horovod(), mpi_launchers_here(), len(os.sched_getaffinity(0)))
     assert test is not None
     assert test.error is None
     assert [one.framework for one in test.results] == built_for()
@@ -59,24 +65,24 @@ def test_each_framework_sums_over_two_real_ranks() -> None:
 
 def test_an_element_that_is_wrong_is_named() -> None:
     total = contribution(0) + contribution(1)
-    check(total, 2)
+    require_sum(total, 2)
     total[1000] = 7
     with pytest.raises(ArithmeticError, match=r"wrong in 1 of 16777216 elements: element 1000 is"):
-        check(total, 2)
+        require_sum(total, 2)
 
 
-def test_what_one_rank_alone_has_is_not_the_sum() -> None:
+def test_one_ranks_own_contribution_is_not_the_sum() -> None:
     for alone in (contribution(0), contribution(1), np.zeros_like(contribution(0))):
         with pytest.raises(ArithmeticError):
-            check(alone, 2)
+            require_sum(alone, 2)
 
 
-def test_a_contribution_has_the_bytes_that_are_told() -> None:
+def test_a_contribution_has_the_reported_bytes() -> None:
     assert contribution(1).nbytes == BYTES
     assert contribution(1).dtype == np.float32
 
 
-def test_ranks_that_do_not_see_each_other_say_so() -> None:
+def test_ranks_that_do_not_see_each_other_name_the_cause() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "hvkit.doctor.self_test", built_for()[0]],
         capture_output=True,
@@ -85,7 +91,10 @@ def test_ranks_that_do_not_see_each_other_say_so() -> None:
         check=False,
     )
     assert done.returncode == 1
-    assert "hvkit: 2 ranks were started, but Horovod sees 1: it uses another MPI" in done.stderr
+    assert (
+        "hvkit: the launcher started 2 ranks, but Horovod sees 1: it uses another MPI"
+        in done.stderr
+    )
 
 
 def test_the_time_of_rank_0_is_the_result(started_by: Callable[..., SelfTest]) -> None:
@@ -111,7 +120,7 @@ def test_a_failure_is_shown_with_its_last_lines(started_by: Callable[..., SelfTe
     assert result.output == tuple(f"line {i}" for i in range(3, 11))
 
 
-def test_the_reason_that_a_rank_gives_is_the_error(started_by: Callable[..., SelfTest]) -> None:
+def test_the_reason_that_a_rank_prints_is_the_error(started_by: Callable[..., SelfTest]) -> None:
     (result,) = started_by("echo start; echo 'hvkit: an allreduce is wrong'; exit 1").results
     assert result.error == "an allreduce is wrong"
 
@@ -129,7 +138,7 @@ def test_a_rank_that_fails_after_the_result_is_an_error(
 
 def test_ranks_that_hang_are_ended(started_by: Callable[..., SelfTest], tmp_path: Path) -> None:
     file = tmp_path / "pids"
-    # Not even the polite signal ends the child.
+    # The child ignores SIGTERM.
     hang = f"(trap '' TERM; echo $$ > {file}; echo waiting; sleep 600 & wait; sleep 600) & wait"
     (result,) = started_by(hang, seconds=5).results
     assert result.error == "it did not end within 5 s"
@@ -140,7 +149,7 @@ def test_ranks_that_hang_are_ended(started_by: Callable[..., SelfTest], tmp_path
     assert not [p for p in psutil.process_iter(["cmdline"]) if ours in str(p.info["cmdline"])]
 
 
-def test_without_a_launcher_the_reason_is_given(
+def test_without_a_launcher_the_error_is_its_reason(
     torch_only: Horovod, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -151,9 +160,9 @@ def test_without_a_launcher_the_reason_is_given(
     assert "no horovodrun on PATH" in (test.error or "")
 
 
-def test_no_ranks_without_a_library_that_loads(torch_only: Horovod, right: Facts) -> None:
+def test_no_ranks_without_a_library_that_loads(torch_only: Horovod, healthy: Facts) -> None:
     broken = replace(torch_only.libraries[0], error="undefined symbol")
-    assert self_test(replace(torch_only, libraries=(broken,)), right.launchers, 2) is None
+    assert self_test(replace(torch_only, libraries=(broken,)), healthy.launchers, 2) is None
 
 
 @pytest.mark.parametrize(
@@ -169,11 +178,11 @@ def test_no_ranks_without_a_library_that_loads(torch_only: Horovod, right: Facts
 )
 def test_gloo_starts_ranks_where_mpi_cannot(
     torch_only: Horovod,
-    right: Facts,
+    healthy: Facts,
     controllers: tuple[str, ...],
     mpi_is_there: bool,
     launcher: str,
 ) -> None:
     library = replace(torch_only.libraries[0], controllers=controllers)
     found = replace(torch_only, libraries=(library,))
-    assert launcher_for(found, right.launchers if mpi_is_there else ()) == launcher
+    assert launcher_for(found, healthy.launchers if mpi_is_there else ()) == launcher

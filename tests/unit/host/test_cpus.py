@@ -1,8 +1,8 @@
-"""Ranks of a host share its cores."""
+"""Ranks of a host share its cores and its CPU time."""
 
 import pytest
 
-from hvkit.host.cpus import cores, share
+from hvkit.host.cpus import cores, share, threads_of_rank
 
 
 @pytest.fixture
@@ -41,3 +41,35 @@ def test_one_rank_and_ranks_on_too_few_cores_are_not_bound():
     single = [frozenset({cpu}) for cpu in range(4)]
     assert share(single, 0, 1) is None
     assert share(single, 0, 5) is None
+
+
+@pytest.mark.parametrize(
+    ("local_size", "usable", "host", "expected"),
+    [
+        (1, 8, 8, 8),
+        (2, 8, 8, 4),
+        (3, 8, 8, 2),
+        (16, 8, 8, 1),
+        (2, 1, 8, 1),  # bound to a core
+        (2, 4, 8, 4),  # bound to half of the host
+    ],
+)
+def test_the_ranks_of_a_host_share_its_cpus(local_size, usable, host, expected):
+    assert threads_of_rank(local_size, usable, host, None) == expected
+
+
+@pytest.mark.parametrize(
+    ("local_size", "usable", "limit", "expected"),
+    [
+        (2, 64, 2.0, 1),
+        (2, 32, 2.0, 1),  # bound to half of the host
+        (2, 64, 8.0, 4),
+        (2, 64, 5.0, 3),  # rounded up
+        (1, 64, 1.5, 2),
+        (8, 64, 0.5, 1),
+        (2, 1, 8.0, 1),  # bound to less than the limit gives
+        (2, 64, 128.0, 32),  # a limit above what the host has
+    ],
+)
+def test_the_ranks_of_a_container_share_the_time_that_it_has(local_size, usable, limit, expected):
+    assert threads_of_rank(local_size, usable, 64, limit) == expected

@@ -7,9 +7,9 @@ import pytest
 from hvkit import runtime
 from hvkit.errors import LaunchError
 from hvkit.host import mca
+from hvkit.launch import launchers
 from hvkit.launch.hosts import Host
-from hvkit.launch.job import Job
-from hvkit.launch.launchers import openmpi
+from hvkit.launch.launchers import Job
 
 BTL = ["--mca", "btl_tcp_if_include", "10.0.0.0/24"]
 DAEMONS = {
@@ -46,7 +46,7 @@ class _Site:
             networks_asked_for=asked,
             environ={"HOME": str(self.home)},
         )
-        words = openmpi.arguments(major, str(self.mpirun))(job)
+        words = launchers.openmpi_arguments(major, str(self.mpirun))(job)
         places = [place for place, word in enumerate(words) if "if_" in word]
         return [word for place in places for word in words[place - 1 : place + 2]]
 

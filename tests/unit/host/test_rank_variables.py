@@ -29,7 +29,7 @@ def test_a_size_that_is_none_is_an_error_that_names_variable_and_value(value):
 
 
 def test_torchrun_is_refused_rather_than_trained_apart():
-    with pytest.raises(LaunchError, match="started by torchrun with WORLD_SIZE=2"):
+    with pytest.raises(LaunchError, match=r"torchrun started this process \(WORLD_SIZE=2\)"):
         launched({"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2"})
 
 

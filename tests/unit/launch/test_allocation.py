@@ -1,4 +1,4 @@
-"""What batch systems leave for a job."""
+"""The hosts and slots of jobs of Slurm, PBS, LSF and the Kubernetes MPI operator."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from hvkit.errors import LaunchError
-from hvkit.launch.allocation import Allocation, allocation, hostfile
+from hvkit.launch import allocation as batch_systems
+from hvkit.launch.allocation import Allocation, allocation
 from hvkit.launch.hosts import Host
 
 _USE = ": name the hosts with a hostfile or -H instead"
@@ -33,7 +34,7 @@ def test_without_a_batch_system_there_is_no_allocation():
         ({"SLURM_JOB_CPUS_PER_NODE": "16(x2),8(x2)"}, [16, 16, 8, 8]),
     ],
 )
-def test_slurm_gives_tasks_else_gpus_else_cpus(environ, slots):
+def test_slurm_gives_tasks_else_gpus_else_cpus(scontrol, environ, slots):
     found = allocation({"SLURM_JOB_NODELIST": "gpu[01-03],login1", **environ})
     names = ["gpu01", "gpu02", "gpu03", "login1"]
     assert found == Allocation(
@@ -47,13 +48,22 @@ def test_slurm_gives_tasks_else_gpus_else_cpus(environ, slots):
     ("environ", "message"),
     [
         (
+            {"SLURM_JOB_NODELIST": "gpu[3-1]", "SLURM_TASKS_PER_NODE": "1(x2)"},
+            "SLURM_JOB_NODELIST cannot be expanded (Invalid hostlist: gpu[3-1]), got 'gpu[3-1]'"
+            f"{_USE}",
+        ),
+        (
+            {"SLURM_JOB_NODELIST": "", "SLURM_TASKS_PER_NODE": "1"},
+            f"SLURM_JOB_NODELIST cannot be expanded (scontrol prints nothing), got ''{_USE}",
+        ),
+        (
+            # The real scontrol prints gpu] for this list.
             {"SLURM_JOB_NODELIST": "gpu[1-2", "SLURM_TASKS_PER_NODE": "1(x2)"},
-            "SLURM_JOB_NODELIST must be a list such as gpu[01-03,7]; it has a bracket without its "
-            f"other half at '[1-2', got 'gpu[1-2'{_USE}",
+            "SLURM_JOB_NODELIST has an invalid host name ('gpu]' is not a host name",
         ),
         (
             {"SLURM_JOB_NODELIST": "gpu 1", "SLURM_TASKS_PER_NODE": "1"},
-            "SLURM_JOB_NODELIST names a host wrongly ('gpu 1' is not a host name",
+            "SLURM_JOB_NODELIST has an invalid host name ('1' is neither an IPv4 address",
         ),
         (
             {"SLURM_JOB_NODELIST": "a,b", "SLURM_TASKS_PER_NODE": "2(x3)"},
@@ -66,21 +76,21 @@ def test_slurm_gives_tasks_else_gpus_else_cpus(environ, slots):
         ),
         (
             {"SLURM_JOB_NODELIST": "a", "SLURM_TASKS_PER_NODE": "0"},
-            "SLURM_TASKS_PER_NODE is wrong (each number must be a positive integer, got '0'), got "
-            f"'0'{_USE}",
+            "SLURM_TASKS_PER_NODE is invalid (each number must be a positive integer, got '0'), "
+            f"got '0'{_USE}",
         ),
         (
             {"SLURM_JOB_NODELIST": "a", "SLURM_TASKS_PER_NODE": "2(x999999999)"},
-            "SLURM_TASKS_PER_NODE is wrong (each number must be at most 65535, got '999999999')",
+            "SLURM_TASKS_PER_NODE is invalid (each number must be at most 65535, got '999999999')",
         ),
         (
             {"SLURM_JOB_NODELIST": "a", "SLURM_GPUS_ON_NODE": "all"},
-            "SLURM_GPUS_ON_NODE is wrong (each number must be a positive integer, got 'all')",
+            "SLURM_GPUS_ON_NODE is invalid (each number must be a positive integer, got 'all')",
         ),
         (
             {"SLURM_JOB_NODELIST": "a"},
-            "SLURM_JOB_NODELIST names hosts, but none of SLURM_TASKS_PER_NODE, SLURM_GPUS_ON_NODE "
-            "and SLURM_JOB_CPUS_PER_NODE says how many ranks they take: submit the job with "
+            "SLURM_JOB_NODELIST is set, but none of SLURM_TASKS_PER_NODE, SLURM_GPUS_ON_NODE and "
+            "SLURM_JOB_CPUS_PER_NODE, which give the slots of its hosts: submit the job with "
             "--ntasks-per-node",
         ),
         (
@@ -90,7 +100,8 @@ def test_slurm_gives_tasks_else_gpus_else_cpus(environ, slots):
         ),
         (
             {"LSB_MCPU_HOSTS": "a five"},
-            "LSB_MCPU_HOSTS is wrong (slots must be a positive integer, got 'five'), got 'a five'",
+            "LSB_MCPU_HOSTS is invalid (each number must be a positive integer, got 'five'), got "
+            "'a five'",
         ),
         (
             {"PBS_NODEFILE": "/nonexistent/nodes"},
@@ -99,13 +110,40 @@ def test_slurm_gives_tasks_else_gpus_else_cpus(environ, slots):
         ),
         (
             {"HYDRA_HOST_FILE": "/nonexistent/hosts"},
-            "HYDRA_HOST_FILE names a hostfile that is wrong: /nonexistent/hosts: cannot be read: "
+            "HYDRA_HOST_FILE names an invalid hostfile: /nonexistent/hosts: cannot be read: "
             "No such file or directory",
         ),
     ],
 )
-def test_a_wrong_value_is_an_error_that_names_the_variable(environ, message):
+def test_a_wrong_value_is_an_error_that_names_the_variable(scontrol, environ, message):
     _refused(environ, message)
+
+
+def test_without_scontrol_a_list_of_slurm_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    _refused(
+        {"SLURM_JOB_NODELIST": "gpu[1-2]", "SLURM_TASKS_PER_NODE": "4(x2)"},
+        "SLURM_JOB_NODELIST cannot be expanded (there is no scontrol, Slurm's own program, on "
+        f"PATH), got 'gpu[1-2]'{_USE}",
+    )
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("echo 'scontrol: fatal: no configuration' >&2; exit 1", "scontrol: fatal: no configurat"),
+        ("echo gpu1; exit 1", "scontrol prints nothing"),
+        ("exec sleep 60", "scontrol does not answer within 0.2 seconds"),
+    ],
+)
+def test_a_scontrol_that_fails_is_an_error_with_its_last_line(scontrol, monkeypatch, script, why):
+    scontrol.write_text(f"#!/bin/sh\n{script}\n")
+    if "sleep" in script:
+        monkeypatch.setattr(batch_systems, "_SCONTROL", 0.2)
+    _refused(
+        {"SLURM_JOB_NODELIST": "gpu[1-2]", "SLURM_TASKS_PER_NODE": "4(x2)"},
+        f"SLURM_JOB_NODELIST cannot be expanded ({why}",
+    )
 
 
 def test_pbs_gives_a_slot_for_each_line(tmp_path: Path):
@@ -121,7 +159,7 @@ def test_a_wrong_file_of_pbs_is_an_error(tmp_path: Path):
     nodes.write_text("")
     _refused({"PBS_NODEFILE": str(nodes)}, "PBS_NODEFILE names a file without hosts, got")
     nodes.write_text("n1\nn/2\n")
-    _refused({"PBS_NODEFILE": str(nodes)}, "PBS_NODEFILE names a host wrongly ('n/2' is not")
+    _refused({"PBS_NODEFILE": str(nodes)}, "PBS_NODEFILE has an invalid host name ('n/2' is not")
     nodes.write_bytes(b"\xff\xfe")
     _refused({"PBS_NODEFILE": str(nodes)}, "PBS_NODEFILE names a file that cannot be read (not")
 
@@ -172,7 +210,7 @@ def test_in_kubernetes_the_operator_s_hostfile_is_found_without_a_variable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     file = tmp_path / "hostfile"
-    monkeypatch.setattr(hostfile, "_OF_OPERATOR", file)
+    monkeypatch.setattr(batch_systems, "_OPERATOR_HOSTFILE", file)
     inside = {"KUBERNETES_SERVICE_HOST": "10.96.0.1"}
     assert allocation(inside) is None
     file.write_text("worker-0:8\n")
@@ -181,10 +219,10 @@ def test_in_kubernetes_the_operator_s_hostfile_is_found_without_a_variable(
     assert found is not None
     assert found.hosts == (Host("worker-0", 8),)
     file.write_text("worker-0:x\n")
-    _refused(inside, f"the hostfile of the MPI operator is wrong: {file}: line 1: slots must be")
+    _refused(inside, f"the MPI operator's hostfile is invalid: {file}: line 1: slots must be")
 
 
-def test_a_scheduler_counts_before_a_hostfile_that_a_site_has_set(tmp_path: Path):
+def test_a_scheduler_counts_before_a_hostfile_that_a_site_has_set(scontrol, tmp_path: Path):
     file = tmp_path / "hostfile"
     file.write_text("other slots=1\n")
     found = allocation(

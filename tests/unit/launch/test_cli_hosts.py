@@ -6,10 +6,8 @@ import pytest
 
 from hvkit.cli import hosts as command
 from hvkit.cli import hosts_arguments, main
-from hvkit.launch.check import Checked
-from hvkit.launch.check.asking import Examined
-from hvkit.launch.check.facts import Facts
-from hvkit.launch.check.problems import Problem
+from hvkit.launch.check import Checked, Problem
+from hvkit.launch.host_reports import Examined, HostReport
 
 
 @pytest.fixture
@@ -21,7 +19,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _checked(hosts, system, *problems: Problem) -> Checked:
-    facts = Facts("node1", {}, 8, 2**34, 2, (), (), ())
+    facts = HostReport("node1", {}, 8, 2**34, 2, (), (), ())
     examined = (Examined(hosts[0], facts, None), *(Examined(h, None, "away") for h in hosts[1:]))
     return Checked(examined, {hosts[0].name: "eth0 10.0.0.1"}, problems)
 
@@ -67,9 +65,9 @@ def test_hosts_are_printed_for_horovodrun(capsys):
 @pytest.mark.parametrize(
     ("hosts", "form", "message"),
     [
-        ("fd00::1", "mpich", "MPICH takes no IPv6 addresses, got fd00::1: name the host instead"),
-        ("fd00::1", "horovodrun", "horovodrun takes no IPv6 addresses, got fd00::1: name the"),
-        ("root@a:1", "horovodrun", "horovodrun does not take root@a: set User for a in ~/.ssh/con"),
+        ("fd00::1", "mpich", "MPICH accepts no IPv6 addresses, got fd00::1: use the host's"),
+        ("fd00::1", "horovodrun", "horovodrun accepts no IPv6 addresses, got fd00::1: use the h"),
+        ("root@a:1", "horovodrun", "horovodrun does not accept root@a: set User for a in ~/.ssh/"),
     ],
 )
 def test_what_a_launcher_does_not_take_is_not_printed_for_it(capsys, hosts, form, message):
@@ -106,7 +104,7 @@ def test_a_wrong_file_is_told(file, capsys):
     )
 
 
-def test_without_a_file_the_hosts_are_those_of_the_batch_system(capsys, monkeypatch):
+def test_without_a_file_the_hosts_are_those_of_the_batch_system(scontrol, capsys, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu[1-2]")
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4(x2)")
     assert main(["hosts", "--as", "openmpi"]) == 0
@@ -115,7 +113,7 @@ def test_without_a_file_the_hosts_are_those_of_the_batch_system(capsys, monkeypa
     assert printed.err == "hvkit: hosts from Slurm (SLURM_JOB_NODELIST)\n"
 
 
-def test_a_check_knows_the_batch_system_of_the_hosts(capsys, monkeypatch):
+def test_a_check_knows_the_batch_system_of_the_hosts(scontrol, capsys, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu[1-2]")
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4(x2)")
     systems = []

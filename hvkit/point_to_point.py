@@ -1,0 +1,86 @@
+"""Messages from one rank to another: the one place that imports mpi4py.
+
+Horovod has collectives only. Where it runs on MPI, these messages use the same MPI with a
+communicator of their own, so that none mixes with Horovod's. Horovod starts and finalises MPI;
+hvkit does neither. Under ``horovodrun --gloo`` there is no MPI.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hvkit.engines import Engine, waiting_for_all_ranks
+from hvkit.log import logger
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+_communicator: Any = None
+_warned = False
+
+
+def can_send(engine: Engine) -> bool:
+    """Whether this rank can send messages: mpi4py loads, and MPI runs with support for threads.
+
+    Args:
+        engine: the started Horovod; mpi4py shares its MPI, which is loaded already.
+    """
+    mpi = _mpi() if engine.hvd.mpi_enabled() else None
+    # Horovod's own thread calls MPI all the time, so this one needs THREAD_MULTIPLE.
+    return (
+        mpi is not None
+        and mpi.Is_initialized()
+        and not mpi.Is_finalized()
+        and mpi.Query_thread() == mpi.THREAD_MULTIPLE
+    )
+
+
+def open_communicator() -> None:
+    """Create the communicator, once; a collective. :func:`can_send` must be true on all ranks."""
+    global _communicator
+    if _communicator is None:
+        with waiting_for_all_ranks():
+            _communicator = _mpi().COMM_WORLD.Dup()
+
+
+def send(data: NDArray[np.uint8], to: int) -> None:
+    """Send bytes to a rank that calls :func:`receive`.
+
+    Args:
+        data: of shape (n,), at most 2 GiB.
+        to: the receiving rank.
+    """
+    with waiting_for_all_ranks():
+        _communicator.Send(data, dest=to)
+
+
+def receive(into: NDArray[np.uint8], source: int) -> None:
+    """Wait for bytes from a rank.
+
+    Args:
+        into: of shape (n,), n being the number of bytes that ``source`` sends.
+        source: the sending rank.
+    """
+    with waiting_for_all_ranks():
+        _communicator.Recv(into, source=source)
+
+
+def _mpi() -> Any:
+    """mpi4py's MPI; None, with a warning, if it cannot be loaded."""
+    global _warned
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize = mpi4py.rc.finalize = False
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        if not _warned:
+            logger.warning(
+                f"mpi4py cannot be loaded ({error}): ranks send through Horovod instead; to fix "
+                "it: pip install --force-reinstall mpi4py"
+            )
+        _warned = True
+        return None
+    return MPI

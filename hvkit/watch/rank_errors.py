@@ -1,0 +1,169 @@
+"""Errors that end several ranks: one traceback from the rank that failed, one line from the others.
+
+Also translates Horovod's errors, which name neither the rank nor the line of the script.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Protocol, TypeVar
+
+from hvkit.errors import RankLostError, RanksDisagreeError
+from hvkit.watch import calls
+from hvkit.watch.verdict import SAME_STEPS
+
+_UNKNOWN = (
+    "another rank has ended: look for its error above, make the same calls of hvkit on every rank, "
+    f"and {SAME_STEPS}"
+)
+
+
+class Witness(Protocol):
+    """The rank's watcher, which learns from the other ranks why the run ends."""
+
+    rank: int
+
+    def reason(self) -> str:
+        """Why this rank's current wait ended; empty if unknown."""
+
+    def shown_by(self) -> int | None:
+        """The rank that prints the reason; None if this one must."""
+
+    def failed(self, how: str) -> None:
+        """Record that this rank ends with an error of its own."""
+
+
+_witness: Witness | None = None
+E = TypeVar("E", bound=Exception)
+
+
+def install(witness: Witness) -> None:
+    """From now on, print an error that ended another rank first as one line."""
+    global _witness
+    _witness = witness
+    show = sys.excepthook
+
+    def show_or_name(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        line = _line_for(error, witness)
+        if line is None:
+            witness.failed(_failed_with(error))
+            show(kind, error, traceback)
+            return
+        print(f"hvkit: {line}", file=sys.stderr, flush=True)
+        own = _handled_before(error)
+        if own is not None:
+            print(f"hvkit: rank {witness.rank} was handling this error:", file=sys.stderr)
+            show(type(own), own, own.__traceback__)
+
+    show_of_thread = threading.excepthook
+
+    def show_and_note(arguments: threading.ExceptHookArgs) -> None:
+        error = arguments.exc_value
+        if error is not None and _line_for(error, witness) is None:
+            name = arguments.thread.name if arguments.thread else "that has ended"
+            witness.failed(f"failed in thread {name} with {calls.in_short(error)}")
+        show_of_thread(arguments)
+
+    sys.excepthook = show_or_name
+    threading.excepthook = show_and_note
+
+
+def note_uncaught() -> None:
+    """At the end of the script: record an error that another excepthook has shown."""
+    error = getattr(sys, "last_value", None)
+    if _witness is not None and error is not None and _line_for(error, _witness) is None:
+        _witness.failed(_failed_with(error))
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """Wraps collectives of Horovod, and translates its errors.
+
+    Raises:
+        RankLostError: another rank has ended, or waits in another call.
+        RanksDisagreeError: the ranks sent different shapes or dtypes.
+    """
+    try:
+        yield
+    except Exception as error:
+        meaning = meaning_of(error)
+        if meaning is None:
+            raise
+        raise meaning from None
+
+
+def meaning_of(error: BaseException) -> RankLostError | RanksDisagreeError | None:
+    """hvkit's error for an error of Horovod; None for any other error."""
+    text = str(error)
+    if "Horovod has been shut down" in text or "Horovod has not been initialized" in text:
+        return _lost()
+    if _from_horovod(error) and "Mismatched" in text:
+        call = calls.current_call() or "a collective"
+        reason = text[text.index("Mismatched") :].split("\n")[0]
+        return RanksDisagreeError(
+            f"in {call} ({calls.line_of_script()}) the ranks send different shapes or dtypes: "
+            f"{reason} Pass the same shapes and dtypes on every rank"
+        )
+    return None
+
+
+def _from_horovod(error: BaseException) -> bool:
+    from horovod.common.exceptions import HorovodInternalError
+
+    # TensorFlow has one exception class for each status of an operation.
+    return isinstance(error, HorovodInternalError) or type(error).__module__.startswith(
+        "tensorflow."
+    )
+
+
+def _lost() -> RankLostError:
+    """The error of a rank whose collective ended without a result."""
+    here = calls.current_call() or "a collective"
+    line = calls.line_of_script()
+    reason = _witness.reason() if _witness else ""
+    return RankLostError(reason or f"in {here} ({line}): {_UNKNOWN}")
+
+
+def mark_as_shown_by(error: E, rank: int) -> E:
+    """Have ``rank`` show the error with its traceback, and the others one line that names it."""
+    if _witness is not None and _witness.rank != rank:
+        error.hvkit_shown_by = rank  # type: ignore[attr-defined]
+    return error
+
+
+def _line_for(error: BaseException, witness: Witness) -> str | None:
+    """The line that refers to an error that another rank shows; None if this rank must show it."""
+    if not isinstance(error, RankLostError):
+        error = meaning_of(error) or error
+    other = getattr(error, "hvkit_shown_by", None)
+    if other is not None:
+        return f"rank {witness.rank} ends with the {type(error).__name__} of rank {other}"
+    if not isinstance(error, RankLostError):
+        return None
+    shown_by = witness.shown_by()
+    if shown_by is None:
+        return f"RankLostError: {error}"
+    where = "given above" if shown_by == witness.rank else f"that rank {shown_by} gives"
+    return f"RankLostError: rank {witness.rank} ends for the reason {where}"
+
+
+def _handled_before(error: BaseException) -> BaseException | None:
+    """The script's own error if the script made the failed call while handling it."""
+    context = error.__context__
+    while context is not None and (
+        isinstance(context, RankLostError | RanksDisagreeError)
+        or meaning_of(context) is not None
+        or not calls.is_failure(context)
+    ):
+        context = context.__context__
+    return context
+
+
+def _failed_with(error: BaseException) -> str:
+    return f"failed with {calls.in_short(error)}"

@@ -1,0 +1,91 @@
+"""Source of the names that a page's fragments use without defining them; runs before each."""
+
+PYTORCH = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+import hvkit
+
+seed, epochs = 1, 2
+train_set = data = TensorDataset(torch.randn(256, 8), torch.randint(0, 4, (256,)))
+test_set = TensorDataset(torch.randn(50, 8), torch.randint(0, 4, (50,)))
+loader = DataLoader(train_set, batch_size=64)
+test_loader = DataLoader(test_set, batch_size=10)
+correct, loss, samples, accuracy = 3, 0.5, 10, 0.25
+
+
+def Net():
+    return nn.Linear(8, 4)
+
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def download(folder):
+    return data
+
+
+def out_of_time():
+    return False
+"""
+
+KERAS = """
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+import keras
+import numpy as np
+import tensorflow as tf
+
+images = x = np.random.default_rng(0).normal(size=(256, 8)).astype("float32")
+labels = y = np.random.default_rng(1).integers(0, 4, 256)
+
+
+def build_model():
+    return keras.Sequential([keras.layers.Dense(4, activation="softmax")])
+
+
+keras_model = build_model()
+keras_optimizer = keras.optimizers.SGD(0.1)
+"""
+
+PRELUDES = {
+    "README.md": PYTORCH + KERAS,
+    "docs/index.md": PYTORCH,
+    "docs/tutorial.md": "",
+    "docs/script.md": PYTORCH + KERAS,
+    "docs/data.md": PYTORCH,
+    "docs/checkpoints.md": PYTORCH
+    + KERAS
+    + """
+loader = hvkit.shard(loader)
+test_loader = hvkit.shard(test_loader, exact=True)
+model, optimizer = hvkit.distribute(model, optimizer)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+early_stopping = hvkit.EarlyStopping(patience=5)
+train, validation = hvkit.shard((x, y)), hvkit.shard((x, y), exact=True)
+train = tf.data.Dataset.from_tensor_slices(train).batch(32)
+keras_model, keras_optimizer = hvkit.distribute(keras_model, keras_optimizer)
+keras_model.compile(optimizer=keras_optimizer, loss="sparse_categorical_crossentropy")
+
+
+def train_step(x, y):
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+
+
+def evaluate(model, loader):
+    return 0.5, len(loader.dataset)
+""",
+    "docs/from-horovod.md": PYTORCH,
+    "docs/from-ddp.md": PYTORCH
+    + KERAS
+    + """
+dataset = tf.data.Dataset.from_tensor_slices((x, np.eye(4)[y]))
+""",
+}

@@ -1,0 +1,170 @@
+"""The code in README and docs runs, its commands parse, and its links lead somewhere."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from preludes import PRELUDES
+
+from hvkit.cli import _parser as parser
+
+ROOT = Path(__file__).parents[2]
+DOCS = sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))
+PAGES = ["README.md", "CONTRIBUTING.md", *DOCS]
+BLOCK = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+# Programs of others, whose arguments are not checked.
+FOREIGN = {"docker", "kubectl", "sbatch", "."}
+
+
+@dataclass(frozen=True)
+class Block:
+    language: str
+    options: str
+    text: str
+
+
+def blocks(page):
+    return [Block(*found) for found in BLOCK.findall((ROOT / page).read_text())]
+
+
+def after(diff):
+    """The new side of a diff."""
+    return "".join(line[1:] for line in diff.splitlines(keepends=True) if line[:1] in " +")
+
+
+def scripts(page):
+    """The page's Python: fragments after its prelude; a block with a title starts a script."""
+    prelude = PRELUDES.get(page, "")
+    found = [""]
+    for block in blocks(page):
+        if block.language not in ("python", "diff"):
+            continue
+        if "title=" in block.options and "continued" not in block.options:
+            found.append("")
+        found[-1] += prelude + (after(block.text) if block.language == "diff" else block.text)
+    return [text for text in found if text]
+
+
+WITH_CODE = [
+    pytest.param(page, number, id=f"{page}-{number}")
+    for page in PAGES
+    for number in range(len(scripts(page)))
+]
+
+
+def test_pages_with_code_are_found():
+    assert {param.values[0] for param in WITH_CODE} == {p for p in PRELUDES if scripts(p)}
+    assert all(page in PAGES for page in PRELUDES)
+
+
+@pytest.mark.parametrize(("page", "number"), WITH_CODE)
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.every_combination)])
+def test_code_runs(page, number, ranks, tmp_path):
+    text = scripts(page)[number]
+    if ranks == 2 and "hvkit" not in text:
+        return  # the tutorial's plain script
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    start = [] if ranks == 1 else ["mpirun", "-np", str(ranks), "--oversubscribe"]
+    ended = subprocess.run(
+        [*start, sys.executable, str(script)],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error:::__main__"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def commands(page):
+    """The command lines of a page's shell blocks, as lists of words."""
+    for block in blocks(page):
+        if block.language != "sh":
+            continue
+        for line in block.text.replace("\\\n", " ").splitlines():
+            for command in re.split(r"&&|;", line):
+                words = shlex.split(command, comments=True)
+                if words:
+                    yield words[: words.index(">")] if ">" in words else words
+
+
+WITH_COMMANDS = [
+    pytest.param(page, words, id=f"{page}: {shlex.join(words)[:60]}")
+    for page in PAGES
+    for words in commands(page)
+]
+
+
+@pytest.mark.parametrize(("page", "words"), WITH_COMMANDS)
+def test_commands_exist_with_these_arguments(page, words):
+    check_command(words)
+
+
+def check_command(words):
+    program, *arguments = words
+    if program in ("horovodrun", "mpirun"):
+        assert arguments[:1] == ["-np"]
+        check_command(arguments[2:])
+    elif program == "hvkit":
+        parsed = parser().parse_args(arguments)
+        if command := getattr(parsed, "command", None):
+            check_command(command)
+    elif program == "make":
+        targets = [word for word in arguments if "=" not in word]
+        variables = [word.partition("=")[0] for word in arguments if "=" in word]
+        makefile = (ROOT / "Makefile").read_text()
+        assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
+        assert all(re.search(rf"^{name} \?=", makefile, re.MULTILINE) for name in variables)
+    elif program == "pip":
+        assert arguments[0] == "install"
+        extras = re.fullmatch(r"\.\[(.*)\]", arguments[1]).group(1).split(",")
+        assert all(f'"{extra}":' in (ROOT / "setup.py").read_text() for extra in extras)
+    elif program == "python":
+        check_python(arguments)
+    else:
+        assert program in FOREIGN, f"{program}: neither hvkit's nor a known program"
+
+
+def check_python(arguments):
+    if arguments[:2] == ["-m", "pytest"]:
+        assert all((ROOT / path).exists() for path in arguments[2:])
+        return
+    script, *options = arguments
+    if script == "train.py":  # the tutorial's
+        return
+    assert (ROOT / script).is_file()
+    # The recipes' flags are strict, so an unknown one fails before anything is loaded.
+    text = subprocess.run(
+        [sys.executable, str(ROOT / script), "--help"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"},
+    ).stdout
+    known = set(re.findall(r"--[\w-]+", text))
+    assert {word for word in options if word.startswith("--")} <= known
+
+
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+
+
+@pytest.mark.parametrize("page", [*PAGES, "CHANGELOG.md"])
+def test_links_lead_to_files(page):
+    folder = (ROOT / page).parent
+    text = BLOCK.sub("", (ROOT / page).read_text())
+    for link in LINK.findall(text):
+        if not link.startswith(("http://", "https://", "#")):
+            assert (folder / link.partition("#")[0]).exists(), f"{page}: {link}"
+
+
+def test_readme_has_500_to_800_words():
+    assert 500 <= len((ROOT / "README.md").read_text().split()) <= 800

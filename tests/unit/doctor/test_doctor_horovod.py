@@ -1,0 +1,95 @@
+"""Horovod's libraries, loaded in a process of their own, and differences between builds."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hvkit.doctor import load_library
+from hvkit.doctor.horovod import Library, changes, library_from
+from hvkit.host.commands import Output
+
+Compile = Callable[[str], Path]
+
+BUILT = "".join(
+    f"int horovod_{name}_built() {{ return {int(name in ('mpi', 'nccl'))}; }}\n"
+    for name in ("mpi", "gloo", "nccl", "ddl", "ccl", "cuda", "rocm")
+)
+MPI = """
+int MPI_Get_library_version(char *text, int *length) {
+    *length = __builtin_sprintf(text, "Open MPI v5.0.11, package: x");
+    return 0;
+}
+"""
+MISSING = "int not_anywhere(); int horovod_init() { return not_anywhere(); }\n"
+
+
+@pytest.fixture
+def compiled(tmp_path: Path) -> Compile:
+    """Compile C++ into a library, which may lack symbols."""
+    compiler = shutil.which("c++") or shutil.which("g++")
+    assert compiler is not None
+
+    def build(source: str) -> Path:
+        file = tmp_path / "mpi_lib.so"
+        command = [compiler, "-shared", "-fPIC", "-x", "c++", "-", "-o", str(file)]
+        text = f'extern "C" {{\n{source}}}\n'
+        subprocess.run(command, input=text, text=True, check=True, timeout=120)
+        return file
+
+    return build
+
+
+def load(file: Path) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-I", load_library.__file__, str(file)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_features_and_the_mpi_that_is_loaded(compiled: Compile) -> None:
+    done = load(compiled(BUILT + MPI))
+    assert done.returncode == 0
+    assert json.loads(done.stdout.removeprefix("hvkit:")) == {
+        "features": ["mpi", "nccl"],
+        "mpi": "Open MPI v5.0.11, package: x",
+    }
+
+
+def test_a_symbol_that_is_missing_is_named_before_it_is_used(compiled: Compile) -> None:
+    done = load(compiled(BUILT + MPI + MISSING))
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert "undefined symbol: not_anywhere" in done.stderr
+
+
+def test_a_library_that_crashes_ends_its_own_process_only(compiled: Compile) -> None:
+    crash = "__attribute__((constructor)) void crash() { __builtin_trap(); }\n"
+    assert load(compiled(BUILT + MPI + crash)).returncode < 0
+
+
+@pytest.mark.parametrize(
+    ("output", "why"),
+    [
+        (Output(1, "", "noise\nlibmpi.so.40: cannot open\n"), "libmpi.so.40: cannot open"),
+        (Output(-signal.SIGILL), "loading it ends with SIGILL"),
+        (Output(None), "it does not load within 60 s"),
+        (Output(1), "it does not load"),
+    ],
+)
+def test_the_error_of_a_library_that_does_not_load(output: Output, why: str) -> None:
+    assert library_from("torch", "2.13.0", output) == Library("torch", "2.13.0", why)
+
+
+def test_changes_between_builds_hide_the_users_values() -> None:
+    before = {"mpi": "MPICH 4.2.0", "CXXFLAGS": "-DKEY=secret", "gpu": "none"}
+    now = {"mpi": "Open MPI 5.0.11", "gpu": "none"}
+    assert changes(before, now) == ("mpi: MPICH 4.2.0 -> Open MPI 5.0.11", "CXXFLAGS")

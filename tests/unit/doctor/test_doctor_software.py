@@ -1,0 +1,116 @@
+"""MPI launchers, compilers and packages, from stand-ins."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hvkit.doctor import software
+from hvkit.doctor.software import MpiLauncher, Unmet, compilers, mpi_launchers, packages
+from hvkit.launch.launchers import MpiVersion, identify
+
+Program = Callable[[str, str], Path]
+
+
+@pytest.mark.parametrize(
+    ("text", "mpi"),
+    [
+        ("mpirun (Open MPI) 5.0.11\n\nReport bugs to", MpiVersion("Open MPI", "5.0.11")),
+        ("mpirun (Open MPI) 4.1.4", MpiVersion("Open MPI", "4.1.4")),
+        ("mpiexec (OpenRTE) 4.1.4", MpiVersion("Open MPI", "4.1.4")),
+        ("Open MPI v5.0.11, package: Open MPI x, ident: 5.0.11", MpiVersion("Open MPI", "5.0.11")),
+        ("HYDRA build details:\n    Version:      4.2.0\n", MpiVersion("MPICH", "4.2.0")),
+        ("MPICH Version:      4.2.0\nMPICH Release date: x", MpiVersion("MPICH", "4.2.0")),
+        (
+            "Intel(R) MPI Library for Linux* OS, Version 2021.13 Build 2024 (id: x)",
+            MpiVersion("Intel MPI", "2021.13"),
+        ),
+        ("Intel(R) MPI Library 2021.13 for Linux* OS", MpiVersion("Intel MPI", "2021.13")),
+        ("something else 1.0", None),
+        ("", None),
+    ],
+)
+def test_launchers_and_libraries_name_their_mpi(text: str, mpi: MpiVersion | None) -> None:
+    assert identify(text) == mpi
+
+
+def test_every_mpi_on_path_is_found_once(program: Program, tmp_path: Path) -> None:
+    mpirun = program("mpirun", "echo 'mpirun (Open MPI) 4.1.4'")
+    program("mpiexec", "echo 'mpiexec (OpenRTE) 4.1.4'")
+    alias = tmp_path / "alias"
+    alias.symlink_to(mpirun.parent)
+    beside = tmp_path / "beside"
+    beside.mkdir()
+    (beside / "mpiexec").symlink_to(program("broken", "echo no home >&2; exit 1"))
+    path = os.pathsep.join(["", str(tmp_path / "not there"), str(mpirun.parent), str(alias)])
+    assert mpi_launchers(path, str(beside)) == (
+        MpiLauncher(MpiVersion("Open MPI", "4.1.4"), str(mpirun), True),
+        MpiLauncher(None, str(beside / "mpiexec"), False, "no home"),
+    )
+
+
+def test_versions_of_compilers(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = program(
+        "g++", "echo 'g++ (Debian 12.2.0-14+deb12u1) 12.2.0\nCopyright (C) 2022'"
+    ).parent
+    program("cmake", "echo 'cmake version 3.31.6\n\nCMake suite'")
+    program("nvcc", "echo 'Copyright (c) 2005-2025\nCuda tools, release 13.0, V13.0.48'")
+    monkeypatch.setenv("PATH", str(folder))
+    assert compilers() == {"c++": "12.2.0", "cmake": "3.31.6", "nvcc": "13.0"}
+
+
+class TestPackages:
+    """Packages of an environment that has no others."""
+
+    @pytest.fixture
+    def install(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+        monkeypatch.setattr(sys, "path", [str(tmp_path)])
+        monkeypatch.setattr(software, "folder_of", lambda module: None)
+
+        def write(name: str, version: str, *requirements: str) -> None:
+            folder = tmp_path / f"{name}-{version}.dist-info"
+            folder.mkdir()
+            lines = [f"Name: {name}", f"Version: {version}"]
+            lines += [f"Requires-Dist: {one}" for one in requirements]
+            (folder / "METADATA").write_text("\n".join(["Metadata-Version: 2.1", *lines]) + "\n")
+
+        return write
+
+    def test_requirements_that_are_not_met(self, install: Callable[..., None]) -> None:
+        install("numpy", "1.26.4")
+        install("mpi4py", "4.1.2")
+        install("hvkit", "0.1.0", "mpi4py>=4.2", "numpy")
+        install("keras", "3.3.0", "numpy", "absl-py", "optree; extra == 'more'")
+        install(
+            "tensorflow_cpu", "2.21.0", "keras>=3.12.0", "numpy>=1.26", "x; python_version < '3'"
+        )
+        found = packages()
+        assert found.unmet == (
+            Unmet("hvkit 0.1.0", "mpi4py>=4.2", "4.1.2"),
+            Unmet("keras 3.3.0", "absl-py", None),
+            Unmet("tensorflow-cpu 2.21.0", "keras>=3.12.0", "3.3.0"),
+        )
+        assert found.versions["tensorflow"] == "2.21.0"
+        assert found.versions["torch"] is None
+        assert found.versions["mpi4py"] == "4.1.2"
+        assert found.tensorflows == ("tensorflow-cpu 2.21.0",)
+
+    @pytest.mark.parametrize(
+        ("line", "cuda"),
+        [
+            ("cuda: Optional[str] = '13.0'", "13.0"),
+            ("cuda = '12.8'", "12.8"),
+            ("cuda: Optional[str] = None", None),
+            ("cuda_like = '12.8'", None),
+        ],
+    )
+    def test_cuda_of_pytorch(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, cuda: str | None
+    ) -> None:
+        folder = tmp_path / "torch"
+        folder.mkdir()
+        (folder / "version.py").write_text(f"debug = False\n{line}\nhip = None\n")
+        monkeypatch.setattr(software, "folder_of", lambda module: folder)
+        assert packages().torch_cuda == cuda
