@@ -7,15 +7,18 @@ from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import TypeVar
 
-from hvkit import registry, runtime
-from hvkit.adapters import (
+from hvkit import runtime
+from hvkit.adapters.adapter import (
     BATCH_NORMS,
-    COMPRESSIONS,
     Adapter,
     Options,
+    Record,
     adapter_for,
     framework_of,
+    is_distributed,
+    record,
 )
+from hvkit.adapters.transport import COMPRESSIONS
 from hvkit.collectives import raise_together, require_equal
 from hvkit.learning_rate import Multiplier, describe, make_multiplier
 from hvkit.log import logger
@@ -149,7 +152,7 @@ def distribute(
     raise_together(problem)
     assert adapter is not None
     assert options is not None
-    records = [(each, registry.Record()) for each in optimizers]
+    records = [(each, Record()) for each in optimizers]
     if runtime.size() > 1:
         arguments = f"lr_scaling={lr_scaling}, {options}"
         require_equal(
@@ -163,7 +166,7 @@ def distribute(
         if runtime.rank() == 0:
             said = describe(rates, lr_scaling, runtime.size())
             logger.info(f"{runtime.size()} ranks; {said}")
-    registry.record(model, records)
+    record(model, records)
     return model, optimizer
 
 
@@ -206,7 +209,7 @@ def _warmup_steps(steps: int, epochs: float, steps_per_epoch: int | None) -> int
 
 def _refuse_second_call(model: object, optimizers: Sequence[object]) -> None:
     for role, thing in (("model", model), *(("optimizer", each) for each in optimizers)):
-        if registry.is_distributed(thing):
+        if is_distributed(thing):
             raise ValueError(
                 f"this {role} ({type(thing).__name__}) was passed to hvkit.distribute before; "
                 "call it once for each model, with all of its optimizers, including those of later "

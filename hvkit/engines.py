@@ -19,6 +19,7 @@ import numpy as np
 from hvkit.errors import HorovodNotFoundError, LaunchError
 from hvkit.host.cpus import allowance, threads_of_rank
 from hvkit.host.gpus import gpu_of_rank
+from hvkit.host_memory import HostMemory
 from hvkit.log import logger
 from hvkit.watch.calls import waiting
 from hvkit.watch.rank_errors import translated
@@ -74,8 +75,6 @@ class PyTorchEngine:
         if gpu is not None:
             torch.cuda.set_device(gpu)
             if _reduces_in_host_memory(self.hvd):
-                from hvkit.adapters.pytorch.host_memory import HostMemory
-
                 self.hvd = HostMemory(self.hvd)
         elif "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(_cpu_threads(local_size))

@@ -1,17 +1,17 @@
-"""Whether all ranks hold the same tensors: a fingerprint of each, and what differing ones mean.
+"""Fingerprints of tensors, which show whether all ranks hold the same ones and how far they differ.
 
 A fingerprint is a row of three 64-bit numbers:
 
-- a hash of the tensor's bits, a sum modulo 2^64 with an odd, irregular multiplier for each
-  element, so that exchanged elements show. Equal bits have equal hashes, also those of NaN;
-- the sum of its values times irregular weights of mean 0 and variance 1, a random projection
-  (Johnson and Lindenstrauss, 1984). The square of the difference of two such sums is on average the
-  squared distance of the two tensors, so it says how far apart they are without sending them;
+- a hash of the tensor's bits: a sum modulo 2^64 with an odd, irregular multiplier for each element,
+  so that exchanged elements change it. Equal bits have equal hashes, also those of NaN;
+- the sum of its values times irregular weights of mean 0 and variance 1: a random projection
+  (Johnson and Lindenstrauss, 1984). The squared difference of two such sums is on average the
+  squared distance of the two tensors, so ranks can estimate the distance without sending tensors;
 - the squared length of the tensor.
 
-Before the first update every bit has to agree, since all ranks got rank 0's. Later, ranks on
-different kinds of processors, or GPUs that add up in no fixed order, come apart by rounding: that
-is a line on rank 0, more than that is an error.
+Before the first update every bit must agree, because all ranks got rank 0's. Later, rounding may
+drive ranks apart, on different kinds of processors or on GPUs that add in no fixed order. Rank 0
+warns of rounding; larger differences are errors.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ WIDTH = 3
 """Numbers in a row."""
 
 BLOCK = 1 << 20
-"""Elements that are hashed at a time; the multipliers repeat after so many."""
+"""Elements hashed at a time; also the number of multipliers before they repeat."""
 
 PRIME = 0x100000001B3
-"""What the hash so far is multiplied by before the next block."""
+"""The factor of the hash so far before each further block."""
 
-# How far apart tensors may come by rounding, as a part of their length. Of types with few digits
-# it is so many units of the last one.
+# Distances up to this part of a tensor's length count as rounding, as do distances up to this many
+# units in the last place, for dtypes with few digits.
 _ROUNDING = 1e-4
 _UNITS = 4
 
@@ -53,7 +53,7 @@ def multipliers() -> np.ndarray[Any, np.dtype[np.uint64]]:
     """Odd numbers of shape ``(BLOCK,)``, the same on every machine.
 
     They are the first outputs of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom
-    number generators", 2014).
+    number generators", 2014), made odd.
     """
     z = np.arange(1, BLOCK + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -65,20 +65,19 @@ def multipliers() -> np.ndarray[Any, np.dtype[np.uint64]]:
 def weights() -> np.ndarray[Any, np.dtype[np.float64]]:
     """Irregular numbers of shape ``(BLOCK,)``, evenly spread from -sqrt(3) to sqrt(3).
 
-    Signs alone would add up to nothing where every element of a small tensor has changed by as
-    much.
+    With signs alone, the same change of every element of a small tensor could cancel out.
     """
     spread = (multipliers() >> np.uint64(11)).astype(np.float64) * 2.0**-52 - 1
     return spread * math.sqrt(3)
 
 
 def fingerprint(array: np.ndarray[Any, Any]) -> Rows:
-    """The row of one array, int64 of shape ``(WIDTH,)``; also of types that NumPy does not know."""
+    """The row of one array, int64 of shape ``(WIDTH,)``; also for dtypes from ml_dtypes."""
     flat = np.ascontiguousarray(array).reshape(-1)
     if flat.dtype.kind == "c":
         flat = flat.view(flat.real.dtype)
     words = flat.view(f"u{flat.dtype.itemsize}")
-    # ml_dtypes' kinds of float are of kind "V" for NumPy.
+    # NumPy gives the floats of ml_dtypes the kind "V".
     has_values = flat.dtype.kind in "fV"
     bits, projection, square = np.zeros(1, np.uint64), 0.0, 0.0
     with np.errstate(all="ignore"):
@@ -95,23 +94,23 @@ def fingerprint(array: np.ndarray[Any, Any]) -> Rows:
 
 
 def row(bits: int, projection: float = 0.0, square: float = 0.0) -> Rows:
-    """A row from its numbers; of things without a distance, from their hash alone."""
+    """A row from its numbers; from the hash alone for values without a distance."""
     return np.array([bits, *np.array([projection, square]).view(np.int64)], np.int64)
 
 
 def hashed(text: str) -> Rows:
-    """The row of something that is no tensor, by its text."""
+    """The row of a text."""
     digest = hashlib.sha256(text.encode()).digest()
     return row(int.from_bytes(digest[:8], "little", signed=True))
 
 
 @dataclass(frozen=True)
 class Compared:
-    """What a row stands for.
+    """What a row is the fingerprint of.
 
     Attributes:
         label: ``"parameter 0.weight"``.
-        unit: the dtype's distance from 1 to the next number; 0 for what does not round.
+        unit: the distance from 1 to the next number of its dtype; 0 for dtypes that do not round.
     """
 
     label: str
@@ -119,15 +118,15 @@ class Compared:
 
 
 def complaint(everyone: Rows, compared: Sequence[Compared], exact: bool) -> tuple[str, bool]:
-    """What to say about the rows of all ranks; the same on every rank.
+    """The message about differences between the ranks' rows; the same on every rank.
 
     Args:
         everyone: int64 of shape ``(ranks, len(compared), WIDTH)``.
-        compared: what the rows stand for.
-        exact: whether even rounding is too much.
+        compared: what the rows belong to.
+        exact: whether rounding counts as an error.
 
     Returns:
-        The text, empty if all ranks hold the same, and whether it is an error.
+        The message, empty if all ranks hold the same, and whether it is an error.
     """
     bits = everyone[:, :, 0]
     differing = np.flatnonzero((bits != bits[0]).any(axis=0)).tolist()
@@ -143,30 +142,29 @@ def complaint(everyone: Rows, compared: Sequence[Compared], exact: bool) -> tupl
     ranks = np.flatnonzero(bits[:, first] != bits[0, first]).tolist()
     where = f"{compared[first].label} of {_named(ranks)} differs from that of rank 0"
     if beyond:
-        return f"{where}{_by(distances[first])}; {FIX}", True
+        return f"{where}{_by(distances[first])}; {_FIX}", True
     return (
-        f"{where}{_by(max(distances.values()))}, as ranks may by rounding on different kinds of "
-        "processors or on GPUs; not said again",
+        f"{where}{_by(max(distances.values()))}: this is rounding, as between different kinds of "
+        "processors or on GPUs; hvkit warns of it once",
         False,
     )
 
 
-FIX = (
+_FIX = (
     "weights or an optimizer's state were loaded or changed on some ranks only, after "
-    "hvkit.distribute: load before the call, or on every rank, or with hvkit.Checkpoint (what "
-    "belongs to one rank alone goes into a buffer or a non-trainable variable, which are not "
-    "compared)"
+    "hvkit.distribute: load before the call, or on every rank, or with hvkit.Checkpoint (hvkit "
+    "does not compare buffers and non-trainable variables: keep values of a single rank there)"
 )
 
 
 def _distance(rows: Rows) -> float:
-    """The largest distance from rank 0, as a part of rank 0's length; infinite if unknown."""
+    """The largest distance from rank 0, divided by rank 0's length; infinite if unknown."""
     _, projections, squares = np.ascontiguousarray(rows.T).view(np.float64)
     with np.errstate(all="ignore"):
         lengths = np.sqrt(squares)
         apart = np.maximum(np.abs(projections - projections[0]), np.abs(lengths - lengths[0]))
         far = apart.max() / lengths[0]
-    # Where the projections are equal although the bits are not, they say nothing.
+    # Equal projections of different bits give no estimate.
     return float(far) if far > 0 else float("inf")
 
 
@@ -183,7 +181,7 @@ def _named(ranks: list[int]) -> str:
 
 
 def judge(everyone: Rows, compared: Sequence[Compared], exact: bool) -> str:
-    """The error that all ranks have to raise, empty for none; says what is none on rank 0."""
+    """The error message that all ranks must raise, or an empty one; rank 0 warns of rounding."""
     text, error = complaint(everyone, compared, exact)
     if text and not error:
         warn_once("rounding", text)
@@ -194,9 +192,9 @@ def require_same(call: str, compared: Sequence[Compared], rows: Sequence[Rows]) 
     """Raise on every rank unless all ranks hold the same, up to rounding; a collective.
 
     Args:
-        call: what the user called.
-        compared: what the rows stand for.
-        rows: as many, of this rank.
+        call: the name of the call that the user made.
+        compared: what the rows belong to.
+        rows: this rank's rows, one for each entry of ``compared``.
 
     Raises:
         RanksDisagreeError: names the first thing that differs, and the ranks.
@@ -211,32 +209,31 @@ def require_same(call: str, compared: Sequence[Compared], rows: Sequence[Rows]) 
             other = sorted(set(theirs) ^ set(everyone[0][0]))
             raise RanksDisagreeError(
                 f"rank {rank} and rank 0 do not hold the same: only one of them has {other[0]}; "
-                f"{FIX}"
+                f"{_FIX}"
             )
     if text := judge(np.array([rows for _, rows in everyone]), compared, exact=False):
         raise RanksDisagreeError(text)
 
 
 def of_gradients(rows: Sequence[Rows]) -> Rows:
-    """Two numbers from the rows of a rank's gradients: a hash of all, and whether it says anything.
+    """Two numbers from the rows of a rank's gradients: a hash of all, and whether to compare it.
 
-    It does where all gradients are finite and not all are zero.
+    Ranks compare it if all gradients are finite and not all are zero.
     """
     together = np.array(rows, np.int64).reshape(-1, WIDTH)
     squares = np.ascontiguousarray(together[:, 2]).view(np.float64)
-    says = squares.any() and np.isfinite(squares).all()
-    return np.array([fingerprint(together)[0], int(says)], np.int64)
+    comparable = squares.any() and np.isfinite(squares).all()
+    return np.array([fingerprint(together)[0], int(comparable)], np.int64)
 
 
 def warn_of_equal_work(everyone: Rows) -> bool:
-    """Say on rank 0, once, if all ranks have the same gradients.
+    """Warn on rank 0, once, if all ranks have the same gradients.
 
     Args:
-        everyone: int64 of shape ``(ranks, 2)``: of each rank a hash of its gradients, and whether
-            that says anything; see :func:`of_gradients`.
+        everyone: int64 of shape ``(ranks, 2)``: each rank's result of :func:`of_gradients`.
 
     Returns:
-        Whether it says anything on any rank, so that this need not be looked at again.
+        Whether any rank had comparable gradients; no further check is needed then.
     """
     if not everyone[:, 1].any():
         return False
@@ -247,6 +244,6 @@ def warn_of_equal_work(everyone: Rows) -> bool:
 
 _EQUAL_WORK = (
     "warning: all ranks computed the same gradients, bit for bit, in the first step: they do the "
-    "same work. Give each rank its own part of the data, hvkit.shard(data), and its own random "
-    "numbers for dropout, augmentation and environments, seed + hvkit.rank()"
+    "same work. Give each rank its own part of the data with hvkit.shard(data), and its own random "
+    "numbers for dropout, augmentation and environments with seed + hvkit.rank()"
 )

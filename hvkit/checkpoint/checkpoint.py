@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvkit import collectives, runtime
-from hvkit.adapters import framework_of
+from hvkit.adapters.adapter import framework_of
 from hvkit.adapters.fingerprints import Compared, Rows, require_same
 from hvkit.checkpoint import ranks, resume, store
 from hvkit.checkpoint.part import JsonPart, Part

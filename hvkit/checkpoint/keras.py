@@ -17,8 +17,8 @@ import tensorflow as tf
 
 from hvkit.adapters.fingerprints import Compared, Rows
 from hvkit.adapters.keras.checks import compared_in
-from hvkit.adapters.keras.loss_scale import inner_optimizer
-from hvkit.adapters.keras.state import has_weights, tf_variable
+from hvkit.adapters.keras.initial_state import has_weights, tf_variable
+from hvkit.adapters.keras.optimizers import inner_optimizer
 from hvkit.checkpoint.part import Arrays, Part
 
 # By class of callback: the attributes to save.

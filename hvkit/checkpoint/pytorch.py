@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
+from hvkit.adapters.adapter import Warmup, record_of
 from hvkit.adapters.fingerprints import Compared, Rows
 from hvkit.adapters.pytorch.checks import compared_in
 from hvkit.adapters.pytorch.reducer import is_averaged
 from hvkit.checkpoint.part import Arrays, Part, end_epoch_of
-from hvkit.registry import Warmup, record_of
 
 
 class TorchPart(Part):

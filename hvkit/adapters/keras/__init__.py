@@ -1,4 +1,19 @@
-"""Keras 3 on TensorFlow: gradients are averaged inside the optimizer's own update."""
+"""Keras 3 on TensorFlow: gradients are averaged inside the optimizer's own update.
+
+::
+
+    adapter                the steps of distribute
+    ├── initial_state      copies rank 0's weights and optimizer state
+    ├── optimizers         averaging, learning rate and loss scaling in optimizer.apply
+    ├── averager           the mean of a list of gradients
+    │   ├── sparse         row-sparse gradients
+    │   └── checks         do all ranks hold the same weights, and different data?
+    ├── batch_norm         statistics over ranks
+    ├── fit                fit and evaluate: metrics of all ranks
+    │   └── callbacks      all ranks stop together, only rank 0 writes files
+    ├── refusals           updates by other optimizers, and inside XLA
+    └── graph_collectives  waits counted in graphs, sums in 16 bits; used by most of the above
+"""
 
 from hvkit.adapters.keras.adapter import KerasAdapter
 

@@ -1,14 +1,13 @@
-"""What ``distribute`` does to a Keras model and its optimizers.
+"""The steps of ``distribute`` for a Keras model and its optimizers.
 
-Everything is attached to the instances: methods of the optimizer, and for a model that has no
-weights yet its ``call``. The classes stay Keras's own, so saved files name nothing of hvkit.
+hvkit attaches everything to the instances: to methods of the optimizer, and to the ``call`` of a
+model that has no weights yet. The classes stay Keras's own, so saved files do not mention hvkit.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,28 +15,32 @@ import keras
 from keras.src.backend import in_stateless_scope
 
 from hvkit import collectives, runtime
-from hvkit.adapters import Options
+from hvkit.adapters.adapter import Options, Record
 from hvkit.adapters.keras.averager import GradientAverager
 from hvkit.adapters.keras.batch_norm import average_statistics, synchronise_batch_norm
 from hvkit.adapters.keras.checks import Checks, require_same_weights
-from hvkit.adapters.keras.compression import DTYPES
 from hvkit.adapters.keras.fit import share_results
-from hvkit.adapters.keras.graph_wait import GraphWait
-from hvkit.adapters.keras.guard import refuse_other_optimizers
-from hvkit.adapters.keras.loss_scale import inner_optimizer, skip_together
-from hvkit.adapters.keras.rate import RateInUpdate
-from hvkit.adapters.keras.state import (
+from hvkit.adapters.keras.graph_collectives import NARROW_DTYPES, GraphWait
+from hvkit.adapters.keras.initial_state import (
     has_weights,
     have_values,
     synchronise,
     synchronise_optimizers,
     tf_variable,
 )
-from hvkit.adapters.keras.update import Average, average_in_apply
+from hvkit.adapters.keras.optimizers import (
+    Average,
+    RateInUpdate,
+    average_in_apply,
+    inner_optimizer,
+    parts_of,
+    settings_of,
+    skip_together,
+)
+from hvkit.adapters.keras.refusals import refuse_other_optimizers
 from hvkit.learning_rate import Multiplier
-from hvkit.registry import Record
 
-# Tells the optimizers apart; ranks call distribute in the same order.
+# Numbers the optimizers; ranks call distribute in the same order.
 _serial = itertools.count()
 
 
@@ -55,8 +58,8 @@ class KerasAdapter:
             )
         if options.accumulate != 1:
             raise ValueError(
-                f"accumulate={options.accumulate} is for PyTorch: with Keras, give the optimizer "
-                f"gradient_accumulation_steps={options.accumulate}"
+                f"accumulate={options.accumulate} is for PyTorch only: with Keras, pass "
+                f"gradient_accumulation_steps={options.accumulate} to the optimizer"
             )
         self.model = model
         self.options = options
@@ -65,7 +68,7 @@ class KerasAdapter:
         self._synchronised: dict[int, Any] = {}
 
     def facts(self) -> list[str]:
-        return [_settings(each) for each in self.optimizers]
+        return [settings_of(each) for each in self.optimizers]
 
     def synchronise(self) -> None:
         self._synchronise_batch_norm()
@@ -82,7 +85,7 @@ class KerasAdapter:
             synchronise_optimizers(self.optimizers, self.model.trainable_variables)
 
     def _synchronise_before_first_call(self) -> None:
-        """For a model that only its first batch builds: between building and computing."""
+        """Synchronise in the model's first call, after it has built itself, before it computes."""
         call = self.model.call
 
         def synchronise_and_call(*args: Any, **kwargs: Any) -> Any:
@@ -100,10 +103,10 @@ class KerasAdapter:
             synchronise_batch_norm(self.model)
 
     def _before_update(self, variables: Sequence[Any]) -> None:
-        """What was not synchronised in a call of the model is so at the latest now.
+        """Synchronise the weights that no call of the model has synchronised yet.
 
-        That is so for models whose ``train_step`` calls their parts only, and for layers that
-        come into use later.
+        There are some if a ``train_step`` calls only parts of the model, and if the script uses a
+        layer for the first time.
         """
         if not self._synchronised and have_values(self.model.weights):
             self._synchronise(self.model.weights)
@@ -112,7 +115,7 @@ class KerasAdapter:
             self._synchronise(new)
 
     def scale_learning_rate(self, multiplier: Multiplier) -> list[tuple[float, Multiplier | None]]:
-        parts = [part for each in self.optimizers for part in _parts(inner_optimizer(each))]
+        parts = [part for each in self.optimizers for part in parts_of(inner_optimizer(each))]
         if not multiplier.changes_nothing:
             for part in parts:
                 RateInUpdate(part, multiplier)
@@ -123,10 +126,10 @@ class KerasAdapter:
         self.model.supports_jit = False
         if getattr(self.model, "compiled", False):
             self.model.jit_compile = False
-            self.model.train_function = None  # made anew by the next fit
+            self.model.train_function = None  # the next fit makes it again
         for each in self.optimizers:
             inner = inner_optimizer(each)
-            refuse_other_optimizers(self.model, [inner, *_parts(inner)])
+            refuse_other_optimizers(self.model, [inner, *parts_of(inner)])
             average_in_apply(inner, self._average(), self._before_update)
             skip_together(inner)
         compare = functools.partial(require_same_weights, "fit", self.model, self.optimizers)
@@ -136,7 +139,9 @@ class KerasAdapter:
     def _average(self) -> Average:
         name = f"hvkit.{next(_serial)}"
         checks = Checks(name, self.model, self.options.check_every)
-        average_gradients = GradientAverager(name, DTYPES.get(self.options.compression), checks)
+        average_gradients = GradientAverager(
+            name, NARROW_DTYPES.get(self.options.compression), checks
+        )
         self.averagers.append(average_gradients)
         if self.options.batch_norm != "average":
             return average_gradients
@@ -152,22 +157,6 @@ class KerasAdapter:
         return average
 
 
-def _settings(optimizer: Any) -> str:
-    """The optimizer's configuration; its name counts up, and its rate is taken from rank 0."""
-    config = optimizer.get_config()
-    if isinstance(config.get("learning_rate"), float):
-        del config["learning_rate"]
-    config.pop("name", None)
-    text = json.dumps(config, sort_keys=True, default=lambda value: type(value).__name__)
-    return f"optimizer {type(optimizer).__name__}: {text}"
-
-
-def _parts(optimizer: Any) -> list[Any]:
-    """The optimizers with a learning rate: several in a ``MultiOptimizer``."""
-    multi = getattr(keras.optimizers, "MultiOptimizer", None)
-    return optimizer.optimizers if multi and isinstance(optimizer, multi) else [optimizer]
-
-
 def _checked(optimizer: Any, model: Any) -> Any:
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         hint = ""
@@ -179,16 +168,16 @@ def _checked(optimizer: Any, model: Any) -> Any:
             f"{type(optimizer).__qualname__}{hint}"
         )
     inner = inner_optimizer(optimizer)
-    if not _parts(inner):
+    if not parts_of(inner):
         raise ValueError(
-            f"{type(inner).__name__} {inner.name!r} does not know its optimizers yet: call its "
+            f"{type(inner).__name__} {inner.name!r} has made no optimizers yet: call its "
             "build(model.trainable_variables) before hvkit.distribute"
         )
     if inner.built and has_weights(model) and model.trainable_variables:
         held = {id(v) for v in inner._trainable_variables}
         if not any(id(v) in held for v in model.trainable_variables):
             raise ValueError(
-                f"optimizer {inner.name!r} was built for {len(held)} other variables than those "
-                f"of model {model.name!r}: make a new optimizer for this model"
+                f"optimizer {inner.name!r} was built for {len(held)} other variables, none of "
+                f"them of model {model.name!r}: make a new optimizer for this model"
             )
     return optimizer

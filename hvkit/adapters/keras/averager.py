@@ -1,10 +1,10 @@
 """The mean over ranks of a list of gradients, in eager code and in ``tf.function`` graphs.
 
-Before the gradients, every rank sends which of them it has: none, dense or row-sparse
-(``IndexedSlices``). Eager code then fills in what this rank lacks. A graph cannot, since what it
-updates was settled when it was traced; there a difference between ranks is an error. Either way no
-rank waits for a gradient that another does not send. In a graph the question is asked when the
-first gradient is there, and answered while backward computes the others.
+Before the gradients, the ranks exchange which of them they have: dense, row-sparse
+(``IndexedSlices``) or none. Eager code then fills in the gradients that this rank lacks. A graph
+cannot, because tracing has fixed which variables it updates; there, a difference between ranks is
+an error. Either way no rank waits for a gradient that another does not send. A graph starts this
+exchange when the first gradient is there, and it runs while backward computes the others.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ import numpy as np
 import tensorflow as tf
 
 from hvkit import runtime
-from hvkit.adapters.chunks import chunks
-from hvkit.adapters.keras.compression import narrow_mean, widened
-from hvkit.adapters.keras.graph_wait import GraphWait
+from hvkit.adapters.keras.graph_collectives import GraphWait, narrow_mean, widened
 from hvkit.adapters.keras.sparse import average_rows
+from hvkit.adapters.transport import chunks
 from hvkit.engines import waiting_for_all_ranks
 from hvkit.errors import RanksDisagreeError
 from hvkit.watch.calls import call
 
-# What a rank that has come to the end of an epoch says, where others say which gradients they have.
+# A rank at the end of its epoch sends this instead of zeros and ones.
 _AT_THE_END = 1 << 15
 _UNEVEN = (
-    "some ranks have come to the end of their data while others go on: give every rank the same "
-    "number of batches, as hvkit.shard(data) does"
+    "some ranks ran out of data while others go on: give every rank the same number of batches, "
+    "as hvkit.shard(data) does"
 )
 
 
@@ -37,9 +36,9 @@ class GradientAverager:
 
     Args:
         name: the same on every rank, and no other averager's.
-        narrow: dtype of 16 bits in which gradients travel; None for their own.
-        check: compares the ranks, once all have come to the update, and returns what a graph has
-            to do before it averages.
+        narrow: 16-bit dtype in which gradients travel; None for their own.
+        check: compares the ranks when all have reached the update; returns the operations that a
+            graph must run before it averages.
     """
 
     def __init__(
@@ -52,11 +51,11 @@ class GradientAverager:
         self._name = name
         self._narrow = narrow
         self._check = check
-        # Added to what is sent: TensorFlow would compute an operation on constants only once.
+        # Added to constants that are sent: TensorFlow would compute the operation only once.
         with tf.init_scope(), tf.device("CPU:0"):
             self._zero = tf.Variable(0, trainable=False)
         self._wait = GraphWait(name)
-        self._tell_in_graph: Any = None
+        self._exchange_in_graph: Any = None
         self._width: int | None = None
         self._eager = False
 
@@ -66,13 +65,13 @@ class GradientAverager:
         variables: Sequence[Any],
         absent: Sequence[Any] | None = None,
     ) -> list[Any]:
-        """Return the means, None where no rank had a gradient; a collective.
+        """Return the means, with None where no rank has a gradient; a collective.
 
         Args:
             gradients: ``tf.Tensor``, ``tf.IndexedSlices`` or None, one for each variable.
             variables: the Keras or TensorFlow variables they belong to.
-            absent: what this rank contributes, in eager code, where it has no gradient and
-                others have one; zeros by default.
+            absent: what this rank contributes, in eager code, for a variable whose gradient
+                only other ranks have; zeros by default.
 
         Raises:
             tf.errors.InvalidArgumentError: in a graph, if only some ranks have a gradient for a
@@ -85,11 +84,11 @@ class GradientAverager:
         present = tf.constant(np.array([dense, sparse], np.int32))
         if tf.executing_eagerly():
             with call("optimizer.apply()"), waiting_for_all_ranks():
-                had = self._tell(present).numpy()
+                had = self._exchange(present).numpy()
                 return self._eager_means(gradients, variables, absent, had)
-        # Not before the step has data: one on an iterator that has ended must not ask.
+        # Wait for a gradient: a step that runs out of data must not start this collective.
         with tf.control_dependencies([self._wait.enter(_ready_first(gradients))]):
-            had = self._tell(present)
+            had = self._exchange(present)
         with tf.control_dependencies([self._assert_alike(had, variables)]):
             checked = self._check(gradients, variables)
         with tf.control_dependencies(checked):
@@ -118,27 +117,27 @@ class GradientAverager:
     def end_of_epoch(self) -> None:
         """Make sure that every rank is at the end of its epoch; a collective.
 
-        It takes the place of the question with which an update begins, so that a rank that is
-        still in one gets this for an answer.
+        It is the same collective as the first one of an update, with other numbers. A rank that
+        begins another step receives these numbers and raises as well.
 
         Raises:
             RanksDisagreeError: another rank takes a further step.
         """
         if self._width is not None:
-            # Horovod names an operation of eager code by its kind, one of a graph by its name.
-            if not self._eager and self._tell_in_graph is None:
-                # Once for all widths; calling a tf.function for each averager would have
-                # TensorFlow warn of functions that are traced again and again.
-                self._tell_in_graph = tf.function(
-                    self._tell, autograph=False
+            # Horovod identifies an eager operation by its kind, one in a graph by its name.
+            if not self._eager and self._exchange_in_graph is None:
+                # Trace once for all widths: TensorFlow would warn of repeated tracing if each
+                # averager called a tf.function of its own.
+                self._exchange_in_graph = tf.function(
+                    self._exchange, autograph=False
                 ).get_concrete_function(tf.TensorSpec((2, None), tf.int32))
-            tell = self._tell if self._eager else self._tell_in_graph
+            exchange = self._exchange if self._eager else self._exchange_in_graph
             with waiting_for_all_ranks():
-                had = tell(tf.fill((2, self._width), _AT_THE_END))
+                had = exchange(tf.fill((2, self._width), _AT_THE_END))
             if np.any(had.numpy() != _AT_THE_END * runtime.size()):
                 raise RanksDisagreeError(_UNEVEN)
 
-    def _tell(self, numbers: tf.Tensor) -> tf.Tensor:
+    def _exchange(self, numbers: tf.Tensor) -> tf.Tensor:
         """The sum over ranks of two rows of numbers, one for each gradient."""
         with tf.device("CPU:0"):
             return self._hvd.allreduce(
@@ -166,10 +165,10 @@ class GradientAverager:
         )
 
     def _mean(self, gradients: list[Any]) -> list[Any]:
-        """Average what every rank has; positions stay, None stays None."""
+        """Average gradients that every rank has; positions stay, None stays None."""
         means: list[Any] = [None] * len(gradients)
         kinds: dict[Any, list[int]] = {}
-        # Backward makes the last variables' gradients ready first.
+        # Backward computes the last variables' gradients first.
         for i in reversed(range(len(gradients))):
             if _is_sparse(gradients[i]):
                 name = f"{self._name}.{i}"
@@ -196,7 +195,7 @@ class GradientAverager:
 
 
 def _ready_first(gradients: Sequence[Any]) -> list[Any]:
-    """The gradient that backward makes first, if there is one."""
+    """The gradient that backward computes first, if there is one."""
     return [_values(g) for g in gradients if g is not None][-1:]
 
 
@@ -221,7 +220,7 @@ def _filled_in(gradient: Any, variable: Any, absent: Any, any_dense: bool, any_s
 
 
 def _of_known_shape(gradient: Any, variable: Any) -> Any:
-    """A copy with its variable's shape, which a graph for batches of any size may not know."""
+    """A copy with its variable's shape; a graph for batches of any size may not know the shape."""
     if gradient is None:
         return None
     if _is_sparse(gradient):

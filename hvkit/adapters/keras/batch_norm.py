@@ -1,7 +1,7 @@
-"""Batch norm on several ranks: whose statistics a layer normalises with, and keeps.
+"""Batch norm on several ranks: which statistics a layer normalises with, and which it keeps.
 
-As in PyTorch: moving statistics are averaged over ranks with every update, or batches are
-normalised over all ranks' batches together.
+``batch_norm="average"``: each update averages the layers' moving statistics over ranks.
+``batch_norm="sync"``: layers normalise with the statistics of all ranks' batches together.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import keras
 import tensorflow as tf
 
 from hvkit import runtime
-from hvkit.adapters.keras.graph_wait import GraphWait
-from hvkit.adapters.keras.guard import refuse_xla
+from hvkit.adapters.keras.graph_collectives import GraphWait
+from hvkit.adapters.keras.refusals import refuse_xla
 
-# The names of the collectives; ranks make the layers in the same order.
+# Numbers the collectives; ranks make the layers in the same order.
 _serial = itertools.count()
 
 
 def average_statistics(model: keras.Model, hvd: ModuleType, wait: GraphWait) -> None:
     """Average the moving statistics of the model's trainable batch-norm layers; a collective.
 
-    Frozen layers compute with what they have and do not change it, so theirs are alike already.
+    Frozen layers use their statistics without changing them, so those are already equal.
 
     Args:
         model: with weights.
         hvd: Horovod's TensorFlow binding.
-        wait: of this collective.
+        wait: counts the waits in this collective.
     """
     kept = [
         variable
@@ -52,7 +52,7 @@ def average_statistics(model: keras.Model, hvd: ModuleType, wait: GraphWait) -> 
 
 
 def synchronise_batch_norm(model: keras.Model) -> None:
-    """From now on, the model's batch-norm layers compute batch statistics over all ranks."""
+    """Make the model's batch-norm layers compute batch statistics over all ranks."""
     for layer in _layers(model):
         if "_moments" not in vars(layer):
             layer._moments = _moments_over_ranks(layer, f"hvkit.batch_norm.{next(_serial)}")
@@ -64,10 +64,10 @@ def _layers(model: keras.Model) -> list[Any]:
 
 
 def _moments_over_ranks(layer: Any, name: str) -> Any:
-    """The layer's ``_moments``: mean and biased variance of each channel over all samples.
+    """A ``_moments`` for the layer: mean and biased variance of each channel over all samples.
 
-    The ranks' moments are combined as in Chan, Golub and LeVeque, "Updating formulae and a
-    pairwise algorithm for computing sample variances" (1979).
+    It combines the ranks' moments as in Chan, Golub and LeVeque, "Updating formulae and a pairwise
+    algorithm for computing sample variances" (1979).
     """
     of_own_batch = layer._moments
 
@@ -89,15 +89,15 @@ def _moments_over_ranks(layer: Any, name: str) -> Any:
 
 @functools.cache
 def _wait() -> GraphWait:
-    """Of all layers together: each look at a counter costs the watcher time."""
+    """One counter for all layers together: each one costs the watcher time."""
     return GraphWait("hvkit.batch_norm", "synchronised batch norm")
 
 
 def _gathered(mine: tf.Tensor, name: str) -> tf.Tensor:
     """All ranks' vectors as rows, in rank order.
 
-    Each rank's loss counts for itself in the gradient, since the gradients of the weights are
-    averaged later. Horovod's own gradient of an allgather would divide by the number of ranks.
+    The gradient sums over the ranks' losses, because the gradients of the weights are averaged
+    later. Horovod's own gradient of an allgather would divide by the number of ranks.
     """
     hvd = runtime.engine("tensorflow").hvd
 

@@ -1,4 +1,4 @@
-"""Keras callbacks on several ranks: decisions in common, files from rank 0 alone."""
+"""Keras callbacks on several ranks: all ranks stop together, and only rank 0 writes files."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hvkit.adapters.keras.averager import GradientAverager
 from hvkit.errors import RanksDisagreeError
 from hvkit.metrics import any_rank
 
-# Nothing but files and messages comes of these.
+# These only write files and messages.
 _WRITERS = ("CSVLogger", "TensorBoard", "RemoteMonitor", "OrbaxCheckpoint", "ProgbarLogger")
 # These never end training in the middle of an epoch.
 _STEADY = ("ModelCheckpoint", "ProgbarLogger", "CSVLogger", "TensorBoard", "History")
 
 
 class Epoch:
-    """Whether ``fit`` is inside an epoch, which all ranks have to end after the same step.
+    """Whether ``fit`` is inside an epoch; all ranks have to end it after the same step.
 
     Args:
         averagers: of the optimizers that update the model.
@@ -33,12 +33,12 @@ class Epoch:
         self._begun = False
 
     def begin(self) -> None:
-        """A pass over the training data begins."""
+        """Begin a pass over the training data."""
         self._begun = True
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Around a pass over other data, in the middle of the epoch or after it."""
+        """Wrap a pass over other data, in the middle of the epoch or after it."""
         begun, self._begun = self._begun, False
         try:
             yield
@@ -46,10 +46,10 @@ class Epoch:
             self._begun = begun
 
     def end(self) -> None:
-        """It is over; a collective. Does nothing after a pass over the validation data.
+        """End the pass; a collective. Does nothing after a pass over the validation data.
 
         Raises:
-            RanksDisagreeError: it goes on on another rank.
+            RanksDisagreeError: another rank is still inside the epoch.
         """
         if self._begun:
             self._begun = False
@@ -58,11 +58,11 @@ class Epoch:
 
 
 def for_this_rank(callbacks: Any, epoch: Epoch | None) -> Any:
-    """The callbacks that this rank should have, in their order.
+    """The callbacks that this rank runs, in their order.
 
     Args:
-        callbacks: what the user passed: None, a callback, a list of them or a ``CallbackList``.
-        epoch: of ``fit``, where ranks have to end together; None for other methods.
+        callbacks: the user's: None, a callback, a list of callbacks or a ``CallbackList``.
+        epoch: the state of ``fit``; None for other methods.
 
     Raises:
         ValueError: ``BackupAndRestore`` is among them.
@@ -94,14 +94,14 @@ def _refuse_restoring(callbacks: list[Any]) -> None:
     for each in callbacks:
         if _is_one_of(each, ("BackupAndRestore",)):
             raise ValueError(
-                "keras.callbacks.BackupAndRestore restores each rank by itself, from files that "
-                "all of them would write: use hvkit.Checkpoint(directory, model=model, "
-                "optimizer=optimizer), its restore() and its callback()"
+                "keras.callbacks.BackupAndRestore does not work on several ranks: all would write "
+                "the same files, and each would restore by itself. Use hvkit.Checkpoint(directory, "
+                "model=model, optimizer=optimizer), its restore() and its callback()"
             )
 
 
 def _without_output(callback: Any) -> Any:
-    """The callback, deciding as ever, but without messages and without saving the model."""
+    """The same callback, without messages and without saving the model; its decisions stay."""
     if hasattr(callback, "verbose"):
         callback.verbose = 0
     if _is_one_of(callback, ("ModelCheckpoint",)):
@@ -111,7 +111,7 @@ def _without_output(callback: Any) -> Any:
 
 
 class _Unsaved:
-    """A model that is not saved: everything else goes to the model itself."""
+    """A model that cannot be saved; everything else goes to the model itself."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -120,13 +120,13 @@ class _Unsaved:
         return getattr(self._model, name)
 
     def save(self, *args: Any, **kwargs: Any) -> None:
-        """Leave it to rank 0."""
+        """Save nothing: rank 0 does."""
 
     save_weights = save
 
 
 def _acts_in_steps(callback: Any) -> bool:
-    """Whether it has code of its own for the ends of steps, which may end training."""
+    """Whether the callback has code of its own at the end of steps, which may stop training."""
     if _is_one_of(callback, _STEADY) or getattr(callback, "never_stops", False):
         return False
     base = keras.callbacks.Callback
@@ -138,40 +138,40 @@ def _acts_in_steps(callback: Any) -> bool:
 
 
 class InStep(keras.callbacks.Callback):  # type: ignore[misc]
-    """Ranks take the same number of steps, and stop when any of them stops.
+    """Makes all ranks take the same number of steps, and stop when any rank stops.
 
     Args:
-        others: the user's callbacks, after which this one is called.
-        epoch: is told when one begins.
+        others: the user's callbacks; Keras calls this one after them.
+        epoch: the state of ``fit``, for when an epoch begins and ends.
     """
 
     def __init__(self, others: list[Any], epoch: Epoch) -> None:
         super().__init__()
         self._epoch = epoch
-        # A collective a step only where a callback could end training inside an epoch.
+        # Only a callback that could stop training inside an epoch is worth a collective per step.
         self._every_step = any(_acts_in_steps(each) for each in others)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Make sure that the ranks agree about the number of steps, as far as it is known."""
+        """Make sure that all ranks that know their number of steps have the same number."""
         everyone = collectives.gather("fit", ((self.params or {}).get("steps"), self._every_step))
         steps = [theirs for theirs, _ in everyone]
         self._every_step = any(theirs for _, theirs in everyone)
         if len({count for count in steps if count is not None}) > 1:
             raise RanksDisagreeError(
-                f"fit was given data of different length on each rank: {steps} steps an epoch, by "
-                "rank; every rank must take the same number of steps: use hvkit.shard(data)"
+                f"fit has data of different length on each rank, {steps} steps per epoch in rank "
+                "order: every rank must take the same number of steps; use hvkit.shard(data)"
             )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Tell that a pass over the training data begins."""
+        """Begin a pass over the training data."""
         self._epoch.begin()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Stop with the others."""
+        """Stop if any rank stops."""
         if self._every_step:
             self.model.stop_training = any_rank(self.model.stop_training)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Stop with the others, which hold the same weights."""
+        """Compare the ranks' weights, and stop if any rank stops."""
         self._epoch.compare()
         self.model.stop_training = any_rank(self.model.stop_training)

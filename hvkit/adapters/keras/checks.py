@@ -1,12 +1,13 @@
-"""What the ranks compare while they train: that they hold the same weights, and do other work.
+"""Checks while training: that all ranks hold the same weights, and that they do different work.
 
-Before the first update, and then every ``check_every`` updates, each rank's fingerprints travel
-before the gradients are averaged, in eager code and in ``tf.function`` graphs. NumPy computes them
-in both, in a branch of the graph that other steps do not take. ``fit`` compares at the end of each
-epoch, too, optimizers included.
+Before the first update, and then every ``check_every`` updates, the ranks exchange fingerprints
+before they average gradients, in eager code and in ``tf.function`` graphs. NumPy computes the
+fingerprints in both, in a branch of the graph that other steps do not take. ``fit`` also compares
+at the end of each epoch, optimizers included.
 
-Weights that were made trainable are compared, frozen ones as well; the statistics of layers, states
-of random generators and gradients that are still being accumulated belong to single ranks.
+The checks cover weights that a layer made trainable, also while they are frozen. They leave out
+what may differ between ranks: the statistics of layers, the states of random generators, and
+gradients that an optimizer is still accumulating.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ import tensorflow as tf
 from hvkit import runtime
 from hvkit.adapters import fingerprints
 from hvkit.adapters.fingerprints import WIDTH, Compared, Rows
-from hvkit.adapters.keras.guard import is_averaged, weights_of_distributed
-from hvkit.adapters.keras.loss_scale import inner_optimizer
-from hvkit.adapters.keras.state import tf_variable
+from hvkit.adapters.keras.initial_state import tf_variable
+from hvkit.adapters.keras.optimizers import inner_optimizer
+from hvkit.adapters.keras.refusals import is_averaged, weights_of_distributed
 from hvkit.errors import RanksDisagreeError
 
-# Updates that no training reaches.
+# More updates than any training takes.
 _NEVER = np.iinfo(np.int64).max
 
-# From 1 to the next number.
+# The distance from 1 to the next number.
 _UNITS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
-# Models that were compared before their first update.
+# Models whose weights were compared before their first update.
 _updated: WeakSet[Any] = WeakSet()
 
 
 class Checks:
-    """The comparisons of one optimizer's updates.
+    """Compares the ranks at the updates of one optimizer.
 
     Args:
         name: the same on every rank, and no other optimizer's.
@@ -57,15 +58,15 @@ class Checks:
             self._gradients_due = tf.Variable(True, trainable=False)
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Compare, if it is time; a collective, after every rank has come to the update.
+        """Compare if a comparison is due; a collective, once every rank has reached the update.
 
         Args:
             gradients: this rank's own: ``tf.Tensor``, ``tf.IndexedSlices`` or None.
-            variables: those that are about to be updated.
+            variables: those that the update will change.
 
         Returns:
-            What has to happen before the update, in a graph. That gradients are compared is not
-            part of it: other gradients are averaged while backward computes the last ones.
+            The operations that must run before the update, in a graph. The comparison of gradients
+            is not among them, so that averaging can begin while backward computes the last ones.
 
         Raises:
             RanksDisagreeError: in eager code, if the ranks hold different weights.
@@ -82,7 +83,7 @@ class Checks:
         return self._left.assign_sub(1) if self._every else tf.identity(self._left)
 
     def _compare_weights(self, variables: Sequence[Any]) -> tf.Tensor:
-        # As inputs, so that TensorFlow reads them before this update and after the one before.
+        # Passed as inputs, so that TensorFlow reads them between the last update and this one.
         values = [tf_variable(v).value() for v in variables]
 
         def rows_of(*arrays: Any) -> Any:
@@ -123,16 +124,16 @@ class Checks:
             )
 
     def _frozen(self) -> list[Any]:
-        """The model's weights that no optimizer updates now; nobody writes to them meanwhile."""
+        """The model's weights that are frozen now, so that nothing writes to them meanwhile."""
         return [v for v in _made_trainable(self._model) if not v.trainable]
 
 
 def compared_in(thing: Any) -> tuple[list[Compared], list[Rows]]:
-    """What all ranks must hold alike of a model or an optimizer, and its fingerprints.
+    """The variables of a model or optimizer that must be equal on all ranks, and fingerprints.
 
     Args:
-        thing: a model or an optimizer. Of those that were not distributed nothing counts but the
-            weights that are a distributed model's, too.
+        thing: a model or an optimizer. If it was not distributed, only those of its weights count
+            that a distributed model shares.
     """
     if isinstance(thing, keras.Model):
         distributed = weights_of_distributed()
@@ -147,12 +148,12 @@ def compared_in(thing: Any) -> tuple[list[Compared], list[Rows]]:
 
 
 def require_same_weights(call: str, model: keras.Model, optimizers: Sequence[Any]) -> None:
-    """Raise on every rank unless all ranks hold the same, up to rounding; a collective.
+    """Raise on every rank unless all hold the same weights, up to rounding; a collective.
 
     Args:
-        call: what the user called.
+        call: the name of the call that the user made.
         model: a distributed one.
-        optimizers: those that were passed with it.
+        optimizers: those that ``distribute`` got with it.
 
     Raises:
         RanksDisagreeError: names the first variable that differs, and the ranks.
@@ -163,13 +164,13 @@ def require_same_weights(call: str, model: keras.Model, optimizers: Sequence[Any
 
 
 def _made_trainable(model: Any) -> list[Any]:
-    """The model's weights other than what layers keep for themselves, each once."""
+    """The model's weights, without the state that layers keep for themselves; each once."""
     layers = model._flatten_layers()
     return list({id(v): v for each in layers for v in each._trainable_variables}.values())
 
 
 def _accumulators(optimizer: Any) -> list[Any]:
-    """Gradients that were accumulated since the last update: each rank's own, not averaged yet."""
+    """The gradients accumulated since the last update: each rank's own, not averaged yet."""
     inner = inner_optimizer(optimizer)
     parts = [inner, *getattr(inner, "optimizers", ())]
     return [v for part in parts for v in getattr(part, "_accumulated_gradients", ())]
@@ -190,7 +191,7 @@ def _rows(arrays: Sequence[Any]) -> list[Rows]:
 def _in_numpy(
     function: Callable[..., Any], inputs: Sequence[Any], dtype: tf.DType, shape: list[int | None]
 ) -> tf.Tensor:
-    """What a function of arrays returns, in eager code and in graphs."""
+    """The result of a function of NumPy arrays, in eager code and in graphs."""
     result = tf.numpy_function(function, inputs, dtype)
     if not tf.executing_eagerly():
         result.set_shape(shape)

@@ -1,8 +1,8 @@
-"""``fit`` and ``evaluate`` on several ranks: metrics of all ranks, on all ranks.
+"""``fit`` and ``evaluate`` on several ranks: every rank gets the metrics of all ranks.
 
-Metrics keep sums (a total and a count, a confusion matrix), so the sums of all ranks give exactly
-what one process would have measured on all the data. Keras reads the metrics in one place after
-each pass over the data, before callbacks see them; that place is replaced on the model's instance.
+Metrics keep sums (a total and a count, a confusion matrix). Added up over ranks, these give exactly
+the result of one process on all the data. Keras reads the metrics in one method, after each pass
+over the data and before callbacks see them; hvkit replaces that method on the model's instance.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from hvkit.watch.rank_errors import translated
 def share_results(
     model: keras.Model, averagers: Sequence[GradientAverager], compare: Callable[[], None]
 ) -> None:
-    """From now on ``fit`` and ``evaluate`` of this model report the metrics of all ranks.
+    """Make ``fit`` and ``evaluate`` of this model report the metrics of all ranks.
 
-    Both become collectives. Only rank 0 draws progress and writes files.
+    Both become collectives. Only rank 0 shows progress and writes files.
 
     Args:
         model: a distributed one.
@@ -47,7 +47,7 @@ def share_results(
 def _on_this_rank(
     method: Callable[..., Any], epoch: Epoch, *, trains: bool = True
 ) -> Callable[..., Any]:
-    """The method with the callbacks and the verbosity that this rank should have."""
+    """The method, with callbacks and verbosity adapted to this rank."""
 
     @functools.wraps(method)
     def on_this_rank(*args: Any, **kwargs: Any) -> Any:
@@ -65,7 +65,7 @@ def _on_this_rank(
 
 
 def _takes(method: Callable[..., Any], name: str) -> bool:
-    """Whether the method, which may be the user's own, takes an argument of this name."""
+    """Whether the method, possibly the user's own, takes an argument of this name."""
     parameters = inspect.signature(method).parameters
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
@@ -73,18 +73,18 @@ def _takes(method: Callable[..., Any], name: str) -> bool:
 def _with_names(
     method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments by name, where the method takes them so."""
+    """The arguments, passed by name if the method's signature allows it."""
     parameters = inspect.signature(method).parameters.values()
     kinds = {p.kind for p in parameters}
     if inspect.Parameter.VAR_POSITIONAL in kinds:
         if inspect.Parameter.VAR_KEYWORD not in kinds:
             return args, kwargs
-        # A method of the user's that hands on to Keras's what is not its own.
+        # A user's method that passes its remaining arguments on to Keras's.
         keras_method = functools.partial(getattr(keras.Model, method.__name__), None)
         parameters = inspect.signature(keras_method).parameters.values()
     names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][: len(args)]
     if len(names) < len(args) or not kwargs.keys().isdisjoint(names):
-        return args, kwargs  # one too many, or one twice: Python says so
+        return args, kwargs  # one too many, or one twice: Python raises the error
     return (), dict(zip(names, args, strict=True)) | kwargs
 
 
@@ -94,13 +94,13 @@ def _over_all_ranks(
     """The metrics of one pass over the data, combined over all ranks; a collective.
 
     Args:
-        model: whose metrics have seen this rank's batches.
-        epoch: of ``fit``, if it is at its end.
-        read: the metrics that Keras reports, from the metrics' states or from ``logs``.
-        logs: what the last step returned; empty if this rank had no batch.
+        model: its metrics have seen this rank's batches.
+        epoch: the state of ``fit``; this may be its end.
+        read: returns the metrics that Keras reports, from the metrics' states or from ``logs``.
+        logs: the return value of the last step; empty if this rank had no batch.
     """
     epoch.end()
-    # Without a batch, compiled metrics may have no state yet to read.
+    # Without a batch, compiled metrics may have no state yet.
     own: Mapping[str, Any] = read(logs) if logs else logs
     # A train_step or test_step may return other numbers than the model's metrics.
     from_state = own is not logs
@@ -119,7 +119,7 @@ def _over_all_ranks(
 
 
 def _combined(variables: list[Any], states: list[list[Any]]) -> list[Any]:
-    """The states of all ranks' metrics in one, each variable in its own way of adding up."""
+    """The states of all ranks' metrics in one, each variable by its own ``aggregation``."""
     combined = []
     for variable, values in zip(variables, zip(*states, strict=True), strict=True):
         way = getattr(variable, "aggregation", "sum")
@@ -135,7 +135,7 @@ def _combined(variables: list[Any], states: list[list[Any]]) -> list[Any]:
 def _result_of(
     variables: list[Any], combined: list[Any], own: list[Any], read: Callable[[], Any]
 ) -> dict[str, float]:
-    """What metrics with the combined states report; they keep their own states."""
+    """The result that the metrics report for the combined states; they keep their own states."""
     for variable, value in zip(variables, combined, strict=True):
         variable.assign(value)
     result = {name: _as_float(value) for name, value in read().items()}
@@ -145,7 +145,7 @@ def _result_of(
 
 
 def _means(own: Mapping[str, Any], numbers: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """Means over ranks of the numbers that all of them have."""
+    """Means over ranks of the numbers that all ranks have."""
     return {
         name: float(np.mean([theirs[name] for theirs in numbers]))
         if all(isinstance(theirs.get(name), float) for theirs in numbers)
@@ -155,7 +155,7 @@ def _means(own: Mapping[str, Any], numbers: list[Mapping[str, Any]]) -> dict[str
 
 
 def _result_of_first_with_data(own: Mapping[str, Any], with_data: list[bool]) -> Mapping[str, Any]:
-    """For ranks whose part of the data was empty: what the others have found."""
+    """The metrics of the first rank that had data, for ranks whose part was empty."""
     if not any(with_data):
         return own
     return collectives.broadcast(dict(own), root=with_data.index(True))

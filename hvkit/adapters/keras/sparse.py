@@ -1,18 +1,19 @@
-"""The mean over ranks of row-sparse gradients (``tf.IndexedSlices``), as embeddings make them.
+"""The mean over ranks of the row-sparse gradients (``tf.IndexedSlices``) of embeddings.
 
-The rows that the ranks touched are gathered rather than summed as dense tensors: a table of
-millions of rows costs what the few rows of a batch cost.
+Ranks gather the rows that they touched instead of summing dense tensors: a table of millions of
+rows costs as much as the rows of a batch.
 
-Keras's optimizers square the rows of such a gradient one by one, also where several have the same
-index. The update of one process with all ranks' samples therefore depends on which rows it would
-have had. Rows looked up for each sample, such as tokens, it has once for each sample: those of
-all ranks one after the other. Rows looked up once for the whole batch, such as positions, it has
-once: the ranks' rows have to be added up.
+Keras's optimizers square the rows of such a gradient one by one, even if several rows have the same
+index. To update as one process with all ranks' samples would, the ranks need the rows that this
+process would have:
 
-Rows were looked up for the whole batch if every rank has the same ones in rising order; a rank may
-have fewer of them, from the first on, since its sequences are shorter. A few samples may look the
-same, so how a graph computes the indices counts as well: not from the samples. Eager code does not
-show that; a single row is taken to be a single sample's there.
+- rows looked up for each sample, such as tokens: those of all ranks, one after the other;
+- rows looked up once for the whole batch, such as positions: one set, the sum of the ranks' rows.
+
+Rows belong to the whole batch if every rank has the same ones in rising order. A rank with shorter
+sequences may have fewer, counted from the first. A few samples can look like that by chance, so the
+graph must also compute the indices without reading the samples. Eager code does not show how it
+computed them; there, a single row counts as one sample's.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvkit.adapters.keras.compression import from_bits, to_bits, widened
+from hvkit.adapters.keras.graph_collectives import from_bits, to_bits, widened
 
 
 class Origin(enum.IntEnum):
-    """Where a rank's indices come from; stands before them, where all ranks' are gathered."""
+    """Where a rank's indices come from; the ranks send this mark before their indices."""
 
     BATCH = -1
     SAMPLES = -2
@@ -38,7 +39,7 @@ class Origin(enum.IntEnum):
 _OF_SHAPES = frozenset(
     ["Shape", "ShapeN", "Size", "Rank", "OnesLike", "ZerosLike", "BroadcastGradientArgs"]
 )
-# Functions inside a graph, into which nobody looks here.
+# Calls of functions inside a graph; :func:`origin` does not look into them.
 _CALLS = frozenset(
     ["PartitionedCall", "StatefulPartitionedCall", "If", "StatelessIf", "While", "StatelessWhile"]
 )
@@ -53,10 +54,10 @@ def average_rows(
         slices: values of shape (rows, ...) and indices of shape (rows,); rows may be 0.
         name: the same on every rank, and no other collective's.
         hvd: Horovod's TensorFlow binding.
-        narrow: dtype of 16 bits in which float32 values travel; None for their own.
+        narrow: 16-bit dtype in which float32 values travel; None for their own.
 
     Returns:
-        The slices that one process with all ranks' samples would have, of the same dtypes.
+        The slices that one process with all ranks' samples would have, in the same dtypes.
     """
     dtype = slices.values.dtype
     values = widened(slices.values)
@@ -66,7 +67,7 @@ def average_rows(
     if narrow:
         values = from_bits(values, narrow)
     mark = tf.constant([origin(slices.indices)], tf.int64)
-    # All of one dtype: that of a rank which lacks this gradient is not known.
+    # In one dtype on all ranks: a rank without this gradient does not know the others' dtype.
     indices = tf.concat([mark, tf.cast(slices.indices, tf.int64)], axis=0)
     indices = hvd.allgather(indices, name=f"{name}.indices", ignore_name_scope=True)
     values, indices = _as_in_one_process(values, indices)
@@ -78,11 +79,11 @@ def average_rows(
 
 
 def _as_in_one_process(values: tf.Tensor, marked: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """All ranks' rows, added up if they were looked up for the whole batch.
+    """All ranks' rows, added up if the ranks looked them up for the whole batch.
 
     Args:
         values: the rows of all ranks, of shape (rows, ...).
-        marked: their indices, with a mark before those of each rank, of shape (rows + ranks,).
+        marked: their indices, with a mark before each rank's, of shape (rows + ranks,).
     """
     is_row = marked >= 0
     begins = tf.where(~is_row)[:, 0]
@@ -107,13 +108,13 @@ def _as_in_one_process(values: tf.Tensor, marked: tf.Tensor) -> tuple[tf.Tensor,
 
 
 def origin(indices: tf.Tensor) -> Origin:
-    """Where indices come from: what a graph was called with and drew at random, or nothing such."""
+    """Where indices come from: samples, if a graph's arguments or random numbers decide them."""
     if tf.executing_eagerly():
         return Origin.UNKNOWN
     while indices.op.type == "Identity":
         indices = indices.op.inputs[0]
     if _is_argument(indices):
-        return Origin.UNKNOWN  # the whole gradient was computed elsewhere
+        return Origin.UNKNOWN  # another function computed the whole gradient
     found = Origin.BATCH
     seen: set[Any] = set()
     waiting = [indices]
@@ -139,7 +140,7 @@ def _is_argument(tensor: tf.Tensor) -> bool:
 
 
 def _captured(placeholder: tf.Tensor) -> Any:
-    """What a function's placeholder stands for outside of it; None for an argument."""
+    """The outer tensor that a function's placeholder stands for; None for an argument."""
     for outside, inside in getattr(placeholder.graph, "captures", ()):
         if inside.name == placeholder.name:
             return outside

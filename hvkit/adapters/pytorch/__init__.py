@@ -1,4 +1,18 @@
-"""PyTorch: gradients are averaged when ``loss.backward()`` returns."""
+"""PyTorch: gradients are averaged when ``loss.backward()`` returns.
+
+::
+
+    adapter                the steps of distribute
+    ├── initial_state      copies rank 0's weights and optimizer state
+    ├── reducer            averages gradients during backward(), waits at its end
+    │   ├── buckets        tensors that carry many gradients, compression, sparse rows
+    │   ├── step_report    which gradients each rank has; steps and rates of the ranks
+    │   └── checks         do all ranks hold the same weights, and different data?
+    ├── batch_norm         statistics over ranks; averaged ones travel with the gradients
+    ├── learning_rate      scaling and warm-up inside optimizer.step()
+    ├── optimizers         closures, parent classes, wrappers: optimizers that step unusually
+    └── refusals           other wrappers, torch.distributed, other optimizers
+"""
 
 from hvkit.adapters.pytorch.adapter import PyTorchAdapter
 

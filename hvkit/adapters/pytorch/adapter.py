@@ -1,4 +1,4 @@
-"""What ``distribute`` does to a PyTorch model and its optimizers."""
+"""The steps of ``distribute`` for a PyTorch model and its optimizers."""
 
 from __future__ import annotations
 
@@ -10,27 +10,26 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hvkit.adapters import Options
+from hvkit.adapters.adapter import Options, Record
 from hvkit.adapters.pytorch.batch_norm import (
     RunningStatistics,
     batch_norm_of,
     synchronise_batch_norm,
 )
+from hvkit.adapters.pytorch.buckets import NARROW_DTYPES
 from hvkit.adapters.pytorch.checks import Checks
-from hvkit.adapters.pytorch.compression import DTYPES
-from hvkit.adapters.pytorch.guard import (
-    optimizers_inside,
+from hvkit.adapters.pytorch.initial_state import broadcast_optimizer, broadcast_tensors, move_to
+from hvkit.adapters.pytorch.learning_rate import RateInStep
+from hvkit.adapters.pytorch.optimizers import has_step_length, optimizers_inside
+from hvkit.adapters.pytorch.reducer import GradientReducer, is_averaged
+from hvkit.adapters.pytorch.refusals import (
     refuse_other_optimizers,
     refuse_other_wrappers,
 )
-from hvkit.adapters.pytorch.rate import RateInStep
-from hvkit.adapters.pytorch.reducer import GradientReducer, is_averaged
-from hvkit.adapters.pytorch.state import broadcast_optimizer, broadcast_tensors, move_to
 from hvkit.collectives import require_equal
 from hvkit.learning_rate import Multiplier
-from hvkit.registry import Record
 
-# Tells the reducers of several models apart; ranks call distribute in the same order.
+# Numbers the reducers; ranks call distribute in the same order.
 _serial = itertools.count()
 
 
@@ -77,7 +76,7 @@ class PyTorchAdapter:
         return [
             (
                 float(torch.as_tensor(group["lr"]).detach()),
-                None if _has_step_length(each) else multiplier,
+                None if has_step_length(each) else multiplier,
             )
             for each in self.optimizers
             for group in each.param_groups
@@ -94,7 +93,7 @@ class PyTorchAdapter:
             accumulate=self.options.accumulate,
             name=name,
             checks=Checks(self.parameters, self.optimizers, self.options.check_every, name),
-            narrow=DTYPES.get(self.options.compression),
+            narrow=NARROW_DTYPES.get(self.options.compression),
             statistics=self._averaged_statistics(),
         )
         records = []
@@ -104,7 +103,7 @@ class PyTorchAdapter:
             for each in stepping:
                 self._follow(each, reducer)
             rate = None
-            if not self.multiplier.changes_nothing and not _has_step_length(optimizer):
+            if not self.multiplier.changes_nothing and not has_step_length(optimizer):
                 rate = RateInStep(self.multiplier)
                 for each in stepping:
                     rate.attach(each)
@@ -117,10 +116,9 @@ class PyTorchAdapter:
         return statistics if wanted else None
 
     def _follow(self, optimizer: Optimizer, reducer: GradientReducer) -> None:
-        """Give parameters that are added to the optimizer later the same treatment.
+        """Average the gradients of parameters that the script adds to the optimizer later, too.
 
-        ``add_param_group`` is replaced on the instance only; optimizers leave it out when they
-        are pickled.
+        This replaces ``add_param_group`` on the instance only; pickled optimizers leave it out.
         """
         add: Callable[[dict[str, Any]], None] = optimizer.add_param_group
 
@@ -160,14 +158,13 @@ def _checked(optimizer: Any, model: nn.Module) -> Optimizer:
     if held.isdisjoint(own):
         raise ValueError(
             f"optimizer {type(optimizer).__name__} holds none of the {len(own)} parameters of "
-            f"{type(model).__name__}: make it from this model's parameters(), after the model was "
-            "last replaced"
+            f"{type(model).__name__}: make it from the parameters() of the model that you pass"
         )
     return optimizer
 
 
 def _named_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
-    """The model's parameters, and those that only an optimizer holds, each once."""
+    """The parameters of the model, and those that only an optimizer holds; each once."""
     named = {_plain(name): p for name, p in model.named_parameters()}
     seen = {id(p) for p in named.values()}
     for o, optimizer in enumerate(optimizers):
@@ -187,26 +184,17 @@ def _plain(name: str) -> str:
 def _refuse_uninitialised(name: str, tensor: torch.Tensor) -> None:
     if torch.nn.parameter.is_lazy(tensor):
         raise ValueError(
-            f"{name} has no shape yet (a lazy module): run one batch through the model before "
-            "hvkit.distribute, and make the optimizer after that"
+            f"{name} has no shape yet (a lazy module): run one batch through the model, then make "
+            "the optimizer, then call hvkit.distribute"
         )
     if tensor.is_meta:
         raise ValueError(f"{name} is on the meta device: load or initialise the weights first")
 
 
 def _sparse_embeddings(model: nn.Module) -> set[torch.Tensor]:
-    """Weights whose gradient is known to have values in few rows only."""
+    """The weights whose gradients will be row-sparse."""
     return {
         module.weight
         for module in model.modules()
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
     }
-
-
-def _has_step_length(optimizer: Optimizer) -> bool:
-    """Whether ``lr`` is how far to go along a step that already has the right length.
-
-    That is so where curvature gives the length. No rule about batch sizes applies to it: 1 is right
-    for any batch, and the rules compare updates that are proportional to the gradient.
-    """
-    return isinstance(optimizer, torch.optim.LBFGS)

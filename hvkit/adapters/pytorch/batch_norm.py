@@ -1,9 +1,10 @@
-"""Batch norm on several ranks: whose statistics a layer normalises with, and keeps.
+"""Batch norm on several ranks: which statistics a layer normalises with, and which it keeps.
 
-Running statistics differ between ranks that see different batches. They are averaged along with the
-gradients, so that every rank holds the same ones after each step, and evaluating or saving on any
-rank needs no further thought. Synchronised layers compute the statistics of each training batch
-over all ranks' batches instead, as one process with the larger batch does.
+``batch_norm="average"``: running statistics differ between ranks that see different batches, so
+they are averaged along with the gradients. Every rank then holds the same ones after each step, and
+any rank can evaluate or save the model.
+``batch_norm="sync"``: layers compute the statistics of each training batch over all ranks' batches,
+as one process with the larger batch does.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from hvkit.watch.calls import call
 class RunningStatistics:
     """The running means and variances of a model's normalisation layers, as one vector.
 
-    Of layers that are not synchronised: those have the same on every rank.
+    Synchronised layers are left out: theirs are the same on every rank.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        # Not the buffers themselves, which model.to() and its like replace.
+        # Not the buffers themselves: model.to() and similar calls replace them.
         self._kept = [
             (module, name)
             for module in model.modules()
@@ -45,13 +46,14 @@ class RunningStatistics:
     def read_into(self, vector: torch.Tensor) -> None:
         """Copy them into a vector of shape ``(length,)``."""
         flat = [getattr(module, name).view(-1) for module, name in self._kept]
-        if flat:  # one kernel on a GPU, not one a buffer
+        if flat:  # one GPU kernel instead of one per buffer
             torch._foreach_copy_(list(torch.split(vector, self._sizes)), flat)
 
     def write(self, vector: torch.Tensor) -> None:
-        """Take over those of layers in training; frozen ones stay as they are, bit for bit.
+        """Copy a vector of shape ``(length,)`` back, only into layers in training mode.
 
-        Through ``data``, because a graph whose backward is still to come may hold the buffers.
+        This writes through ``data``, because a graph that still needs its backward pass may hold
+        the buffers.
         """
         pieces = zip(self._kept, torch.split(vector, self._sizes), strict=True)
         changed = [
@@ -63,27 +65,27 @@ class RunningStatistics:
             torch._foreach_copy_([mine for mine, _ in changed], [piece for _, piece in changed])
 
 
-# The names of the collectives of synchronised layers; ranks make them in the same order.
+# Synchronised layers with the names of their collectives; ranks make them in the same order.
 _synchronised: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 _serial = itertools.count()
 
 
 def synchronise_batch_norm(model: nn.Module) -> None:
-    """From now on, the model's batch-norm layers compute batch statistics over all ranks.
+    """Make the model's batch-norm layers compute batch statistics over all ranks.
 
-    The classes' ``forward`` looks whether its module is one of these, so the modules stay as they
-    are and pickle as ever.
+    The classes' ``forward`` checks whether its module is one of these. The modules themselves do
+    not change and pickle as before.
     """
     for module in batch_norm_of(model):
         _synchronised[module] = f"hvkit.batch_norm.{next(_serial)}"
-    _look_for_synchronised()
+    _patch_forward()
 
 
 def batch_norm_of(model: nn.Module) -> list[_BatchNorm]:
-    """The layers that :func:`synchronise_batch_norm` acts on.
+    """The layers that :func:`synchronise_batch_norm` synchronises.
 
     Raises:
-        ValueError: one is of a class with a ``forward`` of its own.
+        ValueError: the class of a layer has a ``forward`` of its own.
     """
     found = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     for module in found:
@@ -97,7 +99,7 @@ def batch_norm_of(model: nn.Module) -> list[_BatchNorm]:
 
 
 @functools.cache
-def _look_for_synchronised() -> None:
+def _patch_forward() -> None:
     for kind in (_BatchNorm, nn.SyncBatchNorm):
         kind.forward = _forward_of(kind.forward)  # type: ignore[method-assign]
 
@@ -133,8 +135,8 @@ def _normalise(module: Any, x: torch.Tensor) -> torch.Tensor:
 class _Normalise(torch.autograd.Function):
     """Ioffe and Szegedy, "Batch Normalization" (2015), over the batches of all ranks.
 
-    The ranks' means and variances are combined as in Chan, Golub and LeVeque, "Updating formulae
-    and a pairwise algorithm for computing sample variances" (1979).
+    It combines the ranks' means and variances as in Chan, Golub and LeVeque, "Updating formulae and
+    a pairwise algorithm for computing sample variances" (1979).
     """
 
     @staticmethod
@@ -160,7 +162,7 @@ class _Normalise(torch.autograd.Function):
         dims = _all_but_channels(wide)
         of_bias, of_weight = wide.sum(dims), (wide * normalised).sum(dims)
         factor = scale if weight is None else scale * weight
-        # Each rank's loss counts for itself here; the gradients are averaged later.
+        # A sum over the ranks' losses: the gradients of the weights are averaged later.
         with call("backward()"), waiting_for_all_ranks():
             sums = ctx.hvd.allreduce(
                 torch.cat([of_bias, of_weight]), op=ctx.hvd.Sum, name=f"{ctx.name}.backward"
@@ -176,7 +178,7 @@ class _Normalise(torch.autograd.Function):
 def _statistics(
     x: torch.Tensor, name: str, hvd: ModuleType
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Mean and biased variance of each channel over all ranks' samples, and their number."""
+    """Mean and biased variance of each channel over all ranks' samples; the number of samples."""
     dims = _all_but_channels(x)
     samples = x.numel() // x.shape[1]
     if samples:
@@ -199,5 +201,5 @@ def _all_but_channels(x: torch.Tensor) -> list[int]:
 
 
 def _channels(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """One value a channel, in a shape that spreads over ``x`` of shape (n, channels, ...)."""
+    """One value per channel, in a shape that broadcasts to ``x`` of shape (n, channels, ...)."""
     return values.view(1, -1, *[1] * (x.dim() - 2))

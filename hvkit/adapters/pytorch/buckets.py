@@ -1,23 +1,31 @@
-"""Flat buffers that carry many gradients in one allreduce.
+"""How gradients travel between ranks: many dense ones in one allreduce, row-sparse ones by row.
 
-A bucket holds the gradients of some parameters, one after the other, as one contiguous tensor
-that Horovod reduces in place. What is averaged is a copy: a parameter's own gradient is only
-written when the mean is there. Hence a gradient that this rank did not compute can go out as
-zeros, half-precision gradients can travel in float32, and any memory layout is fine.
+A bucket holds the gradients of some parameters, one after the other, in one contiguous tensor that
+Horovod reduces in place. Buckets hold copies: a parameter's own gradient changes only when the mean
+is there. A rank can therefore send zeros for a gradient that it did not compute, half-precision
+gradients can travel in float32, and any memory layout is fine. With compression, float32 gradients
+travel in 16 bits; :mod:`hvkit.adapters.transport` explains how.
+
+The gradients of ``torch.nn.Embedding(sparse=True)`` have values in few rows. Ranks gather the rows
+that they touched instead of summing dense tensors: a table of millions of rows costs as much as the
+rows of a batch.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from types import ModuleType
 
 import torch
 
-from hvkit.adapters.chunks import chunks
+from hvkit.adapters.transport import chunks
 from hvkit.engines import waiting_for_all_ranks
 from hvkit.watch.rank_errors import translated
 
-# Horovod's allreduce has no bfloat16, and float16 would overflow in the sum where the mean fits.
+NARROW_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+# Horovod's allreduce has no bfloat16, and a sum in float16 may overflow although the mean fits.
 _WIRE_DTYPE = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
@@ -25,10 +33,73 @@ _WIRE_DTYPE = {
     torch.complex128: torch.float64,
 }
 
+# What decides which parameters share a bucket: of each its dtype, device, whether it requires a
+# gradient, and whether its gradient is row-sparse.
+_Layout = tuple[tuple[torch.dtype, torch.device, bool, bool], ...]
+_LAYOUTS_KEPT = 4
 
-def wire_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which gradients of ``dtype`` travel and are summed."""
-    return _WIRE_DTYPE.get(dtype, dtype)
+
+class BucketSet:
+    """The buckets of one model, laid out again when its parameters change.
+
+    Args:
+        name: the same on every rank, and no other set's.
+        narrow: 16-bit dtype in which gradients travel; None for their own.
+
+    Attributes:
+        all: the buckets of the current layout, in the order in which backward fills them.
+        of: the bucket of each parameter that is in one, by the parameter's number.
+    """
+
+    def __init__(self, name: str, narrow: torch.dtype | None = None) -> None:
+        self.all: list[Bucket] = []
+        self.of: dict[int, Bucket] = {}
+        self._name = name
+        self._narrow = narrow
+        self._layout: _Layout | None = None
+        self._layouts: dict[_Layout, list[Bucket]] = {}
+        self._layouts_made = itertools.count()
+
+    @property
+    def last(self) -> Bucket:
+        """The bucket with the extra numbers; every rank sends it, whatever its layout."""
+        return self.all[-1]
+
+    def arrange(
+        self, parameters: Sequence[torch.nn.Parameter], sparse: set[int], extra: int
+    ) -> None:
+        """Lay the buckets out again if the parameters changed and no bucket is on its way.
+
+        Args:
+            parameters: all parameters, in the same order on every rank.
+            sparse: numbers of those whose gradients are row-sparse and travel by row.
+            extra: how many numbers to append to the last bucket.
+        """
+        layout = tuple(
+            (p.dtype, p.device, p.requires_grad, i in sparse) for i, p in enumerate(parameters)
+        )
+        if layout == self._layout or any(bucket.handle is not None for bucket in self.all):
+            return
+        if layout not in self._layouts:
+            # GANs freeze and thaw parameters in every step, which comes back to few layouts.
+            while len(self._layouts) >= _LAYOUTS_KEPT:
+                del self._layouts[next(iter(self._layouts))]
+            self._layouts[layout] = self._new_buckets(parameters, sparse, extra)
+        self._layout = layout
+        self.all = self._layouts[layout]
+        self.of = {i: bucket for bucket in self.all for i in bucket.views}
+
+    def _new_buckets(
+        self, parameters: Sequence[torch.nn.Parameter], sparse: set[int], extra: int
+    ) -> list[Bucket]:
+        dense: list[tuple[int, torch.Tensor]] = [
+            (i, p) for i, p in enumerate(parameters) if p.requires_grad and i not in sparse
+        ]
+        if not dense:  # the extra numbers still need a bucket
+            dense = [(-1, torch.zeros(1, device=parameters[0].device))]
+        name = f"{self._name}.{next(self._layouts_made)}"
+        # The last bucket has one name in all layouts, for ranks whose layouts differ.
+        return make_buckets(name, f"{self._name}.last", dense, extra, self._narrow)
 
 
 class Bucket:
@@ -37,7 +108,7 @@ class Bucket:
     Args:
         name: the same on every rank, and no other bucket's.
         members: numbers and parameters, at least one.
-        extra: numbers to append at the end, for whoever fills :attr:`extra`.
+        extra: how many numbers to append; the caller fills them in through :attr:`extra`.
     """
 
     def __init__(
@@ -76,10 +147,10 @@ class Bucket:
             self.handle = hvd.allreduce_async_(self.flat, name=self.name, op=hvd.Average)
 
     def exchange(self, hvd: ModuleType) -> None:
-        """Start what comes second, in buckets that need two collectives; after :meth:`launch`."""
+        """Start the second collective of buckets that need two; call after :meth:`launch`."""
 
     def wait(self, hvd: ModuleType) -> None:
-        """Wait for the mean; after :meth:`exchange`."""
+        """Wait for the mean; call after :meth:`exchange`."""
         with waiting_for_all_ranks():
             hvd.synchronize(self.handle)
         self.handle = None
@@ -95,11 +166,79 @@ def _shaped_like(parameter: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
     return piece.view_as(parameter)
 
 
-def runs(members: Iterable[tuple[int, torch.Tensor]]) -> list[list[tuple[int, torch.Tensor]]]:
-    """Spread numbered parameters over buckets.
+class NarrowBucket(Bucket):
+    """A bucket of float32 gradients that travel in 16 bits.
 
-    Backward reaches the last registered parameters first, so the buckets run from there. The
-    first registered parameters are in the last bucket.
+    Args:
+        name: the same on every rank, and no other bucket's.
+        members: numbers and parameters, at least one.
+        dtype: the 16-bit one.
+    """
+
+    def __init__(
+        self, name: str, members: Sequence[tuple[int, torch.Tensor]], dtype: torch.dtype
+    ) -> None:
+        super().__init__(name, members)
+        self._dtype = dtype
+
+    def launch(self, hvd: ModuleType) -> None:
+        narrow = to_bits(self.flat, self._dtype)
+        padding = -len(narrow) % hvd.size()
+        if padding:
+            narrow = torch.cat([narrow, narrow.new_zeros(padding)])
+        with translated():
+            self.handle = hvd.alltoall_async(narrow, name=f"{self.name}.shares")
+
+    def exchange(self, hvd: ModuleType) -> None:
+        with waiting_for_all_ranks():
+            shares, _ = hvd.synchronize(self.handle)
+        mean = from_bits(shares, self._dtype).view(hvd.size(), -1).mean(0)
+        with translated():
+            self.handle = hvd.allgather_async(to_bits(mean, self._dtype), name=f"{self.name}.means")
+
+    def wait(self, hvd: ModuleType) -> None:
+        with waiting_for_all_ranks():
+            means = hvd.synchronize(self.handle)
+        self.handle = None
+        self.flat.copy_(from_bits(means[: len(self.flat)], self._dtype))
+
+
+def make_buckets(
+    name: str,
+    last_name: str,
+    members: Iterable[tuple[int, torch.Tensor]],
+    extra: int,
+    narrow: torch.dtype | None = None,
+) -> list[Bucket]:
+    """Make the buckets for some parameters.
+
+    Args:
+        name: what the buckets' names begin with.
+        last_name: the name of the last bucket.
+        members: numbers and parameters, at least one.
+        extra: how many numbers to append to the last bucket.
+        narrow: 16-bit dtype for float32 gradients. The last bucket then has the extra numbers
+            alone, in full precision.
+    """
+    spread = _spread(members)
+    if narrow is None:
+        first = [Bucket(f"{name}.{b}", run) for b, run in enumerate(spread[:-1])]
+        return [*first, Bucket(last_name, spread[-1], extra)]
+    device = spread[-1][-1][1].device
+    buckets = [
+        NarrowBucket(f"{name}.{b}", run, narrow)
+        if wire_dtype(run[0][1].dtype) is torch.float32
+        else Bucket(f"{name}.{b}", run)
+        for b, run in enumerate(spread)
+    ]
+    # No parameter has the number -1.
+    return [*buckets, Bucket(last_name, [(-1, torch.zeros(1, device=device))], extra)]
+
+
+def _spread(members: Iterable[tuple[int, torch.Tensor]]) -> list[list[tuple[int, torch.Tensor]]]:
+    """Divide numbered parameters into runs, one for each bucket.
+
+    Backward reaches the parameters that were registered last first, so the runs begin there.
     """
     kinds: dict[tuple[torch.dtype, torch.device], list[tuple[int, torch.Tensor]]] = {}
     for i, p in reversed(list(members)):
@@ -111,10 +250,59 @@ def runs(members: Iterable[tuple[int, torch.Tensor]]) -> list[list[tuple[int, to
     ]
 
 
-def make_buckets(
-    name: str, last_name: str, members: Iterable[tuple[int, torch.Tensor]], extra: int
-) -> list[Bucket]:
-    """Buckets for numbered parameters; the last, of a name of its own, has ``extra`` numbers."""
-    spread = runs(members)
-    first = [Bucket(f"{name}.{b}", run) for b, run in enumerate(spread[:-1])]
-    return [*first, Bucket(last_name, spread[-1], extra)]
+def wire_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which gradients of ``dtype`` travel and are summed."""
+    return _WIRE_DTYPE.get(dtype, dtype)
+
+
+def average_rows(
+    gradient: torch.Tensor | None,
+    parameter: torch.Tensor,
+    name: str,
+    hvd: ModuleType,
+    narrow: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Average a gradient that is sparse in its first dimension over ranks; a collective.
+
+    Args:
+        gradient: sparse or dense tensor of the parameter's shape; None counts as zero.
+        parameter: of shape (rows, ...).
+        name: the same on every rank, and no other parameter's.
+        hvd: Horovod's PyTorch binding.
+        narrow: 16-bit dtype in which float32 values travel; None for their own.
+
+    Returns:
+        A coalesced sparse tensor of the parameter's shape and dtype.
+    """
+    if gradient is None:
+        rows = torch.empty(0, dtype=torch.int64, device=parameter.device)
+        values = parameter.new_empty((0, *parameter.shape[1:]))
+    else:
+        by_row = gradient if gradient.is_sparse else gradient.to_sparse(1)
+        by_row = by_row.coalesce()
+        rows, values = by_row.indices()[0].contiguous(), by_row.values().contiguous()
+    values = values.to(wire_dtype(values.dtype))
+    narrow = narrow if values.dtype is torch.float32 else None
+    sent = to_bits(values, narrow) if narrow else values
+    with waiting_for_all_ranks():
+        handles = [
+            hvd.allgather_async(rows, name=f"{name}.rows"),
+            hvd.allgather_async(sent, name=f"{name}.values"),
+        ]
+        all_rows, all_values = (hvd.synchronize(handle) for handle in handles)
+    if narrow:
+        all_values = from_bits(all_values, narrow)
+    mean = torch.sparse_coo_tensor(
+        all_rows[None], all_values / hvd.size(), parameter.shape, check_invariants=False
+    )
+    return mean.coalesce().to(parameter.dtype)
+
+
+def to_bits(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Round to 16 bits, in an integer dtype: Horovod moves it without arithmetic."""
+    return values.to(dtype).view(torch.int16)
+
+
+def from_bits(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The float32 values of a result of :func:`to_bits`."""
+    return bits.view(dtype).to(torch.float32)

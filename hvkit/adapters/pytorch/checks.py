@@ -1,7 +1,7 @@
-"""What the ranks compare while they train: that they hold the same weights, and do other work.
+"""Checks while training: that all ranks hold the same weights, and that they do different work.
 
-Before the first update, and then every ``check_every`` steps, each rank's fingerprints travel in
-one small message beside the gradients. So the ranks compare where they wait for each other anyway.
+Before the first update, and then every ``check_every`` steps, the ranks exchange fingerprints in
+one small message beside the gradients, where they wait for each other anyway.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from hvkit.adapters import fingerprints
 from hvkit.adapters.fingerprints import BLOCK, PRIME, WIDTH, Compared, Rows
-from hvkit.adapters.pytorch.guard import processes_of_torch_distributed, two_at_once
+from hvkit.adapters.pytorch.refusals import processes_of_torch_distributed, two_at_once
 from hvkit.engines import waiting_for_all_ranks
 from hvkit.errors import RanksDisagreeError
 
@@ -26,11 +26,11 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Checks:
-    """The comparisons of one model's training.
+    """Compares the ranks while they train one model.
 
     Args:
-        names: of the parameters that all ranks hold.
-        optimizers: whose state is compared before the first update.
+        names: the parameters by name.
+        optimizers: the ranks compare their state before the first update.
         every: optimizer steps from one comparison of weights to the next; None for the first only.
         name: the same on every rank, and no other model's.
     """
@@ -52,15 +52,15 @@ class Checks:
         self._handle: int | None = None
 
     def label(self, number: int, parameter: torch.Tensor) -> str:
-        """What to call a parameter in an error."""
+        """The name of a parameter in error messages."""
         return _label(self._labels, number, parameter)
 
     def send(self, steps: int, parameters: Sequence[torch.nn.Parameter], hvd: ModuleType) -> None:
-        """Begin to compare, if it is time; along with the gradients, before they are averaged.
+        """Start a comparison if one is due; call before this rank's gradients become means.
 
         Args:
-            steps: optimizer steps done so far, as many on every rank.
-            parameters: all that are averaged, with this rank's own gradients.
+            steps: optimizer steps done so far, the same number on every rank.
+            parameters: all averaged ones, with this rank's own gradients.
             hvd: Horovod's PyTorch binding.
         """
         due = self._next is not None and steps >= self._next
@@ -77,7 +77,7 @@ class Checks:
             self._handle = hvd.allgather_async(mine, name=f"{self._name}.check")
 
     def receive(self, steps: int, hvd: ModuleType) -> None:
-        """Wait for what :meth:`send` has begun; before the means are used.
+        """Finish the comparison that :meth:`send` has started; call before using the means.
 
         Raises:
             RanksDisagreeError: the ranks hold different weights, or another library started
@@ -103,11 +103,11 @@ class Checks:
 def compared_in(
     thing: Any, is_averaged: Callable[[torch.Tensor], bool]
 ) -> tuple[list[Compared], list[Rows]]:
-    """What all ranks must hold alike of a model or an optimizer, and its fingerprints.
+    """The parts of a model or optimizer that must be equal on all ranks, and fingerprints.
 
     Args:
-        thing: any object.
-        is_averaged: whether a parameter is one of a distributed model; others do not count.
+        thing: any object; of objects that are neither, nothing is compared.
+        is_averaged: whether a distributed model has the parameter; others are not compared.
     """
     if isinstance(thing, nn.Module):
         labels: dict[torch.Tensor, str] = {
@@ -143,12 +143,12 @@ class _Entry(NamedTuple):
     rows: list[Rows]
 
     def in_one_row(self) -> Rows:
-        """For ranks that may keep different numbers under it, before the first update."""
+        """One row for the entry: before the first update, ranks may hold different numbers."""
         return fingerprints.hashed(repr((self.compared, np.array(self.rows).tolist())))
 
 
 def _of_optimizer(optimizer: Optimizer) -> list[_Entry]:
-    """What the optimizer reads besides weights and gradients: options and state, in order."""
+    """The options and the state of an optimizer, in order."""
     kind = type(optimizer).__name__
     groups = [
         _entry(
@@ -166,7 +166,7 @@ def _of_optimizer(optimizer: Optimizer) -> list[_Entry]:
 
 
 def _entry(heading: str, values: Mapping[str, Any]) -> _Entry:
-    """An entry for tensors and numbers, and lists of them; what else there is does not count."""
+    """An entry for tensors and numbers, and lists of them; other values are not compared."""
     tensors: list[tuple[str, torch.Tensor]] = []
     numbers: list[tuple[str, float]] = []
     for key in sorted(values, key=str):
@@ -184,7 +184,7 @@ def _entry(heading: str, values: Mapping[str, Any]) -> _Entry:
 
 
 def _rows(tensors: Sequence[torch.Tensor]) -> list[Rows]:
-    """The fingerprints of tensors, computed where they are and fetched together."""
+    """The fingerprints of tensors, computed on their devices and fetched together."""
     on_device: dict[torch.device, list[int]] = {}
     for i, tensor in enumerate(tensors):
         on_device.setdefault(tensor.device, []).append(i)
@@ -198,7 +198,7 @@ def _rows(tensors: Sequence[torch.Tensor]) -> list[Rows]:
 
 @torch.no_grad()
 def _row(tensor: torch.Tensor) -> torch.Tensor:
-    """As :func:`hvkit.adapters.fingerprints.fingerprint`, on the tensor's device."""
+    """:func:`hvkit.adapters.fingerprints.fingerprint`, computed on the tensor's device."""
     tensor = tensor.detach()
     if tensor.layout is not torch.strided:
         coo = tensor.to_sparse_coo().coalesce()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Whose statistics batch-norm layers use and keep."""
+"""Which statistics batch-norm layers use and keep."""
 
 import keras
 import numpy as np

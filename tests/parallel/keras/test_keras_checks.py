@@ -1,4 +1,4 @@
-"""Ranks that no longer train the same model, or that do the same work: what is said, and when."""
+"""Ranks that no longer train the same model, or that do the same work."""
 
 import keras
 import numpy as np
@@ -25,7 +25,7 @@ from hvkit.adapters import fingerprints
 
 
 @pytest.fixture(autouse=True)
-def _nothing_said(monkeypatch):
+def _nothing_logged(monkeypatch):
     monkeypatch.setattr(main_rank, "_said", set())
 
 
@@ -89,7 +89,7 @@ def test_frozen_weights_are_compared(loop):
 
 
 @pytest.mark.parametrize("batch_norm", ["average", "local"])
-def test_what_layers_keep_for_themselves_belongs_to_the_ranks(batch_norm):
+def test_state_that_layers_keep_may_differ_between_ranks(batch_norm):
     def model_with_statistics(seed=0):
         keras.utils.set_random_seed(seed)
         layers = keras.layers
@@ -167,7 +167,7 @@ def test_an_optimizer_changed_on_one_rank_is_an_error_at_the_end_of_the_epoch():
     )
 
 
-def test_gradients_that_are_being_accumulated_belong_to_the_ranks(tmp_path):
+def test_accumulated_gradients_may_differ_between_ranks(tmp_path):
     folder = hvkit.broadcast(tmp_path)
     model = mlp()
     optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
@@ -229,7 +229,7 @@ def test_parts_of_a_distributed_model_are_compared_in_a_save(tmp_path):
     )
 
 
-def test_what_was_not_distributed_may_differ_in_a_save(tmp_path):
+def test_models_that_were_not_distributed_may_differ_in_a_save(tmp_path):
     folder = hvkit.broadcast(tmp_path)
     model, optimizer = distributed()
     eager_tape(model, optimizer, local(regression(steps=1)))
@@ -239,7 +239,7 @@ def test_what_was_not_distributed_may_differ_in_a_save(tmp_path):
     hvkit.Checkpoint(folder, **parts).save(epoch=0, step=1)
 
 
-def test_rounding_after_the_start_is_said_once_and_is_no_error(capsys):
+def test_rounding_after_the_start_is_one_warning(capsys):
     model, optimizer = distributed(check_every=1)
     data = local(regression(steps=4))
     graph_tape(model, optimizer, data[:2])
@@ -248,22 +248,22 @@ def test_rounding_after_the_start_is_said_once_and_is_no_error(capsys):
     on_rank(1, lambda: kernel.assign(next_to))
     graph_tape(model, optimizer, data[2:])
     fit(model, optimizer, data[2:])
-    said = capsys.readouterr().err
-    assert said.count(f"{kernel.path} of rank 1 differs") == (hvkit.rank() == 0)
-    assert said.count("rounding") == (hvkit.rank() == 0)
+    logged = capsys.readouterr().err
+    assert logged.count(f"{kernel.path} of rank 1 differs") == (hvkit.rank() == 0)
+    assert logged.count("rounding") == (hvkit.rank() == 0)
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_the_same_work_on_all_ranks_is_said_once_with_both_causes(loop, capsys):
+def test_the_same_work_on_all_ranks_is_one_warning_with_both_causes(loop, capsys):
     data = [(x[:6], y[:6]) for x, y in regression(steps=2)]
     for _ in range(2):
         model, optimizer = distributed()
         LOOPS[loop](model, optimizer, data)
-    said = capsys.readouterr().err
-    assert said.count("all ranks computed the same gradients") == (hvkit.rank() == 0)
+    logged = capsys.readouterr().err
+    assert logged.count("all ranks computed the same gradients") == (hvkit.rank() == 0)
     if hvkit.rank() == 0:
-        assert "hvkit.shard(data)" in said
-        assert "seed + hvkit.rank()" in said
+        assert "hvkit.shard(data)" in logged
+        assert "seed + hvkit.rank()" in logged
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -275,7 +275,7 @@ def test_other_data_and_equal_data_in_later_steps_are_not_the_same_work(loop, ca
 
 
 @pytest.mark.parametrize("factor", [0.0, float("nan")])
-def test_gradients_that_say_nothing_are_not_the_same_work(factor, capsys):
+def test_zero_and_infinite_gradients_are_not_the_same_work(factor, capsys):
     model, optimizer = hvkit.distribute(mlp(), keras.optimizers.SGD(0.01))
     x, y = (tf.constant(each[:6]) for each in regression(steps=1)[0])
 

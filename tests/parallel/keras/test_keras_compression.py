@@ -41,7 +41,7 @@ def updated(gradient, compression, dtype="float32"):
 def test_means_are_right_to_the_bits_of_the_format(compression, digits, length):
     everyone = np.random.default_rng(0).normal(size=(hvkit.size(), length)).astype(np.float32)
     mean = updated(everyone[hvkit.rank()], compression)
-    # Half a unit in the last place of what is sent, and again of what comes back.
+    # Half a unit in the last place for sending, and as much again for the means.
     bound = 2.0**-digits * (np.abs(everyone).mean(0) + np.abs(everyone.mean(0)))
     assert (np.abs(mean - everyone.mean(0)) <= bound).all()
     assert same_on_all_ranks([mean])

@@ -15,7 +15,7 @@ WORDS, LENGTH = 30, 7
 
 
 class TokensAndPositions(keras.layers.Layer):
-    """Both embeddings added up, as most transformers begin."""
+    """The sum of both embeddings, as at the start of most transformers."""
 
     def __init__(self, width=8, in_two_dimensions=False):
         super().__init__()
@@ -36,7 +36,7 @@ def transformer(seed=0):
     layers = keras.layers
     words = keras.Input((None,), dtype="int32")
     x = TokensAndPositions()(words)
-    # A bias of the keys has a gradient of zero, whose rounding Adam would blow up.
+    # The keys have no bias: its gradient is zero, and Adam would amplify its rounding error.
     x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 4, use_bias=False)(x, x))
     x = layers.LayerNormalization()(x + layers.Dense(8)(layers.Dense(16, "relu")(x)))
     return keras.Model(words, layers.Dense(4)(layers.GlobalAveragePooling1D()(x)))
@@ -102,8 +102,8 @@ def test_accumulation_equals_one_process_that_accumulates(loop):
 
 
 @pytest.mark.parametrize("loop", ["fit", "function"])
-def test_one_word_a_sample_and_one_sample_a_rank_is_no_position(loop):
-    """All ranks often have the same word, for which one process has several rows."""
+def test_one_word_per_sample_and_one_sample_per_rank_is_not_a_position(loop):
+    """All ranks often have the same word; one process has several rows for it."""
 
     def make_model(seed):
         keras.utils.set_random_seed(seed)
@@ -150,7 +150,7 @@ def test_rows_that_are_not_positions_stay_apart(indices):
     assert mean.indices.numpy().tolist() == indices * hvkit.size()
 
 
-def test_a_rank_without_the_gradient_sends_no_rows_whatever_the_dtype_of_indices():
+def test_a_rank_without_the_gradient_sends_no_rows_for_any_dtype_of_indices():
     mine = (
         None if hvkit.rank() == 0 else slices([1, 2], tf.int64 if hvkit.rank() == 1 else tf.int32)
     )

@@ -1,4 +1,4 @@
-"""``fit`` and ``evaluate``: metrics of all ranks, decisions in common, files from rank 0."""
+"""``fit`` and ``evaluate``: metrics of all ranks, common decisions, files from rank 0 only."""
 
 import json
 
@@ -99,7 +99,7 @@ class OwnLogs(keras.Model):
         return {"mine": loss, "rank": tf.constant(float(hvkit.rank()))}
 
 
-def test_numbers_of_a_train_step_of_ones_own_are_averaged():
+def test_numbers_from_a_custom_train_step_are_averaged():
     model = compiled(make=lambda seed: OwnLogs())
     history = fit(model, mine(samples(8 * hvkit.size()))).history
     assert history["rank"] == [(hvkit.size() - 1) / 2]
@@ -107,7 +107,7 @@ def test_numbers_of_a_train_step_of_ones_own_are_averaged():
 
 
 def validation_that_worsens_on_odd_ranks():
-    """Labels of noise on odd ranks: their loss rises while the others' falls."""
+    """Odd ranks have random labels: their loss rises while the others' falls."""
     x, y = samples(40, seed=1)
     return (x, 1 - y) if hvkit.rank() % 2 else (x, y)
 
@@ -137,7 +137,7 @@ def test_the_rate_is_lowered_on_all_ranks_alike():
 
 
 class StopAtBatch(keras.callbacks.Callback):
-    """One rank ends training in the middle of an epoch."""
+    """One rank stops training in the middle of an epoch."""
 
     def on_train_batch_end(self, batch, logs=None):
         if hvkit.rank() == 1 and batch == 2:
@@ -168,7 +168,7 @@ def test_a_function_as_a_callback_stops_all_ranks_too():
     assert hvkit.allgather(int(model.optimizer.iterations.numpy())) == [3] * hvkit.size()
 
 
-def test_rank_0_may_have_callbacks_that_the_others_have_not():
+def test_rank_0_may_have_callbacks_that_others_lack():
     model = compiled()
     callbacks = [StopAtBatch()] if hvkit.rank() == 0 else []
     history = fit(model, mine(samples(8 * hvkit.size())), epochs=2, callbacks=callbacks)
@@ -235,7 +235,7 @@ def test_a_nan_on_one_rank_stops_all_and_is_seen_by_all():
     assert steps == [2] * hvkit.size()
 
 
-def test_rank_0_alone_writes_files_and_draws(tmp_path, capfd):
+def test_only_rank_0_writes_files_and_shows_progress(tmp_path, capfd):
     own = tmp_path / f"rank{hvkit.rank()}"
     own.mkdir()
     saver = keras.callbacks.ModelCheckpoint(
@@ -275,16 +275,16 @@ def test_a_generator_that_ends_early_on_one_rank_ends_all_with_the_reason(eagerl
     batches = ((x, y) for _ in range(2 if hvkit.rank() == 1 else 3))
     error, text = error_of(lambda: model.fit(batches, verbose=0))
     assert error is (tf.errors.InvalidArgumentError if on_graph(eagerly) else RanksDisagreeError)
-    assert "the end of their data while others go on" in text
+    assert "some ranks ran out of data while others go on" in text
     assert "hvkit.shard" in text
 
 
 def on_graph(eagerly):
-    """Whether this rank hears of it inside a step that is a graph."""
+    """Whether this rank gets the error inside a step that is a graph."""
     return not eagerly and hvkit.rank() != 1
 
 
-def test_backup_and_restore_is_refused_with_what_to_use(tmp_path):
+def test_backup_and_restore_is_refused_with_the_fix(tmp_path):
     backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
     with pytest.raises(ValueError, match=r"use hvkit\.Checkpoint"):
         fit(compiled(), samples(8), callbacks=[backup])

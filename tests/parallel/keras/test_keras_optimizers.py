@@ -110,7 +110,7 @@ def test_gradient_accumulation_reduces_once_in_k_steps(monkeypatch):
     assert len(calls) == 2
 
 
-# Which of two variables have a gradient, in one step after the other: on rank 0, on the others.
+# Which of two variables have a gradient, step by step: on rank 0, on the other ranks.
 PRESENT = {
     "another on each rank": [("a", "b"), ("a", "b")],
     "one on one rank alone": [("ab", "a"), ("ab", "a")],
@@ -123,7 +123,7 @@ PRESENT = {
 @pytest.mark.parametrize("accumulated", [None, 2])
 @pytest.mark.parametrize("present", PRESENT)
 def test_eager_ranks_may_lack_gradients_of_some_variables(present, accumulated):
-    """As one process would with the mean over ranks, in which what is absent counts as zero."""
+    """The result is that of one process with the mean, where absent gradients count as zero."""
     n = hvkit.size()
     rng = np.random.default_rng(0)
 

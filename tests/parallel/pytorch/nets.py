@@ -1,7 +1,7 @@
 """Small networks and training loops of the PyTorch tests."""
 
 import torch
-from ranks import batches, my_part
+from ranks import batches, error_of, my_part
 from torch import nn
 from torch.nn import functional as F
 
@@ -36,7 +36,7 @@ def train(model, optimizer, data):
 
 
 def train_with_closure(model, optimizer, data):
-    """The loop of LBFGS, whose step computes the loss as often as it likes."""
+    """The loop for LBFGS, whose step computes the loss several times."""
     for x, y in data:
 
         def closure(x=x, y=y):
@@ -62,5 +62,20 @@ def gradients(model):
 
 
 def mean_over_ranks(tensor):
-    """The mean of a dense tensor over ranks, by another way than allreduce."""
+    """The mean of a dense tensor over ranks, computed without allreduce."""
     return torch.stack(hvkit.allgather(tensor)).mean(0)
+
+
+def distributed(make=lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9), **options):
+    model = mlp()
+    return hvkit.distribute(model, make(model.parameters()), **options)
+
+
+def raised_everywhere(function, *parts):
+    """Whether ``function`` raises the same RanksDisagreeError with these parts on all ranks."""
+    kind, text = error_of(function)
+    assert kind is hvkit.RanksDisagreeError, text
+    assert hvkit.allgather(text) == [text] * hvkit.size()
+    for part in parts:
+        assert part in text
+    return True

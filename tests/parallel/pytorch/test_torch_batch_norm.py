@@ -1,4 +1,4 @@
-"""Whose statistics batch-norm layers use and keep."""
+"""Which statistics batch-norm layers use and keep."""
 
 import pickle
 import subprocess
@@ -121,7 +121,7 @@ def test_layers_that_cannot_be_synchronised_are_refused():
         hvkit.distribute(model, optimizer, batch_norm="sync")
 
 
-def test_beside_synchronised_layers_other_statistics_are_averaged():
+def test_statistics_of_layers_that_are_not_synchronised_are_averaged():
     model = nn.Sequential(
         nn.Conv2d(1, 6, 3), nn.InstanceNorm2d(6, track_running_stats=True), nn.BatchNorm2d(6)
     )

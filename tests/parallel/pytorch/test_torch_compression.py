@@ -11,7 +11,7 @@ import hvkit
 
 
 def gradient_of(mine, compression, dtype=torch.float32):
-    """What a parameter's gradient is after ranks with these gradients have averaged them."""
+    """A parameter's gradient after the ranks have averaged these."""
     weight = nn.Parameter(torch.zeros(mine.shape, dtype=dtype))
     model = nn.ParameterList([weight])
     optimizer = torch.optim.SGD([weight], lr=1.0)
@@ -27,7 +27,7 @@ def test_means_are_right_to_the_bits_of_the_format_and_the_same_everywhere(
 ):
     everyone = torch.randn(hvkit.size(), length, generator=torch.Generator().manual_seed(0))
     mean = gradient_of(everyone[hvkit.rank()], compression)
-    # Half a unit in the last place of what is sent, and again of what comes back.
+    # Half a unit in the last place for sending, and as much again for the means.
     bound = 2.0**-digits * (everyone.abs().mean(0) + everyone.mean(0).abs())
     assert ((mean - everyone.mean(0)).abs() <= bound).all()
     assert same_on_all_ranks([mean.numpy()])
@@ -57,7 +57,7 @@ def test_half_the_bytes_are_sent(compression, monkeypatch):
 
 
 def count_bytes(compression, monkeypatch):
-    """Bytes that a rank sends in one step of a ring, as its collectives imply."""
+    """Bytes that a rank sends in one step, if its collectives run as rings."""
     import horovod.torch as hvd
 
     n = hvkit.size()

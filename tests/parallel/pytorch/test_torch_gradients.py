@@ -1,4 +1,4 @@
-"""Kinds of gradients, and what is done with them before the step."""
+"""Kinds of gradients, and accumulation, clipping and scaling before the step."""
 
 import pytest
 import torch
@@ -68,7 +68,7 @@ def functional_embedding(weight, words, sparse):
     ],
 )
 def test_ranks_may_differ_in_whether_a_gradient_is_sparse(kind_of_rank):
-    """None on the other ranks; the sparse rows are only learnt from the first gradient."""
+    """Other ranks have none; only the first gradient shows that it is sparse."""
     weight = nn.Parameter(torch.zeros(6, 2))
     other = nn.Parameter(torch.zeros(1))
     model = nn.ParameterList([weight, other])
@@ -135,8 +135,8 @@ def test_channels_last_gradients_keep_their_layout():
     torch.testing.assert_close(model.weight.grad, mean_over_ranks(alone.weight.grad))
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["accumulate=k", "not told"])
-def test_accumulation_equals_the_k_times_larger_batch(told):
+@pytest.mark.parametrize("passed", [True, False], ids=["accumulate=k", "not passed"])
+def test_accumulation_equals_the_k_times_larger_batch(passed):
     k = 4
     data = regression(steps=5, per_rank=3 * k)
     reference = mlp()
@@ -147,7 +147,7 @@ def test_accumulation_equals_the_k_times_larger_batch(told):
         model,
         torch.optim.Adam(model.parameters(), lr=0.01),
         lr_scaling="none",
-        accumulate=k if told else 1,
+        accumulate=k if passed else 1,
     )
     for x, y in local(data):
         optimizer.zero_grad()
@@ -325,7 +325,7 @@ def test_a_closure_passed_to_step(make):
     model, optimizer = hvkit.distribute(model, make(model.parameters()), lr_scaling="none")
     train_with_closure(model, optimizer, local(data))
     assert same_on_all_ranks(arrays(model.parameters()))
-    # A line search amplifies rounding: how far it goes is decided by comparing losses.
+    # A line search amplifies rounding, because it compares losses to decide how far to go.
     assert largest_difference(arrays(model.parameters()), arrays(reference.parameters())) < 1e-3
 
 

@@ -1,4 +1,4 @@
-"""Which parameters are averaged: groups, frozen, tied, added later, of several optimizers."""
+"""Which parameters are averaged: in groups, frozen, tied, added later, in several optimizers."""
 
 import pytest
 import torch
@@ -64,12 +64,12 @@ def test_parameters_thawed_after_the_call_are_averaged():
 
 
 def test_freezing_and_thawing_in_turns_comes_back_to_the_same_buckets(monkeypatch):
-    from hvkit.adapters.pytorch import reducer
+    from hvkit.adapters.pytorch import buckets
 
     made = []
-    make_buckets = reducer.make_buckets
+    make_buckets = buckets.make_buckets
     monkeypatch.setattr(
-        reducer, "make_buckets", lambda *args: (made.append(args[0]), make_buckets(*args))[1]
+        buckets, "make_buckets", lambda *args: (made.append(args[0]), make_buckets(*args))[1]
     )
     model = mlp()
     model, optimizer = hvkit.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -251,7 +251,7 @@ def test_two_models_in_graphs_that_differ_between_ranks_never_wait_for_each_othe
 
 
 class Branches(nn.Module):
-    """Three heads of which a step uses any; the trunk is always used."""
+    """A trunk that every step uses, and three heads that a step may use or not."""
 
     def __init__(self):
         super().__init__()
@@ -304,7 +304,7 @@ def test_graphs_that_differ_at_random_never_wait_for_each_other():
     model, optimizer = hvkit.distribute(model, torch.optim.Adam(model.parameters(), lr=0.01))
     choice = torch.Generator().manual_seed(hvkit.rank())
     for x, y in local(regression(steps=30)):
-        # Also at random: zero gradients on some ranks where others have none.
+        # At random, some ranks have a zero gradient and others have none.
         used = torch.randperm(3, generator=choice)[: 1 + torch.randint(3, (), generator=choice)]
         optimizer.zero_grad(set_to_none=bool(used[0] % 2))
         F.mse_loss(model(x, used.tolist()), y).backward()
@@ -312,7 +312,7 @@ def test_graphs_that_differ_at_random_never_wait_for_each_other():
     assert same_on_all_ranks(arrays(model.parameters()))
 
 
-def test_ranks_that_step_unequally_often_are_told():
+def test_ranks_with_different_numbers_of_steps_are_an_error():
     model = mlp()
     model, optimizer = hvkit.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
     x, y = local(regression(steps=1))[0]

@@ -1,4 +1,4 @@
-"""One start for all, and objects that stay plain PyTorch."""
+"""All ranks start from rank 0's state, and objects stay plain PyTorch."""
 
 import copy
 import pickle

@@ -1,8 +1,6 @@
-import pytest
 import torch
 
 from hvkit.adapters.pytorch.buckets import make_buckets
-from hvkit.adapters.pytorch.flags import Flags
 
 
 def numbered(*tensors):
@@ -48,45 +46,3 @@ def test_names_differ_and_only_the_last_bucket_has_the_extra_numbers():
     assert len({b.name for b in buckets}) == len(buckets) > 1
     assert [b.extra.numel() for b in buckets] == [0] * (len(buckets) - 1) + [5]
     assert 0 in buckets[-1].views
-
-
-def encoded(steps, dense=(), sparse=(), outdated=(), trained=(0, 1, 2, 3), rates=5):
-    return Flags.encode(
-        4,
-        dense=dense,
-        sparse=sparse,
-        outdated=outdated,
-        trained=trained,
-        rates=rates,
-        steps=steps,
-    )
-
-
-@pytest.mark.parametrize("steps", [[3, 3, 3], [7, 8, 7], [0, 0, 1]])
-def test_flags_are_what_any_rank_had(steps):
-    ranks = [
-        encoded(steps[0], dense={0}),
-        encoded(steps[1], dense={0, 1}, sparse={2}, outdated={1}),
-        encoded(steps[2], sparse={2}),
-    ]
-    assert len(ranks[0]) == Flags.length(4)
-    flags = Flags.decode(torch.stack(ranks).mean(0), size=3)
-    assert (flags.dense, flags.sparse, flags.outdated) == ({0, 1}, {2}, {1})
-    assert flags.steps_differ == (len(set(steps)) > 1)
-    assert not flags.frozen_on_some
-    assert not flags.rates_differ
-
-
-@pytest.mark.parametrize("size", [2, 3, 7, 100, 1000])
-def test_one_rank_that_is_not_like_the_others_is_noticed_among_many(size):
-    usual = encoded(7)
-
-    def seen(odd):
-        # As Horovod computes it.
-        return Flags.decode((usual * (size - 1) + odd) * (1 / size), size)
-
-    assert seen(encoded(6)).steps_differ
-    assert seen(encoded(7, trained=(0, 1, 3))).frozen_on_some == {2}
-    assert seen(encoded(7, rates=5 + (1 << 20))).rates_differ
-    alike = seen(usual)
-    assert (alike.steps_differ, alike.frozen_on_some, alike.rates_differ) == (False, set(), False)

@@ -1,4 +1,4 @@
-"""What fingerprints of tensors tell apart, and what is said when those of the ranks differ."""
+"""Which tensors fingerprints distinguish, and the messages when those of the ranks differ."""
 
 import ml_dtypes
 import numpy as np
@@ -39,7 +39,7 @@ def test_every_element_counts(row_of, dtype):
 
 
 @WAYS
-def test_exchanged_elements_and_rows_show(row_of):
+def test_exchanged_elements_and_rows_change_the_hash(row_of):
     array = values("float32", 64).reshape(8, 8)
     others = [array[::-1], array.T, array[:, ::-1], np.roll(array, 1)]
     bits = {row_of(np.ascontiguousarray(each))[0] for each in [array, *others]}
@@ -47,7 +47,7 @@ def test_exchanged_elements_and_rows_show(row_of):
 
 
 @WAYS
-def test_blocks_are_told_apart(row_of, monkeypatch):
+def test_exchanged_blocks_change_the_hash(row_of, monkeypatch):
     for module in (fingerprints, checks):
         monkeypatch.setattr(module, "BLOCK", 16)
     array = values("float32", 64)
@@ -57,7 +57,7 @@ def test_blocks_are_told_apart(row_of, monkeypatch):
 
 
 @WAYS
-def test_equal_bits_are_equal_whatever_they_stand_for(row_of):
+def test_equal_bits_have_equal_hashes_also_of_nan(row_of):
     array = np.array([np.nan, np.inf, -0.0], np.float32)
     assert (row_of(array) == row_of(array.copy())).all()
     assert row_of(array)[0] != row_of(np.array([np.nan, np.inf, 0.0], np.float32))[0]
@@ -66,7 +66,7 @@ def test_equal_bits_are_equal_whatever_they_stand_for(row_of):
 
 @WAYS
 @pytest.mark.parametrize("distance", [1e-6, 1e-3, 1.0])
-def test_the_projections_say_how_far_tensors_are_apart(row_of, distance):
+def test_the_projections_estimate_the_distance_of_tensors(row_of, distance):
     random = np.random.default_rng(1)
     array = values("float64", 1000)
     estimates = []
@@ -80,7 +80,7 @@ def test_the_projections_say_how_far_tensors_are_apart(row_of, distance):
 
 @WAYS
 @pytest.mark.parametrize("n", [*range(1, 40), 1000])
-def test_a_change_of_every_element_by_as_much_is_no_rounding(row_of, n):
+def test_the_same_change_of_every_element_is_not_rounding(row_of, n):
     array = values("float32", n)
     rows = np.array([[row_of(array)], [row_of(array + 1)]])
     assert complaint(rows, [Compared("bias", 2.0**-23)], exact=False)[1]
@@ -96,16 +96,16 @@ def test_sparse_tensors_are_compared_by_indices_and_values(layout):
     assert rows[3] == rows[0]
 
 
-def test_expanded_and_strided_tensors_are_those_they_look_like():
+def test_expanded_and_strided_tensors_equal_contiguous_ones():
     plain = torch.ones(4, 3)
     for alike in (torch.ones(1, 3).expand(4, 3), torch.ones(3, 4).t(), torch.ones(8, 3)[::2]):
         assert torch.equal(checks._row(alike), checks._row(plain))
 
 
-# What is said.
+# Messages.
 
 
-def said(*ranks, exact=False, unit=2.0**-23):
+def complaint_about(*ranks, exact=False, unit=2.0**-23):
     """The complaint about tensors "a", "b"... that the ranks hold."""
     everyone = np.array([[fingerprint(np.asarray(each)) for each in held] for held in ranks])
     compared = [Compared(label, unit) for label, _ in zip("abcd", ranks[0], strict=False)]
@@ -115,51 +115,56 @@ def said(*ranks, exact=False, unit=2.0**-23):
 ONES = np.ones(50, np.float32)
 
 
-def test_nothing_is_said_where_all_are_alike():
-    assert said([ONES, ONES * 2], [ONES, ONES * 2], [ONES, ONES * 2], exact=True) == ("", False)
+def test_equal_tensors_give_no_message():
+    assert complaint_about([ONES, ONES * 2], [ONES, ONES * 2], [ONES, ONES * 2], exact=True) == (
+        "",
+        False,
+    )
 
 
-def test_the_first_that_differs_and_the_ranks_are_named():
-    text, error = said([ONES, ONES, ONES], [ONES, ONES * 2, ONES], [ONES, ONES, ONES * 3])
+def test_the_message_names_the_first_difference_and_the_ranks():
+    text, error = complaint_about(
+        [ONES, ONES, ONES], [ONES, ONES * 2, ONES], [ONES, ONES, ONES * 3]
+    )
     assert error
     assert text.startswith("b of rank 1 differs from that of rank 0 by about ")
-    text, _ = said([ONES], *[[ONES * 2]] * 7)
+    text, _ = complaint_about([ONES], *[[ONES * 2]] * 7)
     assert text.startswith("a of ranks 1, 2, 3, 4 and 3 more differs")
 
 
 def test_rounding_is_an_error_before_the_first_update_only():
     next_to = np.nextafter(ONES, 2)
-    assert said([ONES], [next_to], exact=True)[1]
-    text, error = said([ONES], [next_to])
+    assert complaint_about([ONES], [next_to], exact=True)[1]
+    text, error = complaint_about([ONES], [next_to])
     assert "rounding" in text
     assert not error
 
 
-def test_what_is_beyond_rounding_is_named_though_rounding_comes_first():
-    text, error = said([ONES, ONES], [np.nextafter(ONES, 2), ONES * 1.01])
+def test_the_message_names_an_error_before_rounding():
+    text, error = complaint_about([ONES, ONES], [np.nextafter(ONES, 2), ONES * 1.01])
     assert error
     assert text.startswith("b of rank 1")
 
 
-def test_types_with_few_digits_round_further():
+def test_dtypes_with_few_digits_round_further():
     array = values(ml_dtypes.bfloat16)
     next_to = (array.view(np.uint16) + 1).view(array.dtype)
-    assert said([array], [next_to], unit=2.0**-23)[1]
-    assert not said([array], [next_to], unit=2.0**-7)[1]
+    assert complaint_about([array], [next_to], unit=2.0**-23)[1]
+    assert not complaint_about([array], [next_to], unit=2.0**-7)[1]
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_distance_that_nobody_knows_is_an_error(value):
+def test_an_unknown_distance_is_an_error(value):
     other = ONES.copy()
     other[3] = value
-    text, error = said([ONES], [other])
+    text, error = complaint_about([ONES], [other])
     assert error
     assert "by about" not in text
-    assert said([ONES * 0], [ONES])[1]
-    assert said([np.arange(5)], [np.arange(5) + 1])[1]
+    assert complaint_about([ONES * 0], [ONES])[1]
+    assert complaint_about([np.arange(5)], [np.arange(5) + 1])[1]
 
 
-def test_gradients_say_nothing_that_are_zero_or_not_finite():
+def test_zero_and_infinite_gradients_are_not_compared():
     assert of_gradients([fingerprint(ONES), fingerprint(ONES * 0)])[1] == 1
     for silent in ([], [ONES * 0], [ONES, ONES * np.nan], [ONES, ONES * np.inf]):
         assert of_gradients([fingerprint(each) for each in silent])[1] == 0

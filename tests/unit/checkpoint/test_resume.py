@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hvkit.checkpoint import Checkpoint, store
-from hvkit.registry import Record, record
+from hvkit.adapters.adapter import Record, record
 
 ONES = np.ones((8, 4), "float32")
 

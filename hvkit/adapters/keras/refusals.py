@@ -1,10 +1,10 @@
 """Refuses updates of a distributed model that cannot work.
 
-Those by an optimizer that averages nothing: ``compile`` may be given another optimizer than
-``distribute``, a second phase of training may make a new one, a ``train_step`` may have one of its
-own. The ranks would then train apart without a word, so the base class's ``apply``, which all of
-them come through, looks who calls. And those that XLA compiles, which has no kernel for Horovod's
-operations.
+An optimizer that was not passed to ``distribute`` averages nothing, so the ranks would silently
+train apart: ``compile`` may get another optimizer, a second phase of training may make a new one,
+and a ``train_step`` may have its own. All of them call the ``apply`` of the base class, so the
+check is there. The other updates refused are those that XLA compiles: it has no kernels for
+Horovod's operations.
 """
 
 from __future__ import annotations
@@ -23,44 +23,44 @@ _averaged: WeakSet[Any] = WeakSet()
 
 
 def refuse_xla(call: str) -> None:
-    """Raise if what is traced now will be compiled by XLA, also through an outer function.
+    """Raise if XLA will compile the code that TensorFlow is tracing, or a function around it.
 
     Args:
-        call: what needs the other ranks and cannot be compiled.
+        call: the call that needs the other ranks.
 
     Raises:
-        ValueError: it will.
+        ValueError: XLA will compile it.
     """
     if tf.executing_eagerly():
         return
     if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
         raise ValueError(
             f"{call} is inside a tf.function with jit_compile=True, but XLA cannot compile the "
-            "communication between ranks: leave jit_compile=True away from the tf.function that "
-            f"contains {call}. The forward and backward pass may be in a tf.function of their own "
-            "that has it"
+            "communication between ranks: remove jit_compile=True from the tf.function that "
+            f"contains {call}. A separate tf.function with the forward and backward pass may keep "
+            "it"
         )
 
 
 def refuse_other_optimizers(model: Any, optimizers: Sequence[Any]) -> None:
-    """From now on, only these optimizers and those of earlier calls may update the model."""
+    """Let only these optimizers, and those of earlier calls, update the model from now on."""
     _models.add(model)
     _averaged.update(optimizers)
-    _look_who_calls()
+    _check_who_applies()
 
 
 def is_averaged(optimizer: Any) -> bool:
-    """Whether this optimizer, not one that scales the loss, was passed to ``distribute``."""
+    """Whether this optimizer was passed to ``distribute``; not for one that scales the loss."""
     return optimizer in _averaged
 
 
 def weights_of_distributed() -> set[int]:
-    """The ids of all weights of the models that were distributed."""
+    """The ids of all weights of distributed models."""
     return {id(w) for model in _models for w in model.weights}
 
 
 @functools.cache
-def _look_who_calls() -> None:
+def _check_who_applies() -> None:
     base = keras.optimizers.Optimizer
     apply = base.apply
 
@@ -74,8 +74,8 @@ def _look_who_calls() -> None:
                     raise ValueError(
                         f"optimizer {self.name!r} ({type(self).__name__}) updates model "
                         f"{model.name!r}, but was not passed to hvkit.distribute, so the ranks "
-                        "would train apart: use the optimizer that was, and pass those of later "
-                        "phases in the same call: distribute(model, [first, second])"
+                        "would train apart: use the optimizer that was passed, and pass those of "
+                        "later phases in the same call: distribute(model, [first, second])"
                     )
         return apply(self, grads, trainable_variables)
 

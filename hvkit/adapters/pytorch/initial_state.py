@@ -1,4 +1,4 @@
-"""Rank 0's weights and optimizer state to every rank, bit for bit."""
+"""Copies rank 0's weights and optimizer state to every rank, bit for bit."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch.optim import Optimizer
 
 from hvkit import collectives, runtime
 
-# Tensors travel together up to so many bytes, which bounds the memory that copies of them take.
+# How many bytes of tensors travel together; bounds the memory for copies of them.
 _RUN = 64 << 20
 
 
 def broadcast_tensors(tensors: Iterable[torch.Tensor]) -> None:
     """Overwrite tensors with rank 0's, in place.
 
-    They travel as bytes, so that every dtype arrives exactly as it left.
+    They travel as bytes, so that every dtype arrives unchanged.
     """
     run: list[torch.Tensor] = []
     size = 0
@@ -39,7 +39,7 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _own_elements(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without the repetitions that ``expand`` made, which cannot be written to."""
+    """The tensor without the repetitions that ``expand`` made; nothing can write to those."""
     return tensor[tuple(slice(1) if step == 0 else slice(None) for step in tensor.stride())]
 
 
@@ -64,8 +64,8 @@ def _as_bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 def broadcast_optimizer(optimizer: Optimizer) -> None:
     """Replace the optimizer's state and its groups' options with rank 0's.
 
-    State that only some ranks hold (a checkpoint that rank 0 alone has loaded) becomes rank 0's
-    everywhere. Rank 0's own objects are left as they are.
+    If only some ranks hold state (rank 0 alone has loaded a checkpoint), all get rank 0's. Rank 0's
+    own objects do not change.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     number = {p: i for i, p in enumerate(parameters)}
@@ -92,7 +92,7 @@ def broadcast_optimizer(optimizer: Optimizer) -> None:
 
 
 def _taken_over(own: Any, theirs: Any) -> Any:
-    """Rank 0's value; a tensor stays the one that the script holds, which may set a rate by it."""
+    """Rank 0's value, copied into this rank's tensor if there is one: the script may hold it."""
     if not isinstance(own, torch.Tensor) or not isinstance(theirs, torch.Tensor):
         return theirs
     if own.shape != theirs.shape or own.dtype != theirs.dtype:
@@ -102,14 +102,14 @@ def _taken_over(own: Any, theirs: Any) -> Any:
 
 
 def _same_kind_of_device(storage: Any, location: str) -> Any:
-    """Rank 0's ``cuda:0`` is this rank's own GPU; what lies in host memory stays there."""
+    """Map rank 0's ``cuda:0`` to this rank's own GPU; host memory stays host memory."""
     if location.startswith("cuda"):
         return storage.cuda(torch.cuda.current_device())
     return storage
 
 
 def move_to(device: torch.device, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Bring a model that lies on another GPU, and its optimizers' state, to this rank's GPU.
+    """Move a model on another GPU, and its optimizers' state, to this rank's GPU.
 
     A script that calls ``model.to("cuda")`` before ``distribute`` puts the model of every rank on
     the first GPU. A model in host memory stays there.

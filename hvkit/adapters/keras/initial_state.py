@@ -1,4 +1,4 @@
-"""Rank 0's weights and optimizer state to every rank, bit for bit."""
+"""Copies rank 0's weights and optimizer state to every rank, bit for bit."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hvkit.collectives import require_equal
 
 
 def has_weights(model: keras.Model) -> bool:
-    """Whether all the weights that the model will have are there, with values.
+    """Whether the model has all its weights, with values.
 
-    A model that is only a frame for others (with a ``train_step`` that calls them and no ``build``
-    of its own) is never built itself; its parts count.
+    A model that only contains others (with a ``train_step`` that calls them and no ``build`` of its
+    own) is never built itself; its parts count.
     """
     return _is_built(model) and have_values(model.weights)
 
@@ -26,8 +26,8 @@ def has_weights(model: keras.Model) -> bool:
 def have_values(variables: Sequence[Any]) -> bool:
     """Whether variables are initialised.
 
-    They are not while a ``tf.function`` that creates them is traced for the first time.
-    TensorFlow initialises them after that and traces the function again.
+    They are not while TensorFlow first traces a ``tf.function`` that creates them. TensorFlow then
+    initialises them and traces the function again.
     """
     with tf.init_scope():
         return all(bool(tf_variable(v).is_initialized()) for v in variables)
@@ -35,7 +35,7 @@ def have_values(variables: Sequence[Any]) -> bool:
 
 def tf_variable(variable: Any) -> tf.Variable:
     """The TensorFlow variable behind a Keras one."""
-    # Not keras.Variable, which is a subclass of it in Keras 3.5.
+    # Not keras.Variable: in Keras 3.5 that is a subclass of this class.
     return variable._value if isinstance(variable, KerasVariable) else variable
 
 
@@ -62,8 +62,8 @@ def synchronise(weights: Sequence[Any]) -> None:
 def synchronise_optimizers(optimizers: Sequence[Any], trained: Sequence[Any]) -> None:
     """Overwrite the state of optimizers with rank 0's, in place.
 
-    One that has slot variables on some ranks only, since a checkpoint was loaded there, gets them
-    for the ``trained`` variables everywhere.
+    If an optimizer has slot variables on some ranks only, because a script loaded a checkpoint
+    there, this makes them on all ranks, for the ``trained`` variables.
 
     Raises:
         RanksDisagreeError: the ranks' states differ in number, shape or dtype.
@@ -75,7 +75,7 @@ def synchronise_optimizers(optimizers: Sequence[Any], trained: Sequence[Any]) ->
                 optimizer.build(trained)
             require_equal(
                 "optimizer",
-                # Without names: an optimizer that was loaded names its variables differently.
+                # Without names: a loaded optimizer names its variables differently.
                 [f"variable: shape {tuple(v.shape)}, {v.dtype}" for v in optimizer.variables],
                 "make the same optimizer, and load the same checkpoint, on every rank",
             )

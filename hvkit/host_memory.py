@@ -1,7 +1,7 @@
-"""Tensors on GPUs, reduced in the host's memory: for a Horovod that is built without GPUs.
+"""Reduces GPU tensors in host memory, for a Horovod that was built without GPU support.
 
-Such a Horovod takes tensors on the CPU only. Here they are copied there and back, which costs time
-but trains the same; nothing overlaps with the backward pass.
+Such a Horovod takes only tensors on the CPU. :class:`HostMemory` copies tensors there and back.
+Training gives the same result but takes longer, because nothing overlaps with the backward pass.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-# The collectives that take one tensor first. Those that end in an underscore also change it.
+# The collectives whose first argument is one tensor. A trailing underscore means in place.
 _AT_ONCE = ("allreduce", "allreduce_", "allgather", "broadcast", "broadcast_", "alltoall")
 _LATER = tuple(f"{name.rstrip('_')}_async{'_' * name.endswith('_')}" for name in _AT_ONCE)
 
@@ -21,16 +22,16 @@ _LATER = tuple(f"{name.rstrip('_')}_async{'_' * name.endswith('_')}" for name in
 class HostMemory(ModuleType):
     """Horovod's PyTorch binding, whose collectives also take tensors on GPUs.
 
-    Whatever is not a collective of one tensor is Horovod's own.
+    Everything else is Horovod's own.
 
     Args:
-        hvd: the binding, built without GPUs.
+        hvd: the binding, built without GPU support.
     """
 
     def __init__(self, hvd: ModuleType) -> None:
         super().__init__(hvd.__name__, self.__doc__)
         self._hvd = hvd
-        # For each collective under way: what brings its result back to the GPU.
+        # By handle of a running collective: the function that copies its result to the GPU.
         self._returns: dict[int, Callable[[Any], Any]] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -58,7 +59,7 @@ class HostMemory(ModuleType):
 
 
 def _bring_back(tensor: torch.Tensor, result: Any, in_place: bool) -> Any:
-    if isinstance(result, tuple):  # alltoall's: the rows, and how many came from each rank
+    if isinstance(result, tuple):  # from alltoall: the rows, and how many came from each rank
         return _bring_back(tensor, result[0], in_place), result[1]
     if in_place:
         tensor.detach().copy_(result)

@@ -2,7 +2,7 @@ from itertools import chain
 
 import pytest
 
-from hvkit.adapters.chunks import chunks
+from hvkit.adapters.transport import chunks
 
 MIB = 1 << 20
 

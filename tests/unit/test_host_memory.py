@@ -1,7 +1,7 @@
-"""A Horovod without GPUs is given copies in the host's memory, and its results come back.
+"""A Horovod without GPU support gets copies in host memory, and the results come back.
 
-No GPU is needed: the tensors here say that they are on another device than the CPU, where they keep
-their values. That device is "meta", which any PyTorch has.
+No GPU is needed: the tensors here claim to be on the device "meta", which every PyTorch has, and
+keep their values on the CPU.
 """
 
 from collections.abc import Callable
@@ -13,12 +13,12 @@ import torch
 from torch.utils._pytree import tree_map
 
 from hvkit import engines
-from hvkit.adapters.pytorch.host_memory import HostMemory
 from hvkit.engines import PyTorchEngine
+from hvkit.host_memory import HostMemory
 
 
 class OnGpu(torch.Tensor):
-    """A tensor that is not on the CPU for all who look at its device."""
+    """A tensor whose device is not the CPU."""
 
     values: torch.Tensor
 
@@ -44,7 +44,7 @@ class OnGpu(torch.Tensor):
 
 
 class CpuHorovod(ModuleType):
-    """Horovod's interface without GPUs, as seen by rank 0 of two ranks that pass the same."""
+    """A fake Horovod without GPUs: rank 0 of two ranks that send the same values."""
 
     def __init__(self) -> None:
         super().__init__("horovod.torch")
@@ -95,7 +95,7 @@ def on_gpu() -> OnGpu:
     return OnGpu(torch.tensor([1.0, 2.0, 3.0]))
 
 
-def test_the_stand_ins_refuse_each_other(on_gpu: OnGpu) -> None:
+def test_the_fake_horovod_refuses_the_fake_gpu_tensor(on_gpu: OnGpu) -> None:
     with pytest.raises(ValueError, match="a tensor is on meta"):
         CpuHorovod().allreduce_async_(on_gpu, name="x")
 
@@ -134,7 +134,7 @@ def test_new_result_is_on_the_gpu(
     assert on_gpu.values.tolist() == [1, 2, 3]
 
 
-def test_tensors_on_the_cpu_and_all_else_are_horovods_own(hvd: HostMemory) -> None:
+def test_cpu_tensors_and_other_functions_go_to_horovod_unchanged(hvd: HostMemory) -> None:
     tensor = torch.ones(3)
     handle = hvd.allreduce_async_(tensor, name="x")
     assert hvd.synchronize(handle) is tensor
@@ -156,14 +156,14 @@ class TestEngine:
         monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
         return PyTorchEngine()
 
-    def test_without_gpus_in_horovod_goes_through_host_memory_and_says_so(
+    def test_a_horovod_without_gpus_reduces_in_host_memory_and_warns(
         self, engine: PyTorchEngine, on_gpu: OnGpu, capsys: pytest.CaptureFixture[str]
     ) -> None:
         engine.take_device(0, 1)
         assert engine.hvd.allreduce(on_gpu, name="x").values.tolist() == [2, 4, 6]
         assert "`hvkit install-horovod --gpu nccl`" in capsys.readouterr().err
 
-    def test_other_ranks_say_nothing(
+    def test_other_ranks_do_not_warn(
         self, engine: PyTorchEngine, capsys: pytest.CaptureFixture[str]
     ) -> None:
         engine.hvd.rank = lambda: 1  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""Refuses what would train a distributed model past hvkit.
+"""Refuses models and optimizers that would train without hvkit, or beside it.
 
-That is a wrapper or ``torch.distributed`` that averages as well, and an optimizer that was not
-passed to ``distribute``, whose state, rate and steps nobody keeps alike.
+These are wrappers and ``torch.distributed``, which average gradients as well, and optimizers that
+were not passed to ``distribute``: nothing keeps their state, rate and steps equal on all ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-# Classes by their names, so that nothing is imported to look for them, and what to do instead.
+from hvkit.adapters.pytorch.optimizers import optimizers_inside
+
+# Class names, so that looking for them imports nothing, and what to do instead.
 _WRAPPERS = {
     "DistributedDataParallel": "pass the plain module (model.module) and its optimizer",
     "FullyShardedDataParallel": "pass the module as it was before it was wrapped",
@@ -27,20 +29,20 @@ _WRAPPERS = {
 _LIBRARIES = ("torch", "fairscale", "deepspeed")
 
 _averaged: WeakSet[Optimizer] = WeakSet()
-# How many parameters an optimizer had when it was found to hold none of a distributed model.
+# Optimizers that held no parameter of a distributed model, with their number of parameters then.
 _harmless: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
 
 def refuse_other_wrappers(model: nn.Module) -> None:
-    """Raise if something else shares this model among processes already.
+    """Raise if another library already distributes this model.
 
     Raises:
         TypeError: a part of the model is wrapped, or a parameter is a ``DTensor``.
-        ValueError: ``torch.distributed`` spreads training over several processes.
+        ValueError: ``torch.distributed`` runs with several processes.
     """
     if isinstance(model, nn.DataParallel):
         raise TypeError(
-            "model is wrapped in DataParallel, which divides batches itself: pass the plain module "
+            "model is wrapped in DataParallel, which itself divides batches: pass the plain module "
             "(model.module) and its optimizer"
         )
     for name, module in model.named_modules():
@@ -48,13 +50,13 @@ def refuse_other_wrappers(model: nn.Module) -> None:
             if kind.__name__ in _WRAPPERS and kind.__module__.split(".")[0] in _LIBRARIES:
                 part = f"model part {name!r}" if name else "model"
                 raise TypeError(
-                    f"{part} is wrapped in {kind.__name__}, which shares the work among processes "
-                    f"itself: {_WRAPPERS[kind.__name__]}"
+                    f"{part} is wrapped in {kind.__name__}, which itself distributes training: "
+                    f"{_WRAPPERS[kind.__name__]}"
                 )
     for name, parameter in model.named_parameters():
         if type(parameter).__name__ == "DTensor":
             raise TypeError(
-                f"parameter {name} is a DTensor, divided among processes by torch.distributed: "
+                f"parameter {name} is a DTensor, which torch.distributed divides among processes: "
                 "pass the module as it was before fully_shard or parallelize_module"
             )
     if (processes := processes_of_torch_distributed()) > 1:
@@ -62,50 +64,37 @@ def refuse_other_wrappers(model: nn.Module) -> None:
 
 
 def processes_of_torch_distributed() -> int:
-    """How many processes ``torch.distributed`` spreads training over; 1 if it was not started."""
+    """The number of processes of ``torch.distributed``; 1 if nothing has started it."""
     distributed = torch.distributed
     started = distributed.is_available() and distributed.is_initialized()
     return distributed.get_world_size() if started else 1
 
 
 def two_at_once(processes: int) -> str:
-    """Why ``torch.distributed`` over so many processes and hvkit do not go together."""
+    """The error message for ``torch.distributed`` with several processes beside hvkit."""
     return (
         f"torch.distributed is initialised with {processes} processes beside hvkit: both would "
-        "divide the data and average the gradients. Train with one of them: leave out "
-        "torch.distributed.init_process_group and what calls it (Hugging Face's Accelerator and "
-        "Trainer do so by themselves under mpirun), or leave out hvkit.distribute"
+        "divide the data and average the gradients. Train with one of them: remove "
+        "torch.distributed.init_process_group and whatever calls it (under mpirun, Hugging Face's "
+        "Accelerator and Trainer do), or remove hvkit.distribute"
     )
 
 
 def refuse_other_optimizers(
     optimizers: Sequence[Optimizer], is_averaged: Callable[[torch.Tensor], bool]
 ) -> None:
-    """From now on, only these optimizers and those of earlier calls may update their models.
+    """Let only these optimizers, and those of earlier calls, update distributed models.
 
     Args:
-        optimizers: those that were passed to ``distribute``.
-        is_averaged: whether a parameter is one of a distributed model, of any call.
+        optimizers: those that ``distribute`` got.
+        is_averaged: whether any distributed model has the parameter.
     """
     _averaged.update(optimizers)
-    _look_who_steps(is_averaged)
-
-
-def optimizers_inside(optimizer: Optimizer) -> list[Optimizer]:
-    """Optimizers around which this one was made, as SAM and Lookahead are, with the same groups."""
-    groups = {id(group) for group in optimizer.param_groups}
-    held: list[Any] = []
-    for value in vars(optimizer).values():
-        held.extend(value if isinstance(value, list | tuple) else [value])
-    return [
-        each
-        for each in held
-        if isinstance(each, Optimizer) and any(id(group) in groups for group in each.param_groups)
-    ]
+    _check_who_steps(is_averaged)
 
 
 @functools.cache
-def _look_who_steps(is_averaged: Callable[[torch.Tensor], bool]) -> None:
+def _check_who_steps(is_averaged: Callable[[torch.Tensor], bool]) -> None:
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer not in _averaged:
             _refuse_if_distributed(optimizer, is_averaged)
@@ -126,8 +115,8 @@ def _refuse_if_distributed(
     ):
         raise ValueError(
             f"optimizer {type(optimizer).__name__} updates parameters of a model that was passed "
-            "to hvkit.distribute, but was not passed itself, so nothing keeps it alike on all "
-            "ranks: use the optimizer that was, and pass those of later phases in the same call: "
-            "distribute(model, [first, second])"
+            "to hvkit.distribute, but was not passed itself, so nothing keeps it equal on all "
+            "ranks: use the optimizer that was passed, and pass those of later phases in the same "
+            "call: distribute(model, [first, second])"
         )
     _harmless[optimizer] = held

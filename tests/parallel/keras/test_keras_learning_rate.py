@@ -1,8 +1,8 @@
 """The learning rate is the user's everywhere but inside the update.
 
-Each test trains on all ranks with the rates that the user sets, and a twin: the same optimizer in
-one process, which is given the multiplied rate in absolute numbers. The gradients are whole numbers
-that do not depend on the weights, so that both have the same to the last bit.
+Each test trains on all ranks with the rates that the user sets, and trains a twin: the same
+optimizer in one process, with the multiplied rate in absolute numbers. The gradients are whole
+numbers that do not depend on the weights, so that both have the same, bit for bit.
 """
 
 import keras
@@ -91,9 +91,9 @@ def compare(
         make: makes the optimizer.
         loop: runs the steps.
         rates: the user's rate of each step, as one process without hvkit would use it.
-        alone: makes the optimizer of the twin, where it is another.
+        alone: makes the optimizer of the twin; ``make`` by default.
         after_step: called with the optimizer and the number of the step; may set the rate.
-        **options: of the loop on all ranks.
+        **options: passed to the loop on all ranks.
 
     Returns:
         The rates that the optimizer showed after each step.
@@ -142,7 +142,7 @@ CONSTANT = [RATE] * STEPS
 
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize(("scaling", "warmup"), [("linear", 0), ("linear", 4), ("none", 4)])
-def test_updates_use_the_multiplied_rate_and_all_else_the_users(loop, scaling, warmup):
+def test_updates_use_the_multiplied_rate_and_scripts_see_the_users(loop, scaling, warmup):
     seen = compare(sgd, loop, CONSTANT, scaling=scaling, warmup=warmup)
     assert seen == each_has(CONSTANT)
 
@@ -271,14 +271,14 @@ def test_an_update_that_raises_leaves_the_users_rate_in_place(warmup):
     assert at == pytest.approx([RATE * (1 if warmup else hvkit.size())] * 2)
 
 
-def test_rank_0_says_what_a_step_uses(capfd):
+def test_rank_0_logs_the_rate_that_a_step_uses(capfd):
     n = hvkit.size()
 
     def line(**options):
         hvkit.distribute(linear(), sgd(0.5), **options)
-        said = capfd.readouterr().err
-        assert (hvkit.rank() == 0) == (said != "")
-        return hvkit.broadcast(said)
+        logged = capfd.readouterr().err
+        assert (hvkit.rank() == 0) == (logged != "")
+        return hvkit.broadcast(logged)
 
     assert line() == (
         f"hvkit: {n} ranks; learning rate 0.5, not scaled (the global batch is {n} times one "

@@ -1,0 +1,219 @@
+"""Everything that hvkit attaches to one Keras optimizer, and the optimizers inside others.
+
+``optimizer.apply`` averages the gradients before it uses them, and reads a multiplied learning
+rate. Loss-scaling optimizers around it skip a step on all ranks together.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import keras
+import tensorflow as tf
+
+from hvkit import runtime
+from hvkit.adapters.keras.graph_collectives import GraphWait
+from hvkit.adapters.keras.refusals import refuse_xla
+from hvkit.learning_rate import Multiplier
+
+
+def inner_optimizer(optimizer: Any) -> Any:
+    """The optimizer that does the update: the innermost, inside any ``LossScaleOptimizer``."""
+    while isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        optimizer = optimizer.inner_optimizer
+    return optimizer
+
+
+def parts_of(optimizer: Any) -> list[Any]:
+    """The optimizers that have a learning rate: several in a ``MultiOptimizer``, else this one."""
+    multi = getattr(keras.optimizers, "MultiOptimizer", None)
+    return optimizer.optimizers if multi and isinstance(optimizer, multi) else [optimizer]
+
+
+def settings_of(optimizer: Any) -> str:
+    """The optimizer's configuration, for comparing ranks.
+
+    Left out are its name, which holds a counter, and its rate, which rank 0 sets on all ranks.
+    """
+    config = optimizer.get_config()
+    if isinstance(config.get("learning_rate"), float):
+        del config["learning_rate"]
+    config.pop("name", None)
+    text = json.dumps(config, sort_keys=True, default=lambda value: type(value).__name__)
+    return f"optimizer {type(optimizer).__name__}: {text}"
+
+
+class Average(Protocol):
+    """As :meth:`hvkit.adapters.keras.averager.GradientAverager.__call__`."""
+
+    def __call__(
+        self, gradients: Sequence[Any], variables: Sequence[Any], absent: Sequence[Any] | None = ...
+    ) -> list[Any]: ...
+
+
+def average_in_apply(
+    optimizer: Any, average: Average, before_update: Callable[[Sequence[Any]], None]
+) -> None:
+    """Make ``optimizer.apply`` average the gradients before it uses them.
+
+    Args:
+        optimizer: one that updates variables, not one that scales the loss.
+        average: the collective that returns the means of the gradients of some variables.
+        before_update: called with the variables at the start of each update.
+    """
+    apply = optimizer.apply
+
+    # AutoGraph would spend seconds on translating all of hvkit and Horovod below this call.
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def averaged_apply(grads: Sequence[Any], trainable_variables: Any = None) -> None:
+        refuse_xla("optimizer.apply")
+        grads = list(grads)
+        known = trainable_variables is None and optimizer.built
+        variables = optimizer._trainable_variables if known else trainable_variables
+        if grads and variables is not None:
+            variables = list(variables)
+            before_update(variables)
+            if optimizer.gradient_accumulation_steps:
+                grads = _average_when_due(optimizer, average, grads, variables)
+            else:
+                grads = average(grads, variables)
+        apply(grads, None if known else variables)
+
+    optimizer.apply = averaged_apply
+
+
+def _average_when_due(
+    optimizer: Any, average: Average, grads: list[Any], variables: list[Any]
+) -> list[Any]:
+    """Average the accumulated gradients, once in ``gradient_accumulation_steps``.
+
+    Keras itself adds the accumulators to the last gradients. In a step that updates, this function
+    therefore moves them into the gradients that it averages.
+    """
+    if not optimizer.built:
+        optimizer.build(variables)
+    accumulators = [
+        optimizer._accumulated_gradients[optimizer._get_variable_index(v)] for v in variables
+    ]
+    local = [None if g is None else tf.convert_to_tensor(g) for g in grads]
+    steps = optimizer.gradient_accumulation_steps
+    due = tf.equal((optimizer._iterations.value + 1) % steps, 0)
+    if tf.executing_eagerly():
+        if due:
+            return _average_accumulated(average, local, variables, accumulators)
+        # Keras refuses a step without any gradient, even if other ranks have some.
+        return local if any(g is not None for g in local) else _zeros(accumulators)
+    present = [i for i, g in enumerate(local) if g is not None]
+
+    def reduce() -> list[tf.Tensor]:
+        means = _average_accumulated(average, local, variables, accumulators)
+        return [means[i] for i in present]
+
+    means = tf.cond(due, reduce, lambda: [local[i] for i in present])
+    result: list[Any] = [None] * len(grads)
+    for i, mean in zip(present, means, strict=True):
+        result[i] = mean
+    return result
+
+
+def _average_accumulated(
+    average: Average, local: list[Any], variables: list[Any], accumulators: list[Any]
+) -> list[Any]:
+    held = [acc.value + 0 for acc in accumulators]
+    sums = [None if g is None else g + acc for g, acc in zip(local, held, strict=True)]
+    with tf.control_dependencies([each for each in sums if each is not None] + held):
+        for acc, zeros in zip(accumulators, _zeros(accumulators), strict=True):
+            acc.assign(zeros)
+    return average(sums, variables, held)
+
+
+def _zeros(accumulators: list[Any]) -> list[tf.Tensor]:
+    return [tf.zeros_like(acc.value) for acc in accumulators]
+
+
+class RateInUpdate:
+    """Multiplies the learning rate of one optimizer, only where its ``apply`` reads it.
+
+    ``optimizer.learning_rate`` stays the user's: callbacks, loggers and saved files read and write
+    it at any time. It may be a number, a ``LearningRateSchedule`` or a function.
+
+    Args:
+        optimizer: one that updates variables.
+        multiplier: the factor of each step.
+    """
+
+    def __init__(self, optimizer: Any, multiplier: Multiplier) -> None:
+        self._optimizer = optimizer
+        self._multiplier = multiplier
+        self._updating = False
+        read, apply = optimizer._get_current_learning_rate, optimizer.apply
+
+        def rate() -> Any:
+            return read() * self._by() if self._updating else read()
+
+        def apply_at_multiplied_rate(*args: Any, **kwargs: Any) -> None:
+            self._updating = True
+            try:
+                apply(*args, **kwargs)
+            finally:
+                self._updating = False
+
+        optimizer._get_current_learning_rate = rate
+        optimizer.apply = apply_at_multiplied_rate
+
+    def _by(self) -> Any:
+        """:meth:`hvkit.learning_rate.Multiplier.at`, as a tensor during a warm-up."""
+        full, first, steps = (
+            self._multiplier.full,
+            self._multiplier.first,
+            self._multiplier.warmup_steps,
+        )
+        if not steps:
+            return full
+        step = tf.cast(tf.convert_to_tensor(self._optimizer.iterations), tf.float32)
+        return tf.where(step >= steps, full, first + (full - first) * step / steps)
+
+
+_skipping_together: WeakSet[Any] = WeakSet()
+
+
+def skip_together(optimizer: Any) -> None:
+    """Make each ``LossScaleOptimizer`` around this one skip a step on all ranks or on none.
+
+    It wraps the optimizer that does the update: either the user makes it, or ``compile`` does under
+    the ``mixed_float16`` policy, before or after ``distribute``. It looks for overflows in the
+    local gradients, and calls the inner optimizer only if there are none. If each rank decided
+    alone, some would wait in the inner optimizer for ranks that never come.
+    """
+    _skipping_together.add(optimizer)
+    _share_check_for_overflows()
+
+
+@functools.cache
+def _share_check_for_overflows() -> None:
+    """Make the check for overflows a collective if the inner optimizer is distributed.
+
+    This changes the class, because ``compile`` makes the instance later. The check of optimizers
+    that were not passed to ``distribute`` stays local.
+    """
+    scaler = keras.optimizers.LossScaleOptimizer
+    check_finite_locally = scaler.check_finite
+    hvd, wait = runtime.engine("tensorflow").hvd, GraphWait("hvkit.finite")
+
+    def lowest(number: tf.Tensor) -> tf.Tensor:
+        return hvd.allreduce(number, op=hvd.Min, name=wait.key, ignore_name_scope=True)
+
+    def check_finite(self: Any, grads: Any) -> Any:
+        finite = check_finite_locally(self, grads)
+        if inner_optimizer(self) not in _skipping_together:
+            return finite
+        refuse_xla("the check for overflows in the optimizer")
+        with tf.device("CPU:0"):
+            everywhere = wait.around(tf.cast(finite, tf.int32), lowest)
+        return tf.cast(everywhere, tf.bool)
+
+    scaler.check_finite = check_finite

@@ -1,0 +1,197 @@
+"""Gradients of every kind are averaged, in eager code and in graphs."""
+
+import logging
+import traceback
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from models import (
+    LOOPS,
+    equals_one_process,
+    fit,
+    local,
+    mlp,
+    regression,
+    weights,
+)
+from ranks import error_of, largest_difference
+
+import hvkit
+
+pytestmark = pytest.mark.two_ranks
+
+
+def sgd(factor=1):
+    return keras.optimizers.SGD(0.02 * factor)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
+def test_embedding_gradients_stay_sparse_and_equal_one_process(loop, optimizer):
+    def make_model(seed):
+        keras.utils.set_random_seed(seed)
+        layers = keras.layers
+        return keras.Sequential(
+            [
+                keras.Input((3,), dtype="int32"),
+                layers.Embedding(40, 4),
+                layers.Flatten(),
+                layers.Dense(4),
+            ]
+        )
+
+    words = np.random.default_rng(0).integers(0, 40, (8, 6 * hvkit.size(), 3)).astype(np.int32)
+    data = [(w, y) for w, (_, y) in zip(words, regression(steps=8), strict=True)]
+    make = getattr(keras.optimizers, optimizer)
+    equals_one_process(make_model, lambda factor: make(0.01 * factor), LOOPS[loop], data)
+
+
+def test_the_mean_of_indexed_slices_is_not_made_dense():
+    from hvkit.adapters.keras.averager import GradientAverager
+
+    variable = keras.Variable(np.zeros((10, 2), np.float32))
+    rank = hvkit.rank()
+    slices = tf.IndexedSlices(tf.ones((1, 2)) * rank, tf.constant([rank]), tf.constant([10, 2]))
+    (mean,) = GradientAverager("hvkit.test.slices")([slices], [variable])
+    assert isinstance(mean, tf.IndexedSlices)
+    assert mean.indices.numpy().tolist() == list(range(hvkit.size()))
+    assert mean.values.numpy()[:, 0] == pytest.approx(np.arange(hvkit.size()) / hvkit.size())
+
+
+@pytest.mark.parametrize("kinds", [["dense", None], ["slices", None], ["slices", "dense"]])
+def test_eager_ranks_may_differ_in_the_gradients_they_have(kinds):
+    """Rank 0 has the first kind, other ranks the second; no rank uses the third variable."""
+    from hvkit.adapters.keras.averager import GradientAverager
+
+    gradients = {
+        "dense": tf.ones((4, 2)),
+        "slices": tf.IndexedSlices(tf.ones((1, 2)), tf.constant([1]), tf.constant([4, 2])),
+        None: None,
+    }
+    mine = gradients[kinds[0] if hvkit.rank() == 0 else kinds[1]]
+    variables = [keras.Variable(np.zeros((4, 2), np.float32)) for _ in range(3)]
+    name = f"hvkit.test.{kinds[0]}.{kinds[1]}"
+    means = GradientAverager(name)([mine, tf.ones((4, 2)), None], variables)
+    expected = np.zeros((4, 2))
+    for rank in range(hvkit.size()):
+        theirs = gradients[kinds[0] if rank == 0 else kinds[1]]
+        expected += 0 if theirs is None else tf.convert_to_tensor(theirs).numpy()
+    assert tf.convert_to_tensor(means[0]).numpy() == pytest.approx(expected / hvkit.size())
+    assert isinstance(means[0], tf.IndexedSlices) == (kinds == ["slices", None])
+    assert means[1].numpy() == pytest.approx(1)
+    assert means[2] is None
+
+
+@pytest.mark.parametrize("accumulate", [None, 2])
+def test_graphs_of_ranks_that_lack_a_gradient_are_an_error_not_a_hang(accumulate):
+    model = mlp()
+    optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=accumulate)
+    hvkit.distribute(model, optimizer)
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            hidden = model.layers[0](x)
+            loss = tf.reduce_sum(model.layers[1](hidden) if hvkit.rank() == 0 else hidden)
+        variables = model.trainable_variables
+        optimizer.apply(tape.gradient(loss, variables), variables)
+
+    if accumulate:
+        step(tf.ones((2, 8)))  # nothing is sent yet
+    error, text = error_of(lambda: step(tf.ones((2, 8))))
+    assert error is tf.errors.InvalidArgumentError
+    assert "only some ranks have a gradient" in text
+    assert "dense_1/kernel" in text
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_gradients_of_every_dtype_are_averaged(dtype):
+    from hvkit.adapters.keras.averager import GradientAverager
+
+    variable = keras.Variable(np.zeros(3, np.float32), dtype=dtype)
+    (mean,) = GradientAverager(f"hvkit.test.{dtype}")(
+        [tf.cast([60000.0] * 3, dtype) * (1 if hvkit.rank() < 2 else 0)], [variable]
+    )
+    assert mean.dtype.name == dtype
+    expected = tf.cast(tf.cast(60000.0, dtype), tf.float64) * 2 / hvkit.size()
+    assert tf.cast(mean, tf.float64).numpy() == pytest.approx(expected.numpy(), rel=5e-3)
+
+
+def test_autograph_translates_the_users_code_alone(monkeypatch):
+    from hvkit.adapters.keras.averager import GradientAverager
+
+    translated = []
+    average = GradientAverager.__call__
+
+    def look(self, *args):
+        frames = traceback.extract_stack()
+        translated.extend(f.name for f in frames if "autograph_generated" in f.filename)
+        return average(self, *args)
+
+    monkeypatch.setattr(GradientAverager, "__call__", look)
+    model, optimizer = hvkit.distribute(mlp(), sgd())
+
+    @tf.function
+    def users_step(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x) - y) ** 2)
+        variables = model.trainable_variables
+        optimizer.apply(tape.gradient(loss, variables), variables)
+
+    users_step(tf.ones((2, 8)), tf.ones((2, 4)))
+    assert translated == ["tf__users_step"]
+
+
+def test_tensorflow_does_not_warn_that_hvkit_is_traced_again_and_again():
+    warnings = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    tf.get_logger().addHandler(handler)
+    try:
+        for seed in range(8):
+            model, optimizer = hvkit.distribute(mlp(seed), sgd())
+            fit(model, optimizer, local(regression(steps=1)))
+    finally:
+        tf.get_logger().removeHandler(handler)
+    assert not [text for text in warnings if "GradientAverager" in text]
+
+
+@pytest.mark.parametrize("multiplied", [True, False])
+def test_a_sum_over_samples_equals_one_process_if_multiplied_by_the_number_of_ranks(multiplied):
+    def train(model, optimizer, data, weight):
+        loss = keras.losses.MeanSquaredError(reduction="sum")
+        fit(model, optimizer, data, loss=loss, loss_weights=float(weight))
+
+    data = regression(steps=8)
+    reference = mlp()
+    train(reference, keras.optimizers.SGD(0.002), data, 1)
+    model, optimizer = mlp(hvkit.rank()), keras.optimizers.SGD(0.002)
+    hvkit.distribute(model, optimizer, lr_scaling="none")
+    train(model, optimizer, local(data), hvkit.size() if multiplied else 1)
+    assert (largest_difference(weights(model), weights(reference)) < 1e-5) == multiplied
+
+
+@pytest.mark.parametrize("compression", ["none", "bf16"])
+def test_a_dense_layer_on_sequences_in_batches_of_any_size(compression):
+    # While tracing, TensorFlow does not know the shape of such a kernel's gradient.
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(14 * hvkit.size(), 5, 8)).astype(np.float32)
+    y = rng.normal(size=(14 * hvkit.size(), 1)).astype(np.float32)
+
+    def make():
+        keras.utils.set_random_seed(1)
+        layers = [keras.layers.Dense(4), keras.layers.Flatten(), keras.layers.Dense(1)]
+        return keras.Sequential([keras.Input((5, 8)), *layers])
+
+    def fit(model, optimizer, x, y, batch_size):
+        model.compile(optimizer, "mse")
+        model.fit(x, y, batch_size=batch_size, shuffle=False, verbose=0)
+
+    reference = make()
+    fit(reference, sgd(), x, y, 4 * hvkit.size())
+    model, optimizer = hvkit.distribute(make(), sgd(), compression=compression)
+    fit(model, optimizer, *hvkit.shard((x, y)), 4)
+    difference = largest_difference(weights(model), weights(reference))
+    assert difference < (1e-5 if compression == "none" else 1e-2)

@@ -1,0 +1,177 @@
+"""Calls and updates that hvkit refuses, and the errors that name the fix."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from models import (
+    LOOPS,
+    equals_one_process,
+    fit,
+    local,
+    mlp,
+    refit,
+    regression,
+    tape_step,
+    weights,
+)
+from ranks import error_of, largest_difference, my_part, same_on_all_ranks
+
+import hvkit
+
+pytestmark = pytest.mark.two_ranks
+
+
+def sgd(factor=1):
+    return keras.optimizers.SGD(0.02 * factor)
+
+
+@pytest.mark.parametrize("compiled", ["before", "after"])
+def test_compile_with_xla_is_switched_off(compiled):
+    model = mlp()
+    optimizer = sgd()
+    if compiled == "before":
+        model.compile(optimizer=optimizer, loss="mse", jit_compile=True)
+        refit(model, regression(steps=1))
+        hvkit.distribute(model, optimizer)
+    else:
+        hvkit.distribute(model, optimizer)
+        with pytest.warns(UserWarning, match="doesn't support `jit_compile=True`"):
+            model.compile(optimizer=optimizer, loss="mse", jit_compile=True)
+    assert not model.jit_compile
+    refit(model, local(regression(steps=3)))
+    assert same_on_all_ranks(weights(model))
+
+
+@pytest.mark.parametrize("kind", ["plain", "nested"])
+def test_a_function_that_xla_compiles_is_an_error_that_names_the_fix(kind):
+    model, optimizer = hvkit.distribute(mlp(), sgd())
+    x, y = (tf.constant(each) for each in local(regression(steps=1))[0])
+
+    def step(x, y):
+        tape_step(model, optimizer, x, y)
+
+    inner = tf.function(step)
+    compiled = tf.function(step if kind == "plain" else lambda x, y: inner(x, y), jit_compile=True)
+    before = weights(model)
+    error, text = error_of(lambda: compiled(x, y))
+    assert error is ValueError
+    assert "optimizer.apply is inside a tf.function with jit_compile=True" in text
+    assert "remove jit_compile=True from the tf.function" in text
+    assert largest_difference(weights(model), before) == 0
+    hvkit.barrier()
+
+
+def test_xla_may_compile_the_gradients_apart_from_the_update():
+    def loop(model, optimizer, data):
+        @tf.function(jit_compile=True)
+        def gradients(x, y):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((model(x, training=True) - y) ** 2)
+            return tape.gradient(loss, model.trainable_variables)
+
+        @tf.function
+        def step(x, y):
+            optimizer.apply(gradients(x, y), model.trainable_variables)
+
+        for x, y in data:
+            step(tf.constant(x), tf.constant(y))
+
+    equals_one_process(mlp, sgd, loop)
+
+
+@pytest.mark.parametrize("compiled", ["loss scale", "batch norm"])
+def test_other_collectives_in_a_function_that_xla_compiles_are_errors_too(compiled):
+    layers = keras.layers
+    model = keras.Sequential([keras.Input((8,)), layers.BatchNormalization(), layers.Dense(4)])
+    scaler = keras.optimizers.LossScaleOptimizer(sgd())
+    hvkit.distribute(model, scaler, batch_norm="sync" if compiled == "batch norm" else "local")
+
+    @tf.function(jit_compile=True)
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x, training=compiled == "batch norm") - y) ** 2)
+        variables = model.trainable_variables
+        scaler.apply(tape.gradient(loss, variables), variables)
+
+    error, text = error_of(lambda: step(tf.ones((2, 8)), tf.ones((2, 4))))
+    assert error is ValueError
+    assert "remove jit_compile=True from the tf.function" in text
+
+
+class OwnStep(keras.Sequential):
+    """A custom train_step with the optimizer that compile got."""
+
+    def train_step(self, data):
+        tape_step(self, self.optimizer, *data)
+        return {}
+
+
+@pytest.mark.parametrize("loop", [*LOOPS, "own train_step"])
+def test_an_update_by_an_optimizer_that_was_not_distributed_is_refused(loop):
+    model = mlp()
+    if loop == "own train_step":
+        model = OwnStep([keras.Input((8,)), keras.layers.Dense(4)])
+    hvkit.distribute(model, sgd())
+    train = LOOPS.get(loop, fit)
+    with pytest.raises(ValueError, match=r"'adam.*' .* was not passed to hvkit.distribute"):
+        train(model, keras.optimizers.Adam(), local(regression(steps=1)))
+
+
+def test_optimizers_with_different_settings_are_an_error_everywhere():
+    model = mlp()
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9 if hvkit.rank() == 1 else 0.0)
+    error, text = error_of(lambda: hvkit.distribute(model, optimizer))
+    assert error is hvkit.RanksDisagreeError
+    assert '"momentum": 0.9' in text
+    assert '"momentum": 0.0' in text
+
+
+WRONG = {
+    "a string": (lambda m: "adam", {}, TypeError, "keras.optimizers.get('adam')"),
+    "accumulate": (lambda m: sgd(), {"accumulate": 2}, ValueError, "gradient_accumulation_steps=2"),
+    "an optimizer of another model": (
+        lambda m: built_for(mlp()), {}, ValueError, "was built for 4 other variables",
+    ),
+}  # fmt: skip
+
+
+def built_for(model):
+    optimizer = sgd()
+    optimizer.build(model.trainable_variables)
+    return optimizer
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_errors_about_wrong_arguments_name_the_fix(kind):
+    make_optimizer, options, expected, message = WRONG[kind]
+    model = mlp()
+    error, text = error_of(lambda: hvkit.distribute(model, make_optimizer(model), **options))
+    assert error is expected
+    assert message in text
+
+
+def test_a_second_call_is_an_error():
+    model = mlp()
+    hvkit.distribute(model, sgd())
+    error, text = error_of(lambda: hvkit.distribute(model, sgd()))
+    assert error is ValueError
+    assert "passed to hvkit.distribute before" in text
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_models_that_differ_are_an_error_everywhere(built):
+    units = 5 if hvkit.rank() == hvkit.size() - 1 else 4
+    head = [keras.Input((8,))] if built else []
+    model = keras.Sequential([*head, keras.layers.Dense(units, name="head")])
+    optimizer = sgd()
+    y = np.ones((2, units), np.float32)
+
+    def run():
+        hvkit.distribute(model, optimizer)
+        tape_step(model, optimizer, my_part(np.ones((2 * hvkit.size(), 8), np.float32)), y)
+
+    error, text = error_of(run)
+    assert error in (hvkit.RanksDisagreeError, ValueError)
+    assert "head/kernel: shape (8, 5), float32" in text
+    assert "head/kernel: shape (8, 4), float32 on rank 0" in text
