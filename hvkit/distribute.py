@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from numbers import Integral, Real
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hvkit import runtime
 from hvkit.adapters.adapter import (
@@ -13,7 +13,6 @@ from hvkit.adapters.adapter import (
     Adapter,
     Options,
     Record,
-    adapter_for,
     framework_of,
     is_distributed,
     record,
@@ -145,7 +144,7 @@ def distribute(
         multiplier = make_multiplier(lr_scaling, runtime.size(), options.warmup_steps)
         if not optimizers:
             raise ValueError(f"optimizer must hold at least one optimizer, got {optimizer!r}")
-        adapter = adapter_for(model, optimizers, options)
+        adapter = _adapter_for(model, optimizers, options)
         _refuse_second_call(model, optimizers)
     except Exception as error:  # of any type: the other ranks must not wait for this one
         problem = error
@@ -168,6 +167,31 @@ def distribute(
             logger.info(f"{runtime.size()} ranks; {said}")
     record(model, records)
     return model, optimizer
+
+
+def _adapter_for(model: Any, optimizers: Sequence[Any], options: Options) -> Adapter:
+    """Make the adapter for a model of PyTorch or Keras; imports no other framework.
+
+    Raises:
+        TypeError: the framework is not supported, or an optimizer belongs to another one.
+        ValueError: an argument has a wrong value.
+    """
+    framework = framework_of(model)
+    if framework == "tensorflow":
+        from hvkit.adapters.keras import KerasAdapter
+
+        return KerasAdapter(model, optimizers, options)
+    if framework == "torch":
+        from hvkit.adapters.pytorch import PyTorchAdapter
+
+        return PyTorchAdapter(model, optimizers, options)
+    hint = ""
+    if type(model).__module__.startswith("tf_keras"):
+        hint = " (tf_keras is Keras 2; unset TF_USE_LEGACY_KERAS and use Keras 3)"
+    raise TypeError(
+        "model must be a torch.nn.Module or a keras.Model, "
+        f"got {type(model).__module__}.{type(model).__qualname__}{hint}"
+    )
 
 
 def _count(name: str, value: object, least: int) -> int:

@@ -1,8 +1,7 @@
 """The interface between :func:`hvkit.distribute` and the frameworks.
 
-``adapter_for`` picks the framework's adapter, which is made anew for each call of ``distribute``.
-Afterwards ``record`` remembers the model and its optimizers: a second call is refused, and
-checkpoints find the step count of a warm-up here.
+``distribute`` makes an adapter for each call. Afterwards ``record`` remembers the model and its
+optimizers, so that a second call is refused, and checkpoints find the step count of a warm-up.
 """
 
 from __future__ import annotations
@@ -80,31 +79,6 @@ def framework_of(model: object) -> str | None:
     if torch is not None and isinstance(model, torch.nn.Module):
         return "torch"
     return None
-
-
-def adapter_for(model: Any, optimizers: Sequence[Any], options: Options) -> Adapter:
-    """Make the adapter for a model of PyTorch or Keras; imports no other framework.
-
-    Raises:
-        TypeError: the framework is not supported, or an optimizer belongs to another one.
-        ValueError: an argument has a wrong value.
-    """
-    framework = framework_of(model)
-    if framework == "tensorflow":
-        from hvkit.adapters.keras import KerasAdapter
-
-        return KerasAdapter(model, optimizers, options)
-    if framework == "torch":
-        from hvkit.adapters.pytorch import PyTorchAdapter
-
-        return PyTorchAdapter(model, optimizers, options)
-    hint = ""
-    if type(model).__module__.startswith("tf_keras"):
-        hint = " (tf_keras is Keras 2; unset TF_USE_LEGACY_KERAS and use Keras 3)"
-    raise TypeError(
-        "model must be a torch.nn.Module or a keras.Model, "
-        f"got {type(model).__module__}.{type(model).__qualname__}{hint}"
-    )
 
 
 _models: WeakSet[Any] = WeakSet()

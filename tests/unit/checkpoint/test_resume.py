@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from hvkit.checkpoint import Checkpoint, store
 from hvkit.adapters.adapter import Record, record
+from hvkit.checkpoint import Checkpoint, store
 
 ONES = np.ones((8, 4), "float32")
 
