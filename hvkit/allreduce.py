@@ -74,7 +74,7 @@ def allreduce(value: Any, op: str = "mean") -> Any:
     """Reduce each element over the ranks; every rank gets the same result.
 
     ``correct = hvkit.allreduce(correct, op="sum")``. A collective: every rank must call it, with
-    the same ``op``, dtype and shape. For means weighted by samples use :func:`hvkit.average`.
+    the same ``op``, dtype and shape. For means weighted by samples use ``hvkit.average``.
     Gradients need no call.
 
     Args:

@@ -78,7 +78,7 @@ def allgather(obj: T) -> list[T]:
 
 
 def gather(call: str, obj: T) -> list[T]:
-    """:func:`allgather` inside hvkit, where the user called ``call``."""
+    """``allgather`` inside hvkit, where the user called ``call``."""
     if size() == 1:
         return [obj]
     with calls.call(call):
@@ -170,7 +170,7 @@ def share(call: str, problem: Exception | None, value: T) -> list[T]:
 
 
 def raise_together(problem: Exception | None, call: str = "distribute") -> None:
-    """Raise on every rank if any rank has a problem; see :func:`share`."""
+    """Raise on every rank if any rank has a problem; see ``share``."""
     share(call, problem, None)
 
 

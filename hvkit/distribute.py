@@ -54,7 +54,7 @@ def distribute(
     ``model.compile(..., loss_weights=float(hvkit.size()))`` in Keras. Adam hardly notices; SGD,
     clipping and weight decay do. A loss that divides by something other than the number of samples
     (class weights, unmasked tokens) becomes a mean of means. If that matters, sum it, and divide
-    by the mean of the divisor over ranks, :func:`hvkit.average`.
+    by the mean of the divisor over ranks, ``hvkit.average``.
 
     **Gradients.** In PyTorch they are averaged when ``loss.backward()`` returns. A parameter that
     only some ranks used counts as zero on the others; one that no rank used keeps a gradient of
@@ -72,7 +72,7 @@ def distribute(
     passed must not update the model, and ``torch.distributed`` must not train it as well.
 
     **Metrics** that a rank computes in its own loop are its own: average a validation loss with
-    :func:`hvkit.average` before a scheduler or an early stop uses it. In Keras, ``fit`` and
+    ``hvkit.average`` before a scheduler or an early stop uses it. In Keras, ``fit`` and
     ``evaluate`` return the metrics of all ranks, and every rank must call them. They add up the
     states of metrics, such as totals, counts and confusion matrices. If a variable of your own
     metric does not add up, give it another ``aggregation`` in ``add_variable``.
@@ -110,7 +110,7 @@ def distribute(
             ranks normalise with the statistics of all ranks' batches together, as one process with
             the larger batch would; for small batches, at the cost of a collective per layer.
         check_every: compare the ranks' weights every this many optimizer steps, and raise if they
-            differ. None: only before the first update, in :meth:`hvkit.Checkpoint.save`, and in
+            differ. None: only before the first update, in ``hvkit.Checkpoint.save``, and in
             Keras at the end of each epoch of ``fit``. A step is a backward pass that an update
             follows.
 

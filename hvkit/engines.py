@@ -1,7 +1,7 @@
 """The one place that imports Horovod: its libraries for PyTorch and TensorFlow, behind one face.
 
 An engine starts one of the two and offers the collectives on NumPy arrays that the rest of hvkit
-needs. Adapters reach the library itself through :attr:`Engine.hvd`.
+needs. Adapters reach the library itself through ``Engine.hvd``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """hvkit's own exceptions.
 
-Wrong arguments raise the built-in ``TypeError`` and ``ValueError``. All other errors are here::
+Wrong arguments raise the built-in ``TypeError`` and ``ValueError``. All other errors are here:
 
     RuntimeError
     └── HvkitError

@@ -1,7 +1,7 @@
 """TCP connections whose two ends prove to each other that they know the same key.
 
 ``hvkit run`` and its agents connect this way. The proof is the challenge of
-:mod:`multiprocessing.connection`, once in each direction: an HMAC over random bytes, so the key
+``multiprocessing.connection``, once in each direction: an HMAC over random bytes, so the key
 itself never travels. Python 3.11 uses MD5, which newer versions accept from it and which is still
 safe in an HMAC; two newer ones agree on SHA-256. What follows the proof is not encrypted.
 """
@@ -45,7 +45,7 @@ class Listener:
         self._closed = threading.Event()
 
     def serve(self, admit: Callable[[socket.socket], None]) -> None:
-        """Call ``admit(connection)`` for everyone who knows the key, until :meth:`close`.
+        """Call ``admit(connection)`` for everyone who knows the key, until ``close``.
 
         Each newcomer has a thread of its own, which also calls ``admit``: a stranger who stays
         silent delays nobody.
@@ -76,7 +76,7 @@ class Listener:
 
 
 def connect(addresses: Sequence[str], port: int, key: bytes) -> socket.socket:
-    """Connect to the first address at which a :class:`Listener` with this key answers.
+    """Connect to the first address at which a ``Listener`` with this key answers.
 
     Raises:
         OSError: there is none; the message has the reason for each address.

@@ -1,6 +1,6 @@
 """Reduces GPU tensors in host memory, for a Horovod that was built without GPU support.
 
-Such a Horovod takes only tensors on the CPU. :class:`HostMemory` copies tensors there and back.
+Such a Horovod takes only tensors on the CPU. ``HostMemory`` copies tensors there and back.
 Training gives the same result but takes longer, because nothing overlaps with the backward pass.
 """
 

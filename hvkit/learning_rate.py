@@ -102,4 +102,4 @@ def _one_kind(
             f"{times(multiplier.first)} at first and {used} after {multiplier.warmup_steps} steps"
         )
         rule += ", warm-up"
-    return f"learning rate {times(1)}, of which a step uses {used} ({rule})"
+    return f"learning rate {times(1)}; steps use {used} ({rule})"

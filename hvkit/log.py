@@ -1,6 +1,6 @@
 """The ``hvkit`` logger: everything that hvkit says while a script runs.
 
-Messages go to stderr as ``hvkit: ...``, from level INFO on. To see less::
+Messages go to stderr as ``hvkit: ...``, from level INFO on. To see less:
 
     logging.getLogger("hvkit").setLevel(logging.WARNING)
 

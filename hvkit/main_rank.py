@@ -37,8 +37,6 @@ def warn_once(kind: str, text: str) -> None:
 def main_first() -> Iterator[None]:
     """Run the body on rank 0 first, then on the other ranks: for downloads and caches.
 
-    ::
-
         with hvkit.main_first():
             data = datasets.MNIST("data", download=True)  # rank 0 downloads, the others find it
 

@@ -87,7 +87,7 @@ def any_rank(flag: bool) -> bool:
 class EarlyStopping:
     """Ends a custom training loop when a metric stops improving, on all ranks at once.
 
-    Call it once an epoch with the rank's metric::
+    Call it once an epoch with the rank's metric:
 
         early_stopping = hvkit.EarlyStopping(patience=3)
         for epoch in range(epochs):
@@ -127,7 +127,7 @@ class EarlyStopping:
 
     @named("hvkit.EarlyStopping")
     def __call__(self, metric: float, weight: float | None = None) -> bool:
-        """Whether to stop now; the same on every rank. A collective, see :func:`average`.
+        """Whether to stop now; the same on every rank. A collective, see ``average``.
 
         A NaN counts as no improvement.
         """
@@ -149,7 +149,7 @@ class EarlyStopping:
         return {"best": None if math.isnan(self.best) else self.best, "waited": self.waited}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state of :meth:`state_dict`."""
+        """Continue from a state of ``state_dict``."""
         best = state["best"]
         self.best, self.waited = math.nan if best is None else float(best), int(state["waited"])
 

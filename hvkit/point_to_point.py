@@ -38,7 +38,7 @@ def can_send(engine: Engine) -> bool:
 
 
 def open_communicator() -> None:
-    """Create the communicator, once; a collective. :func:`can_send` must be true on all ranks."""
+    """Create the communicator, once; a collective. ``can_send`` must be true on all ranks."""
     global _communicator
     if _communicator is None:
         with waiting_for_all_ranks():
@@ -46,7 +46,7 @@ def open_communicator() -> None:
 
 
 def send(data: NDArray[np.uint8], to: int) -> None:
-    """Send bytes to a rank that calls :func:`receive`.
+    """Send bytes to a rank that calls ``receive``.
 
     Args:
         data: of shape (n,), at most 2 GiB.

@@ -46,7 +46,7 @@ _engines: dict[str, Engine] = {}
 def init(framework: str | None = None) -> None:
     """Start Horovod if this process is one of several ranks, and pin it to its GPU.
 
-    :func:`hvkit.distribute` calls this. Call it yourself, right after the imports, if code before
+    ``hvkit.distribute`` calls this. Call it yourself, right after the imports, if code before
     that needs the rank, or if TensorFlow sees more than one GPU. A second call does nothing.
 
     Args:

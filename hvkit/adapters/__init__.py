@@ -2,14 +2,14 @@
 
 ::
 
-    hvkit.distribute
-    └── adapter              picks the framework; the steps of distribute; its record
-        ├── pytorch/         averages gradients before loss.backward() returns
-        └── keras/           averages gradients inside optimizer.apply
-            both use
-            ├── transport    how many messages carry the gradients, and compression
-            └── fingerprints whether all ranks hold the same tensors
+    hvkit.distribute         picks the framework's adapter and calls its steps
+    ├── adapter              those steps as a protocol; a record of what was distributed
+    ├── pytorch/             averages gradients before loss.backward() returns
+    └── keras/               averages gradients inside optimizer.apply
+        both use
+        ├── transport        how many messages carry the gradients, and compression
+        └── fingerprints     whether all ranks hold the same tensors
 
-Scaling and warm-up of the learning rate are computed in :mod:`hvkit.learning_rate`; the adapters
+Scaling and warm-up of the learning rate are computed in ``hvkit.learning_rate``; the adapters
 apply them. TensorFlow and PyTorch are imported only when the script's model is theirs.
 """

@@ -1,4 +1,4 @@
-"""The interface between :func:`hvkit.distribute` and the frameworks.
+"""The interface between ``hvkit.distribute`` and the frameworks.
 
 ``distribute`` makes an adapter for each call. Afterwards ``record`` remembers the model and its
 optimizers, so that a second call is refused, and checkpoints find the step count of a warm-up.
@@ -19,7 +19,7 @@ BATCH_NORMS = ("average", "local", "sync")
 
 @dataclass(frozen=True)
 class Options:
-    """The keyword arguments of :func:`hvkit.distribute` that adapters act on."""
+    """The keyword arguments of ``hvkit.distribute`` that adapters act on."""
 
     accumulate: int
     warmup_steps: int
@@ -43,7 +43,7 @@ class Record:
 
 
 class Adapter(Protocol):
-    """The steps of :func:`hvkit.distribute` that depend on the framework, in calling order.
+    """The steps of ``hvkit.distribute`` that depend on the framework, in calling order.
 
     The constructor checks its arguments and raises TypeError or ValueError; it uses no collective.
     """
@@ -92,7 +92,7 @@ def record(model: Any, optimizers: Iterable[tuple[Any, Record]]) -> None:
 
 
 def is_distributed(model_or_optimizer: Any) -> bool:
-    """Whether this object was passed to :func:`hvkit.distribute`."""
+    """Whether this object was passed to ``hvkit.distribute``."""
     return model_or_optimizer in _models or model_or_optimizer in _optimizers
 
 

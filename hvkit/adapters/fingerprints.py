@@ -230,7 +230,7 @@ def warn_of_equal_work(everyone: Rows) -> bool:
     """Warn on rank 0, once, if all ranks have the same gradients.
 
     Args:
-        everyone: int64 of shape ``(ranks, 2)``: each rank's result of :func:`of_gradients`.
+        everyone: int64 of shape ``(ranks, 2)``: each rank's result of ``of_gradients``.
 
     Returns:
         Whether any rank had comparable gradients; no further check is needed then.

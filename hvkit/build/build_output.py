@@ -1,7 +1,7 @@
 """The output of build commands: progress from make's lines, causes from a failed command's.
 
-A compilation prints thousands of lines. :class:`BuildProgress` reduces them to a bar;
-:func:`explain` reduces those of a failure to the few that matter, with the remedy.
+A compilation prints thousands of lines. ``BuildProgress`` reduces them to a bar;
+``explain`` reduces those of a failure to the few that matter, with the remedy.
 """
 
 import re

@@ -98,7 +98,7 @@ def toolkit_for(
 ) -> Toolkit | None:
     """The toolkit for a build for NCCL; ``None`` for a build without GPUs.
 
-    Call :func:`fetch_toolkit` before using it.
+    Call ``fetch_toolkit`` before using it.
 
     Args:
         choice: ``nccl`` builds for NCCL or fails; ``none`` builds without GPUs; ``auto`` builds

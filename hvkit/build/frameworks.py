@@ -53,7 +53,7 @@ class Framework:
 
     @property
     def cuda(self) -> str | None:
-        """The CUDA version that it was built for; see :func:`cuda_version`."""
+        """The CUDA version that it was built for; see ``cuda_version``."""
         return cuda_version(self.name, self.location)
 
     def __str__(self) -> str:

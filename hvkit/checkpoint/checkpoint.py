@@ -50,7 +50,7 @@ class Progress:
 class Checkpoint:
     """The checkpoints of one training run, in one directory.
 
-    Create it after :func:`hvkit.distribute`, on every rank::
+    Create it after ``hvkit.distribute``, on every rank:
 
         checkpoint = hvkit.Checkpoint("runs/a", model=model, optimizer=optimizer, data=loader)
         start = checkpoint.restore()
@@ -74,7 +74,7 @@ class Checkpoint:
     it is not saved. Use ``keras.random``, ``tf.random.stateless_uniform`` and its relatives, and
     ``shuffle=False``. Generator objects that a script creates, and random numbers that DataLoader
     workers draw, are not saved either. A DataLoader or ``PyDataset`` returned by
-    :func:`hvkit.shard` can be a part and continues in its own order. So can Keras's
+    ``hvkit.shard`` can be a part and continues in its own order. So can Keras's
     ``EarlyStopping``, ``ReduceLROnPlateau`` and ``ModelCheckpoint``, which would otherwise start
     counting again in a resumed ``fit``.
 
@@ -93,7 +93,7 @@ class Checkpoint:
         **parts: the objects to save, each under its name, usually ``model=`` and ``optimizer=``:
             PyTorch and Keras models and optimizers, Keras callbacks that watch a metric, and
             anything with ``state_dict()`` and ``load_state_dict()``: schedulers, a ``GradScaler``,
-            the results of :func:`hvkit.shard`. For several, pass lists, dicts or more names.
+            the results of ``hvkit.shard``. For several, pass lists, dicts or more names.
             Rank 0's state is saved, except for random states and layer statistics, which are saved
             for every rank.
 
@@ -122,9 +122,9 @@ class Checkpoint:
                 next number.
             step: optimizer steps done so far. Saving a step again replaces its checkpoint.
             batches: in the middle of an epoch, for data that does not keep its own position: the
-                batches of the epoch that each rank has read. :meth:`restore` converts it to the
+                batches of the epoch that each rank has read. ``restore`` converts it to the
                 number of ranks that resume, rounded down.
-            extras: values for :meth:`restore` to return, of types that JSON holds. Rank 0's are
+            extras: values for ``restore`` to return, of types that JSON holds. Rank 0's are
                 saved.
 
         Returns:
@@ -246,8 +246,6 @@ class Checkpoint:
     def callback(self, every: str | int = "epoch") -> keras.callbacks.Callback:
         """A callback for ``fit`` that saves. Put it last in ``callbacks``, on every rank.
 
-        ::
-
             start = checkpoint.restore()
             model.fit(..., initial_epoch=start.epoch, callbacks=[..., checkpoint.callback()])
 
@@ -267,7 +265,7 @@ class Checkpoint:
         return SaveCallback(self.save, self.parts, self._take_batches, steps)
 
     def _take_batches(self, epoch: int) -> int:
-        """The batches of this epoch to skip after :meth:`restore`; 0 at the next call."""
+        """The batches of this epoch to skip after ``restore``; 0 at the next call."""
         batches = self._restored.batches if epoch == self._restored.epoch else 0
         self._restored = Progress()
         return batches

@@ -41,14 +41,14 @@ class Part(ABC):
 
         Args:
             content: the file's bytes.
-            facts: what :meth:`facts` returned when the checkpoint was saved.
+            facts: what ``facts`` returned when the checkpoint was saved.
 
         Raises:
             Exception: the content does not fit the object.
         """
 
     def facts(self) -> dict[str, Any]:
-        """Whatever :meth:`load` needs besides the file, as JSON values."""
+        """Whatever ``load`` needs besides the file, as JSON values."""
         return {}
 
     def own(self) -> Arrays:
@@ -56,7 +56,7 @@ class Part(ABC):
         return {}
 
     def load_own(self, arrays: Arrays) -> None:  # noqa: B027  # no own arrays by default
-        """Set the arrays that :meth:`own` returned."""
+        """Set the arrays that ``own`` returned."""
 
     def compared(self) -> tuple[list[Compared], list[Rows]]:
         """The state that must be equal on all ranks, and its fingerprints."""

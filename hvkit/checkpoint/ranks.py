@@ -46,7 +46,7 @@ def compared(parts: Sequence[Part]) -> tuple[list[Compared], list[Rows]]:
 
 
 def digests(own: Mapping[str, Arrays]) -> dict[str, bytes]:
-    """A digest of each of the parts' arrays, for :func:`unlike`."""
+    """A digest of each of the parts' arrays, for ``unlike``."""
     return {
         f"{part}{_SEPARATOR}{name}": hashlib.sha256(array.tobytes()).digest()
         for part, arrays in own.items()
@@ -61,8 +61,8 @@ def unlike(own: Mapping[str, Arrays], first: Mapping[str, bytes]) -> dict[str, A
     Seeds stay in it, because loading a part's file does not change a rank's seeds.
 
     Args:
-        own: this rank's arrays, from :func:`capture`.
-        first: rank 0's digests, from :func:`digests`.
+        own: this rank's arrays, from ``capture``.
+        first: rank 0's digests, from ``digests``.
     """
     mine = digests(own)
     return {
@@ -98,7 +98,7 @@ def put_back(content: bytes, parts: Sequence[Part], rank: int, *, same_size: boo
     """Set this rank's state to the one that the same rank saved, if it took part in the save.
 
     Args:
-        content: the bytes of the file that :func:`save` wrote.
+        content: the bytes of the file that ``save`` wrote.
         parts: the parts that were loaded.
         rank: this rank.
         same_size: whether as many ranks resume as saved. If not, layers keep rank 0's statistics.
@@ -135,7 +135,7 @@ def random_state() -> Arrays:
 
 
 def set_random_state(state: Arrays) -> None:
-    """Set the generators to the states that :func:`random_state` returned."""
+    """Set the generators to the states that ``random_state`` returned."""
     torch = sys.modules.get("torch")
     if torch is not None and "torch" in state:
         torch.set_rng_state(torch.from_numpy(state["torch"].copy()))

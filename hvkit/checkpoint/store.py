@@ -114,8 +114,8 @@ def write_folder(directory: Path, name: str, fill: Callable[[Path], None]) -> No
     The replaced folder is deleted, or stays hidden if it cannot be deleted now.
 
     Args:
-        directory: a directory that :func:`prepare` returned from.
-        name: the folder's name, from :func:`name_of`.
+        directory: a directory that ``prepare`` returned from.
+        name: the folder's name, from ``name_of``.
         fill: writes all files into the folder it is given, the manifest last.
 
     Raises:

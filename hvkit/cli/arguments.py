@@ -40,7 +40,7 @@ def hosts_of(
         args: with ``hostfile``, a path, and ``hosts``, the text of ``-H``.
         on_repeat: called with a message for each host that is listed twice, since mpirun accepts
             that in some forms and not in others. If it returns, the host gets the sum of its slots;
-            :func:`refuse` raises.
+            ``refuse`` raises.
 
     Raises:
         HostfileError: the file or the list is malformed.
@@ -55,7 +55,7 @@ def hosts_of(
 
 
 def refuse(message: str) -> None:
-    """For :func:`hosts_of`: accept no host that is listed twice.
+    """For ``hosts_of``: accept no host that is listed twice.
 
     Raises:
         HostfileError: always.
@@ -152,7 +152,7 @@ def ranks(text: str) -> tuple[range, ...]:
 
 
 def _ranks_text(found: Sequence[range]) -> str:
-    """The inverse of :func:`ranks`."""
+    """The inverse of ``ranks``."""
     return ",".join(str(each[0]) if len(each) == 1 else f"{each[0]}-{each[-1]}" for each in found)
 
 

@@ -57,7 +57,7 @@ class Share:
         return mine
 
     def count(self, length: int, *, group: int | None = None, drop_last: bool = False) -> int:
-        """The number of positions that :meth:`of` returns."""
+        """The number of positions that ``of`` returns."""
         if self.exact:
             return len(range(self.rank, length, self.size))
         if drop_last and group:
@@ -91,7 +91,7 @@ class Position:
         """Begin an iteration: the rest of the current epoch after a load, else a new epoch.
 
         Returns:
-            An identifier for :meth:`advance`, :meth:`end` and :meth:`leave`, which do nothing
+            An identifier for ``advance``, ``end`` and ``leave``, which do nothing
             unless it is that of the latest iteration.
         """
         if self._iteration is not None:
@@ -120,14 +120,14 @@ class Position:
             self._left = False
 
     def save(self) -> dict[str, int]:
-        """The position, for :meth:`load`."""
+        """The position, for ``load``."""
         return {"epoch": self.epoch, "samples": self.samples}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go to a position that was saved.
 
         Raises:
-            ValueError: :meth:`save` did not return it.
+            ValueError: ``save`` did not return it.
         """
         for name in ("epoch", "samples"):
             value = state.get(name)

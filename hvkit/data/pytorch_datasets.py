@@ -54,7 +54,7 @@ class KeyInWhole(NamedTuple):
 
 
 def in_whole(key: Any) -> InWhole | KeyInWhole:
-    """Mark a sampler's index as an index in the whole dataset, for :class:`DatasetPart`."""
+    """Mark a sampler's index as an index in the whole dataset, for ``DatasetPart``."""
     return InWhole(key) if type(key) is int else KeyInWhole(key)
 
 
@@ -63,7 +63,7 @@ class DatasetPart(Subset[Any]):
 
     ``part[i]`` and ``len(part)`` refer to the part, so a script that divides by the length,
     splits or shuffles it works on this rank's samples. The samplers of a sharded loader return
-    indices in the whole dataset, marked by :func:`in_whole`. Reading or setting another attribute
+    indices in the whole dataset, marked by ``in_whole``. Reading or setting another attribute
     reads or sets it on the dataset.
 
     Args:

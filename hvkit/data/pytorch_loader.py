@@ -58,7 +58,7 @@ class ShardedLoader(DataLoader[Any]):
     Every iteration is a new epoch. ``state_dict`` and ``load_state_dict`` return and set the
     position, counted over all ranks, so another number of ranks can continue from it.
 
-    On several ranks its dataset is this rank's part, see :class:`DatasetPart`. Another loader made
+    On several ranks its dataset is this rank's part, see ``DatasetPart``. Another loader made
     from its dataset and its sampler or batch sampler reads what this one would read next. The
     batches of that loader are not counted: the position then moves only at the end of an epoch.
     """
@@ -146,7 +146,7 @@ class StreamLoader(DataLoader[Any]):
         stream: the rank's part.
         seed: the seed of the workers' seeds.
         options: the options of the user's loader.
-        adapter: the result of :func:`_adapter_that_forbids_forks`.
+        adapter: the result of ``_adapter_that_forbids_forks``.
     """
 
     def __init__(

@@ -57,7 +57,7 @@ class Epoch(NamedTuple):
 class Order(Sampler[Any], ABC):
     """A sampler of one rank's indices, epoch after epoch.
 
-    Its own loader begins an epoch with :meth:`begin` and iterates over it inside :meth:`fixed_to`.
+    Its own loader begins an epoch with ``begin`` and iterates over it inside ``fixed_to``.
     In any other loader, each iteration is the next epoch and moves the position at its end.
 
     Args:
@@ -71,7 +71,7 @@ class Order(Sampler[Any], ABC):
         self._fixed: Epoch | None = None
         self.position = Position()
         self.of_part = False
-        """Whether the loader's dataset is a :class:`DatasetPart`."""
+        """Whether the loader's dataset is a ``DatasetPart``."""
         if not hasattr(source, "__len__"):
             raise TypeError(
                 f"{type(source).__qualname__} has no __len__, so its order cannot be divided into "

@@ -121,7 +121,7 @@ def shard_for(data: Any, share: Share, seed: int) -> Part:
     """The part of one rank; not a collective.
 
     Raises:
-        TypeError, ValueError: as :func:`shard`.
+        TypeError, ValueError: as ``shard``.
     """
     torch, tensorflow = sys.modules.get("torch"), sys.modules.get("tensorflow")
     keras = sys.modules.get("keras")

@@ -1,4 +1,4 @@
-"""The state of this host and this Python, without judgement: :mod:`hvkit.doctor.findings` judges.
+"""The state of this host and this Python, without judgement: ``hvkit.doctor.findings`` judges.
 
 Of environment variables, facts hold names only, never values. The only values are numbers of
 threads.

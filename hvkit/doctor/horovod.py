@@ -111,7 +111,7 @@ def changes(before: dict[str, str], now: dict[str, str]) -> tuple[str, ...]:
 
 
 def library_from(framework: str, version: str | None, output: Output | None) -> Library:
-    """The library that :mod:`hvkit.doctor.load_library` has tried to load.
+    """The library that ``hvkit.doctor.load_library`` has tried to load.
 
     Args:
         framework: the framework of the library.

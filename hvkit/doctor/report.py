@@ -30,7 +30,7 @@ _UNITS = (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
 
 
 def examine(on_two_ranks: bool) -> dict[str, Any]:
-    """Check this host and this Python, and return the report of :func:`json_report`.
+    """Check this host and this Python, and return the report of ``json_report``.
 
     Args:
         on_two_ranks: whether to start two ranks for an allreduce, which takes a while.
@@ -167,7 +167,7 @@ def _user() -> str | None:
 
 
 def show(report: dict[str, Any], console: Console) -> None:
-    """Print a report of :func:`json_report` as text; in colours on a terminal."""
+    """Print a report of ``json_report`` as text; in colours on a terminal."""
     lines = [*_fact_lines(report), *_finding_lines(report)]
     room = max(_LEAST_OUTPUT, _SCREEN - len(lines) - 2)
     for line in [*lines, *_last_lines(report["self_test"], room), _result(report)]:

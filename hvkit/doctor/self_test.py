@@ -1,6 +1,6 @@
 """An allreduce on two ranks of this host, once for each framework.
 
-:func:`self_test` starts the ranks. Each rank runs ``python -m hvkit.doctor.self_test torch``: it
+``self_test`` starts the ranks. Each rank runs ``python -m hvkit.doctor.self_test torch``: it
 compares an allreduce in the host's memory with the right sum, and times it. Rank 0 prints the
 result as JSON after ``hvkit:``; a rank that fails prints the reason.
 """

@@ -36,7 +36,7 @@ def share(
     are ranks that outnumber the cores.
 
     Args:
-        cores: the host's cores, from :func:`cores`.
+        cores: the host's cores, from ``cores``.
         local_rank: the rank's number on its host.
         local_size: the number of ranks on that host.
     """

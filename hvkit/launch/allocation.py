@@ -1,8 +1,8 @@
 """The hosts that a batch system allocated to this job, read from the job's environment.
 
-:func:`allocation` tries Slurm, PBS, LSF and a default hostfile (the Kubernetes MPI operator's, or a
+``allocation`` tries Slurm, PBS, LSF and a default hostfile (the Kubernetes MPI operator's, or a
 site's), in that order. To add a batch system, write a function from the environment to an
-:class:`Allocation`, ``None`` outside of its jobs, and add it to ``_SYSTEMS`` at the end.
+``Allocation``, ``None`` outside of its jobs, and add it to ``_SYSTEMS`` at the end.
 """
 
 import re

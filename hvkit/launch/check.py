@@ -1,7 +1,7 @@
 """``hvkit hosts --check``: whether hosts are ready for ranks.
 
-:func:`check` collects the doctor's report of every host (:mod:`hvkit.launch.host_reports`), lets
-all hosts connect to each other (:mod:`hvkit.launch.reachability`), and finds the problems in the
+``check`` collects the doctor's report of every host (``hvkit.launch.host_reports``), lets
+all hosts connect to each other (``hvkit.launch.reachability``), and finds the problems in the
 results. Each kind of problem has a plain function.
 """
 

@@ -1,4 +1,4 @@
-"""The report of ``hvkit doctor`` from every host, for :mod:`hvkit.launch.check`."""
+"""The report of ``hvkit doctor`` from every host, for ``hvkit.launch.check``."""
 
 import ipaddress
 import json

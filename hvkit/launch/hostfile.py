@@ -1,6 +1,6 @@
 """Hostfiles in Open MPI's form (``node1 slots=4``) or MPICH's (``node1:4``), read strictly.
 
-Ambiguous input is rejected, naming file and line, with :class:`hvkit.errors.HostfileError`.
+Ambiguous input is rejected, naming file and line, with ``hvkit.errors.HostfileError``.
 """
 
 import difflib

@@ -1,6 +1,6 @@
 """Hosts and their slots: host names and addresses, the list of ``-H``, and hosts named twice.
 
-:mod:`hvkit.launch.hostfile` reads whole files with the functions of this module. Ambiguous input is
+``hvkit.launch.hostfile`` reads whole files with the functions of this module. Ambiguous input is
 rejected. Errors about one word do not name its place; the reader of the file or list adds it.
 """
 

@@ -1,7 +1,7 @@
 """The programs that start ranks: Open MPI's and MPICH's ``mpirun``, and ``horovodrun``.
 
-:func:`find_launcher` finds the program and its MPI. The :class:`Launcher` that it returns turns a
-:class:`Job` into a command line. The ``write_...`` functions write hosts for each program.
+``find_launcher`` finds the program and its MPI. The ``Launcher`` that it returns turns a
+``Job`` into a command line. The ``write_...`` functions write hosts for each program.
 """
 
 import os

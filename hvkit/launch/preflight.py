@@ -1,8 +1,8 @@
 """Checks before ``hvkit run`` starts anything: choose the hosts, and see whether each is ready.
 
-:mod:`hvkit.launch.probe` runs on every host that gets ranks. Its facts show whether hvkit and the
-working directory are there, and :mod:`hvkit.launch.routes` finds in them the networks between the
-hosts. All problems are reported at once. The thorough check is :mod:`hvkit.launch.check`.
+``hvkit.launch.probe`` runs on every host that gets ranks. Its facts show whether hvkit and the
+working directory are there, and ``hvkit.launch.routes`` finds in them the networks between the
+hosts. All problems are reported at once. The thorough check is ``hvkit.launch.check``.
 """
 
 import os

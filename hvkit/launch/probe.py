@@ -1,6 +1,6 @@
 """Facts about a host before ranks start there: ``python -m hvkit.launch.probe FOLDER`` prints them.
 
-:mod:`hvkit.launch.preflight` runs it on all hosts of a job. It is a module of its own so that it
+``hvkit.launch.preflight`` runs it on all hosts of a job. It is a module of its own so that it
 imports little: a cold network file system serves each import slowly.
 
 What hvkit's programs print on other hosts is one line of JSON, ``{"hvkit": ...}``. The host may
@@ -74,7 +74,7 @@ class Facts:
 
 
 def json_line(values: Mapping[str, Any]) -> str:
-    """The line that :func:`read_line` reads."""
+    """The line that ``read_line`` reads."""
     return json.dumps({"hvkit": values})
 
 

@@ -1,7 +1,7 @@
 """Whether the hosts reach each other: every host opens TCP connections to every other one.
 
 Each host listens on a free port, as ranks do, so a firewall that blocks unknown ports is found.
-Every host runs ``python -m hvkit.launch.reachability``, and :func:`meet` on this host exchanges
+Every host runs ``python -m hvkit.launch.reachability``, and ``meet`` on this host exchanges
 lines of JSON with all of them:
 
 1. each host prints its port, a random token and its time;

@@ -1,6 +1,6 @@
 """Commands on other hosts: over ssh, or in a Slurm job with ``srun``, where sites may forbid ssh.
 
-:func:`remote_shell` picks the way. :func:`run_on_hosts` runs a command on all hosts at once and
+``remote_shell`` picks the way. ``run_on_hosts`` runs a command on all hosts at once and
 never prompts. A failure of ssh or srun becomes a sentence with the fix.
 """
 

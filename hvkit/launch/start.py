@@ -1,8 +1,8 @@
 """``hvkit run``: from the parsed request to a supervised launcher.
 
-:func:`start` checks the hosts, chooses the environment variables that go to other hosts, makes the
-launcher's command line, and supervises it to its end. :func:`prepared` does all but the last; with
-:func:`shown` it makes the line of ``--dry-run``.
+``start`` checks the hosts, chooses the environment variables that go to other hosts, makes the
+launcher's command line, and supervises it to its end. ``prepared`` does all but the last; with
+``shown`` it makes the line of ``--dry-run``.
 """
 
 import os
@@ -64,7 +64,7 @@ class Request:
         system: the batch system that allocated the hosts, as in ``Allocation``; ``None`` for none.
         size: the number of ranks; ``None`` for one in each slot.
         launcher: one of ``hvkit.launch.launchers.NAMES``.
-        variables: environment variables for the ranks besides those of :func:`forwarded`; ``None``
+        variables: environment variables for the ranks besides those of ``forwarded``; ``None``
             for the value that the variable has here.
         interfaces: interfaces or networks to use between hosts, instead of those found.
         bind: whether to bind each rank to its share of its host's cores.

@@ -132,7 +132,7 @@ class MPIJob:
             )
 
     def document(self) -> dict[str, Any]:
-        """The Kubernetes resource, for :func:`yaml_text`."""
+        """The Kubernetes resource, for ``yaml_text``."""
         metadata = {"name": self.name}
         if self.namespace is not None:
             metadata["namespace"] = self.namespace

@@ -14,7 +14,7 @@ calls each rank is in. When a wait has lasted some seconds, a thread of that ran
 From a wait to the last line: ``calls.waiting`` marks the wait. The rank's ``Reporter`` sends it to
 rank 0's ``Hub``. ``verdict.decide`` finds that the ranks' calls do not match. Rank 0 prints the
 sentence, sends it to all ranks, and shuts Horovod down. Every wait then raises
-:class:`hvkit.RankLostError` with that sentence.
+``hvkit.RankLostError`` with that sentence.
 """
 
 from __future__ import annotations

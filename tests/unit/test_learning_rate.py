@@ -36,7 +36,7 @@ def test_a_warm_up_grows_linearly_from_the_rate_of_a_single_process(rule, multip
 def test_rates_are_described_by_what_multiplies_them():
     linear = make_multiplier("linear", 4, 0)
     assert describe([(0.1, linear), (1.0, None), (0.2, linear), (0.1, linear)], "linear", 4) == (
-        'learning rate 0.1, 0.2, of which a step uses 0.4, 0.8 (lr_scaling="linear"); '
+        'learning rate 0.1, 0.2; steps use 0.4, 0.8 (lr_scaling="linear"); '
         "step length 1 of LBFGS, never scaled"
     )
     assert describe([(0.1, Multiplier())], "none", 4) == (

@@ -3,7 +3,7 @@
 No Python code runs while a graph does, so no ``with`` statement can mark a wait inside one. Two
 counters in the graph take its place: one goes up before the collectives, one after them.
 
-:mod:`hvkit.adapters.transport` explains why compressed gradients take two collectives.
+``hvkit.adapters.transport`` explains why compressed gradients take two collectives.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def to_bits(values: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
 
 
 def from_bits(bits: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """The float32 values of a result of :func:`to_bits`."""
+    """The float32 values of a result of ``to_bits``."""
     return tf.cast(tf.bitcast(bits, dtype), tf.float32)
 
 

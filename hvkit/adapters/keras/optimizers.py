@@ -48,7 +48,7 @@ def settings_of(optimizer: Any) -> str:
 
 
 class Average(Protocol):
-    """As :meth:`hvkit.adapters.keras.averager.GradientAverager.__call__`."""
+    """As ``hvkit.adapters.keras.averager.GradientAverager.__call__``."""
 
     def __call__(
         self, gradients: Sequence[Any], variables: Sequence[Any], absent: Sequence[Any] | None = ...
@@ -166,7 +166,7 @@ class RateInUpdate:
         optimizer.apply = apply_at_multiplied_rate
 
     def _by(self) -> Any:
-        """:meth:`hvkit.learning_rate.Multiplier.at`, as a tensor during a warm-up."""
+        """``hvkit.learning_rate.Multiplier.at``, as a tensor during a warm-up."""
         full, first, steps = (
             self._multiplier.full,
             self._multiplier.first,

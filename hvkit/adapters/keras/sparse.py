@@ -39,7 +39,7 @@ class Origin(enum.IntEnum):
 _OF_SHAPES = frozenset(
     ["Shape", "ShapeN", "Size", "Rank", "OnesLike", "ZerosLike", "BroadcastGradientArgs"]
 )
-# Calls of functions inside a graph; :func:`origin` does not look into them.
+# Calls of functions inside a graph; ``origin`` does not look into them.
 _CALLS = frozenset(
     ["PartitionedCall", "StatefulPartitionedCall", "If", "StatelessIf", "While", "StatelessWhile"]
 )

@@ -82,7 +82,7 @@ def synchronise_batch_norm(model: nn.Module) -> None:
 
 
 def batch_norm_of(model: nn.Module) -> list[_BatchNorm]:
-    """The layers that :func:`synchronise_batch_norm` synchronises.
+    """The layers that ``synchronise_batch_norm`` synchronises.
 
     Raises:
         ValueError: the class of a layer has a ``forward`` of its own.

@@ -4,7 +4,7 @@ A bucket holds the gradients of some parameters, one after the other, in one con
 Horovod reduces in place. Buckets hold copies: a parameter's own gradient changes only when the mean
 is there. A rank can therefore send zeros for a gradient that it did not compute, half-precision
 gradients can travel in float32, and any memory layout is fine. With compression, float32 gradients
-travel in 16 bits; :mod:`hvkit.adapters.transport` explains how.
+travel in 16 bits; ``hvkit.adapters.transport`` explains how.
 
 The gradients of ``torch.nn.Embedding(sparse=True)`` have values in few rows. Ranks gather the rows
 that they touched instead of summing dense tensors: a table of millions of rows costs as much as the
@@ -108,7 +108,7 @@ class Bucket:
     Args:
         name: the same on every rank, and no other bucket's.
         members: numbers and parameters, at least one.
-        extra: how many numbers to append; the caller fills them in through :attr:`extra`.
+        extra: how many numbers to append; the caller fills them in through ``extra``.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Bucket:
 
     @property
     def full(self) -> bool:
-        """Whether every member has been packed since the last :meth:`reset`."""
+        """Whether every member has been packed since the last ``reset``."""
         return len(self.packed) == len(self.views)
 
     def launch(self, hvd: ModuleType) -> None:
@@ -147,10 +147,10 @@ class Bucket:
             self.handle = hvd.allreduce_async_(self.flat, name=self.name, op=hvd.Average)
 
     def exchange(self, hvd: ModuleType) -> None:
-        """Start the second collective of buckets that need two; call after :meth:`launch`."""
+        """Start the second collective of buckets that need two; call after ``launch``."""
 
     def wait(self, hvd: ModuleType) -> None:
-        """Wait for the mean; call after :meth:`exchange`."""
+        """Wait for the mean; call after ``exchange``."""
         with waiting_for_all_ranks():
             hvd.synchronize(self.handle)
         self.handle = None
@@ -304,5 +304,5 @@ def to_bits(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def from_bits(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The float32 values of a result of :func:`to_bits`."""
+    """The float32 values of a result of ``to_bits``."""
     return bits.view(dtype).to(torch.float32)

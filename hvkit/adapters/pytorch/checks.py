@@ -77,7 +77,7 @@ class Checks:
             self._handle = hvd.allgather_async(mine, name=f"{self._name}.check")
 
     def receive(self, steps: int, hvd: ModuleType) -> None:
-        """Finish the comparison that :meth:`send` has started; call before using the means.
+        """Finish the comparison that ``send`` has started; call before using the means.
 
         Raises:
             RanksDisagreeError: the ranks hold different weights, or another library started
@@ -198,7 +198,7 @@ def _rows(tensors: Sequence[torch.Tensor]) -> list[Rows]:
 
 @torch.no_grad()
 def _row(tensor: torch.Tensor) -> torch.Tensor:
-    """:func:`hvkit.adapters.fingerprints.fingerprint`, computed on the tensor's device."""
+    """``hvkit.adapters.fingerprints.fingerprint``, computed on the tensor's device."""
     tensor = tensor.detach()
     if tensor.layout is not torch.strided:
         coo = tensor.to_sparse_coo().coalesce()  # type: ignore[no-untyped-call]

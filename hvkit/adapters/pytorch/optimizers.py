@@ -1,7 +1,7 @@
 """Optimizers that step in unusual ways: with a closure, through a parent class, inside another.
 
-Each function here names the optimizers that need it. :mod:`~hvkit.adapters.pytorch.learning_rate`,
-:mod:`~hvkit.adapters.pytorch.reducer` and :mod:`~hvkit.adapters.pytorch.refusals` use them.
+Each function here names the optimizers that need it. ``hvkit.adapters.pytorch.learning_rate``,
+``hvkit.adapters.pytorch.reducer`` and ``hvkit.adapters.pytorch.refusals`` use them.
 """
 
 from __future__ import annotations

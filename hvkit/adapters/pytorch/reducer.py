@@ -168,7 +168,7 @@ class GradientReducer:
                 bucket.launch(self._hvd)
 
     def _begin_pass(self, task: int) -> None:
-        """Prepare for the first gradient of a backward pass; :func:`_end_pass` runs at its end."""
+        """Prepare for the first gradient of a backward pass; ``_end_pass`` runs at its end."""
         self._task = task
         engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(lambda: _end_pass(task))

@@ -80,7 +80,7 @@ class StepReport:
 
     @staticmethod
     def decode(mean: torch.Tensor, size: int) -> StepReport:
-        """The report from the mean over ``size`` ranks of the results of :meth:`encode`."""
+        """The report from the mean over ``size`` ranks of the results of ``encode``."""
         values = mean.cpu().double()
         rows = values[: -_BITS - 2].view(4, -1)
         step, square = values[-2:].tolist()

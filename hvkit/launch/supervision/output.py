@@ -1,6 +1,6 @@
 """What ranks print: shown here, written to log files, and the last lines kept for a report.
 
-A :class:`RankOutput` turns the bytes of one rank into whole lines. The one :class:`Writer` of a run
+A ``RankOutput`` turns the bytes of one rank into whole lines. The one ``Writer`` of a run
 does the writing on a thread of its own, so that a slow terminal blocks the ranks that print and
 nothing else.
 """
@@ -41,7 +41,7 @@ class Style:
     Attributes:
         prefix: whether lines begin with rank and host.
         timestamps: whether lines begin with the time at which they arrived here.
-        log_dir: folder for one log file per rank, see :func:`make_room`; ``None`` for none.
+        log_dir: folder for one log file per rank, see ``make_room``; ``None`` for none.
         ranks: the ranks whose output is shown; ``None`` for all. Output of the others goes to
             their log files, and their last lines to the report of a failure.
     """
@@ -64,7 +64,7 @@ class Style:
 class RankOutput:
     """The output of one rank, shown in whole lines, so that lines of different ranks do not mix.
 
-    The unfinished line of a progress bar is shown as far as it has come, see :meth:`flush`. The log
+    The unfinished line of a progress bar is shown as far as it has come, see ``flush``. The log
     file gets both streams; on this process each keeps its own.
 
     Args:

@@ -1,7 +1,7 @@
 """The connection between an agent and the supervisor: its frames, and how both notice its loss.
 
 A frame is a kind, a length and that many bytes. Before the first one, both ends prove that they
-know the key of the run (:mod:`hvkit.handshake`).
+know the key of the run (``hvkit.handshake``).
 
 **Liveness.** The kernels watch the connection, not the processes. While a process waits for a disk
 or a core, its kernel still acknowledges; when a process ends, its kernel closes the connection. If
@@ -27,7 +27,7 @@ KEY_VARIABLE = "HVKIT_RUN_KEY"
 """Environment variable with the key of the run, in hexadecimal."""
 
 SUPERVISOR_VARIABLE = "HVKIT_RUN"
-"""Environment variable with the :class:`AgentSettings` in JSON."""
+"""Environment variable with the ``AgentSettings`` in JSON."""
 
 _HEADER = struct.Struct("!BI")
 _NUMBER = struct.Struct("!I")
@@ -250,7 +250,7 @@ def probe_interval(lost_after: float) -> int:
 
 
 def silent_for(connection: socket.socket) -> float:
-    """Seconds since the last acknowledgement, on a connection with :func:`keep_alive`."""
+    """Seconds since the last acknowledgement, on a connection with ``keep_alive``."""
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
     (milliseconds,) = struct.unpack_from("=I", info, _LAST_ACK)
     return float(milliseconds) / 1000

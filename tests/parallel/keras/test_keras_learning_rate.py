@@ -285,6 +285,6 @@ def test_rank_0_logs_the_rate_that_a_step_uses(capfd):
         f'rank\'s: lr_scaling="linear" would use {0.5 * n:g})\n'
     )
     assert line(lr_scaling="linear", warmup_steps=30) == (
-        f"hvkit: {n} ranks; learning rate 0.5, of which a step uses 0.5 at first and "
+        f"hvkit: {n} ranks; learning rate 0.5; steps use 0.5 at first and "
         f'{0.5 * n:g} after 30 steps (lr_scaling="linear", warm-up)\n'
     )

@@ -206,14 +206,14 @@ def test_rank_0_logs_the_rate_that_a_step_uses(capfd):
         f'lr_scaling="linear" would use {0.5 * n:g}, {0.25 * n:g})\n'
     )
     assert line(lr_scaling="sqrt") == (
-        f"learning rate 0.5, 0.25, of which a step uses {0.5 * n**0.5:g}, {0.25 * n**0.5:g} "
+        f"learning rate 0.5, 0.25; steps use {0.5 * n**0.5:g}, {0.25 * n**0.5:g} "
         '(lr_scaling="sqrt")\n'
     )
     assert line(lr_scaling="linear", warmup_steps=30) == (
-        f"learning rate 0.5, 0.25, of which a step uses 0.5, 0.25 at first and {0.5 * n:g}, "
+        f"learning rate 0.5, 0.25; steps use 0.5, 0.25 at first and {0.5 * n:g}, "
         f'{0.25 * n:g} after 30 steps (lr_scaling="linear", warm-up)\n'
     )
     assert line(warmup_steps=30) == (
-        f"learning rate 0.5, 0.25, of which a step uses {0.5 / n:g}, {0.25 / n:g} at first and "
+        f"learning rate 0.5, 0.25; steps use {0.5 / n:g}, {0.25 / n:g} at first and "
         '0.5, 0.25 after 30 steps (lr_scaling="none", warm-up)\n'
     )
