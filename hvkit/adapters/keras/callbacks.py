@@ -95,7 +95,7 @@ def _refuse_restoring(callbacks: list[Any]) -> None:
         if _is_one_of(each, ("BackupAndRestore",)):
             raise ValueError(
                 "keras.callbacks.BackupAndRestore does not work on several ranks: all would write "
-                "the same files, and each would restore by itself. Use hvkit.Checkpoint(directory, "
+                "the same files, and each would restore by itself: use hvkit.Checkpoint(directory, "
                 "model=model, optimizer=optimizer), its restore() and its callback()"
             )
 

@@ -25,8 +25,8 @@ from hvkit.adapters import fingerprints
 
 
 @pytest.fixture(autouse=True)
-def _nothing_logged(monkeypatch):
-    monkeypatch.setattr(main_rank, "_said", set())
+def _nothing_warned_yet(monkeypatch):
+    monkeypatch.setattr(main_rank, "_logged", set())
 
 
 def distributed(make_model=mlp, **options):

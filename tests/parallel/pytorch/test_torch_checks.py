@@ -12,8 +12,8 @@ from hvkit import main_rank
 
 
 @pytest.fixture(autouse=True)
-def _nothing_logged(monkeypatch):
-    monkeypatch.setattr(main_rank, "_said", set())
+def _nothing_warned_yet(monkeypatch):
+    monkeypatch.setattr(main_rank, "_logged", set())
 
 
 def on_rank(rank, function):
