@@ -258,7 +258,7 @@ def test_an_epoch_that_goes_on_is_not_done():
 def adapters(tmp_path, monkeypatch):
     """``adapters(mlx5_0="4: ACTIVE")``: the kernel's folder, and MPI running in this process."""
     monkeypatch.setattr(pytorch_loader, "ADAPTERS", tmp_path)
-    monkeypatch.setattr(main_rank, "_said", set())
+    monkeypatch.setattr(main_rank, "_logged", set())
     hvd = SimpleNamespace(mpi_enabled=lambda: True)
     monkeypatch.setitem(runtime._engines, "torch", SimpleNamespace(hvd=hvd))
 
