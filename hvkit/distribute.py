@@ -17,7 +17,7 @@ from hvkit.adapters.adapter import (
     is_distributed,
     record,
 )
-from hvkit.adapters.transport import COMPRESSIONS
+from hvkit.adapters.gradient_chunks import COMPRESSIONS
 from hvkit.collectives import raise_together, require_equal
 from hvkit.learning_rate import Multiplier, describe, make_multiplier
 from hvkit.log import logger

@@ -7,7 +7,7 @@
     ├── pytorch/             averages gradients before loss.backward() returns
     └── keras/               averages gradients inside optimizer.apply
         both use
-        ├── transport        how many messages carry the gradients, and compression
+        ├── gradient_chunks  how many messages carry the gradients, and compression
         └── fingerprints     whether all ranks hold the same tensors
 
 Scaling and warm-up of the learning rate are computed in ``hvkit.learning_rate``; the adapters

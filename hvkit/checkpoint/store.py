@@ -116,7 +116,7 @@ def write_folder(directory: Path, name: str, fill: Callable[[Path], None]) -> No
     Args:
         directory: a directory that ``prepare`` returned from.
         name: the folder's name, from ``name_of``.
-        fill: writes all files into the folder it is given, the manifest last.
+        fill: writes all files into the folder it is given, and flushes each, the manifest last.
 
     Raises:
         OSError: a file cannot be written; the directory is then as it was.

@@ -2,7 +2,7 @@
 
 ``allocation`` tries Slurm, PBS, LSF and a default hostfile (the Kubernetes MPI operator's, or a
 site's), in that order. To add a batch system, write a function from the environment to an
-``Allocation``, ``None`` outside of its jobs, and add it to ``_SYSTEMS`` at the end.
+``Allocation``, ``None`` outside of its jobs, and add it to ``_SYSTEMS`` before the last one.
 """
 
 import re

@@ -4,7 +4,8 @@
 
     adapter                the steps of distribute
     ├── initial_state      copies rank 0's weights and optimizer state
-    ├── optimizers         averaging, learning rate and loss scaling in optimizer.apply
+    ├── optimizers         averaging in optimizer.apply, accumulation, loss scaling
+    ├── learning_rate      scaling and warm-up in optimizer.apply
     ├── averager           the mean of a list of gradients
     │   ├── sparse         row-sparse gradients
     │   └── checks         do all ranks hold the same weights, and different data?

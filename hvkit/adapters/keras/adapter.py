@@ -28,9 +28,9 @@ from hvkit.adapters.keras.initial_state import (
     synchronise_optimizers,
     tf_variable,
 )
+from hvkit.adapters.keras.learning_rate import RateInUpdate
 from hvkit.adapters.keras.optimizers import (
     Average,
-    RateInUpdate,
     average_in_apply,
     inner_optimizer,
     parts_of,

@@ -16,9 +16,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvkit import runtime
+from hvkit.adapters.gradient_chunks import chunks
 from hvkit.adapters.keras.graph_collectives import GraphWait, narrow_mean, widened
 from hvkit.adapters.keras.sparse import average_rows
-from hvkit.adapters.transport import chunks
 from hvkit.engines import waiting_for_all_ranks
 from hvkit.errors import RanksDisagreeError
 from hvkit.watch.calls import call

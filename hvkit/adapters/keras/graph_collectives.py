@@ -3,7 +3,7 @@
 No Python code runs while a graph does, so no ``with`` statement can mark a wait inside one. Two
 counters in the graph take its place: one goes up before the collectives, one after them.
 
-``hvkit.adapters.transport`` explains why compressed gradients take two collectives.
+``hvkit.adapters.gradient_chunks`` explains why compressed gradients take two collectives.
 """
 
 from __future__ import annotations

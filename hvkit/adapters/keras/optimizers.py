@@ -1,7 +1,7 @@
-"""Everything that hvkit attaches to one Keras optimizer, and the optimizers inside others.
+"""Averaging inside ``optimizer.apply``, and Keras's optimizers that hold others.
 
-``optimizer.apply`` averages the gradients before it uses them, and reads a multiplied learning
-rate. Loss-scaling optimizers around it skip a step on all ranks together.
+Gradient accumulation averages once in several steps. Loss-scaling optimizers around a distributed
+one skip a step on all ranks together.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import tensorflow as tf
 from hvkit import runtime
 from hvkit.adapters.keras.graph_collectives import GraphWait
 from hvkit.adapters.keras.refusals import refuse_xla
-from hvkit.learning_rate import Multiplier
 
 
 def inner_optimizer(optimizer: Any) -> Any:
@@ -133,49 +132,6 @@ def _average_accumulated(
 
 def _zeros(accumulators: list[Any]) -> list[tf.Tensor]:
     return [tf.zeros_like(acc.value) for acc in accumulators]
-
-
-class RateInUpdate:
-    """Multiplies the learning rate of one optimizer, only where its ``apply`` reads it.
-
-    ``optimizer.learning_rate`` stays the user's: callbacks, loggers and saved files read and write
-    it at any time. It may be a number, a ``LearningRateSchedule`` or a function.
-
-    Args:
-        optimizer: one that updates variables.
-        multiplier: the factor of each step.
-    """
-
-    def __init__(self, optimizer: Any, multiplier: Multiplier) -> None:
-        self._optimizer = optimizer
-        self._multiplier = multiplier
-        self._updating = False
-        read, apply = optimizer._get_current_learning_rate, optimizer.apply
-
-        def rate() -> Any:
-            return read() * self._by() if self._updating else read()
-
-        def apply_at_multiplied_rate(*args: Any, **kwargs: Any) -> None:
-            self._updating = True
-            try:
-                apply(*args, **kwargs)
-            finally:
-                self._updating = False
-
-        optimizer._get_current_learning_rate = rate
-        optimizer.apply = apply_at_multiplied_rate
-
-    def _by(self) -> Any:
-        """``hvkit.learning_rate.Multiplier.at``, as a tensor during a warm-up."""
-        full, first, steps = (
-            self._multiplier.full,
-            self._multiplier.first,
-            self._multiplier.warmup_steps,
-        )
-        if not steps:
-            return full
-        step = tf.cast(tf.convert_to_tensor(self._optimizer.iterations), tf.float32)
-        return tf.where(step >= steps, full, first + (full - first) * step / steps)
 
 
 _skipping_together: WeakSet[Any] = WeakSet()

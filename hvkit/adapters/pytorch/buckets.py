@@ -4,7 +4,7 @@ A bucket holds the gradients of some parameters, one after the other, in one con
 Horovod reduces in place. Buckets hold copies: a parameter's own gradient changes only when the mean
 is there. A rank can therefore send zeros for a gradient that it did not compute, half-precision
 gradients can travel in float32, and any memory layout is fine. With compression, float32 gradients
-travel in 16 bits; ``hvkit.adapters.transport`` explains how.
+travel in 16 bits; ``hvkit.adapters.gradient_chunks`` explains how.
 
 The gradients of ``torch.nn.Embedding(sparse=True)`` have values in few rows. Ranks gather the rows
 that they touched instead of summing dense tensors: a table of millions of rows costs as much as the
@@ -19,7 +19,7 @@ from types import ModuleType
 
 import torch
 
-from hvkit.adapters.transport import chunks
+from hvkit.adapters.gradient_chunks import chunks
 from hvkit.engines import waiting_for_all_ranks
 from hvkit.watch.rank_errors import translated
 

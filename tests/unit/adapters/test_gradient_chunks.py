@@ -2,7 +2,7 @@ from itertools import chain
 
 import pytest
 
-from hvkit.adapters.transport import chunks
+from hvkit.adapters.gradient_chunks import chunks
 
 MIB = 1 << 20
 
