@@ -10,6 +10,9 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from hvkit import errors as errors
+from hvkit import log as log
+
 if TYPE_CHECKING:
     from hvkit.allreduce import allreduce
     from hvkit.checkpoint import Checkpoint, Progress

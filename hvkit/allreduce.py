@@ -134,11 +134,14 @@ def _require_defined(dtype: str, op: str) -> None:
         )
     if "int" in dtype and op == "mean":
         raise TypeError(
-            f"allreduce: the mean of {dtype} is not of {dtype}: convert it to a float dtype first, "
+            f"allreduce: {dtype} has no mean of its own dtype: convert it to a float dtype first, "
             "or use op='sum'"
         )
     if dtype.startswith("complex") and op in ("min", "max"):
-        raise TypeError(f"allreduce: complex numbers have no order, got op={op!r}")
+        raise TypeError(
+            f"allreduce: complex numbers have no order, got op={op!r}: use 'sum' or 'mean', or "
+            "reduce the absolute values"
+        )
 
 
 def _of_numbers(numbers: list[Any], op: str) -> float:

@@ -27,7 +27,12 @@ T = TypeVar("T")
 
 @named("hvkit.barrier")
 def barrier() -> None:
-    """Wait until every rank has called this."""
+    """Wait until every rank has called this.
+
+    Raises:
+        RanksDisagreeError: another rank makes another collective call.
+        RankLostError: another rank has ended, or waits in another call.
+    """
     gather("barrier", None)
 
 
@@ -42,6 +47,7 @@ def broadcast(obj: T, root: int = 0) -> T:
     Raises:
         ValueError: there is no rank ``root``.
         TypeError: the object does not pickle; on every rank.
+        RankLostError: another rank has ended, or waits in another call.
     """
     if not 0 <= root < size():
         raise ValueError(f"root must be a rank from 0 to {size() - 1}, got {root}")
@@ -72,6 +78,7 @@ def allgather(obj: T) -> list[T]:
 
     Raises:
         RanksDisagreeError: another rank makes another collective call.
+        RankLostError: another rank has ended, or waits in another call.
         TypeError: the object of a rank does not pickle; on every rank.
     """
     return gather("allgather", obj)
@@ -93,7 +100,9 @@ def gather(call: str, obj: T) -> list[T]:
         if theirs != first:
             text = f"rank {other} calls {theirs} ({line}) while rank 0 calls {first} ({first_line})"
         elif point != first_point:
-            text = f"rank {other} is elsewhere in {first} ({line}) than rank 0 ({first_line})"
+            text = (
+                f"rank {other} is at another point of {first} ({line}) than rank 0 ({first_line})"
+            )
         if text:
             error = RanksDisagreeError(
                 f"{text}: {SAME_CALLS}, also where only rank 0 prints or saves"

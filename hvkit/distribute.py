@@ -126,6 +126,8 @@ def distribute(
             ``backward``, an update, ``fit`` or a save: their weights differ, because some ranks
             loaded or changed theirs alone; in PyTorch, also their rates or frozen parameters.
         HorovodNotFoundError: several ranks were launched, but there is no usable Horovod.
+        LaunchError: Horovod sees another number of ranks than were launched, or this host has more
+            ranks than GPUs.
     """
     runtime.init(framework_of(model))
     optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]

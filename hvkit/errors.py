@@ -12,6 +12,8 @@ Wrong arguments raise the built-in ``TypeError`` and ``ValueError``. All other e
         └── BuildError             Horovod could not be built or installed
 """
 
+from collections.abc import Sequence
+
 
 class HvkitError(RuntimeError):
     """Base of hvkit's own errors."""
@@ -39,3 +41,15 @@ class RankLostError(HvkitError):
 
 class BuildError(HvkitError):
     """Horovod could not be built or installed; the message gives the reason and the fix."""
+
+
+def ranks_text(numbers: Sequence[int]) -> str:
+    """Sorted rank numbers in words: ``rank 3``, ``ranks 0-3, 5``."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and parts[-1][-1] == number - 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    listed = ", ".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)
+    return f"rank{'s' if len(numbers) > 1 else ''} {listed}"

@@ -1,11 +1,11 @@
-"""The ``hvkit`` logger: everything that hvkit says while a script runs.
+"""The ``hvkit`` logger: notes and warnings while a script runs.
 
-Messages go to stderr as ``hvkit: ...``, from level INFO on. To see less:
+They go to stderr as ``hvkit: ...``, from level INFO on. To see less:
 
     logging.getLogger("hvkit").setLevel(logging.WARNING)
 
 To have them elsewhere as well, add a handler to that logger: they do not reach the root logger's
-handlers, where each would appear twice.
+handlers, where each would appear twice. The reason why a run ends always goes to stderr.
 """
 
 import logging
@@ -25,6 +25,9 @@ class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 logger = logging.getLogger("hvkit")
-logger.propagate = False
-logger.setLevel(logging.INFO)
-logger.addHandler(_Stderr())
+# A script may have configured the logger before it imported hvkit.
+if logger.level == logging.NOTSET:
+    logger.setLevel(logging.INFO)
+if not logger.handlers:
+    logger.propagate = False
+    logger.addHandler(_Stderr())

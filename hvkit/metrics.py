@@ -39,6 +39,7 @@ def average(
         TypeError: a value or the weight is not a number, or only some ranks pass a weight.
         ValueError: a weight is negative or not finite.
         RanksDisagreeError: the ranks' dicts have different keys.
+        RankLostError: another rank has ended, or waits in another call.
     """
     single = not isinstance(value, Mapping)
     mine = {"value": value} if single else dict(value)  # type: ignore[arg-type]
@@ -72,6 +73,9 @@ def any_rank(flag: bool) -> bool:
     For decisions that all ranks must take together, such as leaving the training loop:
     ``if hvkit.any_rank(out_of_time()): break``. A collective: every rank must call it each time.
     If rank 0 alone decides, use ``hvkit.broadcast(flag)``.
+
+    Args:
+        flag: this rank's; anything with a truth value.
 
     Raises:
         TypeError: the flag is neither true nor false.

@@ -66,22 +66,28 @@ def init(framework: str | None = None) -> None:
 
 
 def rank() -> int:
-    """This process's number among all ranks, from 0 to ``size() - 1``."""
+    """This process's number among all ranks, from 0 to ``size() - 1``.
+
+    The first call starts Horovod, and raises the errors of ``init``.
+    """
     return _joined().rank
 
 
 def size() -> int:
-    """World size: the number of ranks on all hosts together."""
+    """World size: the number of ranks on all hosts together. Starts Horovod as ``rank`` does."""
     return _joined().size
 
 
 def local_rank() -> int:
-    """This process's number among the ranks of its host, from 0 to ``local_size() - 1``."""
+    """This process's number among the ranks of its host, from 0 to ``local_size() - 1``.
+
+    Starts Horovod as ``rank`` does.
+    """
     return _joined().local_rank
 
 
 def local_size() -> int:
-    """The number of ranks on this host."""
+    """The number of ranks on this host. Starts Horovod as ``rank`` does."""
     return _joined().local_size
 
 

@@ -243,7 +243,7 @@ def warn_of_equal_work(everyone: Rows) -> bool:
 
 
 _EQUAL_WORK = (
-    "warning: all ranks computed the same gradients, bit for bit, in the first step: they do the "
+    "all ranks computed the same gradients, bit for bit, in the first step: they do the "
     "same work. Give each rank its own part of the data with hvkit.shard(data), and its own random "
     "numbers for dropout, augmentation and environments with seed + hvkit.rank()"
 )

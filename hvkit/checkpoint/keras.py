@@ -18,7 +18,7 @@ import tensorflow as tf
 from hvkit.adapters.fingerprints import Compared, Rows
 from hvkit.adapters.keras.checks import compared_in
 from hvkit.adapters.keras.initial_state import has_weights, tf_variable
-from hvkit.adapters.keras.optimizers import inner_optimizer
+from hvkit.adapters.keras.optimizers import inner_optimizer, parts_of
 from hvkit.checkpoint.part import Arrays, Part
 
 # By class of callback: the attributes to save.
@@ -175,7 +175,7 @@ class OptimizerPart(Part):
     def _accumulators(self) -> dict[str, Any]:
         found = [
             variable
-            for part in _parts(self.optimizer)
+            for part in parts_of(inner_optimizer(self.optimizer))
             if part.built and part.gradient_accumulation_steps
             for variable in part._accumulated_gradients
         ]
@@ -200,13 +200,6 @@ class OptimizerPart(Part):
                     f"{type(self.optimizer).__name__}: pass model.optimizer to Checkpoint, after "
                     "compile()"
                 )
-
-
-def _parts(optimizer: Any) -> list[Any]:
-    """The optimizers that update variables: a ``MultiOptimizer`` has several."""
-    inner = inner_optimizer(optimizer)
-    multi = getattr(keras.optimizers, "MultiOptimizer", None)
-    return list(inner.optimizers) if multi and isinstance(inner, multi) else [inner]
 
 
 class CallbackPart(Part):
@@ -253,7 +246,7 @@ class CallbackPart(Part):
 
     def load(self, content: bytes, facts: Mapping[str, Any]) -> None:
         if facts["kind"] != self._kind:
-            raise ValueError(f"it was a {facts['kind']}, here it is a {self._kind}")
+            raise ValueError(f"it was of class {facts['kind']}, here it is of class {self._kind}")
         with np.load(io.BytesIO(content)) as values:
             state = json.loads(str(values[_COUNTED]))
             dtypes = json.loads(str(values[_DTYPES]))

@@ -237,7 +237,7 @@ def _lock(directory: Path) -> None:
         BlockingIOError: another process has the lock.
         OSError: the lock's file cannot be written.
     """
-    # Imported only by the process that saves: from Python 3.12 on, filelock installs an audit hook,
+    # Ranks that do not save skip this import: from Python 3.12 on, filelock installs an audit hook,
     # which slows down each id(), import and open().
     from filelock import FileLock, Timeout
 

@@ -53,7 +53,7 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
     """The allocation of the job that this process runs in; ``None`` outside of a job.
 
     Raises:
-        LaunchError: the batch system would not write such a variable or file, or Slurm's
+        LaunchError: a variable or file of the batch system is malformed, or Slurm's
             ``scontrol`` is missing or fails.
     """
     for system in _SYSTEMS:
@@ -93,6 +93,8 @@ def _slurm(environ: Mapping[str, str]) -> Allocation | None:
 
 def _expanded(nodelist: str, variable: str) -> list[str]:
     """The host names that Slurm shortens to ``gpu[01-03,7]``, expanded by its ``scontrol``."""
+    if nodelist and "[" not in nodelist:
+        return nodelist.split(",")
     done = run(["scontrol", "show", "hostnames", nodelist], _SCONTROL)
     if done is None:
         why = "there is no scontrol, Slurm's own program, on PATH"

@@ -132,7 +132,7 @@ def _mpich(host: HostWord, words: list[str]) -> Host:
                 "hvkit reads user= only"
             )
         if user is not None:
-            raise HostfileError(f"{shown(word)}: the user is set twice")
+            raise HostfileError(f"{shown(word)}: the user is set twice: keep one")
         user = host_word(f"{value}@{host.name}").user
     return Host(host.name, count(host.slots or "", "slots"), user=user)
 
@@ -145,7 +145,7 @@ def _openmpi(host: HostWord, words: list[str]) -> Host:
             raise HostfileError(_unknown(word))
         name = _KEYWORDS[keyword]
         if name in numbers:
-            raise HostfileError(f"{name} is set twice")
+            raise HostfileError(f"{name} is set twice: keep one")
         numbers[name] = count(value, name)
     most = numbers.get("max_slots")
     # As in Open MPI, max_slots alone sets the slots, too.

@@ -146,7 +146,7 @@ def host_word(word: str) -> HostWord:
         )
     name, slots = _host_and_slots(place, word)
     if not name:
-        raise HostfileError(f"{shown(word)} has no host name")
+        raise HostfileError(f"{shown(word)} has no host name: write HOST or USER@HOST")
     return HostWord(host_name(name), user or None, slots)
 
 
@@ -240,7 +240,7 @@ def _merge(group: list[Entry], name: str) -> Host:
     if most is not None and slots > most:
         raise HostfileError(
             f"{name}: {group[-1].place}: the slots of {first.host.name} add up to {slots}, more "
-            f"than its max_slots={most}"
+            f"than its max_slots={most}: lower the slots, or raise max_slots"
         )
     return replace(first.host, slots=slots, max_slots=most)
 

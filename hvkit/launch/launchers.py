@@ -43,7 +43,7 @@ class Job:
             host that it runs on.
         networks_asked_for: whether the user named the networks or interfaces.
         environ: the launcher's environment.
-        crowded: whether a host has more ranks than cores.
+        crowded: whether a host has more ranks than logical CPUs.
     """
 
     hosts: tuple[Host, ...]

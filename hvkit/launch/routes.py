@@ -62,7 +62,7 @@ def named(
     for name in names:
         if not any(_matches(name, i) for found in interfaces.values() for i in found):
             known = _listed(i for found in interfaces.values() for i in found)
-            raise LaunchError(f"--interfaces {name}: no host has it; the hosts have {known}")
+            raise LaunchError(f"--interfaces {name}: no host has it; use one of {known}")
     chosen: list[Interface] = []
     for host, found in interfaces.items():
         own = [i for i in found if any(_matches(name, i) for name in names)]

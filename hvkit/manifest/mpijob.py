@@ -81,8 +81,9 @@ class MPIJob:
         retries: how many times the operator starts the launcher again after a failure.
 
     Raises:
-        ValueError: the name is too long for this many workers, ``shared_memory`` exceeds the memory
-            of a worker, two volumes have one path, or the operator overwrites a variable.
+        ValueError: the name is too long for this many workers, ``shared_memory`` is not less
+            than the memory of a worker, two volumes have one path, or the operator overwrites a
+            variable.
     """
 
     image: str

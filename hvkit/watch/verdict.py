@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from hvkit.errors import ranks_text
 from hvkit.watch.calls import Status
 
 SAME_CALLS = "every rank has to make the same calls in the same order"
@@ -131,15 +132,3 @@ def _at(status: Status) -> str:
 
 def _have(numbers: Sequence[int]) -> str:
     return "has" if len(numbers) == 1 else "have"
-
-
-def ranks_text(numbers: Sequence[int]) -> str:
-    """Sorted rank numbers in words: ``rank 3``, ``ranks 0-3, 5``."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and parts[-1][-1] == number - 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    listed = ", ".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)
-    return f"rank{'s' if len(numbers) > 1 else ''} {listed}"

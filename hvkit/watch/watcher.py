@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from hvkit.errors import LaunchError
+from hvkit.errors import LaunchError, ranks_text
 from hvkit.watch import calls, channel
 from hvkit.watch.calls import Status
-from hvkit.watch.verdict import SAME_CALLS, SAME_STEPS, Verdict, decide, ranks_text
+from hvkit.watch.verdict import SAME_CALLS, SAME_STEPS, Verdict, decide
 
 # All in seconds.
 # Between two looks at this rank's status.

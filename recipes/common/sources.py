@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from filelock import FileLock
-
 from common.images import DataError, Dataset
 from hvkit.host.cache import cache_dir
 
@@ -165,6 +163,9 @@ def _first_cause(error: BaseException) -> str:
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Create ``folder`` and hold its lock, after waiting for the process that holds it."""
+    # Imported only here: from Python 3.12 on, filelock installs an audit hook, which costs time.
+    from filelock import FileLock
+
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".lock"):
         yield

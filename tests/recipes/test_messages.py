@@ -10,18 +10,16 @@ SCRIPT = """
 import json, sys
 import {framework}
 import hvkit
-from hvkit import runtime
-from hvkit import collectives
-from hvkit import messages, runtime
+from hvkit import collectives, point_to_point, runtime
 everyone = collectives.collect("test", "x" * 100 * hvkit.rank())
 engine = runtime.engine("{framework}")
-before = messages.can_send(engine)
+before = point_to_point.can_send(engine)
 imported = "mpi4py" in sys.modules
-told = hvkit.allgather([before, imported])
+states = hvkit.allgather([before, imported])
 if hvkit.rank() == 0:
-    print("hvkit:" + json.dumps([[len(each) for each in everyone], told]), flush=True)
+    print("hvkit:" + json.dumps([[len(each) for each in everyone], states]), flush=True)
 engine.hvd.shutdown()
-if messages.can_send(engine):
+if point_to_point.can_send(engine):
     sys.exit("messages after the end of MPI")
 """
 
@@ -39,9 +37,9 @@ def test_they_go_through_mpi_where_it_runs_and_leave_its_end_to_horovod(launcher
     code = SCRIPT.format(framework=framework)
     status, out, err = run([*command, sys.executable, "-c", code], 170)
     assert status == 0, err
-    lengths, told = json.loads(out.partition("hvkit:")[2].splitlines()[0])
-    assert lengths == [100 * rank for rank in range(len(told))]
-    assert told == [[by_mpi, by_mpi]] * len(told)
+    lengths, states = json.loads(out.partition("hvkit:")[2].splitlines()[0])
+    assert lengths == [100 * rank for rank in range(len(states))]
+    assert states == [[by_mpi, by_mpi]] * len(states)
 
 
 def test_one_process_and_ranks_that_send_nothing_import_no_mpi4py():
@@ -56,7 +54,7 @@ WITHOUT = """
 import sys
 sys.modules["mpi4py"] = None
 import torch, hvkit
-from hvkit import runtime
+from hvkit import collectives
 assert collectives.collect("test", hvkit.rank()) == ([0, 1] if hvkit.rank() == 0 else [])
 assert collectives.collect("test", hvkit.rank()) == ([0, 1] if hvkit.rank() == 0 else [])
 """

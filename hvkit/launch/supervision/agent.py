@@ -81,7 +81,9 @@ def main(command: Sequence[str]) -> int:
     here = place(os.environ)
     if here is None:
         print(
-            "hvkit: the launcher set no rank variable (OMPI_*, PMI_*, HOROVOD_*)", file=sys.stderr
+            "hvkit: the launcher set no rank variable (OMPI_*, PMI_*, HOROVOD_*): start the run "
+            "with hvkit run",
+            file=sys.stderr,
         )
         return 1
     if settings.bind:

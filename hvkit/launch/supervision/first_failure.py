@@ -4,7 +4,7 @@ import signal
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from hvkit.watch.verdict import ranks_text
+from hvkit.errors import ranks_text
 
 # Errors of a rank that has lost its partners: consequences of another failure.
 _CONSEQUENCES = (

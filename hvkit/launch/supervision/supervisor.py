@@ -163,9 +163,9 @@ class Supervisor:
 
     async def _serve(self, connected: socket.socket) -> None:
         rank = None
-        keep_alive(connected, self.lost_after)
-        reader, writer = await asyncio.open_connection(sock=connected)
         try:
+            keep_alive(connected, self.lost_after)
+            reader, writer = await asyncio.open_connection(sock=connected)
             rank = await self._register(reader, writer)
             if rank is not None:
                 await self._follow(rank)

@@ -173,7 +173,7 @@ def test_a_callback_goes_on_from_one_of_its_class(tmp_path):
     model = keras_parts()[0]
     Checkpoint(tmp_path, model=model, watch=keras.callbacks.EarlyStopping()).save(epoch=0, step=0)
     other = Checkpoint(tmp_path, model=model, watch=keras.callbacks.ReduceLROnPlateau())
-    with pytest.raises(ValueError, match="was a EarlyStopping, here it is a Reduce"):
+    with pytest.raises(ValueError, match="was of class EarlyStopping, here it is of class Reduce"):
         other.restore()
 
 

@@ -63,7 +63,7 @@ def test_slurm_gives_tasks_else_gpus_else_cpus(scontrol, environ, slots):
         ),
         (
             {"SLURM_JOB_NODELIST": "gpu 1", "SLURM_TASKS_PER_NODE": "1"},
-            "SLURM_JOB_NODELIST has an invalid host name ('1' is neither an IPv4 address",
+            "SLURM_JOB_NODELIST has an invalid host name ('gpu 1' is not a host name",
         ),
         (
             {"SLURM_JOB_NODELIST": "a,b", "SLURM_TASKS_PER_NODE": "2(x3)"},
@@ -119,8 +119,10 @@ def test_a_wrong_value_is_an_error_that_names_the_variable(scontrol, environ, me
     _refused(environ, message)
 
 
-def test_without_scontrol_a_list_of_slurm_is_refused(tmp_path, monkeypatch):
+def test_without_scontrol_plain_names_of_slurm_are_read_and_ranges_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
+    plain = {"SLURM_JOB_NODELIST": "gpu1,login", "SLURM_TASKS_PER_NODE": "4,2"}
+    assert allocation(plain).hosts == (Host("gpu1", 4), Host("login", 2))
     _refused(
         {"SLURM_JOB_NODELIST": "gpu[1-2]", "SLURM_TASKS_PER_NODE": "4(x2)"},
         "SLURM_JOB_NODELIST cannot be expanded (there is no scontrol, Slurm's own program, on "

@@ -74,8 +74,8 @@ def test_a_valid_line(line, host):
             "node1 slots=4 max_slots=2",
             "max_slots must not be less than slots, got 2 for 4 slots",
         ),
-        ("node1 slots=4 slots=4", "slots is set twice"),
-        ("node1 max_slots=4 max-slots=4", "max_slots is set twice"),
+        ("node1 slots=4 slots=4", "slots is set twice: keep one"),
+        ("node1 max_slots=4 max-slots=4", "max_slots is set twice: keep one"),
         ("node1 slot=4", "unknown keyword 'slot': did you mean slots?"),
         ("node1 SLOTS=4", "unknown keyword 'SLOTS': did you mean slots?"),
         ("node1 max_slot=4", "unknown keyword 'max_slot': did you mean max_slots?"),
@@ -106,8 +106,8 @@ def test_a_valid_line(line, host):
         ),
         ("^node1", "'^node1' excludes a host from another list: delete its line"),
         ("// node1", "'//': a comment starts with #"),
-        (":4", "':4' has no host name"),
-        ("root@ slots=4", "'root@' has no host name"),
+        (":4", "':4' has no host name: write HOST or USER@HOST"),
+        ("root@ slots=4", "'root@' has no host name: write HOST or USER@HOST"),
         (
             "@node1",
             "'@node1' has an invalid user before the @ (letters, digits, _ and - are valid): "
@@ -160,7 +160,7 @@ def test_a_valid_line(line, host):
             "'ifname=eth1' is not supported after host:slots: of MPICH's options for a host, "
             "hvkit reads user= only",
         ),
-        ("root@node1:2 user=root", "'user=root': the user is set twice"),
+        ("root@node1:2 user=root", "'user=root': the user is set twice: keep one"),
     ],
 )
 def test_an_invalid_line_is_an_error_with_its_number_and_the_fix(line, message):
@@ -272,7 +272,8 @@ def test_hosts_with_several_lines_are_known_with_their_lines(file):
         ),
         (
             "a slots=2 max_slots=3\na slots=2\n",
-            "f: line 2: the slots of a add up to 4, more than its max_slots=3",
+            "f: line 2: the slots of a add up to 4, more than its max_slots=3: "
+            "lower the slots, or raise max_slots",
         ),
     ],
 )

@@ -109,9 +109,7 @@ def test_interfaces_that_the_user_names_win(hosts, monkeypatch, name):
 
 
 def test_interfaces_that_no_host_has_are_refused_with_a_list_of_those_it_has(hosts):
-    message = (
-        r"--interfaces eht0: no host has it; the hosts have docker0 .*, eth0 \(10\.0\.0\.0/24\)$"
-    )
+    message = r"--interfaces eht0: no host has it; use one of docker0 .*, eth0 \(10\.0\.0\.0/24\)$"
     with pytest.raises(LaunchError, match=message):
         prepared(request(interfaces=("eth0", "eht0")))
     with pytest.raises(LaunchError, match="--interfaces eht0: no host has it"):

@@ -2,8 +2,9 @@
 
 import pytest
 
+from hvkit.errors import ranks_text
 from hvkit.watch.calls import Status
-from hvkit.watch.verdict import SETTLED, decide, ranks_text
+from hvkit.watch.verdict import SETTLED, decide
 
 LONG = SETTLED + 1
 
