@@ -163,7 +163,8 @@ def test_links_lead_to_files(page):
     text = BLOCK.sub("", (ROOT / page).read_text())
     for link in LINK.findall(text):
         if not link.startswith(("http://", "https://", "#")):
-            assert (folder / link.partition("#")[0]).exists(), f"{page}: {link}"
+            file = folder / link.partition("#")[0]
+            assert file.is_dir() or file.stat().st_size > 0, f"{page}: {link}"
 
 
 def test_readme_has_500_to_800_words():
