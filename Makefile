@@ -117,7 +117,8 @@ docs: .venv-docs/installed
 
 .venv-docs/installed: setup.py constraints.txt | machine
 	$(PYTHON) -m venv .venv-docs
-	.venv-docs/bin/pip install --quiet --constraint constraints.txt mkdocs-material 'mkdocstrings[python]'
+	.venv-docs/bin/pip install --quiet --constraint constraints.txt \
+		mkdocs-material 'mkdocstrings[python]' ruff  # ruff formats the signatures
 	touch $@
 
 setup: $(VENV)/installed
