@@ -8,6 +8,7 @@ KERAS = ["keras>=3.5", "numpy"]
 setup(
     name="hvkit",
     version="0.1.0",
+    license="Apache-2.0",
     description="Horovod's ring-allreduce for today's PyTorch and Keras, with one call",
     python_requires=">=3.11",
     packages=find_packages(include=["hvkit", "hvkit.*"]),
