@@ -51,8 +51,9 @@ lint: setup
 	ruff format --check .
 	mypy
 
+# On all cores; a file's tests stay together, since most of the time goes into importing frameworks.
 unit: setup
-	python -m pytest tests/unit
+	python -m pytest -n auto --dist loadfile tests/unit
 
 parallel: setup
 	$(call RANKS,2) tests/parallel

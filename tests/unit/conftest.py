@@ -1,9 +1,14 @@
-"""Slurm's programs, replaced by scripts that run on this host."""
+"""Settings of hypothesis; Slurm's programs, replaced by scripts that run on this host."""
 
 import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# A busy machine fails no test for being slow.
+settings.register_profile("hvkit", deadline=None)
+settings.load_profile("hvkit")
 
 # Expands the lists that tests use, as the real scontrol of Slurm 22.05 prints them.
 SCONTROL = """#!/bin/sh

@@ -6,7 +6,7 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hvkit.manifest import fields
@@ -133,7 +133,6 @@ def test_values_are_cores_and_bytes(quantity: Quantity, value: int) -> None:
     assert quantity.value == value
 
 
-@settings(deadline=None)
 @given(st.integers(1, 10**6), st.integers(0, 999), st.sampled_from("kMGTPE"), st.integers(1, 512))
 def test_products_are_exact_and_valid_in_kubernetes(
     whole: int, thousandths: int, unit: str, count: int

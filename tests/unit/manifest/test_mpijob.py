@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mpijobs import COMMAND, container, full_job, job, read
 
@@ -195,7 +195,6 @@ def expanded(text: str, variables: dict[str, str]) -> str:
     )
 
 
-@settings(deadline=None)
 @given(st.text(alphabet="$()A {}"))
 def test_kubernetes_expands_nothing_in_escaped_text(text: str) -> None:
     assert expanded(literal(text), {"A": "replaced", "": "replaced"}) == text
@@ -337,13 +336,11 @@ def test_ambiguous_text_stays_text(word: str, loader: type[yaml.SafeLoader]) -> 
     assert loaded(yaml_text({"args": [word], "key": word}), loader) == {"args": [word], "key": word}
 
 
-@settings(deadline=None)
 @given(st.text(alphabet=st.characters(codec="utf-8")))
 def test_any_text_survives_yaml(text: str) -> None:
     assert loaded(yaml_text({"args": [text]}), LenientLoader) == {"args": [text]}
 
 
-@settings(deadline=None)
 @given(st.text(alphabet="0123456789.eE+-_xob:yn ", max_size=6))
 def test_text_that_resembles_a_number_stays_text(text: str) -> None:
     assert loaded(yaml_text({"args": [text]}), LenientLoader) == {"args": [text]}

@@ -148,7 +148,7 @@ WORDS = st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0")),
 
 
 @example(["", "a b", "$HOME", "`id`", "'", '"', "\\", "a\n#SBATCH --nodes=9\n", "*", "~", "!!"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(words=WORDS)
 def test_words_of_the_command_reach_it_unchanged(
     tmp_path_factory: pytest.TempPathFactory, words: list[str]
@@ -165,7 +165,7 @@ def test_words_of_the_command_reach_it_unchanged(
 
 
 @given(words=WORDS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_bash_accepts_it(words: list[str]) -> None:
     script = job(command=("python", *words), gpus=1, time="1:00:00").script()
     checked = subprocess.run(
