@@ -10,6 +10,7 @@ from torch.utils.data.distributed import DistributedSampler
 import hvkit
 
 seed, epochs = 1, 2
+torch.manual_seed(seed)  # The ranks must hold the same data.
 train_set = data = TensorDataset(torch.randn(256, 8), torch.randint(0, 4, (256,)))
 test_set = TensorDataset(torch.randn(50, 8), torch.randint(0, 4, (50,)))
 loader = DataLoader(train_set, batch_size=64)
