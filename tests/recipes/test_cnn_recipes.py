@@ -7,6 +7,8 @@ import pytest
 from launching import ALONE, HOROVODRUN, MPIRUN
 
 DIGITS = ("--dataset", "digits")
+# One more recipe or launcher: `make test-all` runs these.
+MORE = pytest.mark.every_combination
 
 
 @pytest.fixture
@@ -28,7 +30,11 @@ def checkpoints(folder):
 
 @pytest.mark.parametrize(
     ("launcher", "recipe"),
-    [(MPIRUN, "cnn_torch"), (MPIRUN, "cnn_keras"), (HOROVODRUN, "cnn_tf")],
+    [
+        (MPIRUN, "cnn_torch"),
+        pytest.param(MPIRUN, "cnn_keras", marks=MORE),
+        pytest.param(HOROVODRUN, "cnn_tf", marks=MORE),
+    ],
 )
 def test_two_ranks_learn_and_resume_where_they_were(start, tmp_path, cifar, launcher, recipe):
     folder = tmp_path / "checkpoints"
@@ -79,7 +85,10 @@ def test_a_dry_run_of_fit_alone_trains_and_tests_in_bfloat16(start):
 SHORT = ("--synthetic", "--rounds", "2", "--steps-per-round", "2", "--untimed-steps", "1")
 
 
-@pytest.mark.parametrize("recipe", ["cnn_torch", "cnn_keras", "cnn_tf"])
+@pytest.mark.parametrize(
+    "recipe",
+    ["cnn_torch", pytest.param("cnn_keras", marks=MORE), pytest.param("cnn_tf", marks=MORE)],
+)
 def test_synthetic_measures_each_round_and_their_mean_and_spread(start, recipe):
     # The smallest of images: processors are slow at float16.
     small = ("--image-size", "8", "--batch-size", "2", "--classes", "3", "--precision", "float16")

@@ -5,11 +5,17 @@ import pytest
 from launching import ALONE, HOROVODRUN, MPIRUN, python
 
 DIGITS = ("--dataset", "digits")
+# One more recipe or launcher: `make test-all` runs these.
+MORE = pytest.mark.every_combination
 
 
 @pytest.mark.parametrize(
     ("launcher", "recipe"),
-    [(MPIRUN, "mnist_torch"), (MPIRUN, "mnist_keras"), (HOROVODRUN, "mnist_tf")],
+    [
+        pytest.param(MPIRUN, "mnist_torch", marks=MORE),
+        pytest.param(MPIRUN, "mnist_keras", marks=MORE),
+        (HOROVODRUN, "mnist_tf"),
+    ],
 )
 def test_two_ranks_learn_the_digits_with_default_settings(start, launcher, recipe):
     run = start(launcher, recipe, *DIGITS)
