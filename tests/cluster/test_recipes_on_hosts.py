@@ -77,7 +77,14 @@ def assert_equal(found, expected):
         assert found[-1][measured] == expected[-1][measured], measured
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+# `make test` starts one recipe, `make test-all` all of them.
+MORE = pytest.mark.every_combination
+FIRST = "mnist_tf"
+
+
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(name, marks=() if name == FIRST else MORE) for name in RECIPES]
+)
 @pytest.mark.parametrize("name", ["hvkit", "mpirun", "horovodrun"])
 def test_on_an_uneven_pair_of_hosts(rig, on_one_host, tmp_path, recipe, name):
     hosts = rig(["node1", "node2"])
@@ -85,6 +92,7 @@ def test_on_an_uneven_pair_of_hosts(rig, on_one_host, tmp_path, recipe, name):
     assert_equal(trained(hosts.host("node1"), launcher, recipe, tmp_path), on_one_host(recipe, 4))
 
 
+@MORE
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", ["hvkit", "mpirun", "horovodrun"])
 def test_on_four_hosts_with_uneven_slots(rig, on_one_host, tmp_path, recipe, name):
