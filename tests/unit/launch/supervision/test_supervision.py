@@ -154,13 +154,15 @@ def test_garbage_from_a_stranger_changes_nothing(started, mark):
         c.laddr.port for c in psutil.Process(running.pid).net_connections() if c.status == "LISTEN"
     }
     for garbage in (b"[" * 4000, b'{"rank": Infinity, "host": "", "proof": ""}', b"x" * 5000):
-        with socket.create_connection(("127.0.0.1", port)) as stranger:
-            # The supervisor may hang up at any moment.
-            with contextlib.suppress(OSError):
-                stranger.sendall(frame(Kind.HELLO, garbage))
-                stranger.shutdown(socket.SHUT_WR)
-                while stranger.recv(4096):
-                    pass
+        # The supervisor may hang up at any moment.
+        with (
+            socket.create_connection(("127.0.0.1", port)) as stranger,
+            contextlib.suppress(OSError),
+        ):
+            stranger.sendall(frame(Kind.HELLO, garbage))
+            stranger.shutdown(socket.SHUT_WR)
+            while stranger.recv(4096):
+                pass
     assert len(sleeping(mark)) == 2
     running.send_signal(signal.SIGTERM)
     _, errors = running.communicate(timeout=30)
