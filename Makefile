@@ -1,6 +1,6 @@
 # make run        install and build what is missing, then train MNIST on two ranks
 # make test       the same set-up, then lint, types and tests on two ranks
-# make test-all   also on three ranks, and without the averaging, and the documentation
+# make test-all   further launchers, recipes and hosts, three ranks, without averaging, and docs
 # make docs       the documentation, into build/docs
 #
 # PYTHON makes the virtual environment. HVKIT_GPU selects the build of Horovod: nccl, none, or auto
