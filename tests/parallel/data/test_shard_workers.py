@@ -1,5 +1,6 @@
 """With an InfiniBand adapter, workers of sharded loaders are not forks and read the same data."""
 
+import gc
 import os
 
 import pytest
@@ -27,6 +28,13 @@ class Stream(IterableDataset):
 class Broken(Numbers):
     def __getitem__(self, index):
         raise KeyError("no such sample")
+
+
+@pytest.fixture(autouse=True)
+def _no_workers_left():
+    """End the workers of abandoned iterators here, not inside a later test's collective."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture
