@@ -2,14 +2,19 @@
 
 An engine starts one of the two and offers the collectives on NumPy arrays that the rest of hvkit
 needs. Adapters reach the library itself through ``Engine.hvd``.
+
+A Horovod built without GPU support takes only tensors on the CPU. ``HostMemory`` copies tensors
+there and back: training gives the same result but takes longer, because nothing overlaps with the
+backward pass.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,13 +24,14 @@ import numpy as np
 from hvkit.errors import HorovodNotFoundError, LaunchError
 from hvkit.host.cpus import allowance, threads_of_rank
 from hvkit.host.gpus import gpu_of_rank
-from hvkit.host_memory import HostMemory
 from hvkit.log import logger
 from hvkit.watch.calls import waiting
 from hvkit.watch.rank_errors import translated
 
 if TYPE_CHECKING:
+    import torch
     from numpy.typing import NDArray
+
 
 CHUNK = 1 << 28
 """Bytes that one message holds at most: MPI counts elements in a C int."""
@@ -239,3 +245,56 @@ def _tensorflow_has_started() -> bool:
 def _numpy(tensor: Any) -> NDArray[Any]:
     array: NDArray[Any] = tensor.numpy()
     return array
+
+
+# The collectives whose first argument is one tensor. A trailing underscore means in place.
+_AT_ONCE = ("allreduce", "allreduce_", "allgather", "broadcast", "broadcast_", "alltoall")
+_LATER = tuple(f"{name.rstrip('_')}_async{'_' * name.endswith('_')}" for name in _AT_ONCE)
+
+
+class HostMemory(ModuleType):
+    """Horovod's PyTorch binding, whose collectives also take tensors on GPUs.
+
+    Everything else is Horovod's own.
+
+    Args:
+        hvd: the binding, built without GPU support.
+    """
+
+    def __init__(self, hvd: ModuleType) -> None:
+        super().__init__(hvd.__name__, self.__doc__)
+        self._hvd = hvd
+        # By handle of a running collective: the function that copies its result to the GPU.
+        self._returns: dict[int, Callable[[Any], Any]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._hvd, name)
+        if name not in (*_AT_ONCE, *_LATER):
+            return function
+
+        def collective(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if tensor.device.type == "cpu":
+                return function(tensor, *args, **kwargs)
+            back = partial(_bring_back, tensor, in_place=name.endswith("_"))
+            given = function(tensor.detach().cpu(), *args, **kwargs)
+            if name in _AT_ONCE:
+                return back(given)
+            self._returns[given] = back
+            return given
+
+        return collective
+
+    def synchronize(self, handle: int) -> Any:
+        """Wait for a collective and return its result, on the device of its tensor."""
+        back = self._returns.pop(handle, None)
+        result = self._hvd.synchronize(handle)
+        return back(result) if back else result
+
+
+def _bring_back(tensor: torch.Tensor, result: Any, in_place: bool) -> Any:
+    if isinstance(result, tuple):  # from alltoall: the rows, and how many came from each rank
+        return _bring_back(tensor, result[0], in_place), result[1]
+    if in_place:
+        tensor.detach().copy_(result)
+        return tensor
+    return tensor.new_empty(result.shape, dtype=result.dtype).copy_(result)

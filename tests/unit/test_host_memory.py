@@ -13,8 +13,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from hvkit import engines
-from hvkit.engines import PyTorchEngine
-from hvkit.host_memory import HostMemory
+from hvkit.engines import HostMemory, PyTorchEngine
 
 
 class OnGpu(torch.Tensor):
