@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakMethod, WeakSet
 
 import keras
 import numpy as np
@@ -85,20 +85,15 @@ class Checks:
     def _compare_weights(self, variables: Sequence[Any]) -> tf.Tensor:
         # Passed as inputs, so that TensorFlow reads them between the last update and this one.
         values = [tf_variable(v).value() for v in variables]
-
-        def rows_of(*arrays: Any) -> Any:
-            frozen = self._frozen()
-            self._compared = _labels([*variables, *frozen])
-            return np.array(_rows([*arrays, *(v.numpy() for v in frozen)]))
-
-        def judge(everyone: Rows) -> bytes:
-            rows = everyone.reshape(runtime.size(), -1, WIDTH)
-            text = fingerprints.judge(rows, self._compared, exact=self._model not in _updated)
-            _updated.add(self._model)
-            return text.encode()
-
-        rows = _in_numpy(rows_of, values, tf.int64, [None, WIDTH])
-        text = _in_numpy(judge, [self._of_all_ranks(rows, "weights")], tf.string, [])
+        labels = _labels(variables)
+        # TensorFlow never frees a graph's NumPy functions: they must not keep the model.
+        fingerprint: Callable[[], Any] = WeakMethod(self._fingerprint)
+        judge: Callable[[], Any] = WeakMethod(self._judge)
+        rows = _in_numpy(
+            lambda *arrays: fingerprint()(labels, arrays), values, tf.int64, [None, WIDTH]
+        )
+        everyone = self._of_all_ranks(rows, "weights")
+        text = _in_numpy(lambda rows: judge()(rows), [everyone], tf.string, [])
         if tf.executing_eagerly():
             if text.numpy():
                 raise RanksDisagreeError(text.numpy().decode())
@@ -107,6 +102,17 @@ class Checks:
             alike = tf.debugging.Assert(tf.equal(text, ""), [text])
         with tf.control_dependencies([alike]):
             return self._left.assign(self._every - 1 if self._every else _NEVER)
+
+    def _fingerprint(self, labels: list[Compared], arrays: Sequence[Any]) -> Rows:
+        frozen = self._frozen()
+        self._compared = [*labels, *_labels(frozen)]
+        return np.array(_rows([*arrays, *(v.numpy() for v in frozen)]))
+
+    def _judge(self, everyone: Rows) -> bytes:
+        rows = everyone.reshape(runtime.size(), -1, WIDTH)
+        text = fingerprints.judge(rows, self._compared, exact=self._model not in _updated)
+        _updated.add(self._model)
+        return text.encode()
 
     def _compare_gradients(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
         def hashed(*arrays: Any) -> Rows:

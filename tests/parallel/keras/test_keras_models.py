@@ -1,8 +1,10 @@
 """Kinds of models, several optimizers, phases of training, and saved files."""
 
+import gc
 import json
 import subprocess
 import sys
+import weakref
 import zipfile
 
 import keras
@@ -46,6 +48,18 @@ def test_batch_norm_and_dropout_train_on_every_rank():
     model, optimizer = hvkit.distribute(model, sgd())
     graph_tape(model, optimizer, local(regression(steps=4)))
     assert same_on_all_ranks([v.numpy() for v in model.trainable_variables])
+
+
+@pytest.mark.parametrize("steps", [eager_tape, graph_tape, fit])
+def test_a_model_that_a_script_drops_is_freed(steps):
+    def train():
+        model, optimizer = hvkit.distribute(mlp(0), sgd())
+        steps(model, optimizer, local(regression(steps=2)))
+        return weakref.ref(model), weakref.ref(optimizer)
+
+    dropped = train()
+    gc.collect()
+    assert [thing() for thing in dropped] == [None, None]
 
 
 def test_frozen_layers_stay_as_they_are():
