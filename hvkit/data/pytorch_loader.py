@@ -213,11 +213,13 @@ def _adapter_that_forbids_forks(loader: Any) -> str | None:
         return None
     adapter = _active_adapter(ADAPTERS) if runtime.uses_mpi() else None
     if adapter is not None:
-        _say_forkserver(adapter)
+        _prepare_forkserver(adapter)
     return adapter
 
 
-def _say_forkserver(adapter: str) -> None:
+def _prepare_forkserver(adapter: str) -> None:
+    # Otherwise each worker imports PyTorch, which takes seconds, in every epoch.
+    multiprocessing.set_forkserver_preload(["__main__", "torch"])
     warn_once(
         "forkserver",
         f"MPI may use the InfiniBand adapter {adapter}, so forks are not safe: multiprocessing's "

@@ -245,7 +245,7 @@ def status() -> Status:
 
 def _thread_that_counts(threads: list[_Thread]) -> _Thread:
     """The thread that has waited longest; if none waits, the one that called hvkit last."""
-    running = sys._current_frames()
+    running = _frames()
     alive = [each for each in threads if each.ident in running] or threads
     if waiting := [each for each in alive if each.waits]:
         return min(waiting, key=lambda each: each.since)
@@ -254,11 +254,22 @@ def _thread_that_counts(threads: list[_Thread]) -> _Thread:
 
 def _inside_tensorflow() -> int | None:
     """A thread that runs a graph, preferably the main one; None if there is none."""
-    frames = sys._current_frames()
+    frames = _frames()
     for ident in sorted(frames, key=lambda each: each != _MAIN):
         if f"{os.sep}tensorflow{os.sep}" in frames[ident].f_code.co_filename:
             return ident
     return None
+
+
+def _frames() -> dict[int, FrameType]:
+    """The innermost frame of each thread; of this one, the frame that called the caller's function.
+
+    A frame that refers to itself would keep the local variables of every function below it, such as
+    a batch on a GPU or a loader with workers, until Python collects garbage.
+    """
+    frames = sys._current_frames()
+    frames[threading.get_ident()] = sys._getframe(2)
+    return frames
 
 
 def _described(name: str, step: int | None) -> str:
@@ -271,7 +282,7 @@ def line_of_script(thread: int | None = None) -> str:
     That is the innermost line outside of hvkit, installed packages and the standard library. For a
     thread that runs no code of the user's, it is the line of the main thread, which waits for it.
     """
-    frames = sys._current_frames()
+    frames = _frames()
     fallback: FrameType | None = None
     for ident in (threading.get_ident() if thread is None else thread, _MAIN):
         frame = frames.get(ident)

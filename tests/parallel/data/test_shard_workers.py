@@ -2,6 +2,7 @@
 
 import gc
 import os
+import weakref
 
 import pytest
 from ranks import error_of
@@ -28,13 +29,6 @@ class Stream(IterableDataset):
 class Broken(Numbers):
     def __getitem__(self, index):
         raise KeyError("no such sample")
-
-
-@pytest.fixture(autouse=True)
-def _no_workers_left():
-    """End the workers of abandoned iterators here, not inside a later test's collective."""
-    yield
-    gc.collect()
 
 
 @pytest.fixture
@@ -66,6 +60,18 @@ def test_no_worker_of_a_stream_is_a_fork_of_its_rank(infiniband):
         hvkit.rank() :: hvkit.size()
     ]
     assert all(os.getpid() not in parents for _, parents in seen)
+
+
+def test_a_loader_that_a_script_drops_ends_its_workers_at_once():
+    part = shard(DataLoader(Numbers(), 4, num_workers=1, persistent_workers=True))
+    read(part)
+    dropped = weakref.ref(part)
+    gc.disable()  # which would find it later, and let PyTorch wait 5 s for each worker
+    try:
+        del part
+        assert dropped() is None
+    finally:
+        gc.enable()
 
 
 def test_without_an_adapter_workers_are_forked():

@@ -3,6 +3,7 @@
 import gc
 import json
 import threading
+import weakref
 
 import pytest
 
@@ -119,6 +120,24 @@ def test_a_graph_that_nobody_holds_any_more_is_forgotten(graph):
     graph.counts = (12, 12)
     assert not status().waits
     assert len(calls._graphs) == 1
+
+
+@pytest.mark.parametrize("look", [line_of_script, status])
+def test_looking_at_the_stack_keeps_no_variable_of_the_script(look):
+    class Batch:
+        pass
+
+    def step():
+        batch = Batch()
+        look()
+        return weakref.ref(batch)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert step()() is None
+    finally:
+        gc.enable()
 
 
 def waiting_thread():
