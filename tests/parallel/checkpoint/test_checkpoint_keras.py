@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from models import mse
-from ranks import same_on_all_ranks
+from ranks import cases, same_on_all_ranks
 
 import hvkit
 from hvkit.checkpoint import Checkpoint
@@ -62,7 +62,7 @@ def run_loop(folder, seed, until, save_at=None, warmup_steps=0):
     return state(net, optimizer), net
 
 
-@pytest.mark.parametrize(("save_at", "warmup_steps"), [(1, 8), (6, 0)])
+@pytest.mark.parametrize(("save_at", "warmup_steps"), cases([(1, 8), (6, 0)]))
 def test_a_resumed_custom_loop_is_the_one_that_was_never_stopped(folder, save_at, warmup_steps):
     whole, _ = run_loop(folder, 1, until=10, save_at=save_at, warmup_steps=warmup_steps)
     resumed, net = run_loop(folder, 2, until=10, warmup_steps=warmup_steps)
@@ -97,7 +97,7 @@ def run_fit(folder, seed, epochs, compiled_first, every="epoch"):
     return state(net, optimizer), start
 
 
-@pytest.mark.parametrize("compiled_first", [True, False])
+@pytest.mark.parametrize("compiled_first", cases([True, False]))
 def test_fit_resumed_at_the_end_of_an_epoch_is_the_one_that_was_never_stopped(
     folder, compiled_first
 ):
@@ -176,8 +176,8 @@ def dataset():
     return tf.data.Dataset.from_tensor_slices(tuple(arrays)).batch(6)
 
 
-@pytest.mark.parametrize("make_data", [Data, dataset])
-@pytest.mark.parametrize("stop_after", [8, 10])
+@pytest.mark.parametrize("make_data", cases([Data, dataset]))
+@pytest.mark.parametrize("stop_after", cases([8, 10]))
 def test_fit_resumed_in_the_middle_of_an_epoch_is_the_one_that_was_never_stopped(
     folder, stop_after, make_data
 ):
@@ -206,7 +206,7 @@ def unknown_length():
         (dataset, 2, {}),
     ],
 )
-@pytest.mark.parametrize("batches", [3, 5])
+@pytest.mark.parametrize("batches", cases([3, 5]))
 def test_a_resumed_fit_takes_the_steps_that_are_left(
     folder, make_data, at_once, fit_options, batches
 ):

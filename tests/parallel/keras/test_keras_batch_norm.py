@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from models import LOOPS, local, weights
-from ranks import batches, largest_difference, same_on_all_ranks
+from ranks import batches, cases, largest_difference, same_on_all_ranks
 
 import hvkit
 
@@ -40,7 +40,7 @@ def statistics(model):
     return [w.numpy() for w in model.non_trainable_variables if "moving" in w.path]
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", cases(LOOPS))
 def test_synchronised_layers_equal_one_process_with_all_ranks_batches(loop):
     data = images()
     reference = normalised()
@@ -52,7 +52,7 @@ def test_synchronised_layers_equal_one_process_with_all_ranks_batches(loop):
 
 
 @pytest.mark.two_ranks
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", cases(LOOPS))
 def test_moving_statistics_are_averaged_with_every_update(loop):
     data = local(images(steps=1))
     twin = normalised()

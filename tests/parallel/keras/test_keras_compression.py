@@ -5,14 +5,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from models import LOOPS, local, mlp, regression, weights
-from ranks import largest_difference, same_on_all_ranks
+from ranks import cases, largest_difference, same_on_all_ranks
 
 import hvkit
 
 
 @pytest.mark.two_ranks
 @pytest.mark.parametrize("compression", ["fp16", "bf16"])
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", cases(LOOPS))
 def test_training_comes_close_to_uncompressed_training(loop, compression):
     data = regression()
     reference = mlp()

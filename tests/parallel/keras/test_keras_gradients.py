@@ -16,7 +16,7 @@ from models import (
     regression,
     weights,
 )
-from ranks import error_of, largest_difference
+from ranks import cases, error_of, largest_difference
 
 import hvkit
 
@@ -27,7 +27,7 @@ def sgd(factor=1):
     return keras.optimizers.SGD(0.02 * factor)
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", cases(LOOPS))
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
 def test_embedding_gradients_stay_sparse_and_equal_one_process(loop, optimizer):
     def make_model(seed):

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from ranks import same_on_all_ranks
+from ranks import cases, same_on_all_ranks
 
 import hvkit
 
@@ -140,7 +140,7 @@ def each_has(rates, optimizers=1):
 CONSTANT = [RATE] * STEPS
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", cases(LOOPS))
 @pytest.mark.parametrize(("scaling", "warmup"), [("linear", 0), ("linear", 4), ("none", 4)])
 def test_updates_use_the_multiplied_rate_and_scripts_see_the_users(loop, scaling, warmup):
     seen = compare(sgd, loop, CONSTANT, scaling=scaling, warmup=warmup)
@@ -173,7 +173,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("loop", [fit, graph])
+@pytest.mark.parametrize("loop", cases([fit, graph]))
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(name, loop):
     if name == "MultiOptimizer" and not hasattr(keras.optimizers, name):
@@ -183,7 +183,7 @@ def test_optimizers(name, loop):
     assert seen == each_has(CONSTANT, optimizers)
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", cases(LOOPS))
 @pytest.mark.parametrize("how", ["attribute", "assign"])
 def test_rates_that_a_script_sets_in_absolute_numbers(loop, how):
     rates = [RATE, *(0.3 / (i + 1) for i in range(1, STEPS))]
@@ -224,7 +224,7 @@ def test_the_plateau_callback_lowers_the_users_rate():
     assert seen == each_has(rates)
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", cases(LOOPS))
 @pytest.mark.parametrize("warmup", [0, 4])
 def test_schedules_and_functions(loop, warmup):
     schedule = keras.optimizers.schedules.ExponentialDecay(RATE, 2, 0.5, staircase=True)

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from nets import local, mlp, regression, train_with_closure
+from ranks import cases
 from torch.nn import functional as F
 from torch.optim import lr_scheduler as schedulers
 from twin import (
@@ -45,7 +46,9 @@ def _not_compiled_before():
 @pytest.mark.usefixtures("_not_compiled_before")
 @pytest.mark.parametrize(
     ("step", "make", "warmup"),
-    [(compiled_method, capturable, 4), (compiled_function, sgd, 4), (compiled_function, sgd, 0)],
+    cases(
+        [(compiled_method, capturable, 4), (compiled_function, sgd, 4), (compiled_function, sgd, 0)]
+    ),
 )
 def test_compiled_steps(step, make, warmup):
     """On CPUs, Adam accepts ``capturable`` only in a compiled update."""
@@ -74,7 +77,7 @@ def test_a_compiled_step_is_compiled_once(step):
     assert len(graphs) == 1
 
 
-@pytest.mark.parametrize("kept", ["optimizer.step", "compiled"])
+@pytest.mark.parametrize("kept", cases(["optimizer.step", "compiled"]))
 def test_a_step_that_was_kept_from_before_the_call_uses_the_multiplied_rate(kept):
     model = mlp()
     optimizer = sgd(model)

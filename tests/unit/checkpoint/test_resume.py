@@ -193,7 +193,13 @@ def run(script, ranks, folder):
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
-@pytest.mark.parametrize("script", [TORCH, KERAS], ids=["torch", "keras"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(TORCH, id="torch"),
+        pytest.param(KERAS, id="keras", marks=pytest.mark.every_combination),
+    ],
+)
 def test_the_rate_stays_the_users_and_steps_use_it_for_the_new_number_of_ranks(script, tmp_path):
     """A warm-up continues in the middle too."""
     (step, size, rate, base, used, _, _), log = run(script, 2, tmp_path)
