@@ -64,9 +64,9 @@ more-ranks: setup
 	$(call RANKS,2) --without-averaging tests/parallel/pytorch/test_torch_equals_one_process.py \
 		tests/parallel/keras/test_keras_equals_one_process.py
 
-# Scripts that fail, each on ranks of its own.
+# Scripts that fail, each on ranks of its own, most of which wait.
 launched: setup
-	python -m pytest tests/launched
+	python -m pytest -n auto tests/launched
 
 recipes: setup
 	python -m pytest tests/recipes

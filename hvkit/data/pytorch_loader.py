@@ -219,7 +219,7 @@ def _adapter_that_forbids_forks(loader: Any) -> str | None:
 
 def _prepare_forkserver(adapter: str) -> None:
     # Otherwise each worker imports PyTorch, which takes seconds, in every epoch.
-    multiprocessing.set_forkserver_preload(["__main__", "torch"])
+    multiprocessing.set_forkserver_preload(["torch"])
     warn_once(
         "forkserver",
         f"MPI may use the InfiniBand adapter {adapter}, so forks are not safe: multiprocessing's "

@@ -5,7 +5,7 @@ import pytest
 from launching import ALONE, HOROVODRUN, MPIRUN, python
 
 DIGITS = ("--dataset", "digits")
-# One more recipe or launcher: `make test-all` runs these.
+# `make test-all` runs these, too.
 MORE = pytest.mark.every_combination
 
 
@@ -49,6 +49,7 @@ def test_a_dry_run_alone_trains_tests_and_writes_all_records(start, recipe):
     assert "\x1b" not in run.out
 
 
+@MORE
 def test_fit_and_the_custom_loop_train_the_same_network(start):
     fit, loop = (
         start(ALONE, recipe, *DIGITS, "--epochs", "2").final
