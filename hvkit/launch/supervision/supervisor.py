@@ -162,7 +162,7 @@ class Supervisor:
         task.add_done_callback(self._serving.discard)
 
     async def _serve(self, connected: socket.socket) -> None:
-        rank = None
+        rank = writer = None
         try:
             keep_alive(connected, self.lost_after)
             reader, writer = await asyncio.open_connection(sock=connected)
@@ -182,7 +182,7 @@ class Supervisor:
             # The run has ended, and nobody takes the output any more.
             return
         finally:
-            writer.close()
+            (writer or connected).close()
             if rank is not None:
                 self._connected.discard(rank.number)
                 if not self._connected:
