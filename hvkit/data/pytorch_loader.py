@@ -218,7 +218,8 @@ def _adapter_that_forbids_forks(loader: Any) -> str | None:
 
 
 def _prepare_forkserver(adapter: str) -> None:
-    # Otherwise each worker imports PyTorch, which takes seconds, in every epoch.
+    # Otherwise each worker imports PyTorch, which takes seconds, in every epoch. Without __main__:
+    # a script without a guard would run there.
     multiprocessing.set_forkserver_preload(["torch"])
     warn_once(
         "forkserver",

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -282,18 +282,23 @@ def line_of_script(thread: int | None = None) -> str:
     That is the innermost line outside of hvkit, installed packages and the standard library. For a
     thread that runs no code of the user's, it is the line of the main thread, which waits for it.
     """
-    frames = _frames()
-    fallback: FrameType | None = None
-    for ident in (threading.get_ident() if thread is None else thread, _MAIN):
+    # Other threads may run while the line is formatted: hold no frame of theirs by then.
+    return _line(*_place(_frames(), threading.get_ident() if thread is None else thread))
+
+
+def _place(frames: dict[int, FrameType], thread: int) -> tuple[str, int]:
+    fallback = "", 0
+    for ident in (thread, _MAIN):
         frame = frames.get(ident)
         while frame is not None:
             file = frame.f_code.co_filename
             if not file.startswith(_OWN_FOLDER):
+                place = file, frame.f_lineno
                 if not _is_library(frame):
-                    return _line(frame)
-                fallback = fallback or frame
+                    return place
+                fallback = fallback if fallback[0] else place
             frame = frame.f_back
-    return _line(fallback) if fallback is not None else ""
+    return fallback
 
 
 _OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -313,10 +318,9 @@ def _library_folders() -> tuple[str, ...]:
     return tuple(sorted(f"{folder}{os.sep}" for folder in folders if folder))
 
 
-def _line(frame: Any) -> str:
-    file = frame.f_code.co_filename
+def _line(file: str, line: int) -> str:
     if os.path.isabs(file):
         with contextlib.suppress(OSError):  # somebody removed the working directory
             near = os.path.relpath(file)
             file = file if near.startswith("..") else near
-    return f"{file}:{frame.f_lineno}"
+    return f"{file}:{line}" if file else ""

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from hvkit import runtime
 from hvkit.adapters.keras.graph_collectives import GraphWait
-from hvkit.adapters.keras.refusals import refuse_xla
+from hvkit.adapters.keras.refusals import refuse_xla, remember_updated
 
 
 def inner_optimizer(optimizer: Any) -> Any:
@@ -75,6 +75,7 @@ def average_in_apply(
         variables = optimizer._trainable_variables if known else trainable_variables
         if grads and variables is not None:
             variables = list(variables)
+            remember_updated(variables)
             before_update(variables)
             if optimizer.gradient_accumulation_steps:
                 grads = _average_when_due(optimizer, average, grads, variables)

@@ -10,7 +10,8 @@ Horovod's operations.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -20,6 +21,9 @@ from tensorflow.python.ops import control_flow_util
 
 _models: WeakSet[Any] = WeakSet()
 _averaged: WeakSet[Any] = WeakSet()
+# Weights that an averaged optimizer has updated, by id. They may outlive their model, in another
+# one. A WeakSet cannot hold them: variables compare by value.
+_updated: dict[int, weakref.ref[Any]] = {}
 
 
 def refuse_xla(call: str) -> None:
@@ -54,9 +58,21 @@ def is_averaged(optimizer: Any) -> bool:
     return optimizer in _averaged
 
 
+def remember_updated(variables: Iterable[Any]) -> None:
+    """Let only averaged optimizers update these variables, also once their model is gone."""
+    for each in variables:
+        if id(each) not in _updated:
+            forget = functools.partial(_forget, id(each))
+            _updated[id(each)] = weakref.ref(each, forget)
+
+
+def _forget(number: int, _: weakref.ref[Any]) -> None:
+    _updated.pop(number, None)
+
+
 def weights_of_distributed() -> set[int]:
     """The ids of all weights of distributed models."""
-    return {id(w) for model in _models for w in model.weights}
+    return {id(w) for model in _models for w in model.weights} | _updated.keys()
 
 
 @functools.cache
@@ -68,15 +84,16 @@ def _check_who_applies() -> None:
     def apply_if_averaged(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
         if self not in _averaged:
             variables = trainable_variables or getattr(self, "_trainable_variables", ())
-            updated = {id(v) for v in variables}
-            for model in _models:
-                if any(id(w) in updated for w in model.trainable_variables):
-                    raise ValueError(
-                        f"optimizer {self.name!r} ({type(self).__name__}) updates model "
-                        f"{model.name!r}, but was not passed to hvkit.distribute, so the ranks "
-                        "would train apart: use the optimizer that was passed, and pass those of "
-                        "later phases in the same call: distribute(model, [first, second])"
-                    )
+            mine = {id(v) for v in variables}
+            of = [m for m in _models if any(id(w) in mine for w in m.trainable_variables)]
+            if of or not mine.isdisjoint(_updated):
+                model = f"model {of[0].name!r}" if of else "weights of a distributed model"
+                raise ValueError(
+                    f"optimizer {self.name!r} ({type(self).__name__}) updates {model}, but was not "
+                    "passed to hvkit.distribute, so the ranks would train apart: use the optimizer "
+                    "that was passed, and pass those of later phases in the same call: "
+                    "distribute(model, [first, second])"
+                )
         return apply(self, grads, trainable_variables)
 
     base.apply = apply_if_averaged

@@ -88,7 +88,6 @@ class PyTorchAdapter:
             synchronise_batch_norm(self.model)
         name = f"hvkit.{next(_serial)}"
         reducer = GradientReducer(
-            self.model,
             self.parameters.values(),
             row_sparse=_sparse_embeddings(self.model),
             accumulate=self.options.accumulate,

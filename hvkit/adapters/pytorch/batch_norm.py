@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import weakref
 from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -33,23 +32,22 @@ class RunningStatistics:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        # Not the buffers themselves: model.to() and similar calls replace them. Weak references,
-        # because the reducer that holds this must not keep the model.
+        # Not the buffers themselves: model.to() and similar calls replace them.
         self._kept = [
-            (weakref.ref(module), name)
+            (module, name)
             for module in model.modules()
             if isinstance(module, _NormBase) and module not in _synchronised
             for name in ("running_mean", "running_var")
             if getattr(module, name) is not None
         ]
-        self._sizes = [getattr(module(), name).numel() for module, name in self._kept]
+        self._sizes = [getattr(module, name).numel() for module, name in self._kept]
         self.length = sum(self._sizes)
 
     def read_into(self, vector: torch.Tensor) -> None:
         """Copy them into a vector of shape ``(length,)``."""
-        pieces = [(getattr(module, name), piece) for module, name, piece in self._parts(vector)]
-        if pieces:  # one GPU kernel instead of one per buffer
-            torch._foreach_copy_([piece for _, piece in pieces], [b.view(-1) for b, _ in pieces])
+        flat = [getattr(module, name).view(-1) for module, name in self._kept]
+        if flat:  # one GPU kernel instead of one per buffer
+            torch._foreach_copy_(list(torch.split(vector, self._sizes)), flat)
 
     def write(self, vector: torch.Tensor) -> None:
         """Copy a vector of shape ``(length,)`` back, only into layers in training mode.
@@ -57,21 +55,14 @@ class RunningStatistics:
         This writes through ``data``, because a graph that still needs its backward pass may hold
         the buffers.
         """
+        pieces = zip(self._kept, torch.split(vector, self._sizes), strict=True)
         changed = [
             (getattr(module, name).data.view(-1), piece)
-            for module, name, piece in self._parts(vector)
+            for (module, name), piece in pieces
             if module.training
         ]
         if changed:
             torch._foreach_copy_([mine for mine, _ in changed], [piece for _, piece in changed])
-
-    def _parts(self, vector: torch.Tensor) -> list[tuple[nn.Module, str, torch.Tensor]]:
-        """Each layer with the name of its buffer and its piece of the vector.
-
-        Layers that are gone leave a gap, so that the pieces are the same on every rank.
-        """
-        pieces = zip(self._kept, torch.split(vector, self._sizes), strict=True)
-        return [(alive, name, p) for (module, name), p in pieces if (alive := module()) is not None]
 
 
 # Synchronised layers with the names of their collectives; ranks make them in the same order.

@@ -21,10 +21,9 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
-from weakref import WeakKeyDictionary, WeakMethod, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from hvkit import runtime
@@ -37,21 +36,16 @@ from hvkit.adapters.pytorch.step_report import StepReport
 from hvkit.errors import RanksDisagreeError
 from hvkit.watch.calls import call
 
-# By number, in the order of the calls of distribute, which is the same on every rank.
+# By number, in the order of the calls of distribute, which is the same on every rank. Hooks on
+# the parameters keep a reducer alive as long as its model.
 _reducers: WeakValueDictionary[int, GradientReducer] = WeakValueDictionary()
 _numbers = itertools.count()
-# A module keeps the reducers of its parameters, as an optimizer's hooks do. The hooks on parameters
-# cannot: Python's garbage collector does not see into them, so no model would ever be freed.
-_reducers_of: WeakKeyDictionary[nn.Module, list[GradientReducer]] = WeakKeyDictionary()
 
 
 class GradientReducer:
     """Keeps the gradients of some parameters averaged over ranks.
 
-    It lives as long as a module of the model or a watched optimizer does, and refers to no module.
-
     Args:
-        model: holds most of the parameters.
         parameters: in the same order on every rank.
         row_sparse: those whose gradients are known to be sparse; the reducer notices others.
         accumulate: backward passes from one reduction to the next.
@@ -63,7 +57,6 @@ class GradientReducer:
 
     def __init__(
         self,
-        model: nn.Module,
         parameters: Iterable[torch.nn.Parameter],
         row_sparse: set[torch.Tensor],
         accumulate: int,
@@ -97,8 +90,6 @@ class GradientReducer:
         # Parameters on several devices have their hooks called from several threads.
         self._lock = threading.RLock()
         _reducers[next(_numbers)] = self
-        for module in model.modules():
-            _reducers_of.setdefault(module, []).append(self)
         self.add(parameters)
         self._sparse = {self._number[p] for p in row_sparse}
 
@@ -332,26 +323,14 @@ def _end_pass(task: int) -> None:
             reducer._receive()
 
 
-def _hook(parameter: torch.nn.Parameter, method: Callable[[torch.Tensor], None]) -> None:
-    """Call a reducer's method when a gradient is final, also if the parameter is frozen now.
+def _hook(parameter: torch.nn.Parameter, function: Callable[[torch.Tensor], None]) -> None:
+    """Call ``function`` when a gradient is final, also if the parameter is frozen now.
 
     PyTorch takes the hook only from parameters that require a gradient, and keeps it when that
     changes.
     """
-    weak = WeakMethod(method)
-
-    def gradient_ready(parameter: torch.Tensor) -> None:
-        alive = weak()
-        if alive is None:
-            raise RuntimeError(
-                f"backward() computed a gradient of a parameter of shape {tuple(parameter.shape)}, "
-                "and nothing can average it: the model and the optimizer that hvkit.distribute got "
-                "with it are gone. Keep one of them, or train a copy: parameter.detach().clone()"
-            )
-        alive(parameter)
-
     frozen = not parameter.requires_grad
     parameter.requires_grad_(True)
-    parameter.register_post_accumulate_grad_hook(gradient_ready)  # type: ignore[no-untyped-call]
+    parameter.register_post_accumulate_grad_hook(function)  # type: ignore[no-untyped-call]
     if frozen:
         parameter.requires_grad_(False)

@@ -1,5 +1,7 @@
 """Calls and updates that hvkit refuses, and the errors that name the fix."""
 
+import gc
+
 import keras
 import numpy as np
 import pytest
@@ -116,6 +118,21 @@ def test_an_update_by_an_optimizer_that_was_not_distributed_is_refused(loop):
     train = LOOPS.get(loop, fit)
     with pytest.raises(ValueError, match=r"'adam.*' .* was not passed to hvkit.distribute"):
         train(model, keras.optimizers.Adam(), local(regression(steps=1)))
+
+
+def test_layers_that_outlive_their_model_are_still_updated_by_averaged_optimizers_alone():
+    def trained_layers():
+        model, optimizer = hvkit.distribute(mlp(), sgd())
+        fit(model, optimizer, local(regression(steps=1)))
+        return model.layers
+
+    tuned = keras.Sequential(trained_layers())
+    gc.collect()
+    with pytest.raises(ValueError, match=r"updates weights of a distributed model, but was not"):
+        fit(tuned, sgd(), local(regression(steps=1)))
+    tuned, optimizer = hvkit.distribute(tuned, sgd())
+    fit(tuned, optimizer, local(regression(steps=1)))
+    assert same_on_all_ranks(weights(tuned))
 
 
 def test_optimizers_with_different_settings_are_an_error_everywhere():

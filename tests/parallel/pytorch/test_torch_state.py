@@ -1,16 +1,14 @@
 """All ranks start from rank 0's state, and objects stay plain PyTorch."""
 
 import copy
-import gc
 import pickle
 import subprocess
 import sys
-import weakref
 
 import pytest
 import torch
 from nets import arrays, local, mlp, regression, train
-from ranks import error_of, same_on_all_ranks
+from ranks import same_on_all_ranks
 from torch import nn
 
 import hvkit
@@ -71,41 +69,6 @@ def test_models_and_optimizers_can_still_be_copied_and_pickled():
         twin(torch.ones(1, 8)).sum().backward()  # not averaged: a plain model of its own
         assert type(twin) is nn.Sequential
     assert type(pickle.loads(pickle.dumps(optimizer))) is torch.optim.Adam
-
-
-def distributed_and_trained():
-    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
-    model, optimizer = hvkit.distribute(model, torch.optim.Adam(model.parameters()))
-    train(model, optimizer, local(regression(steps=2)))
-    return model, optimizer
-
-
-def collect():
-    gc.collect()
-    gc.collect()  # the optimizer goes once its tensors are gone
-
-
-def test_a_model_that_a_script_drops_is_freed():
-    dropped = [weakref.ref(thing) for thing in distributed_and_trained()]
-    collect()
-    assert [thing() for thing in dropped] == [None, None]
-
-
-def test_parameters_that_outlive_model_and_optimizer_are_an_error_not_another_mean():
-    parameter = distributed_and_trained()[0][0].weight
-    collect()
-    error, text = error_of(lambda: parameter.sum().backward())
-    assert error is RuntimeError
-    assert "a parameter of shape (16, 8)" in text
-    assert "Keep one of them" in text
-
-
-def test_part_of_a_model_that_a_script_keeps_is_still_averaged():
-    part = distributed_and_trained()[0][:1]
-    collect()
-    torch.optim.SGD(part.parameters()).zero_grad()
-    part(torch.full((1, 8), hvkit.rank() + 1.0)).sum().backward()
-    assert part[0].weight.grad[0, 0] == (hvkit.size() + 1) / 2
 
 
 LOADS_PLAINLY = """
