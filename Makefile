@@ -26,6 +26,9 @@ OVERSUBSCRIBE := PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe OMPI_MCA_r
 LIMIT := timeout --kill-after=10 2400
 HANGS := -o faulthandler_timeout=120
 RANKS = $(OVERSUBSCRIBE) $(LIMIT) mpirun -np $(1) python -m pytest $(HANGS)
+# Tests that wait much of their time.
+SIDE_BY_SIDE := -n 3
+TRAINING := tests/cluster/test_recipes_on_hosts.py
 
 PARTS := lint unit parallel launched recipes examples pages cluster
 
@@ -51,9 +54,9 @@ lint: setup
 	ruff format --check .
 	mypy
 
-# On all cores; a file's tests stay together, since most of the time goes into importing frameworks.
+# A file's tests stay together, since most of the time goes into importing frameworks.
 unit: setup
-	python -m pytest -n auto --dist loadfile tests/unit
+	python -m pytest $(SIDE_BY_SIDE) --dist loadfile tests/unit
 
 parallel: setup
 	$(call RANKS,2) tests/parallel
@@ -64,9 +67,9 @@ more-ranks: setup
 	$(call RANKS,2) --without-averaging tests/parallel/pytorch/test_torch_equals_one_process.py \
 		tests/parallel/keras/test_keras_equals_one_process.py
 
-# Scripts that fail, each on ranks of its own, most of which wait.
+# Scripts that fail, each on ranks of its own.
 launched: setup
-	python -m pytest -n auto tests/launched
+	python -m pytest $(SIDE_BY_SIDE) tests/launched
 
 recipes: setup
 	python -m pytest tests/recipes
@@ -80,7 +83,8 @@ pages: setup
 
 # On several hosts, which the tests make on this machine; skipped unless root runs them.
 cluster: setup
-	python -m pytest $(HANGS) tests/cluster
+	python -m pytest $(HANGS) $(SIDE_BY_SIDE) tests/cluster --ignore=$(TRAINING)
+	python -m pytest $(HANGS) $(TRAINING)
 
 # The image, built without a daemon and tried on two hosts of this machine. As root, with buildah
 # and mmdebstrap; half an hour, and 15 GiB below build/image. Real MNIST is read from HVKIT_DATA_DIR.

@@ -1,4 +1,4 @@
-"""The fixture that makes hosts."""
+"""The fixture that makes hosts, and which tests `make test` leaves out."""
 
 import contextlib
 import os
@@ -22,3 +22,11 @@ def _rig(_machine):
     """``rig(names, **options)`` makes a ``Rig`` that ends with the test."""
     with contextlib.ExitStack() as rigs:
         yield lambda names, **options: rigs.enter_context(Rig(names, **options))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Leave the tests of the hosts themselves to `make test-all`: all other tests here use them."""
+    for item in items:
+        if item.path.stem.startswith(("test_rig", "test_on_rig")):
+            item.add_marker(pytest.mark.every_combination)

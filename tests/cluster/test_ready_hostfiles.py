@@ -20,7 +20,13 @@ _LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize("launcher", _LAUNCHERS)
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param(name, marks=() if name == "hvkit run" else pytest.mark.every_combination)
+        for name in _LAUNCHERS
+    ],
+)
 @pytest.mark.parametrize("file", _READY, ids=lambda file: file.name)
 def test_a_ready_hostfile_starts_its_ranks(
     rig: Callable[[Sequence[str]], Rig], file: Path, launcher: str

@@ -1,5 +1,6 @@
 """The MNIST recipes on several hosts train what they train on one."""
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -77,15 +78,15 @@ def assert_equal(found, expected):
         assert found[-1][measured] == expected[-1][measured], measured
 
 
-# `make test` starts one recipe, `make test-all` all of them.
+# `make test` starts one recipe in one way, `make test-all` all of them in all ways.
 MORE = pytest.mark.every_combination
-FIRST = "mnist_tf"
+WAYS = [
+    pytest.param(*way, marks=() if way == ("hvkit", "mnist_torch") else MORE)
+    for way in itertools.product(["hvkit", "mpirun", "horovodrun"], RECIPES)
+]
 
 
-@pytest.mark.parametrize(
-    "recipe", [pytest.param(name, marks=() if name == FIRST else MORE) for name in RECIPES]
-)
-@pytest.mark.parametrize("name", ["hvkit", "mpirun", "horovodrun"])
+@pytest.mark.parametrize(("name", "recipe"), WAYS)
 def test_on_an_uneven_pair_of_hosts(rig, on_one_host, tmp_path, recipe, name):
     hosts = rig(["node1", "node2"])
     launcher = launchers(HOSTFILES / "uneven_pair", ranks=4)[name]
@@ -93,8 +94,7 @@ def test_on_an_uneven_pair_of_hosts(rig, on_one_host, tmp_path, recipe, name):
 
 
 @MORE
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("name", ["hvkit", "mpirun", "horovodrun"])
+@pytest.mark.parametrize(("name", "recipe"), WAYS)
 def test_on_four_hosts_with_uneven_slots(rig, on_one_host, tmp_path, recipe, name):
     hosts = rig(["node1", "node2", "node3", "node4"])
     hostfile = tmp_path / "hosts"

@@ -105,6 +105,7 @@ def test_hosts_are_checked_where_slurm_alone_leads_to_them(
     assert "log in" not in job.output
 
 
+@pytest.mark.every_combination
 def test_a_recipe_trains_in_the_allocation(slurm: Slurm, tmp_path: Path) -> None:
     flags = ["--dataset", "digits", "--epochs", "3", "--output-dir", str(tmp_path / "run")]
     recipe = ["python", "recipes/mnist_torch.py", *flags]

@@ -62,7 +62,19 @@ def trained(path):
     return [value for name, value in sorted(arrays.items()) if "optimizer" not in name]
 
 
-@pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+# `make test` trains one of each framework, `make test-all` all of them.
+FIRST = ("torch_loop", "keras_sequential")
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(
+            path, id=path.stem, marks=() if path.stem in FIRST else pytest.mark.every_combination
+        )
+        for path in sorted(EXAMPLES.glob("*.py"))
+    ],
+)
 def test_two_ranks_equal_one_process_with_twice_the_batch(script, tmp_path):
     suffix = SUFFIX.get(script.stem, ".keras")
     one, two = tmp_path / f"one{suffix}", tmp_path / f"two{suffix}"
@@ -79,7 +91,7 @@ def test_at_most_five_lines_make_the_difference(script):
     assert "hvkit" not in without_hvkit(script)
 
 
-@pytest.mark.parametrize("name", ["torch_loop", "keras_sequential"])
+@pytest.mark.parametrize("name", FIRST)
 def test_without_them_it_is_the_script_that_one_had(name, tmp_path):
     plain = tmp_path / "plain.py"
     plain.write_text(without_hvkit(EXAMPLES / f"{name}.py"))
