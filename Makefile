@@ -69,7 +69,7 @@ more-ranks: setup
 
 # Scripts that fail, each on ranks of its own.
 launched: setup
-	python -m pytest $(SIDE_BY_SIDE) tests/launched
+	python -m pytest -n 2 tests/launched
 
 recipes: setup
 	python -m pytest tests/recipes
