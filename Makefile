@@ -26,8 +26,8 @@ OVERSUBSCRIBE := PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe OMPI_MCA_r
 LIMIT := timeout --kill-after=10 2400
 HANGS := -o faulthandler_timeout=120
 RANKS = $(OVERSUBSCRIBE) $(LIMIT) mpirun -np $(1) python -m pytest $(HANGS)
-# Tests that wait much of their time.
-SIDE_BY_SIDE := -n 3
+# Most of these tests wait, or use one core.
+SIDE_BY_SIDE := -n 2
 TRAINING := tests/cluster/test_recipes_on_hosts.py
 
 PARTS := lint unit parallel launched recipes examples pages cluster
@@ -56,7 +56,7 @@ lint: setup
 
 # A file's tests stay together, since most of the time goes into importing frameworks.
 unit: setup
-	python -m pytest $(SIDE_BY_SIDE) --dist loadfile tests/unit
+	python -m pytest -n 4 --dist loadfile tests/unit
 
 parallel: setup
 	$(call RANKS,2) tests/parallel
@@ -69,17 +69,17 @@ more-ranks: setup
 
 # Scripts that fail, each on ranks of its own.
 launched: setup
-	python -m pytest -n 2 tests/launched
+	python -m pytest $(SIDE_BY_SIDE) tests/launched
 
 recipes: setup
-	python -m pytest tests/recipes
+	python -m pytest $(SIDE_BY_SIDE) tests/recipes
 
 examples: setup
-	python -m pytest tests/examples
+	python -m pytest $(SIDE_BY_SIDE) tests/examples
 
 # The code, commands and links in README and docs.
 pages: setup
-	python -m pytest tests/docs
+	python -m pytest $(SIDE_BY_SIDE) tests/docs
 
 # On several hosts, which the tests make on this machine; skipped unless root runs them.
 cluster: setup

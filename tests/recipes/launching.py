@@ -50,6 +50,8 @@ def run(command: list[str], seconds: float) -> tuple[int, str, str]:
             "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}",
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            # Ranks that wait leave the cores to the tests beside this one.
+            "OMPI_MCA_mpi_yield_when_idle": "1",
         },
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -61,6 +61,7 @@ def test_two_ranks_learn_and_resume_where_they_were(start, tmp_path, cifar, laun
     assert resumed.final["test_loss"] == whole.final["test_loss"]
 
 
+@MORE
 def test_a_run_on_two_ranks_is_resumed_by_one_with_all_that_saves_bits(start, tmp_path, cifar):
     flags = (
         *("--data-dir", str(cifar), "--checkpoint-dir", str(tmp_path / "checkpoints")),
@@ -75,6 +76,7 @@ def test_a_run_on_two_ranks_is_resumed_by_one_with_all_that_saves_bits(start, tm
     assert checkpoints(tmp_path / "checkpoints") == ["step-000000002", "step-000000006"]
 
 
+@MORE
 def test_a_dry_run_of_fit_alone_trains_and_tests_in_bfloat16(start):
     run = start(ALONE, "cnn_keras", *DIGITS, "--dry-run", "--precision", "bfloat16")
     assert [record["event"] for record in run.records] == ["start", "train", "epoch", "final"]

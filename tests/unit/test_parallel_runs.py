@@ -44,10 +44,18 @@ def run_on_two_ranks(test: str, folder: Path) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize(
     ("test", "shown"),
     [
-        (FAILS, ["rank 1 of 2: test_it.py::test_it failed in call", "assert 41 != 41"]),
-        (HANGS, ["Timeout", 'test_it.py", line 5 in test_it']),
+        pytest.param(
+            FAILS,
+            ["rank 1 of 2: test_it.py::test_it failed in call", "assert 41 != 41"],
+            id="fails",
+        ),
+        pytest.param(
+            HANGS,
+            ["Timeout", 'test_it.py", line 5 in test_it'],
+            id="hangs",
+            marks=pytest.mark.every_combination,
+        ),
     ],
-    ids=["fails", "hangs"],
 )
 def test_a_rank_that_fails_or_hangs_ends_the_run_and_shows_itself(test, shown, tmp_path):
     done = run_on_two_ranks(test, tmp_path)
