@@ -4,6 +4,7 @@ A rank that fails a test would leave the others waiting for it, so its report is
 whole run ends at once. One that hangs is shown and ended after pytest's faulthandler_timeout.
 """
 
+import gc
 import os
 import threading
 
@@ -39,6 +40,11 @@ def pytest_collection_modifyitems(config, items):
     if config.option.without_averaging:
         for item in items:
             item.add_marker(pytest.mark.xfail(strict=True, raises=AssertionError))
+
+
+def pytest_collection_finish():
+    """Leave the frameworks out of later garbage collections: Keras tests collect often."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

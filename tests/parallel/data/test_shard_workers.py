@@ -5,7 +5,7 @@ import multiprocessing
 import os
 
 import pytest
-from ranks import error_of
+from ranks import cases, error_of
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 import hvkit
@@ -54,7 +54,7 @@ def read(loader):
 
 
 @pytest.mark.parametrize("options", [{"num_workers": 2}, {"num_workers": 1}])
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("persistent", cases([False, True]))
 def test_no_worker_is_a_fork_of_its_rank_and_the_data_is_the_same(infiniband, options, persistent):
     plain = shard(DataLoader(Numbers(), 4, shuffle=True))
     part = shard(DataLoader(Numbers(), 4, shuffle=True, persistent_workers=persistent, **options))

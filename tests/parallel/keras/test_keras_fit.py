@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from models import mlp, subclassed, weights
-from ranks import error_of, same_on_all_ranks
+from ranks import cases, error_of, same_on_all_ranks
 
 import hvkit
 from hvkit import RanksDisagreeError
@@ -52,7 +52,7 @@ def test_epoch_and_validation_metrics_are_those_of_one_process():
     assert len(set(hvkit.allgather(json.dumps(history)))) == 1
 
 
-@pytest.mark.parametrize("return_dict", [True, False])
+@pytest.mark.parametrize("return_dict", cases([True, False]))
 @pytest.mark.parametrize("rows", [23, 1])
 def test_evaluate_gives_what_one_process_measures_also_with_empty_parts(rows, return_dict):
     data = samples(rows)

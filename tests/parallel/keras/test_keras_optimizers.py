@@ -70,7 +70,7 @@ OPTIONS = {
     cases(
         [(option, "fit") for option in OPTIONS]
         + [(option, "eager") for option in OPTIONS if option != "loss_scale_factor"],
-        first=len(OPTIONS),
+        first=[("global_clipnorm", "fit"), ("ema", "fit"), ("loss_scale_factor", "fit")],
     ),
 )
 def test_options_of_optimizers_act_on_the_mean(option, loop):

@@ -8,8 +8,14 @@ import pytest
 from hvkit.data.order import Share
 from hvkit.data.shard import shard_for
 
-every_size = pytest.mark.parametrize("size", [1, 2, 3, 5])
-every_length = pytest.mark.parametrize("length", [0, 1, 7, 1000, 1001])
+
+def more(*values):
+    """One more case of a test, for ``make test-all``."""
+    return pytest.param(*values, marks=pytest.mark.every_combination)
+
+
+every_size = pytest.mark.parametrize("size", [1, more(2), 3, more(5)])
+every_length = pytest.mark.parametrize("length", [0, more(1), 7, more(1000), 1001])
 
 
 def parts(make, size, *, exact=False, seed=0):
