@@ -27,7 +27,7 @@ LIMIT := timeout --kill-after=10 2400
 HANGS := -o faulthandler_timeout=120
 RANKS = $(OVERSUBSCRIBE) $(LIMIT) mpirun -np $(1) python -m pytest $(HANGS)
 # Most of these tests wait, or use one core.
-SIDE_BY_SIDE := -n 2
+SIDE_BY_SIDE := -n 3
 TRAINING := tests/cluster/test_recipes_on_hosts.py
 
 PARTS := lint unit parallel launched recipes examples pages cluster

@@ -107,6 +107,7 @@ def test_on_four_hosts_with_uneven_slots(rig, on_one_host, tmp_path, recipe, nam
     assert_equal(found, on_one_host(recipe, 5))
 
 
+@MORE
 def test_without_mpi_between_the_hosts(rig, on_one_host, tmp_path):
     hosts = rig(["node1", "node2"])
     hostfile = str(HOSTFILES / "uneven_pair")

@@ -91,7 +91,9 @@ def test_a_killed_rank_on_another_host_is_named_and_everything_ends(hosts, tmp_p
     assert status == 128 + signal.SIGKILL
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "gloo"])
+@pytest.mark.parametrize(
+    "launcher", ["mpirun", pytest.param("gloo", marks=pytest.mark.every_combination)]
+)
 def test_a_killed_launcher_is_named_and_everything_ends(hosts, tmp_path, launcher):
     training = Training(hosts, tmp_path, "--launcher", launcher)
     name = {"mpirun": "bin/prterun", "gloo": "bin/horovodrun"}[launcher]
@@ -145,6 +147,7 @@ def test_a_host_may_be_silent_for_as_long_as_the_user_says(hosts):
     assert sorted(done.stdout.split()) == ["node1", "node2", "node2", "node3"]
 
 
+@pytest.mark.every_combination
 def test_when_this_host_is_cut_off_its_own_network_is_named(hosts, tmp_path):
     training = Training(hosts, tmp_path, "--lost-after", "5")
     hosts.cut("node1")

@@ -25,7 +25,9 @@ def test_two_ranks_learn_the_digits_with_default_settings(start, launcher, recip
     assert run.said_more_than_once == []
 
 
-@pytest.mark.parametrize("recipe", ["mnist_torch", "mnist_keras", "mnist_tf"])
+@pytest.mark.parametrize(
+    "recipe", ["mnist_torch", "mnist_keras", pytest.param("mnist_tf", marks=MORE)]
+)
 def test_a_dry_run_alone_trains_tests_and_writes_all_records(start, recipe):
     run = start(ALONE, recipe, *DIGITS, "--dry-run", "--log-interval", "2")
     assert [(r["event"], r.get("step")) for r in run.records] == [

@@ -200,11 +200,7 @@ def unknown_length():
 @pytest.mark.two_ranks
 @pytest.mark.parametrize(
     ("make_data", "at_once", "fit_options"),
-    [
-        (infinite, 1, {"steps_per_epoch": 5}),
-        (unknown_length, 1, {}),
-        (dataset, 2, {}),
-    ],
+    cases([(infinite, 1, {"steps_per_epoch": 5}), (unknown_length, 1, {}), (dataset, 2, {})]),
 )
 @pytest.mark.parametrize("batches", cases([3, 5]))
 def test_a_resumed_fit_takes_the_steps_that_are_left(

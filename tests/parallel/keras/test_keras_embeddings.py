@@ -74,7 +74,7 @@ def test_a_transformer_with_positions_equals_one_process(loop):
     equals_one_process(transformer, adam, LOOPS[loop], texts(20))
 
 
-@pytest.mark.parametrize("loop", cases(LOOPS))
+@pytest.mark.parametrize("loop", cases(LOOPS, 0))
 def test_positions_of_shape_one_by_length_equal_one_process(loop):
     equals_one_process(lambda seed: small(seed, True), adam, LOOPS[loop], texts(5))
 

@@ -184,7 +184,7 @@ def test_optimizers(name, loop):
 
 
 @pytest.mark.parametrize("loop", cases(LOOPS))
-@pytest.mark.parametrize("how", ["attribute", "assign"])
+@pytest.mark.parametrize("how", cases(["attribute", "assign"]))
 def test_rates_that_a_script_sets_in_absolute_numbers(loop, how):
     rates = [RATE, *(0.3 / (i + 1) for i in range(1, STEPS))]
 

@@ -22,7 +22,7 @@ from models import (
     regression,
     weights,
 )
-from ranks import largest_difference, same_on_all_ranks
+from ranks import cases, largest_difference, same_on_all_ranks
 
 import hvkit
 
@@ -132,7 +132,7 @@ class Adversaries(keras.Model):
         return {"loss": loss}
 
 
-@pytest.mark.parametrize("built", [True, False])
+@pytest.mark.parametrize("built", cases([True, False]))
 def test_a_model_with_its_own_train_step_over_its_parts(built):
     keras.utils.set_random_seed(hvkit.rank())
     model = Adversaries(built)
