@@ -91,9 +91,8 @@ def test_a_killed_rank_on_another_host_is_named_and_everything_ends(hosts, tmp_p
     assert status == 128 + signal.SIGKILL
 
 
-@pytest.mark.parametrize(
-    "launcher", ["mpirun", pytest.param("gloo", marks=pytest.mark.every_combination)]
-)
+@pytest.mark.every_combination
+@pytest.mark.parametrize("launcher", ["mpirun", "gloo"])
 def test_a_killed_launcher_is_named_and_everything_ends(hosts, tmp_path, launcher):
     training = Training(hosts, tmp_path, "--launcher", launcher)
     name = {"mpirun": "bin/prterun", "gloo": "bin/horovodrun"}[launcher]
@@ -103,6 +102,7 @@ def test_a_killed_launcher_is_named_and_everything_ends(hosts, tmp_path, launche
     assert status == 128 + signal.SIGKILL
 
 
+@pytest.mark.every_combination
 def test_when_hvkit_run_itself_is_killed_everything_ends(hosts, tmp_path):
     training = Training(hosts, tmp_path)
     training.process.kill()
@@ -117,6 +117,7 @@ def test_a_host_that_is_cut_off_is_named_and_everything_ends_on_both_sides(hosts
     assert status == 1
 
 
+@pytest.mark.every_combination
 def test_output_that_is_read_late_is_no_sign_of_a_lost_host(hosts):
     words = [*HVKIT, "--lost-after", "2", *HOSTS, "head", "-c", "3000000", "/dev/zero"]
     # Without stderr: Open MPI prints warnings on a busy machine.
@@ -128,6 +129,7 @@ def test_output_that_is_read_late_is_no_sign_of_a_lost_host(hosts):
     assert running.returncode == 0
 
 
+@pytest.mark.every_combination
 def test_hosts_are_not_given_up_when_this_process_was_stopped(hosts, tmp_path):
     chatter = "i=0; while [ $i -lt 600 ]; do i=$((i + 1)); echo $i; sleep 0.02; done"
     words = [*HVKIT, "--lost-after", "2", *HOSTS, "sh", "-c", chatter]
@@ -156,6 +158,7 @@ def test_when_this_host_is_cut_off_its_own_network_is_named(hosts, tmp_path):
     assert "this host's network is down" in output
 
 
+@pytest.mark.every_combination
 def test_a_signal_ends_every_process_on_every_host(hosts, tmp_path):
     training = Training(hosts, tmp_path)
     training.process.send_signal(signal.SIGTERM)
@@ -301,6 +304,7 @@ def test_what_pipes_in_reaches_rank_0(hosts):
     assert run(hosts, *HOSTS, "sh", "-c", script, input="to rank 0\n").stdout == "to rank 0\n"
 
 
+@pytest.mark.every_combination
 def test_a_pipe_that_closes_ends_the_run(hosts, tmp_path):
     words = [*HVKIT, "-np", "2", "-H", "node1:1,node2:1", "sh", "-c", "while :; do echo y; done"]
     process = hosts.host("node1").popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)

@@ -63,6 +63,7 @@ def test_ranks_start_on_all_hosts_of_the_allocation(slurm: Slurm, tmp_path: Path
     assert job.status == 0
 
 
+@pytest.mark.every_combination
 def test_variables_and_options_arrive(slurm: Slurm, tmp_path: Path) -> None:
     value = "good 'day' $HOME"
     command = ["python", "-c", "import os; print(os.environ['GREETING'])"]
@@ -116,6 +117,7 @@ def test_a_recipe_trains_in_the_allocation(slurm: Slurm, tmp_path: Path) -> None
     assert final["test_accuracy"] > 0.7
 
 
+@pytest.mark.every_combination
 def test_slurm_learns_that_a_rank_failed(slurm: Slurm, tmp_path: Path) -> None:
     failing = "import os, sys; sys.exit(os.environ['OMPI_COMM_WORLD_RANK'] == '1' and 7)"
     job = slurm.run(

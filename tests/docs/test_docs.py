@@ -51,8 +51,16 @@ def scripts(page):
     return [text for text in found if text]
 
 
+# `make test-all` alone runs the code of these.
+LATER = ("docs/from-ddp.md", "docs/from-horovod.md", "docs/script.md")
+
 WITH_CODE = [
-    pytest.param(page, number, id=f"{page}-{number}")
+    pytest.param(
+        page,
+        number,
+        id=f"{page}-{number}",
+        marks=pytest.mark.every_combination if page in LATER else (),
+    )
     for page in PAGES
     for number in range(len(scripts(page)))
 ]

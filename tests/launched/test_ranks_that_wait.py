@@ -243,6 +243,7 @@ def test_a_rank_that_has_ended_is_named_at_once_with_how_it_ended(case, tmp_path
     assert err.count("Traceback") == ("failed" in ended), err
 
 
+@pytest.mark.every_combination
 def test_a_collective_on_the_way_out_hides_no_error(tmp_path):
     code = torch_script(
         before="import sys",
@@ -312,6 +313,7 @@ def test_ranks_that_do_not_call_hvkit_at_all_are_waited_for_aloud(tmp_path):
     assert f"a rank waits in hvkit.distribute ({lines['here']}) for ranks that have not" in err
 
 
+@pytest.mark.every_combination
 def test_a_wrong_argument_on_all_ranks_is_shown_by_one(tmp_path):
     code = torch_script().replace("(model, optimizer)\nrank", "(model, 'adam')\nrank")
     status, err, _ = run(code, tmp_path, 3)

@@ -102,6 +102,7 @@ def test_synthetic_measures_each_round_and_their_mean_and_spread(start, recipe):
     assert f"images/s per rank: {np.mean(rounds):.1f} +- " in run.out
 
 
+@MORE
 def test_synthetic_adds_up_the_ranks(start):
     run = start(
         *(MPIRUN, "cnn_torch", *SHORT),

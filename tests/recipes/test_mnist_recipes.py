@@ -102,6 +102,7 @@ def rank_0_with(folder):
     return ("mpirun", "-np", "1", *rank_0, ":", "-np", "1")
 
 
+@MORE
 def test_ranks_with_different_images_all_end(start, tmp_path):
     ours, theirs = write_mnist(tmp_path / "ours"), write_mnist(tmp_path / "theirs", seed=1)
     run = start(rank_0_with(ours), "mnist_torch", "--data-dir", str(theirs), fails=True)
@@ -109,6 +110,7 @@ def test_ranks_with_different_images_all_end(start, tmp_path):
     assert run.err.count(told) == 1
 
 
+@MORE
 def test_a_rank_whose_file_is_damaged_ends_all(start, tmp_path):
     ours, theirs = write_mnist(tmp_path / "ours"), write_mnist(tmp_path / "theirs")
     damaged = theirs / "t10k-labels-idx1-ubyte"

@@ -97,7 +97,8 @@ def run_fit(folder, seed, epochs, compiled_first, every="epoch"):
     return state(net, optimizer), start
 
 
-@pytest.mark.parametrize("compiled_first", cases([True, False]))
+@pytest.mark.every_combination
+@pytest.mark.parametrize("compiled_first", [True, False])
 def test_fit_resumed_at_the_end_of_an_epoch_is_the_one_that_was_never_stopped(
     folder, compiled_first
 ):
@@ -318,6 +319,7 @@ def test_the_callback_saves_after_a_number_of_steps(folder):
     assert found == ["step-000000002", "step-000000004", "step-000000005"]
 
 
+@pytest.mark.every_combination
 @pytest.mark.two_ranks
 def test_a_loss_scale_is_a_part_of_the_optimizer(folder):
     def make(seed):

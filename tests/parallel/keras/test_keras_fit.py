@@ -191,17 +191,18 @@ class TakesAny(keras.Sequential):
 
 
 @pytest.mark.parametrize(
-    "call",
-    [
-        (HandsOn, lambda model, x, y: model.fit(x, y, 4, patience=2, verbose=0)),
-        (HandsOn, lambda model, x, y: model.fit(x, y=y, patience=2)),
-        (OfItsOwn, lambda model, x, y: model.fit((x, y), 2)),
-        (OfItsOwn, lambda model, x, y: model.fit(data=(x, y), times=2)),
-        (TakesAny, lambda model, x, y: model.fit(x, y)),
-    ],
+    ("kind", "fit_it"),
+    cases(
+        [
+            (HandsOn, lambda model, x, y: model.fit(x, y, 4, patience=2, verbose=0)),
+            (HandsOn, lambda model, x, y: model.fit(x, y=y, patience=2)),
+            (OfItsOwn, lambda model, x, y: model.fit((x, y), 2)),
+            (OfItsOwn, lambda model, x, y: model.fit(data=(x, y), times=2)),
+            (TakesAny, lambda model, x, y: model.fit(x, y)),
+        ]
+    ),
 )
-def test_a_fit_of_the_models_own_takes_its_own_arguments(call):
-    kind, fit_it = call
+def test_a_fit_of_the_models_own_takes_its_own_arguments(kind, fit_it):
     model = compiled(make=lambda seed: kind([keras.Input((8,)), keras.layers.Dense(4)]))
     assert len(fit_it(model, *samples(8)).epoch) == 2
 

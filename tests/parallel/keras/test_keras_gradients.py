@@ -144,6 +144,7 @@ def test_autograph_translates_the_users_code_alone(monkeypatch):
     assert translated == ["tf__users_step"]
 
 
+@pytest.mark.every_combination
 def test_tensorflow_does_not_warn_that_hvkit_is_traced_again_and_again():
     warnings = []
     handler = logging.Handler()

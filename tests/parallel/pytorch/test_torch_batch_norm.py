@@ -146,6 +146,7 @@ def test_statistics_wait_for_the_last_pass_of_an_accumulation():
             assert not alike
 
 
+@pytest.mark.every_combination
 def test_models_with_synchronised_layers_load_without_hvkit(tmp_path):
     model, optimizer = distributed(batch_norm="sync")
     train(model, optimizer, local(images(steps=1)))

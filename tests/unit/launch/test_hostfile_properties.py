@@ -69,6 +69,7 @@ def _read(text: str) -> Hosts:
         return read_hostfile(Path(file.name))
 
 
+@pytest.mark.every_combination
 @pytest.mark.parametrize(
     ("hosts", "write"), [(OPENMPI_HOSTS, write_openmpi), (MPICH_HOSTS, write_mpich)]
 )
@@ -190,6 +191,7 @@ def _drawn(draw: st.DrawFn, choices: list[str]) -> str:
     return draw(st.sampled_from(choices))
 
 
+@pytest.mark.every_combination
 @pytest.mark.parametrize(
     ("hosts", "write", "wrong"),
     [
@@ -206,6 +208,7 @@ def test_a_wrong_line_among_right_ones_is_refused_with_its_number(data, hosts, w
     assert _refusal(lines).startswith(f"f: line {place + 1}: ")
 
 
+@pytest.mark.every_combination
 @_SETTINGS
 @given(data=st.data(), hosts=distinct(MPICH_HOSTS), swapped=st.booleans())
 def test_a_line_of_the_other_form_is_refused_with_its_number(data, hosts, swapped):
