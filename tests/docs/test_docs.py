@@ -1,5 +1,6 @@
 """The code in README and docs runs, its commands parse, and its links lead somewhere."""
 
+import functools
 import os
 import re
 import shlex
@@ -149,7 +150,12 @@ def check_python(arguments):
     if script == "train.py":  # the tutorial's
         return
     assert (ROOT / script).is_file()
-    # The recipes' flags are strict, so an unknown one fails before anything is loaded.
+    assert {word for word in options if word.startswith("--")} <= flags_of(script)
+
+
+@functools.cache
+def flags_of(script):
+    """The flags in a script's own help, which takes seconds to import a framework."""
     text = subprocess.run(
         [sys.executable, str(ROOT / script), "--help"],
         capture_output=True,
@@ -158,8 +164,7 @@ def check_python(arguments):
         check=True,
         env=os.environ | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"},
     ).stdout
-    known = set(re.findall(r"--[\w-]+", text))
-    assert {word for word in options if word.startswith("--")} <= known
+    return set(re.findall(r"--[\w-]+", text))
 
 
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
