@@ -28,6 +28,7 @@ HANGS := -o faulthandler_timeout=120
 RANKS = $(OVERSUBSCRIBE) $(LIMIT) mpirun -np $(1) python -m pytest $(HANGS)
 # Most of these tests wait, or use one core.
 SIDE_BY_SIDE := -n 3
+# These keep all cores busy, and would delay tests that wait beside them.
 TRAINING := tests/cluster/test_recipes_on_hosts.py
 
 PARTS := lint unit parallel launched recipes examples pages cluster

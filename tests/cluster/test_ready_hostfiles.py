@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from cases import cases
 from rig import Rig
 
 from hvkit.launch.hostfile import read_hostfile
@@ -20,13 +21,7 @@ _LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        pytest.param(name, marks=() if name == "hvkit run" else pytest.mark.every_combination)
-        for name in _LAUNCHERS
-    ],
-)
+@pytest.mark.parametrize("launcher", cases(_LAUNCHERS, ["hvkit run"]))
 @pytest.mark.parametrize("file", _READY, ids=lambda file: file.name)
 def test_a_ready_hostfile_starts_its_ranks(
     rig: Callable[[Sequence[str]], Rig], file: Path, launcher: str

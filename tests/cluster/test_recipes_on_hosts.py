@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cases import MORE, cases
 from rig import Rig
 
 ROOT = Path(__file__).parents[2]
@@ -78,12 +79,7 @@ def assert_equal(found, expected):
         assert found[-1][measured] == expected[-1][measured], measured
 
 
-# `make test` starts one recipe in one way, `make test-all` all of them in all ways.
-MORE = pytest.mark.every_combination
-WAYS = [
-    pytest.param(*way, marks=() if way == ("hvkit", "mnist_torch") else MORE)
-    for way in itertools.product(["hvkit", "mpirun", "horovodrun"], RECIPES)
-]
+WAYS = cases(itertools.product(["hvkit", "mpirun", "horovodrun"], RECIPES))
 
 
 @pytest.mark.parametrize(("name", "recipe"), WAYS)

@@ -149,7 +149,6 @@ def test_a_host_may_be_silent_for_as_long_as_the_user_says(hosts):
     assert sorted(done.stdout.split()) == ["node1", "node2", "node2", "node3"]
 
 
-@pytest.mark.every_combination
 def test_when_this_host_is_cut_off_its_own_network_is_named(hosts, tmp_path):
     training = Training(hosts, tmp_path, "--lost-after", "5")
     hosts.cut("node1")

@@ -117,7 +117,6 @@ def test_a_recipe_trains_in_the_allocation(slurm: Slurm, tmp_path: Path) -> None
     assert final["test_accuracy"] > 0.7
 
 
-@pytest.mark.every_combination
 def test_slurm_learns_that_a_rank_failed(slurm: Slurm, tmp_path: Path) -> None:
     failing = "import os, sys; sys.exit(os.environ['OMPI_COMM_WORLD_RANK'] == '1' and 7)"
     job = slurm.run(

@@ -155,7 +155,7 @@ def check_python(arguments):
 
 @functools.cache
 def flags_of(script):
-    """The flags in a script's own help, which takes seconds to import a framework."""
+    """The flags that a script's help lists; the script imports its framework first, for seconds."""
     text = subprocess.run(
         [sys.executable, str(ROOT / script), "--help"],
         capture_output=True,

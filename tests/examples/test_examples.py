@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cases import cases
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ADDED = "  # added"
@@ -62,18 +63,17 @@ def trained(path):
     return [value for name, value in sorted(arrays.items()) if "optimizer" not in name]
 
 
-# `make test` trains one of each framework, `make test-all` all of them.
+# One of each framework.
 FIRST = ("torch_loop", "keras_sequential")
 
 
 @pytest.mark.parametrize(
     "script",
-    [
-        pytest.param(
-            path, id=path.stem, marks=() if path.stem in FIRST else pytest.mark.every_combination
-        )
-        for path in sorted(EXAMPLES.glob("*.py"))
-    ],
+    cases(
+        sorted(EXAMPLES.glob("*.py")),
+        [EXAMPLES / f"{name}.py" for name in FIRST],
+        name=lambda path: path.stem,
+    ),
 )
 def test_two_ranks_equal_one_process_with_twice_the_batch(script, tmp_path):
     suffix = SUFFIX.get(script.stem, ".keras")
@@ -91,7 +91,7 @@ def test_at_most_five_lines_make_the_difference(script):
     assert "hvkit" not in without_hvkit(script)
 
 
-@pytest.mark.parametrize("name", FIRST)
+@pytest.mark.parametrize("name", cases(FIRST))
 def test_without_them_it_is_the_script_that_one_had(name, tmp_path):
     plain = tmp_path / "plain.py"
     plain.write_text(without_hvkit(EXAMPLES / f"{name}.py"))

@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+from cases import MORE, cases
 
 TORCH = """
 import time, torch, hvkit
@@ -169,7 +170,7 @@ UNLIKE = {
 ON_THREE_RANKS = ("torch: the loop is left", "keras: average on rank 0 in a callback")
 
 
-# `make test` runs these, `make test-all` the others as well.
+# The cases of `make test`.
 FIRST = (
     *("torch: the loop is left", "keras: a batch is skipped in a graph"),
     *("keras: evaluate on rank 0", "torch: barrier at the end on rank 0"),
@@ -177,12 +178,7 @@ FIRST = (
 )
 
 
-def cases(table):
-    more = pytest.mark.every_combination
-    return [pytest.param(case, marks=() if case in FIRST else more) for case in table]
-
-
-@pytest.mark.parametrize("case", cases(UNLIKE))
+@pytest.mark.parametrize("case", cases(UNLIKE, FIRST))
 def test_calls_that_do_not_match_end_every_rank_with_both_lines(case, tmp_path):
     code, (first_call, first_mark), (last_call, last_mark) = UNLIKE[case]
     ranks = 3 if case in ON_THREE_RANKS else 2
@@ -230,7 +226,7 @@ ENDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", cases(ENDS))
+@pytest.mark.parametrize("case", cases(ENDS, FIRST))
 def test_a_rank_that_has_ended_is_named_at_once_with_how_it_ended(case, tmp_path):
     code, waits, ended = ENDS[case]
     status, err, lines = run(code, tmp_path, 2)
@@ -243,7 +239,7 @@ def test_a_rank_that_has_ended_is_named_at_once_with_how_it_ended(case, tmp_path
     assert err.count("Traceback") == ("failed" in ended), err
 
 
-@pytest.mark.every_combination
+@MORE
 def test_a_collective_on_the_way_out_hides_no_error(tmp_path):
     code = torch_script(
         before="import sys",
@@ -278,7 +274,7 @@ def test_a_collective_on_the_way_out_hides_no_error(tmp_path):
             ).replace("# train", "# comes"),
             "hvkit: rank 1 has not come to fit",
             id="keras",
-            marks=pytest.mark.every_combination,
+            marks=MORE,
         ),
     ],
 )
@@ -313,7 +309,6 @@ def test_ranks_that_do_not_call_hvkit_at_all_are_waited_for_aloud(tmp_path):
     assert f"a rank waits in hvkit.distribute ({lines['here']}) for ranks that have not" in err
 
 
-@pytest.mark.every_combination
 def test_a_wrong_argument_on_all_ranks_is_shown_by_one(tmp_path):
     code = torch_script().replace("(model, optimizer)\nrank", "(model, 'adam')\nrank")
     status, err, _ = run(code, tmp_path, 3)

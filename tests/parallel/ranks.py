@@ -1,9 +1,8 @@
-"""What tests on several ranks compare, and on which cases."""
+"""What tests on several ranks compare."""
 
 import hashlib
 
 import numpy as np
-import pytest
 
 import hvkit
 
@@ -46,21 +45,3 @@ def error_of(function):
     except Exception as error:
         return type(error), str(error)
     return None, ""
-
-
-def cases(everything, first=1):
-    """Cases of a test: ``make test`` runs some, ``make test-all`` all of them.
-
-    Args:
-        everything: each case a value, or a tuple of values.
-        first: those of ``make test``, or how many there are.
-    """
-    everything = list(everything)
-    first = everything[:first] if isinstance(first, int) else first
-    return [
-        pytest.param(
-            *(case if isinstance(case, tuple) else (case,)),
-            marks=() if case in first else pytest.mark.every_combination,
-        )
-        for case in everything
-    ]

@@ -4,11 +4,10 @@ import shutil
 
 import numpy as np
 import pytest
+from cases import MORE
 from launching import ALONE, HOROVODRUN, MPIRUN
 
 DIGITS = ("--dataset", "digits")
-# One more recipe or launcher: `make test-all` runs these.
-MORE = pytest.mark.every_combination
 
 
 @pytest.fixture

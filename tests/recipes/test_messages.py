@@ -5,6 +5,7 @@ import json
 import sys
 
 import pytest
+from cases import cases
 from launching import run
 
 SCRIPT = """
@@ -29,11 +30,8 @@ LAUNCHERS = {
     "mpirun, 3": (["mpirun", "--oversubscribe", "-np", "3"], True),
     "gloo": (["horovodrun", "--gloo", "-np", "2"], False),
 }
-FIRST = [("mpirun, 2", "tensorflow")]
-CASES = [
-    pytest.param(*case, marks=() if case in FIRST else pytest.mark.every_combination)
-    for case in itertools.product(LAUNCHERS, ["torch", "tensorflow"])
-]
+FIRST = [("mpirun, 2", "tensorflow"), ("gloo", "torch")]
+CASES = cases(itertools.product(LAUNCHERS, ["torch", "tensorflow"]), FIRST)
 
 
 @pytest.mark.parametrize(("launcher", "framework"), CASES)

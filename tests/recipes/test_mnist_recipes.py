@@ -2,11 +2,10 @@
 
 import numpy as np
 import pytest
+from cases import MORE
 from launching import ALONE, HOROVODRUN, MPIRUN, python
 
 DIGITS = ("--dataset", "digits")
-# `make test-all` runs these, too.
-MORE = pytest.mark.every_combination
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from cases import cases
 from models import mse
-from ranks import cases, same_on_all_ranks
+from ranks import same_on_all_ranks
 
 import hvkit
 from hvkit.checkpoint import Checkpoint
@@ -319,7 +320,6 @@ def test_the_callback_saves_after_a_number_of_steps(folder):
     assert found == ["step-000000002", "step-000000004", "step-000000005"]
 
 
-@pytest.mark.every_combination
 @pytest.mark.two_ranks
 def test_a_loss_scale_is_a_part_of_the_optimizer(folder):
     def make(seed):

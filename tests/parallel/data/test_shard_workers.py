@@ -5,7 +5,8 @@ import multiprocessing
 import os
 
 import pytest
-from ranks import cases, error_of
+from cases import cases
+from ranks import error_of
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 import hvkit

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from cases import cases
 from models import (
     LOOPS,
     eager_tape,
@@ -17,7 +18,7 @@ from models import (
     unbuilt,
     weights,
 )
-from ranks import cases, error_of, same_on_all_ranks
+from ranks import error_of, same_on_all_ranks
 
 import hvkit
 from hvkit import main_rank

@@ -4,8 +4,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from cases import cases
 from models import LOOPS, local, mlp, regression, weights
-from ranks import cases, largest_difference, same_on_all_ranks
+from ranks import largest_difference, same_on_all_ranks
 
 import hvkit
 

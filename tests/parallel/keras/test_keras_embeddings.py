@@ -4,8 +4,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from cases import cases
 from models import LOOPS, equals_one_process
-from ranks import cases
 from test_keras_optimizers import BUILT_IN, OPTIONS
 
 import hvkit

@@ -2,8 +2,8 @@
 
 import keras
 import pytest
+from cases import cases
 from models import LOOPS, equals_one_process, mlp, regression, subclassed, unbuilt
-from ranks import cases
 
 OPTIMIZERS = {
     "sgd": lambda factor: keras.optimizers.SGD(0.02 * factor),

@@ -6,8 +6,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from cases import cases
 from models import mlp, subclassed, weights
-from ranks import cases, error_of, same_on_all_ranks
+from ranks import error_of, same_on_all_ranks
 
 import hvkit
 from hvkit import RanksDisagreeError

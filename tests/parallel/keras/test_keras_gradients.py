@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from cases import cases
 from models import (
     LOOPS,
     equals_one_process,
@@ -16,7 +17,7 @@ from models import (
     regression,
     weights,
 )
-from ranks import cases, error_of, largest_difference
+from ranks import error_of, largest_difference
 
 import hvkit
 

@@ -9,7 +9,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from ranks import cases, same_on_all_ranks
+from cases import cases
+from ranks import same_on_all_ranks
 
 import hvkit
 

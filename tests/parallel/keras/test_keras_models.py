@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from cases import cases
 from models import (
     eager_tape,
     equals_one_process,
@@ -22,7 +23,7 @@ from models import (
     regression,
     weights,
 )
-from ranks import cases, largest_difference, same_on_all_ranks
+from ranks import largest_difference, same_on_all_ranks
 
 import hvkit
 

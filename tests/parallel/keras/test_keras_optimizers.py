@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from cases import cases
 from models import (
     LOOPS,
     eager_tape,
@@ -15,7 +16,7 @@ from models import (
     regression,
     weights,
 )
-from ranks import cases, largest_difference, same_on_all_ranks
+from ranks import largest_difference, same_on_all_ranks
 
 import hvkit
 

@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
+from cases import cases
 from nets import local, mlp, regression, train_with_closure
-from ranks import cases
 from torch.nn import functional as F
 from torch.optim import lr_scheduler as schedulers
 from twin import (

@@ -1,0 +1,25 @@
+"""Which cases of a test `make test` leaves to `make test-all`."""
+
+import pytest
+
+MORE = pytest.mark.every_combination
+
+
+def cases(everything, first=1, name=None):
+    """Cases of a test: ``make test`` runs some, ``make test-all`` all of them.
+
+    Args:
+        everything: each case a value, or a tuple of values.
+        first: those of ``make test``, or how many there are.
+        name: a function that names a case; by default pytest does.
+    """
+    everything = list(everything)
+    first = everything[:first] if isinstance(first, int) else first
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            id=name(case) if name else None,
+            marks=() if case in first else MORE,
+        )
+        for case in everything
+    ]
