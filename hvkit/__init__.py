@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hvkit.checkpoint import Checkpoint, Progress
     from hvkit.collectives import allgather, barrier, broadcast
     from hvkit.data.shard import shard
-    from hvkit.distribute import distribute
+    from hvkit.distribute import distribute, settled
     from hvkit.errors import (
         BuildError,
         HorovodNotFoundError,
@@ -31,20 +31,25 @@ if TYPE_CHECKING:
     from hvkit.main_rank import is_main, main_first
     from hvkit.metrics import EarlyStopping, any_rank, average
     from hvkit.runtime import init, local_rank, local_size, rank, size
+    from hvkit.strategies import DiLoCo, LocalSGD, Synchronous
+    from hvkit.traffic import traffic
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BuildError",
     "Checkpoint",
+    "DiLoCo",
     "EarlyStopping",
     "HorovodNotFoundError",
     "HostfileError",
     "HvkitError",
     "LaunchError",
+    "LocalSGD",
     "Progress",
     "RankLostError",
     "RanksDisagreeError",
+    "Synchronous",
     "allgather",
     "allreduce",
     "any_rank",
@@ -58,8 +63,10 @@ __all__ = [
     "local_size",
     "main_first",
     "rank",
+    "settled",
     "shard",
     "size",
+    "traffic",
 ]
 
 _NAMES_BY_MODULE = {
@@ -67,7 +74,7 @@ _NAMES_BY_MODULE = {
     "checkpoint": "Checkpoint Progress",
     "collectives": "allgather barrier broadcast",
     "data.shard": "shard",
-    "distribute": "distribute",
+    "distribute": "distribute settled",
     "errors": (
         "BuildError HorovodNotFoundError HostfileError HvkitError LaunchError RankLostError "
         "RanksDisagreeError"
@@ -75,6 +82,8 @@ _NAMES_BY_MODULE = {
     "main_rank": "is_main main_first",
     "metrics": "EarlyStopping any_rank average",
     "runtime": "init local_rank local_size rank size",
+    "strategies": "DiLoCo LocalSGD Synchronous",
+    "traffic": "traffic",
 }
 _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
 

@@ -59,14 +59,18 @@ def broadcast(obj: T, root: int = 0) -> T:
     return obj if rank() == root else received
 
 
-def broadcast_bytes(data: NDArray[np.uint8], root: int = 0) -> NDArray[np.uint8]:
-    """Return rank ``root``'s bytes on every rank.
+def broadcast_state(data: NDArray[np.uint8], root: int = 0) -> NDArray[np.uint8]:
+    """Return rank ``root``'s bytes on every rank, for the start of training.
 
     Args:
         data: of shape (n,), with the same n on every rank.
         root: the rank that sends.
     """
-    return data if size() == 1 else engines.broadcast_in_pieces(any_engine(), data, root)
+    return (
+        data
+        if size() == 1
+        else engines.broadcast_in_pieces(any_engine(), data, root, purpose="start")
+    )
 
 
 @named("hvkit.allgather")

@@ -1,9 +1,13 @@
-"""The one call: checks its arguments, picks the adapter, and runs the steps that all share."""
+"""The one call: checks its arguments, picks the adapter, and runs the steps that all share.
+
+``settled`` is for strategies whose ranks differ between two agreements.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
@@ -11,20 +15,26 @@ from hvkit import runtime
 from hvkit.adapters.adapter import (
     BATCH_NORMS,
     Adapter,
+    Keeper,
     Options,
     Record,
     framework_of,
     is_distributed,
+    keeper_of,
     record,
 )
 from hvkit.adapters.gradient_chunks import COMPRESSIONS
 from hvkit.collectives import raise_together, require_equal
 from hvkit.learning_rate import Multiplier, describe, make_multiplier
 from hvkit.log import logger
-from hvkit.watch.calls import named
+from hvkit.strategies.strategy import Rounds, Strategy
+from hvkit.strategies.synchronous import Synchronous
+from hvkit.watch.calls import call_within, named
 
 Model = TypeVar("Model")
 Optimizers = TypeVar("Optimizers")
+
+SYNCHRONOUS = Synchronous()
 
 
 @named("hvkit.distribute")
@@ -36,6 +46,7 @@ def distribute(
     warmup_steps: int = 0,
     warmup_epochs: float = 0,
     steps_per_epoch: int | None = None,
+    strategy: Strategy = SYNCHRONOUS,
     accumulate: int = 1,
     compression: str = "none",
     batch_norm: str = "average",
@@ -46,7 +57,8 @@ def distribute(
     Call it on every rank, once the model and the optimizer exist (and have loaded their checkpoint,
     if any) and before the first step. Each update then uses the mean over ranks of the ranks'
     gradients, so N ranks with batch size B train the model that one process trains with batch size
-    N*B. With one process it changes nothing.
+    N*B. With one process it changes nothing. ``strategy`` chooses another way to keep the ranks in
+    step; what follows on gradients and weights is for the default.
 
     **Losses.** A loss that is a sum over samples (``reduction="sum"``) grows with the batch, and
     the mean of N ranks' sums is 1/N of the sum that one process computes. Take a mean, or multiply
@@ -96,14 +108,20 @@ def distribute(
             ``LearningRateSchedule`` objects run undisturbed underneath.
         warmup_epochs: the same in epochs, possibly a fraction; needs ``steps_per_epoch``.
         steps_per_epoch: each rank's optimizer steps in an epoch.
+        strategy: how the ranks are kept in step. ``hvkit.Synchronous()`` averages the gradients in
+            every step. ``hvkit.LocalSGD(every=16)`` and ``hvkit.DiLoCo(every=50)`` let each rank
+            take so many steps alone, then agree on the weights. In between the ranks' weights
+            differ: evaluate and save under ``with hvkit.settled(model):`` (``fit``'s validation,
+            ``evaluate`` and ``hvkit.Checkpoint`` do). They exclude ``batch_norm="sync"`` and
+            ``check_every``.
         accumulate: PyTorch only: the number of backward passes before each ``optimizer.step()``.
             Gradients add up locally and are averaged over ranks in the last pass. As without
             hvkit, the script divides the loss by this number. In Keras, set
             ``gradient_accumulation_steps`` on the optimizer.
-        compression: ``"fp16"`` or ``"bf16"``: gradients travel between ranks in 16 bits, half the
-            bytes, and are still summed in 32. bf16 has the range of float32 and 8 bits of
-            precision; fp16 has 11, but turns gradients beyond 65504 into infinity and those below
-            6e-8 into zero. float64 gradients are never compressed.
+        compression: ``"fp16"`` or ``"bf16"``: gradients, or the changes of the weights in a round,
+            travel between ranks in 16 bits, half the bytes, and are still summed in 32. bf16 has
+            the range of float32 and 8 bits of precision; fp16 has 11, but turns gradients beyond
+            65504 into infinity and those below 6e-8 into zero. float64 is never compressed.
         batch_norm: ``"average"``: each rank normalises with the statistics of its own batch, and
             every update averages the running statistics over ranks, so all ranks evaluate and save
             the same model. ``"local"``: each rank keeps running statistics of its own. ``"sync"``:
@@ -142,7 +160,9 @@ def distribute(
             compression=_one_of("compression", compression, COMPRESSIONS),
             batch_norm=_one_of("batch_norm", batch_norm, BATCH_NORMS),
             check_every=(None if check_every is None else _count("check_every", check_every, 1)),
+            strategy=_checked(strategy),
         )
+        _refuse_contradictions(options)
         multiplier = make_multiplier(lr_scaling, runtime.size(), options.warmup_steps)
         if not optimizers:
             raise ValueError(f"optimizer must hold at least one optimizer, got {optimizer!r}")
@@ -154,6 +174,7 @@ def distribute(
     assert adapter is not None
     assert options is not None
     records = [(each, Record()) for each in optimizers]
+    keeper: Keeper | None = None
     if runtime.size() > 1:
         arguments = f"lr_scaling={lr_scaling}, {options}"
         require_equal(
@@ -163,12 +184,70 @@ def distribute(
         )
         adapter.synchronise()
         rates = adapter.scale_learning_rate(multiplier)
-        records = adapter.average_gradients()
+        records, keeper = adapter.keep_in_step()
         if runtime.rank() == 0:
             said = describe(rates, lr_scaling, runtime.size())
             logger.info(f"{runtime.size()} ranks; {said}")
-    record(model, records)
+    record(model, records, keeper)
     return model, optimizer
+
+
+@contextmanager
+def settled(*models: Any) -> Iterator[None]:
+    """Hold the weights that the ranks would agree on now, to evaluate or save a model.
+
+        with hvkit.settled(model):
+            accuracy = evaluate(model)
+            if hvkit.is_main():
+                torch.save(model.state_dict(), "model.pt")
+
+    Between two agreements of ``LocalSGD`` and the like, each rank has weights of its own. Inside
+    the block all ranks hold the same: what the strategy would return if the round ended here, with
+    the averaged statistics of normalisation layers. Afterwards each has its own again, so looking
+    never changes the training. Every rank must enter it. With ``Synchronous``, with one process,
+    right after an agreement, and for models that were not distributed, it does nothing.
+
+    Args:
+        *models: those that were passed to ``hvkit.distribute``. Do not train them inside the block.
+
+    Raises:
+        RankLostError: another rank has ended, or waits in another call.
+    """
+    with ExitStack() as stack:
+        with call_within("hvkit.settled"):
+            for model in models:
+                if (keeper := keeper_of(model)) is not None:
+                    stack.enter_context(keeper.settled())
+        yield
+
+
+def _checked(strategy: object) -> Strategy:
+    if isinstance(strategy, Strategy):
+        return strategy
+    if isinstance(strategy, type) and issubclass(strategy, Strategy):
+        raise TypeError(
+            f"strategy must be an object, got the class {strategy.__name__}: make one, "
+            f"hvkit.{strategy.__name__}(...)"
+        )
+    raise TypeError(
+        "strategy must be one of hvkit.Synchronous(), hvkit.LocalSGD(...) and hvkit.DiLoCo(...), "
+        f"got {strategy!r} of type {type(strategy).__name__}"
+    )
+
+
+def _refuse_contradictions(options: Options) -> None:
+    if not isinstance(options.strategy, Rounds):
+        return
+    if options.batch_norm == "sync":
+        raise ValueError(
+            f'batch_norm="sync" needs all ranks in every forward pass, but with {options.strategy} '
+            'they train alone for a round: use batch_norm="average"'
+        )
+    if options.check_every is not None:
+        raise ValueError(
+            f"check_every={options.check_every} compares the ranks' weights, but with "
+            f"{options.strategy} they differ until a round ends: leave check_every out"
+        )
 
 
 def _adapter_for(model: Any, optimizers: Sequence[Any], options: Options) -> Adapter:

@@ -25,6 +25,7 @@ from hvkit.errors import HorovodNotFoundError, LaunchError
 from hvkit.host.cpus import allowance, threads_of_rank
 from hvkit.host.gpus import gpu_of_rank
 from hvkit.log import logger
+from hvkit.traffic import count, of_allgather, of_allreduce, of_alltoall
 from hvkit.watch.calls import waiting
 from hvkit.watch.rank_errors import translated
 
@@ -48,7 +49,9 @@ class Engine(Protocol):
     def take_device(self, local_rank: int, local_size: int) -> None:
         """Pin this process to its GPU, or to its share of the host's CPU threads."""
 
-    def broadcast(self, array: NDArray[np.uint8], root: int) -> NDArray[np.uint8]:
+    def broadcast(
+        self, array: NDArray[np.uint8], root: int, purpose: str = "objects"
+    ) -> NDArray[np.uint8]:
         """Return rank ``root``'s bytes; every rank passes an array of the same length."""
 
     def allreduce(self, array: NDArray[Any], op: str) -> NDArray[Any]:
@@ -85,7 +88,10 @@ class PyTorchEngine:
         elif "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(_cpu_threads(local_size))
 
-    def broadcast(self, array: NDArray[np.uint8], root: int) -> NDArray[np.uint8]:
+    def broadcast(
+        self, array: NDArray[np.uint8], root: int, purpose: str = "objects"
+    ) -> NDArray[np.uint8]:
+        count(purpose, of_alltoall(array.nbytes, self.hvd.size()))
         import torch
 
         with torch.inference_mode(False), waiting_for_all_ranks():
@@ -93,6 +99,7 @@ class PyTorchEngine:
             return _numpy(self.hvd.broadcast_(sent, root_rank=root, name="hvkit.broadcast"))
 
     def allreduce(self, array: NDArray[Any], op: str) -> NDArray[Any]:
+        count("objects", of_allreduce(array.nbytes, self.hvd.size()))
         import torch
 
         how = getattr(self.hvd, op.capitalize())
@@ -101,6 +108,7 @@ class PyTorchEngine:
             return _numpy(self.hvd.allreduce_(sent, op=how, name="hvkit.allreduce"))
 
     def allgather(self, array: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        count("objects", of_allgather(array.nbytes, self.hvd.size()))
         import torch
 
         with torch.inference_mode(False), waiting_for_all_ranks():
@@ -138,13 +146,17 @@ class TensorFlowEngine:
                 "TensorFlow already holds the GPUs; call hvkit.init() right after the imports"
             ) from error
 
-    def broadcast(self, array: NDArray[np.uint8], root: int) -> NDArray[np.uint8]:
+    def broadcast(
+        self, array: NDArray[np.uint8], root: int, purpose: str = "objects"
+    ) -> NDArray[np.uint8]:
+        count(purpose, of_alltoall(array.nbytes, self.hvd.size()))
         import tensorflow as tf
 
         with waiting_for_all_ranks(), tf.init_scope(), tf.device("CPU:0"):
             return _numpy(self.hvd.broadcast(tf.constant(array), root, name="hvkit.broadcast"))
 
     def allreduce(self, array: NDArray[Any], op: str) -> NDArray[Any]:
+        count("objects", of_allreduce(array.nbytes, self.hvd.size()))
         import tensorflow as tf
 
         how = getattr(self.hvd, op.capitalize())
@@ -153,6 +165,7 @@ class TensorFlowEngine:
             return _numpy(reduced).copy()
 
     def allgather(self, array: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        count("objects", of_allgather(array.nbytes, self.hvd.size()))
         import tensorflow as tf
 
         with waiting_for_all_ranks(), tf.init_scope(), tf.device("CPU:0"):
@@ -165,18 +178,22 @@ ENGINES: dict[str, type[PyTorchEngine] | type[TensorFlowEngine]] = {
 }
 
 
-def broadcast_in_pieces(engine: Engine, data: NDArray[np.uint8], root: int) -> NDArray[np.uint8]:
+def broadcast_in_pieces(
+    engine: Engine, data: NDArray[np.uint8], root: int, purpose: str = "objects"
+) -> NDArray[np.uint8]:
     """Return rank ``root``'s bytes on every rank, sent in pieces of at most ``CHUNK``.
 
     Args:
         engine: the started Horovod.
         data: of shape (n,), with the same n on every rank.
         root: the rank that sends.
+        purpose: as in ``hvkit.traffic``.
     """
     if data.size == 0:
         return data
     pieces = [
-        engine.broadcast(data[start : start + CHUNK], root) for start in range(0, data.size, CHUNK)
+        engine.broadcast(data[start : start + CHUNK], root, purpose)
+        for start in range(0, data.size, CHUNK)
     ]
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvkit.engines import Engine, waiting_for_all_ranks
 from hvkit.log import logger
+from hvkit.traffic import count
 
 if TYPE_CHECKING:
     import numpy as np
@@ -52,6 +53,7 @@ def send(data: NDArray[np.uint8], to: int) -> None:
         data: of shape (n,), at most 2 GiB.
         to: the receiving rank.
     """
+    count("objects", data.nbytes)
     with waiting_for_all_ranks():
         _communicator.Send(data, dest=to)
 

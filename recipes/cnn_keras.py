@@ -57,6 +57,7 @@ def train_and_evaluate(flags):
         lr_scaling="linear",
         warmup_epochs=flags.warmup_epochs,
         steps_per_epoch=steps,
+        strategy=flags.strategy,
         compression=flags.compression,
         batch_norm=flags.batch_norm,
     )
@@ -94,7 +95,11 @@ def measure(flags):
     """Images per second of training on random images."""
     model, optimizer = make_model(flags), make_optimizer(flags)
     model, optimizer = hvkit.distribute(
-        model, optimizer, compression=flags.compression, batch_norm=flags.batch_norm
+        model,
+        optimizer,
+        strategy=flags.strategy,
+        compression=flags.compression,
+        batch_norm=flags.batch_norm,
     )
     compile_model(model, optimizer)
     pixels, labels = common.random_batch(flags)

@@ -77,6 +77,7 @@ def train_and_evaluate(flags):
         lr_scaling="linear",
         warmup_epochs=flags.warmup_epochs,
         steps_per_epoch=steps,
+        strategy=flags.strategy,
         compression=flags.compression,
         batch_norm=flags.batch_norm,
     )
@@ -99,14 +100,19 @@ def train_and_evaluate(flags):
             steps_done += steps
             if checkpoint is not None:
                 checkpoint.save(epoch=epoch + 1, step=steps_done)
-            report.end_epoch(*evaluate(test_step, data.test, flags.test_batch_size))
+            with hvkit.settled(model):
+                report.end_epoch(*evaluate(test_step, data.test, flags.test_batch_size))
 
 
 def measure(flags):
     """Images per second of training on random images."""
     model, optimizer = make_model(flags), make_optimizer(flags)
     model, optimizer = hvkit.distribute(
-        model, optimizer, compression=flags.compression, batch_norm=flags.batch_norm
+        model,
+        optimizer,
+        strategy=flags.strategy,
+        compression=flags.compression,
+        batch_norm=flags.batch_norm,
     )
     train_step = make_train_step(flags, model, optimizer)
     pixels, labels = (tf.constant(part) for part in common.random_batch(flags))

@@ -95,6 +95,7 @@ def train_and_evaluate(flags):
         lr_scaling="linear",
         warmup_epochs=flags.warmup_epochs,
         steps_per_epoch=steps,
+        strategy=flags.strategy,
         compression=flags.compression,
         batch_norm=flags.batch_norm,
     )
@@ -122,7 +123,8 @@ def train_and_evaluate(flags):
             steps_done += steps
             if checkpoint is not None:
                 checkpoint.save(epoch=epoch + 1, step=steps_done)
-            report.end_epoch(*evaluate(model, step, test_loader))
+            with hvkit.settled(model):
+                report.end_epoch(*evaluate(model, step, test_loader))
 
 
 def measure(flags):
@@ -130,7 +132,11 @@ def measure(flags):
     model = make_model(flags)
     optimizer = make_optimizer(flags, model)
     model, optimizer = hvkit.distribute(
-        model, optimizer, compression=flags.compression, batch_norm=flags.batch_norm
+        model,
+        optimizer,
+        strategy=flags.strategy,
+        compression=flags.compression,
+        batch_norm=flags.batch_norm,
     )
     step = Step(flags, model, optimizer)
     pixels, labels = (part.to(device) for part in to_tensors(common.random_batch(flags)))

@@ -41,7 +41,13 @@ def main():
     keras.utils.set_random_seed(flags.seed + hvkit.rank())
     model = make_model()
     optimizer = keras.optimizers.SGD(learning_rate=flags.lr, momentum=flags.momentum)
-    model, optimizer = hvkit.distribute(model, optimizer, lr_scaling="linear")
+    model, optimizer = hvkit.distribute(
+        model,
+        optimizer,
+        strategy=flags.strategy,
+        compression=flags.compression,
+        lr_scaling="linear",
+    )
 
     model.compile(
         optimizer=optimizer,

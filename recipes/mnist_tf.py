@@ -64,7 +64,13 @@ def main():
     keras.utils.set_random_seed(flags.seed + hvkit.rank())
     model = make_model()
     optimizer = keras.optimizers.SGD(learning_rate=flags.lr, momentum=flags.momentum)
-    model, optimizer = hvkit.distribute(model, optimizer, lr_scaling="linear")
+    model, optimizer = hvkit.distribute(
+        model,
+        optimizer,
+        strategy=flags.strategy,
+        compression=flags.compression,
+        lr_scaling="linear",
+    )
 
     @tf.function
     def train_step(pixels, labels):
@@ -87,7 +93,8 @@ def main():
             for pixels, labels in train_batches:
                 report.step(train_step(pixels, labels))
             optimizer.learning_rate.assign(optimizer.learning_rate * common.MNIST_DECAY)
-            report.end_epoch(*evaluate(test_step, test_batches))
+            with hvkit.settled(model):
+                report.end_epoch(*evaluate(test_step, test_batches))
 
 
 if __name__ == "__main__":

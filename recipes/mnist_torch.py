@@ -73,7 +73,13 @@ def main():
     torch.manual_seed(flags.seed + hvkit.rank())
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=flags.lr, momentum=flags.momentum)
-    model, optimizer = hvkit.distribute(model, optimizer, lr_scaling="linear")
+    model, optimizer = hvkit.distribute(
+        model,
+        optimizer,
+        strategy=flags.strategy,
+        compression=flags.compression,
+        lr_scaling="linear",
+    )
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=common.MNIST_DECAY)
 
     with common.Report(flags, data, len(train_loader)) as report:
@@ -81,7 +87,8 @@ def main():
             report.start_epoch()
             train(model, optimizer, train_loader, report)
             schedule.step()
-            report.end_epoch(*evaluate(model, test_loader))
+            with hvkit.settled(model):
+                report.end_epoch(*evaluate(model, test_loader))
 
 
 if __name__ == "__main__":

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
+
+import numpy as np
 
 from hvkit.learning_rate import Multiplier
+from hvkit.strategies.strategy import Rounds, Strategy
 
 BATCH_NORMS = ("average", "local", "sync")
 
@@ -26,6 +30,7 @@ class Options:
     compression: str
     batch_norm: str
     check_every: int | None
+    strategy: Strategy
 
 
 class Warmup(Protocol):
@@ -40,6 +45,37 @@ class Record:
 
     warmup: Warmup | None = None
     """The step counter of its warm-up; None without a warm-up, or if the optimizer counts steps."""
+
+
+class Keeper(Protocol):
+    """Ends the rounds of one model."""
+
+    strategy: Rounds
+
+    @property
+    def in_round(self) -> bool:
+        """Whether an optimizer has taken steps since its last agreement."""
+
+    def settled(self) -> AbstractContextManager[None]:
+        """Hold the weights that the ranks would agree on now; a collective."""
+
+    def unsettled(self) -> AbstractContextManager[None]:
+        """Hold this rank's own weights for a while, inside ``settled``."""
+
+    def begin_anew(self) -> None:
+        """Begin with the weights that the ranks hold now, the same on all; forget all rounds."""
+
+    def state(self) -> dict[str, np.ndarray[Any, Any]]:
+        """What a checkpoint saves, the same on every rank."""
+
+    def load_state(self, arrays: dict[str, np.ndarray[Any, Any]], *, in_round: bool) -> None:
+        """Set what ``state`` returned.
+
+        Args:
+            arrays: from ``state``.
+            in_round: whether each rank will hold its own weights again. If not, a new round begins,
+                with the weights that all hold now.
+        """
 
 
 class Adapter(Protocol):
@@ -63,10 +99,10 @@ class Adapter(Protocol):
         Returns the user's rates, each with its multiplier, or with None for a step length.
         """
 
-    def average_gradients(self) -> list[tuple[Any, Record]]:
-        """Make every update from now on use the mean of the gradients over ranks.
+    def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
+        """Keep the ranks in step from now on, as the strategy says.
 
-        Returns each optimizer with its record.
+        Returns each optimizer with its record, and what keeps rounds if the strategy has them.
         """
 
 
@@ -81,19 +117,31 @@ def framework_of(model: object) -> str | None:
     return None
 
 
-_models: WeakSet[Any] = WeakSet()
+_models: WeakKeyDictionary[Any, Keeper | None] = WeakKeyDictionary()
 _optimizers: WeakKeyDictionary[Any, Record] = WeakKeyDictionary()
 
 
-def record(model: Any, optimizers: Iterable[tuple[Any, Record]]) -> None:
+def record(
+    model: Any, optimizers: Iterable[tuple[Any, Record]], keeper: Keeper | None = None
+) -> None:
     """Remember a model and its optimizers as distributed."""
-    _models.add(model)
+    _models[_plain(model)] = keeper
     _optimizers.update(optimizers)
 
 
 def is_distributed(model_or_optimizer: Any) -> bool:
     """Whether this object was passed to ``hvkit.distribute``."""
-    return model_or_optimizer in _models or model_or_optimizer in _optimizers
+    return _plain(model_or_optimizer) in _models or model_or_optimizer in _optimizers
+
+
+def keeper_of(model: Any) -> Keeper | None:
+    """What keeps the rounds of a model; None if it does not train in rounds."""
+    return _models.get(_plain(model))
+
+
+def _plain(model: Any) -> Any:
+    """The model inside one that ``torch.compile`` has wrapped."""
+    return getattr(model, "_orig_mod", model)
 
 
 def record_of(optimizer: Any) -> Record | None:

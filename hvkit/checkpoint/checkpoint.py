@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvkit import collectives, runtime
-from hvkit.adapters.adapter import framework_of
+from hvkit.adapters.adapter import Keeper, framework_of, keeper_of
 from hvkit.adapters.fingerprints import Compared, Rows, require_same
 from hvkit.checkpoint import ranks, resume, store
-from hvkit.checkpoint.part import JsonPart, Part
+from hvkit.checkpoint.part import JsonPart, Part, RoundsPart
 from hvkit.collectives import share
 from hvkit.errors import HvkitError, RanksDisagreeError
 from hvkit.watch.calls import named
@@ -78,6 +79,11 @@ class Checkpoint:
     ``EarlyStopping``, ``ReduceLROnPlateau`` and ``ModelCheckpoint``, which would otherwise start
     counting again in a resumed ``fit``.
 
+    With ``strategy=hvkit.LocalSGD(...)`` and the like, a checkpoint also holds what the strategy
+    keeps, as ``model-strategy.npz``, and for each rank the whole state of every part that differs
+    from rank 0's. ``model.pt`` or ``model.weights.h5`` then holds the weights that the ranks would
+    agree on. On another number of ranks the run goes on from those, with a new round.
+
     Learning rates are saved as the script sets them: on another number of ranks, ``lr_scaling``
     multiplies them for the new number. Lengths that a schedule counts in steps (``T_max``,
     ``total_steps``, ``warmup_steps``) do not change although an epoch then has another number of
@@ -139,6 +145,7 @@ class Checkpoint:
         """
         problem: Exception | None = None
         progress, own = Progress(), {}
+        parts: list[Part] = []
         compared: list[Compared] = []
         rows: list[Rows] = []
         try:
@@ -149,8 +156,12 @@ class Checkpoint:
                 extras=_checked_extras(extras),
             )
             self._end_epoch(progress.epoch)
-            own = ranks.capture(self.parts)
-            compared, rows = ranks.compared(self.parts)
+            parts = self._parts_now()
+            with ExitStack() as stack:
+                for keeper in _keepers(parts):
+                    stack.enter_context(keeper.unsettled())
+                own = ranks.capture(parts)
+            compared, rows = ranks.compared(parts)
         except Exception as error:  # any error: the other ranks must not wait for this one
             problem = error
         everyone = share(_SAVE, problem, (progress.epoch, progress.step))
@@ -159,12 +170,15 @@ class Checkpoint:
         first = collectives.broadcast(ranks.digests(own))
         states = collectives.collect(_SAVE, ranks.unlike(own, first))
         name = store.name_of(progress.step)
-        if runtime.rank() == 0:
-            try:
-                self._write(name, progress, states)
-            except Exception as error:
-                problem = self._explained(error, name)
-        share(_SAVE, problem, None)
+        with ExitStack() as stack:
+            for keeper in _keepers(parts):
+                stack.enter_context(keeper.settled())
+            if runtime.rank() == 0:
+                try:
+                    self._write(name, progress, parts, states)
+                except Exception as error:
+                    problem = self._explained(error, name)
+            share(_SAVE, problem, None)
         return self.directory / name
 
     def _end_epoch(self, epoch: int) -> None:
@@ -173,12 +187,22 @@ class Checkpoint:
                 part.end_epoch()
             self._epoch = epoch
 
-    def _write(self, name: str, progress: Progress, states: list[dict[str, Any]]) -> None:
+    def _parts_now(self) -> list[Part]:
+        """The parts, with what the strategies of the models keep."""
+        models = {part.name: keeper_of(part.model) for part in self.parts if part.model is not None}
+        rounds = [RoundsPart(name, keeper) for name, keeper in models.items() if keeper]
+        for part in self.parts:
+            part.alone = bool(rounds)
+        return [*self.parts, *rounds]
+
+    def _write(
+        self, name: str, progress: Progress, parts: list[Part], states: list[dict[str, Any]]
+    ) -> None:
         serial = store.prepare(self.directory)
 
         def fill(folder: Path) -> None:
             facts = {}
-            for part in self.parts:
+            for part in parts:
                 facts[part.name] = {**part.facts(), "file": part.file}
                 part.save(folder / part.file)
             ranks.save(folder / ranks.FILE, states)
@@ -227,11 +251,12 @@ class Checkpoint:
             HvkitError: an older or newer hvkit wrote the checkpoint in another format.
             OSError: rank 0 may not read it.
         """
-        found = resume.find(self.directory, self.parts)
+        parts = self._parts_now()
+        found = resume.find(self.directory, parts)
         if found is None:
             return Progress()
         folder, written = found
-        resume.load(folder, written, self.parts)
+        resume.load(folder, written, parts)
         self._restored = Progress(
             epoch=written.epoch,
             step=written.step,
@@ -269,6 +294,10 @@ class Checkpoint:
         batches = self._restored.batches if epoch == self._restored.epoch else 0
         self._restored = Progress()
         return batches
+
+
+def _keepers(parts: list[Part]) -> list[Keeper]:
+    return [part.keeper for part in parts if isinstance(part, RoundsPart)]
 
 
 def _require_same_progress(everyone: list[tuple[int, int]]) -> None:

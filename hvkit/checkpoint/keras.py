@@ -19,7 +19,7 @@ from hvkit.adapters.fingerprints import Compared, Rows
 from hvkit.adapters.keras.checks import compared_in
 from hvkit.adapters.keras.initial_state import has_weights, tf_variable
 from hvkit.adapters.keras.optimizers import inner_optimizer, parts_of
-from hvkit.checkpoint.part import Arrays, Part
+from hvkit.checkpoint.part import ALONE, SEED, Arrays, Part
 
 # By class of callback: the attributes to save.
 _COUNTERS: Mapping[type[Any], tuple[str, ...]] = {
@@ -37,7 +37,11 @@ class ModelPart(Part):
 
     def __init__(self, name: str, model: Any) -> None:
         super().__init__(name, ".weights.h5")
-        self.model = model
+        self._model = model
+
+    @property
+    def model(self) -> Any:
+        return self._model
 
     def facts(self) -> dict[str, Any]:
         self._check_built()
@@ -69,14 +73,18 @@ class ModelPart(Part):
 
     def _own(self) -> dict[str, Any]:
         self._check_built()
-        fixed = {f"weight-{i}": w for i, w in enumerate(self.model.non_trainable_weights)}
-        return fixed | self._seeds()
+        if self.alone:
+            weights = {f"{ALONE}weight-{i}": w for i, w in enumerate(self.model.weights)}
+        else:
+            fixed = self.model.non_trainable_weights
+            weights = {f"weight-{i}": w for i, w in enumerate(fixed)}
+        return weights | self._seeds()
 
     def _seeds(self) -> dict[str, Any]:
         """The states of the seed generators of all layers."""
         others = {id(v) for v in (*self.model.weights, *self.model.metrics_variables)}
         seeds = [v for v in self.model.variables if id(v) not in others]
-        return {f"seed-{i}": v for i, v in enumerate(seeds)}
+        return {f"{SEED}{i}": v for i, v in enumerate(seeds)}
 
     def compared(self) -> tuple[list[Compared], list[Rows]]:
         return compared_in(self.model)
@@ -165,14 +173,16 @@ class OptimizerPart(Part):
 
     def own(self) -> Arrays:
         """The gradients accumulated since the last update, which are not averaged yet."""
-        return {name: np.array(v.numpy()) for name, v in self._accumulators().items()}
+        return {name: np.array(v.numpy()) for name, v in self._own().items()}
 
     def load_own(self, arrays: Arrays) -> None:
-        variables = self._accumulators()
+        variables = self._own()
         for name, array in arrays.items():
             variables[name].assign(_as_dtype_of(variables[name], array))
 
-    def _accumulators(self) -> dict[str, Any]:
+    def _own(self) -> dict[str, Any]:
+        if self.alone:
+            return {f"{ALONE}variable-{i}": v for i, v in enumerate(self.optimizer.variables)}
         found = [
             variable
             for part in parts_of(inner_optimizer(self.optimizer))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -10,9 +11,18 @@ from typing import Any
 
 import numpy as np
 
+from hvkit import runtime
+from hvkit.adapters.adapter import Keeper
 from hvkit.adapters.fingerprints import Compared, Rows
+from hvkit.log import logger
 
 Arrays = dict[str, np.ndarray[Any, Any]]
+
+SEED = "seed-"
+"""What begins the names of seeds, which a rank keeps also if another number of ranks resumes."""
+
+ALONE = "alone-"
+"""What begins the names of what ranks that train alone save, to go on in the middle of a round."""
 
 
 class Part(ABC):
@@ -23,9 +33,14 @@ class Part(ABC):
         suffix: what follows the name in the file's name.
     """
 
+    optional = False
+    """Whether a checkpoint without it can be loaded."""
+
     def __init__(self, name: str, suffix: str) -> None:
         self.name = name
         self.file = f"{name}{suffix}"
+        self.alone = False
+        """Whether the ranks train alone for a round, so that their objects differ."""
 
     @abstractmethod
     def save(self, path: Path) -> None:
@@ -47,12 +62,17 @@ class Part(ABC):
             Exception: the content does not fit the object.
         """
 
+    @property
+    def model(self) -> Any:
+        """The model that the part saves; None for other objects."""
+        return None
+
     def facts(self) -> dict[str, Any]:
         """Whatever ``load`` needs besides the file, as JSON values."""
         return {}
 
     def own(self) -> Arrays:
-        """The arrays that may differ between ranks: layer statistics, seeds."""
+        """The arrays that may differ between ranks: layer statistics, seeds; all if ``alone``."""
         return {}
 
     def load_own(self, arrays: Arrays) -> None:  # noqa: B027  # no own arrays by default
@@ -64,6 +84,44 @@ class Part(ABC):
 
     def end_epoch(self) -> None:  # noqa: B027  # most objects count no epochs
         """Count the current epoch as done, even if a loop left the data before its end."""
+
+
+class RoundsPart(Part):
+    """What a strategy keeps from one round to the next, in a plain ``.npz`` file.
+
+    Args:
+        model: the name of the model's part.
+        keeper: of the model.
+    """
+
+    optional = True
+
+    def __init__(self, model: str, keeper: Keeper) -> None:
+        super().__init__(f"{model}-strategy", ".npz")
+        self.keeper = keeper
+        self.goes_on = True
+        """Whether ``load`` goes on in the saved round, with each rank's own weights."""
+
+    def facts(self) -> dict[str, Any]:
+        return {"strategy": repr(self.keeper.strategy)}
+
+    def save(self, path: Path) -> None:
+        with path.open("wb") as file:
+            np.savez(file, allow_pickle=False, **self.keeper.state())
+
+    def load(self, content: bytes, facts: Mapping[str, Any]) -> None:
+        if facts["strategy"] != repr(self.keeper.strategy):
+            self.begin_anew(f"it was saved with {facts['strategy']}")
+            return
+        with np.load(io.BytesIO(content)) as values:
+            arrays = {name: values[name] for name in values.files}
+        self.keeper.load_state(arrays, in_round=self.goes_on)
+
+    def begin_anew(self, reason: str) -> None:
+        """Begin the first round with the weights that all ranks have loaded."""
+        self.keeper.begin_anew()
+        if runtime.rank() == 0:
+            logger.info(f"{self.keeper.strategy} begins anew with the loaded weights: {reason}")
 
 
 class JsonPart(Part):

@@ -16,7 +16,10 @@ from hvkit.adapters.adapter import Warmup, record_of
 from hvkit.adapters.fingerprints import Compared, Rows
 from hvkit.adapters.pytorch.checks import compared_in
 from hvkit.adapters.pytorch.reducer import is_averaged
-from hvkit.checkpoint.part import Arrays, Part, end_epoch_of
+from hvkit.checkpoint.part import ALONE, Arrays, Part, end_epoch_of
+
+# The name of the array with the whole state of a rank that trains alone.
+_WHOLE = f"{ALONE}state"
 
 
 class TorchPart(Part):
@@ -26,6 +29,10 @@ class TorchPart(Part):
         super().__init__(name, ".pt")
         # A model wrapped by torch.compile saves the plain model's names, so that it can load them.
         self._thing = getattr(thing, "_orig_mod", thing)
+
+    @property
+    def model(self) -> Any:
+        return self._thing if isinstance(self._thing, torch.nn.Module) else None
 
     def facts(self) -> dict[str, Any]:
         warmup = self._warmup()
@@ -45,12 +52,15 @@ class TorchPart(Part):
             ) from None
 
     def load(self, content: bytes, facts: Mapping[str, Any]) -> None:
+        self._load_state(content)
+        warmup = self._warmup()
+        if warmup and facts["warmup_steps"] is not None:
+            warmup.steps_done = facts["warmup_steps"]
+
+    def _load_state(self, content: bytes) -> None:
         state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         if isinstance(self._thing, Optimizer):
             _load_optimizer(self._thing, state)
-            warmup = self._warmup()
-            if warmup and facts["warmup_steps"] is not None:
-                warmup.steps_done = facts["warmup_steps"]
         else:
             self._thing.load_state_dict(state)
 
@@ -60,9 +70,16 @@ class TorchPart(Part):
         return record.warmup if record else None
 
     def own(self) -> Arrays:
+        if self.alone:
+            content = io.BytesIO()
+            torch.save(_without_numpy_scalars(self._thing.state_dict()), content)
+            return {_WHOLE: np.frombuffer(content.getvalue(), np.uint8)}
         return {name: _as_bytes(buffer) for name, buffer in self._buffers().items()}
 
     def load_own(self, arrays: Arrays) -> None:
+        if _WHOLE in arrays:
+            self._load_state(arrays[_WHOLE].tobytes())
+            return
         buffers = self._buffers()
         for name, array in arrays.items():
             buffer = buffers[name]

@@ -19,7 +19,7 @@ import numpy as np
 
 from hvkit import runtime
 from hvkit.adapters.fingerprints import Compared, Rows
-from hvkit.checkpoint.part import Arrays, Part
+from hvkit.checkpoint.part import ALONE, SEED, Arrays, Part
 
 FILE = "ranks.npz"
 
@@ -58,7 +58,8 @@ def digests(own: Mapping[str, Arrays]) -> dict[str, bytes]:
 def unlike(own: Mapping[str, Arrays], first: Mapping[str, bytes]) -> dict[str, Arrays]:
     """``own`` without the arrays equal to rank 0's, which the parts' own files hold.
 
-    Seeds stay in it, because loading a part's file does not change a rank's seeds.
+    Seeds, and what ranks that train alone save, stay in it: the parts' files hold no seeds, and
+    may hold the weights that the ranks would agree on.
 
     Args:
         own: this rank's arrays, from ``capture``.
@@ -70,7 +71,7 @@ def unlike(own: Mapping[str, Arrays], first: Mapping[str, bytes]) -> dict[str, A
             name: array
             for name, array in arrays.items()
             if part == _RANDOM
-            or name.startswith("seed-")
+            or name.startswith((SEED, ALONE))
             or mine[key := f"{part}{_SEPARATOR}{name}"] != first.get(key)
         }
         for part, arrays in own.items()
@@ -94,7 +95,9 @@ def save(path: Path, everyone: Sequence[Mapping[str, Arrays]]) -> None:
         np.savez(file, allow_pickle=False, **values)
 
 
-def put_back(content: bytes, parts: Sequence[Part], rank: int, *, same_size: bool) -> None:
+def put_back(
+    content: bytes, parts: Sequence[Part], rank: int, *, same_size: bool, in_round: bool
+) -> None:
     """Set this rank's state to the one that the same rank saved, if it took part in the save.
 
     Args:
@@ -102,7 +105,14 @@ def put_back(content: bytes, parts: Sequence[Part], rank: int, *, same_size: boo
         parts: the parts that were loaded.
         rank: this rank.
         same_size: whether as many ranks resume as saved. If not, layers keep rank 0's statistics.
+        in_round: whether ranks that trained alone go on in the middle of their round.
     """
+
+    def wanted(name: str) -> bool:
+        if name.startswith(SEED):
+            return True
+        return in_round if name.startswith(ALONE) else same_size
+
     found: dict[str, Arrays] = {}
     with np.load(io.BytesIO(content)) as values:
         for key in values.files:
@@ -113,7 +123,7 @@ def put_back(content: bytes, parts: Sequence[Part], rank: int, *, same_size: boo
         return
     for part in parts:
         own: dict[str, Any] = found.get(part.name, {})
-        part.load_own({n: array for n, array in own.items() if same_size or n.startswith("seed-")})
+        part.load_own({name: array for name, array in own.items() if wanted(name)})
     set_random_state(found[_RANDOM])
 
 

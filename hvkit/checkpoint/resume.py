@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hvkit import collectives, runtime
 from hvkit.checkpoint import ranks, store
-from hvkit.checkpoint.part import Part
+from hvkit.checkpoint.part import Part, RoundsPart
 from hvkit.checkpoint.store import Manifest
 from hvkit.collectives import share
 from hvkit.errors import RanksDisagreeError
@@ -63,7 +63,14 @@ def load(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> None:
     """
     _require_parts(folder, manifest, parts)
     problem: Exception | None = None
+    same_size = manifest.size == runtime.size()
+    rounds = [part for part in parts if isinstance(part, RoundsPart)]
+    in_round = same_size and bool(rounds) and all(_goes_on(part, manifest) for part in rounds)
+    for each in rounds:
+        each.goes_on = in_round
     for part in parts:
+        if part.name not in manifest.parts:
+            continue
         content, problem = _content(folder, part.file, problem)
         if problem is None:
             try:
@@ -71,20 +78,29 @@ def load(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> None:
             except Exception as error:  # any error: the other ranks must not wait for this one
                 problem = _explained(error, part, folder)
     content, problem = _content(folder, ranks.FILE, problem)
-    same_size = manifest.size == runtime.size()
     if problem is None:
         try:
-            ranks.put_back(content, parts, runtime.rank(), same_size=same_size)
+            ranks.put_back(content, parts, runtime.rank(), same_size=same_size, in_round=in_round)
         except Exception as error:
             problem = error
     share(_CALL, problem, None)
     if runtime.rank() == 0:
         _log_resumed(folder, manifest, parts)
+    for each in rounds:
+        if each.name not in manifest.parts:
+            each.begin_anew("the checkpoint has none")
+
+
+def _goes_on(part: RoundsPart, manifest: Manifest) -> bool:
+    """Whether the run was saved with the strategy with which it resumes."""
+    return manifest.parts.get(part.name, {}).get("strategy") == repr(part.keeper.strategy)
 
 
 def _require_parts(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> None:
     for part in parts:
         saved = manifest.parts.get(part.name)
+        if saved is None and part.optional:
+            continue
         if saved is None:
             raise ValueError(
                 f"{folder} holds no {part.name!r}, it holds {', '.join(manifest.parts)}: create "

@@ -1,6 +1,7 @@
 """The command-line flags of the recipes: those of MNIST, and those of the CNN recipes."""
 
 import argparse
+import ast
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -9,10 +10,13 @@ from typing import Any, NoReturn, TypeVar
 
 import hvkit
 from common.schedule import SCHEDULES
+from hvkit.strategies import Strategy
 
 T = TypeVar("T", int, float)
 
 DRY_RUN_STEPS = 3
+
+STRATEGIES = ("Synchronous", "LocalSGD", "DiLoCo")
 
 
 class Flags(argparse.Namespace):
@@ -24,6 +28,8 @@ class Flags(argparse.Namespace):
     lr: float
     momentum: float
     seed: int
+    strategy: Strategy
+    compression: str
     log_interval: int
     data_dir: Path | None
     dataset: str
@@ -76,6 +82,27 @@ FRACTION = _checked(float, lambda x: 0 <= x < 1, "a number from 0 to below 1")
 SEED = _checked(int, lambda n: 0 <= n < 2**31, "a whole number from 0 to 2147483647")
 
 
+def strategy(text: str) -> Strategy:
+    """The strategy that ``NAME`` or ``NAME:key=value,...`` describes."""
+    name, _, settings = text.partition(":")
+    kinds = {kind.lower(): getattr(hvkit, kind) for kind in STRATEGIES}
+    if name.lower() not in kinds:
+        raise argparse.ArgumentTypeError(f"must be one of {', '.join(STRATEGIES)}, got {name!r}")
+    values = {}
+    for setting in filter(None, settings.split(",")):
+        key, equals, value = setting.partition("=")
+        try:
+            values[key.strip()] = ast.literal_eval(value)
+        except (SyntaxError, ValueError):
+            values[key.strip()] = value
+        if not equals:
+            raise argparse.ArgumentTypeError(f"settings are key=value, got {setting!r}")
+    try:
+        return kinds[name.lower()](**values)  # type: ignore[no-any-return]
+    except (TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from None
+
+
 def parse_flags(description: str, argv: Sequence[str] | None = None) -> Flags:
     """Read the flags of an MNIST recipe from ``argv``, by default from the command line."""
     parser = Parser(description)
@@ -94,6 +121,19 @@ def add_training_flags(parser: Parser, batch_size: int, epochs: int, lr: float) 
     flag("--epochs", type=POSITIVE, default=epochs, help="passes over the training images")
     flag("--lr", type=RATE, default=lr, help="learning rate of one rank; N ranks use N times it")
     flag("--momentum", type=FRACTION, default=0.9, help="momentum of SGD")
+    flag(
+        "--strategy",
+        type=strategy,
+        default=hvkit.Synchronous(),
+        metavar="NAME[:key=value,...]",
+        help=f"how ranks are kept in step: {', '.join(STRATEGIES)}; DiLoCo:every=50 sets a value",
+    )
+    flag(
+        "--compression",
+        choices=("none", "fp16", "bf16"),
+        default="none",
+        help="compression of gradients or weights on the network",
+    )
     flag("--seed", type=SEED, default=1, help="seed of initial weights, image order and dropout")
     flag("--log-interval", type=POSITIVE, default=100, help="steps between reports of the loss")
     flag("--output-dir", type=Path, help="folder for metrics.jsonl")
@@ -140,7 +180,6 @@ class CnnFlags(Flags):
     checkpoint_dir: Path | None
     keep: int
     precision: str
-    compression: str
     batch_norm: str
     synthetic: bool
     image_size: int
@@ -189,12 +228,6 @@ def _add_recipe_flags(parser: Parser) -> None:
         choices=("float32", "bfloat16", "float16"),
         default="float32",
         help="precision of the computation; weights stay float32",
-    )
-    flag(
-        "--compression",
-        choices=("none", "fp16", "bf16"),
-        default="none",
-        help="compression of gradients on the network",
     )
     flag(
         "--batch-norm",

@@ -13,6 +13,9 @@ import hvkit
 from common.flags import Flags
 from common.images import Dataset
 from common.ranks import on_terminal, say, stop_if_any
+from hvkit.traffic import Sent
+
+NOTHING = Sent()
 
 
 class Metrics:
@@ -24,7 +27,8 @@ class Metrics:
 
     def __init__(self, flags: Flags, data: str, resumes: bool = False) -> None:
         self._file = _open(flags.output_dir, "a" if resumes else "w")
-        shown = {name: str(v) if isinstance(v, Path) else v for name, v in vars(flags).items()}
+        plain = str | int | float | None
+        shown = {name: v if isinstance(v, plain) else str(v) for name, v in vars(flags).items()}
         self.record("start", ranks=hvkit.size(), data=data, flags=shown)
 
     def record(self, event: str, **values: Any) -> None:
@@ -59,6 +63,8 @@ class Report:
         self._flags = flags
         self.steps = steps
         self._epoch, self._step, self._images = first_epoch, 0, 0
+        self._steps_done = 0
+        self._sent_before = hvkit.traffic()
         self._epoch_began = self._epoch_seconds = self._seconds = 0.0
         self._last_test: dict[str, float] = {}
         self._metrics = Metrics(flags, data.origin, resumes=first_epoch > 0)
@@ -88,11 +94,15 @@ class Report:
                 epochs=self._epoch,
                 ranks=hvkit.size(),
                 images_per_second=rate,
+                bytes_per_step=self._bytes_per_step(),
             )
             if rate is None:
                 say(f"all {self._epoch} epochs were done before: there was nothing to train")
             else:
                 say(f"{rate:.0f} images/s in training, all ranks together")
+                if sent := self._bytes_per_step():
+                    parts = (f"{size / 1000:.1f} kB of {kind}" for kind, size in sent.items())
+                    say(f"sent by a rank in a step, on average: {', '.join(parts)}")
         self._metrics.close()
 
     def start_epoch(self) -> None:
@@ -106,6 +116,7 @@ class Report:
     def step(self, loss: SupportsFloat) -> None:
         """Count a step. ``loss`` is this rank's; it is read only in steps that are reported."""
         self._step += 1
+        self._steps_done += 1
         self._bar.advance(self._task)
         if self._step % self._flags.log_interval and self._step < self.steps:
             return
@@ -127,6 +138,14 @@ class Report:
             f"{self._where()}: test accuracy {test_accuracy:.4f}, test loss {test_loss:.4f}, "
             f"{rate:.0f} images/s"
         )
+
+    def _bytes_per_step(self) -> dict[str, float]:
+        """What this rank has sent in training and testing, by purpose."""
+        sent = {
+            purpose: now.bytes - self._sent_before.get(purpose, NOTHING).bytes
+            for purpose, now in hvkit.traffic().items()
+        }
+        return {p: size / self._steps_done for p, size in sent.items() if size}
 
     def _where(self) -> str:
         return f"epoch {self._epoch}/{self._flags.epochs}"

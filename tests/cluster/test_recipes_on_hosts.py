@@ -79,7 +79,8 @@ def assert_equal(found, expected):
         assert found[-1][measured] == expected[-1][measured], measured
 
 
-WAYS = cases(itertools.product(["hvkit", "mpirun", "horovodrun"], RECIPES))
+LAUNCHERS = ("hvkit", "mpirun", "horovodrun")
+WAYS = cases(itertools.product(LAUNCHERS, RECIPES))
 
 
 @pytest.mark.parametrize(("name", "recipe"), WAYS)
@@ -89,8 +90,9 @@ def test_on_an_uneven_pair_of_hosts(rig, on_one_host, tmp_path, recipe, name):
     assert_equal(trained(hosts.host("node1"), launcher, recipe, tmp_path), on_one_host(recipe, 4))
 
 
+# Each launcher and each recipe once: two hosts show every pair of them.
 @MORE
-@pytest.mark.parametrize(("name", "recipe"), WAYS)
+@pytest.mark.parametrize(("name", "recipe"), zip(LAUNCHERS, RECIPES, strict=True))
 def test_on_four_hosts_with_uneven_slots(rig, on_one_host, tmp_path, recipe, name):
     hosts = rig(["node1", "node2", "node3", "node4"])
     hostfile = tmp_path / "hosts"

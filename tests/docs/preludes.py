@@ -60,6 +60,13 @@ PRELUDES = {
     "docs/tutorial.md": "",
     "docs/script.md": PYTORCH + KERAS,
     "docs/data.md": PYTORCH,
+    "docs/strategies.md": PYTORCH
+    + """
+def evaluate(model):
+    return 12
+
+
+""",
     "docs/checkpoints.md": PYTORCH
     + KERAS
     + """

@@ -52,12 +52,14 @@ def _averaging_taken_out(request, monkeypatch):
     if not request.config.option.without_averaging:
         return
     from hvkit.adapters import fingerprints
+    from hvkit.adapters.keras import rounds
     from hvkit.adapters.keras.averager import GradientAverager
     from hvkit.adapters.pytorch.buckets import Bucket
 
     monkeypatch.setattr(GradientAverager, "__call__", lambda self, gradients, *_: gradients)
-    monkeypatch.setattr(Bucket, "launch", lambda self, hvd: setattr(self, "handle", 0))
-    monkeypatch.setattr(Bucket, "wait", lambda self, hvd: setattr(self, "handle", None))
+    monkeypatch.setattr(rounds._Comm, "mean", lambda self, vector: vector)
+    monkeypatch.setattr(Bucket, "launch", lambda self, wire: setattr(self, "handle", 0))
+    monkeypatch.setattr(Bucket, "wait", lambda self, wire: setattr(self, "handle", None))
     # What ranks compare would notice before the tests do.
     monkeypatch.setattr(fingerprints, "judge", lambda *_, **__: "")
 

@@ -14,7 +14,7 @@ from typing import Any
 import keras
 from keras.src.backend import in_stateless_scope
 
-from hvkit import collectives, runtime
+from hvkit import collectives
 from hvkit.adapters.adapter import Options, Record
 from hvkit.adapters.keras.averager import GradientAverager
 from hvkit.adapters.keras.batch_norm import average_statistics, synchronise_batch_norm
@@ -37,8 +37,10 @@ from hvkit.adapters.keras.optimizers import (
     settings_of,
     skip_together,
 )
-from hvkit.adapters.keras.refusals import refuse_other_optimizers
+from hvkit.adapters.keras.refusals import let_differ, refuse_other_optimizers
+from hvkit.adapters.keras.rounds import RoundKeeper
 from hvkit.learning_rate import Multiplier
+from hvkit.strategies.strategy import Rounds
 
 # Numbers the optimizers; ranks call distribute in the same order.
 _serial = itertools.count()
@@ -121,20 +123,35 @@ class KerasAdapter:
                 RateInUpdate(part, multiplier)
         return [(float(part.learning_rate), multiplier) for part in parts]
 
-    def average_gradients(self) -> list[tuple[Any, Record]]:
+    def keep_in_step(self) -> tuple[list[tuple[Any, Record]], RoundKeeper | None]:
         # XLA cannot compile Horovod's operations.
         self.model.supports_jit = False
         if getattr(self.model, "compiled", False):
             self.model.jit_compile = False
             self.model.train_function = None  # the next fit makes it again
-        for each in self.optimizers:
-            inner = inner_optimizer(each)
-            refuse_other_optimizers(self.model, [inner, *parts_of(inner)])
-            average_in_apply(inner, self._average(), self._before_update)
-            skip_together(inner)
+        inner = [inner_optimizer(each) for each in self.optimizers]
+        refuse_other_optimizers(self.model, [o for each in inner for o in (each, *parts_of(each))])
+        rounds: RoundKeeper | None = None
+        if isinstance(strategy := self.options.strategy, Rounds):
+            rounds = self._in_rounds(strategy, inner)
+        else:
+            for each in inner:
+                average_in_apply(each, self._average(), self._before_update)
+                skip_together(each)
         compare = functools.partial(require_same_weights, "fit", self.model, self.optimizers)
-        share_results(self.model, self.averagers, compare)
-        return [(each, Record()) for each in self.optimizers]
+        share_results(self.model, self.averagers, compare, rounds)
+        return [(each, Record()) for each in self.optimizers], rounds
+
+    def _in_rounds(self, strategy: Rounds, optimizers: Sequence[Any]) -> RoundKeeper:
+        let_differ(self.model, optimizers)
+        with_statistics = self.options.batch_norm == "average"
+        narrow = NARROW_DTYPES.get(self.options.compression)
+        name = f"hvkit.{next(_serial)}"
+        keeper = RoundKeeper(strategy, self.model, name, narrow, with_statistics)
+        for each in optimizers:
+            checks = Checks(f"hvkit.{next(_serial)}", self.model, None)
+            keeper.watch(each, checks, self._before_update)
+        return keeper
 
     def _average(self) -> Average:
         name = f"hvkit.{next(_serial)}"
@@ -145,13 +162,13 @@ class KerasAdapter:
         self.averagers.append(average_gradients)
         if self.options.batch_norm != "average":
             return average_gradients
-        hvd, wait = runtime.engine("tensorflow").hvd, GraphWait(f"{name}.statistics")
+        wait = GraphWait(f"{name}.statistics")
 
         def average(
             gradients: Sequence[Any], variables: Sequence[Any], absent: Sequence[Any] | None = None
         ) -> list[Any]:
             means = average_gradients(gradients, variables, absent)
-            average_statistics(self.model, hvd, wait)
+            average_statistics(self.model, wait)
             return means
 
         return average

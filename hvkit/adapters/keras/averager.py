@@ -19,6 +19,7 @@ from hvkit import runtime
 from hvkit.adapters.gradient_chunks import chunks
 from hvkit.adapters.keras.graph_collectives import GraphWait, narrow_mean, widened
 from hvkit.adapters.keras.sparse import average_rows
+from hvkit.adapters.keras.wire import Wire
 from hvkit.engines import waiting_for_all_ranks
 from hvkit.errors import RanksDisagreeError
 from hvkit.watch.calls import call
@@ -47,7 +48,8 @@ class GradientAverager:
         narrow: tf.DType | None = None,
         check: Callable[[Sequence[Any], Sequence[Any]], list[Any]] = lambda *_: [],
     ) -> None:
-        self._hvd = runtime.engine("tensorflow").hvd
+        self._wire = Wire("gradients")
+        self._flags = Wire("checks")
         self._name = name
         self._narrow = narrow
         self._check = check
@@ -140,12 +142,7 @@ class GradientAverager:
     def _exchange(self, numbers: tf.Tensor) -> tf.Tensor:
         """The sum over ranks of two rows of numbers, one for each gradient."""
         with tf.device("CPU:0"):
-            return self._hvd.allreduce(
-                numbers + self._zero,
-                op=self._hvd.Sum,
-                name=f"{self._name}.present",
-                ignore_name_scope=True,
-            )
+            return self._flags.sum(numbers + self._zero, f"{self._name}.present")
 
     def _assert_alike(self, had: tf.Tensor, variables: Sequence[Any]) -> tf.Operation:
         with tf.control_dependencies(
@@ -172,7 +169,7 @@ class GradientAverager:
         for i in reversed(range(len(gradients))):
             if _is_sparse(gradients[i]):
                 name = f"{self._name}.{i}"
-                means[i] = average_rows(gradients[i], name, self._hvd, self._narrow)
+                means[i] = average_rows(gradients[i], name, self._wire, self._narrow)
             elif gradients[i] is not None:
                 kinds.setdefault(gradients[i].dtype, []).append(i)
         for dtype, positions in kinds.items():
@@ -187,11 +184,8 @@ class GradientAverager:
 
     def _dense_means(self, gradients: list[tf.Tensor], name: str) -> list[tf.Tensor]:
         if self._narrow and gradients[0].dtype == tf.float32:
-            return narrow_mean(gradients, self._narrow, self._hvd, name)
-        means: list[tf.Tensor] = self._hvd.grouped_allreduce(
-            gradients, op=self._hvd.Average, name=name, ignore_name_scope=True
-        )
-        return means
+            return narrow_mean(gradients, self._narrow, self._wire, name)
+        return self._wire.means(gradients, name)
 
 
 def _ready_first(gradients: Sequence[Any]) -> list[Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from types import ModuleType
 from typing import Any
 
 import keras
@@ -17,19 +16,19 @@ import tensorflow as tf
 from hvkit import runtime
 from hvkit.adapters.keras.graph_collectives import GraphWait
 from hvkit.adapters.keras.refusals import refuse_xla
+from hvkit.adapters.keras.wire import Wire
 
 # Numbers the collectives; ranks make the layers in the same order.
 _serial = itertools.count()
 
 
-def average_statistics(model: keras.Model, hvd: ModuleType, wait: GraphWait) -> None:
+def average_statistics(model: keras.Model, wait: GraphWait) -> None:
     """Average the moving statistics of the model's trainable batch-norm layers; a collective.
 
     Frozen layers use their statistics without changing them, so those are already equal.
 
     Args:
         model: with weights.
-        hvd: Horovod's TensorFlow binding.
         wait: counts the waits in this collective.
     """
     kept = [
@@ -42,10 +41,7 @@ def average_statistics(model: keras.Model, hvd: ModuleType, wait: GraphWait) -> 
         return
     flat = tf.concat([tf.cast(tf.reshape(v.value, [-1]), tf.float32) for v in kept], axis=0)
 
-    def average(vector: tf.Tensor) -> tf.Tensor:
-        return hvd.allreduce(vector, op=hvd.Average, name=wait.key, ignore_name_scope=True)
-
-    mean = wait.around(flat, average)
+    mean = wait.around(flat, lambda vector: Wire("batch norm").mean(vector, wait.key))
     pieces = tf.split(mean, [int(v.shape[0]) for v in kept])
     for variable, piece in zip(kept, pieces, strict=True):
         variable.assign(tf.cast(piece, variable.dtype))
@@ -99,13 +95,13 @@ def _gathered(mine: tf.Tensor, name: str) -> tf.Tensor:
     The gradient sums over the ranks' losses, because the gradients of the weights are averaged
     later. Horovod's own gradient of an allgather would divide by the number of ranks.
     """
-    hvd = runtime.engine("tensorflow").hvd
+    wire = Wire("batch norm")
 
     def concatenate(rows: tf.Tensor) -> tf.Tensor:
-        return hvd.allgather(rows, name=name, ignore_name_scope=True)
+        return wire.gather(rows, name)
 
     def add(rows: tf.Tensor) -> tf.Tensor:
-        return hvd.allreduce(rows, op=hvd.Sum, name=f"{name}.backward", ignore_name_scope=True)
+        return wire.sum(rows, f"{name}.backward")
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def gather(row: tf.Tensor) -> tuple[tf.Tensor, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ import keras
 
 from hvkit import collectives, runtime
 from hvkit.adapters.keras.averager import GradientAverager
+from hvkit.adapters.keras.rounds import RoundKeeper
 from hvkit.errors import RanksDisagreeError
 from hvkit.metrics import any_rank
 
@@ -25,11 +27,18 @@ class Epoch:
     Args:
         averagers: of the optimizers that update the model.
         compare: raises on every rank if the ranks hold different weights; a collective.
+        rounds: for strategies that have them.
     """
 
-    def __init__(self, averagers: Sequence[GradientAverager], compare: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        averagers: Sequence[GradientAverager],
+        compare: Callable[[], None],
+        rounds: RoundKeeper | None = None,
+    ) -> None:
         self._averagers = averagers
         self.compare = compare
+        self.rounds = rounds
         self._begun = False
 
     def begin(self) -> None:
@@ -70,13 +79,18 @@ def for_this_rank(callbacks: Any, epoch: Epoch | None) -> Any:
     if isinstance(callbacks, keras.callbacks.CallbackList):
         if epoch:
             _refuse_restoring(callbacks.callbacks)
-            callbacks.append(InStep(callbacks.callbacks, epoch))
+            first = [Settled(epoch.rounds)] if epoch.rounds else []
+            callbacks.append(InStep(callbacks.callbacks, epoch, *first))
+            callbacks.callbacks[:0] = first
         return callbacks
     given = _as_list(callbacks)
     _refuse_restoring(given)
     if runtime.rank() != 0:
         given = [_without_output(each) for each in given if not _is_one_of(each, _WRITERS)]
-    return [*given, InStep(given, epoch)] if epoch else given
+    if epoch is None:
+        return given
+    first = [Settled(epoch.rounds)] if epoch.rounds else []
+    return [*first, *given, InStep(given, epoch, *first)]
 
 
 def _as_list(callbacks: Any) -> list[Any]:
@@ -137,17 +151,49 @@ def _acts_in_steps(callback: Any) -> bool:
     )
 
 
+class Settled(keras.callbacks.Callback):  # type: ignore[misc]
+    """Lets callbacks see the weights that the ranks agree on; Keras calls this one before them.
+
+    At the end of an epoch a callback may evaluate or save the model, or remember its weights. At
+    the end of training the rounds end, and all ranks leave ``fit`` with one model.
+
+    Args:
+        rounds: of the model.
+    """
+
+    never_stops = True
+
+    def __init__(self, rounds: RoundKeeper) -> None:
+        super().__init__()
+        self._rounds = rounds
+        self._view = contextlib.ExitStack()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Hold the agreed weights until ``put_back``."""
+        self._view.enter_context(self._rounds.settled())
+
+    def put_back(self) -> None:
+        """Hold this rank's own weights again."""
+        self._view.close()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """End the rounds that have begun."""
+        self._rounds.end_rounds()
+
+
 class InStep(keras.callbacks.Callback):  # type: ignore[misc]
     """Makes all ranks take the same number of steps, and stop when any rank stops.
 
     Args:
         others: the user's callbacks; Keras calls this one after them.
         epoch: the state of ``fit``, for when an epoch begins and ends.
+        settled: what Keras calls before the user's callbacks, for strategies with rounds.
     """
 
-    def __init__(self, others: list[Any], epoch: Epoch) -> None:
+    def __init__(self, others: list[Any], epoch: Epoch, settled: Settled | None = None) -> None:
         super().__init__()
         self._epoch = epoch
+        self._settled = settled
         # Only a callback that could stop training inside an epoch is worth a collective per step.
         self._every_step = any(_acts_in_steps(each) for each in others)
 
@@ -175,3 +221,5 @@ class InStep(keras.callbacks.Callback):  # type: ignore[misc]
         """Compare the ranks' weights, and stop if any rank stops."""
         self._epoch.compare()
         self.model.stop_training = any_rank(self.model.stop_training)
+        if self._settled:
+            self._settled.put_back()

@@ -25,7 +25,8 @@ from hvkit.adapters import fingerprints
 from hvkit.adapters.fingerprints import WIDTH, Compared, Rows
 from hvkit.adapters.keras.initial_state import tf_variable
 from hvkit.adapters.keras.optimizers import inner_optimizer
-from hvkit.adapters.keras.refusals import is_averaged, weights_of_distributed
+from hvkit.adapters.keras.refusals import is_alike, weights_of_distributed
+from hvkit.adapters.keras.wire import Wire
 from hvkit.errors import RanksDisagreeError
 
 # More updates than any training takes.
@@ -48,7 +49,7 @@ class Checks:
     """
 
     def __init__(self, name: str, model: keras.Model, every: int | None) -> None:
-        self._hvd = runtime.engine("tensorflow").hvd
+        self._wire = Wire("checks")
         self._name = name
         self._model = model
         self._every = every
@@ -78,6 +79,10 @@ class Checks:
         return [
             tf.cond(self._left <= 0, lambda: self._compare_weights(variables), self._count_down)
         ]
+
+    def skip_weights(self) -> None:
+        """Never compare weights: those of ranks that resume in a round differ."""
+        self._left.assign(_NEVER)
 
     def _count_down(self) -> tf.Tensor:
         return self._left.assign_sub(1) if self._every else tf.identity(self._left)
@@ -125,9 +130,7 @@ class Checks:
 
     def _of_all_ranks(self, rows: tf.Tensor, what: str) -> tf.Tensor:
         with tf.device("CPU:0"):
-            return self._hvd.allgather(
-                rows, name=f"{self._name}.check.{what}", ignore_name_scope=True
-            )
+            return self._wire.gather(rows, f"{self._name}.check.{what}")
 
     def _frozen(self) -> list[Any]:
         """The model's weights that are frozen now, so that nothing writes to them meanwhile."""
@@ -142,9 +145,9 @@ def compared_in(thing: Any) -> tuple[list[Compared], list[Rows]]:
             that a distributed model shares.
     """
     if isinstance(thing, keras.Model):
-        distributed = weights_of_distributed()
-        variables = [v for v in _made_trainable(thing) if id(v) in distributed]
-    elif not is_averaged(inner_optimizer(thing)):
+        alike = weights_of_distributed()
+        variables = [v for v in _made_trainable(thing) if id(v) in alike]
+    elif not is_alike(inner_optimizer(thing)):
         variables = []
     else:
         local = {id(v) for v in _accumulators(thing)}

@@ -19,12 +19,16 @@ import numpy as np
 from hvkit import collectives, runtime
 from hvkit.adapters.keras.averager import GradientAverager
 from hvkit.adapters.keras.callbacks import Epoch, for_this_rank
+from hvkit.adapters.keras.rounds import RoundKeeper
 from hvkit.watch.calls import call_within
 from hvkit.watch.rank_errors import translated
 
 
 def share_results(
-    model: keras.Model, averagers: Sequence[GradientAverager], compare: Callable[[], None]
+    model: keras.Model,
+    averagers: Sequence[GradientAverager],
+    compare: Callable[[], None],
+    rounds: RoundKeeper | None = None,
 ) -> None:
     """Make ``fit`` and ``evaluate`` of this model report the metrics of all ranks.
 
@@ -34,14 +38,26 @@ def share_results(
         model: a distributed one.
         averagers: of the optimizers that update it.
         compare: raises on every rank if the ranks hold different weights; a collective.
+        rounds: for strategies that have them. ``evaluate`` then uses the weights that the ranks
+            would agree on, and the end of ``fit`` ends the round.
     """
-    epoch = Epoch(averagers, compare)
+    epoch = Epoch(averagers, compare, rounds)
     model._get_metrics_result_or_logs = functools.partial(
         _over_all_ranks, model, epoch, model._get_metrics_result_or_logs
     )
     model.fit = _on_this_rank(model.fit, epoch)
-    for method in (model.evaluate, model.predict):
+    evaluate = _in_settled(model.evaluate, rounds) if rounds else model.evaluate
+    for method in (evaluate, model.predict):
         setattr(model, method.__name__, _on_this_rank(method, epoch, trains=False))
+
+
+def _in_settled(evaluate: Callable[..., Any], rounds: RoundKeeper) -> Callable[..., Any]:
+    @functools.wraps(evaluate)
+    def settled(*args: Any, **kwargs: Any) -> Any:
+        with rounds.settled():
+            return evaluate(*args, **kwargs)
+
+    return settled
 
 
 def _on_this_rank(

@@ -9,11 +9,11 @@ counters in the graph take its place: one goes up before the collectives, one af
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any
 
 import tensorflow as tf
 
+from hvkit.adapters.keras.wire import Wire
 from hvkit.engines import waiting_for_all_ranks
 from hvkit.watch import calls
 
@@ -65,23 +65,23 @@ class GraphWait:
 
 
 def narrow_mean(
-    gradients: Sequence[tf.Tensor], dtype: tf.DType, hvd: ModuleType, name: str
+    gradients: Sequence[tf.Tensor], dtype: tf.DType, wire: Wire, name: str
 ) -> list[tf.Tensor]:
     """The means over ranks of some gradients, sent in 16 bits; a collective.
 
     Args:
         gradients: float32 tensors, of the same shapes on all ranks.
         dtype: the 16-bit one.
-        hvd: Horovod's TensorFlow binding.
+        wire: counts the bytes.
         name: the same on every rank, and no other collective's.
     """
     sizes = [int(g.shape.num_elements()) for g in gradients]
     flat = tf.concat([tf.reshape(g, [-1]) for g in gradients], axis=0)
-    padding = -sum(sizes) % hvd.size()
+    padding = -sum(sizes) % wire.size
     sent = to_bits(tf.pad(flat, [[0, padding]]), dtype)
-    shares = hvd.alltoall(sent, name=f"{name}.shares", ignore_name_scope=True)
-    mean = tf.reduce_mean(tf.reshape(from_bits(shares, dtype), [hvd.size(), -1]), axis=0)
-    means = hvd.allgather(to_bits(mean, dtype), name=f"{name}.means", ignore_name_scope=True)
+    shares = wire.shares(sent, f"{name}.shares")
+    mean = tf.reduce_mean(tf.reshape(from_bits(shares, dtype), [wire.size, -1]), axis=0)
+    means = wire.gather(to_bits(mean, dtype), f"{name}.means")
     received = from_bits(means, dtype)[: sum(sizes)]
     pieces = tf.split(received, sizes)
     return [tf.reshape(piece, g.shape) for piece, g in zip(pieces, gradients, strict=True)]

@@ -87,7 +87,7 @@ def _broadcast(variables: Sequence[Any]) -> None:
     sent = [value.reshape(-1).view(np.uint8) for value in values]
     if not sent:
         return
-    received = collectives.broadcast_bytes(np.concatenate(sent))
+    received = collectives.broadcast_state(np.concatenate(sent))
     ends = np.cumsum([piece.size for piece in sent])
     for variable, value, piece in zip(
         variables, values, np.split(received, ends[:-1]), strict=True

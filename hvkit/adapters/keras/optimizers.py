@@ -15,9 +15,9 @@ from weakref import WeakSet
 import keras
 import tensorflow as tf
 
-from hvkit import runtime
 from hvkit.adapters.keras.graph_collectives import GraphWait
 from hvkit.adapters.keras.refusals import refuse_xla, remember_updated
+from hvkit.adapters.keras.wire import Wire
 
 
 def inner_optimizer(optimizer: Any) -> Any:
@@ -159,10 +159,7 @@ def _share_check_for_overflows() -> None:
     """
     scaler = keras.optimizers.LossScaleOptimizer
     check_finite_locally = scaler.check_finite
-    hvd, wait = runtime.engine("tensorflow").hvd, GraphWait("hvkit.finite")
-
-    def lowest(number: tf.Tensor) -> tf.Tensor:
-        return hvd.allreduce(number, op=hvd.Min, name=wait.key, ignore_name_scope=True)
+    wire, wait = Wire("checks"), GraphWait("hvkit.finite")
 
     def check_finite(self: Any, grads: Any) -> Any:
         finite = check_finite_locally(self, grads)
@@ -170,7 +167,9 @@ def _share_check_for_overflows() -> None:
             return finite
         refuse_xla("the check for overflows in the optimizer")
         with tf.device("CPU:0"):
-            everywhere = wait.around(tf.cast(finite, tf.int32), lowest)
+            everywhere = wait.around(
+                tf.cast(finite, tf.int32), lambda number: wire.lowest(number, wait.key)
+            )
         return tf.cast(everywhere, tf.bool)
 
     scaler.check_finite = check_finite

@@ -21,6 +21,8 @@ from tensorflow.python.ops import control_flow_util
 
 _models: WeakSet[Any] = WeakSet()
 _averaged: WeakSet[Any] = WeakSet()
+# Models and optimizers whose variables differ between ranks until a round ends.
+_differing: WeakSet[Any] = WeakSet()
 # Weights that an averaged optimizer has updated, by id. They may outlive their model, in another
 # one. A WeakSet cannot hold them: variables compare by value.
 _updated: dict[int, weakref.ref[Any]] = {}
@@ -53,9 +55,17 @@ def refuse_other_optimizers(model: Any, optimizers: Sequence[Any]) -> None:
     _check_who_applies()
 
 
-def is_averaged(optimizer: Any) -> bool:
-    """Whether this optimizer was passed to ``distribute``; not for one that scales the loss."""
-    return optimizer in _averaged
+def let_differ(model: Any, optimizers: Sequence[Any]) -> None:
+    """Let the variables of a model and its optimizers differ between ranks."""
+    _differing.update([model, *optimizers])
+
+
+def is_alike(thing: Any) -> bool:
+    """Whether every update keeps this model or optimizer the same on all ranks.
+
+    An optimizer that scales the loss is not meant.
+    """
+    return thing not in _differing and (thing in _averaged or thing in _models)
 
 
 def remember_updated(variables: Iterable[Any]) -> None:
@@ -71,8 +81,9 @@ def _forget(number: int, _: weakref.ref[Any]) -> None:
 
 
 def weights_of_distributed() -> set[int]:
-    """The ids of all weights of distributed models."""
-    return {id(w) for model in _models for w in model.weights} | _updated.keys()
+    """The ids of the weights of distributed models that are the same on all ranks."""
+    differing = {id(w) for model in _models if model in _differing for w in model.weights}
+    return ({id(w) for model in _models for w in model.weights} | _updated.keys()) - differing
 
 
 @functools.cache

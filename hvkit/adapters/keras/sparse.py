@@ -19,12 +19,12 @@ computed them; there, a single row counts as one sample's.
 from __future__ import annotations
 
 import enum
-from types import ModuleType
 from typing import Any
 
 import tensorflow as tf
 
 from hvkit.adapters.keras.graph_collectives import from_bits, to_bits, widened
+from hvkit.adapters.keras.wire import Wire
 
 
 class Origin(enum.IntEnum):
@@ -46,14 +46,14 @@ _CALLS = frozenset(
 
 
 def average_rows(
-    slices: tf.IndexedSlices, name: str, hvd: ModuleType, narrow: tf.DType | None = None
+    slices: tf.IndexedSlices, name: str, wire: Wire, narrow: tf.DType | None = None
 ) -> tf.IndexedSlices:
     """The mean over ranks of a gradient that is sparse in its first dimension; a collective.
 
     Args:
         slices: values of shape (rows, ...) and indices of shape (rows,); rows may be 0.
         name: the same on every rank, and no other collective's.
-        hvd: Horovod's TensorFlow binding.
+        wire: counts the bytes.
         narrow: 16-bit dtype in which float32 values travel; None for their own.
 
     Returns:
@@ -63,16 +63,16 @@ def average_rows(
     values = widened(slices.values)
     narrow = narrow if values.dtype == tf.float32 else None
     sent = to_bits(values, narrow) if narrow else values
-    values = hvd.allgather(sent, name=f"{name}.values", ignore_name_scope=True)
+    values = wire.gather(sent, f"{name}.values")
     if narrow:
         values = from_bits(values, narrow)
     mark = tf.constant([origin(slices.indices)], tf.int64)
     # In one dtype on all ranks: a rank without this gradient does not know the others' dtype.
     indices = tf.concat([mark, tf.cast(slices.indices, tf.int64)], axis=0)
-    indices = hvd.allgather(indices, name=f"{name}.indices", ignore_name_scope=True)
+    indices = wire.gather(indices, f"{name}.indices")
     values, indices = _as_in_one_process(values, indices)
     return tf.IndexedSlices(
-        tf.cast(values / hvd.size(), dtype),
+        tf.cast(values / wire.size, dtype),
         tf.cast(indices, slices.indices.dtype),
         slices.dense_shape,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,8 +27,10 @@ from hvkit.adapters.pytorch.refusals import (
     refuse_other_optimizers,
     refuse_other_wrappers,
 )
+from hvkit.adapters.pytorch.rounds import RoundKeeper, is_kept
 from hvkit.collectives import require_equal
 from hvkit.learning_rate import Multiplier
+from hvkit.strategies.strategy import Rounds
 
 # Numbers the reducers; ranks call distribute in the same order.
 _serial = itertools.count()
@@ -83,61 +86,80 @@ class PyTorchAdapter:
             if group.get("lr") is not None
         ]
 
-    def average_gradients(self) -> list[tuple[Any, Record]]:
+    def keep_in_step(self) -> tuple[list[tuple[Any, Record]], RoundKeeper | None]:
         if self.options.batch_norm == "sync":
             synchronise_batch_norm(self.model)
         name = f"hvkit.{next(_serial)}"
-        reducer = GradientReducer(
-            self.parameters.values(),
-            row_sparse=_sparse_embeddings(self.model),
-            accumulate=self.options.accumulate,
-            name=name,
-            checks=Checks(self.parameters, self.optimizers, self.options.check_every, name),
-            narrow=NARROW_DTYPES.get(self.options.compression),
-            statistics=self._averaged_statistics(),
-        )
+        checks = Checks(self.parameters, self.optimizers, self.options.check_every, name)
+        narrow = NARROW_DTYPES.get(self.options.compression)
+        statistics = self._averaged_statistics()
+        rounds: RoundKeeper | None = None
+        keeper: GradientReducer | RoundKeeper
+        if isinstance(strategy := self.options.strategy, Rounds):
+            keeper = rounds = RoundKeeper(
+                strategy, self.parameters.values(), name, checks, narrow, statistics
+            )
+        else:
+            keeper = GradientReducer(
+                self.parameters.values(),
+                row_sparse=_sparse_embeddings(self.model),
+                accumulate=self.options.accumulate,
+                name=name,
+                checks=checks,
+                narrow=narrow,
+                statistics=statistics,
+            )
         records = []
         for optimizer in self.optimizers:
             stepping = [optimizer, *optimizers_inside(optimizer)]
-            refuse_other_optimizers(stepping, is_averaged)
-            for each in stepping:
-                self._follow(each, reducer)
+            refuse_other_optimizers(stepping, _is_distributed)
+            self._follow(stepping, keeper)
             rate = None
             if not self.multiplier.changes_nothing and not has_step_length(optimizer):
                 rate = RateInStep(self.multiplier)
                 for each in stepping:
                     rate.attach(each)
             records.append((optimizer, Record(warmup=rate)))
-        return records
+        return records, rounds
 
     def _averaged_statistics(self) -> RunningStatistics | None:
         statistics = RunningStatistics(self.model)
         wanted = self.options.batch_norm != "local" and statistics.length > 0
         return statistics if wanted else None
 
-    def _follow(self, optimizer: Optimizer, reducer: GradientReducer) -> None:
-        """Average the gradients of parameters that the script adds to the optimizer later, too.
+    def _follow(
+        self, optimizers: Sequence[Optimizer], keeper: GradientReducer | RoundKeeper
+    ) -> None:
+        """Keep parameters in step that the script adds to an optimizer later, too.
 
         This replaces ``add_param_group`` on the instance only; pickled optimizers leave it out.
         """
-        add: Callable[[dict[str, Any]], None] = optimizer.add_param_group
 
         def adopt() -> bool:
-            held = [p for group in optimizer.param_groups for p in group["params"]]
-            new = [p for p in held if p not in reducer]
+            groups = [group for each in optimizers for group in each.param_groups]
+            held = dict.fromkeys(p for group in groups for p in group["params"])
+            new = [p for p in held if p not in keeper]
             if new:
                 facts = [f"parameter {tuple(p.shape)}, {p.dtype}" for p in new]
                 require_equal("new parameter group", facts, "add the same group on every rank")
                 broadcast_tensors(new)
-                reducer.add(new)
+                keeper.add(new)
             return bool(new)
 
-        def add_param_group(param_group: dict[str, Any]) -> None:
+        def add_and_adopt(add: Callable[[Any], None], param_group: dict[str, Any]) -> None:
             add(param_group)
             adopt()
 
-        optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
-        reducer.watch(optimizer, adopt)
+        for each in optimizers:
+            each.add_param_group = functools.partial(  # type: ignore[method-assign]
+                add_and_adopt, each.add_param_group
+            )
+        keeper.watch(optimizers, adopt)
+
+
+def _is_distributed(parameter: torch.Tensor) -> bool:
+    """Whether a model that was passed to ``distribute`` has this parameter."""
+    return is_averaged(parameter) or is_kept(parameter)
 
 
 def _checked(optimizer: Any, model: nn.Module) -> Optimizer:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,8 +19,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from hvkit import runtime
-from hvkit.engines import waiting_for_all_ranks
+from hvkit.adapters.pytorch.wire import Wire
 from hvkit.watch.calls import call
 
 
@@ -49,8 +47,8 @@ class RunningStatistics:
         if flat:  # one GPU kernel instead of one per buffer
             torch._foreach_copy_(list(torch.split(vector, self._sizes)), flat)
 
-    def write(self, vector: torch.Tensor) -> None:
-        """Copy a vector of shape ``(length,)`` back, only into layers in training mode.
+    def write(self, vector: torch.Tensor, *, also_in_evaluation: bool = False) -> None:
+        """Copy a vector of shape ``(length,)`` back, by default only into layers in training mode.
 
         This writes through ``data``, because a graph that still needs its backward pass may hold
         the buffers.
@@ -59,7 +57,7 @@ class RunningStatistics:
         changed = [
             (getattr(module, name).data.view(-1), piece)
             for (module, name), piece in pieces
-            if module.training
+            if module.training or also_in_evaluation
         ]
         if changed:
             torch._foreach_copy_([mine for mine, _ in changed], [piece for _, piece in changed])
@@ -141,13 +139,13 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, bias: Any, eps: float, name: str) -> Any:
-        hvd = runtime.engine("torch").hvd
+        wire = Wire("batch norm")
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        mean, variance, count = _statistics(wide, f"{name}.forward", hvd)
+        mean, variance, count = _statistics(wide, f"{name}.forward", wire)
         scale = torch.rsqrt(variance + eps)
         normalised = (wide - _channels(mean, x)) * _channels(scale, x)
         ctx.save_for_backward(normalised, scale, count, weight)
-        ctx.name, ctx.hvd = name, hvd
+        ctx.name, ctx.wire = name, wire
         ctx.mark_non_differentiable(mean, variance, count)
         y = normalised
         if weight is not None:
@@ -163,10 +161,8 @@ class _Normalise(torch.autograd.Function):
         of_bias, of_weight = wide.sum(dims), (wide * normalised).sum(dims)
         factor = scale if weight is None else scale * weight
         # A sum over the ranks' losses: the gradients of the weights are averaged later.
-        with call("backward()"), waiting_for_all_ranks():
-            sums = ctx.hvd.allreduce(
-                torch.cat([of_bias, of_weight]), op=ctx.hvd.Sum, name=f"{ctx.name}.backward"
-            )
+        with call("backward()"):
+            sums = ctx.wire.sum(torch.cat([of_bias, of_weight]), f"{ctx.name}.backward")
         mean_grad, mean_product = (sums / count).chunk(2)
         x_grad = wide - _channels(mean_grad, wide) - normalised * _channels(mean_product, wide)
         x_grad = (x_grad * _channels(factor, wide)).to(grad.dtype)
@@ -176,7 +172,7 @@ class _Normalise(torch.autograd.Function):
 
 
 def _statistics(
-    x: torch.Tensor, name: str, hvd: ModuleType
+    x: torch.Tensor, name: str, wire: Wire
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Mean and biased variance of each channel over all ranks' samples; the number of samples."""
     dims = _all_but_channels(x)
@@ -186,8 +182,8 @@ def _statistics(
     else:
         variance = mean = x.new_zeros(x.shape[1])
     mine = torch.cat([mean, variance, x.new_tensor([samples])])
-    with call("the forward pass of synchronised batch norm"), waiting_for_all_ranks():
-        everyone = hvd.allgather(mine[None], name=name)
+    with call("the forward pass of synchronised batch norm"):
+        everyone = wire.gather(mine[None], name)
     counts = everyone[:, -1:]
     means, variances = everyone[:, :-1].chunk(2, dim=1)
     total = counts.sum()

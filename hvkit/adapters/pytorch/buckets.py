@@ -15,13 +15,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from types import ModuleType
 
 import torch
 
 from hvkit.adapters.gradient_chunks import chunks
-from hvkit.engines import waiting_for_all_ranks
-from hvkit.watch.rank_errors import translated
+from hvkit.adapters.pytorch.wire import Wire
 
 NARROW_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -141,18 +139,17 @@ class Bucket:
         """Whether every member has been packed since the last ``reset``."""
         return len(self.packed) == len(self.views)
 
-    def launch(self, hvd: ModuleType) -> None:
+    def launch(self, wire: Wire) -> None:
         """Start averaging over ranks; returns at once."""
-        with translated():
-            self.handle = hvd.allreduce_async_(self.flat, name=self.name, op=hvd.Average)
+        self.handle = wire.start_mean(self.flat, self.name)
 
-    def exchange(self, hvd: ModuleType) -> None:
+    def exchange(self, wire: Wire) -> None:
         """Start the second collective of buckets that need two; call after ``launch``."""
 
-    def wait(self, hvd: ModuleType) -> None:
+    def wait(self, wire: Wire) -> None:
         """Wait for the mean; call after ``exchange``."""
-        with waiting_for_all_ranks():
-            hvd.synchronize(self.handle)
+        assert self.handle is not None
+        wire.wait(self.handle)
         self.handle = None
 
     def reset(self) -> None:
@@ -181,24 +178,22 @@ class NarrowBucket(Bucket):
         super().__init__(name, members)
         self._dtype = dtype
 
-    def launch(self, hvd: ModuleType) -> None:
+    def launch(self, wire: Wire) -> None:
         narrow = to_bits(self.flat, self._dtype)
-        padding = -len(narrow) % hvd.size()
+        padding = -len(narrow) % wire.size
         if padding:
             narrow = torch.cat([narrow, narrow.new_zeros(padding)])
-        with translated():
-            self.handle = hvd.alltoall_async(narrow, name=f"{self.name}.shares")
+        self.handle = wire.start_shares(narrow, f"{self.name}.shares")
 
-    def exchange(self, hvd: ModuleType) -> None:
-        with waiting_for_all_ranks():
-            shares, _ = hvd.synchronize(self.handle)
-        mean = from_bits(shares, self._dtype).view(hvd.size(), -1).mean(0)
-        with translated():
-            self.handle = hvd.allgather_async(to_bits(mean, self._dtype), name=f"{self.name}.means")
+    def exchange(self, wire: Wire) -> None:
+        assert self.handle is not None
+        shares = wire.wait(self.handle)
+        mean = from_bits(shares, self._dtype).view(wire.size, -1).mean(0)
+        self.handle = wire.start_gather(to_bits(mean, self._dtype), f"{self.name}.means")
 
-    def wait(self, hvd: ModuleType) -> None:
-        with waiting_for_all_ranks():
-            means = hvd.synchronize(self.handle)
+    def wait(self, wire: Wire) -> None:
+        assert self.handle is not None
+        means = wire.wait(self.handle)
         self.handle = None
         self.flat.copy_(from_bits(means[: len(self.flat)], self._dtype))
 
@@ -259,7 +254,7 @@ def average_rows(
     gradient: torch.Tensor | None,
     parameter: torch.Tensor,
     name: str,
-    hvd: ModuleType,
+    wire: Wire,
     narrow: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Average a gradient that is sparse in its first dimension over ranks; a collective.
@@ -268,7 +263,7 @@ def average_rows(
         gradient: sparse or dense tensor of the parameter's shape; None counts as zero.
         parameter: of shape (rows, ...).
         name: the same on every rank, and no other parameter's.
-        hvd: Horovod's PyTorch binding.
+        wire: counts the bytes.
         narrow: 16-bit dtype in which float32 values travel; None for their own.
 
     Returns:
@@ -284,16 +279,15 @@ def average_rows(
     values = values.to(wire_dtype(values.dtype))
     narrow = narrow if values.dtype is torch.float32 else None
     sent = to_bits(values, narrow) if narrow else values
-    with waiting_for_all_ranks():
-        handles = [
-            hvd.allgather_async(rows, name=f"{name}.rows"),
-            hvd.allgather_async(sent, name=f"{name}.values"),
-        ]
-        all_rows, all_values = (hvd.synchronize(handle) for handle in handles)
+    handles = [
+        wire.start_gather(rows, f"{name}.rows"),
+        wire.start_gather(sent, f"{name}.values"),
+    ]
+    all_rows, all_values = (wire.wait(handle) for handle in handles)
     if narrow:
         all_values = from_bits(all_values, narrow)
     mean = torch.sparse_coo_tensor(
-        all_rows[None], all_values / hvd.size(), parameter.shape, check_invariants=False
+        all_rows[None], all_values / wire.size, parameter.shape, check_invariants=False
     )
     return mean.coalesce().to(parameter.dtype)
 

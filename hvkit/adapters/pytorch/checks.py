@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +18,7 @@ from torch.optim import Optimizer
 from hvkit.adapters import fingerprints
 from hvkit.adapters.fingerprints import BLOCK, PRIME, WIDTH, Compared, Rows
 from hvkit.adapters.pytorch.refusals import processes_of_torch_distributed, two_at_once
-from hvkit.engines import waiting_for_all_ranks
+from hvkit.adapters.pytorch.wire import Wire
 from hvkit.errors import RanksDisagreeError
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -42,6 +41,7 @@ class Checks:
         every: int | None,
         name: str,
     ) -> None:
+        self._wire = Wire("checks")
         self._name = name
         self._every = every
         self._labels = {parameter: f"parameter {name}" for name, parameter in names.items()}
@@ -55,13 +55,12 @@ class Checks:
         """The name of a parameter in error messages."""
         return _label(self._labels, number, parameter)
 
-    def send(self, steps: int, parameters: Sequence[torch.nn.Parameter], hvd: ModuleType) -> None:
+    def send(self, steps: int, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Start a comparison if one is due; call before this rank's gradients become means.
 
         Args:
             steps: optimizer steps done so far, the same number on every rank.
             parameters: all averaged ones, with this rank's own gradients.
-            hvd: Horovod's PyTorch binding.
         """
         due = self._next is not None and steps >= self._next
         if self._looked_at_gradients and not due:
@@ -73,10 +72,9 @@ class Checks:
         gradients = _rows([p.grad for p in parameters if p.grad is not None])
         head = [*fingerprints.of_gradients(gradients), processes_of_torch_distributed()]
         mine = torch.from_numpy(np.stack([head, *rows]))
-        with waiting_for_all_ranks():
-            self._handle = hvd.allgather_async(mine, name=f"{self._name}.check")
+        self._handle = self._wire.start_gather(mine, f"{self._name}.check")
 
-    def receive(self, steps: int, hvd: ModuleType) -> None:
+    def receive(self, steps: int) -> None:
         """Finish the comparison that ``send`` has started; call before using the means.
 
         Raises:
@@ -85,10 +83,9 @@ class Checks:
         """
         if self._handle is None:
             return
-        with waiting_for_all_ranks():
-            gathered = hvd.synchronize(self._handle)
+        gathered = self._wire.wait(self._handle)
         self._handle = None
-        everyone = gathered.numpy().reshape(hvd.size(), -1, WIDTH)
+        everyone = gathered.numpy().reshape(self._wire.size, -1, WIDTH)
         heads, rows = everyone[:, 0], everyone[:, 1:]
         if (processes := int(heads[:, 2].max())) > 1:
             raise RanksDisagreeError(two_at_once(processes))

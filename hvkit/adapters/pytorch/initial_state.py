@@ -46,7 +46,7 @@ def _own_elements(tensor: torch.Tensor) -> torch.Tensor:
 def _broadcast_run(targets: list[torch.Tensor]) -> None:
     if not targets:
         return
-    received = collectives.broadcast_bytes(np.concatenate([_as_bytes(t) for t in targets]))
+    received = collectives.broadcast_state(np.concatenate([_as_bytes(t) for t in targets]))
     start = 0
     for target in targets:
         stop = start + target.numel() * target.element_size()

@@ -1,7 +1,7 @@
 """Optimizers that step in unusual ways: with a closure, through a parent class, inside another.
 
 Each function here names the optimizers that need it. ``hvkit.adapters.pytorch.learning_rate``,
-``hvkit.adapters.pytorch.reducer`` and ``hvkit.adapters.pytorch.refusals`` use them.
+``reducer``, ``rounds`` and ``refusals`` use them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -65,6 +66,50 @@ def with_averaged_loss(closure: Closure) -> Closure:
         return loss.new_tensor(metrics.average(float(loss)))
 
     return averaged
+
+
+class OutermostStep:
+    """Calls functions around each update, once for steps that run inside each other.
+
+    A step may call that of its parent class, or that of an optimizer inside.
+
+    Args:
+        before: called before the update.
+        after: called after it, unless it raised.
+    """
+
+    def __init__(self, before: Callable[[], None], after: Callable[[], None]) -> None:
+        self._before = before
+        self._after = after
+        self._depth = 0
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Call the functions around the steps of this optimizer; attach also to those inside."""
+        uncompiled: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.compiler.disable
+        optimizer.register_step_pre_hook(uncompiled(self._enter))
+        optimizer.register_step_post_hook(uncompiled(self._leave))
+        step = optimizer.step
+
+        # PyTorch skips the hooks after a step that raises.
+        @functools.wraps(step)
+        def cleaned_up(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            depth = self._depth
+            try:
+                return step(*args, **kwargs)
+            finally:
+                self._depth = depth
+
+        optimizer.step = MethodType(cleaned_up, optimizer)  # type: ignore[method-assign]
+
+    def _enter(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._depth == 0:
+            self._before()
+        self._depth += 1
+
+    def _leave(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._after()
 
 
 def hook_steps_of_parents(kind: type[Any]) -> None:

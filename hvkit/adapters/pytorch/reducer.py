@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -33,6 +33,7 @@ from hvkit.adapters.pytorch.buckets import Bucket, BucketSet, average_rows
 from hvkit.adapters.pytorch.checks import Checks
 from hvkit.adapters.pytorch.optimizers import closure_of, with_averaged_loss, with_closure
 from hvkit.adapters.pytorch.step_report import StepReport
+from hvkit.adapters.pytorch.wire import Wire
 from hvkit.errors import RanksDisagreeError
 from hvkit.watch.calls import call
 
@@ -65,7 +66,7 @@ class GradientReducer:
         narrow: torch.dtype | None = None,
         statistics: RunningStatistics | None = None,
     ) -> None:
-        self._hvd = runtime.engine("torch").hvd
+        self._wire = Wire("gradients")
         self.name = name
         self._checks = checks
         self._accumulate = accumulate
@@ -109,14 +110,18 @@ class GradientReducer:
             if p.is_floating_point() or p.is_complex():
                 _hook(p, self._gradient_ready)
 
-    def watch(self, optimizer: Optimizer, adopt: Callable[[], bool]) -> None:
-        """Make sure that each step of this optimizer follows a reduction on every rank.
+    def watch(self, optimizers: Sequence[Optimizer], adopt: Callable[[], bool]) -> None:
+        """Make sure that each step of these optimizers follows a reduction on every rank.
 
         Args:
-            optimizer: updates some of the parameters.
-            adopt: adds parameters that are new in the optimizer, and returns whether there were
+            optimizers: one that updates some of the parameters, and those inside it.
+            adopt: adds parameters that are new in the optimizers, and returns whether there were
                 any.
         """
+        for each in optimizers:
+            self._watch(each, adopt)
+
+    def _watch(self, optimizer: Optimizer, adopt: Callable[[], bool]) -> None:
         key = id(optimizer)
         self._optimizers.append(optimizer)
         self._reduced_for[key] = False
@@ -165,7 +170,7 @@ class GradientReducer:
                 return
             bucket.pack(i, gradient.detach())
             if bucket.full and bucket is not self._buckets.last:
-                bucket.launch(self._hvd)
+                bucket.launch(self._wire)
 
     def _begin_pass(self, task: int) -> None:
         """Prepare for the first gradient of a backward pass; ``_end_pass`` runs at its end."""
@@ -205,7 +210,7 @@ class GradientReducer:
             for bucket in self._buckets.all:
                 if bucket.handle is None:
                     self._send(bucket)
-            self._checks.send(self._steps, self._parameters, self._hvd)
+            self._checks.send(self._steps, self._parameters)
 
     @torch.no_grad()
     def _receive(self) -> None:
@@ -213,17 +218,17 @@ class GradientReducer:
             *buckets, last = self._buckets.all
             report = self._report_of_all_ranks(last)
             for bucket in buckets:
-                bucket.exchange(self._hvd)
+                bucket.exchange(self._wire)
             for bucket in buckets:
-                bucket.wait(self._hvd)
-            self._checks.receive(self._steps, self._hvd)
+                bucket.wait(self._wire)
+            self._checks.receive(self._steps)
             of = self._buckets.of
             again = {id(of[i]): of[i] for i in report.outdated}
             for bucket in again.values():
                 bucket.reset()
                 self._send(bucket)
-                bucket.exchange(self._hvd)
-                bucket.wait(self._hvd)
+                bucket.exchange(self._wire)
+                bucket.wait(self._wire)
             self._write(report)
             if self._statistics:
                 self._statistics.write(self._statistics_in(self._buckets.last))
@@ -242,11 +247,11 @@ class GradientReducer:
                 use different learning rates.
         """
         try:
-            last.wait(self._hvd)
+            last.wait(self._wire)
         except RanksDisagreeError:  # it has another length on another rank
             self._refuse_other_parameters()
             raise
-        report = StepReport.decode(self._report_in(last), self._hvd.size())
+        report = StepReport.decode(self._report_in(last), self._wire.size)
         if report.steps_differ:
             raise RanksDisagreeError(
                 f"the ranks are at different optimizer steps (rank {runtime.rank()} has done "
@@ -275,7 +280,7 @@ class GradientReducer:
             )
             if self._statistics:
                 self._statistics.read_into(self._statistics_in(bucket))
-        bucket.launch(self._hvd)
+        bucket.launch(self._wire)
 
     def _report_in(self, last: Bucket) -> torch.Tensor:
         return last.extra[: StepReport.length(len(self._parameters))]
@@ -296,7 +301,7 @@ class GradientReducer:
             bucket.reset()
         for i in sorted(by_row):
             p = self._parameters[i]
-            rows = average_rows(p.grad, p, f"{self.name}.{i}", self._hvd, self._narrow)
+            rows = average_rows(p.grad, p, f"{self.name}.{i}", self._wire, self._narrow)
             p.grad = rows.to_dense() if i in report.dense else rows
         self._sparse = (self._sparse | report.sparse) - (report.dense - report.sparse)
 

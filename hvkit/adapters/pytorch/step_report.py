@@ -127,22 +127,25 @@ def of_this_rank(
         sparse=sparse,
         outdated=outdated,
         trained=trained,
-        rates=zlib.crc32(repr([rate for _, rate in _rates(optimizers)]).encode()),
+        rates=checksum_of_rates(optimizers),
         steps=steps,
     )
 
 
 def refuse_other_parameters(
-    parameters: Sequence[torch.nn.Parameter], label: Callable[[int, torch.Tensor], str]
+    parameters: Sequence[torch.nn.Parameter],
+    label: Callable[[int, torch.Tensor], str],
+    call: str = "backward()",
 ) -> None:
     """Raise on every rank unless all train the same parameters; a collective.
 
     Args:
         parameters: all of the model's.
         label: what to call a parameter, from its number and itself.
+        call: the user's call.
     """
     mine = {i for i, p in enumerate(parameters) if p.requires_grad}
-    everyone = collectives.gather("backward()", mine)
+    everyone = collectives.gather(call, mine)
     for rank, theirs in enumerate(everyone):
         if theirs == everyone[0]:
             continue
@@ -156,9 +159,19 @@ def refuse_other_parameters(
         raise mark_as_shown_by(error, 0)
 
 
-def refuse_other_rates(optimizers: Sequence[Optimizer]) -> None:
-    """Raise on every rank unless all use the same learning rates; a collective."""
-    everyone = collectives.gather("backward()", _rates(optimizers))
+def checksum_of_rates(optimizers: Sequence[Optimizer]) -> int:
+    """A number that differs, in all likelihood, if the learning rates do."""
+    return zlib.crc32(repr([rate for _, rate in _rates(optimizers)]).encode())
+
+
+def refuse_other_rates(optimizers: Sequence[Optimizer], call: str = "backward()") -> None:
+    """Raise on every rank unless all use the same learning rates; a collective.
+
+    Args:
+        optimizers: those that update the parameters.
+        call: the user's call.
+    """
+    everyone = collectives.gather(call, _rates(optimizers))
     for rank, theirs in enumerate(everyone):
         for (name, first), (_, other) in zip(everyone[0], theirs, strict=True):
             if first != other:

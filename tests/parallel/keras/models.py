@@ -92,7 +92,7 @@ def weights(model):
 
 
 def equals_one_process(
-    make_model, make_optimizer, loop, data=None, tolerance=1e-5, lr_scaling="linear"
+    make_model, make_optimizer, loop, data=None, tolerance=1e-5, lr_scaling="linear", **options
 ):
     """Train on all ranks, and alone on the global batches at the rate that a step uses; compare.
 
@@ -104,7 +104,7 @@ def equals_one_process(
     loop(reference, make_optimizer(factor), data)
     # Another seed on every rank but rank 0: the start is rank 0's.
     model = make_model(hvkit.rank())
-    model, optimizer = hvkit.distribute(model, make_optimizer(1), lr_scaling=lr_scaling)
+    model, optimizer = hvkit.distribute(model, make_optimizer(1), lr_scaling=lr_scaling, **options)
     loop(model, optimizer, local(data))
     identical = same_on_all_ranks(weights(model))
     assert largest_difference(weights(model), weights(reference)) < tolerance

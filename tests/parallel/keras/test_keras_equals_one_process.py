@@ -5,6 +5,8 @@ import pytest
 from cases import cases
 from models import LOOPS, equals_one_process, mlp, regression, subclassed, unbuilt
 
+import hvkit
+
 OPTIMIZERS = {
     "sgd": lambda factor: keras.optimizers.SGD(0.02 * factor),
     "momentum": lambda factor: keras.optimizers.SGD(0.01 * factor, momentum=0.9),
@@ -24,3 +26,22 @@ def test_twenty_steps_give_the_weights_of_one_process(loop, optimizer, lr_scalin
 @pytest.mark.parametrize("make", [unbuilt, subclassed])
 def test_models_that_their_first_batch_builds(make, loop):
     equals_one_process(make, OPTIMIZERS["adam"], LOOPS[loop], regression(steps=20))
+
+
+LINEAR_UPDATES = {
+    "sgd": lambda _: keras.optimizers.SGD(0.1),
+    "momentum": lambda _: keras.optimizers.SGD(0.05, momentum=0.9),
+    "nesterov": lambda _: keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True),
+    "weight decay": lambda _: keras.optimizers.SGD(0.05, momentum=0.9, weight_decay=0.01),
+}
+
+
+@pytest.mark.parametrize("strategy", [hvkit.LocalSGD(1), hvkit.DiLoCo(1, 1.0, 0.0)])
+@pytest.mark.parametrize("optimizer", cases(LINEAR_UPDATES, ["nesterov"]))
+@pytest.mark.parametrize("loop", LOOPS)
+def test_rounds_of_one_step_give_the_weights_of_one_process(loop, optimizer, strategy):
+    data = regression(steps=20)
+    make = LINEAR_UPDATES[optimizer]
+    equals_one_process(
+        mlp, make, LOOPS[loop], data, tolerance=1e-6, lr_scaling="none", strategy=strategy
+    )

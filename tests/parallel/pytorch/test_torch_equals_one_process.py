@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from nets import arrays, convnet, local, regression, train
+from nets import arrays, convnet, local, mlp, regression, train
 from ranks import largest_difference, same_on_all_ranks
 
 import hvkit
@@ -30,4 +30,30 @@ def test_twenty_steps_give_the_weights_of_one_process(name, lr_scaling):
 
     identical = same_on_all_ranks(arrays(model.parameters()))
     assert largest_difference(arrays(model.parameters()), arrays(reference.parameters())) < 1e-5
+    assert identical
+
+
+LINEAR_UPDATES = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.1),
+    "momentum": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9),
+    "nesterov": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, nesterov=True),
+    "weight decay": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=0.01),
+}
+
+
+@pytest.mark.parametrize("strategy", [hvkit.LocalSGD(1), hvkit.DiLoCo(1, 1.0, 0.0)])
+@pytest.mark.parametrize("name", LINEAR_UPDATES)
+def test_rounds_of_one_step_give_the_weights_of_one_process(name, strategy):
+    data = regression()
+    make = LINEAR_UPDATES[name]
+    reference = mlp()
+    train(reference, make(reference.parameters()), data)
+
+    model = mlp(seed=hvkit.rank())
+    optimizer = make(model.parameters())
+    hvkit.distribute(model, optimizer, strategy=strategy)
+    train(model, optimizer, local(data))
+
+    identical = same_on_all_ranks(arrays(model.parameters()))
+    assert largest_difference(arrays(model.parameters()), arrays(reference.parameters())) < 1e-6
     assert identical

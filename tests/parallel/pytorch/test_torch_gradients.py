@@ -164,7 +164,7 @@ def test_accumulation_reduces_once_in_k_passes(monkeypatch):
     launches = []
     launch = Bucket.launch
     monkeypatch.setattr(
-        Bucket, "launch", lambda self, hvd: (launches.append(self.name), launch(self, hvd))
+        Bucket, "launch", lambda self, wire: (launches.append(self.name), launch(self, wire))
     )
     model = mlp()
     model, optimizer = hvkit.distribute(

@@ -3,6 +3,8 @@
 import common
 import pytest
 
+import hvkit
+
 
 def flags(*arguments):
     return common.parse_flags("A recipe.", arguments)
@@ -30,6 +32,13 @@ def test_defaults_suit_every_recipe():
         (["--seed", "-3"], "--seed: must be a whole number from 0 to 2147483647, got '-3'"),
         (["--dataset", "cifar"], "--dataset: invalid choice: 'cifar'"),
         (["--dataset", "digits", "--data-dir", "x"], "does not read --data-dir x"),
+        (["--strategy", "ring"], "--strategy: must be one of Synchronous, LocalSGD, DiLoCo, got"),
+        (["--strategy", "diloco"], "--strategy: diloco: "),
+        (["--strategy", "DiLoCo:every=0"], "every must be at least 1, got 0"),
+        (["--strategy", "DiLoCo:every=five"], "every must be an int, got 'five'"),
+        (["--strategy", "DiLoCo:every=5,lr=1"], "unexpected keyword argument 'lr'"),
+        (["--strategy", "DiLoCo:5"], "settings are key=value, got '5'"),
+        (["--compression", "fp8"], "--compression: invalid choice: 'fp8'"),
         (["--epoch", "3"], "unrecognized arguments: --epoch 3"),
         (["--learning-rate", "3"], "unrecognized arguments: --learning-rate 3"),
     ],
@@ -41,6 +50,19 @@ def test_a_wrong_flag_is_an_error_that_names_the_value_and_what_is_accepted(
         flags(*arguments)
     assert end.value.code == 2
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "strategy"),
+    [
+        ("Synchronous", hvkit.Synchronous()),
+        ("localsgd:every=4", hvkit.LocalSGD(4)),
+        ("DiLoCo:every=50,outer_lr=0.5", hvkit.DiLoCo(50, outer_lr=0.5)),
+    ],
+)
+def test_a_strategy_is_a_name_with_settings(text, strategy):
+    assert flags().strategy == hvkit.Synchronous()
+    assert flags("--strategy", text).strategy == strategy
 
 
 def test_a_dry_run_is_one_epoch():

@@ -10,6 +10,7 @@ import pytest
 from common.images import Dataset, Images
 
 import hvkit
+from hvkit.traffic import Sent
 
 STEPS = 3
 
@@ -63,10 +64,23 @@ def test_metrics_hold_one_record_an_event_and_end_with_the_final_one(tmp_path, d
         "test_loss": 0.1,
         "epochs": 2,
         "ranks": 1,
+        "bytes_per_step": {},
     }
     said = capsys.readouterr().out
     assert "epoch 2/2: test accuracy 0.9000" in said
     assert "\x1b" not in said
+
+
+def test_the_final_record_has_the_bytes_of_a_step_by_purpose(tmp_path, data, monkeypatch, capsys):
+    before = {"start": Sent(500, 1), "gradients": Sent(100, 1)}
+    after = before | {"gradients": Sent(30_100, 4), "checks": Sent(60, 1)}
+    monkeypatch.setattr(hvkit, "traffic", iter([before, after, after]).__next__)
+    with common.Report(flags("--output-dir", str(tmp_path)), data, STEPS) as report:
+        run(report, [3.0, 2.0, 1.0])
+    assert records(tmp_path)[-1]["bytes_per_step"] == {"gradients": 10_000, "checks": 20}
+    assert (
+        "in a step, on average: 10.0 kB of gradients, 0.0 kB of checks" in capsys.readouterr().out
+    )
 
 
 def test_training_time_leaves_out_the_evaluation(tmp_path, data, monkeypatch):

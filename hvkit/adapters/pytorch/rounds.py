@@ -1,0 +1,387 @@
+"""Ends rounds of a strategy that agrees on weights: after so many steps of an optimizer.
+
+The strategy sees all parameters of the optimizer of one dtype as one vector. Its state is kept by
+parameter, because several optimizers may update the same one, in turn.
+
+A step that ``GradScaler`` skips counts, too: an overflow on one rank must not move the ends of its
+rounds against those of the others.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from hvkit import collectives
+from hvkit.adapters.pytorch import step_report
+from hvkit.adapters.pytorch.batch_norm import RunningStatistics
+from hvkit.adapters.pytorch.buckets import Bucket, NarrowBucket, wire_dtype
+from hvkit.adapters.pytorch.checks import Checks
+from hvkit.adapters.pytorch.optimizers import OutermostStep
+from hvkit.adapters.pytorch.wire import Wire
+from hvkit.errors import RanksDisagreeError
+from hvkit.strategies.strategy import Rounds
+from hvkit.watch.calls import call
+
+# Elements in one collective: MPI counts them in a C int.
+_PIECE = 1 << 26
+_STEP = "optimizer.step()"
+
+# Optimizers whose steps end rounds.
+_kept: WeakKeyDictionary[Optimizer, RoundKeeper] = WeakKeyDictionary()
+
+
+class RoundKeeper:
+    """Ends the rounds of the optimizers of one model.
+
+    Args:
+        strategy: what the ranks agree on.
+        parameters: in the same order on every rank.
+        name: the same on every rank, and no other keeper's.
+        checks: what the ranks compare before their first step.
+        narrow: 16-bit dtype in which float32 values travel; None for their own.
+        statistics: of normalisation layers, averaged at each agreement.
+    """
+
+    def __init__(
+        self,
+        strategy: Rounds,
+        parameters: Iterable[nn.Parameter],
+        name: str,
+        checks: Checks,
+        narrow: torch.dtype | None = None,
+        statistics: RunningStatistics | None = None,
+    ) -> None:
+        self.strategy = strategy
+        self._name = name
+        self._checks = checks
+        self._narrow = narrow
+        self._statistics = statistics
+        self._number: dict[torch.Tensor, int] = {}
+        self._parameters: list[nn.Parameter] = []
+        # By the parameter's number.
+        self._state: dict[int, dict[str, torch.Tensor]] = {}
+        # Numbers of those that may have changed since the last agreement.
+        self._trained: set[int] = set()
+        # Weak: the optimizers' hooks keep this object.
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        # Steps that each optimizer has taken in this round, and rounds that it has ended.
+        self._steps: list[int] = []
+        self._rounds: list[int] = []
+        self._begun = False
+        # This rank's weights, while the model holds those that the ranks would agree on.
+        self._own: list[torch.Tensor] | None = None
+        self.add(parameters)
+
+    def __contains__(self, parameter: torch.Tensor) -> bool:
+        return parameter in self._number
+
+    @property
+    def in_round(self) -> bool:
+        """Whether an optimizer has taken steps since its last agreement."""
+        return any(self._steps)
+
+    def add(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Agree on more parameters; the same ones on every rank, with the same values."""
+        for p in parameters:
+            i = self._number[p] = len(self._parameters)
+            self._parameters.append(p)
+            if self._begun:
+                self._begin(i)
+
+    def watch(self, optimizers: Sequence[Optimizer], adopt: Callable[[], bool]) -> None:
+        """End a round after every so many steps of an optimizer.
+
+        Args:
+            optimizers: one that updates some of the parameters, and those inside it.
+            adopt: adds parameters that are new in the optimizers.
+        """
+        number = len(self._optimizers)
+        self._optimizers.append(weakref.ref(optimizers[0]))
+        self._steps.append(0)
+        self._rounds.append(0)
+        _kept[optimizers[0]] = self
+        _count_skipped_steps()
+
+        def before() -> None:
+            self._begin_all()
+            adopt()
+
+        step = OutermostStep(before, lambda: self._end_step(number))
+        for each in optimizers:
+            step.attach(each)
+
+    def steps_of(self, optimizer: Optimizer) -> tuple[int, int]:
+        """The rounds that an optimizer has ended, and its steps since."""
+        number = self._numbered(optimizer)
+        return self._rounds[number], self._steps[number]
+
+    def skip_step(self, optimizer: Optimizer) -> None:
+        """Count a step that the optimizer did not take."""
+        self._begin_all()
+        self._end_step(self._numbered(optimizer))
+
+    def _numbered(self, optimizer: Optimizer) -> int:
+        return next(n for n, each in enumerate(self._optimizers) if each() is optimizer)
+
+    def _begin_all(self) -> None:
+        """Before the first step: make sure that the ranks are alike, and begin; a collective."""
+        if self._begun:
+            return
+        with call(f"{type(self._living()[0]).__name__}.step()", 1, self._name):
+            self._checks.send(0, self._parameters)
+            self._checks.receive(0)
+        self._begun = True
+        for i in range(len(self._parameters)):
+            self._begin(i)
+
+    def _begin(self, i: int) -> None:
+        # Parameters whose state a checkpoint has set begin with that.
+        if i not in self._state:
+            self._state[i] = self.strategy.begin(_flat(self._parameters[i]))
+
+    def begin_anew(self) -> None:
+        """Begin with the weights that the ranks hold now, the same on all; forget all rounds."""
+        self._state.clear()
+        self._trained.clear()
+        self._steps = [0] * len(self._steps)
+        self._begun = False
+
+    def _end_step(self, number: int) -> None:
+        optimizer = self._optimizers[number]()
+        assert optimizer is not None
+        self._trained.update(self._number[p] for p in _parameters_of(optimizer) if p.requires_grad)
+        self._steps[number] += 1
+        if self._steps[number] < self.strategy.every:
+            return
+        self._rounds[number] += 1
+        with call(f"{type(optimizer).__name__}.step()", self._rounds[number], self._name):
+            changed = self._to_agree_on([optimizer])
+            self._require_same_round(number, changed)
+            self._agree(changed, keep=True)
+        self._trained.difference_update(changed)
+        self._steps[number] = 0
+
+    def _to_agree_on(self, optimizers: Sequence[Optimizer]) -> list[int]:
+        """Numbers of parameters that the optimizers may have changed since the last agreement."""
+        held = {self._number[p] for each in optimizers for p in _parameters_of(each)}
+        return sorted(held & self._trained)
+
+    def _require_same_round(self, number: int, changed: list[int]) -> None:
+        """Raise on every rank unless all end the same round in the same way; a collective."""
+        optimizers = self._living()
+        rates = step_report.checksum_of_rates(optimizers)
+        mine = (number, self._rounds[number], hash(tuple(changed)), rates)
+        everyone = collectives.gather(_STEP, mine)
+        for rank, theirs in enumerate(everyone):
+            if theirs[:2] != everyone[0][:2]:
+                raise RanksDisagreeError(
+                    f"rank {rank} ends round {theirs[1]} of optimizer {theirs[0]} while rank 0 "
+                    f"ends round {everyone[0][1]} of optimizer {everyone[0][0]}: every rank must "
+                    "call step() of the same optimizers equally often"
+                )
+        if any(theirs != everyone[0] for theirs in everyone):
+            step_report.refuse_other_parameters(self._parameters, self._checks.label, _STEP)
+            step_report.refuse_other_rates(optimizers, _STEP)
+
+    def _living(self) -> list[Optimizer]:
+        """The optimizers that the script still has."""
+        return [each for reference in self._optimizers if (each := reference()) is not None]
+
+    @torch.no_grad()
+    def _agree(self, numbers: Sequence[int], *, keep: bool) -> None:
+        """Set parameters to the weights that the strategy returns; a collective.
+
+        Args:
+            numbers: of the parameters.
+            keep: whether the round ends, so that the strategy's state changes.
+        """
+        comm = _Comm(f"{self._name}.weights", self._narrow)
+        for together in self._of_one_kind(numbers):
+            held = [self._parameters[i] for i in together]
+            flat = [_flat(p) for p in held]
+            lengths = [len(each) for each in flat]
+            names = self._state[together[0]].keys()
+            state = {n: torch.cat([self._state[i][n] for i in together]) for n in names}
+            weights, state = self.strategy.agree(torch.cat(flat), state, comm)
+            for p, piece in zip(held, torch.split(weights, lengths), strict=True):
+                _write(p, piece)
+            for n in names if keep else ():
+                for i, piece in zip(together, torch.split(state[n], lengths), strict=True):
+                    self._state[i][n] = piece
+        if self._statistics:
+            mean = torch.zeros(self._statistics.length, device=self._parameters[0].device)
+            self._statistics.read_into(mean)
+            # A view for evaluation has to change layers that are in evaluation mode.
+            self._statistics.write(comm.mean(mean), also_in_evaluation=not keep)
+
+    def _of_one_kind(self, numbers: Iterable[int]) -> list[list[int]]:
+        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for i in numbers:
+            p = self._parameters[i]
+            if p.is_floating_point() or p.is_complex():
+                kinds.setdefault((wire_dtype(p.dtype), p.device), []).append(i)
+        return list(kinds.values())
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Hold the weights that the ranks would agree on now; put this rank's own back after it.
+
+        A collective. Does nothing where no step has been taken since the last agreement.
+        """
+        if not self.in_round or self._own is not None:
+            yield
+            return
+        self._own = self._values()
+        stepped = [each for each in self._living() if self.steps_of(each)[1]]
+        self._agree(self._to_agree_on(stepped), keep=False)
+        try:
+            yield
+        finally:
+            self._set_values(self._own)
+            self._own = None
+
+    @contextmanager
+    def unsettled(self) -> Iterator[None]:
+        """Hold this rank's own weights for a while, inside ``settled``."""
+        if self._own is None:
+            yield
+            return
+        own, self._own, agreed = self._own, None, self._values()
+        self._set_values(own)
+        try:
+            yield
+        finally:
+            self._set_values(agreed)
+            self._own = own
+
+    def _values(self) -> list[torch.Tensor]:
+        """Copies of the parameters, and of the statistics as one vector."""
+        copies = [p.detach().clone() for p in self._parameters]
+        if self._statistics:
+            copies.append(torch.zeros(self._statistics.length, device=copies[0].device))
+            self._statistics.read_into(copies[-1])
+        return copies
+
+    @torch.no_grad()
+    def _set_values(self, values: list[torch.Tensor]) -> None:
+        for p, value in zip(self._parameters, values, strict=False):
+            p.detach().copy_(value)
+        if self._statistics:
+            self._statistics.write(values[-1], also_in_evaluation=True)
+
+    def state(self) -> dict[str, np.ndarray[Any, Any]]:
+        """What a checkpoint saves, the same on every rank: by state and parameter, and counts."""
+        arrays = {
+            f"{name}.{i}": tensor.cpu().numpy()
+            for i, tensors in self._state.items()
+            for name, tensor in tensors.items()
+        }
+        counts = np.array([self._steps, self._rounds], np.int64)
+        return {**arrays, "counts": counts, "trained": np.array(sorted(self._trained), np.int64)}
+
+    def load_state(self, arrays: dict[str, np.ndarray[Any, Any]], *, in_round: bool) -> None:
+        """Set what ``state`` returned.
+
+        Args:
+            arrays: from ``state``.
+            in_round: whether each rank holds its own weights again. If not, a new round begins,
+                with the weights that all hold now.
+        """
+        self.begin_anew()
+        counts = arrays["counts"].tolist()
+        if len(counts[0]) != len(self._optimizers):
+            raise ValueError(f"it has {len(counts[0])} optimizers, here are {len(self._steps)}")
+        for key, array in arrays.items():
+            name, _, number = key.partition(".")
+            if number:
+                device = self._parameters[int(number)].device
+                self._state.setdefault(int(number), {})[name] = torch.tensor(array, device=device)
+        if in_round:
+            self._steps, self._rounds = counts
+            self._trained = set(arrays["trained"].tolist())
+        else:
+            self._rounds = counts[1]
+            for i, state in self._state.items():
+                state["anchor"] = self.strategy.begin(_flat(self._parameters[i]))["anchor"]
+        # In the middle of a round, the ranks' weights need not be alike.
+        self._begun = self.in_round
+
+
+class _Comm:
+    """The ranks, as a strategy sees them."""
+
+    def __init__(self, name: str, narrow: torch.dtype | None) -> None:
+        self._wire = Wire("weights")
+        self._name = name
+        self._narrow = narrow
+        self.rank, self.size = self._wire.rank, self._wire.size
+
+    def mean(self, vector: torch.Tensor) -> torch.Tensor:
+        buckets: list[Bucket] = []
+        for i, piece in enumerate(torch.split(vector, _PIECE)):
+            name = f"{self._name}.{i}"
+            if self._narrow and vector.dtype is torch.float32:
+                buckets.append(NarrowBucket(name, [(0, piece)], self._narrow))
+            else:
+                buckets.append(Bucket(name, [(0, piece)]))
+            buckets[-1].pack(0, piece)
+            buckets[-1].launch(self._wire)
+        for bucket in buckets:
+            bucket.exchange(self._wire)
+        for bucket in buckets:
+            bucket.wait(self._wire)
+        return torch.cat([bucket.views[0] for bucket in buckets])
+
+
+def is_kept(parameter: torch.Tensor) -> bool:
+    """Whether a model that trains in rounds has this parameter."""
+    return any(parameter in keeper for keeper in set(_kept.values()))
+
+
+@functools.cache
+def _count_skipped_steps() -> None:
+    """Make ``GradScaler.step`` count the steps that it skips because of an overflow."""
+    step = torch.amp.GradScaler.step
+
+    @functools.wraps(step)
+    def counted(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        keeper = _kept.get(optimizer)
+        if keeper is None:
+            return step(self, optimizer, *args, **kwargs)
+        before = keeper.steps_of(optimizer)
+        result = step(self, optimizer, *args, **kwargs)
+        if keeper.steps_of(optimizer) == before:
+            keeper.skip_step(optimizer)
+        return result
+
+    torch.amp.GradScaler.step = counted  # type: ignore[method-assign]
+
+
+def _parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _flat(parameter: torch.Tensor) -> torch.Tensor:
+    """A copy as a vector, in the dtype in which it travels."""
+    plain = parameter.detach()
+    if plain.is_complex():
+        plain = torch.view_as_real(plain)
+    return plain.reshape(-1).to(wire_dtype(parameter.dtype), copy=True)
+
+
+def _write(parameter: torch.Tensor, vector: torch.Tensor) -> None:
+    """Set a parameter from a vector that ``_flat`` has made."""
+    if parameter.is_complex():
+        parameter.detach().copy_(torch.view_as_complex(vector.view(*parameter.shape, 2)))
+    else:
+        parameter.detach().copy_(vector.view_as(parameter))

@@ -1,0 +1,80 @@
+"""The one place that calls Horovod's collectives on tensors of PyTorch; it counts their bytes."""
+
+from __future__ import annotations
+
+import torch
+
+from hvkit import runtime
+from hvkit.engines import waiting_for_all_ranks
+from hvkit.traffic import count, of_allgather, of_allreduce, of_alltoall
+from hvkit.watch.rank_errors import translated
+
+
+class Wire:
+    """Collectives on tensors, for one purpose.
+
+    Those that ``start_`` return at once; ``wait`` returns their result. A name is the same on every
+    rank, and no two collectives that run at the same time share one.
+
+    A rank that is lost ends every wait with ``RankLostError``; ranks that send different shapes or
+    dtypes all raise ``RanksDisagreeError``.
+
+    Args:
+        purpose: as in ``hvkit.traffic``.
+    """
+
+    def __init__(self, purpose: str) -> None:
+        self._hvd = runtime.engine("torch").hvd
+        self._purpose = purpose
+        self.rank, self.size = runtime.rank(), runtime.size()
+
+    def start_mean(self, tensor: torch.Tensor, name: str) -> int:
+        """Start to average a tensor over ranks, in place."""
+        count(self._purpose, of_allreduce(tensor.nbytes, self.size))
+        with translated():
+            handle: int = self._hvd.allreduce_async_(tensor, name=name, op=self._hvd.Average)
+            return handle
+
+    def start_gather(self, tensor: torch.Tensor, name: str) -> int:
+        """Start to put all ranks' rows below each other, in rank order.
+
+        Args:
+            tensor: of shape (rows, ...), with each rank's own number of rows.
+            name: of the collective.
+        """
+        count(self._purpose, of_allgather(tensor.nbytes, self.size))
+        with translated():
+            handle: int = self._hvd.allgather_async(tensor, name=name)
+            return handle
+
+    def start_shares(self, tensor: torch.Tensor, name: str) -> int:
+        """Start to exchange equal shares: this rank gets its share of every rank's tensor.
+
+        Args:
+            tensor: of shape (size * n,); the result has the same, each rank's n elements in rank
+                order.
+            name: of the collective.
+        """
+        count(self._purpose, of_alltoall(tensor.nbytes, self.size))
+        with translated():
+            handle: int = self._hvd.alltoall_async(tensor, name=name)
+            return handle
+
+    def wait(self, handle: int) -> torch.Tensor:
+        """Wait for a collective and return its result."""
+        with waiting_for_all_ranks():
+            result = self._hvd.synchronize(handle)
+        # From an all-to-all also how many elements came from each rank.
+        tensor: torch.Tensor = result[0] if isinstance(result, tuple) else result
+        return tensor
+
+    def sum(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """The sum over ranks, in a new tensor."""
+        count(self._purpose, of_allreduce(tensor.nbytes, self.size))
+        with waiting_for_all_ranks():
+            total: torch.Tensor = self._hvd.allreduce(tensor, name=name, op=self._hvd.Sum)
+        return total
+
+    def gather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """All ranks' rows, as ``start_gather``."""
+        return self.wait(self.start_gather(tensor, name))

@@ -1,0 +1,21 @@
+"""How ranks are kept in step: what they agree on, and when. One file for each strategy.
+
+::
+
+    strategy       the base classes, and what a strategy may use of the ranks
+    synchronous    the mean of the gradients in every step
+    local_sgd      the mean of the weights, every so many steps
+    diloco         the same, as a step of an outer optimizer
+
+A strategy is a frozen dataclass. It holds the mathematics, on vectors that may be PyTorch's,
+TensorFlow's or NumPy's; ``adapters/pytorch/rounds.py`` and ``adapters/keras/rounds.py`` call it at
+the right step, and checkpoints save its state. To add one that agrees on weights, write a subclass
+of ``Rounds`` in a file of its own, and export it here and in ``hvkit/__init__.py``.
+"""
+
+from hvkit.strategies.diloco import DiLoCo
+from hvkit.strategies.local_sgd import LocalSGD
+from hvkit.strategies.strategy import Strategy
+from hvkit.strategies.synchronous import Synchronous
+
+__all__ = ["DiLoCo", "LocalSGD", "Strategy", "Synchronous"]

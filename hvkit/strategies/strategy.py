@@ -1,0 +1,85 @@
+"""The base classes of strategies, and what a strategy may use of the ranks."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any, Protocol
+
+Vector = Any
+"""All weights of one dtype in one vector, of PyTorch, TensorFlow or NumPy: it has ``+ - *``."""
+
+State = dict[str, Vector]
+"""What a strategy keeps from one round to the next, by name, each of the weights' shape."""
+
+
+class Comm(Protocol):
+    """The ranks, as a strategy sees them. Every rank must make the same calls."""
+
+    rank: int
+    size: int
+
+    def mean(self, vector: Vector) -> Vector:
+        """The mean over ranks; it travels compressed if the script has chosen a compression."""
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How ranks are kept in step. All ranks must pass an equal one to ``hvkit.distribute``."""
+
+
+@dataclass(frozen=True)
+class Rounds(Strategy, ABC):
+    """Ranks train alone for a round, and then agree on their weights.
+
+    A round is ``every`` steps of an optimizer. It ends with an agreement on all parameters of that
+    optimizer. The optimizer's own state (momentum, Adam's moments) stays each rank's own.
+
+    Attributes:
+        every: optimizer steps in a round.
+    """
+
+    every: int
+
+    def __post_init__(self) -> None:
+        check_count("every", self.every)
+
+    @abstractmethod
+    def begin(self, weights: Vector) -> State:
+        """The state before the first round.
+
+        Args:
+            weights: the same on every rank.
+        """
+
+    @abstractmethod
+    def agree(self, weights: Vector, state: State, comm: Comm) -> tuple[Vector, State]:
+        """End a round; must not change its arguments.
+
+        Args:
+            weights: this rank's own.
+            state: what ``begin`` or the round before has returned.
+            comm: for the collectives.
+
+        Returns:
+            The weights with which the next round begins, and the state.
+        """
+
+
+def check_count(name: str, value: object) -> None:
+    """Raise unless the value is an integer from 1."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def check_number(name: str, value: object, least: float, below: float = math.inf) -> None:
+    """Raise unless the value is a number from ``least`` to below ``below``."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
+    if not least <= float(value) < below:
+        limit = "finite" if below == math.inf else f"below {below:g}"
+        raise ValueError(f"{name} must be at least {least:g} and {limit}, got {value}")

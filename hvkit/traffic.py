@@ -1,0 +1,77 @@
+"""How many bytes this rank sends, and what for.
+
+Horovod and MPI choose how a collective travels. Counted is what the algorithms for large tensors
+send, on average over ranks: with N ranks a ring allreduce of P bytes sends 2 (N-1)/N P from each
+(Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009),
+an allgather N-1 times a rank's own part, an all-to-all (N-1)/N P, a broadcast (N-1)/N P. The
+headers of the network come on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Sent(NamedTuple):
+    """What a rank has sent for one purpose.
+
+    Attributes:
+        bytes: payload, without the network's headers.
+        messages: collectives and messages to single ranks that were started.
+    """
+
+    bytes: int = 0
+    messages: int = 0
+
+
+_sent: dict[str, Sent] = {}
+# What graphs of TensorFlow count themselves, by purpose.
+_in_graphs: list[tuple[str, Callable[[], Sent]]] = []
+
+
+def traffic() -> dict[str, Sent]:
+    """What this rank has sent so far, by purpose.
+
+    ``"gradients"`` are averaged in every step, ``"weights"`` agreed on at the end of a round,
+    ``"batch norm"`` statistics, ``"checks"`` fingerprints and flags that show whether the ranks are
+    alike; ``"start"`` is rank 0's state at the start, and ``"objects"`` are Python objects such as
+    metrics, those of ``hvkit.allgather`` and checkpoints. The difference of two calls is what the
+    steps between them have sent. Nothing is sent with one process.
+
+    Returns:
+        By purpose: bytes and messages that this rank has sent.
+    """
+    everything = [*_sent.items(), *((purpose, read()) for purpose, read in _in_graphs)]
+    total: dict[str, Sent] = {}
+    for purpose, (size, messages) in everything:
+        if messages:
+            before = total.get(purpose, Sent())
+            total[purpose] = Sent(before.bytes + size, before.messages + messages)
+    return total
+
+
+def count(purpose: str, size: int, messages: int = 1) -> None:
+    """Add a collective or message to what this rank has sent."""
+    before = _sent.get(purpose, Sent())
+    _sent[purpose] = Sent(before.bytes + size, before.messages + messages)
+
+
+def count_in_graphs(purpose: str, read: Callable[[], Sent]) -> None:
+    """Add what a graph counts; ``read`` returns it."""
+    _in_graphs.append((purpose, read))
+
+
+def of_allreduce(size: int, ranks: int) -> int:
+    """Bytes that each of ``ranks`` ranks sends for an allreduce of ``size`` bytes."""
+    return 2 * size * (ranks - 1) // ranks
+
+
+def of_allgather(own: int, ranks: int) -> int:
+    """Bytes that a rank sends for an allgather to which it contributes ``own`` bytes."""
+    return own * (ranks - 1)
+
+
+def of_alltoall(size: int, ranks: int) -> int:
+    """Bytes that a rank sends for an all-to-all of ``size`` bytes; the same for a broadcast."""
+    return size * (ranks - 1) // ranks

@@ -1,0 +1,190 @@
+"""Strategies with rounds: a run that is stopped in the middle of one goes on as if it had not."""
+
+import io
+
+import keras
+import numpy as np
+import pytest
+import torch
+from models import regression as keras_batches
+from nets import arrays
+from ranks import error_of, largest_difference, my_part, same_on_all_ranks
+from torch import nn
+from torch.nn import functional as F
+
+import hvkit
+from hvkit.checkpoint.part import RoundsPart
+
+DILOCO = hvkit.DiLoCo(5, outer_lr=0.6, outer_momentum=0.8)
+
+
+class TorchRun:
+    """A script run from its start; every run begins with other weights and random states."""
+
+    def __init__(self, folder, seed, strategy=DILOCO):
+        torch.manual_seed(seed * 10 + hvkit.rank())
+        layers = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 4)
+        self.model = nn.Sequential(*layers)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), 0.01)
+        hvkit.distribute(self.model, self.optimizer, strategy=strategy)
+        self.checkpoint = hvkit.Checkpoint(folder, model=self.model, optimizer=self.optimizer)
+
+    def train(self, until, save_at=None):
+        start = self.checkpoint.restore().step
+        batches = np.random.default_rng(0).normal(size=(40, 12, 8)).astype(np.float32)
+        for step, batch in enumerate(batches[start:until], start + 1):
+            x = torch.from_numpy(my_part(batch))
+            self.optimizer.zero_grad()
+            F.mse_loss(self.model(x), x[:, :4]).backward()
+            self.optimizer.step()
+            if step == save_at:
+                self.checkpoint.save(epoch=0, step=step)
+        return self
+
+    def state(self):
+        moments = self.optimizer.state_dict()["state"].values()
+        return arrays([*self.model.state_dict().values(), *(m["exp_avg"] for m in moments)])
+
+
+class KerasRun:
+    """The same with Keras, in ``fit``."""
+
+    def __init__(self, folder, seed, strategy=DILOCO):
+        keras.utils.set_random_seed(seed * 10 + hvkit.rank())
+        layers = keras.layers
+        self.model = keras.Sequential(
+            [
+                keras.Input((8,)),
+                layers.Dense(16),
+                layers.BatchNormalization(),
+                layers.Dropout(0.3),
+                layers.Dense(4),
+            ]
+        )
+        self.optimizer = keras.optimizers.Adam(0.01)
+        hvkit.distribute(self.model, self.optimizer, strategy=strategy)
+        self.model.compile(self.optimizer, "mse")
+        self.checkpoint = hvkit.Checkpoint(folder, model=self.model, optimizer=self.optimizer)
+        self.ends = []
+
+    def train(self, until, save_at=None):
+        start = self.checkpoint.restore().step
+
+        def end_batch(batch, logs):
+            if start + batch + 1 == save_at:
+                self.checkpoint.save(epoch=0, step=save_at)
+            if start + batch + 1 == until:
+                self.ends = [np.array(w.numpy()) for w in self.variables()]
+
+        callback = keras.callbacks.LambdaCallback(on_train_batch_end=end_batch)
+        x, y = (
+            np.concatenate([my_part(each) for each in part])
+            for part in zip(*keras_batches(40), strict=True)
+        )
+        x, y = x[6 * start : 6 * until], y[6 * start : 6 * until]
+        self.model.fit(x, y, batch_size=6, shuffle=False, verbose=0, callbacks=[callback])
+        return self
+
+    def variables(self):
+        return [*self.model.weights, *self.optimizer.variables]
+
+    def state(self):
+        """Before the end of ``fit`` has ended the round."""
+        return self.ends
+
+
+RUNS = pytest.mark.parametrize("run", [TorchRun, KerasRun], ids=["torch", "keras"])
+STRATEGIES = [DILOCO, hvkit.LocalSGD(5)]
+
+
+@RUNS
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=["diloco", "localsgd"])
+def test_stopped_in_the_middle_of_a_round(run, strategy, folder):
+    undisturbed = run(folder / "a", 1, strategy).train(19).state()
+    run(folder / "b", 1, strategy).train(8, save_at=8)
+    resumed = run(folder / "b", 2, strategy).train(19).state()
+    assert not same_on_all_ranks(undisturbed)
+    assert len(undisturbed) == len(resumed)
+    assert all(map(np.array_equal, undisturbed, resumed))
+
+
+@RUNS
+def test_saving_does_not_change_the_training(run, folder):
+    undisturbed = run(folder / "a", 1).train(19).state()
+    saving = run(folder / "b", 1).train(19, save_at=8).state()
+    assert all(map(np.array_equal, undisturbed, saving))
+
+
+@RUNS
+@pytest.mark.parametrize("lost", ["anchor", "velocity", "counts"])
+def test_without_what_the_strategy_keeps_the_run_would_differ(run, lost, folder, monkeypatch):
+    undisturbed = run(folder / "a", 1).train(19).state()
+    run(folder / "b", 1).train(8, save_at=8)
+
+    def load(self, content, facts):
+        with np.load(io.BytesIO(content)) as values:
+            arrays = {n: values[n] * (0 if n.startswith(lost) else 1) for n in values.files}
+        arrays["counts"] += lost == "counts"
+        self.keeper.load_state(arrays, in_round=True)
+
+    monkeypatch.setattr(RoundsPart, "load", load)
+    resumed = run(folder / "b", 2).train(19).state()
+    assert largest_difference(resumed, undisturbed) > 1e-3
+
+
+def test_the_model_file_holds_the_agreed_weights(folder):
+    run = TorchRun(folder, 1).train(8, save_at=8)
+    with hvkit.settled(run.model):
+        agreed = arrays(run.model.parameters())
+    saved = torch.load(folder / "step-000000008" / "model.pt", weights_only=True)
+    names = [name for name, _ in run.model.named_parameters()]
+    assert all(map(np.array_equal, arrays(saved[name] for name in names), agreed))
+    assert (folder / "step-000000008" / "model-strategy.npz").exists()
+
+
+def test_the_epoch_callback_saves_each_ranks_own_weights(folder):
+    first = KerasRun(folder, 1)
+    save = first.checkpoint.callback()
+    x = np.random.default_rng(hvkit.rank()).normal(size=(42, 8)).astype(np.float32)
+    own = []
+
+    def end_batch(batch, logs):
+        own[:] = [np.array(w.numpy()) for w in first.variables()]
+
+    seen = keras.callbacks.LambdaCallback(on_train_batch_end=end_batch)
+    options = {"batch_size": 6, "shuffle": False, "verbose": 0}
+    first.model.fit(x, x[:, :4], callbacks=[seen, save], **options)
+    second = KerasRun(folder, 2)
+    assert second.checkpoint.restore().epoch == 1
+    found = [np.array(w.numpy()) for w in second.variables()]
+    assert not same_on_all_ranks(own)
+    assert all(map(np.array_equal, found, own))
+
+
+@RUNS
+@pytest.mark.parametrize("strategy", [hvkit.Synchronous(), hvkit.LocalSGD(4)])
+def test_another_strategy_begins_with_the_saved_weights(run, strategy, folder):
+    run(folder, 1).train(8, save_at=8)
+    second = run(folder, 2, strategy)
+    assert second.checkpoint.restore().step == 8
+    second.train(12)
+    assert same_on_all_ranks(second.state()[:2])
+
+
+@RUNS
+def test_a_synchronous_run_goes_on_in_rounds(run, folder):
+    run(folder, 1, hvkit.Synchronous()).train(8, save_at=8)
+    second = run(folder, 2).train(13)
+    assert same_on_all_ranks(second.state()[:2])
+
+
+def test_another_number_of_optimizers_is_refused(folder):
+    TorchRun(folder, 1).train(8, save_at=8)
+    model = TorchRun(folder, 2).model
+    twin = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 4))
+    twin.load_state_dict(model.state_dict())
+    two = [torch.optim.Adam(twin[0].parameters()), torch.optim.Adam(twin[3].parameters())]
+    hvkit.distribute(twin, two, strategy=DILOCO)
+    error, text = error_of(hvkit.Checkpoint(folder, model=twin).restore)
+    assert error is ValueError
+    assert "1 optimizers, here are 2" in text

@@ -1,0 +1,237 @@
+"""Keras: strategies that let ranks train alone for a round, and then agree on weights."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from cases import cases
+from models import LOOPS, fit, local, mlp, mse, refit, regression, weights
+from ranks import error_of, largest_difference, same_on_all_ranks
+
+import hvkit
+
+
+def sgd(**options):
+    return keras.optimizers.SGD(0.05, momentum=0.9, **options)
+
+
+def in_rounds(strategy, optimizer=None, model=None, **options):
+    return hvkit.distribute(model or mlp(), optimizer or sgd(), strategy=strategy, **options)
+
+
+def alike(model):
+    return same_on_all_ranks(weights(model))
+
+
+@pytest.mark.parametrize("loop", cases(["eager", "function"]))
+def test_rounds_of_two_steps_are_not_synchronous(loop):
+    synchronous, optimizer = in_rounds(hvkit.Synchronous())
+    LOOPS[loop](synchronous, optimizer, local(regression()))
+    model, optimizer = in_rounds(hvkit.LocalSGD(2))
+    LOOPS[loop](model, optimizer, local(regression()))
+    assert largest_difference(weights(model), weights(synchronous)) > 1e-2
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_three_rounds_of_diloco_equal_a_numpy_script(loop):
+    every, lr, outer_lr, outer_momentum = 4, 0.05, 0.6, 0.8
+    data = regression(steps=3 * every)
+    start = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4, use_bias=False)])
+    model.set_weights([start])
+    strategy = hvkit.DiLoCo(every, outer_lr, outer_momentum)
+    model, optimizer = in_rounds(strategy, keras.optimizers.SGD(lr), model)
+    LOOPS[loop](model, optimizer, local(data))
+
+    anchor, velocity = start.astype(np.float64), np.zeros((8, 4))
+    for first in range(0, len(data), every):
+        changes = []
+        for rank in range(hvkit.size()):
+            x = anchor.copy()
+            for inputs, targets in data[first : first + every]:
+                a, b = (each[rank :: hvkit.size()].astype(np.float64) for each in (inputs, targets))
+                x -= lr * 2 / b.size * a.T @ (a @ x - b)
+            changes.append(anchor - x)
+        change = np.mean(changes, axis=0)
+        velocity = outer_momentum * velocity + change
+        anchor = anchor - outer_lr * (change + outer_momentum * velocity)
+    assert largest_difference(weights(model), [anchor]) < 1e-6
+
+
+@pytest.mark.parametrize("loop", ["eager", "function"])
+@pytest.mark.parametrize("strategy", [hvkit.LocalSGD(5), hvkit.DiLoCo(5)])
+def test_ranks_differ_in_a_round_and_are_alike_after_it(loop, strategy):
+    model, optimizer = in_rounds(strategy)
+    data = local(regression(steps=10))
+    LOOPS[loop](model, optimizer, data[:3])
+    assert not alike(model)
+    own = weights(model)
+    with hvkit.settled(model):
+        assert alike(model)
+    assert all(map(np.array_equal, weights(model), own))
+    LOOPS[loop](model, optimizer, data[3:5])
+    assert alike(model)
+    LOOPS[loop](model, optimizer, data[5:])
+    assert alike(model)
+
+
+class Seen(keras.callbacks.Callback):
+    """What a callback sees at the end of each epoch, and in each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.epochs, self.steps = [], []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.steps.append(alike(self.model))
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.epochs.append((alike(self.model), weights(self.model), logs))
+
+
+def test_fit_validates_and_shows_callbacks_the_agreed_weights():
+    data = local(regression(steps=8))
+    x, y = (np.concatenate(part) for part in zip(*data, strict=True))
+    others = np.random.default_rng(1).normal(size=(12, 8)).astype(np.float32)
+    targets = others[:, :4]
+    model, optimizer = in_rounds(hvkit.LocalSGD(3))
+    model.compile(optimizer, "mse")
+    options = {"batch_size": 6, "shuffle": False, "verbose": 0}
+    seen = Seen()
+    model.fit(x, y, epochs=2, validation_data=(others, targets), callbacks=[seen], **options)
+    assert seen.steps == [(step + 1) % 3 == 0 for step in range(16)]
+    for same, values, logs in seen.epochs:
+        assert same
+        twin = mlp()
+        twin.set_weights(values)
+        expected = float(tf.reduce_mean((twin(others) - targets) ** 2))
+        assert logs["val_loss"] == pytest.approx(expected, rel=1e-5)
+    # Two epochs are five rounds and a step: the end of fit ends the last one.
+    assert alike(model)
+
+
+def test_looking_does_not_change_the_training():
+    data = local(regression(steps=8))
+    x, y = (np.concatenate(part) for part in zip(*data, strict=True))
+    found = []
+    for more in ({}, {"validation_data": (x, y), "callbacks": [Seen()]}):
+        model, optimizer = in_rounds(hvkit.DiLoCo(3))
+        model.compile(optimizer, "mse")
+        model.fit(x, y, batch_size=6, epochs=2, shuffle=False, verbose=0, **more)
+        found.append(weights(model))
+    assert all(map(np.array_equal, *found))
+
+
+def test_early_stopping_restores_weights_that_all_ranks_hold():
+    data = local(regression(steps=8))
+    x, y = (np.concatenate(part) for part in zip(*data, strict=True))
+    model, optimizer = in_rounds(hvkit.DiLoCo(3))
+    model.compile(optimizer, "mse")
+    seen = Seen()
+    stop = keras.callbacks.EarlyStopping("val_loss", patience=1, restore_best_weights=True)
+    model.fit(
+        x, y, batch_size=6, epochs=9, shuffle=False, verbose=0,
+        validation_data=(x + 3, -y), callbacks=[seen, stop],
+    )  # fmt: skip
+    best = min(seen.epochs, key=lambda each: each[2]["val_loss"])
+    assert len(seen.epochs) < 9
+    assert all(map(np.array_equal, weights(model), best[1]))
+    assert alike(model)
+
+
+def test_batch_norm_statistics_are_averaged_at_each_agreement():
+    layers = [keras.Input((8,)), keras.layers.BatchNormalization(), keras.layers.Dense(4)]
+    model, optimizer = in_rounds(hvkit.LocalSGD(2), model=keras.Sequential(layers))
+    data = local(regression(steps=4))
+    LOOPS["function"](model, optimizer, data[:3])
+    assert not alike(model)
+    with hvkit.settled(model):
+        assert alike(model)
+    LOOPS["function"](model, optimizer, data[3:])
+    assert alike(model)
+
+
+@pytest.mark.parametrize("loop", ["eager", "function"])
+def test_an_overflow_on_one_rank_does_not_shift_its_rounds(loop):
+    scaler = keras.optimizers.LossScaleOptimizer(sgd(), initial_scale=2.0)
+    model, optimizer = in_rounds(hvkit.LocalSGD(3), scaler)
+
+    def step(x, y, by):
+        with tf.GradientTape() as tape:
+            loss = optimizer.scale_loss(mse(y, model(x)))
+        variables = model.trainable_variables
+        gradients = [g * by for g in tape.gradient(loss, variables)]
+        optimizer.apply_gradients(zip(gradients, variables, strict=True))
+
+    step = tf.function(step) if loop == "function" else step
+    for number, (x, y) in enumerate(local(regression(steps=9))):
+        overflows = number in (0, 5) and hvkit.rank() == 0
+        step(tf.constant(x), tf.constant(y), tf.constant(np.inf if overflows else 1, tf.float32))
+        assert alike(model) == (number % 3 == 2)
+
+
+def test_accumulated_gradients_count_as_one_step():
+    model, optimizer = in_rounds(hvkit.LocalSGD(2), sgd(gradient_accumulation_steps=2))
+    for number, batch in enumerate(local(regression(steps=8))):
+        LOOPS["eager"](model, optimizer, [batch])
+        assert alike(model) == (number in (0, 3, 4, 7))
+
+
+@pytest.mark.parametrize(("compression", "width"), [("none", 4), ("bf16", 2), ("fp16", 2)])
+@pytest.mark.parametrize("loop", cases(["function", "eager"]))
+def test_a_round_sends_the_weights_once(loop, compression, width):
+    model, optimizer = in_rounds(hvkit.LocalSGD(5), compression=compression)
+    data = local(regression(steps=20))
+    LOOPS[loop](model, optimizer, data[:5])
+    before = hvkit.traffic()
+    LOOPS[loop](model, optimizer, data[5:])
+    sent = {name: each.bytes - before[name].bytes for name, each in hvkit.traffic().items()}
+    count = sum(int(np.prod(w.shape)) for w in model.weights)
+    ring = 2 * (hvkit.size() - 1) / hvkit.size() * count * width
+    assert sent["weights"] == pytest.approx(3 * ring, rel=0.03)
+    assert sent.get("gradients", 0) == 0
+    assert alike(model)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_the_default_sends_gradients(loop):
+    model, optimizer = in_rounds(hvkit.Synchronous())
+    data = local(regression(steps=4))
+    LOOPS[loop](model, optimizer, data[:1])
+    before = hvkit.traffic()["gradients"]
+    LOOPS[loop](model, optimizer, data[1:])
+    sent = hvkit.traffic()["gradients"].bytes - before.bytes
+    count = sum(int(np.prod(w.shape)) for w in model.weights)
+    assert sent == 3 * (2 * (hvkit.size() - 1) * count * 4 // hvkit.size())
+
+
+def test_weights_that_one_rank_loaded_alone_are_found_before_the_first_step():
+    model, optimizer = in_rounds(hvkit.LocalSGD(8))
+    if hvkit.rank() == 1:
+        model.layers[-1].kernel.assign(tf.zeros((16, 4)))
+    error, text = error_of(lambda: LOOPS["eager"](model, optimizer, local(regression(steps=1))))
+    assert error is hvkit.RanksDisagreeError
+    assert "of rank 1 differs from that of rank 0" in text
+
+
+def test_compiled_before_and_fit_again():
+    model, optimizer = mlp(), sgd()
+    model.compile(optimizer, "mse")
+    in_rounds(hvkit.LocalSGD(3), optimizer, model)
+    data = local(regression(steps=4))
+    refit(model, data)
+    assert alike(model)
+    refit(model, data)
+    assert alike(model)
+
+
+def test_contradictions_are_refused():
+    error, text = error_of(lambda: in_rounds(hvkit.LocalSGD(4), batch_norm="sync"))
+    assert error is ValueError
+    assert "LocalSGD(every=4)" in text
+    error, text = error_of(lambda: in_rounds(hvkit.LocalSGD(4 + hvkit.rank())))
+    assert error is hvkit.RanksDisagreeError
+    model, _ = in_rounds(hvkit.LocalSGD(4))
+    error, text = error_of(lambda: fit(model, sgd(), local(regression(steps=1))))
+    assert error is ValueError
+    assert "was not passed" in text

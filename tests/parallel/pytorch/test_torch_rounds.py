@@ -1,0 +1,328 @@
+"""PyTorch: strategies that let ranks train alone for a round, and then agree on weights."""
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from nets import arrays, local, mlp, raised_everywhere, regression, train, train_with_closure
+from ranks import error_of, largest_difference, same_on_all_ranks
+from torch import nn
+from torch.nn import functional as F
+
+import hvkit
+
+
+def sgd(parameters, lr=0.05, **options):
+    return torch.optim.SGD(parameters, lr, momentum=0.9, **options)
+
+
+def in_rounds(strategy, make=sgd, model=None, **options):
+    model = model or mlp()
+    return hvkit.distribute(model, make(model.parameters()), strategy=strategy, **options)
+
+
+def alike(model):
+    return same_on_all_ranks(arrays(model.state_dict().values()))
+
+
+def test_rounds_of_two_steps_are_not_synchronous():
+    synchronous, optimizer = in_rounds(hvkit.Synchronous())
+    train(synchronous, optimizer, local(regression()))
+    model, optimizer = in_rounds(hvkit.LocalSGD(2))
+    train(model, optimizer, local(regression()))
+    found, expected = arrays(model.parameters()), arrays(synchronous.parameters())
+    assert largest_difference(found, expected) > 1e-2
+
+
+def test_three_rounds_of_diloco_equal_a_numpy_script():
+    every, lr, outer_lr, outer_momentum = 4, 0.05, 0.6, 0.8
+    data = regression(steps=3 * every)
+    start = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
+    model = nn.Linear(8, 4, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.from_numpy(start))
+    strategy = hvkit.DiLoCo(every, outer_lr, outer_momentum)
+    hvkit.distribute(model, optimizer := torch.optim.SGD(model.parameters(), lr), strategy=strategy)
+    train(model, optimizer, local(data))
+
+    anchor, velocity = start.astype(np.float64), np.zeros((4, 8))
+    for first in range(0, len(data), every):
+        changes = []
+        for rank in range(hvkit.size()):
+            x = anchor.copy()
+            for inputs, targets in data[first : first + every]:
+                a, b = (
+                    t.numpy()[rank :: hvkit.size()].astype(np.float64) for t in (inputs, targets)
+                )
+                x -= lr * 2 / b.size * (a @ x.T - b).T @ a
+            changes.append(anchor - x)
+        change = np.mean(changes, axis=0)
+        velocity = outer_momentum * velocity + change
+        anchor = anchor - outer_lr * (change + outer_momentum * velocity)
+    assert largest_difference(arrays([model.weight]), [anchor]) < 1e-6
+
+
+@pytest.mark.parametrize("strategy", [hvkit.LocalSGD(5), hvkit.DiLoCo(5)])
+def test_ranks_differ_in_a_round_and_are_alike_after_it(strategy):
+    model, optimizer = in_rounds(strategy)
+    data = local(regression(steps=10))
+    train(model, optimizer, data[:3])
+    assert not alike(model)
+    train(model, optimizer, data[3:5])
+    assert alike(model)
+    train(model, optimizer, data[5:])
+    assert alike(model)
+
+
+def test_settled_holds_the_agreed_weights_and_leaves_no_trace():
+    data = local(regression(steps=8))
+    undisturbed, optimizer = in_rounds(hvkit.LocalSGD(5))
+    train(undisturbed, optimizer, data)
+
+    model, optimizer = in_rounds(hvkit.LocalSGD(5))
+    train(model, optimizer, data[:3])
+    own = arrays(model.parameters())
+    mean = [np.mean(each, axis=0) for each in zip(*hvkit.allgather(own), strict=True)]
+    with hvkit.settled(model):
+        assert alike(model)
+        assert largest_difference(arrays(model.parameters()), mean) < 1e-6
+        with hvkit.settled(model):
+            assert alike(model)
+        assert alike(model)
+    assert all(map(np.array_equal, arrays(model.parameters()), own))
+    train(model, optimizer, data[3:])
+    assert all(map(np.array_equal, arrays(model.parameters()), arrays(undisturbed.parameters())))
+
+
+def test_settled_is_for_any_model():
+    plain = mlp()
+    averaged, _ = hvkit.distribute(model := mlp(), sgd(model.parameters()))
+    before = arrays([*plain.parameters(), *averaged.parameters()])
+    with hvkit.settled(plain, averaged):
+        pass
+    assert all(map(np.array_equal, arrays([*plain.parameters(), *averaged.parameters()]), before))
+
+
+def sent_in(function):
+    before = hvkit.traffic()
+    function()
+    return {
+        purpose: sent.bytes - (before[purpose].bytes if purpose in before else 0)
+        for purpose, sent in hvkit.traffic().items()
+    }
+
+
+@pytest.mark.parametrize(("compression", "width"), [("none", 4), ("bf16", 2), ("fp16", 2)])
+def test_a_round_sends_the_weights_once(compression, width):
+    model, optimizer = in_rounds(hvkit.LocalSGD(5), compression=compression)
+    data = local(regression(steps=20))
+    train(model, optimizer, data[:5])
+    sent = sent_in(lambda: train(model, optimizer, data[5:]))
+    count = sum(p.numel() for p in model.parameters())
+    ring = 2 * (hvkit.size() - 1) / hvkit.size() * count * width
+    assert sent["weights"] == pytest.approx(3 * ring, rel=0.03)
+    assert sent.get("gradients", 0) == sent.get("checks", 0) == 0
+    assert alike(model)
+
+
+def test_the_default_sends_gradients():
+    model, optimizer = in_rounds(hvkit.Synchronous())
+    data = local(regression(steps=4))
+    train(model, optimizer, data[:1])
+    sent = sent_in(lambda: train(model, optimizer, data[1:]))
+    count = sum(p.numel() for p in model.parameters())
+    assert sent["gradients"] >= 3 * 2 * (hvkit.size() - 1) * count * 4 // hvkit.size()
+    assert sent.get("weights", 0) == 0
+
+
+def test_an_overflow_on_one_rank_does_not_shift_its_rounds():
+    model, optimizer = in_rounds(hvkit.LocalSGD(3))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    for step, (x, y) in enumerate(local(regression(steps=9))):
+        optimizer.zero_grad()
+        scaler.scale(F.mse_loss(model(x), y)).backward()
+        if step in (0, 5) and hvkit.rank() == 0:
+            model[0].weight.grad[0, 0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        assert alike(model) == (step % 3 == 2)
+
+
+def test_frozen_parameters_stay_as_they_are():
+    model = mlp()
+    model[0].requires_grad_(False)
+    before = arrays(model[0].parameters())
+    model, optimizer = in_rounds(hvkit.LocalSGD(2), model=model)
+    sent = sent_in(lambda: train(model, optimizer, local(regression(steps=4))))
+    assert all(map(np.array_equal, arrays(model[0].parameters()), before))
+    trained = sum(p.numel() for p in model[2].parameters())
+    assert sent["weights"] == 2 * (2 * 4 * trained * (hvkit.size() - 1) // hvkit.size())
+    # Frozen in the middle of a round: that round still agrees on it.
+    model[0].requires_grad_(True)
+    train(model, optimizer, local(regression(steps=1)))
+    model[0].requires_grad_(False)
+    train(model, optimizer, local(regression(steps=1)))
+    assert alike(model)
+
+
+def test_batch_norm_statistics_are_averaged_at_each_agreement():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 4))
+    model, optimizer = in_rounds(hvkit.LocalSGD(2), model=model)
+    data = local(regression(steps=4))
+    train(model, optimizer, data[:3])
+    model.eval()
+    own = arrays(model.buffers())
+    with hvkit.settled(model):
+        assert alike(model)
+    assert all(map(np.array_equal, arrays(model.buffers()), own))
+    model.train()
+    train(model, optimizer, data[3:])
+    assert alike(model)
+
+
+def test_each_optimizer_has_its_own_rounds():
+    model = mlp()
+    first, second = sgd(model[0].parameters()), sgd(model[2].parameters())
+    hvkit.distribute(model, [first, second], strategy=hvkit.LocalSGD(2))
+    for step, (x, y) in enumerate(local(regression(steps=8))):
+        model.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        first.step()
+        if step % 2:
+            second.step()
+        assert alike(model[0]) == (step % 2 == 1)
+        assert alike(model[2]) == (step % 4 in (3, 0))
+
+
+def test_parameters_that_are_added_later_are_agreed_on():
+    model = mlp()
+    optimizer = sgd(model[0].parameters())
+    hvkit.distribute(model, optimizer, strategy=hvkit.DiLoCo(2))
+    data = local(regression(steps=5))
+    train(model, optimizer, data[:1])
+    optimizer.add_param_group({"params": model[2].parameters()})
+    extra = nn.Parameter(torch.full((4,), float(hvkit.rank())))
+    optimizer.add_param_group({"params": [extra]})
+    assert extra.tolist() == [0.0] * 4
+    for x, y in data[1:4]:
+        optimizer.zero_grad()
+        F.mse_loss(model(x) + extra, y).backward()
+        optimizer.step()
+    assert alike(model)
+    assert same_on_all_ranks(arrays([extra]))
+
+
+def test_an_optimizer_inside_another_counts_once():
+    class Lookahead(torch.optim.Optimizer):
+        def __init__(self, base):
+            super().__init__(base.param_groups, {})
+            self.base, self.param_groups = base, base.param_groups
+
+        def step(self, closure=None):
+            return self.base.step(closure)
+
+    model, optimizer = in_rounds(hvkit.LocalSGD(2), lambda p: Lookahead(sgd(p)))
+    data = local(regression(steps=4))
+    for step, batch in enumerate(data):
+        train(model, optimizer, [batch])
+        assert alike(model) == (step % 2 == 1)
+    # The script may step the optimizer inside.
+    train(model, optimizer.base, data[:2])
+    assert alike(model)
+
+
+def test_a_step_that_fails_does_not_count():
+    model, optimizer = in_rounds(hvkit.LocalSGD(2))
+    data = local(regression(steps=2))
+    train(model, optimizer, data[:1])
+    model[0].weight.grad = torch.zeros(16, 8).to_sparse()
+    optimizer.param_groups[0]["weight_decay"] = 0.1
+    assert error_of(optimizer.step)[0] is not None
+    optimizer.param_groups[0]["weight_decay"] = 0
+    train(model, optimizer, data[1:])
+    assert alike(model)
+
+
+def test_closures_stay_local():
+    model, optimizer = in_rounds(hvkit.LocalSGD(2), torch.optim.LBFGS)
+    train_with_closure(model, optimizer, local(regression(steps=4)))
+    assert alike(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64])
+def test_other_dtypes(dtype):
+    model = nn.ParameterList([torch.linspace(-1, 1, 12).to(dtype).view(3, 4)])
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    hvkit.distribute(model, optimizer, strategy=hvkit.LocalSGD(1))
+    before = model[0].detach().clone()
+    model[0].grad = torch.full_like(model[0], hvkit.rank() + 1)
+    optimizer.step()
+    mean = (hvkit.size() + 1) / 2
+    assert model[0].dtype is dtype
+    assert torch.allclose(model[0], before - 0.5 * mean, rtol=1e-2)
+
+
+def test_ranks_that_disagree_are_named():
+    model, optimizer = in_rounds(hvkit.LocalSGD(2))
+    data = local(regression(steps=3))
+    train(model, optimizer, data[:1])
+    optimizer.param_groups[0]["lr"] = 0.1 + hvkit.rank()
+    assert raised_everywhere(lambda: train(model, optimizer, data[1:2]), "learning rate", "rank 1")
+
+    model, optimizer = in_rounds(hvkit.LocalSGD(2))
+    model[0].requires_grad_(hvkit.rank() == 0)
+    assert raised_everywhere(lambda: train(model, optimizer, data), "0.weight requires a gradient")
+
+    model = mlp()
+    optimizers = sgd(model[0].parameters()), sgd(model[2].parameters())
+    hvkit.distribute(model, optimizers, strategy=hvkit.LocalSGD(1))
+    own = optimizers[hvkit.rank() % 2]
+    assert raised_everywhere(lambda: train(model, own, data), "of optimizer 1 while rank 0")
+
+
+def test_weights_that_one_rank_loaded_alone_are_found_before_the_first_step():
+    model, optimizer = in_rounds(hvkit.LocalSGD(8))
+    if hvkit.rank() == 1:
+        nn.init.zeros_(model[2].weight)
+    step = lambda: train(model, optimizer, local(regression(steps=1)))  # noqa: E731
+    assert raised_everywhere(step, "parameter 2.weight of rank 1 differs")
+
+
+def test_a_model_that_is_dropped_is_freed():
+    model, optimizer = in_rounds(hvkit.DiLoCo(2))
+    train(model, optimizer, local(regression(steps=3)))
+    held = weakref.ref(model[0].weight)
+    del model, optimizer
+    gc.collect()
+    assert held() is None
+
+
+def refused(kind, *parts, strategy, **options):
+    model = mlp()
+    error, text = error_of(
+        lambda: hvkit.distribute(model, sgd(model.parameters()), strategy=strategy, **options)
+    )
+    assert error is kind, text
+    for part in parts:
+        assert part in text
+    return True
+
+
+def test_contradictions_are_refused():
+    rounds = hvkit.LocalSGD(4)
+    assert refused(ValueError, "LocalSGD(every=4)", "sync", strategy=rounds, batch_norm="sync")
+    assert refused(ValueError, "check_every=10", strategy=rounds, check_every=10)
+    assert refused(TypeError, "hvkit.DiLoCo(...)", strategy=hvkit.DiLoCo)
+    assert refused(TypeError, "'local'", strategy="local")
+    other = hvkit.LocalSGD(4 + hvkit.rank())
+    assert refused(hvkit.RanksDisagreeError, "LocalSGD(every=5)", strategy=other)
+
+
+def test_an_optimizer_that_was_not_passed_is_refused():
+    model, _ = in_rounds(hvkit.LocalSGD(4))
+    error, text = error_of(lambda: train(model, sgd(model.parameters()), regression(steps=1)))
+    assert error is ValueError
+    assert "was not passed" in text

@@ -1,0 +1,124 @@
+"""The mathematics of strategies, on NumPy arrays with a row for each rank."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import hvkit
+from hvkit.strategies import Strategy
+
+
+class Ranks:
+    """The vectors of all ranks; ``mean`` takes them row by row."""
+
+    size = 3
+
+    def mean(self, rows):
+        return np.broadcast_to(rows.mean(0), rows.shape)
+
+
+@pytest.fixture
+def weights():
+    return np.random.default_rng(0).normal(size=(3, 5))
+
+
+@pytest.fixture
+def start():
+    return np.broadcast_to(np.linspace(-1, 1, 5), (3, 5))
+
+
+def test_local_sgd_takes_the_mean_of_the_weights(weights, start):
+    strategy = hvkit.LocalSGD(4)
+    agreed, state = strategy.agree(weights, strategy.begin(start), Ranks())
+    assert np.allclose(agreed, weights.mean(0))
+    assert np.array_equal(state["anchor"], agreed)
+
+
+def test_weights_that_no_rank_changed_stay_the_same_to_the_bit(start):
+    for strategy in (hvkit.LocalSGD(4), hvkit.DiLoCo(4)):
+        agreed, _ = strategy.agree(start, strategy.begin(start), Ranks())
+        assert np.array_equal(agreed, start)
+
+
+def test_diloco_is_sgd_with_nesterov_momentum_on_the_change_of_a_round(weights, start):
+    torch = pytest.importorskip("torch")
+    strategy = hvkit.DiLoCo(4, outer_lr=0.6, outer_momentum=0.8)
+    outer = torch.nn.Parameter(torch.tensor(start[0]))
+    sgd = torch.optim.SGD([outer], lr=0.6, momentum=0.8, nesterov=True)
+    anchor, state = start, strategy.begin(start)
+    for _ in range(3):
+        local = anchor + weights
+        outer.grad = torch.tensor((anchor - local).mean(0))
+        sgd.step()
+        anchor, state = strategy.agree(local, state, Ranks())
+        assert np.allclose(anchor, outer.detach().numpy())
+
+
+def test_diloco_without_outer_optimizer_is_local_sgd(weights, start):
+    plain, outer = hvkit.LocalSGD(4), hvkit.DiLoCo(4, outer_lr=1, outer_momentum=0)
+    expected, _ = plain.agree(weights, plain.begin(start), Ranks())
+    found, _ = outer.agree(weights, outer.begin(start), Ranks())
+    assert np.array_equal(found, expected)
+
+
+def test_an_agreement_changes_neither_weights_nor_state(weights, start):
+    for strategy in (hvkit.LocalSGD(4), hvkit.DiLoCo(4)):
+        state = strategy.begin(start)
+        before = weights.copy(), {name: value.copy() for name, value in state.items()}
+        strategy.agree(weights, state, Ranks())
+        assert np.array_equal(weights, before[0])
+        assert all(np.array_equal(state[name], value) for name, value in before[1].items())
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: hvkit.LocalSGD(0), ValueError, "every must be at least 1, got 0"),
+        (lambda: hvkit.LocalSGD(2.0), TypeError, "every must be an int, got 2.0 of type float"),
+        (lambda: hvkit.LocalSGD(True), TypeError, "every must be an int, got True"),
+        (lambda: hvkit.DiLoCo(-1), ValueError, "every must be at least 1, got -1"),
+        (lambda: hvkit.DiLoCo(5, outer_lr=-1), ValueError, "outer_lr must be at least 0"),
+        (lambda: hvkit.DiLoCo(5, outer_lr=float("nan")), ValueError, "and finite, got nan"),
+        (lambda: hvkit.DiLoCo(5, outer_lr="fast"), TypeError, "outer_lr must be a number"),
+        (lambda: hvkit.DiLoCo(5, outer_momentum=1), ValueError, "and below 1, got 1"),
+    ],
+)
+def test_strategies_check_themselves(make, error, text):
+    with pytest.raises(error, match=text):
+        make()
+
+
+@pytest.mark.parametrize("make", [hvkit.Synchronous, lambda: hvkit.LocalSGD(3)])
+def test_strategies_are_values(make):
+    assert isinstance(make(), Strategy)
+    assert make() == make()
+    assert repr(make()) == repr(make())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        make().every = 5
+
+
+@pytest.mark.parametrize(
+    ("strategy", "text"),
+    [
+        (hvkit.LocalSGD, r"got the class LocalSGD: make one, hvkit.LocalSGD\(...\)"),
+        ("diloco", "got 'diloco' of type str"),
+        (None, "got None of type NoneType"),
+    ],
+)
+def test_distribute_takes_strategies_only(strategy, text):
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=text):
+        hvkit.distribute(model, torch.optim.SGD(model.parameters(), 0.1), strategy=strategy)
+
+
+def test_one_process_sends_nothing():
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    hvkit.distribute(model, optimizer, strategy=hvkit.DiLoCo(2))
+    with hvkit.settled(model):
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+    assert hvkit.traffic() == {}
