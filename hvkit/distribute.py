@@ -23,8 +23,8 @@ from hvkit.adapters.adapter import (
     keeper_of,
     record,
 )
-from hvkit.adapters.gradient_chunks import COMPRESSIONS
 from hvkit.collectives import raise_together, require_equal
+from hvkit.compression import BY_NAME, Compression
 from hvkit.learning_rate import Multiplier, describe, make_multiplier
 from hvkit.log import logger
 from hvkit.strategies.strategy import Rounds, Strategy
@@ -48,7 +48,7 @@ def distribute(
     steps_per_epoch: int | None = None,
     strategy: Strategy = SYNCHRONOUS,
     accumulate: int = 1,
-    compression: str = "none",
+    compression: str | Compression = "none",
     batch_norm: str = "average",
     check_every: int | None = None,
 ) -> tuple[Model, Optimizers]:
@@ -118,10 +118,12 @@ def distribute(
             Gradients add up locally and are averaged over ranks in the last pass. As without
             hvkit, the script divides the loss by this number. In Keras, set
             ``gradient_accumulation_steps`` on the optimizer.
-        compression: ``"fp16"`` or ``"bf16"``: gradients, or the changes of the weights in a round,
-            travel between ranks in 16 bits, half the bytes, and are still summed in 32. bf16 has
-            the range of float32 and 8 bits of precision; fp16 has 11, but turns gradients beyond
-            65504 into infinity and those below 6e-8 into zero. float64 is never compressed.
+        compression: how gradients, or the changes of the weights in a round, travel between ranks;
+            they are still summed in 32 bits. ``"bf16"`` and ``"fp16"`` halve the bytes: bf16 has
+            the range of float32 and 8 bits of precision; fp16 has 11, but turns values beyond 65504
+            into infinity and those below 6e-8 into zero. ``"int8"`` sends a quarter: blocks of 256
+            values, each with a scale of its own. Only float32 is compressed, and the rows of sparse
+            gradients only to 16 bits.
         batch_norm: ``"average"``: each rank normalises with the statistics of its own batch, and
             every update averages the running statistics over ranks, so all ranks evaluate and save
             the same model. ``"local"``: each rank keeps running statistics of its own. ``"sync"``:
@@ -157,7 +159,7 @@ def distribute(
         options = Options(
             accumulate=_count("accumulate", accumulate, 1),
             warmup_steps=_warmup_steps(warmup_steps, warmup_epochs, steps_per_epoch),
-            compression=_one_of("compression", compression, COMPRESSIONS),
+            compression=_compression(compression),
             batch_norm=_one_of("batch_norm", batch_norm, BATCH_NORMS),
             check_every=(None if check_every is None else _count("check_every", check_every, 1)),
             strategy=_checked(strategy),
@@ -219,6 +221,14 @@ def settled(*models: Any) -> Iterator[None]:
                 if (keeper := keeper_of(model)) is not None:
                     stack.enter_context(keeper.settled())
         yield
+
+
+def _compression(value: object) -> Compression | None:
+    if isinstance(value, Compression):
+        return value
+    if isinstance(value, str) and value in BY_NAME:
+        return BY_NAME[value]
+    raise ValueError(f"compression must be one of {', '.join(BY_NAME)}; got {value!r}")
 
 
 def _checked(strategy: object) -> Strategy:

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from hvkit.compression import Compression
 from hvkit.learning_rate import Multiplier
 from hvkit.strategies.strategy import Rounds, Strategy
 
@@ -27,7 +28,7 @@ class Options:
 
     accumulate: int
     warmup_steps: int
-    compression: str
+    compression: Compression | None
     batch_norm: str
     check_every: int | None
     strategy: Strategy

@@ -1,19 +1,11 @@
-"""How both frameworks send gradients: in a few collectives, on request in 16 bits.
+"""How both frameworks send gradients: in a few collectives.
 
 A few messages are enough to send the first while backward computes the rest; each further one costs
 another negotiation between the ranks. Large models get more messages, because nothing is left to
 compute behind the last one: it has to stay short.
-
-Horovod's allreduce would sum 16-bit gradients in 16 bits, where float16 overflows and every rank
-adds a rounding error, and it has no bfloat16. The adapters therefore build compressed allreduces
-from two other collectives. An all-to-all gives each rank its share of every rank's gradients, and
-the rank averages that share in float32. An allgather then brings the means to all ranks. Both send
-half the bytes of a ring allreduce in float32.
 """
 
 from collections.abc import Sequence
-
-COMPRESSIONS = ("none", "fp16", "bf16")
 
 # Sizes in bytes.
 _MOST_CHUNKS_OF_SMALL_MODELS = 4

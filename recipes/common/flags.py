@@ -130,7 +130,7 @@ def add_training_flags(parser: Parser, batch_size: int, epochs: int, lr: float) 
     )
     flag(
         "--compression",
-        choices=("none", "fp16", "bf16"),
+        choices=("none", "fp16", "bf16", "int8"),
         default="none",
         help="compression of gradients or weights on the network",
     )

@@ -20,7 +20,7 @@ from hvkit.adapters.keras.averager import GradientAverager
 from hvkit.adapters.keras.batch_norm import average_statistics, synchronise_batch_norm
 from hvkit.adapters.keras.checks import Checks, require_same_weights
 from hvkit.adapters.keras.fit import share_results
-from hvkit.adapters.keras.graph_collectives import NARROW_DTYPES, GraphWait
+from hvkit.adapters.keras.graph_collectives import GraphWait
 from hvkit.adapters.keras.initial_state import (
     has_weights,
     have_values,
@@ -145,9 +145,8 @@ class KerasAdapter:
     def _in_rounds(self, strategy: Rounds, optimizers: Sequence[Any]) -> RoundKeeper:
         let_differ(self.model, optimizers)
         with_statistics = self.options.batch_norm == "average"
-        narrow = NARROW_DTYPES.get(self.options.compression)
         name = f"hvkit.{next(_serial)}"
-        keeper = RoundKeeper(strategy, self.model, name, narrow, with_statistics)
+        keeper = RoundKeeper(strategy, self.model, name, self.options.compression, with_statistics)
         for each in optimizers:
             checks = Checks(f"hvkit.{next(_serial)}", self.model, None)
             keeper.watch(each, checks, self._before_update)
@@ -156,9 +155,7 @@ class KerasAdapter:
     def _average(self) -> Average:
         name = f"hvkit.{next(_serial)}"
         checks = Checks(name, self.model, self.options.check_every)
-        average_gradients = GradientAverager(
-            name, NARROW_DTYPES.get(self.options.compression), checks
-        )
+        average_gradients = GradientAverager(name, self.options.compression, checks)
         self.averagers.append(average_gradients)
         if self.options.batch_norm != "average":
             return average_gradients

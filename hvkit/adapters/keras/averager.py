@@ -17,9 +17,10 @@ import tensorflow as tf
 
 from hvkit import runtime
 from hvkit.adapters.gradient_chunks import chunks
-from hvkit.adapters.keras.graph_collectives import GraphWait, narrow_mean, widened
+from hvkit.adapters.keras.graph_collectives import GraphWait, compressed_mean, widened
 from hvkit.adapters.keras.sparse import average_rows
 from hvkit.adapters.keras.wire import Wire
+from hvkit.compression import Compression
 from hvkit.engines import waiting_for_all_ranks
 from hvkit.errors import RanksDisagreeError
 from hvkit.watch.calls import call
@@ -37,7 +38,7 @@ class GradientAverager:
 
     Args:
         name: the same on every rank, and no other averager's.
-        narrow: 16-bit dtype in which gradients travel; None for their own.
+        compression: how float32 gradients travel; None for as they are.
         check: compares the ranks when all have reached the update; returns the operations that a
             graph must run before it averages.
     """
@@ -45,13 +46,13 @@ class GradientAverager:
     def __init__(
         self,
         name: str,
-        narrow: tf.DType | None = None,
+        compression: Compression | None = None,
         check: Callable[[Sequence[Any], Sequence[Any]], list[Any]] = lambda *_: [],
     ) -> None:
         self._wire = Wire("gradients")
         self._flags = Wire("checks")
         self._name = name
-        self._narrow = narrow
+        self._compression = compression
         self._check = check
         # Added to constants that are sent: TensorFlow would compute the operation only once.
         with tf.init_scope(), tf.device("CPU:0"):
@@ -169,7 +170,7 @@ class GradientAverager:
         for i in reversed(range(len(gradients))):
             if _is_sparse(gradients[i]):
                 name = f"{self._name}.{i}"
-                means[i] = average_rows(gradients[i], name, self._wire, self._narrow)
+                means[i] = average_rows(gradients[i], name, self._wire, self._compression)
             elif gradients[i] is not None:
                 kinds.setdefault(gradients[i].dtype, []).append(i)
         for dtype, positions in kinds.items():
@@ -183,8 +184,11 @@ class GradientAverager:
         return means
 
     def _dense_means(self, gradients: list[tf.Tensor], name: str) -> list[tf.Tensor]:
-        if self._narrow and gradients[0].dtype == tf.float32:
-            return narrow_mean(gradients, self._narrow, self._wire, name)
+        if self._compression and gradients[0].dtype == tf.float32:
+            flat = tf.concat([tf.reshape(g, [-1]) for g in gradients], axis=0)
+            mean = compressed_mean(flat, self._compression, self._wire, name)
+            pieces = tf.split(mean, [g.shape.num_elements() for g in gradients])
+            return [tf.reshape(p, g.shape) for p, g in zip(pieces, gradients, strict=True)]
         return self._wire.means(gradients, name)
 
 

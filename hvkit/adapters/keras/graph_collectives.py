@@ -1,9 +1,7 @@
-"""Helpers for collectives in eager code and in graphs: counted waits, and sums in 16 bits.
+"""Helpers for collectives in eager code and in graphs: counted waits, and compressed means.
 
 No Python code runs while a graph does, so no ``with`` statement can mark a wait inside one. Two
 counters in the graph take its place: one goes up before the collectives, one after them.
-
-``hvkit.adapters.gradient_chunks`` explains why compressed gradients take two collectives.
 """
 
 from __future__ import annotations
@@ -13,11 +11,11 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvkit.adapters.keras import ops
 from hvkit.adapters.keras.wire import Wire
+from hvkit.compression import Compression
 from hvkit.engines import waiting_for_all_ranks
 from hvkit.watch import calls
-
-NARROW_DTYPES = {"fp16": tf.float16, "bf16": tf.bfloat16}
 
 
 class GraphWait:
@@ -64,37 +62,26 @@ class GraphWait:
         return int(self._entered.numpy()), left
 
 
-def narrow_mean(
-    gradients: Sequence[tf.Tensor], dtype: tf.DType, wire: Wire, name: str
-) -> list[tf.Tensor]:
-    """The means over ranks of some gradients, sent in 16 bits; a collective.
+def compressed_mean(
+    vector: tf.Tensor, compression: Compression, wire: Wire, name: str
+) -> tf.Tensor:
+    """The mean over ranks of a float32 vector that travels compressed; a collective.
 
     Args:
-        gradients: float32 tensors, of the same shapes on all ranks.
-        dtype: the 16-bit one.
+        vector: of shape (n,), the same on all ranks.
+        compression: how it travels.
         wire: counts the bytes.
         name: the same on every rank, and no other collective's.
     """
-    sizes = [int(g.shape.num_elements()) for g in gradients]
-    flat = tf.concat([tf.reshape(g, [-1]) for g in gradients], axis=0)
-    padding = -sum(sizes) % wire.size
-    sent = to_bits(tf.pad(flat, [[0, padding]]), dtype)
-    shares = wire.shares(sent, f"{name}.shares")
-    mean = tf.reduce_mean(tf.reshape(from_bits(shares, dtype), [wire.size, -1]), axis=0)
-    means = wire.gather(to_bits(mean, dtype), f"{name}.means")
-    received = from_bits(means, dtype)[: sum(sizes)]
-    pieces = tf.split(received, sizes)
-    return [tf.reshape(piece, g.shape) for piece, g in zip(pieces, gradients, strict=True)]
-
-
-def to_bits(values: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """Round to 16 bits, in an integer dtype: Horovod moves it without arithmetic."""
-    return tf.bitcast(tf.cast(values, dtype), tf.int16)
-
-
-def from_bits(bits: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """The float32 values of a result of ``to_bits``."""
-    return tf.cast(tf.bitcast(bits, dtype), tf.float32)
+    flow = compression.reduce(vector, ops, wire.size)
+    result, number = None, 0
+    while True:
+        try:
+            exchange = flow.send(result)
+        except StopIteration as end:
+            return end.value
+        result = wire.exchange(exchange, f"{name}.{number}")
+        number += 1
 
 
 def widened(tensor: tf.Tensor) -> tf.Tensor:
@@ -102,4 +89,4 @@ def widened(tensor: tf.Tensor) -> tf.Tensor:
 
     Horovod has no bfloat16, and a sum in float16 may overflow although the mean fits.
     """
-    return tf.cast(tensor, tf.float32) if tensor.dtype in NARROW_DTYPES.values() else tensor
+    return tf.cast(tensor, tf.float32) if tensor.dtype in (tf.float16, tf.bfloat16) else tensor

@@ -22,11 +22,12 @@ import tensorflow as tf
 
 from hvkit.adapters.keras.batch_norm import average_statistics
 from hvkit.adapters.keras.checks import Checks
-from hvkit.adapters.keras.graph_collectives import GraphWait, narrow_mean, widened
+from hvkit.adapters.keras.graph_collectives import GraphWait, compressed_mean, widened
 from hvkit.adapters.keras.initial_state import tf_variable
 from hvkit.adapters.keras.optimizers import inner_optimizer
 from hvkit.adapters.keras.refusals import refuse_xla, remember_updated
 from hvkit.adapters.keras.wire import Wire
+from hvkit.compression import Compression
 from hvkit.strategies.strategy import Rounds
 
 # Elements in one collective: MPI counts them in a C int.
@@ -43,7 +44,7 @@ class RoundKeeper:
         strategy: what the ranks agree on.
         model: a distributed one.
         name: the same on every rank, and no other keeper's.
-        narrow: 16-bit dtype in which float32 values travel; None for their own.
+        compression: how float32 vectors travel; None for as they are.
         with_statistics: whether each agreement averages the statistics of batch-norm layers.
     """
 
@@ -52,13 +53,13 @@ class RoundKeeper:
         strategy: Rounds,
         model: keras.Model,
         name: str,
-        narrow: tf.DType | None,
+        compression: Compression | None,
         with_statistics: bool,
     ) -> None:
         self.strategy = strategy
         # Weak: hvkit keeps this object as long as the model.
         self._model = ref(model)
-        self._comm = _Comm(f"{name}.weights", narrow)
+        self._comm = _Comm(f"{name}.weights", compression)
         self._statistics = GraphWait(f"{name}.statistics") if with_statistics else None
         # By the id of a weight: the variables with its state, and whether they have values.
         self._state: dict[int, dict[str, tf.Variable]] = {}
@@ -303,10 +304,10 @@ class _OptimizerRounds:
 class _Comm:
     """The ranks, as a strategy sees them."""
 
-    def __init__(self, name: str, narrow: tf.DType | None) -> None:
+    def __init__(self, name: str, compression: Compression | None) -> None:
         self._wire = Wire("weights")
         self._wait = GraphWait(name)
-        self._narrow = narrow
+        self._compression = compression
         self.rank, self.size = self._wire.rank, self._wire.size
 
     def mean(self, vector: tf.Tensor) -> tf.Tensor:
@@ -314,15 +315,14 @@ class _Comm:
         means = []
         for i, piece in enumerate(pieces):
             name = f"{self._wait.key}.{vector.dtype.name}.{i}"
-            if self._narrow and vector.dtype == tf.float32:
-                way = functools.partial(self._narrow_mean, name)
+            if self._compression and vector.dtype == tf.float32:
+                way = functools.partial(
+                    compressed_mean, compression=self._compression, wire=self._wire, name=name
+                )
             else:
                 way = functools.partial(self._wire.mean, name=name)
             means.append(self._wait.around(piece, way))
         return tf.concat(means, axis=0)
-
-    def _narrow_mean(self, name: str, piece: tf.Tensor) -> tf.Tensor:
-        return narrow_mean([piece], self._narrow, self._wire, name)[0]
 
 
 @functools.cache

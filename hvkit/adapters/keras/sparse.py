@@ -23,8 +23,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvkit.adapters.keras.graph_collectives import from_bits, to_bits, widened
+from hvkit.adapters.keras import ops
+from hvkit.adapters.keras.graph_collectives import widened
 from hvkit.adapters.keras.wire import Wire
+from hvkit.compression import Compression, for_rows
 
 
 class Origin(enum.IntEnum):
@@ -46,7 +48,7 @@ _CALLS = frozenset(
 
 
 def average_rows(
-    slices: tf.IndexedSlices, name: str, wire: Wire, narrow: tf.DType | None = None
+    slices: tf.IndexedSlices, name: str, wire: Wire, compression: Compression | None = None
 ) -> tf.IndexedSlices:
     """The mean over ranks of a gradient that is sparse in its first dimension; a collective.
 
@@ -54,18 +56,22 @@ def average_rows(
         slices: values of shape (rows, ...) and indices of shape (rows,); rows may be 0.
         name: the same on every rank, and no other collective's.
         wire: counts the bytes.
-        narrow: 16-bit dtype in which float32 values travel; None for their own.
+        compression: one that rounds value by value is used for float32 values; others are not.
 
     Returns:
         The slices that one process with all ranks' samples would have, in the same dtypes.
     """
     dtype = slices.values.dtype
     values = widened(slices.values)
-    narrow = narrow if values.dtype == tf.float32 else None
-    sent = to_bits(values, narrow) if narrow else values
+    rounding = for_rows(compression) if values.dtype == tf.float32 else None
+    sent = values
+    if rounding:
+        encoded = rounding.encode(tf.reshape(values, [-1]), ops)
+        sent = tf.reshape(encoded, tf.shape(values))
     values = wire.gather(sent, f"{name}.values")
-    if narrow:
-        values = from_bits(values, narrow)
+    if rounding:
+        shape = tf.shape(values)
+        values = tf.reshape(rounding.decode(tf.reshape(values, [-1, 1]), ops), shape)
     mark = tf.constant([origin(slices.indices)], tf.int64)
     # In one dtype on all ranks: a rank without this gradient does not know the others' dtype.
     indices = tf.concat([mark, tf.cast(slices.indices, tf.int64)], axis=0)

@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvkit import runtime
+from hvkit.compression.compression import Exchange, Gather, Mean, Shares
 from hvkit.traffic import Sent, count, count_in_graphs, of_allgather, of_allreduce, of_alltoall
 
 
@@ -73,6 +74,21 @@ class Wire:
         """
         self._counted(of_alltoall(_bytes(tensor), self.size))
         return self._hvd.alltoall(tensor, name=name, ignore_name_scope=True)
+
+    def exchange(self, exchange: Exchange, name: str) -> tf.Tensor:
+        """What a compression asks for."""
+        match exchange:
+            case Mean(vector):
+                return self.mean(vector, name)
+            case Gather(rows):
+                return _with_rows(self.gather(rows, name), self.size * rows.shape[0])
+            case Shares(rows):
+                return _with_rows(self.shares(rows, name), rows.shape[0])
+
+
+def _with_rows(tensor: tf.Tensor, rows: int) -> tf.Tensor:
+    """The tensor with its number of rows, which a graph does not know of a collective's result."""
+    return tf.ensure_shape(tensor, (rows, *tensor.shape[1:]))
 
 
 def _bytes(tensor: tf.Tensor) -> Any:

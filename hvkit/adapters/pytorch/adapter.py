@@ -17,7 +17,6 @@ from hvkit.adapters.pytorch.batch_norm import (
     batch_norm_of,
     synchronise_batch_norm,
 )
-from hvkit.adapters.pytorch.buckets import NARROW_DTYPES
 from hvkit.adapters.pytorch.checks import Checks
 from hvkit.adapters.pytorch.initial_state import broadcast_optimizer, broadcast_tensors, move_to
 from hvkit.adapters.pytorch.learning_rate import RateInStep
@@ -91,13 +90,13 @@ class PyTorchAdapter:
             synchronise_batch_norm(self.model)
         name = f"hvkit.{next(_serial)}"
         checks = Checks(self.parameters, self.optimizers, self.options.check_every, name)
-        narrow = NARROW_DTYPES.get(self.options.compression)
+        compression = self.options.compression
         statistics = self._averaged_statistics()
         rounds: RoundKeeper | None = None
         keeper: GradientReducer | RoundKeeper
         if isinstance(strategy := self.options.strategy, Rounds):
             keeper = rounds = RoundKeeper(
-                strategy, self.parameters.values(), name, checks, narrow, statistics
+                strategy, self.parameters.values(), name, checks, compression, statistics
             )
         else:
             keeper = GradientReducer(
@@ -106,7 +105,7 @@ class PyTorchAdapter:
                 accumulate=self.options.accumulate,
                 name=name,
                 checks=checks,
-                narrow=narrow,
+                compression=compression,
                 statistics=statistics,
             )
         records = []

@@ -3,8 +3,7 @@
 A bucket holds the gradients of some parameters, one after the other, in one contiguous tensor that
 Horovod reduces in place. Buckets hold copies: a parameter's own gradient changes only when the mean
 is there. A rank can therefore send zeros for a gradient that it did not compute, half-precision
-gradients can travel in float32, and any memory layout is fine. With compression, float32 gradients
-travel in 16 bits; ``hvkit.adapters.gradient_chunks`` explains how.
+gradients can travel in float32, and any memory layout is fine.
 
 The gradients of ``torch.nn.Embedding(sparse=True)`` have values in few rows. Ranks gather the rows
 that they touched instead of summing dense tensors: a table of millions of rows costs as much as the
@@ -14,14 +13,15 @@ rows of a batch.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 
 import torch
 
 from hvkit.adapters.gradient_chunks import chunks
+from hvkit.adapters.pytorch import ops
 from hvkit.adapters.pytorch.wire import Wire
-
-NARROW_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+from hvkit.compression import Compression, for_rows
+from hvkit.compression.compression import Exchange
 
 # Horovod's allreduce has no bfloat16, and a sum in float16 may overflow although the mean fits.
 _WIRE_DTYPE = {
@@ -42,18 +42,18 @@ class BucketSet:
 
     Args:
         name: the same on every rank, and no other set's.
-        narrow: 16-bit dtype in which gradients travel; None for their own.
+        compression: how float32 gradients travel; None for as they are.
 
     Attributes:
         all: the buckets of the current layout, in the order in which backward fills them.
         of: the bucket of each parameter that is in one, by the parameter's number.
     """
 
-    def __init__(self, name: str, narrow: torch.dtype | None = None) -> None:
+    def __init__(self, name: str, compression: Compression | None = None) -> None:
         self.all: list[Bucket] = []
         self.of: dict[int, Bucket] = {}
         self._name = name
-        self._narrow = narrow
+        self._compression = compression
         self._layout: _Layout | None = None
         self._layouts: dict[_Layout, list[Bucket]] = {}
         self._layouts_made = itertools.count()
@@ -97,7 +97,7 @@ class BucketSet:
             dense = [(-1, torch.zeros(1, device=parameters[0].device))]
         name = f"{self._name}.{next(self._layouts_made)}"
         # The last bucket has one name in all layouts, for ranks whose layouts differ.
-        return make_buckets(name, f"{self._name}.last", dense, extra, self._narrow)
+        return make_buckets(name, f"{self._name}.last", dense, extra, self._compression)
 
 
 class Bucket:
@@ -163,39 +163,46 @@ def _shaped_like(parameter: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
     return piece.view_as(parameter)
 
 
-class NarrowBucket(Bucket):
-    """A bucket of float32 gradients that travel in 16 bits.
+class CompressedBucket(Bucket):
+    """A bucket of float32 gradients that travel compressed.
 
     Args:
         name: the same on every rank, and no other bucket's.
         members: numbers and parameters, at least one.
-        dtype: the 16-bit one.
+        compression: how they travel.
     """
 
     def __init__(
-        self, name: str, members: Sequence[tuple[int, torch.Tensor]], dtype: torch.dtype
+        self, name: str, members: Sequence[tuple[int, torch.Tensor]], compression: Compression
     ) -> None:
         super().__init__(name, members)
-        self._dtype = dtype
+        self._compression = compression
+        self._flow: Generator[Exchange, torch.Tensor, torch.Tensor]
+        self._exchanges = 0
 
     def launch(self, wire: Wire) -> None:
-        narrow = to_bits(self.flat, self._dtype)
-        padding = -len(narrow) % wire.size
-        if padding:
-            narrow = torch.cat([narrow, narrow.new_zeros(padding)])
-        self.handle = wire.start_shares(narrow, f"{self.name}.shares")
+        self._flow = self._compression.reduce(self.flat, ops, wire.size)
+        self._exchanges = 0
+        self._start(next(self._flow), wire)
 
     def exchange(self, wire: Wire) -> None:
         assert self.handle is not None
-        shares = wire.wait(self.handle)
-        mean = from_bits(shares, self._dtype).view(wire.size, -1).mean(0)
-        self.handle = wire.start_gather(to_bits(mean, self._dtype), f"{self.name}.means")
+        result, self.handle = wire.wait(self.handle), None
+        try:
+            following = self._flow.send(result)
+        except StopIteration as end:
+            self.flat.copy_(end.value)
+        else:
+            self._start(following, wire)
 
     def wait(self, wire: Wire) -> None:
-        assert self.handle is not None
-        means = wire.wait(self.handle)
-        self.handle = None
-        self.flat.copy_(from_bits(means[: len(self.flat)], self._dtype))
+        while self.handle is not None:
+            self.exchange(wire)
+
+    def _start(self, exchange: Exchange, wire: Wire) -> None:
+        name = f"{self.name}.{self._exchanges}"
+        self._exchanges += 1
+        self.handle = wire.start(exchange, name)
 
 
 def make_buckets(
@@ -203,7 +210,7 @@ def make_buckets(
     last_name: str,
     members: Iterable[tuple[int, torch.Tensor]],
     extra: int,
-    narrow: torch.dtype | None = None,
+    compression: Compression | None = None,
 ) -> list[Bucket]:
     """Make the buckets for some parameters.
 
@@ -212,16 +219,16 @@ def make_buckets(
         last_name: the name of the last bucket.
         members: numbers and parameters, at least one.
         extra: how many numbers to append to the last bucket.
-        narrow: 16-bit dtype for float32 gradients. The last bucket then has the extra numbers
-            alone, in full precision.
+        compression: of float32 gradients. The last bucket then has the extra numbers alone, in
+            full precision.
     """
     spread = _spread(members)
-    if narrow is None:
+    if compression is None:
         first = [Bucket(f"{name}.{b}", run) for b, run in enumerate(spread[:-1])]
         return [*first, Bucket(last_name, spread[-1], extra)]
     device = spread[-1][-1][1].device
     buckets = [
-        NarrowBucket(f"{name}.{b}", run, narrow)
+        CompressedBucket(f"{name}.{b}", run, compression)
         if wire_dtype(run[0][1].dtype) is torch.float32
         else Bucket(f"{name}.{b}", run)
         for b, run in enumerate(spread)
@@ -255,7 +262,7 @@ def average_rows(
     parameter: torch.Tensor,
     name: str,
     wire: Wire,
-    narrow: torch.dtype | None = None,
+    compression: Compression | None = None,
 ) -> torch.Tensor:
     """Average a gradient that is sparse in its first dimension over ranks; a collective.
 
@@ -264,7 +271,7 @@ def average_rows(
         parameter: of shape (rows, ...).
         name: the same on every rank, and no other parameter's.
         wire: counts the bytes.
-        narrow: 16-bit dtype in which float32 values travel; None for their own.
+        compression: one that rounds value by value is used for float32 values; others are not.
 
     Returns:
         A coalesced sparse tensor of the parameter's shape and dtype.
@@ -277,26 +284,16 @@ def average_rows(
         by_row = by_row.coalesce()
         rows, values = by_row.indices()[0].contiguous(), by_row.values().contiguous()
     values = values.to(wire_dtype(values.dtype))
-    narrow = narrow if values.dtype is torch.float32 else None
-    sent = to_bits(values, narrow) if narrow else values
+    rounding = for_rows(compression) if values.dtype is torch.float32 else None
+    sent = rounding.encode(values.view(-1), ops).view_as(values) if rounding else values
     handles = [
         wire.start_gather(rows, f"{name}.rows"),
         wire.start_gather(sent, f"{name}.values"),
     ]
     all_rows, all_values = (wire.wait(handle) for handle in handles)
-    if narrow:
-        all_values = from_bits(all_values, narrow)
+    if rounding:
+        all_values = rounding.decode(all_values.view(-1, 1), ops).view_as(all_values)
     mean = torch.sparse_coo_tensor(
         all_rows[None], all_values / wire.size, parameter.shape, check_invariants=False
     )
     return mean.coalesce().to(parameter.dtype)
-
-
-def to_bits(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Round to 16 bits, in an integer dtype: Horovod moves it without arithmetic."""
-    return values.to(dtype).view(torch.int16)
-
-
-def from_bits(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The float32 values of a result of ``to_bits``."""
-    return bits.view(dtype).to(torch.float32)

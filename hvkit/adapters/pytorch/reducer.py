@@ -34,6 +34,7 @@ from hvkit.adapters.pytorch.checks import Checks
 from hvkit.adapters.pytorch.optimizers import closure_of, with_averaged_loss, with_closure
 from hvkit.adapters.pytorch.step_report import StepReport
 from hvkit.adapters.pytorch.wire import Wire
+from hvkit.compression import Compression
 from hvkit.errors import RanksDisagreeError
 from hvkit.watch.calls import call
 
@@ -52,7 +53,7 @@ class GradientReducer:
         accumulate: backward passes from one reduction to the next.
         name: the same on every rank, and no other reducer's.
         checks: what the ranks compare before they use the means.
-        narrow: 16-bit dtype in which gradients travel; None for their own.
+        compression: how float32 gradients travel; None for as they are.
         statistics: averaged along with the gradients.
     """
 
@@ -63,19 +64,19 @@ class GradientReducer:
         accumulate: int,
         name: str,
         checks: Checks,
-        narrow: torch.dtype | None = None,
+        compression: Compression | None = None,
         statistics: RunningStatistics | None = None,
     ) -> None:
         self._wire = Wire("gradients")
         self.name = name
         self._checks = checks
         self._accumulate = accumulate
-        self._narrow = narrow
+        self._compression = compression
         self._statistics = statistics
         self._number: dict[torch.Tensor, int] = {}
         self._parameters: list[torch.nn.Parameter] = []
         self._sparse: set[int] = set()
-        self._buckets = BucketSet(name, narrow)
+        self._buckets = BucketSet(name, compression)
         # The autograd engine's number of the backward pass that is running.
         self._task: int | None = None
         self._passes = 0
@@ -301,7 +302,7 @@ class GradientReducer:
             bucket.reset()
         for i in sorted(by_row):
             p = self._parameters[i]
-            rows = average_rows(p.grad, p, f"{self.name}.{i}", self._wire, self._narrow)
+            rows = average_rows(p.grad, p, f"{self.name}.{i}", self._wire, self._compression)
             p.grad = rows.to_dense() if i in report.dense else rows
         self._sparse = (self._sparse | report.sparse) - (report.dense - report.sparse)
 

@@ -24,10 +24,11 @@ from torch.optim import Optimizer
 from hvkit import collectives
 from hvkit.adapters.pytorch import step_report
 from hvkit.adapters.pytorch.batch_norm import RunningStatistics
-from hvkit.adapters.pytorch.buckets import Bucket, NarrowBucket, wire_dtype
+from hvkit.adapters.pytorch.buckets import Bucket, CompressedBucket, wire_dtype
 from hvkit.adapters.pytorch.checks import Checks
 from hvkit.adapters.pytorch.optimizers import OutermostStep
 from hvkit.adapters.pytorch.wire import Wire
+from hvkit.compression import Compression
 from hvkit.errors import RanksDisagreeError
 from hvkit.strategies.strategy import Rounds
 from hvkit.watch.calls import call
@@ -48,7 +49,7 @@ class RoundKeeper:
         parameters: in the same order on every rank.
         name: the same on every rank, and no other keeper's.
         checks: what the ranks compare before their first step.
-        narrow: 16-bit dtype in which float32 values travel; None for their own.
+        compression: how float32 vectors travel; None for as they are.
         statistics: of normalisation layers, averaged at each agreement.
     """
 
@@ -58,13 +59,13 @@ class RoundKeeper:
         parameters: Iterable[nn.Parameter],
         name: str,
         checks: Checks,
-        narrow: torch.dtype | None = None,
+        compression: Compression | None = None,
         statistics: RunningStatistics | None = None,
     ) -> None:
         self.strategy = strategy
         self._name = name
         self._checks = checks
-        self._narrow = narrow
+        self._compression = compression
         self._statistics = statistics
         self._number: dict[torch.Tensor, int] = {}
         self._parameters: list[nn.Parameter] = []
@@ -205,7 +206,7 @@ class RoundKeeper:
             numbers: of the parameters.
             keep: whether the round ends, so that the strategy's state changes.
         """
-        comm = _Comm(f"{self._name}.weights", self._narrow)
+        comm = _Comm(f"{self._name}.weights", self._compression)
         for together in self._of_one_kind(numbers):
             held = [self._parameters[i] for i in together]
             flat = [_flat(p) for p in held]
@@ -320,18 +321,18 @@ class RoundKeeper:
 class _Comm:
     """The ranks, as a strategy sees them."""
 
-    def __init__(self, name: str, narrow: torch.dtype | None) -> None:
+    def __init__(self, name: str, compression: Compression | None) -> None:
         self._wire = Wire("weights")
         self._name = name
-        self._narrow = narrow
+        self._compression = compression
         self.rank, self.size = self._wire.rank, self._wire.size
 
     def mean(self, vector: torch.Tensor) -> torch.Tensor:
         buckets: list[Bucket] = []
         for i, piece in enumerate(torch.split(vector, _PIECE)):
             name = f"{self._name}.{i}"
-            if self._narrow and vector.dtype is torch.float32:
-                buckets.append(NarrowBucket(name, [(0, piece)], self._narrow))
+            if self._compression and vector.dtype is torch.float32:
+                buckets.append(CompressedBucket(name, [(0, piece)], self._compression))
             else:
                 buckets.append(Bucket(name, [(0, piece)]))
             buckets[-1].pack(0, piece)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hvkit import runtime
+from hvkit.compression.compression import Exchange, Gather, Mean, Shares
 from hvkit.engines import waiting_for_all_ranks
 from hvkit.traffic import count, of_allgather, of_allreduce, of_alltoall
 from hvkit.watch.rank_errors import translated
@@ -48,10 +49,10 @@ class Wire:
             return handle
 
     def start_shares(self, tensor: torch.Tensor, name: str) -> int:
-        """Start to exchange equal shares: this rank gets its share of every rank's tensor.
+        """Start to exchange equal shares: this rank gets its share of every rank's rows.
 
         Args:
-            tensor: of shape (size * n,); the result has the same, each rank's n elements in rank
+            tensor: of shape (size * n, ...); the result has the same, n rows of each rank in rank
                 order.
             name: of the collective.
         """
@@ -59,6 +60,16 @@ class Wire:
         with translated():
             handle: int = self._hvd.alltoall_async(tensor, name=name)
             return handle
+
+    def start(self, exchange: Exchange, name: str) -> int:
+        """Start what a compression asks for."""
+        match exchange:
+            case Mean(vector):
+                return self.start_mean(vector.clone(), name)
+            case Gather(rows):
+                return self.start_gather(rows, name)
+            case Shares(rows):
+                return self.start_shares(rows, name)
 
     def wait(self, handle: int) -> torch.Tensor:
         """Wait for a collective and return its result."""

@@ -1,4 +1,4 @@
-"""Gradients in 16 bits on the wire."""
+"""Gradients in fewer bits on the wire."""
 
 import keras
 import numpy as np
@@ -12,9 +12,9 @@ import hvkit
 
 
 @pytest.mark.two_ranks
-@pytest.mark.parametrize("compression", ["fp16", "bf16"])
+@pytest.mark.parametrize(("compression", "bound"), [("fp16", 0.01), ("bf16", 0.01), ("int8", 0.03)])
 @pytest.mark.parametrize("loop", cases(LOOPS))
-def test_training_comes_close_to_uncompressed_training(loop, compression):
+def test_training_comes_close_to_uncompressed_training(loop, compression, bound):
     data = regression()
     reference = mlp()
     LOOPS[loop](reference, keras.optimizers.SGD(0.1), data)
@@ -22,7 +22,7 @@ def test_training_comes_close_to_uncompressed_training(loop, compression):
         mlp(hvkit.rank()), keras.optimizers.SGD(0.1), lr_scaling="none", compression=compression
     )
     LOOPS[loop](model, optimizer, local(data))
-    assert 0 < largest_difference(weights(model), weights(reference)) < 0.01
+    assert 0 < largest_difference(weights(model), weights(reference)) < bound
     assert same_on_all_ranks(weights(model))
 
 

@@ -1,0 +1,54 @@
+"""The functions on TensorFlow tensors that compressions use: ``hvkit.compression.Ops``."""
+
+from __future__ import annotations
+
+import math
+
+import tensorflow as tf
+
+
+def reshape(x: tf.Tensor, shape: tuple[int, ...]) -> tf.Tensor:
+    return tf.reshape(x, shape)
+
+
+def pad(x: tf.Tensor, zeros: int) -> tf.Tensor:
+    return tf.pad(x, [[0, zeros]]) if zeros else x
+
+
+def join(*columns: tf.Tensor) -> tf.Tensor:
+    return tf.concat(columns, axis=1)
+
+
+def largest(x: tf.Tensor) -> tf.Tensor:
+    # The maximum of TensorFlow may overlook NaN.
+    absolute = tf.where(tf.math.is_nan(x), tf.constant(math.inf, x.dtype), tf.abs(x))
+    return tf.reduce_max(absolute, axis=1, keepdims=True)
+
+
+def where(condition: tf.Tensor, x: tf.Tensor, y: tf.Tensor | float) -> tf.Tensor:
+    return tf.where(condition, x, y)
+
+
+def finite(x: tf.Tensor) -> tf.Tensor:
+    return tf.math.is_finite(x)
+
+
+def rounded(x: tf.Tensor) -> tf.Tensor:
+    return tf.round(x)
+
+
+def cast(x: tf.Tensor, dtype: str) -> tf.Tensor:
+    return tf.cast(x, dtype)
+
+
+def bits(x: tf.Tensor, dtype: str) -> tf.Tensor:
+    wanted = tf.as_dtype(dtype)
+    if x.dtype.size > wanted.size:  # TensorFlow puts the bytes of a value into a new dimension
+        return tf.reshape(tf.bitcast(x, wanted), (x.shape[0], -1))
+    if x.dtype.size < wanted.size:
+        return tf.bitcast(tf.reshape(x, (x.shape[0], -1, wanted.size // x.dtype.size)), wanted)
+    return tf.bitcast(x, wanted)
+
+
+def mean_of_rows(x: tf.Tensor) -> tf.Tensor:
+    return tf.reduce_mean(x, axis=0)

@@ -1,0 +1,33 @@
+"""How gradients and weights travel between ranks. One file for each kind of compression.
+
+::
+
+    compression    the base classes, and what a compression may use of the ranks
+    rounding       fewer bits: fp16, bf16 and int8
+
+A compression is a frozen dataclass. It holds the mathematics; ``adapters/pytorch/ops.py`` and
+``adapters/keras/ops.py`` have the functions on tensors that it uses.
+"""
+
+from __future__ import annotations
+
+from hvkit.compression.compression import Compression
+from hvkit.compression.rounding import BFloat16, Float16, Int8, Rounding
+
+BY_NAME: dict[str, Compression | None] = {
+    "none": None,
+    "fp16": Float16(),
+    "bf16": BFloat16(),
+    "int8": Int8(),
+}
+"""What the strings mean that ``hvkit.distribute`` takes."""
+
+
+def for_rows(compression: Compression | None) -> Rounding | None:
+    """The compression, if it suits the values of row-sparse gradients: one value at a time."""
+    if isinstance(compression, Rounding) and compression.block == 1:
+        return compression
+    return None
+
+
+__all__ = ["BY_NAME", "BFloat16", "Compression", "Float16", "Int8", "for_rows"]

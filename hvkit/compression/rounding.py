@@ -1,0 +1,101 @@
+"""Compression by rounding: each value travels in 16 bits or in 8.
+
+Horovod's allreduce would add up in 16 bits, where float16 overflows and every rank adds a rounding
+error, and it has neither bfloat16 nor 8-bit sums. So a mean takes two other collectives. An
+all-to-all gives each rank its share of every rank's values, and the rank averages that share in
+float32. An allgather then brings the means to all ranks. Each value is rounded twice, once on its
+way to the mean and once as part of the mean, however many ranks there are. With two bytes a value
+both together send half the bytes of a ring allreduce in float32.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from hvkit.compression.compression import Compression, Exchange, Gather, Ops, Shares, Tensor
+
+
+@dataclass(frozen=True)
+class Rounding(Compression):
+    """A compression that encodes runs of values on their own."""
+
+    block: ClassVar[int] = 1
+    """The number of values in a run."""
+
+    @abstractmethod
+    def encode(self, vector: Tensor, ops: Ops) -> Tensor:
+        """Round a float32 vector.
+
+        Args:
+            vector: of shape (n * block,).
+            ops: the framework's functions on tensors.
+
+        Returns:
+            Integers of shape (n, width), which Horovod moves without arithmetic.
+        """
+
+    @abstractmethod
+    def decode(self, rows: Tensor, ops: Ops) -> Tensor:
+        """The float32 vector of a result of ``encode``."""
+
+    def reduce(self, vector: Tensor, ops: Ops, ranks: int) -> Generator[Exchange, Tensor, Tensor]:
+        length = vector.shape[0]
+        padded = ops.pad(vector, -length % (ranks * self.block))
+        shares = yield Shares(self.encode(padded, ops))
+        mean = ops.mean_of_rows(ops.reshape(self.decode(shares, ops), (ranks, -1)))
+        means = yield Gather(self.encode(mean, ops))
+        return self.decode(means, ops)[:length]
+
+
+@dataclass(frozen=True)
+class Float16(Rounding):
+    """float16: 11 bits of precision; infinite beyond 65504, and zero below 6e-8."""
+
+    def encode(self, vector: Tensor, ops: Ops) -> Tensor:
+        return ops.bits(ops.cast(ops.reshape(vector, (-1, 1)), "float16"), "int16")
+
+    def decode(self, rows: Tensor, ops: Ops) -> Tensor:
+        return ops.reshape(ops.cast(ops.bits(rows, "float16"), "float32"), (-1,))
+
+
+@dataclass(frozen=True)
+class BFloat16(Rounding):
+    """bfloat16: 8 bits of precision, and the range of float32."""
+
+    def encode(self, vector: Tensor, ops: Ops) -> Tensor:
+        return ops.bits(ops.cast(ops.reshape(vector, (-1, 1)), "bfloat16"), "int16")
+
+    def decode(self, rows: Tensor, ops: Ops) -> Tensor:
+        return ops.reshape(ops.cast(ops.bits(rows, "bfloat16"), "float32"), (-1,))
+
+
+@dataclass(frozen=True)
+class Int8(Rounding):
+    """8 bits: each block of 256 values has a float32 scale s, its largest absolute value / 127.
+
+        q = round(x / s),    x ~ s q,    |x - s q| <= s / 2
+
+    A block of zeros stays zero. A value that is infinite or NaN makes its whole block so, as loss
+    scaling needs it: an overflow on one rank is an overflow on all. A ring allreduce in float32
+    sends 3.9 times the bytes.
+
+    Source: Dettmers, "8-Bit Approximations for Parallelism in Deep Learning" (2015), with scales
+    for blocks as in Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2021).
+    """
+
+    block: ClassVar[int] = 256
+
+    def encode(self, vector: Tensor, ops: Ops) -> Tensor:
+        blocks = ops.reshape(vector, (-1, self.block))
+        scale = ops.largest(blocks) / 127
+        usable = ops.where(ops.finite(scale) & (scale > 0), scale, 1.0)
+        # Beside a scale that is not finite, any number but zero is right.
+        whole = ops.where(ops.finite(scale), ops.rounded(blocks / usable), 1.0)
+        return ops.join(ops.bits(ops.cast(whole, "int8"), "uint8"), ops.bits(scale, "uint8"))
+
+    def decode(self, rows: Tensor, ops: Ops) -> Tensor:
+        whole = ops.cast(ops.bits(rows[:, : self.block], "int8"), "float32")
+        return ops.reshape(whole * ops.bits(rows[:, self.block :], "float32"), (-1,))

@@ -1,0 +1,147 @@
+"""Compression by rounding, on both frameworks' tensors, with ranks that take turns."""
+
+import numpy as np
+import pytest
+
+from hvkit.compression import BY_NAME, BFloat16, Float16, Int8, for_rows
+from hvkit.compression.compression import Gather, Mean, Shares
+
+
+class Torch:
+    """PyTorch's functions, and the way from and to NumPy."""
+
+    def __init__(self):
+        self.torch = pytest.importorskip("torch")
+        from hvkit.adapters.pytorch import ops
+
+        self.ops = ops
+
+    def tensor(self, array):
+        return self.torch.from_numpy(np.array(array, np.float32))
+
+    def join(self, parts):
+        return self.torch.cat(parts)
+
+
+class TensorFlow:
+    """The same for TensorFlow."""
+
+    def __init__(self):
+        self.tf = pytest.importorskip("tensorflow")
+        from hvkit.adapters.keras import ops
+
+        self.ops = ops
+
+    def tensor(self, array):
+        return self.tf.constant(np.array(array, np.float32))
+
+    def join(self, parts):
+        return self.tf.concat(parts, axis=0)
+
+
+@pytest.fixture(params=[Torch, TensorFlow])
+def library(request):
+    return request.param()
+
+
+def reduced(compression, vectors, library):
+    """What each rank gets for its vector, and the bytes it hands to the collectives."""
+    ranks = len(vectors)
+    flows = [compression.reduce(library.tensor(v), library.ops, ranks) for v in vectors]
+    asked, ends, sent = [next(flow) for flow in flows], [], []
+    while not ends:
+        sent.append(
+            [
+                np.asarray(each.rows if hasattr(each, "rows") else each.vector).nbytes
+                for each in asked
+            ]
+        )
+        if isinstance(asked[0], Gather):
+            results = [library.join([each.rows for each in asked])] * ranks
+        elif isinstance(asked[0], Shares):
+            share = asked[0].rows.shape[0] // ranks
+            results = [
+                library.join([each.rows[r * share : (r + 1) * share] for each in asked])
+                for r in range(ranks)
+            ]
+        else:
+            assert isinstance(asked[0], Mean)
+            results = [sum(each.vector for each in asked) / ranks] * ranks
+        asked = []
+        for flow, result in zip(flows, results, strict=True):
+            try:
+                asked.append(flow.send(result))
+            except StopIteration as end:
+                ends.append(np.asarray(end.value))
+    return ends, sent
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("length", [1, 255, 256, 1000])
+@pytest.mark.parametrize(
+    ("compression", "error"), [(Float16(), 2**-10), (BFloat16(), 2**-7), (Int8(), 2 / 127)]
+)
+def test_all_ranks_get_the_mean_up_to_two_roundings(compression, error, length, ranks, library):
+    vectors = np.random.default_rng(0).normal(size=(ranks, length)).astype(np.float32)
+    found, _ = reduced(compression, vectors, library)
+    assert all(np.array_equal(each, found[0]) for each in found)
+    assert found[0].shape == (length,)
+    assert np.abs(found[0] - vectors.mean(0)).max() <= error / 2 * np.abs(vectors).max() * 2
+
+
+@pytest.mark.parametrize(("compression", "share"), [(Float16(), 1 / 2), (Int8(), 1 / 3.8)])
+def test_bytes(compression, share, library):
+    vectors = np.ones((4, 4096), np.float32)
+    _, (to_the_mean, means) = reduced(compression, vectors, library)
+    # An all-to-all sends 3/4 of its rows, an allgather 3 times, a ring allreduce 6/4.
+    sent = to_the_mean[0] * 3 / 4 + means[0] * 3
+    assert sent <= share * 4 * 4096 * 6 / 4
+
+
+def test_eight_bits_hold_multiples_of_the_scale_exactly(library):
+    whole = np.random.default_rng(0).integers(-126, 127, size=512).astype(np.float32)
+    whole[[0, 256]] = 127, -127
+    for scale in (1.0, 0.5, 2.0**-100, 2.0**100):
+        vector = library.tensor(whole * np.float32(scale))
+        rows = Int8().encode(vector, library.ops)
+        assert tuple(rows.shape) == (2, 260)
+        found = np.asarray(Int8().decode(rows, library.ops))
+        assert np.array_equal(found, whole * np.float32(scale))
+
+
+def test_eight_bits_err_by_half_a_scale_at_most(library):
+    values = np.random.default_rng(0).normal(size=(50, 256)).astype(np.float32)
+    values *= 10.0 ** np.arange(-20, 30)[:, None]
+    encoded = Int8().encode(library.tensor(values.reshape(-1)), library.ops)
+    found = np.asarray(Int8().decode(encoded, library.ops)).reshape(values.shape)
+    scale = np.abs(values).max(1, keepdims=True) / 127
+    assert (np.abs(found - values) <= scale * (0.5 + 1e-4)).all()
+
+
+def test_zeros_stay_zero(library):
+    found, _ = reduced(Int8(), np.zeros((2, 700), np.float32), library)
+    assert not found[0].any()
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("compression", [Float16(), BFloat16(), Int8()])
+def test_an_overflow_on_one_rank_is_one_on_all(compression, bad, library):
+    vectors = np.ones((2, 600), np.float32)
+    vectors[1, 300] = bad
+    found, _ = reduced(compression, vectors, library)
+    for each in found:
+        assert not np.isfinite(each[300])
+        assert np.isfinite(each[:256]).all()
+        assert np.isfinite(each[512:]).all()
+
+
+def test_tiny_values_are_no_overflow(library):
+    found, _ = reduced(Int8(), np.full((2, 256), 1e-45, np.float32), library)
+    assert np.isfinite(found[0]).all()
+
+
+def test_names_and_the_rows_of_sparse_gradients():
+    assert set(BY_NAME) == {"none", "fp16", "bf16", "int8"}
+    assert for_rows(BFloat16()) == BFloat16()
+    assert for_rows(Int8()) is None
+    assert for_rows(None) is None
