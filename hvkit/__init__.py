@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hvkit.allreduce import allreduce
     from hvkit.checkpoint import Checkpoint, Progress
     from hvkit.collectives import allgather, barrier, broadcast
+    from hvkit.compression import PowerSGD, TopK
     from hvkit.data.shard import shard
     from hvkit.distribute import distribute, settled
     from hvkit.errors import (
@@ -46,10 +47,12 @@ __all__ = [
     "HvkitError",
     "LaunchError",
     "LocalSGD",
+    "PowerSGD",
     "Progress",
     "RankLostError",
     "RanksDisagreeError",
     "Synchronous",
+    "TopK",
     "allgather",
     "allreduce",
     "any_rank",
@@ -73,6 +76,7 @@ _NAMES_BY_MODULE = {
     "allreduce": "allreduce",
     "checkpoint": "Checkpoint Progress",
     "collectives": "allgather barrier broadcast",
+    "compression": "PowerSGD TopK",
     "data.shard": "shard",
     "distribute": "distribute settled",
     "errors": (

@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from numbers import Integral, Real
 from typing import Any, TypeVar
 
 from hvkit import runtime
@@ -27,6 +25,7 @@ from hvkit.collectives import raise_together, require_equal
 from hvkit.compression import BY_NAME, Compression
 from hvkit.learning_rate import Multiplier, describe, make_multiplier
 from hvkit.log import logger
+from hvkit.numbers import check_count, check_number
 from hvkit.strategies.strategy import Rounds, Strategy
 from hvkit.strategies.synchronous import Synchronous
 from hvkit.watch.calls import call_within, named
@@ -122,7 +121,10 @@ def distribute(
             they are still summed in 32 bits. ``"bf16"`` and ``"fp16"`` halve the bytes: bf16 has
             the range of float32 and 8 bits of precision; fp16 has 11, but turns values beyond 65504
             into infinity and those below 6e-8 into zero. ``"int8"`` sends a quarter: blocks of 256
-            values, each with a scale of its own. Only float32 is compressed, and the rows of sparse
+            values, each with a scale of its own. ``hvkit.TopK(ratio=0.01)`` sends the largest
+            values and ``hvkit.PowerSGD(rank=4)`` low-rank factors; what they leave out counts in
+            the next step, so they take ``accumulate`` for several backward passes in a step, and
+            exclude a ``GradScaler`` in PyTorch. Only float32 is compressed, and the rows of sparse
             gradients only to 16 bits.
         batch_norm: ``"average"``: each rank normalises with the statistics of its own batch, and
             every update averages the running statistics over ranks, so all ranks evaluate and save
@@ -157,11 +159,11 @@ def distribute(
     multiplier = Multiplier()
     try:
         options = Options(
-            accumulate=_count("accumulate", accumulate, 1),
+            accumulate=check_count("accumulate", accumulate),
             warmup_steps=_warmup_steps(warmup_steps, warmup_epochs, steps_per_epoch),
             compression=_compression(compression),
             batch_norm=_one_of("batch_norm", batch_norm, BATCH_NORMS),
-            check_every=(None if check_every is None else _count("check_every", check_every, 1)),
+            check_every=(None if check_every is None else check_count("check_every", check_every)),
             strategy=_checked(strategy),
         )
         _refuse_contradictions(options)
@@ -228,7 +230,10 @@ def _compression(value: object) -> Compression | None:
         return value
     if isinstance(value, str) and value in BY_NAME:
         return BY_NAME[value]
-    raise ValueError(f"compression must be one of {', '.join(BY_NAME)}; got {value!r}")
+    raise ValueError(
+        f"compression must be one of {', '.join(BY_NAME)}, or an object such as "
+        f"hvkit.TopK(ratio=0.01) and hvkit.PowerSGD(rank=4); got {value!r}"
+    )
 
 
 def _checked(strategy: object) -> Strategy:
@@ -285,14 +290,6 @@ def _adapter_for(model: Any, optimizers: Sequence[Any], options: Options) -> Ada
     )
 
 
-def _count(name: str, value: object, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
-    if (count := int(value)) < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
-    return count
-
-
 def _one_of(name: str, value: object, accepted: tuple[str, ...]) -> str:
     if value not in accepted:
         raise ValueError(f"{name} must be one of {', '.join(accepted)}; got {value!r}")
@@ -301,13 +298,10 @@ def _one_of(name: str, value: object, accepted: tuple[str, ...]) -> str:
 
 def _warmup_steps(steps: int, epochs: float, steps_per_epoch: int | None) -> int:
     """The length of the warm-up in optimizer steps, from either argument."""
-    steps = _count("warmup_steps", steps, 0)
+    steps = check_count("warmup_steps", steps, 0)
     if steps_per_epoch is not None:
-        steps_per_epoch = _count("steps_per_epoch", steps_per_epoch, 1)
-    if isinstance(epochs, bool) or not isinstance(epochs, Real):
-        raise TypeError(f"warmup_epochs must be a number, got {epochs!r}")
-    if not 0 <= epochs < math.inf:
-        raise ValueError(f"warmup_epochs must be a finite number from 0, got {epochs!r}")
+        steps_per_epoch = check_count("steps_per_epoch", steps_per_epoch)
+    epochs = check_number("warmup_epochs", epochs, least=0)
     if not epochs:
         return steps
     if steps:

@@ -17,7 +17,7 @@ import numpy as np
 
 from hvkit.compression import Compression
 from hvkit.learning_rate import Multiplier
-from hvkit.strategies.strategy import Rounds, Strategy
+from hvkit.strategies.strategy import Strategy
 
 BATCH_NORMS = ("average", "local", "sync")
 
@@ -49,22 +49,28 @@ class Record:
 
 
 class Keeper(Protocol):
-    """Ends the rounds of one model."""
-
-    strategy: Rounds
+    """What a strategy or a compression keeps of one model from step to step."""
 
     @property
-    def in_round(self) -> bool:
-        """Whether an optimizer has taken steps since its last agreement."""
+    def strategy(self) -> Strategy:
+        """As passed to ``distribute``."""
+
+    @property
+    def compression(self) -> Compression | None:
+        """As passed to ``distribute``."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether the ranks train alone for rounds, so that their weights differ."""
 
     def settled(self) -> AbstractContextManager[None]:
-        """Hold the weights that the ranks would agree on now; a collective."""
+        """Hold the weights that the ranks would agree on now; a collective if ``alone``."""
 
     def unsettled(self) -> AbstractContextManager[None]:
         """Hold this rank's own weights for a while, inside ``settled``."""
 
     def begin_anew(self) -> None:
-        """Begin with the weights that the ranks hold now, the same on all; forget all rounds."""
+        """Forget the state; begin with the weights that the ranks hold now, the same on all."""
 
     def state(self) -> dict[str, np.ndarray[Any, Any]]:
         """What a checkpoint saves, the same on every rank."""
@@ -77,6 +83,12 @@ class Keeper(Protocol):
             in_round: whether each rank will hold its own weights again. If not, a new round begins,
                 with the weights that all hold now.
         """
+
+    def own_state(self) -> dict[str, np.ndarray[Any, Any]]:
+        """What a checkpoint saves for each rank: residuals."""
+
+    def load_own_state(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
+        """Set what ``own_state`` returned on this rank."""
 
 
 class Adapter(Protocol):
@@ -103,7 +115,7 @@ class Adapter(Protocol):
     def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
         """Keep the ranks in step from now on, as the strategy says.
 
-        Returns each optimizer with its record, and what keeps rounds if the strategy has them.
+        Returns each optimizer with its record, and what keeps state that a checkpoint saves.
         """
 
 
@@ -136,7 +148,7 @@ def is_distributed(model_or_optimizer: Any) -> bool:
 
 
 def keeper_of(model: Any) -> Keeper | None:
-    """What keeps the rounds of a model; None if it does not train in rounds."""
+    """What the strategy and compression of a model keep; None if they keep nothing."""
     return _models.get(_plain(model))
 
 

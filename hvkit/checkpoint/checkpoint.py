@@ -14,7 +14,7 @@ from hvkit import collectives, runtime
 from hvkit.adapters.adapter import Keeper, framework_of, keeper_of
 from hvkit.adapters.fingerprints import Compared, Rows, require_same
 from hvkit.checkpoint import ranks, resume, store
-from hvkit.checkpoint.part import JsonPart, Part, RoundsPart
+from hvkit.checkpoint.part import JsonPart, Part, StrategyPart
 from hvkit.collectives import share
 from hvkit.errors import HvkitError, RanksDisagreeError
 from hvkit.watch.calls import named
@@ -190,10 +190,10 @@ class Checkpoint:
     def _parts_now(self) -> list[Part]:
         """The parts, with what the strategies of the models keep."""
         models = {part.name: keeper_of(part.model) for part in self.parts if part.model is not None}
-        rounds = [RoundsPart(name, keeper) for name, keeper in models.items() if keeper]
+        kept = [StrategyPart(name, keeper) for name, keeper in models.items() if keeper]
         for part in self.parts:
-            part.alone = bool(rounds)
-        return [*self.parts, *rounds]
+            part.alone = any(each.keeper.alone for each in kept)
+        return [*self.parts, *kept]
 
     def _write(
         self, name: str, progress: Progress, parts: list[Part], states: list[dict[str, Any]]
@@ -297,7 +297,7 @@ class Checkpoint:
 
 
 def _keepers(parts: list[Part]) -> list[Keeper]:
-    return [part.keeper for part in parts if isinstance(part, RoundsPart)]
+    return [part.keeper for part in parts if isinstance(part, StrategyPart)]
 
 
 def _require_same_progress(everyone: list[tuple[int, int]]) -> None:

@@ -86,8 +86,8 @@ class Part(ABC):
         """Count the current epoch as done, even if a loop left the data before its end."""
 
 
-class RoundsPart(Part):
-    """What a strategy keeps from one round to the next, in a plain ``.npz`` file.
+class StrategyPart(Part):
+    """What a strategy and a compression keep of a model, in a plain ``.npz`` file.
 
     Args:
         model: the name of the model's part.
@@ -103,25 +103,39 @@ class RoundsPart(Part):
         """Whether ``load`` goes on in the saved round, with each rank's own weights."""
 
     def facts(self) -> dict[str, Any]:
-        return {"strategy": repr(self.keeper.strategy)}
+        return {
+            "strategy": repr(self.keeper.strategy),
+            "compression": repr(self.keeper.compression),
+        }
+
+    def own(self) -> Arrays:
+        return {f"{ALONE}{name}": array for name, array in self.keeper.own_state().items()}
+
+    def load_own(self, arrays: Arrays) -> None:
+        self.keeper.load_own_state({n.removeprefix(ALONE): a for n, a in arrays.items()})
+
+    def matches(self, facts: Mapping[str, Any]) -> bool:
+        """Whether the run was saved with this strategy and compression."""
+        return all(facts.get(name) == value for name, value in self.facts().items())
 
     def save(self, path: Path) -> None:
         with path.open("wb") as file:
             np.savez(file, allow_pickle=False, **self.keeper.state())
 
     def load(self, content: bytes, facts: Mapping[str, Any]) -> None:
-        if facts["strategy"] != repr(self.keeper.strategy):
-            self.begin_anew(f"it was saved with {facts['strategy']}")
+        if not self.matches(facts):
+            self.begin_anew(f"saved with {facts['strategy']}, compression {facts['compression']}")
             return
         with np.load(io.BytesIO(content)) as values:
             arrays = {name: values[name] for name in values.files}
         self.keeper.load_state(arrays, in_round=self.goes_on)
 
     def begin_anew(self, reason: str) -> None:
-        """Begin the first round with the weights that all ranks have loaded."""
+        """Begin with the weights that all ranks have loaded."""
         self.keeper.begin_anew()
         if runtime.rank() == 0:
-            logger.info(f"{self.keeper.strategy} begins anew with the loaded weights: {reason}")
+            mine = f"{self.keeper.strategy}, compression {self.keeper.compression},"
+            logger.info(f"{mine} begins anew with the loaded weights: {reason}")
 
 
 class JsonPart(Part):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hvkit import collectives, runtime
 from hvkit.checkpoint import ranks, store
-from hvkit.checkpoint.part import Part, RoundsPart
+from hvkit.checkpoint.part import Part, StrategyPart
 from hvkit.checkpoint.store import Manifest
 from hvkit.collectives import share
 from hvkit.errors import RanksDisagreeError
@@ -64,9 +64,13 @@ def load(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> None:
     _require_parts(folder, manifest, parts)
     problem: Exception | None = None
     same_size = manifest.size == runtime.size()
-    rounds = [part for part in parts if isinstance(part, RoundsPart)]
-    in_round = same_size and bool(rounds) and all(_goes_on(part, manifest) for part in rounds)
-    for each in rounds:
+    kept = [part for part in parts if isinstance(part, StrategyPart)]
+    in_round = (
+        same_size
+        and bool(kept)
+        and all(part.matches(manifest.parts.get(part.name, {})) for part in kept)
+    )
+    for each in kept:
         each.goes_on = in_round
     for part in parts:
         if part.name not in manifest.parts:
@@ -86,14 +90,9 @@ def load(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> None:
     share(_CALL, problem, None)
     if runtime.rank() == 0:
         _log_resumed(folder, manifest, parts)
-    for each in rounds:
+    for each in kept:
         if each.name not in manifest.parts:
-            each.begin_anew("the checkpoint has none")
-
-
-def _goes_on(part: RoundsPart, manifest: Manifest) -> bool:
-    """Whether the run was saved with the strategy with which it resumes."""
-    return manifest.parts.get(part.name, {}).get("strategy") == repr(part.keeper.strategy)
+            each.begin_anew("the checkpoint has no state of theirs")
 
 
 def _require_parts(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> None:

@@ -4,6 +4,8 @@
 
     compression    the base classes, and what a compression may use of the ranks
     rounding       fewer bits: fp16, bf16 and int8
+    top_k          the largest values only
+    power_sgd      low-rank factors
 
 A compression is a frozen dataclass. It holds the mathematics; ``adapters/pytorch/ops.py`` and
 ``adapters/keras/ops.py`` have the functions on tensors that it uses.
@@ -12,7 +14,9 @@ A compression is a frozen dataclass. It holds the mathematics; ``adapters/pytorc
 from __future__ import annotations
 
 from hvkit.compression.compression import Compression
+from hvkit.compression.power_sgd import PowerSGD
 from hvkit.compression.rounding import BFloat16, Float16, Int8, Rounding
+from hvkit.compression.top_k import TopK
 
 BY_NAME: dict[str, Compression | None] = {
     "none": None,
@@ -30,4 +34,4 @@ def for_rows(compression: Compression | None) -> Rounding | None:
     return None
 
 
-__all__ = ["BY_NAME", "BFloat16", "Compression", "Float16", "Int8", "for_rows"]
+__all__ = ["BY_NAME", "BFloat16", "Compression", "Float16", "Int8", "PowerSGD", "TopK", "for_rows"]

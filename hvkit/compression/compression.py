@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 Tensor = Any
-"""A tensor of PyTorch or TensorFlow: it has ``+ - * /``, comparisons and slices."""
+"""A tensor of PyTorch or TensorFlow: it has ``+ - * / @``, comparisons and slices."""
+
+Shape = tuple[int, ...]
+
+State = dict[str, list[Tensor]]
+"""What a compression keeps from one mean to the next, by name: a vector for each tensor."""
+
+Reduction = Generator["Exchange", Tensor, tuple[Tensor, State]]
 
 
 class Ops(Protocol):
     """The functions on tensors that compressions use, for one framework."""
 
-    def reshape(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    def reshape(self, x: Tensor, shape: Shape) -> Tensor:
         """The elements in another shape."""
 
     def pad(self, x: Tensor, zeros: int) -> Tensor:
@@ -43,6 +53,33 @@ class Ops(Protocol):
 
     def mean_of_rows(self, x: Tensor) -> Tensor:
         """The mean row of a matrix."""
+
+    def constant(self, array: NDArray[np.float32], like: Tensor) -> Tensor:
+        """An array as a tensor, where another one is."""
+
+    def concat(self, vectors: Sequence[Tensor]) -> Tensor:
+        """Vectors, one after the other."""
+
+    def split(self, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """A vector, cut into vectors of these sizes."""
+
+    def largest_at(self, x: Tensor, count: int) -> Tensor:
+        """The positions of the elements of a vector that are largest in absolute value; int32."""
+
+    def take(self, x: Tensor, at: Tensor) -> Tensor:
+        """The elements of a vector at some positions."""
+
+    def without(self, x: Tensor, at: Tensor) -> Tensor:
+        """A vector with zeros at some positions."""
+
+    def sum_at(self, length: int, at: Tensor, values: Tensor) -> Tensor:
+        """A vector of zeros to which values are added; positions may occur several times."""
+
+    def transpose(self, x: Tensor) -> Tensor:
+        """A matrix with rows as columns."""
+
+    def orthonormal(self, x: Tensor) -> Tensor:
+        """An orthonormal basis that spans the columns of a matrix, as many columns."""
 
 
 @dataclass(frozen=True)
@@ -77,18 +114,38 @@ Exchange = Mean | Gather | Shares
 class Compression(ABC):
     """How float32 vectors travel between ranks. All ranks must pass an equal one."""
 
+    common: ClassVar[tuple[str, ...]] = ()
+    """Names of what it keeps that is the same on every rank."""
+    own: ClassVar[tuple[str, ...]] = ()
+    """Names of what it keeps that is each rank's own: residuals."""
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether a mean depends on those before it."""
+        return bool(self.common or self.own)
+
+    def begin(self, shape: Shape) -> dict[str, NDArray[np.float32]]:
+        """What it keeps of a tensor of this shape before the first mean, as vectors."""
+        return {}
+
     @abstractmethod
-    def reduce(self, vector: Tensor, ops: Ops, ranks: int) -> Generator[Exchange, Tensor, Tensor]:
-        """Average a vector over ranks.
+    def reduce(
+        self, vector: Tensor, shapes: Sequence[Shape], state: State, ops: Ops, ranks: int
+    ) -> Reduction:
+        """Average tensors over ranks.
 
         A generator: it yields the collectives that it needs, one after the other, and is sent
-        their results. So the caller may do other work while one runs.
+        their results. So the caller may do other work while one runs. It must not change its
+        arguments: the state counts as used only once an update has used the mean.
 
         Args:
-            vector: float32, of shape (n,), with the same n on every rank.
+            vector: float32, of shape (n,): some tensors, one after the other.
+            shapes: of the tensors, the same ones on every rank.
+            state: what ``begin`` or the mean before has returned.
             ops: the framework's functions on tensors.
             ranks: how many there are.
 
         Returns:
-            The mean over ranks, up to what the compression loses; the same on every rank.
+            The mean over ranks, up to what the compression loses, the same on every rank; and the
+            state.
         """

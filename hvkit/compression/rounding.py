@@ -11,11 +11,20 @@ both together send half the bytes of a ring allreduce in float32.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Generator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hvkit.compression.compression import Compression, Exchange, Gather, Ops, Shares, Tensor
+from hvkit.compression.compression import (
+    Compression,
+    Gather,
+    Ops,
+    Reduction,
+    Shape,
+    Shares,
+    State,
+    Tensor,
+)
 
 
 @dataclass(frozen=True)
@@ -41,13 +50,15 @@ class Rounding(Compression):
     def decode(self, rows: Tensor, ops: Ops) -> Tensor:
         """The float32 vector of a result of ``encode``."""
 
-    def reduce(self, vector: Tensor, ops: Ops, ranks: int) -> Generator[Exchange, Tensor, Tensor]:
+    def reduce(
+        self, vector: Tensor, shapes: Sequence[Shape], state: State, ops: Ops, ranks: int
+    ) -> Reduction:
         length = vector.shape[0]
         padded = ops.pad(vector, -length % (ranks * self.block))
         shares = yield Shares(self.encode(padded, ops))
         mean = ops.mean_of_rows(ops.reshape(self.decode(shares, ops), (ranks, -1)))
         means = yield Gather(self.encode(mean, ops))
-        return self.decode(means, ops)[:length]
+        return self.decode(means, ops)[:length], state
 
 
 @dataclass(frozen=True)

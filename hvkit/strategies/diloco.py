@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hvkit.strategies.strategy import Comm, Rounds, State, Vector, check_number
+from hvkit.numbers import check_number
+from hvkit.strategies.strategy import Comm, Rounds, State, Vector
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class DiLoCo(Rounds):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number("outer_lr", self.outer_lr, 0)
-        check_number("outer_momentum", self.outer_momentum, 0, below=1)
+        check_number("outer_lr", self.outer_lr, least=0)
+        check_number("outer_momentum", self.outer_momentum, least=0, below=1)
 
     def begin(self, weights: Vector) -> State:
         return {"anchor": weights + 0, "velocity": weights * 0}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from numbers import Integral, Real
 from typing import Any, Protocol
+
+from hvkit.numbers import check_count
 
 Vector = Any
 """All weights of one dtype in one vector, of PyTorch, TensorFlow or NumPy: it has ``+ - *``."""
@@ -66,20 +66,3 @@ class Rounds(Strategy, ABC):
         Returns:
             The weights with which the next round begins, and the state.
         """
-
-
-def check_count(name: str, value: object) -> None:
-    """Raise unless the value is an integer from 1."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
-
-
-def check_number(name: str, value: object, least: float, below: float = math.inf) -> None:
-    """Raise unless the value is a number from ``least`` to below ``below``."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
-    if not least <= float(value) < below:
-        limit = "finite" if below == math.inf else f"below {below:g}"
-        raise ValueError(f"{name} must be at least {least:g} and {limit}, got {value}")

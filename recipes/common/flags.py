@@ -10,6 +10,7 @@ from typing import Any, NoReturn, TypeVar
 
 import hvkit
 from common.schedule import SCHEDULES
+from hvkit.compression import BY_NAME, Compression
 from hvkit.strategies import Strategy
 
 T = TypeVar("T", int, float)
@@ -17,6 +18,7 @@ T = TypeVar("T", int, float)
 DRY_RUN_STEPS = 3
 
 STRATEGIES = ("Synchronous", "LocalSGD", "DiLoCo")
+COMPRESSIONS = ("TopK", "PowerSGD")
 
 
 class Flags(argparse.Namespace):
@@ -29,7 +31,7 @@ class Flags(argparse.Namespace):
     momentum: float
     seed: int
     strategy: Strategy
-    compression: str
+    compression: str | Compression
     log_interval: int
     data_dir: Path | None
     dataset: str
@@ -82,12 +84,15 @@ FRACTION = _checked(float, lambda x: 0 <= x < 1, "a number from 0 to below 1")
 SEED = _checked(int, lambda n: 0 <= n < 2**31, "a whole number from 0 to 2147483647")
 
 
-def strategy(text: str) -> Strategy:
-    """The strategy that ``NAME`` or ``NAME:key=value,...`` describes."""
+def described(text: str, kinds: Sequence[str], words: Sequence[str] = ()) -> Any:
+    """The object of hvkit that ``NAME`` or ``NAME:key=value,...`` describes; or one of the words."""
     name, _, settings = text.partition(":")
-    kinds = {kind.lower(): getattr(hvkit, kind) for kind in STRATEGIES}
-    if name.lower() not in kinds:
-        raise argparse.ArgumentTypeError(f"must be one of {', '.join(STRATEGIES)}, got {name!r}")
+    if text in words:
+        return text
+    by_name = {kind.lower(): getattr(hvkit, kind) for kind in kinds}
+    if name.lower() not in by_name:
+        wanted = ", ".join([*words, *kinds])
+        raise argparse.ArgumentTypeError(f"must be one of {wanted}, got {name!r}")
     values = {}
     for setting in filter(None, settings.split(",")):
         key, equals, value = setting.partition("=")
@@ -98,9 +103,19 @@ def strategy(text: str) -> Strategy:
         if not equals:
             raise argparse.ArgumentTypeError(f"settings are key=value, got {setting!r}")
     try:
-        return kinds[name.lower()](**values)  # type: ignore[no-any-return]
+        return by_name[name.lower()](**values)
     except (TypeError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"{text}: {error}") from None
+
+
+def strategy(text: str) -> Strategy:
+    """The argparse type of ``--strategy``."""
+    return described(text, STRATEGIES)  # type: ignore[no-any-return]
+
+
+def compression(text: str) -> str | Compression:
+    """The argparse type of ``--compression``."""
+    return described(text, COMPRESSIONS, words=tuple(BY_NAME))  # type: ignore[no-any-return]
 
 
 def parse_flags(description: str, argv: Sequence[str] | None = None) -> Flags:
@@ -130,9 +145,10 @@ def add_training_flags(parser: Parser, batch_size: int, epochs: int, lr: float) 
     )
     flag(
         "--compression",
-        choices=("none", "fp16", "bf16", "int8"),
+        type=compression,
         default="none",
-        help="compression of gradients or weights on the network",
+        metavar="NAME[:key=value,...]",
+        help=f"of what travels: {', '.join([*BY_NAME, *COMPRESSIONS])}; TopK:ratio=0.01 sets a value",
     )
     flag("--seed", type=SEED, default=1, help="seed of initial weights, image order and dropout")
     flag("--log-interval", type=POSITIVE, default=100, help="steps between reports of the loss")

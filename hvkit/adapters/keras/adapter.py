@@ -15,8 +15,8 @@ import keras
 from keras.src.backend import in_stateless_scope
 
 from hvkit import collectives
-from hvkit.adapters.adapter import Options, Record
-from hvkit.adapters.keras.averager import GradientAverager
+from hvkit.adapters.adapter import Keeper, Options, Record
+from hvkit.adapters.keras.averager import AveragingKeeper, GradientAverager
 from hvkit.adapters.keras.batch_norm import average_statistics, synchronise_batch_norm
 from hvkit.adapters.keras.checks import Checks, require_same_weights
 from hvkit.adapters.keras.fit import share_results
@@ -123,7 +123,7 @@ class KerasAdapter:
                 RateInUpdate(part, multiplier)
         return [(float(part.learning_rate), multiplier) for part in parts]
 
-    def keep_in_step(self) -> tuple[list[tuple[Any, Record]], RoundKeeper | None]:
+    def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
         # XLA cannot compile Horovod's operations.
         self.model.supports_jit = False
         if getattr(self.model, "compiled", False):
@@ -140,7 +140,11 @@ class KerasAdapter:
                 skip_together(each)
         compare = functools.partial(require_same_weights, "fit", self.model, self.optimizers)
         share_results(self.model, self.averagers, compare, rounds)
-        return [(each, Record()) for each in self.optimizers], rounds
+        keeper: Keeper | None = rounds
+        compression = self.options.compression
+        if compression and compression.keeps_state and not rounds:
+            keeper = AveragingKeeper(self.model, self.averagers, compression)
+        return [(each, Record()) for each in self.optimizers], keeper
 
     def _in_rounds(self, strategy: Rounds, optimizers: Sequence[Any]) -> RoundKeeper:
         let_differ(self.model, optimizers)

@@ -9,7 +9,9 @@ exchange when the first gradient is there, and it runs while backward computes t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -17,12 +19,14 @@ import tensorflow as tf
 
 from hvkit import runtime
 from hvkit.adapters.gradient_chunks import chunks
-from hvkit.adapters.keras.graph_collectives import GraphWait, compressed_mean, widened
+from hvkit.adapters.keras.graph_collectives import CompressedMeans, GraphWait, widened
+from hvkit.adapters.keras.initial_state import tf_variable
 from hvkit.adapters.keras.sparse import average_rows
 from hvkit.adapters.keras.wire import Wire
 from hvkit.compression import Compression
 from hvkit.engines import waiting_for_all_ranks
 from hvkit.errors import RanksDisagreeError
+from hvkit.strategies import Strategy, Synchronous
 from hvkit.watch.calls import call
 
 # A rank at the end of its epoch sends this instead of zeros and ones.
@@ -52,7 +56,7 @@ class GradientAverager:
         self._wire = Wire("gradients")
         self._flags = Wire("checks")
         self._name = name
-        self._compression = compression
+        self.compressed = CompressedMeans(compression, self._wire) if compression else None
         self._check = check
         # Added to constants that are sent: TensorFlow would compute the operation only once.
         with tf.init_scope(), tf.device("CPU:0"):
@@ -95,7 +99,7 @@ class GradientAverager:
         with tf.control_dependencies([self._assert_alike(had, variables)]):
             checked = self._check(gradients, variables)
         with tf.control_dependencies(checked):
-            means = self._mean(list(map(_of_known_shape, gradients, variables)))
+            means = self._mean(list(map(_of_known_shape, gradients, variables)), variables)
         self._wait.leave([_values(mean) for mean in means if mean is not None])
         return means
 
@@ -115,7 +119,7 @@ class GradientAverager:
             _filled_in(*each)
             for each in zip(gradients, variables, absent, any_dense, any_sparse, strict=True)
         ]
-        return self._mean(gradients)
+        return self._mean(gradients, variables)
 
     def end_of_epoch(self) -> None:
         """Make sure that every rank is at the end of its epoch; a collective.
@@ -162,15 +166,16 @@ class GradientAverager:
             summarize=8,
         )
 
-    def _mean(self, gradients: list[Any]) -> list[Any]:
+    def _mean(self, gradients: list[Any], variables: Sequence[Any]) -> list[Any]:
         """Average gradients that every rank has; positions stay, None stays None."""
         means: list[Any] = [None] * len(gradients)
         kinds: dict[Any, list[int]] = {}
+        compression = self.compressed.compression if self.compressed else None
         # Backward computes the last variables' gradients first.
         for i in reversed(range(len(gradients))):
             if _is_sparse(gradients[i]):
                 name = f"{self._name}.{i}"
-                means[i] = average_rows(gradients[i], name, self._wire, self._compression)
+                means[i] = average_rows(gradients[i], name, self._wire, compression)
             elif gradients[i] is not None:
                 kinds.setdefault(gradients[i].dtype, []).append(i)
         for dtype, positions in kinds.items():
@@ -179,17 +184,84 @@ class GradientAverager:
                 together = [positions[p] for p in run]
                 sent = [widened(gradients[i]) for i in together]
                 name = f"{self._name}.{dtype.name}.{together[0]}"
-                for i, mean in zip(together, self._dense_means(sent, name), strict=True):
+                found = self._dense_means(sent, [variables[i] for i in together], name)
+                for i, mean in zip(together, found, strict=True):
                     means[i] = tf.cast(mean, dtype)
         return means
 
-    def _dense_means(self, gradients: list[tf.Tensor], name: str) -> list[tf.Tensor]:
-        if self._compression and gradients[0].dtype == tf.float32:
+    def _dense_means(
+        self, gradients: list[tf.Tensor], variables: list[Any], name: str
+    ) -> list[tf.Tensor]:
+        if self.compressed and gradients[0].dtype == tf.float32:
             flat = tf.concat([tf.reshape(g, [-1]) for g in gradients], axis=0)
-            mean = compressed_mean(flat, self._compression, self._wire, name)
+            mean = self.compressed.mean(flat, variables, name)
             pieces = tf.split(mean, [g.shape.num_elements() for g in gradients])
             return [tf.reshape(p, g.shape) for p, g in zip(pieces, gradients, strict=True)]
         return self._wire.means(gradients, name)
+
+
+class AveragingKeeper:
+    """What the compression keeps for the optimizers of one model.
+
+    It is a ``hvkit.adapters.adapter.Keeper``.
+
+    Args:
+        model: a distributed one.
+        averagers: of its optimizers.
+        compression: how the gradients travel.
+    """
+
+    def __init__(
+        self, model: Any, averagers: Sequence[GradientAverager], compression: Compression
+    ) -> None:
+        self.strategy: Strategy = Synchronous()
+        self.compression = compression
+        self.alone = False
+        # Weak: hvkit keeps this object as long as the model.
+        self._model = weakref.ref(model)
+        self._compressed = [each.compressed for each in averagers if each.compressed]
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """The weights are the same on all ranks at any time."""
+        yield
+
+    unsettled = settled
+
+    def begin_anew(self) -> None:
+        """Forget what the compression keeps."""
+        for each in self._compressed:
+            each.begin_anew()
+
+    def state(self) -> dict[str, np.ndarray[Any, Any]]:
+        """What a checkpoint saves, the same on every rank."""
+        return self._arrays(self.compression.common)
+
+    def load_state(self, arrays: dict[str, np.ndarray[Any, Any]], *, in_round: bool) -> None:
+        """Set what ``state`` returned."""
+        self.begin_anew()
+        self.load_own_state(arrays)
+
+    def own_state(self) -> dict[str, np.ndarray[Any, Any]]:
+        """What a checkpoint saves for each rank: residuals."""
+        return self._arrays(self.compression.own)
+
+    def load_own_state(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
+        """Set what ``own_state`` returned on this rank."""
+        for number, each in enumerate(self._compressed):
+            mine = {k.partition("-")[2]: a for k, a in arrays.items() if k.startswith(f"{number}-")}
+            each.load(mine, self._weights())
+
+    def _arrays(self, names: Sequence[str]) -> dict[str, np.ndarray[Any, Any]]:
+        return {
+            f"{number}-{key}": array
+            for number, each in enumerate(self._compressed)
+            for key, array in each.arrays(names, self._weights()).items()
+        }
+
+    def _weights(self) -> list[tf.Variable]:
+        model = self._model()
+        return [] if model is None else [tf_variable(w) for w in model.weights]
 
 
 def _ready_first(gradients: Sequence[Any]) -> list[Any]:

@@ -6,14 +6,17 @@ counters in the graph take its place: one goes up before the collectives, one af
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from hvkit.adapters.keras import ops
+from hvkit.adapters.keras.initial_state import tf_variable
 from hvkit.adapters.keras.wire import Wire
 from hvkit.compression import Compression
+from hvkit.compression.compression import Shape
 from hvkit.engines import waiting_for_all_ranks
 from hvkit.watch import calls
 
@@ -62,26 +65,86 @@ class GraphWait:
         return int(self._entered.numpy()), left
 
 
-def compressed_mean(
-    vector: tf.Tensor, compression: Compression, wire: Wire, name: str
-) -> tf.Tensor:
-    """The mean over ranks of a float32 vector that travels compressed; a collective.
+class CompressedMeans:
+    """Means over ranks of float32 vectors that travel compressed.
 
     Args:
-        vector: of shape (n,), the same on all ranks.
-        compression: how it travels.
+        compression: how they travel.
         wire: counts the bytes.
-        name: the same on every rank, and no other collective's.
     """
-    flow = compression.reduce(vector, ops, wire.size)
-    result, number = None, 0
-    while True:
-        try:
-            exchange = flow.send(result)
-        except StopIteration as end:
-            return end.value
-        result = wire.exchange(exchange, f"{name}.{number}")
-        number += 1
+
+    def __init__(self, compression: Compression, wire: Wire) -> None:
+        self.compression = compression
+        self._wire = wire
+        # What the compression keeps, by the id of a variable. TensorFlow's graphs need variables.
+        self.kept: dict[int, dict[str, tf.Variable]] = {}
+        self._shapes: dict[int, Shape] = {}
+
+    def mean(
+        self, vector: tf.Tensor, variables: Sequence[Any], name: str, *, keep: bool = True
+    ) -> tf.Tensor:
+        """The mean of a vector; a collective.
+
+        Args:
+            vector: of shape (n,), the same on all ranks: tensors, one after the other.
+            variables: to which the tensors belong.
+            name: the same on every rank, and no other collective's.
+            keep: whether what the compression keeps changes.
+        """
+        shapes = [tuple(v.shape) for v in variables]
+        held = [self.state_of(tf_variable(v)) for v in variables]
+        state = {name: [each[name].value() for each in held] for name in held[0]}
+        flow = self.compression.reduce(vector, shapes, state, ops, self._wire.size)
+        result, number = None, 0
+        while True:
+            try:
+                exchange = flow.send(result)
+            except StopIteration as end:
+                mean, state = end.value
+                break
+            result = self._wire.exchange(exchange, f"{name}.{number}")
+            number += 1
+        if keep:
+            for at, each in enumerate(held):
+                for key, variable in each.items():
+                    variable.assign(state[key][at])
+        return mean
+
+    def arrays(
+        self, names: Sequence[str], weights: Sequence[tf.Variable]
+    ) -> dict[str, np.ndarray[Any, Any]]:
+        """What is kept under these names, for a checkpoint: by name and weight."""
+        return {
+            f"{name}.{i}": np.array(self.kept[id(weight)][name].numpy())
+            for i, weight in enumerate(weights)
+            if id(weight) in self.kept
+            for name in names
+        }
+
+    def load(
+        self, arrays: Mapping[str, np.ndarray[Any, Any]], weights: Sequence[tf.Variable]
+    ) -> None:
+        """Set what ``arrays`` returned."""
+        for key, array in arrays.items():
+            name, _, number = key.partition(".")
+            self.state_of(weights[int(number)])[name].assign(array)
+
+    def begin_anew(self) -> None:
+        """Forget what is kept."""
+        for key, held in self.kept.items():
+            for name, array in self.compression.begin(self._shapes[key]).items():
+                held[name].assign(array)
+
+    def state_of(self, variable: tf.Variable) -> dict[str, tf.Variable]:
+        """The variables with what the compression keeps of one weight."""
+        if id(variable) not in self.kept:
+            with tf.init_scope():
+                self._shapes[id(variable)] = tuple(variable.shape)
+                begun = self.compression.begin(self._shapes[id(variable)])
+                self.kept[id(variable)] = {
+                    name: tf.Variable(array, trainable=False) for name, array in begun.items()
+                }
+        return self.kept[id(variable)]
 
 
 def widened(tensor: tf.Tensor) -> tf.Tensor:

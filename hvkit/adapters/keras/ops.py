@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+import numpy as np
 import tensorflow as tf
+from numpy.typing import NDArray
 
 
 def reshape(x: tf.Tensor, shape: tuple[int, ...]) -> tf.Tensor:
@@ -52,3 +55,40 @@ def bits(x: tf.Tensor, dtype: str) -> tf.Tensor:
 
 def mean_of_rows(x: tf.Tensor) -> tf.Tensor:
     return tf.reduce_mean(x, axis=0)
+
+
+def constant(array: NDArray[np.float32], like: tf.Tensor) -> tf.Tensor:
+    return tf.constant(array)
+
+
+def concat(vectors: Sequence[tf.Tensor]) -> tf.Tensor:
+    return tf.concat(list(vectors), axis=0)
+
+
+def split(x: tf.Tensor, sizes: Sequence[int]) -> list[tf.Tensor]:
+    pieces: list[tf.Tensor] = tf.split(x, list(sizes))
+    return pieces
+
+
+def largest_at(x: tf.Tensor, count: int) -> tf.Tensor:
+    return tf.math.top_k(tf.abs(x), count, sorted=False).indices
+
+
+def take(x: tf.Tensor, at: tf.Tensor) -> tf.Tensor:
+    return tf.gather(x, at)
+
+
+def without(x: tf.Tensor, at: tf.Tensor) -> tf.Tensor:
+    return tf.tensor_scatter_nd_update(x, at[:, None], tf.zeros_like(at, x.dtype))
+
+
+def sum_at(length: int, at: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
+    return tf.math.unsorted_segment_sum(values, at, length)
+
+
+def transpose(x: tf.Tensor) -> tf.Tensor:
+    return tf.transpose(x)
+
+
+def orthonormal(x: tf.Tensor) -> tf.Tensor:
+    return tf.linalg.qr(x).q

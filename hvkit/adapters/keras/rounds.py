@@ -20,9 +20,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvkit.adapters.gradient_chunks import chunks
 from hvkit.adapters.keras.batch_norm import average_statistics
 from hvkit.adapters.keras.checks import Checks
-from hvkit.adapters.keras.graph_collectives import GraphWait, compressed_mean, widened
+from hvkit.adapters.keras.graph_collectives import CompressedMeans, GraphWait, widened
 from hvkit.adapters.keras.initial_state import tf_variable
 from hvkit.adapters.keras.optimizers import inner_optimizer
 from hvkit.adapters.keras.refusals import refuse_xla, remember_updated
@@ -30,8 +31,8 @@ from hvkit.adapters.keras.wire import Wire
 from hvkit.compression import Compression
 from hvkit.strategies.strategy import Rounds
 
-# Elements in one collective: MPI counts them in a C int.
-_PIECE = 1 << 26
+# Begins the names of what the compression keeps, in a checkpoint.
+_SENT = "sent-"
 
 # What ends the rounds of an optimizer, not of one that scales the loss.
 _kept: WeakKeyDictionary[Any, _OptimizerRounds] = WeakKeyDictionary()
@@ -57,9 +58,13 @@ class RoundKeeper:
         with_statistics: bool,
     ) -> None:
         self.strategy = strategy
+        self.compression = compression
+        self.alone = True
         # Weak: hvkit keeps this object as long as the model.
         self._model = ref(model)
-        self._comm = _Comm(f"{name}.weights", compression)
+        self._wait = GraphWait(f"{name}.weights")
+        self._wire = Wire("weights")
+        self._compressed = CompressedMeans(compression, self._wire) if compression else None
         self._statistics = GraphWait(f"{name}.statistics") if with_statistics else None
         # By the id of a weight: the variables with its state, and whether they have values.
         self._state: dict[int, dict[str, tf.Variable]] = {}
@@ -122,9 +127,10 @@ class RoundKeeper:
         for together in _of_one_kind(variables):
             sizes = [int(np.prod(v.shape)) for v in together]
             states = [self._state[id(v)] for v in together]
+            comm = _Comm(self._wait, self._wire, together, self._compressed, keep)
             weights = tf.concat([_flat(v) for v in together], axis=0)
             state = {n: tf.concat([each[n] for each in states], axis=0) for n in states[0]}
-            weights, state = self.strategy.agree(weights, state, self._comm)
+            weights, state = self.strategy.agree(weights, state, comm)
             for v, piece in zip(together, tf.split(weights, sizes), strict=True):
                 v.assign(tf.cast(tf.reshape(piece, v.shape), v.dtype))
             for name in state if keep else ():
@@ -185,6 +191,8 @@ class RoundKeeper:
         """Begin with the weights that the ranks hold now, the same on all; forget all rounds."""
         for begun in self._begun.values():
             begun.assign(False)
+        if self._compressed:
+            self._compressed.begin_anew()
         for each in self._optimizers:
             each.steps_done = 0
 
@@ -196,6 +204,9 @@ class RoundKeeper:
             if self._begun.get(id(weight)) is not None and self._begun[id(weight)].numpy()
             for name, variable in self._state[id(weight)].items()
         }
+        if self._compressed:
+            sent = self._compressed.arrays(self._compressed.compression.common, self._weights())
+            arrays |= {f"{_SENT}{key}": array for key, array in sent.items()}
         steps = [each.steps_done for each in self._optimizers]
         return {**arrays, "counts": np.array(steps, np.int64)}
 
@@ -213,7 +224,11 @@ class RoundKeeper:
                 f"it has {len(arrays['counts'])} optimizers, here are {len(self._optimizers)}"
             )
         weights = self._weights()
-        numbers = sorted({int(key.partition(".")[2]) for key in arrays if "." in key})
+        sent = {k.removeprefix(_SENT): a for k, a in arrays.items() if k.startswith(_SENT)}
+        if self._compressed:
+            self._compressed.load(sent, weights)
+        keys = [key for key in arrays if "." in key and not key.startswith(_SENT)]
+        numbers = sorted({int(key.partition(".")[2]) for key in keys})
         self.hold_state([weights[i] for i in numbers])
         for i in numbers:
             for name, variable in self._state[id(weights[i])].items():
@@ -221,6 +236,17 @@ class RoundKeeper:
                     variable.assign(arrays[f"{name}.{i}"])
         for each, steps in zip(self._optimizers, arrays["counts"].tolist(), strict=True):
             each.go_on_after(steps if in_round else 0)
+
+    def own_state(self) -> dict[str, np.ndarray[Any, Any]]:
+        """What a checkpoint saves for each rank: residuals."""
+        if not self._compressed:
+            return {}
+        return self._compressed.arrays(self._compressed.compression.own, self._weights())
+
+    def load_own_state(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
+        """Set what ``own_state`` returned on this rank."""
+        if self._compressed:
+            self._compressed.load(arrays, self._weights())
 
     def _weights(self) -> list[tf.Variable]:
         model = self._model()
@@ -302,27 +328,50 @@ class _OptimizerRounds:
 
 
 class _Comm:
-    """The ranks, as a strategy sees them."""
+    """The ranks, as a strategy sees them.
 
-    def __init__(self, name: str, compression: Compression | None) -> None:
-        self._wire = Wire("weights")
-        self._wait = GraphWait(name)
-        self._compression = compression
-        self.rank, self.size = self._wire.rank, self._wire.size
+    Args:
+        wait: counts the waits in graphs.
+        wire: counts the bytes.
+        variables: of the vectors, all of one dtype.
+        compressed: for float32 vectors, if they travel compressed.
+        keep: whether the round ends, so that what the compression keeps changes.
+    """
+
+    def __init__(
+        self,
+        wait: GraphWait,
+        wire: Wire,
+        variables: Sequence[tf.Variable],
+        compressed: CompressedMeans | None,
+        keep: bool,
+    ) -> None:
+        self._wait = wait
+        self._wire = wire
+        self._variables = variables
+        self._compressed = compressed
+        self._keep = keep
+        self.rank, self.size = wire.rank, wire.size
 
     def mean(self, vector: tf.Tensor) -> tf.Tensor:
-        pieces = [vector[i : i + _PIECE] for i in range(0, vector.shape[0], _PIECE)]
-        means = []
-        for i, piece in enumerate(pieces):
-            name = f"{self._wait.key}.{vector.dtype.name}.{i}"
-            if self._compression and vector.dtype == tf.float32:
-                way = functools.partial(
-                    compressed_mean, compression=self._compression, wire=self._wire, name=name
-                )
-            else:
-                way = functools.partial(self._wire.mean, name=name)
-            means.append(self._wait.around(piece, way))
+        means: list[tf.Tensor] = []
+        start = 0
+        sizes = [int(np.prod(v.shape)) * vector.dtype.size for v in self._variables]
+        for run in chunks(sizes):
+            variables = [self._variables[at] for at in run]
+            stop = start + sum(sizes[at] for at in run) // vector.dtype.size
+            name = f"{self._wait.key}.{vector.dtype.name}.{len(means)}"
+            means.append(self._wait.around(vector[start:stop], self._way(variables, name)))
+            start = stop
         return tf.concat(means, axis=0)
+
+    def _way(self, variables: list[tf.Variable], name: str) -> Callable[[tf.Tensor], tf.Tensor]:
+        def mean(piece: tf.Tensor) -> tf.Tensor:
+            if self._compressed and piece.dtype == tf.float32:
+                return self._compressed.mean(piece, variables, name, keep=self._keep)
+            return self._wire.mean(piece, name)
+
+        return mean
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hvkit.adapters.adapter import Options, Record
+from hvkit.adapters.adapter import Keeper, Options, Record
 from hvkit.adapters.pytorch.batch_norm import (
     RunningStatistics,
     batch_norm_of,
@@ -85,17 +85,16 @@ class PyTorchAdapter:
             if group.get("lr") is not None
         ]
 
-    def keep_in_step(self) -> tuple[list[tuple[Any, Record]], RoundKeeper | None]:
+    def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
         if self.options.batch_norm == "sync":
             synchronise_batch_norm(self.model)
         name = f"hvkit.{next(_serial)}"
         checks = Checks(self.parameters, self.optimizers, self.options.check_every, name)
         compression = self.options.compression
         statistics = self._averaged_statistics()
-        rounds: RoundKeeper | None = None
         keeper: GradientReducer | RoundKeeper
         if isinstance(strategy := self.options.strategy, Rounds):
-            keeper = rounds = RoundKeeper(
+            keeper = RoundKeeper(
                 strategy, self.parameters.values(), name, checks, compression, statistics
             )
         else:
@@ -119,7 +118,8 @@ class PyTorchAdapter:
                 for each in stepping:
                     rate.attach(each)
             records.append((optimizer, Record(warmup=rate)))
-        return records, rounds
+        keeps_state = keeper.alone or (compression and compression.keeps_state)
+        return records, keeper if keeps_state else None
 
     def _averaged_statistics(self) -> RunningStatistics | None:
         statistics = RunningStatistics(self.model)

@@ -13,15 +13,17 @@ rows of a batch.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
 from hvkit.adapters.gradient_chunks import chunks
 from hvkit.adapters.pytorch import ops
 from hvkit.adapters.pytorch.wire import Wire
 from hvkit.compression import Compression, for_rows
-from hvkit.compression.compression import Exchange
+from hvkit.compression.compression import Exchange, Reduction, Shape, State
 
 # Horovod's allreduce has no bfloat16, and a sum in float16 may overflow although the mean fits.
 _WIRE_DTYPE = {
@@ -49,7 +51,7 @@ class BucketSet:
         of: the bucket of each parameter that is in one, by the parameter's number.
     """
 
-    def __init__(self, name: str, compression: Compression | None = None) -> None:
+    def __init__(self, name: str, compression: CompressionState | None = None) -> None:
         self.all: list[Bucket] = []
         self.of: dict[int, Bucket] = {}
         self._name = name
@@ -163,25 +165,82 @@ def _shaped_like(parameter: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
     return piece.view_as(parameter)
 
 
+class CompressionState:
+    """What a compression keeps of each parameter.
+
+    Args:
+        compression: how float32 gradients or weights travel.
+    """
+
+    def __init__(self, compression: Compression) -> None:
+        self.compression = compression
+        # By the parameter's number: what counts, and what will once an update has used the means.
+        self.kept: dict[int, dict[str, torch.Tensor]] = {}
+        self.pending: dict[int, dict[str, torch.Tensor]] = {}
+
+    def of(self, numbers: Sequence[int], shapes: Sequence[Shape], like: torch.Tensor) -> State:
+        """The state of some parameters, new ones included."""
+        for i, shape in zip(numbers, shapes, strict=True):
+            if i not in self.kept:
+                self.kept[i] = {
+                    name: ops.constant(array, like)
+                    for name, array in self.compression.begin(shape).items()
+                }
+        names = self.kept[numbers[0]].keys()
+        return {name: [self.kept[i][name] for i in numbers] for name in names}
+
+    def suggest(self, numbers: Sequence[int], state: State) -> None:
+        """Take over a new state, for when an update has used the means."""
+        for at, i in enumerate(numbers):
+            self.pending[i] = {name: values[at] for name, values in state.items()}
+
+    def arrays(self, names: Iterable[str]) -> dict[str, np.ndarray[Any, Any]]:
+        """What is kept under these names, for a checkpoint: by name and parameter."""
+        return {
+            f"{name}.{i}": state[name].cpu().numpy()
+            for i, state in self.kept.items()
+            for name in names
+        }
+
+    def load(
+        self, arrays: Mapping[str, np.ndarray[Any, Any]], parameters: Sequence[torch.Tensor]
+    ) -> None:
+        """Set what ``arrays`` returned."""
+        for key, array in arrays.items():
+            name, _, number = key.partition(".")
+            p = parameters[int(number)]
+            begun = self.of([int(number)], [tuple(p.shape)], p)
+            begun[name][0].copy_(torch.from_numpy(array))
+
+    def commit(self, used: Container[int]) -> None:
+        """Keep the new state of the parameters that an update has used."""
+        self.kept.update({i: state for i, state in self.pending.items() if i in used})
+        self.pending.clear()
+
+
 class CompressedBucket(Bucket):
     """A bucket of float32 gradients that travel compressed.
 
     Args:
         name: the same on every rank, and no other bucket's.
         members: numbers and parameters, at least one.
-        compression: how they travel.
+        state: of the compression, for all buckets of a model.
     """
 
     def __init__(
-        self, name: str, members: Sequence[tuple[int, torch.Tensor]], compression: Compression
+        self, name: str, members: Sequence[tuple[int, torch.Tensor]], state: CompressionState
     ) -> None:
         super().__init__(name, members)
-        self._compression = compression
-        self._flow: Generator[Exchange, torch.Tensor, torch.Tensor]
+        self._state = state
+        self._numbers = [i for i, _ in members]
+        self._shapes = [tuple(p.shape) for _, p in members]
+        self._flow: Reduction
         self._exchanges = 0
 
     def launch(self, wire: Wire) -> None:
-        self._flow = self._compression.reduce(self.flat, ops, wire.size)
+        held = self._state.of(self._numbers, self._shapes, self.flat)
+        reduce = self._state.compression.reduce
+        self._flow = reduce(self.flat, self._shapes, held, ops, wire.size)
         self._exchanges = 0
         self._start(next(self._flow), wire)
 
@@ -191,7 +250,9 @@ class CompressedBucket(Bucket):
         try:
             following = self._flow.send(result)
         except StopIteration as end:
-            self.flat.copy_(end.value)
+            mean, state = end.value
+            self.flat.copy_(mean)
+            self._state.suggest(self._numbers, state)
         else:
             self._start(following, wire)
 
@@ -210,7 +271,7 @@ def make_buckets(
     last_name: str,
     members: Iterable[tuple[int, torch.Tensor]],
     extra: int,
-    compression: Compression | None = None,
+    compression: CompressionState | None = None,
 ) -> list[Bucket]:
     """Make the buckets for some parameters.
 

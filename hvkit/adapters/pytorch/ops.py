@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -44,3 +48,40 @@ def bits(x: Tensor, dtype: str) -> Tensor:
 
 def mean_of_rows(x: Tensor) -> Tensor:
     return x.mean(0)
+
+
+def constant(array: NDArray[np.float32], like: Tensor) -> Tensor:
+    return torch.from_numpy(array).to(like.device)
+
+
+def concat(vectors: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(vectors))
+
+
+def split(x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    return list(torch.split(x, list(sizes)))
+
+
+def largest_at(x: Tensor, count: int) -> Tensor:
+    return x.abs().topk(count, sorted=False).indices.to(torch.int32)
+
+
+def take(x: Tensor, at: Tensor) -> Tensor:
+    return x[at.long()]
+
+
+def without(x: Tensor, at: Tensor) -> Tensor:
+    return x.index_fill(0, at.long(), 0)
+
+
+def sum_at(length: int, at: Tensor, values: Tensor) -> Tensor:
+    return values.new_zeros(length).index_add_(0, at.long(), values)
+
+
+def transpose(x: Tensor) -> Tensor:
+    return x.T
+
+
+def orthonormal(x: Tensor) -> Tensor:
+    basis: Tensor = torch.linalg.qr(x).Q
+    return basis

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
@@ -110,6 +111,36 @@ class OutermostStep:
         self._depth -= 1
         if self._depth == 0:
             self._after()
+
+
+# By optimizer: what runs in place of ``GradScaler.step``. It gets the scaler, and the step.
+_scaled_steps: WeakKeyDictionary[Optimizer, Callable[[Any, Callable[[], Any]], Any]]
+_scaled_steps = WeakKeyDictionary()
+
+
+def around_scaled_steps(
+    optimizer: Optimizer, function: Callable[[Any, Callable[[], Any]], Any]
+) -> None:
+    """Run ``function(scaler, step)`` in place of each ``GradScaler.step(optimizer)``.
+
+    ``step()`` takes the step, or skips it because of an overflow. The function must not keep the
+    optimizer alive.
+    """
+    _scaled_steps[optimizer] = function
+    _patch_scaler()
+
+
+@functools.cache
+def _patch_scaler() -> None:
+    scaled_step = torch.amp.GradScaler.step
+
+    @functools.wraps(scaled_step)
+    def step(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        plain = functools.partial(scaled_step, self, optimizer, *args, **kwargs)
+        function = _scaled_steps.get(optimizer)
+        return plain() if function is None else function(self, plain)
+
+    torch.amp.GradScaler.step = step  # type: ignore[method-assign]
 
 
 def hook_steps_of_parents(kind: type[Any]) -> None:

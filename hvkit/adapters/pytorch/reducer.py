@@ -19,23 +19,31 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from torch.optim import Optimizer
 
 from hvkit import runtime
 from hvkit.adapters.pytorch import step_report
 from hvkit.adapters.pytorch.batch_norm import RunningStatistics
-from hvkit.adapters.pytorch.buckets import Bucket, BucketSet, average_rows
+from hvkit.adapters.pytorch.buckets import Bucket, BucketSet, CompressionState, average_rows
 from hvkit.adapters.pytorch.checks import Checks
-from hvkit.adapters.pytorch.optimizers import closure_of, with_averaged_loss, with_closure
+from hvkit.adapters.pytorch.optimizers import (
+    around_scaled_steps,
+    closure_of,
+    with_averaged_loss,
+    with_closure,
+)
 from hvkit.adapters.pytorch.step_report import StepReport
 from hvkit.adapters.pytorch.wire import Wire
 from hvkit.compression import Compression
 from hvkit.errors import RanksDisagreeError
+from hvkit.strategies import Strategy, Synchronous
 from hvkit.watch.calls import call
 
 # By number, in the order of the calls of distribute, which is the same on every rank. Hooks on
@@ -46,6 +54,8 @@ _numbers = itertools.count()
 
 class GradientReducer:
     """Keeps the gradients of some parameters averaged over ranks.
+
+    It is a ``hvkit.adapters.adapter.Keeper`` of what the compression keeps.
 
     Args:
         parameters: in the same order on every rank.
@@ -67,16 +77,21 @@ class GradientReducer:
         compression: Compression | None = None,
         statistics: RunningStatistics | None = None,
     ) -> None:
+        self.strategy: Strategy = Synchronous()
+        self.compression = compression
+        self.alone = False
         self._wire = Wire("gradients")
         self.name = name
         self._checks = checks
         self._accumulate = accumulate
-        self._compression = compression
         self._statistics = statistics
         self._number: dict[torch.Tensor, int] = {}
         self._parameters: list[torch.nn.Parameter] = []
         self._sparse: set[int] = set()
-        self._buckets = BucketSet(name, compression)
+        self._state = CompressionState(compression) if compression else None
+        self._buckets = BucketSet(name, self._state)
+        # Numbers of the parameters to which the last reduction has given means.
+        self._averaged: set[int] = set()
         # The autograd engine's number of the backward pass that is running.
         self._task: int | None = None
         self._passes = 0
@@ -99,6 +114,38 @@ class GradientReducer:
     def step(self) -> int:
         """The optimizer step that the current gradients are for, counted from 1."""
         return self._steps + 1
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """The weights are the same on all ranks at any time."""
+        yield
+
+    unsettled = settled
+
+    def begin_anew(self) -> None:
+        """Forget what the compression keeps."""
+        if self._state:
+            self._state.kept.clear()
+            self._state.pending.clear()
+
+    def state(self) -> dict[str, np.ndarray[Any, Any]]:
+        """What a checkpoint saves, the same on every rank."""
+        return self._state.arrays(self._state.compression.common) if self._state else {}
+
+    def load_state(self, arrays: dict[str, np.ndarray[Any, Any]], *, in_round: bool) -> None:
+        """Set what ``state`` returned."""
+        self.begin_anew()
+        if self._state:
+            self._state.load(arrays, self._parameters)
+
+    def own_state(self) -> dict[str, np.ndarray[Any, Any]]:
+        """What a checkpoint saves for each rank: residuals."""
+        return self._state.arrays(self._state.compression.own) if self._state else {}
+
+    def load_own_state(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
+        """Set what ``own_state`` returned on this rank."""
+        if self._state:
+            self._state.load(arrays, self._parameters)
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
         return parameter in self._number
@@ -148,10 +195,14 @@ class GradientReducer:
 
         def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             self._stepping.discard(key)
+            if self._state:
+                self._state.commit(self._averaged)
             # Several optimizers may use the gradients of one backward pass.
             self._steps += not self._counted
             self._counted = True
 
+        if self._state and self._state.compression.keeps_state:
+            around_scaled_steps(optimizer, self._refuse_scaled_step)
         optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(after)
 
@@ -185,7 +236,36 @@ class GradientReducer:
             else:
                 self._outdated.update(bucket.views)
         if not self._passes:
+            self._refuse_another_mean()
             self._arrange()
+
+    def _refuse_another_mean(self) -> None:
+        """Raise if a residual counts for a mean that no update has used.
+
+        Raises:
+            ValueError: the compression keeps residuals, and this is a second reduction in a step.
+        """
+        if self._state and self._state.compression.keeps_state and self._state.pending:
+            raise ValueError(
+                f"backward() again before optimizer.step(): {self._state.compression} has already "
+                "averaged the gradients of this step, and keeps what it has not sent for the next "
+                "one: pass accumulate=, the number of backward passes before each step, to "
+                "hvkit.distribute, and do not skip steps"
+            )
+
+    def _refuse_scaled_step(self, scaler: Any, step: Callable[[], Any]) -> Any:
+        """Raise if the scale of the gradients changes from step to step.
+
+        Raises:
+            ValueError: residuals of other steps would have another scale.
+        """
+        if scaler.is_enabled() and self._state:
+            raise ValueError(
+                f"{self._state.compression} adds what earlier steps have not sent to the gradients "
+                "of this one, but GradScaler scales each step's differently: train in bfloat16 "
+                "without a GradScaler, or choose a compression without residuals"
+            )
+        return step()
 
     def _end_pass(self) -> bool:
         """Count the pass; return whether a reduction is due after it."""
@@ -231,6 +311,7 @@ class GradientReducer:
                 bucket.exchange(self._wire)
                 bucket.wait(self._wire)
             self._write(report)
+            self._averaged = report.dense
             if self._statistics:
                 self._statistics.write(self._statistics_in(self._buckets.last))
             self._outdated.clear()
@@ -302,7 +383,7 @@ class GradientReducer:
             bucket.reset()
         for i in sorted(by_row):
             p = self._parameters[i]
-            rows = average_rows(p.grad, p, f"{self.name}.{i}", self._wire, self._compression)
+            rows = average_rows(p.grad, p, f"{self.name}.{i}", self._wire, self.compression)
             p.grad = rows.to_dense() if i in report.dense else rows
         self._sparse = (self._sparse | report.sparse) - (report.dense - report.sparse)
 

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -22,23 +22,23 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hvkit import collectives
+from hvkit.adapters.gradient_chunks import chunks
 from hvkit.adapters.pytorch import step_report
 from hvkit.adapters.pytorch.batch_norm import RunningStatistics
-from hvkit.adapters.pytorch.buckets import Bucket, CompressedBucket, wire_dtype
+from hvkit.adapters.pytorch.buckets import Bucket, CompressedBucket, CompressionState, wire_dtype
 from hvkit.adapters.pytorch.checks import Checks
-from hvkit.adapters.pytorch.optimizers import OutermostStep
+from hvkit.adapters.pytorch.optimizers import OutermostStep, around_scaled_steps
 from hvkit.adapters.pytorch.wire import Wire
 from hvkit.compression import Compression
 from hvkit.errors import RanksDisagreeError
 from hvkit.strategies.strategy import Rounds
 from hvkit.watch.calls import call
 
-# Elements in one collective: MPI counts them in a C int.
-_PIECE = 1 << 26
 _STEP = "optimizer.step()"
+# Begins the names of what the compression keeps, in a checkpoint.
+_SENT = "sent-"
 
-# Optimizers whose steps end rounds.
-_kept: WeakKeyDictionary[Optimizer, RoundKeeper] = WeakKeyDictionary()
+_kept: WeakSet[RoundKeeper] = WeakSet()
 
 
 class RoundKeeper:
@@ -63,9 +63,11 @@ class RoundKeeper:
         statistics: RunningStatistics | None = None,
     ) -> None:
         self.strategy = strategy
+        self.compression = compression
+        self.alone = True
         self._name = name
         self._checks = checks
-        self._compression = compression
+        self._sent = CompressionState(compression) if compression else None
         self._statistics = statistics
         self._number: dict[torch.Tensor, int] = {}
         self._parameters: list[nn.Parameter] = []
@@ -110,8 +112,8 @@ class RoundKeeper:
         self._optimizers.append(weakref.ref(optimizers[0]))
         self._steps.append(0)
         self._rounds.append(0)
-        _kept[optimizers[0]] = self
-        _count_skipped_steps()
+        _kept.add(self)
+        around_scaled_steps(optimizers[0], functools.partial(self._count_scaled_step, number))
 
         def before() -> None:
             self._begin_all()
@@ -121,18 +123,14 @@ class RoundKeeper:
         for each in optimizers:
             step.attach(each)
 
-    def steps_of(self, optimizer: Optimizer) -> tuple[int, int]:
-        """The rounds that an optimizer has ended, and its steps since."""
-        number = self._numbered(optimizer)
-        return self._rounds[number], self._steps[number]
-
-    def skip_step(self, optimizer: Optimizer) -> None:
-        """Count a step that the optimizer did not take."""
-        self._begin_all()
-        self._end_step(self._numbered(optimizer))
-
-    def _numbered(self, optimizer: Optimizer) -> int:
-        return next(n for n, each in enumerate(self._optimizers) if each() is optimizer)
+    def _count_scaled_step(self, number: int, scaler: Any, step: Callable[[], Any]) -> Any:
+        """Let ``GradScaler`` step or skip, and count both."""
+        before = self._rounds[number], self._steps[number]
+        result = step()
+        if (self._rounds[number], self._steps[number]) == before:
+            self._begin_all()
+            self._end_step(number)
+        return result
 
     def _begin_all(self) -> None:
         """Before the first step: make sure that the ranks are alike, and begin; a collective."""
@@ -154,6 +152,8 @@ class RoundKeeper:
         """Begin with the weights that the ranks hold now, the same on all; forget all rounds."""
         self._state.clear()
         self._trained.clear()
+        if self._sent:
+            self._sent.kept.clear()
         self._steps = [0] * len(self._steps)
         self._begun = False
 
@@ -206,9 +206,10 @@ class RoundKeeper:
             numbers: of the parameters.
             keep: whether the round ends, so that the strategy's state changes.
         """
-        comm = _Comm(f"{self._name}.weights", self._compression)
         for together in self._of_one_kind(numbers):
             held = [self._parameters[i] for i in together]
+            members = list(zip(together, held, strict=True))
+            comm = _Comm(f"{self._name}.weights", members, self._sent)
             flat = [_flat(p) for p in held]
             lengths = [len(each) for each in flat]
             names = self._state[together[0]].keys()
@@ -223,7 +224,11 @@ class RoundKeeper:
             mean = torch.zeros(self._statistics.length, device=self._parameters[0].device)
             self._statistics.read_into(mean)
             # A view for evaluation has to change layers that are in evaluation mode.
-            self._statistics.write(comm.mean(mean), also_in_evaluation=not keep)
+            wire = Wire("batch norm")
+            wire.wait(wire.start_mean(mean, f"{self._name}.statistics"))
+            self._statistics.write(mean, also_in_evaluation=not keep)
+        if self._sent:
+            self._sent.commit(numbers if keep else ())
 
     def _of_one_kind(self, numbers: Iterable[int]) -> list[list[int]]:
         kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
@@ -243,7 +248,8 @@ class RoundKeeper:
             yield
             return
         self._own = self._values()
-        stepped = [each for each in self._living() if self.steps_of(each)[1]]
+        both = zip(self._optimizers, self._steps, strict=True)
+        stepped = [each for reference, steps in both if steps and (each := reference())]
         self._agree(self._to_agree_on(stepped), keep=False)
         try:
             yield
@@ -287,6 +293,9 @@ class RoundKeeper:
             for i, tensors in self._state.items()
             for name, tensor in tensors.items()
         }
+        if self._sent:
+            sent = self._sent.arrays(self._sent.compression.common)
+            arrays |= {f"{_SENT}{key}": array for key, array in sent.items()}
         counts = np.array([self._steps, self._rounds], np.int64)
         return {**arrays, "counts": counts, "trained": np.array(sorted(self._trained), np.int64)}
 
@@ -302,7 +311,12 @@ class RoundKeeper:
         counts = arrays["counts"].tolist()
         if len(counts[0]) != len(self._optimizers):
             raise ValueError(f"it has {len(counts[0])} optimizers, here are {len(self._steps)}")
+        sent = {k.removeprefix(_SENT): a for k, a in arrays.items() if k.startswith(_SENT)}
+        if self._sent:
+            self._sent.load(sent, self._parameters)
         for key, array in arrays.items():
+            if key.startswith(_SENT):
+                continue
             name, _, number = key.partition(".")
             if number:
                 device = self._parameters[int(number)].device
@@ -317,55 +331,63 @@ class RoundKeeper:
         # In the middle of a round, the ranks' weights need not be alike.
         self._begun = self.in_round
 
+    def own_state(self) -> dict[str, np.ndarray[Any, Any]]:
+        """What a checkpoint saves for each rank: residuals."""
+        return self._sent.arrays(self._sent.compression.own) if self._sent else {}
+
+    def load_own_state(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
+        """Set what ``own_state`` returned on this rank."""
+        if self._sent:
+            self._sent.load(arrays, self._parameters)
+
 
 class _Comm:
-    """The ranks, as a strategy sees them."""
+    """The ranks, as a strategy sees them.
 
-    def __init__(self, name: str, compression: Compression | None) -> None:
+    Args:
+        name: the same on every rank, and no other collective's.
+        members: numbers and parameters of the vectors, all of one dtype.
+        state: of the compression of float32 vectors, if there is one.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        members: Sequence[tuple[int, torch.Tensor]],
+        state: CompressionState | None,
+    ) -> None:
         self._wire = Wire("weights")
-        self._name = name
-        self._compression = compression
+        self._name = f"{name}.{wire_dtype(members[0][1].dtype)}"
+        self._members = members
+        self._state = state
         self.rank, self.size = self._wire.rank, self._wire.size
 
     def mean(self, vector: torch.Tensor) -> torch.Tensor:
         buckets: list[Bucket] = []
-        for i, piece in enumerate(torch.split(vector, _PIECE)):
-            name = f"{self._name}.{i}"
-            if self._compression and vector.dtype is torch.float32:
-                buckets.append(CompressedBucket(name, [(0, piece)], self._compression))
+        mean = vector.clone()
+        start = 0
+        for run in chunks([p.nbytes for _, p in self._members]):
+            members = [self._members[at] for at in run]
+            name = f"{self._name}.{len(buckets)}"
+            if self._state and vector.dtype is torch.float32:
+                bucket: Bucket = CompressedBucket(name, members, self._state)
             else:
-                buckets.append(Bucket(name, [(0, piece)]))
-            buckets[-1].pack(0, piece)
-            buckets[-1].launch(self._wire)
+                bucket = Bucket(name, members)
+            stop = start + len(bucket.flat)
+            bucket.flat = mean[start:stop]
+            bucket.launch(self._wire)
+            buckets.append(bucket)
+            start = stop
         for bucket in buckets:
             bucket.exchange(self._wire)
         for bucket in buckets:
             bucket.wait(self._wire)
-        return torch.cat([bucket.views[0] for bucket in buckets])
+        return mean
 
 
 def is_kept(parameter: torch.Tensor) -> bool:
     """Whether a model that trains in rounds has this parameter."""
-    return any(parameter in keeper for keeper in set(_kept.values()))
-
-
-@functools.cache
-def _count_skipped_steps() -> None:
-    """Make ``GradScaler.step`` count the steps that it skips because of an overflow."""
-    step = torch.amp.GradScaler.step
-
-    @functools.wraps(step)
-    def counted(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        keeper = _kept.get(optimizer)
-        if keeper is None:
-            return step(self, optimizer, *args, **kwargs)
-        before = keeper.steps_of(optimizer)
-        result = step(self, optimizer, *args, **kwargs)
-        if keeper.steps_of(optimizer) == before:
-            keeper.skip_step(optimizer)
-        return result
-
-    torch.amp.GradScaler.step = counted  # type: ignore[method-assign]
+    return any(parameter in keeper for keeper in _kept)
 
 
 def _parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Strategies with rounds: a run that is stopped in the middle of one goes on as if it had not."""
+"""What strategies and compressions keep: a run that is stopped goes on as if it had not been."""
 
 import io
 
@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hvkit
-from hvkit.checkpoint.part import RoundsPart
+from hvkit.checkpoint.part import StrategyPart
 
 DILOCO = hvkit.DiLoCo(5, outer_lr=0.6, outer_momentum=0.8)
 
@@ -21,12 +21,12 @@ DILOCO = hvkit.DiLoCo(5, outer_lr=0.6, outer_momentum=0.8)
 class TorchRun:
     """A script run from its start; every run begins with other weights and random states."""
 
-    def __init__(self, folder, seed, strategy=DILOCO):
+    def __init__(self, folder, seed, strategy=DILOCO, compression="none"):
         torch.manual_seed(seed * 10 + hvkit.rank())
         layers = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 4)
         self.model = nn.Sequential(*layers)
         self.optimizer = torch.optim.Adam(self.model.parameters(), 0.01)
-        hvkit.distribute(self.model, self.optimizer, strategy=strategy)
+        hvkit.distribute(self.model, self.optimizer, strategy=strategy, compression=compression)
         self.checkpoint = hvkit.Checkpoint(folder, model=self.model, optimizer=self.optimizer)
 
     def train(self, until, save_at=None):
@@ -49,7 +49,7 @@ class TorchRun:
 class KerasRun:
     """The same with Keras, in ``fit``."""
 
-    def __init__(self, folder, seed, strategy=DILOCO):
+    def __init__(self, folder, seed, strategy=DILOCO, compression="none"):
         keras.utils.set_random_seed(seed * 10 + hvkit.rank())
         layers = keras.layers
         self.model = keras.Sequential(
@@ -62,7 +62,7 @@ class KerasRun:
             ]
         )
         self.optimizer = keras.optimizers.Adam(0.01)
-        hvkit.distribute(self.model, self.optimizer, strategy=strategy)
+        hvkit.distribute(self.model, self.optimizer, strategy=strategy, compression=compression)
         self.model.compile(self.optimizer, "mse")
         self.checkpoint = hvkit.Checkpoint(folder, model=self.model, optimizer=self.optimizer)
         self.ends = []
@@ -109,6 +109,34 @@ def test_stopped_in_the_middle_of_a_round(run, strategy, folder):
 
 
 @RUNS
+@pytest.mark.parametrize("compression", [hvkit.TopK(0.1), hvkit.PowerSGD(1)])
+@pytest.mark.parametrize("strategy", [hvkit.Synchronous(), hvkit.LocalSGD(5)])
+def test_residuals_are_saved(run, strategy, compression, folder):
+    undisturbed = run(folder / "a", 1, strategy, compression).train(19).state()
+    run(folder / "b", 1, strategy, compression).train(8, save_at=8)
+    resumed = run(folder / "b", 2, strategy, compression).train(19).state()
+    assert len(undisturbed) == len(resumed)
+    assert all(map(np.array_equal, undisturbed, resumed))
+
+
+@RUNS
+def test_without_residuals_the_run_would_differ(run, folder, monkeypatch):
+    given = hvkit.Synchronous(), hvkit.TopK(0.1)
+    undisturbed = run(folder / "a", 1, *given).train(19).state()
+    run(folder / "b", 1, *given).train(8, save_at=8)
+    monkeypatch.setattr(StrategyPart, "load_own", lambda self, arrays: None)
+    resumed = run(folder / "b", 2, *given).train(19).state()
+    assert largest_difference(resumed, undisturbed) > 1e-3
+
+
+@RUNS
+def test_another_compression_begins_anew(run, folder):
+    run(folder, 1, hvkit.Synchronous(), hvkit.TopK(0.1)).train(8, save_at=8)
+    second = run(folder, 2, hvkit.Synchronous(), hvkit.PowerSGD(1)).train(12)
+    assert same_on_all_ranks(second.state()[:2])
+
+
+@RUNS
 def test_saving_does_not_change_the_training(run, folder):
     undisturbed = run(folder / "a", 1).train(19).state()
     saving = run(folder / "b", 1).train(19, save_at=8).state()
@@ -127,7 +155,7 @@ def test_without_what_the_strategy_keeps_the_run_would_differ(run, lost, folder,
         arrays["counts"] += lost == "counts"
         self.keeper.load_state(arrays, in_round=True)
 
-    monkeypatch.setattr(RoundsPart, "load", load)
+    monkeypatch.setattr(StrategyPart, "load", load)
     resumed = run(folder / "b", 2).train(19).state()
     assert largest_difference(resumed, undisturbed) > 1e-3
 

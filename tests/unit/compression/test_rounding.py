@@ -2,78 +2,14 @@
 
 import numpy as np
 import pytest
+from libraries import Ranks
 
 from hvkit.compression import BY_NAME, BFloat16, Float16, Int8, for_rows
-from hvkit.compression.compression import Gather, Mean, Shares
-
-
-class Torch:
-    """PyTorch's functions, and the way from and to NumPy."""
-
-    def __init__(self):
-        self.torch = pytest.importorskip("torch")
-        from hvkit.adapters.pytorch import ops
-
-        self.ops = ops
-
-    def tensor(self, array):
-        return self.torch.from_numpy(np.array(array, np.float32))
-
-    def join(self, parts):
-        return self.torch.cat(parts)
-
-
-class TensorFlow:
-    """The same for TensorFlow."""
-
-    def __init__(self):
-        self.tf = pytest.importorskip("tensorflow")
-        from hvkit.adapters.keras import ops
-
-        self.ops = ops
-
-    def tensor(self, array):
-        return self.tf.constant(np.array(array, np.float32))
-
-    def join(self, parts):
-        return self.tf.concat(parts, axis=0)
-
-
-@pytest.fixture(params=[Torch, TensorFlow])
-def library(request):
-    return request.param()
 
 
 def reduced(compression, vectors, library):
-    """What each rank gets for its vector, and the bytes it hands to the collectives."""
-    ranks = len(vectors)
-    flows = [compression.reduce(library.tensor(v), library.ops, ranks) for v in vectors]
-    asked, ends, sent = [next(flow) for flow in flows], [], []
-    while not ends:
-        sent.append(
-            [
-                np.asarray(each.rows if hasattr(each, "rows") else each.vector).nbytes
-                for each in asked
-            ]
-        )
-        if isinstance(asked[0], Gather):
-            results = [library.join([each.rows for each in asked])] * ranks
-        elif isinstance(asked[0], Shares):
-            share = asked[0].rows.shape[0] // ranks
-            results = [
-                library.join([each.rows[r * share : (r + 1) * share] for each in asked])
-                for r in range(ranks)
-            ]
-        else:
-            assert isinstance(asked[0], Mean)
-            results = [sum(each.vector for each in asked) / ranks] * ranks
-        asked = []
-        for flow, result in zip(flows, results, strict=True):
-            try:
-                asked.append(flow.send(result))
-            except StopIteration as end:
-                ends.append(np.asarray(end.value))
-    return ends, sent
+    ranks = Ranks(compression, [(len(vectors[0]),)], len(vectors), library)
+    return ranks.mean(vectors), ranks.handed_over
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -94,7 +30,7 @@ def test_bytes(compression, share, library):
     vectors = np.ones((4, 4096), np.float32)
     _, (to_the_mean, means) = reduced(compression, vectors, library)
     # An all-to-all sends 3/4 of its rows, an allgather 3 times, a ring allreduce 6/4.
-    sent = to_the_mean[0] * 3 / 4 + means[0] * 3
+    sent = to_the_mean * 3 / 4 + means * 3
     assert sent <= share * 4 * 4096 * 6 / 4
 
 

@@ -38,7 +38,7 @@ def test_defaults_suit_every_recipe():
         (["--strategy", "DiLoCo:every=five"], "every must be an int, got 'five'"),
         (["--strategy", "DiLoCo:every=5,lr=1"], "unexpected keyword argument 'lr'"),
         (["--strategy", "DiLoCo:5"], "settings are key=value, got '5'"),
-        (["--compression", "fp8"], "--compression: invalid choice: 'fp8'"),
+        (["--compression", "fp8"], "must be one of none, fp16, bf16, int8, TopK, PowerSGD"),
         (["--epoch", "3"], "unrecognized arguments: --epoch 3"),
         (["--learning-rate", "3"], "unrecognized arguments: --learning-rate 3"),
     ],
@@ -63,6 +63,13 @@ def test_a_wrong_flag_is_an_error_that_names_the_value_and_what_is_accepted(
 def test_a_strategy_is_a_name_with_settings(text, strategy):
     assert flags().strategy == hvkit.Synchronous()
     assert flags("--strategy", text).strategy == strategy
+
+
+def test_a_compression_is_a_word_or_a_name_with_settings():
+    assert flags().compression == "none"
+    assert flags("--compression", "int8").compression == "int8"
+    assert flags("--compression", "TopK:ratio=0.01").compression == hvkit.TopK(0.01)
+    assert flags("--compression", "powersgd").compression == hvkit.PowerSGD()
 
 
 def test_a_dry_run_is_one_epoch():

@@ -1,0 +1,112 @@
+"""Compression by low-rank factors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvkit.compression.compression import (
+    Compression,
+    Mean,
+    Ops,
+    Reduction,
+    Shape,
+    State,
+    Tensor,
+)
+from hvkit.numbers import check_count
+
+
+@dataclass(frozen=True)
+class PowerSGD(Compression):
+    """Each gradient travels as the product of two thin matrices.
+
+    A tensor of shape (m, ...) counts as a matrix of m rows. With rank w's gradient G_w, its
+    residual E_w, and the matrix Q that the step before has left, of ``rank`` columns:
+
+        M_w <- E_w + G_w
+        P <- orthonormal columns of 1/N sum_w M_w Q
+        Q <- 1/N sum_w M_w^T P
+        E_w <- M_w - P P^T M_w
+        the mean is P Q^T
+
+    That is one step of a power iteration for the largest singular vectors of the mean; they hardly
+    change from step to step. The residual is what the rank's own projection has left out, so that
+    residuals and means add up to the gradients. Tensors that this would not make smaller, such as
+    biases, travel as they are.
+
+    Source: Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for
+    Distributed Optimization" (2019).
+
+    Args:
+        rank: the number of columns, from 1.
+    """
+
+    rank: int = 4
+
+    common: ClassVar[tuple[str, ...]] = ("factor",)
+    own: ClassVar[tuple[str, ...]] = ("residual",)
+
+    def __post_init__(self) -> None:
+        check_count("rank", self.rank)
+
+    def begin(self, shape: Shape) -> dict[str, NDArray[np.float32]]:
+        rows, columns = _as_matrix(shape)
+        if not self._shrinks(shape):
+            return {"factor": np.zeros(0, np.float32), "residual": np.zeros(0, np.float32)}
+        # The same on every rank.
+        factor = np.random.default_rng(rows).normal(size=columns * self.rank)
+        return {
+            "factor": factor.astype(np.float32),
+            "residual": np.zeros(rows * columns, np.float32),
+        }
+
+    def _shrinks(self, shape: Shape) -> bool:
+        rows, columns = _as_matrix(shape)
+        return self.rank * (rows + columns) < rows * columns
+
+    def reduce(
+        self, vector: Tensor, shapes: Sequence[Shape], state: State, ops: Ops, ranks: int
+    ) -> Reduction:
+        pieces = ops.split(vector, [math.prod(shape) for shape in shapes])
+        thin = [i for i, shape in enumerate(shapes) if self._shrinks(shape)]
+        plain = [i for i in range(len(shapes)) if i not in thin]
+        matrices, lefts = [], []
+        for i in thin:
+            waiting = pieces[i] + state["residual"][i]
+            matrices.append(ops.reshape(waiting, _as_matrix(shapes[i])))
+            factor = ops.reshape(state["factor"][i], (-1, self.rank))
+            lefts.append(matrices[-1] @ factor)
+        sent = [ops.reshape(left, (-1,)) for left in lefts] + [pieces[i] for i in plain]
+        means = ops.split((yield Mean(ops.concat(sent))), [each.shape[0] for each in sent])
+        for at, i in enumerate(plain, start=len(thin)):
+            pieces[i] = means[at]
+        kept: State = {name: list(values) for name, values in state.items()}
+        if thin:
+            bases = [
+                ops.orthonormal(ops.reshape(mean, (-1, self.rank))) for mean in means[: len(thin)]
+            ]
+            own = [
+                ops.transpose(matrix) @ basis for matrix, basis in zip(matrices, bases, strict=True)
+            ]
+            sent = [ops.reshape(each, (-1,)) for each in own]
+            factors = ops.split((yield Mean(ops.concat(sent))), [each.shape[0] for each in sent])
+            for at, i in enumerate(thin):
+                basis = bases[at]
+                factor = ops.reshape(factors[at], (-1, self.rank))
+                left_out = matrices[at] - basis @ ops.transpose(own[at])
+                pieces[i] = ops.reshape(basis @ ops.transpose(factor), (-1,))
+                kept["factor"][i] = factors[at]
+                kept["residual"][i] = ops.reshape(left_out, (-1,))
+        return ops.concat(pieces), kept
+
+
+def _as_matrix(shape: Shape) -> tuple[int, int]:
+    if not shape:
+        return 1, 1
+    return shape[0], math.prod(shape[1:])

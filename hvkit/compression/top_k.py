@@ -1,0 +1,76 @@
+"""Compression by sending the largest values only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvkit.compression.compression import (
+    Compression,
+    Gather,
+    Ops,
+    Reduction,
+    Shape,
+    State,
+    Tensor,
+)
+from hvkit.numbers import check_number
+
+
+@dataclass(frozen=True)
+class TopK(Compression):
+    """Only the values that are largest in absolute value travel; the rest waits for later steps.
+
+    With rank w's gradient g_w and its residual e_w, what it has not sent yet:
+
+        m_w <- e_w + g_w
+        s_w <- the largest values of m_w, zero elsewhere
+        e_w <- m_w - s_w
+        the mean is 1/N sum_w s_w
+
+    Nothing is lost: what was sent and the residuals add up to the gradients. Values are chosen
+    among those of a message, which holds several layers. A rank sends position and value, 8 bytes,
+    for each of them to each other rank: at 1% and 4 ranks a 25th of a ring allreduce. With more
+    ranks the gain shrinks, and with a constant ratio it is gone beyond 1 / (4 ratio) ranks.
+
+    Source: Aji and Heafield, "Sparse communication for distributed gradient descent" (2017); Stich,
+    Cordonnier and Jaggi, "Sparsified SGD with memory" (2018).
+
+    Args:
+        ratio: the part of the values that travels, above 0 and up to 1.
+    """
+
+    ratio: float
+
+    own: ClassVar[tuple[str, ...]] = ("residual",)
+
+    def __post_init__(self) -> None:
+        check_number("ratio", self.ratio, above=0, up_to=1)
+
+    def begin(self, shape: Shape) -> dict[str, NDArray[np.float32]]:
+        return {"residual": np.zeros(math.prod(shape), np.float32)}
+
+    def reduce(
+        self, vector: Tensor, shapes: Sequence[Shape], state: State, ops: Ops, ranks: int
+    ) -> Reduction:
+        length = vector.shape[0]
+        count = max(1, math.ceil(self.ratio * length))
+        waiting = vector + ops.concat(state["residual"])
+        at = ops.largest_at(waiting, count)
+        sent = ops.join(_row(ops, at), _row(ops, ops.take(waiting, at)))
+        everyone = yield Gather(sent)
+        positions = ops.reshape(ops.bits(everyone[:, : 4 * count], "int32"), (-1,))
+        values = ops.reshape(ops.bits(everyone[:, 4 * count :], "float32"), (-1,))
+        mean = ops.sum_at(length, positions, values) / ranks
+        residual = ops.split(ops.without(waiting, at), [math.prod(shape) for shape in shapes])
+        return mean, {"residual": residual}
+
+
+def _row(ops: Ops, vector: Tensor) -> Tensor:
+    """The bytes of a vector, as a matrix of one row."""
+    return ops.bits(ops.reshape(vector, (1, -1)), "uint8")

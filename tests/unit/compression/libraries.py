@@ -1,0 +1,100 @@
+"""The tensors of both frameworks, and means over ranks that take turns in one process."""
+
+import numpy as np
+import pytest
+
+from hvkit.compression.compression import Gather, Mean, Shares
+
+
+class Torch:
+    """PyTorch's functions, and the way from and to NumPy."""
+
+    def __init__(self):
+        self.torch = pytest.importorskip("torch")
+        from hvkit.adapters.pytorch import ops
+
+        self.ops = ops
+
+    def tensor(self, array):
+        return self.torch.from_numpy(np.array(array, np.float32))
+
+    def join(self, parts):
+        return self.torch.cat(parts)
+
+
+class TensorFlow:
+    """The same for TensorFlow."""
+
+    def __init__(self):
+        self.tf = pytest.importorskip("tensorflow")
+        from hvkit.adapters.keras import ops
+
+        self.ops = ops
+
+    def tensor(self, array):
+        return self.tf.constant(np.array(array, np.float32))
+
+    def join(self, parts):
+        return self.tf.concat(parts, axis=0)
+
+
+class Ranks:
+    """Some ranks that average vectors, and keep what the compression keeps.
+
+    Args:
+        compression: what is tested.
+        shapes: of the tensors in a vector.
+        count: how many ranks.
+        library: ``Torch()`` or ``TensorFlow()``.
+    """
+
+    def __init__(self, compression, shapes, count, library):
+        self.compression, self.shapes, self.library = compression, shapes, library
+        begun = [compression.begin(shape) for shape in shapes]
+        self.states = [
+            {name: [library.tensor(each[name]) for each in begun] for name in begun[0]}
+            for _ in range(count)
+        ]
+        self.handed_over = []
+        """By collective: the bytes that a rank has handed to it."""
+
+    def mean(self, vectors):
+        """What each rank gets for its vector of shape (n,)."""
+        ranks, library = len(vectors), self.library
+        flows = [
+            self.compression.reduce(library.tensor(v), self.shapes, state, library.ops, ranks)
+            for v, state in zip(vectors, self.states, strict=True)
+        ]
+        results, ends = [None] * ranks, []
+        while True:
+            asked = []
+            for flow, result in zip(flows, results, strict=True):
+                try:
+                    asked.append(flow.send(result))
+                except StopIteration as end:
+                    ends.append(end.value)
+            if ends:
+                break
+            results = self._exchanged(asked)
+        self.states = [state for _, state in ends]
+        return [np.asarray(mean) for mean, _ in ends]
+
+    def _exchanged(self, asked):
+        join, ranks = self.library.join, len(asked)
+        if isinstance(asked[0], Mean):
+            self.handed_over.append(np.asarray(asked[0].vector).nbytes)
+            return [sum(each.vector for each in asked) / ranks] * ranks
+        self.handed_over.append(np.asarray(asked[0].rows).nbytes)
+        if isinstance(asked[0], Gather):
+            return [join([each.rows for each in asked])] * ranks
+        assert isinstance(asked[0], Shares)
+        share = asked[0].rows.shape[0] // ranks
+        return [
+            join([each.rows[r * share : (r + 1) * share] for each in asked]) for r in range(ranks)
+        ]
+
+    def state(self, name):
+        """One row for each rank: all that it keeps under a name."""
+        return np.stack(
+            [np.concatenate([np.asarray(t) for t in state[name]]) for state in self.states]
+        )
