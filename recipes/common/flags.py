@@ -85,7 +85,7 @@ SEED = _checked(int, lambda n: 0 <= n < 2**31, "a whole number from 0 to 2147483
 
 
 def described(text: str, kinds: Sequence[str], words: Sequence[str] = ()) -> Any:
-    """The object of hvkit that ``NAME`` or ``NAME:key=value,...`` describes; or one of the words."""
+    """One of the words, or the object of hvkit that ``NAME`` or ``NAME:key=value,...`` names."""
     name, _, settings = text.partition(":")
     if text in words:
         return text
@@ -148,7 +148,7 @@ def add_training_flags(parser: Parser, batch_size: int, epochs: int, lr: float) 
         type=compression,
         default="none",
         metavar="NAME[:key=value,...]",
-        help=f"of what travels: {', '.join([*BY_NAME, *COMPRESSIONS])}; TopK:ratio=0.01 sets a value",
+        help=f"how it travels: {', '.join([*BY_NAME, *COMPRESSIONS])}; TopK:ratio=0.01 sets a value",
     )
     flag("--seed", type=SEED, default=1, help="seed of initial weights, image order and dropout")
     flag("--log-interval", type=POSITIVE, default=100, help="steps between reports of the loss")

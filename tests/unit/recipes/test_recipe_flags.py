@@ -103,7 +103,10 @@ def test_defaults_of_the_throughput_are_imagenets_images():
         (["--warmup-epochs", "-1"], "--warmup-epochs: must be a whole number from 0, got '-1'"),
         (["--weight-decay", "-1"], "--weight-decay: must be a number from 0, got '-1'"),
         (["--precision", "half"], "--precision: invalid choice: 'half'"),
-        (["--compression", "float16"], "--compression: invalid choice: 'float16'"),
+        (
+            ["--compression", "float16"],
+            "--compression: must be one of none, fp16, bf16, int8, TopK, PowerSGD, got 'float16'",
+        ),
         (["--rounds", "3"], "--rounds needs --synthetic"),
         (["--image-size", "64"], "--image-size needs --synthetic"),
         ([*RESNET50, "--epochs", "3"], "--epochs has no effect with --synthetic"),
