@@ -148,7 +148,7 @@ def add_training_flags(parser: Parser, batch_size: int, epochs: int, lr: float) 
         type=compression,
         default="none",
         metavar="NAME[:key=value,...]",
-        help=f"how it travels: {', '.join([*BY_NAME, *COMPRESSIONS])}; TopK:ratio=0.01 sets a value",
+        help=f"how it travels: {', '.join([*BY_NAME, *COMPRESSIONS])}, as in TopK:ratio=0.01",
     )
     flag("--seed", type=SEED, default=1, help="seed of initial weights, image order and dropout")
     flag("--log-interval", type=POSITIVE, default=100, help="steps between reports of the loss")
