@@ -208,18 +208,25 @@ def settled(*models: Any) -> Iterator[None]:
     Between two agreements of ``LocalSGD`` and the like, each rank has weights of its own. Inside
     the block all ranks hold the same: what the strategy would return if the round ended here, with
     the averaged statistics of normalisation layers. Afterwards each has its own again, so looking
-    never changes the training. Every rank must enter it. With ``Synchronous``, with one process,
+    never changes the weights. Every rank must enter it. With ``Synchronous``, with one process,
     right after an agreement, and for models that were not distributed, it does nothing.
 
     Args:
         *models: those that were passed to ``hvkit.distribute``. Do not train them inside the block.
 
     Raises:
+        TypeError: one of them is no model.
+        RanksDisagreeError: the ranks have taken different numbers of steps.
         RankLostError: another rank has ended, or waits in another call.
     """
     with ExitStack() as stack:
         with call_within("hvkit.settled"):
             for model in models:
+                if framework_of(model) is None:
+                    raise TypeError(
+                        "hvkit.settled takes models, one after the other, got "
+                        f"{model!r} of type {type(model).__name__}"
+                    )
                 if (keeper := keeper_of(model)) is not None:
                     stack.enter_context(keeper.settled())
         yield

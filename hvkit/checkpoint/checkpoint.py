@@ -192,7 +192,9 @@ class Checkpoint:
         models = {part.name: keeper_of(part.model) for part in self.parts if part.model is not None}
         kept = [StrategyPart(name, keeper) for name, keeper in models.items() if keeper]
         for part in self.parts:
-            part.alone = any(each.keeper.alone for each in kept)
+            keeper = models.get(part.name)
+            alone = any(each.keeper.alone for each in kept)
+            part.alone = alone if part.model is None else bool(keeper and keeper.alone)
         return [*self.parts, *kept]
 
     def _write(

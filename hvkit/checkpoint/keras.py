@@ -19,7 +19,7 @@ from hvkit.adapters.fingerprints import Compared, Rows
 from hvkit.adapters.keras.checks import compared_in
 from hvkit.adapters.keras.initial_state import has_weights, tf_variable
 from hvkit.adapters.keras.optimizers import inner_optimizer, parts_of
-from hvkit.checkpoint.part import ALONE, SEED, Arrays, Part
+from hvkit.checkpoint.part import ALONE, NOT_IN_FILE, SEED, Arrays, Part
 
 # By class of callback: the attributes to save.
 _COUNTERS: Mapping[type[Any], tuple[str, ...]] = {
@@ -74,7 +74,7 @@ class ModelPart(Part):
     def _own(self) -> dict[str, Any]:
         self._check_built()
         if self.alone:
-            weights = {f"{ALONE}weight-{i}": w for i, w in enumerate(self.model.weights)}
+            weights = {f"{NOT_IN_FILE}weight-{i}": w for i, w in enumerate(self.model.weights)}
         else:
             fixed = self.model.non_trainable_weights
             weights = {f"weight-{i}": w for i, w in enumerate(fixed)}

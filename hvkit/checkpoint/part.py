@@ -24,6 +24,9 @@ SEED = "seed-"
 ALONE = "alone-"
 """What begins the names of what ranks that train alone save, to go on in the middle of a round."""
 
+NOT_IN_FILE = f"{ALONE}own-"
+"""The same, where the part's file holds something else: the weights that the ranks agree on."""
+
 
 class Part(ABC):
     """One object that a checkpoint saves into one file.
@@ -109,10 +112,10 @@ class StrategyPart(Part):
         }
 
     def own(self) -> Arrays:
-        return {f"{ALONE}{name}": array for name, array in self.keeper.own_state().items()}
+        return {f"{NOT_IN_FILE}{n}": array for n, array in self.keeper.own_state().items()}
 
     def load_own(self, arrays: Arrays) -> None:
-        self.keeper.load_own_state({n.removeprefix(ALONE): a for n, a in arrays.items()})
+        self.keeper.load_own_state({n.removeprefix(NOT_IN_FILE): a for n, a in arrays.items()})
 
     def matches(self, facts: Mapping[str, Any]) -> bool:
         """Whether the run was saved with this strategy and compression."""

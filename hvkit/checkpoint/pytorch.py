@@ -16,10 +16,7 @@ from hvkit.adapters.adapter import Warmup, record_of
 from hvkit.adapters.fingerprints import Compared, Rows
 from hvkit.adapters.pytorch.checks import compared_in
 from hvkit.adapters.pytorch.reducer import is_averaged
-from hvkit.checkpoint.part import ALONE, Arrays, Part, end_epoch_of
-
-# The name of the array with the whole state of a rank that trains alone.
-_WHOLE = f"{ALONE}state"
+from hvkit.checkpoint.part import ALONE, NOT_IN_FILE, Arrays, Part, end_epoch_of
 
 
 class TorchPart(Part):
@@ -73,12 +70,16 @@ class TorchPart(Part):
         if self.alone:
             content = io.BytesIO()
             torch.save(_without_numpy_scalars(self._thing.state_dict()), content)
-            return {_WHOLE: np.frombuffer(content.getvalue(), np.uint8)}
+            return {self._whole(): np.frombuffer(content.getvalue(), np.uint8)}
         return {name: _as_bytes(buffer) for name, buffer in self._buffers().items()}
 
+    def _whole(self) -> str:
+        """The name of the array with the whole state of a rank that trains alone."""
+        return f"{ALONE if self.model is None else NOT_IN_FILE}state"
+
     def load_own(self, arrays: Arrays) -> None:
-        if _WHOLE in arrays:
-            self._load_state(arrays[_WHOLE].tobytes())
+        if self._whole() in arrays:
+            self._load_state(arrays[self._whole()].tobytes())
             return
         buffers = self._buffers()
         for name, array in arrays.items():

@@ -19,7 +19,7 @@ import numpy as np
 
 from hvkit import runtime
 from hvkit.adapters.fingerprints import Compared, Rows
-from hvkit.checkpoint.part import ALONE, SEED, Arrays, Part
+from hvkit.checkpoint.part import ALONE, NOT_IN_FILE, SEED, Arrays, Part
 
 FILE = "ranks.npz"
 
@@ -58,8 +58,8 @@ def digests(own: Mapping[str, Arrays]) -> dict[str, bytes]:
 def unlike(own: Mapping[str, Arrays], first: Mapping[str, bytes]) -> dict[str, Arrays]:
     """``own`` without the arrays equal to rank 0's, which the parts' own files hold.
 
-    Seeds, and what ranks that train alone save, stay in it: the parts' files hold no seeds, and
-    may hold the weights that the ranks would agree on.
+    Those that a part's file does not hold stay in it: seeds, and the weights of a rank that trains
+    alone.
 
     Args:
         own: this rank's arrays, from ``capture``.
@@ -71,7 +71,7 @@ def unlike(own: Mapping[str, Arrays], first: Mapping[str, bytes]) -> dict[str, A
             name: array
             for name, array in arrays.items()
             if part == _RANDOM
-            or name.startswith((SEED, ALONE))
+            or name.startswith((SEED, NOT_IN_FILE))
             or mine[key := f"{part}{_SEPARATOR}{name}"] != first.get(key)
         }
         for part, arrays in own.items()

@@ -18,6 +18,7 @@ from typing import ClassVar
 from hvkit.compression.compression import (
     Compression,
     Gather,
+    Mean,
     Ops,
     Reduction,
     Shape,
@@ -54,6 +55,9 @@ class Rounding(Compression):
         self, vector: Tensor, shapes: Sequence[Shape], state: State, ops: Ops, ranks: int
     ) -> Reduction:
         length = vector.shape[0]
+        if length < ranks * self.block and self.block > 1:  # padding would cost more than it saves
+            mean = yield Mean(vector)
+            return mean, state
         padded = ops.pad(vector, -length % (ranks * self.block))
         shares = yield Shares(self.encode(padded, ops))
         mean = ops.mean_of_rows(ops.reshape(self.decode(shares, ops), (ranks, -1)))
@@ -90,8 +94,8 @@ class Int8(Rounding):
         q = round(x / s),    x ~ s q,    |x - s q| <= s / 2
 
     A block of zeros stays zero. A value that is infinite or NaN makes its whole block so, as loss
-    scaling needs it: an overflow on one rank is an overflow on all. A ring allreduce in float32
-    sends 3.9 times the bytes.
+    scaling needs it: an overflow on one rank is an overflow on all. Vectors of less than a block
+    for each rank travel as they are. A ring allreduce in float32 sends 3.9 times the bytes.
 
     Source: Dettmers, "8-Bit Approximations for Parallelism in Deep Learning" (2015), with scales
     for blocks as in Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2021).
@@ -102,7 +106,8 @@ class Int8(Rounding):
     def encode(self, vector: Tensor, ops: Ops) -> Tensor:
         blocks = ops.reshape(vector, (-1, self.block))
         scale = ops.largest(blocks) / 127
-        usable = ops.where(ops.finite(scale) & (scale > 0), scale, 1.0)
+        # Scales below have no full precision: such a block counts as zeros.
+        usable = ops.where(ops.finite(scale) & (scale > 1e-38), scale, 1.0)
         # Beside a scale that is not finite, any number but zero is right.
         whole = ops.where(ops.finite(scale), ops.rounded(blocks / usable), 1.0)
         return ops.join(ops.bits(ops.cast(whole, "int8"), "uint8"), ops.bits(scale, "uint8"))

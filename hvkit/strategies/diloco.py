@@ -43,6 +43,9 @@ class DiLoCo(Rounds):
     def begin(self, weights: Vector) -> State:
         return {"anchor": weights + 0, "velocity": weights * 0}
 
+    def rebase(self, weights: Vector, state: State) -> State:
+        return {"anchor": weights + 0, "velocity": state["velocity"]}
+
     def agree(self, weights: Vector, state: State, comm: Comm) -> tuple[Vector, State]:
         change = comm.mean(state["anchor"] - weights)
         velocity = self.outer_momentum * state["velocity"] + change

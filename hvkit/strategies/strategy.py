@@ -54,9 +54,20 @@ class Rounds(Strategy, ABC):
             weights: the same on every rank.
         """
 
+    def rebase(self, weights: Vector, state: State) -> State:
+        """The state for weights that the script has set, or that another number of ranks resumes.
+
+        Args:
+            weights: the same on every rank.
+            state: what ``begin`` or the last round has returned.
+        """
+        return self.begin(weights)
+
     @abstractmethod
     def agree(self, weights: Vector, state: State, comm: Comm) -> tuple[Vector, State]:
         """End a round; must not change its arguments.
+
+        It may be called for some of the weights at a time.
 
         Args:
             weights: this rank's own.

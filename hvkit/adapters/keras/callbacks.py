@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -166,15 +165,18 @@ class Settled(keras.callbacks.Callback):  # type: ignore[misc]
     def __init__(self, rounds: RoundKeeper) -> None:
         super().__init__()
         self._rounds = rounds
-        self._view = contextlib.ExitStack()
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Begin with the weights that the script may have set."""
+        self._rounds.rebase()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Hold the agreed weights until ``put_back``."""
-        self._view.enter_context(self._rounds.settled())
+        self._rounds.show()
 
     def put_back(self) -> None:
         """Hold this rank's own weights again."""
-        self._view.close()
+        self._rounds.put_back()
 
     def on_train_end(self, logs: Any = None) -> None:
         """End the rounds that have begun."""

@@ -75,7 +75,11 @@ def _on_this_rank(
             kwargs["callbacks"] = for_this_rank(given, epoch if trains else None)
         aside = contextlib.nullcontext() if trains else epoch.set_aside()
         with aside, call_within(method.__name__), translated():
-            return method(*args, **kwargs)
+            try:
+                return method(*args, **kwargs)
+            finally:
+                if trains and epoch.rounds:  # an error may have come while callbacks ran
+                    epoch.rounds.put_back()
 
     return on_this_rank
 

@@ -11,8 +11,7 @@ overflow on one rank must not move the ends of its rounds against those of the o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -20,6 +19,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvkit.adapters.agreed_view import AgreedView
 from hvkit.adapters.gradient_chunks import chunks
 from hvkit.adapters.keras.batch_norm import average_statistics
 from hvkit.adapters.keras.checks import Checks
@@ -31,14 +31,15 @@ from hvkit.adapters.keras.wire import Wire
 from hvkit.compression import Compression
 from hvkit.strategies.strategy import Rounds
 
-# Begins the names of what the compression keeps, in a checkpoint.
+# What begins names in a checkpoint: of what the compression keeps, and of groups of variables.
 _SENT = "sent-"
+_GROUP = "group-"
 
 # What ends the rounds of an optimizer, not of one that scales the loss.
-_kept: WeakKeyDictionary[Any, _OptimizerRounds] = WeakKeyDictionary()
+_kept: WeakKeyDictionary[Any, ref[_OptimizerRounds]] = WeakKeyDictionary()
 
 
-class RoundKeeper:
+class RoundKeeper(AgreedView):
     """Ends the rounds of the optimizers of one model.
 
     Args:
@@ -57,6 +58,7 @@ class RoundKeeper:
         compression: Compression | None,
         with_statistics: bool,
     ) -> None:
+        super().__init__()
         self.strategy = strategy
         self.compression = compression
         self.alone = True
@@ -69,14 +71,17 @@ class RoundKeeper:
         # By the id of a weight: the variables with its state, and whether they have values.
         self._state: dict[int, dict[str, tf.Variable]] = {}
         self._begun: dict[int, tf.Variable] = {}
-        self._optimizers: list[_OptimizerRounds] = []
-        # This rank's weights, while the model holds those that the ranks would agree on.
-        self._own: list[np.ndarray[Any, Any]] | None = None
+        # Numbers for the names of collectives, by the id of their first weight.
+        self._names: dict[int, int] = {}
+        # Weak: the optimizers keep them.
+        self._optimizers: list[ref[_OptimizerRounds]] = []
 
-    @property
-    def in_round(self) -> bool:
-        """Whether an optimizer has taken steps since its last agreement."""
-        return any(each.steps_done for each in self._optimizers)
+    def _living(self) -> list[_OptimizerRounds]:
+        return [each for reference in self._optimizers if (each := reference()) is not None]
+
+    def steps_in_round(self) -> list[int]:
+        """Steps since the last agreement, for each optimizer and the variables it updates."""
+        return [each.steps_done for optimizer in self._living() for each in optimizer.groups]
 
     def watch(
         self, optimizer: Any, checks: Checks, before_update: Callable[[Sequence[Any]], None]
@@ -89,8 +94,8 @@ class RoundKeeper:
             before_update: called with the variables at the start of each update.
         """
         rounds = _OptimizerRounds(self, optimizer, checks, before_update)
-        self._optimizers.append(rounds)
-        _kept[optimizer] = rounds
+        self._optimizers.append(ref(rounds))
+        _kept[optimizer] = ref(rounds)
         _count_skipped_updates()
 
     def hold_state(self, variables: Sequence[Any]) -> None:
@@ -117,75 +122,75 @@ class RoundKeeper:
             known.assign(True)
         return tf.constant(True)
 
-    def agree(self, variables: Sequence[Any], *, keep: bool = True) -> tf.Tensor:
+    def agree(self, variables: Sequence[tf.Variable], *, keep: bool = True) -> tf.Tensor:
         """Set variables to the weights that the strategy returns; a collective.
+
+        Some at a time, which bounds the memory for copies.
 
         Args:
             variables: with their state.
             keep: whether the round ends, so that the strategy's state changes.
         """
-        for together in _of_one_kind(variables):
-            sizes = [int(np.prod(v.shape)) for v in together]
-            states = [self._state[id(v)] for v in together]
-            comm = _Comm(self._wait, self._wire, together, self._compressed, keep)
-            weights = tf.concat([_flat(v) for v in together], axis=0)
-            state = {n: tf.concat([each[n] for each in states], axis=0) for n in states[0]}
-            weights, state = self.strategy.agree(weights, state, comm)
-            for v, piece in zip(together, tf.split(weights, sizes), strict=True):
-                v.assign(tf.cast(tf.reshape(piece, v.shape), v.dtype))
-            for name in state if keep else ():
-                for each, piece in zip(states, tf.split(state[name], sizes), strict=True):
-                    each[name].assign(piece)
+        for kind in _of_one_kind(variables):
+            for run in chunks([int(np.prod(v.shape)) * v.dtype.size for v in kind]):
+                self._agree_on([kind[at] for at in run], keep=keep)
         if self._statistics and (model := self._model()) is not None:
             average_statistics(model, self._statistics)
         return tf.constant(True)
 
-    @contextmanager
-    def settled(self) -> Iterator[None]:
-        """Hold the weights that the ranks would agree on now; put this rank's own back after it.
+    def _agree_on(self, together: list[tf.Variable], *, keep: bool) -> None:
+        sizes = [int(np.prod(v.shape)) for v in together]
+        states = [self._state[id(v)] for v in together]
+        number = self._names.setdefault(id(together[0]), len(self._names))
+        name = f"{self._wait.key}.{number}"
+        comm = _Comm(self._wait, self._wire, together, self._compressed, name, keep)
+        weights = tf.concat([_flat(v) for v in together], axis=0)
+        state = {n: tf.concat([each[n] for each in states], axis=0) for n in states[0]}
+        weights, state = self.strategy.agree(weights, state, comm)
+        for v, piece in zip(together, tf.split(weights, sizes), strict=True):
+            v.assign(tf.cast(tf.reshape(piece, v.shape), v.dtype))
+        for n in state if keep else ():
+            for each, piece in zip(states, tf.split(state[n], sizes), strict=True):
+                each[n].assign(piece)
 
-        A collective. Does nothing where no step has been taken since the last agreement.
-        """
-        if not self.in_round or self._own is not None:
-            yield
-            return
-        self._own = self._values()
-        for each in self._optimizers:
-            if each.steps_done:
-                self.agree(each.variables, keep=False)
-        try:
-            yield
-        finally:
-            self._set_values(self._own)
-            self._own = None
+    def _show_agreed(self) -> None:
+        for optimizer in self._living():
+            for each in optimizer.groups:
+                if each.steps_done:
+                    self.agree(each.variables, keep=False)
 
-    @contextmanager
-    def unsettled(self) -> Iterator[None]:
-        """Hold this rank's own weights for a while, inside ``settled``."""
-        if self._own is None:
-            yield
-            return
-        own, self._own, agreed = self._own, None, self._values()
-        self._set_values(own)
-        try:
-            yield
-        finally:
-            self._set_values(agreed)
-            self._own = own
+    def _values(self) -> list[tuple[Any, Any]]:
+        return [(weight, weight.numpy()) for weight in self._weights()]
 
-    def _values(self) -> list[np.ndarray[Any, Any]]:
-        return [weight.numpy() for weight in self._weights()]
-
-    def _set_values(self, values: list[np.ndarray[Any, Any]]) -> None:
-        for weight, value in zip(self._weights(), values, strict=True):
+    def _set_values(self, values: list[tuple[Any, Any]]) -> None:
+        for weight, value in values:
             weight.assign(value)
 
     def end_rounds(self) -> None:
         """End the rounds that have begun, as at the end of training; a collective."""
-        for each in self._optimizers:
-            if each.steps_done:
-                self.agree(each.variables)
-                each.steps_done = 0
+        for optimizer in self._living():
+            for each in optimizer.groups:
+                if each.steps_done:
+                    self.agree(each.variables)
+                    each.steps_done = 0
+
+    def rebase(self) -> None:
+        """Take over weights that the script has set since the last agreement, on all ranks.
+
+        Does nothing in the middle of a round.
+        """
+        if any(self.steps_in_round()):
+            return
+        for weight in self._weights():
+            begun = self._begun.get(id(weight))
+            if begun is not None and begun.numpy():
+                self._rebase(weight)
+
+    def _rebase(self, weight: tf.Variable) -> None:
+        held = self._state[id(weight)]
+        state = {name: variable.value() for name, variable in held.items()}
+        for name, value in self.strategy.rebase(_flat(weight), state).items():
+            held[name].assign(value)
 
     def begin_anew(self) -> None:
         """Begin with the weights that the ranks hold now, the same on all; forget all rounds."""
@@ -193,8 +198,8 @@ class RoundKeeper:
             begun.assign(False)
         if self._compressed:
             self._compressed.begin_anew()
-        for each in self._optimizers:
-            each.steps_done = 0
+        for each in self._living():
+            each.groups.clear()
 
     def state(self) -> dict[str, np.ndarray[Any, Any]]:
         """What a checkpoint saves, the same on every rank: by state and weight, and counts."""
@@ -207,8 +212,13 @@ class RoundKeeper:
         if self._compressed:
             sent = self._compressed.arrays(self._compressed.compression.common, self._weights())
             arrays |= {f"{_SENT}{key}": array for key, array in sent.items()}
-        steps = [each.steps_done for each in self._optimizers]
-        return {**arrays, "counts": np.array(steps, np.int64)}
+        number = {id(weight): i for i, weight in enumerate(self._weights())}
+        for o, optimizer in enumerate(self._living()):
+            for g, group in enumerate(optimizer.groups):
+                weights = [number[id(v)] for v in group.variables if id(v) in number]
+                # The steps, and which weights the optimizer updates.
+                arrays[f"{_GROUP}{o}-{g}"] = np.array([group.steps_done, *weights], np.int64)
+        return {**arrays, "optimizers": np.array(len(self._optimizers))}
 
     def load_state(self, arrays: dict[str, np.ndarray[Any, Any]], *, in_round: bool) -> None:
         """Set what ``state`` returned.
@@ -219,10 +229,9 @@ class RoundKeeper:
                 with the weights that all hold now.
         """
         self.begin_anew()
-        if len(arrays["counts"]) != len(self._optimizers):
-            raise ValueError(
-                f"it has {len(arrays['counts'])} optimizers, here are {len(self._optimizers)}"
-            )
+        optimizers = self._living()
+        if (saved := int(arrays["optimizers"])) != len(optimizers):
+            raise ValueError(f"it has {saved} optimizers, here are {len(optimizers)}")
         weights = self._weights()
         sent = {k.removeprefix(_SENT): a for k, a in arrays.items() if k.startswith(_SENT)}
         if self._compressed:
@@ -232,10 +241,13 @@ class RoundKeeper:
         self.hold_state([weights[i] for i in numbers])
         for i in numbers:
             for name, variable in self._state[id(weights[i])].items():
-                if in_round or name != "anchor":
-                    variable.assign(arrays[f"{name}.{i}"])
-        for each, steps in zip(self._optimizers, arrays["counts"].tolist(), strict=True):
-            each.go_on_after(steps if in_round else 0)
+                variable.assign(arrays[f"{name}.{i}"])
+            if not in_round:
+                self._rebase(weights[i])
+        for key in sorted(key for key in arrays if in_round and key.startswith(_GROUP)):
+            steps, *updated = arrays[key].tolist()
+            optimizer = optimizers[int(key.removeprefix(_GROUP).partition("-")[0])]
+            optimizer.go_on([weights[i] for i in updated], steps)
 
     def own_state(self) -> dict[str, np.ndarray[Any, Any]]:
         """What a checkpoint saves for each rank: residuals."""
@@ -253,8 +265,28 @@ class RoundKeeper:
         return [] if model is None else [tf_variable(w) for w in model.weights]
 
 
+class _Group:
+    """Variables that an optimizer updates together, and its steps since they agreed."""
+
+    def __init__(self, variables: list[tf.Variable]) -> None:
+        self.variables = variables
+        with tf.init_scope(), tf.device("CPU:0"):
+            self.steps = tf.Variable(0, dtype=tf.int64, trainable=False)
+
+    @property
+    def steps_done(self) -> int:
+        return int(self.steps.numpy())
+
+    @steps_done.setter
+    def steps_done(self, number: int) -> None:
+        self.steps.assign(number)
+
+
 class _OptimizerRounds:
-    """Counts the updates of one optimizer, and lets its keeper end rounds."""
+    """Counts the updates of one optimizer, and lets its keeper end rounds.
+
+    The optimizer's ``apply`` keeps this object.
+    """
 
     def __init__(
         self,
@@ -267,11 +299,8 @@ class _OptimizerRounds:
         self._checks = checks
         self._before_update = before_update
         self._updates = keeper.strategy.every * (optimizer.gradient_accumulation_steps or 1)
-        with tf.init_scope(), tf.device("CPU:0"):
-            self._steps = tf.Variable(0, dtype=tf.int64, trainable=False)
         self._updating = False
-        self.variables: list[tf.Variable] = []
-        """Those that the optimizer has updated."""
+        self.groups: list[_Group] = []
         apply = optimizer.apply
 
         # AutoGraph would spend seconds on translating all of hvkit and Horovod below this call.
@@ -286,20 +315,28 @@ class _OptimizerRounds:
 
         optimizer.apply = apply_in_round
 
-    @property
-    def steps_done(self) -> int:
-        """Updates since the last agreement."""
-        return int(self._steps.numpy())
-
-    @steps_done.setter
-    def steps_done(self, number: int) -> None:
-        self._steps.assign(number)
-
-    def go_on_after(self, steps: int) -> None:
+    def go_on(self, variables: list[tf.Variable], steps: int) -> None:
         """Resume in a round; in the middle of one, the ranks' weights need not be alike."""
-        self.steps_done = steps
-        if steps:
-            self._checks.skip_weights()
+        self._group_of(variables).steps_done = steps
+        self._checks.skip_weights()
+
+    def _group_of(self, variables: list[tf.Variable]) -> _Group:
+        """The group of these variables.
+
+        A new one ends the rounds of others that it shares variables with: a script that freezes
+        some layers in the middle of a round would otherwise leave them different on each rank.
+        """
+        ids = {id(v) for v in variables}
+        for group in self.groups:
+            if ids == {id(v) for v in group.variables}:
+                return group
+        with tf.init_scope():
+            for group in self.groups:
+                if group.steps_done and not ids.isdisjoint(map(id, group.variables)):
+                    self._keeper.agree(group.variables)
+                    group.steps_done = 0
+        self.groups.append(_Group(variables))
+        return self.groups[-1]
 
     def around(self, update: Callable[[], None], grads: Sequence[Any], variables: Any) -> None:
         """Update, and end the round if it is time."""
@@ -307,24 +344,24 @@ class _OptimizerRounds:
             update()
             return
         refuse_xla("optimizer.apply")
-        weights = [tf_variable(v) for v in variables]
+        self._keeper.refuse_step()
         remember_updated(variables)
         self._before_update(variables)
+        weights = [tf_variable(v) for v in variables]
         with tf.control_dependencies(self._checks(grads, variables)):
             self._keeper.hold_state(weights)
-        known = {id(v) for v in self.variables}
-        self.variables += [v for v in weights if id(v) not in known]
+        group = self._group_of(weights)
         self._updating = True
         try:
             update()
         finally:
             self._updating = False
-        steps = self._steps.assign_add(1)
-        tf.cond(steps >= self._updates, lambda: self._end_round(weights), _nothing)
+        steps = group.steps.assign_add(1)
+        tf.cond(steps >= self._updates, lambda: self._end_round(group), _nothing)
 
-    def _end_round(self, weights: Sequence[tf.Variable]) -> tf.Tensor:
-        self._steps.assign(0)
-        return self._keeper.agree(weights)
+    def _end_round(self, group: _Group) -> tf.Tensor:
+        group.steps.assign(0)
+        return self._keeper.agree(group.variables)
 
 
 class _Comm:
@@ -335,6 +372,7 @@ class _Comm:
         wire: counts the bytes.
         variables: of the vectors, all of one dtype.
         compressed: for float32 vectors, if they travel compressed.
+        name: the same on every rank, and no other collective's.
         keep: whether the round ends, so that what the compression keeps changes.
     """
 
@@ -344,34 +382,24 @@ class _Comm:
         wire: Wire,
         variables: Sequence[tf.Variable],
         compressed: CompressedMeans | None,
+        name: str,
         keep: bool,
     ) -> None:
         self._wait = wait
         self._wire = wire
         self._variables = variables
         self._compressed = compressed
+        self._name = name
         self._keep = keep
         self.rank, self.size = wire.rank, wire.size
 
     def mean(self, vector: tf.Tensor) -> tf.Tensor:
-        means: list[tf.Tensor] = []
-        start = 0
-        sizes = [int(np.prod(v.shape)) * vector.dtype.size for v in self._variables]
-        for run in chunks(sizes):
-            variables = [self._variables[at] for at in run]
-            stop = start + sum(sizes[at] for at in run) // vector.dtype.size
-            name = f"{self._wait.key}.{vector.dtype.name}.{len(means)}"
-            means.append(self._wait.around(vector[start:stop], self._way(variables, name)))
-            start = stop
-        return tf.concat(means, axis=0)
+        return self._wait.around(vector, self._mean)
 
-    def _way(self, variables: list[tf.Variable], name: str) -> Callable[[tf.Tensor], tf.Tensor]:
-        def mean(piece: tf.Tensor) -> tf.Tensor:
-            if self._compressed and piece.dtype == tf.float32:
-                return self._compressed.mean(piece, variables, name, keep=self._keep)
-            return self._wire.mean(piece, name)
-
-        return mean
+    def _mean(self, vector: tf.Tensor) -> tf.Tensor:
+        if self._compressed and vector.dtype == tf.float32:
+            return self._compressed.mean(vector, self._variables, self._name, keep=self._keep)
+        return self._wire.mean(vector, self._name)
 
 
 @functools.cache
@@ -386,7 +414,8 @@ def _count_skipped_updates() -> None:
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def apply_in_round(self: Any, grads: Any, trainable_variables: Any = None) -> None:
         inner = inner_optimizer(self)
-        rounds = _kept.get(inner)
+        reference = _kept.get(inner)
+        rounds = reference() if reference else None
         if rounds is None:
             apply(self, grads, trainable_variables)
             return

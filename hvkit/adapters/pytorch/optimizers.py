@@ -11,7 +11,6 @@ import inspect
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
@@ -19,6 +18,8 @@ from torch.optim import Optimizer
 from hvkit import metrics
 
 Closure = Callable[[], Any]
+
+_SCALED_STEP = "_hvkit_scaled_step"
 
 
 def has_step_length(optimizer: Optimizer) -> bool:
@@ -113,20 +114,15 @@ class OutermostStep:
             self._after()
 
 
-# By optimizer: what runs in place of ``GradScaler.step``. It gets the scaler, and the step.
-_scaled_steps: WeakKeyDictionary[Optimizer, Callable[[Any, Callable[[], Any]], Any]]
-_scaled_steps = WeakKeyDictionary()
-
-
 def around_scaled_steps(
     optimizer: Optimizer, function: Callable[[Any, Callable[[], Any]], Any]
 ) -> None:
     """Run ``function(scaler, step)`` in place of each ``GradScaler.step(optimizer)``.
 
-    ``step()`` takes the step, or skips it because of an overflow. The function must not keep the
-    optimizer alive.
+    ``step()`` takes the step, or skips it because of an overflow.
     """
-    _scaled_steps[optimizer] = function
+    # In the instance, so that the function may hold the optimizer; pickled ones leave it out.
+    vars(optimizer)[_SCALED_STEP] = function
     _patch_scaler()
 
 
@@ -137,7 +133,7 @@ def _patch_scaler() -> None:
     @functools.wraps(scaled_step)
     def step(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         plain = functools.partial(scaled_step, self, optimizer, *args, **kwargs)
-        function = _scaled_steps.get(optimizer)
+        function = vars(optimizer).get(_SCALED_STEP)
         return plain() if function is None else function(self, plain)
 
     torch.amp.GradScaler.step = step  # type: ignore[method-assign]

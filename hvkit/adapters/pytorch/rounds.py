@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -22,6 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hvkit import collectives
+from hvkit.adapters.agreed_view import AgreedView
 from hvkit.adapters.gradient_chunks import chunks
 from hvkit.adapters.pytorch import step_report
 from hvkit.adapters.pytorch.batch_norm import RunningStatistics
@@ -41,7 +41,7 @@ _SENT = "sent-"
 _kept: WeakSet[RoundKeeper] = WeakSet()
 
 
-class RoundKeeper:
+class RoundKeeper(AgreedView):
     """Ends the rounds of the optimizers of one model.
 
     Args:
@@ -62,6 +62,7 @@ class RoundKeeper:
         compression: Compression | None = None,
         statistics: RunningStatistics | None = None,
     ) -> None:
+        super().__init__()
         self.strategy = strategy
         self.compression = compression
         self.alone = True
@@ -75,23 +76,22 @@ class RoundKeeper:
         self._state: dict[int, dict[str, torch.Tensor]] = {}
         # Numbers of those that may have changed since the last agreement.
         self._trained: set[int] = set()
+        # PyTorch's count of the writes to each, at the last agreement.
+        self._versions: dict[int, int] = {}
         # Weak: the optimizers' hooks keep this object.
         self._optimizers: list[weakref.ref[Optimizer]] = []
         # Steps that each optimizer has taken in this round, and rounds that it has ended.
         self._steps: list[int] = []
         self._rounds: list[int] = []
         self._begun = False
-        # This rank's weights, while the model holds those that the ranks would agree on.
-        self._own: list[torch.Tensor] | None = None
         self.add(parameters)
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
         return parameter in self._number
 
-    @property
-    def in_round(self) -> bool:
-        """Whether an optimizer has taken steps since its last agreement."""
-        return any(self._steps)
+    def steps_in_round(self) -> list[int]:
+        """Steps since the last agreement, for each optimizer."""
+        return list(self._steps)
 
     def add(self, parameters: Iterable[nn.Parameter]) -> None:
         """Agree on more parameters; the same ones on every rank, with the same values."""
@@ -113,24 +113,39 @@ class RoundKeeper:
         self._steps.append(0)
         self._rounds.append(0)
         _kept.add(self)
-        around_scaled_steps(optimizers[0], functools.partial(self._count_scaled_step, number))
 
         def before() -> None:
-            self._begin_all()
+            self.refuse_step()
             adopt()
+            self._begin_all()
+            if not self._steps[number]:
+                self._rebase(number)
 
         step = OutermostStep(before, lambda: self._end_step(number))
         for each in optimizers:
             step.attach(each)
+            around_scaled_steps(each, functools.partial(self._count_scaled_step, number, before))
 
-    def _count_scaled_step(self, number: int, scaler: Any, step: Callable[[], Any]) -> Any:
+    def _count_scaled_step(
+        self, number: int, before: Callable[[], None], scaler: Any, step: Callable[[], Any]
+    ) -> Any:
         """Let ``GradScaler`` step or skip, and count both."""
-        before = self._rounds[number], self._steps[number]
+        count = self._rounds[number], self._steps[number]
         result = step()
-        if (self._rounds[number], self._steps[number]) == before:
-            self._begin_all()
+        if (self._rounds[number], self._steps[number]) == count:
+            before()
             self._end_step(number)
         return result
+
+    def _rebase(self, number: int) -> None:
+        """Take over weights that the script has set since the last agreement, on all ranks."""
+        optimizer = self._optimizers[number]()
+        assert optimizer is not None
+        for p in _parameters_of(optimizer):
+            i = self._number[p]
+            if i in self._versions and self._versions[i] != p._version:
+                del self._versions[i]
+                self._state[i] = self.strategy.rebase(_flat(p), self._state[i])
 
     def _begin_all(self) -> None:
         """Before the first step: make sure that the ranks are alike, and begin; a collective."""
@@ -152,6 +167,7 @@ class RoundKeeper:
         """Begin with the weights that the ranks hold now, the same on all; forget all rounds."""
         self._state.clear()
         self._trained.clear()
+        self._versions.clear()
         if self._sent:
             self._sent.kept.clear()
         self._steps = [0] * len(self._steps)
@@ -160,7 +176,12 @@ class RoundKeeper:
     def _end_step(self, number: int) -> None:
         optimizer = self._optimizers[number]()
         assert optimizer is not None
-        self._trained.update(self._number[p] for p in _parameters_of(optimizer) if p.requires_grad)
+        # Momentum moves a parameter that was frozen, as long as it has a gradient.
+        self._trained.update(
+            self._number[p]
+            for p in _parameters_of(optimizer)
+            if p.requires_grad or p.grad is not None
+        )
         self._steps[number] += 1
         if self._steps[number] < self.strategy.every:
             return
@@ -181,7 +202,7 @@ class RoundKeeper:
         """Raise on every rank unless all end the same round in the same way; a collective."""
         optimizers = self._living()
         rates = step_report.checksum_of_rates(optimizers)
-        mine = (number, self._rounds[number], hash(tuple(changed)), rates)
+        mine = (number, self._rounds[number], changed, rates)
         everyone = collectives.gather(_STEP, mine)
         for rank, theirs in enumerate(everyone):
             if theirs[:2] != everyone[0][:2]:
@@ -193,6 +214,15 @@ class RoundKeeper:
         if any(theirs != everyone[0] for theirs in everyone):
             step_report.refuse_other_parameters(self._parameters, self._checks.label, _STEP)
             step_report.refuse_other_rates(optimizers, _STEP)
+        for rank, (_, _, there, _) in enumerate(everyone):
+            if there != everyone[0][2]:
+                i = min(set(there) ^ set(everyone[0][2]))
+                trained, not_trained = (rank, 0) if i in there else (0, rank)
+                raise RanksDisagreeError(
+                    f"{self._checks.label(i, self._parameters[i])} was trained in this round on "
+                    f"rank {trained} but not on rank {not_trained}: train the same parameters on "
+                    "every rank"
+                )
 
     def _living(self) -> list[Optimizer]:
         """The optimizers that the script still has."""
@@ -202,33 +232,40 @@ class RoundKeeper:
     def _agree(self, numbers: Sequence[int], *, keep: bool) -> None:
         """Set parameters to the weights that the strategy returns; a collective.
 
+        Some at a time, which bounds the memory for copies.
+
         Args:
             numbers: of the parameters.
             keep: whether the round ends, so that the strategy's state changes.
         """
-        for together in self._of_one_kind(numbers):
-            held = [self._parameters[i] for i in together]
-            members = list(zip(together, held, strict=True))
-            comm = _Comm(f"{self._name}.weights", members, self._sent)
-            flat = [_flat(p) for p in held]
-            lengths = [len(each) for each in flat]
-            names = self._state[together[0]].keys()
-            state = {n: torch.cat([self._state[i][n] for i in together]) for n in names}
-            weights, state = self.strategy.agree(torch.cat(flat), state, comm)
-            for p, piece in zip(held, torch.split(weights, lengths), strict=True):
-                _write(p, piece)
-            for n in names if keep else ():
-                for i, piece in zip(together, torch.split(state[n], lengths), strict=True):
-                    self._state[i][n] = piece
+        for kind in self._of_one_kind(numbers):
+            for run in chunks([self._parameters[i].nbytes for i in kind]):
+                self._agree_on([kind[at] for at in run], keep=keep)
         if self._statistics:
             mean = torch.zeros(self._statistics.length, device=self._parameters[0].device)
             self._statistics.read_into(mean)
-            # A view for evaluation has to change layers that are in evaluation mode.
             wire = Wire("batch norm")
             wire.wait(wire.start_mean(mean, f"{self._name}.statistics"))
+            # A view for evaluation has to change layers that are in evaluation mode.
             self._statistics.write(mean, also_in_evaluation=not keep)
         if self._sent:
             self._sent.commit(numbers if keep else ())
+        if keep:
+            self._versions.update({i: self._parameters[i]._version for i in numbers})
+
+    def _agree_on(self, together: list[int], *, keep: bool) -> None:
+        held = [self._parameters[i] for i in together]
+        comm = _Comm(self._name, list(zip(together, held, strict=True)), self._sent)
+        flat = [_flat(p) for p in held]
+        lengths = [len(each) for each in flat]
+        names = self._state[together[0]].keys()
+        state = {n: torch.cat([self._state[i][n] for i in together]) for n in names}
+        weights, state = self.strategy.agree(torch.cat(flat), state, comm)
+        for p, piece in zip(held, torch.split(weights, lengths), strict=True):
+            _write(p if keep else p.data, piece)
+        for n in names if keep else ():
+            for i, piece in zip(together, torch.split(state[n], lengths), strict=True):
+                self._state[i][n] = piece
 
     def _of_one_kind(self, numbers: Iterable[int]) -> list[list[int]]:
         kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
@@ -238,53 +275,26 @@ class RoundKeeper:
                 kinds.setdefault((wire_dtype(p.dtype), p.device), []).append(i)
         return list(kinds.values())
 
-    @contextmanager
-    def settled(self) -> Iterator[None]:
-        """Hold the weights that the ranks would agree on now; put this rank's own back after it.
-
-        A collective. Does nothing where no step has been taken since the last agreement.
-        """
-        if not self.in_round or self._own is not None:
-            yield
-            return
-        self._own = self._values()
+    def _show_agreed(self) -> None:
         both = zip(self._optimizers, self._steps, strict=True)
         stepped = [each for reference, steps in both if steps and (each := reference())]
         self._agree(self._to_agree_on(stepped), keep=False)
-        try:
-            yield
-        finally:
-            self._set_values(self._own)
-            self._own = None
 
-    @contextmanager
-    def unsettled(self) -> Iterator[None]:
-        """Hold this rank's own weights for a while, inside ``settled``."""
-        if self._own is None:
-            yield
-            return
-        own, self._own, agreed = self._own, None, self._values()
-        self._set_values(own)
-        try:
-            yield
-        finally:
-            self._set_values(agreed)
-            self._own = own
-
-    def _values(self) -> list[torch.Tensor]:
-        """Copies of the parameters, and of the statistics as one vector."""
-        copies = [p.detach().clone() for p in self._parameters]
+    def _values(self) -> list[tuple[Any, Any]]:
+        values: list[tuple[Any, Any]] = [(p, p.detach().clone()) for p in self._parameters]
         if self._statistics:
-            copies.append(torch.zeros(self._statistics.length, device=copies[0].device))
-            self._statistics.read_into(copies[-1])
-        return copies
+            vector = torch.zeros(self._statistics.length, device=self._parameters[0].device)
+            self._statistics.read_into(vector)
+            values.append((self._statistics, vector))
+        return values
 
     @torch.no_grad()
-    def _set_values(self, values: list[torch.Tensor]) -> None:
-        for p, value in zip(self._parameters, values, strict=False):
-            p.detach().copy_(value)
-        if self._statistics:
-            self._statistics.write(values[-1], also_in_evaluation=True)
+    def _set_values(self, values: list[tuple[Any, Any]]) -> None:
+        for thing, value in values:
+            if isinstance(thing, RunningStatistics):
+                thing.write(value, also_in_evaluation=True)
+            else:  # a graph that still needs its backward pass may hold the parameter
+                thing.data.copy_(value)
 
     def state(self) -> dict[str, np.ndarray[Any, Any]]:
         """What a checkpoint saves, the same on every rank: by state and parameter, and counts."""
@@ -327,9 +337,12 @@ class RoundKeeper:
         else:
             self._rounds = counts[1]
             for i, state in self._state.items():
-                state["anchor"] = self.strategy.begin(_flat(self._parameters[i]))["anchor"]
-        # In the middle of a round, the ranks' weights need not be alike.
-        self._begun = self.in_round
+                self._state[i] = self.strategy.rebase(_flat(self._parameters[i]), state)
+        # Each rank has its own optimizer state again, and in a round also its own weights.
+        self._begun = in_round
+        if in_round:
+            for i in range(len(self._parameters)):
+                self._begin(i)
 
     def own_state(self) -> dict[str, np.ndarray[Any, Any]]:
         """What a checkpoint saves for each rank: residuals."""
@@ -345,7 +358,7 @@ class _Comm:
     """The ranks, as a strategy sees them.
 
     Args:
-        name: the same on every rank, and no other collective's.
+        name: the keeper's.
         members: numbers and parameters of the vectors, all of one dtype.
         state: of the compression of float32 vectors, if there is one.
     """
@@ -357,32 +370,21 @@ class _Comm:
         state: CompressionState | None,
     ) -> None:
         self._wire = Wire("weights")
-        self._name = f"{name}.{wire_dtype(members[0][1].dtype)}"
+        self._name = f"{name}.weights.{members[0][0]}"
         self._members = members
         self._state = state
         self.rank, self.size = self._wire.rank, self._wire.size
 
     def mean(self, vector: torch.Tensor) -> torch.Tensor:
-        buckets: list[Bucket] = []
-        mean = vector.clone()
-        start = 0
-        for run in chunks([p.nbytes for _, p in self._members]):
-            members = [self._members[at] for at in run]
-            name = f"{self._name}.{len(buckets)}"
-            if self._state and vector.dtype is torch.float32:
-                bucket: Bucket = CompressedBucket(name, members, self._state)
-            else:
-                bucket = Bucket(name, members)
-            stop = start + len(bucket.flat)
-            bucket.flat = mean[start:stop]
-            bucket.launch(self._wire)
-            buckets.append(bucket)
-            start = stop
-        for bucket in buckets:
-            bucket.exchange(self._wire)
-        for bucket in buckets:
-            bucket.wait(self._wire)
-        return mean
+        if self._state and vector.dtype is torch.float32:
+            bucket: Bucket = CompressedBucket(self._name, self._members, self._state)
+        else:
+            bucket = Bucket(self._name, self._members)
+        bucket.flat.copy_(vector)
+        bucket.launch(self._wire)
+        bucket.exchange(self._wire)
+        bucket.wait(self._wire)
+        return bucket.flat
 
 
 def is_kept(parameter: torch.Tensor) -> bool:

@@ -1,5 +1,8 @@
 """Keras: strategies that let ranks train alone for a round, and then agree on weights."""
 
+import gc
+import weakref
+
 import keras
 import numpy as np
 import pytest
@@ -235,3 +238,85 @@ def test_contradictions_are_refused():
     error, text = error_of(lambda: fit(model, sgd(), local(regression(steps=1))))
     assert error is ValueError
     assert "was not passed" in text
+
+
+def test_an_error_in_fit_leaves_each_rank_its_own_weights():
+    class Fails(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.own = weights(self.model)
+
+        def on_epoch_end(self, epoch, logs=None):
+            raise RuntimeError("full disk")
+
+    data = local(regression(steps=4))
+    x, y = (np.concatenate(part) for part in zip(*data, strict=True))
+    model, optimizer = in_rounds(hvkit.LocalSGD(3))
+    model.compile(optimizer, "mse")
+    with pytest.raises(RuntimeError, match="full disk"):
+        model.fit(x, y, batch_size=6, shuffle=False, verbose=0, callbacks=[fails := Fails()])
+    assert all(map(np.array_equal, weights(model), fails.own))
+    assert not alike(model)
+    with hvkit.settled(model):
+        assert alike(model)
+
+
+@pytest.mark.parametrize("loop", ["eager", "function"])
+def test_variables_that_are_updated_in_turn_have_their_own_rounds(loop):
+    model, optimizer = in_rounds(hvkit.LocalSGD(2))
+    halves = model.trainable_variables[:2], model.trainable_variables[2:]
+
+    def step(x, y, which):
+        with tf.GradientTape() as tape:
+            loss = mse(y, model(x))
+        variables = halves[which]
+        optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+
+    steps = [lambda x, y, w=which: step(x, y, w) for which in (0, 1)]
+    if loop == "function":
+        steps = [tf.function(each) for each in steps]
+    optimizer.build(model.trainable_variables)
+    for number, (x, y) in enumerate(local(regression(steps=8))):
+        steps[number % 2](tf.constant(x), tf.constant(y))
+    assert alike(model)
+
+
+def test_layers_that_are_frozen_in_the_middle_of_a_round_are_agreed_on():
+    model, optimizer = in_rounds(hvkit.LocalSGD(3))
+    data = local(regression(steps=5))
+    LOOPS["function"](model, optimizer, data[:2])
+    model.layers[0].trainable = False
+    LOOPS["function"](model, optimizer, data[2:])
+    assert alike(model)
+
+
+def test_weights_that_the_script_sets_before_fit_are_no_training():
+    data = local(regression(steps=4))
+    x, y = (np.concatenate(part) for part in zip(*data, strict=True))
+    model, optimizer = in_rounds(hvkit.DiLoCo(2, 1.0, 0.0), keras.optimizers.SGD(0.05))
+    model.compile(optimizer, "mse")
+    options = {"batch_size": 6, "shuffle": False, "verbose": 0}
+    model.fit(x, y, **options)
+    chosen = [np.full_like(w, 0.25) for w in weights(model)]
+    model.set_weights(chosen)
+    optimizer.learning_rate = 0.0
+    model.fit(x, y, **options)
+    assert all(map(np.array_equal, weights(model), chosen))
+
+
+def test_a_model_that_is_dropped_is_freed():
+    model, optimizer = in_rounds(hvkit.DiLoCo(2))
+    LOOPS["eager"](model, optimizer, local(regression(steps=3)))
+    held = weakref.ref(model), weakref.ref(optimizer)
+    del model, optimizer
+    gc.collect()
+    assert [each() for each in held] == [None, None]
+
+
+def test_a_step_inside_settled_is_refused():
+    model, optimizer = in_rounds(hvkit.LocalSGD(4))
+    data = local(regression(steps=2))
+    LOOPS["eager"](model, optimizer, data[:1])
+    with hvkit.settled(model):
+        error, text = error_of(lambda: LOOPS["eager"](model, optimizer, data[1:]))
+    assert error is ValueError
+    assert "hvkit.settled" in text

@@ -326,3 +326,122 @@ def test_an_optimizer_that_was_not_passed_is_refused():
     error, text = error_of(lambda: train(model, sgd(model.parameters()), regression(steps=1)))
     assert error is ValueError
     assert "was not passed" in text
+
+
+def test_compressed_rounds_keep_the_statistics_exact():
+    layer = nn.BatchNorm1d(8, momentum=1.0)
+    _, optimizer = in_rounds(hvkit.LocalSGD(1), model=layer, compression="int8")
+    x = torch.randn(64, 8) * torch.tensor([100.0, *[0.1] * 7])
+    for _ in range(2):
+        optimizer.zero_grad()
+        layer(x).sum().backward()
+        optimizer.step()
+    assert layer.running_var == pytest.approx(x.var(0).detach(), rel=0.1)
+
+
+def test_a_later_optimizer_is_refused_though_the_first_is_gone():
+    model, optimizer = in_rounds(hvkit.LocalSGD(2))
+    data = local(regression(steps=2))
+    train(model, optimizer, data)
+    del optimizer
+    gc.collect()
+    error, _ = error_of(lambda: train(model, sgd(model.parameters()), data))
+    assert error is ValueError
+
+
+def test_momentum_that_moves_a_frozen_parameter_is_agreed_on():
+    model, optimizer = in_rounds(hvkit.LocalSGD(2))
+    data = local(regression(steps=6))
+    train(model, optimizer, data[:1])
+    model[0].requires_grad_(False)
+    for x, y in data[1:4]:
+        optimizer.zero_grad(set_to_none=False)
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+    assert alike(model)
+
+
+def test_ranks_that_train_different_parameters_are_named():
+    model, optimizer = in_rounds(hvkit.LocalSGD(2))
+    data = local(regression(steps=2))
+    model[2 * hvkit.rank()].requires_grad_(False)
+    train(model, optimizer, data[:1])
+    model.requires_grad_(False)
+    optimizer.zero_grad()
+    assert raised_everywhere(optimizer.step, "was trained in this round on rank", "but not on")
+
+
+def test_weights_that_the_script_sets_between_rounds_are_no_training():
+    model, optimizer = in_rounds(hvkit.DiLoCo(2, 1.0, 0.0))
+    data = local(regression(steps=4))
+    train(model, optimizer, data[:2])
+    with torch.no_grad():
+        model[0].weight.fill_(0.25)
+    optimizer.param_groups[0]["lr"] = 0.0
+    train(model, optimizer, data[2:])
+    assert torch.equal(model[0].weight, torch.full((16, 8), 0.25))
+
+
+def test_ranks_with_different_numbers_of_steps_cannot_settle():
+    model, optimizer = in_rounds(hvkit.LocalSGD(4))
+    data = local(regression(steps=3))
+    train(model, optimizer, data[: 1 + (hvkit.rank() == 1)])
+
+    def settle():
+        with hvkit.settled(model):
+            pass
+
+    assert raised_everywhere(settle, "rank 1 has taken 2 steps", "rank 0 1")
+
+
+def test_a_step_inside_settled_is_refused():
+    model, optimizer = in_rounds(hvkit.LocalSGD(4))
+    data = local(regression(steps=2))
+    train(model, optimizer, data[:1])
+    with hvkit.settled(model):
+        error, text = error_of(lambda: train(model, optimizer, data[1:]))
+    assert error is ValueError
+    assert "hvkit.settled" in text
+
+
+def test_settled_between_forward_and_backward():
+    model, optimizer = in_rounds(hvkit.LocalSGD(4))
+    data = local(regression(steps=2))
+    train(model, optimizer, data[:1])
+    loss = F.mse_loss(model(data[1][0]), data[1][1])
+    with hvkit.settled(model):
+        pass
+    loss.backward()
+
+
+@pytest.mark.parametrize("wrong", [[1], None, "model"])
+def test_settled_takes_models(wrong):
+    with pytest.raises(TypeError, match="settled takes models"), hvkit.settled(wrong):
+        pass
+
+
+def test_a_skipped_step_takes_new_parameters_along():
+    model = mlp()
+    optimizer = sgd(model[0].parameters())
+    hvkit.distribute(model, optimizer, strategy=hvkit.LocalSGD(2))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    for step, (x, y) in enumerate(local(regression(steps=2))):
+        if step == 1:
+            optimizer.param_groups.append(
+                {**optimizer.param_groups[0], "params": [*model[2].parameters()]}
+            )
+        optimizer.zero_grad()
+        scaler.scale(F.mse_loss(model(x), y)).backward()
+        if step == 1 and hvkit.rank() == 0:
+            model[0].weight.grad[0, 0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+    assert alike(model)
+
+
+def test_a_model_that_never_steps_is_freed():
+    model, optimizer = in_rounds(hvkit.LocalSGD(2))
+    held = weakref.ref(model[0].weight)
+    del model, optimizer
+    gc.collect()
+    assert held() is None

@@ -1,0 +1,107 @@
+"""The weights that ranks in the middle of a round would agree on, shown for a while.
+
+While they are shown, the model holds them, and this rank's own weights wait aside.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from hvkit import collectives
+from hvkit.errors import RanksDisagreeError
+from hvkit.watch.rank_errors import mark_as_shown_by
+
+
+class AgreedView(ABC):
+    """What ``hvkit.settled`` needs of a model that trains in rounds."""
+
+    def __init__(self) -> None:
+        self._own: list[tuple[Any, Any]] | None = None
+
+    @abstractmethod
+    def steps_in_round(self) -> list[int]:
+        """Steps since the last agreement, for each optimizer."""
+
+    @abstractmethod
+    def _values(self) -> list[tuple[Any, Any]]:
+        """Everything that an agreement changes, and a copy of its value."""
+
+    @abstractmethod
+    def _set_values(self, values: list[tuple[Any, Any]]) -> None:
+        """Set what ``_values`` returned."""
+
+    @abstractmethod
+    def _show_agreed(self) -> None:
+        """Set the weights that the ranks would agree on now; the round goes on. A collective."""
+
+    @property
+    def shown(self) -> bool:
+        """Whether the model holds the agreed weights for a while."""
+        return self._own is not None
+
+    def show(self) -> bool:
+        """Show the agreed weights; a collective. Return whether they were not shown already.
+
+        Raises:
+            RanksDisagreeError: the ranks have taken different numbers of steps.
+        """
+        if self.shown:
+            return False
+        mine = self.steps_in_round()
+        for rank, theirs in enumerate(everyone := collectives.gather("hvkit.settled", mine)):
+            if theirs != everyone[0]:
+                error = RanksDisagreeError(
+                    f"rank {rank} has taken {sum(theirs)} steps since the last agreement, rank 0 "
+                    f"{sum(everyone[0])}: every rank must take equally many; hvkit.shard(data) "
+                    "gives each as many batches"
+                )
+                raise mark_as_shown_by(error, 0)
+        self._own = self._values()
+        try:
+            if any(mine):
+                self._show_agreed()
+        except BaseException:
+            self.put_back()
+            raise
+        return True
+
+    def put_back(self) -> None:
+        """Hold this rank's own weights again."""
+        if self._own is not None:
+            self._set_values(self._own)
+            self._own = None
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Hold the weights that the ranks would agree on now; put this rank's own back after it."""
+        first = self.show()
+        try:
+            yield
+        finally:
+            if first:
+                self.put_back()
+
+    @contextmanager
+    def unsettled(self) -> Iterator[None]:
+        """Hold this rank's own weights for a while, inside ``settled``."""
+        if self._own is None:
+            yield
+            return
+        own, self._own, agreed = self._own, None, self._values()
+        self._set_values(own)
+        try:
+            yield
+        finally:
+            self._set_values(agreed)
+            self._own = own
+
+    def refuse_step(self) -> None:
+        """Raise if the agreed weights are shown: they go away when the block ends."""
+        if self.shown:
+            raise ValueError(
+                "an optimizer steps inside hvkit.settled, which puts each rank's own weights back "
+                "at its end: train outside of the block"
+            )
