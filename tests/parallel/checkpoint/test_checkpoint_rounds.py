@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import torch
+from cases import cases
 from models import regression as keras_batches
 from nets import arrays
 from ranks import error_of, largest_difference, my_part, same_on_all_ranks
@@ -100,11 +101,12 @@ class KerasRun:
 
 
 RUNS = pytest.mark.parametrize("run", [TorchRun, KerasRun], ids=["torch", "keras"])
-STRATEGIES = [DILOCO, hvkit.LocalSGD(5)]
+# `make test` leaves Keras to `make test-all`: its own part of the code is shown by other tests.
+FEWER = pytest.mark.parametrize("run", cases([TorchRun, KerasRun]), ids=["torch", "keras"])
 
 
 @RUNS
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=["diloco", "localsgd"])
+@pytest.mark.parametrize("strategy", cases([DILOCO, hvkit.LocalSGD(5)]), ids=["diloco", "localsgd"])
 def test_stopped_in_the_middle_of_a_round(run, strategy, folder):
     undisturbed = run(folder / "a", 1, strategy).train(19).state()
     run(folder / "b", 1, strategy).train(8, save_at=8)
@@ -114,7 +116,7 @@ def test_stopped_in_the_middle_of_a_round(run, strategy, folder):
     assert all(map(np.array_equal, undisturbed, resumed))
 
 
-@RUNS
+@FEWER
 def test_stopped_right_after_a_round(run, folder):
     undisturbed = run(folder / "a", 1).train(19).state()
     run(folder / "b", 1).train(10, save_at=10)
@@ -137,8 +139,8 @@ def test_a_resumed_run_can_settle_before_its_first_step(run, folder):
 
 
 @RUNS
-@pytest.mark.parametrize("compression", [hvkit.TopK(0.1), hvkit.PowerSGD(1)])
-@pytest.mark.parametrize("strategy", [hvkit.Synchronous(), hvkit.LocalSGD(5)])
+@pytest.mark.parametrize("compression", cases([hvkit.TopK(0.1), hvkit.PowerSGD(1)]))
+@pytest.mark.parametrize("strategy", cases([hvkit.Synchronous(), hvkit.LocalSGD(5)]))
 def test_residuals_are_saved(run, strategy, compression, folder):
     undisturbed = run(folder / "a", 1, strategy, compression).train(19).state()
     run(folder / "b", 1, strategy, compression).train(8, save_at=8)
@@ -147,7 +149,7 @@ def test_residuals_are_saved(run, strategy, compression, folder):
     assert all(map(np.array_equal, undisturbed, resumed))
 
 
-@RUNS
+@FEWER
 def test_without_residuals_the_run_would_differ(run, folder, monkeypatch):
     given = hvkit.Synchronous(), hvkit.TopK(0.1)
     undisturbed = run(folder / "a", 1, *given).train(19).state()
@@ -157,21 +159,21 @@ def test_without_residuals_the_run_would_differ(run, folder, monkeypatch):
     assert largest_difference(resumed, undisturbed) > 1e-3
 
 
-@RUNS
+@FEWER
 def test_another_compression_begins_anew(run, folder):
     run(folder, 1, hvkit.Synchronous(), hvkit.TopK(0.1)).train(8, save_at=8)
     second = run(folder, 2, hvkit.Synchronous(), hvkit.PowerSGD(1)).train(12)
     assert same_on_all_ranks(second.state()[:2])
 
 
-@RUNS
+@FEWER
 def test_saving_does_not_change_the_training(run, folder):
     undisturbed = run(folder / "a", 1).train(19).state()
     saving = run(folder / "b", 1).train(19, save_at=8).state()
     assert all(map(np.array_equal, undisturbed, saving))
 
 
-@RUNS
+@FEWER
 @pytest.mark.parametrize("lost", ["anchor", "velocity", "counts"])
 def test_without_what_the_strategy_keeps_the_run_would_differ(run, lost, folder, monkeypatch):
     undisturbed = run(folder / "a", 1).train(19).state()
@@ -219,7 +221,7 @@ def test_the_epoch_callback_saves_each_ranks_own_weights(folder):
     assert all(map(np.array_equal, found, own))
 
 
-@RUNS
+@FEWER
 @pytest.mark.parametrize("strategy", [hvkit.Synchronous(), hvkit.LocalSGD(4)])
 def test_another_strategy_begins_with_the_saved_weights(run, strategy, folder):
     run(folder, 1).train(8, save_at=8)
@@ -229,7 +231,7 @@ def test_another_strategy_begins_with_the_saved_weights(run, strategy, folder):
     assert same_on_all_ranks(second.state()[:2])
 
 
-@RUNS
+@FEWER
 def test_a_synchronous_run_goes_on_in_rounds(run, folder):
     run(folder, 1, hvkit.Synchronous()).train(8, save_at=8)
     second = run(folder, 2).train(13)

@@ -36,7 +36,7 @@ LINEAR_UPDATES = {
 }
 
 
-@pytest.mark.parametrize("strategy", [hvkit.LocalSGD(1), hvkit.DiLoCo(1, 1.0, 0.0)])
+@pytest.mark.parametrize("strategy", cases([hvkit.LocalSGD(1), hvkit.DiLoCo(1, 1.0, 0.0)]))
 @pytest.mark.parametrize("optimizer", cases(LINEAR_UPDATES, ["nesterov"]))
 @pytest.mark.parametrize("loop", LOOPS)
 def test_rounds_of_one_step_give_the_weights_of_one_process(loop, optimizer, strategy):

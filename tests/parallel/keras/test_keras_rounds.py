@@ -35,7 +35,7 @@ def test_rounds_of_two_steps_are_not_synchronous(loop):
     assert largest_difference(weights(model), weights(synchronous)) > 1e-2
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", cases(LOOPS))
 def test_three_rounds_of_diloco_equal_a_numpy_script(loop):
     every, lr, outer_lr, outer_momentum = 4, 0.05, 0.6, 0.8
     data = regression(steps=3 * every)
@@ -62,7 +62,7 @@ def test_three_rounds_of_diloco_equal_a_numpy_script(loop):
 
 
 @pytest.mark.parametrize("loop", ["eager", "function"])
-@pytest.mark.parametrize("strategy", [hvkit.LocalSGD(5), hvkit.DiLoCo(5)])
+@pytest.mark.parametrize("strategy", cases([hvkit.LocalSGD(5), hvkit.DiLoCo(5)]))
 def test_ranks_differ_in_a_round_and_are_alike_after_it(loop, strategy):
     model, optimizer = in_rounds(strategy)
     data = local(regression(steps=10))
@@ -196,7 +196,7 @@ def test_a_round_sends_the_weights_once(loop, compression, width):
     assert alike(model)
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", cases(LOOPS))
 def test_the_default_sends_gradients(loop):
     model, optimizer = in_rounds(hvkit.Synchronous())
     data = local(regression(steps=4))
