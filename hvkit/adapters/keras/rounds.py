@@ -73,15 +73,13 @@ class RoundKeeper(AgreedView):
         self._begun: dict[int, tf.Variable] = {}
         # Numbers for the names of collectives, by the id of their first weight.
         self._names: dict[int, int] = {}
-        # Weak: the optimizers keep them.
+        # Weak: the optimizers keep them. Their groups count also when they are gone.
         self._optimizers: list[ref[_OptimizerRounds]] = []
-
-    def _living(self) -> list[_OptimizerRounds]:
-        return [each for reference in self._optimizers if (each := reference()) is not None]
+        self._groups: list[list[_Group]] = []
 
     def steps_in_round(self) -> list[int]:
         """Steps since the last agreement, for each optimizer and the variables it updates."""
-        return [each.steps_done for optimizer in self._living() for each in optimizer.groups]
+        return [each.steps_done for groups in self._groups for each in groups]
 
     def watch(
         self, optimizer: Any, checks: Checks, before_update: Callable[[Sequence[Any]], None]
@@ -95,6 +93,7 @@ class RoundKeeper(AgreedView):
         """
         rounds = _OptimizerRounds(self, optimizer, checks, before_update)
         self._optimizers.append(ref(rounds))
+        self._groups.append(rounds.groups)
         _kept[optimizer] = ref(rounds)
         _count_skipped_updates()
 
@@ -154,8 +153,8 @@ class RoundKeeper(AgreedView):
                 each[n].assign(piece)
 
     def _show_agreed(self) -> None:
-        for optimizer in self._living():
-            for each in optimizer.groups:
+        for groups in self._groups:
+            for each in groups:
                 if each.steps_done:
                     self.agree(each.variables, keep=False)
 
@@ -168,8 +167,8 @@ class RoundKeeper(AgreedView):
 
     def end_rounds(self) -> None:
         """End the rounds that have begun, as at the end of training; a collective."""
-        for optimizer in self._living():
-            for each in optimizer.groups:
+        for groups in self._groups:
+            for each in groups:
                 if each.steps_done:
                     self.agree(each.variables)
                     each.steps_done = 0
@@ -198,8 +197,8 @@ class RoundKeeper(AgreedView):
             begun.assign(False)
         if self._compressed:
             self._compressed.begin_anew()
-        for each in self._living():
-            each.groups.clear()
+        for groups in self._groups:
+            groups.clear()
 
     def state(self) -> dict[str, np.ndarray[Any, Any]]:
         """What a checkpoint saves, the same on every rank: by state and weight, and counts."""
@@ -213,8 +212,8 @@ class RoundKeeper(AgreedView):
             sent = self._compressed.arrays(self._compressed.compression.common, self._weights())
             arrays |= {f"{_SENT}{key}": array for key, array in sent.items()}
         number = {id(weight): i for i, weight in enumerate(self._weights())}
-        for o, optimizer in enumerate(self._living()):
-            for g, group in enumerate(optimizer.groups):
+        for o, groups in enumerate(self._groups):
+            for g, group in enumerate(groups):
                 weights = [number[id(v)] for v in group.variables if id(v) in number]
                 # The steps, and which weights the optimizer updates.
                 arrays[f"{_GROUP}{o}-{g}"] = np.array([group.steps_done, *weights], np.int64)
@@ -229,7 +228,7 @@ class RoundKeeper(AgreedView):
                 with the weights that all hold now.
         """
         self.begin_anew()
-        optimizers = self._living()
+        optimizers = [reference() for reference in self._optimizers]
         if (saved := int(arrays["optimizers"])) != len(optimizers):
             raise ValueError(f"it has {saved} optimizers, here are {len(optimizers)}")
         weights = self._weights()
@@ -247,7 +246,8 @@ class RoundKeeper(AgreedView):
         for key in sorted(key for key in arrays if in_round and key.startswith(_GROUP)):
             steps, *updated = arrays[key].tolist()
             optimizer = optimizers[int(key.removeprefix(_GROUP).partition("-")[0])]
-            optimizer.go_on([weights[i] for i in updated], steps)
+            if optimizer is not None:
+                optimizer.go_on([weights[i] for i in updated], steps)
 
     def own_state(self) -> dict[str, np.ndarray[Any, Any]]:
         """What a checkpoint saves for each rank: residuals."""

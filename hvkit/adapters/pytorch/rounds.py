@@ -187,16 +187,12 @@ class RoundKeeper(AgreedView):
             return
         self._rounds[number] += 1
         with call(f"{type(optimizer).__name__}.step()", self._rounds[number], self._name):
-            changed = self._to_agree_on([optimizer])
+            held = {self._number[p] for p in _parameters_of(optimizer)}
+            changed = sorted(held & self._trained)
             self._require_same_round(number, changed)
             self._agree(changed, keep=True)
         self._trained.difference_update(changed)
         self._steps[number] = 0
-
-    def _to_agree_on(self, optimizers: Sequence[Optimizer]) -> list[int]:
-        """Numbers of parameters that the optimizers may have changed since the last agreement."""
-        held = {self._number[p] for each in optimizers for p in _parameters_of(each)}
-        return sorted(held & self._trained)
 
     def _require_same_round(self, number: int, changed: list[int]) -> None:
         """Raise on every rank unless all end the same round in the same way; a collective."""
@@ -276,9 +272,8 @@ class RoundKeeper(AgreedView):
         return list(kinds.values())
 
     def _show_agreed(self) -> None:
-        both = zip(self._optimizers, self._steps, strict=True)
-        stepped = [each for reference, steps in both if steps and (each := reference())]
-        self._agree(self._to_agree_on(stepped), keep=False)
+        # Also what an optimizer has changed that the script no longer has.
+        self._agree(sorted(self._trained), keep=False)
 
     def _values(self) -> list[tuple[Any, Any]]:
         values: list[tuple[Any, Any]] = [(p, p.detach().clone()) for p in self._parameters]

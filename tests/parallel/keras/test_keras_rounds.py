@@ -320,3 +320,13 @@ def test_a_step_inside_settled_is_refused():
         error, text = error_of(lambda: LOOPS["eager"](model, optimizer, data[1:]))
     assert error is ValueError
     assert "hvkit.settled" in text
+
+
+def test_settled_after_the_optimizer_is_gone():
+    model, optimizer = in_rounds(hvkit.LocalSGD(4))
+    LOOPS["eager"](model, optimizer, local(regression(steps=2)))
+    del optimizer
+    gc.collect()
+    assert not alike(model)
+    with hvkit.settled(model):
+        assert alike(model)

@@ -445,3 +445,13 @@ def test_a_model_that_never_steps_is_freed():
     del model, optimizer
     gc.collect()
     assert held() is None
+
+
+def test_settled_after_the_optimizer_is_gone():
+    model, optimizer = in_rounds(hvkit.LocalSGD(4))
+    train(model, optimizer, local(regression(steps=2)))
+    del optimizer
+    gc.collect()
+    assert not alike(model)
+    with hvkit.settled(model):
+        assert alike(model)
