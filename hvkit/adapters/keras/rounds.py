@@ -198,7 +198,8 @@ class RoundKeeper(AgreedView):
         if self._compressed:
             self._compressed.begin_anew()
         for groups in self._groups:
-            groups.clear()
+            for each in groups:  # graphs hold them
+                each.steps_done = 0
 
     def state(self) -> dict[str, np.ndarray[Any, Any]]:
         """What a checkpoint saves, the same on every rank: by state and weight, and counts."""

@@ -125,6 +125,14 @@ def test_stopped_right_after_a_round(run, folder):
 
 
 @RUNS
+def test_a_run_can_go_back(run, folder):
+    script = run(folder, 1).train(8, save_at=8)
+    once = script.train(19).state()
+    again = script.train(19).state()
+    assert all(map(np.array_equal, once, again))
+
+
+@RUNS
 def test_a_resumed_run_can_settle_before_its_first_step(run, folder):
     first = run(folder, 1).train(8, save_at=8)
     second = run(folder, 2)
