@@ -53,7 +53,7 @@ def scripts(page):
 
 
 # `make test-all` alone runs the code of these.
-LATER = ("docs/from-ddp.md", "docs/from-horovod.md", "docs/script.md")
+LATER = ("docs/from-ddp.md", "docs/from-horovod.md", "docs/script.md", "docs/strategies.md")
 
 WITH_CODE = [
     pytest.param(

@@ -43,6 +43,7 @@ def test_a_dry_run_alone_trains_tests_and_writes_all_records(start, recipe):
         "epochs",
         "ranks",
         "images_per_second",
+        "bytes_per_step",
     }
     assert (run.final["ranks"], run.final["epochs"]) == (1, 1)
     assert 0 < run.final["test_accuracy"] < 1

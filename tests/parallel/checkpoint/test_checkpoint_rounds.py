@@ -124,7 +124,7 @@ def test_stopped_right_after_a_round(run, folder):
     assert all(map(np.array_equal, undisturbed, resumed))
 
 
-@RUNS
+@FEWER
 def test_a_run_can_go_back(run, folder):
     script = run(folder, 1).train(8, save_at=8)
     once = script.train(19).state()
@@ -146,7 +146,7 @@ def test_a_resumed_run_can_settle_before_its_first_step(run, folder):
             assert all(map(np.array_equal, second.weights(), expected))
 
 
-@RUNS
+@FEWER
 @pytest.mark.parametrize("compression", cases([hvkit.TopK(0.1), hvkit.PowerSGD(1)]))
 @pytest.mark.parametrize("strategy", cases([hvkit.Synchronous(), hvkit.LocalSGD(5)]))
 def test_residuals_are_saved(run, strategy, compression, folder):

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import cases
+from cases import MORE, cases
 from models import LOOPS, fit, local, mlp, mse, refit, regression, weights
 from ranks import error_of, largest_difference, same_on_all_ranks
 
@@ -113,6 +113,7 @@ def test_fit_validates_and_shows_callbacks_the_agreed_weights():
     assert alike(model)
 
 
+@MORE
 def test_looking_does_not_change_the_training():
     data = local(regression(steps=8))
     x, y = (np.concatenate(part) for part in zip(*data, strict=True))
@@ -217,6 +218,7 @@ def test_weights_that_one_rank_loaded_alone_are_found_before_the_first_step():
     assert "of rank 1 differs from that of rank 0" in text
 
 
+@MORE
 def test_compiled_before_and_fit_again():
     model, optimizer = mlp(), sgd()
     model.compile(optimizer, "mse")
