@@ -12,10 +12,10 @@ TRAIN = """
 import json, sys
 from pathlib import Path
 import torch, hvkit
+from hvkit import *
 from torch import nn
-from hvkit.traffic import Sent
 
-strategy, compression = (eval(word, vars(hvkit)) for word in sys.argv[1:])
+strategy, compression = map(eval, sys.argv[1:])
 
 
 def by_interface():
@@ -58,9 +58,7 @@ RING = {
         [
             ("LocalSGD(4)", "'int8'"),
             ("Synchronous()", "'none'"),
-            ("Synchronous()", "'bf16'"),
             ("Synchronous()", "TopK(0.05)"),
-            ("DiLoCo(2)", "'none'"),
         ]
     ),
 )

@@ -16,6 +16,8 @@ from torch.nn import functional as F
 import hvkit
 from hvkit.checkpoint.part import StrategyPart
 
+pytestmark = pytest.mark.two_ranks
+
 DILOCO = hvkit.DiLoCo(5, outer_lr=0.6, outer_momentum=0.8)
 
 

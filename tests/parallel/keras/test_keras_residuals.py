@@ -11,6 +11,8 @@ from ranks import largest_difference, same_on_all_ranks
 import hvkit
 from hvkit.adapters.keras.graph_collectives import CompressedMeans
 
+pytestmark = pytest.mark.two_ranks
+
 
 def trained(compression, loop, data, **options):
     optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
