@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
-from hvkit import runtime
+from hvkit import runtime, strategies
 from hvkit.adapters.adapter import (
     BATCH_NORMS,
     Adapter,
@@ -251,9 +251,9 @@ def _checked(strategy: object) -> Strategy:
             f"strategy must be an object, got the class {strategy.__name__}: make one, "
             f"hvkit.{strategy.__name__}(...)"
         )
+    known = ", ".join(f"hvkit.{name}(...)" for name in strategies.__all__ if name != "Strategy")
     raise TypeError(
-        "strategy must be one of hvkit.Synchronous(), hvkit.LocalSGD(...) and hvkit.DiLoCo(...), "
-        f"got {strategy!r} of type {type(strategy).__name__}"
+        f"strategy must be one of {known}; got {strategy!r} of type {type(strategy).__name__}"
     )
 
 

@@ -35,9 +35,10 @@ def traffic() -> dict[str, Sent]:
 
     ``"gradients"`` are averaged in every step, ``"weights"`` agreed on at the end of a round,
     ``"batch norm"`` statistics, ``"checks"`` fingerprints and flags that show whether the ranks are
-    alike; ``"start"`` is rank 0's state at the start, and ``"objects"`` are Python objects such as
-    metrics, those of ``hvkit.allgather`` and checkpoints. The difference of two calls is what the
-    steps between them have sent. Nothing is sent with one process.
+    alike; ``"start"`` is rank 0's state at the start, and ``"objects"`` are Python objects and
+    arrays: metrics, checkpoints, and what ``hvkit.allgather``, ``allreduce`` and ``broadcast``
+    send. The difference of two calls is what the steps between them have sent. Nothing is sent
+    with one process.
 
     Returns:
         By purpose: bytes and messages that this rank has sent.

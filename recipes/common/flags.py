@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import hvkit
+import hvkit.compression as compression_kinds
 from common.schedule import SCHEDULES
+from hvkit import strategies
 from hvkit.compression import BY_NAME, Compression
 from hvkit.strategies import Strategy
 
@@ -17,8 +19,9 @@ T = TypeVar("T", int, float)
 
 DRY_RUN_STEPS = 3
 
-STRATEGIES = ("Synchronous", "LocalSGD", "DiLoCo")
-COMPRESSIONS = ("TopK", "PowerSGD")
+# The base classes and those that have a word are not hvkit's public names.
+STRATEGIES = [name for name in strategies.__all__ if name in hvkit.__all__]
+COMPRESSIONS = [name for name in compression_kinds.__all__ if name in hvkit.__all__]
 
 
 class Flags(argparse.Namespace):

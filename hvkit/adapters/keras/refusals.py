@@ -60,12 +60,12 @@ def let_differ(model: Any, optimizers: Sequence[Any]) -> None:
     _differing.update([model, *optimizers])
 
 
-def is_alike(thing: Any) -> bool:
-    """Whether every update keeps this model or optimizer the same on all ranks.
+def is_alike(optimizer: Any) -> bool:
+    """Whether every update keeps this optimizer the same on all ranks.
 
-    An optimizer that scales the loss is not meant.
+    Not for one that scales the loss.
     """
-    return thing not in _differing and (thing in _averaged or thing in _models)
+    return optimizer in _averaged and optimizer not in _differing
 
 
 def remember_updated(variables: Iterable[Any]) -> None:

@@ -71,6 +71,7 @@ class RoundKeeper(AgreedView):
         # By the id of a weight: the variables with its state, and whether they have values.
         self._state: dict[int, dict[str, tf.Variable]] = {}
         self._begun: dict[int, tf.Variable] = {}
+        self._all_begun: dict[frozenset[int], tf.Variable] = {}
         # Numbers for the names of collectives, by the id of their first weight.
         self._names: dict[int, int] = {}
         # Weak: the optimizers keep them. Their groups count also when they are gone.
@@ -109,16 +110,22 @@ class RoundKeeper(AgreedView):
                 }
                 with tf.device("CPU:0"):
                     self._begun[id(v)] = tf.Variable(False, trainable=False)
-        begun = [self._begun[id(v)] for v in variables]
-        tf.cond(tf.reduce_all(begun), _nothing, lambda: self._begin(variables))
+        # One flag for all of them: each step reads it.
+        key = frozenset(map(id, variables))
+        if key not in self._all_begun:
+            with tf.init_scope(), tf.device("CPU:0"):
+                self._all_begun[key] = tf.Variable(False, trainable=False)
+        all_begun = self._all_begun[key]
+        tf.cond(all_begun, _nothing, lambda: self._begin(variables, all_begun))
 
-    def _begin(self, variables: Sequence[Any]) -> tf.Tensor:
+    def _begin(self, variables: Sequence[Any], all_begun: tf.Variable) -> tf.Tensor:
         for v in variables:
             known = self._begun[id(v)]
             for name, value in self.strategy.begin(_flat(v)).items():
                 held = self._state[id(v)][name]
                 held.assign(tf.where(known, held, value))
             known.assign(True)
+        all_begun.assign(True)
         return tf.constant(True)
 
     def agree(self, variables: Sequence[tf.Variable], *, keep: bool = True) -> tf.Tensor:
@@ -193,7 +200,7 @@ class RoundKeeper(AgreedView):
 
     def begin_anew(self) -> None:
         """Begin with the weights that the ranks hold now, the same on all; forget all rounds."""
-        for begun in self._begun.values():
+        for begun in [*self._begun.values(), *self._all_begun.values()]:
             begun.assign(False)
         if self._compressed:
             self._compressed.begin_anew()
