@@ -258,6 +258,7 @@ def _checked(strategy: object) -> Strategy:
 
 
 def _refuse_contradictions(options: Options) -> None:
+    options.strategy.check(options.compression)
     if not isinstance(options.strategy, Rounds):
         return
     if options.batch_norm == "sync":

@@ -9,7 +9,7 @@ headers of the network come on top, and MPI may choose an algorithm that sends m
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 
@@ -71,6 +71,18 @@ def of_allreduce(size: int, ranks: int) -> int:
 def of_allgather(own: int, ranks: int) -> int:
     """Bytes that a rank sends for an allgather to which it contributes ``own`` bytes."""
     return own * (ranks - 1)
+
+
+def of_messages(row: int, sent: Sequence[int], rank: int) -> tuple[int, int]:
+    """The bytes and the number of messages that this rank sends to others.
+
+    Args:
+        row: bytes of a row.
+        sent: by rank, how many rows go there.
+        rank: this one, which sends itself nothing.
+    """
+    others = [rows for to, rows in enumerate(sent) if rows and to != rank]
+    return row * sum(others), len(others)
 
 
 def of_alltoall(size: int, ranks: int) -> int:

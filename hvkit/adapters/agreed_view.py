@@ -12,13 +12,19 @@ from typing import Any
 
 from hvkit import collectives
 from hvkit.errors import RanksDisagreeError
+from hvkit.strategies.strategy import Rounds
 from hvkit.watch.rank_errors import mark_as_shown_by
 
 
 class AgreedView(ABC):
-    """What ``hvkit.settled`` needs of a model that trains in rounds."""
+    """What ``hvkit.settled`` needs of a model that trains in rounds.
 
-    def __init__(self) -> None:
+    Args:
+        strategy: what the ranks agree on.
+    """
+
+    def __init__(self, strategy: Rounds) -> None:
+        self.strategy = strategy
         self._own: list[tuple[Any, Any]] | None = None
 
     @abstractmethod
@@ -61,7 +67,7 @@ class AgreedView(ABC):
                 raise mark_as_shown_by(error, 0)
         self._own = self._values()
         try:
-            if any(mine):
+            if any(mine) or not self.strategy.alike:
                 self._show_agreed()
         except BaseException:
             self.put_back()

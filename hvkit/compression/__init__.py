@@ -34,4 +34,14 @@ def for_rows(compression: Compression | None) -> Rounding | None:
     return None
 
 
-__all__ = ["BY_NAME", "BFloat16", "Compression", "Float16", "Int8", "PowerSGD", "TopK", "for_rows"]
+__all__ = [
+    "BY_NAME",
+    "BFloat16",
+    "Compression",
+    "Float16",
+    "Int8",
+    "PowerSGD",
+    "Rounding",
+    "TopK",
+    "for_rows",
+]

@@ -5,20 +5,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-Tensor = Any
-"""A tensor of PyTorch or TensorFlow: it has ``+ - * / @``, comparisons and slices."""
+from hvkit.exchanges import Exchange, Place, Tensor
 
 Shape = tuple[int, ...]
 
 State = dict[str, list[Tensor]]
 """What a compression keeps from one mean to the next, by name: a vector for each tensor."""
 
-Reduction = Generator["Exchange", Tensor, tuple[Tensor, State]]
+Reduction = Generator[Exchange, Tensor, tuple[Tensor, State]]
 
 
 class Ops(Protocol):
@@ -58,7 +57,7 @@ class Ops(Protocol):
         """An array as a tensor, where another one is."""
 
     def concat(self, vectors: Sequence[Tensor]) -> Tensor:
-        """Vectors, one after the other."""
+        """Vectors, or matrices of equally long rows, one after the other."""
 
     def split(self, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         """A vector, cut into vectors of these sizes."""
@@ -83,34 +82,6 @@ class Ops(Protocol):
 
 
 @dataclass(frozen=True)
-class Mean:
-    """Asks for the mean over ranks of a float vector."""
-
-    vector: Tensor
-
-
-@dataclass(frozen=True)
-class Gather:
-    """Asks for all ranks' rows below each other, in rank order."""
-
-    rows: Tensor
-
-
-@dataclass(frozen=True)
-class Shares:
-    """Asks for this rank's share of every rank's rows, in rank order.
-
-    The number of rows is a multiple of the number of ranks.
-    """
-
-    rows: Tensor
-
-
-Exchange = Mean | Gather | Shares
-"""A collective: a compression yields it, and gets the result."""
-
-
-@dataclass(frozen=True)
 class Compression(ABC):
     """How float32 vectors travel between ranks. All ranks must pass an equal one."""
 
@@ -118,6 +89,11 @@ class Compression(ABC):
     """Names of what it keeps that is the same on every rank."""
     own: ClassVar[tuple[str, ...]] = ()
     """Names of what it keeps that is each rank's own: residuals."""
+
+    @property
+    def float32_only(self) -> bool:
+        """Whether vectors of other dtypes travel as without it."""
+        return True
 
     @property
     def keeps_state(self) -> bool:
@@ -130,7 +106,7 @@ class Compression(ABC):
 
     @abstractmethod
     def reduce(
-        self, vector: Tensor, shapes: Sequence[Shape], state: State, ops: Ops, ranks: int
+        self, vector: Tensor, shapes: Sequence[Shape], state: State, ops: Ops, place: Place
     ) -> Reduction:
         """Average tensors over ranks.
 
@@ -143,7 +119,7 @@ class Compression(ABC):
             shapes: of the tensors, the same ones on every rank.
             state: what ``begin`` or the mean before has returned.
             ops: the framework's functions on tensors.
-            ranks: how many there are.
+            place: of this rank.
 
         Returns:
             The mean over ranks, up to what the compression loses, the same on every rank; and the

@@ -10,15 +10,8 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hvkit.compression.compression import (
-    Compression,
-    Mean,
-    Ops,
-    Reduction,
-    Shape,
-    State,
-    Tensor,
-)
+from hvkit.compression.compression import Compression, Ops, Reduction, Shape, State
+from hvkit.exchanges import Mean, Place, Tensor
 from hvkit.numbers import check_count
 
 
@@ -71,7 +64,7 @@ class PowerSGD(Compression):
         return self.rank * (rows + columns) < rows * columns
 
     def reduce(
-        self, vector: Tensor, shapes: Sequence[Shape], state: State, ops: Ops, ranks: int
+        self, vector: Tensor, shapes: Sequence[Shape], state: State, ops: Ops, place: Place
     ) -> Reduction:
         pieces = ops.split(vector, [math.prod(shape) for shape in shapes])
         thin = [i for i, shape in enumerate(shapes) if self._shrinks(shape)]

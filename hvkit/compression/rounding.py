@@ -15,17 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hvkit.compression.compression import (
-    Compression,
-    Gather,
-    Mean,
-    Ops,
-    Reduction,
-    Shape,
-    Shares,
-    State,
-    Tensor,
-)
+from hvkit.compression.compression import Compression, Ops, Reduction, Shape, State
+from hvkit.exchanges import Gather, Mean, Place, Shares, Tensor
 
 
 @dataclass(frozen=True)
@@ -52,9 +43,9 @@ class Rounding(Compression):
         """The float32 vector of a result of ``encode``."""
 
     def reduce(
-        self, vector: Tensor, shapes: Sequence[Shape], state: State, ops: Ops, ranks: int
+        self, vector: Tensor, shapes: Sequence[Shape], state: State, ops: Ops, place: Place
     ) -> Reduction:
-        length = vector.shape[0]
+        length, ranks = vector.shape[0], place.size
         if length < ranks * self.block and self.block > 1:  # padding would cost more than it saves
             mean = yield Mean(vector)
             return mean, state

@@ -10,15 +10,8 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hvkit.compression.compression import (
-    Compression,
-    Gather,
-    Ops,
-    Reduction,
-    Shape,
-    State,
-    Tensor,
-)
+from hvkit.compression.compression import Compression, Ops, Reduction, Shape, State
+from hvkit.exchanges import Gather, Place, Tensor
 from hvkit.numbers import check_number
 
 
@@ -56,7 +49,7 @@ class TopK(Compression):
         return {"residual": np.zeros(math.prod(shape), np.float32)}
 
     def reduce(
-        self, vector: Tensor, shapes: Sequence[Shape], state: State, ops: Ops, ranks: int
+        self, vector: Tensor, shapes: Sequence[Shape], state: State, ops: Ops, place: Place
     ) -> Reduction:
         length = vector.shape[0]
         count = max(1, math.ceil(self.ratio * length))
@@ -66,7 +59,7 @@ class TopK(Compression):
         everyone = yield Gather(sent)
         positions = ops.reshape(ops.bits(everyone[:, : 4 * count], "int32"), (-1,))
         values = ops.reshape(ops.bits(everyone[:, 4 * count :], "float32"), (-1,))
-        mean = ops.sum_at(length, positions, values) / ranks
+        mean = ops.sum_at(length, positions, values) / place.size
         residual = ops.split(ops.without(waiting, at), [math.prod(shape) for shape in shapes])
         return mean, {"residual": residual}
 

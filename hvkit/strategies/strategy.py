@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
+from hvkit.compression import Compression
 from hvkit.numbers import check_count
 
 Vector = Any
@@ -24,10 +26,41 @@ class Comm(Protocol):
     def mean(self, vector: Vector) -> Vector:
         """The mean over ranks; it travels compressed if the script has chosen a compression."""
 
+    def exchange(self, vector: Vector, offsets: Sequence[int]) -> list[Vector]:
+        """Send a vector to single ranks, and get theirs.
+
+        Args:
+            vector: of the same shape on every rank.
+            offsets: it goes to the ranks so many places after this one, counted in a circle.
+
+        Returns:
+            For each offset, the vector of the rank as many places before this one.
+        """
+
 
 @dataclass(frozen=True)
 class Strategy:
     """How ranks are kept in step. All ranks must pass an equal one to ``hvkit.distribute``."""
+
+    def check(self, compression: Compression | None) -> None:
+        """Reject a compression that the strategy cannot use.
+
+        Raises:
+            ValueError: with the reason.
+        """
+
+
+@dataclass(frozen=True)
+class Averaging(Strategy):
+    """Every update uses a mean over ranks of the ranks' gradients, so their weights stay alike."""
+
+    def travels(self, compression: Compression | None) -> Compression | None:
+        """How the gradients travel; None for a plain allreduce.
+
+        Args:
+            compression: the script's choice.
+        """
+        return compression
 
 
 @dataclass(frozen=True)
@@ -42,6 +75,9 @@ class Rounds(Strategy, ABC):
     """
 
     every: int
+
+    alike: ClassVar[bool] = True
+    """Whether all ranks begin a round with the same weights."""
 
     def __post_init__(self) -> None:
         check_count("every", self.every)
@@ -77,3 +113,8 @@ class Rounds(Strategy, ABC):
         Returns:
             The weights with which the next round begins, and the state.
         """
+
+    def settle(self, weights: Vector, state: State, comm: Comm) -> Vector:
+        """The weights to evaluate and save now, the same on every rank; as ``agree``."""
+        agreed, _ = self.agree(weights, state, comm)
+        return agreed

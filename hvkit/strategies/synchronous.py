@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hvkit.strategies.strategy import Strategy
+from hvkit.strategies.strategy import Averaging
 
 
 @dataclass(frozen=True)
-class Synchronous(Strategy):
+class Synchronous(Averaging):
     """Every update uses the mean over ranks of the ranks' gradients.
 
     With N ranks, weights x, rank w's gradient g_w(x) and the optimizer's update U:

@@ -40,7 +40,7 @@ from hvkit.adapters.keras.optimizers import (
 from hvkit.adapters.keras.refusals import let_differ, refuse_other_optimizers
 from hvkit.adapters.keras.rounds import RoundKeeper
 from hvkit.learning_rate import Multiplier
-from hvkit.strategies.strategy import Rounds
+from hvkit.strategies.strategy import Averaging, Rounds
 
 # Numbers the optimizers; ranks call distribute in the same order.
 _serial = itertools.count()
@@ -132,18 +132,19 @@ class KerasAdapter:
         inner = [inner_optimizer(each) for each in self.optimizers]
         refuse_other_optimizers(self.model, [o for each in inner for o in (each, *parts_of(each))])
         rounds: RoundKeeper | None = None
+        keeper: Keeper | None = None
+        compression = self.options.compression
         if isinstance(strategy := self.options.strategy, Rounds):
-            rounds = self._in_rounds(strategy, inner)
+            keeper = rounds = self._in_rounds(strategy, inner)
         else:
+            assert isinstance(strategy, Averaging)
             for each in inner:
-                average_in_apply(each, self._average(), self._before_update)
+                average_in_apply(each, self._average(strategy), self._before_update)
                 skip_together(each)
+            if (travels := strategy.travels(compression)) and travels.keeps_state:
+                keeper = AveragingKeeper(self.model, self.averagers, strategy, compression)
         compare = functools.partial(require_same_weights, "fit", self.model, self.optimizers)
         share_results(self.model, self.averagers, compare, rounds)
-        keeper: Keeper | None = rounds
-        compression = self.options.compression
-        if compression and compression.keeps_state and not rounds:
-            keeper = AveragingKeeper(self.model, self.averagers, compression)
         return [(each, Record()) for each in self.optimizers], keeper
 
     def _in_rounds(self, strategy: Rounds, optimizers: Sequence[Any]) -> RoundKeeper:
@@ -156,10 +157,10 @@ class KerasAdapter:
             keeper.watch(each, checks, self._before_update)
         return keeper
 
-    def _average(self) -> Average:
+    def _average(self, strategy: Averaging) -> Average:
         name = f"hvkit.{next(_serial)}"
         checks = Checks(name, self.model, self.options.check_every)
-        average_gradients = GradientAverager(name, self.options.compression, checks)
+        average_gradients = GradientAverager(name, strategy, self.options.compression, checks)
         self.averagers.append(average_gradients)
         if self.options.batch_norm != "average":
             return average_gradients

@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import tensorflow as tf
@@ -26,7 +26,7 @@ from hvkit.adapters.keras.wire import Wire
 from hvkit.compression import Compression
 from hvkit.engines import waiting_for_all_ranks
 from hvkit.errors import RanksDisagreeError
-from hvkit.strategies import Strategy, Synchronous
+from hvkit.strategies.strategy import Averaging
 from hvkit.watch.calls import call
 
 # A rank at the end of its epoch sends this instead of zeros and ones.
@@ -42,6 +42,7 @@ class GradientAverager:
 
     Args:
         name: the same on every rank, and no other averager's.
+        strategy: what mean of the gradients updates use.
         compression: how float32 gradients travel; None for as they are.
         check: compares the ranks when all have reached the update; returns the operations that a
             graph must run before it averages.
@@ -50,13 +51,16 @@ class GradientAverager:
     def __init__(
         self,
         name: str,
+        strategy: Averaging,
         compression: Compression | None = None,
         check: Callable[[Sequence[Any], Sequence[Any]], list[Any]] = lambda *_: [],
     ) -> None:
         self._wire = Wire("gradients")
         self._flags = Wire("checks")
         self._name = name
-        self.compressed = CompressedMeans(compression, self._wire) if compression else None
+        travels = strategy.travels(compression)
+        self.compressed = CompressedMeans(travels, self._wire) if travels else None
+        self._compression = compression
         self._check = check
         # Added to constants that are sent: TensorFlow would compute the operation only once.
         with tf.init_scope(), tf.device("CPU:0"):
@@ -170,12 +174,11 @@ class GradientAverager:
         """Average gradients that every rank has; positions stay, None stays None."""
         means: list[Any] = [None] * len(gradients)
         kinds: dict[Any, list[int]] = {}
-        compression = self.compressed.compression if self.compressed else None
         # Backward computes the last variables' gradients first.
         for i in reversed(range(len(gradients))):
             if _is_sparse(gradients[i]):
                 name = f"{self._name}.{i}"
-                means[i] = average_rows(gradients[i], name, self._wire, compression)
+                means[i] = average_rows(gradients[i], name, self._wire, self._compression)
             elif gradients[i] is not None:
                 kinds.setdefault(gradients[i].dtype, []).append(i)
         for dtype, positions in kinds.items():
@@ -192,7 +195,7 @@ class GradientAverager:
     def _dense_means(
         self, gradients: list[tf.Tensor], variables: list[Any], name: str
     ) -> list[tf.Tensor]:
-        if self.compressed and gradients[0].dtype == tf.float32:
+        if self.compressed and self.compressed.suits(gradients[0].dtype):
             flat = tf.concat([tf.reshape(g, [-1]) for g in gradients], axis=0)
             mean = self.compressed.mean(flat, variables, name)
             pieces = tf.split(mean, [g.shape.num_elements() for g in gradients])
@@ -208,13 +211,18 @@ class AveragingKeeper:
     Args:
         model: a distributed one.
         averagers: of its optimizers.
-        compression: how the gradients travel.
+        strategy: as passed to ``distribute``.
+        compression: as passed to ``distribute``.
     """
 
     def __init__(
-        self, model: Any, averagers: Sequence[GradientAverager], compression: Compression
+        self,
+        model: Any,
+        averagers: Sequence[GradientAverager],
+        strategy: Averaging,
+        compression: Compression | None,
     ) -> None:
-        self.strategy: Strategy = Synchronous()
+        self.strategy = strategy
         self.compression = compression
         self.alone = False
         # Weak: hvkit keeps this object as long as the model.
@@ -235,7 +243,7 @@ class AveragingKeeper:
 
     def state(self) -> dict[str, np.ndarray[Any, Any]]:
         """What a checkpoint saves, the same on every rank."""
-        return self._arrays(self.compression.common)
+        return self._arrays("common")
 
     def load_state(self, arrays: dict[str, np.ndarray[Any, Any]], *, in_round: bool) -> None:
         """Set what ``state`` returned."""
@@ -244,7 +252,7 @@ class AveragingKeeper:
 
     def own_state(self) -> dict[str, np.ndarray[Any, Any]]:
         """What a checkpoint saves for each rank: residuals."""
-        return self._arrays(self.compression.own)
+        return self._arrays("own")
 
     def load_own_state(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
         """Set what ``own_state`` returned on this rank."""
@@ -252,11 +260,11 @@ class AveragingKeeper:
             mine = {k.partition("-")[2]: a for k, a in arrays.items() if k.startswith(f"{number}-")}
             each.load(mine, self._weights())
 
-    def _arrays(self, names: Sequence[str]) -> dict[str, np.ndarray[Any, Any]]:
+    def _arrays(self, which: Literal["common", "own"]) -> dict[str, np.ndarray[Any, Any]]:
         return {
             f"{number}-{key}": array
             for number, each in enumerate(self._compressed)
-            for key, array in each.arrays(names, self._weights()).items()
+            for key, array in each.arrays(getattr(each.compression, which), self._weights()).items()
         }
 
     def _weights(self) -> list[tf.Variable]:

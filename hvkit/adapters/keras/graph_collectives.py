@@ -80,6 +80,10 @@ class CompressedMeans:
         self.kept: dict[int, dict[str, tf.Variable]] = {}
         self._shapes: dict[int, Shape] = {}
 
+    def suits(self, dtype: tf.DType) -> bool:
+        """Whether vectors of this dtype travel so."""
+        return dtype == tf.float32 or not self.compression.float32_only
+
     def mean(
         self, vector: tf.Tensor, variables: Sequence[Any], name: str, *, keep: bool = True
     ) -> tf.Tensor:
@@ -94,7 +98,7 @@ class CompressedMeans:
         shapes = [tuple(v.shape) for v in variables]
         held = [self.state_of(tf_variable(v)) for v in variables]
         state = {name: [each[name].value() for each in held] for name in held[0]}
-        flow = self.compression.reduce(vector, shapes, state, ops, self._wire.size)
+        flow = self.compression.reduce(vector, shapes, state, ops, self._wire)
         result, number = None, 0
         while True:
             try:

@@ -29,6 +29,7 @@ from hvkit.adapters.keras.optimizers import inner_optimizer
 from hvkit.adapters.keras.refusals import refuse_xla, remember_updated
 from hvkit.adapters.keras.wire import Wire
 from hvkit.compression import Compression
+from hvkit.exchanges import Messages, by_rank, circle
 from hvkit.strategies.strategy import Rounds
 
 # What begins names in a checkpoint: of what the compression keeps, and of groups of variables.
@@ -58,8 +59,7 @@ class RoundKeeper(AgreedView):
         compression: Compression | None,
         with_statistics: bool,
     ) -> None:
-        super().__init__()
-        self.strategy = strategy
+        super().__init__(strategy)
         self.compression = compression
         self.alone = True
         # Weak: hvkit keeps this object as long as the model.
@@ -152,7 +152,10 @@ class RoundKeeper(AgreedView):
         comm = _Comm(self._wait, self._wire, together, self._compressed, name, keep)
         weights = tf.concat([_flat(v) for v in together], axis=0)
         state = {n: tf.concat([each[n] for each in states], axis=0) for n in states[0]}
-        weights, state = self.strategy.agree(weights, state, comm)
+        if keep:
+            weights, state = self.strategy.agree(weights, state, comm)
+        else:
+            weights = self.strategy.settle(weights, state, comm)
         for v, piece in zip(together, tf.split(weights, sizes), strict=True):
             v.assign(tf.cast(tf.reshape(piece, v.shape), v.dtype))
         for n in state if keep else ():
@@ -162,7 +165,7 @@ class RoundKeeper(AgreedView):
     def _show_agreed(self) -> None:
         for groups in self._groups:
             for each in groups:
-                if each.steps_done:
+                if each.steps_done or not self.strategy.alike:
                     self.agree(each.variables, keep=False)
 
     def _values(self) -> list[tuple[Any, Any]]:
@@ -173,12 +176,17 @@ class RoundKeeper(AgreedView):
             weight.assign(value)
 
     def end_rounds(self) -> None:
-        """End the rounds that have begun, as at the end of training; a collective."""
+        """End the rounds that have begun, as at the end of training; a collective.
+
+        All ranks then hold the same weights.
+        """
         for groups in self._groups:
             for each in groups:
                 if each.steps_done:
                     self.agree(each.variables)
                     each.steps_done = 0
+                if not self.strategy.alike:
+                    self.agree(each.variables, keep=False)
 
     def rebase(self) -> None:
         """Take over weights that the script has set since the last agreement, on all ranks.
@@ -405,9 +413,23 @@ class _Comm:
         return self._wait.around(vector, self._mean)
 
     def _mean(self, vector: tf.Tensor) -> tf.Tensor:
-        if self._compressed and vector.dtype == tf.float32:
+        if self._compressed and self._compressed.suits(vector.dtype):
             return self._compressed.mean(vector, self._variables, self._name, keep=self._keep)
         return self._wire.mean(vector, self._name)
+
+    def exchange(self, vector: tf.Tensor, offsets: Sequence[int]) -> list[tf.Tensor]:
+        to, sources = circle(offsets, self)
+        length = vector.shape[0]
+        messages = Messages(
+            tf.tile(vector, [len(to)]),
+            by_rank(length, to, self.size),
+            by_rank(length, sources, self.size),
+        )
+        received = self._wait.around(
+            messages.rows, lambda _: self._wire.exchange(messages, f"{self._name}.exchange")
+        )
+        of = dict(zip(sorted(sources), tf.split(received, len(sources)), strict=True))
+        return [of[source] for source in sources]
 
 
 @functools.cache

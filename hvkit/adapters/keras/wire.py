@@ -12,8 +12,16 @@ from typing import Any
 import tensorflow as tf
 
 from hvkit import runtime
-from hvkit.compression.compression import Exchange, Gather, Mean, Shares
-from hvkit.traffic import Sent, count, count_in_graphs, of_allgather, of_allreduce, of_alltoall
+from hvkit.exchanges import Exchange, Gather, Mean, Messages, Shares
+from hvkit.traffic import (
+    Sent,
+    count,
+    count_in_graphs,
+    of_allgather,
+    of_allreduce,
+    of_alltoall,
+    of_messages,
+)
 
 
 class Wire:
@@ -75,8 +83,21 @@ class Wire:
         self._counted(of_alltoall(_bytes(tensor), self.size))
         return self._hvd.alltoall(tensor, name=name, ignore_name_scope=True)
 
+    def messages(self, messages: Messages, name: str) -> tf.Tensor:
+        """The messages of other ranks to this one, in rank order."""
+        rows, sent = messages.rows, messages.sent
+        size = _bytes(rows) // max(rows.shape[0], 1)
+        self._counted(*of_messages(size, sent, self.rank))
+        received, counts = self._hvd.alltoall(
+            rows, splits=tf.constant(sent, tf.int32), name=name, ignore_name_scope=True
+        )
+        # Also keeps the operation in a graph on ranks that receive nothing.
+        expected = tf.constant(messages.received, tf.int32)
+        tf.debugging.Assert(tf.reduce_all(counts == expected), [name, counts, expected])
+        return _with_rows(received, sum(messages.received))
+
     def exchange(self, exchange: Exchange, name: str) -> tf.Tensor:
-        """What a compression asks for."""
+        """What a compression or a strategy asks for."""
         match exchange:
             case Mean(vector):
                 return self.mean(vector, name)
@@ -84,6 +105,8 @@ class Wire:
                 return _with_rows(self.gather(rows, name), self.size * rows.shape[0])
             case Shares(rows):
                 return _with_rows(self.shares(rows, name), rows.shape[0])
+            case Messages():
+                return self.messages(exchange, name)
 
 
 def _with_rows(tensor: tf.Tensor, rows: int) -> tf.Tensor:
@@ -98,17 +121,17 @@ def _bytes(tensor: tf.Tensor) -> Any:
 
 
 @functools.cache
-def _counters(purpose: str) -> Callable[[Any], None]:
+def _counters(purpose: str) -> Callable[..., None]:
     """A function that counts a collective of some bytes, in eager code and inside a graph."""
     with tf.init_scope(), tf.device("CPU:0"):
         counted = tf.Variable([0, 0], dtype=tf.int64, trainable=False)
     count_in_graphs(purpose, lambda: Sent(*counted.numpy().tolist()))
 
-    def add(size: Any) -> None:
+    def add(size: Any, messages: int = 1) -> None:
         if tf.executing_eagerly():
-            count(purpose, int(size))
+            count(purpose, int(size), messages)
         else:
             with tf.device("CPU:0"):
-                counted.assign_add(tf.stack([tf.cast(size, tf.int64), 1]), read_value=False)
+                counted.assign_add(tf.stack([tf.cast(size, tf.int64), messages]), read_value=False)
 
     return add

@@ -29,7 +29,7 @@ from hvkit.adapters.pytorch.refusals import (
 from hvkit.adapters.pytorch.rounds import RoundKeeper, is_kept
 from hvkit.collectives import require_equal
 from hvkit.learning_rate import Multiplier
-from hvkit.strategies.strategy import Rounds
+from hvkit.strategies.strategy import Averaging, Rounds
 
 # Numbers the reducers; ranks call distribute in the same order.
 _serial = itertools.count()
@@ -93,17 +93,22 @@ class PyTorchAdapter:
         compression = self.options.compression
         statistics = self._averaged_statistics()
         keeper: GradientReducer | RoundKeeper
+        keeps_state = True
         if isinstance(strategy := self.options.strategy, Rounds):
             keeper = RoundKeeper(
                 strategy, self.parameters.values(), name, checks, compression, statistics
             )
         else:
+            assert isinstance(strategy, Averaging)
+            travels = strategy.travels(compression)
+            keeps_state = bool(travels and travels.keeps_state)
             keeper = GradientReducer(
                 self.parameters.values(),
                 row_sparse=_sparse_embeddings(self.model),
                 accumulate=self.options.accumulate,
                 name=name,
                 checks=checks,
+                strategy=strategy,
                 compression=compression,
                 statistics=statistics,
             )
@@ -118,7 +123,6 @@ class PyTorchAdapter:
                 for each in stepping:
                     rate.attach(each)
             records.append((optimizer, Record(warmup=rate)))
-        keeps_state = keeper.alone or (compression and compression.keeps_state)
         return records, keeper if keeps_state else None
 
     def _averaged_statistics(self) -> RunningStatistics | None:

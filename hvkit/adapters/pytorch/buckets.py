@@ -23,7 +23,8 @@ from hvkit.adapters.gradient_chunks import chunks
 from hvkit.adapters.pytorch import ops
 from hvkit.adapters.pytorch.wire import Wire
 from hvkit.compression import Compression, for_rows
-from hvkit.compression.compression import Exchange, Reduction, Shape, State
+from hvkit.compression.compression import Reduction, Shape, State
+from hvkit.exchanges import Exchange
 
 # Horovod's allreduce has no bfloat16, and a sum in float16 may overflow although the mean fits.
 _WIRE_DTYPE = {
@@ -178,6 +179,10 @@ class CompressionState:
         self.kept: dict[int, dict[str, torch.Tensor]] = {}
         self.pending: dict[int, dict[str, torch.Tensor]] = {}
 
+    def suits(self, dtype: torch.dtype) -> bool:
+        """Whether vectors of this dtype travel so."""
+        return dtype is torch.float32 or not self.compression.float32_only
+
     def of(self, numbers: Sequence[int], shapes: Sequence[Shape], like: torch.Tensor) -> State:
         """The state of some parameters, new ones included."""
         for i, shape in zip(numbers, shapes, strict=True):
@@ -240,7 +245,7 @@ class CompressedBucket(Bucket):
     def launch(self, wire: Wire) -> None:
         held = self._state.of(self._numbers, self._shapes, self.flat)
         reduce = self._state.compression.reduce
-        self._flow = reduce(self.flat, self._shapes, held, ops, wire.size)
+        self._flow = reduce(self.flat, self._shapes, held, ops, wire)
         self._exchanges = 0
         self._start(next(self._flow), wire)
 
@@ -290,7 +295,7 @@ def make_buckets(
     device = spread[-1][-1][1].device
     buckets = [
         CompressedBucket(f"{name}.{b}", run, compression)
-        if wire_dtype(run[0][1].dtype) is torch.float32
+        if compression.suits(wire_dtype(run[0][1].dtype))
         else Bucket(f"{name}.{b}", run)
         for b, run in enumerate(spread)
     ]

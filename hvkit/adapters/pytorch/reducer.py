@@ -43,7 +43,7 @@ from hvkit.adapters.pytorch.step_report import StepReport
 from hvkit.adapters.pytorch.wire import Wire
 from hvkit.compression import Compression
 from hvkit.errors import RanksDisagreeError
-from hvkit.strategies import Strategy, Synchronous
+from hvkit.strategies.strategy import Averaging
 from hvkit.watch.calls import call
 
 # By number, in the order of the calls of distribute, which is the same on every rank. Hooks on
@@ -63,6 +63,7 @@ class GradientReducer:
         accumulate: backward passes from one reduction to the next.
         name: the same on every rank, and no other reducer's.
         checks: what the ranks compare before they use the means.
+        strategy: what mean of the gradients updates use.
         compression: how float32 gradients travel; None for as they are.
         statistics: averaged along with the gradients.
     """
@@ -74,10 +75,11 @@ class GradientReducer:
         accumulate: int,
         name: str,
         checks: Checks,
+        strategy: Averaging,
         compression: Compression | None = None,
         statistics: RunningStatistics | None = None,
     ) -> None:
-        self.strategy: Strategy = Synchronous()
+        self.strategy = strategy
         self.compression = compression
         self.alone = False
         self._wire = Wire("gradients")
@@ -88,7 +90,8 @@ class GradientReducer:
         self._number: dict[torch.Tensor, int] = {}
         self._parameters: list[torch.nn.Parameter] = []
         self._sparse: set[int] = set()
-        self._state = CompressionState(compression) if compression else None
+        travels = strategy.travels(compression)
+        self._state = CompressionState(travels) if travels else None
         self._buckets = BucketSet(name, self._state)
         # Numbers of the parameters to which the last reduction has given means.
         self._averaged: set[int] = set()

@@ -31,6 +31,7 @@ from hvkit.adapters.pytorch.optimizers import OutermostStep, around_scaled_steps
 from hvkit.adapters.pytorch.wire import Wire
 from hvkit.compression import Compression
 from hvkit.errors import RanksDisagreeError
+from hvkit.exchanges import Messages, by_rank, circle
 from hvkit.strategies.strategy import Rounds
 from hvkit.watch.calls import call
 
@@ -62,8 +63,7 @@ class RoundKeeper(AgreedView):
         compression: Compression | None = None,
         statistics: RunningStatistics | None = None,
     ) -> None:
-        super().__init__()
-        self.strategy = strategy
+        super().__init__(strategy)
         self.compression = compression
         self.alone = True
         self._name = name
@@ -74,7 +74,7 @@ class RoundKeeper(AgreedView):
         self._parameters: list[nn.Parameter] = []
         # By the parameter's number.
         self._state: dict[int, dict[str, torch.Tensor]] = {}
-        # Numbers of those that may have changed since the last agreement.
+        # Numbers of those that may differ between ranks.
         self._trained: set[int] = set()
         # PyTorch's count of the writes to each, at the last agreement.
         self._versions: dict[int, int] = {}
@@ -191,7 +191,8 @@ class RoundKeeper(AgreedView):
             changed = sorted(held & self._trained)
             self._require_same_round(number, changed)
             self._agree(changed, keep=True)
-        self._trained.difference_update(changed)
+        if self.strategy.alike:
+            self._trained.difference_update(changed)
         self._steps[number] = 0
 
     def _require_same_round(self, number: int, changed: list[int]) -> None:
@@ -256,7 +257,10 @@ class RoundKeeper(AgreedView):
         lengths = [len(each) for each in flat]
         names = self._state[together[0]].keys()
         state = {n: torch.cat([self._state[i][n] for i in together]) for n in names}
-        weights, state = self.strategy.agree(torch.cat(flat), state, comm)
+        if keep:
+            weights, state = self.strategy.agree(torch.cat(flat), state, comm)
+        else:
+            weights = self.strategy.settle(torch.cat(flat), state, comm)
         for p, piece in zip(held, torch.split(weights, lengths), strict=True):
             _write(p if keep else p.data, piece)
         for n in names if keep else ():
@@ -371,7 +375,7 @@ class _Comm:
         self.rank, self.size = self._wire.rank, self._wire.size
 
     def mean(self, vector: torch.Tensor) -> torch.Tensor:
-        if self._state and vector.dtype is torch.float32:
+        if self._state and self._state.suits(vector.dtype):
             bucket: Bucket = CompressedBucket(self._name, self._members, self._state)
         else:
             bucket = Bucket(self._name, self._members)
@@ -380,6 +384,18 @@ class _Comm:
         bucket.exchange(self._wire)
         bucket.wait(self._wire)
         return bucket.flat
+
+    def exchange(self, vector: torch.Tensor, offsets: Sequence[int]) -> list[torch.Tensor]:
+        to, sources = circle(offsets, self)
+        length = len(vector)
+        messages = Messages(
+            vector.repeat(len(to)),
+            by_rank(length, to, self.size),
+            by_rank(length, sources, self.size),
+        )
+        received = self._wire.wait(self._wire.start(messages, self._name))
+        of = dict(zip(sorted(sources), torch.split(received, length), strict=True))
+        return [of[source] for source in sources]
 
 
 def is_kept(parameter: torch.Tensor) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from hvkit import runtime
-from hvkit.compression.compression import Exchange, Gather, Mean, Shares
 from hvkit.engines import waiting_for_all_ranks
-from hvkit.traffic import count, of_allgather, of_allreduce, of_alltoall
+from hvkit.exchanges import Exchange, Gather, Mean, Messages, Shares
+from hvkit.traffic import count, of_allgather, of_allreduce, of_alltoall, of_messages
 from hvkit.watch.rank_errors import translated
 
 
@@ -61,8 +61,18 @@ class Wire:
             handle: int = self._hvd.alltoall_async(tensor, name=name)
             return handle
 
+    def start_messages(self, messages: Messages, name: str) -> int:
+        """Start to exchange messages between single ranks."""
+        rows, sent = messages.rows, messages.sent
+        size = rows.nbytes // max(len(rows), 1)
+        count(self._purpose, *of_messages(size, sent, self.rank))
+        splits = torch.tensor(sent, dtype=torch.int32)
+        with translated():
+            handle: int = self._hvd.alltoall_async(rows, splits=splits, name=name)
+            return handle
+
     def start(self, exchange: Exchange, name: str) -> int:
-        """Start what a compression asks for."""
+        """Start what a compression or a strategy asks for."""
         match exchange:
             case Mean(vector):
                 return self.start_mean(vector.clone(), name)
@@ -70,6 +80,8 @@ class Wire:
                 return self.start_gather(rows, name)
             case Shares(rows):
                 return self.start_shares(rows, name)
+            case Messages():
+                return self.start_messages(exchange, name)
 
     def wait(self, handle: int) -> torch.Tensor:
         """Wait for a collective and return its result."""

@@ -125,7 +125,7 @@ def slices(indices, dtype=tf.int32):
 
 def mean_of(name, mine, where="eager"):
     variable = keras.Variable(np.zeros((10, 2), np.float32))
-    average = GradientAverager(f"hvkit.test.{name}")
+    average = GradientAverager(f"hvkit.test.{name}", hvkit.Synchronous())
     if where == "graph":
         return tf.function(lambda: average([mine], [variable])[0])()
     if where == "argument":

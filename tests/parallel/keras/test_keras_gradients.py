@@ -55,7 +55,7 @@ def test_the_mean_of_indexed_slices_is_not_made_dense():
     variable = keras.Variable(np.zeros((10, 2), np.float32))
     rank = hvkit.rank()
     slices = tf.IndexedSlices(tf.ones((1, 2)) * rank, tf.constant([rank]), tf.constant([10, 2]))
-    (mean,) = GradientAverager("hvkit.test.slices")([slices], [variable])
+    (mean,) = GradientAverager("hvkit.test.slices", hvkit.Synchronous())([slices], [variable])
     assert isinstance(mean, tf.IndexedSlices)
     assert mean.indices.numpy().tolist() == list(range(hvkit.size()))
     assert mean.values.numpy()[:, 0] == pytest.approx(np.arange(hvkit.size()) / hvkit.size())
@@ -74,7 +74,7 @@ def test_eager_ranks_may_differ_in_the_gradients_they_have(kinds):
     mine = gradients[kinds[0] if hvkit.rank() == 0 else kinds[1]]
     variables = [keras.Variable(np.zeros((4, 2), np.float32)) for _ in range(3)]
     name = f"hvkit.test.{kinds[0]}.{kinds[1]}"
-    means = GradientAverager(name)([mine, tf.ones((4, 2)), None], variables)
+    means = GradientAverager(name, hvkit.Synchronous())([mine, tf.ones((4, 2)), None], variables)
     expected = np.zeros((4, 2))
     for rank in range(hvkit.size()):
         theirs = gradients[kinds[0] if rank == 0 else kinds[1]]
@@ -112,7 +112,7 @@ def test_gradients_of_every_dtype_are_averaged(dtype):
     from hvkit.adapters.keras.averager import GradientAverager
 
     variable = keras.Variable(np.zeros(3, np.float32), dtype=dtype)
-    (mean,) = GradientAverager(f"hvkit.test.{dtype}")(
+    (mean,) = GradientAverager(f"hvkit.test.{dtype}", hvkit.Synchronous())(
         [tf.cast([60000.0] * 3, dtype) * (1 if hvkit.rank() < 2 else 0)], [variable]
     )
     assert mean.dtype.name == dtype

@@ -78,6 +78,40 @@ def test_ranks_differ_in_a_round_and_are_alike_after_it(loop, strategy):
     assert alike(model)
 
 
+@pytest.mark.parametrize("loop", cases(["function", "eager"]))
+def test_gossip_without_gradients_only_mixes(loop):
+    optimizer = keras.optimizers.SGD(0.05)
+    model, optimizer = in_rounds(hvkit.Gossip(), optimizer)
+    LOOPS[loop](model, optimizer, local(regression(steps=1)))  # the ranks begin alike
+    for w in model.weights:
+        w.assign_add(tf.fill(w.shape, float(hvkit.rank())))
+    everyone = hvkit.allgather(weights(model))
+    optimizer.learning_rate = 0.0
+    LOOPS[loop](model, optimizer, local(regression(steps=1)))
+    size, rank = hvkit.size(), hvkit.rank()
+    near = {(rank - 1) % size, (rank + 1) % size, rank}
+    expected = [np.mean([everyone[r][i] for r in near], axis=0) for i in range(len(model.weights))]
+    assert largest_difference(weights(model), expected) < 1e-6
+    with hvkit.settled(model):
+        assert alike(model)
+        mean = [np.mean(each, axis=0) for each in zip(*everyone, strict=True)]
+        assert largest_difference(weights(model), mean) < 1e-6
+
+
+def test_fit_ends_gossip_with_one_model():
+    data = local(regression(steps=8))
+    model, optimizer = in_rounds(hvkit.Gossip())
+    seen = Seen()
+    fit_and_see = {
+        "x": np.concatenate([x for x, _ in data]),
+        "y": np.concatenate([y for _, y in data]),
+    }
+    model.compile(optimizer, "mse")
+    model.fit(**fit_and_see, batch_size=6, verbose=0, callbacks=[seen])
+    assert seen.epochs[0][0]
+    assert alike(model)
+
+
 class Seen(keras.callbacks.Callback):
     """What a callback sees at the end of each epoch, and in each step."""
 

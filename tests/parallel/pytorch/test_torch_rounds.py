@@ -96,6 +96,38 @@ def test_settled_holds_the_agreed_weights_and_leaves_no_trace():
     assert all(map(np.array_equal, arrays(model.parameters()), arrays(undisturbed.parameters())))
 
 
+@pytest.mark.parametrize("topology", ["ring", "complete"])
+def test_gossip_without_gradients_only_mixes(topology):
+    model, optimizer = in_rounds(hvkit.Gossip(topology=topology), torch.optim.SGD)
+    start = arrays(model.parameters())
+    train(model, optimizer, local(regression(steps=1)))  # the ranks begin alike
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(hvkit.rank())
+    everyone = hvkit.allgather(arrays(model.parameters()))
+    optimizer.param_groups[0]["lr"] = 0.0
+    train(model, optimizer, local(regression(steps=1)))
+    size, rank = hvkit.size(), hvkit.rank()
+    near = {(rank - 1) % size, (rank + 1) % size} if topology == "ring" else set(range(size))
+    expected = [np.mean([everyone[r][i] for r in near | {rank}], axis=0) for i in range(len(start))]
+    assert largest_difference(arrays(model.parameters()), expected) < 1e-6
+    with hvkit.settled(model):
+        assert alike(model)
+        mean = [np.mean(each, axis=0) for each in zip(*everyone, strict=True)]
+        assert largest_difference(arrays(model.parameters()), mean) < 1e-6
+
+
+def test_gossip_with_all_ranks_is_local_sgd():
+    found = []
+    for strategy in (hvkit.LocalSGD(2), hvkit.Gossip(2, topology="complete")):
+        model, optimizer = in_rounds(strategy)
+        sent = sent_in(lambda m=model, o=optimizer: train(m, o, local(regression(steps=8))))
+        found.append(arrays(model.parameters()))
+        count = sum(p.numel() for p in model.parameters())
+    assert largest_difference(*found) < 2e-6
+    assert sent["weights"] == 4 * 4 * count * (hvkit.size() - 1)
+
+
 def test_settled_is_for_any_model():
     plain = mlp()
     averaged, _ = hvkit.distribute(model := mlp(), sgd(model.parameters()))

@@ -1,9 +1,18 @@
 """The tensors of both frameworks, and means over ranks that take turns in one process."""
 
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 
-from hvkit.compression.compression import Gather, Mean, Shares
+from hvkit.exchanges import Gather, Mean, Messages, Shares
+
+
+class Place(NamedTuple):
+    """A rank's place among the ranks."""
+
+    rank: int
+    size: int
 
 
 class Torch:
@@ -17,6 +26,9 @@ class Torch:
 
     def tensor(self, array):
         return self.torch.from_numpy(np.array(array, np.float32))
+
+    def tensor_of(self, array):
+        return self.torch.from_numpy(array)
 
     def join(self, parts):
         return self.torch.cat(parts)
@@ -33,6 +45,9 @@ class TensorFlow:
 
     def tensor(self, array):
         return self.tf.constant(np.array(array, np.float32))
+
+    def tensor_of(self, array):
+        return self.tf.constant(array)
 
     def join(self, parts):
         return self.tf.concat(parts, axis=0)
@@ -62,8 +77,10 @@ class Ranks:
         """What each rank gets for its vector of shape (n,)."""
         ranks, library = len(vectors), self.library
         flows = [
-            self.compression.reduce(library.tensor(v), self.shapes, state, library.ops, ranks)
-            for v, state in zip(vectors, self.states, strict=True)
+            self.compression.reduce(
+                library.tensor(v), self.shapes, state, library.ops, Place(rank, ranks)
+            )
+            for rank, (v, state) in enumerate(zip(vectors, self.states, strict=True))
         ]
         results, ends = [None] * ranks, []
         while True:
@@ -87,11 +104,20 @@ class Ranks:
         self.handed_over.append(np.asarray(asked[0].rows).nbytes)
         if isinstance(asked[0], Gather):
             return [join([each.rows for each in asked])] * ranks
+        if isinstance(asked[0], Messages):
+            return self._delivered(asked)
         assert isinstance(asked[0], Shares)
         share = asked[0].rows.shape[0] // ranks
         return [
             join([each.rows[r * share : (r + 1) * share] for each in asked]) for r in range(ranks)
         ]
+
+    def _delivered(self, asked):
+        pieces = [np.split(np.asarray(each.rows), np.cumsum(each.sent)[:-1]) for each in asked]
+        received = [[sent[to] for sent in pieces] for to in range(len(asked))]
+        for each, rows in zip(asked, received, strict=True):
+            assert each.received == tuple(map(len, rows))
+        return [self.library.tensor_of(np.concatenate(rows)) for rows in received]
 
     def state(self, name):
         """One row for each rank: all that it keeps under a name."""

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from libraries import Ranks
 
+import hvkit
 from hvkit.compression import BY_NAME, BFloat16, Float16, Int8, for_rows
 
 
@@ -23,6 +24,17 @@ def test_all_ranks_get_the_mean_up_to_two_roundings(compression, error, length, 
     assert all(np.array_equal(each, found[0]) for each in found)
     assert found[0].shape == (length,)
     assert np.abs(found[0] - vectors.mean(0)).max() <= error / 2 * np.abs(vectors).max() * 2
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("length", [1, 255, 1000])
+@pytest.mark.parametrize(("name", "error"), [("none", 1e-7), ("bf16", 2**-8), ("int8", 1 / 127)])
+def test_rank_zero_averages_alone_up_to_two_roundings(name, error, length, ranks, library):
+    vectors = np.random.default_rng(0).normal(size=(ranks, length)).astype(np.float32)
+    found, _ = reduced(hvkit.Centralized().travels(BY_NAME[name]), vectors, library)
+    assert all(np.array_equal(each, found[0]) for each in found)
+    assert found[0].shape == (length,)
+    assert np.abs(found[0] - vectors.mean(0)).max() <= error * np.abs(vectors).max()
 
 
 @pytest.mark.parametrize(("compression", "share"), [(Float16(), 1 / 2), (Int8(), 1 / 3.8)])

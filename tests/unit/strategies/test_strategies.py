@@ -10,12 +10,18 @@ from hvkit.strategies import Strategy
 
 
 class Ranks:
-    """The vectors of all ranks; ``mean`` takes them row by row."""
+    """The vectors of all ranks, in rows."""
 
-    size = 3
+    rank = 0
+
+    def __init__(self, size=3):
+        self.size = size
 
     def mean(self, rows):
         return np.broadcast_to(rows.mean(0), rows.shape)
+
+    def exchange(self, rows, offsets):
+        return [np.roll(rows, offset, axis=0) for offset in offsets]
 
 
 @pytest.fixture
@@ -36,7 +42,7 @@ def test_local_sgd_takes_the_mean_of_the_weights(weights, start):
 
 
 def test_weights_that_no_rank_changed_stay_the_same_to_the_bit(start):
-    for strategy in (hvkit.LocalSGD(4), hvkit.DiLoCo(4)):
+    for strategy in (hvkit.LocalSGD(4), hvkit.DiLoCo(4), hvkit.Gossip()):
         agreed, _ = strategy.agree(start, strategy.begin(start), Ranks())
         assert np.array_equal(agreed, start)
 
@@ -62,8 +68,43 @@ def test_diloco_without_outer_optimizer_is_local_sgd(weights, start):
     assert np.array_equal(found, expected)
 
 
+def mixing(topology, size):
+    """The matrix W of x <- W x."""
+    neighbours = {
+        "ring": lambda w: {w - 1, w + 1},
+        "exponential": lambda w: {w - 2**p for p in range(size) if 2**p < size},
+        "complete": lambda w: set(range(size)) - {w},
+    }
+    matrix = np.zeros((size, size))
+    for w in range(size):
+        members = [w, *{n % size for n in neighbours[topology](w)}]
+        matrix[w, members] = 1 / len(members)
+    return matrix
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8, 9])
+@pytest.mark.parametrize("topology", ["ring", "exponential", "complete"])
+def test_gossip_multiplies_by_a_matrix_that_keeps_the_mean(topology, size):
+    start = np.random.default_rng(0).normal(size=(size, 5))
+    strategy, ranks, w = hvkit.Gossip(topology=topology), Ranks(size), mixing(topology, size)
+    assert np.allclose(w.sum(0), 1)
+    weights, state = start, strategy.begin(start)
+    for t in range(1, 6):
+        weights, state = strategy.agree(weights, state, ranks)
+        assert np.allclose(weights, np.linalg.matrix_power(w, t) @ start, rtol=0, atol=1e-12)
+    assert np.allclose(strategy.settle(weights, state, ranks), start.mean(0))
+
+
+def test_a_ring_of_more_than_three_ranks_is_not_complete():
+    start = np.random.default_rng(0).normal(size=(4, 5))
+    ring, _ = hvkit.Gossip().agree(start, {}, Ranks(4))
+    complete, _ = hvkit.Gossip(topology="complete").agree(start, {}, Ranks(4))
+    assert not np.allclose(ring, complete)
+    assert np.allclose(complete, start.mean(0))
+
+
 def test_an_agreement_changes_neither_weights_nor_state(weights, start):
-    for strategy in (hvkit.LocalSGD(4), hvkit.DiLoCo(4)):
+    for strategy in (hvkit.LocalSGD(4), hvkit.DiLoCo(4), hvkit.Gossip()):
         state = strategy.begin(start)
         before = weights.copy(), {name: value.copy() for name, value in state.items()}
         strategy.agree(weights, state, Ranks())
@@ -82,11 +123,29 @@ def test_an_agreement_changes_neither_weights_nor_state(weights, start):
         (lambda: hvkit.DiLoCo(5, outer_lr=float("nan")), ValueError, "and finite, got nan"),
         (lambda: hvkit.DiLoCo(5, outer_lr="fast"), TypeError, "outer_lr must be a number"),
         (lambda: hvkit.DiLoCo(5, outer_momentum=1), ValueError, "and below 1, got 1"),
+        (lambda: hvkit.Gossip(topology="star"), ValueError, "ring, exponential, complete; got 'st"),
+        (lambda: hvkit.Gossip(0), ValueError, "every must be at least 1, got 0"),
     ],
 )
 def test_strategies_check_themselves(make, error, text):
     with pytest.raises(error, match=text):
         make()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "compression", "text"),
+    [
+        (hvkit.Gossip(), "int8", "leave compression out"),
+        (hvkit.Centralized(), hvkit.TopK(0.1), 'use "fp16"'),
+        (hvkit.Centralized(), hvkit.PowerSGD(2), 'use "fp16"'),
+    ],
+)
+def test_strategies_refuse_compressions_that_they_cannot_use(strategy, compression, text):
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(ValueError, match=text):
+        hvkit.distribute(model, optimizer, strategy=strategy, compression=compression)
 
 
 @pytest.mark.parametrize("make", [hvkit.Synchronous, lambda: hvkit.LocalSGD(3)])

@@ -1,0 +1,80 @@
+"""Decentralised averaging with neighbours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hvkit.compression import Compression
+from hvkit.strategies.strategy import Comm, Rounds, State, Vector
+
+TOPOLOGIES = ("ring", "exponential", "complete")
+
+
+@dataclass(frozen=True)
+class Gossip(Rounds):
+    """After each round a rank takes the mean of its weights and those of its neighbours.
+
+    With rank w's weights x_w, and d neighbours N(w):
+
+        x_w <- x_w + 1/(d + 1) sum_{j in N(w)} (x_j - x_w)
+
+    For all ranks together that is x <- W x, where the rows and columns of W add up to one. So the
+    mean over ranks is that of the local steps, and the ranks' weights approach it by a factor in
+    each round. They are never quite alike: ``hvkit.settled``, checkpoints and ``fit``'s validation
+    use their mean. No rank waits for more than its neighbours' weights, and each sends them d
+    times in a round: with ``"ring"`` that is 2P bytes for weights of P bytes, the same as a ring
+    allreduce, but in one hop instead of 2 (N-1).
+
+    ``topology="complete"`` is ``LocalSGD``. The rounds do not travel compressed: what a neighbour
+    rounds away would have to be remembered for each neighbour.
+
+    Source: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?" (2017),
+    D-PSGD; the exponential graph is that of Assran et al., "Stochastic Gradient Push for
+    Distributed Deep Learning" (2019).
+
+    Args:
+        every: optimizer steps from one exchange to the next.
+        topology: a rank's neighbours: ``"ring"`` for the two beside it, ``"exponential"`` for those
+            1, 2, 4, 8 and so on after it, ``"complete"`` for all.
+    """
+
+    every: int = 1
+    topology: str = "ring"
+
+    alike = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.topology not in TOPOLOGIES:
+            raise ValueError(
+                f"topology must be one of {', '.join(TOPOLOGIES)}; got {self.topology!r}"
+            )
+
+    def check(self, compression: Compression | None) -> None:
+        if compression is not None:
+            raise ValueError(
+                f"{self} sends weights to neighbours, and {compression} averages over all ranks: "
+                "leave compression out, or use hvkit.LocalSGD"
+            )
+
+    def begin(self, weights: Vector) -> State:
+        return {}
+
+    def agree(self, weights: Vector, state: State, comm: Comm) -> tuple[Vector, State]:
+        theirs = comm.exchange(weights, offsets := _offsets(self.topology, comm.size))
+        mixed = weights
+        for each in theirs:
+            mixed = mixed + (each - weights) * (1 / (len(offsets) + 1))
+        return mixed, state
+
+    def settle(self, weights: Vector, state: State, comm: Comm) -> Vector:
+        return comm.mean(weights)
+
+
+def _offsets(topology: str, size: int) -> list[int]:
+    """How many places after a rank its neighbours are, counted in a circle."""
+    if topology == "ring":
+        return sorted({1, size - 1})
+    if topology == "exponential":
+        return [1 << power for power in range((size - 1).bit_length())]
+    return list(range(1, size))
