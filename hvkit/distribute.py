@@ -20,6 +20,7 @@ from hvkit.adapters.adapter import (
     is_distributed,
     keeper_of,
     record,
+    record_of,
 )
 from hvkit.collectives import raise_together, require_equal
 from hvkit.compression import BY_NAME, Compression
@@ -197,7 +198,7 @@ def distribute(
 
 
 @contextmanager
-def settled(*models: Any) -> Iterator[None]:
+def settled(*things: Any) -> Iterator[None]:
     """Hold the weights that the ranks would agree on now, to evaluate or save a model.
 
         with hvkit.settled(model):
@@ -211,25 +212,41 @@ def settled(*models: Any) -> Iterator[None]:
     never changes the weights. Every rank must enter it. With ``Synchronous``, with one process,
     right after an agreement, and for models that were not distributed, it does nothing.
 
+    With ``ShardedOptimizer``, pass the optimizer to have its whole state on rank 0 inside the
+    block: ``with hvkit.settled(optimizer):``.
+
     Args:
-        *models: those that were passed to ``hvkit.distribute``. Do not train them inside the block.
+        *things: models and optimizers that were passed to ``hvkit.distribute``. Do not train them
+            inside the block.
 
     Raises:
-        TypeError: one of them is no model.
+        TypeError: one of them is neither a model nor an optimizer.
         RanksDisagreeError: the ranks have taken different numbers of steps.
         RankLostError: another rank has ended, or waits in another call.
     """
     with ExitStack() as stack:
         with call_within("hvkit.settled"):
-            for model in models:
-                if framework_of(model) is None:
+            for thing in things:
+                if framework_of(thing) is not None:
+                    if (keeper := keeper_of(thing)) is not None:
+                        stack.enter_context(keeper.settled())
+                elif (known := _record(thing)) is not None:
+                    if known.gathered:
+                        stack.enter_context(known.gathered())
+                else:
                     raise TypeError(
-                        "hvkit.settled takes models, one after the other, got "
-                        f"{model!r} of type {type(model).__name__}"
+                        "hvkit.settled takes models and optimizers that were passed to "
+                        "hvkit.distribute, one after the other, got "
+                        f"{thing!r} of type {type(thing).__name__}"
                     )
-                if (keeper := keeper_of(model)) is not None:
-                    stack.enter_context(keeper.settled())
         yield
+
+
+def _record(optimizer: Any) -> Record | None:
+    """The record of an optimizer, also inside a ``LossScaleOptimizer`` that Keras has made."""
+    while (found := record_of(optimizer)) is None and hasattr(optimizer, "inner_optimizer"):
+        optimizer = optimizer.inner_optimizer
+    return found
 
 
 def _compression(value: object) -> Compression | None:

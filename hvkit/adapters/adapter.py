@@ -7,7 +7,7 @@ optimizers, so that a second call is refused, and checkpoints find the step coun
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -46,6 +46,8 @@ class Record:
 
     warmup: Warmup | None = None
     """The step counter of its warm-up; None without a warm-up, or if the optimizer counts steps."""
+    gathered: Callable[[], AbstractContextManager[None]] | None = None
+    """A context in which rank 0 holds its whole state, if ranks share it; a collective."""
 
 
 class Keeper(Protocol):
@@ -158,5 +160,8 @@ def _plain(model: Any) -> Any:
 
 
 def record_of(optimizer: Any) -> Record | None:
-    """The record of an optimizer; None if it was not distributed."""
-    return _optimizers.get(optimizer)
+    """The record of an optimizer; None for anything else, and if it was not distributed."""
+    try:
+        return _optimizers.get(optimizer)
+    except TypeError:  # a list, for example, has no weak references
+        return None

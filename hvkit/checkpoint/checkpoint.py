@@ -173,6 +173,8 @@ class Checkpoint:
         with ExitStack() as stack:
             for keeper in _keepers(parts):
                 stack.enter_context(keeper.settled())
+            for part in parts:
+                stack.enter_context(part.gathered())
             if runtime.rank() == 0:
                 try:
                     self._write(name, progress, parts, states)

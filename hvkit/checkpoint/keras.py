@@ -7,7 +7,7 @@ import json
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from hvkit.adapters.fingerprints import Compared, Rows
 from hvkit.adapters.keras.checks import compared_in
 from hvkit.adapters.keras.initial_state import has_weights, tf_variable
 from hvkit.adapters.keras.optimizers import inner_optimizer, parts_of
+from hvkit.adapters.keras.sharded import gathered, unfolded
 from hvkit.checkpoint.part import ALONE, NOT_IN_FILE, SEED, Arrays, Part
 
 # By class of callback: the attributes to save.
@@ -153,6 +154,7 @@ class OptimizerPart(Part):
         self._check_not_wrapped()
         with tf.init_scope():
             self._build(facts["trained"])
+        with tf.init_scope(), unfolded(self.optimizer):
             variables = self.optimizer.variables
             _require_shapes("variables", facts["shapes"], _shapes_of(variables))
             with np.load(io.BytesIO(content)) as values:
@@ -170,6 +172,9 @@ class OptimizerPart(Part):
                 "before restore(), with optimizer.build(variables)"
             )
         self.optimizer.build([weights[i] for i in trained if i is not None])
+
+    def gathered(self) -> AbstractContextManager[None]:
+        return gathered(self.optimizer)
 
     def own(self) -> Arrays:
         """The gradients accumulated since the last update, which are not averaged yet."""

@@ -6,6 +6,7 @@ import io
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,13 @@ class Part(ABC):
 
     def load_own(self, arrays: Arrays) -> None:  # noqa: B027  # no own arrays by default
         """Set the arrays that ``own`` returned."""
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """A context in which rank 0 can save the object: with the parts of other ranks.
+
+        A collective if the object is divided among the ranks.
+        """
+        return nullcontext()
 
     def compared(self) -> tuple[list[Compared], list[Rows]]:
         """The state that must be equal on all ranks, and its fingerprints."""

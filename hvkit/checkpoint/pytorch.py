@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from hvkit.adapters.adapter import Warmup, record_of
+from hvkit.adapters.adapter import Record, Warmup, record_of
 from hvkit.adapters.fingerprints import Compared, Rows
 from hvkit.adapters.pytorch.checks import compared_in
 from hvkit.adapters.pytorch.reducer import is_averaged
@@ -61,10 +62,17 @@ class TorchPart(Part):
         else:
             self._thing.load_state_dict(state)
 
+    def gathered(self) -> AbstractContextManager[None]:
+        record = self._record()
+        return record.gathered() if record and record.gathered else nullcontext()
+
     def _warmup(self) -> Warmup | None:
         """The warm-up of a distributed optimizer: its state dict does not count the steps."""
-        record = record_of(self._thing) if isinstance(self._thing, Optimizer) else None
+        record = self._record()
         return record.warmup if record else None
+
+    def _record(self) -> Record | None:
+        return record_of(self._thing) if isinstance(self._thing, Optimizer) else None
 
     def own(self) -> Arrays:
         if self.alone:
@@ -121,10 +129,11 @@ def _keep_dtypes(optimizer: Optimizer, saved: Mapping[int, Any]) -> None:
     for i, values in saved.items():
         if not isinstance(i, int) or not isinstance(values, dict):
             continue
-        loaded = optimizer.state[parameters[i]]
+        loaded = optimizer.state.get(parameters[i], {})
         for key, value in values.items():
-            if isinstance(value, torch.Tensor) and loaded[key].dtype != value.dtype:
-                loaded[key] = value.to(loaded[key].device)
+            own = loaded.get(key)  # None if another rank owns this part of the state
+            if isinstance(value, torch.Tensor) and own is not None and own.dtype != value.dtype:
+                loaded[key] = value.to(own.device)
 
 
 def _without_numpy_scalars(state: Any) -> Any:

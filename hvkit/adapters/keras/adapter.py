@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import keras
 from keras.src.backend import in_stateless_scope
 
-from hvkit import collectives
+from hvkit import collectives, runtime
 from hvkit.adapters.adapter import Keeper, Options, Record
 from hvkit.adapters.keras.averager import AveragingKeeper, GradientAverager
 from hvkit.adapters.keras.batch_norm import average_statistics, synchronise_batch_norm
@@ -39,7 +40,14 @@ from hvkit.adapters.keras.optimizers import (
 )
 from hvkit.adapters.keras.refusals import let_differ, refuse_other_optimizers
 from hvkit.adapters.keras.rounds import RoundKeeper
+from hvkit.adapters.keras.sharded import (
+    OptimizerShards,
+    gathered,
+    ids_of_slots,
+    refuse_joint_updates,
+)
 from hvkit.learning_rate import Multiplier
+from hvkit.strategies import ShardedOptimizer
 from hvkit.strategies.strategy import Averaging, Rounds
 
 # Numbers the optimizers; ranks call distribute in the same order.
@@ -66,6 +74,9 @@ class KerasAdapter:
         self.model = model
         self.options = options
         self.optimizers = [_checked(each, model) for each in optimizers]
+        if isinstance(options.strategy, ShardedOptimizer):
+            for each in self._updating():
+                refuse_joint_updates(options.strategy, each)
         self.averagers: list[GradientAverager] = []
         self._synchronised: dict[int, Any] = {}
 
@@ -84,7 +95,8 @@ class KerasAdapter:
         self._synchronised.update((id(tf_variable(w)), w) for w in weights)
         synchronise(weights)
         if first:
-            synchronise_optimizers(self.optimizers, self.model.trainable_variables)
+            divided = ids_of_slots(self.optimizers)
+            synchronise_optimizers(self.optimizers, self.model.trainable_variables, divided)
 
     def _synchronise_before_first_call(self) -> None:
         """Synchronise in the model's first call, after it has built itself, before it computes."""
@@ -116,8 +128,12 @@ class KerasAdapter:
         if new and have_values(new):
             self._synchronise(new)
 
+    def _updating(self) -> list[Any]:
+        """The optimizers that update variables, without those that hold them."""
+        return [part for each in self.optimizers for part in parts_of(inner_optimizer(each))]
+
     def scale_learning_rate(self, multiplier: Multiplier) -> list[tuple[float, Multiplier | None]]:
-        parts = [part for each in self.optimizers for part in parts_of(inner_optimizer(each))]
+        parts = self._updating()
         if not multiplier.changes_nothing:
             for part in parts:
                 RateInUpdate(part, multiplier)
@@ -141,11 +157,24 @@ class KerasAdapter:
             for each in inner:
                 average_in_apply(each, self._average(strategy), self._before_update)
                 skip_together(each)
+            if isinstance(strategy, ShardedOptimizer):
+                self._divide_state(strategy)
             if (travels := strategy.travels(compression)) and travels.keeps_state:
                 keeper = AveragingKeeper(self.model, self.averagers, strategy, compression)
         compare = functools.partial(require_same_weights, "fit", self.model, self.optimizers)
         share_results(self.model, self.averagers, compare, rounds)
-        return [(each, Record()) for each in self.optimizers], keeper
+        return [(each, self._record(each)) for each in self.optimizers], keeper
+
+    def _divide_state(self, strategy: ShardedOptimizer) -> None:
+        held = [0] * runtime.size()
+        for each in self._updating():
+            OptimizerShards(strategy, each, held, f"hvkit.{next(_serial)}")
+
+    def _record(self, optimizer: Any) -> Record:
+        if not isinstance(self.options.strategy, ShardedOptimizer):
+            return Record()
+        optimizer = weakref.ref(optimizer)  # the record lives as long as the optimizer
+        return Record(gathered=lambda: gathered(optimizer()))
 
     def _in_rounds(self, strategy: Rounds, optimizers: Sequence[Any]) -> RoundKeeper:
         let_differ(self.model, optimizers)

@@ -26,6 +26,7 @@ from hvkit.adapters.fingerprints import WIDTH, Compared, Rows
 from hvkit.adapters.keras.initial_state import tf_variable
 from hvkit.adapters.keras.optimizers import inner_optimizer
 from hvkit.adapters.keras.refusals import is_alike, weights_of_distributed
+from hvkit.adapters.keras.sharded import ids_of_slots
 from hvkit.adapters.keras.wire import Wire
 from hvkit.errors import RanksDisagreeError
 
@@ -150,7 +151,7 @@ def compared_in(thing: Any) -> tuple[list[Compared], list[Rows]]:
     elif not is_alike(inner_optimizer(thing)):
         variables = []
     else:
-        local = {id(v) for v in _accumulators(thing)}
+        local = {id(v) for v in _accumulators(thing)} | ids_of_slots([thing])
         variables = [v for v in thing.variables if id(v) not in local]
     with tf.init_scope():
         return _labels(variables), _rows([v.numpy() for v in variables])

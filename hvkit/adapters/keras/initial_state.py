@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import keras
@@ -59,11 +59,18 @@ def synchronise(weights: Sequence[Any]) -> None:
         _broadcast(weights)
 
 
-def synchronise_optimizers(optimizers: Sequence[Any], trained: Sequence[Any]) -> None:
+def synchronise_optimizers(
+    optimizers: Sequence[Any], trained: Sequence[Any], leave_out: Container[int] = ()
+) -> None:
     """Overwrite the state of optimizers with rank 0's, in place.
 
     If an optimizer has slot variables on some ranks only, because a script loaded a checkpoint
     there, this makes them on all ranks, for the ``trained`` variables.
+
+    Args:
+        optimizers: all of a model.
+        trained: the model's trainable variables.
+        leave_out: ids of variables of the optimizers that differ between ranks.
 
     Raises:
         RanksDisagreeError: the ranks' states differ in number, shape or dtype.
@@ -73,13 +80,14 @@ def synchronise_optimizers(optimizers: Sequence[Any], trained: Sequence[Any]) ->
         for i, optimizer in enumerate(optimizers):
             if not optimizer.built and any(theirs[i] for theirs in built):
                 optimizer.build(trained)
+            variables = [v for v in optimizer.variables if id(v) not in leave_out]
             require_equal(
                 "optimizer",
                 # Without names: a loaded optimizer names its variables differently.
-                [f"variable: shape {tuple(v.shape)}, {v.dtype}" for v in optimizer.variables],
+                [f"variable: shape {tuple(v.shape)}, {v.dtype}" for v in variables],
                 "make the same optimizer, and load the same checkpoint, on every rank",
             )
-            _broadcast(optimizer.variables)
+            _broadcast(variables)
 
 
 def _broadcast(variables: Sequence[Any]) -> None:

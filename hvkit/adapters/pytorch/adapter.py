@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,8 +28,10 @@ from hvkit.adapters.pytorch.refusals import (
     refuse_other_wrappers,
 )
 from hvkit.adapters.pytorch.rounds import RoundKeeper, is_kept
+from hvkit.adapters.pytorch.sharded import OptimizerShards, gathered, refuse_joint_updates
 from hvkit.collectives import require_equal
 from hvkit.learning_rate import Multiplier
+from hvkit.strategies import ShardedOptimizer
 from hvkit.strategies.strategy import Averaging, Rounds
 
 # Numbers the reducers; ranks call distribute in the same order.
@@ -49,6 +52,9 @@ class PyTorchAdapter:
         self.multiplier = Multiplier()
         if options.batch_norm == "sync":
             batch_norm_of(model)
+        if isinstance(options.strategy, ShardedOptimizer):
+            for each in self.optimizers:
+                refuse_joint_updates(options.strategy, each)
         for name, tensor in [*self.parameters.items(), *model.named_buffers()]:
             _refuse_uninitialised(name, tensor)
 
@@ -112,17 +118,21 @@ class PyTorchAdapter:
                 compression=compression,
                 statistics=statistics,
             )
+        shards = OptimizerShards(strategy, name) if isinstance(strategy, ShardedOptimizer) else None
         records = []
         for optimizer in self.optimizers:
             stepping = [optimizer, *optimizers_inside(optimizer)]
             refuse_other_optimizers(stepping, _is_distributed)
             self._follow(stepping, keeper)
+            if shards:
+                shards.attach(optimizer)
             rate = None
             if not self.multiplier.changes_nothing and not has_step_length(optimizer):
                 rate = RateInStep(self.multiplier)
                 for each in stepping:
                     rate.attach(each)
-            records.append((optimizer, Record(warmup=rate)))
+            whole = functools.partial(gathered, weakref.proxy(optimizer)) if shards else None
+            records.append((optimizer, Record(warmup=rate, gathered=whole)))
         return records, keeper if keeps_state else None
 
     def _averaged_statistics(self) -> RunningStatistics | None:

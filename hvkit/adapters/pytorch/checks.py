@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from hvkit.adapters import fingerprints
 from hvkit.adapters.fingerprints import BLOCK, PRIME, WIDTH, Compared, Rows
 from hvkit.adapters.pytorch.refusals import processes_of_torch_distributed, two_at_once
+from hvkit.adapters.pytorch.sharded import is_sharded
 from hvkit.adapters.pytorch.wire import Wire
 from hvkit.errors import RanksDisagreeError
 
@@ -157,7 +158,7 @@ def _of_optimizer(optimizer: Optimizer) -> list[_Entry]:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     states = [
         _entry(f"the state of {kind} for its parameter {i}", optimizer.state.get(p, {}))
-        for i, p in enumerate(parameters)
+        for i, p in enumerate([] if is_sharded(optimizer) else parameters)
     ]
     return groups + states
 

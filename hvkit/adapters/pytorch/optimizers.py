@@ -1,7 +1,7 @@
 """Optimizers that step in unusual ways: with a closure, through a parent class, inside another.
 
 Each function here names the optimizers that need it. ``hvkit.adapters.pytorch.learning_rate``,
-``reducer``, ``rounds`` and ``refusals`` use them.
+``reducer``, ``rounds``, ``sharded`` and ``refusals`` use them.
 """
 
 from __future__ import annotations
@@ -78,11 +78,18 @@ class OutermostStep:
     Args:
         before: called before the update.
         after: called after it, unless it raised.
+        failed: called after an update that raised.
     """
 
-    def __init__(self, before: Callable[[], None], after: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        before: Callable[[], None],
+        after: Callable[[], None],
+        failed: Callable[[], None] = lambda: None,
+    ) -> None:
         self._before = before
         self._after = after
+        self._failed = failed
         self._depth = 0
 
     def attach(self, optimizer: Optimizer) -> None:
@@ -98,6 +105,10 @@ class OutermostStep:
             depth = self._depth
             try:
                 return step(*args, **kwargs)
+            except BaseException:
+                if depth == 0:
+                    self._failed()
+                raise
             finally:
                 self._depth = depth
 

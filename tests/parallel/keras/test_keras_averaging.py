@@ -1,12 +1,14 @@
 """Keras: strategies that average gradients in every step."""
 
 import keras
+import numpy as np
 import pytest
 from cases import cases
 from models import LOOPS, local, mlp, regression, weights
-from ranks import largest_difference, same_on_all_ranks
+from ranks import error_of, largest_difference, same_on_all_ranks
 
 import hvkit
+from hvkit.adapters.keras.sharded import OptimizerShards
 
 
 def trained(strategy, loop="function", **options):
@@ -28,3 +30,124 @@ def test_one_rank_that_averages_for_all_gives_the_weights_of_a_ring(loop):
     assert sent == 20 * size * (hvkit.size() - 1 if hvkit.rank() == 0 else 1)
     rounded, _ = trained(hvkit.Centralized(), loop, compression="bf16")
     assert 0 < largest_difference(rounded, found) < 0.01
+
+
+MAKE = {
+    "adamw": lambda: keras.optimizers.AdamW(0.01, global_clipnorm=0.5),
+    "momentum": lambda: keras.optimizers.SGD(0.05, momentum=0.9, weight_decay=0.01),
+    "nadam": lambda: keras.optimizers.Nadam(0.01),
+    "accumulated": lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2),
+    "scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01)),
+}
+
+
+def large(seed=0):
+    keras.utils.set_random_seed(seed)
+    layers = [keras.layers.Dense(width, "tanh") for width in (40, 30, 20, 10)]
+    return keras.Sequential([keras.Input((8,)), *layers, keras.layers.Dense(4)])
+
+
+def both(make, loop, steps=10, model=large, **options):
+    """Models and optimizers, trained with the state whole and with the state sharded."""
+    found = []
+    for strategy in (hvkit.Synchronous(), hvkit.ShardedOptimizer()):
+        each, optimizer = hvkit.distribute(model(), make(), strategy=strategy, **options)
+        loop(each, optimizer, local(regression(steps)))
+        found += [each, optimizer]
+    return found
+
+
+@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("loop", cases(LOOPS))
+def test_a_sharded_optimizer_gives_the_same_weights_bit_for_bit(loop, name):
+    whole, _, model, _ = both(MAKE[name], LOOPS[loop])
+    assert all(map(np.array_equal, weights(model), weights(whole)))
+
+
+def state_bytes(optimizer):
+    return sum(v.numpy().nbytes for v in optimizer.variables if len(v.shape))
+
+
+@pytest.mark.parametrize("built", [False, True])
+def test_a_sharded_optimizer_keeps_a_part_of_the_state(built):
+    def make():
+        optimizer = keras.optimizers.Adam(0.01)
+        if built:
+            optimizer.build(model.trainable_variables)
+            LOOPS["eager"](model, optimizer, regression(steps=1))
+        return optimizer
+
+    model = large()
+    start = weights(model)
+    found = []
+    for strategy in (hvkit.Synchronous(), hvkit.ShardedOptimizer()):
+        model = large()
+        model.set_weights(start)
+        model, optimizer = hvkit.distribute(model, make(), strategy=strategy)
+        LOOPS["function"](model, optimizer, local(regression(steps=5)))
+        found.append((weights(model), state_bytes(optimizer)))
+    (expected, everything), (same, mine) = found
+    assert all(map(np.array_equal, same, expected))
+    largest = max(w.nbytes for w in same)
+    assert 0 < mine <= everything / hvkit.size() + 2 * largest
+    assert sum(hvkit.allgather(mine)) == everything
+
+
+def test_ranks_differ_if_the_parts_are_not_sent(monkeypatch):
+    monkeypatch.setattr(OptimizerShards, "_send", lambda *_: None)
+    model = both(MAKE["adamw"], LOOPS["function"], steps=1)[2]
+    assert not same_on_all_ranks(weights(model))
+
+
+@pytest.mark.parametrize("name", cases(["adamw", "scaled"], 2))
+def test_the_state_is_saved_whole(name, tmp_path):
+    folder = hvkit.broadcast(tmp_path)
+    loop = LOOPS["function"]
+    whole, reference, model, optimizer = both(MAKE[name], loop)
+    with hvkit.settled(optimizer):
+        if hvkit.rank() == 0:
+            found = [v.numpy() for v in optimizer.variables]
+            assert all(map(np.array_equal, found, [v.numpy() for v in reference.variables]))
+            model.optimizer = optimizer
+            model.save(folder / "whole.keras")
+    error, text = error_of(lambda: optimizer.save_own_variables({}))
+    if name != "scaled":  # that one only holds the other
+        assert error is ValueError
+        assert "hvkit.settled(optimizer)" in text
+    hvkit.Checkpoint(folder / "a", model=model, optimizer=optimizer).save(epoch=0, step=10)
+
+    again, resumed = hvkit.distribute(large(1), MAKE[name](), strategy=hvkit.ShardedOptimizer())
+    hvkit.Checkpoint(folder / "a", model=again, optimizer=resumed).restore()
+    assert state_bytes(resumed) == state_bytes(optimizer)
+    data = local(regression(steps=14))[10:]
+    loop(again, resumed, data)
+    loop(whole, reference, data)
+    assert all(map(np.array_equal, weights(again), weights(whole)))
+
+
+def test_fit_with_a_sharded_optimizer_in_half_precision():
+    def make_model():
+        keras.utils.set_random_seed(0)
+        layers = [keras.layers.Dense(16, "tanh", dtype="bfloat16") for _ in range(3)]
+        return keras.Sequential([keras.Input((8,)), *layers, keras.layers.Dense(4)])
+
+    whole, _, model, _ = both(MAKE["momentum"], LOOPS["fit"], model=make_model)
+    assert all(map(np.array_equal, weights(model), weights(whole)))
+
+
+def test_state_that_is_not_of_single_weights_is_refused():
+    model, optimizer = hvkit.distribute(
+        large(), keras.optimizers.Adafactor(0.01), strategy=hvkit.ShardedOptimizer()
+    )
+    error, text = error_of(lambda: optimizer.build(model.trainable_variables))
+    assert error is ValueError
+    assert "Adafactor keeps" in text
+
+
+def test_averages_of_the_weights_are_refused():
+    optimizer = keras.optimizers.SGD(0.1, use_ema=True)
+    error, text = error_of(
+        lambda: hvkit.distribute(mlp(), optimizer, strategy=hvkit.ShardedOptimizer())
+    )
+    assert error is ValueError
+    assert "use_ema=True" in text

@@ -1,12 +1,16 @@
 """PyTorch: strategies that average gradients in every step."""
 
+import itertools
+
 import pytest
 import torch
 from nets import arrays, local, mlp, regression, train
-from ranks import largest_difference, same_on_all_ranks
+from ranks import error_of, largest_difference, same_on_all_ranks
 from torch import nn
+from torch.nn import functional as F
 
 import hvkit
+from hvkit.adapters.pytorch.sharded import OptimizerShards
 from hvkit.traffic import Sent
 
 
@@ -45,3 +49,174 @@ def test_the_rank_that_averages_for_all_sends_to_all():
     assert others == pytest.approx([size] * len(others), rel=0.03)
     rounded, _ = sent_in_a_step(hvkit.Centralized(), compression="int8")
     assert rounded[0] == pytest.approx(first * 260 / 1024, rel=0.03)
+
+
+MAKE = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, 0.01),
+    "amsgrad": lambda p: torch.optim.Adam(p, 0.01, amsgrad=True, foreach=False),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, 0.01, momentum=0.9, centered=True),
+    "fused": lambda p: torch.optim.AdamW(p, 0.01, fused=True),
+}
+
+
+def large(seed=0):
+    torch.manual_seed(seed)
+    widths = [8, 40, 30, 20, 10, 4]
+    layers = [nn.Sequential(nn.Linear(*w), nn.Tanh()) for w in itertools.pairwise(widths)]
+    return nn.Sequential(*layers)
+
+
+def clipped(model, optimizer, data):
+    for x, y in data:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+
+
+def both(make, train=train, steps=10, model=large, **options):
+    """Models and optimizers, trained with the state whole and with the state sharded."""
+    found = []
+    for strategy in (hvkit.Synchronous(), hvkit.ShardedOptimizer()):
+        each = model()
+        optimizer = make(each.parameters())
+        hvkit.distribute(each, optimizer, strategy=strategy, **options)
+        train(each, optimizer, local(regression(steps)))
+        found += [each, optimizer]
+    return found
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_a_sharded_optimizer_gives_the_same_weights_bit_for_bit(name):
+    whole, _, model, _ = both(MAKE[name], clipped)
+    assert all(map(torch.equal, model.parameters(), whole.parameters()))
+
+
+def test_a_sharded_optimizer_keeps_a_part_of_the_state():
+    _, whole, model, optimizer = both(MAKE["adamw"])
+    moments = sum(t.nbytes for s in whole.state.values() for t in s.values() if t.dim())
+    mine = sum(t.nbytes for s in optimizer.state.values() for t in s.values() if t.dim())
+    largest = max(p.nbytes for p in model.parameters())
+    assert 0 < mine <= moments / hvkit.size() + 2 * largest
+    assert sum(hvkit.allgather(mine)) == moments
+
+
+def test_a_sharded_optimizer_sends_half_as_much_again():
+    model = nn.Sequential(*[nn.Linear(100, 100) for _ in range(12)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    hvkit.distribute(model, optimizer, strategy=hvkit.ShardedOptimizer())
+    total = []
+    for _ in range(2):  # the first step also compares the ranks
+        model(torch.ones(2, 100)).sum().backward()
+        optimizer.step()
+        total.append(sum(sent.bytes for sent in hvkit.traffic().values()))
+    mine = total[1] - total[0]
+    size = sum(p.nbytes for p in model.parameters())
+    mean = sum(hvkit.allgather(mine)) / hvkit.size()
+    assert mean == pytest.approx(3 * (hvkit.size() - 1) / hvkit.size() * size, rel=0.03)
+
+
+def test_ranks_differ_if_the_parts_are_not_sent(monkeypatch):
+    monkeypatch.setattr(OptimizerShards, "send", lambda *_: None)
+    model, optimizer = both(MAKE["adamw"], steps=1)[2:]
+    assert not same_on_all_ranks(arrays(model.parameters()))
+    with pytest.raises(hvkit.RanksDisagreeError):
+        hvkit.Checkpoint("unused", model=model, optimizer=optimizer).save(epoch=0, step=1)
+
+
+def test_the_state_is_saved_whole(tmp_path):
+    folder = hvkit.broadcast(tmp_path)
+    whole, reference, model, optimizer = both(MAKE["adamw"])
+    with hvkit.settled(model, optimizer):
+        if hvkit.rank() == 0:
+            expected = reference.state_dict()
+            found = optimizer.state_dict()
+            assert repr(found) == repr(expected)
+    error, text = error_of(optimizer.state_dict)
+    assert error is ValueError
+    assert "hvkit.settled(optimizer)" in text
+    saved = hvkit.Checkpoint(folder, model=model, optimizer=optimizer).save(epoch=0, step=10)
+    plain = torch.optim.AdamW(large().parameters())
+    if hvkit.rank() == 0:
+        plain.load_state_dict(torch.load(saved / "optimizer.pt"))
+        assert len(plain.state) == len(list(model.parameters()))
+    hvkit.barrier()
+
+    again = large(1)
+    resumed = torch.optim.AdamW(again.parameters())
+    hvkit.distribute(again, resumed, strategy=hvkit.ShardedOptimizer())
+    hvkit.Checkpoint(folder, model=again, optimizer=resumed).restore()
+    assert resumed.state.keys() < set(again.parameters())
+    data = local(regression(steps=14))[10:]
+    train(again, resumed, data)
+    train(whole, reference, data)
+    assert all(map(torch.equal, again.parameters(), whole.parameters()))
+
+
+def test_a_state_from_before_the_call_is_divided():
+    def warm(model=large):
+        each = model()
+        optimizer = MAKE["adamw"](each.parameters())
+        train(each, optimizer, regression(steps=2))
+        return each, optimizer
+
+    models = []
+    for strategy in (hvkit.Synchronous(), hvkit.ShardedOptimizer()):
+        model, optimizer = hvkit.distribute(*warm(), strategy=strategy)
+        train(model, optimizer, local(regression(steps=4)))
+        models.append(model)
+    assert all(map(torch.equal, *(each.parameters() for each in models)))
+    assert len(optimizer.state) < len(list(model.parameters()))
+
+
+def test_frozen_and_added_parameters_and_failing_steps():
+    def with_changes(model, optimizer, data):
+        model[0].requires_grad_(False)
+        train(model, optimizer, data[:3])
+        extra = nn.Parameter(torch.ones(4))
+        optimizer.add_param_group({"params": [extra], "lr": 0.1})
+        model[0].requires_grad_(True)
+        for x, y in data[3:]:
+            optimizer.zero_grad()
+            F.mse_loss(model(x) * extra, y).backward()
+            before = [p.grad is not None for p in model.parameters()]
+            optimizer.param_groups[0]["betas"] = None
+            assert error_of(optimizer.step)[0] is not None
+            optimizer.param_groups[0]["betas"] = (0.9, 0.999)
+            assert [p.grad is not None for p in model.parameters()] == before
+            optimizer.step()
+        model.extra = extra
+
+    whole, _, model, _ = both(MAKE["adamw"], with_changes)
+    assert all(map(torch.equal, model.parameters(), whole.parameters()))
+    assert len(list(model.parameters())) == 11
+
+
+def test_half_precision_and_scaled_gradients():
+    def scaled(model, optimizer, data):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+        for step, (x, y) in enumerate(data):
+            optimizer.zero_grad()
+            overflow = float("inf") if step == 2 and hvkit.rank() == 0 else 1
+            scaler.scale(overflow * F.mse_loss(model(x.bfloat16()).float(), y)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    whole, _, model, _ = both(MAKE["sgd"], scaled, model=lambda: large().bfloat16())
+    assert all(map(torch.equal, model.parameters(), whole.parameters()))
+    assert same_on_all_ranks([p.detach().view(torch.int16).numpy() for p in model.parameters()])
+
+
+def test_updates_of_all_parameters_together_are_refused():
+    model = mlp()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    error, text = error_of(
+        lambda: hvkit.distribute(model, optimizer, strategy=hvkit.ShardedOptimizer())
+    )
+    assert error is ValueError
+    assert "LBFGS computes its step from all parameters together" in text
+    model, optimizer = both(MAKE["sgd"], steps=1)[2:]
+    error, text = error_of(lambda: optimizer.step(lambda: 0.0))
+    assert error is ValueError
+    assert "call backward() before step()" in text

@@ -448,7 +448,10 @@ def test_settled_between_forward_and_backward():
 
 @pytest.mark.parametrize("wrong", [[1], None, "model"])
 def test_settled_takes_models(wrong):
-    with pytest.raises(TypeError, match="settled takes models"), hvkit.settled(wrong):
+    with (
+        pytest.raises(TypeError, match="settled takes models and optimizers"),
+        hvkit.settled(wrong),
+    ):
         pass
 
 
