@@ -54,6 +54,8 @@ class OptimizerShards:
         self._owner: dict[int, int] = {}
         # The state of single variables, with the variable that each part belongs to.
         self._slots: list[tuple[Any, Any]] = []
+        with tf.init_scope():
+            self._used = tf.Variable(0.0, trainable=False)
         # Whether this rank holds the state of all variables for a while.
         self._whole = False
         _shards[optimizer] = self
@@ -85,6 +87,7 @@ class OptimizerShards:
         def update_own(grads: Sequence[Any], variables: Sequence[Any], rate: Any) -> None:
             owners = self.owner_of(variables)
             mine = [i for i, owner in enumerate(owners) if owner == runtime.rank()]
+            self._keep_in_graph([g for i, g in enumerate(grads) if i not in mine])
             update([grads[i] for i in mine], [variables[i] for i in mine], rate)
             self._send([tf_variable(v) for v in variables], owners)
 
@@ -101,6 +104,14 @@ class OptimizerShards:
         optimizer._backend_update_step = update_own
         optimizer.save_own_variables = save_whole
         optimizer.load_own_variables = load_own
+
+    def _keep_in_graph(self, gradients: Sequence[Any]) -> None:
+        """Use gradients, so that a graph computes their means: other ranks wait for this one."""
+        used = [tf.convert_to_tensor(0.0)]
+        for each in gradients:
+            values = each.values if isinstance(each, tf.IndexedSlices) else each
+            used.append(tf.cast(tf.reduce_sum(tf.reshape(values, [-1])[:1]), tf.float32))
+        self._used.assign(tf.add_n(used))
 
     def _divide(self, optimizer: Any) -> None:
         """Keep this rank's part of a state that was made before."""
