@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from hvkit.runtime import init, local_rank, local_size, rank, size
     from hvkit.strategies import (
         Centralized,
+        DeMo,
         DiLoCo,
         Gossip,
         LocalSGD,
@@ -48,6 +49,7 @@ __all__ = [
     "BuildError",
     "Centralized",
     "Checkpoint",
+    "DeMo",
     "DiLoCo",
     "EarlyStopping",
     "Gossip",
@@ -96,7 +98,7 @@ _NAMES_BY_MODULE = {
     "main_rank": "is_main main_first",
     "metrics": "EarlyStopping any_rank average",
     "runtime": "init local_rank local_size rank size",
-    "strategies": "Centralized DiLoCo Gossip LocalSGD ShardedOptimizer Synchronous",
+    "strategies": "Centralized DeMo DiLoCo Gossip LocalSGD ShardedOptimizer Synchronous",
     "traffic": "traffic",
 }
 _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,7 +53,7 @@ class Ops(Protocol):
     def mean_of_rows(self, x: Tensor) -> Tensor:
         """The mean row of a matrix."""
 
-    def constant(self, array: NDArray[np.float32], like: Tensor) -> Tensor:
+    def constant(self, array: NDArray[Any], like: Tensor) -> Tensor:
         """An array as a tensor, where another one is."""
 
     def concat(self, vectors: Sequence[Tensor]) -> Tensor:
@@ -63,7 +63,12 @@ class Ops(Protocol):
         """A vector, cut into vectors of these sizes."""
 
     def largest_at(self, x: Tensor, count: int) -> Tensor:
-        """The positions of the elements of a vector that are largest in absolute value; int32."""
+        """The positions of the elements that are largest in absolute value; int32.
+
+        Args:
+            x: a vector, or a matrix for the positions in each of its rows.
+            count: how many positions.
+        """
 
     def take(self, x: Tensor, at: Tensor) -> Tensor:
         """The elements of a vector at some positions."""
@@ -73,6 +78,9 @@ class Ops(Protocol):
 
     def sum_at(self, length: int, at: Tensor, values: Tensor) -> Tensor:
         """A vector of zeros to which values are added; positions may occur several times."""
+
+    def permute(self, x: Tensor, axes: Shape) -> Tensor:
+        """The tensor with its axes in another order."""
 
     def transpose(self, x: Tensor) -> Tensor:
         """A matrix with rows as columns."""
@@ -89,6 +97,8 @@ class Compression(ABC):
     """Names of what it keeps that is the same on every rank."""
     own: ClassVar[tuple[str, ...]] = ()
     """Names of what it keeps that is each rank's own: residuals."""
+    exclusive: ClassVar[bool] = False
+    """Whether no gradient may travel otherwise, be it row-sparse or of another dtype."""
 
     @property
     def float32_only(self) -> bool:

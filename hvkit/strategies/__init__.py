@@ -6,6 +6,7 @@
     synchronous          the mean of the gradients in every step
     centralized          the same through one rank
     sharded_optimizer    the same, with the optimizer's state divided among the ranks
+    demo                 the mean of the momenta's strongest frequencies in every step
     local_sgd            the mean of the weights, every so many steps
     diloco               the same, as a step of an outer optimizer
     gossip               the mean of the weights of neighbours
@@ -17,6 +18,7 @@ of ``Rounds`` in a file of its own, and export it here and in ``hvkit/__init__.p
 """
 
 from hvkit.strategies.centralized import Centralized
+from hvkit.strategies.demo import DeMo
 from hvkit.strategies.diloco import DiLoCo
 from hvkit.strategies.gossip import Gossip
 from hvkit.strategies.local_sgd import LocalSGD
@@ -26,6 +28,7 @@ from hvkit.strategies.synchronous import Synchronous
 
 __all__ = [
     "Centralized",
+    "DeMo",
     "DiLoCo",
     "Gossip",
     "LocalSGD",

@@ -89,6 +89,8 @@ class GradientAverager:
                 variable.
         """
         gradients = list(gradients)
+        if self.compressed and self.compressed.compression.exclusive:
+            gradients = [tf.convert_to_tensor(g) if _is_sparse(g) else g for g in gradients]
         dense = [g is not None and not _is_sparse(g) for g in gradients]
         sparse = [_is_sparse(g) for g in gradients]
         self._width, self._eager = len(gradients), tf.executing_eagerly()

@@ -81,8 +81,18 @@ class CompressedMeans:
         self._shapes: dict[int, Shape] = {}
 
     def suits(self, dtype: tf.DType) -> bool:
-        """Whether vectors of this dtype travel so."""
-        return dtype == tf.float32 or not self.compression.float32_only
+        """Whether vectors of this dtype travel so.
+
+        Raises:
+            ValueError: they cannot, and must not travel otherwise.
+        """
+        suits = dtype == tf.float32 or not self.compression.float32_only
+        if not suits and self.compression.exclusive:
+            raise ValueError(
+                f"{self.compression} is for weights of at most 32 bits, got {dtype.name}: build "
+                "the model in float32, or use hvkit.Synchronous()"
+            )
+        return suits
 
     def mean(
         self, vector: tf.Tensor, variables: Sequence[Any], name: str, *, keep: bool = True

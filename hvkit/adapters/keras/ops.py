@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
@@ -57,7 +57,7 @@ def mean_of_rows(x: tf.Tensor) -> tf.Tensor:
     return tf.reduce_mean(x, axis=0)
 
 
-def constant(array: NDArray[np.float32], like: tf.Tensor) -> tf.Tensor:
+def constant(array: NDArray[Any], like: tf.Tensor) -> tf.Tensor:
     return tf.constant(array)
 
 
@@ -84,6 +84,10 @@ def without(x: tf.Tensor, at: tf.Tensor) -> tf.Tensor:
 
 def sum_at(length: int, at: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
     return tf.math.unsorted_segment_sum(values, at, length)
+
+
+def permute(x: tf.Tensor, axes: tuple[int, ...]) -> tf.Tensor:
+    return tf.transpose(x, axes)
 
 
 def transpose(x: tf.Tensor) -> tf.Tensor:

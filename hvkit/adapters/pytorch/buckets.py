@@ -180,8 +180,18 @@ class CompressionState:
         self.pending: dict[int, dict[str, torch.Tensor]] = {}
 
     def suits(self, dtype: torch.dtype) -> bool:
-        """Whether vectors of this dtype travel so."""
-        return dtype is torch.float32 or not self.compression.float32_only
+        """Whether vectors of this dtype travel so.
+
+        Raises:
+            ValueError: they cannot, and must not travel otherwise.
+        """
+        suits = dtype is torch.float32 or not self.compression.float32_only
+        if not suits and self.compression.exclusive:
+            raise ValueError(
+                f"{self.compression} is for parameters of at most 32 bits, got {dtype}: use "
+                "model.float(), or hvkit.Synchronous()"
+            )
+        return suits
 
     def of(self, numbers: Sequence[int], shapes: Sequence[Shape], like: torch.Tensor) -> State:
         """The state of some parameters, new ones included."""

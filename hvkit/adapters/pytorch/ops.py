@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -50,7 +50,7 @@ def mean_of_rows(x: Tensor) -> Tensor:
     return x.mean(0)
 
 
-def constant(array: NDArray[np.float32], like: Tensor) -> Tensor:
+def constant(array: NDArray[Any], like: Tensor) -> Tensor:
     return torch.from_numpy(array).to(like.device)
 
 
@@ -76,6 +76,10 @@ def without(x: Tensor, at: Tensor) -> Tensor:
 
 def sum_at(length: int, at: Tensor, values: Tensor) -> Tensor:
     return values.new_zeros(length).index_add_(0, at.long(), values)
+
+
+def permute(x: Tensor, axes: tuple[int, ...]) -> Tensor:
+    return x.permute(axes)
 
 
 def transpose(x: Tensor) -> Tensor:

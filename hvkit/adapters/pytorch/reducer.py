@@ -367,6 +367,12 @@ class GradientReducer:
                 self._statistics.read_into(self._statistics_in(bucket))
         bucket.launch(self._wire)
 
+    def _refuse_sparse(self, i: int) -> None:
+        raise ValueError(
+            f"{self._checks.label(i, self._parameters[i])} has a row-sparse gradient, which "
+            f"{self.strategy} cannot use: make the layer with sparse=False"
+        )
+
     def _report_in(self, last: Bucket) -> torch.Tensor:
         return last.extra[: StepReport.length(len(self._parameters))]
 
@@ -384,6 +390,8 @@ class GradientReducer:
                 else:
                     p.grad.detach().copy_(mean)
             bucket.reset()
+        if by_row and self._state and self._state.compression.exclusive:
+            self._refuse_sparse(min(by_row))
         for i in sorted(by_row):
             p = self._parameters[i]
             rows = average_rows(p.grad, p, f"{self.name}.{i}", self._wire, self.compression)

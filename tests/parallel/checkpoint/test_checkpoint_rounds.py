@@ -19,6 +19,7 @@ from hvkit.checkpoint.part import StrategyPart
 pytestmark = pytest.mark.two_ranks
 
 DILOCO = hvkit.DiLoCo(5, outer_lr=0.6, outer_momentum=0.8)
+DEMO = hvkit.DeMo(top_k=1, chunk=4, sign=False)
 
 
 class TorchRun:
@@ -108,7 +109,11 @@ FEWER = pytest.mark.parametrize("run", cases([TorchRun, KerasRun]), ids=["torch"
 
 
 @RUNS
-@pytest.mark.parametrize("strategy", cases([DILOCO, hvkit.LocalSGD(5)]), ids=["diloco", "localsgd"])
+@pytest.mark.parametrize(
+    "strategy",
+    cases([DILOCO, hvkit.Gossip(2), hvkit.LocalSGD(5)], 2),
+    ids=["diloco", "gossip", "localsgd"],
+)
 def test_stopped_in_the_middle_of_a_round(run, strategy, folder):
     undisturbed = run(folder / "a", 1, strategy).train(19).state()
     run(folder / "b", 1, strategy).train(8, save_at=8)
@@ -149,8 +154,19 @@ def test_a_resumed_run_can_settle_before_its_first_step(run, folder):
 
 
 @FEWER
-@pytest.mark.parametrize("compression", cases([hvkit.TopK(0.1), hvkit.PowerSGD(1)]))
-@pytest.mark.parametrize("strategy", cases([hvkit.Synchronous(), hvkit.LocalSGD(5)]))
+@pytest.mark.parametrize(
+    ("strategy", "compression"),
+    cases(
+        [
+            (hvkit.Synchronous(), hvkit.TopK(0.1)),
+            (DEMO, "none"),
+            (hvkit.Synchronous(), hvkit.PowerSGD(1)),
+            (hvkit.LocalSGD(5), hvkit.TopK(0.1)),
+            (hvkit.LocalSGD(5), hvkit.PowerSGD(1)),
+        ],
+        2,
+    ),
+)
 def test_residuals_are_saved(run, strategy, compression, folder):
     undisturbed = run(folder / "a", 1, strategy, compression).train(19).state()
     run(folder / "b", 1, strategy, compression).train(8, save_at=8)
@@ -160,8 +176,8 @@ def test_residuals_are_saved(run, strategy, compression, folder):
 
 
 @FEWER
-def test_without_residuals_the_run_would_differ(run, folder, monkeypatch):
-    given = hvkit.Synchronous(), hvkit.TopK(0.1)
+@pytest.mark.parametrize("given", [(hvkit.Synchronous(), hvkit.TopK(0.1)), (DEMO, "none")])
+def test_without_residuals_the_run_would_differ(run, given, folder, monkeypatch):
     undisturbed = run(folder / "a", 1, *given).train(19).state()
     run(folder / "b", 1, *given).train(8, save_at=8)
     monkeypatch.setattr(StrategyPart, "load_own", lambda self, arrays: None)

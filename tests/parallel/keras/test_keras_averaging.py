@@ -151,3 +151,31 @@ def test_averages_of_the_weights_are_refused():
     )
     assert error is ValueError
     assert "use_ema=True" in text
+
+
+@pytest.mark.parametrize("loop", cases(LOOPS))
+def test_decoupled_momentum_that_sends_everything_is_the_mean(loop):
+    everything = hvkit.DeMo(top_k=16, chunk=4, decay=0.0, sign=False)
+    expected, _ = trained(hvkit.Synchronous(), loop)
+    found, _ = trained(everything, loop)
+    assert largest_difference(found, expected) < 1e-5
+    assert same_on_all_ranks(found)
+
+
+def test_decoupled_momentum_of_embeddings():
+    def model():
+        keras.utils.set_random_seed(0)
+        layers = keras.layers
+        return keras.Sequential(
+            [keras.Input((3,), dtype="int32"), layers.Embedding(5, 4), layers.Flatten()]
+        )
+
+    everything = hvkit.DeMo(top_k=16, chunk=4, decay=0.0, sign=False)
+    found = []
+    for strategy in (hvkit.Synchronous(), everything):
+        each, optimizer = hvkit.distribute(model(), keras.optimizers.SGD(0.1), strategy=strategy)
+        x = np.arange(6).reshape(2, 3)
+        data = [((x + hvkit.rank()) % 5, np.ones((2, 12), np.float32))] * 3
+        LOOPS["function"](each, optimizer, data)
+        found.append(weights(each))
+    assert largest_difference(*found) < 1e-5

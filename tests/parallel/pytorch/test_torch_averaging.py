@@ -220,3 +220,49 @@ def test_updates_of_all_parameters_together_are_refused():
     error, text = error_of(lambda: optimizer.step(lambda: 0.0))
     assert error is ValueError
     assert "call backward() before step()" in text
+
+
+def test_decoupled_momentum_that_sends_everything_is_the_mean():
+    everything = hvkit.DeMo(top_k=16, chunk=4, decay=0.0, sign=False)
+    expected = arrays(trained(hvkit.Synchronous()).parameters())
+    found = arrays(trained(everything).parameters())
+    assert largest_difference(found, expected) < 1e-5
+    assert same_on_all_ranks(found)
+
+
+def test_decoupled_momentum_moves_each_weight_by_the_learning_rate():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.unused, self.last = nn.Conv2d(1, 3, 3), nn.Linear(2, 2), nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.last(self.conv(x).mean((2, 3)))
+
+    torch.manual_seed(0)
+    model = Net().bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), 2.0**-6)
+    hvkit.distribute(model, optimizer, strategy=hvkit.DeMo())
+    start = [p.detach().clone() for p in model.parameters()]
+    x = torch.randn(4, 1, 6, 6, generator=torch.Generator().manual_seed(hvkit.rank())).bfloat16()
+    model(x).square().sum().backward()
+    optimizer.step()
+    for (name, p), before in zip(model.named_parameters(), start, strict=True):
+        moved = float((p - before).detach().abs().max())
+        assert moved == pytest.approx(0 if "unused" in name else 2.0**-6, rel=0.3)
+    assert same_on_all_ranks([p.detach().view(torch.int16).numpy() for p in model.parameters()])
+
+
+def test_decoupled_momentum_refuses_what_it_cannot_use():
+    embedding = nn.Embedding(4, 3, sparse=True)
+    optimizer = torch.optim.SGD(embedding.parameters(), 0.1)
+    hvkit.distribute(embedding, optimizer, strategy=hvkit.DeMo())
+    error, text = error_of(embedding(torch.tensor([1])).sum().backward)
+    assert error is ValueError
+    assert "sparse=False" in text
+    error, text = error_of(lambda: trained(hvkit.DeMo(), dtype=torch.float64))
+    assert error is ValueError
+    assert "at most 32 bits" in text
+    error, text = error_of(lambda: trained(hvkit.DeMo(), compression="int8"))
+    assert error is ValueError
+    assert "is a compression itself" in text

@@ -1,0 +1,209 @@
+"""Decoupled momentum: only the momentum's strongest frequencies travel."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvkit.compression.compression import Compression, Ops, Reduction, Shape, State
+from hvkit.exchanges import Gather, Place, Tensor
+from hvkit.numbers import check_count, check_number
+from hvkit.strategies.strategy import Averaging
+
+
+@dataclass(frozen=True)
+class DeMo(Averaging, Compression):
+    """Each rank keeps a momentum of its own, and sends its strongest frequencies only.
+
+    With rank w's gradient g_w and momentum m_w, and the discrete cosine transform D of each chunk
+    of a tensor:
+
+        m_w <- decay m_w + g_w
+        q_w <- the coefficients of D m_w that are largest in absolute value, in each chunk
+        m_w <- m_w - D^-1 q_w
+        the optimizer's gradient is sign(D^-1 1/N sum_w q_w)
+
+    What a rank does not send stays in its momentum. A tensor of shape (m, ...) counts as a matrix
+    of m rows, cut into chunks of up to ``chunk`` times ``chunk`` values whose sides divide the
+    matrix's. A rank sends value and position, 6 bytes, of each coefficient to each other rank.
+
+    The momentum replaces the optimizer's: use SGD without momentum. With ``sign``, each weight
+    changes by the learning rate in each step, as with Adam, so choose it as for Adam. Parameters
+    must be dense, and of at most 32 bits.
+
+    Source: Peng, Quesnelle and Kingma, "DeMo: Decoupled Momentum Optimization" (2024). There the
+    mean of a coefficient is over the ranks that sent it, here over all.
+
+    Args:
+        top_k: coefficients that travel of a chunk of ``chunk`` times ``chunk`` values; of smaller
+            chunks, as large a part.
+        chunk: the longest side of a chunk, up to 128.
+        decay: of the momentum, from 0 to 1.
+        sign: whether only the signs of the means count.
+    """
+
+    top_k: int = 16
+    chunk: int = 64
+    decay: float = 0.999
+    sign: bool = True
+
+    own: ClassVar[tuple[str, ...]] = ("momentum",)
+    exclusive: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if check_count("chunk", self.chunk) > 128:  # positions travel in 16 bits
+            raise ValueError(f"chunk must be at most 128, got {self.chunk}")
+        if check_count("top_k", self.top_k) > self.chunk**2:
+            raise ValueError(
+                f"top_k must be at most chunk * chunk = {self.chunk**2}, got {self.top_k}"
+            )
+        check_number("decay", self.decay, least=0, up_to=1)
+        if not isinstance(self.sign, bool):
+            raise TypeError(f"sign must be True or False, got {self.sign!r}")
+
+    def check(self, compression: Compression | None) -> None:
+        if compression is not None:
+            raise ValueError(
+                f"{self} is a compression itself, got compression {compression} as well: leave it "
+                "out, or use hvkit.Synchronous()"
+            )
+
+    def travels(self, compression: Compression | None) -> Compression | None:
+        return self
+
+    def begin(self, shape: Shape) -> dict[str, NDArray[np.float32]]:
+        return {"momentum": np.zeros(math.prod(shape), np.float32)}
+
+    def reduce(
+        self, vector: Tensor, shapes: Sequence[Shape], state: State, ops: Ops, place: Place
+    ) -> Reduction:
+        layouts = [_Layout.of(shape, self.chunk, self.top_k) for shape in shapes]
+        gradients = ops.split(vector, [each.size for each in layouts])
+        momenta, places, values = [], [], []
+        for layout, gradient, before in zip(layouts, gradients, state["momentum"], strict=True):
+            momentum = self.decay * before + gradient
+            coefficients = layout.forward(momentum, ops)
+            at = ops.largest_at(coefficients, layout.kept)
+            momenta.append(momentum)
+            places.append(ops.reshape(at, (-1,)))
+            values.append(ops.take(ops.reshape(coefficients, (-1,)), layout.flat(at, ops)))
+        counts = [layout.chunks * layout.kept for layout in layouts]
+        all_places = ops.cast(ops.concat(places), "int16")
+        sent = ops.join(_row(ops, all_places), _row(ops, ops.concat(values)))
+        everyone = yield Gather(sent)
+
+        total = sum(counts)
+        positions = ops.cast(ops.bits(everyone[:, : 2 * total], "int16"), "int32")
+        received = ops.bits(everyone[:, 2 * total :], "float32")
+        means, kept, start = [], [], 0
+        for layout, count, momentum, mine, at in zip(
+            layouts, counts, momenta, values, places, strict=True
+        ):
+            stop = start + count
+            theirs = ops.reshape(positions[:, start:stop], (-1, layout.chunks, layout.kept))
+            weights = ops.reshape(received[:, start:stop], (-1,)) / place.size
+            mean = layout.backward(layout.flat(theirs, ops), weights, ops)
+            if self.sign:
+                mean = ops.cast(mean > 0, "float32") - ops.cast(mean < 0, "float32")
+            own = layout.flat(ops.reshape(at, (layout.chunks, layout.kept)), ops)
+            means.append(mean)
+            kept.append(momentum - layout.backward(own, mine, ops))
+            start = stop
+        return ops.concat(means), {"momentum": kept}
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """A tensor as a matrix of chunks: ``down`` times ``across`` chunks of ``height`` x ``width``.
+
+    Attributes:
+        kept: coefficients of each chunk that travel.
+    """
+
+    down: int
+    across: int
+    height: int
+    width: int
+    kept: int
+
+    @classmethod
+    def of(cls, shape: Shape, longest: int, top_k: int) -> _Layout:
+        """The layout of a tensor.
+
+        Args:
+            shape: of the tensor.
+            longest: the longest side of a chunk.
+            top_k: what travels of a chunk with that side.
+        """
+        rows = shape[0] if len(shape) > 1 else 1
+        columns = math.prod(shape) // max(rows, 1)
+        height, width = _largest_divisor(rows, longest), _largest_divisor(columns, longest)
+        kept = max(1, math.ceil(top_k * height * width / longest**2))
+        return cls(rows // height, columns // width, height, width, min(kept, height * width))
+
+    @property
+    def chunks(self) -> int:
+        return self.down * self.across
+
+    @property
+    def size(self) -> int:
+        return self.chunks * self.height * self.width
+
+    def forward(self, vector: Tensor, ops: Ops) -> Tensor:
+        """The coefficients, of shape (chunks, height * width)."""
+        split = ops.reshape(vector, (self.down, self.height, self.across, self.width))
+        chunks = ops.permute(split, (0, 2, 1, 3))
+        rows, columns = self._transforms(vector, ops)
+        return ops.reshape(rows @ chunks @ ops.transpose(columns), (self.chunks, -1))
+
+    def backward(self, at: Tensor, values: Tensor, ops: Ops) -> Tensor:
+        """The tensor, as a vector, with some coefficients and zeros elsewhere.
+
+        Args:
+            at: positions among all coefficients, from ``flat``; several values of one add up.
+            values: as many.
+            ops: the framework's functions on tensors.
+        """
+        coefficients = ops.reshape(
+            ops.sum_at(self.size, at, values), (self.down, self.across, self.height, self.width)
+        )
+        rows, columns = self._transforms(values, ops)
+        chunks = ops.transpose(rows) @ coefficients @ columns
+        return ops.reshape(ops.permute(chunks, (0, 2, 1, 3)), (-1,))
+
+    def flat(self, at: Tensor, ops: Ops) -> Tensor:
+        """Positions among all coefficients, as a vector.
+
+        Args:
+            at: positions in chunks, of shape (..., chunks, kept).
+            ops: the framework's functions on tensors.
+        """
+        first = np.arange(self.chunks, dtype=np.int32)[:, None] * (self.height * self.width)
+        return ops.reshape(at + ops.constant(first, at), (-1,))
+
+    def _transforms(self, like: Tensor, ops: Ops) -> tuple[Tensor, Tensor]:
+        return ops.constant(_cosines(self.height), like), ops.constant(_cosines(self.width), like)
+
+
+def _largest_divisor(number: int, longest: int) -> int:
+    return max((d for d in range(1, min(number, longest) + 1) if number % d == 0), default=1)
+
+
+@functools.cache
+def _cosines(length: int) -> NDArray[np.float32]:
+    """The matrix of the orthonormal discrete cosine transform, type II."""
+    frequency, position = np.mgrid[:length, :length]
+    matrix = np.cos(np.pi / length * (position + 0.5) * frequency) * math.sqrt(2 / length)
+    matrix[0] /= math.sqrt(2)
+    return np.asarray(matrix, np.float32)
+
+
+def _row(ops: Ops, vector: Tensor) -> Tensor:
+    """The bytes of a vector, as a matrix of one row."""
+    return ops.bits(ops.reshape(vector, (1, -1)), "uint8")
