@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         Centralized,
         DeMo,
         DiLoCo,
+        FullyShard,
         Gossip,
         LocalSGD,
         ShardedOptimizer,
@@ -52,6 +53,7 @@ __all__ = [
     "DeMo",
     "DiLoCo",
     "EarlyStopping",
+    "FullyShard",
     "Gossip",
     "HorovodNotFoundError",
     "HostfileError",
@@ -98,7 +100,7 @@ _NAMES_BY_MODULE = {
     "main_rank": "is_main main_first",
     "metrics": "EarlyStopping any_rank average",
     "runtime": "init local_rank local_size rank size",
-    "strategies": "Centralized DeMo DiLoCo Gossip LocalSGD ShardedOptimizer Synchronous",
+    "strategies": "Centralized DeMo DiLoCo FullyShard Gossip LocalSGD ShardedOptimizer Synchronous",
     "traffic": "traffic",
 }
 _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}

@@ -212,8 +212,9 @@ def settled(*things: Any) -> Iterator[None]:
     never changes the weights. Every rank must enter it. With ``Synchronous``, with one process,
     right after an agreement, and for models that were not distributed, it does nothing.
 
-    With ``ShardedOptimizer``, pass the optimizer to have its whole state on rank 0 inside the
-    block: ``with hvkit.settled(optimizer):``.
+    With ``FullyShard`` and ``ShardedOptimizer``, ``state_dict()`` works on rank 0 inside the block
+    only, where it returns the whole weights, and for an optimizer that is passed as well, its whole
+    state: ``with hvkit.settled(model, optimizer):``.
 
     Args:
         *things: models and optimizers that were passed to ``hvkit.distribute``. Do not train them
@@ -230,15 +231,14 @@ def settled(*things: Any) -> Iterator[None]:
                 if framework_of(thing) is not None:
                     if (keeper := keeper_of(thing)) is not None:
                         stack.enter_context(keeper.settled())
-                elif (known := _record(thing)) is not None:
-                    if known.gathered:
-                        stack.enter_context(known.gathered())
-                else:
+                elif _record(thing) is None:
                     raise TypeError(
                         "hvkit.settled takes models and optimizers that were passed to "
                         "hvkit.distribute, one after the other, got "
                         f"{thing!r} of type {type(thing).__name__}"
                     )
+                if (known := _record(thing)) is not None and known.gathered:
+                    stack.enter_context(known.gathered())
         yield
 
 

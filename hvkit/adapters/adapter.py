@@ -42,12 +42,12 @@ class Warmup(Protocol):
 
 @dataclass(frozen=True)
 class Record:
-    """What ``distribute`` attached to one optimizer."""
+    """What ``distribute`` attached to one optimizer, or to a model."""
 
     warmup: Warmup | None = None
     """The step counter of its warm-up; None without a warm-up, or if the optimizer counts steps."""
     gathered: Callable[[], AbstractContextManager[None]] | None = None
-    """A context in which rank 0 holds its whole state, if ranks share it; a collective."""
+    """A context in which rank 0 has its whole state, if it is divided; a collective."""
 
 
 class Keeper(Protocol):
@@ -133,7 +133,7 @@ def framework_of(model: object) -> str | None:
 
 
 _models: WeakKeyDictionary[Any, Keeper | None] = WeakKeyDictionary()
-_optimizers: WeakKeyDictionary[Any, Record] = WeakKeyDictionary()
+_records: WeakKeyDictionary[Any, Record] = WeakKeyDictionary()
 
 
 def record(
@@ -141,12 +141,12 @@ def record(
 ) -> None:
     """Remember a model and its optimizers as distributed."""
     _models[_plain(model)] = keeper
-    _optimizers.update(optimizers)
+    _records.update(optimizers)
 
 
 def is_distributed(model_or_optimizer: Any) -> bool:
     """Whether this object was passed to ``hvkit.distribute``."""
-    return _plain(model_or_optimizer) in _models or model_or_optimizer in _optimizers
+    return _plain(model_or_optimizer) in _models or model_or_optimizer in _records
 
 
 def keeper_of(model: Any) -> Keeper | None:
@@ -159,9 +159,9 @@ def _plain(model: Any) -> Any:
     return getattr(model, "_orig_mod", model)
 
 
-def record_of(optimizer: Any) -> Record | None:
-    """The record of an optimizer; None for anything else, and if it was not distributed."""
+def record_of(thing: Any) -> Record | None:
+    """The record of an optimizer, and of a model that has one; None for anything else."""
     try:
-        return _optimizers.get(optimizer)
+        return _records.get(_plain(thing))
     except TypeError:  # a list, for example, has no weak references
         return None

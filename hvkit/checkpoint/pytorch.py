@@ -17,6 +17,7 @@ from hvkit.adapters.adapter import Record, Warmup, record_of
 from hvkit.adapters.fingerprints import Compared, Rows
 from hvkit.adapters.pytorch.checks import compared_in
 from hvkit.adapters.pytorch.reducer import is_averaged
+from hvkit.adapters.pytorch.refusals import is_divided
 from hvkit.checkpoint.part import ALONE, NOT_IN_FILE, Arrays, Part, end_epoch_of
 
 
@@ -72,7 +73,7 @@ class TorchPart(Part):
         return record.warmup if record else None
 
     def _record(self) -> Record | None:
-        return record_of(self._thing) if isinstance(self._thing, Optimizer) else None
+        return record_of(self._thing)
 
     def own(self) -> Arrays:
         if self.alone:
@@ -100,11 +101,11 @@ class TorchPart(Part):
         """The dense buffers in the state dict, such as batch-norm statistics."""
         if not isinstance(self._thing, torch.nn.Module):
             return {}
-        saved = self._thing.state_dict().keys()
         return {
-            name: buffer
-            for name, buffer in self._thing.named_buffers()
-            if name in saved and buffer.layout is torch.strided
+            f"{prefix}{'.' * bool(prefix)}{name}": buffer
+            for prefix, module in self._thing.named_modules()
+            for name, buffer in module.named_buffers(recurse=False)
+            if name not in module._non_persistent_buffers_set and buffer.layout is torch.strided
         }
 
     def compared(self) -> tuple[list[Compared], list[Rows]]:
@@ -133,7 +134,16 @@ def _keep_dtypes(optimizer: Optimizer, saved: Mapping[int, Any]) -> None:
         for key, value in values.items():
             own = loaded.get(key)  # None if another rank owns this part of the state
             if isinstance(value, torch.Tensor) and own is not None and own.dtype != value.dtype:
-                loaded[key] = value.to(own.device)
+                loaded[key] = _like(value, own)
+
+
+def _like(value: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """The value where the rank's own tensor is, and divided as it is."""
+    if not is_divided(own):
+        return value.to(own.device)
+    from hvkit.adapters.pytorch.fully_shard import part_like
+
+    return part_like(value, own)
 
 
 def _without_numpy_scalars(state: Any) -> Any:

@@ -71,6 +71,33 @@ def within_host() -> list[str]:
     return sorted(name for name in names if name.startswith(_WITHIN_HOST))
 
 
+def addresses_for_others() -> tuple[str, ...]:
+    """This host's addresses that other hosts may reach, likely ones first."""
+    inside = set(within_host())
+    usable = [each for each in interfaces() if not each.loopback and not each.link_local]
+    usable.sort(key=lambda each: (each.name in inside, each.version))
+    return tuple(each.address for each in usable) or ("127.0.0.1",)
+
+
+def interface_towards(address: str, port: int, seconds: float) -> str | None:
+    """The name of the interface through which a listening address is reached.
+
+    Args:
+        address: an IP address.
+        port: where something listens.
+        seconds: how long to try.
+
+    Returns:
+        None if it is not reached.
+    """
+    try:
+        with socket.create_connection((address, port), timeout=seconds) as connection:
+            own = connection.getsockname()[0].partition("%")[0]
+    except OSError:
+        return None
+    return next((each.name for each in interfaces() if each.address == own), None)
+
+
 def is_local(name: str) -> bool:
     """Whether a name or address means this host.
 

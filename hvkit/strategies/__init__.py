@@ -6,6 +6,7 @@
     synchronous          the mean of the gradients in every step
     centralized          the same through one rank
     sharded_optimizer    the same, with the optimizer's state divided among the ranks
+    fully_shard          weights, gradients and state divided among the ranks
     demo                 the mean of the momenta's strongest frequencies in every step
     local_sgd            the mean of the weights, every so many steps
     diloco               the same, as a step of an outer optimizer
@@ -20,6 +21,7 @@ of ``Rounds`` in a file of its own, and export it here and in ``hvkit/__init__.p
 from hvkit.strategies.centralized import Centralized
 from hvkit.strategies.demo import DeMo
 from hvkit.strategies.diloco import DiLoCo
+from hvkit.strategies.fully_shard import FullyShard
 from hvkit.strategies.gossip import Gossip
 from hvkit.strategies.local_sgd import LocalSGD
 from hvkit.strategies.sharded_optimizer import ShardedOptimizer
@@ -30,6 +32,7 @@ __all__ = [
     "Centralized",
     "DeMo",
     "DiLoCo",
+    "FullyShard",
     "Gossip",
     "LocalSGD",
     "ShardedOptimizer",

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from hvkit import handshake
-from hvkit.host.network import interfaces, within_host
+from hvkit.host.network import addresses_for_others
 
 PATIENCE = 5
 """Seconds for the rest of a message to arrive, and for a rank that ends at once to reach rank 0."""
@@ -48,7 +48,7 @@ class Listener:
     def __init__(self, *, one_host: bool) -> None:
         secret = secrets.token_bytes(32)
         self._listener = handshake.Listener("127.0.0.1" if one_host else None, secret)
-        addresses = ("127.0.0.1",) if one_host else _addresses()
+        addresses = ("127.0.0.1",) if one_host else addresses_for_others()
         self.meeting = Meeting(addresses, self._listener.port, secret)
 
     def serve(self, admit: Callable[[int, Connection], None]) -> None:
@@ -110,11 +110,3 @@ def _connection(connected: socket.socket) -> Connection:
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         connected.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", PATIENCE, 0))
     return Connection(connected.detach())
-
-
-def _addresses() -> tuple[str, ...]:
-    """This host's addresses that other hosts may reach, likely ones first."""
-    inside = set(within_host())
-    usable = [each for each in interfaces() if not each.loopback and not each.link_local]
-    usable.sort(key=lambda each: (each.name in inside, each.version))
-    return tuple(each.address for each in usable) or ("127.0.0.1",)

@@ -47,7 +47,7 @@ from hvkit.adapters.keras.sharded import (
     refuse_joint_updates,
 )
 from hvkit.learning_rate import Multiplier
-from hvkit.strategies import ShardedOptimizer
+from hvkit.strategies import FullyShard, ShardedOptimizer
 from hvkit.strategies.strategy import Averaging, Rounds
 
 # Numbers the optimizers; ranks call distribute in the same order.
@@ -70,6 +70,12 @@ class KerasAdapter:
             raise ValueError(
                 f"accumulate={options.accumulate} is for PyTorch only: with Keras, pass "
                 f"gradient_accumulation_steps={options.accumulate} to the optimizer"
+            )
+        if isinstance(options.strategy, FullyShard):
+            raise ValueError(
+                f"{options.strategy} is for PyTorch, whose fully_shard it uses: with Keras, "
+                "hvkit.ShardedOptimizer() divides the optimizer's state; a model that is too large "
+                "for one device needs PyTorch"
             )
         self.model = model
         self.options = options

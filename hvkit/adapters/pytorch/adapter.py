@@ -24,6 +24,7 @@ from hvkit.adapters.pytorch.learning_rate import RateInStep
 from hvkit.adapters.pytorch.optimizers import has_step_length, optimizers_inside
 from hvkit.adapters.pytorch.reducer import GradientReducer, is_averaged
 from hvkit.adapters.pytorch.refusals import (
+    is_divided,
     refuse_other_optimizers,
     refuse_other_wrappers,
 )
@@ -31,7 +32,7 @@ from hvkit.adapters.pytorch.rounds import RoundKeeper, is_kept
 from hvkit.adapters.pytorch.sharded import OptimizerShards, gathered, refuse_joint_updates
 from hvkit.collectives import require_equal
 from hvkit.learning_rate import Multiplier
-from hvkit.strategies import ShardedOptimizer
+from hvkit.strategies import FullyShard, ShardedOptimizer
 from hvkit.strategies.strategy import Averaging, Rounds
 
 # Numbers the reducers; ranks call distribute in the same order.
@@ -52,9 +53,16 @@ class PyTorchAdapter:
         self.multiplier = Multiplier()
         if options.batch_norm == "sync":
             batch_norm_of(model)
-        if isinstance(options.strategy, ShardedOptimizer):
+        strategy = options.strategy
+        if isinstance(strategy, FullyShard | ShardedOptimizer):
             for each in self.optimizers:
-                refuse_joint_updates(options.strategy, each)
+                refuse_joint_updates(strategy, each)
+        if isinstance(strategy, FullyShard):
+            from hvkit.adapters.pytorch import fully_shard  # takes PyTorch half a second
+
+            fully_shard.refuse_options(strategy, options)
+            for each in self.optimizers:
+                fully_shard.refuse_other_parameters(strategy, model, each)
         for name, tensor in [*self.parameters.items(), *model.named_buffers()]:
             _refuse_uninitialised(name, tensor)
 
@@ -98,6 +106,8 @@ class PyTorchAdapter:
         checks = Checks(self.parameters, self.optimizers, self.options.check_every, name)
         compression = self.options.compression
         statistics = self._averaged_statistics()
+        if isinstance(self.options.strategy, FullyShard):
+            return self._divided(self.options.strategy, name, statistics), None
         keeper: GradientReducer | RoundKeeper
         keeps_state = True
         if isinstance(strategy := self.options.strategy, Rounds):
@@ -126,14 +136,38 @@ class PyTorchAdapter:
             self._follow(stepping, keeper)
             if shards:
                 shards.attach(optimizer)
-            rate = None
-            if not self.multiplier.changes_nothing and not has_step_length(optimizer):
-                rate = RateInStep(self.multiplier)
-                for each in stepping:
-                    rate.attach(each)
+            rate = self._multiply_rate(optimizer, stepping)
             whole = functools.partial(gathered, weakref.proxy(optimizer)) if shards else None
             records.append((optimizer, Record(warmup=rate, gathered=whole)))
         return records, keeper if keeps_state else None
+
+    def _divided(
+        self, strategy: FullyShard, name: str, statistics: RunningStatistics | None
+    ) -> list[tuple[Any, Record]]:
+        from hvkit.adapters.pytorch import fully_shard
+
+        divided = fully_shard.DividedModel(strategy, self.model, self.optimizers, name, statistics)
+        refuse_other_optimizers(self.optimizers, _is_distributed)
+        model: Any = weakref.proxy(self.model)
+        records: list[tuple[Any, Record]] = [
+            (self.model, Record(gathered=functools.partial(divided.gathered, model)))
+        ]
+        for each in self.optimizers:
+            rate = self._multiply_rate(each, [each])
+            whole = functools.partial(fully_shard.gathered, weakref.proxy(each))
+            records.append((each, Record(warmup=rate, gathered=whole)))
+        return records
+
+    def _multiply_rate(
+        self, optimizer: Optimizer, stepping: Sequence[Optimizer]
+    ) -> RateInStep | None:
+        """Let updates use multiplied rates; ``stepping`` is the optimizer and those inside it."""
+        if self.multiplier.changes_nothing or has_step_length(optimizer):
+            return None
+        rate = RateInStep(self.multiplier)
+        for each in stepping:
+            rate.attach(each)
+        return rate
 
     def _averaged_statistics(self) -> RunningStatistics | None:
         statistics = RunningStatistics(self.model)
@@ -172,7 +206,7 @@ class PyTorchAdapter:
 
 def _is_distributed(parameter: torch.Tensor) -> bool:
     """Whether a model that was passed to ``distribute`` has this parameter."""
-    return is_averaged(parameter) or is_kept(parameter)
+    return is_averaged(parameter) or is_kept(parameter) or is_divided(parameter)
 
 
 def _checked(optimizer: Any, model: nn.Module) -> Optimizer:

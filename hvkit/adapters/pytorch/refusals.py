@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from hvkit.adapters.pytorch import process_group
 from hvkit.adapters.pytorch.optimizers import optimizers_inside
 
 # Class names, so that looking for them imports nothing, and what to do instead.
@@ -54,7 +55,7 @@ def refuse_other_wrappers(model: nn.Module) -> None:
                     f"{_WRAPPERS[kind.__name__]}"
                 )
     for name, parameter in model.named_parameters():
-        if type(parameter).__name__ == "DTensor":
+        if is_divided(parameter):
             raise TypeError(
                 f"parameter {name} is a DTensor, which torch.distributed divides among processes: "
                 "pass the module as it was before fully_shard or parallelize_module"
@@ -63,11 +64,16 @@ def refuse_other_wrappers(model: nn.Module) -> None:
         raise ValueError(two_at_once(processes))
 
 
+def is_divided(tensor: torch.Tensor) -> bool:
+    """Whether processes of ``torch.distributed`` hold parts of this tensor."""
+    return type(tensor).__name__ == "DTensor"  # its class takes half a second to import
+
+
 def processes_of_torch_distributed() -> int:
-    """The number of processes of ``torch.distributed``; 1 if nothing has started it."""
+    """The number of processes of ``torch.distributed``; 1 if only hvkit has started it."""
     distributed = torch.distributed
-    started = distributed.is_available() and distributed.is_initialized()
-    return distributed.get_world_size() if started else 1
+    initialised = distributed.is_available() and distributed.is_initialized()
+    return distributed.get_world_size() if initialised and not process_group.started() else 1
 
 
 def two_at_once(processes: int) -> str:

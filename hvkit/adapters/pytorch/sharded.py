@@ -23,7 +23,7 @@ from hvkit.adapters.pytorch.optimizers import (
     optimizers_inside,
 )
 from hvkit.adapters.pytorch.wire import Wire
-from hvkit.strategies import ShardedOptimizer
+from hvkit.strategies import ShardedOptimizer, Strategy
 from hvkit.watch.calls import call
 
 _SHARDS = "_hvkit_shards"
@@ -211,7 +211,7 @@ def gathered(optimizer: Optimizer) -> Any:
     return vars(optimizer)[_SHARDS].gathered()
 
 
-def refuse_joint_updates(strategy: ShardedOptimizer, optimizer: Optimizer) -> None:
+def refuse_joint_updates(strategy: Strategy, optimizer: Optimizer) -> None:
     """Raise if an optimizer is known not to update each parameter on its own.
 
     Raises:

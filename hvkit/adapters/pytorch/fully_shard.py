@@ -1,0 +1,353 @@
+"""Models that PyTorch's ``fully_shard`` divides among the ranks.
+
+PyTorch makes new parameters, which are ``DTensor`` objects. An optimizer that was made before holds
+the old ones, and would update nothing: it gets the new ones of the same names. Loading takes whole
+tensors, and saving gives them, so files stay those of the plain model.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from hvkit import runtime
+from hvkit.adapters.adapter import Options
+from hvkit.adapters.pytorch import process_group
+from hvkit.adapters.pytorch.batch_norm import RunningStatistics
+from hvkit.adapters.pytorch.optimizers import OutermostStep
+from hvkit.adapters.pytorch.wire import Wire
+from hvkit.engines import waiting_for_all_ranks
+from hvkit.strategies.fully_shard import FullyShard
+from hvkit.traffic import count, of_allgather, of_alltoall
+from hvkit.watch.calls import call
+
+_SHARDS = "_hvkit_full_shards"
+
+
+class DividedModel:
+    """A model whose parameters are divided among the ranks, and its optimizers.
+
+    Args:
+        strategy: when weights are dropped.
+        model: the same on every rank, with the same weights; changed in place.
+        optimizers: of the model; they update the new parameters, each rank its part.
+        name: the same on every rank, and no other model's.
+        statistics: of normalisation layers, averaged after each step.
+    """
+
+    def __init__(
+        self,
+        strategy: FullyShard,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        name: str,
+        statistics: RunningStatistics | None,
+    ) -> None:
+        process_group.start()
+        self._name = name
+        self._statistics = statistics
+        self._steps = itertools.count(1)
+        before = dict(model.named_parameters())
+        self._device = next(iter(before.values())).device
+        mesh = init_device_mesh(self._device.type, (runtime.size(),))
+        for part in (*_units(model), model):
+            each: Any = fully_shard(
+                part, mesh=mesh, reshard_after_forward=strategy.reshard_after_forward
+            )
+            each.set_custom_all_gather(_Gather(name))
+            each.set_custom_reduce_scatter(_Scatter(name))
+        after = dict(model.named_parameters())
+        for optimizer in optimizers:
+            self._attach(optimizer, {p: after[n] for n, p in before.items()})
+        # The whole state by name, on rank 0 inside ``gathered``.
+        self._whole: dict[str, torch.Tensor] | None = None
+        hooked: Any = model
+        hooked.register_state_dict_post_hook(functools.partial(self._give_whole))
+        hooked.register_load_state_dict_pre_hook(_take_parts)
+
+    def _attach(self, optimizer: Optimizer, new: Mapping[torch.Tensor, torch.nn.Parameter]) -> None:
+        """Make an optimizer update new parameters in place of old ones."""
+        for group in optimizer.param_groups:
+            group["params"] = [new[p] for p in group["params"]]
+        for p in [p for p in optimizer.state if p in new]:
+            optimizer.state[new[p]] = _parts_of(optimizer.state.pop(p), new[p])
+        vars(optimizer)[_SHARDS] = shards = _DividedState(optimizer)
+        optimizer.register_state_dict_pre_hook(shards.refuse_partial_state)
+        optimizer.register_load_state_dict_pre_hook(_take_state)
+        if self._statistics:
+            OutermostStep(lambda: None, self._average_statistics).attach(optimizer)
+
+    @torch.no_grad()
+    def _average_statistics(self) -> None:
+        assert self._statistics is not None
+        mean = torch.zeros(self._statistics.length, device=self._device)
+        self._statistics.read_into(mean)
+        wire = Wire("batch norm")
+        with call("optimizer.step()", next(self._steps), self._name):
+            wire.wait(wire.start_mean(mean, f"{self._name}.statistics"))
+        self._statistics.write(mean)
+
+    @contextmanager
+    def gathered(self, model: nn.Module) -> Iterator[None]:
+        """Let ``state_dict`` return whole tensors on rank 0 for a while; a collective."""
+        whole = {n: _whole(p) for n, p in model.named_parameters(remove_duplicate=False)}
+        self._whole = whole if runtime.rank() == 0 else None
+        try:
+            yield
+        finally:
+            self._whole = None
+
+    def _give_whole(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, _: dict[str, Any]
+    ) -> None:
+        for name in [n for n, value in state.items() if isinstance(value, DTensor)]:
+            if self._whole is None:
+                raise _partial("state_dict()", type(module).__name__, "model")
+            state[name] = self._whole[name.removeprefix(prefix)]
+
+
+class _DividedState:
+    """An optimizer whose state is divided like the parameters."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._whole = False
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Hold the whole state on rank 0 for a while; a collective."""
+        state = self._optimizer.state
+        before = dict(state)
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        whole = {
+            p: {key: _whole(value) for key, value in before[p].items()}
+            for p in parameters
+            if p in before
+        }
+        if runtime.rank() == 0:
+            state.update(whole)
+            self._whole = True
+        try:
+            yield
+        finally:
+            self._whole = False
+            state.update(before)
+
+    def refuse_partial_state(self, optimizer: Optimizer) -> None:
+        """Raise if this rank holds only its own part of the state.
+
+        Raises:
+            ValueError: names the ways to save all of it.
+        """
+        if not self._whole:
+            raise _partial("state_dict()", type(optimizer).__name__, "optimizer")
+
+
+class _Gather(DefaultAllGather):
+    """Gathers weights, counts the bytes, and lets the watcher see the wait."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+        self._calls = itertools.count(1)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Any:
+        count("weights", of_allgather(input_tensor.nbytes, group.size()))
+        start = functools.partial(
+            super().__call__, output_tensor, input_tensor, group, async_op=async_op
+        )
+        return _waited(start, next(self._calls), f"{self._name}.weights", input_tensor)
+
+
+class _Scatter(DefaultReduceScatter):
+    """Sums gradients, counts the bytes, and lets the watcher see the wait."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+        self._calls = itertools.count(1)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        # Half of an allreduce sends as much as an all-to-all.
+        count("gradients", of_alltoall(input_tensor.nbytes, group.size()))
+        start = functools.partial(
+            super().__call__, output_tensor, input_tensor, group, op, async_op=async_op
+        )
+        return _waited(start, next(self._calls), f"{self._name}.gradients", input_tensor)
+
+
+def _waited(start: Callable[[], Any], number: int, key: str, sent: torch.Tensor) -> Any:
+    """Start a collective; in host memory also wait for it, so that the watcher knows of the wait.
+
+    On a GPU the host does not wait.
+    """
+    if sent.is_cuda:
+        return start()
+    with call("the model's forward or backward pass", number, key), waiting_for_all_ranks():
+        work = start()
+        if work is not None:
+            work.wait()
+        return work
+
+
+def gathered(optimizer: Optimizer) -> Any:
+    """A context in which rank 0 holds the optimizer's whole state; a collective."""
+    return vars(optimizer)[_SHARDS].gathered()
+
+
+def part_like(value: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """A whole tensor divided like another one; as it is, on its device, if that is not divided."""
+    if isinstance(own, DTensor) and not isinstance(value, DTensor):
+        return _part(value.to(own.device), own.device_mesh, own)
+    return value.to(own.device)
+
+
+def _part(whole: torch.Tensor, mesh: DeviceMesh, like: DTensor) -> DTensor:
+    # Every rank has the whole tensor, and takes its own part without a message.
+    return distribute_tensor(whole.detach(), mesh, like.placements, src_data_rank=None)
+
+
+def _parts_of(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    """The state of a parameter, with what has its shape divided like it."""
+    return {
+        key: part_like(value, parameter)
+        if isinstance(value, torch.Tensor) and value.shape == parameter.shape
+        else value
+        for key, value in state.items()
+    }
+
+
+def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before loading: take this rank's parts of whole tensors."""
+    own = dict(module.named_parameters(remove_duplicate=False))
+    for name, value in state.items():
+        held = own.get(name.removeprefix(prefix))
+        fits = isinstance(value, torch.Tensor) and held is not None and value.shape == held.shape
+        if fits and isinstance(held, DTensor):
+            state[name] = part_like(value, held)
+
+
+def _take_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Before loading: take this rank's parts of a whole state."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    divided = {
+        i: _parts_of(values, parameters[i])
+        if isinstance(i, int) and i < len(parameters) and isinstance(values, dict)
+        else values
+        for i, values in state["state"].items()
+    }
+    return {**state, "state": divided}
+
+
+def _whole(value: Any) -> Any:
+    """The whole of a divided tensor in rank 0's host memory; anything else as it is."""
+    if not isinstance(value, DTensor):
+        return value
+    own = value.to_local()
+    count("objects", of_allgather(own.nbytes, runtime.size()))
+    with call("hvkit.settled"), waiting_for_all_ranks():
+        whole = value.full_tensor()
+    return whole.detach().cpu() if runtime.rank() == 0 else None
+
+
+def _partial(what: str, kind: str, argument: str) -> ValueError:
+    return ValueError(
+        f"{what} of {kind} on rank {runtime.rank()} would hold only the part of this rank: save "
+        f"with hvkit.Checkpoint, or call it on rank 0 inside `with hvkit.settled({argument}):`, "
+        "which every rank enters"
+    )
+
+
+def _units(model: nn.Module) -> list[nn.Module]:
+    """The parts that are gathered one at a time: elements of lists and sequences of layers.
+
+    Not those that share a parameter with the rest of the model, and none inside another.
+    """
+    uses: dict[nn.Parameter, int] = {}
+    for module in model.modules():
+        for p in module.parameters(recurse=False):
+            uses[p] = uses.get(p, 0) + 1
+    found: list[nn.Module] = []
+
+    def search(module: nn.Module) -> None:
+        holds = isinstance(module, nn.ModuleList | nn.Sequential)
+        for child in module.children():
+            own = list(child.parameters())
+            inside = dict.fromkeys(own, 0)
+            for part in child.modules():
+                for p in part.parameters(recurse=False):
+                    inside[p] += 1
+            alone = all(uses[p] == inside[p] for p in own)
+            if holds and own and alone and not isinstance(child, nn.ModuleList):
+                found.append(child)
+            else:
+                search(child)
+
+    search(model)
+    return found
+
+
+def refuse_options(strategy: FullyShard, options: Options) -> None:
+    """Raise for options of ``distribute`` that PyTorch's ``fully_shard`` leaves no room for.
+
+    Raises:
+        ValueError: names the option.
+    """
+    if options.batch_norm == "sync":
+        raise ValueError(
+            f'batch_norm="sync" exchanges statistics inside layers that {strategy} divides: use '
+            'batch_norm="average", or layers without batch statistics'
+        )
+    if options.check_every is not None:
+        raise ValueError(
+            f"check_every={options.check_every} compares the ranks' weights, but with {strategy} "
+            "each rank holds another part of them: leave check_every out"
+        )
+    if options.accumulate != 1:
+        raise ValueError(
+            f"accumulate={options.accumulate} is not needed with {strategy}: each backward pass "
+            "adds the mean of all ranks to the gradients, so leave accumulate out"
+        )
+
+
+def refuse_other_parameters(strategy: FullyShard, model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise if an optimizer holds parameters that are not the model's.
+
+    Raises:
+        ValueError: names how many.
+    """
+    own = set(model.parameters())
+    others = [p for g in optimizer.param_groups for p in g["params"] if p not in own]
+    if others:
+        raise ValueError(
+            f"{type(optimizer).__name__} holds {len(others)} parameters that are not the model's, "
+            f"and {strategy} divides a model only: make them parameters of the model"
+        )

@@ -1,0 +1,220 @@
+"""PyTorch: models whose weights are divided among the ranks."""
+
+import pytest
+import torch
+from nets import arrays, local, regression
+from ranks import error_of, largest_difference, same_on_all_ranks
+from torch import nn
+from torch.nn import functional as F
+
+import hvkit
+
+
+class Net(nn.Module):
+    """Blocks in a list, a frozen layer, and one that shares its weight with another."""
+
+    def __init__(self, seed=0, width=30):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(8, width)
+        blocks = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(3)]
+        self.blocks = nn.ModuleList(blocks)
+        self.frozen = nn.Linear(width, 4).requires_grad_(False)
+        self.last = nn.Linear(4, 4)
+        self.tied = nn.ModuleList([nn.Linear(4, 4)])
+        self.tied[0].weight = self.last.weight
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        for block in self.blocks:
+            x = x + block(x)
+        return self.tied[0](self.last(self.frozen(x)))
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, 0.01)
+
+
+def momentum(parameters):
+    return torch.optim.SGD(parameters, 0.02, momentum=0.9, weight_decay=0.01)
+
+
+def train(model, optimizer, data):
+    for x, y in data:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+
+
+def double(data):
+    return [(x.double(), y.double()) for x, y in data]
+
+
+def distributed(make=adamw, strategy=hvkit.FullyShard(), model=None, **options):  # noqa: B008
+    model = model or Net(seed=hvkit.rank()).double()
+    return hvkit.distribute(model, make(model.parameters()), strategy=strategy, **options)
+
+
+def whole(model):
+    """The weights, the same on every rank."""
+    with hvkit.settled(model):
+        state = model.state_dict() if hvkit.rank() == 0 else None
+    return hvkit.broadcast(state and {name: value.numpy() for name, value in state.items()})
+
+
+@pytest.mark.parametrize("strategy", [hvkit.FullyShard(), hvkit.FullyShard(False)])
+@pytest.mark.parametrize("make", [adamw, momentum])
+def test_it_trains_the_model_of_one_process(make, strategy):
+    data = double(regression(steps=20))
+    reference = Net().double()
+    train(reference, make(reference.parameters()), data)
+    model, optimizer = distributed(make, strategy)
+    train(model, optimizer, local(data))
+    expected = reference.state_dict()
+    found = whole(model)
+    assert found.keys() == expected.keys()
+    assert largest_difference(found.values(), arrays(expected.values())) < 1e-6
+    # The whole state loads into the plain model.
+    Net().double().load_state_dict({n: torch.from_numpy(v) for n, v in found.items()})
+
+
+def test_an_optimizer_that_keeps_the_old_parameters_would_update_nothing():
+    model = Net().double()
+    optimizer = adamw(model.parameters())
+    old = [group["params"] for group in optimizer.param_groups]
+    hvkit.distribute(model, optimizer, strategy=hvkit.FullyShard())
+    start = whole(model)
+    given = [group["params"] for group in optimizer.param_groups]
+    for group, params in zip(optimizer.param_groups, old, strict=True):
+        group["params"] = params
+    train(model, optimizer, local(double(regression(steps=2))))
+    assert largest_difference(whole(model).values(), start.values()) == 0
+    for group, params in zip(optimizer.param_groups, given, strict=True):
+        group["params"] = params
+    train(model, optimizer, local(double(regression(steps=2))))
+    assert largest_difference(whole(model).values(), start.values()) > 1e-3
+
+
+def test_each_rank_holds_its_part():
+    model, optimizer = distributed()
+    train(model, optimizer, local(double(regression(steps=1))))
+    total = sum(p.numel() for p in model.parameters())
+    mine = sum(p.to_local().numel() for p in model.parameters())
+    moments = sum(s["exp_avg"].to_local().numel() for s in optimizer.state.values())
+    frozen = sum(p.to_local().numel() for p in model.frozen.parameters())
+    assert mine < total / hvkit.size() * 1.1
+    assert moments == mine - frozen
+    assert sum(hvkit.allgather(mine)) == total
+
+
+def test_the_bytes_of_gathered_weights_and_scattered_gradients():
+    model = nn.Sequential(*[nn.Linear(60, 60, bias=False) for _ in range(4)])
+    model, optimizer = distributed(model=model)
+    sent = []
+    for _ in range(2):
+        before = hvkit.traffic()
+        model(torch.ones(2, 60)).sum().backward()
+        optimizer.step()
+        after = hvkit.traffic()
+        keys = ("weights", "gradients")
+        sent.append([after[k].bytes - (before[k].bytes if k in before else 0) for k in keys])
+    size = 4 * sum(p.numel() for p in model.parameters())
+    part = (hvkit.size() - 1) / hvkit.size() * size
+    assert sent[1][0] == pytest.approx(2 * part, rel=0.03)
+    assert sent[1][1] == pytest.approx(part, rel=0.03)
+
+
+def test_a_run_that_is_resumed_is_the_undisturbed_run(tmp_path):
+    folder = hvkit.broadcast(tmp_path)
+    data = local(double(regression(steps=12)))
+    undisturbed, optimizer = distributed()
+    train(undisturbed, optimizer, data)
+
+    model, optimizer = distributed()
+    train(model, optimizer, data[:7])
+    saved = hvkit.Checkpoint(folder, model=model, optimizer=optimizer).save(epoch=0, step=7)
+    error, text = error_of(optimizer.state_dict)
+    assert error is ValueError
+    assert "hvkit.settled(optimizer)" in text
+    error, text = error_of(model.state_dict)
+    assert error is ValueError
+    if hvkit.rank() == 0:
+        plain = Net(1).double()
+        plain.load_state_dict(torch.load(saved / "model.pt"))
+        adamw(plain.parameters()).load_state_dict(torch.load(saved / "optimizer.pt"))
+    hvkit.barrier()
+
+    model, optimizer = distributed(model=Net(seed=5).double())
+    hvkit.Checkpoint(folder, model=model, optimizer=optimizer).restore()
+    train(model, optimizer, data[7:])
+    found, expected = whole(model), whole(undisturbed)
+    assert all((found[name] == expected[name]).all() for name in expected)
+
+
+def test_a_state_from_before_the_call_is_divided():
+    data = double(regression(steps=6))
+    reference = Net().double()
+    ours = adamw(reference.parameters())
+    train(reference, ours, data)
+    model = Net().double()
+    optimizer = adamw(model.parameters())
+    train(model, optimizer, data[:3])
+    hvkit.distribute(model, optimizer, strategy=hvkit.FullyShard())
+    train(model, optimizer, local(data[3:]))
+    expected = arrays(reference.state_dict().values())
+    assert largest_difference(whole(model).values(), expected) < 1e-6
+
+
+def test_an_overflow_is_skipped_on_all_ranks():
+    model, optimizer = distributed(momentum)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scales = []
+    for step, (x, y) in enumerate(local(double(regression(steps=4)))):
+        optimizer.zero_grad()
+        overflow = float("inf") if step == 1 and hvkit.rank() == 0 else 1
+        scaler.scale(overflow * F.mse_loss(model(x), y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    assert scales == [4.0, 2.0, 2.0, 2.0]
+    assert all(torch.isfinite(torch.from_numpy(each)).all() for each in whole(model).values())
+
+
+def test_batch_norm_statistics_are_averaged():
+    model = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 4))
+    model, optimizer = distributed(model=model)
+    train(model, optimizer, local(regression(steps=3)))
+    assert same_on_all_ranks(arrays(model.buffers()))
+    assert not torch.equal(model[1].running_mean, torch.zeros(6))
+
+
+def test_synchronous_models_may_train_beside_it():
+    divided, first = distributed()
+    plain = nn.Linear(8, 4)
+    second = momentum(plain.parameters())
+    hvkit.distribute(plain, second)
+    data = regression(steps=3)
+    train(divided, first, local(double(data)))
+    train(plain, second, local(data))
+    assert same_on_all_ranks(arrays(plain.parameters()))
+
+
+def test_contradictions_are_refused():
+    strategy = hvkit.FullyShard()
+
+    def refused(text, make=adamw, **options):
+        error, found = error_of(lambda: distributed(make, strategy, **options))
+        return error is ValueError and text in found
+
+    assert refused("leave compression out", compression="int8")
+    assert refused('batch_norm="sync"', batch_norm="sync")
+    assert refused("check_every=5", check_every=5)
+    assert refused("leave accumulate out", accumulate=2)
+    assert refused("LBFGS computes its step", torch.optim.LBFGS)
+    assert refused(
+        "1 parameters that are not the model's",
+        lambda p: adamw([*p, nn.Parameter(torch.ones(1))]),
+    )
+    with pytest.raises(TypeError, match="reshard_after_forward must be True or False, got 'yes'"):
+        hvkit.FullyShard("yes")
