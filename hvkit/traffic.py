@@ -3,8 +3,9 @@
 Horovod and MPI choose how a collective travels. Counted is what the algorithms for large tensors
 send, on average over ranks: with N ranks a ring allreduce of P bytes sends 2 (N-1)/N P from each
 (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009),
-an allgather N-1 times a rank's own part, an all-to-all (N-1)/N P, a broadcast (N-1)/N P. The
-headers of the network come on top, and MPI may choose an algorithm that sends more.
+an allgather N-1 times a rank's own part, an all-to-all (N-1)/N P, a broadcast (N-1)/N P. Messages
+to single ranks count as they are. The headers of the network come on top, and what Horovod's ranks
+tell each other every millisecond; MPI may choose an algorithm that sends more.
 """
 
 from __future__ import annotations

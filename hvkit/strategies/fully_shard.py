@@ -22,7 +22,8 @@ class FullyShard(Strategy):
     host memory and NCCL on GPUs, between the ranks that Horovod has. Elements of ``nn.ModuleList``
     and ``nn.Sequential`` are gathered one at a time, the rest of the model together, so the memory
     for whole weights is that of the largest of them. A rank sends 2 (N-1)/N times the weights'
-    bytes to gather them, for forward and for backward, and (N-1)/N times for the gradients.
+    bytes to gather them, for forward and for backward, and (N-1)/N times for the gradients,
+    over gloo twice that.
 
     Every forward pass needs all ranks, also in evaluation: evaluate equally many batches on each.
 

@@ -99,9 +99,11 @@ def translated() -> Iterator[None]:
 
 
 def meaning_of(error: BaseException) -> RankLostError | RanksDisagreeError | None:
-    """hvkit's error for an error of Horovod; None for any other error."""
+    """hvkit's error for an error of Horovod, or of PyTorch's gloo; None for any other error."""
     text = str(error)
     if "Horovod has been shut down" in text or "Horovod has not been initialized" in text:
+        return _lost()
+    if isinstance(error, RuntimeError) and "/gloo/transport/" in text:  # a connection that broke
         return _lost()
     if _from_horovod(error) and "Mismatched" in text:
         call = calls.current_call() or "a collective"

@@ -59,10 +59,30 @@ RING = {
             ("LocalSGD(4)", "'int8'"),
             ("Synchronous()", "'none'"),
             ("Synchronous()", "TopK(0.05)"),
+            ("ShardedOptimizer()", "'none'"),
+            ("FullyShard()", "'none'"),
+            ("Gossip()", "'none'"),
+            ("DeMo(top_k=256)", "'none'"),
         ]
     ),
 )
 def test_bytes_are_those_of_the_interfaces(rig, strategy, compression):
+    counted = sent_by_each(rig, strategy, compression)
+    hvkit, interface = (sum(each) for each in zip(*counted, strict=True))
+    assert hvkit == pytest.approx(interface, rel=0.03)
+
+
+def test_one_rank_that_averages_for_all_sends_to_all(rig):
+    (hvkit, interface), *others = sorted(sent_by_each(rig, "Centralized()", "'none'"), reverse=True)
+    weights = 4 * 8 * (2 * 1024 * 2048 + 2048 + 1024)  # in eight steps
+    assert hvkit == pytest.approx(interface, rel=0.03)
+    assert interface == pytest.approx(2 * weights, rel=0.03)
+    for _, sent in others:
+        assert sent == pytest.approx(weights, rel=0.03)
+
+
+def sent_by_each(rig, strategy, compression):
+    """What hvkit and the interface have counted on each of three hosts."""
     hosts = rig(["node1", "node2", "node3"])
     words = ["-np", "3", "-H", "node1:1,node2:1,node3:1", sys.executable, "-c", TRAIN]
     done = hosts.host("node1").run(
@@ -73,5 +93,4 @@ def test_bytes_are_those_of_the_interfaces(rig, strategy, compression):
     assert done.returncode == 0, done.stdout + done.stderr
     counted = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     assert len(counted) == 3
-    hvkit, interface = (sum(each) for each in zip(*counted, strict=True))
-    assert hvkit == pytest.approx(interface, rel=0.03)
+    return counted

@@ -33,7 +33,7 @@ from hvkit.adapters.pytorch.optimizers import OutermostStep
 from hvkit.adapters.pytorch.wire import Wire
 from hvkit.engines import waiting_for_all_ranks
 from hvkit.strategies.fully_shard import FullyShard
-from hvkit.traffic import count, of_allgather, of_alltoall
+from hvkit.traffic import count, of_allgather, of_allreduce, of_alltoall
 from hvkit.watch.calls import call
 
 _SHARDS = "_hvkit_full_shards"
@@ -196,8 +196,9 @@ class _Scatter(DefaultReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        # Half of an allreduce sends as much as an all-to-all.
-        count("gradients", of_alltoall(input_tensor.nbytes, group.size()))
+        # Half of an allreduce sends as much as an all-to-all; gloo does all of it.
+        of = of_alltoall if input_tensor.is_cuda else of_allreduce
+        count("gradients", of(input_tensor.nbytes, group.size()))
         start = functools.partial(
             super().__call__, output_tensor, input_tensor, group, op, async_op=async_op
         )
