@@ -109,11 +109,14 @@ def distribute(
         warmup_epochs: the same in epochs, possibly a fraction; needs ``steps_per_epoch``.
         steps_per_epoch: each rank's optimizer steps in an epoch.
         strategy: how the ranks are kept in step. ``hvkit.Synchronous()`` averages the gradients in
-            every step. ``hvkit.LocalSGD(every=16)`` and ``hvkit.DiLoCo(every=50)`` let each rank
-            take so many steps alone, then agree on the weights. In between the ranks' weights
-            differ: evaluate and save under ``with hvkit.settled(model):`` (``fit``'s validation,
+            every step; ``hvkit.ShardedOptimizer()`` and, in PyTorch, ``hvkit.FullyShard()`` do so
+            too, and divide the memory among the ranks. ``hvkit.LocalSGD(every=16)`` and
+            ``hvkit.DiLoCo(every=50)`` let each rank take so many steps alone, then agree on the
+            weights; ``hvkit.Gossip()`` agrees with neighbours. Their ranks' weights differ:
+            evaluate and save under ``with hvkit.settled(model):`` (``fit``'s validation,
             ``evaluate`` and ``hvkit.Checkpoint`` do). They exclude ``batch_norm="sync"`` and
-            ``check_every``.
+            ``check_every``. ``hvkit.DeMo()`` sends little in every step, and
+            ``hvkit.Centralized()`` is for comparison.
         accumulate: PyTorch only: the number of backward passes before each ``optimizer.step()``.
             Gradients add up locally and are averaged over ranks in the last pass. As without
             hvkit, the script divides the loss by this number. In Keras, set

@@ -54,6 +54,16 @@ keras_model = build_model()
 keras_optimizer = keras.optimizers.SGD(0.1)
 """
 
+STRATEGIES = (
+    "centralized",
+    "demo",
+    "diloco",
+    "fully-shard",
+    "gossip",
+    "local-sgd",
+    "sharded-optimizer",
+    "synchronous",
+)
 PRELUDES = {
     "README.md": PYTORCH + KERAS,
     "docs/index.md": PYTORCH,
@@ -67,6 +77,8 @@ def evaluate(model):
 
 
 """,
+    "docs/compression.md": PYTORCH,
+    **{f"docs/strategies/{page}.md": PYTORCH for page in STRATEGIES},
     "docs/checkpoints.md": PYTORCH
     + KERAS
     + """
