@@ -32,7 +32,14 @@ if TYPE_CHECKING:
     from hvkit.main_rank import is_main, main_first
     from hvkit.metrics import EarlyStopping, any_rank, average
     from hvkit.runtime import init, local_rank, local_size, rank, size
-    from hvkit.strategies import Centralized, DiLoCo, Gossip, LocalSGD, Synchronous
+    from hvkit.strategies import (
+        Centralized,
+        DiLoCo,
+        Gossip,
+        LocalSGD,
+        ParameterServer,
+        Synchronous,
+    )
     from hvkit.traffic import traffic
 
 __version__ = "0.1.0"
@@ -49,6 +56,7 @@ __all__ = [
     "HvkitError",
     "LaunchError",
     "LocalSGD",
+    "ParameterServer",
     "PowerSGD",
     "Progress",
     "RankLostError",
@@ -88,7 +96,7 @@ _NAMES_BY_MODULE = {
     "main_rank": "is_main main_first",
     "metrics": "EarlyStopping any_rank average",
     "runtime": "init local_rank local_size rank size",
-    "strategies": "Centralized DiLoCo Gossip LocalSGD Synchronous",
+    "strategies": "Centralized DiLoCo Gossip LocalSGD ParameterServer Synchronous",
     "traffic": "traffic",
 }
 _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}

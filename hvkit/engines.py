@@ -206,6 +206,10 @@ def broadcast_message(engine: Engine, message: bytes | None, root: int) -> bytes
     return broadcast_in_pieces(engine, data, root).tobytes()
 
 
+before_waiting: list[Callable[[], None]] = []
+"""Called before each wait for all ranks, for those who would wait for this rank elsewhere."""
+
+
 @contextmanager
 def waiting_for_all_ranks() -> Iterator[None]:
     """Wraps a collective of Horovod's, which returns when every rank has called it.
@@ -214,6 +218,8 @@ def waiting_for_all_ranks() -> Iterator[None]:
         RankLostError: another rank has ended, or waits in another call.
         RanksDisagreeError: the ranks sent different shapes or dtypes.
     """
+    for function in before_waiting:
+        function()
     with translated(), waiting():
         yield
 

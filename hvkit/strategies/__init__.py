@@ -2,12 +2,13 @@
 
 ::
 
-    strategy       the base classes, and what a strategy may use of the ranks
-    synchronous    the mean of the gradients in every step
-    centralized    the same through one rank
-    local_sgd      the mean of the weights, every so many steps
-    diloco         the same, as a step of an outer optimizer
-    gossip         the mean of the weights of neighbours
+    strategy           the base classes, and what a strategy may use of the ranks
+    synchronous        the mean of the gradients in every step
+    centralized        the same through one rank
+    local_sgd          the mean of the weights, every so many steps
+    diloco             the same, as a step of an outer optimizer
+    gossip             the mean of the weights of neighbours
+    parameter_server   a server that takes each rank's steps as they come
 
 A strategy is a frozen dataclass. It holds the mathematics, on vectors that may be PyTorch's,
 TensorFlow's or NumPy's; ``adapters/pytorch/rounds.py`` and ``adapters/keras/rounds.py`` call it at
@@ -19,7 +20,16 @@ from hvkit.strategies.centralized import Centralized
 from hvkit.strategies.diloco import DiLoCo
 from hvkit.strategies.gossip import Gossip
 from hvkit.strategies.local_sgd import LocalSGD
+from hvkit.strategies.parameter_server import ParameterServer
 from hvkit.strategies.strategy import Strategy
 from hvkit.strategies.synchronous import Synchronous
 
-__all__ = ["Centralized", "DiLoCo", "Gossip", "LocalSGD", "Strategy", "Synchronous"]
+__all__ = [
+    "Centralized",
+    "DiLoCo",
+    "Gossip",
+    "LocalSGD",
+    "ParameterServer",
+    "Strategy",
+    "Synchronous",
+]

@@ -19,7 +19,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvkit.adapters.agreed_view import AgreedView
+from hvkit.adapters.agreed_view import AgreedInRounds
 from hvkit.adapters.gradient_chunks import chunks
 from hvkit.adapters.keras.batch_norm import average_statistics
 from hvkit.adapters.keras.checks import Checks
@@ -40,7 +40,7 @@ _GROUP = "group-"
 _kept: WeakKeyDictionary[Any, ref[_OptimizerRounds]] = WeakKeyDictionary()
 
 
-class RoundKeeper(AgreedView):
+class RoundKeeper(AgreedInRounds):
     """Ends the rounds of the optimizers of one model.
 
     Args:
