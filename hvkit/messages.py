@@ -67,18 +67,18 @@ class Mailbox:
         """
         for piece in _pieces(array):
             count(purpose, piece.nbytes)
-            self._require_mpi()
+            self.require_mpi()
             self._finish(self._communicator.Isend([piece, self._mpi.BYTE], dest=to, tag=tag))
 
     def receive(self, into: NDArray[Any], source: int, tag: int) -> None:
         """Wait for an array of this length from a rank."""
         for piece in _pieces(into):
-            self._require_mpi()
+            self.require_mpi()
             self._finish(self._communicator.Irecv([piece, self._mpi.BYTE], source=source, tag=tag))
 
     def look(self) -> Found | None:
         """The next message that has come; None if there is none."""
-        self._require_mpi()
+        self.require_mpi()
         status = self._mpi.Status()
         if not self._communicator.Iprobe(self._mpi.ANY_SOURCE, self._mpi.ANY_TAG, status):
             return None
@@ -92,6 +92,13 @@ class Mailbox:
             time.sleep(pause)
         raise AssertionError("pauses never end")
 
+    def require_mpi(self) -> None:
+        """Raise ``RankLostError`` if MPI has ended."""
+        # Horovod ends MPI on all ranks as soon as one has ended, from a thread of its own.
+        if self._mpi.Is_finalized():
+            with translated():
+                raise RuntimeError("Horovod has been shut down")
+
     def close(self) -> None:
         """Free the communicator; on every rank, when no message is on its way."""
         if not self._mpi.Is_finalized():
@@ -102,13 +109,7 @@ class Mailbox:
             if request.Test():
                 return
             time.sleep(pause)
-            self._require_mpi()
-
-    def _require_mpi(self) -> None:
-        # Horovod ends MPI on all ranks as soon as one has ended, from a thread of its own.
-        if self._mpi.Is_finalized():
-            with translated():
-                raise RuntimeError("Horovod has been shut down")
+            self.require_mpi()
 
 
 def pauses() -> Iterator[float]:

@@ -133,6 +133,7 @@ class Server:
 
     def _raise_if_lost(self) -> None:
         if self._lost:
+            self._mailbox.require_mpi()  # knows where this thread waits
             raise RankLostError(self._lost)
 
     def _run(self) -> None:
@@ -189,13 +190,13 @@ class Server:
                 self._end(source)
 
     def _push(self, rank: int, number: int, changes: list[Array]) -> None:
-        self._attendance.come(rank)
+        self._attendance.train(rank)
         self._models[number].push(rank, changes, self._attendance.away)
         self._since[number, rank] = time.monotonic()
         self._release()
 
     def _leave(self, rank: int) -> None:
-        if self._attendance.leave(rank):
+        if self._attendance.enter(rank):
             for each in self._models.values():
                 each.meet()
         self._release()
@@ -249,7 +250,7 @@ class Server:
                 slowest = ranks_text(model.slowest(away))
                 text = (
                     f"rank {rank} waits for the parameter server on rank 0 for {seconds:.0f} s: it "
-                    f"is {model.lead(rank, away)} steps ahead of {slowest}"
+                    f"is ahead of {slowest} by {model.lead(rank, away)} of its steps"
                 )
                 if (number, rank) not in self._reported:
                     self._reported.add((number, rank))
@@ -293,7 +294,7 @@ class Client:
             return changes
 
     def leave(self) -> None:
-        """Let the others go on without this rank, until all ranks have called this."""
+        """Let the others train without this rank, until all ranks have called this as often."""
         with self._one:
             self._mailbox.send(_NOTHING, 0, _LEAVE, "checks")
             self._wait()
@@ -341,7 +342,7 @@ class Service:
             self._reach = Client(self._mailbox)
         # Models that this rank has dropped, which the server does not know yet.
         self._dropped: deque[int] = deque()
-        engines.before_waiting.append(self.leave)
+        engines.before_meeting.append(self.leave)
         # Registered after Horovod's own function and the watcher's, so it runs before them.
         atexit.register(self._end)
 
@@ -365,7 +366,7 @@ class Service:
 
     def _end(self) -> None:
         """Wait at the end of the script for the others, unless this rank has failed."""
-        engines.before_waiting.remove(self.leave)
+        engines.before_meeting.remove(self.leave)
         if getattr(sys, "last_value", None) is not None:
             if self.server:
                 self.server.stop()

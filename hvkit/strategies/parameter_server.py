@@ -180,39 +180,41 @@ def add(weights: Sequence[Array], changes: Sequence[Array], size: int) -> None:
 
 
 class Attendance:
-    """Which ranks train. Those that wait for all others elsewhere must not hold up the server.
+    """Which ranks train. Those that wait for all others in a collective must not hold up any.
+
+    Ranks make the same collectives in the same order, so each counts its own: one that has entered
+    more of them than another is still inside the last.
 
     Args:
         size: the number of ranks.
     """
 
     def __init__(self, size: int) -> None:
-        self._size = size
-        self._elsewhere: set[int] = set()
-        self.ended: set[int] = set()
+        self._entered = [0] * size
+        self._ended: set[int] = set()
 
     @property
     def away(self) -> set[int]:
         """The ranks that train no step now."""
-        return self._elsewhere | self.ended
+        left_by_all = min(self._entered)
+        inside = {rank for rank, count in enumerate(self._entered) if count > left_by_all}
+        return inside | self._ended
 
     @property
     def all_ended(self) -> bool:
         """Whether all ranks have ended their scripts."""
-        return len(self.ended) == self._size
+        return len(self._ended) == len(self._entered)
 
-    def leave(self, rank: int) -> bool:
-        """A rank waits for all others now. Return whether all do: they train again from then on."""
-        self._elsewhere.add(rank)
-        met = len(self._elsewhere) == self._size
-        if met:
-            self._elsewhere.clear()
-        return met
+    def enter(self, rank: int) -> bool:
+        """A rank enters a collective. Return whether all ranks have come to it now."""
+        before = min(self._entered)
+        self._entered[rank] += 1
+        return min(self._entered) > before
 
-    def come(self, rank: int) -> None:
-        """A rank trains a step."""
-        self._elsewhere.discard(rank)
+    def train(self, rank: int) -> None:
+        """A rank trains a step, so it is inside of no collective."""
+        self._entered[rank] = min(self._entered)
 
     def end(self, rank: int) -> None:
         """A rank has ended its script."""
-        self.ended.add(rank)
+        self._ended.add(rank)

@@ -148,10 +148,10 @@ class ServedModel(AgreedView):
         if not new and self._exchange.begun:
             return
         with call(label, self._steps + 1, self._name):
+            self._require_same(new)
             if not self._exchange.begun and not self._resumed:
                 self._checks.send(0, self._parameters)
                 self._checks.receive(0)
-            self._require_same(new)
             kinds = of_one_kind(self._parameters, new)
             weights = [[self._served_value(i) for i in kind] for kind in kinds]
             self._exchange.add([torch.cat(each).cpu().numpy() for each in weights])
