@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 from hvkit import collectives
 from hvkit.errors import RanksDisagreeError
@@ -18,6 +18,9 @@ from hvkit.watch.rank_errors import mark_as_shown_by
 
 class AgreedView(ABC):
     """What ``hvkit.settled`` needs of a model whose weights differ between ranks."""
+
+    equal_steps: ClassVar[bool]
+    """Whether all ranks must take equally many steps."""
 
     def __init__(self) -> None:
         self._own: list[tuple[Any, Any]] | None = None
@@ -102,6 +105,8 @@ class AgreedInRounds(AgreedView):
     Args:
         strategy: what the ranks agree on.
     """
+
+    equal_steps = True
 
     def __init__(self, strategy: Rounds) -> None:
         super().__init__()

@@ -67,6 +67,7 @@ class ServedModel(AgreedView):
 
     compression = None
     alone = True
+    equal_steps = False
 
     def __init__(
         self,
