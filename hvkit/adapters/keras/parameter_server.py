@@ -85,7 +85,8 @@ class ServedModel(AgreedView):
         self._shown: dict[int, Array] = {}
         # Flags of graphs, whether the server holds all of a graph's variables.
         self._complete: list[tf.Variable] = []
-        self._checks: list[Checks] = []
+        # Weak: the optimizers keep them.
+        self._updates: list[ref[_ServedUpdates]] = []
         self._steps = 0
 
     def watch(
@@ -98,8 +99,8 @@ class ServedModel(AgreedView):
             checks: what the ranks compare before their first update.
             before_update: called with the variables at the start of each update.
         """
-        _ServedUpdates(self, optimizer, checks, before_update)
-        self._checks.append(checks)
+        updates = _ServedUpdates(self, optimizer, checks, before_update)
+        self._updates.append(ref(updates))
 
     def flag(self) -> tf.Variable:
         """A variable for ``serve``, false until the server holds all of a graph's variables."""
@@ -268,9 +269,9 @@ class ServedModel(AgreedView):
         self._resumed = {
             id(weights[int(key.removeprefix(_SERVED))]): array for key, array in arrays.items()
         }
-        if self._resumed:
-            for each in self._checks:  # the ranks' weights need not be alike
-                each.skip_weights()
+        for reference in self._updates if self._resumed else ():
+            if (updates := reference()) is not None:
+                updates.checks.skip_weights()  # the ranks' weights need not be alike
 
     def own_state(self) -> dict[str, np.ndarray[Any, Any]]:
         """What a checkpoint saves for each rank besides the model: nothing."""
@@ -295,7 +296,7 @@ class _ServedUpdates(Updates):
         before_update: Callable[[Sequence[Any]], None],
     ) -> None:
         self._model = served
-        self._checks = checks
+        self.checks = checks
         self._before_update = before_update
         self._per_step = optimizer.gradient_accumulation_steps or 1
         self._updating = False
@@ -318,7 +319,7 @@ class _ServedUpdates(Updates):
         if key not in self._flags:
             self._flags[key] = self._model.flag()
         with tf.control_dependencies([self._model.serve(weights, self._flags[key])]):
-            compared = self._checks(grads, variables)
+            compared = self.checks(grads, variables)
         self._updating = True
         try:
             with tf.control_dependencies(compared):
