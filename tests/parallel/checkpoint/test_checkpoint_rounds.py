@@ -108,7 +108,11 @@ FEWER = pytest.mark.parametrize("run", cases([TorchRun, KerasRun]), ids=["torch"
 
 
 @RUNS
-@pytest.mark.parametrize("strategy", cases([DILOCO, hvkit.LocalSGD(5)]), ids=["diloco", "localsgd"])
+@pytest.mark.parametrize(
+    "strategy",
+    cases([DILOCO, hvkit.ParameterServer(0), hvkit.LocalSGD(5)], 2),
+    ids=["diloco", "server", "localsgd"],
+)
 def test_stopped_in_the_middle_of_a_round(run, strategy, folder):
     undisturbed = run(folder / "a", 1, strategy).train(19).state()
     run(folder / "b", 1, strategy).train(8, save_at=8)
@@ -258,3 +262,25 @@ def test_another_number_of_optimizers_is_refused(folder):
     error, text = error_of(hvkit.Checkpoint(folder, model=twin).restore)
     assert error is ValueError
     assert "1 optimizers, here are 2" in text
+
+
+def test_a_resumed_server_holds_the_weights_that_it_had(folder):
+    first = TorchRun(folder, 1, hvkit.ParameterServer(None))
+    # The ranks with fewer steps have not read what the others did later.
+    first.train(4 + 4 * hvkit.rank())
+    first.checkpoint.save(epoch=0, step=8)
+    own = first.weights()
+    with hvkit.settled(first.model):
+        saved = first.weights()
+    assert not same_on_all_ranks(own)
+
+    second = TorchRun(folder, 2, hvkit.ParameterServer(None))
+    second.checkpoint.restore()
+    assert all(map(np.array_equal, second.weights(), own))
+    for steps in (0, 1):
+        if steps:
+            second.optimizer.param_groups[0]["lr"] = 0.0
+            second.model(torch.ones(6, 8)).sum().backward()
+            second.optimizer.step()
+        with hvkit.settled(second.model):  # the first layer: no step changes its statistics
+            assert all(map(np.array_equal, second.weights()[:2], saved[:2]))

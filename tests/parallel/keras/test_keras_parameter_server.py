@@ -58,7 +58,7 @@ def fit_unevenly(model, optimizer, data, **more):
     return model.fit(x, y, callbacks=[SlowLastRank()], **options, **more)
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", cases(["function", "fit", "eager"], 2))
 def test_staleness_0_is_synchronous(loop):
     data = [(x.astype(np.float64), y.astype(np.float64)) for x, y in local(regression())]
     keras.config.set_floatx("float64")
@@ -77,7 +77,7 @@ def test_staleness_0_is_synchronous(loop):
         keras.config.set_floatx("float32")
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("staleness", cases([2, 0]))
 def test_fit_keeps_the_bound_and_ends_with_the_servers_weights(staleness, log):
     model, optimizer = served(staleness)
     start = np.concatenate([each.reshape(-1) for each in weights(model)])
@@ -145,7 +145,7 @@ def test_accumulated_gradients_are_one_step(log):
     assert hvkit.rank() > 0 or len(log) == 4 * hvkit.size()
 
 
-@pytest.mark.parametrize("loop", ["eager", "function"])
+@pytest.mark.parametrize("loop", cases(["function", "eager"]))
 def test_an_overflow_on_one_rank_is_a_step_without_a_change(loop, log):
     scaler = keras.optimizers.LossScaleOptimizer(sgd(), initial_scale=2.0)
     model, optimizer = served(0, scaler)
@@ -182,7 +182,7 @@ def test_layers_that_train_later_join():
     assert not np.array_equal(weights(model)[0], before[0])
 
 
-@pytest.mark.parametrize("loop", ["eager", "function"])
+@pytest.mark.parametrize("loop", cases(["function", "eager"]))
 def test_variables_that_are_updated_in_turn(loop):
     model, optimizer = served(0)
     halves = model.trainable_variables[:2], model.trainable_variables[2:]
@@ -202,6 +202,7 @@ def test_variables_that_are_updated_in_turn(loop):
         assert alike(model)
 
 
+@MORE
 def test_bfloat16_weights():
     layer = keras.layers.Dense(4, dtype="bfloat16")
     model, optimizer = served(0, model=keras.Sequential([keras.Input((8,)), layer]))
@@ -227,6 +228,7 @@ def test_batch_norm_statistics_are_averaged_where_the_model_is_settled():
     assert all(map(np.array_equal, weights(model), own))
 
 
+@MORE
 def test_weights_that_one_rank_loaded_alone_are_found_before_the_first_step():
     model, optimizer = served(2)
     if hvkit.rank() == 1:
