@@ -25,7 +25,7 @@ from hvkit.adapters.keras.graph_collectives import GraphWait, widened
 from hvkit.adapters.keras.initial_state import tf_variable
 from hvkit.adapters.keras.refusals import refuse_xla, remember_updated
 from hvkit.adapters.keras.updates import Updates
-from hvkit.adapters.weight_server import Exchange
+from hvkit.adapters.weight_exchange import Exchange
 from hvkit.strategies.parameter_server import Array, ParameterServer
 from hvkit.watch.calls import call
 

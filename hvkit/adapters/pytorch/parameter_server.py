@@ -32,7 +32,7 @@ from hvkit.adapters.pytorch.weights import (
     remember,
     write,
 )
-from hvkit.adapters.weight_server import Exchange
+from hvkit.adapters.weight_exchange import Exchange
 from hvkit.collectives import require_equal
 from hvkit.strategies.parameter_server import ParameterServer
 from hvkit.watch.calls import call

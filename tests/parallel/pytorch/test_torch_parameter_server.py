@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hvkit
-from hvkit.adapters import weight_server
+from hvkit.adapters import weight_exchange, weight_server
 from hvkit.strategies.parameter_server import add
 
 
@@ -313,7 +313,7 @@ def test_a_model_that_is_dropped_is_freed_also_on_the_server():
     model, optimizer = served(2)
     train(model, optimizer, local(regression(steps=3)))
     held = weakref.ref(model[0].weight)
-    server = weight_server._service.server
+    server = weight_exchange._service.server
     newest = max(server._models) if server else None
     del model, optimizer
     gc.collect()
