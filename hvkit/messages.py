@@ -21,10 +21,12 @@ from hvkit.runtime import any_engine
 from hvkit.traffic import count
 from hvkit.watch.rank_errors import translated
 
-# Seconds between two looks: at first none, for answers that come at once.
+# Between two looks: at first nothing, for answers that come at once; later a part of the time that
+# the wait has taken, so that it gets longer by no more than that part. In seconds.
 _LOOKS_WITHOUT_PAUSE = 30
 _SHORTEST_PAUSE = 5e-5
-_LONGEST_PAUSE = 1e-3
+_LONGEST_PAUSE = 5e-3
+_PART = 0.03
 
 
 class Found(NamedTuple):
@@ -114,12 +116,12 @@ class Mailbox:
 
 def pauses() -> Iterator[float]:
     """Seconds to sleep between two looks, without end."""
+    since = time.monotonic()
     for _ in range(_LOOKS_WITHOUT_PAUSE):
         yield 0.0
-    pause = _SHORTEST_PAUSE
     while True:
-        yield pause
-        pause = min(2 * pause, _LONGEST_PAUSE)
+        waited = time.monotonic() - since
+        yield min(max(_PART * waited, _SHORTEST_PAUSE), _LONGEST_PAUSE)
 
 
 def _pieces(array: NDArray[Any]) -> list[NDArray[np.uint8]]:
