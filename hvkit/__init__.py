@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         FullyShard,
         Gossip,
         LocalSGD,
+        ParameterServer,
         ShardedOptimizer,
         Synchronous,
     )
@@ -60,6 +61,7 @@ __all__ = [
     "HvkitError",
     "LaunchError",
     "LocalSGD",
+    "ParameterServer",
     "PowerSGD",
     "Progress",
     "RankLostError",
@@ -100,7 +102,10 @@ _NAMES_BY_MODULE = {
     "main_rank": "is_main main_first",
     "metrics": "EarlyStopping any_rank average",
     "runtime": "init local_rank local_size rank size",
-    "strategies": "Centralized DeMo DiLoCo FullyShard Gossip LocalSGD ShardedOptimizer Synchronous",
+    "strategies": (
+        "Centralized DeMo DiLoCo FullyShard Gossip LocalSGD ParameterServer ShardedOptimizer "
+        "Synchronous"
+    ),
     "traffic": "traffic",
 }
 _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}

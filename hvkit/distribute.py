@@ -27,6 +27,7 @@ from hvkit.compression import BY_NAME, Compression
 from hvkit.learning_rate import Multiplier, describe, make_multiplier
 from hvkit.log import logger
 from hvkit.numbers import check_count, check_number
+from hvkit.strategies.parameter_server import ParameterServer
 from hvkit.strategies.strategy import Rounds, Strategy
 from hvkit.strategies.synchronous import Synchronous
 from hvkit.watch.calls import call_within, named
@@ -115,8 +116,9 @@ def distribute(
             weights; ``hvkit.Gossip()`` agrees with neighbours. Their ranks' weights differ:
             evaluate and save under ``with hvkit.settled(model):`` (``fit``'s validation,
             ``evaluate`` and ``hvkit.Checkpoint`` do). They exclude ``batch_norm="sync"`` and
-            ``check_every``. ``hvkit.DeMo()`` sends little in every step, and
-            ``hvkit.Centralized()`` is for comparison.
+            ``check_every``, and so does ``hvkit.ParameterServer(staleness=3)``, with which ranks
+            exchange weights with rank 0 without waiting for each other. ``hvkit.DeMo()`` sends
+            little in every step, and ``hvkit.Centralized()`` is for comparison.
         accumulate: PyTorch only: the number of backward passes before each ``optimizer.step()``.
             Gradients add up locally and are averaged over ranks in the last pass. As without
             hvkit, the script divides the loss by this number. In Keras, set
@@ -210,10 +212,11 @@ def settled(*things: Any) -> Iterator[None]:
                 torch.save(model.state_dict(), "model.pt")
 
     Between two agreements of ``LocalSGD`` and the like, each rank has weights of its own. Inside
-    the block all ranks hold the same: what the strategy would return if the round ended here, with
-    the averaged statistics of normalisation layers. Afterwards each has its own again, so looking
-    never changes the weights. Every rank must enter it. With ``Synchronous``, with one process,
-    right after an agreement, and for models that were not distributed, it does nothing.
+    the block all ranks hold the same: what the strategy would return if the round ended here, or
+    what the parameter server holds, with the averaged statistics of normalisation layers.
+    Afterwards each has its own again, so looking never changes the weights. Every rank must enter
+    it. With ``Synchronous``, with one process, right after an agreement, and for models that were
+    not distributed, it does nothing.
 
     With ``FullyShard`` and ``ShardedOptimizer``, ``state_dict()`` works on rank 0 inside the block
     only, where it returns the whole weights, and for an optimizer that is passed as well, its whole
@@ -225,7 +228,7 @@ def settled(*things: Any) -> Iterator[None]:
 
     Raises:
         TypeError: one of them is neither a model nor an optimizer.
-        RanksDisagreeError: the ranks have taken different numbers of steps.
+        RanksDisagreeError: the ranks have taken different numbers of steps, in rounds.
         RankLostError: another rank has ended, or waits in another call.
     """
     with ExitStack() as stack:
@@ -279,17 +282,17 @@ def _checked(strategy: object) -> Strategy:
 
 def _refuse_contradictions(options: Options) -> None:
     options.strategy.check(options.compression)
-    if not isinstance(options.strategy, Rounds):
+    if not isinstance(options.strategy, Rounds | ParameterServer):
         return
     if options.batch_norm == "sync":
         raise ValueError(
             f'batch_norm="sync" needs all ranks in every forward pass, but with {options.strategy} '
-            'they train alone for a round: use batch_norm="average"'
+            'each trains at its own pace: use batch_norm="average"'
         )
     if options.check_every is not None:
         raise ValueError(
             f"check_every={options.check_every} compares the ranks' weights, but with "
-            f"{options.strategy} they differ until a round ends: leave check_every out"
+            f"{options.strategy} they differ between agreements: leave check_every out"
         )
 
 

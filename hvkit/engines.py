@@ -94,7 +94,7 @@ class PyTorchEngine:
         count(purpose, of_alltoall(array.nbytes, self.hvd.size()))
         import torch
 
-        with torch.inference_mode(False), waiting_for_all_ranks():
+        with torch.inference_mode(False), _meeting():
             sent = torch.from_numpy(array.copy())
             return _numpy(self.hvd.broadcast_(sent, root_rank=root, name="hvkit.broadcast"))
 
@@ -103,7 +103,7 @@ class PyTorchEngine:
         import torch
 
         how = getattr(self.hvd, op.capitalize())
-        with torch.inference_mode(False), waiting_for_all_ranks():
+        with torch.inference_mode(False), _meeting():
             sent = torch.from_numpy(array.copy())
             return _numpy(self.hvd.allreduce_(sent, op=how, name="hvkit.allreduce"))
 
@@ -111,7 +111,7 @@ class PyTorchEngine:
         count("objects", of_allgather(array.nbytes, self.hvd.size()))
         import torch
 
-        with torch.inference_mode(False), waiting_for_all_ranks():
+        with torch.inference_mode(False), _meeting():
             sent = torch.from_numpy(array.copy())
             return _numpy(self.hvd.allgather(sent, name="hvkit.allgather"))
 
@@ -152,7 +152,7 @@ class TensorFlowEngine:
         count(purpose, of_alltoall(array.nbytes, self.hvd.size()))
         import tensorflow as tf
 
-        with waiting_for_all_ranks(), tf.init_scope(), tf.device("CPU:0"):
+        with _meeting(), tf.init_scope(), tf.device("CPU:0"):
             return _numpy(self.hvd.broadcast(tf.constant(array), root, name="hvkit.broadcast"))
 
     def allreduce(self, array: NDArray[Any], op: str) -> NDArray[Any]:
@@ -160,7 +160,7 @@ class TensorFlowEngine:
         import tensorflow as tf
 
         how = getattr(self.hvd, op.capitalize())
-        with waiting_for_all_ranks(), tf.init_scope(), tf.device("CPU:0"):
+        with _meeting(), tf.init_scope(), tf.device("CPU:0"):
             reduced = self.hvd.allreduce(tf.constant(array), op=how, name="hvkit.allreduce")
             return _numpy(reduced).copy()
 
@@ -168,7 +168,7 @@ class TensorFlowEngine:
         count("objects", of_allgather(array.nbytes, self.hvd.size()))
         import tensorflow as tf
 
-        with waiting_for_all_ranks(), tf.init_scope(), tf.device("CPU:0"):
+        with _meeting(), tf.init_scope(), tf.device("CPU:0"):
             return _numpy(self.hvd.allgather(tf.constant(array), name="hvkit.allgather"))
 
 
@@ -215,6 +215,21 @@ def waiting_for_all_ranks() -> Iterator[None]:
         RanksDisagreeError: the ranks sent different shapes or dtypes.
     """
     with translated(), waiting():
+        yield
+
+
+before_meeting: list[Callable[[], None]] = []
+"""Called before an engine's collectives, for ranks that would wait for this one elsewhere.
+
+Every rank makes these collectives equally often, and leaves one only after all have entered it.
+"""
+
+
+@contextmanager
+def _meeting() -> Iterator[None]:
+    for function in before_meeting:
+        function()
+    with waiting_for_all_ranks():
         yield
 
 

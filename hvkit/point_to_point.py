@@ -28,14 +28,33 @@ def can_send(engine: Engine) -> bool:
     Args:
         engine: the started Horovod; mpi4py shares its MPI, which is loaded already.
     """
-    mpi = _mpi() if engine.hvd.mpi_enabled() else None
+    return not obstacle(engine)
+
+
+def obstacle(engine: Engine) -> str:
+    """Why this rank cannot send messages, and the fix; empty if it can."""
+    if not engine.hvd.mpi_enabled():
+        return (
+            "Horovod runs on Gloo here: start the ranks with `hvkit run` or mpirun, without --gloo"
+        )
+    if (mpi := load_mpi()) is None:
+        return "mpi4py cannot be loaded: pip install --force-reinstall mpi4py"
+    if not mpi.Is_initialized() or mpi.Is_finalized():
+        return (
+            f"mpi4py uses another MPI than Horovod, {_first_line(mpi.Get_library_version())}: "
+            "pip install --force-reinstall mpi4py"
+        )
     # Horovod's own thread calls MPI all the time, so this one needs THREAD_MULTIPLE.
-    return (
-        mpi is not None
-        and mpi.Is_initialized()
-        and not mpi.Is_finalized()
-        and mpi.Query_thread() == mpi.THREAD_MULTIPLE
-    )
+    if mpi.Query_thread() != mpi.THREAD_MULTIPLE:
+        return (
+            "MPI runs without support for threads: remove HOROVOD_MPI_THREADS_DISABLE from the "
+            "environment, and let hvkit start MPI before anything else does"
+        )
+    return ""
+
+
+def _first_line(text: str) -> str:
+    return text.split("\n")[0].strip("\0 ")
 
 
 def open_communicator() -> None:
@@ -43,7 +62,7 @@ def open_communicator() -> None:
     global _communicator
     if _communicator is None:
         with waiting_for_all_ranks():
-            _communicator = _mpi().COMM_WORLD.Dup()
+            _communicator = load_mpi().COMM_WORLD.Dup()
 
 
 def send(data: NDArray[np.uint8], to: int) -> None:
@@ -69,7 +88,7 @@ def receive(into: NDArray[np.uint8], source: int) -> None:
         _communicator.Recv(into, source=source)
 
 
-def _mpi() -> Any:
+def load_mpi() -> Any:
     """mpi4py's MPI; None, with a warning, if it cannot be loaded."""
     global _warned
     try:

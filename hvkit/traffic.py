@@ -10,6 +10,7 @@ tell each other every millisecond; MPI may choose an algorithm that sends more.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -27,6 +28,8 @@ class Sent(NamedTuple):
 
 
 _sent: dict[str, Sent] = {}
+# The parameter server sends from a thread of its own.
+_counting = threading.Lock()
 # What graphs of TensorFlow count themselves, by purpose.
 _in_graphs: list[tuple[str, Callable[[], Sent]]] = []
 
@@ -34,7 +37,8 @@ _in_graphs: list[tuple[str, Callable[[], Sent]]] = []
 def traffic() -> dict[str, Sent]:
     """What this rank has sent so far, by purpose.
 
-    ``"gradients"`` are averaged in every step, ``"weights"`` agreed on at the end of a round,
+    ``"gradients"`` are averaged in every step, ``"weights"`` agreed on at the end of a round, or
+    exchanged with a parameter server,
     ``"batch norm"`` statistics, ``"checks"`` fingerprints and flags that show whether the ranks are
     alike; ``"start"`` is rank 0's state at the start, and ``"objects"`` are Python objects and
     arrays: metrics, checkpoints, and what ``hvkit.allgather``, ``allreduce`` and ``broadcast``
@@ -44,7 +48,9 @@ def traffic() -> dict[str, Sent]:
     Returns:
         By purpose: bytes and messages that this rank has sent.
     """
-    everything = [*_sent.items(), *((purpose, read()) for purpose, read in _in_graphs)]
+    with _counting:
+        sent = dict(_sent)
+    everything = [*sent.items(), *((purpose, read()) for purpose, read in _in_graphs)]
     total: dict[str, Sent] = {}
     for purpose, (size, messages) in everything:
         if messages:
@@ -55,8 +61,9 @@ def traffic() -> dict[str, Sent]:
 
 def count(purpose: str, size: int, messages: int = 1) -> None:
     """Add a collective or message to what this rank has sent."""
-    before = _sent.get(purpose, Sent())
-    _sent[purpose] = Sent(before.bytes + size, before.messages + messages)
+    with _counting:
+        before = _sent.get(purpose, Sent())
+        _sent[purpose] = Sent(before.bytes + size, before.messages + messages)
 
 
 def count_in_graphs(purpose: str, read: Callable[[], Sent]) -> None:

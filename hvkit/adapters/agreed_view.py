@@ -1,4 +1,4 @@
-"""The weights that ranks in the middle of a round would agree on, shown for a while.
+"""The weights that ranks would agree on now, shown for a while.
 
 While they are shown, the model holds them, and this rank's own weights wait aside.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 from hvkit import collectives
 from hvkit.errors import RanksDisagreeError
@@ -17,19 +17,17 @@ from hvkit.watch.rank_errors import mark_as_shown_by
 
 
 class AgreedView(ABC):
-    """What ``hvkit.settled`` needs of a model that trains in rounds.
+    """What ``hvkit.settled`` needs of a model whose weights differ between ranks."""
 
-    Args:
-        strategy: what the ranks agree on.
-    """
+    equal_steps: ClassVar[bool]
+    """Whether all ranks must take equally many steps."""
 
-    def __init__(self, strategy: Rounds) -> None:
-        self.strategy = strategy
+    def __init__(self) -> None:
         self._own: list[tuple[Any, Any]] | None = None
 
     @abstractmethod
-    def steps_in_round(self) -> list[int]:
-        """Steps since the last agreement, for each optimizer."""
+    def _meet(self) -> bool:
+        """Wait for all ranks; a collective. Return whether their weights differ."""
 
     @abstractmethod
     def _values(self) -> list[tuple[Any, Any]]:
@@ -41,7 +39,7 @@ class AgreedView(ABC):
 
     @abstractmethod
     def _show_agreed(self) -> None:
-        """Set the weights that the ranks would agree on now; the round goes on. A collective."""
+        """Set the weights that the ranks would agree on now; training goes on. A collective."""
 
     @property
     def shown(self) -> bool:
@@ -49,25 +47,13 @@ class AgreedView(ABC):
         return self._own is not None
 
     def show(self) -> bool:
-        """Show the agreed weights; a collective. Return whether they were not shown already.
-
-        Raises:
-            RanksDisagreeError: the ranks have taken different numbers of steps.
-        """
+        """Show the agreed weights; a collective. Return whether they were not shown already."""
         if self.shown:
             return False
-        mine = self.steps_in_round()
-        for rank, theirs in enumerate(everyone := collectives.gather("hvkit.settled", mine)):
-            if theirs != everyone[0]:
-                error = RanksDisagreeError(
-                    f"rank {rank} has taken {sum(theirs)} steps since the last agreement, rank 0 "
-                    f"{sum(everyone[0])}: every rank must take equally many; hvkit.shard(data) "
-                    "gives each as many batches"
-                )
-                raise mark_as_shown_by(error, 0)
+        differ = self._meet()
         self._own = self._values()
         try:
-            if any(mine) or not self.strategy.alike:
+            if differ:
                 self._show_agreed()
         except BaseException:
             self.put_back()
@@ -111,3 +97,38 @@ class AgreedView(ABC):
                 "an optimizer steps inside hvkit.settled, which puts each rank's own weights back "
                 "at its end: train outside of the block"
             )
+
+
+class AgreedInRounds(AgreedView):
+    """The same for a model that trains in rounds.
+
+    Args:
+        strategy: what the ranks agree on.
+    """
+
+    equal_steps = True
+
+    def __init__(self, strategy: Rounds) -> None:
+        super().__init__()
+        self.strategy = strategy
+
+    @abstractmethod
+    def steps_in_round(self) -> list[int]:
+        """Steps since the last agreement, for each optimizer."""
+
+    def _meet(self) -> bool:
+        """As above.
+
+        Raises:
+            RanksDisagreeError: the ranks have taken different numbers of steps.
+        """
+        mine = self.steps_in_round()
+        for rank, theirs in enumerate(everyone := collectives.gather("hvkit.settled", mine)):
+            if theirs != everyone[0]:
+                error = RanksDisagreeError(
+                    f"rank {rank} has taken {sum(theirs)} steps since the last agreement, rank 0 "
+                    f"{sum(everyone[0])}: every rank must take equally many; hvkit.shard(data) "
+                    "gives each as many batches"
+                )
+                raise mark_as_shown_by(error, 0)
+        return any(mine) or not self.strategy.alike

@@ -11,6 +11,7 @@
     local_sgd            the mean of the weights, every so many steps
     diloco               the same, as a step of an outer optimizer
     gossip               the mean of the weights of neighbours
+    parameter_server     a server that takes each rank's steps as they come
 
 A strategy is a frozen dataclass. It holds the mathematics, on vectors that may be PyTorch's,
 TensorFlow's or NumPy's; ``adapters/pytorch/rounds.py`` and ``adapters/keras/rounds.py`` call it at
@@ -24,6 +25,7 @@ from hvkit.strategies.diloco import DiLoCo
 from hvkit.strategies.fully_shard import FullyShard
 from hvkit.strategies.gossip import Gossip
 from hvkit.strategies.local_sgd import LocalSGD
+from hvkit.strategies.parameter_server import ParameterServer
 from hvkit.strategies.sharded_optimizer import ShardedOptimizer
 from hvkit.strategies.strategy import Strategy
 from hvkit.strategies.synchronous import Synchronous
@@ -35,6 +37,7 @@ __all__ = [
     "FullyShard",
     "Gossip",
     "LocalSGD",
+    "ParameterServer",
     "ShardedOptimizer",
     "Strategy",
     "Synchronous",

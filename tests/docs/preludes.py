@@ -61,6 +61,7 @@ STRATEGIES = (
     "fully-shard",
     "gossip",
     "local-sgd",
+    "parameter-server",
     "sharded-optimizer",
     "synchronous",
 )

@@ -9,6 +9,9 @@
     ├── averager           the mean of a list of gradients
     │   ├── sparse         row-sparse gradients
     │   └── checks         do all ranks hold the same weights, and different data?
+    ├── rounds             ends rounds of strategies that agree on weights
+    ├── parameter_server   exchanges weights with the server after each update
+    │   └── updates        code around an update, also a skipped one; also for rounds
     ├── batch_norm         statistics over ranks
     ├── fit                fit and evaluate: metrics of all ranks
     │   └── callbacks      all ranks stop together, only rank 0 writes files

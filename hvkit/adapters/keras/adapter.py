@@ -38,6 +38,7 @@ from hvkit.adapters.keras.optimizers import (
     settings_of,
     skip_together,
 )
+from hvkit.adapters.keras.parameter_server import ServedModel
 from hvkit.adapters.keras.refusals import let_differ, refuse_other_optimizers
 from hvkit.adapters.keras.rounds import RoundKeeper
 from hvkit.adapters.keras.sharded import (
@@ -47,7 +48,7 @@ from hvkit.adapters.keras.sharded import (
     refuse_joint_updates,
 )
 from hvkit.learning_rate import Multiplier
-from hvkit.strategies import FullyShard, ShardedOptimizer
+from hvkit.strategies import FullyShard, ParameterServer, ShardedOptimizer
 from hvkit.strategies.strategy import Averaging, Rounds
 
 # Numbers the optimizers; ranks call distribute in the same order.
@@ -153,11 +154,11 @@ class KerasAdapter:
             self.model.train_function = None  # the next fit makes it again
         inner = [inner_optimizer(each) for each in self.optimizers]
         refuse_other_optimizers(self.model, [o for each in inner for o in (each, *parts_of(each))])
-        rounds: RoundKeeper | None = None
+        alone: RoundKeeper | ServedModel | None = None
         keeper: Keeper | None = None
         compression = self.options.compression
-        if isinstance(strategy := self.options.strategy, Rounds):
-            keeper = rounds = self._in_rounds(strategy, inner)
+        if isinstance(strategy := self.options.strategy, Rounds | ParameterServer):
+            keeper = alone = self._alone(strategy, inner)
         else:
             assert isinstance(strategy, Averaging)
             for each in inner:
@@ -168,7 +169,7 @@ class KerasAdapter:
             if (travels := strategy.travels(compression)) and travels.keeps_state:
                 keeper = AveragingKeeper(self.model, self.averagers, strategy, compression)
         compare = functools.partial(require_same_weights, "fit", self.model, self.optimizers)
-        share_results(self.model, self.averagers, compare, rounds)
+        share_results(self.model, self.averagers, compare, alone)
         return [(each, self._record(each)) for each in self.optimizers], keeper
 
     def _divide_state(self, strategy: ShardedOptimizer) -> None:
@@ -182,11 +183,18 @@ class KerasAdapter:
         optimizer = weakref.ref(optimizer)  # the record lives as long as the optimizer
         return Record(gathered=lambda: gathered(optimizer()))
 
-    def _in_rounds(self, strategy: Rounds, optimizers: Sequence[Any]) -> RoundKeeper:
+    def _alone(
+        self, strategy: Rounds | ParameterServer, optimizers: Sequence[Any]
+    ) -> RoundKeeper | ServedModel:
         let_differ(self.model, optimizers)
         with_statistics = self.options.batch_norm == "average"
         name = f"hvkit.{next(_serial)}"
-        keeper = RoundKeeper(strategy, self.model, name, self.options.compression, with_statistics)
+        keeper: RoundKeeper | ServedModel
+        if isinstance(strategy, ParameterServer):
+            keeper = ServedModel(strategy, self.model, name, with_statistics)
+        else:
+            compression = self.options.compression
+            keeper = RoundKeeper(strategy, self.model, name, compression, with_statistics)
         for each in optimizers:
             checks = Checks(f"hvkit.{next(_serial)}", self.model, None)
             keeper.watch(each, checks, self._before_update)

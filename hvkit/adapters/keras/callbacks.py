@@ -10,6 +10,7 @@ import keras
 
 from hvkit import collectives, runtime
 from hvkit.adapters.keras.averager import GradientAverager
+from hvkit.adapters.keras.parameter_server import ServedModel
 from hvkit.adapters.keras.rounds import RoundKeeper
 from hvkit.errors import RanksDisagreeError
 from hvkit.metrics import any_rank
@@ -26,14 +27,14 @@ class Epoch:
     Args:
         averagers: of the optimizers that update the model.
         compare: raises on every rank if the ranks hold different weights; a collective.
-        rounds: for strategies that have them.
+        rounds: for strategies whose ranks train alone.
     """
 
     def __init__(
         self,
         averagers: Sequence[GradientAverager],
         compare: Callable[[], None],
-        rounds: RoundKeeper | None = None,
+        rounds: RoundKeeper | ServedModel | None = None,
     ) -> None:
         self._averagers = averagers
         self.compare = compare
@@ -162,7 +163,7 @@ class Settled(keras.callbacks.Callback):  # type: ignore[misc]
 
     never_stops = True
 
-    def __init__(self, rounds: RoundKeeper) -> None:
+    def __init__(self, rounds: RoundKeeper | ServedModel) -> None:
         super().__init__()
         self._rounds = rounds
 
@@ -204,7 +205,9 @@ class InStep(keras.callbacks.Callback):  # type: ignore[misc]
         everyone = collectives.gather("fit", ((self.params or {}).get("steps"), self._every_step))
         steps = [theirs for theirs, _ in everyone]
         self._every_step = any(theirs for _, theirs in everyone)
-        if len({count for count in steps if count is not None}) > 1:
+        rounds = self._epoch.rounds
+        may_differ = rounds is not None and not rounds.equal_steps and not self._every_step
+        if not may_differ and len({count for count in steps if count is not None}) > 1:
             raise RanksDisagreeError(
                 f"fit has data of different length on each rank, {steps} steps per epoch in rank "
                 "order: every rank must take the same number of steps; use hvkit.shard(data)"

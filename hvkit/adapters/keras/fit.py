@@ -19,6 +19,7 @@ import numpy as np
 from hvkit import collectives, runtime
 from hvkit.adapters.keras.averager import GradientAverager
 from hvkit.adapters.keras.callbacks import Epoch, for_this_rank
+from hvkit.adapters.keras.parameter_server import ServedModel
 from hvkit.adapters.keras.rounds import RoundKeeper
 from hvkit.watch.calls import call_within
 from hvkit.watch.rank_errors import translated
@@ -28,7 +29,7 @@ def share_results(
     model: keras.Model,
     averagers: Sequence[GradientAverager],
     compare: Callable[[], None],
-    rounds: RoundKeeper | None = None,
+    rounds: RoundKeeper | ServedModel | None = None,
 ) -> None:
     """Make ``fit`` and ``evaluate`` of this model report the metrics of all ranks.
 
@@ -38,8 +39,8 @@ def share_results(
         model: a distributed one.
         averagers: of the optimizers that update it.
         compare: raises on every rank if the ranks hold different weights; a collective.
-        rounds: for strategies that have them. ``evaluate`` then uses the weights that the ranks
-            would agree on, and the end of ``fit`` ends the round.
+        rounds: for strategies whose ranks train alone. ``evaluate`` then uses the weights that the
+            ranks would agree on, with which they also leave ``fit``.
     """
     epoch = Epoch(averagers, compare, rounds)
     model._get_metrics_result_or_logs = functools.partial(
@@ -51,7 +52,9 @@ def share_results(
         setattr(model, method.__name__, _on_this_rank(method, epoch, trains=False))
 
 
-def _in_settled(evaluate: Callable[..., Any], rounds: RoundKeeper) -> Callable[..., Any]:
+def _in_settled(
+    evaluate: Callable[..., Any], rounds: RoundKeeper | ServedModel
+) -> Callable[..., Any]:
     @functools.wraps(evaluate)
     def settled(*args: Any, **kwargs: Any) -> Any:
         with rounds.settled():

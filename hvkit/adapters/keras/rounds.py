@@ -10,23 +10,22 @@ overflow on one rank must not move the ends of its rounds against those of the o
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from hvkit.adapters.agreed_view import AgreedView
+from hvkit.adapters.agreed_view import AgreedInRounds
 from hvkit.adapters.gradient_chunks import chunks
 from hvkit.adapters.keras.batch_norm import average_statistics
 from hvkit.adapters.keras.checks import Checks
 from hvkit.adapters.keras.graph_collectives import CompressedMeans, GraphWait, widened
 from hvkit.adapters.keras.initial_state import tf_variable
-from hvkit.adapters.keras.optimizers import inner_optimizer
 from hvkit.adapters.keras.refusals import refuse_xla, remember_updated
+from hvkit.adapters.keras.updates import Updates
 from hvkit.adapters.keras.wire import Wire
 from hvkit.compression import Compression
 from hvkit.exchanges import Messages, by_rank, circle
@@ -36,11 +35,8 @@ from hvkit.strategies.strategy import Rounds
 _SENT = "sent-"
 _GROUP = "group-"
 
-# What ends the rounds of an optimizer, not of one that scales the loss.
-_kept: WeakKeyDictionary[Any, ref[_OptimizerRounds]] = WeakKeyDictionary()
 
-
-class RoundKeeper(AgreedView):
+class RoundKeeper(AgreedInRounds):
     """Ends the rounds of the optimizers of one model.
 
     Args:
@@ -95,8 +91,6 @@ class RoundKeeper(AgreedView):
         rounds = _OptimizerRounds(self, optimizer, checks, before_update)
         self._optimizers.append(ref(rounds))
         self._groups.append(rounds.groups)
-        _kept[optimizer] = ref(rounds)
-        _count_skipped_updates()
 
     def hold_state(self, variables: Sequence[Any]) -> None:
         """Make the variables for the state of some weights, and begin with their values, once."""
@@ -298,7 +292,7 @@ class _Group:
         self.steps.assign(number)
 
 
-class _OptimizerRounds:
+class _OptimizerRounds(Updates):
     """Counts the updates of one optimizer, and lets its keeper end rounds.
 
     The optimizer's ``apply`` keeps this object.
@@ -317,19 +311,7 @@ class _OptimizerRounds:
         self._updates = keeper.strategy.every * (optimizer.gradient_accumulation_steps or 1)
         self._updating = False
         self.groups: list[_Group] = []
-        apply = optimizer.apply
-
-        # AutoGraph would spend seconds on translating all of hvkit and Horovod below this call.
-        @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-        def apply_in_round(grads: Sequence[Any], trainable_variables: Any = None) -> None:
-            grads = list(grads)
-            if trainable_variables is None and optimizer.built:
-                variables, given = optimizer._trainable_variables, None
-            else:
-                variables = given = trainable_variables
-            self.around(lambda: apply(grads, given), grads, variables)
-
-        optimizer.apply = apply_in_round
+        super().__init__(optimizer)
 
     def go_on(self, variables: list[tf.Variable], steps: int) -> None:
         """Resume in a round; in the middle of one, the ranks' weights need not be alike."""
@@ -430,32 +412,6 @@ class _Comm:
         )
         of = dict(zip(sorted(sources), tf.split(received, len(sources)), strict=True))
         return [of[source] for source in sources]
-
-
-@functools.cache
-def _count_skipped_updates() -> None:
-    """Make each ``LossScaleOptimizer`` count the updates that it skips because of an overflow.
-
-    This changes the class, because ``compile`` makes the instance later.
-    """
-    scaler = keras.optimizers.LossScaleOptimizer
-    apply = scaler.apply
-
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def apply_in_round(self: Any, grads: Any, trainable_variables: Any = None) -> None:
-        inner = inner_optimizer(self)
-        reference = _kept.get(inner)
-        rounds = reference() if reference else None
-        if rounds is None:
-            apply(self, grads, trainable_variables)
-            return
-        grads = list(grads)
-        variables = trainable_variables
-        if variables is None and inner.built:
-            variables = inner._trainable_variables
-        rounds.around(lambda: apply(self, grads, trainable_variables), grads, variables)
-
-    scaler.apply = apply_in_round
 
 
 def _of_one_kind(variables: Sequence[tf.Variable]) -> list[list[tf.Variable]]:

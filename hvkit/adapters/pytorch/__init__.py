@@ -8,6 +8,9 @@
     │   ├── buckets        tensors that carry many gradients, compression, sparse rows
     │   ├── step_report    which gradients each rank has; steps and rates of the ranks
     │   └── checks         do all ranks hold the same weights, and different data?
+    ├── rounds             ends rounds of strategies that agree on weights
+    ├── parameter_server   exchanges weights with the server after each step
+    │   └── weights        a model's weights as vectors; also for rounds
     ├── batch_norm         statistics over ranks; averaged ones travel with the gradients
     ├── learning_rate      scaling and warm-up inside optimizer.step()
     ├── optimizers         closures, parent classes, wrappers: optimizers that step unusually

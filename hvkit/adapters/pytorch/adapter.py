@@ -22,17 +22,19 @@ from hvkit.adapters.pytorch.checks import Checks
 from hvkit.adapters.pytorch.initial_state import broadcast_optimizer, broadcast_tensors, move_to
 from hvkit.adapters.pytorch.learning_rate import RateInStep
 from hvkit.adapters.pytorch.optimizers import has_step_length, optimizers_inside
+from hvkit.adapters.pytorch.parameter_server import ServedModel
 from hvkit.adapters.pytorch.reducer import GradientReducer, is_averaged
 from hvkit.adapters.pytorch.refusals import (
     is_divided,
     refuse_other_optimizers,
     refuse_other_wrappers,
 )
-from hvkit.adapters.pytorch.rounds import RoundKeeper, is_kept
+from hvkit.adapters.pytorch.rounds import RoundKeeper
 from hvkit.adapters.pytorch.sharded import OptimizerShards, gathered, refuse_joint_updates
+from hvkit.adapters.pytorch.weights import is_kept
 from hvkit.collectives import require_equal
 from hvkit.learning_rate import Multiplier
-from hvkit.strategies import FullyShard, ShardedOptimizer
+from hvkit.strategies import FullyShard, ParameterServer, ShardedOptimizer
 from hvkit.strategies.strategy import Averaging, Rounds
 
 # Numbers the reducers; ranks call distribute in the same order.
@@ -108,12 +110,15 @@ class PyTorchAdapter:
         statistics = self._averaged_statistics()
         if isinstance(self.options.strategy, FullyShard):
             return self._divided(self.options.strategy, name, statistics), None
-        keeper: GradientReducer | RoundKeeper
+        keeper: GradientReducer | RoundKeeper | ServedModel
         keeps_state = True
         if isinstance(strategy := self.options.strategy, Rounds):
             keeper = RoundKeeper(
                 strategy, self.parameters.values(), name, checks, compression, statistics
             )
+        elif isinstance(strategy, ParameterServer):
+            parameters = self.parameters.values()
+            keeper = ServedModel(strategy, parameters, name, checks, statistics)
         else:
             assert isinstance(strategy, Averaging)
             travels = strategy.travels(compression)
@@ -175,7 +180,9 @@ class PyTorchAdapter:
         return statistics if wanted else None
 
     def _follow(
-        self, optimizers: Sequence[Optimizer], keeper: GradientReducer | RoundKeeper
+        self,
+        optimizers: Sequence[Optimizer],
+        keeper: GradientReducer | RoundKeeper | ServedModel,
     ) -> None:
         """Keep parameters in step that the script adds to an optimizer later, too.
 

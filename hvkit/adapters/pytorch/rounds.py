@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
-from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -21,13 +20,23 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hvkit import collectives
-from hvkit.adapters.agreed_view import AgreedView
+from hvkit.adapters.agreed_view import AgreedInRounds
 from hvkit.adapters.gradient_chunks import chunks
 from hvkit.adapters.pytorch import step_report
 from hvkit.adapters.pytorch.batch_norm import RunningStatistics
-from hvkit.adapters.pytorch.buckets import Bucket, CompressedBucket, CompressionState, wire_dtype
+from hvkit.adapters.pytorch.buckets import Bucket, CompressedBucket, CompressionState
 from hvkit.adapters.pytorch.checks import Checks
 from hvkit.adapters.pytorch.optimizers import OutermostStep, around_scaled_steps
+from hvkit.adapters.pytorch.weights import (
+    average_statistics,
+    copies_of,
+    flat_copy,
+    of_one_kind,
+    parameters_of,
+    put_back,
+    remember,
+    write,
+)
 from hvkit.adapters.pytorch.wire import Wire
 from hvkit.compression import Compression
 from hvkit.errors import RanksDisagreeError
@@ -39,10 +48,8 @@ _STEP = "optimizer.step()"
 # Begins the names of what the compression keeps, in a checkpoint.
 _SENT = "sent-"
 
-_kept: WeakSet[RoundKeeper] = WeakSet()
 
-
-class RoundKeeper(AgreedView):
+class RoundKeeper(AgreedInRounds):
     """Ends the rounds of the optimizers of one model.
 
     Args:
@@ -112,7 +119,7 @@ class RoundKeeper(AgreedView):
         self._optimizers.append(weakref.ref(optimizers[0]))
         self._steps.append(0)
         self._rounds.append(0)
-        _kept.add(self)
+        remember(self)
 
         def before() -> None:
             self.refuse_step()
@@ -141,11 +148,11 @@ class RoundKeeper(AgreedView):
         """Take over weights that the script has set since the last agreement, on all ranks."""
         optimizer = self._optimizers[number]()
         assert optimizer is not None
-        for p in _parameters_of(optimizer):
+        for p in parameters_of(optimizer):
             i = self._number[p]
             if i in self._versions and self._versions[i] != p._version:
                 del self._versions[i]
-                self._state[i] = self.strategy.rebase(_flat(p), self._state[i])
+                self._state[i] = self.strategy.rebase(flat_copy(p), self._state[i])
 
     def _begin_all(self) -> None:
         """Before the first step: make sure that the ranks are alike, and begin; a collective."""
@@ -161,7 +168,7 @@ class RoundKeeper(AgreedView):
     def _begin(self, i: int) -> None:
         # Parameters whose state a checkpoint has set begin with that.
         if i not in self._state:
-            self._state[i] = self.strategy.begin(_flat(self._parameters[i]))
+            self._state[i] = self.strategy.begin(flat_copy(self._parameters[i]))
 
     def begin_anew(self) -> None:
         """Begin with the weights that the ranks hold now, the same on all; forget all rounds."""
@@ -179,7 +186,7 @@ class RoundKeeper(AgreedView):
         # Momentum moves a parameter that was frozen, as long as it has a gradient.
         self._trained.update(
             self._number[p]
-            for p in _parameters_of(optimizer)
+            for p in parameters_of(optimizer)
             if p.requires_grad or p.grad is not None
         )
         self._steps[number] += 1
@@ -187,7 +194,7 @@ class RoundKeeper(AgreedView):
             return
         self._rounds[number] += 1
         with call(f"{type(optimizer).__name__}.step()", self._rounds[number], self._name):
-            held = {self._number[p] for p in _parameters_of(optimizer)}
+            held = {self._number[p] for p in parameters_of(optimizer)}
             changed = sorted(held & self._trained)
             self._require_same_round(number, changed)
             self._agree(changed, keep=True)
@@ -235,16 +242,11 @@ class RoundKeeper(AgreedView):
             numbers: of the parameters.
             keep: whether the round ends, so that the strategy's state changes.
         """
-        for kind in self._of_one_kind(numbers):
+        for kind in of_one_kind(self._parameters, numbers):
             for run in chunks([self._parameters[i].nbytes for i in kind]):
                 self._agree_on([kind[at] for at in run], keep=keep)
         if self._statistics:
-            mean = torch.zeros(self._statistics.length, device=self._parameters[0].device)
-            self._statistics.read_into(mean)
-            wire = Wire("batch norm")
-            wire.wait(wire.start_mean(mean, f"{self._name}.statistics"))
-            # A view for evaluation has to change layers that are in evaluation mode.
-            self._statistics.write(mean, also_in_evaluation=not keep)
+            average_statistics(self._statistics, self._parameters[0].device, self._name, keep=keep)
         if self._sent:
             self._sent.commit(numbers if keep else ())
         if keep:
@@ -253,7 +255,7 @@ class RoundKeeper(AgreedView):
     def _agree_on(self, together: list[int], *, keep: bool) -> None:
         held = [self._parameters[i] for i in together]
         comm = _Comm(self._name, list(zip(together, held, strict=True)), self._sent)
-        flat = [_flat(p) for p in held]
+        flat = [flat_copy(p) for p in held]
         lengths = [len(each) for each in flat]
         names = self._state[together[0]].keys()
         state = {n: torch.cat([self._state[i][n] for i in together]) for n in names}
@@ -262,38 +264,20 @@ class RoundKeeper(AgreedView):
         else:
             weights = self.strategy.settle(torch.cat(flat), state, comm)
         for p, piece in zip(held, torch.split(weights, lengths), strict=True):
-            _write(p if keep else p.data, piece)
+            write(p if keep else p.data, piece)
         for n in names if keep else ():
             for i, piece in zip(together, torch.split(state[n], lengths), strict=True):
                 self._state[i][n] = piece
-
-    def _of_one_kind(self, numbers: Iterable[int]) -> list[list[int]]:
-        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        for i in numbers:
-            p = self._parameters[i]
-            if p.is_floating_point() or p.is_complex():
-                kinds.setdefault((wire_dtype(p.dtype), p.device), []).append(i)
-        return list(kinds.values())
 
     def _show_agreed(self) -> None:
         # Also what an optimizer has changed that the script no longer has.
         self._agree(sorted(self._trained), keep=False)
 
     def _values(self) -> list[tuple[Any, Any]]:
-        values: list[tuple[Any, Any]] = [(p, p.detach().clone()) for p in self._parameters]
-        if self._statistics:
-            vector = torch.zeros(self._statistics.length, device=self._parameters[0].device)
-            self._statistics.read_into(vector)
-            values.append((self._statistics, vector))
-        return values
+        return copies_of(self._parameters, self._statistics)
 
-    @torch.no_grad()
     def _set_values(self, values: list[tuple[Any, Any]]) -> None:
-        for thing, value in values:
-            if isinstance(thing, RunningStatistics):
-                thing.write(value, also_in_evaluation=True)
-            else:  # a graph that still needs its backward pass may hold the parameter
-                thing.data.copy_(value)
+        put_back(values)
 
     def state(self) -> dict[str, np.ndarray[Any, Any]]:
         """What a checkpoint saves, the same on every rank: by state and parameter, and counts."""
@@ -336,7 +320,7 @@ class RoundKeeper(AgreedView):
         else:
             self._rounds = counts[1]
             for i, state in self._state.items():
-                self._state[i] = self.strategy.rebase(_flat(self._parameters[i]), state)
+                self._state[i] = self.strategy.rebase(flat_copy(self._parameters[i]), state)
         # Each rank has its own optimizer state again, and in a round also its own weights.
         self._begun = in_round
         if in_round:
@@ -396,28 +380,3 @@ class _Comm:
         received = self._wire.wait(self._wire.start(messages, self._name))
         of = dict(zip(sorted(sources), torch.split(received, length), strict=True))
         return [of[source] for source in sources]
-
-
-def is_kept(parameter: torch.Tensor) -> bool:
-    """Whether a model that trains in rounds has this parameter."""
-    return any(parameter in keeper for keeper in _kept)
-
-
-def _parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    return (p for group in optimizer.param_groups for p in group["params"])
-
-
-def _flat(parameter: torch.Tensor) -> torch.Tensor:
-    """A copy as a vector, in the dtype in which it travels."""
-    plain = parameter.detach()
-    if plain.is_complex():
-        plain = torch.view_as_real(plain)
-    return plain.reshape(-1).to(wire_dtype(parameter.dtype), copy=True)
-
-
-def _write(parameter: torch.Tensor, vector: torch.Tensor) -> None:
-    """Set a parameter from a vector that ``_flat`` has made."""
-    if parameter.is_complex():
-        parameter.detach().copy_(torch.view_as_complex(vector.view(*parameter.shape, 2)))
-    else:
-        parameter.detach().copy_(vector.view_as(parameter))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from cases import cases
+from models import eager_tape
 from models import regression as keras_batches
 from nets import arrays
 from ranks import error_of, largest_difference, my_part, same_on_all_ranks
@@ -111,8 +112,8 @@ FEWER = pytest.mark.parametrize("run", cases([TorchRun, KerasRun]), ids=["torch"
 @RUNS
 @pytest.mark.parametrize(
     "strategy",
-    cases([DILOCO, hvkit.Gossip(2), hvkit.LocalSGD(5)], 2),
-    ids=["diloco", "gossip", "localsgd"],
+    cases([DILOCO, hvkit.Gossip(2), hvkit.ParameterServer(0), hvkit.LocalSGD(5)], 3),
+    ids=["diloco", "gossip", "server", "localsgd"],
 )
 def test_stopped_in_the_middle_of_a_round(run, strategy, folder):
     undisturbed = run(folder / "a", 1, strategy).train(19).state()
@@ -274,3 +275,40 @@ def test_another_number_of_optimizers_is_refused(folder):
     error, text = error_of(hvkit.Checkpoint(folder, model=twin).restore)
     assert error is ValueError
     assert "1 optimizers, here are 2" in text
+
+
+def train_by(run, steps):
+    """Some steps outside of ``fit``, which would end with the same weights on all ranks."""
+    batches = np.random.default_rng(hvkit.rank()).normal(size=(steps, 6, 8)).astype(np.float32)
+    if isinstance(run, KerasRun):
+        eager_tape(run.model, run.optimizer, [(x, x[:, :4]) for x in batches])
+        return
+    for x in map(torch.from_numpy, batches):
+        run.optimizer.zero_grad()
+        F.mse_loss(run.model(x), x[:, :4]).backward()
+        run.optimizer.step()
+
+
+@RUNS
+def test_a_resumed_server_holds_the_weights_that_it_had(run, folder):
+    first = run(folder, 1, hvkit.ParameterServer(None))
+    # The ranks with fewer steps have not read what the others did later.
+    train_by(first, 4 + 4 * hvkit.rank())
+    first.checkpoint.save(epoch=0, step=8)
+    own = first.weights()
+    with hvkit.settled(first.model):
+        saved = first.weights()
+    assert not same_on_all_ranks(own)
+
+    second = run(folder, 2, hvkit.ParameterServer(None))
+    second.checkpoint.restore()
+    assert all(map(np.array_equal, second.weights(), own))
+    with hvkit.settled(second.model):
+        assert all(map(np.array_equal, second.weights(), saved))
+    if run is KerasRun:
+        second.optimizer.learning_rate = 0.0
+    else:
+        second.optimizer.param_groups[0]["lr"] = 0.0
+    train_by(second, 1)
+    with hvkit.settled(second.model):  # the first layer: no step changes its statistics
+        assert all(map(np.array_equal, second.weights()[:2], saved[:2]))

@@ -1,0 +1,220 @@
+"""Asynchronous training with a parameter server that bounds staleness.
+
+``ParameterServer`` is what a script chooses. ``ServedWeights`` and ``Attendance`` are what the
+server does, on NumPy vectors and without messages; ``hvkit/adapters/weight_server.py`` carries the
+messages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvkit.compression import Compression
+from hvkit.numbers import check_count
+from hvkit.strategies.strategy import Strategy
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class ParameterServer(Strategy):
+    """A server on rank 0 holds the weights; every rank trains, and exchanges with it each step.
+
+    With N ranks, the server's weights x, and the weights x_w that rank w last read, a step of rank
+    w with its optimizer's update U is
+
+        y <- U(x_w, g_w(x_w))
+        x <- x + 1/N (y - x_w),    x_w <- x
+
+    The server takes the ranks' steps as they come, so a rank computes with weights that others have
+    changed since. ``staleness`` bounds that: a rank begins no step while it is more than so many
+    steps ahead of the slowest. ``staleness=0`` lets each step wait for all ranks and adds their
+    changes in rank order: with SGD, also with momentum and weight decay, that is ``Synchronous``.
+    None sets no bound. The optimizer's own state stays each rank's own.
+
+    A rank that waits in a collective, such as ``hvkit.settled`` or the end of the script, holds up
+    nobody, so ranks need not take equally many steps. Bounds count from the last time that all
+    ranks met.
+
+    Of weights of P bytes, each rank but 0 sends P in a step, and rank 0 sends (N-1) P. Rank 0 keeps
+    the server's weights besides its own, and each rank those that it last read. Values travel
+    uncompressed: what rounding takes from a change would have to be kept for each rank.
+
+    Source: Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter
+    Server" (2013); Dean et al., "Large Scale Distributed Deep Networks" (2012), Downpour SGD; Li et
+    al., "Scaling Distributed Machine Learning with the Parameter Server" (2014).
+
+    Args:
+        staleness: how many steps a rank may be ahead of the slowest when it begins one, from 0;
+            None for any number.
+    """
+
+    staleness: int | None
+
+    def __post_init__(self) -> None:
+        if self.staleness is not None:
+            check_count("staleness", self.staleness, 0)
+
+    def check(self, compression: Compression | None) -> None:
+        if compression is not None:
+            raise ValueError(
+                f"{self} sends weights, and {compression} would round them anew in each step: "
+                "leave compression out, or use hvkit.LocalSGD"
+            )
+
+
+class Update(NamedTuple):
+    """A change that the server has added.
+
+    Attributes:
+        rank: whose step it was.
+        clock: the rank's steps since all ranks last met, this one included.
+        lead: by how many steps it was ahead of the slowest rank when it began this one, at least.
+        changes: of each vector, before the division by the number of ranks.
+    """
+
+    rank: int
+    clock: int
+    lead: int
+    changes: list[Array]
+
+
+class ServedWeights:
+    """The weights of one model on the server, and the rule who may go on.
+
+    A rank that has sent its changes waits until ``release`` returns it.
+
+    Args:
+        weights: vectors of any float dtypes, of shape (n,) each. They are changed in place.
+        size: the number of ranks.
+        staleness: as in ``ParameterServer``.
+        log: gets each change in the order in which the server adds them; None for no log.
+    """
+
+    def __init__(
+        self,
+        weights: Iterable[Array],
+        size: int,
+        staleness: int | None,
+        log: list[Update] | None = None,
+    ) -> None:
+        self.weights = list(weights)
+        self.clocks = [0] * size
+        self.waiting: set[int] = set()
+        self._staleness = staleness
+        self._log = log
+        # By rank, with staleness 0: changes that wait for those of the others.
+        self._held: dict[int, Update] = {}
+
+    def push(self, rank: int, changes: list[Array], away: Set[int]) -> None:
+        """Take the changes of a rank's step.
+
+        Args:
+            rank: it waits from now on.
+            changes: of each vector; the server overwrites them.
+            away: ranks that train no step now.
+        """
+        lead = self.lead(rank, away)
+        self.clocks[rank] += 1
+        self.waiting.add(rank)
+        self._held[rank] = Update(rank, self.clocks[rank], lead, changes)
+        if self._staleness != 0:
+            self._add_held()
+
+    def release(self, away: Set[int]) -> list[int]:
+        """The waiting ranks that may go on, in rank order; they wait no more.
+
+        Args:
+            away: ranks that train no step now.
+        """
+        if self._staleness == 0 and self.waiting.issuperset(self._training(away)):
+            self._add_held()
+        bound = math.inf if self._staleness is None else self._staleness
+        free = sorted(rank for rank in self.waiting if self.lead(rank, away) <= bound)
+        self.waiting.difference_update(free)
+        return free
+
+    def lead(self, rank: int, away: Set[int]) -> int:
+        """How many steps a rank is ahead of the slowest that trains."""
+        return self.clocks[rank] - min(self.clocks[each] for each in self._training(away))
+
+    def slowest(self, away: Set[int]) -> list[int]:
+        """The ranks that have done the fewest steps of those that train."""
+        training = self._training(away)
+        least = min(self.clocks[each] for each in training)
+        return [each for each in training if self.clocks[each] == least]
+
+    def meet(self) -> None:
+        """Count anew: no rank trains a step, and all have sent their changes."""
+        self.clocks = [0] * len(self.clocks)
+
+    def _training(self, away: Set[int]) -> list[int]:
+        return [rank for rank in range(len(self.clocks)) if rank not in away]
+
+    def _add_held(self) -> None:
+        for rank in sorted(self._held):
+            update = self._held.pop(rank)
+            if self._log is not None:
+                copies = [each.copy() for each in update.changes]
+                self._log.append(update._replace(changes=copies))
+            add(self.weights, update.changes, len(self.clocks))
+
+
+def add(weights: Sequence[Array], changes: Sequence[Array], size: int) -> None:
+    """Add a rank's changes to the weights, and overwrite the changes.
+
+    Args:
+        weights: vectors, changed in place.
+        changes: of each vector.
+        size: the number of ranks.
+    """
+    for vector, change in zip(weights, changes, strict=True):
+        np.divide(change, size, out=change)
+        np.add(vector, change, out=vector)
+
+
+class Attendance:
+    """Which ranks train. Those that wait for all others in a collective must not hold up any.
+
+    Ranks make the same collectives in the same order, so each counts its own: one that has entered
+    more of them than another is still inside the last.
+
+    Args:
+        size: the number of ranks.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._entered = [0] * size
+        self._ended: set[int] = set()
+
+    @property
+    def away(self) -> set[int]:
+        """The ranks that train no step now."""
+        left_by_all = min(self._entered)
+        inside = {rank for rank, count in enumerate(self._entered) if count > left_by_all}
+        return inside | self._ended
+
+    @property
+    def all_ended(self) -> bool:
+        """Whether all ranks have ended their scripts."""
+        return len(self._ended) == len(self._entered)
+
+    def enter(self, rank: int) -> bool:
+        """A rank enters a collective. Return whether all ranks have come to it now."""
+        before = min(self._entered)
+        self._entered[rank] += 1
+        return min(self._entered) > before
+
+    def train(self, rank: int) -> None:
+        """A rank trains a step, so it is inside of no collective."""
+        self._entered[rank] = min(self._entered)
+
+    def end(self, rank: int) -> None:
+        """A rank has ended its script."""
+        self._ended.add(rank)
