@@ -60,7 +60,7 @@ def start() -> None:
     dist.init_process_group(
         backend, store=store_of_all, rank=runtime.rank(), world_size=runtime.size()
     )
-    atexit.register(_stop)
+    atexit.register(stop)
 
 
 def started() -> bool:
@@ -76,6 +76,8 @@ def _reach(addresses: tuple[str, ...], port: int) -> tuple[str | None, str | Non
     return None, None
 
 
-def _stop() -> None:
-    if dist.is_initialized():
+def stop() -> None:
+    """End what ``start`` has started, if anything."""
+    if started() and dist.is_initialized():
         dist.destroy_process_group()
+    start.cache_clear()

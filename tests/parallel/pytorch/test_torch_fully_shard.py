@@ -8,6 +8,14 @@ from torch import nn
 from torch.nn import functional as F
 
 import hvkit
+from hvkit.adapters.pytorch import process_group
+
+
+@pytest.fixture(autouse=True, scope="module")
+def torch_distributed():
+    """Other tests run without it."""
+    yield
+    process_group.stop()
 
 
 class Net(nn.Module):
