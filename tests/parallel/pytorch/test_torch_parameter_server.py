@@ -139,6 +139,7 @@ def test_each_step_sends_the_weights_to_the_server_and_back(staleness):
     train(model, optimizer, data[:1])
     hvkit.barrier()
     before = hvkit.traffic()
+    hvkit.barrier()  # the server answers as soon as another rank goes on
     train(model, optimizer, data[1:])
     hvkit.barrier()
     after = hvkit.traffic()
@@ -200,8 +201,11 @@ def test_frozen_parameters_do_not_travel_until_they_train():
     model, optimizer = served(0, model=model)
     data = local(regression(steps=6))
     train(model, optimizer, data[:1])
+    hvkit.barrier()  # until the server has answered all
     sent = hvkit.traffic()["weights"].bytes
+    hvkit.barrier()
     train(model, optimizer, data[1:3])
+    hvkit.barrier()
     size = 4 * sum(p.numel() for p in model[2].parameters())
     times = 2 * (hvkit.size() - 1 if hvkit.rank() == 0 else 1)
     assert hvkit.traffic()["weights"].bytes - sent == times * size
