@@ -136,12 +136,10 @@ _models: WeakKeyDictionary[Any, Keeper | None] = WeakKeyDictionary()
 _records: WeakKeyDictionary[Any, Record] = WeakKeyDictionary()
 
 
-def record(
-    model: Any, optimizers: Iterable[tuple[Any, Record]], keeper: Keeper | None = None
-) -> None:
+def record(model: Any, records: Iterable[tuple[Any, Record]], keeper: Keeper | None = None) -> None:
     """Remember a model and its optimizers as distributed."""
     _models[_plain(model)] = keeper
-    _records.update(optimizers)
+    _records.update((_plain(thing), each) for thing, each in records)
 
 
 def is_distributed(model_or_optimizer: Any) -> bool:

@@ -31,7 +31,8 @@ class DeMo(Averaging, Compression):
 
     What a rank does not send stays in its momentum. A tensor of shape (m, ...) counts as a matrix
     of m rows, cut into chunks of up to ``chunk`` times ``chunk`` values whose sides divide the
-    matrix's. A rank sends value and position, 6 bytes, of each coefficient to each other rank.
+    matrix's; without such sides its values fill chunks in their order. A rank sends value and
+    position, 6 bytes, of each coefficient to each other rank.
 
     The momentum replaces the optimizer's: use SGD without momentum. With ``sign``, each weight
     changes by the learning rate in each step, as with Adam, so choose it as for Adam. Parameters
@@ -84,7 +85,7 @@ class DeMo(Averaging, Compression):
         self, vector: Tensor, shapes: Sequence[Shape], state: State, ops: Ops, place: Place
     ) -> Reduction:
         layouts = [_Layout.of(shape, self.chunk, self.top_k) for shape in shapes]
-        gradients = ops.split(vector, [each.size for each in layouts])
+        gradients = ops.split(vector, [each.length for each in layouts])
         momenta, places, values = [], [], []
         for layout, gradient, before in zip(layouts, gradients, state["momentum"], strict=True):
             momentum = self.decay * before + gradient
@@ -123,9 +124,11 @@ class _Layout:
     """A tensor as a matrix of chunks: ``down`` times ``across`` chunks of ``height`` x ``width``.
 
     Attributes:
+        length: elements of the tensor; zeros fill the last chunks.
         kept: coefficients of each chunk that travel.
     """
 
+    length: int
     down: int
     across: int
     height: int
@@ -144,8 +147,15 @@ class _Layout:
         rows = shape[0] if len(shape) > 1 else 1
         columns = math.prod(shape) // max(rows, 1)
         height, width = _largest_divisor(rows, longest), _largest_divisor(columns, longest)
+        length = rows * columns
+        if 4 * height * width < min(rows, longest) * min(columns, longest):
+            # A side without a useful divisor: fill up a matrix as wide as a chunk.
+            width = min(columns * rows, longest)
+            height = min(math.ceil(length / width), longest)
+            rows = math.ceil(length / (height * width)) * height
+            columns = width
         kept = max(1, math.ceil(top_k * height * width / longest**2))
-        return cls(rows // height, columns // width, height, width, min(kept, height * width))
+        return cls(length, rows // height, columns // width, height, width, kept)
 
     @property
     def chunks(self) -> int:
@@ -156,11 +166,14 @@ class _Layout:
         return self.chunks * self.height * self.width
 
     def forward(self, vector: Tensor, ops: Ops) -> Tensor:
-        """The coefficients, of shape (chunks, height * width)."""
-        split = ops.reshape(vector, (self.down, self.height, self.across, self.width))
-        chunks = ops.permute(split, (0, 2, 1, 3))
+        """The coefficients, of shape (chunks, width * height)."""
+        filled = ops.pad(vector, self.size - self.length)
         rows, columns = self._transforms(vector, ops)
-        return ops.reshape(rows @ chunks @ ops.transpose(columns), (self.chunks, -1))
+        # Matrices only: TensorFlow's product of batches corrupts memory for some shapes.
+        across = ops.reshape(filled, (-1, self.width)) @ ops.transpose(columns)
+        split = ops.reshape(across, (self.down, self.height, self.across, self.width))
+        chunks = ops.reshape(ops.permute(split, (0, 2, 3, 1)), (-1, self.height))
+        return ops.reshape(chunks @ ops.transpose(rows), (self.chunks, -1))
 
     def backward(self, at: Tensor, values: Tensor, ops: Ops) -> Tensor:
         """The tensor, as a vector, with some coefficients and zeros elsewhere.
@@ -170,12 +183,11 @@ class _Layout:
             values: as many.
             ops: the framework's functions on tensors.
         """
-        coefficients = ops.reshape(
-            ops.sum_at(self.size, at, values), (self.down, self.across, self.height, self.width)
-        )
         rows, columns = self._transforms(values, ops)
-        chunks = ops.transpose(rows) @ coefficients @ columns
-        return ops.reshape(ops.permute(chunks, (0, 2, 1, 3)), (-1,))
+        coefficients = ops.reshape(ops.sum_at(self.size, at, values), (-1, self.height))
+        down = ops.reshape(coefficients @ rows, (self.down, self.across, self.width, self.height))
+        split = ops.reshape(ops.permute(down, (0, 3, 1, 2)), (-1, self.width))
+        return ops.reshape(split @ columns, (-1,))[: self.length]
 
     def flat(self, at: Tensor, ops: Ops) -> Tensor:
         """Positions among all coefficients, as a vector.

@@ -21,9 +21,9 @@ class Gossip(Rounds):
     For all ranks together that is x <- W x, where the rows and columns of W add up to one. So the
     mean over ranks is that of the local steps, and the ranks' weights approach it by a factor in
     each round. They are never quite alike: ``hvkit.settled``, checkpoints and ``fit``'s validation
-    use their mean. No rank waits for more than its neighbours' weights, and each sends them d
-    times in a round: with ``"ring"`` that is 2P bytes for weights of P bytes, the same as a ring
-    allreduce, but in one hop instead of 2 (N-1).
+    use their mean. Each rank sends its weights d times in a round: with ``"ring"`` that is 2P bytes
+    for weights of P bytes, as much as a ring allreduce sends, but in one hop instead of 2 (N-1).
+    All ranks exchange at the same time, so the slowest sets the pace.
 
     ``topology="complete"`` is ``LocalSGD``. The rounds do not travel compressed: what a neighbour
     rounds away would have to be remembered for each neighbour.

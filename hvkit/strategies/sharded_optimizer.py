@@ -18,9 +18,9 @@ class ShardedOptimizer(Averaging):
         x_i <- the owner's x_i                  on the others
 
     The update of a parameter is the same arithmetic on the same numbers as without, so the weights
-    are those of ``Synchronous``, bit for bit. Adam's two moments then take 1/N of their memory,
-    plus those of one parameter at most. Every rank has all mean gradients, so clipping sees them
-    whole. A rank sends 1.5 times the bytes: 2 (N-1)/N P for the gradients and (N-1)/N P for the
+    are those of ``Synchronous``, bit for bit. A rank keeps 1/N of Adam's two moments, and at most
+    the moments of one parameter more. It has all mean gradients, so clipping is as without. A rank
+    sends 1.5 times the bytes: 2 (N-1)/N P for the gradients and (N-1)/N P for the
     parameters.
 
     It suits optimizers that update each parameter from its own gradient and state, as those of

@@ -162,8 +162,8 @@ class OptimizerShards:
 
         def gather(sent: tf.Tensor) -> tf.Tensor:
             received = self._wire.gather(sent, f"{self._wait.key}.{number}")
-            # Also keeps the operation in the graph of a rank that needs no other's variables.
-            tf.debugging.assert_equal(tf.size(received), sum(sizes))
+            # Keeps the operation in the graph of a rank that needs no other's variables.
+            self._used.assign(tf.cast(tf.reduce_sum(received[:1]), tf.float32))
             return tf.ensure_shape(received, sum(sizes))
 
         parts = tf.split(self._wait.around(tf.concat([*mine, nothing], axis=0), gather), sizes)
@@ -222,8 +222,8 @@ class OptimizerShards:
         if not self._whole:
             raise ValueError(
                 f"saving {type(self._optimizer()).__name__} on rank {runtime.rank()} would save "
-                "only the part of this rank: save with hvkit.Checkpoint, save the weights alone "
-                "(model.save_weights, save_weights_only=True), or save on rank 0 inside `with "
+                "only the part of this rank: save with hvkit.Checkpoint (in fit, with its "
+                "callback() in place of ModelCheckpoint), or on rank 0 inside `with "
                 "hvkit.settled(optimizer):`, which every rank enters"
             )
 
@@ -257,11 +257,16 @@ def unfolded(optimizer: Any) -> Iterator[None]:
 
 
 def refuse_joint_updates(strategy: ShardedOptimizer, optimizer: Any) -> None:
-    """Raise if an optimizer keeps averages of the weights, which every rank would need whole.
+    """Raise if an optimizer's state changes all weights, so that every rank would need it whole.
 
     Raises:
         ValueError: names the setting.
     """
+    if type(optimizer).__name__ == "ScheduleFreeAdamW":
+        raise ValueError(
+            f"ScheduleFreeAdamW changes all weights when it is built, but with {strategy} no rank "
+            "holds the state of all: use keras.optimizers.AdamW, or hvkit.Synchronous()"
+        )
     if optimizer.use_ema:
         raise ValueError(
             f"{type(optimizer).__name__} has use_ema=True, but with {strategy} no rank holds the "

@@ -63,6 +63,7 @@ class PyTorchAdapter:
             from hvkit.adapters.pytorch import fully_shard  # takes PyTorch half a second
 
             fully_shard.refuse_options(strategy, options)
+            fully_shard.refuse_models(strategy, model)
             for each in self.optimizers:
                 fully_shard.refuse_other_parameters(strategy, model, each)
         for name, tensor in [*self.parameters.items(), *model.named_buffers()]:

@@ -32,6 +32,7 @@ from hvkit.adapters.pytorch.batch_norm import RunningStatistics
 from hvkit.adapters.pytorch.optimizers import OutermostStep
 from hvkit.adapters.pytorch.wire import Wire
 from hvkit.engines import waiting_for_all_ranks
+from hvkit.errors import RanksDisagreeError
 from hvkit.strategies.fully_shard import FullyShard
 from hvkit.traffic import count, of_allgather, of_allreduce, of_alltoall
 from hvkit.watch.calls import call
@@ -59,26 +60,32 @@ class DividedModel:
         statistics: RunningStatistics | None,
     ) -> None:
         process_group.start()
+        model = getattr(model, "_orig_mod", model)  # inside what torch.compile returns
         self._name = name
+        self._checks = Wire("checks")
+        # The parts gathered since the last step, in order.
+        self._order: list[int] = []
         self._statistics = statistics
         self._steps = itertools.count(1)
         before = dict(model.named_parameters())
         self._device = next(iter(before.values())).device
         mesh = init_device_mesh(self._device.type, (runtime.size(),))
-        for part in (*_units(model), model):
+        for number, part in enumerate((*_units(model), model)):
             each: Any = fully_shard(
                 part, mesh=mesh, reshard_after_forward=strategy.reshard_after_forward
             )
-            each.set_custom_all_gather(_Gather(name))
+            each.set_custom_all_gather(_Gather(name, functools.partial(self._order.append, number)))
             each.set_custom_reduce_scatter(_Scatter(name))
         after = dict(model.named_parameters())
         for optimizer in optimizers:
             self._attach(optimizer, {p: after[n] for n, p in before.items()})
         # The whole state by name, on rank 0 inside ``gathered``.
         self._whole: dict[str, torch.Tensor] | None = None
-        hooked: Any = model
-        hooked.register_state_dict_post_hook(functools.partial(self._give_whole))
-        hooked.register_load_state_dict_pre_hook(_take_parts)
+        for path, module in model.named_modules():
+            hooked: Any = module
+            give = functools.partial(self._give_whole, f"{path}." if path else "")
+            hooked.register_state_dict_post_hook(give)
+            hooked.register_load_state_dict_pre_hook(_take_parts)
 
     def _attach(self, optimizer: Optimizer, new: Mapping[torch.Tensor, torch.nn.Parameter]) -> None:
         """Make an optimizer update new parameters in place of old ones."""
@@ -89,22 +96,45 @@ class DividedModel:
         vars(optimizer)[_SHARDS] = shards = _DividedState(optimizer)
         optimizer.register_state_dict_pre_hook(shards.refuse_partial_state)
         optimizer.register_load_state_dict_pre_hook(_take_state)
-        if self._statistics:
-            OutermostStep(lambda: None, self._average_statistics).attach(optimizer)
+        vars(optimizer)["__getstate__"] = shards.refuse_copy
+        OutermostStep(self._require_same_order, self._average_statistics).attach(optimizer)
+
+    def _require_same_order(self) -> None:
+        """Raise on every rank unless all have computed the same parts; a collective.
+
+        Each part is gathered when it computes. PyTorch would put together what it is given.
+
+        Raises:
+            RanksDisagreeError: the ranks have gathered different parts, or in another order.
+        """
+        mine = torch.tensor([hash(tuple(self._order)), len(self._order)])
+        self._order.clear()
+        step = next(self._steps)
+        with call("optimizer.step()", step, self._name):
+            everyone = self._checks.gather(mine, f"{self._name}.order").view(-1, 2)
+        for rank, theirs in enumerate(everyone.tolist()):
+            if theirs != everyone[0].tolist():
+                raise RanksDisagreeError(
+                    f"rank {rank} has computed other layers than rank 0 since the last step, or in "
+                    "another order, and PyTorch has mixed up their weights: with FullyShard every "
+                    "rank must use the same layers in each pass"
+                )
 
     @torch.no_grad()
     def _average_statistics(self) -> None:
-        assert self._statistics is not None
+        if self._statistics is None:
+            return
         mean = torch.zeros(self._statistics.length, device=self._device)
         self._statistics.read_into(mean)
         wire = Wire("batch norm")
-        with call("optimizer.step()", next(self._steps), self._name):
+        with call("optimizer.step()", key=self._name):
             wire.wait(wire.start_mean(mean, f"{self._name}.statistics"))
         self._statistics.write(mean)
 
     @contextmanager
     def gathered(self, model: nn.Module) -> Iterator[None]:
         """Let ``state_dict`` return whole tensors on rank 0 for a while; a collective."""
+        model = getattr(model, "_orig_mod", model)
         whole = {n: _whole(p) for n, p in model.named_parameters(remove_duplicate=False)}
         self._whole = whole if runtime.rank() == 0 else None
         try:
@@ -113,12 +143,19 @@ class DividedModel:
             self._whole = None
 
     def _give_whole(
-        self, module: nn.Module, state: dict[str, Any], prefix: str, _: dict[str, Any]
+        self,
+        path: str,
+        module: nn.Module,
+        state: dict[str, Any],
+        prefix: str,
+        _: dict[str, Any],
     ) -> None:
-        for name in [n for n, value in state.items() if isinstance(value, DTensor)]:
-            if self._whole is None:
-                raise _partial("state_dict()", type(module).__name__, "model")
-            state[name] = self._whole[name.removeprefix(prefix)]
+        """After ``state_dict`` of the module at this path: its own parameters, whole."""
+        for name, _parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if isinstance(state.get(prefix + name), DTensor):
+                if self._whole is None:
+                    raise _partial("state_dict()", type(module).__name__, "model")
+                state[prefix + name] = self._whole[path + name]
 
 
 class _DividedState:
@@ -148,6 +185,14 @@ class _DividedState:
             self._whole = False
             state.update(before)
 
+    def refuse_copy(self) -> Any:
+        """In place of ``__getstate__``, which pickling and copying call.
+
+        Raises:
+            ValueError: as ``refuse_partial_state``.
+        """
+        raise _partial("a copy", type(self._optimizer).__name__, "optimizer")
+
     def refuse_partial_state(self, optimizer: Optimizer) -> None:
         """Raise if this rank holds only its own part of the state.
 
@@ -159,11 +204,17 @@ class _DividedState:
 
 
 class _Gather(DefaultAllGather):
-    """Gathers weights, counts the bytes, and lets the watcher see the wait."""
+    """Gathers the weights of a part, counts the bytes, and lets the watcher see the wait.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        name: the model's.
+        note: called for each gathering.
+    """
+
+    def __init__(self, name: str, note: Callable[[], None]) -> None:
         super().__init__()
         self._name = name
+        self._note = note
         self._calls = itertools.count(1)
 
     def __call__(
@@ -173,6 +224,7 @@ class _Gather(DefaultAllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> Any:
+        self._note()
         count("weights", of_allgather(input_tensor.nbytes, group.size()))
         start = functools.partial(
             super().__call__, output_tensor, input_tensor, group, async_op=async_op
@@ -248,12 +300,14 @@ def _parts_of(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, An
 
 def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Before loading: take this rank's parts of whole tensors."""
-    own = dict(module.named_parameters(remove_duplicate=False))
-    for name, value in state.items():
-        held = own.get(name.removeprefix(prefix))
-        fits = isinstance(value, torch.Tensor) and held is not None and value.shape == held.shape
-        if fits and isinstance(held, DTensor):
-            state[name] = part_like(value, held)
+    for name, held in module.named_parameters(recurse=False, remove_duplicate=False):
+        value = state.get(prefix + name)
+        if (
+            isinstance(held, DTensor)
+            and isinstance(value, torch.Tensor)
+            and value.shape == held.shape
+        ):
+            state[prefix + name] = part_like(value, held)
 
 
 def _take_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -282,8 +336,8 @@ def _whole(value: Any) -> Any:
 def _partial(what: str, kind: str, argument: str) -> ValueError:
     return ValueError(
         f"{what} of {kind} on rank {runtime.rank()} would hold only the part of this rank: save "
-        f"with hvkit.Checkpoint, or call it on rank 0 inside `with hvkit.settled({argument}):`, "
-        "which every rank enters"
+        "with hvkit.Checkpoint, or call state_dict() on rank 0 inside `with "
+        f"hvkit.settled({argument}):`, which every rank enters"
     )
 
 
@@ -339,12 +393,53 @@ def refuse_options(strategy: FullyShard, options: Options) -> None:
         )
 
 
-def refuse_other_parameters(strategy: FullyShard, model: nn.Module, optimizer: Optimizer) -> None:
-    """Raise if an optimizer holds parameters that are not the model's.
+# They compute with a whole parameter, or with several.
+_WHOLE_PARAMETERS = ("Adafactor", "Muon", "Rprop", "SparseAdam")
+
+
+def refuse_models(strategy: FullyShard, model: nn.Module) -> None:
+    """Raise for a model that PyTorch's ``fully_shard`` cannot divide.
 
     Raises:
-        ValueError: names how many.
+        ValueError: names the parameter or layer.
     """
+    if isinstance(model, nn.ModuleList | nn.ModuleDict):
+        raise ValueError(
+            f"{type(model).__name__} has no forward, in which {strategy} gathers weights: pass the "
+            "module that calls its elements"
+        )
+    first: tuple[str, torch.dtype] | None = None
+    for name, p in model.named_parameters():
+        if p.dim() == 0:
+            raise ValueError(
+                f"parameter {name} is a single number, which {strategy} cannot divide: give it the "
+                "shape (1,)"
+            )
+        first = first or (name, p.dtype)
+        if p.dtype is not first[1]:
+            raise ValueError(
+                f"parameter {name} is of {p.dtype}, {first[0]} of {first[1]}: {strategy} takes one "
+                "dtype; use torch.autocast for mixed precision"
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ValueError(
+                f"{name} has row-sparse gradients, which {strategy} cannot divide: make it with "
+                "sparse=False"
+            )
+
+
+def refuse_other_parameters(strategy: FullyShard, model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise if an optimizer needs whole parameters, or holds some that are not the model's.
+
+    Raises:
+        ValueError: names the optimizer, or how many there are.
+    """
+    if type(optimizer).__name__ in _WHOLE_PARAMETERS:
+        raise ValueError(
+            f"{type(optimizer).__name__} computes with whole parameters, which no rank holds with "
+            f"{strategy}: use an optimizer such as torch.optim.AdamW, or hvkit.Synchronous()"
+        )
     own = set(model.parameters())
     others = [p for g in optimizer.param_groups for p in g["params"] if p not in own]
     if others:

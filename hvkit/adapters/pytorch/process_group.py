@@ -11,7 +11,6 @@ import os
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from hvkit import collectives, runtime
 from hvkit.errors import LaunchError
@@ -30,6 +29,8 @@ def start() -> None:
         LaunchError: a rank cannot reach rank 0.
     """
     one_host = runtime.local_size() == runtime.size()
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in all builds
+
     store: TCPStore | None = None
     where: tuple[tuple[str, ...], int] | None = None
     if runtime.rank() == 0:

@@ -59,6 +59,7 @@ class OptimizerShards:
         step.attach(optimizer)
         optimizer.register_step_pre_hook(shards.refuse_closure)
         optimizer.register_state_dict_pre_hook(shards.refuse_partial_state)
+        vars(optimizer)["__getstate__"] = shards.refuse_copy
         optimizer.register_load_state_dict_post_hook(lambda _: shards.keep_own_state())
 
     def owner_of(self, parameters: Iterable[torch.Tensor]) -> list[int]:
@@ -101,7 +102,7 @@ class OptimizerShards:
             for i in numbers:
                 p = parameters[i]
                 if rank != runtime.rank():
-                    p.copy_(received[start : start + p.nbytes].view(p.dtype).view(p.shape))
+                    p.copy_(_from_bytes(received[start : start + p.nbytes], p))
                 start += p.nbytes
 
 
@@ -157,6 +158,18 @@ class _Shards:
         for p, owner in zip(parameters, self._shards.owner_of(parameters), strict=True):
             if owner != runtime.rank():
                 self._optimizer.state.pop(p, None)
+
+    def refuse_copy(self) -> Any:
+        """In place of ``__getstate__``, which pickling and copying call.
+
+        Raises:
+            ValueError: as ``refuse_partial_state``.
+        """
+        raise ValueError(
+            f"a copy of {type(self._optimizer).__name__} on rank {runtime.rank()} would hold only "
+            "the part of this rank: take its state_dict() on rank 0 inside `with "
+            "hvkit.settled(optimizer):`, which every rank enters"
+        )
 
     def refuse_partial_state(self, optimizer: Optimizer) -> None:
         """Raise if this rank holds only its own part of the state.
@@ -227,6 +240,12 @@ def refuse_joint_updates(strategy: Strategy, optimizer: Optimizer) -> None:
 
 def _as_bytes(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _from_bytes(data: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    if data.storage_offset() % parameter.element_size():  # behind values of fewer bytes
+        data = data.clone()
+    return data.view(parameter.dtype).view(parameter.shape)
 
 
 def _in_host_memory(values: Any) -> Any:

@@ -135,6 +135,17 @@ def test_fit_with_a_sharded_optimizer_in_half_precision():
     assert all(map(np.array_equal, weights(model), weights(whole)))
 
 
+@pytest.mark.parametrize("loop", ["fit", "function"])
+def test_one_rank_may_own_everything(loop):
+    def make_model():
+        keras.utils.set_random_seed(0)
+        dense = keras.layers.Dense(4, use_bias=False)
+        return keras.Sequential([keras.Input((8,)), dense])
+
+    whole, _, model, _ = both(MAKE["momentum"], LOOPS[loop], model=make_model)
+    assert all(map(np.array_equal, weights(model), weights(whole)))
+
+
 def test_state_that_is_not_of_single_weights_is_refused():
     model, optimizer = hvkit.distribute(
         large(), keras.optimizers.Adafactor(0.01), strategy=hvkit.ShardedOptimizer()
@@ -142,6 +153,12 @@ def test_state_that_is_not_of_single_weights_is_refused():
     error, text = error_of(lambda: optimizer.build(model.trainable_variables))
     assert error is ValueError
     assert "Adafactor keeps" in text
+    optimizer = keras.optimizers.ScheduleFreeAdamW(0.01)
+    error, text = error_of(
+        lambda: hvkit.distribute(large(), optimizer, strategy=hvkit.ShardedOptimizer())
+    )
+    assert error is ValueError
+    assert "ScheduleFreeAdamW changes all weights" in text
 
 
 def test_averages_of_the_weights_are_refused():

@@ -208,6 +208,21 @@ def test_half_precision_and_scaled_gradients():
     assert same_on_all_ranks([p.detach().view(torch.int16).numpy() for p in model.parameters()])
 
 
+def test_parameters_of_several_dtypes_are_sent():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.few = nn.Parameter(torch.randn(3, dtype=torch.bfloat16))
+            self.layers = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)], nn.Linear(8, 4))
+
+        def forward(self, x):
+            return self.layers(x) * self.few.sum()
+
+    whole, _, model, _ = both(MAKE["adamw"], model=Mixed)
+    assert all(map(torch.equal, model.parameters(), whole.parameters()))
+
+
 def test_updates_of_all_parameters_together_are_refused():
     model = mlp()
     optimizer = torch.optim.LBFGS(model.parameters())

@@ -1,8 +1,11 @@
 """PyTorch: models whose weights are divided among the ranks."""
 
+import copy
+import pickle
+
 import pytest
 import torch
-from nets import arrays, local, regression
+from nets import arrays, local, raised_everywhere, regression
 from ranks import error_of, largest_difference, same_on_all_ranks
 from torch import nn
 from torch.nn import functional as F
@@ -60,7 +63,7 @@ def double(data):
 
 
 def distributed(make=adamw, strategy=hvkit.FullyShard(), model=None, **options):  # noqa: B008
-    model = model or Net(seed=hvkit.rank()).double()
+    model = Net(seed=hvkit.rank()).double() if model is None else model
     return hvkit.distribute(model, make(model.parameters()), strategy=strategy, **options)
 
 
@@ -208,6 +211,78 @@ def test_synchronous_models_may_train_beside_it():
     assert same_on_all_ranks(arrays(plain.parameters()))
 
 
+def test_ranks_that_use_other_layers_are_named():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(5, 5) for _ in range(3)])
+
+        def forward(self, x):
+            return self.layers[1 if hvkit.rank() == 0 else 2](self.layers[0](x))
+
+    model, optimizer = distributed(model=Branches())
+    model(torch.ones(2, 5)).sum().backward()
+    assert raised_everywhere(optimizer.step, "rank 1 has computed other layers than rank 0")
+
+
+def test_parts_of_a_model_and_compiled_models_save_whole_tensors(tmp_path):
+    folder = hvkit.broadcast(tmp_path)
+    plain = Net().double()
+    compiled = torch.compile(plain, backend="eager")
+    compiled, optimizer = distributed(model=compiled)
+    train(compiled, optimizer, local(double(regression(steps=1))))
+    error, text = error_of(plain.blocks[0].state_dict)
+    assert error is ValueError
+    assert "hvkit.settled(model)" in text
+    with hvkit.settled(compiled):
+        if hvkit.rank() == 0:
+            part = plain.blocks[0].state_dict()
+            assert part["0.weight"].shape == (30, 30)
+            everything = compiled.state_dict()
+            assert torch.equal(part["0.weight"], everything["_orig_mod.blocks.0.0.weight"])
+    saved = hvkit.Checkpoint(folder, model=compiled, optimizer=optimizer).save(epoch=0, step=1)
+    if hvkit.rank() == 0:
+        Net().double().load_state_dict(torch.load(saved / "model.pt"))
+    hvkit.barrier()
+    expected = whole(plain)
+    zeros = {n: torch.zeros_like(p) for n, p in Net().double().blocks[0].state_dict().items()}
+    plain.blocks[0].load_state_dict(zeros)
+    assert not whole(plain)["blocks.0.0.weight"].any()
+    hvkit.Checkpoint(folder, model=compiled, optimizer=optimizer).restore()
+    assert (whole(plain)["blocks.0.0.weight"] == expected["blocks.0.0.weight"]).all()
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.deepcopy])
+def test_a_copy_of_a_part_of_the_state_is_refused(copied):
+    for strategy in (hvkit.FullyShard(), hvkit.ShardedOptimizer()):
+        model, optimizer = distributed(strategy=strategy)
+        train(model, optimizer, local(double(regression(steps=1))))
+        error, text = error_of(lambda optimizer=optimizer: copied(optimizer))
+        assert error is ValueError
+        assert "a copy of AdamW" in text
+
+
+class Scalar(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (nn.ModuleList([nn.Linear(2, 2)]), "ModuleList has no forward"),
+        (Scalar(), "parameter scale is a single number"),
+        (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), "takes one dtype"),
+        (nn.Sequential(nn.Embedding(3, 2, sparse=True)), "sparse=False"),
+    ],
+)
+def test_models_that_cannot_be_divided_are_refused(model, text):
+    error, found = error_of(lambda: distributed(momentum, model=model))
+    assert error is ValueError
+    assert text in found
+
+
 def test_contradictions_are_refused():
     strategy = hvkit.FullyShard()
 
@@ -220,6 +295,7 @@ def test_contradictions_are_refused():
     assert refused("check_every=5", check_every=5)
     assert refused("leave accumulate out", accumulate=2)
     assert refused("LBFGS computes its step", torch.optim.LBFGS)
+    assert refused("Rprop computes with whole parameters", torch.optim.Rprop)
     assert refused(
         "1 parameters that are not the model's",
         lambda p: adamw([*p, nn.Parameter(torch.ones(1))]),

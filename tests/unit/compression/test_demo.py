@@ -8,7 +8,7 @@ from libraries import Ranks
 
 import hvkit
 
-SHAPES = [(6, 10), (7,), (3, 2, 3, 3), (128, 64), ()]
+SHAPES = [(6, 10), (7,), (3, 2, 3, 3), (128, 64), (), (13, 11), (67, 5)]
 LENGTHS = [math.prod(shape) for shape in SHAPES]
 ALL = {"top_k": 16, "chunk": 4}
 
@@ -79,6 +79,14 @@ def test_it_sends_six_bytes_a_coefficient(library):
     ranks = Ranks(hvkit.DeMo(), [(640, 640)], 2, library)
     ranks.mean(np.ones((2, 640 * 640), np.float32))
     assert ranks.handed_over == [100 * 16 * 6]
+
+
+@pytest.mark.parametrize("shape", [(131, 131), (67, 1009), (1009,), (3, 1)])
+def test_sides_without_divisors_cost_little_more(shape, library):
+    ranks = Ranks(hvkit.DeMo(), [shape], 2, library)
+    ranks.mean(np.ones((2, math.prod(shape)), np.float32))
+    (sent,) = ranks.handed_over
+    assert sent <= 1.3 * math.prod(shape) * 16 * 6 / 64**2 + 6 * 16
 
 
 @pytest.mark.parametrize(
