@@ -112,7 +112,7 @@ FEWER = pytest.mark.parametrize("run", cases([TorchRun, KerasRun]), ids=["torch"
 @RUNS
 @pytest.mark.parametrize(
     "strategy",
-    cases([DILOCO, hvkit.Gossip(2), hvkit.ParameterServer(0), hvkit.LocalSGD(5)], 3),
+    cases([DILOCO, hvkit.Gossip(2), hvkit.ParameterServer(0), hvkit.LocalSGD(5)]),
     ids=["diloco", "gossip", "server", "localsgd"],
 )
 def test_stopped_in_the_middle_of_a_round(run, strategy, folder):

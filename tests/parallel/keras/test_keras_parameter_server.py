@@ -139,6 +139,7 @@ def test_each_step_sends_the_weights_to_the_server_and_back(loop):
     assert hvkit.traffic().get("gradients") == before.get("gradients")
 
 
+@MORE
 def test_accumulated_gradients_are_one_step(log):
     model, optimizer = served(0, sgd(gradient_accumulation_steps=2))
     LOOPS["function"](model, optimizer, local(regression(steps=8)))
@@ -146,6 +147,7 @@ def test_accumulated_gradients_are_one_step(log):
     assert hvkit.rank() > 0 or len(log) == 4 * hvkit.size()
 
 
+@MORE
 @pytest.mark.parametrize("loop", cases(["function", "eager"]))
 def test_an_overflow_on_one_rank_is_a_step_without_a_change(loop, log):
     scaler = keras.optimizers.LossScaleOptimizer(sgd(), initial_scale=2.0)
@@ -169,6 +171,7 @@ def test_an_overflow_on_one_rank_is_a_step_without_a_change(loop, log):
         assert still.count(True) == 1
 
 
+@MORE
 def test_layers_that_train_later_join():
     model, optimizer = served(0)
     model.layers[0].trainable = False
@@ -183,6 +186,7 @@ def test_layers_that_train_later_join():
     assert not np.array_equal(weights(model)[0], before[0])
 
 
+@MORE
 @pytest.mark.parametrize("loop", cases(["function", "eager"]))
 def test_variables_that_are_updated_in_turn(loop):
     model, optimizer = served(0)
@@ -216,6 +220,7 @@ def test_bfloat16_weights():
     assert not np.array_equal(weights(model)[0], before[0])
 
 
+@MORE
 def test_batch_norm_statistics_are_averaged_where_the_model_is_settled():
     layers = [keras.Input((8,)), keras.layers.BatchNormalization(), keras.layers.Dense(4)]
     model, optimizer = served(0, model=keras.Sequential(layers))
@@ -239,6 +244,7 @@ def test_weights_that_one_rank_loaded_alone_are_found_before_the_first_step():
     assert "of rank 1 differs from that of rank 0" in text
 
 
+@MORE
 def test_weights_that_the_script_sets_before_fit_are_kept():
     model, optimizer = served(2, keras.optimizers.SGD(0.05))
     data = local(regression(steps=4))
@@ -267,6 +273,7 @@ def test_a_step_inside_settled_is_refused():
     assert "hvkit.settled" in text
 
 
+@MORE
 def test_a_model_that_is_dropped_is_freed():
     model, optimizer = served(2)
     LOOPS["function"](model, optimizer, local(regression(steps=3)))
