@@ -30,6 +30,7 @@ from hvkit.adapters.adapter import Options
 from hvkit.adapters.pytorch import process_group
 from hvkit.adapters.pytorch.batch_norm import RunningStatistics
 from hvkit.adapters.pytorch.optimizers import OutermostStep
+from hvkit.adapters.pytorch.sharded import partial_state
 from hvkit.adapters.pytorch.wire import Wire
 from hvkit.engines import waiting_for_all_ranks
 from hvkit.errors import RanksDisagreeError
@@ -154,7 +155,7 @@ class DividedModel:
         for name, _parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if isinstance(state.get(prefix + name), DTensor):
                 if self._whole is None:
-                    raise _partial("state_dict()", type(module).__name__, "model")
+                    raise partial_state("state_dict()", module, "model")
                 state[prefix + name] = self._whole[path + name]
 
 
@@ -191,7 +192,7 @@ class _DividedState:
         Raises:
             ValueError: as ``refuse_partial_state``.
         """
-        raise _partial("a copy", type(self._optimizer).__name__, "optimizer")
+        raise partial_state("a copy", self._optimizer, "optimizer")
 
     def refuse_partial_state(self, optimizer: Optimizer) -> None:
         """Raise if this rank holds only its own part of the state.
@@ -200,7 +201,7 @@ class _DividedState:
             ValueError: names the ways to save all of it.
         """
         if not self._whole:
-            raise _partial("state_dict()", type(optimizer).__name__, "optimizer")
+            raise partial_state("state_dict()", optimizer, "optimizer")
 
 
 class _Gather(DefaultAllGather):
@@ -331,14 +332,6 @@ def _whole(value: Any) -> Any:
     with call("hvkit.settled"), waiting_for_all_ranks():
         whole = value.full_tensor()
     return whole.detach().cpu() if runtime.rank() == 0 else None
-
-
-def _partial(what: str, kind: str, argument: str) -> ValueError:
-    return ValueError(
-        f"{what} of {kind} on rank {runtime.rank()} would hold only the part of this rank: save "
-        "with hvkit.Checkpoint, or call state_dict() on rank 0 inside `with "
-        f"hvkit.settled({argument}):`, which every rank enters"
-    )
 
 
 def _units(model: nn.Module) -> list[nn.Module]:

@@ -28,9 +28,9 @@ def start() -> None:
     Raises:
         LaunchError: a rank cannot reach rank 0.
     """
-    one_host = runtime.local_size() == runtime.size()
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in all builds
 
+    one_host = runtime.local_size() == runtime.size()
     store: TCPStore | None = None
     where: tuple[tuple[str, ...], int] | None = None
     if runtime.rank() == 0:

@@ -165,11 +165,7 @@ class _Shards:
         Raises:
             ValueError: as ``refuse_partial_state``.
         """
-        raise ValueError(
-            f"a copy of {type(self._optimizer).__name__} on rank {runtime.rank()} would hold only "
-            "the part of this rank: take its state_dict() on rank 0 inside `with "
-            "hvkit.settled(optimizer):`, which every rank enters"
-        )
+        raise partial_state("a copy", self._optimizer, "optimizer")
 
     def refuse_partial_state(self, optimizer: Optimizer) -> None:
         """Raise if this rank holds only its own part of the state.
@@ -178,11 +174,7 @@ class _Shards:
             ValueError: names the ways to save all of it.
         """
         if not self._whole:
-            raise ValueError(
-                f"state_dict() of {type(optimizer).__name__} on rank {runtime.rank()} would hold "
-                "only the part of this rank: save with hvkit.Checkpoint, or call state_dict() on "
-                "rank 0 inside `with hvkit.settled(optimizer):`, which every rank enters"
-            )
+            raise partial_state("state_dict()", optimizer, "optimizer")
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -222,6 +214,21 @@ def is_sharded(optimizer: Optimizer) -> bool:
 def gathered(optimizer: Optimizer) -> Any:
     """A context in which rank 0 holds the optimizer's whole state; a collective."""
     return vars(optimizer)[_SHARDS].gathered()
+
+
+def partial_state(what: str, of: object, argument: str) -> ValueError:
+    """The error for what would hold one rank's part of a divided state.
+
+    Args:
+        what: the script's call, or what it makes.
+        of: a model or an optimizer.
+        argument: what it is, for the fix.
+    """
+    return ValueError(
+        f"{what} of {type(of).__name__} on rank {runtime.rank()} would hold only the part of this "
+        "rank: save with hvkit.Checkpoint, or call state_dict() on rank 0 inside `with "
+        f"hvkit.settled({argument}):`, which every rank enters"
+    )
 
 
 def refuse_joint_updates(strategy: Strategy, optimizer: Optimizer) -> None:
