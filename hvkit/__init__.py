@@ -1,6 +1,7 @@
 """hvkit puts a PyTorch or Keras training script on Horovod's ring-allreduce with one call.
 
-Importing hvkit is cheap: each public name is resolved on first use.
+Importing hvkit is cheap: each public name is resolved on first use. The strategies are those that
+``hvkit.strategies`` exports.
 """
 
 from __future__ import annotations
@@ -14,79 +15,38 @@ from hvkit import errors as errors
 from hvkit import log as log
 
 if TYPE_CHECKING:
-    from hvkit.allreduce import allreduce
-    from hvkit.checkpoint import Checkpoint, Progress
-    from hvkit.collectives import allgather, barrier, broadcast
-    from hvkit.compression import PowerSGD, TopK
-    from hvkit.data.shard import shard
-    from hvkit.distribute import distribute, settled
-    from hvkit.errors import (
-        BuildError,
-        HorovodNotFoundError,
-        HostfileError,
-        HvkitError,
-        LaunchError,
-        RankLostError,
-        RanksDisagreeError,
-    )
-    from hvkit.main_rank import is_main, main_first
-    from hvkit.metrics import EarlyStopping, any_rank, average
-    from hvkit.runtime import init, local_rank, local_size, rank, size
-    from hvkit.strategies import (
-        Centralized,
-        DeMo,
-        DiLoCo,
-        FullyShard,
-        Gossip,
-        LocalSGD,
-        ParameterServer,
-        ShardedOptimizer,
-        Synchronous,
-    )
-    from hvkit.traffic import traffic
+    from hvkit.allreduce import allreduce as allreduce
+    from hvkit.checkpoint import Checkpoint as Checkpoint
+    from hvkit.checkpoint import Progress as Progress
+    from hvkit.collectives import allgather as allgather
+    from hvkit.collectives import barrier as barrier
+    from hvkit.collectives import broadcast as broadcast
+    from hvkit.compression import PowerSGD as PowerSGD
+    from hvkit.compression import TopK as TopK
+    from hvkit.data.shard import shard as shard
+    from hvkit.distribute import distribute as distribute
+    from hvkit.distribute import settled as settled
+    from hvkit.errors import BuildError as BuildError
+    from hvkit.errors import HorovodNotFoundError as HorovodNotFoundError
+    from hvkit.errors import HostfileError as HostfileError
+    from hvkit.errors import HvkitError as HvkitError
+    from hvkit.errors import LaunchError as LaunchError
+    from hvkit.errors import RankLostError as RankLostError
+    from hvkit.errors import RanksDisagreeError as RanksDisagreeError
+    from hvkit.main_rank import is_main as is_main
+    from hvkit.main_rank import main_first as main_first
+    from hvkit.metrics import EarlyStopping as EarlyStopping
+    from hvkit.metrics import any_rank as any_rank
+    from hvkit.metrics import average as average
+    from hvkit.runtime import init as init
+    from hvkit.runtime import local_rank as local_rank
+    from hvkit.runtime import local_size as local_size
+    from hvkit.runtime import rank as rank
+    from hvkit.runtime import size as size
+    from hvkit.strategies import *  # noqa: F403
+    from hvkit.traffic import traffic as traffic
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "BuildError",
-    "Centralized",
-    "Checkpoint",
-    "DeMo",
-    "DiLoCo",
-    "EarlyStopping",
-    "FullyShard",
-    "Gossip",
-    "HorovodNotFoundError",
-    "HostfileError",
-    "HvkitError",
-    "LaunchError",
-    "LocalSGD",
-    "ParameterServer",
-    "PowerSGD",
-    "Progress",
-    "RankLostError",
-    "RanksDisagreeError",
-    "ShardedOptimizer",
-    "Synchronous",
-    "TopK",
-    "allgather",
-    "allreduce",
-    "any_rank",
-    "average",
-    "barrier",
-    "broadcast",
-    "distribute",
-    "init",
-    "is_main",
-    "local_rank",
-    "local_size",
-    "main_first",
-    "rank",
-    "settled",
-    "shard",
-    "size",
-    "traffic",
-]
 
 _NAMES_BY_MODULE = {
     "allreduce": "allreduce",
@@ -102,25 +62,36 @@ _NAMES_BY_MODULE = {
     "main_rank": "is_main main_first",
     "metrics": "EarlyStopping any_rank average",
     "runtime": "init local_rank local_size rank size",
-    "strategies": (
-        "Centralized DeMo DiLoCo FullyShard Gossip LocalSGD ParameterServer ShardedOptimizer "
-        "Synchronous"
-    ),
     "traffic": "traffic",
 }
 _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
+    if name == "__all__":
+        return _public_names()
+    if name in _MODULE_OF:
+        value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    # Modules have small letters: looking for one must not import NumPy.
+    elif name[:1].isupper() and name in (found := _strategies()):
+        value = found[name]
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])
+    return sorted([*_public_names(), *(name for name in globals() if name.startswith("__"))])
+
+
+def _public_names() -> list[str]:
+    return sorted([*_MODULE_OF, *_strategies()])
+
+
+def _strategies() -> dict[str, Any]:
+    strategies = import_module(f"{__name__}.strategies")
+    return dict(strategies.strategy.strategies_in(strategies))
 
 
 class _Package(ModuleType):

@@ -28,7 +28,7 @@ from hvkit.learning_rate import Multiplier, describe, make_multiplier
 from hvkit.log import logger
 from hvkit.numbers import check_count, check_number
 from hvkit.strategies.parameter_server import ParameterServer
-from hvkit.strategies.strategy import Rounds, Strategy
+from hvkit.strategies.strategy import Rounds, Strategy, strategies_in
 from hvkit.strategies.synchronous import Synchronous
 from hvkit.watch.calls import call_within, named
 
@@ -274,7 +274,7 @@ def _checked(strategy: object) -> Strategy:
             f"strategy must be an object, got the class {strategy.__name__}: make one, "
             f"hvkit.{strategy.__name__}(...)"
         )
-    known = ", ".join(f"hvkit.{name}(...)" for name in strategies.__all__ if name != "Strategy")
+    known = ", ".join(f"hvkit.{name}(...)" for name in strategies_in(strategies))
     raise TypeError(
         f"strategy must be one of {known}; got {strategy!r} of type {type(strategy).__name__}"
     )

@@ -63,6 +63,20 @@ Exchange = Mean | Gather | Shares | Messages
 """A collective, or messages; whoever asks for it gets the result."""
 
 
+@dataclass(frozen=True)
+class Neighbours:
+    """Asks for the vectors of single ranks, which get this rank's; a list, by offset.
+
+    Attributes:
+        vector: of the same shape on every rank.
+        offsets: the vector goes to the ranks so many places after this one, counted in a circle,
+            and those of the ranks as many places before it come.
+    """
+
+    vector: Tensor
+    offsets: tuple[int, ...]
+
+
 def circle(offsets: Sequence[int], place: Place) -> tuple[list[int], list[int]]:
     """The ranks some places after this one, which it sends to, and those as many before it.
 

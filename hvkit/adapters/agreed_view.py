@@ -5,14 +5,18 @@ While they are shown, the model holds them, and this rank's own weights wait asi
 
 from __future__ import annotations
 
+import atexit
+import functools
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, ClassVar
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, ClassVar, Protocol
+from weakref import WeakSet
 
 from hvkit import collectives
-from hvkit.errors import RanksDisagreeError
-from hvkit.strategies.strategy import Rounds
+from hvkit.errors import RankLostError, RanksDisagreeError
+from hvkit.watch.calls import call
 from hvkit.watch.rank_errors import mark_as_shown_by
 
 
@@ -99,36 +103,49 @@ class AgreedView(ABC):
             )
 
 
-class AgreedInRounds(AgreedView):
-    """The same for a model that trains in rounds.
+class BesideTraining(Protocol):
+    """What lets agreements run beside training."""
+
+    def arrive(self) -> None:
+        """Wait for them; a collective."""
+
+
+_beside: WeakSet[BesideTraining] = WeakSet()
+
+
+def arrive_before_exit(keeper: BesideTraining) -> None:
+    """Wait at the end of the script: Horovod ends on all ranks with the first that ends."""
+    _beside.add(keeper)
+    _register()
+
+
+@functools.cache
+def _register() -> None:
+    # Registered after Horovod's own function and the watcher's, so it runs before them.
+    atexit.register(_arrive)
+
+
+def _arrive() -> None:
+    if getattr(sys, "last_value", None) is None:  # this rank has not failed
+        with suppress(RankLostError), call("the end of the script"):
+            for keeper in list(_beside):
+                keeper.arrive()
+
+
+def require_equal_steps(mine: Sequence[int]) -> None:
+    """Meet the other ranks in ``hvkit.settled``; a collective.
 
     Args:
-        strategy: what the ranks agree on.
+        mine: this rank's steps since the last agreement, for each optimizer.
+
+    Raises:
+        RanksDisagreeError: the ranks have taken different numbers of steps.
     """
-
-    equal_steps = True
-
-    def __init__(self, strategy: Rounds) -> None:
-        super().__init__()
-        self.strategy = strategy
-
-    @abstractmethod
-    def steps_in_round(self) -> list[int]:
-        """Steps since the last agreement, for each optimizer."""
-
-    def _meet(self) -> bool:
-        """As above.
-
-        Raises:
-            RanksDisagreeError: the ranks have taken different numbers of steps.
-        """
-        mine = self.steps_in_round()
-        for rank, theirs in enumerate(everyone := collectives.gather("hvkit.settled", mine)):
-            if theirs != everyone[0]:
-                error = RanksDisagreeError(
-                    f"rank {rank} has taken {sum(theirs)} steps since the last agreement, rank 0 "
-                    f"{sum(everyone[0])}: every rank must take equally many; hvkit.shard(data) "
-                    "gives each as many batches"
-                )
-                raise mark_as_shown_by(error, 0)
-        return any(mine) or not self.strategy.alike
+    for rank, theirs in enumerate(everyone := collectives.gather("hvkit.settled", list(mine))):
+        if theirs != everyone[0]:
+            error = RanksDisagreeError(
+                f"rank {rank} has taken {sum(theirs)} steps since the last agreement, rank 0 "
+                f"{sum(everyone[0])}: every rank must take equally many; hvkit.shard(data) "
+                "gives each as many batches"
+            )
+            raise mark_as_shown_by(error, 0)

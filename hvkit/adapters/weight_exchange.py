@@ -28,6 +28,7 @@ from hvkit.adapters.weight_server import (
     LOST,
     NOTHING,
     PUSH,
+    TAKE,
     Server,
 )
 from hvkit.errors import RankLostError
@@ -77,6 +78,18 @@ class Client:
         """Never exchange weights of this model again."""
         with self._one:
             self._mailbox.send(NOTHING, 0, number * KINDS + DROP, "checks")
+
+    def take(self, request: Array) -> int:
+        """Take batches of a queue, and return the number of the first.
+
+        Args:
+            request: of int64: the queue, the iteration, and how many to take.
+        """
+        with self._one:
+            self._mailbox.send(request, 0, TAKE, "checks")
+            self._wait()
+            self._mailbox.receive(answer := np.empty(1, np.int64), 0, ANSWER)
+            return int(answer[0])
 
     def end(self) -> None:
         """Wait until all ranks have ended their scripts."""
@@ -129,6 +142,10 @@ class Service:
         self._drop_some()
         self._reach.leave()
 
+    def take(self, request: Array) -> int:
+        """As ``Client.take``."""
+        return self._reach.take(request)
+
     def drop_later(self, number: int) -> None:
         """Drop a model with the next request: the garbage collector calls this at any time."""
         self._dropped.append(number)
@@ -151,6 +168,27 @@ class Service:
 
 _service: Service | None = None
 _models = 0
+
+
+def take_batch(queue: int, iteration: int, count: int = 1) -> int:
+    """Take a batch that no other rank has taken, and return its number.
+
+    Args:
+        queue: a number, the same on every rank.
+        iteration: over this queue.
+        count: 0 to look at the next number, and take nothing.
+
+    Raises:
+        ValueError: no model is trained with a parameter server.
+        RankLostError: another rank has ended.
+    """
+    if _service is None:
+        raise ValueError(
+            "hvkit.shard(..., dynamic=True) is for ranks that take different numbers of steps: "
+            "pass strategy=hvkit.ParameterServer(staleness=None) to hvkit.distribute before the "
+            "loop, or leave dynamic out"
+        )
+    return _service.take(np.array([queue, iteration, count], np.int64))
 
 
 class Exchange:

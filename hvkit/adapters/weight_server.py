@@ -29,7 +29,7 @@ from hvkit.watch.calls import in_short
 from hvkit.watch.watcher import Limits
 
 # Kinds of messages: requests, an answer, and what ends a wait without one.
-PUSH, LEAVE, END, DROP, ANSWER, LOST, KINDS = range(7)
+PUSH, LEAVE, END, DROP, TAKE, ANSWER, LOST, KINDS = range(8)
 NOTHING = np.empty(0, np.uint8)
 
 log_of_next: list[Update] | None = None
@@ -55,6 +55,8 @@ class Server:
         self._attendance = Attendance(size)
         self._own_answers: dict[int, list[Array]] = {}
         self._outbox: deque[tuple[int, int, list[Array]]] = deque()
+        # The next batch that no rank has taken, by queue and iteration.
+        self._next: dict[tuple[int, int], int] = {}
         # When each rank began to wait for its answer, by model and rank.
         self._since: dict[tuple[int, int], float] = {}
         self._reported: set[tuple[int, int]] = set()
@@ -97,6 +99,12 @@ class Server:
         with self._changed:
             self._raise_if_lost()
             self._leave(0)
+
+    def take(self, request: Array) -> int:
+        """As ``Client.take``, for rank 0."""
+        with self._changed:
+            self._raise_if_lost()
+            return self._take_batch(request)
 
     def drop(self, number: int) -> None:
         """As ``Client.drop``, for rank 0."""
@@ -158,6 +166,13 @@ class Server:
     def _take(self, source: int, number: int, kind: int) -> None:
         """Receive a request and act on it."""
         tag = number * KINDS + kind
+        if kind == TAKE:
+            request = np.empty(3, np.int64)
+            self._mailbox.receive(request, source, tag)
+            with self._changed:
+                answer = np.array([self._take_batch(request)])
+                self._outbox.append((source, ANSWER, [answer]))
+            return
         if kind == PUSH:
             changes = [np.empty_like(each) for each in self._models[number].weights]
             for each in changes:
@@ -180,6 +195,12 @@ class Server:
         self._models[number].push(rank, changes, self._attendance.away)
         self._since[number, rank] = time.monotonic()
         self._release()
+
+    def _take_batch(self, request: Array) -> int:
+        queue, iteration, count = map(int, request)
+        number = self._next.setdefault((queue, iteration), 0)
+        self._next[queue, iteration] = number + count
+        return number
 
     def _leave(self, rank: int) -> None:
         if self._attendance.enter(rank):
@@ -221,7 +242,7 @@ class Server:
         while self._outbox:
             rank, tag, arrays = self._outbox.popleft()
             for each in arrays:
-                purpose = "weights" if each is not NOTHING else "checks"
+                purpose = "weights" if each.dtype.kind == "f" else "checks"
                 self._mailbox.send(each, rank, tag, purpose)
         return sent
 

@@ -157,15 +157,19 @@ class Checkpoint:
             )
             self._end_epoch(progress.epoch)
             parts = self._parts_now()
+        except Exception as error:  # any error: the other ranks must not wait for this one
+            problem = error
+        # From here on no rank trains, so that what they count together stands still.
+        _require_same_progress(share(_SAVE, problem, (progress.epoch, progress.step)))
+        try:
             with ExitStack() as stack:
                 for keeper in _keepers(parts):
                     stack.enter_context(keeper.unsettled())
                 own = ranks.capture(parts)
             compared, rows = ranks.compared(parts)
-        except Exception as error:  # any error: the other ranks must not wait for this one
+        except Exception as error:
             problem = error
-        everyone = share(_SAVE, problem, (progress.epoch, progress.step))
-        _require_same_progress(everyone)
+        share(_SAVE, problem, None)
         require_same(_SAVE, compared, rows)
         first = collectives.broadcast(ranks.digests(own))
         states = collectives.collect(_SAVE, ranks.unlike(own, first))

@@ -7,6 +7,7 @@ One process with batch size B*N would read the same samples in this step.
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 from collections.abc import Iterator, Mapping
@@ -138,6 +139,35 @@ class Position:
                 )
         self.epoch, self.samples = state["epoch"], state["samples"]
         self._iteration, self._left = None, False
+
+
+class Queue:
+    """Numbers of batches that each go to the rank that wants one next, so fast ranks take more.
+
+    The parameter server hands them out. Every rank must make its queues in the same order.
+    """
+
+    _made = itertools.count()
+
+    def __init__(self) -> None:
+        self._number = next(self._made)
+
+    def take(self, iteration: int) -> int:
+        """Take the next batch, and return its number, which is beyond the end if none is left.
+
+        Args:
+            iteration: each rank's count of its iterations over the data.
+        """
+        # Only ranks with a parameter server need it.
+        from hvkit.adapters.weight_exchange import take_batch
+
+        return take_batch(self._number, iteration)
+
+    def next(self, iteration: int) -> int:
+        """The number of the batch that is taken next."""
+        from hvkit.adapters.weight_exchange import take_batch
+
+        return take_batch(self._number, iteration, 0)
 
 
 class FixedRandomness:

@@ -14,12 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 from hvkit import runtime
 from hvkit.collectives import require_equal
-from hvkit.data.order import Share, seed_from
+from hvkit.data.order import Queue, Share, seed_from
 from hvkit.data.pytorch_datasets import DatasetPart, StreamShard, contents
 from hvkit.data.samplers import Epoch, Order, SampleOrder, order_of
 from hvkit.errors import LaunchError
@@ -28,6 +35,21 @@ from hvkit.main_rank import warn_once
 ADAPTERS = Path("/sys/class/infiniband")
 
 _NONE = object()
+
+
+def dynamic_loader(
+    loader: DataLoader[Any], share: Share, seed: int
+) -> tuple[DynamicLoader, list[str]]:
+    """A loader of the batches that this rank takes, and the facts that must be equal on all ranks.
+
+    Raises:
+        TypeError: a loader or sampler of this kind cannot be shared so.
+        ValueError: the loader is already sharded.
+    """
+    _refuse_others(loader)
+    facts = [f"batch size {loader.batch_size}", f"drop_last {loader.drop_last}"]
+    part = DynamicLoader(loader, share.size, seed)
+    return part, [*facts, *contents(loader.dataset)]
 
 
 def shard_loader(loader: DataLoader[Any], share: Share, seed: int) -> tuple[Any, list[str]]:
@@ -139,6 +161,130 @@ class ShardedLoader(DataLoader[Any]):
         self._position.load(state)
 
 
+class DynamicLoader(DataLoader[Any]):
+    """A DataLoader of the batches that this rank takes, of those that no rank has taken yet.
+
+    Every iteration is a new epoch. Its length is the mean over ranks. ``state_dict`` and
+    ``load_state_dict`` return and set the position, which counts the batches that ranks have taken.
+
+    Args:
+        loader: the user's.
+        size: the number of ranks.
+        seed: of the order, the same on every rank.
+    """
+
+    def __init__(self, loader: DataLoader[Any], size: int, seed: int) -> None:
+        self._order = _order_of_all(loader, seed)
+        self._size, self._seed, self._queue = size, seed, Queue()
+        self._position = self._order.position
+        self._iterations = 0
+        # Batches of the iteration that runs; how many this rank has had in the last one.
+        self._batches: int | None = None
+        self._had = 0
+        self._adapter = _adapter_that_forbids_forks(loader)
+        options = _options(loader, self._adapter)
+        batches = _Taken(self._take)
+        super().__init__(
+            loader.dataset, batch_sampler=batches, generator=torch.Generator(), **options
+        )
+
+    def __len__(self) -> int:
+        return -(-len(self._order) // (self._order.batch * self._size))
+
+    def _take(self) -> Iterator[list[Any]]:
+        iteration, batch = self._iterations, self._order.batch
+        rows = self._order.rest_of(self._position.epoch, self._position.samples)[0]
+        self._batches = -(-len(rows) // batch)
+        while (number := self._queue.take(iteration)) < self._batches:
+            yield rows[number * batch : (number + 1) * batch]
+
+    def __iter__(self) -> Any:
+        iteration = self._position.begin()
+        self._refuse_look()
+        self._iterations += 1
+        self._had = 0
+        self.generator.manual_seed(seed_from(self._seed, self._position.epoch, runtime.rank()))
+        return self._counted(iteration, _started(super().__iter__, self._adapter))
+
+    def _counted(self, iteration: object, batches: Iterator[Any]) -> Iterator[Any]:
+        try:
+            for batch in batches:
+                self._had += 1
+                yield batch
+        except GeneratorExit:
+            self._position.leave(iteration)
+            raise
+        self._position.end(iteration)
+        self._batches = None
+
+    def _refuse_look(self) -> None:
+        """Raise if this rank has only looked at the iteration before, which others may read."""
+        if self._batches is not None and self._had == 1 and self._taken() < self._batches:
+            raise ValueError(
+                "this rank has left an epoch of a DataLoader from hvkit.shard(..., dynamic=True) "
+                "after its first batch, so the ranks would be in different epochs: look at samples "
+                "in the original DataLoader"
+            )
+
+    def _taken(self) -> int:
+        assert self._batches is not None
+        return min(self._queue.next(self._iterations), self._batches)
+
+    def end_epoch(self) -> None:
+        """Count an epoch that a loop left with ``break`` as done, as the next loop would."""
+        self._position.end_if_left()
+        self._batches = None
+
+    def state_dict(self) -> dict[str, int]:
+        """The position: epochs done, and samples of this epoch that ranks have taken."""
+        position = self._position.save()
+        if self._batches is not None:
+            position["samples"] += self._taken() * self._order.batch
+        return position
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a position: the next iteration is the rest of its epoch.
+
+        Raises:
+            ValueError: ``state_dict`` did not return it.
+        """
+        self._position.load(state)
+        self._batches = None
+
+
+class _Taken(Sampler[list[Any]]):
+    """A batch sampler: the batches that this rank takes."""
+
+    def __init__(self, take: Callable[[], Iterator[list[Any]]]) -> None:
+        self._take = take
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self._take()
+
+
+def _order_of_all(loader: DataLoader[Any], seed: int) -> SampleOrder:
+    """The order of all samples, which every rank draws alike.
+
+    Raises:
+        TypeError: the loader has a sampler of the user's own, or none.
+    """
+    fix = "leave dynamic out, and each rank gets its part"
+    batches = loader.batch_sampler
+    if isinstance(loader.dataset, IterableDataset) or type(batches) is not BatchSampler:
+        raise TypeError(
+            "dynamic=True needs a DataLoader with a batch_size, of a dataset with an index; got "
+            f"one of {type(loader.dataset).__qualname__} with the batch sampler "
+            f"{type(batches).__qualname__}: {fix}"
+        )
+    if type(batches.sampler) not in (RandomSampler, SequentialSampler):
+        raise TypeError(
+            "dynamic=True needs shuffle=True or False, because every rank draws the whole order, "
+            f"got the sampler {type(batches.sampler).__qualname__}: {fix}"
+        )
+    alone = Share(0, 1)
+    return SampleOrder(batches.sampler, alone, seed, batches.batch_size, batches.drop_last)
+
+
 class StreamLoader(DataLoader[Any]):
     """A DataLoader of one rank's part of a stream; workers get the same seeds on every rank.
 
@@ -174,7 +320,7 @@ def _options(loader: DataLoader[Any], adapter: str | None) -> dict[str, Any]:
 
 def _refuse_others(loader: DataLoader[Any]) -> None:
     name = type(loader).__qualname__
-    if isinstance(loader, ShardedLoader | StreamLoader):
+    if isinstance(loader, ShardedLoader | DynamicLoader | StreamLoader):
         raise ValueError("this DataLoader was returned by hvkit.shard: shard the original once")
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise TypeError(f"{name} has its own __iter__: pass a plain DataLoader")

@@ -20,7 +20,7 @@ _ACCEPTED = (
 
 
 @named("hvkit.shard")
-def shard(data: D, *, exact: bool = False, seed: int = 0) -> D:
+def shard(data: D, *, exact: bool = False, seed: int = 0, dynamic: bool = False) -> D:
     """This rank's part of the data, as an object of the same kind.
 
     For training, all ranks get the same number of batches, with equal sizes in each step, and
@@ -73,10 +73,19 @@ def shard(data: D, *, exact: bool = False, seed: int = 0) -> D:
     ``Subset`` and the labels of a PyDataset's first batch. They must also iterate equally often, so
     look at samples in the original data.
 
+    With ``dynamic=True`` a rank gets no part: each batch goes to the rank that wants one next, so
+    fast ranks take more, and together they read each sample once in an epoch. This is for training
+    with ``hvkit.ParameterServer``, whose ranks may take different numbers of steps, and which hands
+    out the batches; ``staleness=None`` lets fast ranks go ahead. It takes a DataLoader with a
+    ``batch_size`` and PyTorch's own samplers, whose length is then the mean over ranks, or a
+    ``tf.data.Dataset``, whose elements every rank reads and skips. Workers take batches ahead: a
+    run that is resumed in the middle of an epoch leaves out those that they had not delivered.
+
     Args:
         data: one of the kinds above.
         exact: True for evaluation.
         seed: the seed of a DataLoader's shuffle; not negative, the same on every rank.
+        dynamic: whether each batch goes to the rank that wants one next; not with ``exact``.
 
     Raises:
         TypeError: ``data`` is of another kind, or an argument of another type.
@@ -90,7 +99,11 @@ def shard(data: D, *, exact: bool = False, seed: int = 0) -> D:
     part: Any = None
     facts: list[str] = []
     try:
-        part, facts = shard_for(data, share, _checked(exact, seed))
+        checked = _checked(exact, seed)
+        if _is_dynamic(dynamic, share):
+            part, facts = _dynamic(data, share, checked)
+        if not dynamic or share.size == 1:
+            part, facts = shard_for(data, share, checked)
     except Exception as error:
         problem = error
     if exact is True and not facts:
@@ -147,6 +160,41 @@ def shard_for(data: Any, share: Share, seed: int) -> Part:
     else:
         raise TypeError(_refusal(data))
     return Part(part.data, [] if share.exact else [*part.facts, f"seed {seed}"])
+
+
+def _is_dynamic(dynamic: object, share: Share) -> bool:
+    if not isinstance(dynamic, bool):
+        raise TypeError(f"dynamic must be True or False, got {dynamic!r}")
+    if dynamic and share.exact:
+        raise ValueError(
+            "exact=True gives every rank the same part each time, and dynamic=True gives it what "
+            "it has time for: choose one"
+        )
+    return dynamic
+
+
+def _dynamic(data: Any, share: Share, seed: int) -> Part:
+    """The batches that a rank takes; not a collective.
+
+    Raises:
+        TypeError, ValueError: as ``shard``.
+    """
+    torch, tensorflow = sys.modules.get("torch"), sys.modules.get("tensorflow")
+    if torch is not None and isinstance(data, torch.utils.data.DataLoader):
+        from hvkit.data.pytorch_loader import dynamic_loader
+
+        part = Part(*dynamic_loader(data, share, seed))
+    elif tensorflow is not None and isinstance(data, tensorflow.data.Dataset):
+        from hvkit.data.tfdata import dynamic_tfdata
+
+        part = Part(*dynamic_tfdata(data, share))
+    else:
+        raise TypeError(
+            "dynamic=True takes a torch DataLoader or a tf.data.Dataset, got "
+            f"{type(data).__module__}.{type(data).__qualname__}: convert it to one of these, or "
+            "leave dynamic out, and each rank gets its part"
+        )
+    return Part(part.data, [*part.facts, f"seed {seed}", "dynamic"])
 
 
 def _checked(exact: object, seed: object) -> int:

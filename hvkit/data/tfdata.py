@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from hvkit.data.order import Share
+from hvkit.data.order import Queue, Share
 from hvkit.data.tfbatching import Batching, batching_of, stackable, whole
 
 
@@ -39,6 +40,51 @@ def shard_tfdata(data: tf.data.Dataset, share: Share) -> tuple[tf.data.Dataset, 
     ordered = tf.data.Options()
     ordered.deterministic = True
     return part.with_options(ordered), _facts(data, batching, share)
+
+
+def dynamic_tfdata(data: tf.data.Dataset, share: Share) -> tuple[tf.data.Dataset, list[str]]:
+    """The elements that this rank takes, and the facts that must be equal on all ranks.
+
+    Every rank runs the whole pipeline, and skips what others have taken.
+
+    Raises:
+        ValueError: ranks would read different orders.
+    """
+    refuse_unordered(data)
+    taken = _Taken()
+
+    def epoch(_: tf.Tensor) -> tf.data.Dataset:
+        iteration = tf.numpy_function(taken.begin, [], tf.int64)
+        mine = data.enumerate().filter(
+            lambda number, _: tf.numpy_function(taken.is_mine, [iteration, number], tf.bool)
+        )
+        return mine.map(lambda _, element: element)
+
+    return tf.data.Dataset.range(1).flat_map(epoch), _facts(data, batching_of(data), share)
+
+
+class _Taken:
+    """Which elements of a pipeline are this rank's; each iteration is an epoch."""
+
+    def __init__(self) -> None:
+        self._queue = Queue()
+        self._iterations = 0
+        self._mine: int | None = None
+
+    def begin(self) -> np.int64:
+        """Begin an iteration, and return its number."""
+        self._mine = None
+        self._iterations += 1
+        return np.int64(self._iterations)
+
+    def is_mine(self, iteration: np.int64, number: np.int64) -> np.bool_:
+        """Whether an element is this rank's; takes the next one when it is needed."""
+        if self._mine is None:
+            self._mine = self._queue.take(int(iteration))
+        mine = self._mine == number
+        if mine:
+            self._mine = None
+        return np.bool_(mine)
 
 
 def _facts(data: tf.data.Dataset, batching: Batching | None, share: Share) -> list[str]:

@@ -10,35 +10,24 @@
     demo                 the mean of the momenta's strongest frequencies in every step
     local_sgd            the mean of the weights, every so many steps
     diloco               the same, as a step of an outer optimizer
+    elastic_averaging    weights and a common centre that pull at each other
     gossip               the mean of the weights of neighbours
     parameter_server     a server that takes each rank's steps as they come
 
 A strategy is a frozen dataclass. It holds the mathematics, on vectors that may be PyTorch's,
 TensorFlow's or NumPy's; ``adapters/pytorch/rounds.py`` and ``adapters/keras/rounds.py`` call it at
 the right step, and checkpoints save its state. To add one that agrees on weights, write a subclass
-of ``Rounds`` in a file of its own, and export it here and in ``hvkit/__init__.py``.
+of ``Rounds`` in a file of its own, and import it below: that also makes it ``hvkit.NAME``, and a
+word of the recipes' ``--strategy``.
 """
 
-from hvkit.strategies.centralized import Centralized
-from hvkit.strategies.demo import DeMo
-from hvkit.strategies.diloco import DiLoCo
-from hvkit.strategies.fully_shard import FullyShard
-from hvkit.strategies.gossip import Gossip
-from hvkit.strategies.local_sgd import LocalSGD
-from hvkit.strategies.parameter_server import ParameterServer
-from hvkit.strategies.sharded_optimizer import ShardedOptimizer
-from hvkit.strategies.strategy import Strategy
-from hvkit.strategies.synchronous import Synchronous
-
-__all__ = [
-    "Centralized",
-    "DeMo",
-    "DiLoCo",
-    "FullyShard",
-    "Gossip",
-    "LocalSGD",
-    "ParameterServer",
-    "ShardedOptimizer",
-    "Strategy",
-    "Synchronous",
-]
+from hvkit.strategies.centralized import Centralized as Centralized
+from hvkit.strategies.demo import DeMo as DeMo
+from hvkit.strategies.diloco import DiLoCo as DiLoCo
+from hvkit.strategies.elastic_averaging import ElasticAveraging as ElasticAveraging
+from hvkit.strategies.fully_shard import FullyShard as FullyShard
+from hvkit.strategies.gossip import Gossip as Gossip
+from hvkit.strategies.local_sgd import LocalSGD as LocalSGD
+from hvkit.strategies.parameter_server import ParameterServer as ParameterServer
+from hvkit.strategies.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
+from hvkit.strategies.synchronous import Synchronous as Synchronous

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hvkit.numbers import check_number
-from hvkit.strategies.strategy import Comm, Rounds, State, Vector
+from hvkit.exchanges import Mean, Place
+from hvkit.numbers import check_count, check_number
+from hvkit.strategies.strategy import Agreement, Rounds, Settlement, State, Vector
 
 
 @dataclass(frozen=True)
@@ -23,26 +24,46 @@ class DiLoCo(Rounds):
     ``outer_lr=1, outer_momentum=0`` is ``LocalSGD``. Each rank sends 2 (N-1)/N times the weights'
     bytes in a round. Anchor and velocity take twice the memory of the weights.
 
+    With ``overlap=t`` the changes travel beside the first t steps of the next round, and the
+    network may take that long. The new anchor then changes the weights as it would have changed
+    those at the end of the round, x_w', so that the steps in between count:
+
+        x_w <- x_w + (a - x_w')
+
+    Gradients are t steps older than without. While the changes travel they take four times the
+    memory of the weights.
+    ``hvkit.settled`` waits, and shows the mean of the ranks' weights.
+
     Once momentum has built up, a change that is the same in every round counts eta / (1 - mu)
     times. The defaults make that once. More is faster where the steps inside are small, and
     diverges where they are as large as training bears.
 
     Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models"
-    (2023), with AdamW inside, rounds of 500 steps, eta 0.7 and mu 0.9: seven times.
+    (2023), with AdamW inside, rounds of 500 steps, eta 0.7 and mu 0.9: seven times. Beside
+    training: Zhou et al., "DaSGD: Squeezing SGD Parallelization Performance in Distributed Training
+    Using Delayed Averaging" (2020); Douillard et al., "Streaming DiLoCo with overlapping
+    communication" (2025).
 
     Args:
         every: optimizer steps from one agreement to the next.
         outer_lr: eta, from 0.
         outer_momentum: mu, from 0 to below 1.
+        overlap: t, steps of the next round beside which the changes travel, below ``every``.
     """
 
     outer_lr: float = 0.2
     outer_momentum: float = 0.8
+    overlap: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_number("outer_lr", self.outer_lr, least=0)
         check_number("outer_momentum", self.outer_momentum, least=0, below=1)
+        if check_count("overlap", self.overlap, 0) >= self.every:
+            raise ValueError(
+                f"overlap must be below every, which is {self.every}, got {self.overlap}: the "
+                "next round ends after so many steps"
+            )
 
     def begin(self, weights: Vector) -> State:
         return {"anchor": weights + 0, "velocity": weights * 0}
@@ -50,8 +71,13 @@ class DiLoCo(Rounds):
     def rebase(self, weights: Vector, state: State) -> State:
         return {"anchor": weights + 0, "velocity": state["velocity"]}
 
-    def agree(self, weights: Vector, state: State, comm: Comm) -> tuple[Vector, State]:
-        change = comm.mean(state["anchor"] - weights)
+    def agree(self, weights: Vector, state: State, place: Place) -> Agreement:
+        change = yield Mean(state["anchor"] - weights)
         velocity = self.outer_momentum * state["velocity"] + change
         anchor = state["anchor"] - self.outer_lr * (change + self.outer_momentum * velocity)
         return anchor, {"anchor": anchor, "velocity": velocity}
+
+    def settle(self, weights: Vector, state: State, place: Place) -> Settlement:
+        if not self.overlap:
+            return (yield from super().settle(weights, state, place))
+        return state["anchor"] - (yield Mean(state["anchor"] - weights))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hvkit.compression import Compression
-from hvkit.strategies.strategy import Comm, Rounds, State, Vector
+from hvkit.exchanges import Mean, Neighbours, Place
+from hvkit.strategies.strategy import Agreement, Rounds, Settlement, State, Vector
 
 TOPOLOGIES = ("ring", "exponential", "complete")
 
@@ -41,8 +42,6 @@ class Gossip(Rounds):
     every: int = 1
     topology: str = "ring"
 
-    alike = False
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.topology not in TOPOLOGIES:
@@ -60,15 +59,20 @@ class Gossip(Rounds):
     def begin(self, weights: Vector) -> State:
         return {}
 
-    def agree(self, weights: Vector, state: State, comm: Comm) -> tuple[Vector, State]:
-        theirs = comm.exchange(weights, offsets := _offsets(self.topology, comm.size))
+    @property
+    def alike(self) -> bool:
+        return False
+
+    def agree(self, weights: Vector, state: State, place: Place) -> Agreement:
+        offsets = _offsets(self.topology, place.size)
+        theirs = yield Neighbours(weights, tuple(offsets))
         mixed = weights
         for each in theirs:
             mixed = mixed + (each - weights) * (1 / (len(offsets) + 1))
         return mixed, state
 
-    def settle(self, weights: Vector, state: State, comm: Comm) -> Vector:
-        return comm.mean(weights)
+    def settle(self, weights: Vector, state: State, place: Place) -> Settlement:
+        return (yield Mean(weights))
 
 
 def _offsets(topology: str, size: int) -> list[int]:

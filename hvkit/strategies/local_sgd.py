@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hvkit.strategies.strategy import Comm, Rounds, State, Vector
+from hvkit.exchanges import Mean, Place
+from hvkit.strategies.strategy import Agreement, Rounds, State, Vector
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,6 @@ class LocalSGD(Rounds):
     def begin(self, weights: Vector) -> State:
         return {"anchor": weights + 0}
 
-    def agree(self, weights: Vector, state: State, comm: Comm) -> tuple[Vector, State]:
-        anchor = state["anchor"] - comm.mean(state["anchor"] - weights)
+    def agree(self, weights: Vector, state: State, place: Place) -> Agreement:
+        anchor = state["anchor"] - (yield Mean(state["anchor"] - weights))
         return anchor, {"anchor": anchor}

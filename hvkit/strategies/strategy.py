@@ -1,13 +1,15 @@
-"""The base classes of strategies, and what a strategy may use of the ranks."""
+"""The base classes of strategies."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from types import ModuleType
+from typing import Any
 
 from hvkit.compression import Compression
+from hvkit.exchanges import Mean, Neighbours, Place
 from hvkit.numbers import check_count
 
 Vector = Any
@@ -17,25 +19,11 @@ State = dict[str, Vector]
 """What a strategy keeps from one round to the next, by name, each of the weights' shape."""
 
 
-class Comm(Protocol):
-    """The ranks, as a strategy sees them. Every rank must make the same calls."""
+Agreement = Generator[Mean | Neighbours, Any, tuple[Vector, State]]
+"""Yields what to exchange with the other ranks, one after the other, and is sent the results."""
 
-    rank: int
-    size: int
-
-    def mean(self, vector: Vector) -> Vector:
-        """The mean over ranks; it travels compressed if the script has chosen a compression."""
-
-    def exchange(self, vector: Vector, offsets: Sequence[int]) -> list[Vector]:
-        """Send a vector to single ranks, and get theirs.
-
-        Args:
-            vector: of the same shape on every rank.
-            offsets: it goes to the ranks so many places after this one, counted in a circle.
-
-        Returns:
-            For each offset, the vector of the rank as many places before this one.
-        """
+Settlement = Generator[Mean | Neighbours, Any, Vector]
+"""The same, for weights alone."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +36,12 @@ class Strategy:
         Raises:
             ValueError: with the reason.
         """
+
+
+def strategies_in(module: ModuleType) -> dict[str, type[Strategy]]:
+    """The strategies that a module exports, by name."""
+    exported = {name: each for name, each in vars(module).items() if isinstance(each, type)}
+    return {name: each for name, each in sorted(exported.items()) if issubclass(each, Strategy)}
 
 
 @dataclass(frozen=True)
@@ -76,11 +70,18 @@ class Rounds(Strategy, ABC):
 
     every: int
 
-    alike: ClassVar[bool] = True
-    """Whether all ranks begin a round with the same weights."""
-
     def __post_init__(self) -> None:
         check_count("every", self.every)
+
+    @property
+    def overlap(self) -> int:
+        """Steps of the next round beside which an agreement runs; below ``every``."""
+        return 0
+
+    @property
+    def alike(self) -> bool:
+        """Whether all ranks begin a round with the same weights."""
+        return not self.overlap
 
     @abstractmethod
     def begin(self, weights: Vector) -> State:
@@ -100,21 +101,22 @@ class Rounds(Strategy, ABC):
         return self.begin(weights)
 
     @abstractmethod
-    def agree(self, weights: Vector, state: State, comm: Comm) -> tuple[Vector, State]:
+    def agree(self, weights: Vector, state: State, place: Place) -> Agreement:
         """End a round; must not change its arguments.
 
-        It may be called for some of the weights at a time.
+        A generator: it yields what it needs of the other ranks, and is sent the results. So the
+        next round may begin meanwhile. It may be called for some of the weights at a time.
 
         Args:
             weights: this rank's own.
             state: what ``begin`` or the round before has returned.
-            comm: for the collectives.
+            place: of this rank.
 
         Returns:
             The weights with which the next round begins, and the state.
         """
 
-    def settle(self, weights: Vector, state: State, comm: Comm) -> Vector:
+    def settle(self, weights: Vector, state: State, place: Place) -> Settlement:
         """The weights to evaluate and save now, the same on every rank; as ``agree``."""
-        agreed, _ = self.agree(weights, state, comm)
+        agreed, _ = yield from self.agree(weights, state, place)
         return agreed

@@ -13,14 +13,14 @@ import hvkit.compression as compression_kinds
 from common.schedule import SCHEDULES
 from hvkit import strategies
 from hvkit.compression import BY_NAME, Compression
-from hvkit.strategies import Strategy
+from hvkit.strategies.strategy import Strategy, strategies_in
 
 T = TypeVar("T", int, float)
 
 DRY_RUN_STEPS = 3
 
+STRATEGIES = [*strategies_in(strategies)]
 # The base classes and those that have a word are not hvkit's public names.
-STRATEGIES = [name for name in strategies.__all__ if name in hvkit.__all__]
 COMPRESSIONS = [name for name in compression_kinds.__all__ if name in hvkit.__all__]
 
 

@@ -62,6 +62,8 @@ RING = {
             ("ShardedOptimizer()", "'none'"),
             ("FullyShard()", "'none'"),
             ("Gossip()", "'none'"),
+            ("ParameterServer(3)", "'none'"),
+            ("DiLoCo(4, overlap=2)", "'none'"),
             ("DeMo(top_k=256)", "'none'"),
         ]
     ),

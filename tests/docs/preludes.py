@@ -58,6 +58,7 @@ STRATEGIES = (
     "centralized",
     "demo",
     "diloco",
+    "elastic-averaging",
     "fully-shard",
     "gossip",
     "local-sgd",

@@ -1,6 +1,7 @@
 """What tests on several ranks compare."""
 
 import hashlib
+import time
 
 import numpy as np
 
@@ -21,6 +22,43 @@ def largest_difference(arrays, references):
         float(np.abs(a - b).max() / max(np.abs(b).max(), np.finfo(np.float32).tiny))
         for a, b in zip(arrays, references, strict=True)
     )
+
+
+def diloco_by_hand(start, data, gradient, lr, strategy):
+    """Every rank's weights at the end, and their anchor, in float64.
+
+    Args:
+        start: the weights.
+        data: global batches.
+        gradient: a function of weights, inputs and targets.
+        lr: of the steps inside, by SGD.
+        strategy: ``hvkit.DiLoCo``.
+    """
+    size, anchor, velocity = hvkit.size(), start.astype(np.float64), 0
+    x, due = [anchor] * size, None
+    for step, batch in enumerate(data, 1):
+        for rank in range(size):
+            inputs, targets = (each[rank::size].astype(np.float64) for each in batch)
+            x[rank] = x[rank] - lr * gradient(x[rank], inputs, targets)
+        if due and step % strategy.every == strategy.overlap:
+            x, due = [mine + change for mine, change in zip(x, due, strict=True)], None
+        if step % strategy.every == 0:
+            change = np.mean([anchor - mine for mine in x], axis=0)
+            velocity = strategy.outer_momentum * velocity + change
+            anchor = anchor - strategy.outer_lr * (change + strategy.outer_momentum * velocity)
+            due = [anchor - mine for mine in x]
+            if not strategy.overlap:
+                x, due = [anchor] * size, None
+    return x, anchor, [mine + change for mine, change in zip(x, due or [0] * size, strict=True)]
+
+
+def wait_for(path):
+    """Wait until a file is there, for a minute."""
+    for _ in range(6000):
+        if path.exists():
+            return
+        time.sleep(0.01)
+    raise TimeoutError(f"no {path}")
 
 
 def my_part(batch):

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cases import MORE
+from cases import MORE, cases
 from launching import ALONE, HOROVODRUN, MPIRUN, python
 
 DIGITS = ("--dataset", "digits")
@@ -11,9 +11,9 @@ DIGITS = ("--dataset", "digits")
 @pytest.mark.parametrize(
     ("launcher", "recipe"),
     [
-        pytest.param(MPIRUN, "mnist_torch", marks=MORE),
+        (MPIRUN, "mnist_torch"),
         pytest.param(MPIRUN, "mnist_keras", marks=MORE),
-        (HOROVODRUN, "mnist_tf"),
+        pytest.param(HOROVODRUN, "mnist_tf", marks=MORE),
     ],
 )
 def test_two_ranks_learn_the_digits_with_default_settings(start, launcher, recipe):
@@ -24,9 +24,7 @@ def test_two_ranks_learn_the_digits_with_default_settings(start, launcher, recip
     assert run.said_more_than_once == []
 
 
-@pytest.mark.parametrize(
-    "recipe", ["mnist_torch", "mnist_keras", pytest.param("mnist_tf", marks=MORE)]
-)
+@pytest.mark.parametrize("recipe", cases(["mnist_keras", "mnist_torch", "mnist_tf"]))
 def test_a_dry_run_alone_trains_tests_and_writes_all_records(start, recipe):
     run = start(ALONE, recipe, *DIGITS, "--dry-run", "--log-interval", "2")
     assert [(r["event"], r.get("step")) for r in run.records] == [

@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
+from keras.src.trainers.epoch_iterator import EpochIterator
 
 from hvkit import collectives, runtime
 from hvkit.adapters.keras.averager import GradientAverager
@@ -76,7 +77,7 @@ def _on_this_rank(
         if _takes(method, "callbacks"):
             given = kwargs.get("callbacks")
             kwargs["callbacks"] = for_this_rank(given, epoch if trains else None)
-        aside = contextlib.nullcontext() if trains else epoch.set_aside()
+        aside = _each_epoch_to_its_end(epoch.rounds) if trains else epoch.set_aside()
         with aside, call_within(method.__name__), translated():
             try:
                 return method(*args, **kwargs)
@@ -85,6 +86,29 @@ def _on_this_rank(
                     epoch.rounds.put_back()
 
     return on_this_rank
+
+
+@contextlib.contextmanager
+def _each_epoch_to_its_end(rounds: RoundKeeper | ServedModel | None) -> Iterator[None]:
+    """Let ``fit`` read data of unknown length to its end in every epoch.
+
+    Keras takes no more steps than in the first epoch. Where ranks may take different numbers of
+    steps, and each batch goes to the rank that has time, that would leave batches behind.
+    """
+    if rounds is None or rounds.equal_steps:
+        yield
+        return
+    before = vars(EpochIterator).get("_num_batches")
+    EpochIterator._num_batches = property(
+        lambda self: self.data_adapter.num_batches, lambda self, learned: None
+    )
+    try:
+        yield
+    finally:
+        if before is None:
+            del EpochIterator._num_batches
+        else:  # a fit inside a fit
+            EpochIterator._num_batches = before
 
 
 def _takes(method: Callable[..., Any], name: str) -> bool:

@@ -55,7 +55,11 @@ def synchronise(weights: Sequence[Any]) -> None:
     """
     with tf.init_scope():
         facts = [f"{w.path}: shape {tuple(w.shape)}, {w.dtype}" for w in weights]
-        require_equal("model", facts, "build the same model on every rank")
+        advice = (
+            "build the same model on every rank; if only numbers in names differ, some rank has "
+            "made other models before: call keras.utils.clear_session() there, or name the layers"
+        )
+        require_equal("model", facts, advice)
         _broadcast(weights)
 
 

@@ -11,22 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakMethod, ref
+from weakref import ref
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from hvkit import collectives
-from hvkit.adapters.agreed_view import AgreedView
-from hvkit.adapters.keras.batch_norm import average_statistics
 from hvkit.adapters.keras.checks import Checks
-from hvkit.adapters.keras.graph_collectives import GraphWait, widened
-from hvkit.adapters.keras.initial_state import tf_variable
-from hvkit.adapters.keras.refusals import refuse_xla, remember_updated
-from hvkit.adapters.keras.updates import Updates
+from hvkit.adapters.keras.graph_collectives import widened
+from hvkit.adapters.keras.weights import Array, Updates, WeightKeeper, in_numpy
 from hvkit.adapters.weight_exchange import Exchange
-from hvkit.strategies.parameter_server import Array, ParameterServer
+from hvkit.strategies.parameter_server import ParameterServer
 from hvkit.watch.calls import call
 
 _STEP = "optimizer.apply()"
@@ -50,7 +46,7 @@ class _Served(NamedTuple):
     stop: int
 
 
-class ServedModel(AgreedView):
+class ServedModel(WeightKeeper):
     """Exchanges the weights of one model with the server. Making it is a collective.
 
     Args:
@@ -62,18 +58,14 @@ class ServedModel(AgreedView):
     """
 
     compression = None
-    alone = True
     equal_steps = False
 
     def __init__(
         self, strategy: ParameterServer, model: keras.Model, name: str, with_statistics: bool
     ) -> None:
-        super().__init__()
+        super().__init__(model, name, with_statistics)
         self.strategy = strategy
-        # Weak: hvkit keeps this object as long as the model.
-        self._model = ref(model)
         self._exchange = Exchange(strategy)
-        self._statistics = GraphWait(f"{name}.statistics") if with_statistics else None
         # Both by the id of a variable: TensorFlow never frees what a graph's functions refer to.
         self._variables: dict[int, tf.Variable] = {}
         self._served: dict[int, _Served] = {}
@@ -111,12 +103,11 @@ class ServedModel(AgreedView):
     def serve(self, variables: Sequence[tf.Variable], complete: tf.Variable) -> tf.Tensor:
         """Have the server hold variables; a collective if it lacks any."""
         self._variables.update((id(v), v) for v in variables)
-        keys, add = [id(v) for v in variables], WeakMethod(self._add)
+        keys = [id(v) for v in variables]
 
         def begin() -> tf.Tensor:
             values = [widened(v.value()) for v in variables]
-            done = _in_numpy(lambda *arrays: _call(add, keys, arrays), values, [tf.bool])
-            return complete.assign(done[0])
+            return complete.assign(in_numpy(self._add, keys, values, [tf.bool])[0])
 
         return tf.cond(complete, lambda: tf.constant(True), begin)
 
@@ -158,9 +149,8 @@ class ServedModel(AgreedView):
     def exchange(self, variables: Sequence[tf.Variable]) -> tf.Tensor:
         """Send what an update has changed, and go on from the server's weights."""
         values = [widened(v.value()) for v in variables]
-        keys, step = [id(v) for v in variables], WeakMethod(self._step)
-        dtypes = [v.dtype for v in values]
-        results = _in_numpy(lambda *arrays: _call(step, keys, arrays), values, dtypes)
+        keys, dtypes = [id(v) for v in variables], [v.dtype for v in values]
+        results = in_numpy(self._step, keys, values, dtypes)
         for v, result in zip(variables, results, strict=True):
             v.assign(tf.cast(tf.reshape(result, v.shape), v.dtype))
         return tf.constant(True)
@@ -208,8 +198,7 @@ class ServedModel(AgreedView):
         held |= {key: each.variable for key, each in self._served.items()}
         for key, value in self._shown.items():
             _set(held[key], value)
-        if self._statistics and (model := self._model()) is not None:
-            average_statistics(model, self._statistics)
+        self._average_statistics()
 
     def put_back(self) -> None:
         """Hold this rank's own weights again."""
@@ -233,13 +222,6 @@ class ServedModel(AgreedView):
 
     def rebase(self) -> None:
         """Nothing to do: what the script has changed travels with the next step."""
-
-    def _values(self) -> list[tuple[Any, Any]]:
-        return [(weight, weight.numpy()) for weight in self._weights()]
-
-    def _set_values(self, values: list[tuple[Any, Any]]) -> None:
-        for weight, value in values:
-            weight.assign(value)
 
     def begin_anew(self) -> None:
         """Begin with the weights that the ranks hold now, the same on all."""
@@ -280,10 +262,6 @@ class ServedModel(AgreedView):
     def load_own_state(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
         """Set what ``own_state`` returned."""
 
-    def _weights(self) -> list[tf.Variable]:
-        model = self._model()
-        return [] if model is None else [tf_variable(w) for w in model.weights]
-
 
 class _ServedUpdates(Updates):
     """Lets a model exchange its weights after the updates of one optimizer."""
@@ -295,58 +273,27 @@ class _ServedUpdates(Updates):
         checks: Checks,
         before_update: Callable[[Sequence[Any]], None],
     ) -> None:
-        self._model = served
-        self.checks = checks
-        self._before_update = before_update
+        self._served = served
         self._per_step = optimizer.gradient_accumulation_steps or 1
-        self._updating = False
         self._flags: dict[frozenset[int], tf.Variable] = {}
         with tf.init_scope(), tf.device("CPU:0"):
             self._calls = tf.Variable(0, dtype=tf.int64, trainable=False)
-        super().__init__(optimizer)
+        super().__init__(served, optimizer, checks, before_update)
 
-    def around(self, update: Callable[[], None], grads: Sequence[Any], variables: Any) -> None:
-        """Update, and exchange the weights once in ``gradient_accumulation_steps``."""
-        if self._updating or not grads or variables is None:
-            update()
-            return
-        refuse_xla("optimizer.apply")
-        self._model.refuse_step()
-        remember_updated(variables)
-        self._before_update(variables)
-        weights = [tf_variable(v) for v in variables]
+    def _before(
+        self, grads: Sequence[Any], variables: Sequence[Any], weights: list[tf.Variable]
+    ) -> list[Any]:
         key = frozenset(map(id, weights))
         if key not in self._flags:
-            self._flags[key] = self._model.flag()
-        with tf.control_dependencies([self._model.serve(weights, self._flags[key])]):
-            compared = self.checks(grads, variables)
-        self._updating = True
-        try:
-            with tf.control_dependencies(compared):
-                update()
-        finally:
-            self._updating = False
+            self._flags[key] = self._served.flag()
+        with tf.control_dependencies([self._served.serve(weights, self._flags[key])]):
+            return list(self.checks(grads, variables))
+
+    def _after(self, weights: list[tf.Variable]) -> None:
+        """Exchange the weights once in ``gradient_accumulation_steps``."""
         due = self._calls.assign_add(1) % self._per_step == 0
-        tf.cond(due, lambda: self._model.exchange(weights), lambda: tf.constant(True))
+        tf.cond(due, lambda: self._served.exchange(weights), lambda: tf.constant(True))
 
 
 def _set(variable: tf.Variable, values: Array) -> None:
     variable.assign(tf.cast(tf.reshape(values, variable.shape), variable.dtype))
-
-
-def _in_numpy(
-    function: Callable[..., list[Array]], inputs: Sequence[tf.Tensor], dtypes: list[tf.DType]
-) -> list[Any]:
-    """The results of a function of NumPy arrays, in eager code and in graphs."""
-    if tf.executing_eagerly():
-        return function(*(each.numpy() for each in inputs))
-    results: list[Any] = tf.numpy_function(function, inputs, dtypes)
-    return results
-
-
-def _call(method: WeakMethod[Any], keys: Sequence[int], arrays: Sequence[Array]) -> list[Array]:
-    """Call a method whose object a graph must not keep."""
-    function = method()
-    assert function is not None
-    results: list[Array] = function(keys, [np.asarray(each) for each in arrays])
-    return results

@@ -6,10 +6,15 @@ steps do not take.
 
 A ``LossScaleOptimizer`` skips an update if the gradients overflow. That update counts, too: an
 overflow on one rank must not move the ends of its rounds against those of the others.
+
+With ``overlap`` the agreement runs in a thread, beside the first steps of the next round. What it
+then adds to the weights is how it has changed those at the end of the round, so no step in between
+is lost.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import ref
@@ -18,25 +23,36 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvkit.adapters.agreed_view import AgreedInRounds
-from hvkit.adapters.gradient_chunks import chunks
-from hvkit.adapters.keras.batch_norm import average_statistics
+from hvkit.adapters.agreed_view import arrive_before_exit, require_equal_steps
+from hvkit.adapters.keras.agreements import Network, Thread
 from hvkit.adapters.keras.checks import Checks
-from hvkit.adapters.keras.graph_collectives import CompressedMeans, GraphWait, widened
-from hvkit.adapters.keras.initial_state import tf_variable
-from hvkit.adapters.keras.refusals import refuse_xla, remember_updated
-from hvkit.adapters.keras.updates import Updates
+from hvkit.adapters.keras.graph_collectives import CompressedMeans, GraphWait
+from hvkit.adapters.keras.weights import (
+    Array,
+    Updates,
+    WeightKeeper,
+    flat_values,
+    ids,
+    in_numpy,
+    pieces,
+    shaped,
+    split,
+    wide,
+)
 from hvkit.adapters.keras.wire import Wire
 from hvkit.compression import Compression
-from hvkit.exchanges import Messages, by_rank, circle
 from hvkit.strategies.strategy import Rounds
+from hvkit.watch.calls import call
 
-# What begins names in a checkpoint: of what the compression keeps, and of groups of variables.
+# What begins names in a checkpoint: of what the compression keeps, of what agreements that ran
+# beside training will add to the weights, and of groups of variables.
 _SENT = "sent-"
+_DUE = "due-"
 _GROUP = "group-"
+_STEP = "optimizer.apply()"
 
 
-class RoundKeeper(AgreedInRounds):
+class RoundKeeper(WeightKeeper):
     """Ends the rounds of the optimizers of one model.
 
     Args:
@@ -47,6 +63,8 @@ class RoundKeeper(AgreedInRounds):
         with_statistics: whether each agreement averages the statistics of batch-norm layers.
     """
 
+    equal_steps = True
+
     def __init__(
         self,
         strategy: Rounds,
@@ -55,28 +73,26 @@ class RoundKeeper(AgreedInRounds):
         compression: Compression | None,
         with_statistics: bool,
     ) -> None:
-        super().__init__(strategy)
+        super().__init__(model, name, with_statistics)
+        self.strategy = strategy
         self.compression = compression
-        self.alone = True
-        # Weak: hvkit keeps this object as long as the model.
-        self._model = ref(model)
         self._wait = GraphWait(f"{name}.weights")
         self._wire = Wire("weights")
         self._compressed = CompressedMeans(compression, self._wire) if compression else None
-        self._statistics = GraphWait(f"{name}.statistics") if with_statistics else None
         # By the id of a weight: the variables with its state, and whether they have values.
         self._state: dict[int, dict[str, tf.Variable]] = {}
         self._begun: dict[int, tf.Variable] = {}
         self._all_begun: dict[frozenset[int], tf.Variable] = {}
         # Numbers for the names of collectives, by the id of their first weight.
         self._names: dict[int, int] = {}
+        # Agreements that run beside training; what those that have ended will add to the weights.
+        self._running: list[tuple[set[int], Thread]] = []
+        self._beside: dict[tuple[int, ...], Any] = {}
+        self._due: dict[int, Array] = {}
+        self._variables: dict[int, tf.Variable] = {}
         # Weak: the optimizers keep them. Their groups count also when they are gone.
         self._optimizers: list[ref[_OptimizerRounds]] = []
         self._groups: list[list[_Group]] = []
-
-    def steps_in_round(self) -> list[int]:
-        """Steps since the last agreement, for each optimizer and the variables it updates."""
-        return [each.steps_done for groups in self._groups for each in groups]
 
     def watch(
         self, optimizer: Any, checks: Checks, before_update: Callable[[Sequence[Any]], None]
@@ -97,7 +113,7 @@ class RoundKeeper(AgreedInRounds):
         new = [v for v in variables if id(v) not in self._state]
         for v in new:
             with tf.init_scope():
-                zeros = tf.zeros([int(np.prod(v.shape))], _wide(v.dtype))
+                zeros = tf.zeros([int(np.prod(v.shape))], wide(v.dtype))
                 self._state[id(v)] = {
                     name: tf.Variable(value, trainable=False)
                     for name, value in self.strategy.begin(zeros).items()
@@ -115,7 +131,7 @@ class RoundKeeper(AgreedInRounds):
     def _begin(self, variables: Sequence[Any], all_begun: tf.Variable) -> tf.Tensor:
         for v in variables:
             known = self._begun[id(v)]
-            for name, value in self.strategy.begin(_flat(v)).items():
+            for name, value in self.strategy.begin(flat_values(v)).items():
                 held = self._state[id(v)][name]
                 held.assign(tf.where(known, held, value))
             known.assign(True)
@@ -131,63 +147,150 @@ class RoundKeeper(AgreedInRounds):
             variables: with their state.
             keep: whether the round ends, so that the strategy's state changes.
         """
-        for kind in _of_one_kind(variables):
-            for run in chunks([int(np.prod(v.shape)) * v.dtype.size for v in kind]):
-                self._agree_on([kind[at] for at in run], keep=keep)
-        if self._statistics and (model := self._model()) is not None:
-            average_statistics(model, self._statistics)
+        network = Network(self._wait, self._wire, self._compressed, keep)
+        for together in pieces(variables):
+            weights = tf.concat([flat_values(v) for v in together], axis=0)
+            weights, states = self._agreed(network, together, weights, keep=keep)
+            for v, piece in zip(together, split(weights, together), strict=True):
+                v.assign(shaped(piece, v))
+            self._set_states(states)
+        self._average_statistics()
         return tf.constant(True)
 
-    def _agree_on(self, together: list[tf.Variable], *, keep: bool) -> None:
-        sizes = [int(np.prod(v.shape)) for v in together]
-        states = [self._state[id(v)] for v in together]
-        number = self._names.setdefault(id(together[0]), len(self._names))
-        name = f"{self._wait.key}.{number}"
-        comm = _Comm(self._wait, self._wire, together, self._compressed, name, keep)
-        weights = tf.concat([_flat(v) for v in together], axis=0)
-        state = {n: tf.concat([each[n] for each in states], axis=0) for n in states[0]}
-        if keep:
-            weights, state = self.strategy.agree(weights, state, comm)
-        else:
-            weights = self.strategy.settle(weights, state, comm)
-        for v, piece in zip(together, tf.split(weights, sizes), strict=True):
-            v.assign(tf.cast(tf.reshape(piece, v.shape), v.dtype))
-        for n in state if keep else ():
-            for each, piece in zip(states, tf.split(state[n], sizes), strict=True):
-                each[n].assign(piece)
+    def _agreed(
+        self, network: Network, together: list[tf.Variable], weights: tf.Tensor, *, keep: bool
+    ) -> tuple[tf.Tensor, dict[int, dict[str, tf.Tensor]]]:
+        """What the strategy returns: weights, and if the round ends the states by id."""
+        held = [self._state[id(v)] for v in together]
+        state = {name: tf.concat([each[name] for each in held], axis=0) for name in held[0]}
+        end = self.strategy.agree if keep else self.strategy.settle
+        name = f"{self._wait.key}.{self._names.setdefault(id(together[0]), len(self._names))}"
+        result = network.carry_out(end(weights, state, self._wire), together, name)
+        if not keep:
+            return result, {}
+        weights, state = result
+        by_name = {name: split(vector, together) for name, vector in state.items()}
+        states = {
+            id(v): {name: vectors[at] for name, vectors in by_name.items()}
+            for at, v in enumerate(together)
+        }
+        return weights, states
+
+    def _set_states(self, states: dict[int, dict[str, tf.Tensor]]) -> None:
+        for key, state in states.items():
+            for name, vector in state.items():
+                self._state[key][name].assign(vector)
+
+    def begin_agreement(self, variables: Sequence[tf.Variable]) -> tf.Tensor:
+        """End a round with an agreement that runs beside training."""
+        self._variables.update((id(v), v) for v in variables)
+        self.add_due(variables)  # of other groups, which change some of them, too
+        begun = in_numpy(
+            self._begin_beside, ids(variables), [flat_values(v) for v in variables], [tf.bool]
+        )
+        self._average_statistics()
+        return begun[0]
+
+    def _begin_beside(self, keys: Sequence[int], weights: Sequence[Array]) -> list[Array]:
+        key = tuple(keys)
+        if key not in self._beside:
+            self._beside[key] = tf.function(functools.partial(self._agree_beside, key))
+        agree = self._beside[key]
+        tensors = [tf.constant(each) for each in weights]
+        self._running.append((set(keys), Thread(lambda: agree(tensors))))
+        arrive_before_exit(self)
+        return [np.array(True)]
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def _agree_beside(
+        self, keys: Sequence[int], weights: Sequence[tf.Tensor]
+    ) -> tuple[dict[int, tf.Tensor], dict[int, dict[str, tf.Tensor]]]:
+        """By id: what an agreement changes of weights, and their new states.
+
+        A graph that a thread runs: in eager code Horovod gives operations of one kind one name,
+        and would mix this one up with those of the main thread.
+        """
+        given = dict(zip(keys, weights, strict=True))
+        network = Network(None, self._wire, self._compressed, keep=True)
+        due: dict[int, tf.Tensor] = {}
+        states: dict[int, dict[str, tf.Tensor]] = {}
+        for together in pieces([self._variables[key] for key in keys]):
+            own = tf.concat([given[id(v)] for v in together], axis=0)
+            agreed, new = self._agreed(network, together, own, keep=True)
+            due |= dict(zip(ids(together), split(agreed - own, together), strict=True))
+            states |= new
+        return due, states
+
+    def arrive(self, keys: Sequence[int] | None = None) -> None:
+        """Wait for the agreements that run beside training.
+
+        Args:
+            keys: ids of variables, for the agreements on any of these; None for all.
+        """
+        for of, thread in list(self._running):
+            if keys is None or not of.isdisjoint(keys):
+                with call(_STEP):
+                    due, states = thread.result()
+                self._running.remove((of, thread))
+                self._due |= {key: each.numpy() for key, each in due.items()}
+                self._set_states(states)
+
+    def add_due(self, variables: Sequence[tf.Variable]) -> tf.Tensor:
+        """Wait, and add what agreements beside training have changed to the weights."""
+        if not self.strategy.overlap:
+            return tf.constant(True)
+        flat = [flat_values(v) for v in variables]
+        due = in_numpy(self._take_due, ids(variables), flat, [each.dtype for each in flat])
+        for v, weights in zip(variables, due, strict=True):
+            v.assign(shaped(weights, v))
+        return tf.constant(True)
+
+    def _take_due(self, keys: Sequence[int], weights: Sequence[Array]) -> list[Array]:
+        self.arrive(keys)
+        return [
+            each + self._due.pop(key) if key in self._due else each
+            for key, each in zip(keys, weights, strict=True)
+        ]
 
     def _show_agreed(self) -> None:
-        for groups in self._groups:
-            for each in groups:
-                if each.steps_done or not self.strategy.alike:
-                    self.agree(each.variables, keep=False)
-
-    def _values(self) -> list[tuple[Any, Any]]:
-        return [(weight, weight.numpy()) for weight in self._weights()]
-
-    def _set_values(self, values: list[tuple[Any, Any]]) -> None:
-        for weight, value in values:
-            weight.assign(value)
+        self.arrive()
+        due = dict(self._due)
+        for group in self._every_group():
+            if group.steps_done or not self.strategy.alike:
+                self.add_due(group.variables)
+                self.agree(group.variables, keep=False)
+        self._due = due
 
     def end_rounds(self) -> None:
         """End the rounds that have begun, as at the end of training; a collective.
 
         All ranks then hold the same weights.
         """
-        for groups in self._groups:
-            for each in groups:
-                if each.steps_done:
-                    self.agree(each.variables)
-                    each.steps_done = 0
-                if not self.strategy.alike:
-                    self.agree(each.variables, keep=False)
+        for group in self._every_group():
+            self.add_due(group.variables)
+            if self.strategy.alike and group.steps_done:
+                self.agree(group.variables)
+            elif not self.strategy.alike:
+                self.agree(group.variables, keep=False)
+                for v in group.variables:
+                    self._rebase(v)
+            group.steps_done = 0
+
+    def _every_group(self) -> list[_Group]:
+        return [each for groups in self._groups for each in groups]
+
+    def _meet(self) -> bool:
+        steps = [each.steps_done for each in self._every_group()]
+        require_equal_steps(steps)
+        return any(steps) or not self.strategy.alike
 
     def rebase(self) -> None:
         """Take over weights that the script has set since the last agreement, on all ranks.
 
-        Does nothing in the middle of a round.
+        Does nothing in the middle of a round. Where ranks never hold the same weights, those that
+        the script sets count as a change like any other.
         """
-        if any(self.steps_in_round()):
+        if not self.strategy.alike or any(each.steps_done for each in self._every_group()):
             return
         for weight in self._weights():
             begun = self._begun.get(id(weight))
@@ -197,18 +300,19 @@ class RoundKeeper(AgreedInRounds):
     def _rebase(self, weight: tf.Variable) -> None:
         held = self._state[id(weight)]
         state = {name: variable.value() for name, variable in held.items()}
-        for name, value in self.strategy.rebase(_flat(weight), state).items():
+        for name, value in self.strategy.rebase(flat_values(weight), state).items():
             held[name].assign(value)
 
     def begin_anew(self) -> None:
         """Begin with the weights that the ranks hold now, the same on all; forget all rounds."""
         for begun in [*self._begun.values(), *self._all_begun.values()]:
             begun.assign(False)
+        self.arrive()
+        self._due.clear()
         if self._compressed:
             self._compressed.begin_anew()
-        for groups in self._groups:
-            for each in groups:  # graphs hold them
-                each.steps_done = 0
+        for each in self._every_group():  # graphs hold them
+            each.steps_done = 0
 
     def state(self) -> dict[str, np.ndarray[Any, Any]]:
         """What a checkpoint saves, the same on every rank: by state and weight, and counts."""
@@ -260,19 +364,23 @@ class RoundKeeper(AgreedInRounds):
                 optimizer.go_on([weights[i] for i in updated], steps)
 
     def own_state(self) -> dict[str, np.ndarray[Any, Any]]:
-        """What a checkpoint saves for each rank: residuals."""
-        if not self._compressed:
-            return {}
-        return self._compressed.arrays(self._compressed.compression.own, self._weights())
+        """What a checkpoint saves for each rank: residuals, and what is due to its weights."""
+        self.arrive()
+        weights = self._weights()
+        number = {id(weight): i for i, weight in enumerate(weights)}
+        due = {f"{_DUE}{number[key]}": change for key, change in self._due.items()}
+        if self._compressed:
+            due |= self._compressed.arrays(self._compressed.compression.own, weights)
+        return due
 
     def load_own_state(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
         """Set what ``own_state`` returned on this rank."""
+        weights = self._weights()
+        due = {key: array for key, array in arrays.items() if key.startswith(_DUE)}
+        self._due = {id(weights[int(key.removeprefix(_DUE))]): due[key] for key in due}
         if self._compressed:
-            self._compressed.load(arrays, self._weights())
-
-    def _weights(self) -> list[tf.Variable]:
-        model = self._model()
-        return [] if model is None else [tf_variable(w) for w in model.weights]
+            kept = {key: array for key, array in arrays.items() if key not in due}
+            self._compressed.load(kept, weights)
 
 
 class _Group:
@@ -305,18 +413,17 @@ class _OptimizerRounds(Updates):
         checks: Checks,
         before_update: Callable[[Sequence[Any]], None],
     ) -> None:
-        self._keeper = keeper
-        self._checks = checks
-        self._before_update = before_update
-        self._updates = keeper.strategy.every * (optimizer.gradient_accumulation_steps or 1)
-        self._updating = False
+        self._rounds = keeper
+        per_step = optimizer.gradient_accumulation_steps or 1
+        self._updates = keeper.strategy.every * per_step
+        self._beside = keeper.strategy.overlap * per_step
         self.groups: list[_Group] = []
-        super().__init__(optimizer)
+        super().__init__(keeper, optimizer, checks, before_update)
 
     def go_on(self, variables: list[tf.Variable], steps: int) -> None:
         """Resume in a round; in the middle of one, the ranks' weights need not be alike."""
         self._group_of(variables).steps_done = steps
-        self._checks.skip_weights()
+        self.checks.skip_weights()
 
     def _group_of(self, variables: list[tf.Variable]) -> _Group:
         """The group of these variables.
@@ -330,105 +437,35 @@ class _OptimizerRounds(Updates):
                 return group
         with tf.init_scope():
             for group in self.groups:
-                if group.steps_done and not ids.isdisjoint(map(id, group.variables)):
-                    self._keeper.agree(group.variables)
-                    group.steps_done = 0
+                if not ids.isdisjoint(map(id, group.variables)):
+                    self._rounds.add_due(group.variables)
+                    if group.steps_done:
+                        self._rounds.agree(group.variables)
+                        group.steps_done = 0
         self.groups.append(_Group(variables))
         return self.groups[-1]
 
-    def around(self, update: Callable[[], None], grads: Sequence[Any], variables: Any) -> None:
-        """Update, and end the round if it is time."""
-        if self._updating or not grads or variables is None:
-            update()
-            return
-        refuse_xla("optimizer.apply")
-        self._keeper.refuse_step()
-        remember_updated(variables)
-        self._before_update(variables)
-        weights = [tf_variable(v) for v in variables]
-        with tf.control_dependencies(self._checks(grads, variables)):
-            self._keeper.hold_state(weights)
+    def _before(
+        self, grads: Sequence[Any], variables: Sequence[Any], weights: list[tf.Variable]
+    ) -> list[Any]:
+        with tf.control_dependencies(self.checks(grads, variables)):
+            self._rounds.hold_state(weights)
+        self._group_of(weights)
+        return []
+
+    def _after(self, weights: list[tf.Variable]) -> None:
+        """End the round if it is time, and let one that has ended beside training count."""
         group = self._group_of(weights)
-        self._updating = True
-        try:
-            update()
-        finally:
-            self._updating = False
         steps = group.steps.assign_add(1)
+        if self._beside:
+            tf.cond(steps == self._beside, lambda: self._rounds.add_due(group.variables), _nothing)
         tf.cond(steps >= self._updates, lambda: self._end_round(group), _nothing)
 
     def _end_round(self, group: _Group) -> tf.Tensor:
         group.steps.assign(0)
-        return self._keeper.agree(group.variables)
-
-
-class _Comm:
-    """The ranks, as a strategy sees them.
-
-    Args:
-        wait: counts the waits in graphs.
-        wire: counts the bytes.
-        variables: of the vectors, all of one dtype.
-        compressed: for float32 vectors, if they travel compressed.
-        name: the same on every rank, and no other collective's.
-        keep: whether the round ends, so that what the compression keeps changes.
-    """
-
-    def __init__(
-        self,
-        wait: GraphWait,
-        wire: Wire,
-        variables: Sequence[tf.Variable],
-        compressed: CompressedMeans | None,
-        name: str,
-        keep: bool,
-    ) -> None:
-        self._wait = wait
-        self._wire = wire
-        self._variables = variables
-        self._compressed = compressed
-        self._name = name
-        self._keep = keep
-        self.rank, self.size = wire.rank, wire.size
-
-    def mean(self, vector: tf.Tensor) -> tf.Tensor:
-        return self._wait.around(vector, self._mean)
-
-    def _mean(self, vector: tf.Tensor) -> tf.Tensor:
-        if self._compressed and self._compressed.suits(vector.dtype):
-            return self._compressed.mean(vector, self._variables, self._name, keep=self._keep)
-        return self._wire.mean(vector, self._name)
-
-    def exchange(self, vector: tf.Tensor, offsets: Sequence[int]) -> list[tf.Tensor]:
-        to, sources = circle(offsets, self)
-        length = vector.shape[0]
-        messages = Messages(
-            tf.tile(vector, [len(to)]),
-            by_rank(length, to, self.size),
-            by_rank(length, sources, self.size),
-        )
-        received = self._wait.around(
-            messages.rows, lambda _: self._wire.exchange(messages, f"{self._name}.exchange")
-        )
-        of = dict(zip(sorted(sources), tf.split(received, len(sources)), strict=True))
-        return [of[source] for source in sources]
-
-
-def _of_one_kind(variables: Sequence[tf.Variable]) -> list[list[tf.Variable]]:
-    kinds: dict[tf.DType, list[tf.Variable]] = {}
-    for v in variables:
-        kinds.setdefault(_wide(v.dtype), []).append(v)
-    return list(kinds.values())
-
-
-def _wide(dtype: tf.DType) -> tf.DType:
-    """The dtype in which a variable's values travel."""
-    return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
-
-
-def _flat(variable: tf.Variable) -> tf.Tensor:
-    """The values as a vector, in the dtype in which they travel."""
-    return widened(tf.reshape(variable.value(), [-1]))
+        if self._beside:
+            return self._rounds.begin_agreement(group.variables)
+        return self._rounds.agree(group.variables)
 
 
 def _nothing() -> tf.Tensor:

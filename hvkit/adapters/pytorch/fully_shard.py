@@ -98,7 +98,12 @@ class DividedModel:
         optimizer.register_state_dict_pre_hook(shards.refuse_partial_state)
         optimizer.register_load_state_dict_pre_hook(_take_state)
         vars(optimizer)["__getstate__"] = shards.refuse_copy
-        OutermostStep(self._require_same_order, self._average_statistics).attach(optimizer)
+
+        def before() -> None:
+            _require_gradients(optimizer)
+            self._require_same_order()
+
+        OutermostStep(before, self._average_statistics).attach(optimizer)
 
     def _require_same_order(self) -> None:
         """Raise on every rank unless all have computed the same parts; a collective.
@@ -332,6 +337,23 @@ def _whole(value: Any) -> Any:
     with call("hvkit.settled"), waiting_for_all_ranks():
         whole = value.full_tensor()
     return whole.detach().cpu() if runtime.rank() == 0 else None
+
+
+def _require_gradients(optimizer: Optimizer) -> None:
+    """Raise if a step would change nothing.
+
+    Raises:
+        ValueError: no parameter has a gradient.
+    """
+    held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    # A rank may have no part of a small parameter.
+    held = [p for p in held if not isinstance(p, DTensor) or p.to_local().numel()]
+    if held and all(p.grad is None for p in held):
+        raise ValueError(
+            f"{type(optimizer).__name__}.step() without a gradient: with FullyShard, gradients "
+            "come from loss.backward() without inputs=, and not from torch.autograd.grad; "
+            "hvkit.FullyShard(reshard_after_forward=False) takes inputs=, too"
+        )
 
 
 def _units(model: nn.Module) -> list[nn.Module]:

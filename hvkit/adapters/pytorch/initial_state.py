@@ -29,6 +29,8 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor]) -> None:
             with torch.no_grad():
                 tensor.copy_(collectives.broadcast(tensor.detach()))
             continue
+        if not tensor.numel():  # which has no bytes to view as another dtype
+            continue
         target = _own_elements(tensor.detach())
         run.append(target)
         size += target.numel() * target.element_size()

@@ -7,29 +7,21 @@ that changes it. A step that ``GradScaler`` skips counts as a step without a cha
 
 from __future__ import annotations
 
-import functools
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from hvkit import collectives
-from hvkit.adapters.agreed_view import AgreedView
 from hvkit.adapters.pytorch.batch_norm import RunningStatistics
 from hvkit.adapters.pytorch.checks import Checks
-from hvkit.adapters.pytorch.optimizers import OutermostStep, around_scaled_steps
 from hvkit.adapters.pytorch.weights import (
-    average_statistics,
-    copies_of,
+    WeightKeeper,
     flat_copy,
     of_one_kind,
     parameters_of,
-    put_back,
-    remember,
     write,
 )
 from hvkit.adapters.weight_exchange import Exchange
@@ -54,7 +46,7 @@ class _Vector(NamedTuple):
     read: torch.Tensor
 
 
-class ServedModel(AgreedView):
+class ServedModel(WeightKeeper):
     """Exchanges the weights of one model with the server. Making it is a collective.
 
     Args:
@@ -66,7 +58,6 @@ class ServedModel(AgreedView):
     """
 
     compression = None
-    alone = True
     equal_steps = False
 
     def __init__(
@@ -77,78 +68,30 @@ class ServedModel(AgreedView):
         checks: Checks,
         statistics: RunningStatistics | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(parameters, name, checks, statistics)
         self.strategy = strategy
-        self._name = name
-        self._checks = checks
-        self._statistics = statistics
         self._exchange = Exchange(strategy)
-        self._number: dict[torch.Tensor, int] = {}
-        self._parameters: list[nn.Parameter] = []
         self._vectors: list[_Vector] = []
         self._served: set[int] = set()
         # The server's weights by the parameter's number: those of a checkpoint until the first
         # step, and those that were shown last.
         self._resumed: dict[int, torch.Tensor] = {}
         self._shown: dict[int, torch.Tensor] = {}
-        # Weak: the optimizers' hooks keep this object.
-        self._optimizers: list[weakref.ref[Optimizer]] = []
-        self._steps = 0
-        self.add(parameters)
 
-    def __contains__(self, parameter: torch.Tensor) -> bool:
-        return parameter in self._number
-
-    def add(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Know more parameters; the same ones on every rank, with the same values."""
-        for p in parameters:
-            self._number[p] = len(self._parameters)
-            self._parameters.append(p)
-
-    def watch(self, optimizers: Sequence[Optimizer], adopt: Callable[[], bool]) -> None:
-        """Exchange weights after each step of an optimizer.
-
-        Args:
-            optimizers: one that updates some of the parameters, and those inside it.
-            adopt: adds parameters that are new in the optimizers.
-        """
-        self._optimizers.append(weakref.ref(optimizers[0]))
-        remember(self)
-        label = f"{type(optimizers[0]).__name__}.step()"
-
-        def before() -> None:
-            self.refuse_step()
-            adopt()
-            self._serve_new(label)
-
-        step = OutermostStep(before, lambda: self._end_step(label))
-        for each in optimizers:
-            step.attach(each)
-            around_scaled_steps(each, functools.partial(self._count_scaled_step, before, label))
-
-    def _count_scaled_step(
-        self, before: Callable[[], None], label: str, scaler: Any, step: Callable[[], Any]
-    ) -> Any:
-        """Let ``GradScaler`` step or skip, and count both."""
-        count = self._steps
-        result = step()
-        if self._steps == count:
-            before()
-            self._end_step(label)
-        return result
+    def _before_step(self, number: int) -> None:
+        self._serve_new(f"{type(self._optimizer(number)).__name__}.step()")
 
     def _serve_new(self, label: str) -> None:
         """Have the server hold the parameters that this step is the first to train.
 
         A collective if there are any; before the first step also a comparison of the ranks.
         """
-        optimizers = [each for reference in self._optimizers if (each := reference()) is not None]
-        held = dict.fromkeys(p for each in optimizers for p in parameters_of(each))
+        held = dict.fromkeys(p for each in self._living() for p in parameters_of(each))
         numbers = [self._number[p] for p in held if p.requires_grad or p.grad is not None]
         new = [i for i in numbers if i not in self._served]
         if not new and self._exchange.begun:
             return
-        with call(label, self._steps + 1, self._name):
+        with call(label, self._steps_ended + 1, self._name):
             self._require_same(new)
             if not self._exchange.begun and not self._resumed:
                 self._checks.send(0, self._parameters)
@@ -172,10 +115,10 @@ class ServedModel(AgreedView):
         return torch.cat([flat_copy(self._parameters[i]) for i in numbers])
 
     @torch.no_grad()
-    def _end_step(self, label: str) -> None:
+    def _end_step(self, number: int) -> None:
         """Send what the step has changed, and go on from the server's weights."""
-        self._steps += 1
-        with call(label, self._steps, self._name):
+        label = f"{type(self._optimizer(number)).__name__}.step()"
+        with call(label, self._steps_ended, self._name):
             changes = [self._flat(each.numbers) - each.read for each in self._vectors]
             weights = self._exchange.exchange([each.cpu().numpy() for each in changes])
         for at, (vector, values) in enumerate(zip(self._vectors, weights, strict=True)):
@@ -202,20 +145,12 @@ class ServedModel(AgreedView):
                 self._shown.update(self._split(vector, values))
         for i, value in self._shown.items():
             write(self._parameters[i].data, value)
-        if self._statistics:
-            device = self._parameters[0].device
-            average_statistics(self._statistics, device, self._name, keep=False)
+        self._average_statistics(keep=False)
 
     def put_back(self) -> None:
         """Hold this rank's own weights again."""
         super().put_back()
         self._shown = {}
-
-    def _values(self) -> list[tuple[Any, Any]]:
-        return copies_of(self._parameters, self._statistics)
-
-    def _set_values(self, values: list[tuple[Any, Any]]) -> None:
-        put_back(values)
 
     def begin_anew(self) -> None:
         """Begin with the weights that the ranks hold now, the same on all."""

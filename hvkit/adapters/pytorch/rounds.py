@@ -5,14 +5,15 @@ parameter, because several optimizers may update the same one, in turn.
 
 A step that ``GradScaler`` skips counts, too: an overflow on one rank must not move the ends of its
 rounds against those of the others.
+
+With ``overlap`` the agreement runs beside the first steps of the next round. What it then adds to
+the weights is how it has changed those at the end of the round, so no step in between is lost.
 """
 
 from __future__ import annotations
 
-import functools
-import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,36 +21,60 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hvkit import collectives
-from hvkit.adapters.agreed_view import AgreedInRounds
+from hvkit.adapters.agreed_view import arrive_before_exit, require_equal_steps
 from hvkit.adapters.gradient_chunks import chunks
 from hvkit.adapters.pytorch import step_report
+from hvkit.adapters.pytorch.agreements import Agreement
 from hvkit.adapters.pytorch.batch_norm import RunningStatistics
-from hvkit.adapters.pytorch.buckets import Bucket, CompressedBucket, CompressionState
+from hvkit.adapters.pytorch.buckets import CompressionState
 from hvkit.adapters.pytorch.checks import Checks
-from hvkit.adapters.pytorch.optimizers import OutermostStep, around_scaled_steps
 from hvkit.adapters.pytorch.weights import (
-    average_statistics,
-    copies_of,
+    WeightKeeper,
     flat_copy,
     of_one_kind,
     parameters_of,
-    put_back,
-    remember,
     write,
 )
 from hvkit.adapters.pytorch.wire import Wire
 from hvkit.compression import Compression
 from hvkit.errors import RanksDisagreeError
-from hvkit.exchanges import Messages, by_rank, circle
 from hvkit.strategies.strategy import Rounds
 from hvkit.watch.calls import call
 
 _STEP = "optimizer.step()"
-# Begins the names of what the compression keeps, in a checkpoint.
+# What begins names in a checkpoint: of what the compression keeps, and of what agreements that ran
+# beside training will add to the weights.
 _SENT = "sent-"
+_DUE = "due-"
 
 
-class RoundKeeper(AgreedInRounds):
+class _Begun(NamedTuple):
+    """An agreement on some parameters.
+
+    Attributes:
+        together: numbers of the parameters.
+        agreement: on them.
+        weights: this rank's, one after the other, as they were sent.
+    """
+
+    together: list[int]
+    agreement: Agreement
+    weights: torch.Tensor
+
+
+class _Round(NamedTuple):
+    """A round that ends beside training.
+
+    Attributes:
+        end: what must be the same on all ranks.
+        agreements: on all its parameters, some at a time.
+    """
+
+    end: tuple[Any, ...]
+    agreements: list[_Begun]
+
+
+class RoundKeeper(WeightKeeper):
     """Ends the rounds of the optimizers of one model.
 
     Args:
@@ -61,6 +86,8 @@ class RoundKeeper(AgreedInRounds):
         statistics: of normalisation layers, averaged at each agreement.
     """
 
+    equal_steps = True
+
     def __init__(
         self,
         strategy: Rounds,
@@ -70,43 +97,31 @@ class RoundKeeper(AgreedInRounds):
         compression: Compression | None = None,
         statistics: RunningStatistics | None = None,
     ) -> None:
-        super().__init__(strategy)
+        self.strategy = strategy
         self.compression = compression
-        self.alone = True
-        self._name = name
-        self._checks = checks
+        self._wire = Wire("weights")
         self._sent = CompressionState(compression) if compression else None
-        self._statistics = statistics
-        self._number: dict[torch.Tensor, int] = {}
-        self._parameters: list[nn.Parameter] = []
         # By the parameter's number.
         self._state: dict[int, dict[str, torch.Tensor]] = {}
         # Numbers of those that may differ between ranks.
         self._trained: set[int] = set()
         # PyTorch's count of the writes to each, at the last agreement.
         self._versions: dict[int, int] = {}
-        # Weak: the optimizers' hooks keep this object.
-        self._optimizers: list[weakref.ref[Optimizer]] = []
+        # Agreements that run beside training; what those that have ended will add to the weights.
+        self._running: list[_Round] = []
+        self._due: dict[int, torch.Tensor] = {}
         # Steps that each optimizer has taken in this round, and rounds that it has ended.
         self._steps: list[int] = []
         self._rounds: list[int] = []
         self._begun = False
-        self.add(parameters)
-
-    def __contains__(self, parameter: torch.Tensor) -> bool:
-        return parameter in self._number
-
-    def steps_in_round(self) -> list[int]:
-        """Steps since the last agreement, for each optimizer."""
-        return list(self._steps)
+        super().__init__(parameters, name, checks, statistics)
 
     def add(self, parameters: Iterable[nn.Parameter]) -> None:
         """Agree on more parameters; the same ones on every rank, with the same values."""
-        for p in parameters:
-            i = self._number[p] = len(self._parameters)
-            self._parameters.append(p)
-            if self._begun:
-                self._begin(i)
+        known = len(self._parameters)
+        super().add(parameters)
+        for i in range(known, len(self._parameters)) if self._begun else ():
+            self._begin(i)
 
     def watch(self, optimizers: Sequence[Optimizer], adopt: Callable[[], bool]) -> None:
         """End a round after every so many steps of an optimizer.
@@ -115,41 +130,28 @@ class RoundKeeper(AgreedInRounds):
             optimizers: one that updates some of the parameters, and those inside it.
             adopt: adds parameters that are new in the optimizers.
         """
-        number = len(self._optimizers)
-        self._optimizers.append(weakref.ref(optimizers[0]))
         self._steps.append(0)
         self._rounds.append(0)
-        remember(self)
+        super().watch(optimizers, adopt)
 
-        def before() -> None:
-            self.refuse_step()
-            adopt()
-            self._begin_all()
-            if not self._steps[number]:
-                self._rebase(number)
-
-        step = OutermostStep(before, lambda: self._end_step(number))
-        for each in optimizers:
-            step.attach(each)
-            around_scaled_steps(each, functools.partial(self._count_scaled_step, number, before))
-
-    def _count_scaled_step(
-        self, number: int, before: Callable[[], None], scaler: Any, step: Callable[[], Any]
-    ) -> Any:
-        """Let ``GradScaler`` step or skip, and count both."""
-        count = self._rounds[number], self._steps[number]
-        result = step()
-        if (self._rounds[number], self._steps[number]) == count:
-            before()
-            self._end_step(number)
-        return result
+    def _before_step(self, number: int) -> None:
+        self._begin_all()
+        if not self._steps[number]:
+            self._rebase(number)
 
     def _rebase(self, number: int) -> None:
-        """Take over weights that the script has set since the last agreement, on all ranks."""
-        optimizer = self._optimizers[number]()
-        assert optimizer is not None
-        for p in parameters_of(optimizer):
-            i = self._number[p]
+        """Take over weights that the script has set since the last agreement, on all ranks.
+
+        Where ranks never hold the same weights, these count as a change like any other.
+        """
+        if not self.strategy.alike:
+            return
+        held = {self._number[p]: p for p in parameters_of(self._optimizer(number))}
+        for other, steps in zip(self._optimizers, self._steps, strict=True):
+            if steps and (optimizer := other()) is not None:  # it has written to them
+                for p in parameters_of(optimizer):
+                    held.pop(self._number[p], None)
+        for i, p in held.items():
             if i in self._versions and self._versions[i] != p._version:
                 del self._versions[i]
                 self._state[i] = self.strategy.rebase(flat_copy(p), self._state[i])
@@ -158,12 +160,16 @@ class RoundKeeper(AgreedInRounds):
         """Before the first step: make sure that the ranks are alike, and begin; a collective."""
         if self._begun:
             return
-        with call(f"{type(self._living()[0]).__name__}.step()", 1, self._name):
-            self._checks.send(0, self._parameters)
-            self._checks.receive(0)
+        self._require_alike(_label(self._living()[0]))
         self._begun = True
         for i in range(len(self._parameters)):
             self._begin(i)
+
+    def _require_alike(self, label: str) -> None:
+        """Raise on every rank unless all hold the same weights; a collective."""
+        with call(label, 1, self._name):
+            self._checks.send(0, self._parameters)
+            self._checks.receive(0)
 
     def _begin(self, i: int) -> None:
         # Parameters whose state a checkpoint has set begin with that.
@@ -172,6 +178,8 @@ class RoundKeeper(AgreedInRounds):
 
     def begin_anew(self) -> None:
         """Begin with the weights that the ranks hold now, the same on all; forget all rounds."""
+        self.arrive()
+        self._due.clear()
         self._state.clear()
         self._trained.clear()
         self._versions.clear()
@@ -181,8 +189,7 @@ class RoundKeeper(AgreedInRounds):
         self._begun = False
 
     def _end_step(self, number: int) -> None:
-        optimizer = self._optimizers[number]()
-        assert optimizer is not None
+        optimizer = self._optimizer(number)
         # Momentum moves a parameter that was frozen, as long as it has a gradient.
         self._trained.update(
             self._number[p]
@@ -190,24 +197,37 @@ class RoundKeeper(AgreedInRounds):
             if p.requires_grad or p.grad is not None
         )
         self._steps[number] += 1
+        held = {self._number[p] for p in parameters_of(optimizer)}
+        if self.strategy.overlap and self._steps[number] == self.strategy.overlap:
+            with call(_label(optimizer), self._rounds[number], self._name):
+                self._add_due(held)
         if self._steps[number] < self.strategy.every:
             return
         self._rounds[number] += 1
-        with call(f"{type(optimizer).__name__}.step()", self._rounds[number], self._name):
-            held = {self._number[p] for p in parameters_of(optimizer)}
+        with call(_label(optimizer), self._rounds[number], self._name):
             changed = sorted(held & self._trained)
-            self._require_same_round(number, changed)
-            self._agree(changed, keep=True)
+            self._add_due(changed)  # that other optimizers change, too
+            end = self._end_of_round(number, changed)
+            if self.strategy.overlap:
+                self._running.append(_Round(end, list(map(self._start, self._pieces(changed)))))
+                arrive_before_exit(self)
+            else:
+                self._require_same_round(end)
+                self._agree(changed)
+            self._average_statistics(keep=True)
         if self.strategy.alike:
             self._trained.difference_update(changed)
         self._steps[number] = 0
 
-    def _require_same_round(self, number: int, changed: list[int]) -> None:
+    def _end_of_round(self, number: int, changed: list[int]) -> tuple[Any, ...]:
+        """What must be the same on all ranks, which end the same round in the same way."""
+        rates = step_report.checksum_of_rates(self._living())
+        return number, self._rounds[number], changed, rates
+
+    def _require_same_round(self, end: tuple[Any, ...]) -> None:
         """Raise on every rank unless all end the same round in the same way; a collective."""
         optimizers = self._living()
-        rates = step_report.checksum_of_rates(optimizers)
-        mine = (number, self._rounds[number], changed, rates)
-        everyone = collectives.gather(_STEP, mine)
+        everyone = collectives.gather(_STEP, end)
         for rank, theirs in enumerate(everyone):
             if theirs[:2] != everyone[0][:2]:
                 raise RanksDisagreeError(
@@ -227,57 +247,107 @@ class RoundKeeper(AgreedInRounds):
                     f"rank {trained} but not on rank {not_trained}: train the same parameters on "
                     "every rank"
                 )
-
-    def _living(self) -> list[Optimizer]:
-        """The optimizers that the script still has."""
-        return [each for reference in self._optimizers if (each := reference()) is not None]
+        if any(theirs[3] != everyone[0][3] for theirs in everyone):  # but are alike by now
+            raise RanksDisagreeError(
+                f"the ranks' learning rates differed at the end of round {end[1]} of optimizer "
+                f"{end[0]}: set the same rates, in the same steps, on every rank"
+            )
 
     @torch.no_grad()
-    def _agree(self, numbers: Sequence[int], *, keep: bool) -> None:
-        """Set parameters to the weights that the strategy returns; a collective.
+    def _agree(self, numbers: Sequence[int]) -> None:
+        """End the round of some parameters; a collective."""
+        for together in self._pieces(numbers):
+            for i, weights in self._split(together, self._end(self._start(together))):
+                write(self._parameters[i], weights)
+        self._versions.update({i: self._parameters[i]._version for i in numbers})
 
-        Some at a time, which bounds the memory for copies.
+    @torch.no_grad()
+    def arrive(self, numbers: Container[int] | None = None) -> None:
+        """Wait for the agreements that run beside training; a collective.
 
         Args:
-            numbers: of the parameters.
-            keep: whether the round ends, so that the strategy's state changes.
+            numbers: of parameters, for the agreements on any of these; None for all.
         """
+        for each in list(self._running):
+            agreements = each.agreements
+            if numbers is None or any(i in numbers for a in agreements for i in a.together):
+                self._running.remove(each)
+                self._require_same_round(each.end)
+                for begun in agreements:
+                    change = self._end(begun) - begun.weights
+                    self._due.update(self._split(begun.together, change))
+
+    @torch.no_grad()
+    def _add_due(self, numbers: Collection[int]) -> None:
+        """Wait, and add what the agreements have changed to the weights of some parameters."""
+        self.arrive(numbers)
+        for i in sorted(self._due.keys() & set(numbers)):
+            write(self._parameters[i], self._flat([i]))
+            del self._due[i]
+
+    @torch.no_grad()
+    def _show_agreed(self) -> None:
+        self.arrive()
+        # Also what an optimizer has changed that the script no longer has.
+        for together in self._pieces(sorted(self._trained)):
+            flow = self.strategy.settle(self._flat(together), self._states(together), self._wire)
+            settled = Agreement(flow, self._wire, *self._named(together), self._sent).result()
+            for i, weights in self._split(together, settled):
+                write(self._parameters[i].data, weights)
+        if self._sent:
+            self._sent.commit(())
+        self._average_statistics(keep=False)
+
+    def _pieces(self, numbers: Sequence[int]) -> Iterator[list[int]]:
+        """Numbers of parameters of one dtype, some at a time to bound the memory for copies."""
         for kind in of_one_kind(self._parameters, numbers):
             for run in chunks([self._parameters[i].nbytes for i in kind]):
-                self._agree_on([kind[at] for at in run], keep=keep)
-        if self._statistics:
-            average_statistics(self._statistics, self._parameters[0].device, self._name, keep=keep)
+                yield [kind[at] for at in run]
+
+    @torch.no_grad()
+    def _start(self, together: list[int]) -> _Begun:
+        weights = self._flat(together)
+        flow = self.strategy.agree(weights, self._states(together), self._wire)
+        agreement = Agreement(flow, self._wire, *self._named(together), self._sent)
+        return _Begun(together, agreement, weights)
+
+    def _end(self, begun: _Begun) -> torch.Tensor:
+        """Wait for an agreement, keep its state, and return the weights of the next round."""
+        weights: torch.Tensor
+        weights, state = begun.agreement.result()
+        for name, vector in state.items():
+            for i, piece in self._split(begun.together, vector):
+                self._state[i][name] = piece
         if self._sent:
-            self._sent.commit(numbers if keep else ())
-        if keep:
-            self._versions.update({i: self._parameters[i]._version for i in numbers})
+            self._sent.commit(begun.together)
+        return weights
 
-    def _agree_on(self, together: list[int], *, keep: bool) -> None:
-        held = [self._parameters[i] for i in together]
-        comm = _Comm(self._name, list(zip(together, held, strict=True)), self._sent)
-        flat = [flat_copy(p) for p in held]
-        lengths = [len(each) for each in flat]
+    def _flat(self, together: Sequence[int]) -> torch.Tensor:
+        """The weights of parameters, with what is due to them, one after the other."""
+        flat = {i: flat_copy(self._parameters[i]) for i in together}
+        return torch.cat([flat[i] + self._due[i] if i in self._due else flat[i] for i in together])
+
+    def _states(self, together: Sequence[int]) -> dict[str, torch.Tensor]:
         names = self._state[together[0]].keys()
-        state = {n: torch.cat([self._state[i][n] for i in together]) for n in names}
-        if keep:
-            weights, state = self.strategy.agree(torch.cat(flat), state, comm)
-        else:
-            weights = self.strategy.settle(torch.cat(flat), state, comm)
-        for p, piece in zip(held, torch.split(weights, lengths), strict=True):
-            write(p if keep else p.data, piece)
-        for n in names if keep else ():
-            for i, piece in zip(together, torch.split(state[n], lengths), strict=True):
-                self._state[i][n] = piece
+        return {name: torch.cat([self._state[i][name] for i in together]) for name in names}
 
-    def _show_agreed(self) -> None:
-        # Also what an optimizer has changed that the script no longer has.
-        self._agree(sorted(self._trained), keep=False)
+    def _split(
+        self, together: Sequence[int], vector: torch.Tensor
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """The numbers of parameters, each with its part of a vector."""
+        parameters = (self._parameters[i] for i in together)
+        lengths = [p.numel() * (2 if p.is_complex() else 1) for p in parameters]
+        return zip(together, torch.split(vector, lengths), strict=True)
 
-    def _values(self) -> list[tuple[Any, Any]]:
-        return copies_of(self._parameters, self._statistics)
+    def _named(self, together: Sequence[int]) -> tuple[str, list[tuple[int, torch.Tensor]]]:
+        members: list[tuple[int, torch.Tensor]] = [(i, self._parameters[i]) for i in together]
+        return f"{self._name}.weights.{together[0]}", members
 
-    def _set_values(self, values: list[tuple[Any, Any]]) -> None:
-        put_back(values)
+    def _meet(self) -> bool:
+        require_equal_steps(self._steps)
+        if not self._begun:  # the script may have changed weights without an optimizer
+            self._require_alike("hvkit.settled")
+        return any(self._steps) or not self.strategy.alike
 
     def state(self) -> dict[str, np.ndarray[Any, Any]]:
         """What a checkpoint saves, the same on every rank: by state and parameter, and counts."""
@@ -328,55 +398,21 @@ class RoundKeeper(AgreedInRounds):
                 self._begin(i)
 
     def own_state(self) -> dict[str, np.ndarray[Any, Any]]:
-        """What a checkpoint saves for each rank: residuals."""
-        return self._sent.arrays(self._sent.compression.own) if self._sent else {}
+        """What a checkpoint saves for each rank: residuals, and what is due to its weights."""
+        self.arrive()
+        due = {f"{_DUE}{i}": change.cpu().numpy() for i, change in self._due.items()}
+        return due | (self._sent.arrays(self._sent.compression.own) if self._sent else {})
 
     def load_own_state(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
         """Set what ``own_state`` returned on this rank."""
+        due = {key: array for key, array in arrays.items() if key.startswith(_DUE)}
+        for key, array in due.items():
+            i = int(key.removeprefix(_DUE))
+            self._due[i] = torch.tensor(array, device=self._parameters[i].device)
         if self._sent:
-            self._sent.load(arrays, self._parameters)
+            kept = {key: array for key, array in arrays.items() if key not in due}
+            self._sent.load(kept, self._parameters)
 
 
-class _Comm:
-    """The ranks, as a strategy sees them.
-
-    Args:
-        name: the keeper's.
-        members: numbers and parameters of the vectors, all of one dtype.
-        state: of the compression of float32 vectors, if there is one.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        members: Sequence[tuple[int, torch.Tensor]],
-        state: CompressionState | None,
-    ) -> None:
-        self._wire = Wire("weights")
-        self._name = f"{name}.weights.{members[0][0]}"
-        self._members = members
-        self._state = state
-        self.rank, self.size = self._wire.rank, self._wire.size
-
-    def mean(self, vector: torch.Tensor) -> torch.Tensor:
-        if self._state and self._state.suits(vector.dtype):
-            bucket: Bucket = CompressedBucket(self._name, self._members, self._state)
-        else:
-            bucket = Bucket(self._name, self._members)
-        bucket.flat.copy_(vector)
-        bucket.launch(self._wire)
-        bucket.exchange(self._wire)
-        bucket.wait(self._wire)
-        return bucket.flat
-
-    def exchange(self, vector: torch.Tensor, offsets: Sequence[int]) -> list[torch.Tensor]:
-        to, sources = circle(offsets, self)
-        length = len(vector)
-        messages = Messages(
-            vector.repeat(len(to)),
-            by_rank(length, to, self.size),
-            by_rank(length, sources, self.size),
-        )
-        received = self._wire.wait(self._wire.start(messages, self._name))
-        of = dict(zip(sorted(sources), torch.split(received, length), strict=True))
-        return [of[source] for source in sources]
+def _label(optimizer: Optimizer) -> str:
+    return f"{type(optimizer).__name__}.step()"

@@ -23,7 +23,8 @@ from hvkit.adapters.pytorch.optimizers import (
     optimizers_inside,
 )
 from hvkit.adapters.pytorch.wire import Wire
-from hvkit.strategies import ShardedOptimizer, Strategy
+from hvkit.strategies import ShardedOptimizer
+from hvkit.strategies.strategy import Strategy
 from hvkit.watch.calls import call
 
 _SHARDS = "_hvkit_shards"

@@ -7,12 +7,14 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import cases
+from cases import MORE, cases
 from models import mse
 from ranks import same_on_all_ranks
 
 import hvkit
 from hvkit.checkpoint import Checkpoint
+
+pytestmark = pytest.mark.two_ranks
 
 layers = keras.layers
 
@@ -129,6 +131,7 @@ def run_watched(folder, seed, file):
     return state(net, optimizer), history
 
 
+@MORE
 def test_callbacks_that_watch_a_metric_continue_their_counts(folder, tmp_path):
     """Rates fall, training stops, and the first epoch's weights return as in an unbroken run."""
     file = tmp_path / "best.keras"
@@ -199,7 +202,6 @@ def unknown_length():
     return dataset().filter(lambda x, y: True)
 
 
-@pytest.mark.two_ranks
 @pytest.mark.parametrize(
     ("make_data", "at_once", "fit_options"),
     cases([(infinite, 1, {"steps_per_epoch": 5}), (unknown_length, 1, {}), (dataset, 2, {})]),
@@ -241,7 +243,6 @@ class CountSteps(keras.callbacks.Callback):
         self.before = now
 
 
-@pytest.mark.two_ranks
 def test_batches_are_skipped_once(folder):
     net, optimizer = hvkit.distribute(model(1), keras.optimizers.SGD(0.01))
     checkpoint = Checkpoint(folder, model=net, optimizer=optimizer)
@@ -273,7 +274,6 @@ class Shuffled(keras.utils.PyDataset):
         random.shuffle(self.order)
 
 
-@pytest.mark.two_ranks
 def test_a_sharded_pydataset_continues_in_its_own_order(folder):
     def run(seed, name):
         net, optimizer = hvkit.distribute(model(seed), keras.optimizers.SGD(0.001))
@@ -293,7 +293,6 @@ def test_a_sharded_pydataset_continues_in_its_own_order(folder):
     assert equal(run(2, "a"), whole)
 
 
-@pytest.mark.two_ranks
 def test_accumulated_gradients_stay_with_their_rank(folder):
     def run(seed, stop, name):
         optimizer = keras.optimizers.SGD(0.01, gradient_accumulation_steps=2)
@@ -313,14 +312,12 @@ def test_accumulated_gradients_stay_with_their_rank(folder):
     assert equal(run(2, 8, "stopped"), whole)
 
 
-@pytest.mark.two_ranks
 def test_the_callback_saves_after_a_number_of_steps(folder):
     run_fit(folder, 1, 1, True, every=2)
     found = sorted(path.name for path in folder.glob("step-*"))
     assert found == ["step-000000002", "step-000000004", "step-000000005"]
 
 
-@pytest.mark.two_ranks
 def test_a_loss_scale_is_a_part_of_the_optimizer(folder):
     def make(seed):
         net = model(seed)
@@ -340,7 +337,6 @@ def test_a_loss_scale_is_a_part_of_the_optimizer(folder):
     assert float(other_scaled.inner_optimizer.learning_rate) == pytest.approx(0.01)
 
 
-@pytest.mark.two_ranks
 def test_saving_disturbs_no_random_state(folder):
     net, optimizer = hvkit.distribute(model(1), keras.optimizers.Adam(0.01))
     checkpoint = Checkpoint(folder, model=net, optimizer=optimizer)

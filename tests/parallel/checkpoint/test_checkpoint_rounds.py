@@ -20,6 +20,7 @@ from hvkit.checkpoint.part import StrategyPart
 pytestmark = pytest.mark.two_ranks
 
 DILOCO = hvkit.DiLoCo(5, outer_lr=0.6, outer_momentum=0.8)
+BESIDE = hvkit.DiLoCo(5, outer_lr=0.6, outer_momentum=0.8, overlap=3)
 DEMO = hvkit.DeMo(top_k=1, chunk=4, sign=False)
 
 
@@ -112,12 +113,23 @@ FEWER = pytest.mark.parametrize("run", cases([TorchRun, KerasRun]), ids=["torch"
 @RUNS
 @pytest.mark.parametrize(
     "strategy",
-    cases([DILOCO, hvkit.Gossip(2), hvkit.ParameterServer(0), hvkit.LocalSGD(5)]),
-    ids=["diloco", "gossip", "server", "localsgd"],
+    cases(
+        [
+            DILOCO,
+            BESIDE,
+            hvkit.Gossip(2),
+            hvkit.ElasticAveraging(5),
+            hvkit.ParameterServer(0),
+            hvkit.LocalSGD(5),
+        ],
+        2,
+    ),
+    ids=["diloco", "beside", "gossip", "elastic", "server", "localsgd"],
 )
 def test_stopped_in_the_middle_of_a_round(run, strategy, folder):
     undisturbed = run(folder / "a", 1, strategy).train(19).state()
-    run(folder / "b", 1, strategy).train(8, save_at=8)
+    at = 7 if strategy is BESIDE else 8  # while the agreement runs
+    run(folder / "b", 1, strategy).train(at, save_at=at)
     resumed = run(folder / "b", 2, strategy).train(19).state()
     assert not same_on_all_ranks(undisturbed)
     assert len(undisturbed) == len(resumed)
@@ -177,10 +189,14 @@ def test_residuals_are_saved(run, strategy, compression, folder):
 
 
 @FEWER
-@pytest.mark.parametrize("given", [(hvkit.Synchronous(), hvkit.TopK(0.1)), (DEMO, "none")])
+@pytest.mark.parametrize(
+    "given",
+    [(hvkit.Synchronous(), hvkit.TopK(0.1)), (DEMO, "none"), (BESIDE, "none")],
+    ids=["residual", "momentum", "due"],
+)
 def test_without_residuals_the_run_would_differ(run, given, folder, monkeypatch):
     undisturbed = run(folder / "a", 1, *given).train(19).state()
-    run(folder / "b", 1, *given).train(8, save_at=8)
+    run(folder / "b", 1, *given).train(7, save_at=7)
     monkeypatch.setattr(StrategyPart, "load_own", lambda self, arrays: None)
     resumed = run(folder / "b", 2, *given).train(19).state()
     assert largest_difference(resumed, undisturbed) > 1e-3

@@ -41,7 +41,7 @@ def statistics(model):
     return [w.numpy() for w in model.non_trainable_variables if "moving" in w.path]
 
 
-@pytest.mark.parametrize("loop", cases(LOOPS))
+@pytest.mark.parametrize("loop", cases(LOOPS, ["function"]))
 def test_synchronised_layers_equal_one_process_with_all_ranks_batches(loop):
     data = images()
     reference = normalised()
@@ -53,7 +53,7 @@ def test_synchronised_layers_equal_one_process_with_all_ranks_batches(loop):
 
 
 @pytest.mark.two_ranks
-@pytest.mark.parametrize("loop", cases(LOOPS))
+@pytest.mark.parametrize("loop", cases(LOOPS, ["function"]))
 def test_moving_statistics_are_averaged_with_every_update(loop):
     data = local(images(steps=1))
     twin = normalised()

@@ -76,7 +76,7 @@ def test_one_bit_is_seen_before_the_first_update(loop):
     )
 
 
-@pytest.mark.parametrize("loop", cases(LOOPS))
+@pytest.mark.parametrize("loop", cases(LOOPS, ["function"]))
 def test_frozen_weights_are_compared(loop):
     model = mlp()
     model.layers[0].trainable = False
@@ -177,7 +177,7 @@ def test_accumulated_gradients_may_differ_between_ranks(tmp_path):
     hvkit.Checkpoint(folder, model=model, optimizer=optimizer).save(epoch=1, step=3)
 
 
-@pytest.mark.parametrize("loop", cases(LOOPS))
+@pytest.mark.parametrize("loop", cases(LOOPS, ["function"]))
 def test_accumulation_is_compared_where_it_is_averaged(loop):
     model = mlp()
     optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
@@ -254,7 +254,7 @@ def test_rounding_after_the_start_is_one_warning(capsys):
     assert logged.count("rounding") == (hvkit.rank() == 0)
 
 
-@pytest.mark.parametrize("loop", cases(LOOPS))
+@pytest.mark.parametrize("loop", cases(LOOPS, ["function"]))
 def test_the_same_work_on_all_ranks_is_one_warning_with_both_causes(loop, capsys):
     data = [(x[:6], y[:6]) for x, y in regression(steps=2)]
     for _ in range(2):
@@ -267,7 +267,7 @@ def test_the_same_work_on_all_ranks_is_one_warning_with_both_causes(loop, capsys
         assert "seed + hvkit.rank()" in logged
 
 
-@pytest.mark.parametrize("loop", cases(LOOPS))
+@pytest.mark.parametrize("loop", cases(LOOPS, ["function"]))
 def test_other_data_and_equal_data_in_later_steps_are_not_the_same_work(loop, capsys):
     model, optimizer = distributed(check_every=1)
     data = regression(steps=2)

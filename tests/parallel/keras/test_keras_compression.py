@@ -13,7 +13,7 @@ import hvkit
 
 @pytest.mark.two_ranks
 @pytest.mark.parametrize(("compression", "bound"), [("fp16", 0.01), ("bf16", 0.01), ("int8", 0.03)])
-@pytest.mark.parametrize("loop", cases(LOOPS))
+@pytest.mark.parametrize("loop", cases(LOOPS, ["function"]))
 def test_training_comes_close_to_uncompressed_training(loop, compression, bound):
     data = regression()
     reference = mlp()

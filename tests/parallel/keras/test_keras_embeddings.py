@@ -69,7 +69,7 @@ def adam(factor, **options):
     return keras.optimizers.Adam(0.01 * factor, **options)
 
 
-@pytest.mark.parametrize("loop", cases(LOOPS))
+@pytest.mark.parametrize("loop", cases(LOOPS, ["function"]))
 def test_a_transformer_with_positions_equals_one_process(loop):
     equals_one_process(transformer, adam, LOOPS[loop], texts(20))
 
@@ -95,7 +95,7 @@ def test_options_of_optimizers_equal_one_process(option, loop):
     equals_one_process(small, lambda factor: adam(factor, **OPTIONS[option]), LOOPS[loop], texts(5))
 
 
-@pytest.mark.parametrize("loop", cases(LOOPS))
+@pytest.mark.parametrize("loop", cases(LOOPS, ["function"]))
 def test_accumulation_equals_one_process_that_accumulates(loop):
     equals_one_process(
         small, lambda factor: adam(factor, gradient_accumulation_steps=2), LOOPS[loop], texts(5)

@@ -28,7 +28,7 @@ def sgd(factor=1):
     return keras.optimizers.SGD(0.02 * factor)
 
 
-@pytest.mark.parametrize("loop", cases(LOOPS))
+@pytest.mark.parametrize("loop", cases(LOOPS, ["function"]))
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
 def test_embedding_gradients_stay_sparse_and_equal_one_process(loop, optimizer):
     def make_model(seed):

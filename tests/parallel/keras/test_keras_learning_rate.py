@@ -14,6 +14,8 @@ from ranks import same_on_all_ranks
 
 import hvkit
 
+pytestmark = pytest.mark.two_ranks
+
 RATE = 0.1
 STEPS = 6
 X = np.arange(1, 17, dtype=np.float32).reshape(4, 4)
@@ -141,7 +143,7 @@ def each_has(rates, optimizers=1):
 CONSTANT = [RATE] * STEPS
 
 
-@pytest.mark.parametrize("loop", cases(LOOPS))
+@pytest.mark.parametrize("loop", cases(LOOPS, ["function"]))
 @pytest.mark.parametrize(("scaling", "warmup"), [("linear", 0), ("linear", 4), ("none", 4)])
 def test_updates_use_the_multiplied_rate_and_scripts_see_the_users(loop, scaling, warmup):
     seen = compare(sgd, loop, CONSTANT, scaling=scaling, warmup=warmup)
@@ -184,7 +186,7 @@ def test_optimizers(name, loop):
     assert seen == each_has(CONSTANT, optimizers)
 
 
-@pytest.mark.parametrize("loop", cases(LOOPS))
+@pytest.mark.parametrize("loop", cases(LOOPS, ["function"]))
 @pytest.mark.parametrize("how", cases(["attribute", "assign"]))
 def test_rates_that_a_script_sets_in_absolute_numbers(loop, how):
     rates = [RATE, *(0.3 / (i + 1) for i in range(1, STEPS))]
@@ -225,7 +227,7 @@ def test_the_plateau_callback_lowers_the_users_rate():
     assert seen == each_has(rates)
 
 
-@pytest.mark.parametrize("loop", cases(LOOPS))
+@pytest.mark.parametrize("loop", cases(LOOPS, ["function"]))
 @pytest.mark.parametrize("warmup", [0, 4])
 def test_schedules_and_functions(loop, warmup):
     schedule = keras.optimizers.schedules.ExponentialDecay(RATE, 2, 0.5, staircase=True)

@@ -79,7 +79,7 @@ def test_options_of_optimizers_act_on_the_mean(option, loop):
     equals_one_process(mlp, lambda factor: adam(0.01 * factor, **OPTIONS[option]), LOOPS[loop])
 
 
-@pytest.mark.parametrize("loop", cases(LOOPS))
+@pytest.mark.parametrize("loop", cases(LOOPS, ["function"]))
 def test_gradient_accumulation_equals_the_k_times_larger_batch(loop):
     k = 3
     data = regression(steps=4 * k)

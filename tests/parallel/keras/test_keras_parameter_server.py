@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from cases import MORE, cases
-from models import LOOPS, local, mlp, mse, refit, regression, weights
+from models import LOOPS, local, mlp, mse, refit, regression, tape_step, weights
 from ranks import error_of, largest_difference, same_on_all_ranks
 
 import hvkit
@@ -281,3 +281,35 @@ def test_a_model_that_is_dropped_is_freed():
     del model, optimizer
     gc.collect()
     assert [each() for each in held] == [None, None]
+
+
+def test_batches_go_to_the_ranks_that_have_time():
+    rows = np.arange(40, dtype=np.float32)
+    pipeline = tf.data.Dataset.from_tensor_slices(rows).shuffle(40, seed=1).batch(2)
+    pipeline = hvkit.shard(pipeline, dynamic=True)
+    model, optimizer = served(None)
+    for _ in range(2):
+        mine = []
+        for batch in pipeline:
+            if hvkit.rank() == 0:
+                time.sleep(0.1)
+            x = np.broadcast_to(batch.numpy()[:, None] / 100, (2, 8))
+            tape_step(model, optimizer, x, np.zeros((2, 4), np.float32))
+            mine.append(batch.numpy().tolist())
+        everyone = hvkit.allgather(mine)
+        assert sorted(row for theirs in everyone for batch in theirs for row in batch) == [
+            *range(40)
+        ]
+        assert len(everyone[0]) < min(map(len, everyone[1:]))
+
+
+def test_fit_on_batches_that_are_handed_out():
+    x, y = (np.concatenate(part) for part in zip(*regression(steps=10), strict=True))
+    pipeline = hvkit.shard(tf.data.Dataset.from_tensor_slices((x, y)).batch(6), dynamic=True)
+    model, optimizer = served(None)
+    model.compile(optimizer, "mse")
+    before = int(optimizer.iterations.numpy())
+    model.fit(pipeline, epochs=2, verbose=0)
+    steps = hvkit.allgather(int(optimizer.iterations.numpy()) - before)
+    assert sum(steps) == 2 * 10 * hvkit.size()
+    assert alike(model)

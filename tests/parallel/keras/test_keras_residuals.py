@@ -23,7 +23,7 @@ def trained(compression, loop, data, **options):
     return model
 
 
-@pytest.mark.parametrize("loop", cases(LOOPS))
+@pytest.mark.parametrize("loop", cases(LOOPS, ["function"]))
 def test_top_k_of_everything_is_the_default(loop):
     expected = weights(trained("none", loop, regression()))
     found = weights(trained(hvkit.TopK(1), loop, regression()))

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from nets import arrays, local, raised_everywhere, regression
+from nets import arrays, local, mlp, raised_everywhere, regression
 from ranks import error_of, largest_difference, same_on_all_ranks
 from torch import nn
 from torch.nn import functional as F
@@ -99,7 +99,8 @@ def test_an_optimizer_that_keeps_the_old_parameters_would_update_nothing():
     given = [group["params"] for group in optimizer.param_groups]
     for group, params in zip(optimizer.param_groups, old, strict=True):
         group["params"] = params
-    train(model, optimizer, local(double(regression(steps=2))))
+    with pytest.raises(ValueError, match=r"step\(\) without a gradient"):
+        train(model, optimizer, local(double(regression(steps=1))))
     assert largest_difference(whole(model).values(), start.values()) == 0
     for group, params in zip(optimizer.param_groups, given, strict=True):
         group["params"] = params
@@ -302,3 +303,13 @@ def test_contradictions_are_refused():
     )
     with pytest.raises(TypeError, match="reshard_after_forward must be True or False, got 'yes'"):
         hvkit.FullyShard("yes")
+
+
+def test_a_step_without_a_gradient_is_an_error():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    hvkit.distribute(model, optimizer, strategy=hvkit.FullyShard())
+    loss = model(torch.ones(2, 8)).square().mean()
+    loss.backward(inputs=list(model.parameters()))
+    with pytest.raises(ValueError, match=r"SGD\.step\(\) without a gradient: with FullyShard"):
+        optimizer.step()

@@ -2,16 +2,18 @@
 
 import gc
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from nets import arrays, local, mlp, raised_everywhere, regression, train, train_with_closure
-from ranks import error_of, largest_difference, same_on_all_ranks
+from ranks import diloco_by_hand, error_of, largest_difference, same_on_all_ranks, wait_for
 from torch import nn
 from torch.nn import functional as F
 
 import hvkit
+from hvkit.adapters.adapter import keeper_of
 
 
 def sgd(parameters, lr=0.05, **options):
@@ -36,32 +38,121 @@ def test_rounds_of_two_steps_are_not_synchronous():
     assert largest_difference(found, expected) > 1e-2
 
 
-def test_three_rounds_of_diloco_equal_a_numpy_script():
-    every, lr, outer_lr, outer_momentum = 4, 0.05, 0.6, 0.8
-    data = regression(steps=3 * every)
+@pytest.mark.parametrize("overlap", [0, 1, 3])
+def test_three_rounds_of_diloco_equal_a_numpy_script(overlap):
+    data = regression(steps=12)
     start = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
     model = nn.Linear(8, 4, bias=False)
     with torch.no_grad():
         model.weight.copy_(torch.from_numpy(start))
-    strategy = hvkit.DiLoCo(every, outer_lr, outer_momentum)
-    hvkit.distribute(model, optimizer := torch.optim.SGD(model.parameters(), lr), strategy=strategy)
+    strategy = hvkit.DiLoCo(4, outer_lr=0.6, outer_momentum=0.8, overlap=overlap)
+    hvkit.distribute(
+        model, optimizer := torch.optim.SGD(model.parameters(), 0.05), strategy=strategy
+    )
     train(model, optimizer, local(data))
 
-    anchor, velocity = start.astype(np.float64), np.zeros((4, 8))
-    for first in range(0, len(data), every):
-        changes = []
-        for rank in range(hvkit.size()):
-            x = anchor.copy()
-            for inputs, targets in data[first : first + every]:
-                a, b = (
-                    t.numpy()[rank :: hvkit.size()].astype(np.float64) for t in (inputs, targets)
-                )
-                x -= lr * 2 / b.size * (a @ x.T - b).T @ a
-            changes.append(anchor - x)
-        change = np.mean(changes, axis=0)
-        velocity = outer_momentum * velocity + change
-        anchor = anchor - outer_lr * (change + outer_momentum * velocity)
-    assert largest_difference(arrays([model.weight]), [anchor]) < 1e-6
+    by_hand = [tuple(each.numpy() for each in batch) for batch in data]
+    own, anchor, due = diloco_by_hand(start, by_hand, gradient, 0.05, strategy)
+    assert largest_difference(arrays([model.weight]), [own[hvkit.rank()]]) < 1e-6
+    assert largest_difference(due, [anchor] * hvkit.size()) < 1e-6
+    with hvkit.settled(model):
+        assert alike(model)
+        assert largest_difference(arrays([model.weight]), [anchor]) < 1e-6
+
+
+def gradient(weights, inputs, targets):
+    return 2 / targets.size * (inputs @ weights.T - targets).T @ inputs
+
+
+def test_an_agreement_runs_beside_training(tmp_path_factory):
+    """Rank 0 is two steps ahead when the others end their round."""
+    ahead = Path(hvkit.broadcast(str(tmp_path_factory.mktemp("ahead")))) / "ahead"
+    model, optimizer = in_rounds(hvkit.DiLoCo(4, overlap=3))
+    data = local(regression(steps=8))
+    if hvkit.rank() == 0:
+        train(model, optimizer, data[:6])
+        ahead.touch()
+    else:
+        train(model, optimizer, data[:3])
+        wait_for(ahead)
+        train(model, optimizer, data[3:6])
+    train(model, optimizer, data[6:])
+    with hvkit.settled(model):
+        assert alike(model)
+
+
+@pytest.mark.parametrize("compression", ["int8", hvkit.PowerSGD(4)])
+def test_settled_beside_an_agreement_leaves_no_trace(compression):
+    strategy = hvkit.DiLoCo(4, overlap=2)
+    data = local(regression(steps=12))
+    found = []
+    for looks in (False, True):
+        model, optimizer = in_rounds(strategy, compression=compression)
+        for step, batch in enumerate(data):
+            train(model, optimizer, [batch])
+            if looks and step in (3, 4, 7):
+                with hvkit.settled(model):
+                    assert alike(model)
+        found.append(arrays(model.parameters()))
+    assert all(map(np.array_equal, *found))
+
+
+@pytest.mark.parametrize("strategy", [hvkit.DiLoCo(4, overlap=2), hvkit.ElasticAveraging(4)])
+def test_weights_that_the_script_writes_to_count_as_a_change(strategy):
+    model, optimizer = in_rounds(strategy)
+    for batch in local(regression(steps=12)):
+        train(model, optimizer, [batch])
+        with torch.no_grad():
+            for p in model.parameters():
+                p.clamp_(-0.2, 0.2)
+    with hvkit.settled(model):
+        assert alike(model)
+        assert all(p.abs().max() < 0.4 for p in model.parameters())
+
+
+def test_weights_that_only_the_script_changes_are_no_agreement():
+    model, _ = in_rounds(hvkit.LocalSGD(4))
+    with torch.no_grad():
+        model[0].weight += hvkit.rank()
+
+    def settle():
+        with hvkit.settled(model):
+            pass
+
+    error, text = error_of(settle)
+    assert error is hvkit.RanksDisagreeError
+    assert "0.weight" in text
+
+
+def test_an_agreement_waits_for_no_other_optimizers():
+    model = mlp()
+    both = [sgd(layer.parameters()) for layer in (model[0], model[2])]
+    hvkit.distribute(model, both, strategy=hvkit.DiLoCo(4, overlap=2))
+    data = local(regression(steps=12))
+    keeper = keeper_of(model)
+    train(model, both[0], data[:4])
+    train(model, both[1], data[:4])
+    assert len(keeper._running) == 2
+    train(model, both[1], data[4:6])
+    assert len(keeper._running) == 1
+    with hvkit.settled(model):
+        assert alike(model)
+
+
+def test_two_optimizers_of_the_same_parameters_end_their_rounds_in_turn():
+    strategy = hvkit.LocalSGD(4)
+    model = mlp()
+    both = [torch.optim.SGD(model.parameters(), 0.05) for _ in range(2)]
+    hvkit.distribute(model, both, strategy=strategy)
+    data = local(regression(steps=12))
+    for step, batch in enumerate(data):
+        train(model, both[step % 3 == 0], [batch])
+    with hvkit.settled(model):
+        assert alike(model)
+    train(model, both[0], data[:4])
+    train(model, both[1], data[:4])
+    train(model, both[0], data[:4])
+    assert alike(model)
 
 
 @pytest.mark.parametrize("strategy", [hvkit.LocalSGD(5), hvkit.DiLoCo(5)])
@@ -115,6 +206,23 @@ def test_gossip_without_gradients_only_mixes(topology):
         assert alike(model)
         mean = [np.mean(each, axis=0) for each in zip(*everyone, strict=True)]
         assert largest_difference(arrays(model.parameters()), mean) < 1e-6
+
+
+def test_elastic_averaging_pulls_to_the_centre():
+    model, optimizer = in_rounds(
+        hvkit.ElasticAveraging(1, pull=0.5), lambda parameters: torch.optim.SGD(parameters, lr=1)
+    )
+    size, rank, mean = hvkit.size(), hvkit.rank(), (hvkit.size() - 1) / 2
+    centre = arrays(model.parameters())
+    for p in model.parameters():
+        p.grad = torch.full_like(p, -rank)
+    optimizer.step()
+    expected = [c + rank * (1 - 0.5 / size) for c in centre]
+    assert largest_difference(arrays(model.parameters()), expected) < 1e-6
+    with hvkit.settled(model):
+        assert alike(model)
+        shown = [c + 0.5 * mean + 0.5 * (mean * (1 - 0.5 / size) - 0.5 * mean) for c in centre]
+        assert largest_difference(arrays(model.parameters()), shown) < 1e-6
 
 
 def test_gossip_with_all_ranks_is_local_sgd():

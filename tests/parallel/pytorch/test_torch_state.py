@@ -112,6 +112,13 @@ def test_sparse_and_expanded_buffers_start_as_rank_0_has_them():
     assert torch.equal(model.mask, torch.zeros(4, 4))
 
 
+def test_an_empty_parameter_is_no_obstacle():
+    model = mlp()
+    model.register_parameter("nothing", nn.Parameter(torch.empty(0)))
+    hvkit.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert same_on_all_ranks(arrays(model.parameters()))
+
+
 def test_lazy_modules_are_refused_with_the_fix():
     model = nn.LazyLinear(4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

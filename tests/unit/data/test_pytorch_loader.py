@@ -305,3 +305,9 @@ def test_under_gloo_they_are_forked(adapters, monkeypatch):
     hvd = SimpleNamespace(mpi_enabled=lambda: False)
     monkeypatch.setitem(runtime._engines, "torch", SimpleNamespace(hvd=hvd))
     assert method(num_workers=1) is None
+
+
+def test_one_process_takes_every_batch_in_the_order_of_a_part():
+    loaders = [DataLoader(range(10), batch_size=3, shuffle=True) for _ in range(2)]
+    plain, dynamic = (hvkit.shard(d, dynamic=k > 0) for k, d in enumerate(loaders))
+    assert [b.tolist() for b in plain] == [b.tolist() for b in dynamic]

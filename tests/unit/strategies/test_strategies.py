@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 
 import hvkit
-from hvkit.strategies import Strategy
+from hvkit.exchanges import Neighbours
+from hvkit.strategies.strategy import Strategy
+
+LOCAL = hvkit.LocalSGD(4)
 
 
 class Ranks:
@@ -17,11 +20,25 @@ class Ranks:
     def __init__(self, size=3):
         self.size = size
 
-    def mean(self, rows):
-        return np.broadcast_to(rows.mean(0), rows.shape)
+    def carry_out(self, flow):
+        """Return what a strategy returns, after all that it exchanges."""
+        answer = None
+        while True:
+            try:
+                exchange = flow.send(answer)
+            except StopIteration as end:
+                return end.value
+            rows = exchange.vector
+            if isinstance(exchange, Neighbours):
+                answer = [np.roll(rows, offset, axis=0) for offset in exchange.offsets]
+            else:
+                answer = np.broadcast_to(rows.mean(0), rows.shape)
 
-    def exchange(self, rows, offsets):
-        return [np.roll(rows, offset, axis=0) for offset in offsets]
+    def agree(self, strategy, weights, state):
+        return self.carry_out(strategy.agree(weights, state, self))
+
+    def settle(self, strategy, weights, state):
+        return self.carry_out(strategy.settle(weights, state, self))
 
 
 @pytest.fixture
@@ -36,14 +53,14 @@ def start():
 
 def test_local_sgd_takes_the_mean_of_the_weights(weights, start):
     strategy = hvkit.LocalSGD(4)
-    agreed, state = strategy.agree(weights, strategy.begin(start), Ranks())
+    agreed, state = Ranks().agree(strategy, weights, strategy.begin(start))
     assert np.allclose(agreed, weights.mean(0))
     assert np.array_equal(state["anchor"], agreed)
 
 
 def test_weights_that_no_rank_changed_stay_the_same_to_the_bit(start):
-    for strategy in (hvkit.LocalSGD(4), hvkit.DiLoCo(4), hvkit.Gossip()):
-        agreed, _ = strategy.agree(start, strategy.begin(start), Ranks())
+    for strategy in (LOCAL, hvkit.DiLoCo(4), hvkit.Gossip(), hvkit.ElasticAveraging(4)):
+        agreed, _ = Ranks().agree(strategy, start, strategy.begin(start))
         assert np.array_equal(agreed, start)
 
 
@@ -57,14 +74,14 @@ def test_diloco_is_sgd_with_nesterov_momentum_on_the_change_of_a_round(weights, 
         local = anchor + weights
         outer.grad = torch.tensor((anchor - local).mean(0))
         sgd.step()
-        anchor, state = strategy.agree(local, state, Ranks())
+        anchor, state = Ranks().agree(strategy, local, state)
         assert np.allclose(anchor, outer.detach().numpy())
 
 
 def test_diloco_without_outer_optimizer_is_local_sgd(weights, start):
     plain, outer = hvkit.LocalSGD(4), hvkit.DiLoCo(4, outer_lr=1, outer_momentum=0)
-    expected, _ = plain.agree(weights, plain.begin(start), Ranks())
-    found, _ = outer.agree(weights, outer.begin(start), Ranks())
+    expected, _ = Ranks().agree(plain, weights, plain.begin(start))
+    found, _ = Ranks().agree(outer, weights, outer.begin(start))
     assert np.array_equal(found, expected)
 
 
@@ -90,26 +107,45 @@ def test_gossip_multiplies_by_a_matrix_that_keeps_the_mean(topology, size):
     assert np.allclose(w.sum(0), 1)
     weights, state = start, strategy.begin(start)
     for t in range(1, 6):
-        weights, state = strategy.agree(weights, state, ranks)
+        weights, state = ranks.agree(strategy, weights, state)
         assert np.allclose(weights, np.linalg.matrix_power(w, t) @ start, rtol=0, atol=1e-12)
-    assert np.allclose(strategy.settle(weights, state, ranks), start.mean(0))
+    assert np.allclose(ranks.settle(strategy, weights, state), start.mean(0))
 
 
 def test_a_ring_of_more_than_three_ranks_is_not_complete():
     start = np.random.default_rng(0).normal(size=(4, 5))
-    ring, _ = hvkit.Gossip().agree(start, {}, Ranks(4))
-    complete, _ = hvkit.Gossip(topology="complete").agree(start, {}, Ranks(4))
+    ring, _ = Ranks(4).agree(hvkit.Gossip(), start, {})
+    complete, _ = Ranks(4).agree(hvkit.Gossip(topology="complete"), start, {})
     assert not np.allclose(ring, complete)
     assert np.allclose(complete, start.mean(0))
 
 
 def test_an_agreement_changes_neither_weights_nor_state(weights, start):
-    for strategy in (hvkit.LocalSGD(4), hvkit.DiLoCo(4), hvkit.Gossip()):
+    for strategy in (LOCAL, hvkit.DiLoCo(4), hvkit.Gossip(), hvkit.ElasticAveraging(4)):
         state = strategy.begin(start)
         before = weights.copy(), {name: value.copy() for name, value in state.items()}
-        strategy.agree(weights, state, Ranks())
+        Ranks().agree(strategy, weights, state)
         assert np.array_equal(weights, before[0])
         assert all(np.array_equal(state[name], value) for name, value in before[1].items())
+
+
+def test_elastic_averaging_pulls_ranks_and_centre_together(weights, start):
+    strategy, ranks = hvkit.ElasticAveraging(4, pull=0.6), Ranks()
+    centre, state = start, strategy.begin(start)
+    for _ in range(3):
+        local = weights + start
+        weights, state = ranks.agree(strategy, local, state)
+        assert np.allclose(weights, local - 0.2 * (local - centre))
+        centre = centre + 0.2 * (local - centre).sum(0)
+        assert np.allclose(state["centre"], centre)
+    expected = centre + 0.2 * (weights - centre).sum(0)
+    assert np.allclose(ranks.settle(strategy, weights, state), expected)
+
+
+def test_diloco_beside_training_settles_on_the_mean(weights, start):
+    strategy = hvkit.DiLoCo(4, overlap=2)
+    settled = Ranks().settle(strategy, weights, strategy.begin(start))
+    assert np.allclose(settled, weights.mean(0))
 
 
 @pytest.mark.parametrize(
@@ -123,6 +159,9 @@ def test_an_agreement_changes_neither_weights_nor_state(weights, start):
         (lambda: hvkit.DiLoCo(5, outer_lr=float("nan")), ValueError, "and finite, got nan"),
         (lambda: hvkit.DiLoCo(5, outer_lr="fast"), TypeError, "outer_lr must be a number"),
         (lambda: hvkit.DiLoCo(5, outer_momentum=1), ValueError, "and below 1, got 1"),
+        (lambda: hvkit.DiLoCo(5, overlap=5), ValueError, "below every, which is 5, got 5"),
+        (lambda: hvkit.DiLoCo(5, overlap=-1), ValueError, "overlap must be at least 0, got -1"),
+        (lambda: hvkit.ElasticAveraging(5, pull=2), ValueError, "pull must be above 0 and at most"),
         (lambda: hvkit.Gossip(topology="star"), ValueError, "ring, exponential, complete; got 'st"),
         (lambda: hvkit.Gossip(0), ValueError, "every must be at least 1, got 0"),
     ],
@@ -136,6 +175,7 @@ def test_strategies_check_themselves(make, error, text):
     ("strategy", "compression", "text"),
     [
         (hvkit.Gossip(), "int8", "leave compression out"),
+        (hvkit.ElasticAveraging(4), hvkit.TopK(0.1), 'would count twice: use "int8"'),
         (hvkit.Centralized(), hvkit.TopK(0.1), 'use "fp16"'),
         (hvkit.Centralized(), hvkit.PowerSGD(2), 'use "fp16"'),
     ],

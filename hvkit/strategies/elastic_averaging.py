@@ -1,0 +1,63 @@
+"""Elastic averaging: ranks that stay near a centre, and explore around it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hvkit.compression import Compression
+from hvkit.exchanges import Mean, Place
+from hvkit.numbers import check_number
+from hvkit.strategies.strategy import Agreement, Rounds, Settlement, State, Vector
+
+
+@dataclass(frozen=True)
+class ElasticAveraging(Rounds):
+    """After each round ranks and a common centre move towards each other.
+
+    With the centre c, rank w's weights x_w, N ranks and the pull beta:
+
+        d_w <- x_w - c
+        x_w <- x_w - beta/N d_w
+        c <- c + beta/N sum_w d_w
+
+    Ranks keep a part of their distance, so each goes its own way for longer than with ``LocalSGD``,
+    and the centre is a moving average over ranks and time. ``hvkit.settled``, checkpoints and
+    ``fit``'s validation show where the centre would go now, c + beta mean(x_w - c). ``fit`` ends
+    there, and another one begins with a new centre. Each rank sends 2 (N-1)/N times the weights'
+    bytes in a round. The centre takes as much memory as the weights.
+
+    Source: Zhang, Choromanska and LeCun, "Deep learning with Elastic Averaging SGD" (2015), the
+    synchronous form, with beta 0.9.
+
+    Args:
+        every: optimizer steps from one pull to the next.
+        pull: beta, above 0 and up to 1.
+    """
+
+    pull: float = 0.9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("pull", self.pull, above=0, up_to=1)
+
+    @property
+    def alike(self) -> bool:
+        return False
+
+    def check(self, compression: Compression | None) -> None:
+        if compression is not None and compression.keeps_state:
+            raise ValueError(
+                f"{compression} sends later what it has left out, but with {self} that is still in "
+                'the distance from the centre, and would count twice: use "int8", "bf16" or "fp16"'
+            )
+
+    def begin(self, weights: Vector) -> State:
+        return {"centre": weights + 0}
+
+    def agree(self, weights: Vector, state: State, place: Place) -> Agreement:
+        distance = weights - state["centre"]
+        centre = state["centre"] + self.pull * (yield Mean(distance))
+        return weights - (self.pull / place.size) * distance, {"centre": centre}
+
+    def settle(self, weights: Vector, state: State, place: Place) -> Settlement:
+        return state["centre"] + self.pull * (yield Mean(weights - state["centre"]))
