@@ -52,12 +52,12 @@ def _averaging_taken_out(request, monkeypatch):
     if not request.config.option.without_averaging:
         return
     from hvkit.adapters import fingerprints
-    from hvkit.adapters.keras import rounds
+    from hvkit.adapters.keras.agreements import Network
     from hvkit.adapters.keras.averager import GradientAverager
     from hvkit.adapters.pytorch.buckets import Bucket
 
     monkeypatch.setattr(GradientAverager, "__call__", lambda self, gradients, *_: gradients)
-    monkeypatch.setattr(rounds._Comm, "mean", lambda self, vector: vector)
+    monkeypatch.setattr(Network, "_mean", lambda self, vector, *_: vector)
     monkeypatch.setattr(Bucket, "launch", lambda self, wire: setattr(self, "handle", 0))
     monkeypatch.setattr(Bucket, "wait", lambda self, wire: setattr(self, "handle", None))
     # What ranks compare would notice before the tests do.
