@@ -6,8 +6,8 @@
     python bench/strategies.py time     # as root, on four hosts made on this machine; half an hour
     python bench/strategies.py report   # prints tables, and draws docs/pictures/strategies_*.svg
 
-The first two add records to build/bench/strategies.jsonl, and leave out what it has. Names after
-the command choose workloads.
+The first two add records to bench/strategies.jsonl, and leave out what it has: delete a line to
+measure it again. Names after the command choose workloads.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).parents[1]
-RECORDS = ROOT / "build/bench/strategies.jsonl"
+RECORDS = ROOT / "bench/strategies.jsonl"
 ON_RANKS = str(ROOT / "bench/strategies_on_ranks.py")
 RANKS, SEEDS = 4, 3
 # Milliseconds that a packet takes from host to host.

@@ -26,8 +26,8 @@ import hvkit
 
 EVALUATIONS = 8
 CONTEXT = 64
-# A whole round of the strategies in bench/strategies.py.
-BLOCK, TIMED_BLOCKS = 16, 1
+# A whole round of the strategies in bench/strategies.py; so many blocks, or for so many seconds.
+BLOCK, TIMED_BLOCKS, TIMED_SECONDS = 16, 6, 4
 
 
 class Rows(Dataset):
@@ -253,16 +253,18 @@ def learn(workload, data, case, seed):
 
 
 def measure_time(workload, data, case):
-    """Seconds of a step, over whole rounds, after a first one."""
+    """Seconds of a step in each block, after a first one."""
     training = Training(workload, data[0], case, seed=0)
+    training.train(BLOCK)
     blocks = []
-    for _ in range(1 + TIMED_BLOCKS):
+    while len(blocks) < TIMED_BLOCKS and BLOCK * sum(blocks) < TIMED_SECONDS:
         hvkit.barrier()
         start = time.perf_counter()
         training.train(BLOCK)
         hvkit.barrier()
-        blocks.append((time.perf_counter() - start) / BLOCK)
-    return {"seconds": blocks[1:], **sent_per_step(training)}
+        # Ranks must stop together.
+        blocks.append(hvkit.average((time.perf_counter() - start) / BLOCK))
+    return {"seconds": blocks, **sent_per_step(training)}
 
 
 def main():

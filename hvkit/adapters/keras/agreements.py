@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
+from hvkit.adapters.agreed_view import arrive_before_exit
 from hvkit.adapters.keras.graph_collectives import CompressedMeans, GraphWait
+from hvkit.adapters.keras.weights import Array, flat_values, ids, in_numpy, pieces, shaped, split
 from hvkit.adapters.keras.wire import Wire
 from hvkit.engines import waiting_for_all_ranks
 from hvkit.exchanges import Mean, Messages, Neighbours, by_rank, circle
+from hvkit.watch.calls import call
+
+# By the id of a weight: its state by name.
+States = dict[int, dict[str, tf.Tensor]]
+Agree = Callable[[list[tf.Variable], tf.Tensor], tuple[tf.Tensor, States]]
 
 
 class Network:
@@ -80,7 +89,93 @@ class Network:
         return self._wait.around(sent, collective) if self._wait else collective(sent)
 
 
-class Thread:
+class RunningAgreements:
+    """Agreements of one keeper that run while the next round trains.
+
+    Args:
+        agree: returns what the strategy makes of some variables' joined weights, and the new state
+            of each by id.
+        set_states: keeps these states.
+        label: the call in which this rank waits for the others.
+    """
+
+    def __init__(self, agree: Agree, set_states: Callable[[States], None], label: str) -> None:
+        self._agree = agree
+        self._set_states = set_states
+        self._label = label
+        # What agreements that have ended will add to the weights, by id.
+        self.due: dict[int, Array] = {}
+        self._running: list[tuple[set[int], _Thread]] = []
+        self._graphs: dict[tuple[int, ...], Any] = {}
+        self._variables: dict[int, tf.Variable] = {}
+
+    def begin(self, variables: Sequence[tf.Variable]) -> tf.Tensor:
+        """End a round of these variables, which nothing may be due to."""
+        self._variables.update((id(v), v) for v in variables)
+        flat = [flat_values(v) for v in variables]
+        begun: tf.Tensor = in_numpy(self._begin, ids(variables), flat, [tf.bool])[0]
+        return begun
+
+    def _begin(self, keys: Sequence[int], weights: Sequence[Array]) -> list[Array]:
+        key = tuple(keys)
+        if key not in self._graphs:
+            self._graphs[key] = tf.function(functools.partial(self._graph, key))
+        agree = self._graphs[key]
+        tensors = [tf.constant(each) for each in weights]
+        self._running.append((set(keys), _Thread(lambda: agree(tensors))))
+        arrive_before_exit(self)
+        return [np.array(True)]
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def _graph(
+        self, keys: Sequence[int], weights: Sequence[tf.Tensor]
+    ) -> tuple[dict[int, tf.Tensor], States]:
+        """By id: what an agreement changes of weights, and their new states.
+
+        A graph that a thread runs: in eager code Horovod gives operations of one kind one name,
+        and would mix this one up with those of the main thread.
+        """
+        given = dict(zip(keys, weights, strict=True))
+        due: dict[int, tf.Tensor] = {}
+        states: States = {}
+        for together in pieces([self._variables[key] for key in keys]):
+            own = tf.concat([given[id(v)] for v in together], axis=0)
+            agreed, new = self._agree(together, own)
+            due |= dict(zip(ids(together), split(agreed - own, together), strict=True))
+            states |= new
+        return due, states
+
+    def arrive(self, keys: Sequence[int] | None = None) -> None:
+        """Wait for the agreements.
+
+        Args:
+            keys: ids of variables, for the agreements on any of these; None for all.
+        """
+        for of, thread in list(self._running):
+            if keys is None or not of.isdisjoint(keys):
+                with call(self._label):
+                    due, states = thread.result()
+                self._running.remove((of, thread))
+                self.due |= {key: each.numpy() for key, each in due.items()}
+                self._set_states(states)
+
+    def add_due(self, variables: Sequence[tf.Variable]) -> tf.Tensor:
+        """Wait, and add what the agreements have changed to the weights."""
+        flat = [flat_values(v) for v in variables]
+        due = in_numpy(self._take_due, ids(variables), flat, [each.dtype for each in flat])
+        for v, weights in zip(variables, due, strict=True):
+            v.assign(shaped(weights, v))
+        return tf.constant(True)
+
+    def _take_due(self, keys: Sequence[int], weights: Sequence[Array]) -> list[Array]:
+        self.arrive(keys)
+        return [
+            each + self.due.pop(key) if key in self.due else each
+            for key, each in zip(keys, weights, strict=True)
+        ]
+
+
+class _Thread:
     """Runs a function that waits for other ranks while this one trains.
 
     Args:

@@ -14,7 +14,6 @@ is lost.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import ref
@@ -23,17 +22,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvkit.adapters.agreed_view import arrive_before_exit, require_equal_steps
-from hvkit.adapters.keras.agreements import Network, Thread
+from hvkit.adapters.agreed_view import require_equal_steps
+from hvkit.adapters.keras.agreements import Network, RunningAgreements, States
 from hvkit.adapters.keras.checks import Checks
 from hvkit.adapters.keras.graph_collectives import CompressedMeans, GraphWait
 from hvkit.adapters.keras.weights import (
-    Array,
     Updates,
     WeightKeeper,
     flat_values,
-    ids,
-    in_numpy,
     pieces,
     shaped,
     split,
@@ -42,7 +38,6 @@ from hvkit.adapters.keras.weights import (
 from hvkit.adapters.keras.wire import Wire
 from hvkit.compression import Compression
 from hvkit.strategies.strategy import Rounds
-from hvkit.watch.calls import call
 
 # What begins names in a checkpoint: of what the compression keeps, of what agreements that ran
 # beside training will add to the weights, and of groups of variables.
@@ -85,11 +80,7 @@ class RoundKeeper(WeightKeeper):
         self._all_begun: dict[frozenset[int], tf.Variable] = {}
         # Numbers for the names of collectives, by the id of their first weight.
         self._names: dict[int, int] = {}
-        # Agreements that run beside training; what those that have ended will add to the weights.
-        self._running: list[tuple[set[int], Thread]] = []
-        self._beside: dict[tuple[int, ...], Any] = {}
-        self._due: dict[int, Array] = {}
-        self._variables: dict[int, tf.Variable] = {}
+        self._beside = RunningAgreements(self._agree_beside, self._set_states, _STEP)
         # Weak: the optimizers keep them. Their groups count also when they are gone.
         self._optimizers: list[ref[_OptimizerRounds]] = []
         self._groups: list[list[_Group]] = []
@@ -159,7 +150,7 @@ class RoundKeeper(WeightKeeper):
 
     def _agreed(
         self, network: Network, together: list[tf.Variable], weights: tf.Tensor, *, keep: bool
-    ) -> tuple[tf.Tensor, dict[int, dict[str, tf.Tensor]]]:
+    ) -> tuple[tf.Tensor, States]:
         """What the strategy returns: weights, and if the round ends the states by id."""
         held = [self._state[id(v)] for v in together]
         state = {name: tf.concat([each[name] for each in held], axis=0) for name in held[0]}
@@ -176,90 +167,36 @@ class RoundKeeper(WeightKeeper):
         }
         return weights, states
 
-    def _set_states(self, states: dict[int, dict[str, tf.Tensor]]) -> None:
+    def _agree_beside(
+        self, together: list[tf.Variable], weights: tf.Tensor
+    ) -> tuple[tf.Tensor, States]:
+        network = Network(None, self._wire, self._compressed, keep=True)
+        return self._agreed(network, together, weights, keep=True)
+
+    def _set_states(self, states: States) -> None:
         for key, state in states.items():
             for name, vector in state.items():
                 self._state[key][name].assign(vector)
 
-    def begin_agreement(self, variables: Sequence[tf.Variable]) -> tf.Tensor:
+    def end_beside(self, variables: Sequence[tf.Variable]) -> tf.Tensor:
         """End a round with an agreement that runs beside training."""
-        self._variables.update((id(v), v) for v in variables)
         self.add_due(variables)  # of other groups, which change some of them, too
-        begun = in_numpy(
-            self._begin_beside, ids(variables), [flat_values(v) for v in variables], [tf.bool]
-        )
+        begun = self._beside.begin(variables)
         self._average_statistics()
-        return begun[0]
-
-    def _begin_beside(self, keys: Sequence[int], weights: Sequence[Array]) -> list[Array]:
-        key = tuple(keys)
-        if key not in self._beside:
-            self._beside[key] = tf.function(functools.partial(self._agree_beside, key))
-        agree = self._beside[key]
-        tensors = [tf.constant(each) for each in weights]
-        self._running.append((set(keys), Thread(lambda: agree(tensors))))
-        arrive_before_exit(self)
-        return [np.array(True)]
-
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def _agree_beside(
-        self, keys: Sequence[int], weights: Sequence[tf.Tensor]
-    ) -> tuple[dict[int, tf.Tensor], dict[int, dict[str, tf.Tensor]]]:
-        """By id: what an agreement changes of weights, and their new states.
-
-        A graph that a thread runs: in eager code Horovod gives operations of one kind one name,
-        and would mix this one up with those of the main thread.
-        """
-        given = dict(zip(keys, weights, strict=True))
-        network = Network(None, self._wire, self._compressed, keep=True)
-        due: dict[int, tf.Tensor] = {}
-        states: dict[int, dict[str, tf.Tensor]] = {}
-        for together in pieces([self._variables[key] for key in keys]):
-            own = tf.concat([given[id(v)] for v in together], axis=0)
-            agreed, new = self._agreed(network, together, own, keep=True)
-            due |= dict(zip(ids(together), split(agreed - own, together), strict=True))
-            states |= new
-        return due, states
-
-    def arrive(self, keys: Sequence[int] | None = None) -> None:
-        """Wait for the agreements that run beside training.
-
-        Args:
-            keys: ids of variables, for the agreements on any of these; None for all.
-        """
-        for of, thread in list(self._running):
-            if keys is None or not of.isdisjoint(keys):
-                with call(_STEP):
-                    due, states = thread.result()
-                self._running.remove((of, thread))
-                self._due |= {key: each.numpy() for key, each in due.items()}
-                self._set_states(states)
+        return begun
 
     def add_due(self, variables: Sequence[tf.Variable]) -> tf.Tensor:
         """Wait, and add what agreements beside training have changed to the weights."""
-        if not self.strategy.overlap:
-            return tf.constant(True)
-        flat = [flat_values(v) for v in variables]
-        due = in_numpy(self._take_due, ids(variables), flat, [each.dtype for each in flat])
-        for v, weights in zip(variables, due, strict=True):
-            v.assign(shaped(weights, v))
-        return tf.constant(True)
-
-    def _take_due(self, keys: Sequence[int], weights: Sequence[Array]) -> list[Array]:
-        self.arrive(keys)
-        return [
-            each + self._due.pop(key) if key in self._due else each
-            for key, each in zip(keys, weights, strict=True)
-        ]
+        return self._beside.add_due(variables) if self.strategy.overlap else tf.constant(True)
 
     def _show_agreed(self) -> None:
-        self.arrive()
-        due = dict(self._due)
+        self._beside.arrive()
+        due = dict(self._beside.due)
         for group in self._every_group():
             if group.steps_done or not self.strategy.alike:
                 self.add_due(group.variables)
                 self.agree(group.variables, keep=False)
-        self._due = due
+        self._beside.due = due
 
     def end_rounds(self) -> None:
         """End the rounds that have begun, as at the end of training; a collective.
@@ -307,8 +244,8 @@ class RoundKeeper(WeightKeeper):
         """Begin with the weights that the ranks hold now, the same on all; forget all rounds."""
         for begun in [*self._begun.values(), *self._all_begun.values()]:
             begun.assign(False)
-        self.arrive()
-        self._due.clear()
+        self._beside.arrive()
+        self._beside.due.clear()
         if self._compressed:
             self._compressed.begin_anew()
         for each in self._every_group():  # graphs hold them
@@ -365,10 +302,10 @@ class RoundKeeper(WeightKeeper):
 
     def own_state(self) -> dict[str, np.ndarray[Any, Any]]:
         """What a checkpoint saves for each rank: residuals, and what is due to its weights."""
-        self.arrive()
+        self._beside.arrive()
         weights = self._weights()
         number = {id(weight): i for i, weight in enumerate(weights)}
-        due = {f"{_DUE}{number[key]}": change for key, change in self._due.items()}
+        due = {f"{_DUE}{number[key]}": change for key, change in self._beside.due.items()}
         if self._compressed:
             due |= self._compressed.arrays(self._compressed.compression.own, weights)
         return due
@@ -377,7 +314,7 @@ class RoundKeeper(WeightKeeper):
         """Set what ``own_state`` returned on this rank."""
         weights = self._weights()
         due = {key: array for key, array in arrays.items() if key.startswith(_DUE)}
-        self._due = {id(weights[int(key.removeprefix(_DUE))]): due[key] for key in due}
+        self._beside.due = {id(weights[int(key.removeprefix(_DUE))]): due[key] for key in due}
         if self._compressed:
             kept = {key: array for key, array in arrays.items() if key not in due}
             self._compressed.load(kept, weights)
@@ -464,7 +401,7 @@ class _OptimizerRounds(Updates):
     def _end_round(self, group: _Group) -> tf.Tensor:
         group.steps.assign(0)
         if self._beside:
-            return self._rounds.begin_agreement(group.variables)
+            return self._rounds.end_beside(group.variables)
         return self._rounds.agree(group.variables)
 
 

@@ -17,20 +17,28 @@ class Agreement:
 
     Args:
         flow: the strategy's generator.
-        wire: counts the bytes.
-        name: the same on every rank, and no other agreement's that runs at the same time.
+        weights: this rank's, one after the other, as the flow has them.
         members: numbers and parameters of the weights.
+        name: the same on every rank, and no other agreement's that runs at the same time.
+        wire: counts the bytes.
         sent: of the compression of float32 vectors, if there is one.
+
+    Attributes:
+        numbers: of the parameters.
+        weights: as given.
     """
 
     def __init__(
         self,
         flow: Generator[Mean | Neighbours, Any, Any],
-        wire: Wire,
-        name: str,
+        weights: torch.Tensor,
         members: Sequence[tuple[int, torch.Tensor]],
+        name: str,
+        wire: Wire,
         sent: CompressionState | None,
     ) -> None:
+        self.numbers = [number for number, _ in members]
+        self.weights = weights
         self._flow = flow
         self._wire = wire
         self._name = name

@@ -48,20 +48,6 @@ _SENT = "sent-"
 _DUE = "due-"
 
 
-class _Begun(NamedTuple):
-    """An agreement on some parameters.
-
-    Attributes:
-        together: numbers of the parameters.
-        agreement: on them.
-        weights: this rank's, one after the other, as they were sent.
-    """
-
-    together: list[int]
-    agreement: Agreement
-    weights: torch.Tensor
-
-
 class _Round(NamedTuple):
     """A round that ends beside training.
 
@@ -71,7 +57,7 @@ class _Round(NamedTuple):
     """
 
     end: tuple[Any, ...]
-    agreements: list[_Begun]
+    agreements: list[Agreement]
 
 
 class RoundKeeper(WeightKeeper):
@@ -270,12 +256,12 @@ class RoundKeeper(WeightKeeper):
         """
         for each in list(self._running):
             agreements = each.agreements
-            if numbers is None or any(i in numbers for a in agreements for i in a.together):
+            if numbers is None or any(i in numbers for a in agreements for i in a.numbers):
                 self._running.remove(each)
                 self._require_same_round(each.end)
-                for begun in agreements:
-                    change = self._end(begun) - begun.weights
-                    self._due.update(self._split(begun.together, change))
+                for agreement in agreements:
+                    change = self._end(agreement) - agreement.weights
+                    self._due.update(self._split(agreement.numbers, change))
 
     @torch.no_grad()
     def _add_due(self, numbers: Collection[int]) -> None:
@@ -290,8 +276,7 @@ class RoundKeeper(WeightKeeper):
         self.arrive()
         # Also what an optimizer has changed that the script no longer has.
         for together in self._pieces(sorted(self._trained)):
-            flow = self.strategy.settle(self._flat(together), self._states(together), self._wire)
-            settled = Agreement(flow, self._wire, *self._named(together), self._sent).result()
+            settled = self._start(together, self.strategy.settle).result()
             for i, weights in self._split(together, settled):
                 write(self._parameters[i].data, weights)
         if self._sent:
@@ -305,21 +290,23 @@ class RoundKeeper(WeightKeeper):
                 yield [kind[at] for at in run]
 
     @torch.no_grad()
-    def _start(self, together: list[int]) -> _Begun:
+    def _start(self, together: list[int], flow: Callable[..., Any] | None = None) -> Agreement:
+        """Begin what the strategy's ``agree``, or another flow of it, does to some parameters."""
         weights = self._flat(together)
-        flow = self.strategy.agree(weights, self._states(together), self._wire)
-        agreement = Agreement(flow, self._wire, *self._named(together), self._sent)
-        return _Begun(together, agreement, weights)
+        begun = (flow or self.strategy.agree)(weights, self._states(together), self._wire)
+        members: list[tuple[int, torch.Tensor]] = [(i, self._parameters[i]) for i in together]
+        name = f"{self._name}.weights.{together[0]}"
+        return Agreement(begun, weights, members, name, self._wire, self._sent)
 
-    def _end(self, begun: _Begun) -> torch.Tensor:
+    def _end(self, agreement: Agreement) -> torch.Tensor:
         """Wait for an agreement, keep its state, and return the weights of the next round."""
         weights: torch.Tensor
-        weights, state = begun.agreement.result()
+        weights, state = agreement.result()
         for name, vector in state.items():
-            for i, piece in self._split(begun.together, vector):
+            for i, piece in self._split(agreement.numbers, vector):
                 self._state[i][name] = piece
         if self._sent:
-            self._sent.commit(begun.together)
+            self._sent.commit(agreement.numbers)
         return weights
 
     def _flat(self, together: Sequence[int]) -> torch.Tensor:
@@ -338,10 +325,6 @@ class RoundKeeper(WeightKeeper):
         parameters = (self._parameters[i] for i in together)
         lengths = [p.numel() * (2 if p.is_complex() else 1) for p in parameters]
         return zip(together, torch.split(vector, lengths), strict=True)
-
-    def _named(self, together: Sequence[int]) -> tuple[str, list[tuple[int, torch.Tensor]]]:
-        members: list[tuple[int, torch.Tensor]] = [(i, self._parameters[i]) for i in together]
-        return f"{self._name}.weights.{together[0]}", members
 
     def _meet(self) -> bool:
         require_equal_steps(self._steps)
