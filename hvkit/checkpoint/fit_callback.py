@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from hvkit import collectives
 from hvkit.checkpoint.keras import OptimizerPart
 from hvkit.checkpoint.part import Part
 
@@ -38,10 +39,17 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._every = every
         self._epoch = 0
         self._batches = 0
+        self._trained = 0
+        self._first: int | None = None
         self._saved = 0
         self._train: Any = None
 
     def on_train_begin(self, logs: Any = None) -> None:
+        self._trained, self._first = 0, None
+        scaler = keras.optimizers.LossScaleOptimizer
+        if any(isinstance(each, scaler) for each in [*self._optimizers, self.model.optimizer]):
+            # It may skip updates, which then are not in iterations: not the same on every rank.
+            self._first = max(collectives.gather("Model.fit", self._step()))
         self._saved = self._step()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -54,6 +62,8 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         # Not the argument: Keras counts differently when it does not know the data's length.
         self._batches += self.model.steps_per_execution
+        if self._train is None:
+            self._trained += self.model.steps_per_execution
         if self._every is None:
             return
         step = self._step()
@@ -94,6 +104,8 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._saved = step
 
     def _step(self) -> int:
+        if self._first is not None:
+            return self._first + self._trained
         # The saved optimizers first: a model with its own train_step may leave compile's optimizer
         # unused, and each phase of training may have its own.
         return sum(int(each.iterations) for each in self._optimizers or [self.model.optimizer])

@@ -264,6 +264,23 @@ def test_the_epoch_callback_saves_each_ranks_own_weights(folder):
     assert all(map(np.array_equal, found, own))
 
 
+def test_the_callback_counts_steps_whose_update_one_rank_skips(folder):
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+    scaler = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=2.0)
+    hvkit.distribute(model, scaler, strategy=hvkit.LocalSGD(4))
+    model.compile(scaler, "mse")
+    checkpoint = hvkit.Checkpoint(folder, model=model, optimizer=scaler)
+    x = np.ones((60, 8), np.float32)
+    if hvkit.rank() == 0:
+        x[12] = np.inf
+    save = checkpoint.callback(every=4)
+    model.fit(x, x[:, :4], batch_size=6, shuffle=False, verbose=0, callbacks=[save])
+    assert int(scaler.iterations) == (9 if hvkit.rank() == 0 else 10)
+    assert [path.name for path in sorted(folder.iterdir()) if path.is_dir()] == [
+        f"step-{step:09}" for step in (4, 8, 10)
+    ]
+
+
 @FEWER
 @pytest.mark.parametrize("strategy", [hvkit.Synchronous(), hvkit.LocalSGD(4)])
 def test_another_strategy_begins_with_the_saved_weights(run, strategy, folder):
