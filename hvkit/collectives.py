@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -115,44 +115,84 @@ def gather(call: str, obj: T) -> list[T]:
     return [each for *_, each in everyone]
 
 
-def collect(call: str, obj: T) -> list[T]:
-    """The objects of all ranks, in rank order, on rank 0; an empty list on the others.
+def collect(call: str, obj: T) -> Iterator[T]:
+    """Yield the objects of all ranks, in rank order, on rank 0; nothing on the others.
 
-    A collective. Ranks send one after the other, in pieces, so that no rank but 0 holds more than
-    one piece of another's message. MPI carries them; where it does not run, broadcasts do.
+    A collective, which every rank must exhaust. Ranks send one after the other, in pieces, so no
+    rank but 0 holds more than its own object, and rank 0 one at a time if it drops them. MPI
+    carries them; where it does not run, broadcasts do.
 
     Args:
         call: the user's call.
         obj: any object that pickles.
 
     Raises:
-        HvkitError: rank 0 could not hold or read the objects; on every rank.
+        HvkitError: rank 0 could not hold or read an object; on every rank, at the end.
         RanksDisagreeError: another rank makes another collective call.
     """
+    if rank() == 0:
+        yield obj
     if size() == 1:
-        return [obj]
-    mine = np.frombuffer(pickle.dumps(obj) if rank() else b"", np.uint8)
-    everyone = gather(call, (mine.size, point_to_point.can_send(any_engine())))
-    by_mpi = all(can_send for _, can_send in everyone)
-    if by_mpi:
-        point_to_point.open_communicator()
-    collected, problem = [obj], ""
+        return
+    mine = pickle.dumps(obj) if rank() else b""
+    everyone = gather(call, (len(mine), point_to_point.can_send(any_engine())))
+    by_mpi = _opened(can_send for _, can_send in everyone)
+    problem = ""
     for source, (length, _) in enumerate(everyone[1:], start=1):
-        pieces = _pieces(mine if rank() == source else None, length, source, by_mpi)
+        message = _Message(mine, length, source, 0, by_mpi)
         if rank() == 0:
             try:
-                received, start = np.empty(length, np.uint8), 0
-                for piece in pieces:
-                    received[start : start + piece.size] = piece
-                    start += piece.size
-                collected.append(pickle.loads(received.data))
+                theirs: T = message.received()
             except Exception as error:
                 problem = f"{type(error).__name__}: {error} ({length} bytes of rank {source})"
-        for _ in pieces:
-            pass  # also after an error: that rank keeps sending
+            else:
+                yield theirs
+                del theirs
+        message.finish()
     if problem := broadcast(problem):
         raise HvkitError(f"rank 0 cannot collect the objects of all ranks: {problem}")
-    return collected if rank() == 0 else []
+
+
+def scatter(call: str, make: Callable[[int], T]) -> T:
+    """This rank's object, which rank 0 makes; a collective.
+
+    They travel as in ``collect``, one after the other.
+
+    Args:
+        call: the user's call.
+        make: called on rank 0 with each rank; returns an object that pickles.
+
+    Raises:
+        Exception: what ``make`` raises, on every rank, as in ``share``.
+        HvkitError: a rank could not hold or read its object; on every rank.
+    """
+    if size() == 1:
+        return make(0)
+    by_mpi = _opened(gather(call, point_to_point.can_send(any_engine())))
+    own: Any = None
+    problem: Exception | None = None
+    for target in range(size()):
+        data = b""
+        if rank() == 0 and problem is None:
+            try:
+                obj = make(target)
+                if target == 0:
+                    own = obj
+                else:
+                    data = pickle.dumps(obj)
+                del obj
+            except Exception as error:  # any error: the other ranks must not wait for this one
+                problem = error
+        length = broadcast(len(data))
+        message = _Message(data, length, 0, target, by_mpi)
+        if rank() == target != 0 and length:
+            try:
+                own = message.received()
+            except Exception as error:
+                problem = HvkitError(f"{type(error).__name__}: {error} ({length} bytes of rank 0)")
+        message.finish()
+    raise_together(problem, call)
+    return cast(T, own)
 
 
 # Exceptions that every rank raises with their own type. Others become HvkitError elsewhere.
@@ -288,19 +328,56 @@ def _gather_bytes(payload: bytes) -> list[Any]:
     return everyone
 
 
-def _pieces(mine: Any, length: int, source: int, by_mpi: bool) -> Iterator[Any]:
-    """The ``length`` bytes of rank ``source``, piece by piece; every rank must exhaust this.
+def _opened(can_send: Iterable[bool]) -> bool:
+    """Whether MPI carries messages between two ranks, by what all ranks say; a collective."""
+    by_mpi = all(can_send)
+    if by_mpi:
+        point_to_point.open_communicator()
+    return by_mpi
 
-    Yields:
-        uint8 arrays; their contents matter on rank 0 only.
+
+class _Message:
+    """Bytes that travel from one rank to another, in pieces; a collective.
+
+    Args:
+        data: on the source.
+        length: of the data, on every rank.
+        source: the rank that sends.
+        target: the rank that receives, another one.
+        by_mpi: whether MPI carries it; if not, broadcasts to all ranks do.
     """
-    for start in range(0, length, engines.CHUNK):
-        stop = min(start + engines.CHUNK, length)
-        piece = np.empty(stop - start, np.uint8) if mine is None else mine[start:stop]
-        if not by_mpi:
-            piece = any_engine().broadcast(piece, source)
-        elif rank() == source:
-            point_to_point.send(piece, 0)
-        elif rank() == 0:
-            point_to_point.receive(piece, source)
-        yield piece
+
+    def __init__(self, data: bytes, length: int, source: int, target: int, by_mpi: bool) -> None:
+        self._data = np.frombuffer(data, np.uint8)
+        self._length = length
+        self._source = source
+        self._target = target
+        self._by_mpi = by_mpi
+        self._left = iter(range(0, length if source != target else 0, engines.CHUNK))
+
+    def received(self) -> Any:
+        """The object that the target unpickles."""
+        received = np.empty(self._length, np.uint8)
+        for start in self._left:
+            piece = received[start : start + engines.CHUNK]
+            piece[:] = self._piece(start)
+        return pickle.loads(received.data)
+
+    def finish(self) -> None:
+        """Send or drop what is left; also after an error, since the other rank goes on."""
+        for start in self._left:
+            self._piece(start)
+
+    def _piece(self, start: int) -> Any:
+        stop = min(start + engines.CHUNK, self._length)
+        mine = rank() == self._source
+        if self._by_mpi and not mine and rank() != self._target:
+            return None
+        piece = self._data[start:stop] if mine else np.empty(stop - start, np.uint8)
+        if not self._by_mpi:
+            piece = any_engine().broadcast(piece, self._source)
+        elif mine:
+            point_to_point.send(piece, self._target)
+        else:
+            point_to_point.receive(piece, self._source)
+        return piece

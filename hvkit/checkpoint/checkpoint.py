@@ -184,6 +184,11 @@ class Checkpoint:
                     self._write(name, progress, parts, states)
                 except Exception as error:
                     problem = self._explained(error, name)
+            try:
+                for _ in states:  # the others send theirs; after an error rank 0 drops them
+                    pass
+            except HvkitError as error:  # on every rank
+                problem = problem or error
             share(_SAVE, problem, None)
         return self.directory / name
 
@@ -204,7 +209,7 @@ class Checkpoint:
         return [*self.parts, *kept]
 
     def _write(
-        self, name: str, progress: Progress, parts: list[Part], states: list[dict[str, Any]]
+        self, name: str, progress: Progress, parts: list[Part], states: Iterator[dict[str, Any]]
     ) -> None:
         serial = store.prepare(self.directory)
 
@@ -213,7 +218,7 @@ class Checkpoint:
             for part in parts:
                 facts[part.name] = {**part.facts(), "file": part.file}
                 part.save(folder / part.file)
-            ranks.save(folder / ranks.FILE, states)
+            size = ranks.save(folder / ranks.FILE, states)
             files = sorted(path.name for path in folder.iterdir())
             for file in files:
                 store.flush(folder / file)
@@ -221,7 +226,7 @@ class Checkpoint:
                 epoch=progress.epoch,
                 step=progress.step,
                 batches=progress.batches,
-                size=len(states),
+                size=size,
                 serial=serial,
                 extras=progress.extras,
                 parts=facts,

@@ -6,11 +6,11 @@ A checkpoint keeps them for every rank, in one file. Reading a random state draw
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import random
 import sys
-from collections.abc import Mapping, Sequence
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,32 +78,45 @@ def unlike(own: Mapping[str, Arrays], first: Mapping[str, bytes]) -> dict[str, A
     }
 
 
-def save(path: Path, everyone: Sequence[Mapping[str, Arrays]]) -> None:
-    """Write the arrays of all ranks.
+def save(path: Path, everyone: Iterable[Mapping[str, Arrays]]) -> int:
+    """Write the arrays of all ranks to a file as ``numpy.savez`` makes it, and count the ranks.
 
     Args:
         path: the file.
-        everyone: the arrays that each rank adds to the parts' files, in rank order.
+        everyone: the arrays that each rank adds to the parts' files, in rank order. None is held
+            longer than it takes to write it.
     """
-    values = {
-        _SEPARATOR.join((str(rank), part, name)): array
-        for rank, own in enumerate(everyone)
-        for part, arrays in own.items()
-        for name, array in arrays.items()
-    }
-    with path.open("wb") as file:
-        np.savez(file, allow_pickle=False, **values)
+    size = 0
+    with zipfile.ZipFile(path, "w") as archive:
+        for rank, own in enumerate(everyone):
+            for part, name in [(part, name) for part, arrays in own.items() for name in arrays]:
+                key = _SEPARATOR.join((str(rank), part, name))
+                with archive.open(f"{key}.npy", "w", force_zip64=True) as file:
+                    array = np.asanyarray(own[part][name])
+                    np.lib.format.write_array(file, array, allow_pickle=False)
+            size += 1
+    return size
+
+
+def read(path: Path, rank: int) -> dict[str, Arrays]:
+    """What a rank has saved, by part; nothing if it took no part in the save."""
+    found: dict[str, Arrays] = {}
+    with np.load(path) as values:
+        for key in values.files:
+            owner, part, name = key.split(_SEPARATOR, 2)
+            if int(owner) == rank:
+                found.setdefault(part, {})[name] = values[key]
+    return found
 
 
 def put_back(
-    content: bytes, parts: Sequence[Part], rank: int, *, same_size: bool, in_round: bool
+    saved: Mapping[str, Arrays], parts: Sequence[Part], *, same_size: bool, in_round: bool
 ) -> None:
-    """Set this rank's state to the one that the same rank saved, if it took part in the save.
+    """Set this rank's state.
 
     Args:
-        content: the bytes of the file that ``save`` wrote.
+        saved: by the same rank, from ``read``.
         parts: the parts that were loaded.
-        rank: this rank.
         same_size: whether as many ranks resume as saved. If not, layers keep rank 0's statistics.
         in_round: whether ranks that trained alone go on in the middle of their round.
     """
@@ -113,18 +126,12 @@ def put_back(
             return True
         return in_round if name.startswith(ALONE) else same_size
 
-    found: dict[str, Arrays] = {}
-    with np.load(io.BytesIO(content)) as values:
-        for key in values.files:
-            owner, part, name = key.split(_SEPARATOR, 2)
-            if int(owner) == rank:
-                found.setdefault(part, {})[name] = values[key]
-    if not found:
+    if not saved:
         return
     for part in parts:
-        own: dict[str, Any] = found.get(part.name, {})
+        own: dict[str, Any] = saved.get(part.name, {})
         part.load_own({name: array for name, array in own.items() if wanted(name)})
-    set_random_state(found[_RANDOM])
+    set_random_state(saved[_RANDOM])
 
 
 def random_state() -> Arrays:

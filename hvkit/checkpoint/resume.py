@@ -81,12 +81,12 @@ def load(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> None:
                 part.load(content, manifest.parts[part.name])
             except Exception as error:  # any error: the other ranks must not wait for this one
                 problem = _explained(error, part, folder)
-    content, problem = _content(folder, ranks.FILE, problem)
-    if problem is None:
-        try:
-            ranks.put_back(content, parts, runtime.rank(), same_size=same_size, in_round=in_round)
-        except Exception as error:
-            problem = error
+    try:
+        own = collectives.scatter(_CALL, lambda rank: ranks.read(folder / ranks.FILE, rank))
+        if problem is None:
+            ranks.put_back(own, parts, same_size=same_size, in_round=in_round)
+    except Exception as error:
+        problem = problem or error
     share(_CALL, problem, None)
     if runtime.rank() == 0:
         _log_resumed(folder, manifest, parts)

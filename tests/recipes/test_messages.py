@@ -13,7 +13,7 @@ import json, sys
 import {framework}
 import hvkit
 from hvkit import collectives, point_to_point, runtime
-everyone = collectives.collect("test", "x" * 100 * hvkit.rank())
+everyone = list(collectives.collect("test", "x" * 100 * hvkit.rank()))
 engine = runtime.engine("{framework}")
 before = point_to_point.can_send(engine)
 imported = "mpi4py" in sys.modules
@@ -58,8 +58,8 @@ import sys
 sys.modules["mpi4py"] = None
 import torch, hvkit
 from hvkit import collectives
-assert collectives.collect("test", hvkit.rank()) == ([0, 1] if hvkit.rank() == 0 else [])
-assert collectives.collect("test", hvkit.rank()) == ([0, 1] if hvkit.rank() == 0 else [])
+assert list(collectives.collect("test", hvkit.rank())) == ([0, 1] if hvkit.rank() == 0 else [])
+assert list(collectives.collect("test", hvkit.rank())) == ([0, 1] if hvkit.rank() == 0 else [])
 """
 
 

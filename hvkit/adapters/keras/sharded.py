@@ -205,11 +205,11 @@ class OptimizerShards:
             for i, ((slot, _), owner) in enumerate(zip(self._slots, owners, strict=True))
             if owner == runtime.rank() != 0
         }
-        everyone = collectives.collect("hvkit.settled", own)
         with ExitStack() as stack:
             if runtime.rank() == 0:
                 stack.enter_context(self.unfolded())
-                for i, array in (each for theirs in everyone for each in theirs.items()):
+            for theirs in collectives.collect("hvkit.settled", own):  # on rank 0
+                for i, array in theirs.items():
                     self._slots[i][0].assign(array)
             yield
 
