@@ -12,6 +12,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 import hvkit
 from hvkit.data import pytorch_loader, shard
 
+# Workers belong to one rank.
+pytestmark = pytest.mark.two_ranks
+
 
 class Numbers(Dataset):
     def __len__(self):

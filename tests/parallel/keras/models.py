@@ -110,3 +110,15 @@ def equals_one_process(
     assert largest_difference(weights(model), weights(reference)) < tolerance
     assert identical
     return model
+
+
+def sgd(**options):
+    return keras.optimizers.SGD(0.05, momentum=0.9, **options)
+
+
+def in_rounds(strategy, optimizer=None, model=None, **options):
+    return hvkit.distribute(model or mlp(), optimizer or sgd(), strategy=strategy, **options)
+
+
+def alike(model):
+    return same_on_all_ranks(weights(model))

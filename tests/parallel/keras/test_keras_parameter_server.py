@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from cases import MORE, cases
-from models import LOOPS, local, mlp, mse, refit, regression, tape_step, weights
+from models import LOOPS, alike, local, mlp, mse, refit, regression, sgd, tape_step, weights
 from ranks import error_of, largest_difference, same_on_all_ranks
 
 import hvkit
@@ -17,17 +17,9 @@ from hvkit.adapters import weight_server
 from hvkit.strategies.parameter_server import add
 
 
-def sgd(**options):
-    return keras.optimizers.SGD(0.05, momentum=0.9, **options)
-
-
 def served(staleness, optimizer=None, model=None, **options):
     strategy = hvkit.ParameterServer(staleness)
     return hvkit.distribute(model or mlp(), optimizer or sgd(), strategy=strategy, **options)
-
-
-def alike(model):
-    return same_on_all_ranks(weights(model))
 
 
 def settled_weights(model):

@@ -2,29 +2,16 @@
 
 import gc
 import weakref
-from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from cases import MORE, cases
-from models import LOOPS, fit, local, mlp, mse, refit, regression, weights
-from ranks import diloco_by_hand, error_of, largest_difference, same_on_all_ranks, wait_for
+from models import LOOPS, alike, fit, in_rounds, local, mlp, mse, refit, regression, sgd, weights
+from ranks import error_of, largest_difference
 
 import hvkit
-
-
-def sgd(**options):
-    return keras.optimizers.SGD(0.05, momentum=0.9, **options)
-
-
-def in_rounds(strategy, optimizer=None, model=None, **options):
-    return hvkit.distribute(model or mlp(), optimizer or sgd(), strategy=strategy, **options)
-
-
-def alike(model):
-    return same_on_all_ranks(weights(model))
 
 
 @pytest.mark.parametrize("loop", cases(["eager", "function"]))
@@ -34,110 +21,6 @@ def test_rounds_of_two_steps_are_not_synchronous(loop):
     model, optimizer = in_rounds(hvkit.LocalSGD(2))
     LOOPS[loop](model, optimizer, local(regression()))
     assert largest_difference(weights(model), weights(synchronous)) > 1e-2
-
-
-@pytest.mark.parametrize(
-    ("loop", "overlap"),
-    cases(
-        [("eager", 0), ("function", 1), ("fit", 3), ("function", 0), ("fit", 0), ("eager", 3)], 3
-    ),
-)
-def test_three_rounds_of_diloco_equal_a_numpy_script(loop, overlap):
-    data = regression(steps=12)
-    start = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)
-    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4, use_bias=False)])
-    model.set_weights([start])
-    strategy = hvkit.DiLoCo(4, outer_lr=0.6, outer_momentum=0.8, overlap=overlap)
-    model, optimizer = in_rounds(strategy, keras.optimizers.SGD(0.05), model)
-    LOOPS[loop](model, optimizer, local(data))
-
-    own, anchor, _ = diloco_by_hand(start, data, gradient, 0.05, strategy)
-    if loop != "fit":  # which has ended the round
-        assert largest_difference(weights(model), [own[hvkit.rank()]]) < 1e-6
-    with hvkit.settled(model):
-        assert alike(model)
-        assert largest_difference(weights(model), [anchor]) < 1e-6
-
-
-def gradient(weights, inputs, targets):
-    return 2 / targets.size * inputs.T @ (inputs @ weights - targets)
-
-
-@pytest.mark.parametrize("loop", cases(["function", "eager"]))
-def test_an_agreement_runs_beside_training(loop, tmp_path_factory):
-    """Rank 0 is two steps ahead when the others end their round."""
-    ahead = Path(hvkit.broadcast(str(tmp_path_factory.mktemp("ahead")))) / "ahead"
-    model, optimizer = in_rounds(hvkit.DiLoCo(4, overlap=3))
-    data = local(regression(steps=8))
-    LOOPS[loop](model, optimizer, data[:1])
-    if hvkit.rank() == 0:
-        LOOPS[loop](model, optimizer, data[1:6])
-        ahead.touch()
-    else:
-        LOOPS[loop](model, optimizer, data[1:3])
-        wait_for(ahead)
-        LOOPS[loop](model, optimizer, data[3:6])
-    LOOPS[loop](model, optimizer, data[6:])
-    with hvkit.settled(model):
-        assert alike(model)
-
-
-@pytest.mark.parametrize("loop", cases(["function", "eager"]))
-@pytest.mark.parametrize("compression", ["int8", hvkit.PowerSGD(4)])
-def test_settled_beside_an_agreement_leaves_no_trace(loop, compression):
-    data = local(regression(steps=12))
-    found = []
-    for looks in (False, True):
-        model, optimizer = in_rounds(hvkit.DiLoCo(4, overlap=2), compression=compression)
-        for first, last in ((0, 4), (4, 5), (5, 8), (8, 12)):
-            LOOPS[loop](model, optimizer, data[first:last])
-            if looks:
-                with hvkit.settled(model):
-                    assert alike(model)
-        found.append(weights(model))
-    assert all(map(np.array_equal, *found))
-
-
-def test_agreements_and_other_collectives_beside_each_other():
-    layers = keras.layers
-    nets = [
-        keras.Sequential(
-            [keras.Input((8,)), layers.Dense(6), layers.BatchNormalization(), layers.Dense(4)]
-        )
-        for _ in range(2)
-    ]
-    strategy = hvkit.DiLoCo(3, overlap=2)
-    both = [in_rounds(strategy, model=net, compression="int8") for net in nets]
-    data = local(regression(steps=12))
-    for batch in data:
-        for model, optimizer in both:
-            LOOPS["eager"](model, optimizer, [batch])
-            assert hvkit.average(1.0) == 1
-    found = []
-    for model, _ in both:
-        with hvkit.settled(model):
-            assert alike(model)
-            found.append(weights(model))
-    assert largest_difference(found[0][:1], found[1][:1]) > 1e-3  # they began with other weights
-
-
-def test_layers_that_are_frozen_beside_an_agreement_get_what_is_due():
-    model, optimizer = in_rounds(hvkit.DiLoCo(4, overlap=2))
-    data = local(regression(steps=10))
-    LOOPS["eager"](model, optimizer, data[:4])
-    model.layers[0].trainable = False
-    LOOPS["eager"](model, optimizer, data[4:])
-    first = [w.numpy() for w in model.layers[0].weights]
-    assert largest_difference(first, hvkit.broadcast(first)) < 1e-6
-
-
-@pytest.mark.parametrize("steps", [6, 8])
-def test_fit_ends_an_agreement_beside_training(steps):
-    model, optimizer = in_rounds(hvkit.DiLoCo(4, overlap=3))
-    fit(model, optimizer, local(regression(steps=steps)), steps_per_execution=2)
-    assert alike(model)
-    refit(model, local(regression(steps=steps)))
-    assert alike(model)
 
 
 @pytest.mark.parametrize("loop", ["eager", "function"])

@@ -1,7 +1,7 @@
 """Small networks and training loops of the PyTorch tests."""
 
 import torch
-from ranks import batches, error_of, my_part
+from ranks import batches, error_of, my_part, same_on_all_ranks
 from torch import nn
 from torch.nn import functional as F
 
@@ -69,6 +69,19 @@ def mean_over_ranks(tensor):
 def distributed(make=lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9), **options):
     model = mlp()
     return hvkit.distribute(model, make(model.parameters()), **options)
+
+
+def sgd(parameters, lr=0.05, **options):
+    return torch.optim.SGD(parameters, lr, momentum=0.9, **options)
+
+
+def in_rounds(strategy, make=sgd, model=None, **options):
+    model = model or mlp()
+    return hvkit.distribute(model, make(model.parameters()), strategy=strategy, **options)
+
+
+def alike(model):
+    return same_on_all_ranks(arrays(model.state_dict().values()))
 
 
 def raised_everywhere(function, *parts):

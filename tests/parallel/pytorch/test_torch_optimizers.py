@@ -44,6 +44,7 @@ def _not_compiled_before():
 
 
 @pytest.mark.usefixtures("_not_compiled_before")
+@pytest.mark.two_ranks
 @pytest.mark.parametrize(
     ("step", "make", "warmup"),
     cases(

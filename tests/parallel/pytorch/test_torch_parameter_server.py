@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from cases import cases
-from nets import arrays, local, mlp, raised_everywhere, regression, train
+from nets import alike, arrays, local, mlp, raised_everywhere, regression, sgd, train
 from ranks import error_of, largest_difference, same_on_all_ranks
 from torch import nn
 from torch.nn import functional as F
@@ -19,18 +19,10 @@ from hvkit.adapters import weight_exchange, weight_server
 from hvkit.strategies.parameter_server import add
 
 
-def sgd(parameters, lr=0.05, **options):
-    return torch.optim.SGD(parameters, lr, momentum=0.9, **options)
-
-
 def served(staleness, make=sgd, model=None, **options):
     model = model or mlp()
     strategy = hvkit.ParameterServer(staleness)
     return hvkit.distribute(model, make(model.parameters()), strategy=strategy, **options)
-
-
-def alike(model):
-    return same_on_all_ranks(arrays(model.state_dict().values()))
 
 
 def settled_weights(model):
