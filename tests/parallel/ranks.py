@@ -52,6 +52,11 @@ def diloco_by_hand(start, data, gradient, lr, strategy):
     return x, anchor, [mine + change for mine, change in zip(x, due or [0] * size, strict=True)]
 
 
+def shared_folder(tmp_path_factory):
+    """A new folder, the same on all ranks."""
+    return hvkit.broadcast(tmp_path_factory.mktemp("run") if hvkit.rank() == 0 else None)
+
+
 def wait_for(path):
     """Wait until a file is there, for a minute."""
     for _ in range(6000):

@@ -1,5 +1,6 @@
 """Keras: a run that is stopped and resumed is, bit for bit, the run that was never stopped."""
 
+import functools
 import random
 import shutil
 
@@ -9,7 +10,7 @@ import pytest
 import tensorflow as tf
 from cases import MORE, cases
 from models import mse
-from ranks import same_on_all_ranks
+from ranks import same_on_all_ranks, shared_folder
 
 import hvkit
 from hvkit.checkpoint import Checkpoint
@@ -163,16 +164,24 @@ class Stop(keras.callbacks.Callback):
             raise KeyboardInterrupt
 
 
-def run_until(folder, seed, stop_after=None, make_data=Data):
+def run_until(folder, seed, make_data, *callbacks, every="epoch"):
     net, optimizer = hvkit.distribute(model(seed), keras.optimizers.Adam(0.01))
     net.compile(optimizer=optimizer, loss="mse")
     checkpoint = Checkpoint(folder, model=net, optimizer=optimizer)
     start = checkpoint.restore()
     net.fit(
         make_data(), epochs=3, initial_epoch=start.epoch, verbose=0, shuffle=False,
-        callbacks=[checkpoint.callback(every=1), *([Stop(stop_after)] if stop_after else [])],
+        callbacks=[checkpoint.callback(every), *callbacks],
     )  # fmt: skip
     return state(net, optimizer), start
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """What ``run_until`` returns without a stop, trained once for each kind of data."""
+    return functools.cache(
+        lambda make_data: run_until(shared_folder(tmp_path_factory), 1, make_data)[0]
+    )
 
 
 def dataset():
@@ -184,14 +193,13 @@ def dataset():
 @pytest.mark.parametrize("make_data", cases([Data, dataset]))
 @pytest.mark.parametrize("stop_after", cases([8, 10]))
 def test_fit_resumed_in_the_middle_of_an_epoch_is_the_one_that_was_never_stopped(
-    folder, stop_after, make_data
+    folder, stop_after, make_data, unbroken
 ):
-    whole, _ = run_until(folder / "whole", 1, make_data=make_data)
     with pytest.raises(KeyboardInterrupt):
-        run_until(folder / "stopped", 1, stop_after, make_data)
-    resumed, start = run_until(folder / "stopped", 2, make_data=make_data)
+        run_until(folder, 1, make_data, Stop(stop_after), every=2)
+    resumed, start = run_until(folder, 2, make_data)
     assert (start.epoch, start.step, start.batches) == (1, stop_after, stop_after - 5)
-    assert equal(resumed, whole)
+    assert equal(resumed, unbroken(make_data))
 
 
 def infinite():

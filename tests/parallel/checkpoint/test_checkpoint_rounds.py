@@ -1,5 +1,6 @@
 """What strategies and compressions keep: a run that is stopped goes on as if it had not been."""
 
+import functools
 import io
 
 import keras
@@ -10,7 +11,7 @@ from cases import cases
 from models import eager_tape
 from models import regression as keras_batches
 from nets import arrays
-from ranks import error_of, largest_difference, my_part, same_on_all_ranks
+from ranks import error_of, largest_difference, my_part, same_on_all_ranks, shared_folder
 from torch import nn
 from torch.nn import functional as F
 
@@ -105,6 +106,36 @@ class KerasRun:
         return self.ends
 
 
+class Past:
+    """Runs that several tests compare with or go on from, each trained once."""
+
+    def __init__(self, folders):
+        self._folders = folders
+        self.undisturbed = functools.cache(self._undisturbed)
+        self._saved = functools.cache(self._save)
+
+    def _undisturbed(self, run, strategy=DILOCO, compression="none"):
+        """The state after 19 steps."""
+        return run(self._new(), 1, strategy, compression).train(19).state()
+
+    def saved(self, run, at, strategy=DILOCO, compression="none"):
+        """A folder with the checkpoint of a run that stopped there."""
+        return self._saved(run, at, strategy, compression)
+
+    def _save(self, run, at, strategy, compression):
+        folder = self._new()
+        run(folder, 1, strategy, compression).train(at, save_at=at)
+        return folder
+
+    def _new(self):
+        return shared_folder(self._folders)
+
+
+@pytest.fixture(scope="module")
+def past(tmp_path_factory):
+    return Past(tmp_path_factory)
+
+
 RUNS = pytest.mark.parametrize("run", [TorchRun, KerasRun], ids=["torch", "keras"])
 # `make test` leaves Keras to `make test-all`: its own part of the code is shown by other tests.
 FEWER = pytest.mark.parametrize("run", cases([TorchRun, KerasRun]), ids=["torch", "keras"])
@@ -126,22 +157,19 @@ FEWER = pytest.mark.parametrize("run", cases([TorchRun, KerasRun]), ids=["torch"
     ),
     ids=["diloco", "beside", "gossip", "elastic", "server", "localsgd"],
 )
-def test_stopped_in_the_middle_of_a_round(run, strategy, folder):
-    undisturbed = run(folder / "a", 1, strategy).train(19).state()
+def test_stopped_in_the_middle_of_a_round(run, strategy, past):
+    undisturbed = past.undisturbed(run, strategy)
     at = 7 if strategy is BESIDE else 8  # while the agreement runs
-    run(folder / "b", 1, strategy).train(at, save_at=at)
-    resumed = run(folder / "b", 2, strategy).train(19).state()
+    resumed = run(past.saved(run, at, strategy), 2, strategy).train(19).state()
     assert not same_on_all_ranks(undisturbed)
     assert len(undisturbed) == len(resumed)
     assert all(map(np.array_equal, undisturbed, resumed))
 
 
 @FEWER
-def test_stopped_right_after_a_round(run, folder):
-    undisturbed = run(folder / "a", 1).train(19).state()
-    run(folder / "b", 1).train(10, save_at=10)
-    resumed = run(folder / "b", 2).train(19).state()
-    assert all(map(np.array_equal, undisturbed, resumed))
+def test_stopped_right_after_a_round(run, past):
+    resumed = run(past.saved(run, 10), 2).train(19).state()
+    assert all(map(np.array_equal, past.undisturbed(run), resumed))
 
 
 @FEWER
@@ -180,10 +208,10 @@ def test_a_resumed_run_can_settle_before_its_first_step(run, folder):
         2,
     ),
 )
-def test_residuals_are_saved(run, strategy, compression, folder):
-    undisturbed = run(folder / "a", 1, strategy, compression).train(19).state()
-    run(folder / "b", 1, strategy, compression).train(8, save_at=8)
-    resumed = run(folder / "b", 2, strategy, compression).train(19).state()
+def test_residuals_are_saved(run, strategy, compression, past):
+    undisturbed = past.undisturbed(run, strategy, compression)
+    saved = past.saved(run, 8, strategy, compression)
+    resumed = run(saved, 2, strategy, compression).train(19).state()
     assert len(undisturbed) == len(resumed)
     assert all(map(np.array_equal, undisturbed, resumed))
 
@@ -194,33 +222,30 @@ def test_residuals_are_saved(run, strategy, compression, folder):
     [(hvkit.Synchronous(), hvkit.TopK(0.1)), (DEMO, "none"), (BESIDE, "none")],
     ids=["residual", "momentum", "due"],
 )
-def test_without_residuals_the_run_would_differ(run, given, folder, monkeypatch):
-    undisturbed = run(folder / "a", 1, *given).train(19).state()
-    run(folder / "b", 1, *given).train(7, save_at=7)
+def test_without_residuals_the_run_would_differ(run, given, past, monkeypatch):
+    undisturbed, saved = past.undisturbed(run, *given), past.saved(run, 7, *given)
     monkeypatch.setattr(StrategyPart, "load_own", lambda self, arrays: None)
-    resumed = run(folder / "b", 2, *given).train(19).state()
+    resumed = run(saved, 2, *given).train(19).state()
     assert largest_difference(resumed, undisturbed) > 1e-3
 
 
 @FEWER
-def test_another_compression_begins_anew(run, folder):
-    run(folder, 1, hvkit.Synchronous(), hvkit.TopK(0.1)).train(8, save_at=8)
-    second = run(folder, 2, hvkit.Synchronous(), hvkit.PowerSGD(1)).train(12)
+def test_another_compression_begins_anew(run, past):
+    saved = past.saved(run, 8, hvkit.Synchronous(), hvkit.TopK(0.1))
+    second = run(saved, 2, hvkit.Synchronous(), hvkit.PowerSGD(1)).train(12)
     assert same_on_all_ranks(second.state()[:2])
 
 
 @FEWER
-def test_saving_does_not_change_the_training(run, folder):
-    undisturbed = run(folder / "a", 1).train(19).state()
-    saving = run(folder / "b", 1).train(19, save_at=8).state()
-    assert all(map(np.array_equal, undisturbed, saving))
+def test_saving_does_not_change_the_training(run, folder, past):
+    saving = run(folder, 1).train(19, save_at=8).state()
+    assert all(map(np.array_equal, past.undisturbed(run), saving))
 
 
 @FEWER
 @pytest.mark.parametrize("lost", ["anchor", "velocity", "counts"])
-def test_without_what_the_strategy_keeps_the_run_would_differ(run, lost, folder, monkeypatch):
-    undisturbed = run(folder / "a", 1).train(19).state()
-    run(folder / "b", 1).train(8, save_at=8)
+def test_without_what_the_strategy_keeps_the_run_would_differ(run, lost, past, monkeypatch):
+    undisturbed, saved = past.undisturbed(run), past.saved(run, 8)
 
     def load(self, content, facts):
         with np.load(io.BytesIO(content)) as values:
@@ -231,7 +256,7 @@ def test_without_what_the_strategy_keeps_the_run_would_differ(run, lost, folder,
         self.keeper.load_state(arrays, in_round=True)
 
     monkeypatch.setattr(StrategyPart, "load", load)
-    resumed = run(folder / "b", 2).train(19).state()
+    resumed = run(saved, 2).train(19).state()
     assert largest_difference(resumed, undisturbed) > 1e-3
 
 
@@ -283,9 +308,8 @@ def test_the_callback_counts_steps_whose_update_one_rank_skips(folder):
 
 @FEWER
 @pytest.mark.parametrize("strategy", [hvkit.Synchronous(), hvkit.LocalSGD(4)])
-def test_another_strategy_begins_with_the_saved_weights(run, strategy, folder):
-    run(folder, 1).train(8, save_at=8)
-    second = run(folder, 2, strategy)
+def test_another_strategy_begins_with_the_saved_weights(run, strategy, past):
+    second = run(past.saved(run, 8), 2, strategy)
     assert second.checkpoint.restore().step == 8
     second.train(12)
     assert same_on_all_ranks(second.state()[:2])

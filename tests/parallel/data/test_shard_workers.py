@@ -5,6 +5,7 @@ import multiprocessing
 import os
 
 import pytest
+import torch
 from cases import cases
 from ranks import error_of
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
@@ -36,11 +37,12 @@ class Broken(Numbers):
 
 
 @pytest.fixture(autouse=True)
-def _no_workers_left():
+def _no_workers_left(monkeypatch):
     """PyTorch keeps an error from a worker, and with it the iterator, until garbage is collected.
 
-    That may happen inside a later test's collective, and takes 5 s a worker.
+    That may happen inside a later test's collective, and takes seconds a worker, 5 by default.
     """
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.5)
     yield
     gc.collect()
 

@@ -1,14 +1,13 @@
 """Keras: DiLoCo, also with agreements that run beside training."""
 
 import itertools
-from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
 from cases import cases
 from models import LOOPS, alike, fit, in_rounds, local, refit, regression, weights
-from ranks import diloco_by_hand, largest_difference, wait_for
+from ranks import diloco_by_hand, largest_difference, shared_folder, wait_for
 
 import hvkit
 
@@ -43,7 +42,7 @@ def gradient(weights, inputs, targets):
 @pytest.mark.parametrize("loop", cases(["function", "eager"]))
 def test_an_agreement_runs_beside_training(loop, tmp_path_factory):
     """Rank 0 is two steps ahead when the others end their round."""
-    ahead = Path(hvkit.broadcast(str(tmp_path_factory.mktemp("ahead")))) / "ahead"
+    ahead = shared_folder(tmp_path_factory) / "ahead"
     model, optimizer = in_rounds(hvkit.DiLoCo(4, overlap=3))
     data = local(regression(steps=8))
     LOOPS[loop](model, optimizer, data[:1])

@@ -1,12 +1,10 @@
 """PyTorch: DiLoCo, also with agreements that run beside training."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 from nets import alike, arrays, in_rounds, local, mlp, regression, sgd, train
-from ranks import diloco_by_hand, largest_difference, wait_for
+from ranks import diloco_by_hand, largest_difference, shared_folder, wait_for
 from torch import nn
 
 import hvkit
@@ -41,7 +39,7 @@ def gradient(weights, inputs, targets):
 
 def test_an_agreement_runs_beside_training(tmp_path_factory):
     """Rank 0 is two steps ahead when the others end their round."""
-    ahead = Path(hvkit.broadcast(str(tmp_path_factory.mktemp("ahead")))) / "ahead"
+    ahead = shared_folder(tmp_path_factory) / "ahead"
     model, optimizer = in_rounds(hvkit.DiLoCo(4, overlap=3))
     data = local(regression(steps=8))
     if hvkit.rank() == 0:
