@@ -118,9 +118,9 @@ def gather(call: str, obj: T) -> list[T]:
 def collect(call: str, obj: T) -> Iterator[T]:
     """Yield the objects of all ranks, in rank order, on rank 0; nothing on the others.
 
-    A collective, which every rank must exhaust. Ranks send one after the other, in pieces, so no
-    rank but 0 holds more than its own object, and rank 0 one at a time if it drops them. MPI
-    carries them; where it does not run, broadcasts do.
+    A collective, which every rank must exhaust. Ranks send one after the other, in pieces. So a
+    rank holds its own object and its pickle, and rank 0 also one other at a time, if the caller
+    drops each. MPI carries them; where it does not run, broadcasts do.
 
     Args:
         call: the user's call.
@@ -139,6 +139,7 @@ def collect(call: str, obj: T) -> Iterator[T]:
     by_mpi = _opened(can_send for _, can_send in everyone)
     problem = ""
     for source, (length, _) in enumerate(everyone[1:], start=1):
+        broadcast(None)  # rank 0 is ready: nobody waits inside MPI, which keeps a core busy
         message = _Message(mine, length, source, 0, by_mpi)
         if rank() == 0:
             try:

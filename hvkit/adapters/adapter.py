@@ -65,6 +65,13 @@ class Keeper(Protocol):
     def alone(self) -> bool:
         """Whether the ranks train alone for rounds, so that their weights differ."""
 
+    @property
+    def equal_steps(self) -> bool:
+        """Whether all ranks must take equally many steps."""
+
+    def arrive(self) -> None:
+        """Wait for agreements that run beside training; a collective."""
+
     def settled(self) -> AbstractContextManager[None]:
         """Hold the weights that the ranks would agree on now; a collective if ``alone``."""
 

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, Protocol
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from hvkit import collectives
 from hvkit.errors import RankLostError, RanksDisagreeError
@@ -28,6 +28,9 @@ class AgreedView(ABC):
 
     def __init__(self) -> None:
         self._own: list[tuple[Any, Any]] | None = None
+
+    def arrive(self) -> None:  # noqa: B027  # not every strategy has any
+        """Wait for agreements that run beside training; a collective."""
 
     @abstractmethod
     def _meet(self) -> bool:
@@ -110,12 +113,13 @@ class BesideTraining(Protocol):
         """Wait for them; a collective."""
 
 
-_beside: WeakSet[BesideTraining] = WeakSet()
+# In the order in which they began, the same on all ranks.
+_beside: WeakKeyDictionary[BesideTraining, None] = WeakKeyDictionary()
 
 
 def arrive_before_exit(keeper: BesideTraining) -> None:
     """Wait at the end of the script: Horovod ends on all ranks with the first that ends."""
-    _beside.add(keeper)
+    _beside[keeper] = None
     _register()
 
 

@@ -161,18 +161,22 @@ class Checkpoint:
             problem = error
         # From here on no rank trains, so that what they count together stands still.
         _require_same_progress(share(_SAVE, problem, (progress.epoch, progress.step)))
+        for keeper in _keepers(parts):
+            keeper.arrive()
+        mine: dict[str, bytes] = {}
         try:
             with ExitStack() as stack:
                 for keeper in _keepers(parts):
                     stack.enter_context(keeper.unsettled())
                 own = ranks.capture(parts)
+            mine = ranks.digests(own)
             compared, rows = ranks.compared(parts)
         except Exception as error:
             problem = error
         share(_SAVE, problem, None)
         require_same(_SAVE, compared, rows)
-        first = collectives.broadcast(ranks.digests(own))
-        states = collectives.collect(_SAVE, ranks.unlike(own, first))
+        states = collectives.collect(_SAVE, ranks.unlike(own, mine, collectives.broadcast(mine)))
+        del own
         name = store.name_of(progress.step)
         with ExitStack() as stack:
             for keeper in _keepers(parts):
@@ -300,7 +304,9 @@ class Checkpoint:
         from hvkit.checkpoint.fit_callback import SaveCallback  # imports Keras
 
         steps = None if every == "epoch" else _checked_every(every)
-        return SaveCallback(self.save, self.parts, self._take_batches, steps)
+        return SaveCallback(
+            self.save, self.parts, self._take_batches, lambda: self._restored.step, steps
+        )
 
     def _take_batches(self, epoch: int) -> int:
         """The batches of this epoch to skip after ``restore``; 0 at the next call."""

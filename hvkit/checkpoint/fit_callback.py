@@ -8,6 +8,8 @@ from typing import Any
 import keras
 
 from hvkit import collectives
+from hvkit.adapters.adapter import keeper_of
+from hvkit.adapters.keras.optimizers import inner_optimizer
 from hvkit.checkpoint.keras import OptimizerPart
 from hvkit.checkpoint.part import Part
 
@@ -19,6 +21,7 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
         save: ``Checkpoint.save``.
         parts: the checkpoint's parts.
         batches_to_skip: returns how many batches of an epoch to skip, at the epoch's first call.
+        restored_step: returns the step of the checkpoint that was restored, or 0.
         every: steps from one save to the next; None to save only when an epoch ends.
     """
 
@@ -30,26 +33,30 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
         save: Callable[..., object],
         parts: Sequence[Part],
         batches_to_skip: Callable[[int], int],
+        restored_step: Callable[[], int],
         every: int | None,
     ) -> None:
         super().__init__()
         self._save_checkpoint = save
         self._optimizers = [part.optimizer for part in parts if isinstance(part, OptimizerPart)]
         self._batches_to_skip = batches_to_skip
+        self._restored_step = restored_step
         self._every = every
         self._epoch = 0
         self._batches = 0
-        self._trained = 0
-        self._first: int | None = None
         self._saved = 0
+        # Steps before this training and batches in it, where iterations cannot count.
+        self._first: int | None = None
+        self._trained = 0
         self._train: Any = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self._trained, self._first = 0, None
         scaler = keras.optimizers.LossScaleOptimizer
         if any(isinstance(each, scaler) for each in [*self._optimizers, self.model.optimizer]):
-            # It may skip updates, which then are not in iterations: not the same on every rank.
-            self._first = max(collectives.gather("Model.fit", self._step()))
+            # It skips updates, not the same ones on every rank, which are not in iterations.
+            known = max(self._iterations(), self._saved, self._restored_step())
+            self._first = max(collectives.gather("Model.fit", known))
+        self._trained = 0
         self._saved = self._step()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -73,7 +80,11 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._train_again()
-        self._save(epoch + 1, self._step(), 0)
+        step = self._step()
+        keeper = keeper_of(self.model)
+        if keeper is not None and not keeper.equal_steps:  # as with batches that are handed out
+            step = max(collectives.gather("Model.fit", step))
+        self._save(epoch + 1, step, 0)
 
     def _skipping(self, batches: int) -> Any:
         """A ``train_function`` that first reads this many batches without training on them.
@@ -104,11 +115,18 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._saved = step
 
     def _step(self) -> int:
-        if self._first is not None:
-            return self._first + self._trained
+        if self._first is None:
+            return self._iterations()
+        at_once = self._used()[0].gradient_accumulation_steps or 1
+        return self._first + self._trained // at_once
+
+    def _iterations(self) -> int:
+        return sum(int(each.iterations) for each in self._used())
+
+    def _used(self) -> list[Any]:
         # The saved optimizers first: a model with its own train_step may leave compile's optimizer
         # unused, and each phase of training may have its own.
-        return sum(int(each.iterations) for each in self._optimizers or [self.model.optimizer])
+        return [inner_optimizer(each) for each in self._optimizers or [self.model.optimizer]]
 
 
 def _metrics_before_training(model: Any, batch: Any) -> Any:

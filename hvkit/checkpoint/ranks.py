@@ -46,16 +46,18 @@ def compared(parts: Sequence[Part]) -> tuple[list[Compared], list[Rows]]:
 
 
 def digests(own: Mapping[str, Arrays]) -> dict[str, bytes]:
-    """A digest of each of the parts' arrays, for ``unlike``."""
+    """A digest of each of the parts' arrays that a part's file may hold, for ``unlike``."""
     return {
-        f"{part}{_SEPARATOR}{name}": hashlib.sha256(array.tobytes()).digest()
+        f"{part}{_SEPARATOR}{name}": hashlib.sha256(_bytes_of(array)).digest()
         for part, arrays in own.items()
-        if part != _RANDOM
         for name, array in arrays.items()
+        if not _is_own(part, name)
     }
 
 
-def unlike(own: Mapping[str, Arrays], first: Mapping[str, bytes]) -> dict[str, Arrays]:
+def unlike(
+    own: Mapping[str, Arrays], mine: Mapping[str, bytes], first: Mapping[str, bytes]
+) -> dict[str, Arrays]:
     """``own`` without the arrays equal to rank 0's, which the parts' own files hold.
 
     Those that a part's file does not hold stay in it: seeds, and the weights of a rank that trains
@@ -63,19 +65,26 @@ def unlike(own: Mapping[str, Arrays], first: Mapping[str, bytes]) -> dict[str, A
 
     Args:
         own: this rank's arrays, from ``capture``.
-        first: rank 0's digests, from ``digests``.
+        mine: their digests, from ``digests``.
+        first: rank 0's.
     """
-    mine = digests(own)
+
+    def is_kept(part: str, name: str) -> bool:
+        key = f"{part}{_SEPARATOR}{name}"
+        return _is_own(part, name) or mine[key] != first.get(key)
+
     return {
-        part: {
-            name: array
-            for name, array in arrays.items()
-            if part == _RANDOM
-            or name.startswith((SEED, NOT_IN_FILE))
-            or mine[key := f"{part}{_SEPARATOR}{name}"] != first.get(key)
-        }
+        part: {name: array for name, array in arrays.items() if is_kept(part, name)}
         for part, arrays in own.items()
     }
+
+
+def _is_own(part: str, name: str) -> bool:
+    return part == _RANDOM or name.startswith((SEED, NOT_IN_FILE))
+
+
+def _bytes_of(array: np.ndarray[Any, Any]) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def save(path: Path, everyone: Iterable[Mapping[str, Arrays]]) -> int:
@@ -86,51 +95,61 @@ def save(path: Path, everyone: Iterable[Mapping[str, Arrays]]) -> int:
         everyone: the arrays that each rank adds to the parts' files, in rank order. None is held
             longer than it takes to write it.
     """
-    size = 0
+    size, states = 0, iter(everyone)
     with zipfile.ZipFile(path, "w") as archive:
-        for rank, own in enumerate(everyone):
-            for part, name in [(part, name) for part, arrays in own.items() for name in arrays]:
-                key = _SEPARATOR.join((str(rank), part, name))
-                with archive.open(f"{key}.npy", "w", force_zip64=True) as file:
-                    array = np.asanyarray(own[part][name])
-                    np.lib.format.write_array(file, array, allow_pickle=False)
+        while (own := next(states, None)) is not None:
+            for part, arrays in own.items():
+                for name, array in arrays.items():
+                    key = _SEPARATOR.join((str(size), part, name))
+                    with archive.open(f"{key}.npy", "w", force_zip64=True) as file:
+                        np.lib.format.write_array(file, np.asanyarray(array), allow_pickle=False)
+            arrays = array = own = None  # type: ignore[assignment]
             size += 1
     return size
 
 
-def read(path: Path, rank: int) -> dict[str, Arrays]:
-    """What a rank has saved, by part; nothing if it took no part in the save."""
-    found: dict[str, Arrays] = {}
-    with np.load(path) as values:
-        for key in values.files:
-            owner, part, name = key.split(_SEPARATOR, 2)
-            if int(owner) == rank:
-                found.setdefault(part, {})[name] = values[key]
-    return found
-
-
-def put_back(
-    saved: Mapping[str, Arrays], parts: Sequence[Part], *, same_size: bool, in_round: bool
-) -> None:
-    """Set this rank's state.
+class Saved:
+    """What each rank has saved, in a file that ``save`` wrote.
 
     Args:
-        saved: by the same rank, from ``read``.
-        parts: the parts that were loaded.
+        path: the file.
         same_size: whether as many ranks resume as saved. If not, layers keep rank 0's statistics.
         in_round: whether ranks that trained alone go on in the middle of their round.
     """
 
-    def wanted(name: str) -> bool:
+    def __init__(self, path: Path, *, same_size: bool, in_round: bool) -> None:
+        self._values = np.load(path)
+        self._same_size = same_size
+        self._in_round = in_round
+        self._keys: dict[int, list[str]] = {}
+        for key in self._values.files:
+            self._keys.setdefault(int(key.partition(_SEPARATOR)[0]), []).append(key)
+
+    def of(self, rank: int) -> dict[str, Arrays]:
+        """What this rank goes on with, by part; nothing if it took no part in the save."""
+        found: dict[str, Arrays] = {}
+        for key in self._keys.get(rank, []):
+            _, part, name = key.split(_SEPARATOR, 2)
+            of_part = found.setdefault(part, {})
+            if part == _RANDOM or self._is_wanted(name):
+                of_part[name] = self._values[key]
+        return found
+
+    def _is_wanted(self, name: str) -> bool:
         if name.startswith(SEED):
             return True
-        return in_round if name.startswith(ALONE) else same_size
+        return self._in_round if name.startswith(ALONE) else self._same_size
 
+    def close(self) -> None:
+        self._values.close()
+
+
+def put_back(saved: Mapping[str, Arrays], parts: Sequence[Part]) -> None:
+    """Set this rank's state to what it saved, if it took part in the save."""
     if not saved:
         return
     for part in parts:
-        own: dict[str, Any] = saved.get(part.name, {})
-        part.load_own({name: array for name, array in own.items() if wanted(name)})
+        part.load_own(saved.get(part.name, {}))
     set_random_state(saved[_RANDOM])
 
 

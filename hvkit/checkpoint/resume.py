@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from hvkit import collectives, runtime
@@ -72,6 +74,7 @@ def load(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> None:
     )
     for each in kept:
         each.goes_on = in_round
+        each.keeper.arrive()
     for part in parts:
         if part.name not in manifest.parts:
             continue
@@ -82,9 +85,17 @@ def load(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> None:
             except Exception as error:  # any error: the other ranks must not wait for this one
                 problem = _explained(error, part, folder)
     try:
-        own = collectives.scatter(_CALL, lambda rank: ranks.read(folder / ranks.FILE, rank))
+        with ExitStack() as stack:
+
+            @functools.cache
+            def saved() -> ranks.Saved:  # on rank 0
+                path = folder / ranks.FILE
+                opened = ranks.Saved(path, same_size=same_size, in_round=in_round)
+                return stack.enter_context(closing(opened))
+
+            own = collectives.scatter(_CALL, lambda rank: saved().of(rank))
         if problem is None:
-            ranks.put_back(own, parts, same_size=same_size, in_round=in_round)
+            ranks.put_back(own, parts)
     except Exception as error:
         problem = problem or error
     share(_CALL, problem, None)

@@ -1,6 +1,10 @@
 """How scripts end while an agreement runs beside training."""
 
+import pytest
+from cases import cases
 from test_ranks_that_wait import run
+
+import hvkit
 
 # Rank 1 ends its round when rank 0 has ended its script.
 LATE = """
@@ -23,3 +27,50 @@ def test_a_rank_that_ends_first_waits_for_the_agreement(tmp_path):
     status, err, _ = run(LATE, tmp_path, 2)
     assert status == 0, err
     assert all(f"rank {rank} ends\n" in err for rank in (0, 1)), err
+
+
+# One rank makes more objects than the other, at other addresses.
+TWO_MODELS = """
+import sys, torch
+import hvkit
+kept, trained = [], []
+for layers in (1, 2):
+    kept += [bytearray(40) for _ in range(3 * hvkit.rank())]
+    model = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(layers)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trained.append(hvkit.distribute(model, optimizer, strategy=hvkit.DiLoCo(4, overlap=2)))
+for step in range(4):
+    for model, optimizer in trained:
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+"""
+
+
+def test_the_agreements_of_two_models_end_in_the_same_order(tmp_path):
+    status, err, _ = run(TWO_MODELS, tmp_path, 2)
+    assert status == 0, err
+    assert "Error" not in err, err
+
+
+# TensorFlow has as many threads for graphs as a rank has cores; one of them waits.
+ONE_THREAD = """
+import keras, numpy as np, tensorflow as tf
+tf.config.threading.set_inter_op_parallelism_threads(1)
+import hvkit
+model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+strategy = hvkit.DiLoCo(4, overlap=2)
+model, optimizer = hvkit.distribute(
+    model, keras.optimizers.SGD(0.01), strategy=strategy, compression=COMPRESSION
+)
+model.compile(optimizer, "mse")
+x = np.ones((96, 8), np.float32)
+model.fit(x, x[:, :4], batch_size=8, verbose=0)
+"""
+
+
+@pytest.mark.parametrize("compression", cases([hvkit.PowerSGD(2), "none", "int8", hvkit.TopK(0.5)]))
+def test_one_thread_for_graphs_is_enough_in_keras(tmp_path, compression):
+    text = f"hvkit.{compression}" if not isinstance(compression, str) else repr(compression)
+    status, err, _ = run(ONE_THREAD.replace("COMPRESSION", text), tmp_path, 2)
+    assert status == 0, err

@@ -96,13 +96,15 @@ class RunningAgreements:
         agree: returns what the strategy makes of some variables' joined weights, and the new state
             of each by id.
         set_states: keeps these states.
-        label: the call in which this rank waits for the others.
+        wait: counts the waits in graphs.
     """
 
-    def __init__(self, agree: Agree, set_states: Callable[[States], None], label: str) -> None:
+    def __init__(self, agree: Agree, set_states: Callable[[States], None], wait: GraphWait) -> None:
         self._agree = agree
         self._set_states = set_states
-        self._label = label
+        self._wait = wait
+        # What graphs wait in, by the ids of their variables.
+        self._queues: dict[tuple[int, ...], Any] = {}
         # What agreements that have ended will add to the weights, by id.
         self.due: dict[int, Array] = {}
         self._running: list[tuple[set[int], _Thread]] = []
@@ -153,7 +155,7 @@ class RunningAgreements:
         """
         for of, thread in list(self._running):
             if keys is None or not of.isdisjoint(keys):
-                with call(self._label):
+                with call(self._wait.name):
                     due, states = thread.result()
                 self._running.remove((of, thread))
                 self.due |= {key: each.numpy() for key, each in due.items()}
@@ -162,10 +164,43 @@ class RunningAgreements:
     def add_due(self, variables: Sequence[tf.Variable]) -> tf.Tensor:
         """Wait, and add what the agreements have changed to the weights."""
         flat = [flat_values(v) for v in variables]
-        due = in_numpy(self._take_due, ids(variables), flat, [each.dtype for each in flat])
+        arrived = [] if tf.executing_eagerly() else [self._arrived(ids(variables))]
+        with tf.control_dependencies(arrived):
+            due = in_numpy(self._take_due, ids(variables), flat, [each.dtype for each in flat])
         for v, weights in zip(variables, due, strict=True):
             v.assign(shaped(weights, v))
         return tf.constant(True)
+
+    def _arrived(self, keys: list[int]) -> tf.Tensor:
+        """Wait in a graph for the agreements on these variables.
+
+        A queue takes none of TensorFlow's threads while it waits, as Python code would. There are
+        as many as a rank may use cores, and the agreement needs one.
+        """
+        with tf.init_scope(), tf.device("CPU:0"):
+            if tuple(keys) not in self._queues:
+                self._queues[tuple(keys)] = tf.queue.FIFOQueue(10, [tf.bool], [()])
+        queue = self._queues[tuple(keys)]
+
+        def dequeue(begun: tf.Tensor) -> tf.Tensor:
+            with tf.control_dependencies([begun]), tf.device("CPU:0"):
+                return queue.dequeue()
+
+        return self._wait.around(in_numpy(self._enqueue_later, keys, [], [tf.bool])[0], dequeue)
+
+    def _enqueue_later(self, keys: Sequence[int], _: Sequence[Array]) -> list[Array]:
+        """Let one graph that waits for these variables go on, now or when it may."""
+        queue = self._queues[tuple(keys)]
+        awaited = [thread for of, thread in self._running if not of.isdisjoint(keys)]
+
+        def after_next() -> None:
+            if awaited:
+                awaited.pop().when_done(after_next)
+            else:
+                queue.enqueue(True)
+
+        after_next()
+        return [np.array(True)]
 
     def _take_due(self, keys: Sequence[int], weights: Sequence[Array]) -> list[Array]:
         self.arrive(keys)
@@ -186,6 +221,9 @@ class _Thread:
         self._function = function
         self._result: Any = None
         self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._done = False
+        self._callbacks: list[Callable[[], None]] = []
         # A daemon: it must not hold up a rank that ends because another one has.
         self._thread = threading.Thread(target=self._run, name="hvkit-agreement", daemon=True)
         self._thread.start()
@@ -196,6 +234,18 @@ class _Thread:
                 self._result = self._function()
         except BaseException as error:
             self._error = error
+        with self._lock:
+            self._done = True
+        for callback in self._callbacks:
+            callback()
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call this once the function has returned or raised."""
+        with self._lock:
+            if not self._done:
+                self._callbacks.append(callback)
+                return
+        callback()
 
     def result(self) -> Any:
         """Wait for the function; return what it returns, or raise what it raises."""

@@ -226,10 +226,13 @@ class AveragingKeeper:
     ) -> None:
         self.strategy = strategy
         self.compression = compression
-        self.alone = False
+        self.alone, self.equal_steps = False, True
         # Weak: hvkit keeps this object as long as the model.
         self._model = weakref.ref(model)
         self._compressed = [each.compressed for each in averagers if each.compressed]
+
+    def arrive(self) -> None:
+        """No agreement runs beside training."""
 
     @contextmanager
     def settled(self) -> Iterator[None]:

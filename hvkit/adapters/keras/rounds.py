@@ -44,7 +44,6 @@ from hvkit.strategies.strategy import Rounds
 _SENT = "sent-"
 _DUE = "due-"
 _GROUP = "group-"
-_STEP = "optimizer.apply()"
 
 
 class RoundKeeper(WeightKeeper):
@@ -80,7 +79,11 @@ class RoundKeeper(WeightKeeper):
         self._all_begun: dict[frozenset[int], tf.Variable] = {}
         # Numbers for the names of collectives, by the id of their first weight.
         self._names: dict[int, int] = {}
-        self._beside = RunningAgreements(self._agree_beside, self._set_states, _STEP)
+        # Updates that the optimizers had done when training last ended, with ranks alike.
+        self._ended_at: list[int] | None = None
+        self._beside = RunningAgreements(
+            self._agree_beside, self._set_states, GraphWait(f"{name}.beside")
+        )
         # Weak: the optimizers keep them. Their groups count also when they are gone.
         self._optimizers: list[ref[_OptimizerRounds]] = []
         self._groups: list[list[_Group]] = []
@@ -116,6 +119,9 @@ class RoundKeeper(WeightKeeper):
         if key not in self._all_begun:
             with tf.init_scope(), tf.device("CPU:0"):
                 self._all_begun[key] = tf.Variable(False, trainable=False)
+        # Numbers for the names of collectives, before threads need them in any order.
+        for together in pieces(variables):
+            self._name(together)
         all_begun = self._all_begun[key]
         tf.cond(all_begun, _nothing, lambda: self._begin(variables, all_begun))
 
@@ -155,8 +161,7 @@ class RoundKeeper(WeightKeeper):
         held = [self._state[id(v)] for v in together]
         state = {name: tf.concat([each[name] for each in held], axis=0) for name in held[0]}
         end = self.strategy.agree if keep else self.strategy.settle
-        name = f"{self._wait.key}.{self._names.setdefault(id(together[0]), len(self._names))}"
-        result = network.carry_out(end(weights, state, self._wire), together, name)
+        result = network.carry_out(end(weights, state, self._wire), together, self._name(together))
         if not keep:
             return result, {}
         weights, state = result
@@ -166,6 +171,11 @@ class RoundKeeper(WeightKeeper):
             for at, v in enumerate(together)
         }
         return weights, states
+
+    def _name(self, together: list[tf.Variable]) -> str:
+        """A name for collectives on these variables."""
+        number = self._names.setdefault(id(together[0]), len(self._names))
+        return f"{self._wait.key}.{number}"
 
     def _agree_beside(
         self, together: list[tf.Variable], weights: tf.Tensor
@@ -189,14 +199,21 @@ class RoundKeeper(WeightKeeper):
         """Wait, and add what agreements beside training have changed to the weights."""
         return self._beside.add_due(variables) if self.strategy.overlap else tf.constant(True)
 
-    def _show_agreed(self) -> None:
+    def arrive(self) -> None:
+        """Wait for agreements that run beside training; a collective."""
         self._beside.arrive()
+
+    def _show_agreed(self) -> None:
+        self.arrive()
         due = dict(self._beside.due)
-        for group in self._every_group():
-            if group.steps_done or not self.strategy.alike:
-                self.add_due(group.variables)
-                self.agree(group.variables, keep=False)
-        self._beside.due = due
+        groups = [g for g in self._every_group() if g.steps_done or not self.strategy.alike]
+        # Once each: groups share variables if the script has frozen some in between.
+        variables = {id(v): v for group in groups for v in group.variables}
+        try:
+            self.add_due(list(variables.values()))
+            self.agree(list(variables.values()), keep=False)
+        finally:
+            self._beside.due = due
 
     def end_rounds(self) -> None:
         """End the rounds that have begun, as at the end of training; a collective.
@@ -212,6 +229,11 @@ class RoundKeeper(WeightKeeper):
                 for v in group.variables:
                     self._rebase(v)
             group.steps_done = 0
+        self._ended_at = self._updates_done()
+
+    def _updates_done(self) -> list[int]:
+        optimizers = (reference() for reference in self._optimizers)
+        return [each.updates_done() for each in optimizers if each is not None]
 
     def _every_group(self) -> list[_Group]:
         return [each for groups in self._groups for each in groups]
@@ -224,10 +246,12 @@ class RoundKeeper(WeightKeeper):
     def rebase(self) -> None:
         """Take over weights that the script has set since the last agreement, on all ranks.
 
-        Does nothing in the middle of a round. Where ranks never hold the same weights, those that
-        the script sets count as a change like any other.
+        Does nothing in the middle of a round. Where ranks never hold the same weights, only those
+        that the script sets after an end of training are taken over; others count as a change.
         """
-        if not self.strategy.alike or any(each.steps_done for each in self._every_group()):
+        if any(each.steps_done for each in self._every_group()):
+            return
+        if not self.strategy.alike and self._ended_at != self._updates_done():
             return
         for weight in self._weights():
             begun = self._begun.get(id(weight))
@@ -244,7 +268,7 @@ class RoundKeeper(WeightKeeper):
         """Begin with the weights that the ranks hold now, the same on all; forget all rounds."""
         for begun in [*self._begun.values(), *self._all_begun.values()]:
             begun.assign(False)
-        self._beside.arrive()
+        self.arrive()
         self._beside.due.clear()
         if self._compressed:
             self._compressed.begin_anew()
@@ -302,10 +326,10 @@ class RoundKeeper(WeightKeeper):
 
     def own_state(self) -> dict[str, np.ndarray[Any, Any]]:
         """What a checkpoint saves for each rank: residuals, and what is due to its weights."""
-        self._beside.arrive()
         weights = self._weights()
         number = {id(weight): i for i, weight in enumerate(weights)}
-        due = {f"{_DUE}{number[key]}": change for key, change in self._beside.due.items()}
+        # Like the state, without variables that an optimizer updates beside the model's.
+        due = {f"{_DUE}{number[k]}": due for k, due in self._beside.due.items() if k in number}
         if self._compressed:
             due |= self._compressed.arrays(self._compressed.compression.own, weights)
         return due
@@ -351,11 +375,16 @@ class _OptimizerRounds(Updates):
         before_update: Callable[[Sequence[Any]], None],
     ) -> None:
         self._rounds = keeper
+        self._optimizer = ref(optimizer)
         per_step = optimizer.gradient_accumulation_steps or 1
         self._updates = keeper.strategy.every * per_step
         self._beside = keeper.strategy.overlap * per_step
         self.groups: list[_Group] = []
         super().__init__(keeper, optimizer, checks, before_update)
+
+    def updates_done(self) -> int:
+        optimizer = self._optimizer()
+        return 0 if optimizer is None else int(optimizer.iterations)
 
     def go_on(self, variables: list[tf.Variable], steps: int) -> None:
         """Resume in a round; in the middle of one, the ranks' weights need not be alike."""

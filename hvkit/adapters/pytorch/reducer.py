@@ -81,7 +81,7 @@ class GradientReducer:
     ) -> None:
         self.strategy = strategy
         self.compression = compression
-        self.alone = False
+        self.alone, self.equal_steps = False, True
         self._wire = Wire("gradients")
         self.name = name
         self._checks = checks
@@ -117,6 +117,9 @@ class GradientReducer:
     def step(self) -> int:
         """The optimizer step that the current gradients are for, counted from 1."""
         return self._steps + 1
+
+    def arrive(self) -> None:
+        """No agreement runs beside training."""
 
     @contextmanager
     def settled(self) -> Iterator[None]:

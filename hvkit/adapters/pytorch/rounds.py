@@ -208,35 +208,35 @@ class RoundKeeper(WeightKeeper):
     def _end_of_round(self, number: int, changed: list[int]) -> tuple[Any, ...]:
         """What must be the same on all ranks, which end the same round in the same way."""
         rates = step_report.checksum_of_rates(self._living())
-        return number, self._rounds[number], changed, rates
+        return self._name, number, self._rounds[number], changed, rates
 
     def _require_same_round(self, end: tuple[Any, ...]) -> None:
         """Raise on every rank unless all end the same round in the same way; a collective."""
         optimizers = self._living()
         everyone = collectives.gather(_STEP, end)
         for rank, theirs in enumerate(everyone):
-            if theirs[:2] != everyone[0][:2]:
+            if theirs[:3] != everyone[0][:3]:
                 raise RanksDisagreeError(
-                    f"rank {rank} ends round {theirs[1]} of optimizer {theirs[0]} while rank 0 "
-                    f"ends round {everyone[0][1]} of optimizer {everyone[0][0]}: every rank must "
-                    "call step() of the same optimizers equally often"
+                    f"rank {rank} ends {_of_round(theirs)} while rank 0 ends "
+                    f"{_of_round(everyone[0])}: every rank must call step() of the same "
+                    "optimizers equally often"
                 )
         if any(theirs != everyone[0] for theirs in everyone):
             step_report.refuse_other_parameters(self._parameters, self._checks.label, _STEP)
             step_report.refuse_other_rates(optimizers, _STEP)
-        for rank, (_, _, there, _) in enumerate(everyone):
-            if there != everyone[0][2]:
-                i = min(set(there) ^ set(everyone[0][2]))
+        for rank, (*_, there, _) in enumerate(everyone):
+            if there != everyone[0][3]:
+                i = min(set(there) ^ set(everyone[0][3]))
                 trained, not_trained = (rank, 0) if i in there else (0, rank)
                 raise RanksDisagreeError(
                     f"{self._checks.label(i, self._parameters[i])} was trained in this round on "
                     f"rank {trained} but not on rank {not_trained}: train the same parameters on "
                     "every rank"
                 )
-        if any(theirs[3] != everyone[0][3] for theirs in everyone):  # but are alike by now
+        if any(theirs[4] != everyone[0][4] for theirs in everyone):  # but are alike by now
             raise RanksDisagreeError(
-                f"the ranks' learning rates differed at the end of round {end[1]} of optimizer "
-                f"{end[0]}: set the same rates, in the same steps, on every rank"
+                f"the ranks' learning rates differed at the end of {_of_round(end)}: set the same "
+                "rates, in the same steps, on every rank"
             )
 
     @torch.no_grad()
@@ -256,7 +256,8 @@ class RoundKeeper(WeightKeeper):
         """
         for each in list(self._running):
             agreements = each.agreements
-            if numbers is None or any(i in numbers for a in agreements for i in a.numbers):
+            on = [i for agreement in agreements for i in agreement.numbers]
+            if numbers is None or not on or any(i in numbers for i in on):
                 self._running.remove(each)
                 self._require_same_round(each.end)
                 for agreement in agreements:
@@ -382,7 +383,6 @@ class RoundKeeper(WeightKeeper):
 
     def own_state(self) -> dict[str, np.ndarray[Any, Any]]:
         """What a checkpoint saves for each rank: residuals, and what is due to its weights."""
-        self.arrive()
         due = {f"{_DUE}{i}": change.cpu().numpy() for i, change in self._due.items()}
         return due | (self._sent.arrays(self._sent.compression.own) if self._sent else {})
 
@@ -395,6 +395,11 @@ class RoundKeeper(WeightKeeper):
         if self._sent:
             kept = {key: array for key, array in arrays.items() if key not in due}
             self._sent.load(kept, self._parameters)
+
+
+def _of_round(end: tuple[Any, ...]) -> str:
+    name, number, rounds, *_ = end
+    return f"round {rounds} of optimizer {number} of model {name}"
 
 
 def _label(optimizer: Optimizer) -> str:

@@ -1,15 +1,18 @@
 """Keras: DiLoCo, also with agreements that run beside training."""
 
 import itertools
+import time
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from cases import cases
-from models import LOOPS, alike, fit, in_rounds, local, refit, regression, weights
+from models import LOOPS, alike, fit, in_rounds, local, mse, refit, regression, weights
 from ranks import diloco_by_hand, largest_difference, shared_folder, wait_for
 
 import hvkit
+from hvkit.adapters.keras import agreements
 
 
 @pytest.mark.parametrize(
@@ -118,3 +121,50 @@ def test_fit_ends_an_agreement_beside_training(steps):
     assert alike(model)
     refit(model, local(regression(steps=steps)))
     assert alike(model)
+
+
+def test_agreements_that_begin_together_have_the_same_names_on_all_ranks(monkeypatch):
+    """Two optimizers end a round in the same step, in threads of any order."""
+    layers = [keras.layers.Dense(8, use_bias=False) for _ in range(2)]
+    model = keras.Sequential([keras.Input((8,)), *layers])
+    model.set_weights([np.eye(8), 2 * np.eye(8)])
+    both = [keras.optimizers.SGD(0.05), keras.optimizers.SGD(0.05)]
+    hvkit.distribute(model, both, strategy=hvkit.DiLoCo(4, 1.0, 0.0, overlap=2))
+    begun = itertools.count()
+    graph = agreements.RunningAgreements._graph
+
+    def late(self, keys, weights):
+        if next(begun) == 0 and hvkit.rank() == 1:
+            time.sleep(0.5)
+        return graph(self, keys, weights)
+
+    monkeypatch.setattr(agreements.RunningAgreements, "_graph", late)
+    for x, y in local(regression(steps=6)):
+        with tf.GradientTape(persistent=True) as tape:
+            loss = mse(y, model(x)[:, :4])
+        for optimizer, layer in zip(both, layers, strict=True):
+            variables = layer.trainable_variables
+            optimizer.apply(tape.gradient(loss, variables), variables)
+    with hvkit.settled(model):
+        first, second = model.get_weights()
+    assert np.diag(first).mean() < 1.5 < np.diag(second).mean()
+
+
+def test_weights_that_the_script_sets_between_two_fits_are_where_the_next_begins():
+    model, optimizer = in_rounds(hvkit.DiLoCo(4, overlap=2), keras.optimizers.SGD(0.0))
+    fit(model, optimizer, local(regression(steps=6)))
+    model.set_weights([np.ones_like(w) for w in model.get_weights()])
+    refit(model, local(regression(steps=6)))
+    assert all(np.allclose(w, 1) for w in weights(model))
+
+
+def test_a_variable_beside_the_model_is_no_obstacle_to_a_checkpoint(tmp_path_factory):
+    model, optimizer = in_rounds(hvkit.DiLoCo(4, overlap=2))
+    beside = keras.Variable(1.0)
+    checkpoint = hvkit.Checkpoint(shared_folder(tmp_path_factory), model=model)
+    for x, y in local(regression(steps=5)):
+        with tf.GradientTape() as tape:
+            loss = mse(y, beside * model(x))
+        variables = [*model.trainable_variables, beside]
+        optimizer.apply(tape.gradient(loss, variables), variables)
+    assert checkpoint.save(epoch=0, step=5).is_dir()

@@ -293,6 +293,21 @@ def test_layers_that_are_frozen_in_the_middle_of_a_round_are_agreed_on():
     assert alike(model)
 
 
+def test_layers_that_are_frozen_on_the_way_count_once_where_ranks_are_never_alike():
+    model, optimizer = in_rounds(hvkit.ElasticAveraging(4, pull=0.5), keras.optimizers.SGD(0.0))
+    data = local(regression(steps=2))
+    LOOPS["eager"](model, optimizer, data[:1])
+    model.layers[0].trainable = False
+    LOOPS["eager"](model, optimizer, data[:1])
+    start = weights(model)
+    for weight, value in zip(model.weights, start, strict=True):
+        weight.assign(value + hvkit.rank())
+    with hvkit.settled(model):
+        shown = weights(model)
+    mean = np.mean(range(hvkit.size()))
+    assert all(np.allclose(w, v + 0.5 * mean) for w, v in zip(shown, start, strict=True))
+
+
 def test_weights_that_the_script_sets_before_fit_are_no_training():
     data = local(regression(steps=4))
     x, y = (np.concatenate(part) for part in zip(*data, strict=True))
