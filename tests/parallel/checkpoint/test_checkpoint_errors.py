@@ -5,7 +5,7 @@ import errno
 import numpy as np
 import pytest
 import torch
-from nets import mlp
+from nets import in_rounds, local, mlp, regression, train
 from ranks import error_of
 
 import hvkit
@@ -37,6 +37,25 @@ def test_extras_that_json_cannot_hold_on_one_rank_are_refused_on_all(folder):
     assert ".item()" in text
     hvkit.barrier()
     assert list(folder.iterdir()) == []
+
+
+class Failing:
+    def state_dict(self):
+        if hvkit.rank() == 1:
+            raise OSError(errno.EIO, "no answer")
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def test_an_error_of_one_rank_while_an_agreement_runs_is_raised_on_all(folder):
+    model, optimizer = in_rounds(hvkit.DiLoCo(4, overlap=2))
+    train(model, optimizer, local(regression(steps=5)))
+    checkpoint = Checkpoint(folder, model=model, optimizer=optimizer, other=Failing())
+    error, text = error_of(lambda: checkpoint.save(epoch=0, step=5))
+    assert issubclass(error, OSError)
+    assert "no answer" in text
 
 
 @pytest.mark.parametrize(("epoch", "step"), [(0, 5), (1, 4)])

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from cases import MORE, cases
 from models import LOOPS, alike, local, mlp, mse, refit, regression, sgd, tape_step, weights
-from ranks import error_of, largest_difference, same_on_all_ranks
+from ranks import error_of, largest_difference, same_on_all_ranks, shared_folder
 
 import hvkit
 from hvkit.adapters import weight_server
@@ -305,3 +305,16 @@ def test_fit_on_batches_that_are_handed_out():
     steps = hvkit.allgather(int(optimizer.iterations.numpy()) - before)
     assert sum(steps) == 2 * 10 * hvkit.size()
     assert alike(model)
+
+
+def test_the_callback_saves_ranks_that_have_taken_different_numbers_of_steps(tmp_path_factory):
+    folder = shared_folder(tmp_path_factory)
+    x = np.zeros((20, 8), np.float32)
+    pipeline = tf.data.Dataset.from_tensor_slices((x, x[:, :4])).batch(2)
+    model, optimizer = served(None)
+    checkpoint = hvkit.Checkpoint(folder, model=model, optimizer=optimizer)
+    model.compile(optimizer, "mse")
+    own = hvkit.shard(pipeline, dynamic=True)
+    model.fit(own, epochs=2, verbose=0, callbacks=[checkpoint.callback()])
+    steps = max(hvkit.allgather(int(optimizer.iterations)))
+    assert checkpoint.restore().step == steps

@@ -104,6 +104,25 @@ def test_a_gradient_scaler_and_averaged_weights_are_parts(tmp_path):
     assert torch.equal(loaded["ema"].module.weight, saved["ema"].module.weight)
 
 
+@pytest.mark.parametrize(("accumulated", "steps"), [(None, [10, 20]), (5, [2, 4])])
+def test_a_callback_counts_skipped_updates_also_after_a_resume(tmp_path, accumulated, steps):
+    x = np.ones((20, 4), "float32")
+    x[2] = np.inf
+
+    def fit(epochs):
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)])
+        inner = keras.optimizers.SGD(0.01, gradient_accumulation_steps=accumulated)
+        scaler = keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0)
+        model.compile(scaler, "mse", jit_compile=False)
+        checkpoint = Checkpoint(tmp_path, model=model, optimizer=scaler)
+        start, save = checkpoint.restore(), checkpoint.callback()
+        options = {"batch_size": 2, "shuffle": False, "verbose": 0, "callbacks": [save]}
+        model.fit(x, x, epochs=epochs, initial_epoch=start.epoch, **options)
+        return checkpoint.restore().step
+
+    assert [fit(1), fit(2)] == steps
+
+
 @pytest.mark.parametrize("other", [1, 3])
 def test_another_format_is_an_error_and_no_damage(tmp_path, other):
     """Format 1 held multiplied rates."""
