@@ -29,6 +29,8 @@ RANKS, SEEDS = 4, 3
 # Milliseconds that a packet takes from host to host.
 DELAYS = (1, 50)
 BANDWIDTHS = {"1gbit": 1000, "100mbit": 100, "10mbit": 10}
+# Text stays text, and the same records give the same file.
+plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "strategies"})
 WORKLOADS = {"mnist": "MNIST", "cifar": "CIFAR-10 subset", "text": "text"}
 
 # Name in tables, strategy and compression as for the recipes. "sgd": settings of an optimizer of

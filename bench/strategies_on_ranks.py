@@ -87,7 +87,7 @@ class MnistWorkload(Workload):
 
 
 class CifarWorkload(Workload):
-    """The subset of CIFAR-10; 64 thousand weights, with batch norm."""
+    """The subset of CIFAR-10; 63 thousand weights, with batch norm."""
 
     steps, batch_size = 800, 16
 

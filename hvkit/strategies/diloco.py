@@ -24,19 +24,19 @@ class DiLoCo(Rounds):
     ``outer_lr=1, outer_momentum=0`` is ``LocalSGD``. Each rank sends 2 (N-1)/N times the weights'
     bytes in a round. Anchor and velocity take twice the memory of the weights.
 
-    With ``overlap=t`` the changes travel beside the first t steps of the next round, and the
-    network may take that long. The new anchor then changes the weights as it would have changed
-    those at the end of the round, x_w', so that the steps in between count:
+    With ``overlap=t`` the changes travel while the ranks take the first t steps of the next round,
+    so the network may take that long. Those steps are not lost: what the agreement would have
+    changed of the weights at the end of the round, x_w', is then added to the present ones:
 
         x_w <- x_w + (a - x_w')
 
-    Gradients are t steps older than without. While the changes travel they take four times the
-    memory of the weights.
-    ``hvkit.settled`` waits, and shows the mean of the ranks' weights.
+    Gradients come from weights that are up to t steps older. While an agreement runs it takes four
+    more times the memory of the weights. ``hvkit.settled`` waits for it, and shows the mean of the
+    ranks' weights.
 
-    Once momentum has built up, a change that is the same in every round counts eta / (1 - mu)
-    times. The defaults make that once. More is faster where the steps inside are small, and
-    diverges where they are as large as training bears.
+    If every round brings the same change, momentum builds up until that change counts
+    eta / (1 - mu) times, which is once with the defaults. A larger product learns faster where the
+    steps inside are small, and diverges where they are as large as training bears.
 
     Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models"
     (2023), with AdamW inside, rounds of 500 steps, eta 0.7 and mu 0.9: seven times. Beside
@@ -48,7 +48,7 @@ class DiLoCo(Rounds):
         every: optimizer steps from one agreement to the next.
         outer_lr: eta, from 0.
         outer_momentum: mu, from 0 to below 1.
-        overlap: t, steps of the next round beside which the changes travel, below ``every``.
+        overlap: t, the steps of the next round during which the changes travel, below ``every``.
     """
 
     outer_lr: float = 0.2

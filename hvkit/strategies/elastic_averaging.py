@@ -23,8 +23,8 @@ class ElasticAveraging(Rounds):
     Ranks keep a part of their distance, so each goes its own way for longer than with ``LocalSGD``,
     and the centre is a moving average over ranks and time. ``hvkit.settled``, checkpoints and
     ``fit``'s validation show where the centre would go now, c + beta mean(x_w - c). ``fit`` ends
-    there, and another one begins with a new centre. Each rank sends 2 (N-1)/N times the weights'
-    bytes in a round. The centre takes as much memory as the weights.
+    there: all ranks hold these weights, the new centre. Each rank sends 2 (N-1)/N times the
+    weights' bytes in a round. The centre takes as much memory as the weights.
 
     Source: Zhang, Choromanska and LeCun, "Deep learning with Elastic Averaging SGD" (2015), the
     synchronous form, with beta 0.9.

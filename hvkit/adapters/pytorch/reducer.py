@@ -256,8 +256,8 @@ class GradientReducer:
                 f"backward() again before optimizer.step(): {self._state.compression} has already "
                 "averaged the gradients of this step, and keeps what it has not sent for the next "
                 "one: pass accumulate=, the number of backward passes before each step, to "
-                "hvkit.distribute, and do not skip steps; set requires_grad_(False) on a model "
-                "through which the gradients of another one only pass, as in a GAN"
+                "hvkit.distribute, and do not skip steps; where gradients pass through one "
+                "model to train another, as in a GAN, set requires_grad_(False) on the first"
             )
 
     def _refuse_scaled_step(self, scaler: Any, step: Callable[[], Any]) -> Any:
