@@ -141,9 +141,10 @@ def report(workloads):
     with picture("bytes", workloads) as places:
         for workload, place in places.items():
             draw_bytes(place, workload, learned[workload])
-    with picture("time", [each for each in workloads if timed[each]]) as places:
-        for workload, place in places.items():
-            draw_time(place, workload, learned[workload], timed[workload])
+    if with_time := [workload for workload in workloads if timed[workload]]:
+        with picture("time", with_time) as places:
+            for workload, place in places.items():
+                draw_time(place, workload, learned[workload], timed[workload])
 
 
 @contextmanager
