@@ -30,11 +30,11 @@ def test_a_rank_that_ends_first_waits_for_the_agreement(tmp_path):
 
 
 # One rank makes more objects than the other, at other addresses.
-TWO_MODELS = """
+SIX_MODELS = """
 import sys, torch
 import hvkit
 kept, trained = [], []
-for layers in (1, 2):
+for layers in range(1, 7):
     kept += [bytearray(40) for _ in range(3 * hvkit.rank())]
     model = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(layers)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -47,8 +47,8 @@ for step in range(4):
 """
 
 
-def test_the_agreements_of_two_models_end_in_the_same_order(tmp_path):
-    status, err, _ = run(TWO_MODELS, tmp_path, 2)
+def test_the_agreements_of_several_models_end_in_the_same_order(tmp_path):
+    status, err, _ = run(SIX_MODELS, tmp_path, 2)
     assert status == 0, err
     assert "Error" not in err, err
 
