@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from cases import MORE
 from preludes import PRELUDES
 
 from hvkit.cli import parser
@@ -59,35 +60,43 @@ LATER = (
     *(page for page in DOCS if page.startswith("docs/strategies/")),
 )
 
-WITH_CODE = [
-    pytest.param(
-        page,
-        number,
-        id=f"{page}-{number}",
-        marks=pytest.mark.every_combination if page in LATER else (),
-    )
-    for page in PAGES
-    for number in range(len(scripts(page)))
-]
+WITH_CODE = [page for page in PAGES if scripts(page)]
+
+# Runs scripts one after another, each in a folder and with names of its own: importing the
+# frameworks takes longer than all of them.
+IN_ONE_PROCESS = """
+import os, runpy, sys
+for script in sys.argv[1:]:
+    os.chdir(os.path.dirname(script))
+    runpy.run_path(script, run_name="__main__")
+"""
 
 
 def test_pages_with_code_are_found():
-    assert {param.values[0] for param in WITH_CODE} == {p for p in PRELUDES if scripts(p)}
+    assert set(WITH_CODE) == {page for page in PRELUDES if scripts(page)}
     assert all(page in PAGES for page in PRELUDES)
 
 
-@pytest.mark.parametrize(("page", "number"), WITH_CODE)
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.every_combination)])
-def test_code_runs(page, number, ranks, tmp_path):
-    text = scripts(page)[number]
-    if ranks == 2 and "hvkit" not in text:
-        return  # the tutorial's plain script
-    script = tmp_path / "train.py"
-    script.write_text(text)
+@pytest.mark.parametrize(
+    ("pages", "ranks"),
+    [
+        pytest.param([page for page in WITH_CODE if page not in LATER], 1, id="one process"),
+        pytest.param([p for p in WITH_CODE if p in LATER], 1, id="one process, later", marks=MORE),
+        pytest.param(WITH_CODE, 2, id="two ranks", marks=MORE),
+    ],
+)
+def test_code_runs(pages, ranks, tmp_path):
+    written = []
+    for page in pages:
+        for number, text in enumerate(scripts(page)):
+            if ranks == 1 or "hvkit" in text:  # the tutorial begins with a plain script
+                folder = tmp_path / f"{page.replace('/', '-')}-{number}"
+                folder.mkdir()
+                written.append(folder / "train.py")
+                written[-1].write_text(text)
     start = [] if ranks == 1 else ["mpirun", "-np", str(ranks), "--oversubscribe"]
     ended = subprocess.run(
-        [*start, sys.executable, str(script)],
-        cwd=tmp_path,
+        [*start, sys.executable, "-c", IN_ONE_PROCESS, *map(str, written)],
         env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error:::__main__"},
         capture_output=True,
         text=True,

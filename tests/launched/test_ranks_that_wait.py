@@ -272,7 +272,7 @@ def test_a_collective_on_the_way_out_hides_no_error(tmp_path):
                 inside="if rank == last and optimizer.iterations == 3: time.sleep(12)  # here",
                 after="",
             ).replace("# train", "# comes"),
-            "hvkit: rank 1 has not come to fit",
+            "hvkit: rank 1 has not come to fit, step 4",
             id="keras",
             marks=MORE,
         ),
