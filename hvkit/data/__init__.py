@@ -4,9 +4,10 @@
 
     shard                   shard(): recognises the kind of the data, calls the module for it
     ├── arrays              NumPy arrays, tensors, and containers of them
-    ├── pytorch_loader      DataLoader: sharded loaders, and how their workers start
+    ├── pytorch_loader      DataLoader: loaders of each rank's part, and of batches handed out
     │   ├── samplers            the order of an epoch from the user's sampler
-    │   └── pytorch_datasets    Dataset and IterableDataset
+    │   ├── pytorch_datasets    Dataset and IterableDataset
+    │   └── pytorch_workers     how workers start where MPI uses InfiniBand
     ├── tfdata              tf.data pipelines
     │   └── tfbatching          finding out how a pipeline was batched
     ├── keras_pydataset     keras.utils.PyDataset

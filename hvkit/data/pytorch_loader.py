@@ -1,16 +1,8 @@
-"""Sharding PyTorch's ``DataLoader``: the loaders, and how their workers start.
-
-If MPI uses InfiniBand, workers are not forked. An InfiniBand adapter writes into memory that MPI
-registered with it. After a fork, pages of that memory may belong to the child; the parent then
-waits for data that arrives elsewhere, or crashes. See ibv_fork_init(3) and Open MPI's FAQ on fork
-and OpenFabrics. The forkserver of multiprocessing, a process without MPI, can fork safely.
-"""
+"""Sharding PyTorch's ``DataLoader``: loaders of each rank's part, and of batches handed out."""
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,13 +20,8 @@ from hvkit import runtime
 from hvkit.collectives import require_equal
 from hvkit.data.order import Queue, Share, seed_from
 from hvkit.data.pytorch_datasets import DatasetPart, StreamShard, contents
+from hvkit.data.pytorch_workers import adapter_that_forbids_forks, started
 from hvkit.data.samplers import Epoch, Order, SampleOrder, order_of
-from hvkit.errors import LaunchError
-from hvkit.main_rank import warn_once
-
-ADAPTERS = Path("/sys/class/infiniband")
-
-_NONE = object()
 
 
 def dynamic_loader(
@@ -66,7 +53,7 @@ def shard_loader(loader: DataLoader[Any], share: Share, seed: int) -> tuple[Any,
         group = (batch or 1) * share.size
         stream = StreamShard(loader.dataset, share, group=group, drop_last=drop_last, seed=seed)
         kept = {"batch_size": batch, "drop_last": drop_last}
-        adapter = _adapter_that_forbids_forks(loader)
+        adapter = adapter_that_forbids_forks(loader)
         options = {**_options(loader, adapter), "generator": torch.Generator()}
         return StreamLoader(stream, seed, kept | options, adapter), ["IterableDataset", *facts]
     order = order_of(loader, share, seed)
@@ -89,7 +76,7 @@ class ShardedLoader(DataLoader[Any]):
         self._order, self._share, self._seed = order, share, seed
         self._position = order.position
         self._begun_after = 0
-        self._adapter = _adapter_that_forbids_forks(loader)
+        self._adapter = adapter_that_forbids_forks(loader)
         options: dict[str, Any] = _options(loader, self._adapter)
         if loader.batch_sampler is None:
             options |= {"sampler": order, "batch_size": None}
@@ -109,7 +96,7 @@ class ShardedLoader(DataLoader[Any]):
         self._begun_after = self._position.samples
         self.generator.manual_seed(seed_from(self._seed, epoch.number, self._share.rank))
         with self._order.fixed_to(epoch):
-            batches = _started(super().__iter__, self._adapter)
+            batches = started(super().__iter__, self._adapter)
         return self._counted(iteration, epoch, self._read(epoch, batches))
 
     def _read(self, epoch: Epoch, batches: Iterator[Any]) -> Iterator[Any]:
@@ -181,7 +168,7 @@ class DynamicLoader(DataLoader[Any]):
         # Batches of the iteration that runs; how many this rank has had in the last one.
         self._batches: int | None = None
         self._had = 0
-        self._adapter = _adapter_that_forbids_forks(loader)
+        self._adapter = adapter_that_forbids_forks(loader)
         options = _options(loader, self._adapter)
         batches = _Taken(self._take)
         super().__init__(
@@ -204,7 +191,7 @@ class DynamicLoader(DataLoader[Any]):
         self._iterations += 1
         self._had = 0
         self.generator.manual_seed(seed_from(self._seed, self._position.epoch, runtime.rank()))
-        return self._counted(iteration, _started(super().__iter__, self._adapter))
+        return self._counted(iteration, started(super().__iter__, self._adapter))
 
     def _counted(self, iteration: object, batches: Iterator[Any]) -> Iterator[Any]:
         try:
@@ -292,7 +279,7 @@ class StreamLoader(DataLoader[Any]):
         stream: the rank's part.
         seed: the seed of the workers' seeds.
         options: the options of the user's loader.
-        adapter: the result of ``_adapter_that_forbids_forks``.
+        adapter: the result of ``adapter_that_forbids_forks``.
     """
 
     def __init__(
@@ -306,7 +293,7 @@ class StreamLoader(DataLoader[Any]):
         epoch = 0 if self._exact else self._epoch
         self.generator.manual_seed(seed_from(self._seed, epoch))
         self._epoch += 1
-        return _started(super().__iter__, self._adapter)
+        return started(super().__iter__, self._adapter)
 
 
 def _options(loader: DataLoader[Any], adapter: str | None) -> dict[str, Any]:
@@ -330,89 +317,3 @@ def _refuse_others(loader: DataLoader[Any]) -> None:
                 f"the DataLoader has a {type(sampler).__qualname__}, which already takes a part: "
                 "leave it out (use shuffle=True) and let hvkit.shard take the part"
             )
-
-
-def _active_adapter(adapters: Path) -> str | None:
-    """An InfiniBand (or RoCE) adapter with a port that is in use; None if there is none.
-
-    Args:
-        adapters: the kernel's folder, which holds a folder for each adapter.
-    """
-    for port in sorted(adapters.glob("*/ports/*/state")):
-        try:
-            state = port.read_text()  # "4: ACTIVE"
-        except OSError:  # someone is removing the adapter
-            continue
-        if state.split()[-1:] == ["ACTIVE"]:
-            return port.parents[2].name
-    return None
-
-
-def _adapter_that_forbids_forks(loader: Any) -> str | None:
-    """The InfiniBand adapter that makes it unsafe to fork this loader's workers; None if none.
-
-    None also if the workers would not be forked anyway, or the user chose how they start.
-    """
-    default = multiprocessing.get_all_start_methods()[0]
-    method = multiprocessing.get_start_method(allow_none=True) or default
-    if loader.num_workers == 0 or loader.multiprocessing_context or method != "fork":
-        return None
-    adapter = _active_adapter(ADAPTERS) if runtime.uses_mpi() else None
-    if adapter is not None:
-        _prepare_forkserver(adapter)
-    return adapter
-
-
-def _prepare_forkserver(adapter: str) -> None:
-    # Otherwise each worker imports PyTorch, which takes seconds, in every epoch. Without __main__:
-    # a script without a guard would run there.
-    multiprocessing.set_forkserver_preload(["torch"])
-    warn_once(
-        "forkserver",
-        f"MPI may use the InfiniBand adapter {adapter}, so forks are not safe: multiprocessing's "
-        "forkserver starts the workers of DataLoaders; to fork them, pass "
-        'multiprocessing_context="fork" to the DataLoader',
-    )
-
-
-def _started(begin: Callable[[], Iterator[Any]], adapter: str | None) -> Iterator[Any]:
-    """The iterator that ``begin`` returns, with a clear error if forkserver cannot start workers.
-
-    Args:
-        begin: starts the workers.
-        adapter: the adapter that forbids forks; None if the workers start as the user chose.
-
-    Raises:
-        LaunchError: the workers cannot start; the message gives the fix.
-    """
-    if adapter is None:
-        return begin()
-    try:
-        batches = begin()
-    except Exception as error:  # from pickling, or from a pipe that the worker closed
-        raise _cannot_start(error, adapter) from error
-    return _with_first(batches, adapter)
-
-
-def _with_first(batches: Iterator[Any], adapter: str) -> Iterator[Any]:
-    try:
-        first = next(batches, _NONE)
-    except RuntimeError as error:
-        # PyTorch's message for a worker that ended. Errors of the dataset pass unchanged.
-        if "exited unexpectedly" not in str(error):
-            raise
-        raise _cannot_start(error, adapter) from error
-    if first is not _NONE:
-        yield first
-        yield from batches
-
-
-def _cannot_start(error: Exception, adapter: str) -> LaunchError:
-    return LaunchError(
-        f"the DataLoader's workers could not start: {type(error).__name__}: {error}. They start by "
-        "multiprocessing's forkserver instead of a fork, because MPI may use the InfiniBand "
-        f'adapter {adapter}: put the script\'s main code under if __name__ == "__main__", and use '
-        "a dataset, collate_fn and worker_init_fn that pickle: classes and functions of a module, "
-        "not lambdas or anything defined inside a function. If forks are safe on this network, "
-        'pass multiprocessing_context="fork" to the DataLoader'
-    )

@@ -69,21 +69,21 @@ class _Taken:
     def __init__(self) -> None:
         self._queue = Queue()
         self._iterations = 0
-        self._mine: int | None = None
+        # By iteration: the element that this rank has taken and not come to yet.
+        self._mine: dict[int, int] = {}
 
     def begin(self) -> np.int64:
         """Begin an iteration, and return its number."""
-        self._mine = None
         self._iterations += 1
         return np.int64(self._iterations)
 
     def is_mine(self, iteration: np.int64, number: np.int64) -> np.bool_:
         """Whether an element is this rank's; takes the next one when it is needed."""
-        if self._mine is None:
-            self._mine = self._queue.take(int(iteration))
-        mine = self._mine == number
+        if int(iteration) not in self._mine:
+            self._mine[int(iteration)] = self._queue.take(int(iteration))
+        mine = self._mine[int(iteration)] == number
         if mine:
-            self._mine = None
+            del self._mine[int(iteration)]
         return np.bool_(mine)
 
 

@@ -1,6 +1,7 @@
 """Keras: ranks that train at their own pace and exchange weights with a server on rank 0."""
 
 import gc
+import itertools
 import time
 import weakref
 
@@ -293,6 +294,19 @@ def test_batches_go_to_the_ranks_that_have_time():
             *range(40)
         ]
         assert len(everyone[0]) < min(map(len, everyone[1:]))
+
+
+def test_two_iterators_over_handed_out_batches_each_read_an_epoch():
+    rows = range(12 * hvkit.size())
+    pipeline = tf.data.Dataset.from_tensor_slices(np.arange(len(rows))).batch(1)
+    pipeline = hvkit.shard(pipeline, dynamic=True)
+    served(None)
+    both = ([], [])
+    for pair in itertools.zip_longest(iter(pipeline), iter(pipeline)):
+        for taken, batch in zip(both, pair, strict=True):
+            taken += [] if batch is None else [int(batch[0])]
+    for mine in both:
+        assert sorted(itertools.chain(*hvkit.allgather(mine))) == [*rows]
 
 
 def test_fit_on_batches_that_are_handed_out():

@@ -24,7 +24,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import hvkit.data
 from hvkit import main_rank, runtime
-from hvkit.data import pytorch_loader, shard
+from hvkit.data import pytorch_workers, shard
 
 
 @every_size
@@ -257,7 +257,7 @@ def test_an_epoch_that_goes_on_is_not_done():
 @pytest.fixture
 def adapters(tmp_path, monkeypatch):
     """``adapters(mlx5_0="4: ACTIVE")``: the kernel's folder, and MPI running in this process."""
-    monkeypatch.setattr(pytorch_loader, "ADAPTERS", tmp_path)
+    monkeypatch.setattr(pytorch_workers, "ADAPTERS", tmp_path)
     monkeypatch.setattr(main_rank, "_logged", set())
     hvd = SimpleNamespace(mpi_enabled=lambda: True)
     monkeypatch.setitem(runtime._engines, "torch", SimpleNamespace(hvd=hvd))
