@@ -9,12 +9,17 @@
     │   ├── step_report    which gradients each rank has; steps and rates of the ranks
     │   └── checks         do all ranks hold the same weights, and different data?
     ├── rounds             ends rounds of strategies that agree on weights
+    │   ├── agreements     agreements that run beside training
+    │   └── weights        a model's weights as vectors; also for the parameter server
     ├── parameter_server   exchanges weights with the server after each step
-    │   └── weights        a model's weights as vectors; also for rounds
+    ├── sharded            each rank updates the parameters it owns, and sends them
+    ├── fully_shard        models that PyTorch's fully_shard divides
+    │   └── process_group  torch.distributed between Horovod's ranks
     ├── batch_norm         statistics over ranks; averaged ones travel with the gradients
     ├── learning_rate      scaling and warm-up inside optimizer.step()
     ├── optimizers         closures, parent classes, wrappers: optimizers that step unusually
-    └── refusals           other wrappers, torch.distributed, other optimizers
+    ├── refusals           other wrappers, torch.distributed, what cannot be divided
+    └── wire, ops          tensors to the other ranks and back; operations for compressions
 """
 
 from hvkit.adapters.pytorch.adapter import PyTorchAdapter

@@ -28,6 +28,7 @@ from hvkit.adapters.pytorch.refusals import (
     is_divided,
     refuse_other_optimizers,
     refuse_other_wrappers,
+    refuse_what_cannot_be_divided,
 )
 from hvkit.adapters.pytorch.rounds import RoundKeeper
 from hvkit.adapters.pytorch.sharded import OptimizerShards, gathered, refuse_joint_updates
@@ -60,12 +61,7 @@ class PyTorchAdapter:
             for each in self.optimizers:
                 refuse_joint_updates(strategy, each)
         if isinstance(strategy, FullyShard):
-            from hvkit.adapters.pytorch import fully_shard  # takes PyTorch half a second
-
-            fully_shard.refuse_options(strategy, options)
-            fully_shard.refuse_models(strategy, model)
-            for each in self.optimizers:
-                fully_shard.refuse_other_parameters(strategy, model, each)
+            refuse_what_cannot_be_divided(strategy, options, model, self.optimizers)
         for name, tensor in [*self.parameters.items(), *model.named_buffers()]:
             _refuse_uninitialised(name, tensor)
 

@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from hvkit import runtime
-from hvkit.adapters.adapter import Options
 from hvkit.adapters.pytorch import process_group
 from hvkit.adapters.pytorch.batch_norm import RunningStatistics
 from hvkit.adapters.pytorch.optimizers import OutermostStep
@@ -383,82 +382,3 @@ def _units(model: nn.Module) -> list[nn.Module]:
 
     search(model)
     return found
-
-
-def refuse_options(strategy: FullyShard, options: Options) -> None:
-    """Raise for options of ``distribute`` that PyTorch's ``fully_shard`` leaves no room for.
-
-    Raises:
-        ValueError: names the option.
-    """
-    if options.batch_norm == "sync":
-        raise ValueError(
-            f'batch_norm="sync" exchanges statistics inside layers that {strategy} divides: use '
-            'batch_norm="average", or layers without batch statistics'
-        )
-    if options.check_every is not None:
-        raise ValueError(
-            f"check_every={options.check_every} compares the ranks' weights, but with {strategy} "
-            "each rank holds another part of them: leave check_every out"
-        )
-    if options.accumulate != 1:
-        raise ValueError(
-            f"accumulate={options.accumulate} is not needed with {strategy}: each backward pass "
-            "adds the mean of all ranks to the gradients, so leave accumulate out"
-        )
-
-
-# They compute with a whole parameter, or with several.
-_WHOLE_PARAMETERS = ("Adafactor", "Muon", "Rprop", "SparseAdam")
-
-
-def refuse_models(strategy: FullyShard, model: nn.Module) -> None:
-    """Raise for a model that PyTorch's ``fully_shard`` cannot divide.
-
-    Raises:
-        ValueError: names the parameter or layer.
-    """
-    if isinstance(model, nn.ModuleList | nn.ModuleDict):
-        raise ValueError(
-            f"{type(model).__name__} has no forward, in which {strategy} gathers weights: pass the "
-            "module that calls its elements"
-        )
-    first: tuple[str, torch.dtype] | None = None
-    for name, p in model.named_parameters():
-        if p.dim() == 0:
-            raise ValueError(
-                f"parameter {name} is a single number, which {strategy} cannot divide: give it the "
-                "shape (1,)"
-            )
-        first = first or (name, p.dtype)
-        if p.dtype is not first[1]:
-            raise ValueError(
-                f"parameter {name} is of {p.dtype}, {first[0]} of {first[1]}: {strategy} takes one "
-                "dtype; use torch.autocast for mixed precision"
-            )
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise ValueError(
-                f"{name} has row-sparse gradients, which {strategy} cannot divide: make it with "
-                "sparse=False"
-            )
-
-
-def refuse_other_parameters(strategy: FullyShard, model: nn.Module, optimizer: Optimizer) -> None:
-    """Raise if an optimizer needs whole parameters, or holds some that are not the model's.
-
-    Raises:
-        ValueError: names the optimizer, or how many there are.
-    """
-    if type(optimizer).__name__ in _WHOLE_PARAMETERS:
-        raise ValueError(
-            f"{type(optimizer).__name__} computes with whole parameters, which no rank holds with "
-            f"{strategy}: use an optimizer such as torch.optim.AdamW, or hvkit.Synchronous()"
-        )
-    own = set(model.parameters())
-    others = [p for g in optimizer.param_groups for p in g["params"] if p not in own]
-    if others:
-        raise ValueError(
-            f"{type(optimizer).__name__} holds {len(others)} parameters that are not the model's, "
-            f"and {strategy} divides a model only: make them parameters of the model"
-        )

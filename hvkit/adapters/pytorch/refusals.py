@@ -2,6 +2,7 @@
 
 These are wrappers and ``torch.distributed``, which average gradients as well, and optimizers that
 were not passed to ``distribute``: nothing keeps their state, rate and steps equal on all ranks.
+Beside these, what PyTorch's ``fully_shard`` cannot divide.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from hvkit.adapters.adapter import Options
 from hvkit.adapters.pytorch import process_group
 from hvkit.adapters.pytorch.optimizers import optimizers_inside
+from hvkit.strategies.fully_shard import FullyShard
 
 # Class names, so that looking for them imports nothing, and what to do instead.
 _WRAPPERS = {
@@ -28,6 +31,9 @@ _WRAPPERS = {
     "DeepSpeedEngine": "pass the plain module (engine.module) and a plain optimizer",
 }
 _LIBRARIES = ("torch", "fairscale", "deepspeed")
+
+# Optimizers that compute with a whole parameter, or with several.
+_WHOLE_PARAMETERS = ("Adafactor", "Muon", "Rprop", "SparseAdam")
 
 _averaged: WeakSet[Optimizer] = WeakSet()
 # Optimizers that held no parameter of a distributed model, with their number of parameters then.
@@ -126,3 +132,77 @@ def _refuse_if_distributed(
             "call: distribute(model, [first, second])"
         )
     _harmless[optimizer] = held
+
+
+def refuse_what_cannot_be_divided(
+    strategy: FullyShard, options: Options, model: nn.Module, optimizers: Sequence[Optimizer]
+) -> None:
+    """Raise for what PyTorch's ``fully_shard`` leaves no room for.
+
+    Raises:
+        ValueError: names the option, the parameter or layer of the model, or the optimizer.
+    """
+    _refuse_options(strategy, options)
+    _refuse_model(strategy, model)
+    for each in optimizers:
+        _refuse_optimizer(strategy, model, each)
+
+
+def _refuse_options(strategy: FullyShard, options: Options) -> None:
+    if options.batch_norm == "sync":
+        raise ValueError(
+            f'batch_norm="sync" exchanges statistics inside layers that {strategy} divides: use '
+            'batch_norm="average", or layers without batch statistics'
+        )
+    if options.check_every is not None:
+        raise ValueError(
+            f"check_every={options.check_every} compares the ranks' weights, but with {strategy} "
+            "each rank holds another part of them: leave check_every out"
+        )
+    if options.accumulate != 1:
+        raise ValueError(
+            f"accumulate={options.accumulate} is not needed with {strategy}: each backward pass "
+            "adds the mean of all ranks to the gradients, so leave accumulate out"
+        )
+
+
+def _refuse_model(strategy: FullyShard, model: nn.Module) -> None:
+    if isinstance(model, nn.ModuleList | nn.ModuleDict):
+        raise ValueError(
+            f"{type(model).__name__} has no forward, in which {strategy} gathers weights: pass the "
+            "module that calls its elements"
+        )
+    first: tuple[str, torch.dtype] | None = None
+    for name, p in model.named_parameters():
+        if p.dim() == 0:
+            raise ValueError(
+                f"parameter {name} is a single number, which {strategy} cannot divide: give it the "
+                "shape (1,)"
+            )
+        first = first or (name, p.dtype)
+        if p.dtype is not first[1]:
+            raise ValueError(
+                f"parameter {name} is of {p.dtype}, {first[0]} of {first[1]}: {strategy} takes one "
+                "dtype; use torch.autocast for mixed precision"
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ValueError(
+                f"{name} has row-sparse gradients, which {strategy} cannot divide: make it with "
+                "sparse=False"
+            )
+
+
+def _refuse_optimizer(strategy: FullyShard, model: nn.Module, optimizer: Optimizer) -> None:
+    if type(optimizer).__name__ in _WHOLE_PARAMETERS:
+        raise ValueError(
+            f"{type(optimizer).__name__} computes with whole parameters, which no rank holds with "
+            f"{strategy}: use an optimizer such as torch.optim.AdamW, or hvkit.Synchronous()"
+        )
+    own = set(model.parameters())
+    others = [p for g in optimizer.param_groups for p in g["params"] if p not in own]
+    if others:
+        raise ValueError(
+            f"{type(optimizer).__name__} holds {len(others)} parameters that are not the model's, "
+            f"and {strategy} divides a model only: make them parameters of the model"
+        )
