@@ -1,6 +1,5 @@
 """Messages between ranks under each launcher, from Horovod's start to its end."""
 
-import itertools
 import json
 import sys
 
@@ -31,10 +30,10 @@ LAUNCHERS = {
     "gloo": (["horovodrun", "--gloo", "-np", "2"], False),
 }
 FIRST = [("mpirun, 2", "tensorflow"), ("gloo", "torch")]
-CASES = cases(itertools.product(LAUNCHERS, ["torch", "tensorflow"]), FIRST)
+MORE = [("mpirun, 2", "torch"), ("mpirun, 3", "torch"), ("gloo", "tensorflow")]
 
 
-@pytest.mark.parametrize(("launcher", "framework"), CASES)
+@pytest.mark.parametrize(("launcher", "framework"), cases([*FIRST, *MORE], FIRST))
 def test_they_go_through_mpi_where_it_runs_and_leave_its_end_to_horovod(launcher, framework):
     command, by_mpi = LAUNCHERS[launcher]
     code = SCRIPT.format(framework=framework)

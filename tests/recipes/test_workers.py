@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from launching import run
+from launching import MPIRUN, run
 
 SCRIPT = """
 import sys
@@ -25,19 +25,16 @@ GUARD = 'if __name__ == "__main__":\n    main()\n'
 
 
 @pytest.mark.parametrize("guarded", [True, False])
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.every_combination)])
-def test_a_script_without_a_guard_gets_an_error_that_names_it(tmp_path, guarded, ranks):
+def test_a_script_without_a_guard_gets_an_error_that_names_it(tmp_path, guarded):
     port = tmp_path / "mlx5_0" / "ports" / "1"
     port.mkdir(parents=True)
     (port / "state").write_text("4: ACTIVE\n")
     script = tmp_path / "script.py"
     script.write_text(SCRIPT + (GUARD if guarded else "main()\n"))
-    command = ["mpirun", "--oversubscribe", "-np", str(ranks), sys.executable]
-    status, out, err = run([*command, str(script), str(tmp_path)], 170)
+    status, out, err = run([*MPIRUN, sys.executable, str(script), str(tmp_path)], 170)
     if guarded:
         assert status == 0, err
-        sums = [sum(range(rank, 12, ranks)) for rank in range(ranks)]
-        assert sorted(out.split()) == sorted(f"hvkit:{total}" for total in sums)
+        assert sorted(out.split()) == ["hvkit:30", "hvkit:36"]
         assert err.count("multiprocessing's forkserver starts the workers of DataLoaders") == 1
     else:
         assert status != 0

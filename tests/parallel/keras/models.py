@@ -7,6 +7,8 @@ from ranks import batches, largest_difference, my_part, same_on_all_ranks
 
 import hvkit
 
+WORDS, LENGTH = 30, 7
+
 
 def mlp(seed=0):
     """8 inputs, 4 outputs; the same weights for the same seed."""
@@ -36,6 +38,44 @@ class Subclassed(keras.Model):
 def subclassed(seed=0):
     keras.utils.set_random_seed(seed)
     return Subclassed()
+
+
+class TokensAndPositions(keras.layers.Layer):
+    """The sum of both embeddings, as at the start of most transformers."""
+
+    def __init__(self, width=8, in_two_dimensions=False):
+        super().__init__()
+        self.tokens = keras.layers.Embedding(WORDS, width)
+        self.positions = keras.layers.Embedding(LENGTH + 3, width)
+        self.in_two_dimensions = in_two_dimensions
+
+    def call(self, x):
+        positions = keras.ops.arange(0, keras.ops.shape(x)[-1], 1)
+        return self.tokens(x) + self.positions(
+            positions[None] if self.in_two_dimensions else positions
+        )
+
+
+def embedded(seed=0, in_two_dimensions=False):
+    """The two embeddings and a linear layer."""
+    keras.utils.set_random_seed(seed)
+    layers = keras.layers
+    words = keras.Input((None,), dtype="int32")
+    x = TokensAndPositions(4, in_two_dimensions)(words)
+    return keras.Model(words, layers.Dense(4)(layers.GlobalAveragePooling1D()(x)))
+
+
+def texts(steps, per_rank=5, length=LENGTH, words=WORDS):
+    """Global batches of words, some of which are frequent, and targets."""
+    rng = np.random.default_rng(1)
+    rows = per_rank * hvkit.size()
+    return [
+        (
+            (words * rng.random((rows, length)) ** 2).astype(np.int32),
+            rng.normal(size=(rows, 4)).astype(np.float32),
+        )
+        for _ in range(steps)
+    ]
 
 
 def regression(steps=20, per_rank=6, seed=0):

@@ -5,34 +5,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from cases import cases
-from models import LOOPS, equals_one_process
-from test_keras_optimizers import BUILT_IN, OPTIONS
+from models import LOOPS, TokensAndPositions, embedded, equals_one_process, texts
 
 import hvkit
 from hvkit.adapters.keras.averager import GradientAverager
 from hvkit.adapters.keras.sparse import Origin, origin
 
-WORDS, LENGTH = 30, 7
-
-
-class TokensAndPositions(keras.layers.Layer):
-    """The sum of both embeddings, as at the start of most transformers."""
-
-    def __init__(self, width=8, in_two_dimensions=False):
-        super().__init__()
-        self.tokens = keras.layers.Embedding(WORDS, width)
-        self.positions = keras.layers.Embedding(LENGTH + 3, width)
-        self.in_two_dimensions = in_two_dimensions
-
-    def call(self, x):
-        positions = keras.ops.arange(0, keras.ops.shape(x)[-1], 1)
-        return self.tokens(x) + self.positions(
-            positions[None] if self.in_two_dimensions else positions
-        )
-
 
 def transformer(seed=0):
-    """A text classifier: 2 classes, sequences of any length up to LENGTH + 3."""
+    """A text classifier: 2 classes, sequences of any length up to 10."""
     keras.utils.set_random_seed(seed)
     layers = keras.layers
     words = keras.Input((None,), dtype="int32")
@@ -41,28 +22,6 @@ def transformer(seed=0):
     x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 4, use_bias=False)(x, x))
     x = layers.LayerNormalization()(x + layers.Dense(8)(layers.Dense(16, "relu")(x)))
     return keras.Model(words, layers.Dense(4)(layers.GlobalAveragePooling1D()(x)))
-
-
-def small(seed=0, in_two_dimensions=False):
-    """The two embeddings and a linear layer."""
-    keras.utils.set_random_seed(seed)
-    layers = keras.layers
-    words = keras.Input((None,), dtype="int32")
-    x = TokensAndPositions(4, in_two_dimensions)(words)
-    return keras.Model(words, layers.Dense(4)(layers.GlobalAveragePooling1D()(x)))
-
-
-def texts(steps, per_rank=5, length=LENGTH, words=WORDS):
-    """Global batches of words, some of which are frequent, and targets."""
-    rng = np.random.default_rng(1)
-    rows = per_rank * hvkit.size()
-    return [
-        (
-            (words * rng.random((rows, length)) ** 2).astype(np.int32),
-            rng.normal(size=(rows, 4)).astype(np.float32),
-        )
-        for _ in range(steps)
-    ]
 
 
 def adam(factor, **options):
@@ -76,29 +35,13 @@ def test_a_transformer_with_positions_equals_one_process(loop):
 
 @pytest.mark.parametrize("loop", cases(LOOPS, 0))
 def test_positions_of_shape_one_by_length_equal_one_process(loop):
-    equals_one_process(lambda seed: small(seed, True), adam, LOOPS[loop], texts(5))
-
-
-@pytest.mark.two_ranks
-@pytest.mark.parametrize("name", cases(BUILT_IN, ["Adam"]))
-def test_every_built_in_optimizer_equals_one_process(name):
-    make = getattr(keras.optimizers, name)
-    equals_one_process(
-        small, lambda factor: make(learning_rate=0.003 * factor), LOOPS["function"], texts(5)
-    )
-
-
-@pytest.mark.two_ranks
-@pytest.mark.parametrize("loop", cases(["fit", "eager"]))
-@pytest.mark.parametrize("option", cases([name for name in OPTIONS if name != "loss_scale_factor"]))
-def test_options_of_optimizers_equal_one_process(option, loop):
-    equals_one_process(small, lambda factor: adam(factor, **OPTIONS[option]), LOOPS[loop], texts(5))
+    equals_one_process(lambda seed: embedded(seed, True), adam, LOOPS[loop], texts(5))
 
 
 @pytest.mark.parametrize("loop", cases(LOOPS, ["function"]))
 def test_accumulation_equals_one_process_that_accumulates(loop):
     equals_one_process(
-        small, lambda factor: adam(factor, gradient_accumulation_steps=2), LOOPS[loop], texts(5)
+        embedded, lambda factor: adam(factor, gradient_accumulation_steps=2), LOOPS[loop], texts(5)
     )
 
 

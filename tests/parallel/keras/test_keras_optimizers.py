@@ -8,12 +8,14 @@ from cases import cases
 from models import (
     LOOPS,
     eager_tape,
+    embedded,
     equals_one_process,
     fit,
     graph_tape,
     local,
     mlp,
     regression,
+    texts,
     weights,
 )
 from ranks import largest_difference, same_on_all_ranks
@@ -35,10 +37,13 @@ def test_the_list_of_built_in_optimizers_is_not_empty():
     assert {"SGD", "Adam", "AdamW", "RMSprop", "Lion"} <= set(BUILT_IN)
 
 
+# Their model has a dense layer as well as embeddings, so gradients of both kinds.
 @pytest.mark.parametrize("name", cases(BUILT_IN, ["Adam"]))
 def test_every_built_in_optimizer_equals_one_process(name):
     make = getattr(keras.optimizers, name)
-    equals_one_process(mlp, lambda factor: make(learning_rate=0.003 * factor), graph_tape)
+    equals_one_process(
+        embedded, lambda factor: make(learning_rate=0.003 * factor), graph_tape, texts(5)
+    )
 
 
 @pytest.mark.skipif(
@@ -76,7 +81,9 @@ OPTIONS = {
 )
 def test_options_of_optimizers_act_on_the_mean(option, loop):
     adam = keras.optimizers.Adam
-    equals_one_process(mlp, lambda factor: adam(0.01 * factor, **OPTIONS[option]), LOOPS[loop])
+    equals_one_process(
+        embedded, lambda factor: adam(0.01 * factor, **OPTIONS[option]), LOOPS[loop], texts(8)
+    )
 
 
 @pytest.mark.parametrize("loop", cases(LOOPS, ["function"]))
