@@ -24,6 +24,9 @@ import hvkit
 from hvkit import main_rank
 from hvkit.adapters import fingerprints
 
+# The comparison itself is the one that PyTorch's tests run on three ranks.
+pytestmark = pytest.mark.two_ranks
+
 
 @pytest.fixture(autouse=True)
 def _nothing_warned_yet(monkeypatch):
