@@ -256,6 +256,8 @@ def _record(optimizer: Any) -> Record | None:
 
 
 def _compression(value: object) -> Compression | None:
+    if isinstance(value, Strategy):
+        raise TypeError(f"compression={value} is a strategy: pass strategy=hvkit.{value}")
     if isinstance(value, Compression):
         return value
     if isinstance(value, str) and value in BY_NAME:

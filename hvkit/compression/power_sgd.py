@@ -26,7 +26,7 @@ class PowerSGD(Compression):
         P <- orthonormal columns of 1/N sum_w M_w Q
         Q <- 1/N sum_w M_w^T P
         E_w <- M_w - P P^T M_w
-        the mean is P Q^T
+        the mean is P Q^T; where a column of Q is zero, the next step begins with the one before
 
     That is one step of a power iteration for the largest singular vectors of the mean; they hardly
     change from step to step. The residual is what the rank's own projection has left out, so that
@@ -92,9 +92,12 @@ class PowerSGD(Compression):
             for at, i in enumerate(thin):
                 basis = bases[at]
                 factor = ops.reshape(factors[at], (-1, self.rank))
+                before = ops.reshape(state["factor"][i], (-1, self.rank))
                 left_out = matrices[at] - basis @ ops.transpose(own[at])
                 pieces[i] = ops.reshape(basis @ ops.transpose(factor), (-1,))
-                kept["factor"][i] = factors[at]
+                # A column of zeros would stay one, and later gradients in the residual.
+                used = ops.transpose(ops.largest(ops.transpose(factor))) > 0
+                kept["factor"][i] = ops.reshape(ops.where(used, factor, before), (-1,))
                 kept["residual"][i] = ops.reshape(left_out, (-1,))
         return ops.concat(pieces), kept
 

@@ -111,7 +111,9 @@ class DeMo(Averaging, Compression):
             weights = ops.reshape(received[:, start:stop], (-1,)) / place.size
             mean = layout.backward(layout.flat(theirs, ops), weights, ops)
             if self.sign:
-                mean = ops.cast(mean > 0, "float32") - ops.cast(mean < 0, "float32")
+                sign = ops.cast(mean > 0, "float32") - ops.cast(mean < 0, "float32")
+                # What is not a number shall not become a step of zero.
+                mean = ops.where(mean == mean, sign, mean)
             own = layout.flat(ops.reshape(at, (layout.chunks, layout.kept)), ops)
             means.append(mean)
             kept.append(momentum - layout.backward(own, mine, ops))

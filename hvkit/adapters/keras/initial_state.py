@@ -54,7 +54,9 @@ def synchronise(weights: Sequence[Any]) -> None:
         RanksDisagreeError: the ranks' weights differ in number, path, shape or dtype.
     """
     with tf.init_scope():
-        facts = [f"{w.path}: shape {tuple(w.shape)}, {w.dtype}" for w in weights]
+        facts = [
+            f"{getattr(w, 'path', w.name)}: shape {tuple(w.shape)}, {w.dtype}" for w in weights
+        ]
         advice = (
             "build the same model on every rank; if only numbers in names differ, some rank has "
             "made other models before: call keras.utils.clear_session() there, or name the layers"

@@ -23,9 +23,12 @@ def join(*columns: tf.Tensor) -> tf.Tensor:
 
 
 def largest(x: tf.Tensor) -> tf.Tensor:
-    # The maximum of TensorFlow may overlook NaN.
-    absolute = tf.where(tf.math.is_nan(x), tf.constant(math.inf, x.dtype), tf.abs(x))
-    return tf.reduce_max(absolute, axis=1, keepdims=True)
+    return tf.reduce_max(_absolute(x), axis=1, keepdims=True)
+
+
+def _absolute(x: tf.Tensor) -> tf.Tensor:
+    # TensorFlow may overlook NaN where it looks for the largest.
+    return tf.where(tf.math.is_nan(x), tf.constant(math.inf, x.dtype), tf.abs(x))
 
 
 def where(condition: tf.Tensor, x: tf.Tensor, y: tf.Tensor | float) -> tf.Tensor:
@@ -71,7 +74,7 @@ def split(x: tf.Tensor, sizes: Sequence[int]) -> list[tf.Tensor]:
 
 
 def largest_at(x: tf.Tensor, count: int) -> tf.Tensor:
-    return tf.math.top_k(tf.abs(x), count, sorted=False).indices
+    return tf.math.top_k(_absolute(x), count, sorted=False).indices
 
 
 def take(x: tf.Tensor, at: tf.Tensor) -> tf.Tensor:

@@ -388,7 +388,9 @@ class _OptimizerRounds(Updates):
 
     def go_on(self, variables: list[tf.Variable], steps: int) -> None:
         """Resume in a round; in the middle of one, the ranks' weights need not be alike."""
-        self._group_of(variables).steps_done = steps
+        # No agreement here, though groups share variables: the rest is not loaded yet.
+        group = self._known(variables) or self._new_group(variables)
+        group.steps_done = steps
         self.checks.skip_weights()
 
     def _group_of(self, variables: list[tf.Variable]) -> _Group:
@@ -397,10 +399,9 @@ class _OptimizerRounds(Updates):
         A new one ends the rounds of others that it shares variables with: a script that freezes
         some layers in the middle of a round would otherwise leave them different on each rank.
         """
+        if known := self._known(variables):
+            return known
         ids = {id(v) for v in variables}
-        for group in self.groups:
-            if ids == {id(v) for v in group.variables}:
-                return group
         with tf.init_scope():
             for group in self.groups:
                 if not ids.isdisjoint(map(id, group.variables)):
@@ -408,6 +409,13 @@ class _OptimizerRounds(Updates):
                     if group.steps_done:
                         self._rounds.agree(group.variables)
                         group.steps_done = 0
+        return self._new_group(variables)
+
+    def _known(self, variables: list[tf.Variable]) -> _Group | None:
+        ids = {id(v) for v in variables}
+        return next((g for g in self.groups if ids == {id(v) for v in g.variables}), None)
+
+    def _new_group(self, variables: list[tf.Variable]) -> _Group:
         self.groups.append(_Group(variables))
         return self.groups[-1]
 

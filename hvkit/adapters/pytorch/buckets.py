@@ -160,6 +160,11 @@ class Bucket:
         self.packed.clear()
 
 
+def shape_of(parameter: torch.Tensor) -> Shape:
+    """The shape of its numbers; a complex one is two."""
+    return (*parameter.shape, 2) if parameter.is_complex() else tuple(parameter.shape)
+
+
 def _shaped_like(parameter: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
     if parameter.is_complex():
         return torch.view_as_complex(piece.view(*parameter.shape, 2))
@@ -224,7 +229,7 @@ class CompressionState:
         for key, array in arrays.items():
             name, _, number = key.partition(".")
             p = parameters[int(number)]
-            begun = self.of([int(number)], [tuple(p.shape)], p)
+            begun = self.of([int(number)], [shape_of(p)], p)
             begun[name][0].copy_(torch.from_numpy(array))
 
     def commit(self, used: Container[int]) -> None:
@@ -248,7 +253,7 @@ class CompressedBucket(Bucket):
         super().__init__(name, members)
         self._state = state
         self._numbers = [i for i, _ in members]
-        self._shapes = [tuple(p.shape) for _, p in members]
+        self._shapes = [shape_of(p) for _, p in members]
         self._flow: Reduction
         self._exchanges = 0
 

@@ -207,12 +207,12 @@ class RoundKeeper(WeightKeeper):
 
     def _end_of_round(self, number: int, changed: list[int]) -> tuple[Any, ...]:
         """What must be the same on all ranks, which end the same round in the same way."""
-        rates = step_report.checksum_of_rates(self._living())
+        # Of this optimizer alone: whether others are gone already depends on the rank.
+        rates = step_report.checksum_of_rates([self._optimizer(number)])
         return self._name, number, self._rounds[number], changed, rates
 
     def _require_same_round(self, end: tuple[Any, ...]) -> None:
         """Raise on every rank unless all end the same round in the same way; a collective."""
-        optimizers = self._living()
         everyone = collectives.gather(_STEP, end)
         for rank, theirs in enumerate(everyone):
             if theirs[:3] != everyone[0][:3]:
@@ -223,21 +223,26 @@ class RoundKeeper(WeightKeeper):
                 )
         if any(theirs != everyone[0] for theirs in everyone):
             step_report.refuse_other_parameters(self._parameters, self._checks.label, _STEP)
-            step_report.refuse_other_rates(optimizers, _STEP)
-        for rank, (*_, there, _) in enumerate(everyone):
-            if there != everyone[0][3]:
-                i = min(set(there) ^ set(everyone[0][3]))
+            stepping = self._optimizers[end[1]]()
+            step_report.refuse_other_rates([stepping] if stepping else [], _STEP)
+        self._require_same_trained([there for *_, there, _ in everyone])
+        if any(theirs[4] != everyone[0][4] for theirs in everyone):  # but are alike by now
+            raise RanksDisagreeError(
+                f"the ranks' learning rates differed at the end of {_of_round(end)}: set the same "
+                "rates, in the same steps, on every rank"
+            )
+
+    def _require_same_trained(self, everyone: Sequence[Sequence[int]]) -> None:
+        """Raise if ranks have trained different parameters, whose numbers are given by rank."""
+        for rank, there in enumerate(everyone):
+            if there != everyone[0]:
+                i = min(set(there) ^ set(everyone[0]))
                 trained, not_trained = (rank, 0) if i in there else (0, rank)
                 raise RanksDisagreeError(
                     f"{self._checks.label(i, self._parameters[i])} was trained in this round on "
                     f"rank {trained} but not on rank {not_trained}: train the same parameters on "
                     "every rank"
                 )
-        if any(theirs[4] != everyone[0][4] for theirs in everyone):  # but are alike by now
-            raise RanksDisagreeError(
-                f"the ranks' learning rates differed at the end of {_of_round(end)}: set the same "
-                "rates, in the same steps, on every rank"
-            )
 
     @torch.no_grad()
     def _agree(self, numbers: Sequence[int]) -> None:
@@ -329,6 +334,7 @@ class RoundKeeper(WeightKeeper):
 
     def _meet(self) -> bool:
         require_equal_steps(self._steps)
+        self._require_same_trained(collectives.gather("hvkit.settled", sorted(self._trained)))
         if not self._begun:  # the script may have changed weights without an optimizer
             self._require_alike("hvkit.settled")
         return any(self._steps) or not self.strategy.alike

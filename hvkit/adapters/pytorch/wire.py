@@ -44,8 +44,8 @@ class Wire:
             name: of the collective.
         """
         count(self._purpose, of_allgather(tensor.nbytes, self.size))
-        with translated():
-            handle: int = self._hvd.allgather_async(tensor, name=name)
+        with translated(), torch.inference_mode(False):
+            handle: int = self._hvd.allgather_async(_ordinary(tensor), name=name)
             return handle
 
     def start_shares(self, tensor: torch.Tensor, name: str) -> int:
@@ -57,8 +57,8 @@ class Wire:
             name: of the collective.
         """
         count(self._purpose, of_alltoall(tensor.nbytes, self.size))
-        with translated():
-            handle: int = self._hvd.alltoall_async(tensor, name=name)
+        with translated(), torch.inference_mode(False):
+            handle: int = self._hvd.alltoall_async(_ordinary(tensor), name=name)
             return handle
 
     def start_messages(self, messages: Messages, name: str) -> int:
@@ -66,9 +66,9 @@ class Wire:
         rows, sent = messages.rows, messages.sent
         size = rows.nbytes // max(len(rows), 1)
         count(self._purpose, *of_messages(size, sent, self.rank))
-        splits = torch.tensor(sent, dtype=torch.int32)
-        with translated():
-            handle: int = self._hvd.alltoall_async(rows, splits=splits, name=name)
+        with translated(), torch.inference_mode(False):
+            splits = torch.tensor(sent, dtype=torch.int32)
+            handle: int = self._hvd.alltoall_async(_ordinary(rows), splits=splits, name=name)
             return handle
 
     def start(self, exchange: Exchange, name: str) -> int:
@@ -101,3 +101,8 @@ class Wire:
     def gather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """All ranks' rows, as ``start_gather``."""
         return self.wait(self.start_gather(tensor, name))
+
+
+def _ordinary(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy of one from inference mode: Horovod's thread is outside of that."""
+    return tensor.clone() if tensor.is_inference() else tensor
