@@ -28,6 +28,7 @@ def distribute(**options):
         ({"check_every": 0}, ValueError, "check_every must be at least 1, got 0"),
         ({"check_every": 2.0}, TypeError, "check_every must be an int, got 2.0"),
         ({"compression": "fp8"}, ValueError, "one of none, fp16, bf16, int8, or an object .*'fp8'"),
+        ({"compression": hvkit.DeMo()}, TypeError, "is a strategy: pass strategy=hvkit.DeMo"),
         ({"batch_norm": True}, ValueError, "one of average, local, sync; got True"),
     ],
 )

@@ -39,7 +39,11 @@ from hvkit.adapters.keras.optimizers import (
     skip_together,
 )
 from hvkit.adapters.keras.parameter_server import ServedModel
-from hvkit.adapters.keras.refusals import let_differ, refuse_other_optimizers
+from hvkit.adapters.keras.refusals import (
+    let_differ,
+    refuse_other_optimizers,
+    refuse_own_averages,
+)
 from hvkit.adapters.keras.rounds import RoundKeeper
 from hvkit.adapters.keras.sharded import (
     OptimizerShards,
@@ -84,6 +88,9 @@ class KerasAdapter:
         if isinstance(options.strategy, ShardedOptimizer):
             for each in self._updating():
                 refuse_joint_updates(options.strategy, each)
+        if isinstance(options.strategy, Rounds | ParameterServer):
+            for each in self._updating():
+                refuse_own_averages(options.strategy, each)
         self.averagers: list[GradientAverager] = []
         self._synchronised: dict[int, Any] = {}
 

@@ -48,6 +48,20 @@ def refuse_xla(call: str) -> None:
         )
 
 
+def refuse_own_averages(strategy: object, optimizer: Any) -> None:
+    """Raise for an optimizer that averages weights over steps where ranks train alone.
+
+    Raises:
+        ValueError: ``use_ema`` is set.
+    """
+    if optimizer.use_ema:
+        raise ValueError(
+            f"{type(optimizer).__name__} has use_ema=True, with which each rank would end fit with "
+            f"averages of its own weights under {strategy}: leave use_ema out, or use "
+            "hvkit.Synchronous()"
+        )
+
+
 def refuse_other_optimizers(model: Any, optimizers: Sequence[Any]) -> None:
     """Let only these optimizers, and those of earlier calls, update the model from now on."""
     _models.add(model)

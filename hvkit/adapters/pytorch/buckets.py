@@ -13,7 +13,7 @@ rows of a batch.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -88,7 +88,7 @@ class BucketSet:
             self._layouts[layout] = self._new_buckets(parameters, sparse, extra)
         self._layout = layout
         self.all = self._layouts[layout]
-        self.of = {i: bucket for bucket in self.all for i in bucket.views}
+        self.of = {i: bucket for bucket in self.all for i in bucket.members}
 
     def _new_buckets(
         self, parameters: Sequence[torch.nn.Parameter], sparse: set[int], extra: int
@@ -122,8 +122,9 @@ class Bucket:
             sum(lengths) + extra, dtype=wire_dtype(first.dtype), device=first.device
         )
         pieces = torch.split(self.flat, [*lengths, extra])
-        self.views = {
-            i: _shaped_like(p, piece) for (i, p), piece in zip(members, pieces[:-1], strict=True)
+        # Real ones: a view of complex numbers cannot begin at an odd place.
+        self._views = {
+            i: piece.view(shape_of(p)) for (i, p), piece in zip(members, pieces[:-1], strict=True)
         }
         self.extra = pieces[-1]
         self.packed: set[int] = set()
@@ -132,15 +133,26 @@ class Bucket:
     def pack(self, i: int, gradient: torch.Tensor | None) -> None:
         """Copy parameter ``i``'s gradient in; None counts as zero."""
         if gradient is None:
-            self.views[i].zero_()
+            self._views[i].zero_()
         else:
-            self.views[i].copy_(gradient)
+            if gradient.is_complex():
+                gradient = torch.view_as_real(gradient.resolve_conj())
+            self._views[i].copy_(gradient)
         self.packed.add(i)
+
+    @property
+    def members(self) -> Set[int]:
+        """The numbers of its parameters."""
+        return self._views.keys()
+
+    def mean(self, i: int, parameter: torch.Tensor) -> torch.Tensor:
+        """What parameter ``i`` gets, in the parameter's shape."""
+        return like(parameter, self._views[i])
 
     @property
     def full(self) -> bool:
         """Whether every member has been packed since the last ``reset``."""
-        return len(self.packed) == len(self.views)
+        return len(self.packed) == len(self._views)
 
     def launch(self, wire: Wire) -> None:
         """Start averaging over ranks; returns at once."""
@@ -165,10 +177,10 @@ def shape_of(parameter: torch.Tensor) -> Shape:
     return (*parameter.shape, 2) if parameter.is_complex() else tuple(parameter.shape)
 
 
-def _shaped_like(parameter: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
-    if parameter.is_complex():
-        return torch.view_as_complex(piece.view(*parameter.shape, 2))
-    return piece.view_as(parameter)
+def like(parameter: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Numbers, as many as in ``shape_of``, in the parameter's shape."""
+    numbers = numbers.view(shape_of(parameter))
+    return torch.complex(*numbers.unbind(-1)) if parameter.is_complex() else numbers
 
 
 class CompressionState:

@@ -240,7 +240,7 @@ class GradientReducer:
             if bucket.handle is None:
                 bucket.reset()
             else:
-                self._outdated.update(bucket.views)
+                self._outdated.update(bucket.members)
         if not self._passes:
             self._refuse_another_mean()
             self._arrange()
@@ -357,7 +357,7 @@ class GradientReducer:
 
     def _send(self, bucket: Bucket) -> None:
         """Complete a bucket from the current gradients, and launch it."""
-        for i in bucket.views.keys() - bucket.packed:
+        for i in bucket.members - bucket.packed:
             gradient = self._parameters[i].grad if i >= 0 else None
             sparse = gradient is not None and gradient.is_sparse
             bucket.pack(i, None if sparse else gradient)
@@ -387,8 +387,9 @@ class GradientReducer:
         """Write the mean into each gradient that any rank had."""
         by_row = report.sparse | (report.dense & self._sparse)
         for bucket in self._buckets.all:
-            for i in bucket.views.keys() & (report.dense - by_row):
-                p, mean = self._parameters[i], bucket.views[i]
+            for i in bucket.members & (report.dense - by_row):
+                p = self._parameters[i]
+                mean = bucket.mean(i, p)
                 if p.grad is None:
                     p.grad = torch.empty_like(p).copy_(mean)
                 else:

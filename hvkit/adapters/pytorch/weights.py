@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from hvkit.adapters.agreed_view import AgreedView
 from hvkit.adapters.pytorch.batch_norm import RunningStatistics
-from hvkit.adapters.pytorch.buckets import wire_dtype
+from hvkit.adapters.pytorch.buckets import like, wire_dtype
 from hvkit.adapters.pytorch.checks import Checks
 from hvkit.adapters.pytorch.optimizers import OutermostStep, around_scaled_steps
 from hvkit.adapters.pytorch.wire import Wire
@@ -175,10 +175,7 @@ def flat_copy(parameter: torch.Tensor) -> torch.Tensor:
 
 def write(parameter: torch.Tensor, vector: torch.Tensor) -> None:
     """Set a parameter from a vector that ``flat_copy`` has made."""
-    if parameter.is_complex():
-        parameter.detach().copy_(torch.view_as_complex(vector.view(*parameter.shape, 2)))
-    else:
-        parameter.detach().copy_(vector.view_as(parameter))
+    parameter.detach().copy_(like(parameter, vector))
 
 
 def of_one_kind(parameters: Sequence[torch.Tensor], numbers: Iterable[int]) -> list[list[int]]:

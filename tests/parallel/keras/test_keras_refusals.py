@@ -192,3 +192,13 @@ def test_models_that_differ_are_an_error_everywhere(built):
     assert error in (hvkit.RanksDisagreeError, ValueError)
     assert "head/kernel: shape (8, 5), float32" in text
     assert "head/kernel: shape (8, 4), float32 on rank 0" in text
+
+
+@pytest.mark.parametrize("strategy", [hvkit.LocalSGD(2), hvkit.ParameterServer(1)])
+def test_averages_of_a_ranks_own_weights_are_refused(strategy):
+    model = mlp()
+    error, text = error_of(
+        lambda: hvkit.distribute(model, keras.optimizers.SGD(0.1, use_ema=True), strategy=strategy)
+    )
+    assert error is ValueError
+    assert "use_ema=True" in text

@@ -33,6 +33,23 @@ def test_top_k_of_everything_is_the_default():
     assert largest_difference(found, expected) < 1e-5
 
 
+@pytest.mark.parametrize("strategy", [hvkit.Synchronous(), hvkit.LocalSGD(1), hvkit.DeMo()])
+def test_complex_parameters_travel_as_pairs_of_numbers(strategy):
+    model = nn.ParameterList([torch.randn(40, 30, dtype=torch.complex64), torch.randn(5)])
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    own = strategy == hvkit.DeMo()
+    compression = "none" if own else hvkit.TopK(1.0)
+    hvkit.distribute(model, optimizer, strategy=strategy, compression=compression)
+    before = model[0].detach().clone()
+    (model[0] * (hvkit.rank() + 1)).abs().square().sum().backward()
+    optimizer.step()
+    assert same_on_all_ranks(arrays(torch.view_as_real(p) if p.is_complex() else p for p in model))
+    factor = np.mean([(rank + 1) ** 2 for rank in range(hvkit.size())])
+    if not own:
+        assert torch.allclose(model[0], before * (1 - 0.1 * factor), atol=1e-4)
+    assert not torch.equal(model[0], before)
+
+
 def test_many_columns_come_close_to_the_default():
     data = regression(shape=(1, 8, 8), steps=10)
     expected = arrays(trained("none", data, convnet).parameters())

@@ -144,6 +144,16 @@ def test_gossip_with_all_ranks_is_local_sgd():
     assert sent["weights"] == 4 * 4 * count * (hvkit.size() - 1)
 
 
+@pytest.mark.parametrize("compression", ["none", "bf16", "int8", hvkit.TopK(0.5)])
+def test_settled_in_inference_mode(compression):
+    model, optimizer = in_rounds(hvkit.LocalSGD(4), compression=compression)
+    train(model, optimizer, local(regression(steps=6)))
+    with torch.inference_mode(), hvkit.settled(model):
+        assert alike(model)
+    train(model, optimizer, local(regression(steps=2)))
+    assert alike(model)
+
+
 def test_settled_is_for_any_model():
     plain = mlp()
     averaged, _ = hvkit.distribute(model := mlp(), sgd(model.parameters()))

@@ -4,6 +4,7 @@ import gc
 
 import pytest
 from nets import (
+    alike,
     in_rounds,
     local,
     mlp,
@@ -121,3 +122,29 @@ def test_settled_takes_models(wrong):
         hvkit.settled(wrong),
     ):
         pass
+
+
+def test_settled_names_a_parameter_that_only_one_rank_has_trained():
+    model, optimizer = in_rounds(hvkit.LocalSGD(2))
+    data = local(regression(steps=3))
+    train(model, optimizer, data[:2])
+    optimizer.zero_grad()
+    model[2].requires_grad_(hvkit.rank() == 0)
+    train(model, optimizer, data[2:])
+    text = "2.weight was trained in this round on rank 0 but not on rank 1"
+    assert raised_everywhere(lambda: hvkit.settled(model).__enter__(), text)
+
+
+def test_the_rates_of_an_optimizer_that_one_rank_has_dropped_do_not_count():
+    model = mlp()
+    first, second = sgd(model[0].parameters()), sgd(model[2].parameters())
+    hvkit.distribute(model, [first, second], strategy=hvkit.LocalSGD(2))
+    data = local(regression(steps=4))
+    train(model, first, data[:2])
+    kept = [first] if hvkit.rank() == 0 else []
+    first.param_groups[0]["lr"] = 0.5
+    del first
+    gc.collect()
+    train(model, second, data[2:])
+    assert alike(model)
+    assert len(kept) == (hvkit.rank() == 0)

@@ -34,7 +34,7 @@ def test_dtypes_do_not_share_buckets_and_narrow_ones_travel_in_float32():
         torch.zeros(2, dtype=torch.complex64),
     )
     buckets = make_buckets("b", "last", tensors, extra=0)
-    assert {tuple(sorted(b.views)): b.flat.dtype for b in buckets} == {
+    assert {tuple(sorted(b.members)): b.flat.dtype for b in buckets} == {
         (0,): torch.float64,
         (1, 2, 3, 4): torch.float32,
     }
@@ -45,4 +45,4 @@ def test_names_differ_and_only_the_last_bucket_has_the_extra_numbers():
     buckets = make_buckets("b", "last", tensors, extra=5)
     assert len({b.name for b in buckets}) == len(buckets) > 1
     assert [b.extra.numel() for b in buckets] == [0] * (len(buckets) - 1) + [5]
-    assert 0 in buckets[-1].views
+    assert 0 in buckets[-1].members

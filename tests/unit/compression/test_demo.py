@@ -75,6 +75,15 @@ def test_what_is_not_sent_stays_in_the_momentum(library):
     assert np.allclose(sent + ranks.state("momentum").mean(0), added.mean(0), atol=1e-4)
 
 
+def test_what_is_not_a_number_is_no_step_of_zero(library):
+    ranks = Ranks(hvkit.DeMo(top_k=2, chunk=4), [(8, 4)], 2, library)
+    mine = np.ones((2, 8, 4), np.float32)
+    mine[1, 0, 0] = np.nan
+    for found in ranks.mean(mine.reshape(2, -1)):
+        assert np.isnan(found[:16]).all()
+        assert np.isfinite(found[16:]).all()
+
+
 def test_it_sends_six_bytes_a_coefficient(library):
     ranks = Ranks(hvkit.DeMo(), [(640, 640)], 2, library)
     ranks.mean(np.ones((2, 640 * 640), np.float32))

@@ -73,6 +73,23 @@ def test_with_as_many_columns_as_the_gradients_have_rank_it_is_the_mean(library)
     assert np.abs(fewer.mean(vectors)[0] - vectors.mean(0)).max() > 1e-2
 
 
+def test_what_is_not_a_number_is_among_the_largest_values(library):
+    everyone = Ranks(hvkit.TopK(0.25), [(4,)], 2, library)
+    found = everyone.mean([[1, 2, np.nan, 3], [1, 2, 0, 3]])[0]
+    assert np.isnan(found[2])
+    assert not np.isnan(everyone.state("residual")).any()
+
+
+def test_power_sgd_trains_a_layer_whose_first_gradient_was_zero(library):
+    everyone = Ranks(hvkit.PowerSGD(2), [(40, 30)], 2, library)
+    everyone.mean(np.zeros((2, 1200), np.float32))
+    # The first rows, towards which a basis made from zeros points, have no gradient.
+    later = np.zeros((2, 40, 30), np.float32)
+    later[:, 10:] = np.outer(np.arange(1, 31), np.ones(30))
+    found = everyone.mean(later.reshape(2, -1))[0]
+    assert np.allclose(found, later[0].reshape(-1), atol=1e-3)
+
+
 def test_a_gradient_of_rank_one_is_exact_at_rank_one(library):
     rows, columns = np.random.default_rng(0).normal(size=(2, 40)).astype(np.float32)
     matrix = np.outer(rows, columns).reshape(-1)
