@@ -18,7 +18,7 @@ from hvkit.adapters.adapter import (
     Record,
     framework_of,
     is_distributed,
-    keeper_of,
+    keepers_of,
     record,
     record_of,
 )
@@ -215,8 +215,8 @@ def settled(*things: Any) -> Iterator[None]:
     the block all ranks hold the same: what the strategy would return if the round ended here, or
     what the parameter server holds, with the averaged statistics of normalisation layers.
     Afterwards each has its own again, so looking never changes the weights. Every rank must enter
-    it. With ``Synchronous``, with one process, right after an agreement, and for models that were
-    not distributed, it does nothing.
+    it. With ``Synchronous``, with one process, right after an agreement, and for models that share
+    no weights with one that was distributed, it does nothing.
 
     With ``FullyShard`` and ``ShardedOptimizer``, ``state_dict()`` works on rank 0 inside the block
     only, where it returns the whole weights, and for an optimizer that is passed as well, its whole
@@ -235,7 +235,7 @@ def settled(*things: Any) -> Iterator[None]:
         with call_within("hvkit.settled"):
             for thing in things:
                 if framework_of(thing) is not None:
-                    if (keeper := keeper_of(thing)) is not None:
+                    for keeper in keepers_of(thing):
                         stack.enter_context(keeper.settled())
                 elif _record(thing) is None:
                     raise TypeError(

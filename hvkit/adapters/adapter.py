@@ -154,9 +154,26 @@ def is_distributed(model_or_optimizer: Any) -> bool:
     return _plain(model_or_optimizer) in _models or model_or_optimizer in _records
 
 
-def keeper_of(model: Any) -> Keeper | None:
-    """What the strategy and compression of a model keep; None if they keep nothing."""
-    return _models.get(_plain(model))
+def keepers_of(model: Any) -> list[Keeper]:
+    """What strategies and compressions keep of a model; nothing if they keep nothing.
+
+    A model that was not distributed itself may be a part of one, or contain some.
+    """
+    plain = _plain(model)
+    if plain in _models:
+        found = [_models[plain]]
+    else:
+        own = set(map(id, _weights_of(plain)))
+        found = [
+            keeper
+            for whole, keeper in list(_models.items())
+            if not own.isdisjoint(map(id, _weights_of(whole)))
+        ]
+    return [keeper for keeper in found if keeper is not None]
+
+
+def _weights_of(model: Any) -> list[Any]:
+    return list(model.parameters() if framework_of(model) == "torch" else model.weights)
 
 
 def _plain(model: Any) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvkit import collectives, runtime
-from hvkit.adapters.adapter import Keeper, framework_of, keeper_of
+from hvkit.adapters.adapter import Keeper, framework_of, keepers_of
 from hvkit.adapters.fingerprints import Compared, Rows, require_same
 from hvkit.checkpoint import ranks, resume, store
 from hvkit.checkpoint.part import JsonPart, Part, StrategyPart
@@ -204,13 +204,16 @@ class Checkpoint:
 
     def _parts_now(self) -> list[Part]:
         """The parts, with what the strategies of the models keep."""
-        models = {part.name: keeper_of(part.model) for part in self.parts if part.model is not None}
-        kept = [StrategyPart(name, keeper) for name, keeper in models.items() if keeper]
+        models = {part: keepers_of(part.model) for part in self.parts if part.model is not None}
+        # Once each: several parts may be parts of one distributed model.
+        names = {
+            keeper: part.name + (f"-{number}" if number else "")
+            for part, keepers in reversed(models.items())
+            for number, keeper in enumerate(keepers)
+        }
         for part in self.parts:
-            keeper = models.get(part.name)
-            alone = any(each.keeper.alone for each in kept)
-            part.alone = alone if part.model is None else bool(keeper and keeper.alone)
-        return [*self.parts, *kept]
+            part.alone = any(keeper.alone for keeper in models.get(part, names))
+        return [*self.parts, *(StrategyPart(name, keeper) for keeper, name in names.items())]
 
     def _write(
         self, name: str, progress: Progress, parts: list[Part], states: Iterator[dict[str, Any]]

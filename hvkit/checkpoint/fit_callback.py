@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from hvkit import collectives
-from hvkit.adapters.adapter import keeper_of
+from hvkit.adapters.adapter import keepers_of
 from hvkit.adapters.keras.optimizers import inner_optimizer
 from hvkit.checkpoint.keras import OptimizerPart
 from hvkit.checkpoint.part import Part
@@ -81,8 +81,8 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._train_again()
         step = self._step()
-        keeper = keeper_of(self.model)
-        if keeper is not None and not keeper.equal_steps:  # as with batches that are handed out
+        # Unequal, for example, with batches that are handed out.
+        if not all(keeper.equal_steps for keeper in keepers_of(self.model)):
             step = max(collectives.gather("Model.fit", step))
         self._save(epoch + 1, step, 0)
 

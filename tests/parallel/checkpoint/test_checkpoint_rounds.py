@@ -61,21 +61,17 @@ class KerasRun:
 
     def __init__(self, folder, seed, strategy=DILOCO, compression="none"):
         keras.utils.set_random_seed(seed * 10 + hvkit.rank())
-        layers = keras.layers
-        self.model = keras.Sequential(
-            [
-                keras.Input((8,)),
-                layers.Dense(16),
-                layers.BatchNormalization(),
-                layers.Dropout(0.3),
-                layers.Dense(4),
-            ]
-        )
+        self.model = self.make()
         self.optimizer = keras.optimizers.Adam(0.01)
         hvkit.distribute(self.model, self.optimizer, strategy=strategy, compression=compression)
         self.model.compile(self.optimizer, "mse")
         self.checkpoint = hvkit.Checkpoint(folder, model=self.model, optimizer=self.optimizer)
         self.ends = []
+
+    def make(self):
+        layers = keras.layers
+        named = layers.Dense(16), layers.BatchNormalization(), layers.Dropout(0.3), layers.Dense(4)
+        return keras.Sequential([keras.Input((8,)), *named])
 
     def train(self, until, save_at=None):
         start = self.checkpoint.restore().step
@@ -163,6 +159,50 @@ def test_stopped_in_the_middle_of_a_round(run, strategy, past):
     resumed = run(past.saved(run, at, strategy), 2, strategy).train(19).state()
     assert not same_on_all_ranks(undisturbed)
     assert len(undisturbed) == len(resumed)
+    assert all(map(np.array_equal, undisturbed, resumed))
+
+
+class TorchParts(TorchRun):
+    """Saves the model's parts, each under its name."""
+
+    def __init__(self, folder, *args, **kwargs):
+        super().__init__(folder, *args, **kwargs)
+        parts = {"first": self.model[:2], "rest": self.model[2:]}
+        self.checkpoint = hvkit.Checkpoint(folder, **parts, optimizer=self.optimizer)
+
+
+class Pair(keras.Model):
+    """Only wraps other models, as autoencoders do."""
+
+    def __init__(self, whole):
+        super().__init__()
+        self.first = keras.Sequential([keras.Input((8,)), *whole.layers[:2]])
+        self.rest = keras.Sequential([keras.Input((16,)), *whole.layers[2:]])
+
+    def call(self, x, training=False):
+        return self.rest(self.first(x, training=training), training=training)
+
+
+class KerasParts(KerasRun):
+    """The same, of a model that cannot be saved itself."""
+
+    def __init__(self, folder, *args, **kwargs):
+        super().__init__(folder, *args, **kwargs)
+        parts = {"first": self.model.first, "rest": self.model.rest}
+        self.checkpoint = hvkit.Checkpoint(folder, **parts, optimizer=self.optimizer)
+
+    def make(self):
+        model = Pair(super().make())
+        model.build((None, 8))
+        return model
+
+
+@pytest.mark.parametrize("run", cases([TorchParts, KerasParts]), ids=["torch", "keras"])
+def test_parts_of_a_model_are_stopped_in_the_middle_of_a_round(run, past):
+    undisturbed = past.undisturbed(run)
+    folder = past.saved(run, 8)
+    assert len(list(folder.glob("*/*-strategy.npz"))) == 1
+    resumed = run(folder, 2).train(19).state()
     assert all(map(np.array_equal, undisturbed, resumed))
 
 
