@@ -108,16 +108,19 @@ class Updates(ABC):
                 variables, given = optimizer._trainable_variables, None
             else:
                 variables = given = trainable_variables
-            self.around(lambda: apply(grads, given), grads, variables)
+            self.around(optimizer, lambda: apply(grads, given), grads, variables)
 
         optimizer.apply = apply_within
         _around[optimizer] = ref(self)
         _include_skipped_updates()
 
-    def around(self, update: Callable[[], None], grads: Sequence[Any], variables: Any) -> None:
+    def around(
+        self, optimizer: Any, update: Callable[[], None], grads: Sequence[Any], variables: Any
+    ) -> None:
         """Call ``update``, and what belongs around it.
 
         Args:
+            optimizer: the one that updates, or the ``LossScaleOptimizer`` around it.
             update: applies the gradients.
             grads: ``tf.Tensor``, ``tf.IndexedSlices`` or None.
             variables: that the update will change; None if the optimizer does not know them yet.
@@ -129,6 +132,11 @@ class Updates(ABC):
         self._keeper.refuse_step()
         remember_updated(variables)
         self._before_update(variables)
+        if not optimizer.built:
+            # Not after the comparison: TensorFlow then could not initialise what this makes before
+            # it runs the graph, and would run the one in which no weights were synchronised.
+            with keras.name_scope(optimizer.name):
+                optimizer.build(variables)
         weights = [tf_variable(v) for v in variables]
         with tf.control_dependencies(self._before(grads, variables, weights)):
             self._updating = True
@@ -237,6 +245,6 @@ def _include_skipped_updates() -> None:
         variables = trainable_variables
         if variables is None and inner.built:
             variables = inner._trainable_variables
-        updates.around(lambda: apply(self, grads, trainable_variables), grads, variables)
+        updates.around(self, lambda: apply(self, grads, trainable_variables), grads, variables)
 
     scaler.apply = apply_within

@@ -10,7 +10,19 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from cases import MORE, cases
-from models import LOOPS, alike, local, mlp, mse, refit, regression, sgd, tape_step, weights
+from models import (
+    LOOPS,
+    alike,
+    local,
+    mlp,
+    mse,
+    refit,
+    regression,
+    sgd,
+    tape_step,
+    unbuilt,
+    weights,
+)
 from ranks import error_of, largest_difference, same_on_all_ranks, shared_folder
 
 import hvkit
@@ -294,6 +306,16 @@ def test_batches_go_to_the_ranks_that_have_time():
             *range(40)
         ]
         assert len(everyone[0]) < min(map(len, everyone[1:]))
+
+
+@pytest.mark.parametrize("scaled", cases([False, True]))
+def test_a_graph_that_builds_the_model_begins_with_rank_0s_weights(scaled):
+    adam = keras.optimizers.Adam(0.01)
+    optimizer = keras.optimizers.LossScaleOptimizer(adam) if scaled else adam
+    model, optimizer = served(0, optimizer, unbuilt(hvkit.rank()))
+    LOOPS["function"](model, optimizer, local(regression(steps=3)))
+    with hvkit.settled(model):
+        assert alike(model)
 
 
 def test_two_iterators_over_handed_out_batches_each_read_an_epoch():
