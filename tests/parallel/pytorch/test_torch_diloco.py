@@ -8,7 +8,7 @@ from ranks import diloco_by_hand, largest_difference, shared_folder, wait_for
 from torch import nn
 
 import hvkit
-from hvkit.adapters.adapter import keeper_of
+from hvkit.adapters.adapter import keepers_of
 
 
 @pytest.mark.parametrize("overlap", [0, 1, 3])
@@ -88,7 +88,7 @@ def test_an_agreement_waits_for_no_other_optimizers():
     both = [sgd(layer.parameters()) for layer in (model[0], model[2])]
     hvkit.distribute(model, both, strategy=hvkit.DiLoCo(4, overlap=2))
     data = local(regression(steps=12))
-    keeper = keeper_of(model)
+    (keeper,) = keepers_of(model)
     train(model, both[0], data[:4])
     train(model, both[1], data[:4])
     assert len(keeper._running) == 2
