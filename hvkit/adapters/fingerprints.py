@@ -188,7 +188,7 @@ def judge(everyone: Rows, compared: Sequence[Compared], exact: bool) -> str:
     return text if error else ""
 
 
-def require_same(call: str, compared: Sequence[Compared], rows: Sequence[Rows]) -> None:
+def require_same(call: str, compared: Sequence[Compared], rows: Sequence[Rows]) -> bool:
     """Raise on every rank unless all ranks hold the same, up to rounding; a collective.
 
     Args:
@@ -196,13 +196,16 @@ def require_same(call: str, compared: Sequence[Compared], rows: Sequence[Rows]) 
         compared: what the rows belong to.
         rows: this rank's rows, one for each entry of ``compared``.
 
+    Returns:
+        Whether they hold the same bit for bit.
+
     Raises:
         RanksDisagreeError: names the first thing that differs, and the ranks.
     """
     labels = [each.label for each in compared]
     digest = hashlib.sha256(repr(labels).encode() + b"".join(r.tobytes() for r in rows)).digest()
     if len(set(collectives.gather(call, digest))) == 1:
-        return
+        return True
     everyone = collectives.gather(call, (labels, list(rows)))
     for rank, (theirs, _) in enumerate(everyone):
         if theirs != everyone[0][0]:
@@ -213,6 +216,7 @@ def require_same(call: str, compared: Sequence[Compared], rows: Sequence[Rows]) 
             )
     if text := judge(np.array([rows for _, rows in everyone]), compared, exact=False):
         raise RanksDisagreeError(text)
+    return False
 
 
 def of_gradients(rows: Sequence[Rows]) -> Rows:

@@ -91,6 +91,14 @@ class Rounds(Strategy, ABC):
             weights: the same on every rank.
         """
 
+    def anchor(self, state: State) -> Vector:
+        """The weights that the ranks last agreed on: what the state calls "anchor", or None.
+
+        What the script changes between two rounds moves the anchor, too, by ``rebase``. Without one
+        it counts as training.
+        """
+        return state.get("anchor")
+
     def rebase(self, weights: Vector, state: State) -> State:
         """The state for weights that the script has set, or that another number of ranks resumes.
 

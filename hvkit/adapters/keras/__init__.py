@@ -10,6 +10,7 @@
     │   ├── sparse         row-sparse gradients
     │   └── checks         do all ranks hold the same weights, and different data?
     ├── rounds             ends rounds of strategies that agree on weights
+    │   ├── round_groups   counts an optimizer's updates, by the variables it updates
     │   ├── agreements     agreements, in the update or beside training
     │   └── weights        a model's weights as vectors; also for the parameter server
     ├── parameter_server   exchanges weights with the server after each update

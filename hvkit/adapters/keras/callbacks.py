@@ -154,8 +154,8 @@ def _acts_in_steps(callback: Any) -> bool:
 class Settled(keras.callbacks.Callback):  # type: ignore[misc]
     """Lets callbacks see the weights that the ranks agree on; Keras calls this one before them.
 
-    At the end of an epoch a callback may evaluate or save the model, or remember its weights. At
-    the end of training the rounds end, and all ranks leave ``fit`` with one model.
+    At the end of an epoch a callback may evaluate or save the model, remember its weights, or set
+    others. At the end of training the rounds end, and all ranks leave ``fit`` with one model.
 
     Args:
         rounds: of the model.
@@ -173,11 +173,11 @@ class Settled(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Hold the agreed weights until ``put_back``."""
-        self._rounds.show()
+        self._rounds.show_callbacks()
 
     def put_back(self) -> None:
-        """Hold this rank's own weights again."""
-        self._rounds.put_back()
+        """Hold this rank's own weights again, besides those that a callback has set."""
+        self._rounds.take_over()
 
     def on_train_end(self, logs: Any = None) -> None:
         """End the rounds that have begun."""

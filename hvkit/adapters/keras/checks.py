@@ -23,6 +23,7 @@ import tensorflow as tf
 from hvkit import runtime
 from hvkit.adapters import fingerprints
 from hvkit.adapters.fingerprints import WIDTH, Compared, Rows
+from hvkit.adapters.keras.graph_collectives import nothing
 from hvkit.adapters.keras.initial_state import tf_variable
 from hvkit.adapters.keras.optimizers import inner_optimizer
 from hvkit.adapters.keras.refusals import is_alike, weights_of_distributed
@@ -76,7 +77,7 @@ class Checks:
         """
         held = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
         held = [g for g in held if g is not None]
-        tf.cond(self._gradients_due, lambda: self._compare_gradients(held), _nothing)
+        tf.cond(self._gradients_due, lambda: self._compare_gradients(held), nothing)
         return [
             tf.cond(self._left <= 0, lambda: self._compare_weights(variables), self._count_down)
         ]
@@ -173,6 +174,24 @@ def require_same_weights(call: str, model: keras.Model, optimizers: Sequence[Any
     fingerprints.require_same(call, compared, [row for _, theirs in found for row in theirs])
 
 
+def require_same(call: str, labels: Sequence[str], variables: Sequence[tf.Variable]) -> bool:
+    """Raise on every rank unless all hold the same values, up to rounding; a collective.
+
+    Args:
+        call: the name of the call that the user made.
+        labels: the variables' names in the error message.
+        variables: the same ones on every rank.
+
+    Returns:
+        Whether they hold the same bit for bit.
+
+    Raises:
+        RanksDisagreeError: names the first variable that differs, and the ranks.
+    """
+    compared = [Compared(each, _unit(v)) for each, v in zip(labels, variables, strict=True)]
+    return fingerprints.require_same(call, compared, _rows([v.numpy() for v in variables]))
+
+
 def _made_trainable(model: Any) -> list[Any]:
     """The model's weights, without the state that layers keep for themselves; each once."""
     layers = model._flatten_layers()
@@ -187,11 +206,11 @@ def _accumulators(optimizer: Any) -> list[Any]:
 
 
 def _labels(variables: Sequence[Any]) -> list[Compared]:
-    kinds = [tf.as_dtype(v.dtype).name for v in variables]
-    return [
-        Compared(getattr(v, "path", v.name), _UNITS.get(kind, 0.0))
-        for v, kind in zip(variables, kinds, strict=True)
-    ]
+    return [Compared(getattr(v, "path", v.name), _unit(v)) for v in variables]
+
+
+def _unit(variable: Any) -> float:
+    return _UNITS.get(tf.as_dtype(variable.dtype).name, 0.0)
 
 
 def _rows(arrays: Sequence[Any]) -> list[Rows]:
@@ -206,7 +225,3 @@ def _in_numpy(
     if not tf.executing_eagerly():
         result.set_shape(shape)
     return result
-
-
-def _nothing() -> tf.Tensor:
-    return tf.constant(True)

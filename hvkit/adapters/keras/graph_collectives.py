@@ -167,3 +167,8 @@ def widened(tensor: tf.Tensor) -> tf.Tensor:
     Horovod has no bfloat16, and a sum in float16 may overflow although the mean fits.
     """
     return tf.cast(tensor, tf.float32) if tensor.dtype in (tf.float16, tf.bfloat16) else tensor
+
+
+def nothing() -> tf.Tensor:
+    """The branch of a ``tf.cond`` in which nothing is done."""
+    return tf.constant(True)

@@ -19,13 +19,12 @@ import tensorflow as tf
 
 from hvkit import collectives
 from hvkit.adapters.keras.checks import Checks
-from hvkit.adapters.keras.graph_collectives import widened
-from hvkit.adapters.keras.weights import Array, Updates, WeightKeeper, in_numpy
+from hvkit.adapters.keras.graph_collectives import nothing, widened
+from hvkit.adapters.keras.weights import STEP, Array, Updates, WeightKeeper, in_numpy
 from hvkit.adapters.weight_exchange import Exchange
 from hvkit.strategies.parameter_server import ParameterServer
 from hvkit.watch.calls import call
 
-_STEP = "optimizer.apply()"
 # Begins the names of the server's weights in a checkpoint.
 _SERVED = "served."
 
@@ -109,20 +108,18 @@ class ServedModel(WeightKeeper):
             values = [widened(v.value()) for v in variables]
             return complete.assign(in_numpy(self._add, keys, values, [tf.bool])[0])
 
-        return tf.cond(complete, lambda: tf.constant(True), begin)
+        return tf.cond(complete, nothing, begin)
 
     def _add(self, keys: Sequence[int], values: Sequence[Array]) -> list[Array]:
         new = [i for i, key in enumerate(keys) if key not in self._served]
-        with call(_STEP, self._steps + 1):
+        with call(STEP, self._steps + 1):
             if new or not self._exchange.begun:
                 variables = [self._variables[keys[i]] for i in new]
                 self._add_new(variables, [values[i] for i in new])
         return [np.array(True)]
 
     def _add_new(self, variables: Sequence[tf.Variable], values: Sequence[Array]) -> None:
-        advice = "update the same variables on every rank"
-        names = [f"{v.name} of shape {tuple(v.shape)}" for v in variables]
-        collectives.require_equal("list of variables to update", names, advice, _STEP)
+        self.require_same_variables(variables)
         kinds: dict[np.dtype[Any], list[int]] = {}
         for i, value in enumerate(values):
             kinds.setdefault(value.dtype, []).append(i)
@@ -163,7 +160,7 @@ class ServedModel(WeightKeeper):
         for key, (variable, vector, start, stop) in self._served.items():
             value = given[key] if key in given else widened(variable.value()).numpy()
             changes[vector][start:stop] = value.reshape(-1) - self._read[vector][start:stop]
-        with call(_STEP, self._steps):
+        with call(STEP, self._steps):
             weights = self._exchange.exchange(changes)
         self._go_on_from(weights)
         # Variables that this graph does not know, because they joined after it was made.
@@ -222,6 +219,16 @@ class ServedModel(WeightKeeper):
 
     def rebase(self) -> None:
         """Nothing to do: what the script has changed travels with the next step."""
+
+    def _take(self, variable: tf.Variable, agreed: Array, chosen: Array) -> None:
+        # All ranks send the difference with their next step, and the server takes their mean.
+        if variable.dtype.is_floating:
+            variable.assign_add(chosen - agreed)
+        else:
+            variable.assign(chosen)
+
+    def _updated(self) -> list[tf.Variable]:
+        return [each.variable for each in self._served.values()]
 
     def begin_anew(self) -> None:
         """Begin with the weights that the ranks hold now, the same on all."""
@@ -292,7 +299,7 @@ class _ServedUpdates(Updates):
     def _after(self, weights: list[tf.Variable]) -> None:
         """Exchange the weights once in ``gradient_accumulation_steps``."""
         due = self._calls.assign_add(1) % self._per_step == 0
-        tf.cond(due, lambda: self._served.exchange(weights), lambda: tf.constant(True))
+        tf.cond(due, lambda: self._served.exchange(weights), nothing)
 
 
 def _set(variable: tf.Variable, values: Array) -> None:

@@ -25,9 +25,10 @@ import tensorflow as tf
 from hvkit.adapters.agreed_view import require_equal_steps
 from hvkit.adapters.keras.agreements import Network, RunningAgreements, States
 from hvkit.adapters.keras.checks import Checks
-from hvkit.adapters.keras.graph_collectives import CompressedMeans, GraphWait
+from hvkit.adapters.keras.graph_collectives import CompressedMeans, GraphWait, nothing
+from hvkit.adapters.keras.round_groups import Group, OptimizerRounds
 from hvkit.adapters.keras.weights import (
-    Updates,
+    Array,
     WeightKeeper,
     flat_values,
     pieces,
@@ -35,7 +36,6 @@ from hvkit.adapters.keras.weights import (
     split,
     wide,
 )
-from hvkit.adapters.keras.wire import Wire
 from hvkit.compression import Compression
 from hvkit.strategies.strategy import Rounds
 
@@ -71,7 +71,6 @@ class RoundKeeper(WeightKeeper):
         self.strategy = strategy
         self.compression = compression
         self._wait = GraphWait(f"{name}.weights")
-        self._wire = Wire("weights")
         self._compressed = CompressedMeans(compression, self._wire) if compression else None
         # By the id of a weight: the variables with its state, and whether they have values.
         self._state: dict[int, dict[str, tf.Variable]] = {}
@@ -85,8 +84,8 @@ class RoundKeeper(WeightKeeper):
             self._agree_beside, self._set_states, GraphWait(f"{name}.beside")
         )
         # Weak: the optimizers keep them. Their groups count also when they are gone.
-        self._optimizers: list[ref[_OptimizerRounds]] = []
-        self._groups: list[list[_Group]] = []
+        self._optimizers: list[ref[OptimizerRounds]] = []
+        self._groups: list[list[Group]] = []
 
     def watch(
         self, optimizer: Any, checks: Checks, before_update: Callable[[Sequence[Any]], None]
@@ -98,7 +97,7 @@ class RoundKeeper(WeightKeeper):
             checks: what the ranks compare before their first update.
             before_update: called with the variables at the start of each update.
         """
-        rounds = _OptimizerRounds(self, optimizer, checks, before_update)
+        rounds = OptimizerRounds(self, optimizer, checks, before_update)
         self._optimizers.append(ref(rounds))
         self._groups.append(rounds.groups)
 
@@ -121,9 +120,9 @@ class RoundKeeper(WeightKeeper):
                 self._all_begun[key] = tf.Variable(False, trainable=False)
         # Numbers for the names of collectives, before threads need them in any order.
         for together in pieces(variables):
-            self._name(together)
+            self._key(together)
         all_begun = self._all_begun[key]
-        tf.cond(all_begun, _nothing, lambda: self._begin(variables, all_begun))
+        tf.cond(all_begun, nothing, lambda: self._begin(variables, all_begun))
 
     def _begin(self, variables: Sequence[Any], all_begun: tf.Variable) -> tf.Tensor:
         for v in variables:
@@ -135,19 +134,22 @@ class RoundKeeper(WeightKeeper):
         all_begun.assign(True)
         return tf.constant(True)
 
-    def agree(self, variables: Sequence[tf.Variable], *, keep: bool = True) -> tf.Tensor:
+    def agree(
+        self, variables: Sequence[tf.Variable], *, settle: bool = False, keep: bool = True
+    ) -> tf.Tensor:
         """Set variables to the weights that the strategy returns; a collective.
 
         Some at a time, which bounds the memory for copies.
 
         Args:
             variables: with their state.
-            keep: whether the round ends, so that the strategy's state changes.
+            settle: whether to show the ranks' common weights; the strategy's state stays.
+            keep: whether what the compression keeps changes.
         """
         network = Network(self._wait, self._wire, self._compressed, keep)
         for together in pieces(variables):
             weights = tf.concat([flat_values(v) for v in together], axis=0)
-            weights, states = self._agreed(network, together, weights, keep=keep)
+            weights, states = self._agreed(network, together, weights, settle)
             for v, piece in zip(together, split(weights, together), strict=True):
                 v.assign(shaped(piece, v))
             self._set_states(states)
@@ -155,14 +157,14 @@ class RoundKeeper(WeightKeeper):
         return tf.constant(True)
 
     def _agreed(
-        self, network: Network, together: list[tf.Variable], weights: tf.Tensor, *, keep: bool
+        self, network: Network, together: list[tf.Variable], weights: tf.Tensor, settle: bool
     ) -> tuple[tf.Tensor, States]:
         """What the strategy returns: weights, and if the round ends the states by id."""
         held = [self._state[id(v)] for v in together]
         state = {name: tf.concat([each[name] for each in held], axis=0) for name in held[0]}
-        end = self.strategy.agree if keep else self.strategy.settle
-        result = network.carry_out(end(weights, state, self._wire), together, self._name(together))
-        if not keep:
+        end = self.strategy.settle if settle else self.strategy.agree
+        result = network.carry_out(end(weights, state, self._wire), together, self._key(together))
+        if settle:
             return result, {}
         weights, state = result
         by_name = {name: split(vector, together) for name, vector in state.items()}
@@ -172,7 +174,7 @@ class RoundKeeper(WeightKeeper):
         }
         return weights, states
 
-    def _name(self, together: list[tf.Variable]) -> str:
+    def _key(self, together: list[tf.Variable]) -> str:
         """A name for collectives on these variables."""
         number = self._names.setdefault(id(together[0]), len(self._names))
         return f"{self._wait.key}.{number}"
@@ -181,7 +183,7 @@ class RoundKeeper(WeightKeeper):
         self, together: list[tf.Variable], weights: tf.Tensor
     ) -> tuple[tf.Tensor, States]:
         network = Network(None, self._wire, self._compressed, keep=True)
-        return self._agreed(network, together, weights, keep=True)
+        return self._agreed(network, together, weights, settle=False)
 
     def _set_states(self, states: States) -> None:
         for key, state in states.items():
@@ -211,7 +213,7 @@ class RoundKeeper(WeightKeeper):
         variables = {id(v): v for group in groups for v in group.variables}
         try:
             self.add_due(list(variables.values()))
-            self.agree(list(variables.values()), keep=False)
+            self.agree(list(variables.values()), settle=True, keep=False)
         finally:
             self._beside.due = due
 
@@ -225,7 +227,7 @@ class RoundKeeper(WeightKeeper):
             if self.strategy.alike and group.steps_done:
                 self.agree(group.variables)
             elif not self.strategy.alike:
-                self.agree(group.variables, keep=False)
+                self.agree(group.variables, settle=True)
                 for v in group.variables:
                     self._rebase(v)
             group.steps_done = 0
@@ -235,8 +237,11 @@ class RoundKeeper(WeightKeeper):
         optimizers = (reference() for reference in self._optimizers)
         return [each.updates_done() for each in optimizers if each is not None]
 
-    def _every_group(self) -> list[_Group]:
+    def _every_group(self) -> list[Group]:
         return [each for groups in self._groups for each in groups]
+
+    def _updated(self) -> list[tf.Variable]:
+        return [v for group in self._every_group() for v in group.variables]
 
     def _meet(self) -> bool:
         steps = [each.steps_done for each in self._every_group()]
@@ -253,10 +258,20 @@ class RoundKeeper(WeightKeeper):
             return
         if not self.strategy.alike and self._ended_at != self._updates_done():
             return
-        for weight in self._weights():
-            begun = self._begun.get(id(weight))
-            if begun is not None and begun.numpy():
-                self._rebase(weight)
+        weights = [weight for weight in self._weights() if self._has_begun(weight)]
+        self._make_same(weights)
+        for weight in weights:
+            self._rebase(weight)
+
+    def _has_begun(self, weight: tf.Variable) -> bool:
+        begun = self._begun.get(id(weight))
+        return begun is not None and bool(begun.numpy())
+
+    def _take(self, variable: tf.Variable, agreed: Array, chosen: Array) -> None:
+        variable.assign(chosen)
+        self._beside.due.pop(id(variable), None)
+        if self._has_begun(variable):
+            self._rebase(variable)
 
     def _rebase(self, weight: tf.Variable) -> None:
         held = self._state[id(weight)]
@@ -280,7 +295,7 @@ class RoundKeeper(WeightKeeper):
         arrays = {
             f"{name}.{i}": np.array(variable.numpy())
             for i, weight in enumerate(self._weights())
-            if self._begun.get(id(weight)) is not None and self._begun[id(weight)].numpy()
+            if self._has_begun(weight)
             for name, variable in self._state[id(weight)].items()
         }
         if self._compressed:
@@ -342,105 +357,3 @@ class RoundKeeper(WeightKeeper):
         if self._compressed:
             kept = {key: array for key, array in arrays.items() if key not in due}
             self._compressed.load(kept, weights)
-
-
-class _Group:
-    """Variables that an optimizer updates together, and its steps since they agreed."""
-
-    def __init__(self, variables: list[tf.Variable]) -> None:
-        self.variables = variables
-        with tf.init_scope(), tf.device("CPU:0"):
-            self.steps = tf.Variable(0, dtype=tf.int64, trainable=False)
-
-    @property
-    def steps_done(self) -> int:
-        return int(self.steps.numpy())
-
-    @steps_done.setter
-    def steps_done(self, number: int) -> None:
-        self.steps.assign(number)
-
-
-class _OptimizerRounds(Updates):
-    """Counts the updates of one optimizer, and lets its keeper end rounds.
-
-    The optimizer's ``apply`` keeps this object.
-    """
-
-    def __init__(
-        self,
-        keeper: RoundKeeper,
-        optimizer: Any,
-        checks: Checks,
-        before_update: Callable[[Sequence[Any]], None],
-    ) -> None:
-        self._rounds = keeper
-        self._optimizer = ref(optimizer)
-        per_step = optimizer.gradient_accumulation_steps or 1
-        self._updates = keeper.strategy.every * per_step
-        self._beside = keeper.strategy.overlap * per_step
-        self.groups: list[_Group] = []
-        super().__init__(keeper, optimizer, checks, before_update)
-
-    def updates_done(self) -> int:
-        optimizer = self._optimizer()
-        return 0 if optimizer is None else int(optimizer.iterations)
-
-    def go_on(self, variables: list[tf.Variable], steps: int) -> None:
-        """Resume in a round; in the middle of one, the ranks' weights need not be alike."""
-        # No agreement here, though groups share variables: the rest is not loaded yet.
-        group = self._known(variables) or self._new_group(variables)
-        group.steps_done = steps
-        self.checks.skip_weights()
-
-    def _group_of(self, variables: list[tf.Variable]) -> _Group:
-        """The group of these variables.
-
-        A new one ends the rounds of others that it shares variables with: a script that freezes
-        some layers in the middle of a round would otherwise leave them different on each rank.
-        """
-        if known := self._known(variables):
-            return known
-        ids = {id(v) for v in variables}
-        with tf.init_scope():
-            for group in self.groups:
-                if not ids.isdisjoint(map(id, group.variables)):
-                    self._rounds.add_due(group.variables)
-                    if group.steps_done:
-                        self._rounds.agree(group.variables)
-                        group.steps_done = 0
-        return self._new_group(variables)
-
-    def _known(self, variables: list[tf.Variable]) -> _Group | None:
-        ids = {id(v) for v in variables}
-        return next((g for g in self.groups if ids == {id(v) for v in g.variables}), None)
-
-    def _new_group(self, variables: list[tf.Variable]) -> _Group:
-        self.groups.append(_Group(variables))
-        return self.groups[-1]
-
-    def _before(
-        self, grads: Sequence[Any], variables: Sequence[Any], weights: list[tf.Variable]
-    ) -> list[Any]:
-        with tf.control_dependencies(self.checks(grads, variables)):
-            self._rounds.hold_state(weights)
-        self._group_of(weights)
-        return []
-
-    def _after(self, weights: list[tf.Variable]) -> None:
-        """End the round if it is time, and let one that has ended beside training count."""
-        group = self._group_of(weights)
-        steps = group.steps.assign_add(1)
-        if self._beside:
-            tf.cond(steps == self._beside, lambda: self._rounds.add_due(group.variables), _nothing)
-        tf.cond(steps >= self._updates, lambda: self._end_round(group), _nothing)
-
-    def _end_round(self, group: _Group) -> tf.Tensor:
-        group.steps.assign(0)
-        if self._beside:
-            return self._rounds.end_beside(group.variables)
-        return self._rounds.agree(group.variables)
-
-
-def _nothing() -> tf.Tensor:
-    return tf.constant(True)

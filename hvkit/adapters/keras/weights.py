@@ -17,16 +17,23 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
+from hvkit import collectives
 from hvkit.adapters.agreed_view import AgreedView
 from hvkit.adapters.gradient_chunks import chunks
 from hvkit.adapters.keras.batch_norm import average_statistics
-from hvkit.adapters.keras.checks import Checks
+from hvkit.adapters.keras.checks import Checks, require_same
 from hvkit.adapters.keras.graph_collectives import GraphWait, widened
 from hvkit.adapters.keras.initial_state import tf_variable
 from hvkit.adapters.keras.optimizers import inner_optimizer
 from hvkit.adapters.keras.refusals import refuse_xla, remember_updated
+from hvkit.adapters.keras.wire import Wire
+from hvkit.engines import waiting_for_all_ranks
+from hvkit.errors import RanksDisagreeError
 
 Array = NDArray[Any]
+
+STEP = "optimizer.apply()"
+"""The user's call that trains."""
 
 # What surrounds the updates of an optimizer, not of one that scales the loss.
 _around: WeakKeyDictionary[Any, ref[Updates]] = WeakKeyDictionary()
@@ -47,11 +54,62 @@ class WeightKeeper(AgreedView):
         super().__init__()
         # Weak: hvkit keeps this object as long as the model.
         self._model = ref(model)
+        self._name = name
+        self._wire = Wire("weights")
+        self._shown_to_callbacks: list[tuple[Any, Any]] = []
         self._statistics = GraphWait(f"{name}.statistics") if with_statistics else None
 
     @abstractmethod
     def rebase(self) -> None:
         """Take over weights that the script has set, on all ranks; called when ``fit`` begins."""
+
+    def show_callbacks(self) -> None:
+        """Show the agreed weights to callbacks, which may set others; a collective."""
+        self.show()
+        self._shown_to_callbacks = self._values()
+
+    def take_over(self) -> None:
+        """Hold this rank's own weights again, besides those that callbacks have set; a collective.
+
+        Raises:
+            RanksDisagreeError: callbacks have set other weights on some ranks.
+        """
+        if not self.shown:
+            return
+        shown, self._shown_to_callbacks = self._shown_to_callbacks, []
+        labels = self._labels([variable for variable, _ in shown])
+        given = [i for i, (v, value) in enumerate(shown) if value.tobytes() != v.numpy().tobytes()]
+        for rank, theirs in enumerate(everyone := collectives.gather("fit", given)):
+            if theirs != everyone[0]:
+                label = labels[min(set(theirs) ^ set(everyone[0]))]
+                raise RanksDisagreeError(
+                    f"callbacks have set {label} at the end of an epoch on some ranks only: rank "
+                    f"{rank} and rank 0 differ; set the same weights on every rank"
+                )
+        self._make_same([shown[i][0] for i in given])
+        chosen = [(*shown[i], shown[i][0].numpy()) for i in given]
+        self.put_back()
+        for each in chosen:
+            self._take(*each)
+
+    def _make_same(self, variables: Sequence[tf.Variable]) -> None:
+        """Let ranks hold the same values where they differ by rounding; a collective.
+
+        Raises:
+            RanksDisagreeError: they differ by more.
+        """
+        if not variables or require_same("fit", self._labels(variables), variables):
+            return
+        for n, together in enumerate(pieces(variables)):
+            own = tf.concat([flat_values(v) for v in together], axis=0)
+            with waiting_for_all_ranks():
+                mean = self._wire.mean(own, f"{self._name}.same.{n}")
+            for v, piece in zip(together, split(mean, together), strict=True):
+                v.assign(shaped(piece, v))
+
+    @abstractmethod
+    def _take(self, variable: tf.Variable, agreed: Array, chosen: Array) -> None:
+        """Go on with what callbacks have chosen in place of agreed values, on all ranks."""
 
     @abstractmethod
     def end_rounds(self) -> None:
@@ -66,8 +124,34 @@ class WeightKeeper(AgreedView):
         model = self._model()
         return [] if model is None else [tf_variable(w) for w in model.weights]
 
+    def require_same_variables(self, variables: Sequence[tf.Variable]) -> None:
+        """Raise on every rank unless an optimizer updates the same variables on all; a collective.
+
+        Raises:
+            RanksDisagreeError: names the first one that differs, and the ranks.
+        """
+        model = self._model()
+        # Not by path: Keras numbers layers, and a rank may have made more of them.
+        names = {
+            id(tf_variable(w)): f"weight {i}, {w.name},"
+            for i, w in enumerate(() if model is None else model.weights)
+        }
+        facts = [f"{names.get(id(v), 'a variable')} of shape {tuple(v.shape)}" for v in variables]
+        advice = "update the same variables on every rank"
+        collectives.require_equal("list of variables to update", facts, advice, STEP)
+
+    @abstractmethod
+    def _updated(self) -> list[tf.Variable]:
+        """What the optimizers update, also beside the model's weights."""
+
+    def _labels(self, variables: Sequence[tf.Variable]) -> list[str]:
+        model = self._model()
+        paths = {} if model is None else {id(tf_variable(w)): w.path for w in model.weights}
+        return [paths.get(id(v), v.name) for v in variables]
+
     def _values(self) -> list[tuple[Any, Any]]:
-        return [(weight, weight.numpy()) for weight in self._weights()]
+        variables = {id(v): v for v in (*self._weights(), *self._updated())}.values()
+        return [(variable, variable.numpy()) for variable in variables]
 
     def _set_values(self, values: list[tuple[Any, Any]]) -> None:
         for weight, value in values:

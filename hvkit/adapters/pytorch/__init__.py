@@ -10,6 +10,7 @@
     │   └── checks         do all ranks hold the same weights, and different data?
     ├── rounds             ends rounds of strategies that agree on weights
     │   ├── agreements     agreements that run beside training
+    │   ├── round_ends     do all ranks end the same round, in the same way?
     │   └── weights        a model's weights as vectors; also for the parameter server
     ├── parameter_server   exchanges weights with the server after each step
     ├── sharded            each rank updates the parameters it owns, and sends them

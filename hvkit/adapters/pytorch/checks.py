@@ -56,6 +56,22 @@ class Checks:
         """The name of a parameter in error messages."""
         return _label(self._labels, number, parameter)
 
+    def require_same(
+        self, point: str, note: str, held: Sequence[tuple[int, nn.Parameter, torch.Tensor]]
+    ) -> bool:
+        """Raise on every rank unless all ranks hold the same tensors, up to rounding; a collective.
+
+        Args:
+            point: the name of the call that the user made.
+            note: for the error message, after the name of a parameter.
+            held: the numbers of parameters, these, and what to compare in their place.
+
+        Returns:
+            Whether they hold the same bit for bit.
+        """
+        compared = [Compared(f"{self.label(i, p)}{note}", _unit(p)) for i, p, _ in held]
+        return fingerprints.require_same(point, compared, _rows([tensor for *_, tensor in held]))
+
     def send(self, steps: int, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Start a comparison if one is due; call before this rank's gradients become means.
 

@@ -23,11 +23,17 @@ from torch.optim import Optimizer
 from hvkit import collectives
 from hvkit.adapters.agreed_view import arrive_before_exit, require_equal_steps
 from hvkit.adapters.gradient_chunks import chunks
-from hvkit.adapters.pytorch import step_report
 from hvkit.adapters.pytorch.agreements import Agreement
 from hvkit.adapters.pytorch.batch_norm import RunningStatistics
-from hvkit.adapters.pytorch.buckets import CompressionState
+from hvkit.adapters.pytorch.buckets import CompressionState, like
 from hvkit.adapters.pytorch.checks import Checks
+from hvkit.adapters.pytorch.round_ends import (
+    STEP,
+    RoundEnd,
+    require_same_end,
+    require_same_trained,
+)
+from hvkit.adapters.pytorch.step_report import checksum_of_rates
 from hvkit.adapters.pytorch.weights import (
     WeightKeeper,
     flat_copy,
@@ -37,11 +43,9 @@ from hvkit.adapters.pytorch.weights import (
 )
 from hvkit.adapters.pytorch.wire import Wire
 from hvkit.compression import Compression
-from hvkit.errors import RanksDisagreeError
 from hvkit.strategies.strategy import Rounds
 from hvkit.watch.calls import call
 
-_STEP = "optimizer.step()"
 # What begins names in a checkpoint: of what the compression keeps, and of what agreements that ran
 # beside training will add to the weights.
 _SENT = "sent-"
@@ -52,11 +56,11 @@ class _Round(NamedTuple):
     """A round that ends beside training.
 
     Attributes:
-        end: what must be the same on all ranks.
+        end: how this rank ends it.
         agreements: on all its parameters, some at a time.
     """
 
-    end: tuple[Any, ...]
+    end: RoundEnd
     agreements: list[Agreement]
 
 
@@ -91,8 +95,8 @@ class RoundKeeper(WeightKeeper):
         self._state: dict[int, dict[str, torch.Tensor]] = {}
         # Numbers of those that may differ between ranks.
         self._trained: set[int] = set()
-        # PyTorch's count of the writes to each, at the last agreement.
-        self._versions: dict[int, int] = {}
+        # Numbers of those that the script has set on this rank between two rounds.
+        self._rebased: set[int] = set()
         # Agreements that run beside training; what those that have ended will add to the weights.
         self._running: list[_Round] = []
         self._due: dict[int, torch.Tensor] = {}
@@ -126,21 +130,46 @@ class RoundKeeper(WeightKeeper):
             self._rebase(number)
 
     def _rebase(self, number: int) -> None:
-        """Take over weights that the script has set since the last agreement, on all ranks.
+        """Take over weights that the script has set since the last agreement.
 
-        Where ranks never hold the same weights, these count as a change like any other.
+        The ranks compare them when they meet next: this is no collective.
         """
         if not self.strategy.alike:
+            return  # where they count as a change like any other
+        for p in parameters_of(self._optimizer(number)):
+            i = self._number[p]
+            anchor = self.strategy.anchor(self._state[i])
+            if anchor is None or i in self._trained or torch.equal(p, like(p, anchor)):
+                continue
+            self._state[i] = self.strategy.rebase(flat_copy(p), self._state[i])
+            self._rebased.add(i)
+
+    @torch.no_grad()
+    def _require_same_rebased(self, point: str, rebased: Iterable[Iterable[int]]) -> None:
+        """Make the weights that ranks have set between rounds the same on all; a collective.
+
+        Args:
+            point: the name of the call that the user made.
+            rebased: their numbers, by rank.
+
+        Raises:
+            RanksDisagreeError: they differ by more than rounding.
+        """
+        numbers = sorted(set().union(*rebased))
+        if not numbers:
             return
-        held = {self._number[p]: p for p in parameters_of(self._optimizer(number))}
-        for other, steps in zip(self._optimizers, self._steps, strict=True):
-            if steps and (optimizer := other()) is not None:  # it has written to them
-                for p in parameters_of(optimizer):
-                    held.pop(self._number[p], None)
-        for i, p in held.items():
-            if i in self._versions and self._versions[i] != p._version:
-                del self._versions[i]
-                self._state[i] = self.strategy.rebase(flat_copy(p), self._state[i])
+        anchors: dict[int, torch.Tensor] = {
+            i: self.strategy.anchor(self._state[i]) for i in numbers
+        }
+        held = [(i, self._parameters[i], anchors[i]) for i in numbers]
+        if not self._checks.require_same(point, ", set between two rounds,", held):
+            for together in self._pieces(numbers):
+                mean = torch.cat([anchors[i] for i in together])
+                name = f"{self._name}.anchor.{together[0]}"
+                self._wire.wait(self._wire.start_mean(mean, name))
+                for i, anchor in self._split(together, mean):
+                    self._state[i] = self.strategy.rebase(anchor, self._state[i])
+        self._rebased.difference_update(numbers)
 
     def _begin_all(self) -> None:
         """Before the first step: make sure that the ranks are alike, and begin; a collective."""
@@ -168,7 +197,7 @@ class RoundKeeper(WeightKeeper):
         self._due.clear()
         self._state.clear()
         self._trained.clear()
-        self._versions.clear()
+        self._rebased.clear()
         if self._sent:
             self._sent.kept.clear()
         self._steps = [0] * len(self._steps)
@@ -193,7 +222,7 @@ class RoundKeeper(WeightKeeper):
         with call(_label(optimizer), self._rounds[number], self._name):
             changed = sorted(held & self._trained)
             self._add_due(changed)  # that other optimizers change, too
-            end = self._end_of_round(number, changed)
+            end = self._end_of_round(number, held, changed)
             if self.strategy.overlap:
                 self._running.append(_Round(end, list(map(self._start, self._pieces(changed)))))
                 arrive_before_exit(self)
@@ -205,44 +234,17 @@ class RoundKeeper(WeightKeeper):
             self._trained.difference_update(changed)
         self._steps[number] = 0
 
-    def _end_of_round(self, number: int, changed: list[int]) -> tuple[Any, ...]:
-        """What must be the same on all ranks, which end the same round in the same way."""
+    def _end_of_round(self, number: int, held: set[int], changed: list[int]) -> RoundEnd:
         # Of this optimizer alone: whether others are gone already depends on the rank.
-        rates = step_report.checksum_of_rates([self._optimizer(number)])
-        return self._name, number, self._rounds[number], changed, rates
+        rates = checksum_of_rates([self._optimizer(number)])
+        rebased = sorted(held & self._rebased)
+        return RoundEnd(self._name, number, self._rounds[number], changed, rates, rebased)
 
-    def _require_same_round(self, end: tuple[Any, ...]) -> None:
+    def _require_same_round(self, end: RoundEnd) -> None:
         """Raise on every rank unless all end the same round in the same way; a collective."""
-        everyone = collectives.gather(_STEP, end)
-        for rank, theirs in enumerate(everyone):
-            if theirs[:3] != everyone[0][:3]:
-                raise RanksDisagreeError(
-                    f"rank {rank} ends {_of_round(theirs)} while rank 0 ends "
-                    f"{_of_round(everyone[0])}: every rank must call step() of the same "
-                    "optimizers equally often"
-                )
-        if any(theirs != everyone[0] for theirs in everyone):
-            step_report.refuse_other_parameters(self._parameters, self._checks.label, _STEP)
-            stepping = self._optimizers[end[1]]()
-            step_report.refuse_other_rates([stepping] if stepping else [], _STEP)
-        self._require_same_trained([there for *_, there, _ in everyone])
-        if any(theirs[4] != everyone[0][4] for theirs in everyone):  # but are alike by now
-            raise RanksDisagreeError(
-                f"the ranks' learning rates differed at the end of {_of_round(end)}: set the same "
-                "rates, in the same steps, on every rank"
-            )
-
-    def _require_same_trained(self, everyone: Sequence[Sequence[int]]) -> None:
-        """Raise if ranks have trained different parameters, whose numbers are given by rank."""
-        for rank, there in enumerate(everyone):
-            if there != everyone[0]:
-                i = min(set(there) ^ set(everyone[0]))
-                trained, not_trained = (rank, 0) if i in there else (0, rank)
-                raise RanksDisagreeError(
-                    f"{self._checks.label(i, self._parameters[i])} was trained in this round on "
-                    f"rank {trained} but not on rank {not_trained}: train the same parameters on "
-                    "every rank"
-                )
+        stepping = self._optimizers[end.number]()
+        everyone = require_same_end(end, stepping, self._parameters, self._checks.label)
+        self._require_same_rebased(STEP, [theirs.rebased for theirs in everyone])
 
     @torch.no_grad()
     def _agree(self, numbers: Sequence[int]) -> None:
@@ -250,7 +252,6 @@ class RoundKeeper(WeightKeeper):
         for together in self._pieces(numbers):
             for i, weights in self._split(together, self._end(self._start(together))):
                 write(self._parameters[i], weights)
-        self._versions.update({i: self._parameters[i]._version for i in numbers})
 
     @torch.no_grad()
     def arrive(self, numbers: Container[int] | None = None) -> None:
@@ -334,7 +335,10 @@ class RoundKeeper(WeightKeeper):
 
     def _meet(self) -> bool:
         require_equal_steps(self._steps)
-        self._require_same_trained(collectives.gather("hvkit.settled", sorted(self._trained)))
+        mine = sorted(self._trained), sorted(self._rebased)
+        trained, rebased = zip(*collectives.gather("hvkit.settled", mine), strict=True)
+        require_same_trained(trained, self._parameters, self._checks.label)
+        self._require_same_rebased("hvkit.settled", rebased)
         if not self._begun:  # the script may have changed weights without an optimizer
             self._require_alike("hvkit.settled")
         return any(self._steps) or not self.strategy.alike
@@ -401,11 +405,6 @@ class RoundKeeper(WeightKeeper):
         if self._sent:
             kept = {key: array for key, array in arrays.items() if key not in due}
             self._sent.load(kept, self._parameters)
-
-
-def _of_round(end: tuple[Any, ...]) -> str:
-    name, number, rounds, *_ = end
-    return f"round {rounds} of optimizer {number} of model {name}"
 
 
 def _label(optimizer: Optimizer) -> str:

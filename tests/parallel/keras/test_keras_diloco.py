@@ -155,14 +155,6 @@ def trained_by_two_optimizers():
         return weights(model)
 
 
-def test_weights_that_the_script_sets_between_two_fits_are_where_the_next_begins():
-    model, optimizer = in_rounds(hvkit.DiLoCo(4, overlap=2), keras.optimizers.SGD(0.0))
-    fit(model, optimizer, local(regression(steps=6)))
-    model.set_weights([np.ones_like(w) for w in model.get_weights()])
-    refit(model, local(regression(steps=6)))
-    assert all(np.allclose(w, 1) for w in weights(model))
-
-
 def test_a_variable_beside_the_model_is_no_obstacle_to_a_checkpoint(tmp_path_factory):
     model, optimizer = in_rounds(hvkit.DiLoCo(4, overlap=2))
     beside = keras.Variable(1.0)

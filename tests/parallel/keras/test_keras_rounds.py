@@ -308,20 +308,6 @@ def test_layers_that_are_frozen_on_the_way_count_once_where_ranks_are_never_alik
     assert all(np.allclose(w, v + 0.5 * mean) for w, v in zip(shown, start, strict=True))
 
 
-def test_weights_that_the_script_sets_before_fit_are_no_training():
-    data = local(regression(steps=4))
-    x, y = (np.concatenate(part) for part in zip(*data, strict=True))
-    model, optimizer = in_rounds(hvkit.DiLoCo(2, 1.0, 0.0), keras.optimizers.SGD(0.05))
-    model.compile(optimizer, "mse")
-    options = {"batch_size": 6, "shuffle": False, "verbose": 0}
-    model.fit(x, y, **options)
-    chosen = [np.full_like(w, 0.25) for w in weights(model)]
-    model.set_weights(chosen)
-    optimizer.learning_rate = 0.0
-    model.fit(x, y, **options)
-    assert all(map(np.array_equal, weights(model), chosen))
-
-
 def test_a_model_that_is_dropped_is_freed():
     model, optimizer = in_rounds(hvkit.DiLoCo(2))
     LOOPS["eager"](model, optimizer, local(regression(steps=3)))

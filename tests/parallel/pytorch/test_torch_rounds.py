@@ -355,17 +355,6 @@ def test_momentum_that_moves_a_frozen_parameter_is_agreed_on():
     assert alike(model)
 
 
-def test_weights_that_the_script_sets_between_rounds_are_no_training():
-    model, optimizer = in_rounds(hvkit.DiLoCo(2, 1.0, 0.0))
-    data = local(regression(steps=4))
-    train(model, optimizer, data[:2])
-    with torch.no_grad():
-        model[0].weight.fill_(0.25)
-    optimizer.param_groups[0]["lr"] = 0.0
-    train(model, optimizer, data[2:])
-    assert torch.equal(model[0].weight, torch.full((16, 8), 0.25))
-
-
 def test_settled_between_forward_and_backward():
     model, optimizer = in_rounds(hvkit.LocalSGD(4))
     data = local(regression(steps=2))
