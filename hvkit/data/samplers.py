@@ -22,12 +22,16 @@ from hvkit.collectives import raise_together, require_equal
 from hvkit.data.order import FixedRandomness, Position, Share, seed_from, steps
 from hvkit.data.pytorch_datasets import in_whole
 
+# A rank draws the order of a whole epoch, 8 bytes a sample and more.
+_LONGEST = 2**30
+
 
 def order_of(loader: DataLoader[Any], share: Share, seed: int) -> Order:
     """The order in which this loader reads.
 
     Raises:
         TypeError: the loader's sampler has no length.
+        ValueError: its epoch is too long for an order in memory.
     """
     batches = loader.batch_sampler
     if batches is None and isinstance(loader.sampler, BatchSampler):
@@ -76,6 +80,12 @@ class Order(Sampler[Any], ABC):
             raise TypeError(
                 f"{type(source).__qualname__} has no __len__, so its order cannot be divided into "
                 "equal parts: add __len__"
+            )
+        if (length := len(source)) > _LONGEST:
+            raise ValueError(
+                f"an epoch of {type(source).__qualname__} has {length} {_unit(source)}, and "
+                f"hvkit.shard keeps the order of at most {_LONGEST} in memory: set a smaller "
+                "num_samples, and loop over as many epochs as needed"
             )
 
     def begin(self) -> tuple[object, Epoch]:

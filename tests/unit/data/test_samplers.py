@@ -157,6 +157,12 @@ def test_a_sampler_that_passes_whole_batches_to_the_dataset(size):
     check_training(epoch(parts(make, size)), list(range(23)), 4)
 
 
+def test_an_epoch_too_long_for_memory_is_refused_at_once():
+    endless = RandomSampler(range(50), replacement=True, num_samples=10**10)
+    with pytest.raises(ValueError, match="has 10000000000 samples.*smaller num_samples"):
+        parts(lambda: DataLoader(Counting(50), 4, sampler=endless), 2)
+
+
 def test_a_sampler_that_differs_between_ranks_is_an_error(monkeypatch):
     def gather(call, obj):
         """Another rank has equal facts, except for the order."""
