@@ -159,7 +159,7 @@ def test_a_sampler_that_passes_whole_batches_to_the_dataset(size):
 
 def test_an_epoch_too_long_for_memory_is_refused_at_once():
     endless = RandomSampler(range(50), replacement=True, num_samples=10**10)
-    with pytest.raises(ValueError, match="has 10000000000 samples.*smaller num_samples"):
+    with pytest.raises(ValueError, match=r"has 10000000000 samples.*smaller num_samples"):
         parts(lambda: DataLoader(Counting(50), 4, sampler=endless), 2)
 
 
