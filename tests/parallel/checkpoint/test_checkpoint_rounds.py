@@ -409,3 +409,22 @@ def test_a_resumed_server_holds_the_weights_that_it_had(run, folder):
     train_by(second, 1)
     with hvkit.settled(second.model):  # the first layer: no step changes its statistics
         assert all(map(np.array_equal, second.weights()[:2], saved[:2]))
+
+
+def train_in_turn(run, begin, end):
+    """Every third step leaves out the first layer; so two groups of variables are in a round."""
+    batches = np.random.default_rng(hvkit.rank()).normal(size=(end, 6, 8)).astype(np.float32)
+    for step in range(begin, end):
+        run.model.layers[0].trainable = step % 3 != 2
+        eager_tape(run.model, run.optimizer, [(batches[step], batches[step][:, :4])])
+
+
+def test_keras_variables_that_are_updated_in_turn_stopped_in_a_round(folder):
+    first = KerasRun(folder, 1)
+    train_in_turn(first, 0, 8)
+    first.checkpoint.save(epoch=0, step=8)
+    train_in_turn(first, 8, 17)
+    second = KerasRun(folder, 2)
+    second.checkpoint.restore()
+    train_in_turn(second, 8, 17)
+    assert all(map(np.array_equal, first.weights(), second.weights()))
