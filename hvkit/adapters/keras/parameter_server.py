@@ -221,8 +221,8 @@ class ServedModel(WeightKeeper):
         """Nothing to do: what the script has changed travels with the next step."""
 
     def _take(self, variable: tf.Variable, agreed: Array, chosen: Array) -> None:
-        # All ranks send the difference with their next step, and the server takes their mean.
-        if variable.dtype.is_floating:
+        if id(variable) in self._served:
+            # All ranks send the difference with their next step, and the server takes their mean.
             variable.assign_add(chosen - agreed)
         else:
             variable.assign(chosen)

@@ -217,7 +217,8 @@ def _checked(optimizer: Any, model: nn.Module) -> Optimizer:
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             "optimizer of a PyTorch model must be a torch.optim.Optimizer, or a list of them, "
-            f"got {type(optimizer).__module__}.{type(optimizer).__qualname__}"
+            f"got {type(optimizer).__module__}.{type(optimizer).__qualname__}: pass the one whose "
+            "step() updates this model; a script that updates weights by hand needs one, too"
         )
     if type(optimizer).__module__.startswith("horovod."):
         raise TypeError(
