@@ -153,7 +153,8 @@ class RoundKeeper(WeightKeeper):
             for v, piece in zip(together, split(weights, together), strict=True):
                 v.assign(shaped(piece, v))
             self._set_states(states)
-        self._average_statistics()
+        if settle or self.strategy.alike:  # if not, they stay each rank's own, as the weights do
+            self._average_statistics()
         return tf.constant(True)
 
     def _agreed(
@@ -193,9 +194,7 @@ class RoundKeeper(WeightKeeper):
     def end_beside(self, variables: Sequence[tf.Variable]) -> tf.Tensor:
         """End a round with an agreement that runs beside training."""
         self.add_due(variables)  # of other groups, which change some of them, too
-        begun = self._beside.begin(variables)
-        self._average_statistics()
-        return begun
+        return self._beside.begin(variables)
 
     def add_due(self, variables: Sequence[tf.Variable]) -> tf.Tensor:
         """Wait, and add what agreements beside training have changed to the weights."""

@@ -130,13 +130,8 @@ class WeightKeeper(AgreedView):
         Raises:
             RanksDisagreeError: names the first one that differs, and the ranks.
         """
-        model = self._model()
-        # Not by path: Keras numbers layers, and a rank may have made more of them.
-        names = {
-            id(tf_variable(w)): f"weight {i}, {w.name},"
-            for i, w in enumerate(() if model is None else model.weights)
-        }
-        facts = [f"{names.get(id(v), 'a variable')} of shape {tuple(v.shape)}" for v in variables]
+        labels = zip(self._labels(variables), variables, strict=True)
+        facts = [f"{label} of shape {tuple(v.shape)}" for label, v in labels]
         advice = "update the same variables on every rank"
         collectives.require_equal("list of variables to update", facts, advice, STEP)
 
@@ -145,9 +140,10 @@ class WeightKeeper(AgreedView):
         """What the optimizers update, also beside the model's weights."""
 
     def _labels(self, variables: Sequence[tf.Variable]) -> list[str]:
-        model = self._model()
-        paths = {} if model is None else {id(tf_variable(w)): w.path for w in model.weights}
-        return [paths.get(id(v), v.name) for v in variables]
+        """Names for messages. Not paths: Keras numbers layers, and a rank may have made more."""
+        weights = () if (model := self._model()) is None else model.weights
+        names = {id(tf_variable(w)): f"weight {i}, {w.name}," for i, w in enumerate(weights)}
+        return [names.get(id(v), "a variable") for v in variables]
 
     def _values(self) -> list[tuple[Any, Any]]:
         variables = {id(v): v for v in (*self._weights(), *self._updated())}.values()

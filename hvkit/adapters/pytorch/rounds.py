@@ -73,7 +73,7 @@ class RoundKeeper(WeightKeeper):
         name: the same on every rank, and no other keeper's.
         checks: what the ranks compare before their first step.
         compression: how float32 vectors travel; None for as they are.
-        statistics: of normalisation layers, averaged at each agreement.
+        statistics: of normalisation layers, averaged where ranks agree on the same weights.
     """
 
     equal_steps = True
@@ -229,7 +229,8 @@ class RoundKeeper(WeightKeeper):
             else:
                 self._require_same_round(end)
                 self._agree(changed)
-            self._average_statistics(keep=True)
+            if self.strategy.alike:  # if not, they stay each rank's own, as the weights do
+                self._average_statistics(keep=True)
         if self.strategy.alike:
             self._trained.difference_update(changed)
         self._steps[number] = 0

@@ -46,7 +46,8 @@ def gradient(weights, inputs, targets):
 def test_an_agreement_runs_beside_training(loop, tmp_path_factory):
     """Rank 0 is two steps ahead when the others end their round."""
     ahead = shared_folder(tmp_path_factory) / "ahead"
-    model, optimizer = in_rounds(hvkit.DiLoCo(4, overlap=3))
+    layers = [keras.Input((8,)), keras.layers.BatchNormalization(), keras.layers.Dense(4)]
+    model, optimizer = in_rounds(hvkit.DiLoCo(4, overlap=3), model=keras.Sequential(layers))
     data = local(regression(steps=8))
     LOOPS[loop](model, optimizer, data[:1])
     if hvkit.rank() == 0:

@@ -40,7 +40,8 @@ def gradient(weights, inputs, targets):
 def test_an_agreement_runs_beside_training(tmp_path_factory):
     """Rank 0 is two steps ahead when the others end their round."""
     ahead = shared_folder(tmp_path_factory) / "ahead"
-    model, optimizer = in_rounds(hvkit.DiLoCo(4, overlap=3))
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+    model, optimizer = in_rounds(hvkit.DiLoCo(4, overlap=3), model=model)
     data = local(regression(steps=8))
     if hvkit.rank() == 0:
         train(model, optimizer, data[:6])
