@@ -92,6 +92,7 @@ def test_ranks_start_where_slurm_alone_leads_to_the_hosts(
     assert len(job.output.splitlines()) == 4
 
 
+@pytest.mark.every_combination
 def test_hosts_are_checked_where_slurm_alone_leads_to_them(
     slurm: Slurm, hosts: Rig, tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+from cases import cases
 from launching import MPIRUN, run
 
 SCRIPT = """
@@ -24,7 +25,7 @@ def main():
 GUARD = 'if __name__ == "__main__":\n    main()\n'
 
 
-@pytest.mark.parametrize("guarded", [True, False])
+@pytest.mark.parametrize("guarded", cases([False, True]))
 def test_a_script_without_a_guard_gets_an_error_that_names_it(tmp_path, guarded):
     port = tmp_path / "mlx5_0" / "ports" / "1"
     port.mkdir(parents=True)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from cases import cases
 
 ABSENT = """
 import sys
@@ -98,7 +99,7 @@ def test_one_launched_process_does_not_need_horovod_either():
 
 
 @pytest.mark.parametrize(
-    ("framework", "name"), [("torch", "PyTorch"), ("tensorflow", "TensorFlow")]
+    ("framework", "name"), cases([("torch", "PyTorch"), ("tensorflow", "TensorFlow")])
 )
 def test_several_launched_processes_without_horovod_are_told_how_to_get_it(framework, name):
     code = ABSENT + f"import {framework}, hvkit\nhvkit.init()"

@@ -2,6 +2,7 @@
 
 import functools
 import io
+import itertools
 
 import keras
 import numpy as np
@@ -137,21 +138,23 @@ RUNS = pytest.mark.parametrize("run", [TorchRun, KerasRun], ids=["torch", "keras
 FEWER = pytest.mark.parametrize("run", cases([TorchRun, KerasRun]), ids=["torch", "keras"])
 
 
-@RUNS
 @pytest.mark.parametrize(
-    "strategy",
+    ("run", "strategy"),
     cases(
-        [
-            DILOCO,
-            BESIDE,
-            hvkit.Gossip(2),
-            hvkit.ElasticAveraging(5),
-            hvkit.ParameterServer(0),
-            hvkit.LocalSGD(5),
-        ],
-        2,
+        itertools.product(
+            [TorchRun, KerasRun],
+            [
+                DILOCO,
+                BESIDE,
+                hvkit.Gossip(2),
+                hvkit.ElasticAveraging(5),
+                hvkit.ParameterServer(0),
+                hvkit.LocalSGD(5),
+            ],
+        ),
+        first=[(TorchRun, DILOCO), (TorchRun, BESIDE), (KerasRun, DILOCO)],
+        name=lambda case: f"{case[0].__name__}-{case[1]}",
     ),
-    ids=["diloco", "beside", "gossip", "elastic", "server", "localsgd"],
 )
 def test_stopped_in_the_middle_of_a_round(run, strategy, past):
     undisturbed = past.undisturbed(run, strategy)
@@ -220,7 +223,7 @@ def test_a_run_can_go_back(run, folder):
     assert all(map(np.array_equal, once, again))
 
 
-@RUNS
+@FEWER
 def test_a_resumed_run_can_settle_before_its_first_step(run, folder):
     first = run(folder, 1).train(8, save_at=8)
     second = run(folder, 2)

@@ -92,7 +92,7 @@ def test_frozen_weights_are_compared(loop):
     )
 
 
-@pytest.mark.parametrize("batch_norm", ["average", "local"])
+@pytest.mark.parametrize("batch_norm", cases(["average", "local"]))
 def test_state_that_layers_keep_may_differ_between_ranks(batch_norm):
     def model_with_statistics(seed=0):
         keras.utils.set_random_seed(seed)

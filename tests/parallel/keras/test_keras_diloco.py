@@ -115,7 +115,7 @@ def test_layers_that_are_frozen_beside_an_agreement_get_what_is_due():
 
 
 @pytest.mark.two_ranks
-@pytest.mark.parametrize("steps", [6, 8])
+@pytest.mark.parametrize("steps", cases([6, 8]))
 def test_fit_ends_an_agreement_beside_training(steps):
     model, optimizer = in_rounds(hvkit.DiLoCo(4, overlap=3))
     fit(model, optimizer, local(regression(steps=steps)), steps_per_execution=2)

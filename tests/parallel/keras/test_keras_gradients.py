@@ -29,7 +29,7 @@ def sgd(factor=1):
 
 
 @pytest.mark.parametrize("loop", cases(LOOPS, ["function"]))
-@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
+@pytest.mark.parametrize("optimizer", cases(["Adam", "SGD"]))
 def test_embedding_gradients_stay_sparse_and_equal_one_process(loop, optimizer):
     def make_model(seed):
         keras.utils.set_random_seed(seed)
@@ -160,7 +160,7 @@ def test_tensorflow_does_not_warn_that_hvkit_is_traced_again_and_again():
     assert not [text for text in warnings if "GradientAverager" in text]
 
 
-@pytest.mark.parametrize("multiplied", [True, False])
+@pytest.mark.parametrize("multiplied", cases([True, False]))
 def test_a_sum_over_samples_equals_one_process_if_multiplied_by_the_number_of_ranks(multiplied):
     def train(model, optimizer, data, weight):
         loss = keras.losses.MeanSquaredError(reduction="sum")
@@ -175,7 +175,7 @@ def test_a_sum_over_samples_equals_one_process_if_multiplied_by_the_number_of_ra
     assert (largest_difference(weights(model), weights(reference)) < 1e-5) == multiplied
 
 
-@pytest.mark.parametrize("compression", ["none", "bf16"])
+@pytest.mark.parametrize("compression", cases(["bf16", "none"]))
 def test_a_dense_layer_on_sequences_in_batches_of_any_size(compression):
     # While tracing, TensorFlow does not know the shape of such a kernel's gradient.
     rng = np.random.default_rng(0)

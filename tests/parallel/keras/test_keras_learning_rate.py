@@ -177,7 +177,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("loop", cases([fit, graph]))
-@pytest.mark.parametrize("name", cases(OPTIMIZERS, ["Adafactor", "MultiOptimizer"]))
+@pytest.mark.parametrize("name", cases(OPTIMIZERS, ["MultiOptimizer"]))
 def test_optimizers(name, loop):
     if name == "MultiOptimizer" and not hasattr(keras.optimizers, name):
         pytest.skip("this Keras has no MultiOptimizer")

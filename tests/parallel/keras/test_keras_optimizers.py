@@ -76,7 +76,7 @@ OPTIONS = {
     cases(
         [(option, "fit") for option in OPTIONS]
         + [(option, "eager") for option in OPTIONS if option != "loss_scale_factor"],
-        first=[("global_clipnorm", "fit"), ("ema", "fit"), ("loss_scale_factor", "fit")],
+        first=[("global_clipnorm", "fit"), ("ema", "fit")],
     ),
 )
 def test_options_of_optimizers_act_on_the_mean(option, loop):

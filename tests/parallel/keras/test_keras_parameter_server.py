@@ -63,7 +63,7 @@ def fit_unevenly(model, optimizer, data, **more):
     return model.fit(x, y, callbacks=[SlowLastRank()], **options, **more)
 
 
-@pytest.mark.parametrize("loop", cases(["function", "fit", "eager"], 2))
+@pytest.mark.parametrize("loop", cases(["function", "fit", "eager"]))
 def test_staleness_0_is_synchronous(loop):
     data = [(x.astype(np.float64), y.astype(np.float64)) for x, y in local(regression())]
     keras.config.set_floatx("float64")

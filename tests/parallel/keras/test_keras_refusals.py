@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from cases import cases
 from models import (
     LOOPS,
     equals_one_process,
@@ -28,7 +29,7 @@ def sgd(factor=1):
     return keras.optimizers.SGD(0.02 * factor)
 
 
-@pytest.mark.parametrize("compiled", ["before", "after"])
+@pytest.mark.parametrize("compiled", cases(["before", "after"]))
 def test_compile_with_xla_is_switched_off(compiled):
     model = mlp()
     optimizer = sgd()

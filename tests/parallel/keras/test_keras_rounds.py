@@ -61,7 +61,7 @@ def test_gossip_without_gradients_only_mixes(loop):
 
 
 @pytest.mark.parametrize(
-    "strategy", [hvkit.ElasticAveraging(3), hvkit.DiLoCo(3, overlap=2), hvkit.Gossip()]
+    "strategy", cases([hvkit.ElasticAveraging(3), hvkit.DiLoCo(3, overlap=2), hvkit.Gossip()])
 )
 def test_fit_ends_strategies_whose_ranks_differ_with_one_model(strategy):
     data = local(regression(steps=8))
@@ -183,7 +183,7 @@ def test_accumulated_gradients_count_as_one_step():
         assert alike(model) == (number in (0, 3, 4, 7))
 
 
-@pytest.mark.parametrize(("compression", "width"), [("none", 4), ("bf16", 2)])
+@pytest.mark.parametrize(("compression", "width"), cases([("bf16", 2), ("none", 4)]))
 @pytest.mark.parametrize("loop", cases(["function", "eager"]))
 def test_a_round_sends_the_weights_once(loop, compression, width):
     model, optimizer = in_rounds(hvkit.LocalSGD(5), compression=compression)

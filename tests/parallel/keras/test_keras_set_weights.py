@@ -151,8 +151,8 @@ def test_what_compression_leaves_out_at_the_end_of_fit_is_sent_later():
     means = [np.mean(each, axis=0) for each in zip(*everyone, strict=True)]
     assert largest_difference(weights(model), means) > 1e-3
     optimizer.learning_rate = 0.0
-    for _ in range(25):
-        refit(model, local(regression(steps=16)))
+    for _ in range(7):
+        refit(model, local(regression(steps=64)))
     assert largest_difference(weights(model), means) < 1e-5
 
 

@@ -96,7 +96,7 @@ def test_steps_of_batches_are_those_of_one_process(length, size):
 
 
 @pytest.mark.parametrize("kind", BATCHED)
-@pytest.mark.parametrize(("length", "size"), [(0, 2), more(1, 3), more(23, 2), (23, 3)])
+@pytest.mark.parametrize(("length", "size"), [more(0, 2), more(1, 3), more(23, 2), (23, 3)])
 def test_batches_of_every_kind_are_regrouped(length, size, kind):
     check_batched(kind, length, size)
 
@@ -118,7 +118,7 @@ def check_training_of_4(seen, order):
 
 
 @pytest.mark.parametrize("kind", ["batch", "padded", "ragged"])
-@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("known", [more(True), False])
 @pytest.mark.parametrize(
     ("length", "size"), [(0, 2), more(7, 1), (7, 2), more(24, 2), more(31, 2), (31, 3)]
 )
@@ -174,7 +174,7 @@ def test_without_batches_every_nth_element_is_taken(length, size, kind):
 
 
 @pytest.mark.parametrize("kind", ELEMENTS)
-@pytest.mark.parametrize(("length", "size"), [(0, 2), more(1, 3), more(7, 2), (7, 3)])
+@pytest.mark.parametrize(("length", "size"), [more(0, 2), more(1, 3), more(7, 2), (7, 3)])
 def test_elements_of_every_kind_are_sharded(length, size, kind):
     check_elements(kind, length, size)
 
@@ -224,7 +224,7 @@ SEQUENCES = {
         lambda x: x.numpy().tolist(),
     ),
 }  # fmt: skip
-every_two = pytest.mark.parametrize("size", [2, 3])
+every_two = pytest.mark.parametrize("size", [more(2), 3])
 
 
 @every_two
