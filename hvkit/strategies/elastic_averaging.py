@@ -54,6 +54,9 @@ class ElasticAveraging(Rounds):
     def begin(self, weights: Vector) -> State:
         return {"centre": weights + 0}
 
+    def anchor(self, state: State) -> Vector:
+        return state["centre"]  # which all ranks hold once training has ended
+
     def agree(self, weights: Vector, state: State, place: Place) -> Agreement:
         distance = weights - state["centre"]
         centre = state["centre"] + self.pull * (yield Mean(distance))

@@ -92,10 +92,10 @@ class Rounds(Strategy, ABC):
         """
 
     def anchor(self, state: State) -> Vector:
-        """The weights that the ranks last agreed on: what the state calls "anchor", or None.
+        """The weights that the ranks last agreed on; None if the state does not keep them.
 
-        What the script changes between two rounds moves the anchor, too, by ``rebase``. Without one
-        it counts as training.
+        By default the entry "anchor". With an anchor, weights that the script sets between two
+        rounds become the new one, by ``rebase``; without, they count as training.
         """
         return state.get("anchor")
 

@@ -167,8 +167,8 @@ class Settled(keras.callbacks.Callback):  # type: ignore[misc]
         super().__init__()
         self._rounds = rounds
 
-    def on_train_begin(self, logs: Any = None) -> None:
-        """Begin with the weights that the script may have set."""
+    def rebase(self) -> None:
+        """Begin with the weights that the script and callbacks may have set."""
         self._rounds.rebase()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -176,8 +176,9 @@ class Settled(keras.callbacks.Callback):  # type: ignore[misc]
         self._rounds.show_callbacks()
 
     def put_back(self) -> None:
-        """Hold this rank's own weights again, besides those that a callback has set."""
-        self._rounds.take_over()
+        """Hold this rank's own weights again, except where a callback has set others."""
+        self._rounds.keep_what_callbacks_set()
+        self._rounds.put_back()
 
     def on_train_end(self, logs: Any = None) -> None:
         """End the rounds that have begun."""
@@ -215,6 +216,8 @@ class InStep(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begin a pass over the training data."""
+        if self._settled:
+            self._settled.rebase()
         self._epoch.begin()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

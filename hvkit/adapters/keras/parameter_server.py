@@ -22,6 +22,7 @@ from hvkit.adapters.keras.checks import Checks
 from hvkit.adapters.keras.graph_collectives import nothing, widened
 from hvkit.adapters.keras.weights import STEP, Array, Updates, WeightKeeper, in_numpy
 from hvkit.adapters.weight_exchange import Exchange
+from hvkit.engines import waiting_for_all_ranks
 from hvkit.strategies.parameter_server import ParameterServer
 from hvkit.watch.calls import call
 
@@ -68,8 +69,10 @@ class ServedModel(WeightKeeper):
         # Both by the id of a variable: TensorFlow never frees what a graph's functions refer to.
         self._variables: dict[int, tf.Variable] = {}
         self._served: dict[int, _Served] = {}
-        # The vectors as this rank holds them since its last exchange.
+        # The vectors as this rank holds them since its last exchange; the mean over ranks of what
+        # scripts have changed since then, as of when the ranks met last.
         self._read: list[Array] = []
+        self._unsent: list[Array] = []
         # The server's weights by the id of a variable: those of a checkpoint until the first step,
         # and those that were shown last.
         self._resumed: dict[int, Array] = {}
@@ -183,13 +186,24 @@ class ServedModel(WeightKeeper):
                 piece[:] = piece.astype(dtype).astype(piece.dtype)
 
     def _meet(self) -> bool:
-        collectives.gather("hvkit.settled", None)
+        self._unsent = [np.zeros_like(each) for each in self._read]
+        for variable, vector, start, stop in self._served.values():
+            value = widened(variable.value()).numpy().reshape(-1)
+            self._unsent[vector][start:stop] = value - self._read[vector][start:stop]
+        changed = any(each.any() for each in self._unsent)
+        if any(collectives.gather("hvkit.settled", changed)):
+            with waiting_for_all_ranks():
+                self._unsent = [
+                    self._wire.mean(tf.constant(each), f"{self._name}.unsent.{i}").numpy()
+                    for i, each in enumerate(self._unsent)
+                ]
         return self._exchange.begun or bool(self._resumed)
 
     def _show_agreed(self) -> None:
         self._shown = dict(self._resumed)
         if self._exchange.begun:
-            weights = self._exchange.read()
+            served = zip(self._exchange.read(), self._unsent, strict=True)
+            weights = [each + unsent for each, unsent in served]
             self._shown = {k: weights[at][i:j] for k, (_, at, i, j) in self._served.items()}
         held = {id(v): v for v in self._weights()}
         held |= {key: each.variable for key, each in self._served.items()}
@@ -213,19 +227,21 @@ class ServedModel(WeightKeeper):
         if self._exchange.begun:
             vectors = [each.copy() for each in self._read]
             for key, (_, vector, start, stop) in self._served.items():
-                vectors[vector][start:stop] = self._shown[key]
+                # The next step sends what the script has changed, which the server lacks.
+                vectors[vector][start:stop] = self._shown[key] - self._unsent[vector][start:stop]
             self._go_on_from(vectors)
         self._shown = {}
 
-    def rebase(self) -> None:
+    def rebase(self, point: str = "fit") -> None:
         """Nothing to do: what the script has changed travels with the next step."""
 
-    def _take(self, variable: tf.Variable, agreed: Array, chosen: Array) -> None:
-        if id(variable) in self._served:
-            # All ranks send the difference with their next step, and the server takes their mean.
-            variable.assign_add(chosen - agreed)
-        else:
-            variable.assign(chosen)
+    def _replaced(self, variable: tf.Variable, own: Array, agreed: Array, chosen: Array) -> Array:
+        if id(variable) not in self._served:
+            return chosen
+        # All ranks send the difference with their next step, and the server takes their mean.
+        self._shown[id(variable)] = widened(variable.value()).numpy().reshape(-1)
+        moved: Array = own + (chosen - agreed)
+        return moved
 
     def _updated(self) -> list[tf.Variable]:
         return [each.variable for each in self._served.values()]

@@ -22,6 +22,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvkit import collectives
 from hvkit.adapters.agreed_view import require_equal_steps
 from hvkit.adapters.keras.agreements import Network, RunningAgreements, States
 from hvkit.adapters.keras.checks import Checks
@@ -245,32 +246,48 @@ class RoundKeeper(WeightKeeper):
     def _meet(self) -> bool:
         steps = [each.steps_done for each in self._every_group()]
         require_equal_steps(steps)
+        self.rebase("hvkit.settled")
         return any(steps) or not self.strategy.alike
 
-    def rebase(self) -> None:
-        """Take over weights that the script has set since the last agreement, on all ranks.
+    def rebase(self, point: str = "fit") -> None:
+        """Begin with weights that the script has set, where no round has begun; a collective.
 
-        Does nothing in the middle of a round. Where ranks never hold the same weights, only those
-        that the script sets after an end of training are taken over; others count as a change.
+        Where ranks are never alike, that is only after the end of training; other changes count as
+        training. Ranks may see different ends: each counts its own updates.
+
+        Args:
+            point: the name of the call that the user made.
+
+        Raises:
+            RanksDisagreeError: ranks have set other weights.
         """
-        if any(each.steps_done for each in self._every_group()):
+        ended = self.strategy.alike or self._ended_at == self._updates_done()
+        ready = ended and not any(each.steps_done for each in self._every_group())
+        held = [v for v in self._every_variable() if self._has_begun(v)]
+        given = [i for i, v in enumerate(held) if ready and self._is_set(v)]
+        everyone = collectives.gather(point, (ready, given))
+        if not all(theirs for theirs, _ in everyone):
             return
-        if not self.strategy.alike and self._ended_at != self._updates_done():
-            return
-        weights = [weight for weight in self._weights() if self._has_begun(weight)]
-        self._make_same(weights)
-        for weight in weights:
-            self._rebase(weight)
+        variables = [held[i] for i in sorted({i for _, theirs in everyone for i in theirs})]
+        self._make_same(point, variables)
+        for v in variables:
+            self._rebase(v)
 
     def _has_begun(self, weight: tf.Variable) -> bool:
         begun = self._begun.get(id(weight))
         return begun is not None and bool(begun.numpy())
 
-    def _take(self, variable: tf.Variable, agreed: Array, chosen: Array) -> None:
-        variable.assign(chosen)
+    def _is_set(self, weight: tf.Variable) -> bool:
+        """Whether the script has set a weight since the last agreement."""
+        state = {name: variable.value() for name, variable in self._state[id(weight)].items()}
+        anchor = self.strategy.anchor(state)
+        return anchor is not None and not bool(tf.reduce_all(shaped(anchor, weight) == weight))
+
+    def _replaced(self, variable: tf.Variable, own: Array, agreed: Array, chosen: Array) -> Array:
         self._beside.due.pop(id(variable), None)
         if self._has_begun(variable):
             self._rebase(variable)
+        return chosen
 
     def _rebase(self, weight: tf.Variable) -> None:
         held = self._state[id(weight)]
@@ -284,6 +301,7 @@ class RoundKeeper(WeightKeeper):
             begun.assign(False)
         self.arrive()
         self._beside.due.clear()
+        self._ended_at = None
         if self._compressed:
             self._compressed.begin_anew()
         for each in self._every_group():  # graphs hold them

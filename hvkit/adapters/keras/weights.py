@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, WeakMethod, ref
 
@@ -56,49 +57,79 @@ class WeightKeeper(AgreedView):
         self._model = ref(model)
         self._name = name
         self._wire = Wire("weights")
-        self._shown_to_callbacks: list[tuple[Any, Any]] = []
+        # What is shown to callbacks, in the order of ``_values``.
+        self._for_callbacks: list[tuple[Any, Any]] = []
         self._statistics = GraphWait(f"{name}.statistics") if with_statistics else None
 
     @abstractmethod
-    def rebase(self) -> None:
-        """Take over weights that the script has set, on all ranks; called when ``fit`` begins."""
+    def rebase(self, point: str = "fit") -> None:
+        """Begin with weights that the script has set, where no round has begun; a collective.
+
+        Called when an epoch of ``fit`` begins.
+
+        Args:
+            point: the name of the call that the user made.
+        """
 
     def show_callbacks(self) -> None:
         """Show the agreed weights to callbacks, which may set others; a collective."""
         self.show()
-        self._shown_to_callbacks = self._values()
+        self._for_callbacks = self._values()
 
-    def take_over(self) -> None:
-        """Hold this rank's own weights again, besides those that callbacks have set; a collective.
+    def keep_what_callbacks_set(self) -> None:
+        """Let weights that callbacks have set replace this rank's own; a collective.
 
         Raises:
             RanksDisagreeError: callbacks have set other weights on some ranks.
         """
-        if not self.shown:
+        if self._own is None or not self._for_callbacks:
             return
-        shown, self._shown_to_callbacks = self._shown_to_callbacks, []
+        shown = self._for_callbacks
         labels = self._labels([variable for variable, _ in shown])
-        given = [i for i, (v, value) in enumerate(shown) if value.tobytes() != v.numpy().tobytes()]
+        given = [i for i, (v, agreed) in enumerate(shown) if not _same(v.numpy(), agreed)]
         for rank, theirs in enumerate(everyone := collectives.gather("fit", given)):
             if theirs != everyone[0]:
-                label = labels[min(set(theirs) ^ set(everyone[0]))]
+                i = min(set(theirs) ^ set(everyone[0]))
+                by, not_by = (rank, 0) if i in theirs else (0, rank)
                 raise RanksDisagreeError(
-                    f"callbacks have set {label} at the end of an epoch on some ranks only: rank "
-                    f"{rank} and rank 0 differ; set the same weights on every rank"
+                    f"callbacks have set {labels[i]} at the end of an epoch on rank {by} but not "
+                    f"on rank {not_by}: set the same weights on every rank"
                 )
-        self._make_same([shown[i][0] for i in given])
-        chosen = [(*shown[i], shown[i][0].numpy()) for i in given]
-        self.put_back()
-        for each in chosen:
-            self._take(*each)
+        self._make_same("fit", [shown[i][0] for i in given])
+        for i in given:
+            variable, agreed = shown[i]
+            chosen = variable.numpy()
+            self._own[i] = variable, self._replaced(variable, self._own[i][1], agreed, chosen)
+            shown[i] = variable, chosen
 
-    def _make_same(self, variables: Sequence[tf.Variable]) -> None:
+    @abstractmethod
+    def _replaced(self, variable: tf.Variable, own: Array, agreed: Array, chosen: Array) -> Array:
+        """This rank's value of a variable, which callbacks have set from agreed to chosen."""
+
+    def put_back(self) -> None:
+        """Hold this rank's own weights again."""
+        self._for_callbacks = []
+        super().put_back()
+
+    @contextmanager
+    def unsettled(self) -> Iterator[None]:
+        """Hold this rank's own weights for a while, inside ``settled``."""
+        self.keep_what_callbacks_set()
+        with super().unsettled():
+            yield
+
+    def _make_same(self, point: str, variables: Sequence[tf.Variable]) -> None:
         """Let ranks hold the same values where they differ by rounding; a collective.
+
+        Args:
+            point: the name of the call that the user made.
+            variables: the same ones on every rank.
 
         Raises:
             RanksDisagreeError: they differ by more.
         """
-        if not variables or require_same("fit", self._labels(variables), variables):
+        labels = [f"{label} set by the script or a callback," for label in self._labels(variables)]
+        if not variables or require_same(point, labels, variables):
             return
         for n, together in enumerate(pieces(variables)):
             own = tf.concat([flat_values(v) for v in together], axis=0)
@@ -106,10 +137,6 @@ class WeightKeeper(AgreedView):
                 mean = self._wire.mean(own, f"{self._name}.same.{n}")
             for v, piece in zip(together, split(mean, together), strict=True):
                 v.assign(shaped(piece, v))
-
-    @abstractmethod
-    def _take(self, variable: tf.Variable, agreed: Array, chosen: Array) -> None:
-        """Go on with what callbacks have chosen in place of agreed values, on all ranks."""
 
     @abstractmethod
     def end_rounds(self) -> None:
@@ -145,9 +172,12 @@ class WeightKeeper(AgreedView):
         names = {id(tf_variable(w)): f"weight {i}, {w.name}," for i, w in enumerate(weights)}
         return [names.get(id(v), "a variable") for v in variables]
 
+    def _every_variable(self) -> list[tf.Variable]:
+        """The model's weights, and variables that optimizers update beside them; each once."""
+        return list({id(v): v for v in (*self._weights(), *self._updated())}.values())
+
     def _values(self) -> list[tuple[Any, Any]]:
-        variables = {id(v): v for v in (*self._weights(), *self._updated())}.values()
-        return [(variable, variable.numpy()) for variable in variables]
+        return [(variable, variable.numpy()) for variable in self._every_variable()]
 
     def _set_values(self, values: list[tuple[Any, Any]]) -> None:
         for weight, value in values:
@@ -241,6 +271,11 @@ class Updates(ABC):
     @abstractmethod
     def _after(self, weights: list[tf.Variable]) -> None:
         """Exchange weights if it is time."""
+
+
+def _same(array: Array, other: Array) -> bool:
+    """Whether two arrays of one shape and dtype have the same bits."""
+    return np.array_equal(array.reshape(-1).view(np.uint8), other.reshape(-1).view(np.uint8))
 
 
 def pieces(variables: Sequence[tf.Variable]) -> Iterator[list[tf.Variable]]:

@@ -24,6 +24,7 @@ from hvkit.adapters.pytorch.weights import (
     parameters_of,
     write,
 )
+from hvkit.adapters.pytorch.wire import Wire
 from hvkit.adapters.weight_exchange import Exchange
 from hvkit.collectives import require_equal
 from hvkit.strategies.parameter_server import ParameterServer
@@ -72,6 +73,10 @@ class ServedModel(WeightKeeper):
         self.strategy = strategy
         self._exchange = Exchange(strategy)
         self._vectors: list[_Vector] = []
+        # The mean over ranks of what scripts have changed since the last exchange, by vector, as of
+        # when the ranks met last.
+        self._unsent: list[torch.Tensor] = []
+        self._wire = Wire("weights")
         self._served: set[int] = set()
         # The server's weights by the parameter's number: those of a checkpoint until the first
         # step, and those that were shown last.
@@ -134,15 +139,21 @@ class ServedModel(WeightKeeper):
         return dict(zip(vector.numbers, torch.split(tensor, lengths), strict=True))
 
     def _meet(self) -> bool:
-        collectives.gather("hvkit.settled", None)
+        with torch.no_grad():
+            self._unsent = [self._flat(each.numbers) - each.read for each in self._vectors]
+        changed = any(bool(each.any()) for each in self._unsent)
+        if any(collectives.gather("hvkit.settled", changed)):
+            for n, each in enumerate(self._unsent):
+                self._wire.wait(self._wire.start_mean(each, f"{self._name}.unsent.{n}"))
         return self._exchange.begun or bool(self._resumed)
 
     @torch.no_grad()
     def _show_agreed(self) -> None:
         self._shown = dict(self._resumed)
         if self._exchange.begun:
-            for vector, values in zip(self._vectors, self._exchange.read(), strict=True):
-                self._shown.update(self._split(vector, values))
+            served = zip(self._vectors, self._exchange.read(), self._unsent, strict=True)
+            for vector, values, unsent in served:
+                self._shown.update(self._split(vector, values + unsent.cpu().numpy()))
         for i, value in self._shown.items():
             write(self._parameters[i].data, value)
         self._average_statistics(keep=False)

@@ -29,8 +29,8 @@ class RoundEnd(NamedTuple):
         rounds: how many that optimizer has ended, with this one.
         trained: numbers of the parameters that were trained.
         rates: a checksum of the learning rates.
-        rebased: numbers of the parameters that the script has set before the round; a rank may
-            set them again to what they were, so these may differ.
+        rebased: numbers of the parameters that this rank's script has set before the round; not
+            necessarily the same on all ranks.
     """
 
     model: str

@@ -25,7 +25,7 @@ from hvkit.adapters.agreed_view import arrive_before_exit, require_equal_steps
 from hvkit.adapters.gradient_chunks import chunks
 from hvkit.adapters.pytorch.agreements import Agreement
 from hvkit.adapters.pytorch.batch_norm import RunningStatistics
-from hvkit.adapters.pytorch.buckets import CompressionState, like
+from hvkit.adapters.pytorch.buckets import CompressionState
 from hvkit.adapters.pytorch.checks import Checks
 from hvkit.adapters.pytorch.round_ends import (
     STEP,
@@ -37,6 +37,7 @@ from hvkit.adapters.pytorch.step_report import checksum_of_rates
 from hvkit.adapters.pytorch.weights import (
     WeightKeeper,
     flat_copy,
+    holds,
     of_one_kind,
     parameters_of,
     write,
@@ -127,25 +128,24 @@ class RoundKeeper(WeightKeeper):
     def _before_step(self, number: int) -> None:
         self._begin_all()
         if not self._steps[number]:
-            self._rebase(number)
+            self._rebase({self._number[p] for p in parameters_of(self._optimizer(number))})
 
-    def _rebase(self, number: int) -> None:
-        """Take over weights that the script has set since the last agreement.
+    def _rebase(self, numbers: Iterable[int]) -> None:
+        """Begin the round with weights that the script has set since the last agreement.
 
         The ranks compare them when they meet next: this is no collective.
         """
         if not self.strategy.alike:
             return  # where they count as a change like any other
-        for p in parameters_of(self._optimizer(number)):
-            i = self._number[p]
-            anchor = self.strategy.anchor(self._state[i])
-            if anchor is None or i in self._trained or torch.equal(p, like(p, anchor)):
+        for i in numbers:
+            p, anchor = self._parameters[i], self.strategy.anchor(self._state[i])
+            if anchor is None or i in self._trained or holds(p, anchor):
                 continue
             self._state[i] = self.strategy.rebase(flat_copy(p), self._state[i])
             self._rebased.add(i)
 
     @torch.no_grad()
-    def _require_same_rebased(self, point: str, rebased: Iterable[Iterable[int]]) -> None:
+    def _make_rebased_same(self, point: str, rebased: Iterable[Iterable[int]]) -> None:
         """Make the weights that ranks have set between rounds the same on all; a collective.
 
         Args:
@@ -169,6 +169,8 @@ class RoundKeeper(WeightKeeper):
                 self._wire.wait(self._wire.start_mean(mean, name))
                 for i, anchor in self._split(together, mean):
                     self._state[i] = self.strategy.rebase(anchor, self._state[i])
+                    if i not in self._trained:  # the end of the round does not set it
+                        write(self._parameters[i], anchor)
         self._rebased.difference_update(numbers)
 
     def _begin_all(self) -> None:
@@ -245,7 +247,7 @@ class RoundKeeper(WeightKeeper):
         """Raise on every rank unless all end the same round in the same way; a collective."""
         stepping = self._optimizers[end.number]()
         everyone = require_same_end(end, stepping, self._parameters, self._checks.label)
-        self._require_same_rebased(STEP, [theirs.rebased for theirs in everyone])
+        self._make_rebased_same(STEP, [theirs.rebased for theirs in everyone])
 
     @torch.no_grad()
     def _agree(self, numbers: Sequence[int]) -> None:
@@ -336,10 +338,12 @@ class RoundKeeper(WeightKeeper):
 
     def _meet(self) -> bool:
         require_equal_steps(self._steps)
+        if self._begun:
+            self._rebase(range(len(self._parameters)))
         mine = sorted(self._trained), sorted(self._rebased)
         trained, rebased = zip(*collectives.gather("hvkit.settled", mine), strict=True)
         require_same_trained(trained, self._parameters, self._checks.label)
-        self._require_same_rebased("hvkit.settled", rebased)
+        self._make_rebased_same("hvkit.settled", rebased)
         if not self._begun:  # the script may have changed weights without an optimizer
             self._require_alike("hvkit.settled")
         return any(self._steps) or not self.strategy.alike

@@ -178,6 +178,11 @@ def write(parameter: torch.Tensor, vector: torch.Tensor) -> None:
     parameter.detach().copy_(like(parameter, vector))
 
 
+def holds(parameter: torch.Tensor, vector: torch.Tensor) -> bool:
+    """Whether a parameter is what ``write`` makes of a vector."""
+    return torch.equal(parameter.detach(), like(parameter, vector).to(parameter.dtype))
+
+
 def of_one_kind(parameters: Sequence[torch.Tensor], numbers: Iterable[int]) -> list[list[int]]:
     """The numbers of float parameters, in lists of those that fit into one vector."""
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}

@@ -1,12 +1,14 @@
 """Keras: weights that the script and callbacks set, and variables beside the model's."""
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from cases import cases
 from models import LOOPS, alike, fit, in_rounds, local, mse, refit, regression, weights
-from ranks import error_of, largest_difference
+from ranks import error_of, largest_difference, shared_folder
 
 import hvkit
 
@@ -34,58 +36,138 @@ def test_weights_that_the_script_sets_between_two_fits_are_where_the_next_begins
 
 
 class Sets(keras.callbacks.Callback):
-    """Sets all weights at the end of the first epoch, after which nothing trains any more."""
+    """Sets all weights when an event of ``fit`` comes, after which nothing trains any more."""
 
-    def __init__(self, value):
+    def __init__(self, value=0.25, event="on_epoch_end", epoch=0):
         super().__init__()
-        self.value = value
+        self.value, self.epoch = value, epoch
+        setattr(self, event, self.set)
 
-    def on_epoch_end(self, epoch, logs=None):
-        if epoch == 0 and self.value is not None:
-            self.model.set_weights([np.full_like(w, self.value) for w in weights(self.model)])
-        self.model.optimizer.learning_rate = 0.0
+    def set(self, epoch, logs=None):
+        if epoch in (self.epoch, {}):  # the beginning of training has no number
+            if self.value is not None:
+                self.model.set_weights([np.full_like(w, self.value) for w in weights(self.model)])
+            self.model.optimizer.learning_rate = 0.0
 
 
-def fit_with(callback, strategy):
-    """Two epochs of 8 steps; rounds of 3 steps do not end with them."""
+# Rounds of 3 steps end neither with an epoch of 8 nor with two.
+STRATEGIES = [
+    hvkit.DiLoCo(3, 1.0, 0.0),
+    hvkit.ParameterServer(2),
+    hvkit.LocalSGD(3),
+    hvkit.DiLoCo(3, 1.0, 0.0, overlap=2),
+    hvkit.ElasticAveraging(3),
+    hvkit.Gossip(3),
+]
+
+
+def begun(strategy):
     model, optimizer = in_rounds(strategy, keras.optimizers.SGD(0.05))
-    x, y = (np.concatenate(part) for part in zip(*local(regression(steps=8)), strict=True))
     model.compile(optimizer, "mse")
-    model.fit(x, y, 6, epochs=2, shuffle=False, verbose=0, callbacks=[callback])
     return model
 
 
+def train_on(model, *callbacks, epochs=1):
+    x, y = (np.concatenate(part) for part in zip(*local(regression(steps=8)), strict=True))
+    model.fit(x, y, 6, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks))
+
+
+def distance_from(value, model):
+    return largest_difference(weights(model), [np.full_like(w, value) for w in weights(model)])
+
+
 @pytest.mark.parametrize(
-    "strategy",
+    ("strategy", "epoch"),
     cases(
-        [
-            hvkit.DiLoCo(3, 1.0, 0.0),
-            hvkit.ParameterServer(2),
-            hvkit.LocalSGD(3),
-            hvkit.DiLoCo(3, 1.0, 0.0, overlap=2),
-            hvkit.ElasticAveraging(3),
-            hvkit.Gossip(3),
-        ],
-        2,
+        itertools.product(STRATEGIES, [0, 1]),
+        [(hvkit.DiLoCo(3, 1.0, 0.0), 0), (hvkit.ParameterServer(2), 1)],
     ),
 )
-def test_weights_that_a_callback_sets_are_kept(strategy):
-    model = fit_with(Sets(0.25), strategy)
-    assert (
-        largest_difference(weights(model), [np.full_like(w, 0.25) for w in weights(model)]) < 1e-6
-    )
+def test_weights_that_a_callback_sets_are_kept(strategy, epoch):
+    model = begun(strategy)
+    train_on(model, Sets(epoch=epoch), epochs=2)
+    assert distance_from(0.25, model) < 1e-6
+    assert alike(model)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "event"),
+    cases(
+        itertools.product(STRATEGIES, ["on_epoch_begin", "on_train_begin"]),
+        [(hvkit.ElasticAveraging(3), "on_epoch_begin")],
+    ),
+)
+def test_weights_that_a_callback_sets_before_training_are_where_it_begins(strategy, event):
+    model = begun(strategy)
+    train_on(model)
+    train_on(model, Sets(event=event))
+    assert distance_from(0.25, model) < 1e-6
+
+
+@pytest.mark.parametrize("strategy", cases(STRATEGIES))
+def test_a_checkpoint_holds_what_a_callback_before_it_has_set(strategy, tmp_path_factory):
+    folder = shared_folder(tmp_path_factory)
+    model = begun(strategy)
+    saving = hvkit.Checkpoint(folder, model=model, optimizer=model.optimizer).callback()
+    train_on(model, Sets(), saving)
+    resumed = begun(strategy)
+    hvkit.Checkpoint(folder, model=resumed, optimizer=resumed.optimizer).restore()
+    train_on(resumed)
+    assert distance_from(0.25, resumed) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "strategy", cases([hvkit.ElasticAveraging(3), hvkit.ParameterServer(2), hvkit.LocalSGD(3)], 2)
+)
+def test_settled_and_checkpoints_have_what_the_script_sets_between_two_fits(
+    strategy, tmp_path_factory
+):
+    folder = shared_folder(tmp_path_factory)
+    model = begun(strategy)
+    train_on(model)
+    model.set_weights([np.full_like(w, 0.25) for w in weights(model)])
+    with hvkit.settled(model):
+        assert distance_from(0.25, model) < 1e-6
+    model.optimizer.learning_rate = 0.0
+    hvkit.Checkpoint(folder, model=model, optimizer=model.optimizer).save(epoch=1, step=8)
+    resumed = begun(strategy)
+    hvkit.Checkpoint(folder, model=resumed, optimizer=resumed.optimizer).restore()
+    for each in (model, resumed):
+        train_on(each)
+        assert distance_from(0.25, each) < 1e-6
+
+
+@pytest.mark.parametrize("strategy", cases([hvkit.DiLoCo(3, overlap=2), hvkit.ElasticAveraging(3)]))
+def test_a_run_whose_ranks_are_never_alike_can_go_back(strategy, tmp_path_factory):
+    model = begun(strategy)
+    folder = shared_folder(tmp_path_factory)
+    checkpoint = hvkit.Checkpoint(folder, model=model, optimizer=model.optimizer)
+    train_on(model, checkpoint.callback())
+    checkpoint.restore()
+    train_on(model)
+    assert alike(model)
+
+
+def test_a_step_that_one_rank_skips_between_two_fits_confuses_nobody():
+    scaler = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=2.0)
+    model, _ = in_rounds(hvkit.Gossip(1), scaler)
+    model.compile(scaler, "mse")
+    train_on(model)
+    x, y = local(regression(steps=1))[0]
+    model.train_on_batch(x * (np.inf if hvkit.rank() else 1), y)
+    train_on(model)
     assert alike(model)
 
 
 @pytest.mark.parametrize("value", cases([None, 0.5]))
 def test_a_callback_that_sets_other_weights_on_one_rank_is_an_error(value):
     callback = Sets(value if hvkit.rank() == 1 else 0.25)
-    error, text = error_of(lambda: fit_with(callback, hvkit.DiLoCo(3)))
+    error, text = error_of(lambda: train_on(begun(hvkit.DiLoCo(3)), callback))
     assert error is hvkit.RanksDisagreeError, text
     expected = (
-        "at the end of an epoch on some ranks only"
+        "at the end of an epoch on rank 0 but not on rank 1"
         if value is None
-        else "weight 0, kernel, of rank 1 differs"
+        else "weight 0, kernel, set by the script or a callback, of rank 1 differs"
     )
     assert expected in text
 
@@ -98,7 +180,7 @@ def test_weights_that_one_rank_sets_between_two_fits_are_found():
         model.layers[0].kernel.assign(np.zeros((8, 16)))
     error, text = error_of(lambda: refit(model, data))
     assert error is hvkit.RanksDisagreeError
-    assert "weight 0, kernel, of rank 1 differs" in text
+    assert "weight 0, kernel, set by the script or a callback, of rank 1 differs" in text
 
 
 def test_ranks_that_round_differently_between_two_fits_become_alike():
