@@ -137,7 +137,7 @@ def test_settled_and_checkpoints_have_what_the_script_sets_between_two_fits(
         assert distance_from(0.25, each) < 1e-6
 
 
-@pytest.mark.parametrize("strategy", cases([hvkit.DiLoCo(3, overlap=2), hvkit.ElasticAveraging(3)]))
+@pytest.mark.parametrize("strategy", cases([hvkit.DiLoCo(4, overlap=2), hvkit.ElasticAveraging(4)]))
 def test_a_run_whose_ranks_are_never_alike_can_go_back(strategy, tmp_path_factory):
     model = begun(strategy)
     folder = shared_folder(tmp_path_factory)
@@ -217,6 +217,22 @@ def test_looking_leaves_variables_beside_the_model_alone(strategy, loop):
     with hvkit.settled(model):
         mean = np.mean(range(hvkit.size()))
         assert beside.numpy() == pytest.approx(1 - 10 * 0.01 * mean, abs=1e-6)
+
+
+def test_a_variable_beside_the_model_that_the_script_sets_is_where_the_next_round_begins():
+    model, optimizer = in_rounds(hvkit.DiLoCo(2, 0.5, 0.0), keras.optimizers.SGD(0.05))
+    beside = keras.Variable(1.0)
+    for step, (x, y) in enumerate(local(regression(steps=4))):
+        if step == 2:
+            beside.assign(10.0)
+            optimizer.learning_rate = 0.0
+            with hvkit.settled(model):
+                pass
+        with tf.GradientTape() as tape:
+            loss = mse(y, beside * model(x))
+        variables = [*model.trainable_variables, beside]
+        optimizer.apply(tape.gradient(loss, variables), variables)
+    assert beside.numpy() == 10.0
 
 
 def test_what_compression_leaves_out_at_the_end_of_fit_is_sent_later():
