@@ -63,10 +63,12 @@ unit: setup
 parallel: setup
 	$(call RANKS,2) tests/parallel
 
-# On three ranks the cases of `make test`: every combination runs on two ranks. The second run
-# removes hvkit's averaging, and passes only if every test of it then fails.
+# On three ranks the cases of `make test`: every combination runs on two ranks. On four, where a ring
+# of neighbours is not all ranks. The last run removes hvkit's averaging, and passes only if every
+# test of it then fails.
 more-ranks: setup
 	$(call RANKS,3) -m "not accuracy and not every_combination" tests/parallel
+	$(call RANKS,4) $(addprefix tests/parallel/pytorch/test_torch_,averaging.py rounds.py)
 	$(call RANKS,2) --without-averaging tests/parallel/pytorch/test_torch_equals_one_process.py \
 		tests/parallel/keras/test_keras_equals_one_process.py
 

@@ -3,10 +3,11 @@
     pip install -e '.[bench]'
     export HVKIT_DATA_DIR=...           # the folder of MNIST and CIFAR-10
     python bench/strategies.py learn    # an hour on two cores
+    python bench/strategies.py sweep    # other settings, on the CIFAR-10 subset; half an hour
     python bench/strategies.py time     # as root, on four hosts made on this machine; half an hour
     python bench/strategies.py report   # prints tables, and draws docs/pictures/strategies_*.svg
 
-The first two add records to bench/strategies.jsonl, and leave out what it has: delete a line to
+The first three add records to bench/strategies.jsonl, and leave out what it has: delete a line to
 measure it again. Names after the command choose workloads.
 """
 
@@ -57,6 +58,37 @@ CASES = [
 # Strategies with a momentum of their own, or none, take steps of another size.
 SGD = {"ParameterServer": {"lr": 0.2}, "DeMo": {"lr": 0.004}}
 
+# Settings that the text of docs/strategies/figures.md speaks of, by what they are about; each is
+# learned on the CIFAR-10 subset.
+PLAIN = {"lr": 0.2}  # without momentum
+SWEEPS = {
+    "Steps in a round": [
+        *((f"LocalSGD {every}", f"LocalSGD:every={every}", "none", {}) for every in (2, 4, 8)),
+        (
+            "LocalSGD 16, rate 0.1",
+            "LocalSGD:every=16",
+            "none",
+            {"sgd": {"lr": 0.1, "momentum": 0.9}},
+        ),
+        ("Synchronous, rate 0.1", "Synchronous", "none", {"sgd": {"lr": 0.1, "momentum": 0.9}}),
+    ],
+    "DiLoCo's outer rate and momentum": [
+        (f"DiLoCo 16, {lr}, {m}", f"DiLoCo:every=16,outer_lr={lr},outer_momentum={m}", "none", {})
+        for lr, m in ((0.5, 0.5), (0.7, 0.3), (0.7, 0.5), (1.0, 0.3), (0.5, 0.9), (0.7, 0.9))
+    ],
+    "TopK with and without error feedback": [
+        ("TopK 1%, no feedback", "Synchronous", "TopK:ratio=0.01", {"feedback": False}),
+        ("no momentum", "Synchronous", "none", {"sgd": PLAIN}),
+        ("TopK 1%, no momentum", "Synchronous", "TopK:ratio=0.01", {"sgd": PLAIN}),
+        (
+            "TopK 1%, no momentum, no feedback",
+            "Synchronous",
+            "TopK:ratio=0.01",
+            {"sgd": PLAIN, "feedback": False},
+        ),
+    ],
+}
+
 
 def cases(workload):
     for name, strategy, compression in CASES:
@@ -71,12 +103,24 @@ def cases(workload):
 def learn(workloads):
     """Train every case to the end, a few times, on ranks of this machine."""
     for workload in workloads:
-        done = {record["name"] for record in records("curve") if record["workload"] == workload}
-        for case in cases(workload):
-            if case["name"] not in done:
-                launch = ["mpirun", "-np", str(RANKS), "--oversubscribe", "--bind-to", "none"]
-                command = [*launch, *on_ranks(workload, [case]), "--seeds", str(SEEDS)]
-                add(subprocess.run(command, env=environment(), stdout=subprocess.PIPE, check=True))
+        learn_cases(workload, cases(workload))
+
+
+def sweep(_):
+    """Train with other settings."""
+    for some in SWEEPS.values():
+        for name, strategy, compression, more in some:
+            case = {"name": name, "strategy": strategy, "compression": compression, **more}
+            learn_cases("cifar", [case])
+
+
+def learn_cases(workload, some):
+    done = {record["name"] for record in records("curve") if record["workload"] == workload}
+    for case in some:
+        if case["name"] not in done:
+            launch = ["mpirun", "-np", str(RANKS), "--oversubscribe", "--bind-to", "none"]
+            command = [*launch, *on_ranks(workload, [case]), "--seeds", str(SEEDS)]
+            add(subprocess.run(command, env=environment(), stdout=subprocess.PIPE, check=True))
 
 
 def measure_time(workloads):
@@ -138,6 +182,7 @@ def report(workloads):
     timed = {workload: by_name(workload, "seconds") for workload in workloads}
     for workload in workloads:
         print_table(workload, learned[workload], timed[workload])
+    print_sweeps()
     with picture("bytes", workloads) as places:
         for workload, place in places.items():
             draw_bytes(place, workload, learned[workload])
@@ -159,13 +204,32 @@ def picture(name, workloads):
     figure.savefig(ROOT / f"docs/pictures/strategies_{name}.svg", metadata={"Date": None})
 
 
-def by_name(workload, key):
+def by_name(workload, key, names=None):
     """The records of a workload's cases."""
     found = defaultdict(list)
     for record in records(key):
         if record["workload"] == workload:
             found[record["name"]].append(record)
-    return {name: found[name] for name, _, _ in CASES if name in found}
+    return {name: found[name] for name in names or [case[0] for case in CASES] if name in found}
+
+
+def print_sweeps():
+    """Print what other settings reach on the CIFAR-10 subset, beside the settings of the table."""
+    beside = {
+        "Steps in a round": ["Synchronous", "LocalSGD 16"],
+        "DiLoCo's outer rate and momentum": ["LocalSGD 16", "DiLoCo 16"],
+        "TopK with and without error feedback": ["Synchronous", "Synchronous, TopK 1%"],
+    }
+    for title, some in SWEEPS.items():
+        print(f"\n| {title} | Accuracy, % |\n|---|---|")
+        names = [*beside[title], *(case[0] for case in some)]
+        for name, runs in by_name("cifar", "curve", names).items():
+            print(f"| {name} | {at_the_end(runs)} |")
+
+
+def at_the_end(runs):
+    ends = [run["curve"][-1][1] for run in runs]
+    return f"{statistics.mean(ends):.2f} ({min(ends):.2f} to {max(ends):.2f})"
 
 
 def print_table(workload, learned, timed):
@@ -175,8 +239,6 @@ def print_table(workload, learned, timed):
     print("|---" * (3 + len(BANDWIDTHS) + len(DELAYS)) + "|")
     full = learned["Synchronous"][0]["bytes"]
     for name, runs in learned.items():
-        ends = [run["curve"][-1][1] for run in runs]
-        spread = f"{statistics.mean(ends):.2f} ({min(ends):.2f} to {max(ends):.2f})"
         one = runs[0]
         sent = ratio(one["bytes"] / full)
         if one["most_bytes"] > 1.05 * one["bytes"]:
@@ -185,7 +247,7 @@ def print_table(workload, learned, timed):
         links = [f"{seconds[each]:.0f}" if each in seconds else "" for each in BANDWIDTHS]
         waits = [one["most_messages"] * hops(name) * delay for delay in DELAYS]
         waits = [f"{wait:.0f}" if wait > 9.5 else f"{wait:.1f}" for wait in waits]
-        print(f"| {name} | {spread} | {sent} | {' | '.join(links + waits)} |")
+        print(f"| {name} | {at_the_end(runs)} | {sent} | {' | '.join(links + waits)} |")
 
 
 def ratio(part):
@@ -262,7 +324,7 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = {"learn": learn, "time": measure_time, "report": report}
+    commands = {"learn": learn, "sweep": sweep, "time": measure_time, "report": report}
     parser.add_argument("command", choices=commands)
     parser.add_argument("workloads", nargs="*", help=", ".join(WORKLOADS))
     flags = parser.parse_args()

@@ -166,6 +166,20 @@ def _rows(images):
     return Rows(pixels, labels)
 
 
+class TopKWithoutFeedback(hvkit.TopK):
+    """``TopK`` that forgets what it has not sent, to see what the error feedback does."""
+
+    own = ()
+
+    def begin(self, shape):
+        return {}
+
+    def reduce(self, vector, shapes, state, ops, place):
+        nothing = {"residual": [0 * vector]}
+        mean, _ = yield from super().reduce(vector, shapes, nothing, ops, place)
+        return mean, {}
+
+
 class Training:
     """A model under one strategy, its optimizer, and batches without end.
 
@@ -181,11 +195,11 @@ class Training:
         optimizer = workload.optimizer(model)
         if "sgd" in case:
             optimizer = torch.optim.SGD(model.parameters(), **case["sgd"])
+        reduction = compression(case["compression"])
+        if not case.get("feedback", True):
+            reduction = TopKWithoutFeedback(reduction.ratio)
         self._model, self._optimizer = hvkit.distribute(
-            model,
-            optimizer,
-            strategy=strategy(case["strategy"]),
-            compression=compression(case["compression"]),
+            model, optimizer, strategy=strategy(case["strategy"]), compression=reduction
         )
         self._schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self._optimizer, workload.steps)
         self._batches = _without_end(hvkit.shard(_loader(rows, workload, shuffle=True), seed=seed))

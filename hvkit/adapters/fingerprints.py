@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -217,6 +217,22 @@ def require_same(call: str, compared: Sequence[Compared], rows: Sequence[Rows]) 
     if text := judge(np.array([rows for _, rows in everyone]), compared, exact=False):
         raise RanksDisagreeError(text)
     return False
+
+
+def first_unlike(everyone: Sequence[Collection[int]]) -> tuple[int, int, int] | None:
+    """The first number that some ranks list and others do not; None if all list the same.
+
+    Args:
+        everyone: the numbers, by rank.
+
+    Returns:
+        The number, a rank that lists it, and one that does not.
+    """
+    for rank, theirs in enumerate(everyone):
+        if unlike := set(theirs) ^ set(everyone[0]):
+            first = min(unlike)
+            return (first, rank, 0) if first in theirs else (first, 0, rank)
+    return None
 
 
 def of_gradients(rows: Sequence[Rows]) -> Rows:

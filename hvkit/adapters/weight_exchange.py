@@ -32,11 +32,13 @@ from hvkit.adapters.weight_server import (
     Server,
 )
 from hvkit.errors import RankLostError
+from hvkit.log import logger
 from hvkit.messages import Mailbox
 from hvkit.strategies.parameter_server import Array, ParameterServer
 from hvkit.watch.calls import call, waiting
 
 _STEP = "optimizer.step()"
+_MEETING = "hvkit.settled"
 _END_OF_SCRIPT = "the end of the script"
 
 
@@ -168,6 +170,10 @@ class Service:
 
 _service: Service | None = None
 _models = 0
+# By queue: the last iteration in which this rank has taken a batch.
+_iterations: dict[int, int] = {}
+# The queues for which ranks have differed.
+_uneven: set[int] = set()
 
 
 def take_batch(queue: int, iteration: int, count: int = 1) -> int:
@@ -175,7 +181,7 @@ def take_batch(queue: int, iteration: int, count: int = 1) -> int:
 
     Args:
         queue: a number, the same on every rank.
-        iteration: over this queue.
+        iteration: over this queue, counted from 1.
         count: 0 to look at the next number, and take nothing.
 
     Raises:
@@ -188,7 +194,29 @@ def take_batch(queue: int, iteration: int, count: int = 1) -> int:
             "pass strategy=hvkit.ParameterServer(staleness=None) to hvkit.distribute before the "
             "loop, or leave dynamic out"
         )
+    if count:
+        _iterations[queue] = max(iteration, _iterations.get(queue, 0))
     return _service.take(np.array([queue, iteration, count], np.int64))
+
+
+def compare_iterations() -> None:
+    """Warn, once for each queue, if a rank has begun more iterations than others; a collective.
+
+    This is no error: scripts that count steps instead of epochs end in different epochs.
+    """
+    everyone = [dict(each) for each in collectives.gather(_MEETING, [*_iterations.items()])]
+    for queue in sorted(set().union(*everyone) - _uneven):
+        begun = [theirs.get(queue, 0) for theirs in everyone]
+        if len(set(begun)) > 1:
+            _uneven.add(queue)
+            if runtime.rank() == 0:
+                counts = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(begun))
+                logger.warning(
+                    "ranks have begun different numbers of epochs of the data from "
+                    f"hvkit.shard(..., dynamic=True) ({counts}), so at the end some train alone: "
+                    "iterate over it equally often on every rank, and look at samples in the "
+                    "original data"
+                )
 
 
 class Exchange:

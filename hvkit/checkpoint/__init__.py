@@ -6,6 +6,8 @@
     ├── part            what saves one object into one file: the base class, small JSON states
     │   ├── pytorch     PyTorch models, optimizers and anything else with a state dict
     │   └── keras       Keras models, optimizers and callbacks
+    ├── strategies      what the models' strategies keep, and the weights that they show in a save
+    ├── progress        where training continues: epoch, step, batches, extras
     ├── ranks           what differs between ranks: random states, layer statistics
     ├── resume          loads the newest complete checkpoint on all ranks
     ├── store           the directory on disk, used by rank 0 alone: lock, folders, manifest
@@ -15,6 +17,7 @@ To save another kind of object, write a subclass of ``part.Part`` and choose it 
 ``checkpoint._part_for``.
 """
 
-from hvkit.checkpoint.checkpoint import Checkpoint, Progress
+from hvkit.checkpoint.checkpoint import Checkpoint
+from hvkit.checkpoint.progress import Progress
 
 __all__ = ["Checkpoint", "Progress"]

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvkit import collectives, runtime
-from hvkit.adapters.adapter import Keeper, framework_of, keepers_of
+from hvkit.adapters.adapter import framework_of
 from hvkit.adapters.fingerprints import Compared, Rows, require_same
 from hvkit.checkpoint import ranks, resume, store
-from hvkit.checkpoint.part import JsonPart, Part, StrategyPart
+from hvkit.checkpoint.part import JsonPart, Part
+from hvkit.checkpoint.progress import (
+    Progress,
+    checked_count,
+    checked_extras,
+    require_same_progress,
+)
+from hvkit.checkpoint.strategies import StrategyPart, parts_of_strategies, settled, unsettled
 from hvkit.collectives import share
-from hvkit.errors import HvkitError, RanksDisagreeError
+from hvkit.errors import HvkitError
 from hvkit.watch.calls import named
 
 if TYPE_CHECKING:
@@ -26,26 +31,6 @@ _SAVE = "Checkpoint.save"
 
 # Every checkpoint has files manifest.json and ranks.npz, and the latter an entry "random".
 _RESERVED = ("manifest", "random", "ranks")
-
-_JSON = "extras hold what JSON can: dicts with str keys, lists, str, int, float, bool and None"
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where training continues."""
-
-    epoch: int = 0
-    """The epoch that was passed to ``save``: the number of epochs done."""
-    step: int = 0
-    """The step that was passed to ``save``: the number of optimizer steps done."""
-    batches: int = 0
-    """Batches of the epoch that this rank must skip, because the saved run trained on them."""
-    extras: dict[str, Any] = field(default_factory=dict)
-    """The extras that were passed to ``save``; tuples come back as lists."""
-    size: int | None = None
-    """The number of ranks that saved; None if there was no checkpoint."""
-    folder: Path | None = None
-    """The checkpoint's folder; None if there was no checkpoint."""
 
 
 class Checkpoint:
@@ -110,7 +95,7 @@ class Checkpoint:
 
     def __init__(self, directory: str | Path, *, keep: int | None = 3, **parts: Any) -> None:
         self.directory = Path(directory)
-        if keep is not None and _checked_count("keep", keep) < 1:
+        if keep is not None and checked_count("keep", keep) < 1:
             raise ValueError(f"keep must be at least 1, or None to keep all, got {keep}")
         self.keep = keep
         self.parts = _parts_of(parts)
@@ -145,29 +130,28 @@ class Checkpoint:
         """
         problem: Exception | None = None
         progress, own = Progress(), {}
-        parts: list[Part] = []
+        kept: list[StrategyPart] = []
         compared: list[Compared] = []
         rows: list[Rows] = []
         try:
             progress = Progress(
-                epoch=_checked_count("epoch", epoch),
-                step=_checked_count("step", step),
-                batches=_checked_count("batches", batches),
-                extras=_checked_extras(extras),
+                epoch=checked_count("epoch", epoch),
+                step=checked_count("step", step),
+                batches=checked_count("batches", batches),
+                extras=checked_extras(extras),
             )
             self._end_epoch(progress.epoch)
-            parts = self._parts_now()
+            kept = parts_of_strategies(self.parts)
         except Exception as error:  # any error: the other ranks must not wait for this one
             problem = error
         # From here on no rank trains, so that what they count together stands still.
-        _require_same_progress(share(_SAVE, problem, (progress.epoch, progress.step)))
-        for keeper in _keepers(parts):
-            keeper.arrive()
+        require_same_progress(share(_SAVE, problem, (progress.epoch, progress.step)))
+        for each in kept:
+            each.keeper.arrive()
+        parts = [*self.parts, *kept]
         mine: dict[str, bytes] = {}
         try:
-            with ExitStack() as stack:
-                for keeper in _keepers(parts):
-                    stack.enter_context(keeper.unsettled())
+            with unsettled(kept):
                 own = ranks.capture(parts)
             mine = ranks.digests(own)
             compared, rows = ranks.compared(parts)
@@ -178,9 +162,7 @@ class Checkpoint:
         states = collectives.collect(_SAVE, ranks.unlike(own, mine, collectives.broadcast(mine)))
         del own
         name = store.name_of(progress.step)
-        with ExitStack() as stack:
-            for keeper in _keepers(parts):
-                stack.enter_context(keeper.settled())
+        with settled(kept), ExitStack() as stack:
             for part in parts:
                 stack.enter_context(part.gathered())
             if runtime.rank() == 0:
@@ -201,19 +183,6 @@ class Checkpoint:
             for part in self.parts:
                 part.end_epoch()
             self._epoch = epoch
-
-    def _parts_now(self) -> list[Part]:
-        """The parts, with what the strategies of the models keep."""
-        models = {part: keepers_of(part.model) for part in self.parts if part.model is not None}
-        # Once each: several parts may be parts of one distributed model.
-        names = {
-            keeper: part.name + (f"-{number}" if number else "")
-            for part, keepers in reversed(models.items())
-            for number, keeper in enumerate(keepers)
-        }
-        for part in self.parts:
-            part.alone = any(keeper.alone for keeper in models.get(part, names))
-        return [*self.parts, *(StrategyPart(name, keeper) for keeper, name in names.items())]
 
     def _write(
         self, name: str, progress: Progress, parts: list[Part], states: Iterator[dict[str, Any]]
@@ -271,7 +240,7 @@ class Checkpoint:
             HvkitError: an older or newer hvkit wrote the checkpoint in another format.
             OSError: rank 0 may not read it.
         """
-        parts = self._parts_now()
+        parts = [*self.parts, *parts_of_strategies(self.parts)]
         found = resume.find(self.directory, parts)
         if found is None:
             return Progress()
@@ -316,20 +285,6 @@ class Checkpoint:
         batches = self._restored.batches if epoch == self._restored.epoch else 0
         self._restored = Progress()
         return batches
-
-
-def _keepers(parts: list[Part]) -> list[Keeper]:
-    return [part.keeper for part in parts if isinstance(part, StrategyPart)]
-
-
-def _require_same_progress(everyone: list[tuple[int, int]]) -> None:
-    for rank, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
-            (epoch, step), (other_epoch, other_step) = everyone[0], theirs
-            raise RanksDisagreeError(
-                f"save needs the same epoch and step on every rank: rank 0 passes epoch={epoch}, "
-                f"step={step}, rank {rank} epoch={other_epoch}, step={other_step}"
-            )
 
 
 def _parts_of(given: Mapping[str, Any]) -> list[Part]:
@@ -398,59 +353,9 @@ def _has_state(thing: Any) -> bool:
     return all(callable(getattr(thing, each, None)) for each in ("state_dict", "load_state_dict"))
 
 
-def _checked_count(name: str, value: object) -> int:
-    """The value as an int that is not negative.
-
-    Raises:
-        TypeError: it is not an integer.
-        ValueError: it is negative.
-    """
-    if hasattr(value, "__index__") and not isinstance(value, bool):
-        value = value.__index__()  # NumPy integers too
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
-    if value < 0:
-        raise ValueError(f"{name} must not be negative, got {value}")
-    return value
-
-
 def _checked_every(every: str | int) -> int:
     if isinstance(every, bool) or not isinstance(every, int):
         raise TypeError(f'every must be "epoch" or a number of steps, got {every!r}')
     if every < 1:
         raise ValueError(f"every must be at least 1 step, got {every}")
     return every
-
-
-def _checked_extras(extras: object) -> dict[str, Any]:
-    """The extras as JSON returns them.
-
-    Raises:
-        TypeError: JSON cannot hold them, or would change more than tuples into lists.
-    """
-    if extras is None:
-        return {}
-    if not isinstance(extras, dict):
-        raise TypeError(f"extras must be a dict, got {extras!r} of type {type(extras).__name__}")
-    _require_json(extras, "extras")
-    copy: dict[str, Any] = json.loads(json.dumps(extras))
-    return copy
-
-
-def _require_json(value: object, name: str) -> None:
-    if isinstance(value, dict):
-        for key, each in value.items():
-            if not isinstance(key, str):
-                raise TypeError(f"{name} has the key {key!r} of type {_type_of(key)}; {_JSON}")
-            _require_json(each, f"{name}[{key!r}]")
-    elif isinstance(value, list | tuple):
-        for i, each in enumerate(value):
-            _require_json(each, f"{name}[{i}]")
-    elif value is not None and not isinstance(value, str | int | float):
-        hint = "; use .item() or .tolist()" if hasattr(value, "tolist") else ""
-        raise TypeError(f"{name} is of type {_type_of(value)}; {_JSON}{hint}")
-
-
-def _type_of(value: object) -> str:
-    kind = type(value)
-    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"

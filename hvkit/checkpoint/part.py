@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -12,10 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hvkit import runtime
-from hvkit.adapters.adapter import Keeper
 from hvkit.adapters.fingerprints import Compared, Rows
-from hvkit.log import logger
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -95,58 +91,6 @@ class Part(ABC):
 
     def end_epoch(self) -> None:  # noqa: B027  # most objects count no epochs
         """Count the current epoch as done, even if a loop left the data before its end."""
-
-
-class StrategyPart(Part):
-    """What a strategy and a compression keep of a model, in a plain ``.npz`` file.
-
-    Args:
-        model: the name of the model's part.
-        keeper: of the model.
-    """
-
-    optional = True
-
-    def __init__(self, model: str, keeper: Keeper) -> None:
-        super().__init__(f"{model}-strategy", ".npz")
-        self.keeper = keeper
-        self.goes_on = True
-        """Whether ``load`` goes on in the saved round, with each rank's own weights."""
-
-    def facts(self) -> dict[str, Any]:
-        return {
-            "strategy": repr(self.keeper.strategy),
-            "compression": repr(self.keeper.compression),
-        }
-
-    def own(self) -> Arrays:
-        return {f"{NOT_IN_FILE}{n}": array for n, array in self.keeper.own_state().items()}
-
-    def load_own(self, arrays: Arrays) -> None:
-        self.keeper.load_own_state({n.removeprefix(NOT_IN_FILE): a for n, a in arrays.items()})
-
-    def matches(self, facts: Mapping[str, Any]) -> bool:
-        """Whether the run was saved with this strategy and compression."""
-        return all(facts.get(name) == value for name, value in self.facts().items())
-
-    def save(self, path: Path) -> None:
-        with path.open("wb") as file:
-            np.savez(file, allow_pickle=False, **self.keeper.state())
-
-    def load(self, content: bytes, facts: Mapping[str, Any]) -> None:
-        if not self.matches(facts):
-            self.begin_anew(f"saved with {facts['strategy']}, compression {facts['compression']}")
-            return
-        with np.load(io.BytesIO(content)) as values:
-            arrays = {name: values[name] for name in values.files}
-        self.keeper.load_state(arrays, in_round=self.goes_on)
-
-    def begin_anew(self, reason: str) -> None:
-        """Begin with the weights that all ranks have loaded."""
-        self.keeper.begin_anew()
-        if runtime.rank() == 0:
-            mine = f"{self.keeper.strategy}, compression {self.keeper.compression},"
-            logger.info(f"{mine} begins anew with the loaded weights: {reason}")
 
 
 class JsonPart(Part):

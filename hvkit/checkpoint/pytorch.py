@@ -20,6 +20,9 @@ from hvkit.adapters.pytorch.reducer import is_averaged
 from hvkit.adapters.pytorch.refusals import is_divided
 from hvkit.checkpoint.part import ALONE, NOT_IN_FILE, Arrays, Part, end_epoch_of
 
+# The name of the array with the steps of the warm-up that a rank which trains alone has done.
+_WARMUP = f"{ALONE}warmup-steps"
+
 
 class TorchPart(Part):
     """An object whose state ``torch.load`` reads with ``weights_only=True``."""
@@ -76,22 +79,26 @@ class TorchPart(Part):
         return record_of(self._thing)
 
     def own(self) -> Arrays:
-        if self.alone:
-            content = io.BytesIO()
-            torch.save(_without_numpy_scalars(self._thing.state_dict()), content)
-            return {self._whole(): np.frombuffer(content.getvalue(), np.uint8)}
-        return {name: _as_bytes(buffer) for name, buffer in self._buffers().items()}
+        if not self.alone:
+            return {name: _as_bytes(buffer) for name, buffer in self._buffers().items()}
+        content = io.BytesIO()
+        torch.save(_without_numpy_scalars(self._thing.state_dict()), content)
+        found = {self._whole(): np.frombuffer(content.getvalue(), np.uint8)}
+        warmup = self._warmup()
+        return found | ({_WARMUP: np.array(warmup.steps_done)} if warmup else {})
 
     def _whole(self) -> str:
         """The name of the array with the whole state of a rank that trains alone."""
         return f"{ALONE if self.model is None else NOT_IN_FILE}state"
 
     def load_own(self, arrays: Arrays) -> None:
-        if self._whole() in arrays:
-            self._load_state(arrays[self._whole()].tobytes())
-            return
+        rest = dict(arrays)
+        if (state := rest.pop(self._whole(), None)) is not None:
+            self._load_state(state.tobytes())
+        if (steps := rest.pop(_WARMUP, None)) is not None and (warmup := self._warmup()):
+            warmup.steps_done = int(steps)
         buffers = self._buffers()
-        for name, array in arrays.items():
+        for name, array in rest.items():
             buffer = buffers[name]
             value = torch.from_numpy(array.copy()).view(buffer.dtype).view(buffer.shape)
             with torch.no_grad():

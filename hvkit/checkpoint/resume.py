@@ -9,8 +9,9 @@ from pathlib import Path
 
 from hvkit import collectives, runtime
 from hvkit.checkpoint import ranks, store
-from hvkit.checkpoint.part import Part, StrategyPart
+from hvkit.checkpoint.part import Part
 from hvkit.checkpoint.store import Manifest
+from hvkit.checkpoint.strategies import StrategyPart
 from hvkit.collectives import share
 from hvkit.errors import RanksDisagreeError
 from hvkit.log import logger

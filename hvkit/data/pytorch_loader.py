@@ -165,9 +165,7 @@ class DynamicLoader(DataLoader[Any]):
         self._size, self._seed, self._queue = size, seed, Queue()
         self._position = self._order.position
         self._iterations = 0
-        # Batches of the iteration that runs; how many this rank has had in the last one.
-        self._batches: int | None = None
-        self._had = 0
+        self._batches: int | None = None  # of the iteration that runs
         self._adapter = adapter_that_forbids_forks(loader)
         options = _options(loader, self._adapter)
         batches = _Taken(self._take)
@@ -187,31 +185,18 @@ class DynamicLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         iteration = self._position.begin()
-        self._refuse_look()
         self._iterations += 1
-        self._had = 0
         self.generator.manual_seed(seed_from(self._seed, self._position.epoch, runtime.rank()))
         return self._counted(iteration, started(super().__iter__, self._adapter))
 
     def _counted(self, iteration: object, batches: Iterator[Any]) -> Iterator[Any]:
         try:
-            for batch in batches:
-                self._had += 1
-                yield batch
+            yield from batches
         except GeneratorExit:
             self._position.leave(iteration)
             raise
         self._position.end(iteration)
         self._batches = None
-
-    def _refuse_look(self) -> None:
-        """Raise if this rank has only looked at the iteration before, which others may read."""
-        if self._batches is not None and self._had == 1 and self._taken() < self._batches:
-            raise ValueError(
-                "this rank has left an epoch of a DataLoader from hvkit.shard(..., dynamic=True) "
-                "after its first batch, so the ranks would be in different epochs: look at samples "
-                "in the original DataLoader"
-            )
 
     def _taken(self) -> int:
         assert self._batches is not None

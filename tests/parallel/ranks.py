@@ -88,3 +88,17 @@ def error_of(function):
     except Exception as error:
         return type(error), str(error)
     return None, ""
+
+
+def gossip_matrix(topology, size):
+    """What a step of ``hvkit.Gossip`` multiplies the ranks' weights by."""
+    matrix = np.zeros((size, size))
+    for rank in range(size):
+        near = {rank - 1, rank, rank + 1} if topology == "ring" else set(range(size))
+        columns = sorted({each % size for each in near})
+        matrix[rank, columns] = 1 / len(columns)
+    return matrix
+
+
+def as_vector(arrays):
+    return np.concatenate([array.ravel() for array in arrays])

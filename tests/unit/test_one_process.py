@@ -44,6 +44,16 @@ except KeyError:
 assert hvkit.average(0.1) == 0.1 and hvkit.average({"a": 1}) == {"a": 1.0}
 """
 
+EVERYTHING = """
+import hvkit
+STRATEGIES = (
+    hvkit.Synchronous(), hvkit.Centralized(), hvkit.ShardedOptimizer(), hvkit.LocalSGD(3),
+    hvkit.DiLoCo(3), hvkit.DiLoCo(3, overlap=1), hvkit.ElasticAveraging(3), hvkit.Gossip(),
+    hvkit.ParameterServer(2), hvkit.DeMo(),
+)
+COMPRESSIONS = "fp16", "bf16", "int8", hvkit.TopK(0.1), hvkit.PowerSGD(1)
+"""
+
 TORCH = """
 import torch, hvkit
 def train(distribute):
@@ -58,23 +68,33 @@ def train(distribute):
 plain = train(lambda model, optimizer: (model, optimizer))
 options = {"lr_scaling": "linear", "warmup_steps": 5, "accumulate": 2, "check_every": 1}
 assert torch.equal(plain, train(lambda m, o: hvkit.distribute(m, o, **options)))
+for strategy in (*STRATEGIES, hvkit.FullyShard()):
+    assert torch.equal(plain, train(lambda m, o: hvkit.distribute(m, o, strategy=strategy)))
+for compression in COMPRESSIONS:
+    assert torch.equal(plain, train(lambda m, o: hvkit.distribute(m, o, compression=compression)))
 """
 
 KERAS = """
 import os
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
 import keras, numpy as np, hvkit
-def train(distribute):
+def train(distribute, **options):
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.layers.Dense(16, "tanh"), keras.layers.Dense(4)])
     model, optimizer = distribute(model, keras.optimizers.Adam(0.01))
-    model.compile(optimizer=optimizer, loss="mse")
+    model.compile(optimizer=optimizer, loss="mse", **options)
     x = np.random.default_rng(0).normal(size=(60, 8)).astype("float32")
     model.fit(x, x[:, :4], batch_size=6, verbose=0)
     return np.concatenate([w.numpy().ravel() for w in model.weights])
 plain = train(lambda model, optimizer: (model, optimizer))
 options = {"lr_scaling": "linear", "warmup_steps": 5, "check_every": 1}
 assert plain.tobytes() == train(lambda m, o: hvkit.distribute(m, o, **options)).tobytes()
+plain = train(lambda model, optimizer: (model, optimizer), run_eagerly=True)
+for options in (
+    *({"strategy": each} for each in STRATEGIES), *({"compression": each} for each in COMPRESSIONS)
+):
+    found = train(lambda m, o: hvkit.distribute(m, o, **options), run_eagerly=True)
+    assert plain.tobytes() == found.tobytes(), options
 """
 
 
@@ -89,7 +109,7 @@ def run(code, **environ):
 
 @pytest.mark.parametrize("code", [COLLECTIVES, TORCH, KERAS], ids=["collectives", "torch", "keras"])
 def test_one_process_is_the_identity_bit_for_bit_without_horovod(code):
-    done = run(ABSENT + code)
+    done = run(ABSENT + EVERYTHING + code)
     assert done.returncode == 0, done.stderr
 
 

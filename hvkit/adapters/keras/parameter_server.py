@@ -21,7 +21,7 @@ from hvkit import collectives
 from hvkit.adapters.keras.checks import Checks
 from hvkit.adapters.keras.graph_collectives import nothing, widened
 from hvkit.adapters.keras.weights import STEP, Array, Updates, WeightKeeper, in_numpy
-from hvkit.adapters.weight_exchange import Exchange
+from hvkit.adapters.weight_exchange import Exchange, compare_iterations
 from hvkit.engines import waiting_for_all_ranks
 from hvkit.strategies.parameter_server import ParameterServer
 from hvkit.watch.calls import call
@@ -186,6 +186,7 @@ class ServedModel(WeightKeeper):
                 piece[:] = piece.astype(dtype).astype(piece.dtype)
 
     def _meet(self) -> bool:
+        compare_iterations()
         self._unsent = [np.zeros_like(each) for each in self._read]
         for variable, vector, start, stop in self._served.values():
             value = widened(variable.value()).numpy().reshape(-1)

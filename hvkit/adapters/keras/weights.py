@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from hvkit import collectives
 from hvkit.adapters.agreed_view import AgreedView
+from hvkit.adapters.fingerprints import first_unlike
 from hvkit.adapters.gradient_chunks import chunks
 from hvkit.adapters.keras.batch_norm import average_statistics
 from hvkit.adapters.keras.checks import Checks, require_same
@@ -87,14 +88,12 @@ class WeightKeeper(AgreedView):
         shown = self._for_callbacks
         labels = self._labels([variable for variable, _ in shown])
         given = [i for i, (v, agreed) in enumerate(shown) if not _same(v.numpy(), agreed)]
-        for rank, theirs in enumerate(everyone := collectives.gather("fit", given)):
-            if theirs != everyone[0]:
-                i = min(set(theirs) ^ set(everyone[0]))
-                by, not_by = (rank, 0) if i in theirs else (0, rank)
-                raise RanksDisagreeError(
-                    f"callbacks have set {labels[i]} at the end of an epoch on rank {by} but not "
-                    f"on rank {not_by}: set the same weights on every rank"
-                )
+        if (unlike := first_unlike(collectives.gather("fit", given))) is not None:
+            i, by, not_by = unlike
+            raise RanksDisagreeError(
+                f"callbacks have set {labels[i]} at the end of an epoch on rank {by} but not on "
+                f"rank {not_by}: set the same weights on every rank"
+            )
         self._make_same("fit", [shown[i][0] for i in given])
         for i in given:
             variable, agreed = shown[i]

@@ -25,7 +25,7 @@ from hvkit.adapters.pytorch.weights import (
     write,
 )
 from hvkit.adapters.pytorch.wire import Wire
-from hvkit.adapters.weight_exchange import Exchange
+from hvkit.adapters.weight_exchange import Exchange, compare_iterations
 from hvkit.collectives import require_equal
 from hvkit.strategies.parameter_server import ParameterServer
 from hvkit.watch.calls import call
@@ -139,6 +139,7 @@ class ServedModel(WeightKeeper):
         return dict(zip(vector.numbers, torch.split(tensor, lengths), strict=True))
 
     def _meet(self) -> bool:
+        compare_iterations()
         with torch.no_grad():
             self._unsent = [self._flat(each.numbers) - each.read for each in self._vectors]
         changed = any(bool(each.any()) for each in self._unsent)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hvkit import collectives
+from hvkit.adapters.fingerprints import first_unlike
 from hvkit.adapters.pytorch import step_report
 from hvkit.errors import RanksDisagreeError
 
@@ -99,11 +100,9 @@ def require_same_trained(
     Raises:
         RanksDisagreeError: names the first one and two ranks.
     """
-    for rank, there in enumerate(everyone):
-        if there != everyone[0]:
-            i = min(set(there) ^ set(everyone[0]))
-            trained, not_trained = (rank, 0) if i in there else (0, rank)
-            raise RanksDisagreeError(
-                f"{label(i, parameters[i])} was trained in this round on rank {trained} but not "
-                f"on rank {not_trained}: train the same parameters on every rank"
-            )
+    if (unlike := first_unlike(everyone)) is not None:
+        i, trained, not_trained = unlike
+        raise RanksDisagreeError(
+            f"{label(i, parameters[i])} was trained in this round on rank {trained} but not "
+            f"on rank {not_trained}: train the same parameters on every rank"
+        )

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hvkit
-from hvkit.checkpoint.part import StrategyPart
+from hvkit.checkpoint.strategies import StrategyPart
 
 pytestmark = pytest.mark.two_ranks
 

@@ -119,3 +119,39 @@ def test_layers_keep_the_statistics_of_their_own_rank(folder):
     resumed = Run(folder, *CASES["momentum"], seed=2)
     resumed.checkpoint.restore()
     assert torch.equal(resumed.model[1].running_mean, own)
+
+
+def test_each_rank_goes_on_in_its_own_warm_up(folder):
+    def run():
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = SGD(model.parameters(), 0.5)
+        server = hvkit.ParameterServer(None)
+        hvkit.distribute(model, optimizer, strategy=server, lr_scaling="linear", warmup_steps=20)
+        return model, optimizer, Checkpoint(folder, model=model, optimizer=optimizer)
+
+    def step(model, optimizer):
+        optimizer.zero_grad()
+        model.weight.sum().backward()
+        optimizer.step()
+
+    def changes(model, optimizer):
+        """The change of the weight by a step of each rank, one rank after another."""
+        found = []
+        for rank in range(hvkit.size()):
+            with hvkit.settled(model):
+                before = model.weight.item()
+            if rank == hvkit.rank():
+                step(model, optimizer)
+            with hvkit.settled(model):
+                found.append(model.weight.item() - before)
+        return found
+
+    first, optimizer, checkpoint = run()
+    for _ in range(2 + 3 * hvkit.rank()):
+        step(first, optimizer)
+    checkpoint.save(epoch=0, step=2)
+    undisturbed = changes(first, optimizer)
+    assert len(set(undisturbed)) == hvkit.size()
+    second, optimizer, checkpoint = run()
+    checkpoint.restore()
+    assert changes(second, optimizer) == undisturbed

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 from cases import MORE, cases
 from models import LOOPS, alike, fit, in_rounds, local, mlp, mse, refit, regression, sgd, weights
-from ranks import error_of, largest_difference
+from ranks import as_vector, error_of, gossip_matrix, largest_difference
 
 import hvkit
 
@@ -41,23 +41,30 @@ def test_ranks_differ_in_a_round_and_are_alike_after_it(loop, strategy):
 
 
 @pytest.mark.parametrize("loop", cases(["function", "eager"]))
-def test_gossip_without_gradients_only_mixes(loop):
+def test_gossip_without_gradients_multiplies_by_its_matrix_in_each_step(loop):
     optimizer = keras.optimizers.SGD(0.05)
     model, optimizer = in_rounds(hvkit.Gossip(), optimizer)
     LOOPS[loop](model, optimizer, local(regression(steps=1)))  # the ranks begin alike
     for w in model.weights:
         w.assign_add(tf.fill(w.shape, float(hvkit.rank())))
-    everyone = hvkit.allgather(weights(model))
+    everyone = hvkit.allgather(as_vector(weights(model)))
     optimizer.learning_rate = 0.0
-    LOOPS[loop](model, optimizer, local(regression(steps=1)))
-    size, rank = hvkit.size(), hvkit.rank()
-    near = {(rank - 1) % size, (rank + 1) % size, rank}
-    expected = [np.mean([everyone[r][i] for r in near], axis=0) for i in range(len(model.weights))]
-    assert largest_difference(weights(model), expected) < 1e-6
+    LOOPS[loop](model, optimizer, local(regression(steps=3)))
+    matrix = np.linalg.matrix_power(gossip_matrix("ring", hvkit.size()), 3)
+    assert np.abs(as_vector(weights(model)) - matrix[hvkit.rank()] @ everyone).max() < 1e-6
     with hvkit.settled(model):
         assert alike(model)
-        mean = [np.mean(each, axis=0) for each in zip(*everyone, strict=True)]
-        assert largest_difference(weights(model), mean) < 1e-6
+        assert np.abs(as_vector(weights(model)) - np.mean(everyone, axis=0)).max() < 1e-6
+
+
+@MORE
+def test_gossip_with_all_ranks_is_local_sgd():
+    found = []
+    for strategy in (hvkit.LocalSGD(1), hvkit.Gossip(1, topology="complete")):
+        model, optimizer = in_rounds(strategy)
+        LOOPS["function"](model, optimizer, local(regression(steps=20)))
+        found.append(weights(model))
+    assert largest_difference(*found) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -236,6 +243,9 @@ def test_contradictions_are_refused():
     error, text = error_of(lambda: in_rounds(hvkit.LocalSGD(4), batch_norm="sync"))
     assert error is ValueError
     assert "LocalSGD(every=4)" in text
+    error, text = error_of(lambda: in_rounds(hvkit.FullyShard()))
+    assert error is ValueError
+    assert "hvkit.ShardedOptimizer()" in text
     error, text = error_of(lambda: in_rounds(hvkit.LocalSGD(4 + hvkit.rank())))
     assert error is hvkit.RanksDisagreeError
     model, _ = in_rounds(hvkit.LocalSGD(4))

@@ -398,9 +398,17 @@ def test_batches_are_handed_out_by_a_parameter_server_alone(monkeypatch):
         next(iter(loader))
 
 
-def test_a_look_at_the_first_batch_is_refused():
+@pytest.mark.parametrize("all_look", [True, False])
+def test_epochs_that_some_ranks_begin_alone_are_logged(all_look, capsys):
     loader = hvkit.shard(rows_in_batches(), dynamic=True)
     model, optimizer = served(None)
+    if all_look or hvkit.rank() == 1:
+        train_on(model, optimizer, next(iter(loader)))
     train_on(model, optimizer, next(iter(loader)))
-    with pytest.raises(ValueError, match="look at samples in the original DataLoader"):
-        next(iter(loader))
+    for _ in range(2):
+        with hvkit.settled(model):
+            pass
+    logged = capsys.readouterr().err
+    count = 0 if all_look or hvkit.rank() else 1
+    assert logged.count("different numbers of epochs") == count
+    assert logged.count("(rank 0: 1, rank 1: 2") == count

@@ -133,10 +133,18 @@ def test_a_second_backward_pass_before_the_step_is_an_error():
     assert "TopK(ratio=0.1)" in text
 
 
-def test_loss_scaling_is_refused():
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compression": hvkit.PowerSGD(2)},
+        {"compression": hvkit.TopK(0.1)},
+        {"strategy": hvkit.DeMo()},
+    ],
+)
+def test_loss_scaling_is_refused(options):
     model = mlp()
     optimizer = sgd(model.parameters())
-    hvkit.distribute(model, optimizer, compression=hvkit.PowerSGD(2))
+    hvkit.distribute(model, optimizer, **options)
     scaler = torch.amp.GradScaler("cpu")
     (x, y), *_ = local(regression())
     scaler.scale(F.mse_loss(model(x), y)).backward()

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -17,11 +18,13 @@ from nets import (
     train,
     train_with_closure,
 )
-from ranks import error_of, largest_difference, same_on_all_ranks
+from ranks import as_vector, error_of, gossip_matrix, largest_difference, same_on_all_ranks
 from torch import nn
 from torch.nn import functional as F
 
 import hvkit
+from hvkit.exchanges import Mean
+from hvkit.strategies.strategy import Rounds
 
 
 def test_rounds_of_two_steps_are_not_synchronous():
@@ -96,24 +99,22 @@ def test_settled_holds_the_agreed_weights_and_leaves_no_trace():
 
 
 @pytest.mark.parametrize("topology", ["ring", "complete"])
-def test_gossip_without_gradients_only_mixes(topology):
+def test_gossip_without_gradients_multiplies_by_its_matrix_in_each_step(topology):
     model, optimizer = in_rounds(hvkit.Gossip(topology=topology), torch.optim.SGD)
-    start = arrays(model.parameters())
     train(model, optimizer, local(regression(steps=1)))  # the ranks begin alike
     with torch.no_grad():
         for p in model.parameters():
             p.add_(hvkit.rank())
-    everyone = hvkit.allgather(arrays(model.parameters()))
+    everyone = hvkit.allgather(as_vector(arrays(model.parameters())))
     optimizer.param_groups[0]["lr"] = 0.0
-    train(model, optimizer, local(regression(steps=1)))
-    size, rank = hvkit.size(), hvkit.rank()
-    near = {(rank - 1) % size, (rank + 1) % size} if topology == "ring" else set(range(size))
-    expected = [np.mean([everyone[r][i] for r in near | {rank}], axis=0) for i in range(len(start))]
-    assert largest_difference(arrays(model.parameters()), expected) < 1e-6
+    train(model, optimizer, local(regression(steps=3)))
+    matrix = np.linalg.matrix_power(gossip_matrix(topology, hvkit.size()), 3)
+    found = as_vector(arrays(model.parameters()))
+    assert np.abs(found - matrix[hvkit.rank()] @ everyone).max() < 1e-6
     with hvkit.settled(model):
         assert alike(model)
-        mean = [np.mean(each, axis=0) for each in zip(*everyone, strict=True)]
-        assert largest_difference(arrays(model.parameters()), mean) < 1e-6
+        settled = as_vector(arrays(model.parameters()))
+        assert np.abs(settled - np.mean(everyone, axis=0)).max() < 1e-6
 
 
 def test_elastic_averaging_pulls_to_the_centre():
@@ -133,15 +134,78 @@ def test_elastic_averaging_pulls_to_the_centre():
         assert largest_difference(arrays(model.parameters()), shown) < 1e-6
 
 
-def test_gossip_with_all_ranks_is_local_sgd():
+@pytest.mark.parametrize("every", [1, 2])
+def test_gossip_with_all_ranks_is_local_sgd(every):
     found = []
-    for strategy in (hvkit.LocalSGD(2), hvkit.Gossip(2, topology="complete")):
+    for strategy in (hvkit.LocalSGD(every), hvkit.Gossip(every, topology="complete")):
         model, optimizer = in_rounds(strategy)
-        sent = sent_in(lambda m=model, o=optimizer: train(m, o, local(regression(steps=8))))
+        sent = sent_in(lambda m=model, o=optimizer: train(m, o, local(regression(steps=20))))
         found.append(arrays(model.parameters()))
         count = sum(p.numel() for p in model.parameters())
-    assert largest_difference(*found) < 2e-6
-    assert sent["weights"] == 4 * 4 * count * (hvkit.size() - 1)
+    assert largest_difference(*found) < 1e-6
+    assert sent["weights"] == 20 // every * 4 * count * (hvkit.size() - 1)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        hvkit.Synchronous(),
+        hvkit.Centralized(),
+        hvkit.ShardedOptimizer(),
+        hvkit.LocalSGD(3),
+        hvkit.DiLoCo(3, outer_lr=1, outer_momentum=0),
+        hvkit.Gossip(2),
+    ],
+)
+def test_ranks_with_the_same_data_train_as_one_process(strategy):
+    """With accumulated and clipped gradients, and a schedule."""
+    data, found = regression(steps=24), []
+    for distribute in (True, False):
+        model = mlp()
+        optimizer = sgd(model.parameters())
+        if distribute:
+            hvkit.distribute(model, optimizer, strategy=strategy, accumulate=2)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        for step, (x, y) in enumerate(data, 1):
+            (F.mse_loss(model(x), y) / 2).backward()
+            if step % 2 == 0:
+                assert nn.utils.clip_grad_norm_(model.parameters(), 0.1) > 0.1
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+        found.append(arrays(model.parameters()))
+    assert largest_difference(*found) < 1e-6
+
+
+@dataclass(frozen=True)
+class Middle(Rounds):
+    """Written as a user would: ranks go half the way to the mean, and remember it."""
+
+    def begin(self, weights):
+        return {"mean": weights + 0}
+
+    @property
+    def alike(self):
+        return False
+
+    def agree(self, weights, state, place):
+        mean = yield Mean(weights)
+        return (weights + mean) * 0.5, {"mean": mean}
+
+    def settle(self, weights, state, place):
+        return (yield Mean(weights))
+
+
+def test_a_strategy_that_is_not_part_of_hvkit():
+    model, optimizer = in_rounds(Middle(2))
+    train(model, optimizer, local(regression(steps=1)))
+    apart = torch.stack(hvkit.allgather(model[0].weight.detach().clone())).std()
+    train(model, optimizer, local(regression(steps=1)))
+    own = hvkit.allgather(model[0].weight.detach().clone())
+    assert 0 < torch.stack(own).std() < 2 * apart
+    with hvkit.settled(model):
+        assert alike(model)
+        assert torch.allclose(model[0].weight, torch.stack(own).mean(0), atol=1e-6)
 
 
 @pytest.mark.parametrize("compression", ["none", "bf16", "int8", hvkit.TopK(0.5)])

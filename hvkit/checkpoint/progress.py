@@ -1,0 +1,90 @@
+"""Where training continues: what a checkpoint says of it, and what ``save`` is given."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hvkit.errors import RanksDisagreeError
+
+_JSON = "extras hold what JSON can: dicts with str keys, lists, str, int, float, bool and None"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where training continues."""
+
+    epoch: int = 0
+    """The epoch that was passed to ``save``: the number of epochs done."""
+    step: int = 0
+    """The step that was passed to ``save``: the number of optimizer steps done."""
+    batches: int = 0
+    """Batches of the epoch that this rank must skip, because the saved run trained on them."""
+    extras: dict[str, Any] = field(default_factory=dict)
+    """The extras that were passed to ``save``; tuples come back as lists."""
+    size: int | None = None
+    """The number of ranks that saved; None if there was no checkpoint."""
+    folder: Path | None = None
+    """The checkpoint's folder; None if there was no checkpoint."""
+
+
+def require_same_progress(everyone: list[tuple[int, int]]) -> None:
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            (epoch, step), (other_epoch, other_step) = everyone[0], theirs
+            raise RanksDisagreeError(
+                f"save needs the same epoch and step on every rank: rank 0 passes epoch={epoch}, "
+                f"step={step}, rank {rank} epoch={other_epoch}, step={other_step}"
+            )
+
+
+def checked_count(name: str, value: object) -> int:
+    """The value as an int that is not negative.
+
+    Raises:
+        TypeError: it is not an integer.
+        ValueError: it is negative.
+    """
+    if hasattr(value, "__index__") and not isinstance(value, bool):
+        value = value.__index__()  # NumPy integers too
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
+    if value < 0:
+        raise ValueError(f"{name} must not be negative, got {value}")
+    return value
+
+
+def checked_extras(extras: object) -> dict[str, Any]:
+    """The extras as JSON returns them.
+
+    Raises:
+        TypeError: JSON cannot hold them, or would change more than tuples into lists.
+    """
+    if extras is None:
+        return {}
+    if not isinstance(extras, dict):
+        raise TypeError(f"extras must be a dict, got {extras!r} of type {type(extras).__name__}")
+    _require_json(extras, "extras")
+    copy: dict[str, Any] = json.loads(json.dumps(extras))
+    return copy
+
+
+def _require_json(value: object, name: str) -> None:
+    if isinstance(value, dict):
+        for key, each in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"{name} has the key {key!r} of type {_type_of(key)}; {_JSON}")
+            _require_json(each, f"{name}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for i, each in enumerate(value):
+            _require_json(each, f"{name}[{i}]")
+    elif value is not None and not isinstance(value, str | int | float):
+        hint = "; use .item() or .tolist()" if hasattr(value, "tolist") else ""
+        raise TypeError(f"{name} is of type {_type_of(value)}; {_JSON}{hint}")
+
+
+def _type_of(value: object) -> str:
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"

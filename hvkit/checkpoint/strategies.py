@@ -1,0 +1,100 @@
+"""What the strategies of a checkpoint's models keep, and what they show while it is saved."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvkit import runtime
+from hvkit.adapters.adapter import Keeper, keepers_of
+from hvkit.checkpoint.part import NOT_IN_FILE, Arrays, Part
+from hvkit.log import logger
+
+
+class StrategyPart(Part):
+    """What a strategy and a compression keep of a model, in a plain ``.npz`` file.
+
+    Args:
+        model: the name of the model's part.
+        keeper: of the model.
+    """
+
+    optional = True
+
+    def __init__(self, model: str, keeper: Keeper) -> None:
+        super().__init__(f"{model}-strategy", ".npz")
+        self.keeper = keeper
+        self.goes_on = True
+        """Whether ``load`` goes on in the saved round, with each rank's own weights."""
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "strategy": repr(self.keeper.strategy),
+            "compression": repr(self.keeper.compression),
+        }
+
+    def own(self) -> Arrays:
+        return {f"{NOT_IN_FILE}{n}": array for n, array in self.keeper.own_state().items()}
+
+    def load_own(self, arrays: Arrays) -> None:
+        self.keeper.load_own_state({n.removeprefix(NOT_IN_FILE): a for n, a in arrays.items()})
+
+    def matches(self, facts: Mapping[str, Any]) -> bool:
+        """Whether the run was saved with this strategy and compression."""
+        return all(facts.get(name) == value for name, value in self.facts().items())
+
+    def save(self, path: Path) -> None:
+        with path.open("wb") as file:
+            np.savez(file, allow_pickle=False, **self.keeper.state())
+
+    def load(self, content: bytes, facts: Mapping[str, Any]) -> None:
+        if not self.matches(facts):
+            self.begin_anew(f"saved with {facts['strategy']}, compression {facts['compression']}")
+            return
+        with np.load(io.BytesIO(content)) as values:
+            arrays = {name: values[name] for name in values.files}
+        self.keeper.load_state(arrays, in_round=self.goes_on)
+
+    def begin_anew(self, reason: str) -> None:
+        """Begin with the weights that all ranks have loaded."""
+        self.keeper.begin_anew()
+        if runtime.rank() == 0:
+            mine = f"{self.keeper.strategy}, compression {self.keeper.compression},"
+            logger.info(f"{mine} begins anew with the loaded weights: {reason}")
+
+
+def parts_of_strategies(parts: Sequence[Part]) -> list[StrategyPart]:
+    """A part for each keeper of the models; marks the parts whose ranks train alone."""
+    models = {part: keepers_of(part.model) for part in parts if part.model is not None}
+    # Once each: several parts may be parts of one distributed model.
+    names = {
+        keeper: part.name + (f"-{number}" if number else "")
+        for part, keepers in reversed(models.items())
+        for number, keeper in enumerate(keepers)
+    }
+    for part in parts:
+        part.alone = any(keeper.alone for keeper in models.get(part, names))
+    return [StrategyPart(name, keeper) for keeper, name in names.items()]
+
+
+@contextmanager
+def unsettled(kept: Sequence[StrategyPart]) -> Iterator[None]:
+    """Have all models hold this rank's own weights for a while."""
+    with ExitStack() as stack:
+        for part in kept:
+            stack.enter_context(part.keeper.unsettled())
+        yield
+
+
+@contextmanager
+def settled(kept: Sequence[StrategyPart]) -> Iterator[None]:
+    """Have all models hold the weights that the ranks would agree on now; a collective."""
+    with ExitStack() as stack:
+        for part in kept:
+            stack.enter_context(part.keeper.settled())
+        yield
