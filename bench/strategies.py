@@ -74,7 +74,7 @@ SWEEPS = {
     ],
     "DiLoCo's outer rate and momentum": [
         (f"DiLoCo 16, {lr}, {m}", f"DiLoCo:every=16,outer_lr={lr},outer_momentum={m}", "none", {})
-        for lr, m in ((0.5, 0.5), (0.7, 0.3), (0.7, 0.5), (1.0, 0.3), (0.5, 0.9), (0.7, 0.9))
+        for lr, m in ((0.2, 0.8), (0.7, 0.3), (0.7, 0.5), (1.0, 0.3), (0.5, 0.9), (0.7, 0.9))
     ],
     "TopK with and without error feedback": [
         ("TopK 1%, no feedback", "Synchronous", "TopK:ratio=0.01", {"feedback": False}),

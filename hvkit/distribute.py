@@ -26,6 +26,7 @@ from hvkit.collectives import raise_together, require_equal
 from hvkit.compression import BY_NAME, Compression
 from hvkit.learning_rate import Multiplier, describe, make_multiplier
 from hvkit.log import logger
+from hvkit.main_rank import warn_once
 from hvkit.numbers import check_count, check_number
 from hvkit.strategies.parameter_server import ParameterServer
 from hvkit.strategies.strategy import Rounds, Strategy, strategies_in
@@ -192,6 +193,12 @@ def distribute(
             [type(model).__name__, arguments, *adapter.facts()],
             "build the same model and optimizer, and pass the same arguments, on every rank",
         )
+        if options.strategy.has_momentum and (found := adapter.with_momentum()):
+            warn_once(
+                "momentum",
+                f"{options.strategy} has a momentum of its own, and {', '.join(found)} adds "
+                "another: use an optimizer without, such as SGD",
+            )
         adapter.synchronise()
         rates = adapter.scale_learning_rate(multiplier)
         records, keeper = adapter.keep_in_step()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -48,6 +48,8 @@ class Record:
     """The step counter of its warm-up; None without a warm-up, or if the optimizer counts steps."""
     gathered: Callable[[], AbstractContextManager[None]] | None = None
     """A context in which rank 0 has its whole state, if it is divided; a collective."""
+    alone: bool = False
+    """Whether the ranks train alone for rounds, so that its state differs; ``record`` sets it."""
 
 
 class Keeper(Protocol):
@@ -112,6 +114,9 @@ class Adapter(Protocol):
     def facts(self) -> Sequence[str]:
         """One line for each parameter and optimizer; they must be equal on all ranks."""
 
+    def with_momentum(self) -> list[str]:
+        """The classes of the optimizers that keep a momentum."""
+
     def synchronise(self) -> None:
         """Copy rank 0's weights and optimizer state to every rank, bit for bit."""
 
@@ -146,7 +151,8 @@ _records: WeakKeyDictionary[Any, Record] = WeakKeyDictionary()
 def record(model: Any, records: Iterable[tuple[Any, Record]], keeper: Keeper | None = None) -> None:
     """Remember a model and its optimizers as distributed."""
     _models[_plain(model)] = keeper
-    _records.update((_plain(thing), each) for thing, each in records)
+    alone = keeper is not None and keeper.alone
+    _records.update((_plain(thing), replace(each, alone=alone)) for thing, each in records)
 
 
 def is_distributed(model_or_optimizer: Any) -> bool:

@@ -15,6 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvkit.adapters.adapter import Record, record_of
 from hvkit.adapters.fingerprints import Compared, Rows
 from hvkit.adapters.keras.checks import compared_in
 from hvkit.adapters.keras.initial_state import has_weights, tf_variable
@@ -132,6 +133,10 @@ class OptimizerPart(Part):
         super().__init__(name, ".npz")
         self.optimizer = optimizer
         self._models = models
+
+    @property
+    def record(self) -> Record | None:
+        return record_of(self.optimizer)
 
     def facts(self) -> dict[str, Any]:
         self._check_not_wrapped()

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from hvkit.adapters.adapter import Record
 from hvkit.adapters.fingerprints import Compared, Rows
 
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -65,6 +66,11 @@ class Part(ABC):
     @property
     def model(self) -> Any:
         """The model that the part saves; None for other objects."""
+        return None
+
+    @property
+    def record(self) -> Record | None:
+        """What ``distribute`` attached to the object; None if nothing."""
         return None
 
     def facts(self) -> dict[str, Any]:

@@ -36,6 +36,10 @@ class TorchPart(Part):
     def model(self) -> Any:
         return self._thing if isinstance(self._thing, torch.nn.Module) else None
 
+    @property
+    def record(self) -> Record | None:
+        return record_of(self._thing)
+
     def facts(self) -> dict[str, Any]:
         warmup = self._warmup()
         return {"warmup_steps": warmup.steps_done if warmup else None}
@@ -67,16 +71,12 @@ class TorchPart(Part):
             self._thing.load_state_dict(state)
 
     def gathered(self) -> AbstractContextManager[None]:
-        record = self._record()
+        record = self.record
         return record.gathered() if record and record.gathered else nullcontext()
 
     def _warmup(self) -> Warmup | None:
         """The warm-up of a distributed optimizer: its state dict does not count the steps."""
-        record = self._record()
-        return record.warmup if record else None
-
-    def _record(self) -> Record | None:
-        return record_of(self._thing)
+        return self.record.warmup if self.record else None
 
     def own(self) -> Arrays:
         if not self.alone:

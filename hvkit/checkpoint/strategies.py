@@ -78,7 +78,10 @@ def parts_of_strategies(parts: Sequence[Part]) -> list[StrategyPart]:
         for number, keeper in enumerate(keepers)
     }
     for part in parts:
-        part.alone = any(keeper.alone for keeper in models.get(part, names))
+        if part.model is None and part.record:
+            part.alone = part.record.alone
+        else:  # a scheduler, for example, follows any of the models
+            part.alone = any(keeper.alone for keeper in models.get(part, names))
     return [StrategyPart(name, keeper) for keeper, name in names.items()]
 
 

@@ -68,6 +68,8 @@ class DeMo(Averaging, Compression):
         if not isinstance(self.sign, bool):
             raise TypeError(f"sign must be True or False, got {self.sign!r}")
 
+    has_momentum: ClassVar[bool] = True
+
     def check(self, compression: Compression | None) -> None:
         if compression is not None:
             raise ValueError(

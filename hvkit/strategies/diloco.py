@@ -51,8 +51,8 @@ class DiLoCo(Rounds):
         overlap: t, the steps of the next round during which the changes travel, below ``every``.
     """
 
-    outer_lr: float = 0.2
-    outer_momentum: float = 0.8
+    outer_lr: float = 0.5
+    outer_momentum: float = 0.5
     overlap: int = 0
 
     def __post_init__(self) -> None:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 from hvkit.compression import Compression
 from hvkit.exchanges import Mean, Neighbours, Place
@@ -29,6 +29,9 @@ Settlement = Generator[Mean | Neighbours, Any, Vector]
 @dataclass(frozen=True)
 class Strategy:
     """How ranks are kept in step. All ranks must pass an equal one to ``hvkit.distribute``."""
+
+    has_momentum: ClassVar[bool] = False
+    """Whether it has a momentum of its own, in place of the optimizer's."""
 
     def check(self, compression: Compression | None) -> None:
         """Reject a compression that the strategy cannot use.

@@ -75,12 +75,16 @@ ENVIRONMENT = {
 }  # fmt: skip
 
 
-def run(code, folder, ranks, **settings):
-    """The exit status, what was printed as an error, and the lines of the script by mark."""
+def run(code, folder, ranks, words=(), **settings):
+    """The exit status, what was printed as an error, and the lines of the script by mark.
+
+    Args:
+        words: arguments of the script.
+    """
     script = folder / "train.py"
     script.write_text(code)
     done = subprocess.run(
-        ["mpirun", "--oversubscribe", "-np", str(ranks), sys.executable, "train.py"],
+        ["mpirun", "--oversubscribe", "-np", str(ranks), sys.executable, "train.py", *words],
         cwd=folder,
         env=os.environ | ENVIRONMENT | settings,
         capture_output=True, text=True, timeout=280, check=False,

@@ -24,6 +24,18 @@ def test_two_ranks_learn_the_digits_with_default_settings(start, launcher, recip
     assert run.said_more_than_once == []
 
 
+@MORE
+@pytest.mark.parametrize("recipe", ["mnist_keras", "mnist_torch", "mnist_tf"])
+def test_two_ranks_learn_in_rounds_and_report_what_they_send(start, recipe):
+    words = "--strategy", "LocalSGD:every=4", "--compression", "int8"
+    run = start(MPIRUN, recipe, *DIGITS, "--epochs", "2", *words)
+    assert run.final["test_accuracy"] >= 0.85, run.out
+    sent = run.final["bytes_per_step"]
+    assert "gradients" not in sent
+    # 1.2 million weights, a byte each in every fourth step, and now and then for an evaluation.
+    assert 300e3 < sent["weights"] < 400e3
+
+
 @pytest.mark.parametrize("recipe", cases(["mnist_keras", "mnist_torch", "mnist_tf"]))
 def test_a_dry_run_alone_trains_tests_and_writes_all_records(start, recipe):
     run = start(ALONE, recipe, *DIGITS, "--dry-run", "--log-interval", "2")

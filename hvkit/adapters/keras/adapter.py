@@ -97,6 +97,13 @@ class KerasAdapter:
     def facts(self) -> list[str]:
         return [settings_of(each) for each in self.optimizers]
 
+    def with_momentum(self) -> list[str]:
+        return [
+            type(each).__name__
+            for each in self._updating()
+            if getattr(each, "momentum", None) or hasattr(each, "beta_1")
+        ]
+
     def synchronise(self) -> None:
         self._synchronise_batch_norm()
         if all(collectives.gather("distribute", has_weights(self.model))):

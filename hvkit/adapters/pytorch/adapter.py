@@ -78,6 +78,13 @@ class PyTorchAdapter:
             *groups,
         ]
 
+    def with_momentum(self) -> list[str]:
+        return [
+            type(each).__name__
+            for each in self.optimizers
+            if any(group.get("momentum") or "betas" in group for group in each.param_groups)
+        ]
+
     def synchronise(self) -> None:
         if torch.cuda.is_available():
             device = torch.device("cuda", torch.cuda.current_device())

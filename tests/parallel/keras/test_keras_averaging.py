@@ -8,6 +8,7 @@ from models import LOOPS, local, mlp, regression, weights
 from ranks import error_of, largest_difference, same_on_all_ranks
 
 import hvkit
+from hvkit import main_rank
 from hvkit.adapters.keras.sharded import OptimizerShards
 
 
@@ -198,3 +199,19 @@ def test_decoupled_momentum_of_embeddings():
         LOOPS["function"](each, optimizer, data)
         found.append(weights(each))
     assert largest_difference(*found) < 1e-5
+
+
+@MORE
+@pytest.mark.parametrize(
+    ("make", "count"),
+    [
+        (lambda: keras.optimizers.SGD(0.01), 0),
+        (lambda: keras.optimizers.SGD(0.01, momentum=0.9), 1),
+        (lambda: keras.optimizers.AdamW(0.01), 1),
+    ],
+)
+def test_a_second_momentum_is_logged(make, count, monkeypatch, capsys):
+    monkeypatch.setattr(main_rank, "_logged", set())
+    hvkit.distribute(mlp(), make(), strategy=hvkit.DeMo())
+    logged = capsys.readouterr().err
+    assert logged.count("has a momentum of its own") == (count if hvkit.rank() == 0 else 0)

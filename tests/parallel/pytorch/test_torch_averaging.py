@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hvkit
+from hvkit import main_rank
 from hvkit.adapters.pytorch.sharded import OptimizerShards
 from hvkit.traffic import Sent
 
@@ -281,3 +282,19 @@ def test_decoupled_momentum_refuses_what_it_cannot_use():
     error, text = error_of(lambda: trained(hvkit.DeMo(), compression="int8"))
     assert error is ValueError
     assert "is a compression itself" in text
+
+
+@pytest.mark.parametrize(
+    ("make", "count"),
+    [
+        (lambda p: torch.optim.SGD(p, 0.01), 0),
+        (lambda p: torch.optim.SGD(p, 0.01, momentum=0.9), 1),
+        (lambda p: torch.optim.AdamW(p, 0.01), 1),
+    ],
+)
+def test_a_second_momentum_is_logged(make, count, monkeypatch, capsys):
+    monkeypatch.setattr(main_rank, "_logged", set())
+    model = mlp()
+    hvkit.distribute(model, make(model.parameters()), strategy=hvkit.DeMo())
+    logged = capsys.readouterr().err
+    assert logged.count("has a momentum of its own") == (count if hvkit.rank() == 0 else 0)
