@@ -4,7 +4,7 @@ import json
 import sys
 
 import pytest
-from cases import cases
+from cases import MORE, cases
 
 HVKIT = [sys.executable, "-m", "hvkit.cli", "run"]
 # Takes steps with one strategy after the other, and prints for each what hvkit has counted in them,
@@ -120,6 +120,7 @@ def test_bytes_are_those_of_the_interfaces(rig, framework, strategies):
         assert hvkit == pytest.approx(interface, rel=0.03), case
 
 
+@MORE
 def test_one_rank_that_averages_for_all_sends_to_all(rig):
     everyone = sent_by_each(rig, [("Centralized()", "'none'")])
     (hvkit, interface), *others = sorted((counted for (counted,) in everyone), reverse=True)

@@ -69,7 +69,8 @@ def state_bytes(optimizer):
     return sum(v.numpy().nbytes for v in optimizer.variables if len(v.shape))
 
 
-@pytest.mark.parametrize("built", cases([False, True]))
+@MORE
+@pytest.mark.parametrize("built", [False, True])
 def test_a_sharded_optimizer_keeps_a_part_of_the_state(built):
     def make():
         optimizer = keras.optimizers.Adam(0.01)
@@ -94,6 +95,7 @@ def test_a_sharded_optimizer_keeps_a_part_of_the_state(built):
     assert sum(hvkit.allgather(mine)) == everything
 
 
+@MORE
 def test_ranks_differ_if_the_parts_are_not_sent(monkeypatch):
     monkeypatch.setattr(OptimizerShards, "_send", lambda *_: None)
     model = both(MAKE["adamw"], LOOPS["function"], steps=1)[2]

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import cases
+from cases import MORE, cases
 from models import LOOPS, TokensAndPositions, embedded, equals_one_process, texts
 
 import hvkit
@@ -28,7 +28,8 @@ def adam(factor, **options):
     return keras.optimizers.Adam(0.01 * factor, **options)
 
 
-@pytest.mark.parametrize("loop", cases(LOOPS, ["function"]))
+@MORE
+@pytest.mark.parametrize("loop", LOOPS)
 def test_a_transformer_with_positions_equals_one_process(loop):
     equals_one_process(transformer, adam, LOOPS[loop], texts(20))
 

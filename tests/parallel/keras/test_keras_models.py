@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import cases
+from cases import MORE, cases
 from models import (
     eager_tape,
     equals_one_process,
@@ -156,6 +156,7 @@ def test_a_second_fit_keeps_ranks_equal():
     assert not all(np.array_equal(a, b) for a, b in zip(first, weights(model), strict=True))
 
 
+@MORE
 def test_phases_of_training_with_an_optimizer_each():
     def phases(model, first, second, data):
         model.layers[0].trainable = False

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import cases
+from cases import MORE, cases
 from models import (
     LOOPS,
     eager_tape,
@@ -46,6 +46,7 @@ def test_every_built_in_optimizer_equals_one_process(name):
     )
 
 
+@MORE
 @pytest.mark.skipif(
     not hasattr(keras.optimizers, "MultiOptimizer"), reason="this Keras has no MultiOptimizer"
 )
@@ -76,7 +77,7 @@ OPTIONS = {
     cases(
         [(option, "fit") for option in OPTIONS]
         + [(option, "eager") for option in OPTIONS if option != "loss_scale_factor"],
-        first=[("global_clipnorm", "fit"), ("ema", "fit")],
+        first=[("global_clipnorm", "fit")],
     ),
 )
 def test_options_of_optimizers_act_on_the_mean(option, loop):

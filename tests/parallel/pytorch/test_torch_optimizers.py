@@ -48,7 +48,7 @@ def _not_compiled_before():
 @pytest.mark.parametrize(
     ("step", "make", "warmup"),
     cases(
-        [(compiled_method, capturable, 4), (compiled_function, sgd, 4), (compiled_function, sgd, 0)]
+        [(compiled_function, sgd, 4), (compiled_method, capturable, 4), (compiled_function, sgd, 0)]
     ),
 )
 def test_compiled_steps(step, make, warmup):
