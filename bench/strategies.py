@@ -78,7 +78,7 @@ SWEEPS = {
     ],
     "TopK with and without error feedback": [
         ("TopK 1%, no feedback", "Synchronous", "TopK:ratio=0.01", {"feedback": False}),
-        ("no momentum", "Synchronous", "none", {"sgd": PLAIN}),
+        ("Synchronous, no momentum", "Synchronous", "none", {"sgd": PLAIN}),
         ("TopK 1%, no momentum", "Synchronous", "TopK:ratio=0.01", {"sgd": PLAIN}),
         (
             "TopK 1%, no momentum, no feedback",
