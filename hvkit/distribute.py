@@ -193,11 +193,11 @@ def distribute(
             [type(model).__name__, arguments, *adapter.facts()],
             "build the same model and optimizer, and pass the same arguments, on every rank",
         )
-        if options.strategy.has_momentum and (found := adapter.with_momentum()):
+        if options.strategy.has_momentum and (found := adapter.more_than_sgd()):
             warn_once(
                 "momentum",
-                f"{options.strategy} has a momentum of its own, and {', '.join(found)} adds "
-                "another: use an optimizer without, such as SGD",
+                f"{options.strategy} has a momentum of its own, and takes the place of what "
+                f"{', '.join(found)} adds to SGD: use SGD without momentum, and a small rate",
             )
         adapter.synchronise()
         rates = adapter.scale_learning_rate(multiplier)

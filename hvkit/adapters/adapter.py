@@ -114,8 +114,8 @@ class Adapter(Protocol):
     def facts(self) -> Sequence[str]:
         """One line for each parameter and optimizer; they must be equal on all ranks."""
 
-    def with_momentum(self) -> list[str]:
-        """The classes of the optimizers that keep a momentum."""
+    def more_than_sgd(self) -> list[str]:
+        """The classes of the optimizers other than SGD without momentum."""
 
     def synchronise(self) -> None:
         """Copy rank 0's weights and optimizer state to every rank, bit for bit."""

@@ -265,10 +265,11 @@ class Checkpoint:
 
         Args:
             every: ``"epoch"`` to save at the end of each epoch, or a number of steps to save after
-                every so many steps as well. When a run resumes in the middle of an epoch, ``fit``
-                skips the batches that the saved run trained on, and the metrics of this epoch
-                cover the rest of it. This continues exactly where the order of an epoch's data is
-                fixed, as with ``shuffle=False``; ``fit`` shuffles its own data anew.
+                every so many steps as well; with several optimizers, a step is one of any of them.
+                When a run resumes in the middle of an epoch, ``fit`` skips the batches that the
+                saved run trained on, and the metrics of this epoch cover the rest of it. This
+                continues exactly where the order of an epoch's data is fixed, as with
+                ``shuffle=False``; ``fit`` shuffles its own data anew.
 
         Raises:
             TypeError, ValueError: ``every`` is neither of these.

@@ -69,18 +69,18 @@ class ModelPart(Part):
         return {name: np.array(v.numpy()) for name, v in self._own().items()}
 
     def load_own(self, arrays: Arrays) -> None:
-        variables = self._own()
-        for name, array in arrays.items():
-            variables[name].assign(_as_dtype_of(variables[name], array))
+        self._check_built()
+        _assign(self._all() | self._statistics() | self._seeds(), arrays)
 
     def _own(self) -> dict[str, Any]:
         self._check_built()
-        if self.alone:
-            weights = {f"{NOT_IN_FILE}weight-{i}": w for i, w in enumerate(self.model.weights)}
-        else:
-            fixed = self.model.non_trainable_weights
-            weights = {f"weight-{i}": w for i, w in enumerate(fixed)}
-        return weights | self._seeds()
+        return (self._all() if self.alone else self._statistics()) | self._seeds()
+
+    def _all(self) -> dict[str, Any]:
+        return {f"{NOT_IN_FILE}weight-{i}": w for i, w in enumerate(self.model.weights)}
+
+    def _statistics(self) -> dict[str, Any]:
+        return {f"weight-{i}": w for i, w in enumerate(self.model.non_trainable_weights)}
 
     def _seeds(self) -> dict[str, Any]:
         """The states of the seed generators of all layers."""
@@ -136,7 +136,7 @@ class OptimizerPart(Part):
 
     @property
     def record(self) -> Record | None:
-        return record_of(self.optimizer)
+        return record_of(self.optimizer) or record_of(inner_optimizer(self.optimizer))
 
     def facts(self) -> dict[str, Any]:
         self._check_not_wrapped()
@@ -186,13 +186,15 @@ class OptimizerPart(Part):
         return {name: np.array(v.numpy()) for name, v in self._own().items()}
 
     def load_own(self, arrays: Arrays) -> None:
-        variables = self._own()
-        for name, array in arrays.items():
-            variables[name].assign(_as_dtype_of(variables[name], array))
+        _assign(self._all() | self._accumulators(), arrays)
 
     def _own(self) -> dict[str, Any]:
-        if self.alone:
-            return {f"{ALONE}variable-{i}": v for i, v in enumerate(self.optimizer.variables)}
+        return self._all() if self.alone else self._accumulators()
+
+    def _all(self) -> dict[str, Any]:
+        return {f"{ALONE}variable-{i}": v for i, v in enumerate(self.optimizer.variables)}
+
+    def _accumulators(self) -> dict[str, Any]:
         found = [
             variable
             for part in parts_of(inner_optimizer(self.optimizer))
@@ -316,6 +318,15 @@ def _require_shapes(what: str, saved: list[list[int]], own: list[list[int]]) -> 
             raise ValueError(f"{what}[{i}] has shape {theirs} in the file and {ours} here")
     if len(saved) != len(own):
         raise ValueError(f"the file has {len(saved)} {what}, there are {len(own)} here")
+
+
+def _assign(variables: Mapping[str, Any], arrays: Arrays) -> None:
+    """Set variables by name, leaving out those that there are none of.
+
+    The run that saved them may have kept others, with another strategy.
+    """
+    for name in arrays.keys() & variables.keys():
+        variables[name].assign(_as_dtype_of(variables[name], arrays[name]))
 
 
 def _as_dtype_of(variable: Any, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

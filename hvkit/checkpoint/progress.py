@@ -36,7 +36,8 @@ def require_same_progress(everyone: list[tuple[int, int]]) -> None:
             (epoch, step), (other_epoch, other_step) = everyone[0], theirs
             raise RanksDisagreeError(
                 f"save needs the same epoch and step on every rank: rank 0 passes epoch={epoch}, "
-                f"step={step}, rank {rank} epoch={other_epoch}, step={other_step}"
+                f"step={step}, rank {rank} epoch={other_epoch}, step={other_step}; ranks that take "
+                "different numbers of steps pass step=max(hvkit.allgather(step))"
             )
 
 

@@ -56,6 +56,8 @@ class StrategyPart(Part):
         if not self.matches(facts):
             self.begin_anew(f"saved with {facts['strategy']}, compression {facts['compression']}")
             return
+        if not self.goes_on:
+            self.begin_anew("another number of ranks, or another strategy of a model, resumes")
         with np.load(io.BytesIO(content)) as values:
             arrays = {name: values[name] for name in values.files}
         self.keeper.load_state(arrays, in_round=self.goes_on)

@@ -97,11 +97,11 @@ class KerasAdapter:
     def facts(self) -> list[str]:
         return [settings_of(each) for each in self.optimizers]
 
-    def with_momentum(self) -> list[str]:
+    def more_than_sgd(self) -> list[str]:
         return [
             type(each).__name__
             for each in self._updating()
-            if getattr(each, "momentum", None) or hasattr(each, "beta_1")
+            if not isinstance(each, keras.optimizers.SGD) or each.momentum
         ]
 
     def synchronise(self) -> None:
@@ -182,9 +182,18 @@ class KerasAdapter:
                 self._divide_state(strategy)
             if (travels := strategy.travels(compression)) and travels.keeps_state:
                 keeper = AveragingKeeper(self.model, self.averagers, strategy, compression)
-        compare = functools.partial(require_same_weights, "fit", self.model, self.optimizers)
-        share_results(self.model, self.averagers, compare, alone)
+        end_epoch = functools.partial(require_same_weights, "fit", self.model, self.optimizers)
+        if alone is None and self.options.batch_norm == "average":
+            end_epoch = functools.partial(self._end_epoch, GraphWait(f"hvkit.{next(_serial)}"))
+        share_results(self.model, self.averagers, end_epoch, alone)
         return [(each, self._record(each)) for each in self.optimizers], keeper
+
+    def _end_epoch(self, wait: GraphWait) -> None:
+        """Make the ranks alike also after batches that no update has followed yet."""
+        steps = [each.gradient_accumulation_steps or 1 for each in self._updating()]
+        if any(int(o.iterations) % n for o, n in zip(self._updating(), steps, strict=True)):
+            average_statistics(self.model, wait)
+        require_same_weights("fit", self.model, self.optimizers)
 
     def _divide_state(self, strategy: ShardedOptimizer) -> None:
         held = [0] * runtime.size()

@@ -26,18 +26,18 @@ class Epoch:
 
     Args:
         averagers: of the optimizers that update the model.
-        compare: raises on every rank if the ranks hold different weights; a collective.
+        make_alike: ends an epoch; raises on every rank if the ranks differ; a collective.
         rounds: for strategies whose ranks train alone.
     """
 
     def __init__(
         self,
         averagers: Sequence[GradientAverager],
-        compare: Callable[[], None],
+        make_alike: Callable[[], None],
         rounds: RoundKeeper | ServedModel | None = None,
     ) -> None:
         self._averagers = averagers
-        self.compare = compare
+        self.make_alike = make_alike
         self.rounds = rounds
         self._begun = False
 
@@ -227,7 +227,7 @@ class InStep(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Compare the ranks' weights, and stop if any rank stops."""
-        self._epoch.compare()
+        self._epoch.make_alike()
         self.model.stop_training = any_rank(self.model.stop_training)
         if self._settled:
             self._settled.put_back()

@@ -29,7 +29,7 @@ from hvkit.watch.rank_errors import translated
 def share_results(
     model: keras.Model,
     averagers: Sequence[GradientAverager],
-    compare: Callable[[], None],
+    make_alike: Callable[[], None],
     rounds: RoundKeeper | ServedModel | None = None,
 ) -> None:
     """Make ``fit`` and ``evaluate`` of this model report the metrics of all ranks.
@@ -39,11 +39,11 @@ def share_results(
     Args:
         model: a distributed one.
         averagers: of the optimizers that update it.
-        compare: raises on every rank if the ranks hold different weights; a collective.
+        make_alike: ends an epoch; raises on every rank if the ranks differ; a collective.
         rounds: for strategies whose ranks train alone. ``evaluate`` then uses the weights that the
             ranks would agree on, with which they also leave ``fit``.
     """
-    epoch = Epoch(averagers, compare, rounds)
+    epoch = Epoch(averagers, make_alike, rounds)
     model._get_metrics_result_or_logs = functools.partial(
         _over_all_ranks, model, epoch, model._get_metrics_result_or_logs
     )

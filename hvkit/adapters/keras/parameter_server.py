@@ -28,6 +28,7 @@ from hvkit.watch.calls import call
 
 # Begins the names of the server's weights in a checkpoint.
 _SERVED = "served."
+_CALLS = "calls."
 
 
 class _Served(NamedTuple):
@@ -254,6 +255,11 @@ class ServedModel(WeightKeeper):
         self._served, self._read, self._resumed = {}, [], {}
         for each in self._complete:  # graphs hold them
             each.assign(False)
+        for updates in self._living():
+            updates.count_from_optimizer()
+
+    def _living(self) -> list[_ServedUpdates]:
+        return [updates for reference in self._updates if (updates := reference()) is not None]
 
     def state(self) -> dict[str, np.ndarray[Any, Any]]:
         """What a checkpoint saves: the server's weights, as shown now, the same on every rank."""
@@ -275,16 +281,19 @@ class ServedModel(WeightKeeper):
         self._resumed = {
             id(weights[int(key.removeprefix(_SERVED))]): array for key, array in arrays.items()
         }
-        for reference in self._updates if self._resumed else ():
-            if (updates := reference()) is not None:
-                updates.checks.skip_weights()  # the ranks' weights need not be alike
+        for updates in self._living() if self._resumed else ():
+            updates.checks.skip_weights()  # the ranks' weights need not be alike
 
     def own_state(self) -> dict[str, np.ndarray[Any, Any]]:
-        """What a checkpoint saves for each rank besides the model: nothing."""
-        return {}
+        """What a checkpoint saves for each rank besides the model: its calls of ``apply``."""
+        living = enumerate(self._living())
+        return {f"{_CALLS}{number}": updates.calls.numpy() for number, updates in living}
 
     def load_own_state(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
-        """Set what ``own_state`` returned."""
+        """Set what ``own_state`` returned on this rank."""
+        living = self._living()
+        for key, array in arrays.items():
+            living[int(key.removeprefix(_CALLS))].calls.assign(array)
 
 
 class _ServedUpdates(Updates):
@@ -298,11 +307,18 @@ class _ServedUpdates(Updates):
         before_update: Callable[[Sequence[Any]], None],
     ) -> None:
         self._served = served
+        self._optimizer = ref(optimizer)
         self._per_step = optimizer.gradient_accumulation_steps or 1
         self._flags: dict[frozenset[int], tf.Variable] = {}
         with tf.init_scope(), tf.device("CPU:0"):
-            self._calls = tf.Variable(0, dtype=tf.int64, trainable=False)
+            self.calls = tf.Variable(0, dtype=tf.int64, trainable=False)
+        self.count_from_optimizer()
         super().__init__(served, optimizer, checks, before_update)
+
+    def count_from_optimizer(self) -> None:
+        """Go on where the optimizer is, between two steps or while it accumulates gradients."""
+        if (optimizer := self._optimizer()) is not None:
+            self.calls.assign(int(optimizer.iterations))
 
     def _before(
         self, grads: Sequence[Any], variables: Sequence[Any], weights: list[tf.Variable]
@@ -315,7 +331,7 @@ class _ServedUpdates(Updates):
 
     def _after(self, weights: list[tf.Variable]) -> None:
         """Exchange the weights once in ``gradient_accumulation_steps``."""
-        due = self._calls.assign_add(1) % self._per_step == 0
+        due = self.calls.assign_add(1) % self._per_step == 0
         tf.cond(due, lambda: self._served.exchange(weights), nothing)
 
 

@@ -319,6 +319,9 @@ def in_numpy(
 ) -> list[Any]:
     """The results of a method on NumPy arrays, in eager code and in graphs.
 
+    Graphs call such methods one after another, in the order of the program: with two optimizers in
+    a graph, TensorFlow would otherwise run their collectives at the same time.
+
     Args:
         method: of ``keys`` and a list of arrays. A graph does not keep its object.
         keys: ids of variables.
@@ -334,8 +337,19 @@ def in_numpy(
 
     if tf.executing_eagerly():
         return call(*(each.numpy() for each in inputs))
-    results: list[Any] = tf.numpy_function(call, inputs, dtypes)
+    # TensorFlow keeps the order of operations that use the same variable.
+    with tf.control_dependencies([_turn().assign_add(1, read_value=False)]):
+        results: list[Any] = tf.numpy_function(call, inputs, dtypes)
+    with tf.control_dependencies(results):
+        _turn().assign_add(1, read_value=False)
     return results
+
+
+@functools.cache
+def _turn() -> tf.Variable:
+    """Counts the methods that graphs have called and left."""
+    with tf.init_scope(), tf.device("CPU:0"):
+        return tf.Variable(0, trainable=False, dtype=tf.int64)
 
 
 @functools.cache

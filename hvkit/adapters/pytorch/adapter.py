@@ -78,11 +78,12 @@ class PyTorchAdapter:
             *groups,
         ]
 
-    def with_momentum(self) -> list[str]:
+    def more_than_sgd(self) -> list[str]:
         return [
             type(each).__name__
             for each in self.optimizers
-            if any(group.get("momentum") or "betas" in group for group in each.param_groups)
+            if not isinstance(each, torch.optim.SGD)
+            or any(group["momentum"] for group in each.param_groups)
         ]
 
     def synchronise(self) -> None:

@@ -44,6 +44,7 @@ from hvkit.adapters.pytorch.weights import (
 )
 from hvkit.adapters.pytorch.wire import Wire
 from hvkit.compression import Compression
+from hvkit.errors import RanksDisagreeError
 from hvkit.strategies.strategy import Rounds
 from hvkit.watch.calls import call
 
@@ -215,13 +216,14 @@ class RoundKeeper(WeightKeeper):
         )
         self._steps[number] += 1
         held = {self._number[p] for p in parameters_of(optimizer)}
+        step = self._rounds[number] * self.strategy.every + self._steps[number]
         if self.strategy.overlap and self._steps[number] == self.strategy.overlap:
-            with call(_label(optimizer), self._rounds[number], self._name):
+            with call(_label(optimizer), step, self._name):
                 self._add_due(held)
         if self._steps[number] < self.strategy.every:
             return
         self._rounds[number] += 1
-        with call(_label(optimizer), self._rounds[number], self._name):
+        with call(_label(optimizer), step, self._name):
             changed = sorted(held & self._trained)
             self._add_due(changed)  # that other optimizers change, too
             end = self._end_of_round(number, held, changed)
@@ -345,7 +347,14 @@ class RoundKeeper(WeightKeeper):
         require_same_trained(trained, self._parameters, self._checks.label)
         self._make_rebased_same("hvkit.settled", rebased)
         if not self._begun:  # the script may have changed weights without an optimizer
-            self._require_alike("hvkit.settled")
+            try:
+                self._require_alike("hvkit.settled")
+            except RanksDisagreeError as error:
+                error.add_note(
+                    "No optimizer that was passed to hvkit.distribute has taken a step, so the "
+                    "ranks have not agreed on anything: train through it."
+                )
+                raise
         return any(self._steps) or not self.strategy.alike
 
     def state(self) -> dict[str, np.ndarray[Any, Any]]:

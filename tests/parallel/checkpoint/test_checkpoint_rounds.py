@@ -365,6 +365,26 @@ def test_a_synchronous_run_goes_on_in_rounds(run, folder):
     assert same_on_all_ranks(second.state()[:2])
 
 
+def test_a_rank_s_own_statistics_and_gradients_are_resumed_in_rounds(folder):
+    def run(strategy):
+        layers = keras.layers.Dense(4), keras.layers.BatchNormalization()
+        model = keras.Sequential([keras.Input((8,)), *layers])
+        optimizer = keras.optimizers.SGD(0.01, gradient_accumulation_steps=2)
+        hvkit.distribute(model, optimizer, strategy=strategy, batch_norm="local")
+        return model, optimizer, hvkit.Checkpoint(folder, model=model, optimizer=optimizer)
+
+    data = [tuple(map(my_part, batch)) for batch in keras_batches(4)]
+    model, optimizer, checkpoint = run(hvkit.Synchronous())
+    eager_tape(model, optimizer, data[:3])
+    checkpoint.save(epoch=0, step=1)
+    saved = [np.array(v.numpy()) for v in [*model.weights, *optimizer.variables]]
+    model, optimizer, checkpoint = run(hvkit.LocalSGD(2))
+    checkpoint.restore()
+    found = [np.array(v.numpy()) for v in [*model.weights, *optimizer.variables]]
+    assert all(map(np.array_equal, found, saved))
+    eager_tape(model, optimizer, data[3:])
+
+
 def test_another_number_of_optimizers_is_refused(folder):
     TorchRun(folder, 1).train(8, save_at=8)
     model = TorchRun(folder, 2).model

@@ -84,10 +84,12 @@ def test_frozen_layers_keep_their_statistics_bit_for_bit():
     assert same_on_all_ranks(weights(model))
 
 
-def test_statistics_are_alike_after_accumulated_gradients():
+@pytest.mark.parametrize("steps", cases([3, 4]))
+def test_statistics_are_alike_after_accumulated_gradients(steps):
+    """Also if no update has followed the last batch."""
     optimizer = keras.optimizers.SGD(0.05, gradient_accumulation_steps=2)
     model, optimizer = hvkit.distribute(normalised(hvkit.rank()), optimizer)
-    LOOPS["fit"](model, optimizer, local(images()))
+    LOOPS["fit"](model, optimizer, local(images(steps=steps)))
     assert same_on_all_ranks(weights(model))
 
 

@@ -27,6 +27,7 @@ from ranks import error_of, largest_difference, same_on_all_ranks, shared_folder
 
 import hvkit
 from hvkit.adapters import weight_server
+from hvkit.adapters.keras.parameter_server import ServedModel
 from hvkit.strategies.parameter_server import add
 
 
@@ -354,3 +355,58 @@ def test_the_callback_saves_ranks_that_have_taken_different_numbers_of_steps(tmp
     model.fit(own, epochs=2, verbose=0, callbacks=[checkpoint.callback()])
     steps = max(hvkit.allgather(int(optimizer.iterations)))
     assert checkpoint.restore().step == steps
+
+
+def test_two_optimizers_in_one_graph_take_turns(monkeypatch):
+    """As in a GAN: TensorFlow runs what does not depend on each other at the same time."""
+    inside, together = [], []
+
+    def slowly(method):
+        def call(self, *args):
+            inside.append(method)
+            together.append(len(inside))
+            time.sleep(0.02)
+            inside.pop()
+            return method(self, *args)
+
+        return call
+
+    for name in ("_add", "_step"):
+        monkeypatch.setattr(ServedModel, name, slowly(getattr(ServedModel, name)))
+    models = [mlp(seed) for seed in range(2)]
+    optimizers = [sgd() for _ in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        served(1, optimizer, model)
+
+    @tf.function
+    def step(x, y):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            tape_step(model, optimizer, x, y)
+
+    for x, y in local(regression(steps=6)):
+        step(tf.constant(x), tf.constant(y))
+    assert together == [1] * (2 + 12)
+    for model in models:
+        with hvkit.settled(model):
+            assert alike(model)
+
+
+@MORE
+@pytest.mark.parametrize("stop", [3, 4])
+def test_accumulated_gradients_are_resumed(stop, tmp_path_factory):
+    folder = shared_folder(tmp_path_factory)
+    data = local(regression(steps=9))
+
+    def run(seed):
+        model, optimizer = mlp(seed), sgd(gradient_accumulation_steps=2)
+        served(0, optimizer, model)
+        return model, optimizer, hvkit.Checkpoint(folder, model=model, optimizer=optimizer)
+
+    model, optimizer, checkpoint = run(0)
+    LOOPS["eager"](model, optimizer, data[:stop])
+    checkpoint.save(epoch=0, step=stop)
+    LOOPS["eager"](model, optimizer, data[stop:])
+    resumed, optimizer, checkpoint = run(1)
+    checkpoint.restore()
+    LOOPS["eager"](resumed, optimizer, data[stop:])
+    assert all(map(np.array_equal, weights(resumed), weights(model)))

@@ -290,6 +290,7 @@ def test_decoupled_momentum_refuses_what_it_cannot_use():
         (lambda p: torch.optim.SGD(p, 0.01), 0),
         (lambda p: torch.optim.SGD(p, 0.01, momentum=0.9), 1),
         (lambda p: torch.optim.AdamW(p, 0.01), 1),
+        (lambda p: torch.optim.Adadelta(p, 1.0), 1),
     ],
 )
 def test_a_second_momentum_is_logged(make, count, monkeypatch, capsys):
