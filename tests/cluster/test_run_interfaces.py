@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+from cases import MORE
 
 RUN = [sys.executable, "-m", "hvkit.cli", "run"]
 COUNT = [sys.executable, "-c", "import torch, hvkit; print(len(hvkit.allgather(0)))"]
@@ -22,6 +23,7 @@ def must(host, script):
     assert done.returncode == 0, done.stderr
 
 
+@MORE
 def test_open_mpis_own_settings_count_and_interfaces_that_are_asked_for_win(hosts):
     both = ["-H", "node1:1,node2:1"]
     exclude = {

@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+from cases import MORE
 
 HVKIT = [sys.executable, "-m", "hvkit.cli", "run"]
 HOSTS = ["-np", "4", "-H", "node1:1,node2:2,node3:1"]
@@ -91,7 +92,7 @@ def test_a_killed_rank_on_another_host_is_named_and_everything_ends(hosts, tmp_p
     assert status == 128 + signal.SIGKILL
 
 
-@pytest.mark.every_combination
+@MORE
 @pytest.mark.parametrize("launcher", ["mpirun", "gloo"])
 def test_a_killed_launcher_is_named_and_everything_ends(hosts, tmp_path, launcher):
     training = Training(hosts, tmp_path, "--launcher", launcher)
@@ -102,7 +103,7 @@ def test_a_killed_launcher_is_named_and_everything_ends(hosts, tmp_path, launche
     assert status == 128 + signal.SIGKILL
 
 
-@pytest.mark.every_combination
+@MORE
 def test_when_hvkit_run_itself_is_killed_everything_ends(hosts, tmp_path):
     training = Training(hosts, tmp_path)
     training.process.kill()
@@ -117,7 +118,7 @@ def test_a_host_that_is_cut_off_is_named_and_everything_ends_on_both_sides(hosts
     assert status == 1
 
 
-@pytest.mark.every_combination
+@MORE
 def test_output_that_is_read_late_is_no_sign_of_a_lost_host(hosts):
     words = [*HVKIT, "--lost-after", "2", *HOSTS, "head", "-c", "3000000", "/dev/zero"]
     # Without stderr: Open MPI prints warnings on a busy machine.
@@ -129,7 +130,7 @@ def test_output_that_is_read_late_is_no_sign_of_a_lost_host(hosts):
     assert running.returncode == 0
 
 
-@pytest.mark.every_combination
+@MORE
 def test_hosts_are_not_given_up_when_this_process_was_stopped(hosts, tmp_path):
     chatter = "i=0; while [ $i -lt 600 ]; do i=$((i + 1)); echo $i; sleep 0.02; done"
     words = [*HVKIT, "--lost-after", "2", *HOSTS, "sh", "-c", chatter]
@@ -149,6 +150,7 @@ def test_a_host_may_be_silent_for_as_long_as_the_user_says(hosts):
     assert sorted(done.stdout.split()) == ["node1", "node2", "node2", "node3"]
 
 
+@MORE
 def test_when_this_host_is_cut_off_its_own_network_is_named(hosts, tmp_path):
     training = Training(hosts, tmp_path, "--lost-after", "5")
     hosts.cut("node1")
@@ -157,7 +159,7 @@ def test_when_this_host_is_cut_off_its_own_network_is_named(hosts, tmp_path):
     assert "this host's network is down" in output
 
 
-@pytest.mark.every_combination
+@MORE
 def test_a_signal_ends_every_process_on_every_host(hosts, tmp_path):
     training = Training(hosts, tmp_path)
     training.process.send_signal(signal.SIGTERM)
@@ -176,6 +178,7 @@ def test_a_ctrl_c_interrupts_every_rank_on_every_host(hosts, tmp_path, launcher)
     assert status == 128 + signal.SIGINT
 
 
+@MORE
 def test_a_gap_in_the_network_is_outlived(hosts, tmp_path):
     go_on = tmp_path / "go on"
     waits = f"echo up; until [ -e '{go_on}' ]; do sleep 0.1; done; echo done"
@@ -303,7 +306,7 @@ def test_what_pipes_in_reaches_rank_0(hosts):
     assert run(hosts, *HOSTS, "sh", "-c", script, input="to rank 0\n").stdout == "to rank 0\n"
 
 
-@pytest.mark.every_combination
+@MORE
 def test_a_pipe_that_closes_ends_the_run(hosts, tmp_path):
     words = [*HVKIT, "-np", "2", "-H", "node1:1,node2:1", "sh", "-c", "while :; do echo y; done"]
     process = hosts.host("node1").popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)

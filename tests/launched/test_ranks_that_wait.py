@@ -261,6 +261,7 @@ def test_a_collective_on_the_way_out_hides_no_error(tmp_path):
     assert "hvkit: rank 1 was handling this error:" in err
 
 
+@MORE
 @pytest.mark.parametrize(
     ("code", "text"),
     [
@@ -313,6 +314,7 @@ def test_ranks_that_do_not_call_hvkit_at_all_are_waited_for_aloud(tmp_path):
     assert f"a rank waits in hvkit.distribute ({lines['here']}) for ranks that have not" in err
 
 
+@MORE
 def test_a_wrong_argument_on_all_ranks_is_shown_by_one(tmp_path):
     code = torch_script().replace("(model, optimizer)\nrank", "(model, 'adam')\nrank")
     status, err, _ = run(code, tmp_path, 3)

@@ -1,5 +1,6 @@
 """How scripts end while an agreement runs beside training."""
 
+from cases import MORE
 from test_ranks_that_wait import run
 
 # Rank 1 ends its round when rank 0 has ended its script.
@@ -43,6 +44,7 @@ for step in range(4):
 """
 
 
+@MORE
 def test_the_agreements_of_several_models_end_in_the_same_order(tmp_path):
     status, err, _ = run(SIX_MODELS, tmp_path, 2)
     assert status == 0, err
@@ -65,6 +67,7 @@ for compression in (hvkit.PowerSGD(2), "none", "int8", hvkit.TopK(0.5)):
 """
 
 
+@MORE
 def test_one_thread_for_graphs_is_enough_in_keras(tmp_path):
     status, err, _ = run(ONE_THREAD, tmp_path, 2)
     assert status == 0, err

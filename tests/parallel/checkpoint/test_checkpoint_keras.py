@@ -251,6 +251,7 @@ class CountSteps(keras.callbacks.Callback):
         self.before = now
 
 
+@MORE
 def test_batches_are_skipped_once(folder):
     net, optimizer = hvkit.distribute(model(1), keras.optimizers.SGD(0.01))
     checkpoint = Checkpoint(folder, model=net, optimizer=optimizer)
@@ -326,6 +327,7 @@ def test_the_callback_saves_after_a_number_of_steps(folder):
     assert found == ["step-000000002", "step-000000004", "step-000000005"]
 
 
+@MORE
 def test_a_loss_scale_is_a_part_of_the_optimizer(folder):
     def make(seed):
         net = model(seed)

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 import torch
-from cases import cases
+from cases import MORE, cases
 from models import eager_tape
 from models import regression as keras_batches
 from nets import arrays
@@ -313,6 +313,7 @@ def test_the_model_file_holds_the_agreed_weights(folder):
     assert (folder / "step-000000008" / "model-strategy.npz").exists()
 
 
+@MORE
 def test_the_epoch_callback_saves_each_ranks_own_weights(folder):
     first = KerasRun(folder, 1)
     save = first.checkpoint.callback()
@@ -442,6 +443,7 @@ def train_in_turn(run, begin, end):
         eager_tape(run.model, run.optimizer, [(batches[step], batches[step][:, :4])])
 
 
+@MORE
 def test_keras_variables_that_are_updated_in_turn_stopped_in_a_round(folder):
     first = KerasRun(folder, 1)
     train_in_turn(first, 0, 8)

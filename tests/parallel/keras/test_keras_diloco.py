@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import cases
+from cases import MORE, cases
 from models import LOOPS, alike, fit, in_rounds, local, mse, refit, regression, weights
 from ranks import diloco_by_hand, largest_difference, shared_folder, wait_for
 
@@ -62,10 +62,11 @@ def test_an_agreement_runs_beside_training(loop, tmp_path_factory):
         assert alike(model)
 
 
+@MORE
 @pytest.mark.two_ranks
 @pytest.mark.parametrize(
     ("loop", "compression"),
-    cases(itertools.product(["function", "eager"], ["int8", hvkit.PowerSGD(4)])),
+    itertools.product(["function", "eager"], ["int8", hvkit.PowerSGD(4)]),
 )
 def test_settled_beside_an_agreement_leaves_no_trace(loop, compression):
     data = local(regression(steps=12))
@@ -114,8 +115,9 @@ def test_layers_that_are_frozen_beside_an_agreement_get_what_is_due():
     assert largest_difference(first, hvkit.broadcast(first)) < 1e-6
 
 
+@MORE
 @pytest.mark.two_ranks
-@pytest.mark.parametrize("steps", cases([6, 8]))
+@pytest.mark.parametrize("steps", [6, 8])
 def test_fit_ends_an_agreement_beside_training(steps):
     model, optimizer = in_rounds(hvkit.DiLoCo(4, overlap=3))
     fit(model, optimizer, local(regression(steps=steps)), steps_per_execution=2)

@@ -39,14 +39,16 @@ def test_positions_of_shape_one_by_length_equal_one_process(loop):
     equals_one_process(lambda seed: embedded(seed, True), adam, LOOPS[loop], texts(5))
 
 
-@pytest.mark.parametrize("loop", cases(LOOPS, ["function"]))
+@MORE
+@pytest.mark.parametrize("loop", LOOPS)
 def test_accumulation_equals_one_process_that_accumulates(loop):
     equals_one_process(
         embedded, lambda factor: adam(factor, gradient_accumulation_steps=2), LOOPS[loop], texts(5)
     )
 
 
-@pytest.mark.parametrize("loop", cases(["fit", "function"]))
+@MORE
+@pytest.mark.parametrize("loop", ["fit", "function"])
 def test_one_word_per_sample_and_one_sample_per_rank_is_not_a_position(loop):
     """All ranks often have the same word; one process has several rows for it."""
 

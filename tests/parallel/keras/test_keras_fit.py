@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import cases
+from cases import MORE, cases
 from models import mlp, subclassed, weights
 from ranks import error_of, same_on_all_ranks
 
@@ -208,6 +208,7 @@ def test_a_fit_of_the_models_own_takes_its_own_arguments(kind, fit_it):
     assert len(fit_it(model, *samples(8)).epoch) == 2
 
 
+@MORE
 def test_an_epoch_goes_on_after_an_evaluation_inside_it():
     model = compiled()
     data, other = mine(samples(24 * hvkit.size())), mine(samples(8 * hvkit.size(), seed=1))

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import cases
+from cases import MORE, cases
 from ranks import same_on_all_ranks
 
 import hvkit
@@ -176,8 +176,9 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("loop", cases([fit, graph]))
-@pytest.mark.parametrize("name", cases(OPTIMIZERS, ["MultiOptimizer"]))
+@MORE
+@pytest.mark.parametrize("loop", [fit, graph])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(name, loop):
     if name == "MultiOptimizer" and not hasattr(keras.optimizers, name):
         pytest.skip("this Keras has no MultiOptimizer")
@@ -200,6 +201,7 @@ def test_rates_that_a_script_sets_in_absolute_numbers(loop, how):
     assert compare(sgd, loop, rates, after_step=set_rate, warmup=4) == each_has(rates)
 
 
+@MORE
 def test_the_scheduler_callback_sets_absolute_rates():
     rates = [0.3 / (i + 1) for i in range(STEPS)]
     scheduler = keras.callbacks.LearningRateScheduler(lambda epoch: rates[epoch])
@@ -241,6 +243,7 @@ def test_a_rate_that_is_a_function():
     assert seen == each_has(CONSTANT)
 
 
+@MORE
 def test_saved_schedules_and_rates_are_the_users(tmp_path):
     schedule = keras.optimizers.schedules.ExponentialDecay(RATE, 2, 0.5)
     model, optimizer = hvkit.distribute(linear(), sgd(schedule), lr_scaling="linear")

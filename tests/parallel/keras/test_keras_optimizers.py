@@ -38,7 +38,8 @@ def test_the_list_of_built_in_optimizers_is_not_empty():
 
 
 # Their model has a dense layer as well as embeddings, so gradients of both kinds.
-@pytest.mark.parametrize("name", cases(BUILT_IN, ["Adam"]))
+@MORE
+@pytest.mark.parametrize("name", BUILT_IN)
 def test_every_built_in_optimizer_equals_one_process(name):
     make = getattr(keras.optimizers, name)
     equals_one_process(

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import cases
+from cases import MORE, cases
 from models import (
     LOOPS,
     equals_one_process,
@@ -121,6 +121,7 @@ def test_an_update_by_an_optimizer_that_was_not_distributed_is_refused(loop):
         train(model, keras.optimizers.Adam(), local(regression(steps=1)))
 
 
+@MORE
 def test_layers_that_outlive_their_model_are_still_updated_by_averaged_optimizers_alone():
     def trained_layers():
         model, optimizer = hvkit.distribute(mlp(), sgd())

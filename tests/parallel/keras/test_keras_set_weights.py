@@ -104,6 +104,7 @@ def test_weights_that_a_callback_sets_before_training_are_where_it_begins(strate
     assert distance_from(0.25, model) < 1e-6
 
 
+@MORE
 @pytest.mark.parametrize("strategy", cases(STRATEGIES))
 def test_a_checkpoint_holds_what_a_callback_before_it_has_set(strategy, tmp_path_factory):
     folder = shared_folder(tmp_path_factory)

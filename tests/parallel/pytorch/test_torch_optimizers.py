@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from cases import cases
+from cases import MORE, cases
 from nets import local, mlp, regression, train_with_closure
 from torch.nn import functional as F
 from torch.optim import lr_scheduler as schedulers
@@ -43,6 +43,7 @@ def _not_compiled_before():
     torch._dynamo.reset()
 
 
+@MORE
 @pytest.mark.usefixtures("_not_compiled_before")
 @pytest.mark.two_ranks
 @pytest.mark.parametrize(
