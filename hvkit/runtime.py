@@ -129,6 +129,7 @@ def _join(framework: str | None = None) -> _World:
     if not any(name.startswith("HOROVOD_STALL_") for name in os.environ):
         os.environ["HOROVOD_STALL_CHECK_DISABLE"] = "1"
     _keep_open_mpi_off_containers()
+    _leave_out_one_sided_transport()
     framework = framework or _imported_framework()
     with watch.starting():
         engine = ENGINES[framework]()
@@ -188,6 +189,16 @@ def _keep_open_mpi_off_containers() -> None:
         # add only those that do.
         exclude = f"{mca.RANKS.prefix}btl_tcp_if_exclude"
         os.environ[exclude] = ",".join(["127.0.0.1/8", "sppp", *names])
+
+
+def _leave_out_one_sided_transport() -> None:
+    """Have Open MPI leave out libfabric for one-sided messages, which nothing here uses.
+
+    Where no network has it, Open MPI sleeps for a second at its start, when it gives up on it. The
+    two-sided messages of libfabric's networks (``mtl``) are another part of Open MPI.
+    """
+    if not mca.place_set(mca.TRANSPORTS, os.environ, program("mpirun")):
+        os.environ[f"{mca.TRANSPORTS.prefix}btl"] = "^ofi"
 
 
 def _rank_of_parent() -> _World | None:

@@ -1,4 +1,4 @@
-"""Open MPI's settings about network interfaces: has the user or the site made them?
+"""Open MPI's settings about networks: has the user or the site made them?
 
 Open MPI reads its settings (MCA parameters) from the environment, the user's file and the site's
 file. A parameter ``..._if_include`` excludes its ``..._if_exclude``: if both are set, wherever,
@@ -17,13 +17,13 @@ _LIBS = ("lib", "lib64")
 
 
 @dataclass(frozen=True)
-class InterfaceSetting:
-    """The choice of interfaces for one purpose.
+class Setting:
+    """A choice for one purpose.
 
     Attributes:
         option: the launcher's option, without its value.
         prefix: the prefix of the environment variables.
-        names: the parameters' names without the final ``include`` or ``exclude``.
+        names: the parameters' names without their ends.
         user_file: the user's file, relative to the home folder.
         site_file: the site's file, relative to the site's folder.
     """
@@ -33,29 +33,40 @@ class InterfaceSetting:
     names: tuple[str, ...]
     user_file: str
     site_file: str
+    ends: tuple[str, ...] = ("include", "exclude")
 
     def parameters(self) -> tuple[str, ...]:
         """The full names of the parameters."""
-        return tuple(f"{name}{end}" for name in self.names for end in ("include", "exclude"))
+        return tuple(f"{name}{end}" for name in self.names for end in self.ends)
 
 
-RANKS = InterfaceSetting(
+RANKS = Setting(
     ("--mca", "btl_tcp_if_include"),
     "OMPI_MCA_",
     ("btl_tcp_if_",),
     ".openmpi/mca-params.conf",
     "openmpi-mca-params.conf",
 )
-"""The connections between ranks."""
+"""The interfaces for the connections between ranks."""
 
-_DAEMONS_4 = InterfaceSetting(
+TRANSPORTS = Setting(
+    ("--mca", "btl"),
+    "OMPI_MCA_",
+    ("btl",),
+    ".openmpi/mca-params.conf",
+    "openmpi-mca-params.conf",
+    ends=("",),
+)
+"""What carries the messages between ranks."""
+
+_DAEMONS_4 = Setting(
     ("--mca", "oob_tcp_if_include"),
     "OMPI_MCA_",
     ("oob_tcp_if_",),
     ".openmpi/mca-params.conf",
     "openmpi-mca-params.conf",
 )
-_DAEMONS_5 = InterfaceSetting(
+_DAEMONS_5 = Setting(
     ("--prtemca", "prte_if_include"),
     "PRTE_MCA_",
     ("prte_if_", "oob_tcp_if_"),
@@ -64,8 +75,8 @@ _DAEMONS_5 = InterfaceSetting(
 )
 
 
-def daemons(major: int) -> InterfaceSetting:
-    """The connections between the launcher and its daemons, for this major version."""
+def daemons(major: int) -> Setting:
+    """The interfaces between the launcher and its daemons, for this major version."""
     return _DAEMONS_5 if major >= 5 else _DAEMONS_4
 
 
@@ -76,9 +87,7 @@ def without_interfaces(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name not in names}
 
 
-def place_set(
-    setting: InterfaceSetting, environ: Mapping[str, str], mpirun: str | None
-) -> str | None:
+def place_set(setting: Setting, environ: Mapping[str, str], mpirun: str | None) -> str | None:
     """The variable or file that makes a setting, in words; ``None`` if nothing does.
 
     Args:
@@ -93,9 +102,7 @@ def place_set(
     return next((f"{name} in {file}" for name, file in in_files), None)
 
 
-def refuse_exclusion(
-    setting: InterfaceSetting, environ: Mapping[str, str], mpirun: str | None
-) -> None:
+def refuse_exclusion(setting: Setting, environ: Mapping[str, str], mpirun: str | None) -> None:
     """Refuse ``--interfaces`` if a file excludes interfaces.
 
     Raises:
@@ -110,7 +117,7 @@ def refuse_exclusion(
 
 
 def _in_files(
-    setting: InterfaceSetting, environ: Mapping[str, str], mpirun: str | None
+    setting: Setting, environ: Mapping[str, str], mpirun: str | None
 ) -> Iterator[tuple[str, Path]]:
     """The parameters that files set, each with its file."""
     folders = [] if mpirun is None else _site_folders(Path(os.path.realpath(mpirun)))

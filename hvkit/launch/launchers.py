@@ -198,7 +198,7 @@ def openmpi_arguments(major: int, mpirun: str) -> Callable[[Job], list[str]]:
 
 
 def _network_option(
-    setting: mca.InterfaceSetting, networks: Sequence[str], job: Job, mpirun: str
+    setting: mca.Setting, networks: Sequence[str], job: Job, mpirun: str
 ) -> list[str]:
     """The option that names networks; none if the user or the site set Open MPI's interfaces."""
     if not networks:

@@ -1,4 +1,4 @@
-"""Open MPI's interfaces as its files set them."""
+"""Open MPI's settings about networks, as its files and variables make them."""
 
 from pathlib import Path
 
@@ -120,3 +120,19 @@ def test_ranks_of_a_bare_mpirun_exclude_docker_unless_a_file_sets_interfaces(
     runtime._keep_open_mpi_off_containers()
     variable = f"{mca.RANKS.prefix}btl_tcp_if_exclude"
     assert environ.get(variable) == (None if file else "127.0.0.1/8,sppp,docker0")
+
+
+@pytest.mark.parametrize("set_by", ["openmpi-mca-params.conf", "OMPI_MCA_btl", None])
+def test_open_mpi_starts_without_libfabrics_one_sided_messages_unless_transports_are_set(
+    site: _Site, monkeypatch: pytest.MonkeyPatch, set_by: str | None
+) -> None:
+    environ = {"HOME": str(site.home)}
+    if set_by == "OMPI_MCA_btl":
+        environ[set_by] = "tcp,self"
+    elif set_by:
+        site.write(set_by, "btl = tcp,self\n")
+    monkeypatch.setattr("os.environ", environ)
+    monkeypatch.setattr(runtime, "program", lambda name: str(site.mpirun))
+    runtime._leave_out_one_sided_transport()
+    found = {"OMPI_MCA_btl": "tcp,self", "openmpi-mca-params.conf": None, None: "^ofi"}
+    assert environ.get("OMPI_MCA_btl") == found[set_by]
