@@ -32,8 +32,9 @@ def test_two_ranks_learn_in_rounds_and_report_what_they_send(start, recipe):
     assert run.final["test_accuracy"] >= 0.85, run.out
     sent = run.final["bytes_per_step"]
     assert "gradients" not in sent
-    # 1.2 million weights, a byte each in every fourth step, and now and then for an evaluation.
-    assert 300e3 < sent["weights"] < 400e3
+    # 1.2 million weights, a byte each in every fourth step and at the end of an epoch. Uncompressed
+    # they would be four times as many, and in every step four times that.
+    assert 300e3 < sent["weights"] < 500e3
 
 
 @pytest.mark.parametrize("recipe", cases(["mnist_keras", "mnist_torch", "mnist_tf"]))
