@@ -147,7 +147,8 @@ class Bucket:
 
     def mean(self, i: int, parameter: torch.Tensor) -> torch.Tensor:
         """What parameter ``i`` gets, in the parameter's shape."""
-        return like(parameter, self._views[i])
+        view = self._views[i]
+        return torch.complex(*view.unbind(-1)) if parameter.is_complex() else view
 
     @property
     def full(self) -> bool:
