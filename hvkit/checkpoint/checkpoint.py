@@ -19,7 +19,7 @@ from hvkit.checkpoint.progress import (
     checked_extras,
     require_same_progress,
 )
-from hvkit.checkpoint.strategies import StrategyPart, parts_of_strategies, settled, unsettled
+from hvkit.checkpoint.strategies import StrategyPart, parts_of_strategies, together
 from hvkit.collectives import share
 from hvkit.errors import HvkitError
 from hvkit.watch.calls import named
@@ -151,7 +151,7 @@ class Checkpoint:
         parts = [*self.parts, *kept]
         mine: dict[str, bytes] = {}
         try:
-            with unsettled(kept):
+            with together(each.keeper.unsettled() for each in kept):
                 own = ranks.capture(parts)
             mine = ranks.digests(own)
             compared, rows = ranks.compared(parts)
@@ -162,7 +162,7 @@ class Checkpoint:
         states = collectives.collect(_SAVE, ranks.unlike(own, mine, collectives.broadcast(mine)))
         del own
         name = store.name_of(progress.step)
-        with settled(kept), ExitStack() as stack:
+        with together(each.keeper.settled() for each in kept), ExitStack() as stack:
             for part in parts:
                 stack.enter_context(part.gathered())
             if runtime.rank() == 0:

@@ -31,6 +31,7 @@ class Progress:
 
 
 def require_same_progress(everyone: list[tuple[int, int]]) -> None:
+    """Raise ``RanksDisagreeError`` unless all ranks pass the same epoch and step."""
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
             (epoch, step), (other_epoch, other_step) = everyone[0], theirs

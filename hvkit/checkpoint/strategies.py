@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ class StrategyPart(Part):
             self.begin_anew(f"saved with {facts['strategy']}, compression {facts['compression']}")
             return
         if not self.goes_on:
-            self.begin_anew("another number of ranks, or another strategy of a model, resumes")
+            self._log("begins a new round: on other ranks, or beside a model of another strategy")
         with np.load(io.BytesIO(content)) as values:
             arrays = {name: values[name] for name in values.files}
         self.keeper.load_state(arrays, in_round=self.goes_on)
@@ -65,9 +65,12 @@ class StrategyPart(Part):
     def begin_anew(self, reason: str) -> None:
         """Begin with the weights that all ranks have loaded."""
         self.keeper.begin_anew()
+        self._log(f"begins anew with the loaded weights: {reason}")
+
+    def _log(self, text: str) -> None:
         if runtime.rank() == 0:
             mine = f"{self.keeper.strategy}, compression {self.keeper.compression},"
-            logger.info(f"{mine} begins anew with the loaded weights: {reason}")
+            logger.info(f"{mine} {text}")
 
 
 def parts_of_strategies(parts: Sequence[Part]) -> list[StrategyPart]:
@@ -88,18 +91,9 @@ def parts_of_strategies(parts: Sequence[Part]) -> list[StrategyPart]:
 
 
 @contextmanager
-def unsettled(kept: Sequence[StrategyPart]) -> Iterator[None]:
-    """Have all models hold this rank's own weights for a while."""
+def together(contexts: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
+    """All of these contexts at once, such as ``keeper.settled()`` of each model."""
     with ExitStack() as stack:
-        for part in kept:
-            stack.enter_context(part.keeper.unsettled())
-        yield
-
-
-@contextmanager
-def settled(kept: Sequence[StrategyPart]) -> Iterator[None]:
-    """Have all models hold the weights that the ranks would agree on now; a collective."""
-    with ExitStack() as stack:
-        for part in kept:
-            stack.enter_context(part.keeper.settled())
+        for each in contexts:
+            stack.enter_context(each)
         yield

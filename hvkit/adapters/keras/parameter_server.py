@@ -26,7 +26,7 @@ from hvkit.engines import waiting_for_all_ranks
 from hvkit.strategies.parameter_server import ParameterServer
 from hvkit.watch.calls import call
 
-# Begins the names of the server's weights in a checkpoint.
+# What begins names in a checkpoint: of the server's weights, and of the calls of ``apply``.
 _SERVED = "served."
 _CALLS = "calls."
 
