@@ -125,6 +125,11 @@ def _join(framework: str | None = None) -> _World:
     # Horovod's background thread waits inside MPI, and would keep a core busy that the framework
     # computes on. Open MPI reads this when it starts.
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+    # Its threads sleep where they can (hvkit/build/horovod_waits.py), and a tensor wakes them: so
+    # ranks need not meet each millisecond to find that there is nothing to reduce.
+    os.environ.setdefault("HVKIT_BLOCKING_WAITS", "1")
+    if os.environ["HVKIT_BLOCKING_WAITS"] == "1":
+        os.environ.setdefault("HOROVOD_CYCLE_TIME", "20")
     # Horovod's own check names tensors; hvkit.watch names the lines of the script.
     if not any(name.startswith("HOROVOD_STALL_") for name in os.environ):
         os.environ["HOROVOD_STALL_CHECK_DISABLE"] = "1"

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from hvkit.adapters.pytorch.buckets import Bucket, CompressedBucket, CompressionState
+from hvkit.adapters.pytorch.buckets import Bucket
+from hvkit.adapters.pytorch.compressed_buckets import CompressedBucket, CompressionState
 from hvkit.adapters.pytorch.wire import Wire
 from hvkit.exchanges import Mean, Messages, Neighbours, by_rank, circle
 

@@ -1,9 +1,13 @@
 """How gradients travel between ranks: many dense ones in one allreduce, row-sparse ones by row.
 
 A bucket holds the gradients of some parameters, one after the other, in one contiguous tensor that
-Horovod reduces in place. Buckets hold copies: a parameter's own gradient changes only when the mean
-is there. A rank can therefore send zeros for a gradient that it did not compute, half-precision
-gradients can travel in float32, and any memory layout is fine.
+Horovod reduces in place. One call copies them in when the last of them is there. When the mean is
+there, the parameters' ``grad`` become views of the bucket: nothing is copied back, and the memory
+of the rank's own gradients is free.
+
+Some gradients are copied back instead: narrow ones, which travel in float32; those of parameters
+that are complex or not contiguous; and those that the script has made itself or holds elsewhere, as
+slices of a flat tensor. A script may also keep a mean for later. Its bucket then gets new memory.
 
 The gradients of ``torch.nn.Embedding(sparse=True)`` have values in few rows. Ranks gather the rows
 that they touched instead of summing dense tensors: a table of millions of rows costs as much as the
@@ -12,19 +16,17 @@ rows of a batch.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Container, Iterable, Mapping, Sequence, Set
-from typing import Any
+from collections.abc import Iterable, Sequence, Set
+from operator import attrgetter
+from sys import getrefcount
+from types import NoneType
 
-import numpy as np
 import torch
 
-from hvkit.adapters.gradient_chunks import chunks
 from hvkit.adapters.pytorch import ops
 from hvkit.adapters.pytorch.wire import Wire
 from hvkit.compression import Compression, for_rows
-from hvkit.compression.compression import Reduction, Shape, State
-from hvkit.exchanges import Exchange
+from hvkit.compression.compression import Shape
 
 # Horovod's allreduce has no bfloat16, and a sum in float16 may overflow although the mean fits.
 _WIRE_DTYPE = {
@@ -34,73 +36,45 @@ _WIRE_DTYPE = {
     torch.complex128: torch.float64,
 }
 
-# What decides which parameters share a bucket: of each its dtype, device, whether it requires a
-# gradient, and whether its gradient is row-sparse.
-_Layout = tuple[tuple[torch.dtype, torch.device, bool, bool], ...]
-_LAYOUTS_KEPT = 4
+NO_PARAMETER = -1
+"""The number of the member of a bucket that has none but for its place."""
+
+NO_PARAMETER = -1
+"""The number of the member of a bucket that has none but for its place."""
 
 
-class BucketSet:
-    """The buckets of one model, laid out again when its parameters change.
+class _Memory:
+    """What a bucket holds its gradients in.
 
     Args:
-        name: the same on every rank, and no other set's.
-        compression: how float32 gradients travel; None for as they are.
-
-    Attributes:
-        all: the buckets of the current layout, in the order in which backward fills them.
-        of: the bucket of each parameter that is in one, by the parameter's number.
+        lengths: of the members' gradients and the extra numbers.
+        shapes: of the members' gradients.
+        like: a tensor of the same dtype on the same device.
     """
 
-    def __init__(self, name: str, compression: CompressionState | None = None) -> None:
-        self.all: list[Bucket] = []
-        self.of: dict[int, Bucket] = {}
-        self._name = name
-        self._compression = compression
-        self._layout: _Layout | None = None
-        self._layouts: dict[_Layout, list[Bucket]] = {}
-        self._layouts_made = itertools.count()
+    def __init__(self, lengths: list[int], shapes: Sequence[Shape], like: torch.Tensor) -> None:
+        self.flat = like.new_zeros(sum(lengths))
+        pieces = torch.split(self.flat, lengths)
+        # Real ones: a view of complex numbers cannot begin at an odd place.
+        self.views = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=False)]
+        self.extra = pieces[-1]
+        del pieces  # they are not to count
+        self._tensors = _tensors_with_memory_of(self.flat)
+        self._references = getrefcount(self.views[0])
 
     @property
-    def last(self) -> Bucket:
-        """The bucket with the extra numbers; every rank sends it, whatever its layout."""
-        return self.all[-1]
+    def shared(self) -> bool:
+        """Whether the script has another tensor with this memory, as a slice or a NumPy array."""
+        return _tensors_with_memory_of(self.flat) > self._tensors
 
-    def arrange(
-        self, parameters: Sequence[torch.nn.Parameter], sparse: set[int], extra: int
-    ) -> None:
-        """Lay the buckets out again if the parameters changed and no bucket is on its way.
+    @property
+    def held(self) -> bool:
+        """Whether anyone holds a view, parameters included, or the memory is shared."""
+        return max(map(getrefcount, self.views)) > self._references or self.shared
 
-        Args:
-            parameters: all parameters, in the same order on every rank.
-            sparse: numbers of those whose gradients are row-sparse and travel by row.
-            extra: how many numbers to append to the last bucket.
-        """
-        layout = tuple(
-            (p.dtype, p.device, p.requires_grad, i in sparse) for i, p in enumerate(parameters)
-        )
-        if layout == self._layout or any(bucket.handle is not None for bucket in self.all):
-            return
-        if layout not in self._layouts:
-            # GANs freeze and thaw parameters in every step, which comes back to few layouts.
-            while len(self._layouts) >= _LAYOUTS_KEPT:
-                del self._layouts[next(iter(self._layouts))]
-            self._layouts[layout] = self._new_buckets(parameters, sparse, extra)
-        self._layout = layout
-        self.all = self._layouts[layout]
-        self.of = {i: bucket for bucket in self.all for i in bucket.members}
-
-    def _new_buckets(
-        self, parameters: Sequence[torch.nn.Parameter], sparse: set[int], extra: int
-    ) -> list[Bucket]:
-        dense: list[tuple[int, torch.Tensor]] = [
-            (i, p) for i, p in enumerate(parameters) if p.requires_grad and i not in sparse
-        ]
-        if not dense:  # the extra numbers still need a bucket
-            dense = [(-1, torch.zeros(1, device=parameters[0].device))]
-        name = f"{self._name}.{next(self._layouts_made)}"
-        # The last bucket has one name in all layouts, for ranks whose layouts differ.
-        return make_buckets(name, f"{self._name}.last", dense, extra, self._compression)
+    def held_beside(self, at: int) -> bool:
+        """Whether the script, too, holds the view that is a parameter's gradient."""
+        return getrefcount(self.views[at]) > self._references + 1 or self.shared
 
 
 class Bucket:
@@ -110,50 +84,104 @@ class Bucket:
         name: the same on every rank, and no other bucket's.
         members: numbers and parameters, at least one.
         extra: how many numbers to append; the caller fills them in through ``extra``.
+
+    Attributes:
+        numbers: of the parameters.
+        left: how many gradients are missing; below zero if some have come twice.
+        complete: whether the gradients that it was packed with were all there and dense.
+        handle: of the collective that is running.
     """
 
     def __init__(
         self, name: str, members: Sequence[tuple[int, torch.Tensor]], extra: int = 0
     ) -> None:
         self.name = name
-        first = members[0][1]
-        lengths = [p.numel() * (2 if p.is_complex() else 1) for _, p in members]
-        self.flat = torch.zeros(
-            sum(lengths) + extra, dtype=wire_dtype(first.dtype), device=first.device
-        )
-        pieces = torch.split(self.flat, [*lengths, extra])
-        # Real ones: a view of complex numbers cannot begin at an odd place.
-        self._views = {
-            i: piece.view(shape_of(p)) for (i, p), piece in zip(members, pieces[:-1], strict=True)
-        }
-        self.extra = pieces[-1]
-        self.packed: set[int] = set()
+        self.numbers = [i for i, _ in members]
+        self.left = len(members)
+        self.complete = False
         self.handle: int | None = None
-
-    def pack(self, i: int, gradient: torch.Tensor | None) -> None:
-        """Copy parameter ``i``'s gradient in; None counts as zero."""
-        if gradient is None:
-            self._views[i].zero_()
-        else:
-            if gradient.is_complex():
-                gradient = torch.view_as_real(gradient.resolve_conj())
-            self._views[i].copy_(gradient)
-        self.packed.add(i)
-
-    @property
-    def members(self) -> Set[int]:
-        """The numbers of its parameters."""
-        return self._views.keys()
-
-    def mean(self, i: int, parameter: torch.Tensor) -> torch.Tensor:
-        """What parameter ``i`` gets, in the parameter's shape."""
-        view = self._views[i]
-        return torch.complex(*view.unbind(-1)) if parameter.is_complex() else view
+        self._parameters = [p for _, p in members]
+        self._lengths = [p.numel() * (2 if p.is_complex() else 1) for _, p in members] + [extra]
+        self._shapes = [shape_of(p) for _, p in members]
+        self._complex = any(p.is_complex() for _, p in members)
+        dtype = wire_dtype(members[0][1].dtype)
+        # Members whose gradients cannot be views of the bucket.
+        self._apart = {i for i, p in members if p.dtype is not dtype or not p.is_contiguous()}
+        like = torch.empty(0, dtype=dtype, device=members[0][1].device)
+        self._memory = _Memory(self._lengths, self._shapes, like)
+        self._spare: _Memory | None = None
 
     @property
-    def full(self) -> bool:
-        """Whether every member has been packed since the last ``reset``."""
-        return len(self.packed) == len(self._views)
+    def flat(self) -> torch.Tensor:
+        """All gradients and the extra numbers, one after the other."""
+        return self._memory.flat
+
+    @property
+    def extra(self) -> torch.Tensor:
+        """The extra numbers; take them after ``pack``, which may use other memory."""
+        return self._memory.extra
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        """The gradients that the members have now."""
+        return [p.grad for p in self._parameters]
+
+    def kept(self) -> set[int]:
+        """Numbers of the members whose gradients the script holds, too."""
+        there = [at for at, g in enumerate(self.gradients()) if g is not None]
+        return {self.numbers[at] for at in there if self._is_held(at)}
+
+    def _is_held(self, at: int) -> bool:
+        """Whether the script holds a member's gradient, too."""
+        p = self._parameters[at]
+        is_view = p.grad is self._memory.views[at]
+        return self._memory.held_beside(at) if is_view else is_held_elsewhere(p)
+
+    @torch.no_grad()
+    def pack(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Copy the members' gradients in; one that is missing or sparse counts as zero."""
+        if self._memory.held:
+            # Gradients that were not reset, or means that the script keeps. The first may change
+            # again before the bucket is back.
+            spare, self._spare = self._spare, self._memory
+            if spare is None or spare.held:
+                spare = _Memory(self._lengths, self._shapes, self.flat)
+            self._memory = spare
+        views: list[torch.Tensor] = self._memory.views
+        self.complete = are_dense(gradients)
+        if not self.complete:
+            torch._foreach_zero_(views)
+            pairs = zip(views, gradients, strict=True)
+            there = [(v, g) for v, g in pairs if g is not None and not g.is_sparse]
+            views, gradients = [v for v, _ in there], [g for _, g in there]
+        dense: list[torch.Tensor] = gradients  # type: ignore[assignment]
+        if self._complex:
+            dense = [torch.view_as_real(g.resolve_conj()) if g.is_complex() else g for g in dense]
+        if dense:
+            torch._foreach_copy_(views, dense)
+
+    def give(self, wanted: Set[int] | None, kept: Set[int]) -> None:
+        """Make the means the members' gradients.
+
+        Args:
+            wanted: numbers of the members that get theirs; None for all.
+            kept: numbers of those whose gradients stay the same tensors.
+        """
+        views = self._memory.views
+        if wanted is None and not kept and not self._apart:
+            for p, view in zip(self._parameters, views, strict=True):
+                p.grad = view
+            return
+        for i, p, view in zip(self.numbers, self._parameters, views, strict=True):
+            if wanted is not None and i not in wanted:
+                continue
+            if i not in self._apart and (p.grad is None or i not in kept):
+                p.grad = view
+                continue
+            mean = torch.complex(*view.unbind(-1)) if p.is_complex() else view
+            if p.grad is None:
+                p.grad = torch.empty_like(p).copy_(mean)
+            else:
+                p.grad.detach().copy_(mean)
 
     def launch(self, wire: Wire) -> None:
         """Start averaging over ranks; returns at once."""
@@ -170,7 +198,28 @@ class Bucket:
 
     def reset(self) -> None:
         """Begin the next reduction."""
-        self.packed.clear()
+        self.left = len(self.numbers)
+
+
+def are_dense(gradients: Iterable[torch.Tensor | None]) -> bool:
+    """Whether all are there, and none is sparse."""
+    return NoneType not in set(map(type, gradients)) and not any(map(_is_sparse, gradients))
+
+
+_is_sparse = attrgetter("is_sparse")
+
+
+def _tensors_with_memory_of(tensor: torch.Tensor) -> int:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def is_held_elsewhere(parameter: torch.Tensor) -> bool:
+    """Whether anyone but the parameter holds its gradient, or another tensor with its memory."""
+    gradient = parameter.grad
+    if gradient is None or gradient.is_sparse:  # sparse ones have no memory of one piece
+        return gradient is not None
+    # The parameter, this function and getrefcount hold it; this tensor and its storage the memory.
+    return getrefcount(gradient) > 3 or _tensors_with_memory_of(gradient) > 2
 
 
 def shape_of(parameter: torch.Tensor) -> Shape:
@@ -182,168 +231,6 @@ def like(parameter: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     """Numbers, as many as in ``shape_of``, in the parameter's shape."""
     numbers = numbers.view(shape_of(parameter))
     return torch.complex(*numbers.unbind(-1)) if parameter.is_complex() else numbers
-
-
-class CompressionState:
-    """What a compression keeps of each parameter.
-
-    Args:
-        compression: how float32 gradients or weights travel.
-    """
-
-    def __init__(self, compression: Compression) -> None:
-        self.compression = compression
-        # By the parameter's number: what counts, and what will once an update has used the means.
-        self.kept: dict[int, dict[str, torch.Tensor]] = {}
-        self.pending: dict[int, dict[str, torch.Tensor]] = {}
-
-    def suits(self, dtype: torch.dtype) -> bool:
-        """Whether vectors of this dtype travel so.
-
-        Raises:
-            ValueError: they cannot, and must not travel otherwise.
-        """
-        suits = dtype is torch.float32 or not self.compression.float32_only
-        if not suits and self.compression.exclusive:
-            raise ValueError(
-                f"{self.compression} is for parameters of at most 32 bits, got {dtype}: use "
-                "model.float(), or hvkit.Synchronous()"
-            )
-        return suits
-
-    def of(self, numbers: Sequence[int], shapes: Sequence[Shape], like: torch.Tensor) -> State:
-        """The state of some parameters, new ones included."""
-        for i, shape in zip(numbers, shapes, strict=True):
-            if i not in self.kept:
-                self.kept[i] = {
-                    name: ops.constant(array, like)
-                    for name, array in self.compression.begin(shape).items()
-                }
-        names = self.kept[numbers[0]].keys()
-        return {name: [self.kept[i][name] for i in numbers] for name in names}
-
-    def suggest(self, numbers: Sequence[int], state: State) -> None:
-        """Take over a new state, for when an update has used the means."""
-        for at, i in enumerate(numbers):
-            self.pending[i] = {name: values[at] for name, values in state.items()}
-
-    def arrays(self, names: Iterable[str]) -> dict[str, np.ndarray[Any, Any]]:
-        """What is kept under these names, for a checkpoint: by name and parameter."""
-        return {
-            f"{name}.{i}": state[name].cpu().numpy()
-            for i, state in self.kept.items()
-            for name in names
-        }
-
-    def load(
-        self, arrays: Mapping[str, np.ndarray[Any, Any]], parameters: Sequence[torch.Tensor]
-    ) -> None:
-        """Set what ``arrays`` returned."""
-        for key, array in arrays.items():
-            name, _, number = key.partition(".")
-            p = parameters[int(number)]
-            begun = self.of([int(number)], [shape_of(p)], p)
-            begun[name][0].copy_(torch.from_numpy(array))
-
-    def commit(self, used: Container[int]) -> None:
-        """Keep the new state of the parameters that an update has used."""
-        self.kept.update({i: state for i, state in self.pending.items() if i in used})
-        self.pending.clear()
-
-
-class CompressedBucket(Bucket):
-    """A bucket of float32 gradients that travel compressed.
-
-    Args:
-        name: the same on every rank, and no other bucket's.
-        members: numbers and parameters, at least one.
-        state: of the compression, for all buckets of a model.
-    """
-
-    def __init__(
-        self, name: str, members: Sequence[tuple[int, torch.Tensor]], state: CompressionState
-    ) -> None:
-        super().__init__(name, members)
-        self._state = state
-        self._numbers = [i for i, _ in members]
-        self._shapes = [shape_of(p) for _, p in members]
-        self._flow: Reduction
-        self._exchanges = 0
-
-    def launch(self, wire: Wire) -> None:
-        held = self._state.of(self._numbers, self._shapes, self.flat)
-        reduce = self._state.compression.reduce
-        self._flow = reduce(self.flat, self._shapes, held, ops, wire)
-        self._exchanges = 0
-        self._start(next(self._flow), wire)
-
-    def exchange(self, wire: Wire) -> None:
-        assert self.handle is not None
-        result, self.handle = wire.wait(self.handle), None
-        try:
-            following = self._flow.send(result)
-        except StopIteration as end:
-            mean, state = end.value
-            self.flat.copy_(mean)
-            self._state.suggest(self._numbers, state)
-        else:
-            self._start(following, wire)
-
-    def wait(self, wire: Wire) -> None:
-        while self.handle is not None:
-            self.exchange(wire)
-
-    def _start(self, exchange: Exchange, wire: Wire) -> None:
-        name = f"{self.name}.{self._exchanges}"
-        self._exchanges += 1
-        self.handle = wire.start(exchange, name)
-
-
-def make_buckets(
-    name: str,
-    last_name: str,
-    members: Iterable[tuple[int, torch.Tensor]],
-    extra: int,
-    compression: CompressionState | None = None,
-) -> list[Bucket]:
-    """Make the buckets for some parameters.
-
-    Args:
-        name: what the buckets' names begin with.
-        last_name: the name of the last bucket.
-        members: numbers and parameters, at least one.
-        extra: how many numbers to append to the last bucket.
-        compression: of float32 gradients. The last bucket then has the extra numbers alone, in
-            full precision.
-    """
-    spread = _spread(members)
-    if compression is None:
-        first = [Bucket(f"{name}.{b}", run) for b, run in enumerate(spread[:-1])]
-        return [*first, Bucket(last_name, spread[-1], extra)]
-    device = spread[-1][-1][1].device
-    buckets = [
-        CompressedBucket(f"{name}.{b}", run, compression)
-        if compression.suits(wire_dtype(run[0][1].dtype))
-        else Bucket(f"{name}.{b}", run)
-        for b, run in enumerate(spread)
-    ]
-    # No parameter has the number -1.
-    return [*buckets, Bucket(last_name, [(-1, torch.zeros(1, device=device))], extra)]
-
-
-def _spread(members: Iterable[tuple[int, torch.Tensor]]) -> list[list[tuple[int, torch.Tensor]]]:
-    """Divide numbered parameters into runs, one for each bucket.
-
-    Backward reaches the parameters that were registered last first, so the runs begin there.
-    """
-    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[int, torch.Tensor]]] = {}
-    for i, p in reversed(list(members)):
-        kinds.setdefault((wire_dtype(p.dtype), p.device), []).append((i, p))
-    return [
-        [group[position] for position in run]
-        for group in kinds.values()
-        for run in chunks([p.numel() * p.element_size() for _, p in group])
-    ]
 
 
 def wire_dtype(dtype: torch.dtype) -> torch.dtype:

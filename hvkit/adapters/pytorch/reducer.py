@@ -1,8 +1,11 @@
 """Averages gradients while ``backward()`` computes them.
 
-A hook on each parameter copies its gradient into a bucket as soon as it is final; a full bucket
-goes out at once. When backward ends, a callback of the autograd engine sends the rest, waits, and
-writes the means into the parameters' gradients.
+A hook on each parameter counts the gradients of its bucket that are final. When all are, they are
+copied into the bucket, and it goes out at once. When backward ends, a callback of the autograd
+engine sends the rest, waits, and gives the parameters the means.
+
+Hooks run for every parameter in every step, so they do little; whatever can be done for a whole
+bucket, or once for a layout, is done there.
 
 Graphs may differ between ranks and from step to step. Every rank therefore sends every bucket each
 time, with zeros where it has no gradient. A report at the end of the last bucket lets all ranks
@@ -19,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
@@ -27,19 +30,22 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from hvkit import runtime
 from hvkit.adapters.pytorch import step_report
 from hvkit.adapters.pytorch.batch_norm import RunningStatistics
-from hvkit.adapters.pytorch.buckets import Bucket, BucketSet, CompressionState, average_rows
+from hvkit.adapters.pytorch.bucket_layout import Layout, Layouts
+from hvkit.adapters.pytorch.buckets import NO_PARAMETER, Bucket, are_dense, average_rows
 from hvkit.adapters.pytorch.checks import Checks
+from hvkit.adapters.pytorch.compressed_buckets import CompressionState
 from hvkit.adapters.pytorch.optimizers import (
     around_scaled_steps,
     closure_of,
     with_averaged_loss,
     with_closure,
 )
-from hvkit.adapters.pytorch.step_report import StepReport
+from hvkit.adapters.pytorch.step_report import ReportVector, StepReport, checksum_of_rates
 from hvkit.adapters.pytorch.wire import Wire
 from hvkit.compression import Compression
 from hvkit.errors import RanksDisagreeError
@@ -50,6 +56,10 @@ from hvkit.watch.calls import call
 # the parameters keep a reducer alive as long as its model.
 _reducers: WeakValueDictionary[int, GradientReducer] = WeakValueDictionary()
 _numbers = itertools.count()
+
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+# Gradients that a bucket misses while passes accumulate: no pass has as many.
+_NEVER = 1 << 60
 
 
 class GradientReducer:
@@ -89,17 +99,27 @@ class GradientReducer:
         self._statistics = statistics
         self._number: dict[torch.Tensor, int] = {}
         self._parameters: list[torch.nn.Parameter] = []
-        self._sparse: set[int] = set()
+        self._sparse: Set[int] = frozenset()
         travels = strategy.travels(compression)
         self._state = CompressionState(travels) if travels else None
-        self._buckets = BucketSet(name, self._state)
+        self._layouts = Layouts(name, self._state)
+        self._layout: Layout | None = None
+        # Whether the layout has been looked at since the last reduction.
+        self._arranged = False
+        # By parameter: what calls its hook, and the bucket that the hook counts for.
+        self._hooks: dict[int, RemovableHandle] = {}
+        self._hooked: dict[int, Bucket | None] = {}
         # Numbers of the parameters to which the last reduction has given means.
-        self._averaged: set[int] = set()
+        self._averaged: Set[int] = frozenset()
         # The autograd engine's number of the backward pass that is running.
         self._task: int | None = None
         self._passes = 0
-        # Numbers of the parameters whose gradient changed after their bucket had gone out.
+        # Numbers of some parameters whose gradient changed after their bucket had gone out.
         self._outdated: set[int] = set()
+        # Numbers of the parameters whose gradients stay the same tensors; None before it is known.
+        self._kept: set[int] | None = None
+        # What this rank reports if it has all gradients, and none is sparse.
+        self._usual: StepReport | None = None
         # By optimizer: whether a reduction has come since its last step, and whether it is
         # stepping now.
         self._reduced_for: dict[int, bool] = {}
@@ -158,11 +178,14 @@ class GradientReducer:
 
     def add(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Average the gradients of more parameters; the same ones on every rank."""
+        outside = self._arrival(None)
         for p in parameters:
-            self._number[p] = len(self._parameters)
+            i = self._number[p] = len(self._parameters)
             self._parameters.append(p)
             if p.is_floating_point() or p.is_complex():
-                _hook(p, self._gradient_ready)
+                self._hooks[i] = _hook(p, outside)
+                self._hooked[i] = None
+        self._report = ReportVector(len(self._parameters))
 
     def watch(self, optimizers: Sequence[Optimizer], adopt: Callable[[], bool]) -> None:
         """Make sure that each step of these optimizers follows a reduction on every rank.
@@ -212,38 +235,67 @@ class GradientReducer:
         optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(after)
 
-    def _gradient_ready(self, parameter: torch.Tensor) -> None:
-        with self._lock:
-            task = torch._C._current_graph_task_id()
+    def _arrival(self, bucket: Bucket | None) -> Callable[[torch.Tensor], None]:
+        """The hook of all parameters in a bucket, called when a gradient is final.
+
+        One function for all of them stays in the processor's caches.
+        """
+
+        def arrived(parameter: torch.Tensor) -> None:
+            at = bucket
+            task = _graph_task()
             if task != self._task:
                 self._begin_pass(task)
-            i = self._number[parameter]
-            if self._passes + 1 < self._accumulate:
-                return
-            gradient, bucket = parameter.grad, self._buckets.of.get(i)
-            if bucket is None or gradient is None or gradient.is_sparse:
-                return
+                at = self._laid_out().of.get(self._number[parameter])
+            if at is not None:
+                at.left -= 1
+                if at.left <= 0:
+                    self._is_full(at)
+
+        return arrived
+
+    def _is_full(self, bucket: Bucket) -> None:
+        """Send a bucket that has all gradients, or note that it has gone out too early."""
+        with self._lock:
             if bucket.handle is not None:
-                self._outdated.add(i)
-                return
-            bucket.pack(i, gradient.detach())
-            if bucket.full and bucket is not self._buckets.last:
-                bucket.launch(self._wire)
+                self._outdated.add(bucket.numbers[0])
+            elif bucket in self._laid_out().buckets[:-1]:
+                gradients = bucket.gradients()
+                # One that is there twice makes a bucket look full.
+                if are_dense(gradients):
+                    bucket.pack(gradients)
+                    bucket.launch(self._wire)
 
     def _begin_pass(self, task: int) -> None:
         """Prepare for the first gradient of a backward pass; ``_end_pass`` runs at its end."""
-        self._task = task
-        engine = torch.autograd.Variable._execution_engine
-        engine.queue_callback(lambda: _end_pass(task))
-        # Drop the gradients that a failed pass has left in the buckets.
-        for bucket in self._buckets.all:
-            if bucket.handle is None:
-                bucket.reset()
-            else:
-                self._outdated.update(bucket.members)
-        if not self._passes:
-            self._refuse_another_mean()
-            self._arrange()
+        with self._lock:
+            if task == self._task:  # another thread was here first
+                return
+            self._task = task
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(lambda: _end_pass(task))
+            if not self._passes:
+                self._refuse_another_mean()
+                self._arrange()
+            # Drop what a failed pass has left in the buckets.
+            for bucket in self._laid_out().buckets:
+                if bucket.handle is None:
+                    bucket.reset()
+                    if self._passes + 1 < self._accumulate:
+                        bucket.left = _NEVER
+                else:
+                    self._outdated.add(bucket.numbers[0])
+            if self._kept is None:
+                self._kept = self._gradients_to_keep()
+
+    def _gradients_to_keep(self) -> set[int]:
+        """Numbers of the parameters whose gradients must stay the same tensors.
+
+        Called at a time when no pass has replaced them: one that a pass makes is nobody else's.
+        """
+        if torch.is_grad_enabled():  # backward(create_graph=True): they carry their graph
+            return set(range(len(self._parameters)))
+        return set().union(*(bucket.kept() for bucket in self._laid_out().buckets))
 
     def _refuse_another_mean(self) -> None:
         """Raise if a residual counts for a mean that no update has used.
@@ -281,10 +333,33 @@ class GradientReducer:
         return self._passes >= self._accumulate
 
     def _arrange(self) -> None:
-        extra = StepReport.length(len(self._parameters))
-        if self._statistics:
-            extra += self._statistics.length
-        self._buckets.arrange(self._parameters, self._sparse, extra)
+        """Lay the buckets out again if the parameters changed and no bucket is on its way."""
+        if self._arranged:
+            return
+        if self._layout and any(bucket.handle is not None for bucket in self._layout.buckets):
+            return
+        self._arranged = True
+        statistics = self._statistics.length if self._statistics else 0
+        layout = self._layouts.of(self._parameters, self._sparse, self._report.length, statistics)
+        if layout is self._layout:
+            return
+        self._layout = layout
+        arrivals = {id(bucket): self._arrival(bucket) for bucket in layout.buckets}
+        outside = self._arrival(None)
+        for i, hook in self._hooks.items():
+            bucket = layout.of.get(i)
+            # Frozen parameters have no use for theirs, and thaw to the same bucket, often.
+            if bucket is not self._hooked[i] and i in layout.trained:
+                # In place, because this may run inside one of them.
+                hooks: Any = hook.hooks_dict_ref()
+                hooks[hook.id] = arrivals[id(bucket)] if bucket else outside
+                self._hooked[i] = bucket
+        dense = frozenset(layout.of)
+        self._usual = StepReport(dense, frozenset(), frozenset(), layout.trained)
+
+    def _laid_out(self) -> Layout:
+        assert self._layout is not None
+        return self._layout
 
     def _reduce(self) -> None:
         """Average everything since the last reduction; a collective."""
@@ -295,7 +370,9 @@ class GradientReducer:
     def _send_rest(self) -> None:
         with self._lock:
             self._arrange()
-            for bucket in self._buckets.all:
+            if self._kept is None:
+                self._kept = self._gradients_to_keep()
+            for bucket in self._laid_out().buckets:
                 if bucket.handle is None:
                     self._send(bucket)
             self._checks.send(self._steps, self._parameters)
@@ -303,15 +380,15 @@ class GradientReducer:
     @torch.no_grad()
     def _receive(self) -> None:
         with self._lock:
-            *buckets, last = self._buckets.all
+            layout = self._laid_out()
+            *buckets, last = layout.buckets
             report = self._report_of_all_ranks(last)
             for bucket in buckets:
                 bucket.exchange(self._wire)
             for bucket in buckets:
                 bucket.wait(self._wire)
             self._checks.receive(self._steps)
-            of = self._buckets.of
-            again = {id(of[i]): of[i] for i in report.outdated}
+            again = {id(layout.of[i]): layout.of[i] for i in report.outdated}
             for bucket in again.values():
                 bucket.reset()
                 self._send(bucket)
@@ -320,8 +397,10 @@ class GradientReducer:
             self._write(report)
             self._averaged = report.dense
             if self._statistics:
-                self._statistics.write(self._statistics_in(self._buckets.last))
+                self._statistics.write(layout.statistics.numbers)
             self._outdated.clear()
+            self._kept = None
+            self._arranged = False
             self._passes = 0
             self._task = None
             self._reduced_for = dict.fromkeys(self._reduced_for, True)
@@ -340,15 +419,16 @@ class GradientReducer:
         except RanksDisagreeError:  # it has another length on another rank
             self._refuse_other_parameters()
             raise
-        report = StepReport.decode(self._report_in(last), self._wire.size)
-        if report.steps_differ:
+        mean = self._laid_out().report.numbers.numpy()
+        report, disagreement = self._report.decode(mean, self._wire.size)
+        if disagreement.steps:
             raise RanksDisagreeError(
                 f"the ranks are at different optimizer steps (rank {runtime.rank()} has done "
                 f"{self._steps}): every rank must call backward() and step() equally often"
             )
-        if report.frozen_on_some:
+        if disagreement.frozen:
             self._refuse_other_parameters()
-        if report.rates_differ:
+        if disagreement.rates:
             step_report.refuse_other_rates(self._optimizers)
         return report
 
@@ -357,19 +437,32 @@ class GradientReducer:
 
     def _send(self, bucket: Bucket) -> None:
         """Complete a bucket from the current gradients, and launch it."""
-        for i in bucket.members - bucket.packed:
-            gradient = self._parameters[i].grad if i >= 0 else None
-            sparse = gradient is not None and gradient.is_sparse
-            bucket.pack(i, None if sparse else gradient)
-        if bucket is self._buckets.last:
-            self._report_in(bucket).copy_(
-                step_report.of_this_rank(
-                    self._parameters, self._outdated, self._optimizers, self._steps
-                )
+        bucket.pack(bucket.gradients())
+        layout = self._laid_out()
+        if bucket is layout.statistics.bucket and self._statistics:
+            self._statistics.read_into(layout.statistics.numbers)
+        if bucket is layout.report.bucket:
+            mine = self._report.encode(
+                self._report_of_this_rank(), checksum_of_rates(self._optimizers), self._steps
             )
-            if self._statistics:
-                self._statistics.read_into(self._statistics_in(bucket))
+            layout.report.numbers.copy_(torch.from_numpy(mine))
         bucket.launch(self._wire)
+
+    def _report_of_this_rank(self) -> StepReport:
+        """Which gradients this rank has; the same object as long as it has all dense ones."""
+        layout, usual = self._laid_out(), self._usual
+        assert usual is not None
+        complete = all(b.complete for b in layout.buckets if b.numbers[0] != NO_PARAMETER)
+        if complete and not self._outdated and not self._sparse & layout.trained:
+            return usual
+        gradients = {i: self._parameters[i].grad for i in layout.trained}
+        there = {i: g.is_sparse for i, g in gradients.items() if g is not None}
+        return StepReport(
+            dense=frozenset(i for i, sparse in there.items() if not sparse),
+            sparse=frozenset(i for i, sparse in there.items() if sparse),
+            outdated=frozenset(self._outdated),
+            trained=layout.trained,
+        )
 
     def _refuse_sparse(self, i: int) -> None:
         raise ValueError(
@@ -377,23 +470,13 @@ class GradientReducer:
             f"{self.strategy} cannot use: make the layer with sparse=False"
         )
 
-    def _report_in(self, last: Bucket) -> torch.Tensor:
-        return last.extra[: StepReport.length(len(self._parameters))]
-
-    def _statistics_in(self, last: Bucket) -> torch.Tensor:
-        return last.extra[StepReport.length(len(self._parameters)) :]
-
     def _write(self, report: StepReport) -> None:
-        """Write the mean into each gradient that any rank had."""
+        """Give each parameter that had a gradient on any rank the mean."""
+        kept = self._kept or set()
         by_row = report.sparse | (report.dense & self._sparse)
-        for bucket in self._buckets.all:
-            for i in bucket.members & (report.dense - by_row):
-                p = self._parameters[i]
-                mean = bucket.mean(i, p)
-                if p.grad is None:
-                    p.grad = torch.empty_like(p).copy_(mean)
-                else:
-                    p.grad.detach().copy_(mean)
+        wanted = None if report is self._usual else report.dense - by_row
+        for bucket in self._laid_out().buckets:
+            bucket.give(wanted, kept)
             bucket.reset()
         if by_row and self._state and self._state.compression.exclusive:
             self._refuse_sparse(min(by_row))
@@ -426,7 +509,7 @@ def _end_pass(task: int) -> None:
             reducer._receive()
 
 
-def _hook(parameter: torch.nn.Parameter, function: Callable[[torch.Tensor], None]) -> None:
+def _hook(parameter: torch.nn.Parameter, function: Callable[[torch.Tensor], None]) -> Any:
     """Call ``function`` when a gradient is final, also if the parameter is frozen now.
 
     PyTorch takes the hook only from parameters that require a gradient, and keeps it when that
@@ -434,6 +517,7 @@ def _hook(parameter: torch.nn.Parameter, function: Callable[[torch.Tensor], None
     """
     frozen = not parameter.requires_grad
     parameter.requires_grad_(True)
-    parameter.register_post_accumulate_grad_hook(function)  # type: ignore[no-untyped-call]
+    handle = parameter.register_post_accumulate_grad_hook(function)  # type: ignore[no-untyped-call]
     if frozen:
         parameter.requires_grad_(False)
+    return handle

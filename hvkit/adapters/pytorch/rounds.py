@@ -25,8 +25,8 @@ from hvkit.adapters.agreed_view import arrive_before_exit, require_equal_steps
 from hvkit.adapters.gradient_chunks import chunks
 from hvkit.adapters.pytorch.agreements import Agreement
 from hvkit.adapters.pytorch.batch_norm import RunningStatistics
-from hvkit.adapters.pytorch.buckets import CompressionState
 from hvkit.adapters.pytorch.checks import Checks
+from hvkit.adapters.pytorch.compressed_buckets import CompressionState
 from hvkit.adapters.pytorch.round_ends import (
     STEP,
     RoundEnd,

@@ -8,10 +8,13 @@ read the same report from the mean and so decide alike what to do with the gradi
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.optim import Optimizer
 
 from hvkit import collectives
@@ -26,110 +29,103 @@ _BITS = 24
 
 @dataclass(frozen=True)
 class StepReport:
-    """What the ranks had in one reduction; the same on every rank.
+    """What one rank, or any rank, had in one reduction.
 
     Attributes:
-        dense: numbers of the parameters with a dense gradient on any rank.
-        sparse: numbers of those with a sparse gradient on any rank.
-        outdated: numbers of those whose gradient changed after a rank had sent their bucket.
-        frozen_on_some: numbers of those that some ranks train and others do not.
-        rates_differ: whether the ranks use different learning rates.
-        steps_differ: whether the ranks have done different numbers of optimizer steps.
+        dense: numbers of the parameters with a dense gradient.
+        sparse: numbers of those with a sparse gradient.
+        outdated: numbers of some whose gradient changed after their bucket had been sent.
+        trained: numbers of those that require a gradient.
     """
 
-    dense: set[int]
-    sparse: set[int]
-    outdated: set[int]
-    frozen_on_some: set[int]
-    rates_differ: bool
-    steps_differ: bool
+    dense: Set[int]
+    sparse: Set[int]
+    outdated: Set[int]
+    trained: Set[int]
 
-    @staticmethod
-    def length(parameters: int) -> int:
-        """How many numbers the report on this number of parameters takes."""
-        return 4 * parameters + _BITS + 2
 
-    @staticmethod
-    def encode(
-        parameters: int,
-        *,
-        dense: Iterable[int],
-        sparse: Iterable[int],
-        outdated: Iterable[int],
-        trained: Iterable[int],
-        rates: int,
-        steps: int,
-    ) -> torch.Tensor:
-        """This rank's report as a float32 tensor of shape ``(length(parameters),)``.
+@dataclass(frozen=True)
+class Disagreement:
+    """How the ranks differ.
+
+    Attributes:
+        frozen: whether some ranks train parameters that others do not.
+        rates: whether they use different learning rates.
+        steps: whether they have done different numbers of optimizer steps.
+    """
+
+    frozen: bool = False
+    rates: bool = False
+    steps: bool = False
+
+
+class ReportVector:
+    """Writes reports as numbers that can be averaged, and reads their mean.
+
+    It does so anew only if something is not as in the last step.
+
+    Args:
+        parameters: how many the model has.
+    """
+
+    def __init__(self, parameters: int) -> None:
+        self.length = 4 * parameters + _BITS + 2
+        self._report: StepReport | None = None
+        self._rates: int | None = None
+        self._vector = np.zeros(self.length, np.float32)
+
+    def encode(self, report: StepReport, rates: int, steps: int) -> NDArray[np.float32]:
+        """This rank's report as a float32 array of shape ``(length,)``, valid until the next call.
 
         Args:
-            parameters: the number of parameters.
-            dense: numbers of those with a dense gradient on this rank.
-            sparse: numbers of those with a sparse gradient on this rank.
-            outdated: numbers of those whose gradient changed after their bucket was sent.
-            trained: numbers of those that require a gradient.
+            report: of this rank.
             rates: a checksum of the learning rates.
             steps: optimizer steps done.
         """
-        rows = torch.zeros(4, parameters)
-        for row, numbers in zip(rows, (dense, sparse, outdated, trained), strict=True):
-            row[list(numbers)] = 1
-        bits = torch.tensor([rates >> b & 1 for b in range(_BITS)])
-        step = float(steps % _STEP_CYCLE)
-        return torch.cat([rows.view(-1), bits, torch.tensor([step, step * step])])
+        vector = self._vector
+        if report is not self._report:
+            rows = vector[: -_BITS - 2].reshape(4, -1)
+            rows[:] = 0
+            kinds = (report.dense, report.sparse, report.outdated, report.trained)
+            for row, numbers in zip(rows, kinds, strict=True):
+                row[list(numbers)] = 1
+            self._report = report
+        if rates != self._rates:
+            vector[-_BITS - 2 : -2] = [rates >> b & 1 for b in range(_BITS)]
+            self._rates = rates
+        step = steps % _STEP_CYCLE
+        vector[-2:] = step, step * step
+        return vector
 
-    @staticmethod
-    def decode(mean: torch.Tensor, size: int) -> StepReport:
-        """The report from the mean over ``size`` ranks of the results of ``encode``."""
-        values = mean.cpu().double()
-        rows = values[: -_BITS - 2].view(4, -1)
-        step, square = values[-2:].tolist()
-        dense, sparse, outdated = (_numbers(row > 0) for row in rows[:3])
-        return StepReport(
-            dense,
-            sparse,
-            outdated,
-            frozen_on_some=_numbers(_on_some(rows[3], size)),
-            rates_differ=bool(_on_some(values[-_BITS - 2 : -2], size).any()),
-            steps_differ=square - step * step > 0.25 / size,
+    def decode(self, mean: NDArray[Any], size: int) -> tuple[StepReport, Disagreement]:
+        """What any rank reported, and how the ranks differ; the same on every rank.
+
+        Args:
+            mean: over ranks, of the results of ``encode``; this rank's was its last one.
+            size: the number of ranks.
+        """
+        # All are whole numbers, so a mean is either this rank's number or at least 1 / size off. If
+        # one rank's number is another one, then it is off on every rank; for steps, their squares'.
+        if self._report is not None and np.abs(mean - self._vector).max() < 0.25 / size:
+            return self._report, Disagreement()
+        values = mean.astype(np.float64)
+        rows = values[: -_BITS - 2].reshape(4, -1)
+        step, square = values[-2:]
+        found = StepReport(*(_numbers(row > 0.5 / size) for row in rows))
+        return found, Disagreement(
+            frozen=bool(_on_some(rows[3], size).any()),
+            rates=bool(_on_some(values[-_BITS - 2 : -2], size).any()),
+            steps=bool(square - step * step > 0.25 / size),
         )
 
 
-def _on_some(means: torch.Tensor, size: int) -> torch.Tensor:
+def _on_some(means: NDArray[Any], size: int) -> NDArray[np.bool_]:
     """Which means come from zeros on some ranks and ones on others."""
     return (means > 0.5 / size) & (means < 1 - 0.5 / size)
 
 
-def _numbers(row: torch.Tensor) -> set[int]:
-    return set(row.nonzero().flatten().tolist())
-
-
-def of_this_rank(
-    parameters: Sequence[torch.nn.Parameter],
-    outdated: set[int],
-    optimizers: Sequence[Optimizer],
-    steps: int,
-) -> torch.Tensor:
-    """This rank's report, encoded.
-
-    Args:
-        parameters: all of the model's, with this rank's own gradients.
-        outdated: numbers of those whose gradient changed after their bucket was sent.
-        optimizers: those that update the parameters.
-        steps: optimizer steps done.
-    """
-    trained = {i: p.grad for i, p in enumerate(parameters) if p.requires_grad}
-    sparse = {i for i, gradient in trained.items() if gradient is not None and gradient.is_sparse}
-    dense = {i for i, gradient in trained.items() if gradient is not None} - sparse
-    return StepReport.encode(
-        len(parameters),
-        dense=dense,
-        sparse=sparse,
-        outdated=outdated,
-        trained=trained,
-        rates=checksum_of_rates(optimizers),
-        steps=steps,
-    )
+def _numbers(row: NDArray[np.bool_]) -> frozenset[int]:
+    return frozenset(row.nonzero()[0].tolist())
 
 
 def refuse_other_parameters(

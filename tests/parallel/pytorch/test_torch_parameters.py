@@ -64,12 +64,12 @@ def test_parameters_thawed_after_the_call_are_averaged():
 
 
 def test_freezing_and_thawing_in_turns_comes_back_to_the_same_buckets(monkeypatch):
-    from hvkit.adapters.pytorch import buckets
+    from hvkit.adapters.pytorch import bucket_layout
 
     made = []
-    make_buckets = buckets.make_buckets
+    make_buckets = bucket_layout.make_buckets
     monkeypatch.setattr(
-        buckets, "make_buckets", lambda *args: (made.append(args[0]), make_buckets(*args))[1]
+        bucket_layout, "make_buckets", lambda *args: (made.append(args[0]), make_buckets(*args))[1]
     )
     model = mlp()
     model, optimizer = hvkit.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hvkit
-from hvkit.adapters.pytorch.buckets import CompressionState
+from hvkit.adapters.pytorch.compressed_buckets import CompressionState
 from hvkit.traffic import Sent
 
 

@@ -1,19 +1,20 @@
+import numpy as np
 import pytest
-import torch
 
-from hvkit.adapters.pytorch.step_report import StepReport
+from hvkit.adapters.pytorch.step_report import Disagreement, ReportVector, StepReport
 
 
-def encoded(steps, dense=(), sparse=(), outdated=(), trained=(0, 1, 2, 3), rates=5):
-    return StepReport.encode(
-        4,
-        dense=dense,
-        sparse=sparse,
-        outdated=outdated,
-        trained=trained,
-        rates=rates,
-        steps=steps,
-    )
+def report(dense=(), sparse=(), outdated=(), trained=(0, 1, 2, 3)):
+    return StepReport(*map(frozenset, (dense, sparse, outdated, trained)))
+
+
+def encoded(steps, rates=5, **kinds):
+    return ReportVector(4).encode(report(**kinds), rates, steps).copy()
+
+
+def decoded(mean, size):
+    """As by a rank whose own report is another one."""
+    return ReportVector(4).decode(mean, size)
 
 
 @pytest.mark.parametrize("steps", [[3, 3, 3], [7, 8, 7], [0, 0, 1]])
@@ -23,12 +24,10 @@ def test_the_report_holds_what_any_rank_had(steps):
         encoded(steps[1], dense={0, 1}, sparse={2}, outdated={1}),
         encoded(steps[2], sparse={2}),
     ]
-    assert len(ranks[0]) == StepReport.length(4)
-    report = StepReport.decode(torch.stack(ranks).mean(0), size=3)
-    assert (report.dense, report.sparse, report.outdated) == ({0, 1}, {2}, {1})
-    assert report.steps_differ == (len(set(steps)) > 1)
-    assert not report.frozen_on_some
-    assert not report.rates_differ
+    assert len(ranks[0]) == ReportVector(4).length
+    found, disagreement = decoded(np.mean(ranks, axis=0), size=3)
+    assert found == report(dense={0, 1}, sparse={2}, outdated={1})
+    assert disagreement == Disagreement(steps=len(set(steps)) > 1)
 
 
 @pytest.mark.parametrize("size", [2, 3, 7, 100, 1000])
@@ -36,11 +35,29 @@ def test_one_rank_that_differs_is_noticed_among_many(size):
     usual = encoded(7)
 
     def seen(odd):
+        """What all ranks see: those that are as usual, and the one that is not."""
         # As Horovod computes it.
-        return StepReport.decode((usual * (size - 1) + odd) * (1 / size), size)
+        mean = (usual * (size - 1) + odd) * np.float32(1 / size)
+        everyone = []
+        for steps in (7, 6):
+            vector = ReportVector(4)
+            vector.encode(report(), 5, steps)
+            everyone.append(vector.decode(mean, size))
+        assert everyone[0] == everyone[1]
+        return everyone[0][1]
 
-    assert seen(encoded(6)).steps_differ
-    assert seen(encoded(7, trained=(0, 1, 3))).frozen_on_some == {2}
-    assert seen(encoded(7, rates=5 + (1 << 20))).rates_differ
-    alike = seen(usual)
-    assert (alike.steps_differ, alike.frozen_on_some, alike.rates_differ) == (False, set(), False)
+    assert seen(encoded(6)) == Disagreement(steps=True)
+    assert seen(encoded(7, trained=(0, 1, 3))) == Disagreement(frozen=True)
+    assert seen(encoded(7, rates=5 + (1 << 20))) == Disagreement(rates=True)
+    assert seen(usual) == Disagreement()
+
+
+def test_a_report_that_all_ranks_share_is_not_read_again():
+    vector, usual = ReportVector(4), report(dense={0, 1})
+    for steps in range(20):
+        mine = vector.encode(usual, 5, steps)
+        found, disagreement = vector.decode(mine.copy(), size=2)
+        assert found is usual
+        assert disagreement == Disagreement()
+    other = vector.encode(report(dense={2}), 6, 3).copy()
+    assert (other == encoded(3, rates=6, dense={2})).all()
