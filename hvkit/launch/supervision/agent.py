@@ -9,7 +9,10 @@ process forks: the parent becomes the guard, the child the agent::
             └── COMMAND
 
 Guard and agent are in different process groups, so that a launcher that kills one does not kill the
-other. An agent ends its command when it loses its guard or its connection to the supervisor.
+other. The agent's is a session of its own: where Linux groups processes by session
+(``sched_autogroup_enabled``), other programs then take a share of a rank's core as one program, not
+as so many processes. An agent ends its command when it loses its guard or its connection to the
+supervisor.
 """
 
 import contextlib
@@ -257,7 +260,7 @@ def _fork_below_guard() -> int:
     adopt_orphans()
     agent = os.fork()
     if agent == 0:
-        os.setpgid(0, 0)
+        os.setsid()
         return guard
     os._exit(_guard(agent, launcher))
 
