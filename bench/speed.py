@@ -35,13 +35,13 @@ ON_RANKS = {
 }
 # Blocks and steps in each, of a few seconds together.
 WORKLOADS = {
-    "mnist": (16, 3),
-    "resnet20": (10, 2),
-    "large": (10, 2),
-    "small": (40, 5),
-    "transformer": (20, 5),
+    "mnist": (12, 2),
+    "resnet20": (8, 1),
+    "large": (8, 1),
+    "small": (30, 5),
+    "transformer": (12, 3),
 }
-WAYS = {"fit": (16, 5), "loop": (16, 5)}
+WAYS = {"fit": (12, 4), "loop": (12, 4)}
 # In Keras 3 it trains custom loops only.
 MIRRORED = "MultiWorkerMirroredStrategy"
 # By name: what the ranks run, and the launcher that starts them.
@@ -167,7 +167,7 @@ def train(flags):
                 continue
             for busy in (False, True):
                 for peer, (kind, launcher) in peers.items():
-                    if busy and peer not in BESIDE_BUSY or (peer, workload) == (MIRRORED, "fit"):
+                    if (busy and peer not in BESIDE_BUSY) or (peer, workload) == (MIRRORED, "fit"):
                         continue
                     script = [ON_RANKS[framework], kind, workload, str(blocks), str(steps)]
                     with busy_processes(busy):

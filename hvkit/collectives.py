@@ -24,6 +24,9 @@ from hvkit.watch.verdict import SAME_CALLS
 
 T = TypeVar("T")
 
+# Bytes of a large object that travel at a time.
+_PIECE = 1 << 25
+
 
 @named("hvkit.barrier")
 def barrier() -> None:
@@ -71,6 +74,26 @@ def broadcast_state(data: NDArray[np.uint8], root: int = 0) -> NDArray[np.uint8]
         if size() == 1
         else engines.broadcast_in_pieces(any_engine(), data, root, purpose="start")
     )
+
+
+def broadcast_bytes(data: NDArray[np.uint8], root: int = 0) -> NDArray[np.uint8]:
+    """Return rank ``root``'s bytes on every rank; a collective.
+
+    They travel in pieces: besides its result a rank holds one piece, and rank ``root`` no copy.
+
+    Args:
+        data: on rank ``root``, of shape (n,), maybe a file in memory; ignored elsewhere.
+        root: the rank that sends.
+    """
+    if size() == 1:
+        return data
+    length = broadcast(len(data), root)
+    received = data if rank() == root else np.empty(length, np.uint8)
+    for start in range(0, length, _PIECE):
+        piece = any_engine().broadcast(received[start : start + _PIECE], root)
+        if rank() != root:
+            received[start : start + _PIECE] = piece
+    return received
 
 
 @named("hvkit.allgather")

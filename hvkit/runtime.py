@@ -14,10 +14,9 @@ from dataclasses import dataclass, replace
 from hvkit import watch
 from hvkit.engines import ENGINES, Engine, broadcast_message, built_for
 from hvkit.errors import LaunchError
-from hvkit.host import mca
-from hvkit.host.commands import program
-from hvkit.host.network import within_host
+from hvkit.host.rank_settings import rank_settings
 from hvkit.host.rank_variables import launch_id, launched
+from hvkit.log import logger
 
 
 @dataclass(frozen=True)
@@ -122,19 +121,9 @@ def _join(framework: str | None = None) -> _World:
     if announced is None or announced.size == 1:
         _world = _World(rank=0, size=1, local_rank=0, local_size=1)
         return _world
-    # Horovod's background thread waits inside MPI, and would keep a core busy that the framework
-    # computes on. Open MPI reads this when it starts.
-    os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
-    # Its threads sleep where they can (hvkit/build/horovod_waits.py), and a tensor wakes them: so
-    # ranks need not meet each millisecond to find that there is nothing to reduce.
-    os.environ.setdefault("HVKIT_BLOCKING_WAITS", "1")
-    if os.environ["HVKIT_BLOCKING_WAITS"] == "1":
-        os.environ.setdefault("HOROVOD_CYCLE_TIME", "20")
-    # Horovod's own check names tensors; hvkit.watch names the lines of the script.
-    if not any(name.startswith("HOROVOD_STALL_") for name in os.environ):
-        os.environ["HOROVOD_STALL_CHECK_DISABLE"] = "1"
-    _keep_open_mpi_off_containers()
-    _leave_out_one_sided_transport()
+    for each in rank_settings(os.environ):  # Horovod and Open MPI read them when they start
+        os.environ[each.variable] = each.value
+        logger.debug("set %s=%s: %s", each.variable, each.value, each.reason)
     framework = framework or _imported_framework()
     with watch.starting():
         engine = ENGINES[framework]()
@@ -179,31 +168,6 @@ def _imported_framework() -> str:
         if framework in sys.modules:
             return framework
     return next(iter(built_for()), "torch")
-
-
-def _keep_open_mpi_off_containers() -> None:
-    """Exclude networks that stay within a host, such as docker0, from Open MPI's search.
-
-    If docker0 has the same address on two hosts, their ranks wait for each other forever.
-    ``hvkit run`` chooses the network itself; this helps ranks under a bare mpirun. Settings of the
-    user or the site take precedence.
-    """
-    names = within_host()
-    if names and not mca.place_set(mca.RANKS, os.environ, program("mpirun")):
-        # Open MPI's own default excludes the first two. It warns of names that do not exist, so
-        # add only those that do.
-        exclude = f"{mca.RANKS.prefix}btl_tcp_if_exclude"
-        os.environ[exclude] = ",".join(["127.0.0.1/8", "sppp", *names])
-
-
-def _leave_out_one_sided_transport() -> None:
-    """Have Open MPI leave out libfabric for one-sided messages, which nothing here uses.
-
-    Where no network has it, Open MPI sleeps for a second at its start, when it gives up on it. The
-    two-sided messages of libfabric's networks (``mtl``) are another part of Open MPI.
-    """
-    if not mca.place_set(mca.TRANSPORTS, os.environ, program("mpirun")):
-        os.environ[f"{mca.TRANSPORTS.prefix}btl"] = "^ofi"
 
 
 def _rank_of_parent() -> _World | None:

@@ -9,6 +9,8 @@
     ├── wheel_cache         built wheels, each under the key of all that changes it
     └── builder             source -> edits -> compilation -> wheel
         ├── horovod_edits   the changes to Horovod's source, with their reasons
+        │   ├── horovod_waits   those that let its threads sleep while they wait
+        │   └── source_edits    what an edit is, and how edits are applied
         ├── build_variables the environment variables that Horovod's build reads
         └── build_output    progress and causes of failure, from what the build prints
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import tempfile
 import warnings
@@ -21,7 +20,7 @@ from hvkit.adapters.keras.checks import compared_in
 from hvkit.adapters.keras.initial_state import has_weights, tf_variable
 from hvkit.adapters.keras.optimizers import inner_optimizer, parts_of
 from hvkit.adapters.keras.sharded import gathered, unfolded
-from hvkit.checkpoint.part import ALONE, NOT_IN_FILE, SEED, Arrays, Part
+from hvkit.checkpoint.part import ALONE, NOT_IN_FILE, SEED, Arrays, ContentReader, Part
 
 # By class of callback: the attributes to save.
 _COUNTERS: Mapping[type[Any], tuple[str, ...]] = {
@@ -54,7 +53,7 @@ class ModelPart(Part):
         with _without_optimizer(self.model):
             self.model.save_weights(path)
 
-    def load(self, content: bytes, facts: Mapping[str, Any]) -> None:
+    def load(self, content: memoryview, facts: Mapping[str, Any]) -> None:
         self._check_built()
         _require_shapes("weights", facts["shapes"], _shapes_of(self.model.weights))
         # The file holds rank 0's seeds: keep this rank's own.
@@ -155,14 +154,14 @@ class OptimizerPart(Part):
         with path.open("wb") as file:
             np.savez(file, allow_pickle=False, **values)
 
-    def load(self, content: bytes, facts: Mapping[str, Any]) -> None:
+    def load(self, content: memoryview, facts: Mapping[str, Any]) -> None:
         self._check_not_wrapped()
         with tf.init_scope():
             self._build(facts["trained"])
         with tf.init_scope(), unfolded(self.optimizer):
             variables = self.optimizer.variables
             _require_shapes("variables", facts["shapes"], _shapes_of(variables))
-            with np.load(io.BytesIO(content)) as values:
+            with np.load(ContentReader(content)) as values:
                 for i, variable in enumerate(variables):
                     variable.assign(_as_dtype_of(variable, values[str(i)]))
 
@@ -266,10 +265,10 @@ class CallbackPart(Part):
                 **{str(i): array for i, array in enumerate(weights)},
             )
 
-    def load(self, content: bytes, facts: Mapping[str, Any]) -> None:
+    def load(self, content: memoryview, facts: Mapping[str, Any]) -> None:
         if facts["kind"] != self._kind:
             raise ValueError(f"it was of class {facts['kind']}, here it is of class {self._kind}")
-        with np.load(io.BytesIO(content)) as values:
+        with np.load(ContentReader(content)) as values:
             state = json.loads(str(values[_COUNTED]))
             dtypes = json.loads(str(values[_DTYPES]))
             if dtypes:

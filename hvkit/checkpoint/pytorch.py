@@ -7,7 +7,7 @@ import pickle
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from hvkit.adapters.fingerprints import Compared, Rows
 from hvkit.adapters.pytorch.checks import compared_in
 from hvkit.adapters.pytorch.reducer import is_averaged
 from hvkit.adapters.pytorch.refusals import is_divided
-from hvkit.checkpoint.part import ALONE, NOT_IN_FILE, Arrays, Part, end_epoch_of
+from hvkit.checkpoint.part import ALONE, NOT_IN_FILE, Arrays, ContentReader, Part, end_epoch_of
 
 # The name of the array with the steps of the warm-up that a rank which trains alone has done.
 _WARMUP = f"{ALONE}warmup-steps"
@@ -57,14 +57,15 @@ class TorchPart(Part):
                 f"and lists of them: {error}"
             ) from None
 
-    def load(self, content: bytes, facts: Mapping[str, Any]) -> None:
+    def load(self, content: memoryview, facts: Mapping[str, Any]) -> None:
         self._load_state(content)
         warmup = self._warmup()
         if warmup and facts["warmup_steps"] is not None:
             warmup.steps_done = facts["warmup_steps"]
 
-    def _load_state(self, content: bytes) -> None:
-        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    def _load_state(self, content: memoryview) -> None:
+        file = cast(IO[bytes], ContentReader(content))
+        state = torch.load(file, map_location="cpu", weights_only=True)
         if isinstance(self._thing, Optimizer):
             _load_optimizer(self._thing, state)
         else:
@@ -94,7 +95,7 @@ class TorchPart(Part):
     def load_own(self, arrays: Arrays) -> None:
         rest = dict(arrays)
         if (state := rest.pop(self._whole(), None)) is not None:
-            self._load_state(state.tobytes())
+            self._load_state(state.data)
         if (steps := rest.pop(_WARMUP, None)) is not None and (warmup := self._warmup()):
             warmup.steps_done = int(steps)
         buffers = self._buffers()

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
+import numpy as np
+
 from hvkit import collectives, runtime
 from hvkit.checkpoint import ranks, store
 from hvkit.checkpoint.part import Part
@@ -124,21 +126,24 @@ def _require_parts(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> N
             )
 
 
-def _content(folder: Path, file: str, problem: Exception | None) -> tuple[bytes, Exception | None]:
+def _content(
+    folder: Path, file: str, problem: Exception | None
+) -> tuple[memoryview, Exception | None]:
     """The bytes of rank 0's file on every rank, and the first problem so far.
 
     Ranks that already have a problem still take part in the broadcast.
     """
-    content: bytes | OSError = b""
+    content = np.empty(0, np.uint8)
+    error: OSError | None = None
     if runtime.rank() == 0:
         try:
-            content = (folder / file).read_bytes()
-        except OSError as error:
-            content = OSError(error.errno, error.strerror, str(folder / file))
-    content = collectives.broadcast(content)
-    if isinstance(content, OSError):
-        return b"", problem or content
-    return content, problem
+            if (folder / file).stat().st_size:
+                content = np.memmap(folder / file, np.uint8, "r")
+        except OSError as unreadable:
+            error = OSError(unreadable.errno, unreadable.strerror, str(folder / file))
+    if error := collectives.broadcast(error):
+        return memoryview(b""), problem or error
+    return collectives.broadcast_bytes(content).data, problem
 
 
 def _explained(error: Exception, part: Part, folder: Path) -> Exception:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 
 from hvkit import runtime
 from hvkit.adapters.adapter import Keeper, keepers_of
-from hvkit.checkpoint.part import NOT_IN_FILE, Arrays, Part
+from hvkit.checkpoint.part import NOT_IN_FILE, Arrays, ContentReader, Part
 from hvkit.log import logger
 
 
@@ -52,13 +51,13 @@ class StrategyPart(Part):
         with path.open("wb") as file:
             np.savez(file, allow_pickle=False, **self.keeper.state())
 
-    def load(self, content: bytes, facts: Mapping[str, Any]) -> None:
+    def load(self, content: memoryview, facts: Mapping[str, Any]) -> None:
         if not self.matches(facts):
             self.begin_anew(f"saved with {facts['strategy']}, compression {facts['compression']}")
             return
         if not self.goes_on:
             self._log("begins a new round: on other ranks, or beside a model of another strategy")
-        with np.load(io.BytesIO(content)) as values:
+        with np.load(ContentReader(content)) as values:
             arrays = {name: values[name] for name in values.files}
         self.keeper.load_state(arrays, in_round=self.goes_on)
 

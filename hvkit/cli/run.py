@@ -60,6 +60,11 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     )
     add_watching(parser)
     parser.add_argument(
+        "--verbose",
+        action="store_true",
+        help="print the exact command and the variables that each rank sets, with reasons",
+    )
+    parser.add_argument(
         "--dry-run",
         action="store_true",
         help="check the hosts and print the exact command, but start nothing",
@@ -87,6 +92,7 @@ def _execute(args: argparse.Namespace) -> int:
         lost_after=args.lost_after,
         grace=args.grace,
         style=Style(args.prefix, args.timestamps, args.log_dir, args.show),
+        verbose=args.verbose,
     )
     if args.dry_run:
         print(shown(prepared(request, supervised=False)))

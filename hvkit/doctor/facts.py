@@ -29,6 +29,7 @@ from hvkit.host.commands import run
 from hvkit.host.cpus import allowance
 from hvkit.host.gpus import Gpus, gpus
 from hvkit.host.network import Interface, addresses_of, interfaces
+from hvkit.host.rank_settings import RankSetting, rank_settings
 from hvkit.host.rank_variables import launched
 
 _THREADS = (
@@ -59,6 +60,7 @@ class Facts:
         addresses: the addresses of the hostname.
         threads: numbers of threads that environment variables set.
         environment: names of other variables that change how ranks run.
+        set_by_ranks: what ranks started here set themselves.
         launched: why hvkit takes this process for a rank; ``None`` if it does not.
     """
 
@@ -79,6 +81,7 @@ class Facts:
     ssh: Ssh
     threads: dict[str, str]
     environment: tuple[str, ...]
+    set_by_ranks: tuple[RankSetting, ...]
     launched: str | None
 
 
@@ -181,6 +184,7 @@ def gather() -> Facts:
             ssh=found_ssh.result(),
             threads=thread_settings(os.environ),
             environment=setting_names(os.environ),
+            set_by_ranks=tuple(rank_settings(os.environ)),
             launched=rank_of(os.environ),
         )
 

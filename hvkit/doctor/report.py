@@ -66,6 +66,7 @@ def json_report(facts: Facts, test: SelfTest | None, findings: Sequence[Finding]
     - ``ssh``: ``client``, ``server``, ``running``. ``interfaces``: each ``name``, ``address``,
       ``network``.
     - ``threads``: variables that set numbers of threads; ``environment``: names of other variables.
+    - ``set_by_ranks``: a list of ``variable``, ``value`` and ``reason``.
     - ``self_test``: ``launcher``, ``error``, ``ranks``, ``bytes`` of the array, ``rounds``, and
       ``results``, each with ``framework``, ``command``, ``error``, ``output`` (the last lines of a
       failure), ``seconds`` of one allreduce (median), and ``bandwidth``, bytes per second.
@@ -94,6 +95,7 @@ def json_report(facts: Facts, test: SelfTest | None, findings: Sequence[Finding]
         "interfaces": [asdict(one) for one in facts.interfaces],
         "threads": facts.threads,
         "environment": facts.environment,
+        "set_by_ranks": [asdict(each) for each in facts.set_by_ranks],
         "limits": {name: limits[name] for name in ("open_files", "locked_memory")},
         "infiniband": facts.limits.infiniband,
         "self_test": _self_test_keys(test) if test else None,
@@ -226,6 +228,9 @@ def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "limits", ", ".join(limits)
     settings = [f"{name}={value}" for name, value in report["threads"].items()]
     yield "variables", ", ".join([*settings, *report["environment"]]) or "none that matter"
+    for number, each in enumerate(report["set_by_ranks"]):
+        label = "" if number else "ranks set"
+        yield label, f"{each['variable']}={each['value']}: {each['reason']}"
     yield from _self_test_rows(report["self_test"])
 
 

@@ -3,6 +3,7 @@
 ::
 
     rank_variables    whether a launcher started this process, and as which rank
+    rank_settings     the environment variables that a rank sets, with reasons
     cpus              cores, containers' limits, and a rank's share of them
     gpus              what NVIDIA's driver reports, and which GPU a rank takes
     network           interfaces, and which names mean this host

@@ -15,6 +15,7 @@ import psutil
 
 from hvkit.errors import LaunchError
 from hvkit.host.mca import without_interfaces
+from hvkit.host.rank_settings import rank_settings
 from hvkit.host.rank_variables import without_place
 from hvkit.launch.allocation import SLURM
 from hvkit.launch.hosts import Host
@@ -23,6 +24,7 @@ from hvkit.launch.preflight import choose_hosts
 from hvkit.launch.supervision.output import Style, make_room
 from hvkit.launch.supervision.protocol import KEY_VARIABLE, SUPERVISOR_VARIABLE
 from hvkit.launch.supervision.supervised_run import Run, supervise
+from hvkit.log import logger
 
 _AGENT = "hvkit.launch.supervision.agent"
 _SUPERVISION = (SUPERVISOR_VARIABLE, KEY_VARIABLE)
@@ -72,6 +74,7 @@ class Request:
         grace: the time that commands have to end, after a signal or the failure of another rank,
             in seconds.
         style: how to show output.
+        verbose: whether to print how ranks are started, and what they set.
     """
 
     command: tuple[str, ...]
@@ -85,6 +88,7 @@ class Request:
     lost_after: float = 30.0
     grace: float = 10.0
     style: Style = field(default_factory=Style)
+    verbose: bool = False
 
 
 def start(request: Request) -> int:
@@ -102,6 +106,10 @@ def start(request: Request) -> int:
                 f"--log-dir {run.style.log_dir} cannot be made ({error.strerror}): name a folder "
                 "that you can write to"
             ) from error
+    if request.verbose:
+        logger.info("starts %s", shown(run))
+        for each in rank_settings(run.environ):
+            logger.info("ranks set %s=%s: %s", each.variable, each.value, each.reason)
     return supervise(run)
 
 

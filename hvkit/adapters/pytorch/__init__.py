@@ -5,7 +5,10 @@
     adapter                the steps of distribute
     ├── initial_state      copies rank 0's weights and optimizer state
     ├── reducer            averages gradients during backward(), waits at its end
-    │   ├── buckets        tensors that carry many gradients, compression, sparse rows
+    │   ├── bucket_layout  which gradients travel together
+    │   ├── buckets        tensors that carry many gradients; sparse rows
+    │   ├── compressed_buckets  those that travel compressed, and what that keeps
+    │   ├── averaged_steps  each step of an optimizer follows a reduction
     │   ├── step_report    which gradients each rank has; steps and rates of the ranks
     │   └── checks         do all ranks hold the same weights, and different data?
     ├── rounds             ends rounds of strategies that agree on weights

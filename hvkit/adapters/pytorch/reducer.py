@@ -34,17 +34,13 @@ from torch.utils.hooks import RemovableHandle
 
 from hvkit import runtime
 from hvkit.adapters.pytorch import step_report
+from hvkit.adapters.pytorch.averaged_steps import AveragedSteps
 from hvkit.adapters.pytorch.batch_norm import RunningStatistics
 from hvkit.adapters.pytorch.bucket_layout import Layout, Layouts
 from hvkit.adapters.pytorch.buckets import NO_PARAMETER, Bucket, are_dense, average_rows
 from hvkit.adapters.pytorch.checks import Checks
 from hvkit.adapters.pytorch.compressed_buckets import CompressionState
-from hvkit.adapters.pytorch.optimizers import (
-    around_scaled_steps,
-    closure_of,
-    with_averaged_loss,
-    with_closure,
-)
+from hvkit.adapters.pytorch.optimizers import around_scaled_steps
 from hvkit.adapters.pytorch.step_report import ReportVector, StepReport, checksum_of_rates
 from hvkit.adapters.pytorch.wire import Wire
 from hvkit.compression import Compression
@@ -120,13 +116,7 @@ class GradientReducer:
         self._kept: set[int] | None = None
         # What this rank reports if it has all gradients, and none is sparse.
         self._usual: StepReport | None = None
-        # By optimizer: whether a reduction has come since its last step, and whether it is
-        # stepping now.
-        self._reduced_for: dict[int, bool] = {}
-        self._stepping: set[int] = set()
-        self._steps = 0
-        self._counted = False
-        self._optimizers: list[Optimizer] = []
+        self._steps = AveragedSteps(name, lambda: self._passes > 0, self._reduce, self._used)
         # Parameters on several devices have their hooks called from several threads.
         self._lock = threading.RLock()
         _reducers[next(_numbers)] = self
@@ -136,7 +126,7 @@ class GradientReducer:
     @property
     def step(self) -> int:
         """The optimizer step that the current gradients are for, counted from 1."""
-        return self._steps + 1
+        return self._steps.done + 1
 
     def arrive(self) -> None:
         """No agreement runs beside training."""
@@ -196,44 +186,13 @@ class GradientReducer:
                 any.
         """
         for each in optimizers:
-            self._watch(each, adopt)
+            if self._state and self._state.compression.keeps_state:
+                around_scaled_steps(each, self._refuse_scaled_step)
+            self._steps.watch(each, adopt)
 
-    def _watch(self, optimizer: Optimizer, adopt: Callable[[], bool]) -> None:
-        key = id(optimizer)
-        self._optimizers.append(optimizer)
-        self._reduced_for[key] = False
-
-        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-            if key in self._stepping:  # a step that calls the step of its parent class
-                return None
-            self._stepping.add(key)
-            closure = closure_of(args, kwargs)
-            if torch._C._current_graph_task_id() != -1:
-                raise ValueError(
-                    f"{type(optimizer).__name__}.step() was called while backward() was running, "
-                    "before the gradients were averaged: call it after backward()"
-                )
-            overlooked = adopt() or self._passes > 0 or not self._reduced_for[key]
-            if overlooked and closure is None:
-                with call(f"{type(optimizer).__name__}.step()", self.step, self.name):
-                    self._reduce()
-            self._reduced_for[key] = False
-            if closure is None:
-                return None
-            return with_closure(with_averaged_loss(closure), args, kwargs)
-
-        def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            self._stepping.discard(key)
-            if self._state:
-                self._state.commit(self._averaged)
-            # Several optimizers may use the gradients of one backward pass.
-            self._steps += not self._counted
-            self._counted = True
-
-        if self._state and self._state.compression.keeps_state:
-            around_scaled_steps(optimizer, self._refuse_scaled_step)
-        optimizer.register_step_pre_hook(before)
-        optimizer.register_step_post_hook(after)
+    def _used(self) -> None:
+        if self._state:
+            self._state.commit(self._averaged)
 
     def _arrival(self, bucket: Bucket | None) -> Callable[[torch.Tensor], None]:
         """The hook of all parameters in a bucket, called when a gradient is final.
@@ -375,7 +334,7 @@ class GradientReducer:
             for bucket in self._laid_out().buckets:
                 if bucket.handle is None:
                     self._send(bucket)
-            self._checks.send(self._steps, self._parameters)
+            self._checks.send(self._steps.done, self._parameters)
 
     @torch.no_grad()
     def _receive(self) -> None:
@@ -387,7 +346,7 @@ class GradientReducer:
                 bucket.exchange(self._wire)
             for bucket in buckets:
                 bucket.wait(self._wire)
-            self._checks.receive(self._steps)
+            self._checks.receive(self._steps.done)
             again = {id(layout.of[i]): layout.of[i] for i in report.outdated}
             for bucket in again.values():
                 bucket.reset()
@@ -403,9 +362,7 @@ class GradientReducer:
             self._arranged = False
             self._passes = 0
             self._task = None
-            self._reduced_for = dict.fromkeys(self._reduced_for, True)
-            self._stepping.clear()
-            self._counted = False
+            self._steps.reduced()
 
     def _report_of_all_ranks(self, last: Bucket) -> StepReport:
         """Wait for the last bucket, the only one that every rank is sure to send.
@@ -424,12 +381,12 @@ class GradientReducer:
         if disagreement.steps:
             raise RanksDisagreeError(
                 f"the ranks are at different optimizer steps (rank {runtime.rank()} has done "
-                f"{self._steps}): every rank must call backward() and step() equally often"
+                f"{self._steps.done}): every rank must call backward() and step() equally often"
             )
         if disagreement.frozen:
             self._refuse_other_parameters()
         if disagreement.rates:
-            step_report.refuse_other_rates(self._optimizers)
+            step_report.refuse_other_rates(self._steps.optimizers)
         return report
 
     def _refuse_other_parameters(self) -> None:
@@ -443,7 +400,9 @@ class GradientReducer:
             self._statistics.read_into(layout.statistics.numbers)
         if bucket is layout.report.bucket:
             mine = self._report.encode(
-                self._report_of_this_rank(), checksum_of_rates(self._optimizers), self._steps
+                self._report_of_this_rank(),
+                checksum_of_rates(self._steps.optimizers),
+                self._steps.done,
             )
             layout.report.numbers.copy_(torch.from_numpy(mine))
         bucket.launch(self._wire)

@@ -64,6 +64,7 @@ def healthy() -> Facts:
         ssh=Ssh("OpenSSH_9.2p1", "/usr/sbin/sshd", True),
         threads={},
         environment=(),
+        set_by_ranks=(),
         launched=None,
     )
 

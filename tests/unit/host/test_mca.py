@@ -4,9 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hvkit import runtime
 from hvkit.errors import LaunchError
-from hvkit.host import mca
 from hvkit.launch import launchers
 from hvkit.launch.hosts import Host
 from hvkit.launch.launchers import Job
@@ -105,34 +103,3 @@ def test_a_file_that_excludes_is_named_when_interfaces_are_asked_for(site: _Site
     file = site.write(".openmpi/mca-params.conf", "btl_tcp_if_exclude = eth1\n")
     with pytest.raises(LaunchError, match=f"{file} sets btl_tcp_if_exclude, .*: delete that line"):
         site.options(5, asked=True)
-
-
-@pytest.mark.parametrize("file", ["openmpi-mca-params.conf", ".openmpi/mca-params.conf", None])
-def test_ranks_of_a_bare_mpirun_exclude_docker_unless_a_file_sets_interfaces(
-    site: _Site, monkeypatch: pytest.MonkeyPatch, file: str | None
-) -> None:
-    if file is not None:
-        site.write(file, "btl_tcp_if_include = eth0\n")
-    environ = {"HOME": str(site.home)}
-    monkeypatch.setattr("os.environ", environ)
-    monkeypatch.setattr(runtime, "within_host", lambda: ["docker0"])
-    monkeypatch.setattr(runtime, "program", lambda name: str(site.mpirun))
-    runtime._keep_open_mpi_off_containers()
-    variable = f"{mca.RANKS.prefix}btl_tcp_if_exclude"
-    assert environ.get(variable) == (None if file else "127.0.0.1/8,sppp,docker0")
-
-
-@pytest.mark.parametrize("set_by", ["openmpi-mca-params.conf", "OMPI_MCA_btl", None])
-def test_open_mpi_starts_without_libfabrics_one_sided_messages_unless_transports_are_set(
-    site: _Site, monkeypatch: pytest.MonkeyPatch, set_by: str | None
-) -> None:
-    environ = {"HOME": str(site.home)}
-    if set_by == "OMPI_MCA_btl":
-        environ[set_by] = "tcp,self"
-    elif set_by:
-        site.write(set_by, "btl = tcp,self\n")
-    monkeypatch.setattr("os.environ", environ)
-    monkeypatch.setattr(runtime, "program", lambda name: str(site.mpirun))
-    runtime._leave_out_one_sided_transport()
-    found = {"OMPI_MCA_btl": "tcp,self", "openmpi-mca-params.conf": None, None: "^ofi"}
-    assert environ.get("OMPI_MCA_btl") == found[set_by]

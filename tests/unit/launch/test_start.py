@@ -281,6 +281,19 @@ def test_a_dry_run_shows_the_variables_that_hvkit_adds_and_no_others(hosts, monk
     assert " -x NCCL_DEBUG " in line
 
 
+@pytest.mark.parametrize("verbose", [True, False])
+def test_a_verbose_run_lists_what_ranks_set_with_reasons(hosts, monkeypatch, capsys, verbose):
+    monkeypatch.setattr(start, "supervise", lambda run: 0)
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "3")
+    monkeypatch.delenv("OMPI_MCA_mpi_yield_when_idle", raising=False)
+    start.start(request(verbose=verbose))
+    printed = capsys.readouterr().err
+    assert ("hvkit: starts mpirun -np 3 " in printed) == verbose
+    line = "hvkit: ranks set OMPI_MCA_mpi_yield_when_idle=1: a rank that waits"
+    assert (line in printed) == verbose
+    assert "HOROVOD_CYCLE_TIME" not in printed  # the user's own
+
+
 def test_the_line_of_a_dry_run_removes_the_variables_that_the_run_removes(hosts, monkeypatch):
     found = Launcher("MPICH 5.0.2", "mpirun", launchers.mpich_arguments, sends_all=True)
     monkeypatch.setattr(start, "find_launcher", lambda name: found)

@@ -1,0 +1,72 @@
+"""The environment variables that a rank sets before it starts Horovod, each with its reason.
+
+A variable that is set already stays as it is. Settings of Open MPI may also stand in files of the
+user or the site, which take precedence, too.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from hvkit.host import mca
+from hvkit.host.commands import program
+from hvkit.host.network import within_host
+
+_STALL = "HOROVOD_STALL_"
+
+
+@dataclass(frozen=True)
+class RankSetting:
+    """A variable, its value, and why a rank sets it."""
+
+    variable: str
+    value: str
+    reason: str
+
+
+def rank_settings(environ: Mapping[str, str]) -> list[RankSetting]:
+    """What a rank with this environment sets."""
+    return [each for each in _wanted(environ) if each.variable not in environ]
+
+
+def _wanted(environ: Mapping[str, str]) -> Iterator[RankSetting]:
+    yield RankSetting(
+        "HVKIT_BLOCKING_WAITS",
+        "1",
+        "Horovod's threads sleep while they wait, and leave their core to the framework",
+    )
+    if environ.get("HVKIT_BLOCKING_WAITS", "1") == "1":
+        yield RankSetting(
+            "HOROVOD_CYCLE_TIME",
+            "20",
+            "milliseconds; a tensor wakes Horovod at once, so idle ranks need not meet each one",
+        )
+    yield RankSetting(
+        "OMPI_MCA_mpi_yield_when_idle",
+        "1",
+        "a rank that waits inside MPI lets others run; Open MPI would keep the core busy",
+    )
+    if not any(name.startswith(_STALL) for name in environ):
+        yield RankSetting(
+            f"{_STALL}CHECK_DISABLE",
+            "1",
+            "hvkit names the lines of the script where ranks wait; Horovod would name tensors",
+        )
+    mpirun = program("mpirun")
+    names = within_host()
+    if names and not mca.place_set(mca.RANKS, environ, mpirun):
+        # Open MPI's own default excludes the first two. It warns of names that do not exist, so
+        # add only those that do. `hvkit run` chooses the network itself.
+        yield RankSetting(
+            f"{mca.RANKS.prefix}btl_tcp_if_exclude",
+            ",".join(["127.0.0.1/8", "sppp", *names]),
+            "these networks stay within a host; if docker0 has one address on two hosts, their "
+            "ranks wait for each other forever",
+        )
+    if not mca.place_set(mca.TRANSPORTS, environ, mpirun):
+        # The two-sided messages of libfabric's networks (``mtl``) are another part of Open MPI.
+        yield RankSetting(
+            f"{mca.TRANSPORTS.prefix}btl",
+            "^ofi",
+            "nothing here uses libfabric's one-sided messages; where no network has them, Open MPI "
+            "sleeps for a second when it gives up on them",
+        )

@@ -1,0 +1,70 @@
+"""What a rank sets for Horovod and Open MPI, unless somebody has."""
+
+from pathlib import Path
+
+import pytest
+
+from hvkit.host import mca, rank_settings
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a site with an Open MPI and a user."""
+    mpirun = tmp_path / "mpi/bin/mpirun"
+    mpirun.parent.mkdir(parents=True)
+    mpirun.touch()
+    (tmp_path / "mpi/etc").mkdir()
+    (tmp_path / ".openmpi").mkdir()
+    monkeypatch.setattr(rank_settings, "within_host", lambda: ["docker0"])
+    monkeypatch.setattr(rank_settings, "program", lambda name: str(mpirun))
+    return tmp_path
+
+
+def found(site: Path, **environ: str) -> dict[str, str]:
+    settings = rank_settings.rank_settings({"HOME": str(site), **environ})
+    assert all(each.reason for each in settings)
+    return {each.variable: each.value for each in settings}
+
+
+@pytest.mark.parametrize(
+    "file", ["mpi/etc/openmpi-mca-params.conf", ".openmpi/mca-params.conf", ""]
+)
+def test_ranks_of_a_bare_mpirun_exclude_docker_unless_a_file_sets_interfaces(
+    site: Path, file: str
+) -> None:
+    if file:
+        (site / file).write_text("btl_tcp_if_include = eth0\n")
+    expected = None if file else "127.0.0.1/8,sppp,docker0"
+    assert found(site).get(f"{mca.RANKS.prefix}btl_tcp_if_exclude") == expected
+
+
+@pytest.mark.parametrize("set_by", ["file", "variable", None])
+def test_open_mpi_starts_without_libfabrics_one_sided_messages_unless_transports_are_set(
+    site: Path, set_by: str | None
+) -> None:
+    if set_by == "file":
+        (site / "mpi/etc/openmpi-mca-params.conf").write_text("btl = tcp,self\n")
+    environ = {"OMPI_MCA_btl": "tcp,self"} if set_by == "variable" else {}
+    assert found(site, **environ).get("OMPI_MCA_btl") == (None if set_by else "^ofi")
+
+
+def test_ranks_wait_without_a_core_and_rarely_meet_in_vain(site: Path) -> None:
+    settings = found(site)
+    assert settings["HVKIT_BLOCKING_WAITS"] == settings["OMPI_MCA_mpi_yield_when_idle"] == "1"
+    assert float(settings["HOROVOD_CYCLE_TIME"]) > 1
+
+
+def test_where_threads_poll_tensors_are_not_delayed_by_a_long_cycle(site: Path) -> None:
+    assert "HOROVOD_CYCLE_TIME" not in found(site, HVKIT_BLOCKING_WAITS="0")
+
+
+@pytest.mark.parametrize(
+    "variable", ["HOROVOD_CYCLE_TIME", "OMPI_MCA_mpi_yield_when_idle", "HVKIT_BLOCKING_WAITS"]
+)
+def test_what_the_user_has_set_stays(site: Path, variable: str) -> None:
+    assert variable not in found(site, **{variable: "0"})
+
+
+def test_a_setting_of_horovods_own_check_keeps_it_on(site: Path) -> None:
+    assert "HOROVOD_STALL_CHECK_DISABLE" in found(site)
+    assert "HOROVOD_STALL_CHECK_DISABLE" not in found(site, HOROVOD_STALL_CHECK_TIME_SECONDS="9")
