@@ -285,10 +285,11 @@ def test_a_dry_run_shows_the_variables_that_hvkit_adds_and_no_others(hosts, monk
 def test_a_verbose_run_lists_what_ranks_set_with_reasons(hosts, monkeypatch, capsys, verbose):
     monkeypatch.setattr(start, "supervise", lambda run: 0)
     monkeypatch.setenv("HOROVOD_CYCLE_TIME", "3")
-    monkeypatch.delenv("OMPI_MCA_mpi_yield_when_idle", raising=False)
+    for name in ("OMPI_MCA_mpi_yield_when_idle", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
     start.start(request(verbose=verbose))
     printed = capsys.readouterr().err
-    assert ("hvkit: starts mpirun -np 3 " in printed) == verbose
+    assert ("hvkit: starts NCCL_SOCKET_IFNAME==eth0 mpirun -np 3 " in printed) == verbose
     line = "hvkit: ranks set OMPI_MCA_mpi_yield_when_idle=1: a rank that waits"
     assert (line in printed) == verbose
     assert "HOROVOD_CYCLE_TIME" not in printed  # the user's own
