@@ -91,8 +91,9 @@ def test_a_rig_that_ends_takes_along_what_runs_on_its_hosts(rig):
         job = host.popen(["sleep", "1000"])
         host.run(["sh", "-c", "setsid sleep 1000 >/dev/null 2>&1 &"])
         assert on_the_network() == before
+        # Both have been started, but may not have become what they run yet.
+        assert becomes_true(lambda: len(host.processes()) == 2)
         processes = [psutil.Process(process.pid) for process in host.processes()]
-        assert len(processes) == 2
     assert job.poll() is not None
     assert not any(map(runs, processes))
     assert on_the_network() == before
