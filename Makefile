@@ -2,7 +2,7 @@
 # make test       the same set-up, then lint, types and tests on two ranks
 # make test-all   further launchers, recipes and hosts, three ranks, without averaging, and docs
 # make docs       the documentation, into build/docs
-# make bench      hvkit's speed beside its peers; an hour and a half, with nothing else running
+# make bench      hvkit's speed beside its peers; hours, with nothing else running
 #
 # PYTHON makes the virtual environment. HVKIT_GPU selects the build of Horovod: nccl, none, or auto
 # for NCCL if there is a GPU.

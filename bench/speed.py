@@ -1,7 +1,7 @@
 """hvkit's speed beside its peers': training, collectives alone, and the start of a run.
 
     pip install -e '.[bench]'
-    python bench/speed.py train          # PyTorch and Keras, idle and beside others; an hour
+    python bench/speed.py train          # PyTorch and Keras, idle and beside others; hours
     python bench/speed.py collectives    # averages of 4 KiB to 100 MiB; minutes
     python bench/speed.py start          # from Enter to the end of the first step; minutes
     python bench/speed.py report         # prints tables, draws docs/pictures/speed.svg

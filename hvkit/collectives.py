@@ -79,10 +79,11 @@ def broadcast_state(data: NDArray[np.uint8], root: int = 0) -> NDArray[np.uint8]
 def broadcast_bytes(data: NDArray[np.uint8], root: int = 0) -> NDArray[np.uint8]:
     """Return rank ``root``'s bytes on every rank; a collective.
 
-    They travel in pieces: besides its result a rank holds one piece, and rank ``root`` no copy.
+    They travel in pieces: besides its result, which on rank ``root`` is ``data``, a rank holds one
+    piece.
 
     Args:
-        data: on rank ``root``, of shape (n,), maybe a file in memory; ignored elsewhere.
+        data: on rank ``root``, of shape (n,); ignored elsewhere.
         root: the rank that sends.
     """
     if size() == 1:

@@ -6,8 +6,9 @@ reduce, and waits for them inside MPI, which polls. On a CPU all of this takes t
 that compute gradients, and on a busy machine each poll has to wait for its turn.
 
 With these edits ``synchronize`` sleeps until the background thread wakes it. The background thread
-sleeps until a tensor is queued, or for one cycle time. Where it waits for the other ranks' it
-sleeps between two looks for a tenth of the time that it has waited already.
+sleeps until a tensor is queued, or for one cycle time, which is 20 ms unless ``HOROVOD_CYCLE_TIME``
+sets it. Where it waits for the other ranks' it sleeps between two looks for a tenth of the time
+that it has waited already.
 
 ``HVKIT_BLOCKING_WAITS=1`` turns this on, and ``hvkit.init`` sets it.
 """
@@ -151,8 +152,10 @@ bool TensorQueue::HasTensors() const {
     for (auto id : state.process_set_table.Ids()) {
       tensors_wait |= state.process_set_table.Get(id).tensor_queue.HasTensors();
     }
-    AwaitTensors(tensors_wait, std::chrono::microseconds(long(
-                                   state.parameter_manager.CycleTimeMs() * 1000.)));
+    static const bool cycle_chosen = std::getenv("HOROVOD_CYCLE_TIME") != nullptr ||
+                                     std::getenv("HOROVOD_AUTOTUNE") != nullptr;
+    const double cycle_ms = cycle_chosen ? state.parameter_manager.CycleTimeMs() : 20.;
+    AwaitTensors(tensors_wait, std::chrono::microseconds(long(cycle_ms * 1000.)));
   } else if (sleep_duration > std::chrono::steady_clock::duration::zero()) {
     std::this_thread::sleep_for(sleep_duration);
   }
@@ -171,17 +174,18 @@ namespace {
 
 // Reduce a bit vector; sleep while other ranks' background threads are not here yet.
 int ReduceBits(long long* bits, int count, MPI_Op op, MPI_Comm comm) {
-  if (!BlockingWaits()) {
-    return MPI_Allreduce(MPI_IN_PLACE, bits, count, MPI_LONG_LONG_INT, op, comm);
-  }
+  // MPI matches no MPI_Allreduce of a rank that polls, so all ranks make this call.
   MPI_Request request;
   int code = MPI_Iallreduce(MPI_IN_PLACE, bits, count, MPI_LONG_LONG_INT, op, comm, &request);
   if (code != MPI_SUCCESS) {
     return code;
   }
+  if (!BlockingWaits()) {
+    return MPI_Wait(&request, MPI_STATUS_IGNORE);
+  }
 #ifdef __linux__
   // Linux lets a thread sleep 50 us longer than it wants to, unless the thread objects.
-  static const int slack = prctl(PR_SET_TIMERSLACK, 1000);
+  static thread_local const int slack = prctl(PR_SET_TIMERSLACK, 1000);
   (void)slack;
 #endif
   const auto start = std::chrono::steady_clock::now();

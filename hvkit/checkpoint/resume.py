@@ -137,8 +137,7 @@ def _content(
     error: OSError | None = None
     if runtime.rank() == 0:
         try:
-            if (folder / file).stat().st_size:
-                content = np.memmap(folder / file, np.uint8, "r")
+            content = np.fromfile(folder / file, np.uint8)
         except OSError as unreadable:
             error = OSError(unreadable.errno, unreadable.strerror, str(folder / file))
     if error := collectives.broadcast(error):

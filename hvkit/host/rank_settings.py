@@ -34,12 +34,6 @@ def _wanted(environ: Mapping[str, str]) -> Iterator[RankSetting]:
         "1",
         "Horovod's threads sleep while they wait, and leave their core to the framework",
     )
-    if environ.get("HVKIT_BLOCKING_WAITS", "1") == "1":
-        yield RankSetting(
-            "HOROVOD_CYCLE_TIME",
-            "20",
-            "milliseconds; a tensor wakes Horovod at once, so idle ranks need not meet each one",
-        )
     yield RankSetting(
         "OMPI_MCA_mpi_yield_when_idle",
         "1",

@@ -50,6 +50,11 @@ class _Memory:
         lengths: of the members' gradients and the extra numbers.
         shapes: of the members' gradients.
         like: a tensor of the same dtype on the same device.
+
+    Attributes:
+        flat: all gradients and the extra numbers, one after the other.
+        views: of the members' gradients; nobody else has these tensors.
+        given: other tensors with the same memory, for parameters.
     """
 
     def __init__(self, lengths: list[int], shapes: Sequence[Shape], like: torch.Tensor) -> None:
@@ -57,24 +62,41 @@ class _Memory:
         pieces = torch.split(self.flat, lengths)
         # Real ones: a view of complex numbers cannot begin at an odd place.
         self.views = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=False)]
+        # Not views to autograd, which lets nobody detach or change those in place.
+        self.given = [view.data for view in self.views]
         self.extra = pieces[-1]
         del pieces  # they are not to count
+        self._places = list(map(_data_ptr, self.given))
         self._tensors = _tensors_with_memory_of(self.flat)
-        self._references = getrefcount(self.views[0])
+        self._references = getrefcount(self.given[0])
 
     @property
     def shared(self) -> bool:
-        """Whether the script has another tensor with this memory, as a slice or a NumPy array."""
-        return _tensors_with_memory_of(self.flat) > self._tensors
+        """Whether others have this memory: a slice, a NumPy array, or another process."""
+        in_process = _tensors_with_memory_of(self.flat) > self._tensors
+        return in_process or bool(self.flat.is_shared())  # type: ignore[no-untyped-call]
 
     @property
-    def held(self) -> bool:
-        """Whether anyone holds a view, parameters included, or the memory is shared."""
-        return max(map(getrefcount, self.views)) > self._references or self.shared
+    def free(self) -> bool:
+        """Whether no parameter has a tensor of ``given``, and the script has nothing of it.
+
+        Nor may the script have set the ``data`` of one, as ``model.double()`` does, or have
+        computed with it so that it belongs to a graph.
+        """
+        return (
+            max(map(getrefcount, self.given)) <= self._references
+            and list(map(_data_ptr, self.given)) == self._places
+            and not any(map(_requires_grad, self.given))
+            and not self.shared
+        )
 
     def held_beside(self, at: int) -> bool:
-        """Whether the script, too, holds the view that is a parameter's gradient."""
-        return getrefcount(self.views[at]) > self._references + 1 or self.shared
+        """Whether the script, too, holds the tensor that is a parameter's gradient."""
+        return getrefcount(self.given[at]) > self._references + 1 or self.shared
+
+
+_data_ptr = torch.Tensor.data_ptr
+_requires_grad = attrgetter("requires_grad")
 
 
 class Bucket:
@@ -87,7 +109,8 @@ class Bucket:
 
     Attributes:
         numbers: of the parameters.
-        left: how many gradients are missing; below zero if some have come twice.
+        left: how many gradients are still to come in this pass. At zero the bucket goes out; one
+            that comes later, and so changes a gradient again, makes it negative.
         complete: whether the gradients that it was packed with were all there and dense.
         handle: of the collective that is running.
     """
@@ -133,17 +156,17 @@ class Bucket:
     def _is_held(self, at: int) -> bool:
         """Whether the script holds a member's gradient, too."""
         p = self._parameters[at]
-        is_view = p.grad is self._memory.views[at]
+        is_view = p.grad is self._memory.given[at]
         return self._memory.held_beside(at) if is_view else is_held_elsewhere(p)
 
     @torch.no_grad()
     def pack(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Copy the members' gradients in; one that is missing or sparse counts as zero."""
-        if self._memory.held:
+        if not self._memory.free:
             # Gradients that were not reset, or means that the script keeps. The first may change
             # again before the bucket is back.
             spare, self._spare = self._spare, self._memory
-            if spare is None or spare.held:
+            if spare is None or not spare.free:
                 spare = _Memory(self._lengths, self._shapes, self.flat)
             self._memory = spare
         views: list[torch.Tensor] = self._memory.views
@@ -166,12 +189,12 @@ class Bucket:
             wanted: numbers of the members that get theirs; None for all.
             kept: numbers of those whose gradients stay the same tensors.
         """
-        views = self._memory.views
+        given = self._memory.given
         if wanted is None and not kept and not self._apart:
-            for p, view in zip(self._parameters, views, strict=True):
-                p.grad = view
+            for p, mean in zip(self._parameters, given, strict=True):
+                p.grad = mean
             return
-        for i, p, view in zip(self.numbers, self._parameters, views, strict=True):
+        for i, p, view in zip(self.numbers, self._parameters, given, strict=True):
             if wanted is not None and i not in wanted:
                 continue
             if i not in self._apart and (p.grad is None or i not in kept):
@@ -185,6 +208,7 @@ class Bucket:
 
     def launch(self, wire: Wire) -> None:
         """Start averaging over ranks; returns at once."""
+        self.left = 0
         self.handle = wire.start_mean(self.flat, self.name)
 
     def exchange(self, wire: Wire) -> None:
@@ -218,8 +242,25 @@ def is_held_elsewhere(parameter: torch.Tensor) -> bool:
     gradient = parameter.grad
     if gradient is None or gradient.is_sparse:  # sparse ones have no memory of one piece
         return gradient is not None
-    # The parameter, this function and getrefcount hold it; this tensor and its storage the memory.
-    return getrefcount(gradient) > 3 or _tensors_with_memory_of(gradient) > 2
+    del gradient
+    references, tensors = _holders_of_gradient(parameter)
+    return references > _UNHELD[0] or tensors > _UNHELD[1]
+
+
+def _holders_of_gradient(parameter: torch.Tensor) -> tuple[int, int]:
+    gradient = parameter.grad
+    assert gradient is not None
+    return getrefcount(gradient), _tensors_with_memory_of(gradient)
+
+
+def _holders_of_new_gradient() -> tuple[int, int]:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    return _holders_of_gradient(parameter)
+
+
+# What counts as held by the parameter alone depends on the versions of Python and PyTorch.
+_UNHELD = _holders_of_new_gradient()
 
 
 def shape_of(parameter: torch.Tensor) -> Shape:

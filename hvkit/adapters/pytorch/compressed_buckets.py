@@ -97,13 +97,12 @@ class CompressedBucket(Bucket):
     ) -> None:
         super().__init__(name, members)
         self._state = state
-        self._numbers = [i for i, _ in members]
-        self._shapes = [shape_of(p) for _, p in members]
         self._flow: Reduction
         self._exchanges = 0
 
     def launch(self, wire: Wire) -> None:
-        held = self._state.of(self._numbers, self._shapes, self.flat)
+        self.left = 0
+        held = self._state.of(self.numbers, self._shapes, self.flat)
         reduce = self._state.compression.reduce
         self._flow = reduce(self.flat, self._shapes, held, ops, wire)
         self._exchanges = 0
@@ -117,7 +116,7 @@ class CompressedBucket(Bucket):
         except StopIteration as end:
             mean, state = end.value
             self.flat.copy_(mean)
-            self._state.suggest(self._numbers, state)
+            self._state.suggest(self.numbers, state)
         else:
             self._start(following, wire)
 

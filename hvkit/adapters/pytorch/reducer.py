@@ -100,8 +100,6 @@ class GradientReducer:
         self._state = CompressionState(travels) if travels else None
         self._layouts = Layouts(name, self._state)
         self._layout: Layout | None = None
-        # Whether the layout has been looked at since the last reduction.
-        self._arranged = False
         # By parameter: what calls its hook, and the bucket that the hook counts for.
         self._hooks: dict[int, RemovableHandle] = {}
         self._hooked: dict[int, Bucket | None] = {}
@@ -110,10 +108,12 @@ class GradientReducer:
         # The autograd engine's number of the backward pass that is running.
         self._task: int | None = None
         self._passes = 0
-        # Numbers of some parameters whose gradient changed after their bucket had gone out.
-        self._outdated: set[int] = set()
-        # Numbers of the parameters whose gradients stay the same tensors; None before it is known.
-        self._kept: set[int] | None = None
+        # The bucket that goes out with the next gradient, when all hooks of its last have run.
+        self._full: Bucket | None = None
+        # Buckets that had gone out before one of their gradients changed.
+        self._outdated: set[Bucket] = set()
+        # Numbers of the parameters whose gradients stay the same tensors.
+        self._kept: set[int] = set()
         # What this rank reports if it has all gradients, and none is sparse.
         self._usual: StepReport | None = None
         self._steps = AveragedSteps(name, lambda: self._passes > 0, self._reduce, self._used)
@@ -206,6 +206,8 @@ class GradientReducer:
             if task != self._task:
                 self._begin_pass(task)
                 at = self._laid_out().of.get(self._number[parameter])
+            elif self._full is not None:
+                self._send_full()
             if at is not None:
                 at.left -= 1
                 if at.left <= 0:
@@ -214,28 +216,36 @@ class GradientReducer:
         return arrived
 
     def _is_full(self, bucket: Bucket) -> None:
-        """Send a bucket that has all gradients, or note that it has gone out too early."""
+        """Send a bucket that has all gradients soon, or note that it has gone out too early."""
         with self._lock:
+            self._send_full()
             if bucket.handle is not None:
-                self._outdated.add(bucket.numbers[0])
+                self._outdated.add(bucket)
             elif bucket in self._laid_out().buckets[:-1]:
-                gradients = bucket.gradients()
-                # One that is there twice makes a bucket look full.
-                if are_dense(gradients):
-                    bucket.pack(gradients)
-                    bucket.launch(self._wire)
+                self._full = bucket
+
+    def _send_full(self) -> None:
+        with self._lock:
+            bucket, self._full = self._full, None
+            if bucket is None or bucket.handle is not None:
+                return
+            gradients = bucket.gradients()
+            # One that is there twice makes a bucket look full.
+            if are_dense(gradients):
+                bucket.pack(gradients)
+                bucket.launch(self._wire)
 
     def _begin_pass(self, task: int) -> None:
         """Prepare for the first gradient of a backward pass; ``_end_pass`` runs at its end."""
         with self._lock:
             if task == self._task:  # another thread was here first
                 return
-            self._task = task
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(lambda: _end_pass(task))
             if not self._passes:
                 self._refuse_another_mean()
-                self._arrange()
+            self._full = None
+            self._arrange()
             # Drop what a failed pass has left in the buckets.
             for bucket in self._laid_out().buckets:
                 if bucket.handle is None:
@@ -243,9 +253,9 @@ class GradientReducer:
                     if self._passes + 1 < self._accumulate:
                         bucket.left = _NEVER
                 else:
-                    self._outdated.add(bucket.numbers[0])
-            if self._kept is None:
-                self._kept = self._gradients_to_keep()
+                    self._outdated.add(bucket)
+            self._kept |= self._gradients_to_keep()
+            self._task = task  # last: other threads go on when they see it
 
     def _gradients_to_keep(self) -> set[int]:
         """Numbers of the parameters whose gradients must stay the same tensors.
@@ -293,11 +303,8 @@ class GradientReducer:
 
     def _arrange(self) -> None:
         """Lay the buckets out again if the parameters changed and no bucket is on its way."""
-        if self._arranged:
-            return
         if self._layout and any(bucket.handle is not None for bucket in self._layout.buckets):
             return
-        self._arranged = True
         statistics = self._statistics.length if self._statistics else 0
         layout = self._layouts.of(self._parameters, self._sparse, self._report.length, statistics)
         if layout is self._layout:
@@ -321,16 +328,17 @@ class GradientReducer:
         return self._layout
 
     def _reduce(self) -> None:
-        """Average everything since the last reduction; a collective."""
+        """Average everything since the last reduction, where no pass does; a collective."""
+        with self._lock:
+            self._arrange()
+            self._kept |= self._gradients_to_keep()
         self._send_rest()
         self._receive()
 
     @torch.no_grad()
     def _send_rest(self) -> None:
         with self._lock:
-            self._arrange()
-            if self._kept is None:
-                self._kept = self._gradients_to_keep()
+            self._full = None
             for bucket in self._laid_out().buckets:
                 if bucket.handle is None:
                     self._send(bucket)
@@ -358,8 +366,7 @@ class GradientReducer:
             if self._statistics:
                 self._statistics.write(layout.statistics.numbers)
             self._outdated.clear()
-            self._kept = None
-            self._arranged = False
+            self._kept = set()
             self._passes = 0
             self._task = None
             self._steps.reduced()
@@ -419,7 +426,7 @@ class GradientReducer:
         return StepReport(
             dense=frozenset(i for i, sparse in there.items() if not sparse),
             sparse=frozenset(i for i, sparse in there.items() if sparse),
-            outdated=frozenset(self._outdated),
+            outdated=frozenset(b.numbers[0] for b in self._outdated) - {NO_PARAMETER},
             trained=layout.trained,
         )
 
@@ -431,11 +438,10 @@ class GradientReducer:
 
     def _write(self, report: StepReport) -> None:
         """Give each parameter that had a gradient on any rank the mean."""
-        kept = self._kept or set()
         by_row = report.sparse | (report.dense & self._sparse)
         wanted = None if report is self._usual else report.dense - by_row
         for bucket in self._laid_out().buckets:
-            bucket.give(wanted, kept)
+            bucket.give(wanted, self._kept)
             bucket.reset()
         if by_row and self._state and self._state.compression.exclusive:
             self._refuse_sparse(min(by_row))

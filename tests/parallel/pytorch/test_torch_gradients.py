@@ -122,6 +122,107 @@ def test_float64_models_made_double_after_the_call_keep_their_precision():
     assert model[2].bias.grad.tolist() == pytest.approx([expected] * 4, rel=1e-15)
 
 
+def train_on(model, optimizer, steps):
+    for x, y in steps:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("change", ["dtypes there and back", "data of gradients", "detached"])
+def test_gradients_that_the_script_changes_after_a_step_are_averaged_again(change):
+    model = mlp()
+    model, optimizer = hvkit.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    data = local(regression(steps=4))
+    train_on(model, optimizer, data[:1])
+    if change == "dtypes there and back":
+        model.double().float()
+    for p in model.parameters():
+        if change == "data of gradients":
+            p.grad.data = p.grad.data / 2
+        elif change == "detached":
+            p.grad.detach_()
+            p.grad.zero_()
+            p.grad.add_(0.1 * p)
+    train_on(model, optimizer, data[1:])
+    assert same_on_all_ranks(arrays(model.parameters()))
+    assert same_on_all_ranks([p.grad.numpy() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("first", ["an accumulated pass", "a pass that fails"])
+def test_parameters_that_thaw_between_two_passes_are_averaged(first):
+    accumulate = 2 if first == "an accumulated pass" else 1
+    model = mlp()
+    model[0].requires_grad_(False)
+    model, optimizer = hvkit.distribute(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), accumulate=accumulate
+    )
+    (x, y), *_ = local(regression(steps=1))
+    if first == "an accumulated pass":
+        F.mse_loss(model(x), y).backward()
+    else:
+        hook = model[0].register_full_backward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            F.mse_loss(model(x.requires_grad_()), y).backward()
+        hook.remove()
+        optimizer.zero_grad()
+    model[0].requires_grad_(True)
+    F.mse_loss(model(x), y).backward()
+    assert same_on_all_ranks([p.grad.numpy() for p in model.parameters()])
+    optimizer.step()
+    assert same_on_all_ranks(arrays(model.parameters()))
+
+
+def test_a_group_of_parameters_may_come_between_two_accumulated_passes():
+    model, extra = mlp(), nn.Parameter(torch.ones(4))
+    model, optimizer = hvkit.distribute(
+        model, torch.optim.SGD(model[0].parameters(), lr=0.1), accumulate=2
+    )
+    (x, y), *_ = local(regression(steps=1))
+    F.mse_loss(model(x), y).backward()
+    optimizer.add_param_group({"params": [extra]})
+    (F.mse_loss(model(x), y) + extra.sum() * (1 + hvkit.rank())).backward()
+    optimizer.step()
+    assert same_on_all_ranks([extra.detach().numpy(), *arrays(model[0].parameters())])
+
+
+def test_gradients_that_the_script_holds_become_the_means():
+    model = mlp()
+    hvkit.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), accumulate=2)
+    (x, y), *_ = local(regression(steps=1))
+    F.mse_loss(model(x), y).backward()
+    held = [p.grad for p in model.parameters()]
+    F.mse_loss(model(x), y).backward()
+    assert same_on_all_ranks([g.numpy() for g in held])
+    assert all(p.grad is g for p, g in zip(model.parameters(), held, strict=True))
+
+
+def test_means_that_the_script_keeps_outlast_the_next_pass():
+    model = mlp()
+    model, optimizer = hvkit.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    kept, copies = [], []
+    for x, y in local(regression(steps=3)):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        kept.append([p.grad for p in model.parameters()])
+        copies.append([p.grad.clone() for p in model.parameters()])
+    for mine, copied in zip(kept, copies, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, copied, strict=True))
+
+
+def test_hooks_of_the_script_count_for_all_parameters_alike():
+    model = nn.Sequential(*(nn.Linear(600, 600) for _ in range(4)))
+    hvkit.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def clear(p):
+        p.grad.zero_()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(clear)
+    model(torch.ones(1, 600)).sum().backward()
+    assert not any(p.grad.any() for p in model.parameters())
+
+
 def test_channels_last_gradients_keep_their_layout():
     torch.manual_seed(0)
     model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)

@@ -65,6 +65,17 @@ def test_a_mean_that_the_script_keeps_does_not_change(keep):
     assert bucket.flat.data_ptr() == memory  # and later ones need no more memory
 
 
+def test_a_mean_whose_data_the_script_has_replaced_is_not_given_again():
+    bucket = Bucket("b", numbered(parameter(2), parameter(1)))
+    reduced(bucket, [torch.ones(2), torch.ones(1)])
+    for p in bucket._parameters:
+        p.grad.data = p.grad.double().float()
+    reduced(bucket, [torch.full((2,), 3.0), torch.full((1,), 3.0)])
+    assert bucket.flat.tolist() == [3, 3, 3]
+    assert [p.grad.tolist() for p in bucket._parameters] == [[3, 3], [3]]
+    assert bucket._parameters[0].grad.data_ptr() == bucket.flat.data_ptr()
+
+
 def test_gradients_that_are_not_reset_go_on_beside_the_bucket():
     bucket = Bucket("b", numbered(parameter(2)))
     reduced(bucket, [torch.ones(2)])

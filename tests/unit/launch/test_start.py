@@ -284,7 +284,7 @@ def test_a_dry_run_shows_the_variables_that_hvkit_adds_and_no_others(hosts, monk
 @pytest.mark.parametrize("verbose", [True, False])
 def test_a_verbose_run_lists_what_ranks_set_with_reasons(hosts, monkeypatch, capsys, verbose):
     monkeypatch.setattr(start, "supervise", lambda run: 0)
-    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "3")
+    monkeypatch.setenv("HVKIT_BLOCKING_WAITS", "0")
     for name in ("OMPI_MCA_mpi_yield_when_idle", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     start.start(request(verbose=verbose))
@@ -292,7 +292,7 @@ def test_a_verbose_run_lists_what_ranks_set_with_reasons(hosts, monkeypatch, cap
     assert ("hvkit: starts NCCL_SOCKET_IFNAME==eth0 mpirun -np 3 " in printed) == verbose
     line = "hvkit: ranks set OMPI_MCA_mpi_yield_when_idle=1: a rank that waits"
     assert (line in printed) == verbose
-    assert "ranks set HOROVOD_CYCLE_TIME" not in printed  # the user's own
+    assert "ranks set HVKIT_BLOCKING_WAITS" not in printed  # the user's own
 
 
 def test_the_line_of_a_dry_run_removes_the_variables_that_the_run_removes(hosts, monkeypatch):
