@@ -341,3 +341,9 @@ def test_shapes_that_differ_are_not_called_a_lost_rank(tmp_path):
     assert lines["here"] in err
     assert "Mismatched ALLREDUCE tensor shapes" in err
     assert "another rank has ended" not in err
+
+
+def test_ranks_may_differ_in_how_horovods_threads_wait(tmp_path):
+    differ = "os.environ['HVKIT_BLOCKING_WAITS'] = os.environ['OMPI_COMM_WORLD_RANK']"
+    status, printed, _ = run(f"import os; {differ}\n{torch_script()}", tmp_path, 2)
+    assert status == 0, printed
