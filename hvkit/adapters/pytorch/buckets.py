@@ -37,10 +37,7 @@ _WIRE_DTYPE = {
 }
 
 NO_PARAMETER = -1
-"""The number of the member of a bucket that has none but for its place."""
-
-NO_PARAMETER = -1
-"""The number of the member of a bucket that has none but for its place."""
+"""The number of the only member of a bucket that carries nothing but extra numbers."""
 
 
 class _Memory:
@@ -194,11 +191,12 @@ class Bucket:
             for p, mean in zip(self._parameters, given, strict=True):
                 p.grad = mean
             return
-        for i, p, view in zip(self.numbers, self._parameters, given, strict=True):
+        members = zip(self.numbers, self._parameters, given, self._memory.views, strict=True)
+        for i, p, own, view in members:
             if wanted is not None and i not in wanted:
                 continue
             if i not in self._apart and (p.grad is None or i not in kept):
-                p.grad = view
+                p.grad = own
                 continue
             mean = torch.complex(*view.unbind(-1)) if p.is_complex() else view
             if p.grad is None:
