@@ -134,7 +134,7 @@ docs: .venv-docs/installed
 
 bench: setup
 	python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
-	for part in train start collectives report; do python bench/speed.py $$part || exit 1; done
+	for part in train start collectives report picture; do python bench/speed.py $$part || exit 1; done
 
 setup: $(VENV)/installed
 	@PIP_CONSTRAINT=constraints.txt hvkit install-horovod --gpu $(HVKIT_GPU)

@@ -1,16 +1,17 @@
 """hvkit's speed beside its peers': training, collectives alone, and the start of a run.
 
     pip install -e '.[bench]'
-    python bench/speed.py train          # PyTorch and Keras, idle and beside others; hours
+    python bench/speed.py train          # PyTorch and Keras, idle and beside others; an hour
     python bench/speed.py collectives    # averages of 4 KiB to 100 MiB; minutes
     python bench/speed.py start          # from Enter to the end of the first step; minutes
-    python bench/speed.py report         # prints tables, draws docs/pictures/speed.svg
+    python bench/speed.py report         # prints tables
+    python bench/speed.py picture        # draws docs/pictures/speed.svg
 
-The first three add records to bench/speed.jsonl. Nothing else may run meanwhile. In a round each
-peer runs once, in processes of its own under its own launcher. A peer's time in a round is the best
-decile of its blocks of steps, on its slowest rank. Tables show medians over rounds of what peers
-take beside what hvkit takes in the same round, with the lowest and the highest. ``--only`` chooses
-workloads, ``--ranks`` and ``--rounds`` their numbers.
+The first three add records to a file, bench/speed.jsonl by default. Nothing else may run meanwhile.
+Each peer runs in processes of its own under its own launcher. In ``train``, peers take turns of a
+few steps, and are stopped in between. A peer's time in a round is the best decile of its turns, on
+the slowest rank. Tables show medians over rounds of what peers take beside what hvkit takes in the
+same round, with the lowest and the highest. ``--only`` chooses workloads.
 """
 
 import argparse
@@ -22,31 +23,29 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from turns import Peer
+
 ROOT = Path(__file__).parents[1]
-RECORDS = ROOT / "bench/speed.jsonl"
 PICTURE = ROOT / "docs/pictures/speed.svg"
 ON_RANKS = {
     "torch": str(ROOT / "bench/speed_on_ranks.py"),
     "keras": str(ROOT / "bench/speed_keras_on_ranks.py"),
     "collectives": str(ROOT / "bench/speed_of_collectives.py"),
 }
-# Blocks and steps in each, of a few seconds together.
-WORKLOADS = {
-    "mnist": (12, 2),
-    "resnet20": (8, 1),
-    "large": (8, 1),
-    "small": (30, 5),
-    "transformer": (12, 3),
-}
-WAYS = {"fit": (12, 4), "loop": (12, 4)}
+# Steps in a turn, a few tenths of a second together.
+WORKLOADS = {"mnist": 3, "resnet20": 1, "large": 1, "small": 10, "transformer": 5}
+WAYS = {"fit": 5, "loop": 5}
+TURNS = 8
 # In Keras 3 it trains custom loops only.
 MIRRORED = "MultiWorkerMirroredStrategy"
-# By name: what the ranks run, and the launcher that starts them.
+# By name: what the ranks run, and the launcher that starts them. Without communication it is the
+# one that gives each rank a session, as hvkit's does: else the limit would not be one on a busy
+# machine.
 TORCH = {
-    "alone": ("alone", "mpirun"),
+    "alone": ("alone", "torchrun"),
     "hvkit": ("hvkit", "hvkit"),
     "hvkit, mpirun": ("hvkit", "mpirun"),
     "DDP": ("ddp", "torchrun"),
@@ -55,10 +54,11 @@ TORCH = {
     "Fabric": ("fabric", "fabric"),
 }
 KERAS = {
-    "alone": ("alone", "mpirun"),
+    "alone": ("alone", "torchrun"),
     "hvkit": ("hvkit", "hvkit"),
     MIRRORED: ("mwms", "processes"),
 }
+ON_GPUS = ("alone", "hvkit", "hvkit, mpirun", "DDP")
 BESIDE_BUSY = ("alone", "hvkit", "hvkit, mpirun", "DDP", "Horovod")
 COLLECTIVES = {"hvkit": "mpirun", "mpi4py": "mpirun", "gloo": "torchrun"}
 STARTS = {
@@ -89,6 +89,7 @@ def command(launcher, ranks, script):
         "hvkit": ["hvkit", "run", "-np", ranks, sys.executable],
         "horovodrun": ["horovodrun", "-np", ranks, sys.executable],
         "torchrun": ["torchrun", "--nproc-per-node", ranks],
+        "python": [sys.executable],
         "fabric": ["fabric", "run", "--accelerator=cpu", f"--devices={ranks}", "--strategy=ddp"],
     }[launcher] + script
 
@@ -96,7 +97,10 @@ def command(launcher, ranks, script):
 @contextmanager
 def busy_processes(wanted):
     """One process a core that takes time from the ranks, as the workers of a data loader do."""
-    line = f"import numpy as np; x = np.random.rand(1 << 18)\nwhile True: np.sort(x)  # {__file__}"
+    line = (
+        "import os, numpy as np; x = np.random.rand(1 << 18)\n"
+        f"while os.getppid() == {os.getpid()}: np.sort(x)"
+    )
     cores = os.cpu_count() if wanted else 0
     busy = [subprocess.Popen([sys.executable, "-c", line]) for _ in range(cores)]
     try:
@@ -109,12 +113,8 @@ def busy_processes(wanted):
 
 def run(launcher, ranks, script):
     """The list that each rank prints."""
-    environment = ENVIRONMENT | {k: v for k, v in os.environ.items() if k not in ENVIRONMENT}
-    if launcher == "processes":
-        done = run_processes(ranks, script, environment)
-    else:
-        line = command(launcher, str(ranks), script)
-        done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=600)
+    line = command(launcher, str(ranks), script)
+    done = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=600)
     text = done.stdout.replace("<stdout>:", "\n")
     printed = []
     for line in text.splitlines():
@@ -130,58 +130,92 @@ def run(launcher, ranks, script):
     return printed
 
 
-def run_processes(ranks, script, environment):
-    """TensorFlow's own way: every process finds the others in TF_CONFIG."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(ranks)]
-    workers = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
-    for each in sockets:
-        each.close()
-    started = []
-    for index in range(ranks):
-        task = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}}
-        own = environment | {"TF_CONFIG": json.dumps(task)}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        started.append(subprocess.Popen([sys.executable, *script], env=own, **pipes))
-    ended = [each.communicate(timeout=600) for each in started]
-    out, err = ("\n".join(texts) for texts in zip(*ended, strict=True))
-    code = max(abs(each.returncode) for each in started)
-    return subprocess.CompletedProcess(script, code, out, err)
+def environment():
+    return ENVIRONMENT | {k: v for k, v in os.environ.items() if k not in ENVIRONMENT}
+
+
+def peer_in_turns(launcher, ranks, script):
+    """Start a peer that takes turns."""
+
+    def start(path, output):
+        to = {"stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
+        if launcher != "processes":
+            line = command(launcher, str(ranks), [*script, path])
+            return [subprocess.Popen(line, env=environment(), **to)]
+        # TensorFlow's own way: every process finds the others in TF_CONFIG.
+        sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(ranks)]
+        workers = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
+        for each in sockets:
+            each.close()
+        started = []
+        for index in range(ranks):
+            task = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}}
+            own = environment() | {"TF_CONFIG": json.dumps(task)}
+            started.append(subprocess.Popen([sys.executable, *script, path], env=own, **to))
+        return started
+
+    return Peer(ranks, start)
 
 
 def best_decile(values):
     return sorted(values)[len(values) // 10]
 
 
-def add(**record):
-    with RECORDS.open("a") as file:
-        file.write(json.dumps(record) + "\n")
+def add(file, **record):
+    with file.open("a") as opened:
+        opened.write(json.dumps(record) + "\n")
     print(record, flush=True)
 
 
 def train(flags):
-    cases = [("torch", TORCH, name, size) for name, size in WORKLOADS.items()]
-    cases += [("keras", KERAS, name, size) for name, size in WAYS.items()]
+    cases = [("torch", TORCH, name, steps) for name, steps in WORKLOADS.items()]
+    if flags.gpu:
+        on_gpus = {name: TORCH[name] for name in ON_GPUS}
+        cases = [("torch", on_gpus, name, steps) for name, steps in WORKLOADS.items()]
+    else:
+        for_fit = {name: peer for name, peer in KERAS.items() if name != MIRRORED}
+        cases += [("keras", for_fit, "fit", WAYS["fit"]), ("keras", KERAS, "loop", WAYS["loop"])]
     for number in range(flags.rounds):
-        for framework, peers, workload, (blocks, steps) in cases:
-            if flags.only and workload not in flags.only:
-                continue
-            for busy in (False, True):
-                for peer, (kind, launcher) in peers.items():
-                    if (busy and peer not in BESIDE_BUSY) or (peer, workload) == (MIRRORED, "fit"):
-                        continue
-                    script = [ON_RANKS[framework], kind, workload, str(blocks), str(steps)]
-                    with busy_processes(busy):
-                        printed = run(launcher, flags.ranks, script)
-                    seconds = max(map(best_decile, printed))
-                    add(kind="train", workload=workload, busy=busy, peer=peer, ranks=flags.ranks,
-                        round=number, ms=round(1e3 * seconds, 3))  # fmt: skip
+        for framework, peers, workload, steps in cases:
+            if not flags.only or workload in flags.only:
+                train_a_round(flags, number, framework, peers, workload, steps)
+
+
+def train_a_round(flags, number, framework, peers, workload, steps):
+    """Start all peers anew: where memory lies makes one process a tenth faster than another."""
+    script = [ON_RANKS[framework], *(["--gpu"] if flags.gpu else [])]
+    with ExitStack() as stack:
+        started = {
+            name: stack.enter_context(
+                peer_in_turns(launcher, flags.ranks, [*script, kind, workload])
+            )
+            for name, (kind, launcher) in peers.items()
+        }
+        for busy in (False, True):
+            some = {n: peer for n, peer in started.items() if not busy or n in BESIDE_BUSY}
+            with busy_processes(busy):
+                taken = turns_of(some, steps)
+            for name, seconds in taken.items():
+                add(flags.records, kind="train", workload=workload, busy=busy, peer=name,
+                    ranks=flags.ranks, round=number, ms=round(1e3 * seconds, 3))  # fmt: skip
+
+
+def turns_of(peers, steps):
+    """What each peer's step takes in the best decile of its turns."""
+    taken = defaultdict(list)
+    order = list(peers)
+    for _ in range(TURNS):
+        for name in order:
+            taken[name].append(peers[name].take(steps))
+        order.append(order.pop(0))
+    return {name: best_decile(seconds) for name, seconds in taken.items()}
 
 
 def collectives(flags):
     for number in range(flags.rounds):
         for peer, launcher in COLLECTIVES.items():
             (times, *_) = run(launcher, flags.ranks, [ON_RANKS["collectives"], peer])
-            add(kind="collectives", peer=peer, ranks=flags.ranks, round=number,
+            add(flags.records, kind="collectives", peer=peer, ranks=flags.ranks, round=number,
                 ms=[round(1e3 * t, 4) for t in times])  # fmt: skip
 
 
@@ -191,10 +225,11 @@ def start(flags):
             for peer, (kind, launcher) in peers.items():
                 workload = "mnist" if framework == "torch" else "loop"
                 begun = time.time()
-                ends = run(launcher, flags.ranks, [ON_RANKS[framework], kind, workload, "0", "1"])
-                seconds = max(end for (end,) in ends) - begun
-                add(kind="start", framework=framework, peer=peer, ranks=flags.ranks, round=number,
-                    seconds=round(seconds, 3), ended=round(time.time() - begun, 3))  # fmt: skip
+                ends = run(launcher, flags.ranks, [ON_RANKS[framework], kind, workload])
+                seconds, ended = max(end for (end,) in ends) - begun, time.time() - begun
+                add(flags.records, kind="start", framework=framework, peer=peer,
+                    ranks=flags.ranks, round=number, seconds=round(seconds, 3),
+                    ended=round(ended, 3))  # fmt: skip
 
 
 def by_round(records, *names):
@@ -218,10 +253,7 @@ def shown(values):
 
 
 def report(flags):
-    records = [json.loads(line) for line in RECORDS.read_text().splitlines()]
-    kinds = defaultdict(list)
-    for each in records:
-        kinds[each["kind"]].append(each)
+    kinds = by_kind(flags.records)
     for (workload, busy, ranks), peers in by_round(
         kinds["train"], "workload", "busy", "ranks"
     ).items():
@@ -245,16 +277,26 @@ def report(flags):
                 for field in ("seconds", "ended")
             )
             print(f"| {peer} | {seconds:.1f} | {ended:.1f} |")
-    draw(kinds["train"])
 
 
-def draw(records):
+def by_kind(file):
+    kinds = defaultdict(list)
+    for line in file.read_text().splitlines():
+        record = json.loads(line)
+        kinds[record["kind"]].append(record)
+    return kinds
+
+
+def picture(flags):
     import matplotlib.pyplot as plt
 
     # Text stays text, and the same records give the same file.
     plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "speed"})
     cases = by_round(
-        [r for r in records if r["workload"] in WORKLOADS], "workload", "busy", "ranks"
+        [r for r in by_kind(flags.records)["train"] if r["workload"] in WORKLOADS],
+        "workload",
+        "busy",
+        "ranks",
     )
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True)
     for axis, busy in zip(axes, (False, True), strict=True):
@@ -270,7 +312,7 @@ def draw(records):
         axis.set_xticks([at + 0.4 for at in range(len(workloads))], workloads)
         axis.set_title("beside one busy process a core" if busy else "idle machine")
         axis.axhline(1, color="grey", linewidth=0.8)
-    axes[0].set_ylabel("speed, 1 = without communication")
+    axes[0].set(ylabel="speed, 1 = without communication", ylim=(0, 1.5))  # room for the legend
     axes[0].legend(fontsize="small", ncols=2)
     figure.tight_layout()
     figure.savefig(PICTURE, metadata={"Date": None})
@@ -280,11 +322,13 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = {each.__name__: each for each in (train, collectives, start, report)}
+    commands = {each.__name__: each for each in (train, collectives, start, report, picture)}
     parser.add_argument("command", choices=commands)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="+", default=[], help="workloads")
+    parser.add_argument("--gpu", action="store_true", help="each rank trains on a GPU")
+    parser.add_argument("--records", type=Path, default=ROOT / "bench/speed.jsonl")
     flags = parser.parse_args()
     commands[flags.command](flags)
 

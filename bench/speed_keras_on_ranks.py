@@ -4,12 +4,12 @@ The network is the MNIST recipe's. Ways to train it: ``fit``, and a custom loop.
 """
 
 import argparse
-import itertools
 import json
 import time
 
 import keras
 import tensorflow as tf
+from turns import Turns
 
 BATCH = 64
 
@@ -28,35 +28,36 @@ def network():
     )
 
 
-def data(steps):
+def data():
     images = tf.random.stateless_normal((BATCH * 10, 28, 28, 1), (0, 1))
     labels = tf.random.stateless_uniform((BATCH * 10,), (0, 2), 0, 10, tf.int32)
     batches = tf.data.Dataset.from_tensor_slices((images, labels)).batch(BATCH, True)
-    return batches.cache().repeat().take(steps)
+    return batches.cache().repeat()
 
 
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
-class Seconds(keras.callbacks.Callback):
-    """The seconds of each step; ``fit`` calls this after each of its executions."""
+class Follow(keras.callbacks.Callback):
+    """Takes steps as an iterator yields, and stops when it ends."""
 
-    def __init__(self):
+    def __init__(self, turns):
         super().__init__()
-        self.at = []
+        self._turns = iter(turns)
+        next(self._turns)
 
     def on_train_batch_end(self, batch, logs=None):
-        self.at.append(time.perf_counter())
+        if next(self._turns, "ended") == "ended":
+            self.model.stop_training = True
 
 
-def by_fit(model, optimizer, steps):
+def by_fit(model, optimizer, turns):
     model.compile(optimizer=optimizer, loss=LOSS)
-    seconds = Seconds()
-    model.fit(data(steps), epochs=1, verbose=0, callbacks=[seconds])
-    return seconds.at
+    # One epoch without end: turns are not to meet what happens between epochs.
+    model.fit(data(), steps_per_epoch=1 << 40, verbose=0, callbacks=[Follow(turns)])
 
 
-def by_loop(model, optimizer, steps, run=None):
+def by_loop(model, optimizer, turns, run=None):
     @tf.function
     def step(images, labels):
         with tf.GradientTape() as tape:
@@ -66,19 +67,15 @@ def by_loop(model, optimizer, steps, run=None):
         optimizer.apply_gradients(zip(gradients, variables, strict=True))
         return loss
 
-    at = []
-    for images, labels in data(steps):
+    for _, (images, labels) in zip(turns, data(), strict=False):
         run(step, images, labels) if run else step(images, labels).numpy()
-        at.append(time.perf_counter())
-    return at
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("peer", choices=["alone", "hvkit", "mwms", "horovod"])
     parser.add_argument("way", choices=["fit", "loop"])
-    parser.add_argument("blocks", type=int, help="0: until the first step")
-    parser.add_argument("steps", type=int, help="in a block")
+    parser.add_argument("turns", nargs="?", help="the bench's socket; without: one step")
     flags = parser.parse_args()
     tf.config.threading.set_intra_op_parallelism_threads(1)
     run = None
@@ -103,16 +100,12 @@ def main():
         hvd.broadcast_variables([each.value for each in model.variables], root_rank=0)
         plain = tf.GradientTape
         tf.GradientTape = lambda: hvd.DistributedGradientTape(plain())
-    train = by_fit if flags.way == "fit" else by_loop
-    more = {} if flags.way == "fit" else {"run": run}
-    if not flags.blocks:
-        train(model, optimizer, 1, **more)
-        print("\n" + json.dumps([time.time()]) + "\n", flush=True)
-        return
-    at = train(model, optimizer, flags.steps * (flags.blocks + 1) + 1, **more)
-    ends = at[flags.steps :: flags.steps]
-    seconds = [(b - a) / flags.steps for a, b in itertools.pairwise(ends)]
-    print("\n" + json.dumps(seconds) + "\n", flush=True)
+    turns = Turns(flags.turns) if flags.turns else range(1)
+    if flags.way == "fit":
+        by_fit(model, optimizer, turns)
+    else:
+        by_loop(model, optimizer, turns, run)
+    print("\n" + json.dumps([time.time()]) + "\n", flush=True)
 
 
 if __name__ == "__main__":

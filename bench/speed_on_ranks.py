@@ -1,17 +1,18 @@
-"""What ``bench/speed.py`` starts on every rank: a peer trains a workload, and its steps are timed.
+"""What ``bench/speed.py`` starts on every rank: a peer trains a workload in turns.
 
-Each peer is set up as its own documentation says. A rank prints one JSON list: the seconds that a
-step took, of each block of steps, or the time of day at which it had done its first.
+Each peer is set up as its own documentation says. At the end a rank prints the time of day.
 """
 
 import argparse
 import itertools
 import json
+import os
 import time
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from turns import Turns
 
 BATCH = 64
 
@@ -71,7 +72,29 @@ def transformer():
     return nn.Sequential(blocks, nn.Flatten(), nn.Linear(32 * 128, 10)), (32, 128)
 
 
+class Weights(nn.Module):
+    """Weights that are added up, so that a step computes next to nothing."""
+
+    def __init__(self, tensors, weights):
+        super().__init__()
+        each = (nn.Parameter(torch.zeros(weights)) for _ in range(tensors))
+        self.weights = nn.ParameterList(each)
+
+    def forward(self, x):
+        return x + torch.stack([each.sum() for each in self.weights]).sum()
+
+
 WORKLOADS = {each.__name__: each for each in (mnist, resnet20, large, small, transformer)}
+
+
+def workload(name):
+    """A network, and the shape of one of its inputs."""
+    if name in WORKLOADS:
+        return WORKLOADS[name]()
+    unit, number = name.split("-")
+    if unit == "tensors":
+        return Weights(int(number), 64), (10,)
+    return Weights(8, int(number) * 1_000_000 // 4 // 8), (10,)
 
 
 def alone(model, optimizer):
@@ -85,7 +108,7 @@ def with_hvkit(model, optimizer):
 
 
 def with_ddp(model, optimizer):
-    torch.distributed.init_process_group("gloo")
+    torch.distributed.init_process_group("nccl" if next(model.parameters()).is_cuda else "gloo")
     return nn.parallel.DistributedDataParallel(model), optimizer, torch.Tensor.backward
 
 
@@ -126,32 +149,26 @@ PEERS = {
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("peer", choices=PEERS)
-    parser.add_argument("workload", choices=WORKLOADS)
-    parser.add_argument("blocks", type=int, help="0: until the first step")
-    parser.add_argument("steps", type=int, help="in a block")
+    parser.add_argument("workload", help=", ".join(WORKLOADS) + ", tensors-N, megabytes-N")
+    parser.add_argument("turns", nargs="?", help="the bench's socket; without: one step")
+    parser.add_argument("--gpu", action="store_true", help="train on the GPU of the local rank")
     flags = parser.parse_args()
     torch.set_num_threads(1)
+    if flags.gpu:
+        local_rank = os.environ.get("LOCAL_RANK") or os.environ["OMPI_COMM_WORLD_LOCAL_RANK"]
+        torch.set_default_device(f"cuda:{local_rank}")
+        torch.cuda.set_device(int(local_rank))
     torch.manual_seed(0)
-    model, shape = WORKLOADS[flags.workload]()
+    model, shape = workload(flags.workload)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     model, optimizer, backward = PEERS[flags.peer](model, optimizer)
     inputs, targets = torch.randn(BATCH, *shape), torch.randint(10, (BATCH,))
-
-    def block(steps):
-        start = time.perf_counter()
-        for _ in range(steps):
-            optimizer.zero_grad()
-            backward(F.cross_entropy(model(inputs), targets))
-            optimizer.step()
-        return (time.perf_counter() - start) / steps
-
-    block(1)
-    if not flags.blocks:
-        print("\n" + json.dumps([time.time()]) + "\n", flush=True)
-        return
-    block(flags.steps)
-    # All in one line, and nobody else's words between.
-    print("\n" + json.dumps([block(flags.steps) for _ in range(flags.blocks)]) + "\n", flush=True)
+    finish = torch.cuda.synchronize if flags.gpu else lambda: None
+    for _ in Turns(flags.turns, finish) if flags.turns else range(1):
+        optimizer.zero_grad()
+        backward(F.cross_entropy(model(inputs), targets))
+        optimizer.step()
+    print("\n" + json.dumps([time.time()]) + "\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -24,9 +24,6 @@ from hvkit.watch.verdict import SAME_CALLS
 
 T = TypeVar("T")
 
-# Bytes of a large object that travel at a time.
-_PIECE = 1 << 25
-
 
 @named("hvkit.barrier")
 def barrier() -> None:
@@ -63,7 +60,7 @@ def broadcast(obj: T, root: int = 0) -> T:
 
 
 def broadcast_state(data: NDArray[np.uint8], root: int = 0) -> NDArray[np.uint8]:
-    """Return rank ``root``'s bytes on every rank, for the start of training.
+    """Fill ``data`` with rank ``root``'s bytes, for the start of training, and return it.
 
     Args:
         data: of shape (n,), with the same n on every rank.
@@ -79,8 +76,7 @@ def broadcast_state(data: NDArray[np.uint8], root: int = 0) -> NDArray[np.uint8]
 def broadcast_bytes(data: NDArray[np.uint8], root: int = 0) -> NDArray[np.uint8]:
     """Return rank ``root``'s bytes on every rank; a collective.
 
-    They travel in pieces: besides its result, which on rank ``root`` is ``data``, a rank holds one
-    piece.
+    Besides its result, which on rank ``root`` is ``data``, a rank holds one piece of it at a time.
 
     Args:
         data: on rank ``root``, of shape (n,); ignored elsewhere.
@@ -89,12 +85,8 @@ def broadcast_bytes(data: NDArray[np.uint8], root: int = 0) -> NDArray[np.uint8]
     if size() == 1:
         return data
     length = broadcast(len(data), root)
-    received = data if rank() == root else np.empty(length, np.uint8)
-    for start in range(0, length, _PIECE):
-        piece = any_engine().broadcast(received[start : start + _PIECE], root)
-        if rank() != root:
-            received[start : start + _PIECE] = piece
-    return received
+    whole = data if rank() == root else np.empty(length, np.uint8)
+    return engines.broadcast_in_pieces(any_engine(), whole, root)
 
 
 @named("hvkit.allgather")

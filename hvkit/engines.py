@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 CHUNK = 1 << 28
 """Bytes that one message holds at most: MPI counts elements in a C int."""
 
+PIECE = 1 << 25
+"""Bytes of a broadcast that travel at a time, and that a rank holds beside the whole."""
+
 
 class Engine(Protocol):
     """A started Horovod library of one framework."""
@@ -181,21 +184,23 @@ ENGINES: dict[str, type[PyTorchEngine] | type[TensorFlowEngine]] = {
 def broadcast_in_pieces(
     engine: Engine, data: NDArray[np.uint8], root: int, purpose: str = "objects"
 ) -> NDArray[np.uint8]:
-    """Return rank ``root``'s bytes on every rank, sent in pieces of at most ``CHUNK``.
+    """Fill ``data`` with rank ``root``'s bytes on the other ranks, and return it.
+
+    Beside it a rank holds one piece at a time.
 
     Args:
         engine: the started Horovod.
-        data: of shape (n,), with the same n on every rank.
+        data: of shape (n,), with the same n on every rank; not changed on rank ``root``.
         root: the rank that sends.
         purpose: as in ``hvkit.traffic``.
     """
-    if data.size == 0:
-        return data
-    pieces = [
-        engine.broadcast(data[start : start + CHUNK], root, purpose)
-        for start in range(0, data.size, CHUNK)
-    ]
-    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+    sends = engine.hvd.rank() == root
+    for start in range(0, data.size, PIECE):
+        piece = data[start : start + PIECE]
+        received = engine.broadcast(piece, root, purpose)
+        if not sends:
+            piece[:] = received
+    return data
 
 
 def broadcast_message(engine: Engine, message: bytes | None, root: int) -> bytes:

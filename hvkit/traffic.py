@@ -5,7 +5,8 @@ send, on average over ranks: with N ranks a ring allreduce of P bytes sends 2 (N
 (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009),
 an allgather N-1 times a rank's own part, an all-to-all (N-1)/N P, a broadcast (N-1)/N P. Messages
 to single ranks count as they are. The headers of the network come on top, and what Horovod's ranks
-tell each other every millisecond; MPI may choose an algorithm that sends more.
+tell each other in every cycle. MPI may choose an algorithm that sends more for small tensors; where
+hosts have several ranks each, large tensors leave a host less often than counted.
 """
 
 from __future__ import annotations

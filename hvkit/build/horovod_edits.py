@@ -4,6 +4,7 @@ import re
 import subprocess
 from pathlib import Path
 
+from hvkit.build.horovod_ring import RING
 from hvkit.build.horovod_waits import WAITS
 from hvkit.build.source_edits import Edit
 from hvkit.build.toolchain import Toolchain
@@ -277,4 +278,5 @@ def create_distributed_optimizer(''',
         new="    _require_gradient_methods(keras.optimizers.Optimizer)\n    if legacy_opts:\n",
     ),
     *WAITS,
+    *RING,
 )

@@ -35,6 +35,12 @@ def _wanted(environ: Mapping[str, str]) -> Iterator[RankSetting]:
         "Horovod's threads sleep while they wait, and leave their core to the framework",
     )
     yield RankSetting(
+        "HVKIT_RING_ALLREDUCE",
+        "1",
+        "Horovod adds up large tensors in host memory by rings, which send the fewest bytes; 0 "
+        "leaves them to MPI, for one that adds up in the network",
+    )
+    yield RankSetting(
         "OMPI_MCA_mpi_yield_when_idle",
         "1",
         "a rank that waits inside MPI lets others run; Open MPI would keep the core busy",

@@ -14,11 +14,12 @@ HOSTFILES = ROOT / "hostfiles"
 RECIPES = ("mnist_torch", "mnist_keras", "mnist_tf")
 # What makes sums independent of where the ranks are: the same number of threads for a rank that is
 # alone on its host, and one order of adding up, which neither hosts (han is the collective that
-# goes through them) nor a value's place among others decide.
+# goes through them) nor a value's place among others (rings) decide.
 SAME_SUMS = {
     "OMP_NUM_THREADS": "1",
     "TF_NUM_INTRAOP_THREADS": "1",
     "TF_NUM_INTEROP_THREADS": "1",
+    "HVKIT_RING_ALLREDUCE": "0",
     "OMPI_MCA_coll": "^han",
     "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
     "OMPI_MCA_coll_tuned_allreduce_algorithm": "recursive_doubling",

@@ -7,19 +7,23 @@ import pytest
 from cases import MORE, cases
 
 HVKIT = [sys.executable, "-m", "hvkit.cli", "run"]
-# Takes steps with one strategy after the other, and prints for each what hvkit has counted in them,
-# and what this host's interface has.
-COUNT = """
-import gc, json, sys
+BY_INTERFACE = """
 from pathlib import Path
-import numpy as np, hvkit
-from hvkit import *
 
 
 def by_interface():
     lines = Path("/proc/net/dev").read_text().splitlines()
     (fields,) = [line.split(":")[1].split() for line in lines if line.strip().startswith("eth0:")]
     return int(fields[8])
+
+
+"""
+# Takes steps with one strategy after the other, and prints for each what hvkit has counted in them,
+# and what this host's interface has.
+COUNT = """
+import gc, json, sys
+import numpy as np, hvkit
+from hvkit import *
 
 
 def by_hvkit():
@@ -85,15 +89,6 @@ def steps_of(x, **options):
     return step
 """,
 }
-# What hvkit counts for an allreduce is what a ring sends. Open MPI's default between hosts (han)
-# gathers at one of them, which then sends more.
-RING = {
-    "OMPI_MCA_coll": "^han",
-    "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
-    "OMPI_MCA_coll_tuned_allreduce_algorithm": "ring",
-}
-
-
 FIRST = "torch", [("LocalSGD(4)", "'int8'")]
 IN_BOTH = [
     ("Synchronous()", "'none'"),
@@ -134,14 +129,59 @@ def test_one_rank_that_averages_for_all_sends_to_all(rig):
 def sent_by_each(rig, strategies, framework="torch"):
     """What hvkit and the interface have counted on each of three hosts, for each strategy."""
     hosts = rig(["node1", "node2", "node3"])
-    script = SCRIPTS[framework] + COUNT
+    script = SCRIPTS[framework] + BY_INTERFACE + COUNT
     words = ["-np", "3", "-H", "node1:1,node2:1,node3:1", sys.executable, "-c", script]
     done = hosts.host("node1").run(
         [*HVKIT, *words, json.dumps(strategies)],
-        env=RING | {"OMP_NUM_THREADS": "1"},
+        env={"OMP_NUM_THREADS": "1"},
         timeout=120,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     counted = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     assert len(counted) == 3
     return counted
+
+
+# Sums up numbers of a large tensor that are other ones on each rank and at each place; prints
+# whether the sum is right, and what this host's interface has sent meanwhile for each of its bytes.
+SUM = """
+import json, torch, hvkit
+
+numbers = torch.arange(2_000_003) % 1000
+expected = sum((numbers + rank).float() for rank in range(hvkit.size()))
+hvkit.allreduce(numbers.float(), "sum")
+hvkit.barrier()
+before = by_interface()
+right = torch.equal(hvkit.allreduce((numbers + hvkit.rank()).float(), "sum"), expected)
+hvkit.barrier()
+result = right, (by_interface() - before) / expected.nbytes
+if hvkit.local_rank() == 0:
+    print("\\n" + json.dumps(result), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("slots", "expected"),
+    [
+        ([1, 1, 1], 4 / 3),
+        pytest.param([2, 2, 2], 4 / 3, marks=MORE),
+        # Uneven hosts: one rank of each of two, one ring of all ranks on more.
+        pytest.param([3, 1], 1, marks=MORE),
+        pytest.param([2, 1, 1, 1], 8 / 5, marks=MORE),
+    ],
+    ids=lambda value: "+".join(map(str, value)) if isinstance(value, list) else "",
+)
+def test_a_large_sum_is_right_and_sends_little_wherever_ranks_are(rig, slots, expected):
+    nodes = [f"node{number}" for number in range(1, len(slots) + 1)]
+    placed = ",".join(f"{node}:{ranks}" for node, ranks in zip(nodes, slots, strict=True))
+    done = rig(nodes).host("node1").run(
+        [*HVKIT, "-np", str(sum(slots)), "-H", placed, sys.executable, "-c", BY_INTERFACE + SUM],
+        env={"OMP_NUM_THREADS": "1"},
+        timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert len(results) == len(slots)
+    for right, sent in results:
+        assert right
+        assert sent == pytest.approx(expected, rel=0.03)

@@ -148,6 +148,17 @@ def test_long_arrays_go_out_in_pieces(monkeypatch):
 
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+@pytest.mark.parametrize("dtype", ["int64", "float32"])
+@pytest.mark.parametrize("more", [-1, 0, 1, 70_001])
+def test_large_arrays_are_reduced_alike_whatever_their_length(framework, dtype, more):
+    engine = runtime.engine(framework)
+    everyone = everyones(((1 << 18) // np.dtype(dtype).itemsize + more,))
+    for op in ("sum", "min", "max"):
+        result = engine.allreduce(everyone[hvkit.rank()].astype(dtype), op)
+        np.testing.assert_array_equal(result, REDUCED[op](everyone, axis=0))
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
 @pytest.mark.parametrize("dtype", ["int32", "int64", "float32", "float64"])
 def test_both_engines_reduce_alike(framework, dtype):
     engine = runtime.engine(framework)

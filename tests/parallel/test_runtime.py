@@ -38,7 +38,7 @@ def test_a_rank_that_waits_leaves_its_core_to_others(framework):
 @pytest.mark.parametrize("root", [0, 1])
 @pytest.mark.parametrize("length", [0, 1, 16, 17, 50])
 def test_bytes_travel_in_pieces_to_every_rank(monkeypatch, root, length):
-    monkeypatch.setattr(collectives, "_PIECE", 16)
+    monkeypatch.setattr(engines, "PIECE", 16)
     data = np.arange(length, dtype=np.uint8)
     mine = data if hvkit.rank() == root else np.empty(0, np.uint8)
     received = collectives.broadcast_bytes(mine, root)
@@ -56,7 +56,7 @@ def test_broadcast_brings_any_object_from_any_root(root):
 
 
 def test_a_broadcast_longer_than_one_message_goes_out_in_pieces(monkeypatch):
-    monkeypatch.setattr(engines, "CHUNK", 1000)
+    monkeypatch.setattr(engines, "PIECE", 1000)
     everything = hvkit.broadcast(list(range(5000)) if hvkit.rank() == 0 else None)
     assert everything == list(range(5000))
 
@@ -102,7 +102,8 @@ def test_a_fork_of_a_rank_is_no_rank():
 def sent(request, monkeypatch):
     """Messages of 1000 bytes at most, through either engine; what went through it, in bytes."""
     engine, lengths = runtime.engine(request.param), []
-    monkeypatch.setattr(engines, "CHUNK", 1000)
+    for limit in "CHUNK", "PIECE":
+        monkeypatch.setattr(engines, limit, 1000)
     monkeypatch.setattr(collectives, "any_engine", lambda: engine)
 
     def recorded(collective):

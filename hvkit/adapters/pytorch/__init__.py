@@ -5,6 +5,7 @@
     adapter                the steps of distribute
     ├── initial_state      copies rank 0's weights and optimizer state
     ├── reducer            averages gradients during backward(), waits at its end
+    │   ├── arrivals       hooks: which gradients are final, which buckets are full
     │   ├── bucket_layout  which gradients travel together
     │   ├── buckets        tensors that carry many gradients; sparse rows
     │   ├── compressed_buckets  those that travel compressed, and what that keeps

@@ -14,8 +14,10 @@ from hvkit.adapters.pytorch.compressed_buckets import CompressedBucket, Compress
 
 # What decides the layout: the parameters' dtypes, devices and whether each requires a gradient, and
 # the numbers of those whose gradients are row-sparse.
-_Kind = tuple[list[torch.dtype], list[torch.device], list[bool], frozenset[int]]
+_Kind = tuple[list[torch.dtype], list[int], list[bool], frozenset[int]]
 _LAYOUTS_KEPT = 4
+# -1 for the host's memory; a device itself takes twice the time.
+_device_number = torch.Tensor.get_device
 
 
 class Layout(NamedTuple):
@@ -81,7 +83,7 @@ class Layouts:
         """
         kind = (
             [p.dtype for p in parameters],
-            [p.device for p in parameters],
+            list(map(_device_number, parameters)),
             [p.requires_grad for p in parameters],
             frozenset(sparse),
         )

@@ -36,6 +36,9 @@ _WIRE_DTYPE = {
     torch.complex128: torch.float64,
 }
 
+# Bytes of gradients that are worth a call each, which copies and scales in one pass.
+_LARGE = 1 << 17
+
 NO_PARAMETER = -1
 """The number of the only member of a bucket that carries nothing but extra numbers."""
 
@@ -127,6 +130,10 @@ class Bucket:
         dtype = wire_dtype(members[0][1].dtype)
         # Members whose gradients cannot be views of the bucket.
         self._apart = {i for i, p in members if p.dtype is not dtype or not p.is_contiguous()}
+        # Whether the gradients are large enough to scale them while they are copied, rather than
+        # their sum in another pass, and the factor if so.
+        self._large = not self._apart and sum(p.nbytes for _, p in members) >= _LARGE * len(members)
+        self._factor: float | None = None
         like = torch.empty(0, dtype=dtype, device=members[0][1].device)
         self._memory = _Memory(self._lengths, self._shapes, like)
         self._spare: _Memory | None = None
@@ -147,7 +154,11 @@ class Bucket:
 
     def kept(self) -> set[int]:
         """Numbers of the members whose gradients the script holds, too."""
-        there = [at for at, g in enumerate(self.gradients()) if g is not None]
+        gradients = self.gradients()
+        if set(map(type, gradients)) == {NoneType}:  # as zero_grad() leaves them
+            return set()
+        there = [at for at, g in enumerate(gradients) if g is not None]
+        del gradients  # it would count as a holder
         return {self.numbers[at] for at in there if self._is_held(at)}
 
     def _is_held(self, at: int) -> bool:
@@ -157,8 +168,13 @@ class Bucket:
         return self._memory.held_beside(at) if is_view else is_held_elsewhere(p)
 
     @torch.no_grad()
-    def pack(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Copy the members' gradients in; one that is missing or sparse counts as zero."""
+    def pack(self, gradients: Sequence[torch.Tensor | None], part: float | None = None) -> None:
+        """Copy the members' gradients in; one that is missing or sparse counts as zero.
+
+        Args:
+            gradients: of the members.
+            part: of a sum over ranks that is the mean, if gradients may be scaled before.
+        """
         if not self._memory.free:
             # Gradients that were not reset, or means that the script keeps. The first may change
             # again before the bucket is back.
@@ -176,7 +192,11 @@ class Bucket:
         dense: list[torch.Tensor] = gradients  # type: ignore[assignment]
         if self._complex:
             dense = [torch.view_as_real(g.resolve_conj()) if g.is_complex() else g for g in dense]
-        if dense:
+        self._factor = part if self._large else None
+        if self._factor is not None:
+            for view, gradient in zip(views, dense, strict=True):
+                torch.mul(gradient, self._factor, out=view)
+        elif dense:
             torch._foreach_copy_(views, dense)
 
     def give(self, wanted: Set[int] | None, kept: Set[int]) -> None:
@@ -207,7 +227,11 @@ class Bucket:
     def launch(self, wire: Wire) -> None:
         """Start averaging over ranks; returns at once."""
         self.left = 0
-        self.handle = wire.start_mean(self.flat, self.name)
+        if self._factor is not None:
+            self.extra.mul_(self._factor)
+            self.handle = wire.start_sum(self.flat, self.name)
+        else:
+            self.handle = wire.start_mean(self.flat, self.name)
 
     def exchange(self, wire: Wire) -> None:
         """Start the second collective of buckets that need two; call after ``launch``."""

@@ -96,6 +96,7 @@ class CompressedBucket(Bucket):
         self, name: str, members: Sequence[tuple[int, torch.Tensor]], state: CompressionState
     ) -> None:
         super().__init__(name, members)
+        self._large = False  # a compression gets the gradients as they are
         self._state = state
         self._flow: Reduction
         self._exchanges = 0

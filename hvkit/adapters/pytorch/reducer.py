@@ -1,11 +1,8 @@
 """Averages gradients while ``backward()`` computes them.
 
-A hook on each parameter counts the gradients of its bucket that are final. When all are, they are
-copied into the bucket, and it goes out at once. When backward ends, a callback of the autograd
-engine sends the rest, waits, and gives the parameters the means.
-
-Hooks run for every parameter in every step, so they do little; whatever can be done for a whole
-bucket, or once for a layout, is done there.
+When all gradients of a bucket are final, they are copied into the bucket, and it goes out at once.
+When backward ends, a callback of the autograd engine sends the rest, waits, and gives the
+parameters the means.
 
 Graphs may differ between ranks and from step to step. Every rank therefore sends every bucket each
 time, with zeros where it has no gradient. A report at the end of the last bucket lets all ranks
@@ -30,14 +27,14 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from hvkit import runtime
 from hvkit.adapters.pytorch import step_report
+from hvkit.adapters.pytorch.arrivals import Arrivals
 from hvkit.adapters.pytorch.averaged_steps import AveragedSteps
 from hvkit.adapters.pytorch.batch_norm import RunningStatistics
 from hvkit.adapters.pytorch.bucket_layout import Layout, Layouts
-from hvkit.adapters.pytorch.buckets import NO_PARAMETER, Bucket, are_dense, average_rows
+from hvkit.adapters.pytorch.buckets import NO_PARAMETER, Bucket, average_rows
 from hvkit.adapters.pytorch.checks import Checks
 from hvkit.adapters.pytorch.compressed_buckets import CompressionState
 from hvkit.adapters.pytorch.optimizers import around_scaled_steps
@@ -52,10 +49,6 @@ from hvkit.watch.calls import call
 # the parameters keep a reducer alive as long as its model.
 _reducers: WeakValueDictionary[int, GradientReducer] = WeakValueDictionary()
 _numbers = itertools.count()
-
-_graph_task: Callable[[], int] = torch._C._current_graph_task_id
-# Gradients that a bucket misses while passes accumulate: no pass has as many.
-_NEVER = 1 << 60
 
 
 class GradientReducer:
@@ -100,18 +93,9 @@ class GradientReducer:
         self._state = CompressionState(travels) if travels else None
         self._layouts = Layouts(name, self._state)
         self._layout: Layout | None = None
-        # By parameter: what calls its hook, and the bucket that the hook counts for.
-        self._hooks: dict[int, RemovableHandle] = {}
-        self._hooked: dict[int, Bucket | None] = {}
         # Numbers of the parameters to which the last reduction has given means.
         self._averaged: Set[int] = frozenset()
-        # The autograd engine's number of the backward pass that is running.
-        self._task: int | None = None
         self._passes = 0
-        # The bucket that goes out with the next gradient, when all hooks of its last have run.
-        self._full: Bucket | None = None
-        # Buckets that had gone out before one of their gradients changed.
-        self._outdated: set[Bucket] = set()
         # Numbers of the parameters whose gradients stay the same tensors.
         self._kept: set[int] = set()
         # What this rank reports if it has all gradients, and none is sparse.
@@ -119,6 +103,7 @@ class GradientReducer:
         self._steps = AveragedSteps(name, lambda: self._passes > 0, self._reduce, self._used)
         # Parameters on several devices have their hooks called from several threads.
         self._lock = threading.RLock()
+        self._arrivals = Arrivals(self._begin_pass, self._launch, self._lock)
         _reducers[next(_numbers)] = self
         self.add(parameters)
         self._sparse = {self._number[p] for p in row_sparse}
@@ -168,13 +153,11 @@ class GradientReducer:
 
     def add(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Average the gradients of more parameters; the same ones on every rank."""
-        outside = self._arrival(None)
         for p in parameters:
             i = self._number[p] = len(self._parameters)
             self._parameters.append(p)
             if p.is_floating_point() or p.is_complex():
-                self._hooks[i] = _hook(p, outside)
-                self._hooked[i] = None
+                self._arrivals.add(i, p)
         self._report = ReportVector(len(self._parameters))
 
     def watch(self, optimizers: Sequence[Optimizer], adopt: Callable[[], bool]) -> None:
@@ -194,68 +177,22 @@ class GradientReducer:
         if self._state:
             self._state.commit(self._averaged)
 
-    def _arrival(self, bucket: Bucket | None) -> Callable[[torch.Tensor], None]:
-        """The hook of all parameters in a bucket, called when a gradient is final.
-
-        One function for all of them stays in the processor's caches.
-        """
-
-        def arrived(parameter: torch.Tensor) -> None:
-            at = bucket
-            task = _graph_task()
-            if task != self._task:
-                self._begin_pass(task)
-                at = self._laid_out().of.get(self._number[parameter])
-            elif self._full is not None:
-                self._send_full()
-            if at is not None:
-                at.left -= 1
-                if at.left <= 0:
-                    self._is_full(at)
-
-        return arrived
-
-    def _is_full(self, bucket: Bucket) -> None:
-        """Send a bucket that has all gradients soon, or note that it has gone out too early."""
-        with self._lock:
-            self._send_full()
-            if bucket.handle is not None:
-                self._outdated.add(bucket)
-            elif bucket in self._laid_out().buckets[:-1]:
-                self._full = bucket
-
-    def _send_full(self) -> None:
-        with self._lock:
-            bucket, self._full = self._full, None
-            if bucket is None or bucket.handle is not None:
-                return
-            gradients = bucket.gradients()
-            # One that is there twice makes a bucket look full.
-            if are_dense(gradients):
-                bucket.pack(gradients)
-                bucket.launch(self._wire)
+    def _launch(self, bucket: Bucket, gradients: list[torch.Tensor | None]) -> None:
+        bucket.pack(gradients, self._wire.part)
+        bucket.launch(self._wire)
 
     def _begin_pass(self, task: int) -> None:
         """Prepare for the first gradient of a backward pass; ``_end_pass`` runs at its end."""
         with self._lock:
-            if task == self._task:  # another thread was here first
+            if task == self._arrivals.task:  # another thread was here first
                 return
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(lambda: _end_pass(task))
             if not self._passes:
                 self._refuse_another_mean()
-            self._full = None
             self._arrange()
-            # Drop what a failed pass has left in the buckets.
-            for bucket in self._laid_out().buckets:
-                if bucket.handle is None:
-                    bucket.reset()
-                    if self._passes + 1 < self._accumulate:
-                        bucket.left = _NEVER
-                else:
-                    self._outdated.add(bucket)
             self._kept |= self._gradients_to_keep()
-            self._task = task  # last: other threads go on when they see it
+            self._arrivals.begin(task, accumulates=self._passes + 1 < self._accumulate)
 
     def _gradients_to_keep(self) -> set[int]:
         """Numbers of the parameters whose gradients must stay the same tensors.
@@ -297,7 +234,7 @@ class GradientReducer:
 
     def _end_pass(self) -> bool:
         """Count the pass; return whether a reduction is due after it."""
-        self._task = None
+        self._arrivals.end()
         self._passes += 1
         return self._passes >= self._accumulate
 
@@ -310,16 +247,7 @@ class GradientReducer:
         if layout is self._layout:
             return
         self._layout = layout
-        arrivals = {id(bucket): self._arrival(bucket) for bucket in layout.buckets}
-        outside = self._arrival(None)
-        for i, hook in self._hooks.items():
-            bucket = layout.of.get(i)
-            # Frozen parameters have no use for theirs, and thaw to the same bucket, often.
-            if bucket is not self._hooked[i] and i in layout.trained:
-                # In place, because this may run inside one of them.
-                hooks: Any = hook.hooks_dict_ref()
-                hooks[hook.id] = arrivals[id(bucket)] if bucket else outside
-                self._hooked[i] = bucket
+        self._arrivals.follow(layout)
         dense = frozenset(layout.of)
         self._usual = StepReport(dense, frozenset(), frozenset(), layout.trained)
 
@@ -338,7 +266,7 @@ class GradientReducer:
     @torch.no_grad()
     def _send_rest(self) -> None:
         with self._lock:
-            self._full = None
+            self._arrivals.end()
             for bucket in self._laid_out().buckets:
                 if bucket.handle is None:
                     self._send(bucket)
@@ -365,10 +293,9 @@ class GradientReducer:
             self._averaged = report.dense
             if self._statistics:
                 self._statistics.write(layout.statistics.numbers)
-            self._outdated.clear()
+            self._arrivals.outdated.clear()
             self._kept = set()
             self._passes = 0
-            self._task = None
             self._steps.reduced()
 
     def _report_of_all_ranks(self, last: Bucket) -> StepReport:
@@ -401,7 +328,7 @@ class GradientReducer:
 
     def _send(self, bucket: Bucket) -> None:
         """Complete a bucket from the current gradients, and launch it."""
-        bucket.pack(bucket.gradients())
+        bucket.pack(bucket.gradients(), self._wire.part)
         layout = self._laid_out()
         if bucket is layout.statistics.bucket and self._statistics:
             self._statistics.read_into(layout.statistics.numbers)
@@ -419,14 +346,14 @@ class GradientReducer:
         layout, usual = self._laid_out(), self._usual
         assert usual is not None
         complete = all(b.complete for b in layout.buckets if b.numbers[0] != NO_PARAMETER)
-        if complete and not self._outdated and not self._sparse & layout.trained:
+        if complete and not self._arrivals.outdated and not self._sparse & layout.trained:
             return usual
         gradients = {i: self._parameters[i].grad for i in layout.trained}
         there = {i: g.is_sparse for i, g in gradients.items() if g is not None}
         return StepReport(
             dense=frozenset(i for i, sparse in there.items() if not sparse),
             sparse=frozenset(i for i, sparse in there.items() if sparse),
-            outdated=frozenset(b.numbers[0] for b in self._outdated) - {NO_PARAMETER},
+            outdated=frozenset(b.numbers[0] for b in self._arrivals.outdated) - {NO_PARAMETER},
             trained=layout.trained,
         )
 
@@ -463,7 +390,9 @@ def _end_pass(task: int) -> None:
     All send before any waits, in the same order on every rank: the passes of other ranks may have
     reached the models in another order.
     """
-    taking_part = [reducer for _, reducer in sorted(_reducers.items()) if reducer._task == task]
+    taking_part = [
+        reducer for _, reducer in sorted(_reducers.items()) if reducer._arrivals.task == task
+    ]
     due = [reducer for reducer in taking_part if reducer._end_pass()]
     if not due:
         return
@@ -472,17 +401,3 @@ def _end_pass(task: int) -> None:
             reducer._send_rest()
         for reducer in due:
             reducer._receive()
-
-
-def _hook(parameter: torch.nn.Parameter, function: Callable[[torch.Tensor], None]) -> Any:
-    """Call ``function`` when a gradient is final, also if the parameter is frozen now.
-
-    PyTorch takes the hook only from parameters that require a gradient, and keeps it when that
-    changes.
-    """
-    frozen = not parameter.requires_grad
-    parameter.requires_grad_(True)
-    handle = parameter.register_post_accumulate_grad_hook(function)  # type: ignore[no-untyped-call]
-    if frozen:
-        parameter.requires_grad_(False)
-    return handle

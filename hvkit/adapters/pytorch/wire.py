@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from hvkit import runtime
@@ -22,18 +24,30 @@ class Wire:
 
     Args:
         purpose: as in ``hvkit.traffic``.
+
+    Attributes:
+        part: ``1 / size`` if gradients may be multiplied by it before they are added up: a power of
+            two, which rounds nothing but subnormal numbers. Else None.
     """
 
     def __init__(self, purpose: str) -> None:
         self._hvd = runtime.engine("torch").hvd
         self._purpose = purpose
         self.rank, self.size = runtime.rank(), runtime.size()
+        self.part = 1 / self.size if self.size.bit_count() == 1 else None
 
     def start_mean(self, tensor: torch.Tensor, name: str) -> int:
         """Start to average a tensor over ranks, in place."""
+        return self._start_reduction(tensor, name, self._hvd.Average)
+
+    def start_sum(self, tensor: torch.Tensor, name: str) -> int:
+        """Start to add up a tensor over ranks, in place."""
+        return self._start_reduction(tensor, name, self._hvd.Sum)
+
+    def _start_reduction(self, tensor: torch.Tensor, name: str, op: Any) -> int:
         count(self._purpose, of_allreduce(tensor.nbytes, self.size))
         with translated():
-            handle: int = self._hvd.allreduce_async_(tensor, name=name, op=self._hvd.Average)
+            handle: int = self._hvd.allreduce_async_(tensor, name=name, op=op)
             return handle
 
     def start_gather(self, tensor: torch.Tensor, name: str) -> int:

@@ -47,7 +47,8 @@ def test_the_ranks_states_reach_rank_0_alone_in_pieces(folder, monkeypatch, make
     def size(arguments, result):
         return result.size
 
-    monkeypatch.setattr(engines, "CHUNK", 50_000)
+    for limit in "CHUNK", "PIECE":
+        monkeypatch.setattr(engines, limit, 50_000)
     monkeypatch.setattr(engine, "allgather", recorded(gathered, allgather, size))
     monkeypatch.setattr(engine, "broadcast", recorded(pieces, broadcast, size))
     monkeypatch.setattr(

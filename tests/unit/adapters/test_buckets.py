@@ -137,3 +137,11 @@ def test_the_report_on_gradients_of_another_device_travels_in_the_hosts_memory()
     assert [b.flat.device.type for b in buckets] == ["meta", "meta", "cpu"]
     assert (report.numbers.device.type, report.numbers.numel()) == ("cpu", 5)
     assert (statistics.numbers.device.type, statistics.numbers.numel()) == ("meta", 2)
+
+
+def test_large_gradients_are_scaled_while_they_are_copied():
+    large, small = (Bucket("b", numbered(parameter(n), parameter(2))) for n in (1 << 18, 4))
+    for bucket, expected in (large, [0.5, 1]), (small, [1, 2]):
+        gradients = [torch.full_like(p, i + 1.0) for i, p in enumerate(bucket._parameters)]
+        bucket.pack(gradients, 0.5)
+        assert [bucket.flat[0].item(), bucket.flat[-1].item()] == expected

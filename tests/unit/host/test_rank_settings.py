@@ -54,7 +54,13 @@ def test_ranks_wait_without_a_core(site: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "variable", ["OMPI_MCA_mpi_yield_when_idle", "HVKIT_BLOCKING_WAITS", "OMPI_MCA_btl"]
+    "variable",
+    [
+        "OMPI_MCA_mpi_yield_when_idle",
+        "HVKIT_BLOCKING_WAITS",
+        "HVKIT_RING_ALLREDUCE",
+        "OMPI_MCA_btl",
+    ],
 )
 def test_what_the_user_has_set_stays(site: Path, variable: str) -> None:
     assert variable not in found(site, **{variable: "0"})

@@ -1,0 +1,214 @@
+"""Backward passes and what follows before the step: accumulation, clipping, scaling, closures."""
+
+import pytest
+import torch
+from nets import arrays, local, mean_over_ranks, mlp, regression, train, train_with_closure
+from ranks import largest_difference, same_on_all_ranks
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import hvkit
+
+
+@pytest.mark.parametrize("passed", [True, False], ids=["accumulate=k", "not passed"])
+def test_accumulation_equals_the_k_times_larger_batch(passed):
+    k = 4
+    data = regression(steps=5, per_rank=3 * k)
+    reference = mlp()
+    train(reference, torch.optim.Adam(reference.parameters(), lr=0.01), data)
+
+    model = mlp()
+    model, optimizer = hvkit.distribute(
+        model,
+        torch.optim.Adam(model.parameters(), lr=0.01),
+        lr_scaling="none",
+        accumulate=k if passed else 1,
+    )
+    for x, y in local(data):
+        optimizer.zero_grad()
+        for part_x, part_y in zip(x.chunk(k), y.chunk(k), strict=True):
+            (F.mse_loss(model(part_x), part_y) / k).backward()
+        optimizer.step()
+    assert same_on_all_ranks(arrays(model.parameters()))
+    assert largest_difference(arrays(model.parameters()), arrays(reference.parameters())) < 1e-5
+
+
+def test_accumulation_reduces_once_in_k_passes(monkeypatch):
+    from hvkit.adapters.pytorch.buckets import Bucket
+
+    launches = []
+    launch = Bucket.launch
+    monkeypatch.setattr(
+        Bucket, "launch", lambda self, wire: (launches.append(self.name), launch(self, wire))
+    )
+    model = mlp()
+    model, optimizer = hvkit.distribute(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), accumulate=3
+    )
+    for i, (x, y) in enumerate(local(regression(steps=6))):
+        F.mse_loss(model(x), y).backward()
+        if i % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(launches) == 2
+
+
+def test_a_shorter_last_accumulation_is_reduced_by_the_step():
+    data = regression(steps=2)
+    model = mlp()
+    model, optimizer = hvkit.distribute(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), accumulate=4
+    )
+    for x, y in local(data):
+        F.mse_loss(model(x), y).backward()
+    optimizer.step()
+    assert same_on_all_ranks(arrays(model.parameters()))
+    assert same_on_all_ranks([p.grad.numpy() for p in model.parameters()])
+
+
+def test_clipping_acts_on_the_mean():
+    def steps(model, optimizer, data):
+        for x, y in data:
+            optimizer.zero_grad()
+            F.mse_loss(model(x), 100 * y).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+
+    data = regression(steps=8)
+    reference = mlp()
+    steps(reference, torch.optim.SGD(reference.parameters(), lr=0.1), data)
+    model = mlp()
+    model, optimizer = hvkit.distribute(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), lr_scaling="none"
+    )
+    steps(model, optimizer, local(data))
+    assert largest_difference(arrays(model.parameters()), arrays(reference.parameters())) < 1e-5
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all():
+    model = mlp()
+    model, optimizer = hvkit.distribute(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scales = []
+    for step, (x, y) in enumerate(local(regression(steps=4))):
+        if step == 1 and hvkit.rank() == hvkit.size() - 1:
+            y = y * float("inf")
+        before = arrays(model.parameters())
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = F.mse_loss(model(x).float(), y)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        changed = largest_difference(arrays(model.parameters()), before) > 0
+        assert changed == (step != 1)
+    assert scales == [1024.0, 512.0, 512.0, 512.0]
+    assert same_on_all_ranks(arrays(model.parameters()))
+
+
+@pytest.mark.parametrize("compiled_first", [True, False])
+def test_compiled_models(compiled_first):
+    data = regression(steps=5)
+    reference = mlp()
+    train(reference, torch.optim.SGD(reference.parameters(), lr=0.1), data)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if compiled_first:
+        compiled, _ = hvkit.distribute(
+            torch.compile(model, backend="aot_eager"), optimizer, lr_scaling="none"
+        )
+    else:
+        hvkit.distribute(model, optimizer, lr_scaling="none")
+        compiled = torch.compile(model, backend="aot_eager")
+    train(compiled, optimizer, local(data))
+    assert same_on_all_ranks(arrays(model.parameters()))
+    assert largest_difference(arrays(model.parameters()), arrays(reference.parameters())) < 1e-5
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_activation_checkpointing(use_reentrant):
+    """With a layer that is used inside and outside of the checkpointed segment."""
+
+    def forward(model, x):
+        x = torch.tanh(model[0](x))
+        x = checkpoint(lambda t: torch.tanh(model[1](t)), x, use_reentrant=use_reentrant)
+        return model[2](torch.tanh(model[1](x)))
+
+    def make():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def steps(model, optimizer, data):
+        for x, y in data:
+            optimizer.zero_grad()
+            F.mse_loss(forward(model, x.clone().requires_grad_()), y).backward()
+            optimizer.step()
+
+    data = regression(steps=6)
+    reference, optimizer = make()
+    steps(reference, optimizer, data)
+    model, optimizer = hvkit.distribute(*make(), lr_scaling="none")
+    steps(model, optimizer, local(data))
+    assert same_on_all_ranks(arrays(model.parameters()))
+    assert largest_difference(arrays(model.parameters()), arrays(reference.parameters())) < 1e-5
+
+
+def test_a_backward_pass_that_failed_leaves_nothing_behind():
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise RuntimeError("out of memory, say")
+
+    x, y = local(regression(steps=1))[0]
+    model = mlp()
+    hvkit.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        F.mse_loss(model[2](Fails.apply(torch.tanh(model[0](x)))), y).backward()
+    model.zero_grad(set_to_none=False)
+    F.mse_loss(model[0](x)[:, :4], y).backward()
+    alone = mlp()
+    F.mse_loss(alone[0](x)[:, :4], y).backward()
+    for p, q in zip(model[0].parameters(), alone[0].parameters(), strict=True):
+        torch.testing.assert_close(p.grad, mean_over_ranks(q.grad))
+    for p in model[2].parameters():
+        assert torch.equal(p.grad, torch.zeros_like(p))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        lambda p: torch.optim.LBFGS(p, lr=0.5, max_iter=5),
+        lambda p: torch.optim.LBFGS(p, max_iter=5, line_search_fn="strong_wolfe"),
+    ],
+    ids=["SGD", "LBFGS", "LBFGS with line search"],
+)
+def test_a_closure_passed_to_step(make):
+    data = regression(steps=3)
+
+    reference = mlp()
+    train_with_closure(reference, make(reference.parameters()), data)
+    model = mlp()
+    model, optimizer = hvkit.distribute(model, make(model.parameters()), lr_scaling="none")
+    train_with_closure(model, optimizer, local(data))
+    assert same_on_all_ranks(arrays(model.parameters()))
+    # A line search amplifies rounding, because it compares losses to decide how far to go.
+    assert largest_difference(arrays(model.parameters()), arrays(reference.parameters())) < 1e-3
+
+
+def test_a_step_inside_backward_is_refused():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hvkit.distribute(model, optimizer)
+    model[0].weight.register_post_accumulate_grad_hook(lambda p: optimizer.step())
+    with pytest.raises(ValueError, match="call it after backward"):
+        model(torch.ones(2, 8)).sum().backward()
