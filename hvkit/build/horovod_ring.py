@@ -1,9 +1,8 @@
 """Edits after which Horovod adds up large tensors in host memory by rings of its own.
 
-Open MPI's own choice lets one rank, or between hosts one host, send up to N - 1 times the tensor's
-bytes if their number N is not a power of two. Its rules can choose a ring instead, but for all sums
-of a process: those with an operation of the script's that does not commute would be wrong.
-Horovod's own operations commute.
+Open MPI's own choice sends three times a tensor's bytes from one of three hosts, where 4/3 from each
+would do. Its rules can choose a ring instead, but for all sums of a process: those with an operation
+of the script's that does not commute would be wrong. Horovod's own operations commute.
 
 ``HVKIT_RING_ALLREDUCE=1`` on all ranks turns this on, and ``hvkit.init`` sets it.
 """
