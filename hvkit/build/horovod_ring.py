@@ -1,8 +1,8 @@
 """Edits after which Horovod adds up large tensors in host memory by rings of its own.
 
-Open MPI's own choice sends three times a tensor's bytes from one of three hosts, where 4/3 from each
-would do. Its rules can choose a ring instead, but for all sums of a process: those with an operation
-of the script's that does not commute would be wrong. Horovod's own operations commute.
+Open MPI's own choice sends three times a tensor's bytes from one of three hosts, where 4/3 from
+each would do. Its rules can choose a ring instead, but for all sums of a process: those with an
+operation of the script's that does not commute would be wrong. Horovod's own operations commute.
 
 ``HVKIT_RING_ALLREDUCE=1`` on all ranks turns this on, and ``hvkit.init`` sets it.
 """
@@ -37,8 +37,10 @@ namespace common {
 namespace {
 
 const int RING_TAG = 7;
-// Bytes that are added as soon as they have come, while they are in a cache.
-const int SEGMENT = 1 << 18;
+// Bytes of a message, which are added as soon as they have come, while they are in a cache.
+const int SEGMENT = 1 << 17;
+// Messages that are on their way at a time.
+const int AHEAD = 8;
 // Bytes of a whole message, and of each rank's block, from which a ring pays.
 const int64_t LEAST = 1 << 18;
 const int64_t LEAST_BLOCK = 1 << 15;
@@ -83,38 +85,53 @@ int BlockBegin(int count, int block, int size) {
 
 // Each rank owns the block of the rank after it. In size - 1 steps blocks go round, from rank to
 // rank: sums, to which each rank adds its own numbers until the owner has it, or owners' results.
+// Segments of a block are messages of their own. The next are on their way already while a rank
+// waits for one, so that a slow link is never idle.
 int GoRound(bool adds, char* buffer, int count, MPI_Datatype type, MPI_Op op, MPI_Comm comm) {
   int rank, size, width;
   MPI_Comm_rank(comm, &rank);
   MPI_Comm_size(comm, &size);
   MPI_Type_size(type, &width);
   const int next = (rank + 1) % size, previous = (rank + size - 1) % size;
-  const int longest = count / size + 1, segment = SEGMENT / width;
-  static thread_local char received[SEGMENT];
-  for (int step = 0; step < size - 1; ++step) {
-    const int sent = (rank + size - step + (adds ? 0 : 1)) % size;
-    const int got = (sent + size - 1) % size;
-    for (int offset = 0; offset < longest; offset += segment) {
-      // Blocks differ by one element, and so does where they end.
-      auto length = [&](int block) {
-        const int whole = BlockBegin(count, block + 1, size) - BlockBegin(count, block, size);
-        return std::max(0, std::min(segment, whole - offset));
-      };
-      auto place = [&](int block) {
-        return buffer + (size_t(BlockBegin(count, block, size)) + offset) * width;
-      };
-      void* into = adds ? received : place(got);
-      int code = MPI_Sendrecv(place(sent), length(sent), type, next, RING_TAG, into, length(got),
-                              type, previous, RING_TAG, comm, MPI_STATUS_IGNORE);
+  // Blocks differ by one element, and so does where they end.
+  const int segment = SEGMENT / width, segments = count / size / segment + 1;
+  // What a rank sends in one step it has received in the one before.
+  const int ahead = std::min(AHEAD, segments), messages = (size - 1) * segments;
+  static thread_local char received[AHEAD][SEGMENT];
+  MPI_Request requests[AHEAD][2];
+  auto place = [&](int block, int offset) {
+    return buffer + (size_t(BlockBegin(count, block, size)) + offset) * width;
+  };
+  auto length = [&](int block, int offset) {
+    const int whole = BlockBegin(count, block + 1, size) - BlockBegin(count, block, size);
+    return std::max(0, std::min(segment, whole - offset));
+  };
+  int code = MPI_SUCCESS;
+  for (int message = 0; message < messages + ahead && code == MPI_SUCCESS; ++message) {
+    const int done = message - ahead;
+    if (done >= 0) {
+      const int offset = done % segments * segment;
+      const int got = (rank + 2 * size - done / segments - (adds ? 1 : 0)) % size;
+      code = MPI_Waitall(2, requests[done % ahead], MPI_STATUSES_IGNORE);
       if (code == MPI_SUCCESS && adds) {
-        code = MPI_Reduce_local(received, place(got), length(got), type, op);
+        code = MPI_Reduce_local(received[done % ahead], place(got, offset), length(got, offset),
+                                type, op);
       }
-      if (code != MPI_SUCCESS) {
-        return code;
+    }
+    if (message < messages && code == MPI_SUCCESS) {
+      const int offset = message % segments * segment;
+      const int sent = (rank + size - message / segments + (adds ? 0 : 1)) % size;
+      const int got = (sent + size - 1) % size;
+      void* into = adds ? received[message % ahead] : place(got, offset);
+      MPI_Request* pair = requests[message % ahead];
+      code = MPI_Irecv(into, length(got, offset), type, previous, RING_TAG, comm, &pair[0]);
+      if (code == MPI_SUCCESS) {
+        code = MPI_Isend(place(sent, offset), length(sent, offset), type, next, RING_TAG, comm,
+                         &pair[1]);
       }
     }
   }
-  return MPI_SUCCESS;
+  return code;
 }
 
 // As MPI_Allreduce, for operations that commute. A ring sends 2 (N - 1) / N of the bytes from each
