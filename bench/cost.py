@@ -92,6 +92,7 @@ def links(_):
         run("means", size)
     for _ in range(ROUNDS):
         run("compression", 2, bandwidth="100mbit")
+        run("compiled", 2, bandwidth="1gbit")
 
 
 def add_printed(done, **more):
@@ -130,6 +131,8 @@ def report(_):
         print(
             f"100 Mbit/s, {name}: {found[0]['ms']:.0f} ms a step, {shown(faster)} of none's speed"
         )
+    for (name,), found in grouped(kinds["compiled"], "compiled").items():
+        print(f"1 Gbit/s, compiled: {name}: {shown([each['ms'] for each in found])} ms a step")
     latency, bandwidth = ring_of(kinds["means"])
     print(f"here: {1e6 * latency:.0f} us a message, {bandwidth / 1e9:.2f} GB/s")
     draw(fits, {"this machine's namespaces": (bandwidth, latency), **NETWORKS})

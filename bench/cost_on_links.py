@@ -1,6 +1,6 @@
-"""What ``bench/cost.py links`` starts on each host: means of several sizes, or compressed steps.
+"""What ``bench/cost.py links`` starts on each host: means, and steps, compressed or compiled.
 
-Rank 0 prints a line of JSON for each size or compression.
+Rank 0 prints a line of JSON for each size, compression or way to compile.
 """
 
 import argparse
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from speed_on_ranks import BATCH, large
+from torch import nn
 from torch.nn import functional as F
 
 import hvkit
@@ -49,14 +50,33 @@ def compression():
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
         hvkit.distribute(model, optimizer, compression=name)
         inputs, targets = torch.randn(BATCH, *shape), torch.randint(10, (BATCH,))
-        taken = []
-        for _ in range(1 + STEPS):
-            start = time.perf_counter()
-            optimizer.zero_grad()
-            F.cross_entropy(model(inputs), targets).backward()
-            optimizer.step()
-            taken.append(time.perf_counter() - start)
-        show(compression=name, ms=1e3 * sorted(taken[1:])[STEPS // 2])
+        show(compression=name, ms=step(model, optimizer, inputs, targets))
+
+
+def compiled():
+    for name in ("no", "whole", "layers"):
+        torch.manual_seed(0)
+        hidden = [nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(16)]
+        model = nn.Sequential(*hidden, nn.Linear(1024, 10))
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        hvkit.distribute(model, optimizer)
+        for each in {"no": [], "whole": [model], "layers": model}[name]:
+            each.compile()
+        inputs, targets = torch.randn(8 * BATCH, 1024), torch.randint(10, (8 * BATCH,))
+        show(compiled=name, ms=step(model, optimizer, inputs, targets))
+
+
+def step(model, optimizer, inputs, targets):
+    """What a step takes, in milliseconds: the median of some after the first."""
+    taken = []
+    for _ in range(1 + STEPS):
+        hvkit.barrier()
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+        taken.append(time.perf_counter() - start)
+    return 1e3 * sorted(taken[1:])[STEPS // 2]
 
 
 def show(**record):
@@ -66,7 +86,7 @@ def show(**record):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    commands = {each.__name__: each for each in (means, compression)}
+    commands = {each.__name__: each for each in (means, compression, compiled)}
     parser.add_argument("command", choices=commands)
     flags = parser.parse_args()
     torch.set_num_threads(1)

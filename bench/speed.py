@@ -11,7 +11,7 @@ The first three add records to a file, bench/speed.jsonl by default. Nothing els
 Each peer runs in processes of its own under its own launcher. In ``train``, peers take turns of a
 few steps, and are stopped in between. A peer's time in a round is the best decile of its turns, on
 the slowest rank. Tables show medians over rounds of what peers take beside what hvkit takes in the
-same round, with the lowest and the highest. ``--only`` chooses workloads.
+same round, with the lowest and the highest. ``--only`` chooses workloads, ``--peers`` peers.
 """
 
 import argparse
@@ -38,7 +38,7 @@ ON_RANKS = {
 # Steps in a turn, a few tenths of a second together.
 WORKLOADS = {"mnist": 3, "resnet20": 1, "large": 1, "small": 10, "transformer": 5}
 WAYS = {"fit": 5, "loop": 5}
-TURNS = 8
+TURNS = 16
 # In Keras 3 it trains custom loops only.
 MIRRORED = "MultiWorkerMirroredStrategy"
 # By name: what the ranks run, and the launcher that starts them. Without communication it is the
@@ -190,6 +190,7 @@ def train_a_round(flags, number, framework, peers, workload, steps):
                 peer_in_turns(launcher, flags.ranks, [*script, kind, workload])
             )
             for name, (kind, launcher) in peers.items()
+            if not flags.peers or name in flags.peers
         }
         for busy in (False, True):
             some = {n: peer for n, peer in started.items() if not busy or n in BESIDE_BUSY}
@@ -327,6 +328,7 @@ def main():
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="+", default=[], help="workloads")
+    parser.add_argument("--peers", nargs="+", default=[], help="for train; all by default")
     parser.add_argument("--gpu", action="store_true", help="each rank trains on a GPU")
     parser.add_argument("--records", type=Path, default=ROOT / "bench/speed.jsonl")
     flags = parser.parse_args()
