@@ -39,7 +39,7 @@ RECORDS = ROOT / "bench/cost.jsonl"
 PICTURE = ROOT / "docs/pictures/cost.svg"
 ON_LINKS = str(ROOT / "bench/cost_on_links.py")
 HOST_TIME = str(ROOT / "bench/host_time.py")
-ROUNDS = 3
+ROUNDS = 2
 TENSORS, MEGABYTES = (10, 100, 300, 1000), (1, 10, 100, 400)
 PEERS = ("alone", "hvkit", "DDP")
 # A model of 25 million float32 weights, and what its step computes, for the simulation.

@@ -1,4 +1,4 @@
-"""How many bytes this rank sends, and what for.
+"""How many bytes this rank sends, and what for; ``docs/architecture.md`` lists who sends what.
 
 Horovod and MPI choose how a collective travels. Counted is what the algorithms for large tensors
 send, on average over ranks: with N ranks a ring allreduce of P bytes sends 2 (N-1)/N P from each

@@ -1,8 +1,8 @@
-"""Edits after which Horovod adds up large tensors in host memory by rings of its own.
+"""Edits after which Horovod sums large tensors in host memory by rings of its own.
 
 Open MPI's own choice sends three times a tensor's bytes from one of three hosts, where 4/3 from
-each would do. Its rules can choose a ring instead, but for all sums of a process: those with an
-operation of the script's that does not commute would be wrong. Horovod's own operations commute.
+each would do. It can be told to use a ring, but only for every reduction in the process, which
+would give wrong results for a script's own operations that do not commute. Horovod's commute.
 
 ``HVKIT_RING_ALLREDUCE=1`` on all ranks turns this on, and ``hvkit.init`` sets it.
 """

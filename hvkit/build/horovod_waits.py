@@ -1,14 +1,15 @@
 """Edits after which Horovod's threads sleep while they wait, rather than poll.
 
 Horovod 0.28.1 keeps a core busy in three places. ``synchronize`` polls until a tensor is reduced.
-The background thread meets the other ranks' every millisecond, whether or not there is something to
-reduce, and waits for them inside MPI, which polls. On a CPU all of this takes time from the cores
-that compute gradients, and on a busy machine each poll has to wait for its turn.
+The background thread synchronizes with the other ranks' threads every millisecond, whether or not
+there is something to reduce, and waits for them inside MPI, which polls. On a CPU all of this takes
+time from the cores that compute gradients, and on a busy machine each poll has to wait for its
+turn.
 
 With these edits ``synchronize`` sleeps until the background thread wakes it. The background thread
 sleeps until a tensor is queued, or for one cycle time, which is 20 ms unless ``HOROVOD_CYCLE_TIME``
-sets it. Where it waits for the other ranks' it sleeps between two looks for a tenth of the time
-that it has waited already.
+sets it. While it waits for other ranks, it sleeps between checks for a tenth of the time that it has
+already waited.
 
 ``HVKIT_BLOCKING_WAITS=1`` turns this on, and ``hvkit.init`` sets it.
 """

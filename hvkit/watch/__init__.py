@@ -1,4 +1,4 @@
-"""Finds ranks that wait for each other in vain, and names each one with its line of the script.
+"""Finds ranks that are stuck waiting for each other, and names each with its line of the script.
 
 A collective returns when all ranks have called it. If one rank makes another call, all of them wait
 forever, and neither Horovod nor MPI can name the lines of the script. So hvkit marks which of its

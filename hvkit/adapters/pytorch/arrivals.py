@@ -1,7 +1,7 @@
 """Notices which gradients of a backward pass are final, and which buckets have all of theirs.
 
-A hook on each parameter runs for every gradient of every step, so it does little; whatever can be
-done for a whole bucket, or once for a layout, is done there.
+A hook on each parameter runs for every gradient of every step, so it does little: work is moved to
+once per bucket, or once per layout, where possible.
 """
 
 from __future__ import annotations

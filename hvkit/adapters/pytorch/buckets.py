@@ -1,13 +1,14 @@
 """How gradients travel between ranks: many dense ones in one allreduce, row-sparse ones by row.
 
 A bucket holds the gradients of some parameters, one after the other, in one contiguous tensor that
-Horovod reduces in place. One call copies them in when the last of them is there. When the mean is
-there, the parameters' ``grad`` become views of the bucket: nothing is copied back, and the memory
-of the rank's own gradients is free.
+Horovod reduces in place. One call copies them in once the last is ready. Once the mean has arrived,
+the parameters' ``grad`` become views of the bucket: nothing is copied back, and the memory of the
+rank's own gradients is freed.
 
-Some gradients are copied back instead: narrow ones, which travel in float32; those of parameters
-that are complex or not contiguous; and those that the script has made itself or holds elsewhere, as
-slices of a flat tensor. A script may also keep a mean for later. Its bucket then gets new memory.
+Some gradients are copied back instead: float16 and bfloat16 ones, which travel in float32; those of
+parameters that are complex or not contiguous; and those that the script has made itself or holds
+elsewhere, as slices of a flat tensor. A script may also keep a mean for later. Its bucket then gets
+new memory.
 
 The gradients of ``torch.nn.Embedding(sparse=True)`` have values in few rows. Ranks gather the rows
 that they touched instead of summing dense tensors: a table of millions of rows costs as much as the
