@@ -38,7 +38,7 @@ ON_RANKS = {
 # Steps in a turn, a few tenths of a second together.
 WORKLOADS = {"mnist": 3, "resnet20": 1, "large": 1, "small": 10, "transformer": 5}
 WAYS = {"fit": 5, "loop": 5}
-TURNS = 16
+TURNS = 12
 # In Keras 3 it trains custom loops only.
 MIRRORED = "MultiWorkerMirroredStrategy"
 # By name: what the ranks run, and the launcher that starts them. Without communication it is the
@@ -46,6 +46,7 @@ MIRRORED = "MultiWorkerMirroredStrategy"
 # machine.
 TORCH = {
     "alone": ("alone", "torchrun"),
+    "alone, memory kept": ("alone, memory kept", "torchrun"),
     "hvkit": ("hvkit", "hvkit"),
     "hvkit, mpirun": ("hvkit", "mpirun"),
     "DDP": ("ddp", "torchrun"),
@@ -59,7 +60,7 @@ KERAS = {
     MIRRORED: ("mwms", "processes"),
 }
 ON_GPUS = ("alone", "hvkit", "hvkit, mpirun", "DDP")
-BESIDE_BUSY = ("alone", "hvkit", "hvkit, mpirun", "DDP", "Horovod")
+BESIDE_BUSY = ("alone", "alone, memory kept", "hvkit", "hvkit, mpirun", "DDP", "Horovod")
 COLLECTIVES = {"hvkit": "mpirun", "mpi4py": "mpirun", "gloo": "torchrun"}
 STARTS = {
     "torch": {

@@ -101,6 +101,14 @@ def alone(model, optimizer):
     return model, optimizer, torch.Tensor.backward
 
 
+def alone_with_memory_kept(model, optimizer):
+    """The limit for hvkit, whose ranks keep the memory that they free."""
+    from hvkit.host.freed_memory import keep_freed_memory, variables_to_keep_freed_memory
+
+    keep_freed_memory(dict(variables_to_keep_freed_memory({})))
+    return alone(model, optimizer)
+
+
 def with_hvkit(model, optimizer):
     import hvkit
 
@@ -138,6 +146,7 @@ def with_fabric(model, optimizer):
 
 PEERS = {
     "alone": alone,
+    "alone, memory kept": alone_with_memory_kept,
     "hvkit": with_hvkit,
     "ddp": with_ddp,
     "horovod": with_horovod,

@@ -23,6 +23,7 @@ import numpy as np
 
 from hvkit.errors import HorovodNotFoundError, LaunchError
 from hvkit.host.cpus import allowance, threads_of_rank
+from hvkit.host.freed_memory import keep_freed_memory
 from hvkit.host.gpus import gpu_of_rank
 from hvkit.log import logger
 from hvkit.traffic import count, of_allgather, of_allreduce, of_alltoall
@@ -88,7 +89,9 @@ class PyTorchEngine:
             torch.cuda.set_device(gpu)
             if _reduces_in_host_memory(self.hvd):
                 self.hvd = HostMemory(self.hvd)
-        elif "OMP_NUM_THREADS" not in os.environ:
+            return
+        keep_freed_memory(os.environ)
+        if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(_cpu_threads(local_size))
 
     def broadcast(

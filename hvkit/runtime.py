@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from hvkit import watch
 from hvkit.engines import ENGINES, Engine, broadcast_message, built_for
 from hvkit.errors import LaunchError
+from hvkit.host.launcher_variables import launch_id, launched
 from hvkit.host.rank_settings import rank_settings
-from hvkit.host.rank_variables import launch_id, launched
 from hvkit.log import logger
 
 

@@ -8,8 +8,8 @@ turn.
 
 With these edits ``synchronize`` sleeps until the background thread wakes it. The background thread
 sleeps until a tensor is queued, or for one cycle time, which is 20 ms unless ``HOROVOD_CYCLE_TIME``
-sets it. While it waits for other ranks, it sleeps between checks for a tenth of the time that it has
-already waited.
+sets it. While it waits for other ranks, it sleeps between checks for a tenth of the time that it
+has already waited.
 
 ``HVKIT_BLOCKING_WAITS=1`` turns this on, and ``hvkit.init`` sets it.
 """

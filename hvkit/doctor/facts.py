@@ -28,9 +28,9 @@ from hvkit.errors import LaunchError
 from hvkit.host.commands import run
 from hvkit.host.cpus import allowance
 from hvkit.host.gpus import Gpus, gpus
+from hvkit.host.launcher_variables import launched
 from hvkit.host.network import Interface, addresses_of, interfaces
 from hvkit.host.rank_settings import RankSetting, rank_settings
-from hvkit.host.rank_variables import launched
 
 _THREADS = (
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"),

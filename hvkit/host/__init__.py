@@ -2,12 +2,13 @@
 
 ::
 
-    rank_variables    whether a launcher started this process, and as which rank
-    rank_settings     the environment variables that a rank sets, with reasons
-    cpus              cores, containers' limits, and a rank's share of them
-    gpus              what NVIDIA's driver reports, and which GPU a rank takes
-    network           interfaces, and which names mean this host
-    mca               Open MPI's settings about networks: variables and files
-    commands          short commands whose output is read
-    cache             the folder for what was built or downloaded
+    launcher_variables   whether a launcher started this process, and as which rank
+    rank_settings        the environment variables that a rank sets, with reasons
+    freed_memory         what the C library keeps of the memory that a rank frees
+    cpus                 cores, containers' limits, and a rank's share of them
+    gpus                 what NVIDIA's driver reports, and which GPU a rank takes
+    network              interfaces, and which names mean this host
+    mca                  Open MPI's settings about networks: variables and files
+    commands             short commands whose output is read
+    cache                the folder for what was built or downloaded
 """

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from hvkit.host import mca
 from hvkit.host.commands import program
+from hvkit.host.freed_memory import variables_to_keep_freed_memory
 from hvkit.host.network import within_host
 
 _STALL = "HOROVOD_STALL_"
@@ -50,6 +51,13 @@ def _wanted(environ: Mapping[str, str]) -> Iterator[RankSetting]:
             f"{_STALL}CHECK_DISABLE",
             "1",
             "hvkit names the lines of the script where ranks wait; Horovod would name tensors",
+        )
+    for variable, value in variables_to_keep_freed_memory(environ):
+        yield RankSetting(
+            variable,
+            value,
+            "a rank keeps so many bytes that PyTorch frees, for the next step's tensors; each step "
+            "would get its memory anew from Linux, page by page",
         )
     mpirun = program("mpirun")
     names = within_host()

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import psutil
 
 from hvkit.errors import LaunchError
+from hvkit.host.launcher_variables import without_place
 from hvkit.host.mca import without_interfaces
 from hvkit.host.rank_settings import rank_settings
-from hvkit.host.rank_variables import without_place
 from hvkit.launch.allocation import SLURM
 from hvkit.launch.hosts import Host
 from hvkit.launch.launchers import Job, Launcher, find_launcher

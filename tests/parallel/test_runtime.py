@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import subprocess
 import sys
 import time
@@ -33,6 +34,16 @@ def test_a_rank_that_waits_leaves_its_core_to_others(framework):
     runtime.engine(framework).allreduce(mine, "sum")
     # One thread that polls takes 1.5 s, or as much as a busy machine gives it.
     assert time.process_time() - before < 0.5
+
+
+def test_a_rank_keeps_memory_that_it_frees():
+    runtime.engine("torch")
+    torch.ones(16 << 20)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        torch.ones(16 << 20)
+    # Anew, each would take 16,384 pages, or 32 of the largest.
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 100
 
 
 @pytest.mark.parametrize("root", [0, 1])

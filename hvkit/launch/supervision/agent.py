@@ -29,7 +29,7 @@ from types import FrameType
 from typing import IO, Any
 
 from hvkit.host import cpus
-from hvkit.host.rank_variables import place
+from hvkit.host.launcher_variables import place
 from hvkit.launch.supervision.processes import (
     adopt_orphans,
     end_descendants,

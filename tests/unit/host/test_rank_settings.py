@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from hvkit.host import mca, rank_settings
+from hvkit.host import freed_memory, mca, rank_settings
+from hvkit.host.cpus import Allowance
 
 
 @pytest.fixture
@@ -60,10 +61,32 @@ def test_ranks_wait_without_a_core(site: Path) -> None:
         "HVKIT_BLOCKING_WAITS",
         "HVKIT_RING_ALLREDUCE",
         "OMPI_MCA_btl",
+        "MALLOC_TRIM_THRESHOLD_",
     ],
 )
 def test_what_the_user_has_set_stays(site: Path, variable: str) -> None:
+    assert variable in found(site)
     assert variable not in found(site, **{variable: "0"})
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [{"MALLOC_ARENA_MAX": "1"}, {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"}],
+)
+def test_an_allocator_that_the_user_has_set_up_stays_as_it_is(
+    site: Path, chosen: dict[str, str]
+) -> None:
+    assert not {name for name in found(site, **chosen) if name.startswith("MALLOC_")}
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(1 << 30, 1 << 26), (1 << 50, (1 << 31) - 1)])
+def test_a_rank_keeps_a_part_of_the_memory_that_it_may_use(
+    site: Path, monkeypatch: pytest.MonkeyPatch, limit: int, kept: int
+) -> None:
+    pages = {"SC_PHYS_PAGES": 1 << 50, "SC_PAGE_SIZE": 4096}
+    monkeypatch.setattr(freed_memory.os, "sysconf", pages.__getitem__)
+    monkeypatch.setattr(freed_memory, "allowance", lambda: Allowance(None, limit))
+    assert found(site)["MALLOC_TRIM_THRESHOLD_"] == str(kept)
 
 
 def test_a_setting_of_horovods_own_check_keeps_it_on(site: Path) -> None:

@@ -1,7 +1,7 @@
 import pytest
 
 from hvkit.errors import LaunchError
-from hvkit.host.rank_variables import Launched, launch_id, launched
+from hvkit.host.launcher_variables import Launched, launch_id, launched
 
 
 @pytest.mark.parametrize(
