@@ -256,14 +256,22 @@ def shown(values):
 
 def report(flags):
     kinds = by_kind(flags.records)
-    for (workload, busy, ranks), peers in by_round(
-        kinds["train"], "workload", "busy", "ranks"
+    tables = defaultdict(dict)
+    for (ranks, busy, workload), peers in by_round(
+        kinds["train"], "ranks", "busy", "workload"
     ).items():
-        print(f"\n{workload}, {ranks} ranks, {'beside busy processes' if busy else 'idle'}")
-        print("| peer | ms a step | hvkit's speed to its |\n|---|---|---|")
-        for peer, rounds in peers.items():
-            ms = statistics.median(each["ms"] for each in rounds.values())
-            print(f"| {peer} | {ms:.1f} | {shown(ratios(peers, 'hvkit', peer))} |")
+        tables[ranks, busy][workload] = peers
+    for (ranks, busy), workloads in tables.items():
+        columns = list(dict.fromkeys(peer for peers in workloads.values() for peer in peers))
+        columns.remove("hvkit")
+        print(f"\n{ranks} ranks, {'beside busy processes' if busy else 'idle'}: hvkit's ms a step,")
+        print("and its speed beside that of its peers\n")
+        print("| | hvkit | " + " | ".join(columns) + " |")
+        print("|---" * (len(columns) + 2) + "|")
+        for workload, peers in workloads.items():
+            ms = statistics.median(each["ms"] for each in peers["hvkit"].values())
+            cells = [shown(ratios(peers, "hvkit", peer)) for peer in columns]
+            print(f"| {workload} | {ms:.1f} | " + " | ".join(cells) + " |")
     for (ranks,), peers in by_round(kinds["collectives"], "ranks").items():
         print(f"\ncollectives, {ranks} ranks: ms for 4 KiB, 64 KiB, 1 MiB, 10 MiB, 100 MiB")
         for peer, rounds in peers.items():
