@@ -38,12 +38,16 @@ def test_a_rank_that_waits_leaves_its_core_to_others(framework):
 
 def test_a_rank_keeps_memory_that_it_frees():
     runtime.engine("torch")
-    torch.ones(16 << 20)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(10):
-        torch.ones(16 << 20)
-    # Anew, each would take 16,384 pages, or 32 of the largest.
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 100
+
+    def faults():
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(3):
+            torch.ones(10 << 20)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    # Memory that Linux gives anew takes 10,240 pages each time. What is free already may first
+    # have to come together.
+    assert any(faults() < 100 for _ in range(40))
 
 
 @pytest.mark.parametrize("root", [0, 1])
