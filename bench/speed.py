@@ -322,7 +322,7 @@ def picture(flags):
         axis.set_xticks([at + 0.4 for at in range(len(workloads))], workloads)
         axis.set_title("beside one busy process a core" if busy else "idle machine")
         axis.axhline(1, color="grey", linewidth=0.8)
-    axes[0].set(ylabel="speed, 1 = without communication", ylim=(0, 1.5))  # room for the legend
+    axes[0].set(ylabel="speed, 1 = without communication", ylim=(0, 1.9))  # room for the legend
     axes[0].legend(fontsize="small", ncols=2)
     figure.tight_layout()
     figure.savefig(PICTURE, metadata={"Date": None})

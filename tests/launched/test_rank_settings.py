@@ -1,0 +1,57 @@
+"""What ranks set before they start, in processes of their own."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+SUM = """
+import os, torch, hvkit
+os.environ[{variable!r}] = os.environ["OMPI_COMM_WORLD_RANK"]
+assert hvkit.allreduce(torch.ones(1 << 18), "sum").eq(hvkit.size()).all()
+"""
+FREED = """
+import resource, torch, hvkit
+hvkit.init("torch")
+
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(3):
+        torch.ones(10 << 20)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+# Memory that Linux gives anew takes 10,240 pages each time. What is free already may first have to
+# come together.
+assert any(faults() < 100 for _ in range(40))
+"""
+
+
+def run(script, **settings):
+    environment = {
+        "OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1", "TF_CPP_MIN_LOG_LEVEL": "3",
+    }  # fmt: skip
+    done = subprocess.run(
+        ["mpirun", "--oversubscribe", "-np", "2", sys.executable, "-c", script],
+        env=os.environ | environment | settings, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("variable", ["HVKIT_BLOCKING_WAITS", "HVKIT_RING_ALLREDUCE"])
+def test_ranks_may_differ_in_what_they_set_for_horovod(variable):
+    status, printed = run(SUM.format(variable=variable))
+    assert status == 0, printed
+
+
+def test_a_rank_keeps_memory_that_it_frees():
+    status, printed = run(FREED)
+    assert status == 0, printed
+
+
+def test_a_rank_returns_memory_if_the_user_says_so():
+    status, printed = run(FREED, MALLOC_TRIM_THRESHOLD_="131072")
+    assert status != 0
+    assert "AssertionError" in printed
