@@ -90,7 +90,6 @@ def command(launcher, ranks, script):
         "hvkit": ["hvkit", "run", "-np", ranks, sys.executable],
         "horovodrun": ["horovodrun", "-np", ranks, sys.executable],
         "torchrun": ["torchrun", "--nproc-per-node", ranks],
-        "python": [sys.executable],
         "fabric": ["fabric", "run", "--accelerator=cpu", f"--devices={ranks}", "--strategy=ddp"],
     }[launcher] + script
 

@@ -4,7 +4,7 @@ The GNU C library returns freed memory to Linux: above 64 MiB in all, and tensor
 once. A step that trains in host memory then gets its memory anew, page by page, each filled with
 zeros first. That takes a tenth of the step and more, and differs from process to process.
 
-TensorFlow has an allocator of its own.
+Steps of TensorFlow take no such memory.
 """
 
 import ctypes

@@ -56,8 +56,8 @@ def _wanted(environ: Mapping[str, str]) -> Iterator[RankSetting]:
         yield RankSetting(
             variable,
             value,
-            "a rank keeps so many bytes that PyTorch frees, for the next step's tensors; each step "
-            "would get its memory anew from Linux, page by page",
+            "a rank keeps up to this many bytes that PyTorch frees, for the next step's tensors; "
+            "otherwise Linux hands them out anew in each step, page by page",
         )
     mpirun = program("mpirun")
     names = within_host()
