@@ -69,7 +69,7 @@ parallel: setup
 # test of it then fails.
 more-ranks: setup
 	$(call RANKS,3) -m "not accuracy and not every_combination" tests/parallel
-	$(call RANKS,4) $(addprefix tests/parallel/pytorch/test_torch_,averaging.py rounds.py)
+	$(call RANKS,4) $(addprefix tests/parallel/pytorch/test_torch_,averaging.py rounds.py settled.py)
 	$(call RANKS,2) --without-averaging tests/parallel/pytorch/test_torch_equals_one_process.py \
 		tests/parallel/keras/test_keras_equals_one_process.py
 

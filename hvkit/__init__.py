@@ -15,12 +15,13 @@ from hvkit import errors as errors
 from hvkit import log as log
 
 if TYPE_CHECKING:
-    from hvkit.allreduce import allreduce as allreduce
     from hvkit.checkpoint import Checkpoint as Checkpoint
     from hvkit.checkpoint import Progress as Progress
-    from hvkit.collectives import allgather as allgather
-    from hvkit.collectives import barrier as barrier
-    from hvkit.collectives import broadcast as broadcast
+    from hvkit.communication.allreduce import allreduce as allreduce
+    from hvkit.communication.collectives import allgather as allgather
+    from hvkit.communication.collectives import barrier as barrier
+    from hvkit.communication.collectives import broadcast as broadcast
+    from hvkit.communication.traffic import traffic as traffic
     from hvkit.compression import PowerSGD as PowerSGD
     from hvkit.compression import TopK as TopK
     from hvkit.data.shard import shard as shard
@@ -44,14 +45,14 @@ if TYPE_CHECKING:
     from hvkit.runtime import rank as rank
     from hvkit.runtime import size as size
     from hvkit.strategies import *  # noqa: F403
-    from hvkit.traffic import traffic as traffic
 
 __version__ = "0.1.0"
 
 _NAMES_BY_MODULE = {
-    "allreduce": "allreduce",
     "checkpoint": "Checkpoint Progress",
-    "collectives": "allgather barrier broadcast",
+    "communication.allreduce": "allreduce",
+    "communication.collectives": "allgather barrier broadcast",
+    "communication.traffic": "traffic",
     "compression": "PowerSGD TopK",
     "data.shard": "shard",
     "distribute": "distribute settled",
@@ -62,7 +63,6 @@ _NAMES_BY_MODULE = {
     "main_rank": "is_main main_first",
     "metrics": "EarlyStopping any_rank average",
     "runtime": "init local_rank local_size rank size",
-    "traffic": "traffic",
 }
 _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
 

@@ -22,7 +22,7 @@ from hvkit.adapters.adapter import (
     record,
     record_of,
 )
-from hvkit.collectives import raise_together, require_equal
+from hvkit.communication.collectives import raise_together, require_equal
 from hvkit.compression import BY_NAME, Compression
 from hvkit.learning_rate import Multiplier, describe, make_multiplier
 from hvkit.log import logger

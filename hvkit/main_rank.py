@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from hvkit import runtime
-from hvkit.collectives import raise_together
+from hvkit.communication.collectives import raise_together
 from hvkit.errors import RankLostError, RanksDisagreeError
 from hvkit.log import logger
 from hvkit.watch.calls import call

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, overload
 
-from hvkit.collectives import share
+from hvkit.communication.collectives import share
 from hvkit.errors import RanksDisagreeError
 from hvkit.watch.calls import named
 

@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass, replace
 
 from hvkit import watch
-from hvkit.engines import ENGINES, Engine, broadcast_message, built_for
+from hvkit.communication.engines import ENGINES, Engine, broadcast_message, built_for
 from hvkit.errors import LaunchError
 from hvkit.host.launcher_variables import launch_id, launched
 from hvkit.host.rank_settings import rank_settings

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, Protocol
 from weakref import WeakKeyDictionary
 
-from hvkit import collectives
+from hvkit.communication import collectives
 from hvkit.errors import RankLostError, RanksDisagreeError
 from hvkit.watch.calls import call
 from hvkit.watch.rank_errors import mark_as_shown_by

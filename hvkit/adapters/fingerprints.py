@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from hvkit import collectives
+from hvkit.communication import collectives
 from hvkit.errors import RanksDisagreeError
 from hvkit.main_rank import warn_once
 

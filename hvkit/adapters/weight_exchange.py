@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from hvkit import collectives, engines, runtime
+from hvkit import runtime
 from hvkit.adapters.weight_server import (
     ANSWER,
     DROP,
@@ -31,9 +31,10 @@ from hvkit.adapters.weight_server import (
     TAKE,
     Server,
 )
+from hvkit.communication import collectives, engines
+from hvkit.communication.messages import Mailbox
 from hvkit.errors import RankLostError
 from hvkit.log import logger
-from hvkit.messages import Mailbox
 from hvkit.strategies.parameter_server import Array, ParameterServer
 from hvkit.watch.calls import call, waiting
 

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvkit import runtime
+from hvkit.communication.messages import Mailbox, pauses
 from hvkit.errors import RankLostError, ranks_text
-from hvkit.messages import Mailbox, pauses
 from hvkit.strategies.parameter_server import (
     Array,
     Attendance,

@@ -8,10 +8,7 @@
     │   └── cuda            finds GPUs, and a CUDA toolkit for a build for NCCL
     ├── wheel_cache         built wheels, each under the key of all that changes it
     └── builder             source -> edits -> compilation -> wheel
-        ├── horovod_edits   the changes to Horovod's source, with their reasons
-        │   ├── horovod_waits   those that let its threads sleep while they wait
-        │   ├── horovod_ring    those that let it add up large tensors by a ring
-        │   └── source_edits    what an edit is, and how edits are applied
+        ├── edits/          the changes to Horovod's source, with their reasons
         ├── build_variables the environment variables that Horovod's build reads
         └── build_output    progress and causes of failure, from what the build prints
 

@@ -17,8 +17,8 @@ import psutil
 from hvkit.build.build_output import BuildProgress, announce, explain, run_pip
 from hvkit.build.build_variables import build_environment
 from hvkit.build.cuda import fetch_toolkit
-from hvkit.build.horovod_edits import EDITS
-from hvkit.build.source_edits import VERSION, apply_edits
+from hvkit.build.edits.horovod_edits import EDITS
+from hvkit.build.edits.source_edits import VERSION, apply_edits
 from hvkit.build.toolchain import Toolchain, find_cmake
 from hvkit.build.wheel_cache import Key, store_wheel
 from hvkit.errors import BuildError

@@ -20,9 +20,9 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from hvkit.build.build_variables import run_time_paths, user_build_options
+from hvkit.build.edits.horovod_edits import EDITS
+from hvkit.build.edits.source_edits import VERSION, edits_digest
 from hvkit.build.frameworks import NAMES
-from hvkit.build.horovod_edits import EDITS
-from hvkit.build.source_edits import VERSION, edits_digest
 from hvkit.build.toolchain import Toolchain
 from hvkit.host.cache import cache_dir
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvkit import collectives, runtime
+from hvkit import runtime
 from hvkit.adapters.adapter import framework_of
 from hvkit.adapters.fingerprints import Compared, Rows, require_same
 from hvkit.checkpoint import ranks, resume, store
@@ -20,7 +20,8 @@ from hvkit.checkpoint.progress import (
     require_same_progress,
 )
 from hvkit.checkpoint.strategies import StrategyPart, parts_of_strategies, together
-from hvkit.collectives import share
+from hvkit.communication import collectives
+from hvkit.communication.collectives import share
 from hvkit.errors import HvkitError
 from hvkit.watch.calls import named
 

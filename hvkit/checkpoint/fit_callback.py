@@ -7,11 +7,11 @@ from typing import Any
 
 import keras
 
-from hvkit import collectives
 from hvkit.adapters.adapter import keepers_of
 from hvkit.adapters.keras.optimizers import inner_optimizer
 from hvkit.checkpoint.keras import OptimizerPart
 from hvkit.checkpoint.part import Part
+from hvkit.communication import collectives
 
 
 class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from hvkit.adapters.adapter import Record, Warmup, record_of
 from hvkit.adapters.fingerprints import Compared, Rows
 from hvkit.adapters.pytorch.checks import compared_in
-from hvkit.adapters.pytorch.reducer import is_averaged
+from hvkit.adapters.pytorch.gradients.reducer import is_averaged
 from hvkit.adapters.pytorch.refusals import is_divided
 from hvkit.checkpoint.part import ALONE, NOT_IN_FILE, Arrays, ContentReader, Part, end_epoch_of
 
@@ -149,7 +149,7 @@ def _like(value: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     """The value where the rank's own tensor is, and divided as it is."""
     if not is_divided(own):
         return value.to(own.device)
-    from hvkit.adapters.pytorch.fully_shard import part_like
+    from hvkit.adapters.pytorch.divided_state.fully_shard import part_like
 
     return part_like(value, own)
 

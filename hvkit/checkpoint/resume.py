@@ -9,12 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-from hvkit import collectives, runtime
+from hvkit import runtime
 from hvkit.checkpoint import ranks, store
 from hvkit.checkpoint.part import Part
 from hvkit.checkpoint.store import Manifest
 from hvkit.checkpoint.strategies import StrategyPart
-from hvkit.collectives import share
+from hvkit.communication import collectives
+from hvkit.communication.collectives import share
 from hvkit.errors import RanksDisagreeError
 from hvkit.log import logger
 

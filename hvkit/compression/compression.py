@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hvkit.exchanges import Exchange, Place, Tensor
+from hvkit.communication.exchanges import Exchange, Place, Tensor
 
 Shape = tuple[int, ...]
 

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from hvkit.communication.exchanges import Gather, Mean, Place, Shares, Tensor
 from hvkit.compression.compression import Compression, Ops, Reduction, Shape, State
-from hvkit.exchanges import Gather, Mean, Place, Shares, Tensor
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from hvkit.communication.exchanges import Gather, Place, Tensor
 from hvkit.compression.compression import Compression, Ops, Reduction, Shape, State
-from hvkit.exchanges import Gather, Place, Tensor
 from hvkit.numbers import check_number
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from hvkit import runtime
-from hvkit.collectives import require_equal
+from hvkit.communication.collectives import require_equal
 from hvkit.data.order import Queue, Share, seed_from
 from hvkit.data.pytorch_datasets import DatasetPart, StreamShard, contents
 from hvkit.data.pytorch_workers import adapter_that_forbids_forks, started

@@ -18,7 +18,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from hvkit.collectives import raise_together, require_equal
+from hvkit.communication.collectives import raise_together, require_equal
 from hvkit.data.order import FixedRandomness, Position, Share, seed_from, steps
 from hvkit.data.pytorch_datasets import in_whole
 

@@ -15,9 +15,9 @@ from hvkit.build.frameworks import NAMES
 from hvkit.build.installer import installed_version
 from hvkit.build.toolchain import Toolchain, find_toolchain
 from hvkit.build.wheel_cache import key_of, stored_ingredients
+from hvkit.communication.engines import built_for
 from hvkit.doctor import load_library
 from hvkit.doctor.software import folder_of
-from hvkit.engines import built_for
 from hvkit.errors import BuildError
 from hvkit.host.commands import Output, run
 from hvkit.launch.launchers import MpiVersion, identify

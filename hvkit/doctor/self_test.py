@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import psutil
 
+from hvkit.communication.engines import ENGINES, waiting_for_all_ranks
 from hvkit.doctor.horovod import Horovod
 from hvkit.doctor.software import MpiLauncher
-from hvkit.engines import ENGINES, waiting_for_all_ranks
 from hvkit.errors import HvkitError, LaunchError
 from hvkit.launch.hosts import Host
 from hvkit.launch.launchers import Job, Launcher, find_launcher

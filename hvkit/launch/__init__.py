@@ -8,21 +8,14 @@
     └── allocation       or else the batch system's hosts: Slurm, PBS, LSF, Kubernetes
     start                from the request to an exit status:
     ├── launchers        finds mpirun or horovodrun
-    ├── preflight        chooses the hosts with ranks and checks each of them:
-    │   ├── ssh          runs a command on all hosts, over ssh or Slurm's srun
-    │   │   └── probe    that command: a host's facts (python -m hvkit.launch.probe)
-    │   └── routes       the networks between the hosts, from these facts
+    ├── host_checks/     chooses the hosts with ranks and checks each of them (preflight)
+    │   └── ssh          runs a command on all hosts, over ssh or Slurm's srun
     ├── launchers        makes the command line, with an agent before each rank's command
     └── supervision/     runs that command line to its end and reports the first failure
         ├── supervisor   in this process: the TCP connections of all agents
         └── agent        on each host, one a rank: runs the command and sends its output
 
-``hvkit hosts --check`` starts no ranks::
-
-    check                the problems of hosts, from two sources:
-    ├── host_reports     `hvkit doctor` on every host
-    └── reachability     every host connects to every other one
-                         (python -m hvkit.launch.reachability on each)
+``hvkit hosts --check`` starts no ranks: ``host_checks/check`` has the problems of hosts.
 
 Where a killed rank is noticed:
 

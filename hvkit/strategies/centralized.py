@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hvkit.communication.exchanges import Messages, Place, Tensor, by_rank
 from hvkit.compression import Compression, Rounding
 from hvkit.compression.compression import Ops, Reduction, Shape, State
-from hvkit.exchanges import Messages, Place, Tensor, by_rank
 from hvkit.strategies.strategy import Averaging
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hvkit.exchanges import Mean, Place
+from hvkit.communication.exchanges import Mean, Place
 from hvkit.numbers import check_count, check_number
 from hvkit.strategies.strategy import Agreement, Rounds, Settlement, State, Vector
 

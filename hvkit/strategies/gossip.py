@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hvkit.communication.exchanges import Mean, Neighbours, Place
 from hvkit.compression import Compression
-from hvkit.exchanges import Mean, Neighbours, Place
 from hvkit.strategies.strategy import Agreement, Rounds, Settlement, State, Vector
 
 TOPOLOGIES = ("ring", "exponential", "complete")

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar
 
+from hvkit.communication.exchanges import Mean, Neighbours, Place
 from hvkit.compression import Compression
-from hvkit.exchanges import Mean, Neighbours, Place
 from hvkit.numbers import check_count
 
 Vector = Any

@@ -13,7 +13,7 @@ import hvkit
 from common.flags import Flags
 from common.images import Dataset
 from common.ranks import on_terminal, say, stop_if_any
-from hvkit.traffic import Sent
+from hvkit.communication.traffic import Sent
 
 NOTHING = Sent()
 

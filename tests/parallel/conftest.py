@@ -52,9 +52,9 @@ def _averaging_taken_out(request, monkeypatch):
     if not request.config.option.without_averaging:
         return
     from hvkit.adapters import fingerprints
-    from hvkit.adapters.keras.agreements import Network
-    from hvkit.adapters.keras.averager import GradientAverager
-    from hvkit.adapters.pytorch.buckets import Bucket
+    from hvkit.adapters.keras.gradients.averager import GradientAverager
+    from hvkit.adapters.keras.weights.agreements import Network
+    from hvkit.adapters.pytorch.gradients.buckets import Bucket
 
     monkeypatch.setattr(GradientAverager, "__call__", lambda self, gradients, *_: gradients)
     monkeypatch.setattr(Network, "_mean", lambda self, vector, *_: vector)

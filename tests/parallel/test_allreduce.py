@@ -140,7 +140,7 @@ def test_the_value_itself_stays_and_the_result_is_new():
 
 
 def test_long_arrays_go_out_in_pieces(monkeypatch):
-    monkeypatch.setattr(sys.modules["hvkit.allreduce"], "_PIECE", 7)
+    monkeypatch.setattr(sys.modules["hvkit.communication.allreduce"], "_PIECE", 7)
     everyone = everyones((5, 5))
     for op, reduce in REDUCED.items():
         result = hvkit.allreduce(everyone[hvkit.rank()], op)

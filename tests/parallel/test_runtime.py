@@ -13,7 +13,8 @@ import torch
 from ranks import error_of
 
 import hvkit
-from hvkit import collectives, engines, point_to_point, runtime
+from hvkit import runtime
+from hvkit.communication import collectives, engines, point_to_point
 
 
 def test_ranks_are_what_the_launcher_says():

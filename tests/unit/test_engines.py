@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 import torch
 
-from hvkit import engines
+from hvkit.communication import engines
 from hvkit.host.cpus import Allowance
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map
 
-from hvkit import engines
-from hvkit.engines import HostMemory, PyTorchEngine
+from hvkit.communication import engines
+from hvkit.communication.engines import HostMemory, PyTorchEngine
 
 
 class OnGpu(torch.Tensor):

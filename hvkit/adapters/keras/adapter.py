@@ -15,13 +15,13 @@ from typing import Any
 import keras
 from keras.src.backend import in_stateless_scope
 
-from hvkit import collectives, runtime
+from hvkit import runtime
 from hvkit.adapters.adapter import Keeper, Options, Record
-from hvkit.adapters.keras.averager import AveragingKeeper, GradientAverager
 from hvkit.adapters.keras.batch_norm import average_statistics, synchronise_batch_norm
 from hvkit.adapters.keras.checks import Checks, require_same_weights
+from hvkit.adapters.keras.collectives.graph_collectives import GraphWait
 from hvkit.adapters.keras.fit import share_results
-from hvkit.adapters.keras.graph_collectives import GraphWait
+from hvkit.adapters.keras.gradients.averager import AveragingKeeper, GradientAverager
 from hvkit.adapters.keras.initial_state import (
     has_weights,
     have_values,
@@ -38,19 +38,20 @@ from hvkit.adapters.keras.optimizers import (
     settings_of,
     skip_together,
 )
-from hvkit.adapters.keras.parameter_server import ServedModel
 from hvkit.adapters.keras.refusals import (
     let_differ,
     refuse_other_optimizers,
     refuse_own_averages,
 )
-from hvkit.adapters.keras.rounds import RoundKeeper
 from hvkit.adapters.keras.sharded import (
     OptimizerShards,
     gathered,
     ids_of_slots,
     refuse_joint_updates,
 )
+from hvkit.adapters.keras.weights.parameter_server import ServedModel
+from hvkit.adapters.keras.weights.rounds import RoundKeeper
+from hvkit.communication import collectives
 from hvkit.learning_rate import Multiplier
 from hvkit.strategies import FullyShard, ParameterServer, ShardedOptimizer
 from hvkit.strategies.strategy import Averaging, Rounds

@@ -14,9 +14,9 @@ import keras
 import tensorflow as tf
 
 from hvkit import runtime
-from hvkit.adapters.keras.graph_collectives import GraphWait
+from hvkit.adapters.keras.collectives.graph_collectives import GraphWait
+from hvkit.adapters.keras.collectives.wire import Wire
 from hvkit.adapters.keras.refusals import refuse_xla
-from hvkit.adapters.keras.wire import Wire
 
 # Numbers the collectives; ranks make the layers in the same order.
 _serial = itertools.count()

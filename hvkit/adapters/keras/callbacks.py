@@ -8,10 +8,11 @@ from typing import Any
 
 import keras
 
-from hvkit import collectives, runtime
-from hvkit.adapters.keras.averager import GradientAverager
-from hvkit.adapters.keras.parameter_server import ServedModel
-from hvkit.adapters.keras.rounds import RoundKeeper
+from hvkit import runtime
+from hvkit.adapters.keras.gradients.averager import GradientAverager
+from hvkit.adapters.keras.weights.parameter_server import ServedModel
+from hvkit.adapters.keras.weights.rounds import RoundKeeper
+from hvkit.communication import collectives
 from hvkit.errors import RanksDisagreeError
 from hvkit.metrics import any_rank
 

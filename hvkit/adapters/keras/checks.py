@@ -23,12 +23,12 @@ import tensorflow as tf
 from hvkit import runtime
 from hvkit.adapters import fingerprints
 from hvkit.adapters.fingerprints import WIDTH, Compared, Rows
-from hvkit.adapters.keras.graph_collectives import nothing
+from hvkit.adapters.keras.collectives.graph_collectives import nothing
+from hvkit.adapters.keras.collectives.wire import Wire
 from hvkit.adapters.keras.initial_state import tf_variable
 from hvkit.adapters.keras.optimizers import inner_optimizer
 from hvkit.adapters.keras.refusals import is_alike, weights_of_distributed
 from hvkit.adapters.keras.sharded import ids_of_slots
-from hvkit.adapters.keras.wire import Wire
 from hvkit.errors import RanksDisagreeError
 
 # More updates than any training takes.

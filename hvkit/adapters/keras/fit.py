@@ -17,11 +17,12 @@ import keras
 import numpy as np
 from keras.src.trainers.epoch_iterator import EpochIterator
 
-from hvkit import collectives, runtime
-from hvkit.adapters.keras.averager import GradientAverager
+from hvkit import runtime
 from hvkit.adapters.keras.callbacks import Epoch, for_this_rank
-from hvkit.adapters.keras.parameter_server import ServedModel
-from hvkit.adapters.keras.rounds import RoundKeeper
+from hvkit.adapters.keras.gradients.averager import GradientAverager
+from hvkit.adapters.keras.weights.parameter_server import ServedModel
+from hvkit.adapters.keras.weights.rounds import RoundKeeper
+from hvkit.communication import collectives
 from hvkit.watch.calls import call_within
 from hvkit.watch.rank_errors import translated
 

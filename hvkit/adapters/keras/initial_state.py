@@ -10,8 +10,8 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend import Variable as KerasVariable
 
-from hvkit import collectives
-from hvkit.collectives import require_equal
+from hvkit.communication import collectives
+from hvkit.communication.collectives import require_equal
 
 
 def has_weights(model: keras.Model) -> bool:

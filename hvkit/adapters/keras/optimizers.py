@@ -15,9 +15,9 @@ from weakref import WeakSet
 import keras
 import tensorflow as tf
 
-from hvkit.adapters.keras.graph_collectives import GraphWait
+from hvkit.adapters.keras.collectives.graph_collectives import GraphWait
+from hvkit.adapters.keras.collectives.wire import Wire
 from hvkit.adapters.keras.refusals import refuse_xla, remember_updated
-from hvkit.adapters.keras.wire import Wire
 
 
 def inner_optimizer(optimizer: Any) -> Any:
@@ -47,7 +47,7 @@ def settings_of(optimizer: Any) -> str:
 
 
 class Average(Protocol):
-    """As ``hvkit.adapters.keras.averager.GradientAverager.__call__``."""
+    """As ``hvkit.adapters.keras.gradients.averager.GradientAverager.__call__``."""
 
     def __call__(
         self, gradients: Sequence[Any], variables: Sequence[Any], absent: Sequence[Any] | None = ...

@@ -17,12 +17,13 @@ from weakref import WeakKeyDictionary, ref
 import numpy as np
 import tensorflow as tf
 
-from hvkit import collectives, runtime
-from hvkit.adapters.keras.graph_collectives import GraphWait
+from hvkit import runtime
+from hvkit.adapters.keras.collectives.graph_collectives import GraphWait
+from hvkit.adapters.keras.collectives.wire import Wire
 from hvkit.adapters.keras.initial_state import tf_variable
 from hvkit.adapters.keras.optimizers import inner_optimizer, parts_of
-from hvkit.adapters.keras.wire import Wire
 from hvkit.adapters.parameter_shares import pieces
+from hvkit.communication import collectives
 from hvkit.strategies import ShardedOptimizer
 
 # By optimizer: the innermost ones, which do the update.

@@ -19,21 +19,25 @@ from hvkit.adapters.pytorch.batch_norm import (
     synchronise_batch_norm,
 )
 from hvkit.adapters.pytorch.checks import Checks
+from hvkit.adapters.pytorch.divided_state.sharded import (
+    OptimizerShards,
+    gathered,
+    refuse_joint_updates,
+)
+from hvkit.adapters.pytorch.gradients.reducer import GradientReducer, is_averaged
 from hvkit.adapters.pytorch.initial_state import broadcast_optimizer, broadcast_tensors, move_to
 from hvkit.adapters.pytorch.learning_rate import RateInStep
 from hvkit.adapters.pytorch.optimizers import has_step_length, optimizers_inside
-from hvkit.adapters.pytorch.parameter_server import ServedModel
-from hvkit.adapters.pytorch.reducer import GradientReducer, is_averaged
 from hvkit.adapters.pytorch.refusals import (
     is_divided,
     refuse_other_optimizers,
     refuse_other_wrappers,
     refuse_what_cannot_be_divided,
 )
-from hvkit.adapters.pytorch.rounds import RoundKeeper
-from hvkit.adapters.pytorch.sharded import OptimizerShards, gathered, refuse_joint_updates
-from hvkit.adapters.pytorch.weights import is_kept
-from hvkit.collectives import require_equal
+from hvkit.adapters.pytorch.weights.parameter_server import ServedModel
+from hvkit.adapters.pytorch.weights.rounds import RoundKeeper
+from hvkit.adapters.pytorch.weights.weight_keeper import is_kept
+from hvkit.communication.collectives import require_equal
 from hvkit.learning_rate import Multiplier
 from hvkit.strategies import FullyShard, ParameterServer, ShardedOptimizer
 from hvkit.strategies.strategy import Averaging, Rounds
@@ -154,7 +158,7 @@ class PyTorchAdapter:
     def _divided(
         self, strategy: FullyShard, name: str, statistics: RunningStatistics | None
     ) -> list[tuple[Any, Record]]:
-        from hvkit.adapters.pytorch import fully_shard
+        from hvkit.adapters.pytorch.divided_state import fully_shard
 
         divided = fully_shard.DividedModel(strategy, self.model, self.optimizers, name, statistics)
         refuse_other_optimizers(self.optimizers, _is_distributed)

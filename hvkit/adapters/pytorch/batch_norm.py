@@ -19,7 +19,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from hvkit.adapters.pytorch.wire import Wire
+from hvkit.adapters.pytorch.collectives.wire import Wire
 from hvkit.watch.calls import call
 
 

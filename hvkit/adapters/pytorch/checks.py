@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 
 from hvkit.adapters import fingerprints
 from hvkit.adapters.fingerprints import BLOCK, PRIME, WIDTH, Compared, Rows
+from hvkit.adapters.pytorch.collectives.wire import Wire
+from hvkit.adapters.pytorch.divided_state.sharded import is_sharded
 from hvkit.adapters.pytorch.refusals import processes_of_torch_distributed, two_at_once
-from hvkit.adapters.pytorch.sharded import is_sharded
-from hvkit.adapters.pytorch.wire import Wire
 from hvkit.errors import RanksDisagreeError
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

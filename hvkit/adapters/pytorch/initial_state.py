@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hvkit import collectives, runtime
+from hvkit import runtime
+from hvkit.communication import collectives
 
 # How many bytes of tensors travel together; bounds the memory for copies of them.
 _RUN = 64 << 20

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvkit.adapters.adapter import Options
-from hvkit.adapters.pytorch import process_group
+from hvkit.adapters.pytorch.divided_state import process_group
 from hvkit.adapters.pytorch.optimizers import optimizers_inside
 from hvkit.strategies.fully_shard import FullyShard
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import hvkit
-from hvkit import engines, point_to_point, runtime
+from hvkit import runtime
 from hvkit.checkpoint import Checkpoint
+from hvkit.communication import engines, point_to_point
 
 WIDTH = 50_000
 STATISTICS = 4 * WIDTH

@@ -162,3 +162,8 @@ def in_rounds(strategy, optimizer=None, model=None, **options):
 
 def alike(model):
     return same_on_all_ranks(weights(model))
+
+
+def served(staleness, optimizer=None, model=None, **options):
+    strategy = hvkit.ParameterServer(staleness)
+    return hvkit.distribute(model or mlp(), optimizer or sgd(), strategy=strategy, **options)

@@ -1,7 +1,6 @@
 """Keras: ranks that train at their own pace and exchange weights with a server on rank 0."""
 
 import gc
-import itertools
 import time
 import weakref
 
@@ -18,6 +17,7 @@ from models import (
     mse,
     refit,
     regression,
+    served,
     sgd,
     tape_step,
     unbuilt,
@@ -27,13 +27,8 @@ from ranks import error_of, largest_difference, same_on_all_ranks, shared_folder
 
 import hvkit
 from hvkit.adapters import weight_server
-from hvkit.adapters.keras.parameter_server import ServedModel
+from hvkit.adapters.keras.weights.parameter_server import ServedModel
 from hvkit.strategies.parameter_server import add
-
-
-def served(staleness, optimizer=None, model=None, **options):
-    strategy = hvkit.ParameterServer(staleness)
-    return hvkit.distribute(model or mlp(), optimizer or sgd(), strategy=strategy, **options)
 
 
 def settled_weights(model):
@@ -289,26 +284,6 @@ def test_a_model_that_is_dropped_is_freed():
     assert [each() for each in held] == [None, None]
 
 
-def test_batches_go_to_the_ranks_that_have_time():
-    rows = np.arange(40, dtype=np.float32)
-    pipeline = tf.data.Dataset.from_tensor_slices(rows).shuffle(40, seed=1).batch(2)
-    pipeline = hvkit.shard(pipeline, dynamic=True)
-    model, optimizer = served(None)
-    for _ in range(2):
-        mine = []
-        for batch in pipeline:
-            if hvkit.rank() == 0:
-                time.sleep(0.1)
-            x = np.broadcast_to(batch.numpy()[:, None] / 100, (2, 8))
-            tape_step(model, optimizer, x, np.zeros((2, 4), np.float32))
-            mine.append(batch.numpy().tolist())
-        everyone = hvkit.allgather(mine)
-        assert sorted(row for theirs in everyone for batch in theirs for row in batch) == [
-            *range(40)
-        ]
-        assert len(everyone[0]) < min(map(len, everyone[1:]))
-
-
 @pytest.mark.parametrize("scaled", cases([False, True]))
 def test_a_graph_that_builds_the_model_begins_with_rank_0s_weights(scaled):
     adam = keras.optimizers.Adam(0.01)
@@ -317,31 +292,6 @@ def test_a_graph_that_builds_the_model_begins_with_rank_0s_weights(scaled):
     LOOPS["function"](model, optimizer, local(regression(steps=3)))
     with hvkit.settled(model):
         assert alike(model)
-
-
-def test_two_iterators_over_handed_out_batches_each_read_an_epoch():
-    rows = range(12 * hvkit.size())
-    pipeline = tf.data.Dataset.from_tensor_slices(np.arange(len(rows))).batch(1)
-    pipeline = hvkit.shard(pipeline, dynamic=True)
-    served(None)
-    both = ([], [])
-    for pair in itertools.zip_longest(iter(pipeline), iter(pipeline)):
-        for taken, batch in zip(both, pair, strict=True):
-            taken += [] if batch is None else [int(batch[0])]
-    for mine in both:
-        assert sorted(itertools.chain(*hvkit.allgather(mine))) == [*rows]
-
-
-def test_fit_on_batches_that_are_handed_out():
-    x, y = (np.concatenate(part) for part in zip(*regression(steps=10), strict=True))
-    pipeline = hvkit.shard(tf.data.Dataset.from_tensor_slices((x, y)).batch(6), dynamic=True)
-    model, optimizer = served(None)
-    model.compile(optimizer, "mse")
-    before = int(optimizer.iterations.numpy())
-    model.fit(pipeline, epochs=2, verbose=0)
-    steps = hvkit.allgather(int(optimizer.iterations.numpy()) - before)
-    assert sum(steps) == 2 * 10 * hvkit.size()
-    assert alike(model)
 
 
 def test_the_callback_saves_ranks_that_have_taken_different_numbers_of_steps(tmp_path_factory):

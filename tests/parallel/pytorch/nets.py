@@ -92,3 +92,9 @@ def raised_everywhere(function, *parts):
     for part in parts:
         assert part in text
     return True
+
+
+def served(staleness, make=sgd, model=None, **options):
+    model = model or mlp()
+    strategy = hvkit.ParameterServer(staleness)
+    return hvkit.distribute(model, make(model.parameters()), strategy=strategy, **options)

@@ -8,7 +8,7 @@ from ranks import largest_difference, same_on_all_ranks
 from torch import nn
 
 import hvkit
-from hvkit.traffic import Sent
+from hvkit.communication.traffic import Sent
 
 
 def gradient_of(mine, compression, dtype=torch.float32):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hvkit
-from hvkit.adapters.pytorch import process_group
+from hvkit.adapters.pytorch.divided_state import process_group
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -35,7 +35,7 @@ def test_accumulation_equals_the_k_times_larger_batch(passed):
 
 
 def test_accumulation_reduces_once_in_k_passes(monkeypatch):
-    from hvkit.adapters.pytorch.buckets import Bucket
+    from hvkit.adapters.pytorch.gradients.buckets import Bucket
 
     launches = []
     launch = Bucket.launch

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hvkit
-from hvkit.exchanges import Mean
+from hvkit.communication.exchanges import Mean
 from hvkit.strategies.strategy import Rounds
 
 
@@ -34,20 +34,6 @@ def test_rounds_of_two_steps_are_not_synchronous():
     train(model, optimizer, local(regression()))
     found, expected = arrays(model.parameters()), arrays(synchronous.parameters())
     assert largest_difference(found, expected) > 1e-2
-
-
-def test_weights_that_only_the_script_changes_are_no_agreement():
-    model, _ = in_rounds(hvkit.LocalSGD(4))
-    with torch.no_grad():
-        model[0].weight += hvkit.rank()
-
-    def settle():
-        with hvkit.settled(model):
-            pass
-
-    error, text = error_of(settle)
-    assert error is hvkit.RanksDisagreeError
-    assert "0.weight" in text
 
 
 def test_two_optimizers_of_the_same_parameters_end_their_rounds_in_turn():
@@ -76,26 +62,6 @@ def test_ranks_differ_in_a_round_and_are_alike_after_it(strategy):
     assert alike(model)
     train(model, optimizer, data[5:])
     assert alike(model)
-
-
-def test_settled_holds_the_agreed_weights_and_leaves_no_trace():
-    data = local(regression(steps=8))
-    undisturbed, optimizer = in_rounds(hvkit.LocalSGD(5))
-    train(undisturbed, optimizer, data)
-
-    model, optimizer = in_rounds(hvkit.LocalSGD(5))
-    train(model, optimizer, data[:3])
-    own = arrays(model.parameters())
-    mean = [np.mean(each, axis=0) for each in zip(*hvkit.allgather(own), strict=True)]
-    with hvkit.settled(model):
-        assert alike(model)
-        assert largest_difference(arrays(model.parameters()), mean) < 1e-6
-        with hvkit.settled(model):
-            assert alike(model)
-        assert alike(model)
-    assert all(map(np.array_equal, arrays(model.parameters()), own))
-    train(model, optimizer, data[3:])
-    assert all(map(np.array_equal, arrays(model.parameters()), arrays(undisturbed.parameters())))
 
 
 @pytest.mark.parametrize("topology", ["ring", "complete"])
@@ -206,25 +172,6 @@ def test_a_strategy_that_is_not_part_of_hvkit():
     with hvkit.settled(model):
         assert alike(model)
         assert torch.allclose(model[0].weight, torch.stack(own).mean(0), atol=1e-6)
-
-
-@pytest.mark.parametrize("compression", ["none", "bf16", "int8", hvkit.TopK(0.5)])
-def test_settled_in_inference_mode(compression):
-    model, optimizer = in_rounds(hvkit.LocalSGD(4), compression=compression)
-    train(model, optimizer, local(regression(steps=6)))
-    with torch.inference_mode(), hvkit.settled(model):
-        assert alike(model)
-    train(model, optimizer, local(regression(steps=2)))
-    assert alike(model)
-
-
-def test_settled_is_for_any_model():
-    plain = mlp()
-    averaged, _ = hvkit.distribute(model := mlp(), sgd(model.parameters()))
-    before = arrays([*plain.parameters(), *averaged.parameters()])
-    with hvkit.settled(plain, averaged):
-        pass
-    assert all(map(np.array_equal, arrays([*plain.parameters(), *averaged.parameters()]), before))
 
 
 def sent_in(function):
@@ -419,16 +366,6 @@ def test_momentum_that_moves_a_frozen_parameter_is_agreed_on():
     assert alike(model)
 
 
-def test_settled_between_forward_and_backward():
-    model, optimizer = in_rounds(hvkit.LocalSGD(4))
-    data = local(regression(steps=2))
-    train(model, optimizer, data[:1])
-    loss = F.mse_loss(model(data[1][0]), data[1][1])
-    with hvkit.settled(model):
-        pass
-    loss.backward()
-
-
 def test_a_skipped_step_takes_new_parameters_along():
     model = mlp()
     optimizer = sgd(model[0].parameters())
@@ -454,13 +391,3 @@ def test_a_model_that_never_steps_is_freed():
     del model, optimizer
     gc.collect()
     assert held() is None
-
-
-def test_settled_after_the_optimizer_is_gone():
-    model, optimizer = in_rounds(hvkit.LocalSGD(4))
-    train(model, optimizer, local(regression(steps=2)))
-    del optimizer
-    gc.collect()
-    assert not alike(model)
-    with hvkit.settled(model):
-        assert alike(model)

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from hvkit.adapters.pytorch.bucket_layout import make_buckets
-from hvkit.adapters.pytorch.buckets import Bucket
+from hvkit.adapters.pytorch.gradients.bucket_layout import make_buckets
+from hvkit.adapters.pytorch.gradients.buckets import Bucket
 
 
 def numbered(*tensors):

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from hvkit.adapters.pytorch.step_report import Disagreement, ReportVector, StepReport
+from hvkit.adapters.pytorch.gradients.step_report import Disagreement, ReportVector, StepReport
 
 
 def report(dense=(), sparse=(), outdated=(), trained=(0, 1, 2, 3)):

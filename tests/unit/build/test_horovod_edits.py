@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from hvkit.build import builder
-from hvkit.build.horovod_edits import EDITS, XLA_OPS, tensorflow_lacks_xla_headers
-from hvkit.build.source_edits import VERSION, Edit, apply_edits, edits_digest
+from hvkit.build.edits.horovod_edits import EDITS, XLA_OPS, tensorflow_lacks_xla_headers
+from hvkit.build.edits.source_edits import VERSION, Edit, apply_edits, edits_digest
 from hvkit.build.toolchain import Compiler, Toolchain
 from hvkit.errors import BuildError
 from hvkit.host.cache import cache_dir

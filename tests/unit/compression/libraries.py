@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from hvkit.exchanges import Gather, Mean, Messages, Shares
+from hvkit.communication.exchanges import Gather, Mean, Messages, Shares
 
 
 class Place(NamedTuple):
@@ -20,7 +20,7 @@ class Torch:
 
     def __init__(self):
         self.torch = pytest.importorskip("torch")
-        from hvkit.adapters.pytorch import ops
+        from hvkit.adapters.pytorch.collectives import ops
 
         self.ops = ops
 
@@ -39,7 +39,7 @@ class TensorFlow:
 
     def __init__(self):
         self.tf = pytest.importorskip("tensorflow")
-        from hvkit.adapters.keras import ops
+        from hvkit.adapters.keras.collectives import ops
 
         self.ops = ops
 

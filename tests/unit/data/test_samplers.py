@@ -171,6 +171,6 @@ def test_a_sampler_that_differs_between_ranks_is_an_error(monkeypatch):
         return [obj, b"other" if isinstance(obj, bytes) else obj]
 
     _, part = parts(loader(10, sampler=Backwards(10)), 2)
-    monkeypatch.setattr("hvkit.collectives.gather", gather)
+    monkeypatch.setattr("hvkit.communication.collectives.gather", gather)
     with pytest.raises(RanksDisagreeError, match=r"Backwards in epoch 0.*fixed seed"):
         iter(part)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from prepared import Environment, rest_of_path
 
-from hvkit.engines import built_for
+from hvkit.communication.engines import built_for
 
 Program = Callable[[str, str], Path]
 

@@ -12,6 +12,7 @@ import psutil
 import pytest
 from cases import cases
 
+from hvkit.communication.engines import built_for
 from hvkit.doctor.facts import Facts
 from hvkit.doctor.horovod import Horovod, horovod
 from hvkit.doctor.self_test import (
@@ -23,7 +24,6 @@ from hvkit.doctor.self_test import (
     self_test,
 )
 from hvkit.doctor.software import mpi_launchers_here
-from hvkit.engines import built_for
 
 Program = Callable[[str, str], Path]
 

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from hvkit.launch import check as checks
-from hvkit.launch.check import problems
-from hvkit.launch.host_reports import Examined, HostReport
+from hvkit.launch.host_checks import check as checks
+from hvkit.launch.host_checks.check import problems
+from hvkit.launch.host_checks.host_reports import Examined, HostReport
+from hvkit.launch.host_checks.reachability import Met, Reach
 from hvkit.launch.hosts import Host
-from hvkit.launch.reachability import Met, Reach
 from hvkit.launch.ssh import SRUN, SSH
 
 _GIB = 2**30

@@ -3,9 +3,9 @@
 import pytest
 
 from hvkit.errors import LaunchError
+from hvkit.launch.host_checks.preflight import placed
 from hvkit.launch.hosts import Host
 from hvkit.launch.launchers import Job
-from hvkit.launch.preflight import placed
 
 TWO_AND_ONE = (Host("node1", slots=2), Host("node2", slots=1))
 

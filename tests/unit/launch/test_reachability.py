@@ -8,11 +8,11 @@ from pathlib import Path
 
 import psutil
 
+from hvkit.launch.host_checks.reachability import meet
 from hvkit.launch.hosts import Host
-from hvkit.launch.reachability import meet
 from hvkit.launch.ssh import SSH, remote_shell
 
-_PROGRAM = [sys.executable, "-m", "hvkit.launch.reachability"]
+_PROGRAM = [sys.executable, "-m", "hvkit.launch.host_checks.reachability"]
 
 
 def test_all_reach_all_and_know_their_interface():

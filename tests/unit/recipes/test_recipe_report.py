@@ -10,7 +10,7 @@ import pytest
 from common.images import Dataset, Images
 
 import hvkit
-from hvkit.traffic import Sent
+from hvkit.communication.traffic import Sent
 
 STEPS = 3
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import hvkit
-from hvkit.exchanges import Neighbours
+from hvkit.communication.exchanges import Neighbours
 from hvkit.strategies.strategy import Strategy
 
 LOCAL = hvkit.LocalSGD(4)

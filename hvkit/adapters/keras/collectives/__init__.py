@@ -1,0 +1,8 @@
+"""Collectives in eager code and in graphs of TensorFlow.
+
+::
+
+    graph_collectives      waits counted in graphs, sums in 16 bits
+    wire                   tensors to the other ranks and back
+    ops                    operations for compressions
+"""

@@ -1,0 +1,137 @@
+"""The one place that calls Horovod's collectives on tensors of TensorFlow; it counts their bytes.
+
+No Python code runs while a graph does, so a graph adds to counters of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvkit import runtime
+from hvkit.communication.exchanges import Exchange, Gather, Mean, Messages, Shares
+from hvkit.communication.traffic import (
+    Sent,
+    count,
+    count_in_graphs,
+    of_allgather,
+    of_allreduce,
+    of_alltoall,
+    of_messages,
+)
+
+
+class Wire:
+    """Collectives on tensors, for one purpose, in eager code and in graphs.
+
+    A name is the same on every rank, and no other collective's. Callers wrap eager calls in
+    ``waiting_for_all_ranks``, and graphs in a ``GraphWait``.
+
+    Args:
+        purpose: as in ``hvkit.traffic``.
+    """
+
+    def __init__(self, purpose: str) -> None:
+        self._hvd = runtime.engine("tensorflow").hvd
+        self._counted = _counters(purpose)
+        self.rank, self.size = runtime.rank(), runtime.size()
+
+    def mean(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        """The mean over ranks."""
+        return self._allreduce(tensor, name, self._hvd.Average)
+
+    def sum(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        """The sum over ranks."""
+        return self._allreduce(tensor, name, self._hvd.Sum)
+
+    def lowest(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        """The minimum over ranks of each element."""
+        return self._allreduce(tensor, name, self._hvd.Min)
+
+    def _allreduce(self, tensor: tf.Tensor, name: str, op: Any) -> tf.Tensor:
+        self._counted(of_allreduce(_bytes(tensor), self.size))
+        return self._hvd.allreduce(tensor, op=op, name=name, ignore_name_scope=True)
+
+    def means(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
+        """The means over ranks of tensors of one dtype, which travel together."""
+        self._counted(of_allreduce(sum(map(_bytes, tensors)), self.size))
+        means: list[tf.Tensor] = self._hvd.grouped_allreduce(
+            tensors, op=self._hvd.Average, name=name, ignore_name_scope=True
+        )
+        return means
+
+    def gather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        """All ranks' rows below each other, in rank order.
+
+        Args:
+            tensor: of shape (rows, ...), with each rank's own number of rows.
+            name: of the collective.
+        """
+        self._counted(of_allgather(_bytes(tensor), self.size))
+        return self._hvd.allgather(tensor, name=name, ignore_name_scope=True)
+
+    def shares(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        """This rank's share of every rank's tensor, in rank order.
+
+        Args:
+            tensor: of shape (size * n,), as the result.
+            name: of the collective.
+        """
+        self._counted(of_alltoall(_bytes(tensor), self.size))
+        return self._hvd.alltoall(tensor, name=name, ignore_name_scope=True)
+
+    def messages(self, messages: Messages, name: str) -> tf.Tensor:
+        """The messages of other ranks to this one, in rank order."""
+        rows, sent = messages.rows, messages.sent
+        size = _bytes(rows) // max(rows.shape[0], 1)
+        self._counted(*of_messages(size, sent, self.rank))
+        received, counts = self._hvd.alltoall(
+            rows, splits=tf.constant(sent, tf.int32), name=name, ignore_name_scope=True
+        )
+        # Also keeps the operation in a graph on ranks that receive nothing.
+        expected = tf.constant(messages.received, tf.int32)
+        tf.debugging.Assert(tf.reduce_all(counts == expected), [name, counts, expected])
+        return _with_rows(received, sum(messages.received))
+
+    def exchange(self, exchange: Exchange, name: str) -> tf.Tensor:
+        """What a compression or a strategy asks for."""
+        match exchange:
+            case Mean(vector):
+                return self.mean(vector, name)
+            case Gather(rows):
+                return _with_rows(self.gather(rows, name), self.size * rows.shape[0])
+            case Shares(rows):
+                return _with_rows(self.shares(rows, name), rows.shape[0])
+            case Messages():
+                return self.messages(exchange, name)
+
+
+def _with_rows(tensor: tf.Tensor, rows: int) -> tf.Tensor:
+    """The tensor with its number of rows, which a graph does not know of a collective's result."""
+    return tf.ensure_shape(tensor, (rows, *tensor.shape[1:]))
+
+
+def _bytes(tensor: tf.Tensor) -> Any:
+    """The tensor's size; an int if the graph knows its shape."""
+    elements = tensor.shape.num_elements()
+    return (tf.size(tensor, tf.int64) if elements is None else elements) * tensor.dtype.size
+
+
+@functools.cache
+def _counters(purpose: str) -> Callable[..., None]:
+    """A function that counts a collective of some bytes, in eager code and inside a graph."""
+    with tf.init_scope(), tf.device("CPU:0"):
+        counted = tf.Variable([0, 0], dtype=tf.int64, trainable=False)
+    count_in_graphs(purpose, lambda: Sent(*counted.numpy().tolist()))
+
+    def add(size: Any, messages: int = 1) -> None:
+        if tf.executing_eagerly():
+            count(purpose, int(size), messages)
+        else:
+            with tf.device("CPU:0"):
+                counted.assign_add(tf.stack([tf.cast(size, tf.int64), messages]), read_value=False)
+
+    return add

@@ -1,0 +1,7 @@
+"""Gradients, averaged inside the optimizer's update.
+
+::
+
+    averager               the mean of a list of gradients
+    └── sparse             row-sparse gradients
+"""

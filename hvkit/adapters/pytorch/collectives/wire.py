@@ -1,0 +1,122 @@
+"""The one place that calls Horovod's collectives on tensors of PyTorch; it counts their bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hvkit import runtime
+from hvkit.communication.engines import waiting_for_all_ranks
+from hvkit.communication.exchanges import Exchange, Gather, Mean, Messages, Shares
+from hvkit.communication.traffic import count, of_allgather, of_allreduce, of_alltoall, of_messages
+from hvkit.watch.rank_errors import translated
+
+
+class Wire:
+    """Collectives on tensors, for one purpose.
+
+    Those that ``start_`` return at once; ``wait`` returns their result. A name is the same on every
+    rank, and no two collectives that run at the same time share one.
+
+    A rank that is lost ends every wait with ``RankLostError``; ranks that send different shapes or
+    dtypes all raise ``RanksDisagreeError``.
+
+    Args:
+        purpose: as in ``hvkit.traffic``.
+
+    Attributes:
+        part: ``1 / size`` if gradients may be multiplied by it before they are added up: a power of
+            two, which rounds nothing but subnormal numbers. Else None.
+    """
+
+    def __init__(self, purpose: str) -> None:
+        self._hvd = runtime.engine("torch").hvd
+        self._purpose = purpose
+        self.rank, self.size = runtime.rank(), runtime.size()
+        self.part = 1 / self.size if self.size.bit_count() == 1 else None
+
+    def start_mean(self, tensor: torch.Tensor, name: str) -> int:
+        """Start to average a tensor over ranks, in place."""
+        return self._start_reduction(tensor, name, self._hvd.Average)
+
+    def start_sum(self, tensor: torch.Tensor, name: str) -> int:
+        """Start to add up a tensor over ranks, in place."""
+        return self._start_reduction(tensor, name, self._hvd.Sum)
+
+    def _start_reduction(self, tensor: torch.Tensor, name: str, op: Any) -> int:
+        count(self._purpose, of_allreduce(tensor.nbytes, self.size))
+        with translated():
+            handle: int = self._hvd.allreduce_async_(tensor, name=name, op=op)
+            return handle
+
+    def start_gather(self, tensor: torch.Tensor, name: str) -> int:
+        """Start to put all ranks' rows below each other, in rank order.
+
+        Args:
+            tensor: of shape (rows, ...), with each rank's own number of rows.
+            name: of the collective.
+        """
+        count(self._purpose, of_allgather(tensor.nbytes, self.size))
+        with translated(), torch.inference_mode(False):
+            handle: int = self._hvd.allgather_async(_ordinary(tensor), name=name)
+            return handle
+
+    def start_shares(self, tensor: torch.Tensor, name: str) -> int:
+        """Start to exchange equal shares: this rank gets its share of every rank's rows.
+
+        Args:
+            tensor: of shape (size * n, ...); the result has the same, n rows of each rank in rank
+                order.
+            name: of the collective.
+        """
+        count(self._purpose, of_alltoall(tensor.nbytes, self.size))
+        with translated(), torch.inference_mode(False):
+            handle: int = self._hvd.alltoall_async(_ordinary(tensor), name=name)
+            return handle
+
+    def start_messages(self, messages: Messages, name: str) -> int:
+        """Start to exchange messages between single ranks."""
+        rows, sent = messages.rows, messages.sent
+        size = rows.nbytes // max(len(rows), 1)
+        count(self._purpose, *of_messages(size, sent, self.rank))
+        with translated(), torch.inference_mode(False):
+            splits = torch.tensor(sent, dtype=torch.int32)
+            handle: int = self._hvd.alltoall_async(_ordinary(rows), splits=splits, name=name)
+            return handle
+
+    def start(self, exchange: Exchange, name: str) -> int:
+        """Start what a compression or a strategy asks for."""
+        match exchange:
+            case Mean(vector):
+                return self.start_mean(vector.clone(), name)
+            case Gather(rows):
+                return self.start_gather(rows, name)
+            case Shares(rows):
+                return self.start_shares(rows, name)
+            case Messages():
+                return self.start_messages(exchange, name)
+
+    def wait(self, handle: int) -> torch.Tensor:
+        """Wait for a collective and return its result."""
+        with waiting_for_all_ranks():
+            result = self._hvd.synchronize(handle)
+        # From an all-to-all also how many elements came from each rank.
+        tensor: torch.Tensor = result[0] if isinstance(result, tuple) else result
+        return tensor
+
+    def sum(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """The sum over ranks, in a new tensor."""
+        count(self._purpose, of_allreduce(tensor.nbytes, self.size))
+        with waiting_for_all_ranks():
+            total: torch.Tensor = self._hvd.allreduce(tensor, name=name, op=self._hvd.Sum)
+        return total
+
+    def gather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """All ranks' rows, as ``start_gather``."""
+        return self.wait(self.start_gather(tensor, name))
+
+
+def _ordinary(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy of one from inference mode: Horovod's thread is outside of that."""
+    return tensor.clone() if tensor.is_inference() else tensor

@@ -1,0 +1,8 @@
+"""State that is divided: each rank holds a part.
+
+::
+
+    sharded                the optimizer's: each rank updates the parameters it owns, and sends them
+    fully_shard            weights, gradients and state, by PyTorch's fully_shard
+    └── process_group      torch.distributed between Horovod's ranks
+"""

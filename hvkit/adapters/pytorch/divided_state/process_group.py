@@ -1,0 +1,85 @@
+"""``torch.distributed`` between the ranks that Horovod has, for PyTorch's own ways of training.
+
+It needs no variables of ``torchrun``: rank 0 opens a store, and Horovod tells the others where.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+
+import torch
+import torch.distributed as dist
+
+from hvkit import runtime
+from hvkit.communication import collectives
+from hvkit.errors import LaunchError
+from hvkit.host.network import addresses_for_others, interface_towards
+
+# Seconds to try one address of rank 0's host.
+_PATIENCE = 5
+_CALL = "distribute"
+
+
+@functools.cache
+def start() -> None:
+    """Start ``torch.distributed`` with Horovod's ranks; a collective, the first time.
+
+    Raises:
+        LaunchError: a rank cannot reach rank 0.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in all builds
+
+    one_host = runtime.local_size() == runtime.size()
+    store: TCPStore | None = None
+    where: tuple[tuple[str, ...], int] | None = None
+    if runtime.rank() == 0:
+        store = TCPStore("127.0.0.1", 0, runtime.size(), True, wait_for_workers=False)
+        where = ("127.0.0.1",) if one_host else addresses_for_others(), store.port
+    where = collectives.broadcast(where)
+    assert where is not None
+    addresses, port = where
+    reached, interface = _reach(addresses, port)
+    problem = None
+    if reached is None:
+        problem = LaunchError(
+            f"rank {runtime.rank()} cannot reach rank 0 at {' or '.join(addresses)}, port {port}, "
+            "for torch.distributed: let the hosts connect to each other on all ports"
+        )
+    everyone = collectives.share(_CALL, problem, (reached, interface))
+    if runtime.rank() == 0:
+        store_of_all = store
+        # The interface that the others see, not the one through which this host sees itself.
+        seen = next((address for address, _ in everyone[1:] if address), None)
+        interface = interface_towards(seen, port, _PATIENCE) if seen else interface
+    else:
+        assert reached is not None
+        store_of_all = TCPStore(reached, port, runtime.size(), False)
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(
+        backend, store=store_of_all, rank=runtime.rank(), world_size=runtime.size()
+    )
+    atexit.register(stop)
+
+
+def started() -> bool:
+    """Whether ``torch.distributed`` is the one that ``start`` has started."""
+    return start.cache_info().currsize > 0
+
+
+def _reach(addresses: tuple[str, ...], port: int) -> tuple[str | None, str | None]:
+    """The first address of rank 0 that this rank reaches, and the interface towards it."""
+    for address in addresses:
+        if interface := interface_towards(address, port, _PATIENCE):
+            return address, interface
+    return None, None
+
+
+def stop() -> None:
+    """End what ``start`` has started, if anything."""
+    if started() and dist.is_initialized():
+        dist.destroy_process_group()
+    start.cache_clear()

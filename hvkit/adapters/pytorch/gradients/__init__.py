@@ -1,0 +1,12 @@
+"""Gradients, averaged while ``backward()`` computes them.
+
+::
+
+    reducer                averages gradients during backward(), waits at its end
+    ├── arrivals           hooks: which gradients are final, which buckets are full
+    ├── bucket_layout      which gradients travel together
+    ├── buckets            tensors that carry many gradients; sparse rows
+    ├── compressed_buckets those that travel compressed, and what that keeps
+    ├── averaged_steps     each step of an optimizer follows a reduction
+    └── step_report        which gradients each rank has; steps and rates of the ranks
+"""

@@ -1,0 +1,190 @@
+"""The few numbers that travel along with the gradients, and the errors when ranks disagree.
+
+Every rank reports which gradients it has, how many steps it has done, and a checksum of its
+learning rates. The numbers are averaged like gradients, at the end of the last bucket. All ranks
+read the same report from the mean and so decide alike what to do with the gradients.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.optim import Optimizer
+
+from hvkit.communication import collectives
+from hvkit.errors import RanksDisagreeError
+from hvkit.watch.rank_errors import mark_as_shown_by
+
+# Ranks compare their steps modulo this. Small numbers keep the comparison exact in float32.
+_STEP_CYCLE = 8
+# Bits of the checksum of the learning rates that travel.
+_BITS = 24
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one rank, or any rank, had in one reduction.
+
+    Attributes:
+        dense: numbers of the parameters with a dense gradient.
+        sparse: numbers of those with a sparse gradient.
+        outdated: numbers of some whose gradient changed after their bucket had been sent.
+        trained: numbers of those that require a gradient.
+    """
+
+    dense: Set[int]
+    sparse: Set[int]
+    outdated: Set[int]
+    trained: Set[int]
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """How the ranks differ.
+
+    Attributes:
+        frozen: whether some ranks train parameters that others do not.
+        rates: whether they use different learning rates.
+        steps: whether they have done different numbers of optimizer steps.
+    """
+
+    frozen: bool = False
+    rates: bool = False
+    steps: bool = False
+
+
+class ReportVector:
+    """Writes reports as numbers that can be averaged, and reads their mean.
+
+    It does so anew only if something is not as in the last step.
+
+    Args:
+        parameters: how many the model has.
+    """
+
+    def __init__(self, parameters: int) -> None:
+        self.length = 4 * parameters + _BITS + 2
+        self._report: StepReport | None = None
+        self._rates: int | None = None
+        self._vector = np.zeros(self.length, np.float32)
+
+    def encode(self, report: StepReport, rates: int, steps: int) -> NDArray[np.float32]:
+        """This rank's report as a float32 array of shape ``(length,)``, valid until the next call.
+
+        Args:
+            report: of this rank.
+            rates: a checksum of the learning rates.
+            steps: optimizer steps done.
+        """
+        vector = self._vector
+        if report is not self._report:
+            rows = vector[: -_BITS - 2].reshape(4, -1)
+            rows[:] = 0
+            kinds = (report.dense, report.sparse, report.outdated, report.trained)
+            for row, numbers in zip(rows, kinds, strict=True):
+                row[list(numbers)] = 1
+            self._report = report
+        if rates != self._rates:
+            vector[-_BITS - 2 : -2] = [rates >> b & 1 for b in range(_BITS)]
+            self._rates = rates
+        step = steps % _STEP_CYCLE
+        vector[-2:] = step, step * step
+        return vector
+
+    def decode(self, mean: NDArray[Any], size: int) -> tuple[StepReport, Disagreement]:
+        """What any rank reported, and how the ranks differ; the same on every rank.
+
+        Args:
+            mean: over ranks, of the results of ``encode``; this rank's was its last one.
+            size: the number of ranks.
+        """
+        # All are whole numbers, so a mean is either this rank's number or at least 1 / size off. If
+        # one rank's number is another one, then it is off on every rank; for steps, their squares'.
+        if self._report is not None and np.abs(mean - self._vector).max() < 0.25 / size:
+            return self._report, Disagreement()
+        values = mean.astype(np.float64)
+        rows = values[: -_BITS - 2].reshape(4, -1)
+        step, square = values[-2:]
+        found = StepReport(*(_numbers(row > 0.5 / size) for row in rows))
+        return found, Disagreement(
+            frozen=bool(_on_some(rows[3], size).any()),
+            rates=bool(_on_some(values[-_BITS - 2 : -2], size).any()),
+            steps=bool(square - step * step > 0.25 / size),
+        )
+
+
+def _on_some(means: NDArray[Any], size: int) -> NDArray[np.bool_]:
+    """Which means come from zeros on some ranks and ones on others."""
+    return (means > 0.5 / size) & (means < 1 - 0.5 / size)
+
+
+def _numbers(row: NDArray[np.bool_]) -> frozenset[int]:
+    return frozenset(row.nonzero()[0].tolist())
+
+
+def refuse_other_parameters(
+    parameters: Sequence[torch.nn.Parameter],
+    label: Callable[[int, torch.Tensor], str],
+    call: str = "backward()",
+) -> None:
+    """Raise on every rank unless all train the same parameters; a collective.
+
+    Args:
+        parameters: all of the model's.
+        label: what to call a parameter, from its number and itself.
+        call: the user's call.
+    """
+    mine = {i for i, p in enumerate(parameters) if p.requires_grad}
+    everyone = collectives.gather(call, mine)
+    for rank, theirs in enumerate(everyone):
+        if theirs == everyone[0]:
+            continue
+        i = min(theirs ^ everyone[0])
+        trains, freezes = (rank, 0) if i in theirs else (0, rank)
+        error = RanksDisagreeError(
+            f"{label(i, parameters[i])} requires a gradient on rank {trains} but not on rank "
+            f"{freezes}: freeze the same parameters on every rank (to choose them at random, use "
+            "a generator with the same seed on all ranks)"
+        )
+        raise mark_as_shown_by(error, 0)
+
+
+def checksum_of_rates(optimizers: Sequence[Optimizer]) -> int:
+    """A number that differs, in all likelihood, if the learning rates do."""
+    return zlib.crc32(repr([rate for _, rate in _rates(optimizers)]).encode())
+
+
+def refuse_other_rates(optimizers: Sequence[Optimizer], call: str = "backward()") -> None:
+    """Raise on every rank unless all use the same learning rates; a collective.
+
+    Args:
+        optimizers: those that update the parameters.
+        call: the user's call.
+    """
+    everyone = collectives.gather(call, _rates(optimizers))
+    for rank, theirs in enumerate(everyone):
+        for (name, first), (_, other) in zip(everyone[0], theirs, strict=True):
+            if first != other:
+                error = RanksDisagreeError(
+                    f"the learning rate of {name} is {first!r} on rank 0 but {other!r} on rank "
+                    f"{rank}: set the same rate on every rank; a scheduler that follows a metric "
+                    "needs the mean over ranks: scheduler.step(hvkit.average(loss))"
+                )
+                raise mark_as_shown_by(error, 0)
+
+
+def _rates(optimizers: Sequence[Optimizer]) -> list[tuple[str, float]]:
+    """The rates in host memory, with names; fetching one from a GPU would delay every step."""
+    return [
+        (f"parameter group {g} of {type(optimizer).__name__}", float(rate))
+        for optimizer in optimizers
+        for g, group in enumerate(optimizer.param_groups)
+        if isinstance(rate := group.get("lr"), int | float)
+        or (isinstance(rate, torch.Tensor) and rate.device.type == "cpu")
+    ]

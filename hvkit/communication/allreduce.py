@@ -1,0 +1,234 @@
+"""``hvkit.allreduce``: sum, mean, minimum or maximum over ranks of an array of any library.
+
+Arrays of every type travel as NumPy arrays in the host's memory. Half precision is summed in
+float32 and rounded once, short integers are summed in int64.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvkit import runtime
+from hvkit.communication.collectives import share
+from hvkit.errors import RanksDisagreeError
+from hvkit.watch.calls import named
+from hvkit.watch.rank_errors import mark_as_shown_by
+
+T = TypeVar("T")
+
+_OPS = ("mean", "sum", "min", "max")
+
+# Elements in one allreduce: MPI counts them in a C int, and each piece is copied once.
+_PIECE = 1 << 26
+
+# The dtype in which each dtype travels: those that all of Horovod's libraries have.
+_SENT_AS = {
+    "bool": "int32",
+    "int8": "int64",
+    "int16": "int64",
+    "int32": "int32",
+    "int64": "int64",
+    "uint8": "int64",
+    "uint16": "int64",
+    "uint32": "int64",
+    "float16": "float32",
+    "bfloat16": "float32",
+    "float32": "float32",
+    "float64": "float64",
+    "complex64": "float32",
+    "complex128": "float64",
+}
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A value as an array, and the way back.
+
+    Attributes:
+        dtype: the value's own dtype, a key of ``_SENT_AS``.
+        array: its elements; bfloat16, which NumPy lacks, as float32.
+        restore: turns an array of the same shape into the value's own type.
+    """
+
+    dtype: str
+    array: NDArray[Any]
+    restore: Callable[[NDArray[Any]], Any]
+
+
+@overload
+def allreduce(value: float, op: str = "mean") -> float: ...
+
+
+@overload
+def allreduce(value: T, op: str = "mean") -> T: ...
+
+
+@named("hvkit.allreduce")
+def allreduce(value: Any, op: str = "mean") -> Any:
+    """Reduce each element over the ranks; every rank gets the same result.
+
+    ``correct = hvkit.allreduce(correct, op="sum")``. A collective: every rank must call it, with
+    the same ``op``, dtype and shape. For means weighted by samples use ``hvkit.average``.
+    Gradients need no call.
+
+    Args:
+        value: a PyTorch tensor; a TensorFlow tensor or variable or a Keras variable, outside of
+            ``tf.function``; a NumPy array; or a Python number. Any shape. bool, int8 to int64,
+            uint8 to uint32, float16, bfloat16, float32, float64, complex64 or complex128.
+        op: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``. As in PyTorch, integer tensors have no
+            mean; Python integers do, a float. bool has ``"min"`` (all true) and ``"max"`` (any
+            true). Complex numbers have no ``"min"`` and ``"max"``.
+
+    Returns:
+        A new tensor, array or number of the same dtype, shape and device; a tensor for a variable.
+        float16 and bfloat16 are summed in float32 and rounded once. Integers overflow as their
+        dtype does. A NaN on any rank makes that element NaN. Gradients do not flow through it.
+
+    Raises:
+        TypeError: the value has another type, or its dtype has no such ``op``; on every rank.
+        ValueError: unknown ``op``; on every rank.
+        RanksDisagreeError: the ranks' shapes, dtypes or ``op`` differ.
+    """
+    mine: _Value | None = None
+    problem: Exception | None = None
+    try:
+        if op not in _OPS:
+            raise ValueError(f"op must be one of {list(_OPS)}, got {op!r}")
+        if not (number := isinstance(value, bool | int | float)):
+            mine = _taken(value)
+            _require_defined(mine.dtype, op)
+    except Exception as error:  # of any type: the other ranks must not wait for this one
+        number, problem = False, error
+    facts = "a number" if mine is None else f"{mine.dtype} of shape {mine.array.shape}"
+    everyone = share("allreduce", problem, (f"{op!r} of {facts}", value if number else None))
+    _require_same([theirs for theirs, _ in everyone])
+    if mine is None:
+        return _of_numbers([theirs for _, theirs in everyone], op)
+    return mine.restore(_reduced(mine, op))
+
+
+def _require_same(everyone: list[str]) -> None:
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            error = RanksDisagreeError(
+                f"rank {rank} calls allreduce with {theirs}, rank 0 with {everyone[0]}: op, dtype "
+                "and shape must be the same on every rank; hvkit.allgather takes objects that "
+                "differ"
+            )
+            raise mark_as_shown_by(error, 0)
+
+
+def _require_defined(dtype: str, op: str) -> None:
+    if dtype not in _SENT_AS:
+        raise TypeError(f"allreduce takes {', '.join(_SENT_AS)}, got {dtype}")
+    if dtype == "bool" and op in ("mean", "sum"):
+        raise TypeError(
+            f"allreduce: bool has op='min' (all) and op='max' (any), got op={op!r}: convert it to "
+            "an integer or float dtype first"
+        )
+    if "int" in dtype and op == "mean":
+        raise TypeError(
+            f"allreduce: {dtype} has no mean of its own dtype: convert it to a float dtype first, "
+            "or use op='sum'"
+        )
+    if dtype.startswith("complex") and op in ("min", "max"):
+        raise TypeError(
+            f"allreduce: complex numbers have no order, got op={op!r}: use 'sum' or 'mean', or "
+            "reduce the absolute values"
+        )
+
+
+def _of_numbers(numbers: list[Any], op: str) -> float:
+    """The result for Python numbers; a NaN makes minimum and maximum NaN."""
+    if op in ("min", "max") and not any(n != n for n in numbers):
+        least_or_most: float = min(numbers) if op == "min" else max(numbers)
+        return least_or_most
+    total: float = sum(numbers)
+    return total / len(numbers) if op == "mean" else total
+
+
+def _reduced(value: _Value, op: str) -> NDArray[Any]:
+    """The array, reduced piece by piece."""
+    flat = np.ascontiguousarray(value.array).reshape(-1)
+    result = np.empty_like(flat)
+    for start in range(0, flat.size, _PIECE):
+        piece = slice(start, start + _PIECE)
+        result[piece] = _reduced_piece(flat[piece], value.dtype, op)
+    return result.reshape(value.array.shape)
+
+
+def _reduced_piece(piece: NDArray[Any], dtype: str, op: str) -> NDArray[Any]:
+    if runtime.size() == 1:
+        return piece
+    own = piece.dtype
+    sent = piece.view(own.type(0).real.dtype) if own.kind == "c" else piece
+    sent = sent.astype(_SENT_AS[dtype])
+    reduced = runtime.any_engine().allreduce(sent, "sum" if op == "mean" else op)
+    if op == "mean":
+        reduced = reduced / reduced.dtype.type(runtime.size())
+    if op in ("min", "max") and reduced.dtype.kind == "f":
+        # With MPI the result of a NaN depends on the order of ranks.
+        reduced[runtime.any_engine().allreduce(np.isnan(sent).astype(np.int32), "max") > 0] = np.nan
+    if own.kind == "c":
+        return reduced.view(own)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return reduced.astype(own)
+
+
+def _taken(value: Any) -> _Value:
+    """The value as an array; imports no framework that the script has not imported."""
+    if (keras := sys.modules.get("keras")) is not None and isinstance(value, keras.Variable):
+        return _taken(value.value)
+    if (torch := sys.modules.get("torch")) is not None and isinstance(value, torch.Tensor):
+        return _from_torch(value)
+    tf = sys.modules.get("tensorflow")
+    if tf is not None and isinstance(value, tf.Tensor | tf.Variable):
+        return _from_tensorflow(value)
+    if isinstance(value, np.ndarray | np.generic) and not isinstance(value, np.ma.MaskedArray):
+        array = np.asarray(value)
+        array = array.astype(array.dtype.newbyteorder("="))
+        scalar = isinstance(value, np.generic)
+        return _Value(array.dtype.name, array, lambda new: new[()] if scalar else new)
+    raise TypeError(
+        "allreduce takes a dense tensor of PyTorch or TensorFlow, a NumPy array or a number, got "
+        f"{value!r} of type {type(value).__name__}; hvkit.allgather takes any object"
+    )
+
+
+def _from_torch(value: Any) -> _Value:
+    import torch
+
+    dtype = str(value.dtype).removeprefix("torch.")
+    if value.layout is not torch.strided or dtype not in _SENT_AS:
+        _require_defined(dtype, "sum")
+        raise TypeError(f"allreduce takes dense tensors, got layout {value.layout}")
+    here = value.detach().cpu().resolve_conj().resolve_neg()
+    array = (here.float() if dtype == "bfloat16" else here).numpy()
+    return _Value(
+        dtype, array, lambda new: torch.from_numpy(new).to(dtype=value.dtype, device=value.device)
+    )
+
+
+def _from_tensorflow(value: Any) -> _Value:
+    import tensorflow as tf
+
+    if not tf.executing_eagerly() or not hasattr(value, "numpy"):
+        raise TypeError(
+            "allreduce needs the values of a tensor, which has none inside a tf.function: call it "
+            "outside, on the function's result"
+        )
+    dtype = value.dtype.name
+    _require_defined(dtype, "max" if dtype == "bool" else "sum")
+    array = (tf.cast(value, tf.float32) if dtype == "bfloat16" else value).numpy()
+
+    def restore(new: NDArray[Any]) -> Any:
+        with tf.device(value.device):
+            return tf.cast(tf.constant(new), value.dtype)
+
+    return _Value(dtype, array, restore)

@@ -1,0 +1,400 @@
+"""Collectives on Python objects: what ranks send each other besides gradients.
+
+With one process every collective is the identity. Each call carries the name and the line of the
+user's own call, so that ranks that come to different calls raise an error which names both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvkit.communication import engines, point_to_point
+from hvkit.errors import HvkitError, RanksDisagreeError
+from hvkit.runtime import any_engine, rank, size
+from hvkit.watch import calls
+from hvkit.watch.calls import named
+from hvkit.watch.rank_errors import mark_as_shown_by
+from hvkit.watch.verdict import SAME_CALLS
+
+T = TypeVar("T")
+
+
+@named("hvkit.barrier")
+def barrier() -> None:
+    """Wait until every rank has called this.
+
+    Raises:
+        RanksDisagreeError: another rank makes another collective call.
+        RankLostError: another rank has ended, or waits in another call.
+    """
+    gather("barrier", None)
+
+
+@named("hvkit.broadcast")
+def broadcast(obj: T, root: int = 0) -> T:
+    """Return rank ``root``'s object on every rank.
+
+    Args:
+        obj: on rank ``root`` any object that pickles; ignored elsewhere.
+        root: the rank that sends.
+
+    Raises:
+        ValueError: there is no rank ``root``.
+        TypeError: the object does not pickle; on every rank.
+        RankLostError: another rank has ended, or waits in another call.
+    """
+    if not 0 <= root < size():
+        raise ValueError(f"root must be a rank from 0 to {size() - 1}, got {root}")
+    if size() == 1:
+        return obj
+    payload = _pickled((obj,)) if rank() == root else None
+    received: T
+    (received,) = _unpickled(engines.broadcast_message(any_engine(), payload, root), root)
+    return obj if rank() == root else received
+
+
+def broadcast_state(data: NDArray[np.uint8], root: int = 0) -> NDArray[np.uint8]:
+    """Fill ``data`` with rank ``root``'s bytes, for the start of training, and return it.
+
+    Args:
+        data: of shape (n,), with the same n on every rank.
+        root: the rank that sends.
+    """
+    return (
+        data
+        if size() == 1
+        else engines.broadcast_in_pieces(any_engine(), data, root, purpose="start")
+    )
+
+
+def broadcast_bytes(data: NDArray[np.uint8], root: int = 0) -> NDArray[np.uint8]:
+    """Return rank ``root``'s bytes on every rank; a collective.
+
+    Besides its result, which on rank ``root`` is ``data``, a rank holds one piece of it at a time.
+
+    Args:
+        data: on rank ``root``, of shape (n,); ignored elsewhere.
+        root: the rank that sends.
+    """
+    if size() == 1:
+        return data
+    length = broadcast(len(data), root)
+    whole = data if rank() == root else np.empty(length, np.uint8)
+    return engines.broadcast_in_pieces(any_engine(), whole, root)
+
+
+@named("hvkit.allgather")
+def allgather(obj: T) -> list[T]:
+    """Return the objects of all ranks, in rank order, on every rank.
+
+    Args:
+        obj: any object that pickles.
+
+    Raises:
+        RanksDisagreeError: another rank makes another collective call.
+        RankLostError: another rank has ended, or waits in another call.
+        TypeError: the object of a rank does not pickle; on every rank.
+    """
+    return gather("allgather", obj)
+
+
+def gather(call: str, obj: T) -> list[T]:
+    """``allgather`` inside hvkit, where the user called ``call``."""
+    if size() == 1:
+        return [obj]
+    with calls.call(call):
+        place = calls.current_call(), calls.line_of_script(), call
+        gathered = _gather_bytes(_pickled((*place, obj)))
+    # Free each message once it is read: together they may take gigabytes.
+    everyone: list[tuple[str, str, str, T]]
+    everyone = [_unpickled(gathered.pop(0), source) for source in range(size())]
+    first, first_line, first_point, _ = everyone[0]
+    for other, (theirs, line, point, _) in enumerate(everyone):
+        text = ""
+        if theirs != first:
+            text = f"rank {other} calls {theirs} ({line}) while rank 0 calls {first} ({first_line})"
+        elif point != first_point:
+            text = (
+                f"rank {other} is at another point of {first} ({line}) than rank 0 ({first_line})"
+            )
+        if text:
+            error = RanksDisagreeError(
+                f"{text}: {SAME_CALLS}, also where only rank 0 prints or saves"
+            )
+            raise mark_as_shown_by(error, 0)
+    return [each for *_, each in everyone]
+
+
+def collect(call: str, obj: T) -> Iterator[T]:
+    """Yield the objects of all ranks, in rank order, on rank 0; nothing on the others.
+
+    A collective, which every rank must exhaust. Ranks send one after the other, in pieces. So a
+    rank holds its own object and its pickle, and rank 0 also one other at a time, if the caller
+    drops each. MPI carries them; where it does not run, broadcasts do.
+
+    Args:
+        call: the user's call.
+        obj: any object that pickles.
+
+    Raises:
+        HvkitError: rank 0 could not hold or read an object; on every rank, at the end.
+        RanksDisagreeError: another rank makes another collective call.
+    """
+    if rank() == 0:
+        yield obj
+    if size() == 1:
+        return
+    mine = pickle.dumps(obj) if rank() else b""
+    everyone = gather(call, (len(mine), point_to_point.can_send(any_engine())))
+    by_mpi = _opened(can_send for _, can_send in everyone)
+    problem = ""
+    for source, (length, _) in enumerate(everyone[1:], start=1):
+        broadcast(None)  # rank 0 is ready: nobody waits inside MPI, which keeps a core busy
+        message = _Message(mine, length, source, 0, by_mpi)
+        if rank() == 0:
+            try:
+                theirs: T = message.received()
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error} ({length} bytes of rank {source})"
+            else:
+                yield theirs
+                del theirs
+        message.finish()
+    if problem := broadcast(problem):
+        raise HvkitError(f"rank 0 cannot collect the objects of all ranks: {problem}")
+
+
+def scatter(call: str, make: Callable[[int], T]) -> T:
+    """This rank's object, which rank 0 makes; a collective.
+
+    They travel as in ``collect``, one after the other.
+
+    Args:
+        call: the user's call.
+        make: called on rank 0 with each rank; returns an object that pickles.
+
+    Raises:
+        Exception: what ``make`` raises, on every rank, as in ``share``.
+        HvkitError: a rank could not hold or read its object; on every rank.
+    """
+    if size() == 1:
+        return make(0)
+    by_mpi = _opened(gather(call, point_to_point.can_send(any_engine())))
+    own: Any = None
+    problem: Exception | None = None
+    for target in range(size()):
+        data = b""
+        if rank() == 0 and problem is None:
+            try:
+                obj = make(target)
+                if target == 0:
+                    own = obj
+                else:
+                    data = pickle.dumps(obj)
+                del obj
+            except Exception as error:  # any error: the other ranks must not wait for this one
+                problem = error
+        length = broadcast(len(data))
+        message = _Message(data, length, 0, target, by_mpi)
+        if rank() == target != 0 and length:
+            try:
+                own = message.received()
+            except Exception as error:
+                problem = HvkitError(f"{type(error).__name__}: {error} ({length} bytes of rank 0)")
+        message.finish()
+    raise_together(problem, call)
+    return cast(T, own)
+
+
+# Exceptions that every rank raises with their own type. Others become HvkitError elsewhere.
+_KEPT = (TypeError, ValueError, RanksDisagreeError)
+
+
+def share(call: str, problem: Exception | None, value: T) -> list[T]:
+    """The values of all ranks, in rank order, unless a rank has a problem; a collective.
+
+    Args:
+        call: the user's call.
+        problem: the error that this rank met, or None.
+        value: the value that the others need from this rank.
+
+    Raises:
+        Exception: the first rank's problem, on every rank. A TypeError, ValueError,
+            RanksDisagreeError or OSError keeps its type; any other becomes HvkitError.
+    """
+    everyone = gather(call, (_portable(problem), value))
+    for source, (theirs, _) in enumerate(everyone):
+        if theirs is None:
+            continue
+        if problem is not None:
+            alike = str(theirs) == str(_portable(problem))
+            raise mark_as_shown_by(problem, source) if alike else problem
+        raise mark_as_shown_by(_on(source, theirs), source)
+    return [each for _, each in everyone]
+
+
+def raise_together(problem: Exception | None, call: str = "distribute") -> None:
+    """Raise on every rank if any rank has a problem; see ``share``."""
+    share(call, problem, None)
+
+
+def require_equal(what: str, facts: Sequence[str], fix: str, call: str = "distribute") -> None:
+    """Raise on every rank unless all ranks have the same list of facts; a collective.
+
+    Args:
+        what: the subject of the error message: ``"model"``.
+        facts: one line each, in an order that is the same on every rank.
+        fix: the advice at the end of the message.
+        call: the user's call.
+
+    Raises:
+        RanksDisagreeError: names the first fact that differs, and the ranks.
+    """
+    digest = hashlib.sha256("\n".join(facts).encode()).digest()
+    if len(set(gather(call, digest))) == 1:
+        return
+    everyone = gather(call, list(facts))
+    reference = everyone[0]
+    other = next(source for source, theirs in enumerate(everyone) if theirs != reference)
+    error = RanksDisagreeError(
+        f"the {what} of rank {other} differs from that of rank 0: "
+        f"{_first_difference(reference, everyone[other], other)}; {fix}"
+    )
+    raise mark_as_shown_by(error, 0)
+
+
+def _portable(problem: Exception | None) -> Exception | None:
+    """The problem as an exception that pickles and makes sense on another rank."""
+    if problem is None:
+        return None
+    if isinstance(problem, OSError):
+        return OSError(problem.errno, problem.strerror or str(problem), problem.filename)
+    kind = next((k for k in (*_KEPT[::-1], HvkitError) if isinstance(problem, k)), None)
+    return kind(str(problem)) if kind else HvkitError(f"{type(problem).__name__}: {problem}")
+
+
+def _on(source: int, problem: Exception) -> Exception:
+    # Only rank 0 writes files, so an error of the operating system needs no rank.
+    if isinstance(problem, OSError):
+        return problem
+    return type(problem)(f"on rank {source}: {problem}")
+
+
+def _first_difference(reference: list[str], theirs: list[str], other: int) -> str:
+    for ours, their in zip(reference, theirs, strict=False):
+        if ours != their:
+            return f"{their} on rank {other}, but {ours} on rank 0"
+    longer, owner = (theirs, other) if len(theirs) > len(reference) else (reference, 0)
+    first = longer[min(len(theirs), len(reference))]
+    return (
+        f"{len(theirs)} entries on rank {other}, {len(reference)} on rank 0; "
+        f"only rank {owner} has {first}"
+    )
+
+
+def _pickled(message: tuple[Any, ...]) -> bytes:
+    """The pickled message, or a pickled error text that every rank will raise."""
+    try:
+        return pickle.dumps(message)
+    except Exception as error:  # pickle raises several kinds, and objects any of their own
+        return pickle.dumps(f"{type(error).__name__}: {error}")
+
+
+def _unpickled(data: Any, source: int) -> Any:
+    """The message of rank ``source``.
+
+    Raises:
+        TypeError: it did not pickle there.
+    """
+    message = pickle.loads(data)
+    if isinstance(message, str):
+        raise TypeError(f"the object that rank {source} passes does not pickle: {message}")
+    return message
+
+
+def _gather_bytes(payload: bytes) -> list[Any]:
+    """All ranks' bytes, in rank order, by allgathers of at most ``CHUNK`` bytes in all.
+
+    Returns:
+        uint8 arrays of shape (n,), with each rank's own n.
+    """
+    allgather, limit = any_engine().allgather, engines.CHUNK // size()
+    mine = np.frombuffer(len(payload).to_bytes(8, "little") + payload[: limit - 8], np.uint8)
+    gathered, start = allgather(mine), 0
+    everyone: list[Any] = []
+    for _ in range(size()):
+        length = int.from_bytes(gathered[start : start + 8].tobytes(), "little")
+        everyone.append(np.empty(length, np.uint8))
+        part = everyone[-1][: limit - 8]
+        part[:] = gathered[start + 8 : start + 8 + part.size]
+        start += 8 + part.size
+    # Most payloads fit into the first message. For the rest, every rank now has the lengths.
+    rest = np.frombuffer(payload, np.uint8)
+    for done in range(limit - 8, max(each.size for each in everyone), limit):
+        gathered, start = allgather(rest[done : done + limit]), 0
+        for each in everyone:
+            part = each[done : done + limit]
+            part[:] = gathered[start : start + part.size]
+            start += part.size
+    return everyone
+
+
+def _opened(can_send: Iterable[bool]) -> bool:
+    """Whether MPI carries messages between two ranks, by what all ranks say; a collective."""
+    by_mpi = all(can_send)
+    if by_mpi:
+        point_to_point.open_communicator()
+    return by_mpi
+
+
+class _Message:
+    """Bytes that travel from one rank to another, in pieces; a collective.
+
+    Args:
+        data: on the source.
+        length: of the data, on every rank.
+        source: the rank that sends.
+        target: the rank that receives, another one.
+        by_mpi: whether MPI carries it; if not, broadcasts to all ranks do.
+    """
+
+    def __init__(self, data: bytes, length: int, source: int, target: int, by_mpi: bool) -> None:
+        self._data = np.frombuffer(data, np.uint8)
+        self._length = length
+        self._source = source
+        self._target = target
+        self._by_mpi = by_mpi
+        self._left = iter(range(0, length if source != target else 0, engines.CHUNK))
+
+    def received(self) -> Any:
+        """The object that the target unpickles."""
+        received = np.empty(self._length, np.uint8)
+        for start in self._left:
+            piece = received[start : start + engines.CHUNK]
+            piece[:] = self._piece(start)
+        return pickle.loads(received.data)
+
+    def finish(self) -> None:
+        """Send or drop what is left; also after an error, since the other rank goes on."""
+        for start in self._left:
+            self._piece(start)
+
+    def _piece(self, start: int) -> Any:
+        stop = min(start + engines.CHUNK, self._length)
+        mine = rank() == self._source
+        if self._by_mpi and not mine and rank() != self._target:
+            return None
+        piece = self._data[start:stop] if mine else np.empty(stop - start, np.uint8)
+        if not self._by_mpi:
+            piece = any_engine().broadcast(piece, self._source)
+        elif mine:
+            point_to_point.send(piece, self._target)
+        else:
+            point_to_point.receive(piece, self._source)
+        return piece

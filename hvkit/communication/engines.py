@@ -1,0 +1,340 @@
+"""The one place that imports Horovod: its libraries for PyTorch and TensorFlow, behind one face.
+
+An engine starts one of the two and offers the collectives on NumPy arrays that the rest of hvkit
+needs. Adapters reach the library itself through ``Engine.hvd``.
+
+A Horovod built without GPU support takes only tensors on the CPU. ``HostMemory`` copies tensors
+there and back: training gives the same result but takes longer, because nothing overlaps with the
+backward pass.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from hvkit.communication.traffic import count, of_allgather, of_allreduce, of_alltoall
+from hvkit.errors import HorovodNotFoundError, LaunchError
+from hvkit.host.cpus import allowance, threads_of_rank
+from hvkit.host.freed_memory import keep_freed_memory
+from hvkit.host.gpus import gpu_of_rank
+from hvkit.log import logger
+from hvkit.watch.calls import waiting
+from hvkit.watch.rank_errors import translated
+
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import NDArray
+
+
+CHUNK = 1 << 28
+"""Bytes that one message holds at most: MPI counts elements in a C int."""
+
+PIECE = 1 << 25
+"""Bytes of a broadcast that travel at a time, and that a rank holds beside the whole."""
+
+
+class Engine(Protocol):
+    """A started Horovod library of one framework."""
+
+    hvd: ModuleType
+
+    def shut_down(self) -> None:
+        """End all waits in Horovod, on all ranks, with an error."""
+
+    def take_device(self, local_rank: int, local_size: int) -> None:
+        """Pin this process to its GPU, or to its share of the host's CPU threads."""
+
+    def broadcast(
+        self, array: NDArray[np.uint8], root: int, purpose: str = "objects"
+    ) -> NDArray[np.uint8]:
+        """Return rank ``root``'s bytes; every rank passes an array of the same length."""
+
+    def allreduce(self, array: NDArray[Any], op: str) -> NDArray[Any]:
+        """Reduce a flat array of the same length and dtype on every rank.
+
+        Args:
+            array: of int32, int64, float32 or float64.
+            op: ``"sum"``, ``"min"`` or ``"max"``.
+        """
+
+    def allgather(self, array: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Return all ranks' bytes, one after the other in rank order; lengths may differ."""
+
+
+class PyTorchEngine:
+    """Horovod's PyTorch library."""
+
+    def __init__(self) -> None:
+        self.hvd = _import_horovod("horovod.torch", "PyTorch")
+        self.hvd.init()
+
+    def shut_down(self) -> None:
+        # hvd.shutdown() would first forget the handles that other threads wait for.
+        self.hvd.mpi_ops._basics.shutdown()
+
+    def take_device(self, local_rank: int, local_size: int) -> None:
+        import torch
+
+        gpu = gpu_of_rank(local_rank, local_size, torch.cuda.device_count())
+        if gpu is not None:
+            torch.cuda.set_device(gpu)
+            if _reduces_in_host_memory(self.hvd):
+                self.hvd = HostMemory(self.hvd)
+            return
+        keep_freed_memory(os.environ)
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(_cpu_threads(local_size))
+
+    def broadcast(
+        self, array: NDArray[np.uint8], root: int, purpose: str = "objects"
+    ) -> NDArray[np.uint8]:
+        count(purpose, of_alltoall(array.nbytes, self.hvd.size()))
+        import torch
+
+        with torch.inference_mode(False), _meeting():
+            sent = torch.from_numpy(array.copy())
+            return _numpy(self.hvd.broadcast_(sent, root_rank=root, name="hvkit.broadcast"))
+
+    def allreduce(self, array: NDArray[Any], op: str) -> NDArray[Any]:
+        count("objects", of_allreduce(array.nbytes, self.hvd.size()))
+        import torch
+
+        how = getattr(self.hvd, op.capitalize())
+        with torch.inference_mode(False), _meeting():
+            sent = torch.from_numpy(array.copy())
+            return _numpy(self.hvd.allreduce_(sent, op=how, name="hvkit.allreduce"))
+
+    def allgather(self, array: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        count("objects", of_allgather(array.nbytes, self.hvd.size()))
+        import torch
+
+        with torch.inference_mode(False), _meeting():
+            sent = torch.from_numpy(array.copy())
+            return _numpy(self.hvd.allgather(sent, name="hvkit.allgather"))
+
+
+class TensorFlowEngine:
+    """Horovod's TensorFlow library."""
+
+    def __init__(self) -> None:
+        self.hvd = _import_horovod("horovod.tensorflow", "TensorFlow")
+        self.hvd.init()
+
+    def shut_down(self) -> None:
+        self.hvd.shutdown()
+
+    def take_device(self, local_rank: int, local_size: int) -> None:
+        import tensorflow as tf
+
+        gpus = tf.config.list_physical_devices("GPU")
+        gpu = gpu_of_rank(local_rank, local_size, len(gpus))
+        if gpu is None:
+            if "OMP_NUM_THREADS" not in os.environ and not _tensorflow_has_started():
+                tf.config.threading.set_intra_op_parallelism_threads(_cpu_threads(local_size))
+            return
+        try:
+            tf.config.set_visible_devices(gpus[gpu], "GPU")
+            tf.config.experimental.set_memory_growth(gpus[gpu], True)
+            # TensorFlow itself places an operation without a kernel for GPUs on the CPU.
+            _reduces_in_host_memory(self.hvd)
+        except RuntimeError as error:
+            raise LaunchError(
+                f"rank with local rank {local_rank} cannot be pinned to GPU {gpu} of {len(gpus)}: "
+                "TensorFlow already holds the GPUs; call hvkit.init() right after the imports"
+            ) from error
+
+    def broadcast(
+        self, array: NDArray[np.uint8], root: int, purpose: str = "objects"
+    ) -> NDArray[np.uint8]:
+        count(purpose, of_alltoall(array.nbytes, self.hvd.size()))
+        import tensorflow as tf
+
+        with _meeting(), tf.init_scope(), tf.device("CPU:0"):
+            return _numpy(self.hvd.broadcast(tf.constant(array), root, name="hvkit.broadcast"))
+
+    def allreduce(self, array: NDArray[Any], op: str) -> NDArray[Any]:
+        count("objects", of_allreduce(array.nbytes, self.hvd.size()))
+        import tensorflow as tf
+
+        how = getattr(self.hvd, op.capitalize())
+        with _meeting(), tf.init_scope(), tf.device("CPU:0"):
+            reduced = self.hvd.allreduce(tf.constant(array), op=how, name="hvkit.allreduce")
+            return _numpy(reduced).copy()
+
+    def allgather(self, array: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        count("objects", of_allgather(array.nbytes, self.hvd.size()))
+        import tensorflow as tf
+
+        with _meeting(), tf.init_scope(), tf.device("CPU:0"):
+            return _numpy(self.hvd.allgather(tf.constant(array), name="hvkit.allgather"))
+
+
+ENGINES: dict[str, type[PyTorchEngine] | type[TensorFlowEngine]] = {
+    "torch": PyTorchEngine,
+    "tensorflow": TensorFlowEngine,
+}
+
+
+def broadcast_in_pieces(
+    engine: Engine, data: NDArray[np.uint8], root: int, purpose: str = "objects"
+) -> NDArray[np.uint8]:
+    """Fill ``data`` with rank ``root``'s bytes on the other ranks, and return it.
+
+    Beside it a rank holds one piece at a time.
+
+    Args:
+        engine: the started Horovod.
+        data: of shape (n,), with the same n on every rank; not changed on rank ``root``.
+        root: the rank that sends.
+        purpose: as in ``hvkit.traffic``.
+    """
+    sends = engine.hvd.rank() == root
+    for start in range(0, data.size, PIECE):
+        piece = data[start : start + PIECE]
+        received = engine.broadcast(piece, root, purpose)
+        if not sends:
+            piece[:] = received
+    return data
+
+
+def broadcast_message(engine: Engine, message: bytes | None, root: int) -> bytes:
+    """Return rank ``root``'s message on every rank; the others pass None."""
+    header = np.array([len(message or b"")], np.int64).view(np.uint8)
+    length = int(broadcast_in_pieces(engine, header, root).view(np.int64)[0])
+    data = np.empty(length, np.uint8) if message is None else np.frombuffer(message, np.uint8)
+    return broadcast_in_pieces(engine, data, root).tobytes()
+
+
+@contextmanager
+def waiting_for_all_ranks() -> Iterator[None]:
+    """Wraps a collective of Horovod's, which returns when every rank has called it.
+
+    Raises:
+        RankLostError: another rank has ended, or waits in another call.
+        RanksDisagreeError: the ranks sent different shapes or dtypes.
+    """
+    with translated(), waiting():
+        yield
+
+
+before_meeting: list[Callable[[], None]] = []
+"""Called before an engine's collectives, for ranks that would wait for this one elsewhere.
+
+Every rank makes these collectives equally often, and leaves one only after all have entered it.
+"""
+
+
+@contextmanager
+def _meeting() -> Iterator[None]:
+    for function in before_meeting:
+        function()
+    with waiting_for_all_ranks():
+        yield
+
+
+def built_for() -> list[str]:
+    """The frameworks that the installed Horovod has a library for."""
+    horovod = importlib.util.find_spec("horovod")
+    places = horovod.submodule_search_locations or [] if horovod else []
+    return [name for name in ENGINES if any(list(Path(p, name).glob("mpi_lib*")) for p in places)]
+
+
+def _import_horovod(module: str, framework: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except (ImportError, OSError) as error:
+        raise HorovodNotFoundError(
+            f"several ranks were launched, but Horovod for {framework} cannot be loaded "
+            f"({type(error).__name__}: {error}). Build it for the installed {framework} with: "
+            "hvkit install-horovod"
+        ) from error
+
+
+def _reduces_in_host_memory(hvd: ModuleType) -> bool:
+    """Whether this Horovod is built without GPU support; rank 0 warns, since that costs time."""
+    if hvd.cuda_built() or hvd.rocm_built():
+        return False
+    if hvd.rank() == 0:
+        logger.warning(
+            "Horovod is built without GPU support and reduces gradients in the host's memory, "
+            "which takes longer; `hvkit install-horovod --gpu nccl` rebuilds it"
+        )
+    return True
+
+
+def _cpu_threads(local_size: int) -> int:
+    usable, host = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    return threads_of_rank(local_size, usable, host, allowance().cpus)
+
+
+def _tensorflow_has_started() -> bool:
+    from tensorflow.python.eager import context
+
+    return bool(context.context()._initialized)
+
+
+def _numpy(tensor: Any) -> NDArray[Any]:
+    array: NDArray[Any] = tensor.numpy()
+    return array
+
+
+# The collectives whose first argument is one tensor. A trailing underscore means in place.
+_AT_ONCE = ("allreduce", "allreduce_", "allgather", "broadcast", "broadcast_", "alltoall")
+_LATER = tuple(f"{name.rstrip('_')}_async{'_' * name.endswith('_')}" for name in _AT_ONCE)
+
+
+class HostMemory(ModuleType):
+    """Horovod's PyTorch binding, whose collectives also take tensors on GPUs.
+
+    Everything else is Horovod's own.
+
+    Args:
+        hvd: the binding, built without GPU support.
+    """
+
+    def __init__(self, hvd: ModuleType) -> None:
+        super().__init__(hvd.__name__, self.__doc__)
+        self._hvd = hvd
+        # By handle of a running collective: the function that copies its result to the GPU.
+        self._returns: dict[int, Callable[[Any], Any]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._hvd, name)
+        if name not in (*_AT_ONCE, *_LATER):
+            return function
+
+        def collective(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if tensor.device.type == "cpu":
+                return function(tensor, *args, **kwargs)
+            back = partial(_bring_back, tensor, in_place=name.endswith("_"))
+            given = function(tensor.detach().cpu(), *args, **kwargs)
+            if name in _AT_ONCE:
+                return back(given)
+            self._returns[given] = back
+            return given
+
+        return collective
+
+    def synchronize(self, handle: int) -> Any:
+        """Wait for a collective and return its result, on the device of its tensor."""
+        back = self._returns.pop(handle, None)
+        result = self._hvd.synchronize(handle)
+        return back(result) if back else result
+
+
+def _bring_back(tensor: torch.Tensor, result: Any, in_place: bool) -> Any:
+    if isinstance(result, tuple):  # from alltoall: the rows, and how many came from each rank
+        return _bring_back(tensor, result[0], in_place), result[1]
+    if in_place:
+        tensor.detach().copy_(result)
+        return tensor
+    return tensor.new_empty(result.shape, dtype=result.dtype).copy_(result)

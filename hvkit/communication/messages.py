@@ -1,0 +1,131 @@
+"""Messages whose arrival nobody announces: a rank sends, another looks whether something came.
+
+``point_to_point`` imports mpi4py. These messages have a communicator of their own. Nothing here
+waits inside MPI, which would keep a core busy: it looks, and sleeps in between.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvkit.communication import engines, point_to_point
+from hvkit.communication.collectives import raise_together
+from hvkit.communication.engines import waiting_for_all_ranks
+from hvkit.communication.traffic import count
+from hvkit.errors import LaunchError
+from hvkit.runtime import any_engine
+from hvkit.watch.rank_errors import translated
+
+# Between two looks: at first nothing, for answers that come at once; later a part of the time that
+# the wait has taken, so that it gets longer by no more than that part. In seconds.
+_LOOKS_WITHOUT_PAUSE = 30
+_SHORTEST_PAUSE = 5e-5
+_LONGEST_PAUSE = 5e-3
+_PART = 0.03
+
+
+class Found(NamedTuple):
+    """A message that has come, or its first piece."""
+
+    source: int
+    tag: int
+    bytes: int
+
+
+class Mailbox:
+    """This rank's messages; making it is a collective.
+
+    Messages from one rank to another with the same tag come in the order in which they were sent.
+    All raise ``RankLostError`` once MPI has ended, because another rank has.
+
+    Args:
+        user: what needs the messages, for the error.
+
+    Raises:
+        LaunchError: a rank cannot send messages; on every rank, with the fix.
+    """
+
+    def __init__(self, user: str) -> None:
+        obstacle = point_to_point.obstacle(any_engine())
+        problem = LaunchError(f"{user} needs messages by MPI: {obstacle}") if obstacle else None
+        raise_together(problem)
+        self._mpi = point_to_point.load_mpi()
+        with waiting_for_all_ranks():
+            self._communicator = self._mpi.COMM_WORLD.Dup()
+
+    def send(self, array: NDArray[Any], to: int, tag: int, purpose: str) -> None:
+        """Send an array, in pieces of at most ``engines.CHUNK`` bytes; wait until it has gone.
+
+        Args:
+            array: of shape (n,), contiguous.
+            to: the receiving rank.
+            tag: a number from 0.
+            purpose: as in ``hvkit.traffic``.
+        """
+        for piece in _pieces(array):
+            count(purpose, piece.nbytes)
+            self.require_mpi()
+            self._finish(self._communicator.Isend([piece, self._mpi.BYTE], dest=to, tag=tag))
+
+    def receive(self, into: NDArray[Any], source: int, tag: int) -> None:
+        """Wait for an array of this length from a rank."""
+        for piece in _pieces(into):
+            self.require_mpi()
+            self._finish(self._communicator.Irecv([piece, self._mpi.BYTE], source=source, tag=tag))
+
+    def look(self) -> Found | None:
+        """The next message that has come; None if there is none."""
+        self.require_mpi()
+        status = self._mpi.Status()
+        if not self._communicator.Iprobe(self._mpi.ANY_SOURCE, self._mpi.ANY_TAG, status):
+            return None
+        return Found(status.Get_source(), status.Get_tag(), status.Get_count(self._mpi.BYTE))
+
+    def wait(self) -> Found:
+        """Wait for the next message."""
+        for pause in pauses():
+            if (found := self.look()) is not None:
+                return found
+            time.sleep(pause)
+        raise AssertionError("pauses never end")
+
+    def require_mpi(self) -> None:
+        """Raise ``RankLostError`` if MPI has ended."""
+        # Horovod ends MPI on all ranks as soon as one has ended, from a thread of its own.
+        if self._mpi.Is_finalized():
+            with translated():
+                raise RuntimeError("Horovod has been shut down")
+
+    def close(self) -> None:
+        """Free the communicator; on every rank, when no message is on its way."""
+        if not self._mpi.Is_finalized():
+            self._communicator.Free()
+
+    def _finish(self, request: Any) -> None:
+        for pause in pauses():
+            if request.Test():
+                return
+            time.sleep(pause)
+            self.require_mpi()
+
+
+def pauses() -> Iterator[float]:
+    """Seconds to sleep between two looks, without end."""
+    since = time.monotonic()
+    for _ in range(_LOOKS_WITHOUT_PAUSE):
+        yield 0.0
+    while True:
+        waited = time.monotonic() - since
+        yield min(max(_PART * waited, _SHORTEST_PAUSE), _LONGEST_PAUSE)
+
+
+def _pieces(array: NDArray[Any]) -> list[NDArray[np.uint8]]:
+    """The bytes of an array; one piece if it is empty."""
+    whole = array.view(np.uint8)
+    starts = range(0, max(whole.size, 1), engines.CHUNK)
+    return [whole[start : start + engines.CHUNK] for start in starts]

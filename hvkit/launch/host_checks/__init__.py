@@ -1,0 +1,15 @@
+"""Whether hosts are ready for ranks.
+
+::
+
+    hvkit run
+    └── preflight          chooses the hosts with ranks and checks each of them:
+        ├── probe          a host's facts (python -m hvkit.launch.host_checks.probe on each)
+        └── routes         the networks between the hosts, from these facts
+
+    hvkit hosts --check
+    └── check              the problems of hosts, from two sources:
+        ├── host_reports   `hvkit doctor` on every host
+        └── reachability   every host connects to every other one
+                           (python -m hvkit.launch.host_checks.reachability on each)
+"""

@@ -1,0 +1,242 @@
+"""``hvkit hosts --check``: whether hosts are ready for ranks.
+
+``check`` collects the doctor's report of every host (``host_reports``), lets all hosts connect to
+each other (``reachability``), and finds the problems in the results. Each kind of problem has a
+plain function.
+"""
+
+import ipaddress
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from hvkit.launch.host_checks.host_reports import Examined, HostReport, collect_reports
+from hvkit.launch.host_checks.reachability import ANOTHER_ANSWERS, Met, Reach, meet
+from hvkit.launch.hosts import Host
+from hvkit.launch.ssh import remote_shell
+
+# A rank with a framework loaded takes some hundred MiB before it has any data.
+_MEMORY_OF_RANK = 512 * 2**20
+# Seconds. A clock that differs by less may be right: the program that prints it starts slowly.
+_CLOCK = 20.0
+# Horovod's version ends in a mark of its build, which may differ with the compiler.
+_BUILD_MARK = "+hvkit"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A problem that keeps ranks from running, or from running right.
+
+    Attributes:
+        hosts: names of the hosts with the problem.
+        text: the problem and the fix.
+    """
+
+    hosts: tuple[str, ...]
+    text: str
+
+    def __str__(self) -> str:
+        return f"{', '.join(self.hosts)}: {self.text}"
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The result of a check.
+
+    Attributes:
+        examined: the reports, in the order of the hosts.
+        interfaces: by host, the interface and address that it reached others from; without hosts
+            that reached none.
+        problems: the problems; empty if the hosts are ready.
+    """
+
+    examined: tuple[Examined, ...]
+    interfaces: dict[str, str]
+    problems: tuple[Problem, ...]
+
+
+def check(hosts: Sequence[Host], system: str | None = None) -> Checked:
+    """Check every host and the connections between every two of them, within minutes.
+
+    Args:
+        hosts: the hosts.
+        system: the batch system that allocated the hosts, as in ``Allocation``.
+    """
+    shell = remote_shell(system)
+    examined = collect_reports(hosts, shell)
+    running = [one.host for one in examined if one.facts is not None]
+    met = meet(running, shell) if len(running) > 1 else Met()
+    interfaces = {
+        reach.source: f"{reach.interface} {reach.own_address}"
+        for reach in reversed(met.reaches)
+        if reach.interface is not None
+    }
+    return Checked(tuple(examined), interfaces, tuple(problems(examined, met)))
+
+
+def problems(examined: Sequence[Examined], met: Met) -> list[Problem]:
+    """All problems; the same text for several hosts is one problem.
+
+    Args:
+        examined: the report of each host.
+        met: the attempts of the hosts to reach each other.
+    """
+    reports = {one.host.name: one.facts for one in examined if one.facts is not None}
+    hosts = [one.host for one in examined]
+    found = [
+        *(Problem((one.host.name,), one.problem) for one in examined if one.problem is not None),
+        *_localhost(hosts),
+        *_same_host(reports),
+        *_versions(reports),
+        *(p for host in hosts if host.name in reports for p in _room(host, reports[host.name])),
+        *_gpus(reports),
+        *_own_names(reports),
+        *_connections(met),
+        *_clocks(met.ahead),
+        *(Problem((name,), text) for name, one in reports.items() for text in one.problems),
+    ]
+    together: dict[str, list[str]] = {}
+    for problem in found:
+        names = together.setdefault(problem.text, [])
+        names.extend(name for name in problem.hosts if name not in names)
+    return [Problem(tuple(names), text) for text, names in together.items()]
+
+
+def counted(number: int, thing: str) -> str:
+    """``1 slot``, ``2 slots``."""
+    return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
+def _localhost(hosts: Sequence[Host]) -> Iterator[Problem]:
+    for host in hosts:
+        if len(hosts) > 1 and _is_localhost(host.name):
+            yield Problem(
+                (host.name,),
+                "means a different host on every host: use the name that the others reach it by",
+            )
+
+
+def _same_host(reports: Mapping[str, HostReport]) -> Iterator[Problem]:
+    seen: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for name, report in reports.items():
+        seen.setdefault((report.hostname, tuple(sorted(report.outward))), []).append(name)
+    for names in seen.values():
+        if len(names) > 1:
+            yield Problem(tuple(names), "are one host: name it once, with all its slots")
+
+
+def _versions(reports: Mapping[str, HostReport]) -> Iterator[Problem]:
+    packages = dict.fromkeys(name for report in reports.values() for name in report.versions)
+    for package in packages:
+        hosts: dict[str, list[str]] = {}
+        for name, report in reports.items():
+            hosts.setdefault(_version(package, report.versions.get(package)), []).append(name)
+        if len(hosts) > 1:
+            listed = "; ".join(f"{version} on {', '.join(at)}" for version, at in hosts.items())
+            yield Problem(
+                tuple(reports),
+                f"{package} differs ({listed}): install the same version on all hosts",
+            )
+
+
+def _version(package: str, version: str | None) -> str:
+    """The part of a version that must be the same on all hosts."""
+    if version is None:
+        return "none"
+    if package == "python":
+        return ".".join(version.split(".")[:2])
+    return version.partition(_BUILD_MARK)[0]
+
+
+def _room(host: Host, report: HostReport) -> Iterator[Problem]:
+    """More slots than cores, GPUs or memory."""
+    slots = host.slots or report.cores
+    if slots > report.cores:
+        yield Problem(
+            (host.name,),
+            f"{slots} slots but {counted(report.cores, 'core')}: ranks would share cores, use at "
+            f"most {counted(report.cores, 'slot')}",
+        )
+    if 0 < report.gpus < slots:
+        yield Problem(
+            (host.name,),
+            f"{slots} slots but {counted(report.gpus, 'GPU')}: each rank needs its own GPU, use at "
+            f"most {counted(report.gpus, 'slot')}",
+        )
+    if report.memory < slots * _MEMORY_OF_RANK:
+        yield Problem(
+            (host.name,),
+            f"{report.memory >> 20} MiB of free memory for {counted(slots, 'rank')}, but each "
+            f"takes at least {_MEMORY_OF_RANK >> 20} MiB: end other programs there or use fewer "
+            "slots",
+        )
+
+
+def _gpus(reports: Mapping[str, HostReport]) -> Iterator[Problem]:
+    without = tuple(name for name, report in reports.items() if report.gpus == 0)
+    if without and len(without) < len(reports):
+        yield Problem(
+            without,
+            "no GPU found there, but other hosts have some: run `nvidia-smi` there, or remove the "
+            "host",
+        )
+
+
+def _own_names(reports: Mapping[str, HostReport]) -> Iterator[Problem]:
+    if len(reports) < 2:
+        return
+    for name, report in reports.items():
+        if report.own_addresses and all(map(_is_loopback, report.own_addresses)):
+            yield Problem(
+                (name,),
+                f"its own name, {report.hostname}, resolves to {report.own_addresses[0]} there, "
+                "which no other host can reach: in its /etc/hosts map the name to its address in "
+                "the network",
+            )
+
+
+def _connections(met: Met) -> Iterator[Problem]:
+    """Hosts that cannot reach each other."""
+    for name in met.absent:
+        yield Problem(
+            (name,), "did not try to reach the others in time: is it overloaded? Check again"
+        )
+    for reach in met.reaches:
+        if reach.reached is None and not _is_localhost(reach.target):
+            yield Problem((reach.source,), f"cannot reach {reach.target}{_reason(reach)}")
+
+
+def _reason(reach: Reach) -> str:
+    if not reach.addresses:
+        return ": its name does not resolve there; add it to DNS or to /etc/hosts there"
+    tried = ", ".join(
+        f"{address} {why}" for address, why in zip(reach.addresses, reach.failures, strict=True)
+    )
+    if all(map(_is_loopback, reach.addresses)) or ANOTHER_ANSWERS in reach.failures:
+        return f": its name means another host there ({tried}); correct DNS or /etc/hosts there"
+    return (
+        f" ({tried}): is that its address, is there a route to it, and do firewalls allow all TCP "
+        "ports between the hosts? Ranks listen on arbitrary ports"
+    )
+
+
+def _clocks(ahead: Mapping[str, float]) -> Iterator[Problem]:
+    for name, seconds in ahead.items():
+        if abs(seconds) > _CLOCK:
+            direction = "ahead of" if seconds > 0 else "behind"
+            yield Problem(
+                (name,),
+                f"its clock is {abs(seconds):.0f} s {direction} this host's: set all clocks by NTP",
+            )
+
+
+def _is_localhost(name: str) -> bool:
+    """Whether a host's name means this host on every host."""
+    return name.lower().partition(".")[0] == "localhost" or _is_loopback(name)
+
+
+def _is_loopback(text: str) -> bool:
+    """Whether it is a loopback address; a name is not."""
+    try:
+        return ipaddress.ip_address(text).is_loopback
+    except ValueError:
+        return False

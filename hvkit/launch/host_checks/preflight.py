@@ -1,0 +1,250 @@
+"""Checks before ``hvkit run`` starts anything: choose the hosts, and see whether each is ready.
+
+``probe`` runs on every host that gets ranks. Its facts show whether hvkit and the working directory
+are there, and ``routes`` finds in them the networks between the hosts. All problems are reported at
+once. The thorough check is in ``check``.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hvkit.errors import LaunchError
+from hvkit.host.network import Interface, addresses_of, interfaces, is_local, within_host
+from hvkit.launch.allocation import HOSTFILE
+from hvkit.launch.host_checks.probe import Facts
+from hvkit.launch.host_checks.routes import joining, named, source_address, spanning
+from hvkit.launch.hosts import Host
+from hvkit.launch.ssh import remote_shell, run_on_hosts
+
+# Seconds for each host to answer.
+_ANSWER = 30.0
+# Seconds until the names of new pods resolve.
+_NAMES = 30.0
+
+
+@dataclass(frozen=True)
+class Site:
+    """The hosts of a job, ready for its ranks.
+
+    Attributes:
+        hosts: the hosts with ranks; ``slots`` is the number of ranks on each.
+        addresses: addresses of this host that the hosts reach it at.
+        joining: the interfaces for traffic between hosts: those that the user named, else the
+            interface of each host that the others reach it through; empty if unknown, or if the
+            job runs on this host only and the user named none.
+        daemon_networks: networks for connections between all of these hosts and this one.
+        crowded: whether a host has more ranks than logical CPUs.
+        here: whether all ranks run on this host.
+    """
+
+    hosts: tuple[Host, ...]
+    addresses: tuple[str, ...]
+    joining: tuple[Interface, ...]
+    daemon_networks: tuple[str, ...]
+    crowded: bool
+    here: bool
+
+
+def choose_hosts(
+    hosts: Sequence[Host],
+    size: int | None,
+    system: str | None = None,
+    names: Sequence[str] = (),
+) -> Site:
+    """Choose the hosts for the ranks, and check that each is ready.
+
+    Args:
+        hosts: the hosts that may get ranks; one without slots has a slot for each logical CPU.
+        size: the number of ranks; ``None`` for one in each slot.
+        system: the batch system that allocated the hosts, as in ``Allocation``.
+        names: interfaces or networks to use between hosts, instead of those found.
+
+    Raises:
+        LaunchError: there are too few slots; hosts cannot be reached, or lack hvkit or the working
+            directory (all of them in one error); one host has two names; no host has an interface
+            of ``names``.
+    """
+    hosts, facts = _with_ranks(hosts, size, system)
+    _refuse_same(facts)
+    crowded = any((host.slots or 0) > facts[host.name].cpus for host in hosts)
+    of_hosts = {name: found.interfaces for name, found in facts.items()}
+    by_user = named(names, of_hosts) if names else ()
+    others = [host.name for host in hosts if not is_local(host.name)]
+    if not others:
+        return Site(hosts, ("127.0.0.1",), by_user, _networks(by_user), crowded, here=True)
+    sources = _own_addresses(others)
+    reached_at = {
+        host.name: [str(address) for address in addresses_of(host.name)]
+        if host.name in others
+        else sources
+        for host in hosts
+    }
+    used = by_user or joining(of_hosts, reached_at)
+    daemon_networks = _daemon_networks(used, sources, list(of_hosts.values()), bool(by_user))
+    return Site(hosts, sources, used, daemon_networks, crowded, here=False)
+
+
+def placed(hosts: Sequence[Host], size: int | None) -> tuple[Host, ...]:
+    """The hosts that get ranks; ``slots`` becomes the number of ranks on each.
+
+    Ranks fill the slots of a host before the next host gets any, as with mpirun.
+
+    Args:
+        hosts: the hosts that may get ranks, each with slots.
+        size: the number of ranks; ``None`` for one in each slot.
+
+    Raises:
+        LaunchError: there are fewer slots than ranks.
+    """
+    slots = sum(host.slots or 0 for host in hosts)
+    left = slots if size is None else size
+    if left > slots:
+        listed = ", ".join(f"{host.name} {host.slots}" for host in hosts)
+        raise LaunchError(
+            f"-np {left} is more than the {slots} slots of the hosts ({listed}): start at most "
+            f"-np {slots}, or add slots"
+        )
+    chosen: list[Host] = []
+    for host in hosts:
+        ranks = min(host.slots or 0, left)
+        if ranks:
+            chosen.append(replace(host, slots=ranks))
+        left -= ranks
+    return tuple(chosen)
+
+
+def _with_ranks(
+    hosts: Sequence[Host], size: int | None, system: str | None
+) -> tuple[tuple[Host, ...], dict[str, Facts]]:
+    """The hosts that get ranks, and the facts about them."""
+    if all(host.slots is not None for host in hosts):
+        chosen = placed(hosts, size)
+        return chosen, _facts(chosen, system)
+    facts = _facts(hosts, system)
+    with_slots = [
+        host if host.slots is not None else replace(host, slots=facts[host.name].cpus)
+        for host in hosts
+    ]
+    chosen = placed(with_slots, size)
+    return chosen, {host.name: facts[host.name] for host in chosen}
+
+
+def _facts(hosts: Sequence[Host], system: str | None) -> dict[str, Facts]:
+    """The facts about each host, by name; one LaunchError for the problems of all hosts."""
+    if system == HOSTFILE:
+        _wait_for_names(hosts)
+    folder = _working_directory()
+    # -P: modules in the working directory must not shadow installed ones.
+    python = [sys.executable, "-P", "-m", "hvkit.launch.host_checks.probe", folder]
+    others = [host for host in hosts if not is_local(host.name)]
+    facts = {host.name: Facts.here(folder) for host in hosts if host not in others}
+    problems = []
+    for answer in run_on_hosts(others, python, _ANSWER, remote_shell(system)):
+        name = answer.host.name
+        if answer.problem is not None:
+            problems.append(f"{name}: {answer.problem}")
+        elif answer.status != 0:
+            last = (answer.stderr.strip().splitlines() or [f"exit status {answer.status}"])[-1]
+            problems.append(
+                f"{name}: {sys.executable} there cannot import this hvkit ({last}): install the "
+                "same environment in the same place on all hosts"
+            )
+        else:
+            try:
+                facts[name] = Facts.read(answer.stdout)
+            except (ValueError, TypeError) as error:
+                problems.append(f"{name}: {error}: install the same hvkit on all hosts")
+    problems += [
+        f"{name}: has no folder {folder}, the working directory: share it with all hosts, or start "
+        "in a folder that all hosts have"
+        for name, found in facts.items()
+        if not found.has_folder
+    ]
+    if problems:
+        raise LaunchError("nothing was started\n" + "\n".join(f"  {line}" for line in problems))
+    return {host.name: facts[host.name] for host in hosts}
+
+
+def _wait_for_names(hosts: Sequence[Host]) -> None:
+    """Wait for the names of pods, which resolve a moment after the pods are ready.
+
+    When the time is up, ssh reports the names that do not resolve.
+    """
+    deadline = time.monotonic() + _NAMES
+    while not all(addresses_of(host.name) for host in hosts) and time.monotonic() < deadline:
+        time.sleep(0.5)
+
+
+def _working_directory() -> str:
+    try:
+        return os.getcwd()
+    except OSError as error:
+        raise LaunchError(
+            f"the working directory, {os.environ.get('PWD', 'of this shell')}, was removed or is "
+            f"not accessible ({error.strerror}): `cd` to a folder that all hosts have"
+        ) from error
+
+
+def _refuse_same(facts: dict[str, Facts]) -> None:
+    """Reject two names of one host, which would get more ranks than it has slots."""
+    seen: dict[object, str] = {}
+    for name, found in facts.items():
+        same = seen.setdefault((found.hostname, found.interfaces), name)
+        if same != name:
+            raise LaunchError(
+                f"{same} and {name} are the same host, {found.hostname}: name it once, with all "
+                "its slots"
+            )
+
+
+def _own_addresses(others: Sequence[str]) -> tuple[str, ...]:
+    """Addresses of this host that the others reach it at.
+
+    If only ssh knows the names of the others, all addresses of this host are candidates.
+
+    Raises:
+        LaunchError: there is none.
+    """
+    sources = [source for name in others if (source := source_address(name)) is not None]
+    if not sources:
+        inside = within_host()
+        sources = [
+            one.address
+            for one in interfaces()
+            if not (one.loopback or one.link_local or one.name in inside)
+        ]
+    if not sources:
+        raise LaunchError(
+            "this host has no address that others could reach: connect it to their network"
+        )
+    return tuple(dict.fromkeys(sources))
+
+
+def _daemon_networks(
+    used: Sequence[Interface],
+    sources: Sequence[str],
+    of_hosts: Sequence[Sequence[Interface]],
+    by_user: bool,
+) -> tuple[str, ...]:
+    """Networks for connections between the hosts and this one, which may be in another network.
+
+    Args:
+        used: the interfaces between the hosts.
+        sources: the addresses of this host that they reach it at.
+        of_hosts: all interfaces of each host.
+        by_user: whether the user named the interfaces in ``used``.
+    """
+    here = interfaces()
+    networks = _networks(used)
+    if not used or (by_user and any(i.network in networks for i in here)):
+        return networks
+    # Open MPI's daemons are built without IPv6.
+    own = [i for i in here if i.address in sources and i.version == 4]
+    return spanning([*used, *own], [*of_hosts, here])
+
+
+def _networks(used: Sequence[Interface]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(interface.network for interface in used))

@@ -1,0 +1,85 @@
+"""PyTorch: ``hvkit.settled`` shows the agreed weights in the middle of a round."""
+
+import gc
+
+import numpy as np
+import pytest
+import torch
+from nets import alike, arrays, in_rounds, local, mlp, regression, sgd, train
+from ranks import error_of, largest_difference
+from torch.nn import functional as F
+
+import hvkit
+
+
+def test_weights_that_only_the_script_changes_are_no_agreement():
+    model, _ = in_rounds(hvkit.LocalSGD(4))
+    with torch.no_grad():
+        model[0].weight += hvkit.rank()
+
+    def settle():
+        with hvkit.settled(model):
+            pass
+
+    error, text = error_of(settle)
+    assert error is hvkit.RanksDisagreeError
+    assert "0.weight" in text
+
+
+def test_settled_holds_the_agreed_weights_and_leaves_no_trace():
+    data = local(regression(steps=8))
+    undisturbed, optimizer = in_rounds(hvkit.LocalSGD(5))
+    train(undisturbed, optimizer, data)
+
+    model, optimizer = in_rounds(hvkit.LocalSGD(5))
+    train(model, optimizer, data[:3])
+    own = arrays(model.parameters())
+    mean = [np.mean(each, axis=0) for each in zip(*hvkit.allgather(own), strict=True)]
+    with hvkit.settled(model):
+        assert alike(model)
+        assert largest_difference(arrays(model.parameters()), mean) < 1e-6
+        with hvkit.settled(model):
+            assert alike(model)
+        assert alike(model)
+    assert all(map(np.array_equal, arrays(model.parameters()), own))
+    train(model, optimizer, data[3:])
+    assert all(map(np.array_equal, arrays(model.parameters()), arrays(undisturbed.parameters())))
+
+
+@pytest.mark.parametrize("compression", ["none", "bf16", "int8", hvkit.TopK(0.5)])
+def test_settled_in_inference_mode(compression):
+    model, optimizer = in_rounds(hvkit.LocalSGD(4), compression=compression)
+    train(model, optimizer, local(regression(steps=6)))
+    with torch.inference_mode(), hvkit.settled(model):
+        assert alike(model)
+    train(model, optimizer, local(regression(steps=2)))
+    assert alike(model)
+
+
+def test_settled_is_for_any_model():
+    plain = mlp()
+    averaged, _ = hvkit.distribute(model := mlp(), sgd(model.parameters()))
+    before = arrays([*plain.parameters(), *averaged.parameters()])
+    with hvkit.settled(plain, averaged):
+        pass
+    assert all(map(np.array_equal, arrays([*plain.parameters(), *averaged.parameters()]), before))
+
+
+def test_settled_between_forward_and_backward():
+    model, optimizer = in_rounds(hvkit.LocalSGD(4))
+    data = local(regression(steps=2))
+    train(model, optimizer, data[:1])
+    loss = F.mse_loss(model(data[1][0]), data[1][1])
+    with hvkit.settled(model):
+        pass
+    loss.backward()
+
+
+def test_settled_after_the_optimizer_is_gone():
+    model, optimizer = in_rounds(hvkit.LocalSGD(4))
+    train(model, optimizer, local(regression(steps=2)))
+    del optimizer
+    gc.collect()
+    assert not alike(model)
+    with hvkit.settled(model):
+        assert alike(model)
