@@ -11,7 +11,8 @@ SCRIPT = """
 import json, sys
 import {framework}
 import hvkit
-from hvkit import collectives, point_to_point, runtime
+from hvkit import runtime
+from hvkit.communication import collectives, point_to_point
 everyone = list(collectives.collect("test", "x" * 100 * hvkit.rank()))
 engine = runtime.engine("{framework}")
 before = point_to_point.can_send(engine)
@@ -56,7 +57,7 @@ WITHOUT = """
 import sys
 sys.modules["mpi4py"] = None
 import torch, hvkit
-from hvkit import collectives
+from hvkit.communication import collectives
 assert list(collectives.collect("test", hvkit.rank())) == ([0, 1] if hvkit.rank() == 0 else [])
 assert list(collectives.collect("test", hvkit.rank())) == ([0, 1] if hvkit.rank() == 0 else [])
 """

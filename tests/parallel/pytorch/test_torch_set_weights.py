@@ -90,7 +90,7 @@ def test_weights_of_16_bits_that_nobody_sets_keep_their_anchor():
     train(model, optimizer, data)
     (keeper,) = keepers_of(model)
     assert not keeper._rebased
-    anchor = keeper._state[0]["anchor"]
+    anchor = keeper._state.anchor(0)
     assert not torch.equal(anchor, anchor.bfloat16().float())
 
 
