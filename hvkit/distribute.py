@@ -22,12 +22,12 @@ from hvkit.adapters.adapter import (
     record,
     record_of,
 )
+from hvkit.argument_checks import check_count, check_number
 from hvkit.communication.collectives import raise_together, require_equal
 from hvkit.compression import BY_NAME, Compression
 from hvkit.learning_rate import Multiplier, describe, make_multiplier
 from hvkit.log import logger
 from hvkit.main_rank import warn_once
-from hvkit.numbers import check_count, check_number
 from hvkit.strategies.parameter_server import ParameterServer
 from hvkit.strategies.strategy import Rounds, Strategy, strategies_in
 from hvkit.strategies.synchronous import Synchronous

@@ -7,10 +7,11 @@
     ├── pytorch/             averages gradients before loss.backward() returns
     └── keras/               averages gradients inside optimizer.apply
         both use
-        ├── gradient_chunks  how many messages carry the gradients, and compression
-        ├── agreed_view      hvkit.settled, for strategies whose ranks train alone
+        ├── gradient_chunks  how many messages carry gradients or weights
+        ├── settled          hvkit.settled, for strategies whose ranks train alone
         ├── weight_exchange  the weights on the parameter server, as one rank sees them
         │   └── weight_server    the server, a thread on rank 0
+        ├── parameter_shares which parts of the parameters each rank owns
         └── fingerprints     whether all ranks hold the same tensors
 
 Scaling and warm-up of the learning rate are computed in ``hvkit.learning_rate``; the adapters

@@ -32,7 +32,7 @@ from hvkit.adapters.weight_server import (
     Server,
 )
 from hvkit.communication import collectives, engines
-from hvkit.communication.messages import Mailbox
+from hvkit.communication.mailbox import Mailbox
 from hvkit.errors import RankLostError
 from hvkit.log import logger
 from hvkit.strategies.parameter_server import Array, ParameterServer

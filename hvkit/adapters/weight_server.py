@@ -1,6 +1,6 @@
 """The parameter server: a thread on rank 0 that holds the weights and answers the other ranks.
 
-``hvkit.strategies.parameter_server`` has the rule who may go on, ``weight_exchange`` sends the
+``hvkit.strategies.parameter_server`` has the rule for who may go on, ``weight_exchange`` sends the
 requests. A rank sends one at a time and waits for its answer; rank 0's own need no message. The tag
 of a message says what it is and for which model, so messages hold nothing but values.
 """
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvkit import runtime
-from hvkit.communication.messages import Mailbox, pauses
+from hvkit.communication.mailbox import Mailbox, pauses
 from hvkit.errors import RankLostError, ranks_text
 from hvkit.strategies.parameter_server import (
     Array,

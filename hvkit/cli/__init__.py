@@ -4,7 +4,7 @@
 
     main                    parses the command line, turns HvkitError into a line and status 1
     ├── run                 hvkit run               hvkit.launch.start
-    ├── hosts               hvkit hosts             hvkit.launch.host_checks.check and hostfile
+    ├── hosts               hvkit hosts             hvkit.launch.host_checks, hvkit.launch.hostfile
     ├── manifest            hvkit manifest ...      hvkit.manifest
     └── installation        hvkit doctor            hvkit.doctor
                             hvkit install-horovod   hvkit.build

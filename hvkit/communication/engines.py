@@ -1,4 +1,4 @@
-"""The one place that imports Horovod: its libraries for PyTorch and TensorFlow, behind one face.
+"""The one place that imports Horovod's collectives: for PyTorch and for TensorFlow.
 
 An engine starts one of the two and offers the collectives on NumPy arrays that the rest of hvkit
 needs. Adapters reach the library itself through ``Engine.hvd``.

@@ -10,9 +10,9 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from hvkit.argument_checks import check_count
 from hvkit.communication.exchanges import Mean, Place, Tensor
 from hvkit.compression.compression import Compression, Ops, Reduction, Shape, State
-from hvkit.numbers import check_count
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from hvkit.argument_checks import check_number
 from hvkit.communication.exchanges import Gather, Place, Tensor
 from hvkit.compression.compression import Compression, Ops, Reduction, Shape, State
-from hvkit.numbers import check_number
 
 
 @dataclass(frozen=True)

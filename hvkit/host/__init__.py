@@ -4,7 +4,7 @@
 
     launcher_variables   whether a launcher started this process, and as which rank
     rank_settings        the environment variables that a rank sets, with reasons
-    freed_memory         what the C library keeps of the memory that a rank frees
+    freed_memory         how much freed memory the C library keeps for a rank
     cpus                 cores, containers' limits, and a rank's share of them
     gpus                 what NVIDIA's driver reports, and which GPU a rank takes
     network              interfaces, and which names mean this host

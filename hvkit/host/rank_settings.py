@@ -36,7 +36,7 @@ def _wanted(environ: Mapping[str, str]) -> Iterator[RankSetting]:
         "Horovod's threads sleep while they wait, and leave their core to the framework",
     )
     yield RankSetting(
-        "HVKIT_RING_ALLREDUCE",
+        "HVKIT_OWN_COLLECTIVES",
         "1",
         "Horovod adds up large tensors in host memory by rings, which send the fewest bytes; 0 "
         "leaves them to MPI, for one that adds up in the network",

@@ -13,7 +13,7 @@
     ├── launchers        makes the command line, with an agent before each rank's command
     └── supervision/     runs that command line to its end and reports the first failure
         ├── supervisor   in this process: the TCP connections of all agents
-        └── agent        on each host, one a rank: runs the command and sends its output
+        └── agent        on each host, one per rank: runs the command and sends its output
 
 ``hvkit hosts --check`` starts no ranks: ``host_checks/check`` has the problems of hosts.
 

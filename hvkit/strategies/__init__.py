@@ -7,7 +7,7 @@
     centralized          the same through one rank
     sharded_optimizer    the same, with the optimizer's state divided among the ranks
     fully_shard          weights, gradients and state divided among the ranks
-    demo                 the mean of the momenta's strongest frequencies in every step
+    decoupled_momentum   the mean of the momenta's strongest frequencies in every step
     local_sgd            the mean of the weights, every so many steps
     diloco               the same, as a step of an outer optimizer
     elastic_averaging    weights and a common centre that pull at each other
@@ -17,12 +17,12 @@
 A strategy is a frozen dataclass. It holds the mathematics, on vectors that may be PyTorch's,
 TensorFlow's or NumPy's; ``weights/rounds.py`` of each adapter calls it at the right step, and
 checkpoints save its state. To add one that agrees on weights, write a subclass of ``Rounds`` in a
-file of its own, and import it below: that also makes it ``hvkit.NAME``, and a word of the recipes'
+file of its own, and import it below: that also makes it ``hvkit.NAME``, and a value of the recipes'
 ``--strategy``.
 """
 
 from hvkit.strategies.centralized import Centralized as Centralized
-from hvkit.strategies.demo import DeMo as DeMo
+from hvkit.strategies.decoupled_momentum import DeMo as DeMo
 from hvkit.strategies.diloco import DiLoCo as DiLoCo
 from hvkit.strategies.elastic_averaging import ElasticAveraging as ElasticAveraging
 from hvkit.strategies.fully_shard import FullyShard as FullyShard

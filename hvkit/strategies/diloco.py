@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hvkit.argument_checks import check_count, check_number
 from hvkit.communication.exchanges import Mean, Place
-from hvkit.numbers import check_count, check_number
 from hvkit.strategies.strategy import Agreement, Rounds, Settlement, State, Vector
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hvkit.argument_checks import check_number
 from hvkit.communication.exchanges import Mean, Place
 from hvkit.compression import Compression
-from hvkit.numbers import check_number
 from hvkit.strategies.strategy import Agreement, Rounds, Settlement, State, Vector
 
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from hvkit.argument_checks import check_count
 from hvkit.compression import Compression
-from hvkit.numbers import check_count
 from hvkit.strategies.strategy import Strategy
 
 Array = NDArray[Any]

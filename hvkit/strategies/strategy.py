@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar
 
+from hvkit.argument_checks import check_count
 from hvkit.communication.exchanges import Mean, Neighbours, Place
 from hvkit.compression import Compression
-from hvkit.numbers import check_count
 
 Vector = Any
 """All weights of one dtype in one vector, of PyTorch, TensorFlow or NumPy: it has ``+ - *``."""
@@ -115,7 +115,7 @@ class Rounds(Strategy, ABC):
     def agree(self, weights: Vector, state: State, place: Place) -> Agreement:
         """End a round; must not change its arguments.
 
-        A generator: it yields what it needs of the other ranks, and is sent the results. So the
+        A generator: it yields what it needs from the other ranks, and is sent the results. So the
         next round may begin meanwhile. It may be called for some of the weights at a time.
 
         Args:

@@ -1,4 +1,4 @@
-"""Finds ranks that are stuck waiting for each other, and names each with its line of the script.
+"""Finds ranks that wait for each other forever, and names the line of the script where each waits.
 
 A collective returns when all ranks have called it. If one rank makes another call, all of them wait
 forever, and neither Horovod nor MPI can name the lines of the script. So hvkit marks which of its

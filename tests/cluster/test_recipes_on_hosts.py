@@ -19,7 +19,7 @@ SAME_SUMS = {
     "OMP_NUM_THREADS": "1",
     "TF_NUM_INTRAOP_THREADS": "1",
     "TF_NUM_INTEROP_THREADS": "1",
-    "HVKIT_RING_ALLREDUCE": "0",
+    "HVKIT_OWN_COLLECTIVES": "0",
     "OMPI_MCA_coll": "^han",
     "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
     "OMPI_MCA_coll_tuned_allreduce_algorithm": "recursive_doubling",

@@ -56,7 +56,7 @@ keras_optimizer = keras.optimizers.SGD(0.1)
 
 STRATEGIES = (
     "centralized",
-    "demo",
+    "decoupled-momentum",
     "diloco",
     "elastic-averaging",
     "fully-shard",

@@ -4,7 +4,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from hvkit.build.edits.horovod_ring import RING
+from hvkit.build.edits.horovod_collectives import COLLECTIVES
 from hvkit.build.edits.horovod_waits import WAITS
 from hvkit.build.edits.source_edits import Edit
 from hvkit.build.toolchain import Toolchain
@@ -278,5 +278,5 @@ def create_distributed_optimizer(''',
         new="    _require_gradient_methods(keras.optimizers.Optimizer)\n    if legacy_opts:\n",
     ),
     *WAITS,
-    *RING,
+    *COLLECTIVES,
 )

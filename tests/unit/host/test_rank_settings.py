@@ -59,7 +59,7 @@ def test_ranks_wait_without_a_core(site: Path) -> None:
     [
         "OMPI_MCA_mpi_yield_when_idle",
         "HVKIT_BLOCKING_WAITS",
-        "HVKIT_RING_ALLREDUCE",
+        "HVKIT_OWN_COLLECTIVES",
         "OMPI_MCA_btl",
         "MALLOC_TRIM_THRESHOLD_",
     ],

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from hvkit.launch.host_checks import check as checks
-from hvkit.launch.host_checks.check import problems
+from hvkit.launch.host_checks import hosts_check as checks
 from hvkit.launch.host_checks.host_reports import Examined, HostReport
+from hvkit.launch.host_checks.hosts_check import problems
 from hvkit.launch.host_checks.reachability import Met, Reach
 from hvkit.launch.hosts import Host
 from hvkit.launch.ssh import SRUN, SSH

@@ -1,5 +1,7 @@
 """The mean over ranks of a list of gradients, in eager code and in ``tf.function`` graphs.
 
+``hvkit.adapters.keras.optimizers`` calls it inside ``optimizer.apply``.
+
 Before the gradients, the ranks exchange which of them they have: dense, row-sparse
 (``IndexedSlices``) or none. Eager code then fills in the gradients that this rank lacks. A graph
 cannot, because tracing has fixed which variables it updates; there, a difference between ranks is

@@ -3,7 +3,7 @@
 ::
 
     rounds                 ends rounds of strategies that agree on weights
-    ├── round_groups       counts an optimizer's updates, by the variables it updates
+    ├── update_counts      counts an optimizer's updates; decides when a round ends
     └── agreements         agreements, in the update or beside training
     parameter_server       exchanges weights with the server after each update
     weight_keeper          what both share: weights as vectors, agreed and each rank's own

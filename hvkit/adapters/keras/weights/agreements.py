@@ -1,4 +1,4 @@
-"""Carries out what strategies need of the other ranks, beside training if they allow it."""
+"""Carries out what strategies need from the other ranks, beside training if they allow it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvkit.adapters.agreed_view import arrive_before_exit
 from hvkit.adapters.keras.collectives.graph_collectives import CompressedMeans, GraphWait
 from hvkit.adapters.keras.collectives.wire import Wire
 from hvkit.adapters.keras.weights.weight_keeper import (
@@ -22,6 +21,7 @@ from hvkit.adapters.keras.weights.weight_keeper import (
     shaped,
     split,
 )
+from hvkit.adapters.settled import arrive_before_exit
 from hvkit.communication.engines import waiting_for_all_ranks
 from hvkit.communication.exchanges import Mean, Messages, Neighbours, by_rank, circle
 from hvkit.watch.calls import call

@@ -1,4 +1,4 @@
-"""Ends rounds of a strategy that agrees on weights: after so many updates of an optimizer.
+"""Ends rounds of a strategy that agrees on weights, when ``update_counts`` says so.
 
 The strategy sees all variables of one dtype as one vector. Its state is kept by variable, because
 several optimizers may update the same one, in turn. In a graph the agreement is a branch that most
@@ -22,11 +22,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvkit.adapters.agreed_view import require_equal_steps
 from hvkit.adapters.keras.checks import Checks
 from hvkit.adapters.keras.collectives.graph_collectives import CompressedMeans, GraphWait, nothing
 from hvkit.adapters.keras.weights.agreements import Network, RunningAgreements, States
-from hvkit.adapters.keras.weights.round_groups import Group, OptimizerRounds
+from hvkit.adapters.keras.weights.update_counts import Group, OptimizerRounds
 from hvkit.adapters.keras.weights.weight_keeper import (
     Array,
     WeightKeeper,
@@ -36,6 +35,7 @@ from hvkit.adapters.keras.weights.weight_keeper import (
     split,
     wide,
 )
+from hvkit.adapters.settled import require_equal_steps
 from hvkit.communication import collectives
 from hvkit.compression import Compression
 from hvkit.strategies.strategy import Rounds

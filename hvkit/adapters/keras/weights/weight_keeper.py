@@ -18,7 +18,6 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from hvkit.adapters.agreed_view import AgreedView
 from hvkit.adapters.fingerprints import first_unlike
 from hvkit.adapters.gradient_chunks import chunks
 from hvkit.adapters.keras.batch_norm import average_statistics
@@ -28,6 +27,7 @@ from hvkit.adapters.keras.collectives.wire import Wire
 from hvkit.adapters.keras.initial_state import tf_variable
 from hvkit.adapters.keras.optimizers import inner_optimizer
 from hvkit.adapters.keras.refusals import refuse_xla, remember_updated
+from hvkit.adapters.settled import AgreedView
 from hvkit.communication import collectives
 from hvkit.communication.engines import waiting_for_all_ranks
 from hvkit.errors import RanksDisagreeError

@@ -6,7 +6,7 @@
     ├── arrivals           hooks: which gradients are final, which buckets are full
     ├── bucket_layout      which gradients travel together
     ├── buckets            tensors that carry many gradients; sparse rows
-    ├── compressed_buckets those that travel compressed, and what that keeps
+    ├── compressed_buckets those that travel compressed, and what the compression keeps
     ├── averaged_steps     each step of an optimizer follows a reduction
     └── step_report        which gradients each rank has; steps and rates of the ranks
 """

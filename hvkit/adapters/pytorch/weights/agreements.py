@@ -1,4 +1,4 @@
-"""Carries out what strategies need of the other ranks, beside training if they allow it."""
+"""Carries out what strategies need from the other ranks, beside training if they allow it."""
 
 from __future__ import annotations
 

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hvkit.adapters.agreed_view import arrive_before_exit, require_equal_steps
 from hvkit.adapters.pytorch.batch_norm import RunningStatistics
 from hvkit.adapters.pytorch.checks import Checks
 from hvkit.adapters.pytorch.collectives.wire import Wire
@@ -36,6 +35,7 @@ from hvkit.adapters.pytorch.weights.weight_keeper import (
     parameters_of,
     write,
 )
+from hvkit.adapters.settled import arrive_before_exit, require_equal_steps
 from hvkit.communication import collectives
 from hvkit.compression import Compression
 from hvkit.errors import RanksDisagreeError

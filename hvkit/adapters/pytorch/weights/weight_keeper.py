@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hvkit.adapters.agreed_view import AgreedView
 from hvkit.adapters.pytorch.batch_norm import RunningStatistics
 from hvkit.adapters.pytorch.checks import Checks
 from hvkit.adapters.pytorch.collectives.wire import Wire
 from hvkit.adapters.pytorch.gradients.buckets import like, wire_dtype
 from hvkit.adapters.pytorch.optimizers import OutermostStep, around_scaled_steps
+from hvkit.adapters.settled import AgreedView
 
 
 class WeightKeeper(AgreedView):

@@ -1,4 +1,4 @@
-"""Counts the updates of an optimizer, by the variables that it updates together."""
+"""Counts the updates of an optimizer, by the variables that it updates together, to end rounds."""
 
 from __future__ import annotations
 
