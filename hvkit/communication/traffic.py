@@ -38,12 +38,12 @@ _in_graphs: list[tuple[str, Callable[[], Sent]]] = []
 def traffic() -> dict[str, Sent]:
     """What this rank has sent so far, by purpose.
 
-    ``"gradients"`` are averaged in every step, ``"weights"`` agreed on at the end of a round, or
-    exchanged with a parameter server. ``"batch norm"`` are statistics, ``"checks"`` fingerprints and
-    flags that show whether the ranks are alike; ``"start"`` is rank 0's state at the start, and ``"objects"`` are Python objects and
-    arrays: metrics, checkpoints, and what ``hvkit.allgather``, ``allreduce`` and ``broadcast``
-    send. The difference of two calls is what the steps between them have sent. Nothing is sent
-    with one process.
+    ``"gradients"`` are averaged in every step, ``"weights"`` agreed on at the end of a round or
+    exchanged with a parameter server. ``"batch norm"`` are statistics, ``"checks"`` fingerprints
+    and flags that show whether the ranks are alike. ``"start"`` is rank 0's state at the start.
+    ``"objects"`` are Python objects and arrays: metrics, checkpoints, and what
+    ``hvkit.allgather``, ``allreduce`` and ``broadcast`` send. The difference of two calls is what
+    the steps between them have sent. Nothing is sent with one process.
 
     Returns:
         By purpose: bytes and messages that this rank has sent.
