@@ -185,3 +185,61 @@ def test_a_large_sum_is_right_and_sends_little_wherever_ranks_are(rig, slots, ex
     for right, sent in results:
         assert right
         assert sent == pytest.approx(expected, rel=0.03)
+
+
+# Gathers and exchanges rows, as many as each rank likes, and none from some; prints whether each
+# result is right.
+ROWS = """
+import json, torch, hvkit
+from hvkit.adapters.pytorch.collectives.wire import Wire
+from hvkit.communication.exchanges import Messages
+
+hvkit.init("torch")
+wire, rank, size = Wire("weights"), hvkit.rank(), hvkit.size()
+
+
+def rows(sender, receiver, count):
+    return torch.arange(3 * count).reshape(-1, 3) + 7 * sender + 31 * receiver
+
+
+def right(counts):  # by rank, how many rows it sends to each
+    sent = torch.cat([rows(rank, to, count) for to, count in enumerate(counts[rank])])
+    messages = Messages(sent, counts[rank], [each[rank] for each in counts])
+    got = wire.wait(wire.start(messages, "exchange"))
+    expected = [rows(sender, rank, each[rank]) for sender, each in enumerate(counts)]
+    gathered = wire.gather(sent, "gather")
+    all_rows = [
+        rows(sender, to, n) for sender, each in enumerate(counts) for to, n in enumerate(each)
+    ]
+    return torch.equal(got, torch.cat(expected)) and torch.equal(gathered, torch.cat(all_rows))
+
+
+ranks = range(size)
+mixed = [[20_011 * ((3 * a + b) % 4) for b in ranks] for a in ranks]
+from_one = [[70_001 * (a == 0 and b != 0) for b in ranks] for a in ranks]
+few = [[1 for b in ranks] for a in ranks]
+print("\\n" + json.dumps([right(counts) for counts in (mixed, from_one, few)]), flush=True)
+"""
+DIFFERS = """
+import os
+
+if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+    os.environ["HVKIT_OWN_COLLECTIVES"] = "0"
+"""
+
+
+@pytest.mark.parametrize(
+    "prelude", cases(["", DIFFERS], name=lambda it: "differ" if it else "same")
+)
+@pytest.mark.parametrize("slots", cases([[2, 1], [1, 1, 1], [2, 2]], name=str))
+def test_rows_arrive_however_many_each_rank_sends(rig, slots, prelude):
+    nodes = [f"node{number}" for number in range(1, len(slots) + 1)]
+    placed = ",".join(f"{node}:{ranks}" for node, ranks in zip(nodes, slots, strict=True))
+    done = rig(nodes).host("node1").run(
+        [*HVKIT, "-np", str(sum(slots)), "-H", placed, sys.executable, "-c", prelude + ROWS],
+        env={"OMP_NUM_THREADS": "1"},
+        timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert results == [[True] * 3] * sum(slots)
