@@ -12,7 +12,11 @@ Wrong arguments raise the built-in ``TypeError`` and ``ValueError``. All other e
         └── BuildError             Horovod could not be built or installed
 """
 
+import signal
 from collections.abc import Sequence
+
+LEFT = 128 + signal.SIGTERM
+"""Exit status of a rank that has left after SIGTERM, once its checkpoint was saved."""
 
 
 class HvkitError(RuntimeError):

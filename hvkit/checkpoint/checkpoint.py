@@ -22,8 +22,11 @@ from hvkit.checkpoint.progress import (
 from hvkit.checkpoint.strategies import StrategyPart, parts_of_strategies, together
 from hvkit.communication import collectives
 from hvkit.communication.collectives import share
-from hvkit.errors import HvkitError
+from hvkit.errors import LEFT, HvkitError
+from hvkit.host.run_reports import report
+from hvkit.log import logger
 from hvkit.watch.calls import named
+from hvkit.watch.leaving import LEAVING
 
 if TYPE_CHECKING:
     import keras
@@ -100,6 +103,7 @@ class Checkpoint:
             raise ValueError(f"keep must be at least 1, or None to keep all, got {keep}")
         self.keep = keep
         self.parts = _parts_of(parts)
+        LEAVING.handle_sigterm()
         self._restored = Progress()
         self._epoch = 0
 
@@ -128,6 +132,7 @@ class Checkpoint:
             RanksDisagreeError: the ranks passed different epochs or steps, or their weights or
                 optimizer states are no longer equal.
             OSError: rank 0 could not write; the earlier checkpoints are still there.
+            SystemExit: with status 143, once the checkpoint is saved, if a rank got SIGTERM.
         """
         problem: Exception | None = None
         progress, own = Progress(), {}
@@ -146,7 +151,9 @@ class Checkpoint:
         except Exception as error:  # any error: the other ranks must not wait for this one
             problem = error
         # From here on no rank trains, so that what they count together stands still.
-        require_same_progress(share(_SAVE, problem, (progress.epoch, progress.step)))
+        mine_now = (progress.epoch, progress.step), LEAVING.requested
+        agreed, leaving = zip(*share(_SAVE, problem, mine_now), strict=True)
+        require_same_progress(agreed)
         for each in kept:
             each.keeper.arrive()
         parts = [*self.parts, *kept]
@@ -177,7 +184,47 @@ class Checkpoint:
             except HvkitError as error:  # on every rank
                 problem = problem or error
             share(_SAVE, problem, None)
+        if runtime.rank() == 0:
+            report(saved=progress.step)
+        if any(leaving):
+            logger.info("saved %s after SIGTERM: leaves", self.directory / name)
+            raise SystemExit(LEFT)
         return self.directory / name
+
+    @named("Checkpoint.end_step")
+    def end_step(
+        self,
+        *,
+        epoch: int,
+        step: int,
+        batches: int = 0,
+        extras: dict[str, Any] | None = None,
+        every: int | None = None,
+    ) -> Path | None:
+        """Save at the end of a step, if it is time. Every rank calls it at the end of each step.
+
+            for x, y in loader:
+                ...
+                optimizer.step()
+                checkpoint.end_step(epoch=epoch, step=(step := step + 1), every=500)
+
+        It is time after every so many steps, and after SIGTERM: as soon as one rank gets it (the
+        host is taken away), all ranks save at the end of the same step and leave.
+
+        Args:
+            epoch, step, batches, extras: as for ``save``.
+            every: steps from one save to the next; None to save only after SIGTERM.
+
+        Returns:
+            The checkpoint's folder if one was saved.
+
+        Raises:
+            SystemExit: with status 143, once the checkpoint is saved after SIGTERM.
+            TypeError, ValueError: ``every`` is no positive number of steps; else as ``save``.
+        """
+        if not LEAVING.due() and (every is None or step % _checked_every(every)):
+            return None
+        return self.save(epoch=epoch, step=step, batches=batches, extras=extras)
 
     def _end_epoch(self, epoch: int) -> None:
         if epoch > self._epoch:
@@ -256,6 +303,8 @@ class Checkpoint:
             folder=folder,
         )
         self._epoch = written.epoch
+        if runtime.rank() == 0:
+            report(saved=written.step)
         return self._restored
 
     def callback(self, every: str | int = "epoch") -> keras.callbacks.Callback:

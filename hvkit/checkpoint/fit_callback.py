@@ -12,6 +12,7 @@ from hvkit.adapters.keras.optimizers import inner_optimizer
 from hvkit.checkpoint.keras import OptimizerPart
 from hvkit.checkpoint.part import Part
 from hvkit.communication import collectives
+from hvkit.watch.leaving import LEAVING
 
 
 class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
@@ -71,12 +72,13 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._batches += self.model.steps_per_execution
         if self._train is None:
             self._trained += self.model.steps_per_execution
-        if self._every is None:
-            return
-        step = self._step()
-        # Not step % every: one call may be several steps (steps_per_execution).
-        if step // self._every > self._saved // self._every:
-            self._save(self._epoch, step, self._batches)
+        if LEAVING.due():
+            self._save(self._epoch, self._step(), self._batches)
+        elif self._every is not None:
+            step = self._step()
+            # Not step % every: one call may be several steps (steps_per_execution).
+            if step // self._every > self._saved // self._every:
+                self._save(self._epoch, step, self._batches)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._train_again()

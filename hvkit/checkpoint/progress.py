@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ class Progress:
     """The checkpoint's folder; None if there was no checkpoint."""
 
 
-def require_same_progress(everyone: list[tuple[int, int]]) -> None:
+def require_same_progress(everyone: Sequence[tuple[int, int]]) -> None:
     """Raise ``RanksDisagreeError`` unless all ranks pass the same epoch and step."""
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:

@@ -95,6 +95,21 @@ def add_watching(parser: argparse.ArgumentParser) -> None:
         "rank fails. Ctrl-C sends SIGINT first and waits as long again. A further signal cuts the "
         f"wait short (default: {_GRACE:g})",
     )
+    parser.add_argument(
+        "--max-restarts",
+        type=whole,
+        default=0,
+        metavar="R",
+        help="start the ranks again after a failure, from the newest checkpoint, up to R times "
+        "in a row without a newer one (default: 0)",
+    )
+    parser.add_argument(
+        "--min-np",
+        type=positive,
+        metavar="M",
+        help="leave out hosts that are not ready, and go on with as few as M ranks "
+        "(default: all of them, on other hosts that have slots)",
+    )
     parser.add_argument("--prefix", action="store_true", help="begin lines with rank and host")
     parser.add_argument("--timestamps", action="store_true", help="begin lines with the time")
     parser.add_argument(
@@ -116,6 +131,10 @@ def watching(args: argparse.Namespace) -> tuple[str, ...]:
         words += ["--lost-after", f"{args.lost_after:.15g}"]
     if args.grace != _GRACE:
         words += ["--grace", f"{args.grace:.15g}"]
+    if args.max_restarts:
+        words += ["--max-restarts", str(args.max_restarts)]
+    if args.min_np is not None:
+        words += ["--min-np", str(args.min_np)]
     words += [f"--{name}" for name in ("prefix", "timestamps") if getattr(args, name)]
     if args.log_dir is not None:
         # One word: the folder's name may begin with a dash.
@@ -129,6 +148,13 @@ def positive(text: str) -> int:
     """A positive integer."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
+    return int(text)
+
+
+def whole(text: str) -> int:
+    """A whole number, from 0."""
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise argparse.ArgumentTypeError(f"must be a whole number, such as 0 or 3, got {text!r}")
     return int(text)
 
 

@@ -77,6 +77,8 @@ def _execute(args: argparse.Namespace) -> int:
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         args.refuse(COMMAND_MISSING)
+    if args.min_np is not None and args.np is not None and args.min_np > args.np:
+        args.refuse(f"--min-np {args.min_np} is more than -np {args.np}")
     hosts, allocation = hosts_of(args, refuse)
     if not hosts and args.np is None:
         args.refuse("-np is missing: give the number of ranks, or hosts with their slots")
@@ -93,6 +95,8 @@ def _execute(args: argparse.Namespace) -> int:
         grace=args.grace,
         style=Style(args.prefix, args.timestamps, args.log_dir, args.show),
         verbose=args.verbose,
+        max_restarts=args.max_restarts,
+        min_size=args.min_np,
     )
     if args.dry_run:
         print(shown(prepared(request, supervised=False)))

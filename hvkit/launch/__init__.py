@@ -10,6 +10,7 @@
     ├── launchers        finds mpirun or horovodrun
     ├── host_checks/     chooses the hosts with ranks and checks each of them (preflight)
     │   └── ssh          runs a command on all hosts, over ssh or Slurm's srun
+    ├── restarts         whether to start the ranks again after a failure, and when
     ├── launchers        makes the command line, with an agent before each rank's command
     └── supervision/     runs that command line to its end and reports the first failure
         ├── supervisor   in this process: the TCP connections of all agents

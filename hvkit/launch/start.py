@@ -8,6 +8,7 @@ launcher's command line, and supervises it to its end. ``prepared`` does all but
 import os
 import shlex
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -21,13 +22,17 @@ from hvkit.launch.allocation import SLURM
 from hvkit.launch.host_checks.preflight import choose_hosts
 from hvkit.launch.hosts import Host
 from hvkit.launch.launchers import Job, Launcher, find_launcher
+from hvkit.launch.restarts import Restarts
 from hvkit.launch.supervision.output import Style, make_room
 from hvkit.launch.supervision.protocol import KEY_VARIABLE, SUPERVISOR_VARIABLE
-from hvkit.launch.supervision.supervised_run import Run, supervise
+from hvkit.launch.supervision.supervised_run import Outcome, Run, supervise
 from hvkit.log import logger
 
 _AGENT = "hvkit.launch.supervision.agent"
 _SUPERVISION = (SUPERVISOR_VARIABLE, KEY_VARIABLE)
+# Seconds for each host to answer, and for one that may just have been lost.
+_ANSWER = 30.0
+_ANSWER_AGAIN = 5.0
 
 # Variables that a launcher needs itself and that may go along where it sends its whole environment.
 _SLURM = ("SLURM_", "SLURMD_", "OMPI_", "PRTE_", "PMIX_")
@@ -75,6 +80,8 @@ class Request:
             in seconds.
         style: how to show output.
         verbose: whether to print how ranks are started, and what they set.
+        max_restarts: how often to start the ranks again without progress between two failures.
+        min_size: the fewest ranks to go on with; ``None`` for all of them.
     """
 
     command: tuple[str, ...]
@@ -89,15 +96,60 @@ class Request:
     grace: float = 10.0
     style: Style = field(default_factory=Style)
     verbose: bool = False
+    max_restarts: int = 0
+    min_size: int | None = None
 
 
 def start(request: Request) -> int:
     """Start the ranks, supervise them to their end, and return the exit status.
 
+    Where the request allows restarts, ranks that failed are started again. Hosts that are not ready
+    are then left out, and are taken back at a restart at which they are.
+
     Raises:
         LaunchError: the request cannot be met; nothing was started.
     """
+    restarts = Restarts(request.max_restarts)
     run = prepared(request)
+    least = request.min_size or run.size
+    while True:
+        outcome = _supervised(request, run)
+        if not restarts.again(outcome):
+            if request.max_restarts and outcome.restartable:
+                logger.error("gives up after %s", restarts.budget)
+            return outcome.status
+        saved = "nothing saved" if outcome.saved is None else f"step {outcome.saved} saved"
+        logger.warning("%s; %s; %s", restarts.budget, saved, outcome.reason)
+        run = _prepared_again(request, run.size, least, restarts)
+
+
+def _prepared_again(request: Request, before: int, least: int, restarts: Restarts) -> Run:
+    """Prepare a restart, as soon as enough hosts are ready.
+
+    Args:
+        request: the request.
+        before: the number of ranks before.
+        least: the fewest ranks to go on with.
+        restarts: has the pauses, and how many tries there are.
+
+    Raises:
+        LaunchError: there were not enough in all tries.
+    """
+    while True:
+        time.sleep(restarts.pause)
+        try:
+            run = prepared(request, least=least)
+        except LaunchError as error:
+            if not restarts.not_started():
+                raise
+            logger.warning("%s: %s", restarts.budget, error)
+            continue
+        if run.size != before:
+            logger.warning("%d ranks now, %d before", run.size, before)
+        return run
+
+
+def _supervised(request: Request, run: Run) -> Outcome:
     if run.style.log_dir is not None:
         try:
             make_room(run.style.log_dir)
@@ -113,12 +165,13 @@ def start(request: Request) -> int:
     return supervise(run)
 
 
-def prepared(request: Request, *, supervised: bool = True) -> Run:
+def prepared(request: Request, *, supervised: bool = True, least: int | None = None) -> Run:
     """Find the launcher, check the hosts, and make the command line.
 
     Args:
         request: the request.
         supervised: whether the ranks connect to a supervisor; not if a user types the line.
+        least: the fewest ranks for a restart: a host that was ready before may be lost now.
 
     Raises:
         LaunchError: the request cannot be met.
@@ -128,7 +181,16 @@ def prepared(request: Request, *, supervised: bool = True) -> Run:
     if not request.hosts and request.size is None:
         raise LaunchError("the number of ranks is missing: add -np N, or name hosts with slots")
     hosts = request.hosts or (Host("localhost", slots=request.size),)
-    site = choose_hosts(hosts, request.size, request.system, request.interfaces)
+    site = choose_hosts(
+        hosts,
+        request.size,
+        request.system,
+        request.interfaces,
+        least=least or request.min_size,
+        patience=_ANSWER if least is None else _ANSWER_AGAIN,
+    )
+    for name, problem in site.left_out.items():
+        logger.warning("goes on without %s: %s", name, problem)
     interfaces = tuple(dict.fromkeys(interface.name for interface in site.joining))
     environ = _environment(request.variables, interfaces)
     if request.interfaces:

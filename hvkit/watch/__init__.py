@@ -8,6 +8,7 @@ calls each rank is in. When a wait has lasted some seconds, a thread of that ran
     calls          this rank's current call, whether it waits there, and its line of the script
     watcher        a thread on each rank: reports waits, and on rank 0 collects and judges them
     verdict        turns the reports of all ranks into a sentence, and decides whether the run ends
+    leaving        after SIGTERM: all ranks save at the end of the same step, and end
     channel        authenticated sockets between rank 0 and the others
     rank_errors    one traceback from the rank that failed, one line from each of the others
 
@@ -27,6 +28,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from hvkit.watch import calls, rank_errors
+from hvkit.watch.leaving import LEAVING
 from hvkit.watch.verdict import SAME_CALLS
 from hvkit.watch.watcher import Hub, Limits, Reporter
 
@@ -97,6 +99,7 @@ def start(
         watcher = reporter = Reporter(rank, limits, shut_down)
         reporter.start(pickle.loads(from_rank_0(None)))
     rank_errors.install(watcher)
+    LEAVING.several_ranks()
     # Registered after Horovod's own function, so it runs before: the others get the reason first.
     atexit.register(_end, watcher)
 

@@ -14,6 +14,7 @@ from typing import Any
 from hvkit.errors import LaunchError, ranks_text
 from hvkit.watch import calls, channel
 from hvkit.watch.calls import Status
+from hvkit.watch.leaving import LEAVING, Agreement
 from hvkit.watch.verdict import SAME_CALLS, SAME_STEPS, Verdict, decide
 
 # All in seconds.
@@ -128,6 +129,7 @@ class Watcher:
             return
         self._reason, self._shown_by, self._verdict = text, shown_by, verdict
         self._explained.set()
+        LEAVING.other_ended()
 
     def _status(self) -> Status:
         with self._reading_stacks:
@@ -176,7 +178,7 @@ class Reporter(Watcher):
         if hub is None:
             self._watch_alone(meeting.addresses)
             return
-        reported = -1.0
+        reported, told = -1.0, False
         while not self._stopped.is_set():
             try:
                 if hub.poll(_TICK):
@@ -184,6 +186,11 @@ class Reporter(Watcher):
             except (OSError, EOFError, ValueError):
                 self._learn_of_end(0, "died without reporting an error", shown_by=1)
                 return
+            if LEAVING.requested and not told:
+                told = True
+                if self._explained.is_set():
+                    LEAVING.other_ended()
+                _send(hub, {"leaving": True})
             now = self._status()
             began = time.monotonic() - now.seconds
             if now.waits and now.seconds >= _WORTH_REPORTING and began > reported + 0.1:
@@ -206,6 +213,10 @@ class Reporter(Watcher):
             self._must_end()
         elif "ended" in message:
             self._learn_of_end(message["rank"], message["ended"], message.get("shown_by", 1))
+        elif "hold" in message:
+            _send(hub, {"step": LEAVING.hold()})
+        elif "leave_at" in message:
+            LEAVING.leave_at(message["leave_at"])
         else:
             _send(hub, {"status": asdict(self._status())})
 
@@ -233,6 +244,8 @@ class Hub(Watcher):
         self._reported: set[tuple[str, int]] = set()
         self._next_look = 0.0
         self._over = threading.Event()
+        self._agreement = Agreement(size)
+        self._somebody_leaves = False
 
     def start(self) -> None:
         """Watch from now on."""
@@ -259,6 +272,7 @@ class Hub(Watcher):
         while not self._stopped.is_set():
             self._admit_new()
             self._read_messages()
+            self._agree_on_leaving()
             if not self._explained.is_set() or self._ended:
                 self._judge()
 
@@ -283,10 +297,30 @@ class Hub(Watcher):
                 continue
             if "ended" in message:
                 self._end_of(rank, message["ended"])
+            elif "leaving" in message:
+                self._somebody_leaves = True
+            elif "step" in message:
+                self._agreement.take(rank, message["step"])
             else:
                 self._statuses[rank] = Status(**message["status"])
                 self._answered[rank] = time.monotonic()
                 self._asked.pop(rank, None)
+
+    def _agree_on_leaving(self) -> None:
+        """If a rank got SIGTERM, choose the step at whose end all leave."""
+        if not self._agreement.begun and (self._somebody_leaves or LEAVING.requested):
+            if self._explained.is_set():
+                LEAVING.other_ended()
+            self._agreement.begin()
+            self._agreement.take(0, LEAVING.hold())
+            self._tell_all({"hold": True})
+        if self._agreement.settled:
+            LEAVING.leave_at(self._agreement.step)
+            self._tell_all({"leave_at": self._agreement.step})
+
+    def _tell_all(self, message: dict[str, Any]) -> None:
+        for peer in list(self._peers.values()):
+            _send(peer, message)
 
     def _end_of(self, rank: int, how: str) -> None:
         """A rank has ended; the first end is the reason why Horovod ends on all others."""
@@ -295,8 +329,7 @@ class Hub(Watcher):
         first = not self._ended
         self._learn_of_end(rank, how, shown_by=0)
         if first:
-            for peer in list(self._peers.values()):
-                _send(peer, {"ended": how, "rank": rank, "shown_by": 0})
+            self._tell_all({"ended": how, "rank": rank, "shown_by": 0})
 
     def _judge(self) -> None:
         """If a rank waits, collect all ranks' statuses, and act on the verdict."""
@@ -333,8 +366,7 @@ class Hub(Watcher):
             return
         os.write(2, f"hvkit: RankLostError: {verdict.text}\n".encode())
         self._printed = True
-        for peer in self._peers.values():
-            _send(peer, {"verdict": verdict.text, "shown_by": 0})
+        self._tell_all({"verdict": verdict.text, "shown_by": 0})
         self._explain(verdict.text, 0, verdict=True)
         self._must_end()
         self._stopped.wait(_TICK)  # so that the others read it before their waits end

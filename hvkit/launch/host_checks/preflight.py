@@ -8,8 +8,8 @@ once. The thorough check is in ``check``.
 import os
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from hvkit.errors import LaunchError
 from hvkit.host.network import Interface, addresses_of, interfaces, is_local, within_host
@@ -19,8 +19,6 @@ from hvkit.launch.host_checks.routes import joining, named, source_address, span
 from hvkit.launch.hosts import Host
 from hvkit.launch.ssh import remote_shell, run_on_hosts
 
-# Seconds for each host to answer.
-_ANSWER = 30.0
 # Seconds until the names of new pods resolve.
 _NAMES = 30.0
 
@@ -38,6 +36,7 @@ class Site:
         daemon_networks: networks for connections between all of these hosts and this one.
         crowded: whether a host has more ranks than logical CPUs.
         here: whether all ranks run on this host.
+        left_out: why hosts are not ready, by name, if the run goes on without them.
     """
 
     hosts: tuple[Host, ...]
@@ -46,6 +45,7 @@ class Site:
     daemon_networks: tuple[str, ...]
     crowded: bool
     here: bool
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
 
 def choose_hosts(
@@ -53,6 +53,8 @@ def choose_hosts(
     size: int | None,
     system: str | None = None,
     names: Sequence[str] = (),
+    least: int | None = None,
+    patience: float = 30.0,
 ) -> Site:
     """Choose the hosts for the ranks, and check that each is ready.
 
@@ -61,20 +63,28 @@ def choose_hosts(
         size: the number of ranks; ``None`` for one in each slot.
         system: the batch system that allocated the hosts, as in ``Allocation``.
         names: interfaces or networks to use between hosts, instead of those found.
+        least: the fewest ranks; hosts that are not ready are then left out. ``None`` if all hosts
+            with ranks must be ready.
+        patience: seconds for each host to answer.
 
     Raises:
         LaunchError: there are too few slots; hosts cannot be reached, or lack hvkit or the working
             directory (all of them in one error); one host has two names; no host has an interface
             of ``names``.
     """
-    hosts, facts = _with_ranks(hosts, size, system)
+    left_out: dict[str, str] = {}
+    if least is None:
+        hosts, facts = _with_ranks(hosts, size, system, patience)
+    else:
+        hosts, facts, left_out = _of_ready(hosts, size, system, least, patience)
     _refuse_same(facts)
     crowded = any((host.slots or 0) > facts[host.name].cpus for host in hosts)
     of_hosts = {name: found.interfaces for name, found in facts.items()}
     by_user = named(names, of_hosts) if names else ()
     others = [host.name for host in hosts if not is_local(host.name)]
     if not others:
-        return Site(hosts, ("127.0.0.1",), by_user, _networks(by_user), crowded, here=True)
+        networks = _networks(by_user)
+        return Site(hosts, ("127.0.0.1",), by_user, networks, crowded, True, left_out)
     sources = _own_addresses(others)
     reached_at = {
         host.name: [str(address) for address in addresses_of(host.name)]
@@ -84,7 +94,7 @@ def choose_hosts(
     }
     used = by_user or joining(of_hosts, reached_at)
     daemon_networks = _daemon_networks(used, sources, list(of_hosts.values()), bool(by_user))
-    return Site(hosts, sources, used, daemon_networks, crowded, here=False)
+    return Site(hosts, sources, used, daemon_networks, crowded, False, left_out)
 
 
 def placed(hosts: Sequence[Host], size: int | None) -> tuple[Host, ...]:
@@ -117,23 +127,51 @@ def placed(hosts: Sequence[Host], size: int | None) -> tuple[Host, ...]:
 
 
 def _with_ranks(
-    hosts: Sequence[Host], size: int | None, system: str | None
+    hosts: Sequence[Host], size: int | None, system: str | None, patience: float
 ) -> tuple[tuple[Host, ...], dict[str, Facts]]:
     """The hosts that get ranks, and the facts about them."""
-    if all(host.slots is not None for host in hosts):
-        chosen = placed(hosts, size)
-        return chosen, _facts(chosen, system)
-    facts = _facts(hosts, system)
-    with_slots = [
-        host if host.slots is not None else replace(host, slots=facts[host.name].cpus)
-        for host in hosts
-    ]
-    chosen = placed(with_slots, size)
+    with_slots = all(host.slots is not None for host in hosts)
+    chosen = placed(hosts, size) if with_slots else tuple(hosts)
+    facts, problems = _facts(chosen, system, patience)
+    if problems:
+        raise LaunchError("nothing was started\n" + _listed(problems))
+    if not with_slots:
+        chosen = placed(_with_slots(hosts, facts), size)
     return chosen, {host.name: facts[host.name] for host in chosen}
 
 
-def _facts(hosts: Sequence[Host], system: str | None) -> dict[str, Facts]:
-    """The facts about each host, by name; one LaunchError for the problems of all hosts."""
+def _of_ready(
+    hosts: Sequence[Host], size: int | None, system: str | None, least: int, patience: float
+) -> tuple[tuple[Host, ...], dict[str, Facts], dict[str, str]]:
+    """The same among the hosts that are ready; and why the others are not, by name."""
+    facts, problems = _facts(hosts, system, patience)
+    ready = _with_slots([host for host in hosts if host.name not in problems], facts)
+    slots = sum(host.slots or 0 for host in ready)
+    if slots < least:
+        raise LaunchError(
+            f"nothing was started: hosts that are ready have {slots} slots, but at least {least} "
+            f"ranks are needed (--min-np)\n{_listed(problems)}"
+        )
+    chosen = placed(ready, slots if size is None else min(size, slots))
+    return chosen, {host.name: facts[host.name] for host in chosen}, problems
+
+
+def _listed(problems: Mapping[str, str]) -> str:
+    return "\n".join(f"  {name}: {problem}" for name, problem in problems.items())
+
+
+def _with_slots(hosts: Sequence[Host], facts: Mapping[str, Facts]) -> list[Host]:
+    """The hosts; one without slots gets a slot for each logical CPU."""
+    return [
+        host if host.slots is not None else replace(host, slots=facts[host.name].cpus)
+        for host in hosts
+    ]
+
+
+def _facts(
+    hosts: Sequence[Host], system: str | None, patience: float
+) -> tuple[dict[str, Facts], dict[str, str]]:
+    """The facts about each host that is ready, and the problems of each other one, by name."""
     if system == HOSTFILE:
         _wait_for_names(hosts)
     folder = _working_directory()
@@ -141,31 +179,29 @@ def _facts(hosts: Sequence[Host], system: str | None) -> dict[str, Facts]:
     python = [sys.executable, "-P", "-m", "hvkit.launch.host_checks.probe", folder]
     others = [host for host in hosts if not is_local(host.name)]
     facts = {host.name: Facts.here(folder) for host in hosts if host not in others}
-    problems = []
-    for answer in run_on_hosts(others, python, _ANSWER, remote_shell(system)):
+    problems: dict[str, str] = {}
+    for answer in run_on_hosts(others, python, patience, remote_shell(system)):
         name = answer.host.name
         if answer.problem is not None:
-            problems.append(f"{name}: {answer.problem}")
+            problems[name] = answer.problem
         elif answer.status != 0:
             last = (answer.stderr.strip().splitlines() or [f"exit status {answer.status}"])[-1]
-            problems.append(
-                f"{name}: {sys.executable} there cannot import this hvkit ({last}): install the "
-                "same environment in the same place on all hosts"
+            problems[name] = (
+                f"{sys.executable} there cannot import this hvkit ({last}): install the same "
+                "environment in the same place on all hosts"
             )
         else:
             try:
                 facts[name] = Facts.read(answer.stdout)
             except (ValueError, TypeError) as error:
-                problems.append(f"{name}: {error}: install the same hvkit on all hosts")
-    problems += [
-        f"{name}: has no folder {folder}, the working directory: share it with all hosts, or start "
-        "in a folder that all hosts have"
-        for name, found in facts.items()
-        if not found.has_folder
-    ]
-    if problems:
-        raise LaunchError("nothing was started\n" + "\n".join(f"  {line}" for line in problems))
-    return {host.name: facts[host.name] for host in hosts}
+                problems[name] = f"{error}: install the same hvkit on all hosts"
+    for name, found in facts.items():
+        if not found.has_folder:
+            problems[name] = (
+                f"has no folder {folder}, the working directory: share it with all hosts, or start "
+                "in a folder that all hosts have"
+            )
+    return facts, problems
 
 
 def _wait_for_names(hosts: Sequence[Host]) -> None:

@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import IO, Any
 
-from hvkit.host import cpus
+from hvkit.host import cpus, run_reports
 from hvkit.host.launcher_variables import place
 from hvkit.launch.supervision.processes import (
     adopt_orphans,
@@ -39,6 +39,7 @@ from hvkit.launch.supervision.processes import (
     reap_adopted,
 )
 from hvkit.launch.supervision.protocol import (
+    CANNOT_RUN,
     KEY_VARIABLE,
     SUPERVISOR_VARIABLE,
     AgentSettings,
@@ -57,9 +58,6 @@ _READ = 1 << 14
 # Seconds between two looks at the processes around this one.
 _TICK = 0.2
 
-# The status that shells return for a command they cannot run.
-_CANNOT_RUN = 127
-
 # The guard passes these signals of a launcher on to the agent.
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -75,7 +73,7 @@ def main(command: Sequence[str]) -> int:
             os.execvp(command[0], list(command))
         except OSError as error:
             print(f"hvkit: cannot run {command[0]!r}: {error.strerror}", file=sys.stderr)
-            return _CANNOT_RUN
+            return CANNOT_RUN
     settings = AgentSettings.from_json(os.environ.pop(SUPERVISOR_VARIABLE))
     key = os.environ.pop(KEY_VARIABLE)
     guard = _fork_below_guard()
@@ -123,6 +121,7 @@ class _Agent:
         self.ended_at = time.monotonic()
         self.listener = threading.Thread(target=self.listen, daemon=True)
         self.child: subprocess.Popen[bytes] | None = None
+        self.reports = -1
 
     def run(self) -> int:
         adopt_orphans()
@@ -135,28 +134,36 @@ class _Agent:
         except OSError as error:
             self.listener.start()
             problem = f"cannot run {self.command[0]!r}: {error.strerror}"
-            self.report_end({"status": _CANNOT_RUN, "problem": problem})
-            return _CANNOT_RUN
+            self.report_end({"status": CANNOT_RUN, "problem": problem})
+            return CANNOT_RUN
         self.child = child
         self.listener.start()
+        reports = threading.Thread(target=self.pass_reports_on, daemon=True)
+        reports.start()
         assert child.stdout is not None
         assert child.stderr is not None
         streams = ((Kind.STDOUT, child.stdout), (Kind.STDERR, child.stderr))
         pumps = [threading.Thread(target=self.pump, args=stream, daemon=True) for stream in streams]
         for pump in pumps:
             pump.start()
-        return self.finish(child, self.wait(child), pumps)
+        return self.finish(child, self.wait(child), [*pumps, reports])
 
     def start_command(self) -> "subprocess.Popen[bytes]":
-        return subprocess.Popen(
-            self.command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            # MPICH's ranks reach their launcher through an inherited file descriptor.
-            close_fds=False,
-            env={"PYTHONUNBUFFERED": "1", **os.environ},
-            preexec_fn=ends_with_parent(signal.SIGKILL),
-        )
+        self.reports, reports = os.pipe()
+        os.set_inheritable(reports, True)
+        own = {run_reports.VARIABLE: run_reports.address_of(reports)}
+        try:
+            return subprocess.Popen(
+                self.command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                # MPICH's ranks reach their launcher through an inherited file descriptor.
+                close_fds=False,
+                env={"PYTHONUNBUFFERED": "1", **os.environ, **own},
+                preexec_fn=ends_with_parent(signal.SIGKILL),
+            )
+        finally:
+            os.close(reports)
 
     def wait(self, child: "subprocess.Popen[bytes]") -> bool:
         """Wait until the command ends or has to; return whether it ended by itself."""
@@ -215,6 +222,12 @@ class _Agent:
         """Send the command's output to the supervisor."""
         while data := os.read(stream.fileno(), _READ):
             self.connection.send_output(kind, data)
+
+    def pass_reports_on(self) -> None:
+        """Send the rank's reports to the supervisor."""
+        with open(self.reports, "rb") as lines:
+            for line in lines:
+                self.connection.send(Kind.REPORT, line.rstrip(b"\n"))
 
     def listen(self) -> None:
         """Carry out the supervisor's orders until the connection is lost."""

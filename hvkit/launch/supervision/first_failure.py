@@ -4,7 +4,7 @@ import signal
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from hvkit.errors import ranks_text
+from hvkit.errors import LEFT, ranks_text
 
 # Errors of a rank that has lost its partners: consequences of another failure.
 _CONSEQUENCES = (
@@ -55,6 +55,11 @@ class Failure:
         return self.status is None or -self.status in _VIOLENT
 
     @property
+    def left(self) -> bool:
+        """Whether it saved a checkpoint after SIGTERM, and left."""
+        return self.status == LEFT
+
+    @property
     def exit_status(self) -> int:
         """The exit status as a shell returns it: 128 and the number of a signal."""
         if self.status is None:
@@ -68,6 +73,8 @@ class Failure:
             return f"{who}: {self.problem}"
         if self.status is None:
             return f"{who} vanished: it and its watcher died without an exit status"
+        if self.left:
+            return f"{who} saved a checkpoint after SIGTERM, and left"
         if self.status < 0:
             return f"{who} was killed by signal {-self.status} ({_name(-self.status)})"
         return f"{who} ended with exit status {self.status}"

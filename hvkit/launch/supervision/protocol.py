@@ -29,6 +29,9 @@ KEY_VARIABLE = "HVKIT_RUN_KEY"
 SUPERVISOR_VARIABLE = "HVKIT_RUN"
 """Environment variable with the ``AgentSettings`` in JSON."""
 
+CANNOT_RUN = 127
+"""The status that shells and agents return for a command they cannot run."""
+
 _HEADER = struct.Struct("!BI")
 _NUMBER = struct.Struct("!I")
 HEADER_BYTES = _HEADER.size
@@ -48,7 +51,7 @@ _PROBES = 50
 
 
 class Kind(IntEnum):
-    """The kinds of frames. An agent sends the first five, the supervisor the others."""
+    """The kinds of frames. An agent sends the first six, the supervisor the others."""
 
     HELLO = 1
     """Rank and host, in JSON."""
@@ -60,13 +63,15 @@ class Kind(IntEnum):
     """Somebody other than the supervisor, the launcher for instance, is ending the command."""
     ENDED = 5
     """How the command ended, in JSON."""
-    TAKEN = 6
+    REPORT = 6
+    """What the rank reports, as ``hvkit.host.run_reports``: a line of JSON."""
+    TAKEN = 7
     """The number of bytes of output that the supervisor has taken since the last TAKEN."""
-    SIGNAL = 7
+    SIGNAL = 8
     """The number of a signal to send to the command."""
-    STOP = 8
+    STOP = 9
     """End the command within this number of milliseconds."""
-    INTERRUPT = 9
+    INTERRUPT = 10
     """Send the command the signal of Ctrl-C; a STOP follows if it does not end."""
 
 

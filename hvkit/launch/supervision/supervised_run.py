@@ -7,7 +7,7 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hvkit.launch.supervision.first_failure import first_failure, report
 from hvkit.launch.supervision.output import Style
@@ -17,7 +17,12 @@ from hvkit.launch.supervision.processes import (
     ends_with_parent,
     reap_adopted,
 )
-from hvkit.launch.supervision.protocol import KEY_VARIABLE, SUPERVISOR_VARIABLE, AgentSettings
+from hvkit.launch.supervision.protocol import (
+    CANNOT_RUN,
+    KEY_VARIABLE,
+    SUPERVISOR_VARIABLE,
+    AgentSettings,
+)
 from hvkit.launch.supervision.supervisor import Supervisor
 
 # All in seconds.
@@ -69,8 +74,28 @@ class Run:
     style: Style = field(default_factory=Style)
 
 
-def supervise(run: Run) -> int:
-    """Run it to its end; return the exit status of the rank that failed first, or 0.
+@dataclass(frozen=True)
+class Outcome:
+    """How a run has ended.
+
+    Attributes:
+        status: the exit status of the rank that failed first, or 0.
+        reason: what ended it, in one line; empty if all ranks ended well.
+        restartable: whether another try may end otherwise. Not after a signal to this process, nor
+            if a command does not exist or output cannot be written.
+        preempted: whether the ranks have left after SIGTERM, with a checkpoint.
+        saved: the step of the newest checkpoint; None if the run has saved or resumed none.
+    """
+
+    status: int
+    reason: str = ""
+    restartable: bool = False
+    preempted: bool = False
+    saved: int | None = None
+
+
+def supervise(run: Run) -> Outcome:
+    """Run it to its end.
 
     SIGINT, SIGTERM and SIGHUP end everything; the exit status is then 128 plus the signal's number.
     After SIGINT, ranks get SIGINT, SIGTERM and SIGKILL, each ``grace`` seconds after the one
@@ -92,7 +117,7 @@ class _Supervision:
         self.stopping = False
         self.supervisor = Supervisor(run.size, self.key, run.style, run.lost_after, self.failed.set)
 
-    async def supervise(self) -> int:
+    async def supervise(self) -> Outcome:
         only_address = self.run.addresses[0] if len(self.run.addresses) == 1 else None
         port = self.supervisor.listen(only_address)
         loop = asyncio.get_running_loop()
@@ -116,6 +141,10 @@ class _Supervision:
         if status is not None and status < 0 and not self.hurried:
             return self.blame_launcher(launcher.pid, -status)
         return self.conclude(status)
+
+    def ended(self, status: int, reason: str) -> Outcome:
+        """The outcome of a run that another try may bring to a better end."""
+        return Outcome(status, reason, restartable=True, saved=self.supervisor.saved)
 
     async def start(self, port: int) -> asyncio.subprocess.Process:
         run = self.run
@@ -207,37 +236,44 @@ class _Supervision:
         again.cancel()
         self.signalled_again.set()
 
-    def blame_launcher(self, launcher: int, number: int) -> int:
+    def blame_launcher(self, launcher: int, number: int) -> Outcome:
         """Report that the launcher was killed, from which all other failures follow."""
         name = signal.Signals(number).name
-        _print(f"hvkit run: {self.run.launcher} (process {launcher}) was killed by {name}")
-        return 128 + number
+        reason = f"{self.run.launcher} (process {launcher}) was killed by {name}"
+        _print(f"hvkit run: {reason}")
+        return self.ended(128 + number, reason)
 
-    def conclude(self, status: int | None) -> int:
-        """Report what went wrong, and return the exit status of the run.
+    def conclude(self, status: int | None) -> Outcome:
+        """Report what went wrong.
 
         Args:
             status: exit status of the launcher; ``None`` if it did not end by itself.
         """
         if self.ended_by is not None:
             _print(f"hvkit run: ended by {self.ended_by.name}")
-            return 128 + self.ended_by
+            return Outcome(128 + self.ended_by)
         if (problem := self.supervisor.writer.problem) is not None:
-            return _report_write_error(problem)
+            return Outcome(_report_write_error(problem))
         failures = self.supervisor.failures
         if text := report(failures, self.supervisor.other_hosts):
             _print(text)
         if first := first_failure(failures):
-            return first.exit_status
+            outcome = self.ended(first.exit_status, first.describe())
+            cannot_run = first.problem is not None and first.status == CANNOT_RUN
+            return replace(outcome, restartable=not cannot_run, preempted=first.left)
+        if status is None and self.supervisor.all_ended.is_set():
+            return Outcome(0)
         if status is None:
-            return 0 if self.supervisor.all_ended.is_set() else 1
-        if status != 0:
-            started = self.supervisor.started
-            _print(
-                f"hvkit run: {self.run.launcher} ended with exit status {status}; "
-                f"{started} of {self.run.size} ranks had started"
-            )
-        return status
+            return self.ended(1, "the ranks ended without an exit status")
+        if status == 0:
+            return Outcome(0)
+        started = self.supervisor.started
+        reason = (
+            f"{self.run.launcher} ended with exit status {status}; "
+            f"{started} of {self.run.size} ranks had started"
+        )
+        _print(f"hvkit run: {reason}")
+        return self.ended(status, reason)
 
 
 async def _first(

@@ -14,6 +14,7 @@ from hvkit.launch.supervision import protocol
 from hvkit.launch.supervision.first_failure import Failure
 from hvkit.launch.supervision.output import RankOutput, Style, Writer, show
 from hvkit.launch.supervision.protocol import Kind, keep_alive, probe_interval, silent_for
+from hvkit.log import logger
 
 # Probes without an answer after which a host may be lost.
 _DOUBTFUL_PROBES = 2.5
@@ -47,6 +48,7 @@ class Supervisor:
         all_ended: set when the exit status of every rank is known.
         host_lost: whether a host was lost.
         failures: the failures so far, in the order in which they became known.
+        saved: the step of the newest checkpoint that the run has saved or resumed; None for none.
     """
 
     size: int
@@ -57,6 +59,7 @@ class Supervisor:
     all_ended: asyncio.Event = field(default_factory=asyncio.Event)
     host_lost: bool = False
     failures: list[Failure] = field(default_factory=list)
+    saved: int | None = None
     _ranks: dict[int, _Rank] = field(default_factory=dict)
     _connected: set[int] = field(default_factory=set)
     _all_gone: asyncio.Event = field(default_factory=asyncio.Event)
@@ -220,6 +223,8 @@ class Supervisor:
             if kind in (Kind.STDOUT, Kind.STDERR):
                 await self.writer.do(functools.partial(rank.output.write, kind, payload))
                 rank.send(Kind.TAKEN, protocol.HEADER_BYTES + len(payload))
+            elif kind is Kind.REPORT:
+                self._take_report(payload)
             elif kind is Kind.STOPPED:
                 rank.stopped = True
             elif kind is Kind.ENDED:
@@ -232,6 +237,16 @@ class Supervisor:
                     at = time.monotonic() - how.get("ago", 0.0)
                     self._fail(rank, how["status"], how.get("problem"), at=at)
                 return
+
+    def _take_report(self, line: bytes) -> None:
+        try:
+            values = json.loads(line)
+        except ValueError:  # the script has written to a pipe that is not its own
+            logger.warning("a rank's report is no JSON: %r", line[:80])
+            return
+        match values:
+            case {"saved": int(step)}:
+                self.saved = max(step, self.saved or 0)
 
     def _fail(
         self,

@@ -20,6 +20,7 @@ from hvkit.launch.launchers import Launcher
 from hvkit.launch.ssh import Answer
 from hvkit.launch.start import Request, prepared, shown
 from hvkit.launch.supervision.output import Style
+from hvkit.launch.supervision.supervised_run import Outcome
 
 NODES = (Host("node1", slots=2), Host("node2", slots=2))
 DOCKER = Interface("docker0", "172.17.0.1", "172.17.0.0/16")
@@ -284,7 +285,7 @@ def test_a_dry_run_shows_the_variables_that_hvkit_adds_and_no_others(hosts, monk
 
 @pytest.mark.parametrize("verbose", [True, False])
 def test_a_verbose_run_lists_what_ranks_set_with_reasons(hosts, monkeypatch, capsys, verbose):
-    monkeypatch.setattr(start, "supervise", lambda run: 0)
+    monkeypatch.setattr(start, "supervise", lambda run: Outcome(0))
     monkeypatch.setenv("HVKIT_BLOCKING_WAITS", "0")
     for name in ("OMPI_MCA_mpi_yield_when_idle", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)

@@ -39,7 +39,7 @@ launcher, size, *command = sys.argv[1:]
 command = [sys.executable, "-c", launcher, size, *agent, *command]
 run = Run(command, dict(os.environ), "The launcher",
           int(size), ("127.0.0.1",), None, float(os.environ.get("GRACE", 10)), bind=True)
-sys.exit(supervise(run))
+sys.exit(supervise(run).status)
 """
 
 

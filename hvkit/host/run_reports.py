@@ -1,0 +1,57 @@
+"""What a rank reports to ``hvkit run``: lines of JSON in a pipe that its agent reads.
+
+A rank that another launcher has started has no such pipe, and reports nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from typing import Any
+
+VARIABLE = "HVKIT_REPORTS"
+"""Environment variable with the pipe's file descriptor and inode: a process that a rank starts
+inherits the variable, but may have another file under that descriptor."""
+
+LONGEST = 4096
+"""Bytes of a line: writes of up to so many bytes do not mix (POSIX, PIPE_BUF on Linux)."""
+
+
+def address_of(descriptor: int) -> str:
+    """The value of the variable for a pipe."""
+    return f"{descriptor}:{os.fstat(descriptor).st_ino}"
+
+
+def report(**values: Any) -> None:
+    """Send values to ``hvkit run``, if that has started this rank.
+
+    Args:
+        values: those that ``hvkit.launch.supervision.supervisor`` reads, of types that JSON holds.
+
+    Raises:
+        ValueError: they are longer than ``LONGEST``.
+    """
+    descriptor = _pipe()
+    if descriptor is None:
+        return
+    line = json.dumps(values).encode() + b"\n"
+    if len(line) > LONGEST:
+        raise ValueError(f"a report of {len(line)} bytes; at most {LONGEST} are possible")
+    try:
+        os.write(descriptor, line)
+    except BrokenPipeError:  # the agent has gone, and ends this rank
+        return
+
+
+def _pipe() -> int | None:
+    """The descriptor of the pipe; None if there is none."""
+    descriptor, _, inode = os.environ.get(VARIABLE, "").partition(":")
+    if not (descriptor.isdecimal() and inode.isdecimal()):
+        return None
+    try:
+        found = os.fstat(int(descriptor))
+    except OSError:
+        return None
+    is_pipe = stat.S_ISFIFO(found.st_mode) and found.st_ino == int(inode)
+    return int(descriptor) if is_pipe else None

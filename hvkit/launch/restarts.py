@@ -1,0 +1,66 @@
+"""When ``hvkit run`` starts a run again, and after which pause; no input or output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hvkit.launch.supervision.supervised_run import Outcome
+
+# Seconds before a restart: of the first after progress, and of the longest.
+_FIRST_PAUSE = 1.0
+_LONGEST_PAUSE = 60.0
+
+
+@dataclass
+class Restarts:
+    """Decides after each end of the ranks whether to start them again.
+
+    A budget of restarts is for ends without progress between them: a newer checkpoint fills it up
+    again. So a run goes on for as long as it gets further, and a script that always fails stops
+    soon. Pauses grow in the same way.
+
+    Args:
+        most: how many ends in a row without progress are followed by a restart; 0 for none.
+
+    Attributes:
+        made: how many restarts there were.
+    """
+
+    most: int
+    made: int = 0
+    _without_progress: int = field(default=0, repr=False)
+    _newest: int = field(default=-1, repr=False)
+
+    def again(self, outcome: Outcome) -> bool:
+        """Whether to start the ranks again."""
+        if outcome.status == 0 or not outcome.restartable:
+            return False
+        if outcome.saved is not None and outcome.saved > self._newest:
+            self._newest = outcome.saved
+            self._without_progress = 0
+        if outcome.preempted:
+            self.made += 1
+            return self.most > 0
+        if self._without_progress >= self.most:
+            return False
+        self._without_progress += 1
+        self.made += 1
+        return True
+
+    def not_started(self) -> bool:
+        """Whether to try again after hosts that did not suffice."""
+        if self._without_progress >= self.most:
+            return False
+        self._without_progress += 1
+        return True
+
+    @property
+    def pause(self) -> float:
+        """Seconds to wait before the restart."""
+        doublings = max(self._without_progress - 1, 0)
+        return float(min(_FIRST_PAUSE * 2**doublings, _LONGEST_PAUSE))
+
+    @property
+    def budget(self) -> str:
+        """For messages: ``restart 5 (2 of 3 without progress)``."""
+        return f"restart {self.made} ({self._without_progress} of {self.most} without progress)"

@@ -1,0 +1,174 @@
+"""Leaving after SIGTERM: all ranks save at the end of the same step, and end.
+
+Batch systems and clouds send SIGTERM before they take a host away. The ranks of that host may be
+the only ones to get it, and no two get it in the same step. So they agree over the watcher's
+sockets, beside training: rank 0 has every rank hold at the end of its current step and name that
+step, and chooses the one after the last. Nobody can have passed that one; all go on to it. A step
+without SIGTERM costs a look at two fields.
+
+A rank that waits in a collective for a rank that has died ends at once: it will finish no step.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from types import FrameType
+
+# Seconds that a rank has to end by itself, with an error that names the reason, once another has
+# died.
+_FAILS = 2.0
+# Seconds to hold at the end of a step without an answer from rank 0.
+_AGREES = 20.0
+
+
+class Leaving:
+    """What this rank knows of the end that SIGTERM demands.
+
+    Attributes:
+        requested: whether this rank got SIGTERM.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._alone = True
+        self._holds = False
+        self._last: int | None = None
+        self._step = 0
+        self._changed = threading.Condition()
+
+    # Called by the script's thread.
+
+    def handle_sigterm(self) -> None:
+        """Handle SIGTERM from now on, unless the script does so itself; in the main thread only.
+
+        A second SIGTERM ends the process at once, as without this.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            return
+        signal.signal(signal.SIGTERM, _on_sigterm)
+        # Python's handlers wait while the main thread is inside C code. The descriptor does not.
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        if (other := signal.set_wakeup_fd(writer, warn_on_full_buffer=False)) != -1:
+            signal.set_wakeup_fd(other)
+        else:
+            threading.Thread(target=self._await_sigterm, args=(reader,), daemon=True).start()
+
+    def due(self) -> bool:
+        """Whether to save and leave at the end of this step; the same on all ranks.
+
+        Every rank calls this at the end of each step. Holds while the ranks agree on the step.
+        """
+        self._step += 1
+        if self.requested and self._alone:
+            return True
+        if not self._holds:
+            return False
+        with self._changed:
+            self._changed.wait_for(lambda: not self._holds or self._last is not None, _AGREES)
+            return self._last is not None and self._step >= self._last
+
+    # Called by the watcher's thread.
+
+    def hold(self) -> int:
+        """Hold at the end of the current step; return how many have ended."""
+        with self._changed:
+            self._holds = True
+            return self._step
+
+    def leave_at(self, step: int | None) -> None:
+        """Leave at the end of this step; None for no agreement: go on."""
+        with self._changed:
+            self._last = step
+            self._holds = step is not None
+            self._changed.notify_all()
+
+    def several_ranks(self) -> None:
+        """Agree with other ranks."""
+        self._alone = False
+
+    def other_ended(self) -> None:
+        """Another rank has ended: end soon if this one should leave, because no step will end."""
+        if self.requested:
+            timer = threading.Timer(_FAILS, os._exit, [1])
+            timer.daemon = True
+            timer.start()
+
+    def _await_sigterm(self, reader: int) -> None:
+        while numbers := os.read(reader, 64):
+            if signal.SIGTERM in numbers:
+                self.requested = True
+
+
+LEAVING = Leaving()
+"""Of this process."""
+
+_process = os.getpid()
+
+
+def _on_sigterm(number: int, _: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    if os.getpid() != _process:
+        os.kill(os.getpid(), number)
+        return
+    LEAVING.requested = True
+    os.write(2, b"hvkit: SIGTERM: leaves as soon as all ranks have saved a checkpoint\n")
+
+
+def _became_child() -> None:
+    """Workers of a data loader end at SIGTERM."""
+    if signal.getsignal(signal.SIGTERM) is _on_sigterm:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_became_child)
+
+
+class Agreement:
+    """Rank 0's part: collects the ranks' steps, and chooses the one to leave at.
+
+    Args:
+        size: the number of ranks.
+    """
+
+    PATIENCE = 5.0
+    """Seconds for all ranks to answer."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._steps: dict[int, int] = {}
+        self._began: float | None = None
+        self._ended = False
+
+    @property
+    def begun(self) -> bool:
+        """Whether ranks are asked for their steps, or have been."""
+        return self._began is not None
+
+    def begin(self) -> None:
+        """Ask for the steps from now on."""
+        self._began = time.monotonic()
+
+    def take(self, rank: int, step: int) -> None:
+        """Take a rank's answer."""
+        self._steps[rank] = step
+
+    @property
+    def settled(self) -> bool:
+        """Whether the result is known, for the first time."""
+        if self._began is None or self._ended:
+            return False
+        over = time.monotonic() - self._began > self.PATIENCE
+        self._ended = over or len(self._steps) == self._size
+        return self._ended
+
+    @property
+    def step(self) -> int | None:
+        """The step to leave at; None if a rank has not answered."""
+        return max(self._steps.values()) + 1 if len(self._steps) == self._size else None

@@ -1,0 +1,156 @@
+"""``hvkit run --max-restarts``: a run that fails goes on, and ends as if it had not failed."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from cases import cases
+
+# Trains 30 steps, saves every 5, and prints a digest of the weights at the end. At step 12 of the
+# first try, rank 1 suffers a fault.
+PYTORCH = """
+import hashlib, os, signal, sys, time
+from pathlib import Path
+import numpy as np, torch, hvkit
+
+folder, fault = Path(sys.argv[1]), sys.argv[2]
+torch.manual_seed(1)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 4))
+optimizer = torch.optim.Adam(model.parameters(), 0.01)
+strategy = eval("hvkit." + sys.argv[3])
+hvkit.distribute(model, optimizer, strategy=strategy)
+checkpoint = hvkit.Checkpoint(folder, model=model, optimizer=optimizer)
+start = checkpoint.restore().step
+batches = np.random.default_rng(hvkit.rank()).normal(size=(30, 6, 8)).astype(np.float32)
+for step, batch in enumerate(batches[start:], start + 1):
+    x = torch.from_numpy(batch)
+    optimizer.zero_grad()
+    torch.nn.functional.mse_loss(model(x), x[:, :4]).backward()
+    optimizer.step()
+    checkpoint.end_step(epoch=0, step=step, every=5)
+    if step == 12 and hvkit.rank() == 1 and not (folder / "over").exists():
+        (folder / "over").touch()
+        exec(fault)
+    if fault == "wait":
+        print("step", step, flush=True)
+        time.sleep(0.1)
+with hvkit.settled(model):
+    weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+if hvkit.rank() == 0:
+    print("result", start, hashlib.sha256(weights).hexdigest()[:8], flush=True)
+"""
+KERAS = """
+import hashlib, os, signal, sys, time
+from pathlib import Path
+import keras, numpy as np, hvkit
+
+folder, fault = Path(sys.argv[1]), sys.argv[2]
+keras.utils.set_random_seed(1)
+layers = [keras.layers.Dense(16), keras.layers.Dropout(0.2), keras.layers.Dense(4)]
+model = keras.Sequential([keras.Input((8,)), *layers])
+optimizer = keras.optimizers.Adam(0.01)
+strategy = eval("hvkit." + sys.argv[3])
+hvkit.distribute(model, optimizer, strategy=strategy)
+model.compile(optimizer, "mse")
+checkpoint = hvkit.Checkpoint(folder, model=model, optimizer=optimizer)
+start = checkpoint.restore()
+
+
+class Fault(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 11 and hvkit.rank() == 1 and not (folder / "over").exists():
+            (folder / "over").touch()
+            exec(fault)
+        if fault == "wait":
+            print("step", batch + 1, flush=True)
+            time.sleep(0.1)
+
+
+x = np.random.default_rng(hvkit.rank()).normal(size=(180, 8)).astype(np.float32)
+callbacks = [Fault(), checkpoint.callback(every=5)]
+model.fit(x, x[:, :4], batch_size=6, shuffle=False, verbose=0, callbacks=callbacks)
+if hvkit.rank() == 0:
+    weights = b"".join(w.numpy().tobytes() for w in model.weights)
+    print("result", start.step, hashlib.sha256(weights).hexdigest()[:8], flush=True)
+"""
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+RAISE = "raise ValueError('a fault')"
+LEAVE = "sys.exit(0)"
+TERMINATE = "os.kill(os.getpid(), signal.SIGTERM)"
+NONE = "pass"
+OPTIONS = ["--max-restarts", "1"]
+
+
+def words(script, folder, fault, strategy="Synchronous()", options=OPTIONS):
+    command = [sys.executable, "-m", "hvkit.cli", "run", "-np", "2", *options]
+    return [*command, sys.executable, "-c", script, str(folder), fault, strategy]
+
+
+def run(*args, **more):
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = subprocess.run(
+        words(*args, **more), capture_output=True, text=True, env=environment, timeout=200
+    )
+    results = [line for line in done.stdout.splitlines() if line.startswith("result ")]
+    return done.returncode, results, done.stderr
+
+
+CASES = [
+    (PYTORCH, KILL, "Synchronous()"),
+    (KERAS, TERMINATE, "Synchronous()"),
+    (PYTORCH, TERMINATE, "DiLoCo(4)"),
+    (PYTORCH, RAISE, "Synchronous()"),
+    (PYTORCH, LEAVE, "Synchronous()"),
+    (PYTORCH, KILL, "LocalSGD(3)"),
+    (KERAS, KILL, "Synchronous()"),
+    (KERAS, RAISE, "LocalSGD(3)"),
+]
+
+
+@pytest.mark.parametrize(("script", "fault", "strategy"), cases(CASES, 3))
+def test_a_run_that_fails_goes_on_as_if_nothing_had_happened(script, fault, strategy, tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    status, undisturbed, printed = run(script, tmp_path / "a", NONE, strategy)
+    assert status == 0, printed
+    status, result, printed = run(script, tmp_path / "b", fault, strategy)
+    assert status == 0, printed
+    # SIGTERM: at the end of the step in which it comes, or of one of the next.
+    resumed = int(result[0].split()[1])
+    assert resumed >= 12 if fault == TERMINATE else resumed == 10
+    assert result == [undisturbed[0].replace(" 0 ", f" {resumed} ", 1)]
+    assert printed.count("hvkit: restart 1 ") == 1
+
+
+def test_without_restarts_a_failure_ends_the_run(tmp_path):
+    status, result, printed = run(PYTORCH, tmp_path, RAISE, options=[])
+    assert status == 1, printed
+    assert result == []
+    assert "restart" not in printed
+
+
+def test_a_script_that_always_fails_stops_with_its_error(tmp_path):
+    status, _, printed = run("raise SystemExit(7)", tmp_path, NONE)
+    assert status == 7, printed
+    assert "gives up after restart 1 (1 of 1 without progress)" in printed
+
+
+@pytest.mark.parametrize("script", cases([PYTORCH, KERAS]), ids=["torch", "keras"])
+def test_a_run_that_gets_sigterm_saves_and_leaves(script, tmp_path):
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    process = subprocess.Popen(
+        words(script, tmp_path, "wait"), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, env=environment,
+    )  # fmt: skip
+    for line in process.stdout:
+        if line.startswith("step 7"):
+            break
+    process.send_signal(signal.SIGTERM)
+    _, printed = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, printed
+    assert "after SIGTERM: leaves" in printed  # not ended by force
+    saved = sorted(path.name for path in tmp_path.glob("step-*"))
+    assert int(saved[-1].removeprefix("step-")) >= 7
+    assert "restart" not in printed

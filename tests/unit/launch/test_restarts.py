@@ -1,0 +1,63 @@
+"""When a run that failed is started again."""
+
+from dataclasses import replace
+
+import pytest
+
+from hvkit.launch.restarts import Restarts
+from hvkit.launch.supervision.supervised_run import Outcome
+
+FAILED = Outcome(1, "rank 1 on node2 ended with exit status 1", restartable=True)
+
+
+def test_without_restarts_the_first_failure_ends_the_run():
+    assert not Restarts(0).again(FAILED)
+
+
+def test_a_script_that_always_fails_stops_soon():
+    restarts = Restarts(3)
+    assert [restarts.again(FAILED) for _ in range(5)] == [True, True, True, False, False]
+    assert restarts.made == 3
+
+
+def test_a_run_that_gets_further_goes_on():
+    restarts = Restarts(2)
+    assert all(restarts.again(replace(FAILED, saved=step)) for step in range(0, 100, 10))
+    assert restarts.again(replace(FAILED, saved=90))
+    assert not restarts.again(replace(FAILED, saved=90))
+
+
+def test_progress_counts_from_the_newest_checkpoint():
+    restarts = Restarts(1)
+    assert restarts.again(replace(FAILED, saved=50))
+    # Resumed from an older one, because the newest was damaged.
+    assert not restarts.again(replace(FAILED, saved=40))
+
+
+@pytest.mark.parametrize("status", [0, 143])
+def test_what_another_try_cannot_change_is_final(status):
+    assert not Restarts(3).again(Outcome(status))
+
+
+def test_leaving_after_sigterm_is_no_failure():
+    restarts = Restarts(1)
+    left = replace(FAILED, status=143, preempted=True)
+    assert all(restarts.again(left) for _ in range(10))
+    assert restarts.pause == 1
+    assert restarts.again(FAILED)
+    assert not restarts.again(FAILED)
+
+
+def test_pauses_grow_while_there_is_no_progress():
+    restarts = Restarts(20)
+    pauses = [restarts.again(FAILED) and restarts.pause for _ in range(8)]
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert restarts.again(replace(FAILED, saved=1))
+    assert restarts.pause == 1
+
+
+def test_hosts_that_do_not_come_back_use_up_the_budget():
+    restarts = Restarts(2)
+    assert restarts.again(FAILED)
+    assert restarts.not_started()
+    assert not restarts.not_started()
