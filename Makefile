@@ -2,6 +2,7 @@
 # make test       the same set-up, then lint, types and tests on two ranks
 # make test-all   further launchers, recipes and hosts, three ranks, without averaging, and docs
 # make docs       the documentation, into build/docs
+# make chaos      training runs that faults hit at random; FAULTS=30 SEED=1
 # make bench      hvkit's speed beside its peers; hours, with nothing else running
 #
 # PYTHON makes the virtual environment. HVKIT_GPU selects the build of Horovod: nccl, none, or auto
@@ -35,7 +36,7 @@ ALONE := tests/cluster/test_recipes_on_hosts.py tests/cluster/test_traffic.py
 
 PARTS := lint unit parallel launched recipes examples pages cluster
 
-.PHONY: run test test-all $(PARTS) more-ranks docs bench accuracy oldest image gpu-build nccl-operations setup \
+.PHONY: run test test-all $(PARTS) more-ranks docs chaos bench accuracy oldest image gpu-build nccl-operations setup \
 	machine clean-venv
 
 run: setup
@@ -91,6 +92,12 @@ pages: setup
 cluster: setup
 	python -m pytest $(HANGS) $(SIDE_BY_SIDE) tests/cluster $(ALONE:%=--ignore=%)
 	python -m pytest $(HANGS) $(ALONE)
+
+# Faults hit training runs on hosts of this machine: FAULTS of them, from a random SEED; as root.
+FAULTS ?= 30
+SEED ?= 1
+chaos: setup
+	python tests/cluster/chaos.py --faults $(FAULTS) --seed $(SEED)
 
 # The image, built without a daemon and tried on two hosts of this machine. As root, with buildah
 # and mmdebstrap; half an hour, and 15 GiB below build/image. Real MNIST is read from HVKIT_DATA_DIR.

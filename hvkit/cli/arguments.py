@@ -110,6 +110,13 @@ def add_watching(parser: argparse.ArgumentParser) -> None:
         help="leave out hosts that are not ready, and go on with as few as M ranks "
         "(default: all of them, on other hosts that have slots)",
     )
+    parser.add_argument(
+        "--stall",
+        type=seconds_between(5, _DAY),
+        metavar="SECONDS",
+        help="end the run when a rank has not come for this long to a call in which others wait, "
+        "and show where it is (default: 1800)",
+    )
     parser.add_argument("--prefix", action="store_true", help="begin lines with rank and host")
     parser.add_argument("--timestamps", action="store_true", help="begin lines with the time")
     parser.add_argument(
@@ -131,6 +138,8 @@ def watching(args: argparse.Namespace) -> tuple[str, ...]:
         words += ["--lost-after", f"{args.lost_after:.15g}"]
     if args.grace != _GRACE:
         words += ["--grace", f"{args.grace:.15g}"]
+    if args.stall is not None:
+        words += ["--stall", f"{args.stall:.15g}"]
     if args.max_restarts:
         words += ["--max-restarts", str(args.max_restarts)]
     if args.min_np is not None:

@@ -95,6 +95,7 @@ def _execute(args: argparse.Namespace) -> int:
         grace=args.grace,
         style=Style(args.prefix, args.timestamps, args.log_dir, args.show),
         verbose=args.verbose,
+        stall=args.stall,
         max_restarts=args.max_restarts,
         min_size=args.min_np,
     )

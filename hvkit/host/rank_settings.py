@@ -38,8 +38,8 @@ def _wanted(environ: Mapping[str, str]) -> Iterator[RankSetting]:
     yield RankSetting(
         "HVKIT_OWN_COLLECTIVES",
         "1",
-        "Horovod adds up large tensors in host memory by rings, which send the fewest bytes; 0 "
-        "leaves them to MPI, for one that adds up in the network",
+        "large tensors in host memory travel by rings and in segments, which keep links busy with "
+        "the fewest bytes; 0 leaves them to MPI, for one that adds up in the network",
     )
     yield RankSetting(
         "OMPI_MCA_mpi_yield_when_idle",

@@ -33,6 +33,8 @@ _SUPERVISION = (SUPERVISOR_VARIABLE, KEY_VARIABLE)
 # Seconds for each host to answer, and for one that may just have been lost.
 _ANSWER = 30.0
 _ANSWER_AGAIN = 5.0
+# Seconds after which ranks report that they wait for another, if that ends the run later.
+_STALL_REPORTED = 60.0
 
 # Variables that a launcher needs itself and that may go along where it sends its whole environment.
 _SLURM = ("SLURM_", "SLURMD_", "OMPI_", "PRTE_", "PMIX_")
@@ -80,6 +82,8 @@ class Request:
             in seconds.
         style: how to show output.
         verbose: whether to print how ranks are started, and what they set.
+        stall: seconds after which a rank that others wait for ends the run; ``None`` for what
+            ``HVKIT_STALL_LIMIT_SECONDS`` says, or half an hour.
         max_restarts: how often to start the ranks again without progress between two failures.
         min_size: the fewest ranks to go on with; ``None`` for all of them.
     """
@@ -96,6 +100,7 @@ class Request:
     grace: float = 10.0
     style: Style = field(default_factory=Style)
     verbose: bool = False
+    stall: float | None = None
     max_restarts: int = 0
     min_size: int | None = None
 
@@ -193,6 +198,9 @@ def prepared(request: Request, *, supervised: bool = True, least: int | None = N
         logger.warning("goes on without %s: %s", name, problem)
     interfaces = tuple(dict.fromkeys(interface.name for interface in site.joining))
     environ = _environment(request.variables, interfaces)
+    if request.stall is not None:
+        environ["HVKIT_STALL_LIMIT_SECONDS"] = f"{request.stall:g}"
+        environ["HVKIT_STALL_SECONDS"] = f"{min(request.stall, _STALL_REPORTED):g}"
     if request.interfaces:
         environ = without_interfaces(environ)
     names: tuple[str, ...] = ()

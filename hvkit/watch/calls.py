@@ -53,6 +53,7 @@ class Status:
         seconds: duration of the wait, or time since the last wait.
         where: the line of the script, ``train.py:41``.
         handling: the error that the script was handling when it made the call; else empty.
+        stack: where its main thread is, the innermost call last, if somebody waits for the rank.
     """
 
     call: str = ""
@@ -63,6 +64,7 @@ class Status:
     seconds: float = 0.0
     where: str = ""
     handling: str = ""
+    stack: tuple[str, ...] = ()
 
 
 class _Thread:
@@ -103,6 +105,8 @@ class _Graph:
         self.seen = _Seen((0, 0), time.monotonic(), -1)
 
 
+# Calls of a stack that are worth reading.
+_STACK = 12
 _MAIN = threading.main_thread().ident or 0
 # By thread number. The system reuses numbers: a new thread then continues an ended one's record.
 _threads: dict[int, _Thread] = {_MAIN: _Thread(_MAIN)}
@@ -241,6 +245,17 @@ def status() -> Status:
                 name = f"{now.call or wait.name}, step {entered}"
     where = line_of_script(thread)
     return Status(name, key, serial, now.before, waits, moment - since, where, now.handling)
+
+
+def stack_of_script() -> tuple[str, ...]:
+    """Where the main thread is: ``train.py:41 in load``, the innermost call last; no own code."""
+    frame, lines = sys._current_frames().get(_MAIN), []
+    while frame is not None:
+        code = frame.f_code
+        if not code.co_filename.startswith(_OWN_FOLDER):
+            lines.append(f"{_line(code.co_filename, frame.f_lineno)} in {code.co_name}")
+        frame = frame.f_back
+    return tuple(reversed(lines[:_STACK]))
 
 
 def _thread_that_counts(threads: list[_Thread]) -> _Thread:

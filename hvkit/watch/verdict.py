@@ -67,7 +67,7 @@ def decide(
     if longest.seconds >= end_after:
         what = _missing(missing, longest) if missing else "and the exchange does not end"
         limit = f"the limit is HVKIT_STALL_LIMIT_SECONDS={end_after:g}"
-        return Verdict(f"{_waits(waiting)}; {what}; {limit}", True, about)
+        return Verdict(f"{_waits(waiting)}; {what}; {limit}{_stacks(missing)}", True, about)
     if longest.seconds >= report_after:
         if missing:
             return Verdict(_missing(missing, longest), False, about)
@@ -116,6 +116,15 @@ def _missing(missing: Mapping[int, Status], longest: Status) -> str:
         f"{ranks_text(numbers)} {_have(numbers)} not come to {longest.call}{_at(longest)} for "
         f"{longest.seconds:.0f} s; {'it is' if len(numbers) == 1 else 'they are'} {place}"
         for place, numbers in places.items()
+    )
+
+
+def _stacks(missing: Mapping[int, Status]) -> str:
+    """Where each rank is that others wait for, call by call."""
+    return "".join(
+        f"\n  rank {rank} is here:" + "".join(f"\n    {line}" for line in status.stack)
+        for rank, status in sorted(missing.items())
+        if status.stack
     )
 
 

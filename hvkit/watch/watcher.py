@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -192,10 +192,19 @@ class Reporter(Watcher):
                     LEAVING.other_ended()
                 _send(hub, {"leaving": True})
             now = self._status()
+            if now.waits and now.seconds >= self._limits.end + _NO_ANSWER:
+                self._end_without_verdict(now)
             began = time.monotonic() - now.seconds
             if now.waits and now.seconds >= _WORTH_REPORTING and began > reported + 0.1:
                 reported = began
                 _send(hub, {"status": asdict(now)})
+
+    def _end_without_verdict(self, now: Status) -> None:
+        """Rank 0, which would end this wait, is stopped, or its host is."""
+        text = f"rank {self.rank} waits in {now.call} ({now.where}) for {now.seconds:.0f} s"
+        limit = f"the limit is HVKIT_STALL_LIMIT_SECONDS={self._limits.end:g}"
+        os.write(2, f"hvkit: RankLostError: {text}; rank 0 does not answer; {limit}\n".encode())
+        os._exit(1)
 
     def _watch_alone(self, addresses: Sequence[str]) -> None:
         """Without a connection to rank 0, print a long wait of this rank."""
@@ -218,7 +227,9 @@ class Reporter(Watcher):
         elif "leave_at" in message:
             LEAVING.leave_at(message["leave_at"])
         else:
-            _send(hub, {"status": asdict(self._status())})
+            now = self._status()
+            stack = () if now.waits else calls.stack_of_script()
+            _send(hub, {"status": asdict(replace(now, stack=stack))})
 
 
 class Hub(Watcher):
@@ -302,7 +313,8 @@ class Hub(Watcher):
             elif "step" in message:
                 self._agreement.take(rank, message["step"])
             else:
-                self._statuses[rank] = Status(**message["status"])
+                status = message["status"]
+                self._statuses[rank] = Status(**{**status, "stack": tuple(status["stack"])})
                 self._answered[rank] = time.monotonic()
                 self._asked.pop(rank, None)
 
@@ -345,7 +357,7 @@ class Hub(Watcher):
             if rank not in self._asked:
                 self._asked[rank] = now
                 _send(peer, {"question": "status"})
-        everyone = {0: own}
+        everyone = {0: own if own.waits else replace(own, stack=calls.stack_of_script())}
         for rank in range(1, self._size):
             if rank in self._ended:
                 continue

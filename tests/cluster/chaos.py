@@ -1,0 +1,429 @@
+"""Breaks training runs at random, and checks that each survives: ``make chaos FAULTS=30 SEED=1``.
+
+Hosts are made on this machine, as root. A run trains on two of three hosts under
+``hvkit run --max-restarts``, while faults from a seeded random generator hit it, one after the
+other: each waits until the run has recovered from the one before. A run has passed if it ends with
+the weights of one that nothing disturbed, bit for bit, and if no restart resumed an older
+checkpoint than the newest that was complete.
+
+Each fault adds a line of JSON to ``build/chaos.jsonl``: the steps that it cost, and the seconds
+from the fault to the next new step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rig import Rig
+from rig.host import Process
+
+ROOT = Path(__file__).parents[2]
+RECORDS = ROOT / "build/chaos.jsonl"
+NODES = ("node1", "node2", "node3")
+# Seconds: for a fault to be survived, between two faults, and of a link that is cut.
+SURVIVED, BETWEEN, CUT = 90.0, (0.5, 2.0), 6.0
+STALL, LOST = 12, 4
+# What a run takes: steps are counted on from there until the faults are over.
+AFTER = 15
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(ROOT)}
+HVKIT = [
+    sys.executable, "-m", "hvkit.cli", "run", "-np", "2", "-H", "node1:1,node2:1,node3:1",
+    "--max-restarts", "4", "--stall", str(STALL), "--lost-after", str(LOST), "--grace", "5",
+]  # fmt: skip
+
+# Both scripts take steps until the file ``end`` names the last one. Data depends on step and rank.
+# Rank 0 prints each step. A file ``raise-1`` or ``leave-1`` makes rank 1 do that, once.
+COMMON = """
+import hashlib, json, os, sys, time
+from pathlib import Path
+import numpy as np, hvkit
+
+folder, strategy, seed = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+
+
+def batch(step):
+    numbers = np.random.default_rng([seed, step, hvkit.rank()]).normal(size=(6, 8))
+    return numbers.astype(np.float32)
+
+
+def begin(start):
+    if hvkit.rank() == 0:
+        print("started", start, flush=True)
+
+
+def after(step):
+    '''Whether this was the last step; the same on all ranks.'''
+    for name in ("raise", "leave"):
+        order = folder / f"{name}-{hvkit.rank()}"
+        if order.exists():
+            order.unlink()
+            if name == "raise":
+                raise ValueError("a fault")
+            sys.exit(0)
+    time.sleep(0.05)
+    if hvkit.rank() == 0:
+        print("step", step, flush=True)
+    return hvkit.any_rank((folder / "end").exists() and step >= int((folder / "end").read_text()))
+
+
+def finish(step, weights):
+    digest = hashlib.sha256(b"".join(weights)).hexdigest()[:12]
+    if hvkit.rank() == 0:
+        print("result", step, digest, flush=True)
+"""
+SCRIPTS = {
+    "torch": COMMON
+    + """
+import torch
+
+torch.manual_seed(seed)
+layers = torch.nn.Linear(8, 64), torch.nn.Dropout(0.2), torch.nn.Linear(64, 4)
+model = torch.nn.Sequential(*layers)
+optimizer = torch.optim.Adam(model.parameters(), 0.01)
+hvkit.distribute(model, optimizer, strategy=eval("hvkit." + strategy))
+checkpoint = hvkit.Checkpoint(folder / "saved", model=model, optimizer=optimizer)
+step = checkpoint.restore().step
+begin(step)
+while True:
+    step += 1
+    x = torch.from_numpy(batch(step))
+    optimizer.zero_grad()
+    torch.nn.functional.mse_loss(model(x), x[:, :4]).backward()
+    optimizer.step()
+    checkpoint.end_step(epoch=0, step=step, every=5)
+    if after(step):
+        break
+with hvkit.settled(model):
+    finish(step, [p.detach().numpy().tobytes() for p in model.parameters()])
+""",
+    "keras": COMMON
+    + """
+import keras, tensorflow as tf
+
+keras.utils.set_random_seed(seed)
+layers = [keras.layers.Dense(64), keras.layers.Dropout(0.2), keras.layers.Dense(4)]
+model = keras.Sequential([keras.Input((8,)), *layers])
+optimizer = keras.optimizers.Adam(0.01)
+hvkit.distribute(model, optimizer, strategy=eval("hvkit." + strategy))
+checkpoint = hvkit.Checkpoint(folder / "saved", model=model, optimizer=optimizer)
+step = checkpoint.restore().step
+
+
+@tf.function
+def train(x):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean((model(x, training=True) - x[:, :4]) ** 2)
+    optimizer.apply(tape.gradient(loss, model.trainable_weights), model.trainable_weights)
+
+
+begin(step)
+while True:
+    step += 1
+    train(tf.constant(batch(step)))
+    checkpoint.end_step(epoch=0, step=step, every=5)
+    if after(step):
+        break
+with hvkit.settled(model):
+    finish(step, [w.numpy().tobytes() for w in model.trainable_weights])
+""",
+}
+STRATEGIES = ("Synchronous()", "LocalSGD(3)", "DiLoCo(4)")
+
+
+@dataclass
+class Run:
+    """A run under ``hvkit run`` on the rig, and what it has printed."""
+
+    rig: Rig
+    folder: Path
+    framework: str
+    strategy: str
+    seed: int
+    began: list[int] = field(default_factory=list)
+    printed: list[str] = field(default_factory=list)
+    step: int = 0
+    result: str | None = None
+    unfinished: str = ""
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.log = (self.folder / "log").open("w+")
+        words = [str(self.folder), self.strategy, str(self.seed)]
+        self.process = self.rig.host("node1").popen(
+            [*HVKIT, sys.executable, "-c", SCRIPTS[self.framework], *words],
+            env=ENVIRONMENT,
+            stdin=subprocess.DEVNULL,
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+        )
+        self.reader = (self.folder / "log").open()
+
+    def look(self) -> bool:
+        """Read what was printed; return whether the run goes on."""
+        for part in self.reader:
+            self.unfinished += part
+            if not part.endswith("\n"):
+                continue
+            line, self.unfinished = self.unfinished, ""
+            self.printed.append(line)
+            # Indented are last lines, in the report of a failure.
+            match line.split() if line[0].isalpha() else []:
+                case ["step", number]:
+                    self.step = int(number)
+                case ["started", number]:
+                    self.began.append(int(number))
+                case ["result", *words]:
+                    self.result = " ".join(words)
+        return self.process.poll() is None
+
+    def wait(self, what: str, condition: Callable[[], bool], seconds: float = SURVIVED) -> None:
+        """Wait for something; an error if it does not come, or the run ends before."""
+        deadline = time.monotonic() + seconds
+        while True:
+            goes_on = self.look()
+            if condition():
+                return
+            if not goes_on or time.monotonic() > deadline:
+                how = f"no end after {seconds:g} s" if goes_on else f"{self.process.returncode}"
+                raise AssertionError(f"{what}: {how}\n{''.join(self.printed[-60:])}")
+            time.sleep(0.02)
+
+    def ranks(self) -> dict[int, tuple[str, Process]]:
+        """The processes that train, by rank, with their hosts."""
+        found = {}
+        for host in self.rig.hosts:
+            for process in host.processes():
+                with contextlib.suppress(OSError):
+                    text = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+                    values = dict(line.partition(b"=")[::2] for line in text)
+                    command = process.command
+                    trains = str(self.folder) in command and "-m hvkit" not in command
+                    if trains and b"HVKIT_REPORTS" in values:
+                        found[int(values[b"OMPI_COMM_WORLD_RANK"])] = host.name, process
+        return found
+
+    def newest(self) -> int:
+        """The step of the newest complete checkpoint; 0 if there is none."""
+        saved = (self.folder / "saved").glob("step-*/manifest.json")
+        return max((int(path.parent.name[5:].removesuffix(".old")) for path in saved), default=0)
+
+
+# Faults. Each takes the run and random numbers, does its harm, and returns what ends it, if
+# anything has to.
+Repair = Callable[[], None] | None
+
+
+def _signal(number: signal.Signals) -> Callable[[Run, random.Random], Repair]:
+    def send(run: Run, numbers: random.Random) -> Repair:
+        ranks = run.ranks()
+        if ranks:
+            _, process = ranks[numbers.choice(sorted(ranks))]
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+        return None
+
+    return send
+
+
+def _order(name: str) -> Callable[[Run, random.Random], Repair]:
+    def write(run: Run, numbers: random.Random) -> Repair:
+        (run.folder / f"{name}-{numbers.randrange(2)}").touch()
+        return None
+
+    return write
+
+
+def _kill_host(run: Run, numbers: random.Random) -> Repair:
+    """All processes of a host but that of ``hvkit run``."""
+    hosts = {name for name, _ in run.ranks().values()} - {"node1"}
+    for name in hosts:
+        for process in run.rig.host(name).processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+    return None
+
+
+def _cut(run: Run, numbers: random.Random) -> Repair:
+    """A host's link: no packet comes through, and nobody says so."""
+    hosts = sorted({name for name, _ in run.ranks().values()} - {"node1"}) or ["node2"]
+    run.rig.cut(hosts[0])
+    return lambda: run.rig.heal(hosts[0])
+
+
+def _slow(run: Run, numbers: random.Random) -> Repair:
+    run.rig.shape("node2", bandwidth="64kbit")
+    return lambda: run.rig.shape("node2")
+
+
+def _damage(run: Run, numbers: random.Random) -> Repair:
+    """Change a byte of the newest checkpoint, and kill a rank."""
+    newest = max((run.folder / "saved").glob("step-*"), default=None)
+    files = sorted(newest.iterdir()) if newest else []
+    if files:
+        file = numbers.choice(files)
+        with contextlib.suppress(FileNotFoundError):  # pruned meanwhile
+            content = bytearray(file.read_bytes())
+            content[numbers.randrange(len(content))] ^= 255
+            file.write_bytes(content)
+    return _signal(signal.SIGKILL)(run, numbers)
+
+
+def _fill_disk(run: Run, numbers: random.Random) -> Repair:
+    """Fill the disk that checkpoints are on."""
+    filler = run.folder / "saved/filler"
+    with contextlib.suppress(OSError), filler.open("wb") as file:
+        while file.write(bytes(1 << 16)):
+            file.flush()
+    return lambda: filler.unlink(missing_ok=True)
+
+
+FAULTS: dict[str, Callable[[Run, random.Random], Repair]] = {
+    "kill -9 a rank": _signal(signal.SIGKILL),
+    "stop a rank": _signal(signal.SIGSTOP),
+    "SIGTERM to a rank": _signal(signal.SIGTERM),
+    "raise in a rank": _order("raise"),
+    "exit 0 in a rank": _order("leave"),
+    "kill a host's processes": _kill_host,
+    "cut a host's link": _cut,
+    "slow a host's link": _slow,
+    "damage the newest checkpoint": _damage,
+    "fill the disk": _fill_disk,
+}
+
+
+def suffer(run: Run, name: str, numbers: random.Random) -> dict[str, object]:
+    """Let a fault hit the run, and wait until it takes new steps."""
+    run.look()
+    step, starts, complete = run.step, len(run.began), run.newest()
+    began = time.monotonic()
+    repair = FAULTS[name](run, numbers)
+    if repair:
+        until = began + CUT
+        while time.monotonic() < until and run.look():
+            time.sleep(0.02)
+        repair()
+    # One that is still unnoticed has cost nothing: stopped ranks are noticed after --stall.
+    harmless = name == "slow a host's link"
+    run.wait(
+        f"no new steps after: {name}",
+        lambda: run.step > step + 2 and (harmless or len(run.began) > starts),
+    )
+    lost = 0
+    if len(run.began) > starts:
+        resumed = run.began[starts]
+        lost = max(step - resumed, 0)
+        # All but the damaged one, or one that was not complete yet.
+        assert resumed >= complete - (5 if name.startswith("damage") else 0), (
+            f"{name}: resumed step {resumed}, but step {complete} was complete"
+        )
+    return {"steps": lost, "seconds": round(time.monotonic() - began, 2)}
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[None]:
+    """A file system that can be filled, for checkpoints."""
+    folder.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def undisturbed(rig: Rig, folder: Path, run: Run, last: int) -> str:
+    """The result of a run of so many steps that nothing disturbs."""
+    calm = Run(rig, folder, run.framework, run.strategy, run.seed)
+    (folder / "end").write_text(str(last))
+    calm.wait("the undisturbed run", lambda: calm.result is not None, 600)
+    calm.process.wait(30)
+    assert calm.result
+    return calm.result
+
+
+def chaos(faults: int, seed: int, in_a_run: int, folder: Path) -> None:
+    """Let faults hit runs, until there were so many."""
+    numbers = random.Random(seed)
+    number = done = 0
+    while done < faults:
+        number += 1
+        framework = numbers.choice(sorted(SCRIPTS))
+        strategy = numbers.choice(STRATEGIES)
+        place = folder / f"run-{number}"
+        names = [numbers.choice(sorted(FAULTS)) for _ in range(min(in_a_run, faults - done))]
+        with small_disk(place / "a/saved"), Rig(NODES) as rig:
+            run = Run(rig, place / "a", framework, strategy, seed + number)
+            for record in survived(run, names, numbers):
+                done += 1
+                record |= {"seed": seed, "run": number}
+                with RECORDS.open("a") as records:
+                    records.write(json.dumps(record) + "\n")
+                print(done, record, flush=True)
+            expected = undisturbed(rig, place / "b", run, int(run.result.split()[0]))
+            assert run.result == expected, f"{run.result} is not {expected}"
+        print(f"run {number}: {framework}, {strategy}: as the undisturbed one", flush=True)
+
+
+def survived(run: Run, names: Sequence[str], numbers: random.Random) -> Iterator[dict[str, object]]:
+    """Let these faults hit a run, and wait for its result."""
+    try:
+        run.wait("no first step", lambda: run.step > 5)
+        for name in names:
+            time.sleep(numbers.uniform(*BETWEEN))
+            about = {"framework": run.framework, "strategy": run.strategy, "fault": name}
+            yield about | suffer(run, name, numbers)
+        run.look()
+        (run.folder / "end").write_text(str(run.step + AFTER))
+        run.wait("no result", lambda: run.result is not None)
+        assert run.process.wait(30) == 0
+        left = [each.command for host in run.rig.hosts for each in host.processes()]
+        assert not left, left
+    finally:
+        run.process.kill()
+
+
+def table(records: list[dict[str, object]]) -> str:
+    """Medians and largest values by fault, as Markdown."""
+    by_fault = defaultdict(list)
+    for each in records:
+        by_fault[each["fault"]].append(each)
+    lines = [
+        "| Fault | times | steps lost, median (most) | seconds to the next step |",
+        "|---|---|---|---|",
+    ]
+    for name, some in sorted(by_fault.items()):
+        columns = [[float(each[key]) for each in some] for key in ("steps", "seconds")]
+        shown = [f"{statistics.median(c):g} ({max(c):g})" for c in columns]
+        lines.append(f"| {name} | {len(some)} | {shown[0]} | {shown[1]} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--faults", type=int, default=30, metavar="N", help="so many (default: 30)")
+    parser.add_argument("--seed", type=int, default=1, help="of everything random (default: 1)")
+    parser.add_argument("--in-a-run", type=int, default=6, metavar="N", help="faults (default: 6)")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build/chaos", help="for the runs")
+    args = parser.parse_args()
+    RECORDS.parent.mkdir(exist_ok=True)
+    RECORDS.unlink(missing_ok=True)
+    folder = args.folder / f"{int(time.time())}"
+    chaos(args.faults, args.seed, args.in_a_run, folder)
+    records = [json.loads(line) for line in RECORDS.read_text().splitlines()]
+    print(table(records))
+
+
+if __name__ == "__main__":
+    main()
