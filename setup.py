@@ -17,6 +17,7 @@ setup(
     install_requires=[
         "filelock>=4.0",
         "mpi4py>=4.1",
+        "msgpack>=1.0.5",
         "numpy",
         "packaging",
         "psutil",

@@ -30,6 +30,10 @@ from turns import Peer
 
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs/pictures/speed.svg"
+PICTURE_OVER_RANKS = ROOT / "docs/pictures/speed_over_ranks.svg"
+LIMIT = "alone, memory kept"
+OVER_RANKS = ("mnist", "large")
+BATCH = 64
 ON_RANKS = {
     "torch": str(ROOT / "bench/speed_on_ranks.py"),
     "keras": str(ROOT / "bench/speed_keras_on_ranks.py"),
@@ -325,6 +329,39 @@ def picture(flags):
     axes[0].legend(fontsize="small", ncols=2)
     figure.tight_layout()
     figure.savefig(PICTURE, metadata={"Date": None})
+    draw_over_ranks(cases)
+
+
+def draw_over_ranks(cases):
+    """Samples a second of all ranks, and the part of their speed without communication."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6))
+    for workload, style in zip(OVER_RANKS, ("o-", "s--"), strict=True):
+        for peer, color in zip((LIMIT, "hvkit", "DDP"), ("grey", "C0", "C1"), strict=True):
+            points = {
+                ranks: peers
+                for (name, busy, ranks), peers in sorted(cases.items())
+                if name == workload and not busy and peer in peers and LIMIT in peers
+            }
+            label = f"{peer}, {workload}"
+            rates = [
+                statistics.median(BATCH * ranks * 1e3 / each["ms"] for each in peers[peer].values())
+                for ranks, peers in points.items()
+            ]
+            axes[0].plot(list(points), rates, style, color=color, label=label)
+            if peer != LIMIT:
+                parts = [statistics.median(ratios(each, peer, LIMIT)) for each in points.values()]
+                axes[1].plot(list(points), parts, style, color=color, label=label)
+    for axis in axes:
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(list(points), list(points))
+        axis.set(xlabel="ranks on two cores")
+    axes[0].set(ylabel="samples a second, all ranks", yscale="log")
+    axes[1].set(ylabel="efficiency, 1 = without communication", ylim=(0, 1.05))
+    axes[1].legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(PICTURE_OVER_RANKS, metadata={"Date": None})
 
 
 def main():

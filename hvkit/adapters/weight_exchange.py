@@ -254,7 +254,7 @@ class Exchange:
         server = self._service.server
         if self._number is None:
             _models += 1
-            self._number = collectives.broadcast(_models)
+            self._number = collectives.from_rank(0, _models)
             if server:
                 server.begin(self._number, weights, self._strategy)
             self._drop = weakref.finalize(self, self._service.drop_later, self._number)

@@ -167,7 +167,7 @@ class Checkpoint:
             problem = error
         share(_SAVE, problem, None)
         require_same(_SAVE, compared, rows)
-        states = collectives.collect(_SAVE, ranks.unlike(own, mine, collectives.broadcast(mine)))
+        states = collectives.collect(_SAVE, ranks.unlike(own, mine, collectives.from_rank(0, mine)))
         del own
         name = store.name_of(progress.step)
         with together(each.keeper.settled() for each in kept), ExitStack() as stack:

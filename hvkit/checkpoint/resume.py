@@ -141,7 +141,7 @@ def _content(
             content = np.fromfile(folder / file, np.uint8)
         except OSError as unreadable:
             error = OSError(unreadable.errno, unreadable.strerror, str(folder / file))
-    if error := collectives.broadcast(error):
+    if error := collectives.from_rank(0, error):
         return memoryview(b""), problem or error
     return collectives.broadcast_bytes(content).data, problem
 

@@ -24,6 +24,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hvkit.communication.encoding import sendable
 from hvkit.errors import HvkitError
 from hvkit.log import logger
 
@@ -55,6 +56,7 @@ class DamagedError(HvkitError):
     """A checkpoint's folder does not hold what was written into it."""
 
 
+@sendable
 @dataclass(frozen=True)
 class Manifest:
     """The contents of ``manifest.json``."""

@@ -7,6 +7,7 @@
     mailbox                messages that a rank polls for, for the parameter server
     exchanges              the collectives that compressions and strategies use, as data
     engines                the one place that imports Horovod's collectives
+    encoding               what messages hold, as bytes that run no code when they are read
     point_to_point         messages between two ranks; the one place that imports mpi4py
     traffic                hvkit.traffic: bytes sent, by purpose
 """

@@ -1,5 +1,8 @@
 """Collectives on Python objects: what ranks send each other besides gradients.
 
+``broadcast`` and ``allgather`` pickle what the script passes. hvkit's own messages run no code when
+they are read (``encoding``).
+
 With one process every collective is the identity. Each call carries the name and the line of the
 user's own call, so that ranks that come to different calls raise an error which names both.
 """
@@ -15,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvkit.communication import engines, point_to_point
+from hvkit.communication.encoding import decode, encode
 from hvkit.errors import HvkitError, RanksDisagreeError
 from hvkit.runtime import any_engine, rank, size
 from hvkit.watch import calls
@@ -53,9 +57,17 @@ def broadcast(obj: T, root: int = 0) -> T:
         raise ValueError(f"root must be a rank from 0 to {size() - 1}, got {root}")
     if size() == 1:
         return obj
-    payload = _pickled((obj,)) if rank() == root else None
-    received: T
-    (received,) = _unpickled(engines.broadcast_message(any_engine(), payload, root), root)
+    payload = _pickled(obj) if rank() == root else None
+    received: T = _unpickled(engines.broadcast_message(any_engine(), payload, root), root)
+    return obj if rank() == root else received
+
+
+def from_rank(root: int, obj: T) -> T:
+    """``broadcast`` inside hvkit: rank ``root``'s object, of types that messages hold."""
+    if size() == 1:
+        return obj
+    payload = encode(obj) if rank() == root else None
+    received: T = decode(engines.broadcast_message(any_engine(), payload, root))
     return obj if rank() == root else received
 
 
@@ -84,7 +96,7 @@ def broadcast_bytes(data: NDArray[np.uint8], root: int = 0) -> NDArray[np.uint8]
     """
     if size() == 1:
         return data
-    length = broadcast(len(data), root)
+    length = from_rank(root, len(data))
     whole = data if rank() == root else np.empty(length, np.uint8)
     return engines.broadcast_in_pieces(any_engine(), whole, root)
 
@@ -101,19 +113,22 @@ def allgather(obj: T) -> list[T]:
         RankLostError: another rank has ended, or waits in another call.
         TypeError: the object of a rank does not pickle; on every rank.
     """
-    return gather("allgather", obj)
+    if size() == 1:
+        return [obj]
+    everyone = gather("allgather", _pickled(obj))
+    return [_unpickled(theirs, source) for source, theirs in enumerate(everyone)]
 
 
 def gather(call: str, obj: T) -> list[T]:
-    """``allgather`` inside hvkit, where the user called ``call``."""
+    """``allgather`` inside hvkit, of types that messages hold, where the user called ``call``."""
     if size() == 1:
         return [obj]
     with calls.call(call):
         place = calls.current_call(), calls.line_of_script(), call
-        gathered = _gather_bytes(_pickled((*place, obj)))
+        gathered = _gather_bytes(encode([*place, obj]))
     # Free each message once it is read: together they may take gigabytes.
     everyone: list[tuple[str, str, str, T]]
-    everyone = [_unpickled(gathered.pop(0), source) for source in range(size())]
+    everyone = [decode(gathered.pop(0).data) for _ in range(size())]
     first, first_line, first_point, _ = everyone[0]
     for other, (theirs, line, point, _) in enumerate(everyone):
         text = ""
@@ -135,12 +150,12 @@ def collect(call: str, obj: T) -> Iterator[T]:
     """Yield the objects of all ranks, in rank order, on rank 0; nothing on the others.
 
     A collective, which every rank must exhaust. Ranks send one after the other, in pieces. So a
-    rank holds its own object and its pickle, and rank 0 also one other at a time, if the caller
+    rank holds its own object and its bytes, and rank 0 also one other at a time, if the caller
     drops each. MPI carries them; where it does not run, broadcasts do.
 
     Args:
         call: the user's call.
-        obj: any object that pickles.
+        obj: of types that messages hold.
 
     Raises:
         HvkitError: rank 0 could not hold or read an object; on every rank, at the end.
@@ -150,12 +165,12 @@ def collect(call: str, obj: T) -> Iterator[T]:
         yield obj
     if size() == 1:
         return
-    mine = pickle.dumps(obj) if rank() else b""
+    mine = encode(obj) if rank() else b""
     everyone = gather(call, (len(mine), point_to_point.can_send(any_engine())))
     by_mpi = _opened(can_send for _, can_send in everyone)
     problem = ""
     for source, (length, _) in enumerate(everyone[1:], start=1):
-        broadcast(None)  # rank 0 is ready: nobody waits inside MPI, which keeps a core busy
+        from_rank(0, None)  # rank 0 is ready: nobody waits inside MPI, which keeps a core busy
         message = _Message(mine, length, source, 0, by_mpi)
         if rank() == 0:
             try:
@@ -166,7 +181,7 @@ def collect(call: str, obj: T) -> Iterator[T]:
                 yield theirs
                 del theirs
         message.finish()
-    if problem := broadcast(problem):
+    if problem := from_rank(0, problem):
         raise HvkitError(f"rank 0 cannot collect the objects of all ranks: {problem}")
 
 
@@ -177,7 +192,7 @@ def scatter(call: str, make: Callable[[int], T]) -> T:
 
     Args:
         call: the user's call.
-        make: called on rank 0 with each rank; returns an object that pickles.
+        make: called on rank 0 with each rank; returns an object of types that messages hold.
 
     Raises:
         Exception: what ``make`` raises, on every rank, as in ``share``.
@@ -196,11 +211,11 @@ def scatter(call: str, make: Callable[[int], T]) -> T:
                 if target == 0:
                     own = obj
                 else:
-                    data = pickle.dumps(obj)
+                    data = encode(obj)
                 del obj
             except Exception as error:  # any error: the other ranks must not wait for this one
                 problem = error
-        length = broadcast(len(data))
+        length = from_rank(0, len(data))
         message = _Message(data, length, 0, target, by_mpi)
         if rank() == target != 0 and length:
             try:
@@ -270,7 +285,7 @@ def require_equal(what: str, facts: Sequence[str], fix: str, call: str = "distri
 
 
 def _portable(problem: Exception | None) -> Exception | None:
-    """The problem as an exception that pickles and makes sense on another rank."""
+    """The problem as an exception that messages hold, and that makes sense on another rank."""
     if problem is None:
         return None
     if isinstance(problem, OSError):
@@ -298,24 +313,24 @@ def _first_difference(reference: list[str], theirs: list[str], other: int) -> st
     )
 
 
-def _pickled(message: tuple[Any, ...]) -> bytes:
-    """The pickled message, or a pickled error text that every rank will raise."""
+def _pickled(obj: Any) -> bytes:
+    """The script's pickled object behind a 1, or behind a 0 an error that every rank will raise."""
     try:
-        return pickle.dumps(message)
+        return b"\1" + pickle.dumps(obj)
     except Exception as error:  # pickle raises several kinds, and objects any of their own
-        return pickle.dumps(f"{type(error).__name__}: {error}")
+        return b"\0" + f"{type(error).__name__}: {error}".encode()
 
 
 def _unpickled(data: Any, source: int) -> Any:
-    """The message of rank ``source``.
+    """The object of rank ``source``.
 
     Raises:
         TypeError: it did not pickle there.
     """
-    message = pickle.loads(data)
-    if isinstance(message, str):
-        raise TypeError(f"the object that rank {source} passes does not pickle: {message}")
-    return message
+    if not data[0]:
+        text = bytes(data[1:]).decode()
+        raise TypeError(f"the object that rank {source} passes does not pickle: {text}")
+    return pickle.loads(memoryview(data)[1:])
 
 
 def _gather_bytes(payload: bytes) -> list[Any]:
@@ -373,12 +388,12 @@ class _Message:
         self._left = iter(range(0, length if source != target else 0, engines.CHUNK))
 
     def received(self) -> Any:
-        """The object that the target unpickles."""
+        """The object, on the target."""
         received = np.empty(self._length, np.uint8)
         for start in self._left:
             piece = received[start : start + engines.CHUNK]
             piece[:] = self._piece(start)
-        return pickle.loads(received.data)
+        return decode(received.data)
 
     def finish(self) -> None:
         """Send or drop what is left; also after an error, since the other rank goes on."""

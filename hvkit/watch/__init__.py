@@ -22,12 +22,11 @@ from __future__ import annotations
 
 import atexit
 import os
-import pickle
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from hvkit.watch import calls, rank_errors
+from hvkit.watch import calls, channel, rank_errors
 from hvkit.watch.leaving import LEAVING
 from hvkit.watch.verdict import SAME_CALLS
 from hvkit.watch.watcher import Hub, Limits, Reporter
@@ -93,11 +92,11 @@ def start(
     watcher: Hub | Reporter
     if rank == 0:
         watcher = hub = Hub(size, limits, shut_down, one_host=one_host)
-        from_rank_0(pickle.dumps(hub.meeting))
+        from_rank_0(hub.meeting.to_json().encode())
         hub.start()
     else:
         watcher = reporter = Reporter(rank, limits, shut_down)
-        reporter.start(pickle.loads(from_rank_0(None)))
+        reporter.start(channel.Meeting.from_json(bytes(from_rank_0(None)).decode()))
     rank_errors.install(watcher)
     LEAVING.several_ranks()
     # Registered after Horovod's own function, so it runs before: the others get the reason first.

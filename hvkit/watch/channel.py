@@ -37,6 +37,16 @@ class Meeting:
     port: int
     secret: bytes
 
+    def to_json(self) -> str:
+        """As rank 0 sends it to the others."""
+        return json.dumps([self.addresses, self.port, self.secret.hex()])
+
+    @classmethod
+    def from_json(cls, text: str) -> Meeting:
+        """The inverse of ``to_json``."""
+        addresses, port, secret = json.loads(text)
+        return cls(tuple(addresses), port, bytes.fromhex(secret))
+
 
 class Listener:
     """Rank 0's end: the port to which the other ranks connect.

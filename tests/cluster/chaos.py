@@ -264,7 +264,7 @@ def _cut(run: Run, numbers: random.Random) -> Repair:
 
 
 def _slow(run: Run, numbers: random.Random) -> Repair:
-    run.rig.shape("node2", bandwidth="64kbit")
+    run.rig.shape("node2", bandwidth="512kbit")
     return lambda: run.rig.shape("node2")
 
 

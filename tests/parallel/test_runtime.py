@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import weakref
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from ranks import error_of
 import hvkit
 from hvkit import runtime
 from hvkit.communication import collectives, engines, point_to_point
+from hvkit.communication.encoding import sendable
 
 
 def test_ranks_are_what_the_launcher_says():
@@ -201,11 +203,17 @@ def test_an_object_that_a_rank_cannot_read_is_an_error_on_all():
     assert collectives.scatter("test", lambda rank: rank) == hvkit.rank()
 
 
+@sendable
+@dataclass
 class Poison:
-    """Pickles, and raises when it is read."""
+    """Raises when it is read."""
 
-    def __reduce__(self):
-        return int, ("poison",)
+    sent: bool = False
+
+    def __post_init__(self):
+        if self.sent:
+            raise ValueError("poison")
+        self.sent = True
 
 
 @pytest.mark.parametrize("by_mpi", [True, False])

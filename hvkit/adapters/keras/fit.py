@@ -206,7 +206,7 @@ def _result_of_first_with_data(own: Mapping[str, Any], with_data: list[bool]) ->
     """The metrics of the first rank that had data, for ranks whose part was empty."""
     if not any(with_data):
         return own
-    return collectives.broadcast(dict(own), root=with_data.index(True))
+    return collectives.from_rank(with_data.index(True), dict(own))
 
 
 def _as_float(value: Any) -> Any:

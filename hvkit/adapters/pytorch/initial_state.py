@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor]) -> None:
     for tensor in tensors:
         if tensor.layout is not torch.strided:
             with torch.no_grad():
-                tensor.copy_(collectives.broadcast(tensor.detach()))
+                tensor.copy_(_from_rank_0(tensor.detach()))
             continue
         if not tensor.numel():  # which has no bytes to view as another dtype
             continue
@@ -77,21 +78,44 @@ def broadcast_optimizer(optimizer: Optimizer) -> None:
         for group in optimizer.param_groups
     ]
     state = {number.get(key, key): value for key, value in optimizer.state.items()}
-    buffer = io.BytesIO()
-    if runtime.rank() == 0:
-        torch.save((options, state), buffer)
-    payload = collectives.broadcast(buffer.getvalue())
+    options, state = _from_rank_0((options, state))
     if runtime.rank() == 0:
         return
-    options, state = torch.load(
-        io.BytesIO(payload), map_location=_same_kind_of_device, weights_only=False
-    )
     for group, theirs in zip(optimizer.param_groups, options, strict=True):
         for key, value in theirs.items():
             group[key] = _taken_over(group.get(key), value)
     optimizer.state.clear()
     for key, value in state.items():
         optimizer.state[parameters[key] if isinstance(key, int) else key] = value
+
+
+def _from_rank_0(value: Any) -> Any:
+    """Rank 0's tensors and plain values; a collective. Reading them runs no code.
+
+    Raises:
+        TypeError: rank 0 has an object of another type, which is named; on every rank.
+    """
+    buffer, problem = io.BytesIO(), None
+    if runtime.rank() == 0:
+        torch.save(value, buffer)
+    payload = collectives.from_rank(0, buffer.getvalue())
+    if runtime.rank():
+        try:
+            value = torch.load(
+                io.BytesIO(payload), map_location=_same_kind_of_device, weights_only=True
+            )
+        except pickle.UnpicklingError as error:
+            problem = TypeError(
+                "the optimizer's state or options hold an object that is no tensor, number, text, "
+                f"list or dict ({_first_line(error)}): keep it in an attribute of the optimizer"
+            )
+    collectives.raise_together(problem)
+    return value
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines()]
+    return next((line for line in lines if "GLOBAL" in line or "Unsupported" in line), lines[0])
 
 
 def _taken_over(own: Any, theirs: Any) -> Any:

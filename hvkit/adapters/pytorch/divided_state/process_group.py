@@ -37,7 +37,7 @@ def start() -> None:
     if runtime.rank() == 0:
         store = TCPStore("127.0.0.1", 0, runtime.size(), True, wait_for_workers=False)
         where = ("127.0.0.1",) if one_host else addresses_for_others(), store.port
-    where = collectives.broadcast(where)
+    where = collectives.from_rank(0, where)
     assert where is not None
     addresses, port = where
     reached, interface = _reach(addresses, port)

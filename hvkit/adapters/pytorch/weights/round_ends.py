@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from hvkit.adapters.fingerprints import first_unlike
 from hvkit.adapters.pytorch.gradients import step_report
 from hvkit.communication import collectives
+from hvkit.communication.encoding import sendable
 from hvkit.errors import RanksDisagreeError
 
 STEP = "optimizer.step()"
@@ -21,6 +22,7 @@ Label = Callable[[int, torch.Tensor], str]
 """Gives the name of a parameter from its number and itself."""
 
 
+@sendable
 class RoundEnd(NamedTuple):
     """How a rank ends a round.
 

@@ -1,0 +1,165 @@
+"""What hvkit's own messages hold, as bytes: MessagePack, which runs no code when it is read.
+
+Numbers, text, bytes, lists, tuples, sets, dicts, arrays, tensors of PyTorch, errors, and the
+records that are marked as ``sendable``. What a script passes to ``hvkit.allgather`` and
+``hvkit.broadcast`` may be anything that pickles, and is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgpack
+import numpy as np
+
+from hvkit import errors
+
+C = TypeVar("C", bound=type[Any])
+
+_ERRORS: dict[str, type[Exception]] = {
+    each.__name__: each
+    for each in (
+        *(TypeError, ValueError, OSError),
+        *(each for each in vars(errors).values() if isinstance(each, type)),
+    )
+    if issubclass(each, Exception)
+}
+_records: dict[str, type[Any]] = {}
+
+
+def sendable(record: C) -> C:
+    """Decorator: let messages hold objects of this dataclass or named tuple."""
+    _records[record.__name__] = record
+    return record
+
+
+def encode(value: Any) -> bytes:
+    """The bytes of a value.
+
+    Raises:
+        TypeError: it holds an object of another type.
+    """
+    encoded: bytes = msgpack.packb(value, default=_extension, strict_types=True)
+    return encoded
+
+
+def decode(data: Any) -> Any:
+    """The value whose bytes these are; arrays are copies that can be written to.
+
+    Args:
+        data: bytes, or a buffer of them.
+
+    Raises:
+        ValueError: they are no such bytes.
+    """
+    size = len(data)
+    try:
+        return msgpack.unpackb(
+            data,
+            ext_hook=_value,
+            strict_map_key=False,
+            max_ext_len=size,
+            max_bin_len=size,
+            max_str_len=size,
+            max_array_len=size,
+            max_map_len=size,
+        )
+    except (ValueError, TypeError, KeyError, IndexError, msgpack.UnpackException) as error:
+        raise ValueError(f"no message of hvkit: {error}") from error
+
+
+def _of_array(array: np.ndarray[Any, Any]) -> Any:
+    if array.dtype.hasobject:
+        raise TypeError("a message cannot hold an array of Python objects")
+    # The name of a type that NumPy does not know itself, such as bfloat16.
+    dtype = array.dtype.name if array.dtype.kind == "V" else array.dtype.str
+    return [dtype, list(array.shape), np.ascontiguousarray(array).tobytes()]
+
+
+def _to_array(parts: Any) -> np.ndarray[Any, Any]:
+    dtype, shape, data = parts
+    return np.frombuffer(data, np.dtype(dtype)).reshape(shape).copy()
+
+
+def _of_tensor(tensor: Any) -> Any:
+    torch = sys.modules["torch"]
+    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), flat.numpy().tobytes()]
+
+
+def _to_tensor(parts: Any) -> Any:
+    torch = sys.modules["torch"]
+    name, shape, data = parts
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name} is no dtype of PyTorch")
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(shape)
+
+
+def _of_error(error: Exception) -> Any:
+    if isinstance(error, OSError):
+        return ["OSError", [error.errno, error.strerror or str(error), error.filename]]
+    return [type(error).__name__, [str(error)]]
+
+
+def _to_error(parts: Any) -> Exception:
+    name, words = parts
+    return _ERRORS[name](*words)
+
+
+def _of_record(record: Any) -> Any:
+    if isinstance(record, tuple):
+        return [type(record).__name__, list(record)]
+    values = [getattr(record, each.name) for each in dataclasses.fields(record)]
+    return [type(record).__name__, values]
+
+
+def _to_record(parts: Any) -> Any:
+    name, values = parts
+    return _records[name](*values)
+
+
+def _is_tensor(value: Any) -> bool:
+    return "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor)
+
+
+# Of each kind, in the order in which they are tried: whether a value is of it, what is sent, and
+# the value from that. Its place here is its number in messages.
+_KINDS: tuple[tuple[Callable[[Any], bool], Callable[[Any], Any], Callable[[Any], Any]], ...] = (
+    (lambda value: type(value) is tuple, list, tuple),
+    (lambda value: type(value) is set, list, set),
+    (lambda value: type(value) is frozenset, list, frozenset),
+    (lambda value: isinstance(value, np.ndarray), _of_array, _to_array),
+    (
+        lambda value: isinstance(value, np.generic),
+        lambda value: _of_array(np.asarray(value)),
+        lambda parts: _to_array(parts)[()],
+    ),
+    (lambda value: type(value) is int, str, int),
+    (lambda value: type(value) is complex, lambda v: [v.real, v.imag], lambda v: complex(*v)),
+    (lambda value: isinstance(value, Path), str, Path),
+    (lambda value: type(value).__name__ in _ERRORS, _of_error, _to_error),
+    (lambda value: isinstance(value, OSError), _of_error, _to_error),
+    (lambda value: _records.get(type(value).__name__) is type(value), _of_record, _to_record),
+    (_is_tensor, _of_tensor, _to_tensor),
+    (lambda value: isinstance(value, memoryview | bytearray), bytes, bytes),
+    (lambda value: isinstance(value, dict), lambda v: [*v.items()], dict),
+)
+
+
+def _extension(value: Any) -> msgpack.ExtType:
+    for number, (is_one, sent, _) in enumerate(_KINDS):
+        if is_one(value):
+            return msgpack.ExtType(number, encode(sent(value)))
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    raise TypeError(f"a message between ranks cannot hold a value of type {kind}: {value!r}")
+
+
+def _value(number: int, data: bytes) -> Any:
+    return _KINDS[number][2](decode(data))
