@@ -28,11 +28,13 @@ class Verdict:
         text: the sentence.
         ends: whether the run must end.
         about: the key and serial number of the call, so that it is reported only once.
+        answered: whether all ranks answer. Horovod cannot end waits for one that is stopped.
     """
 
     text: str
     ends: bool
     about: tuple[str, int] = ("", 0)
+    answered: bool = True
 
 
 def decide(
@@ -67,7 +69,8 @@ def decide(
     if longest.seconds >= end_after:
         what = _missing(missing, longest) if missing else "and the exchange does not end"
         limit = f"the limit is HVKIT_STALL_LIMIT_SECONDS={end_after:g}"
-        return Verdict(f"{_waits(waiting)}; {what}; {limit}{_stacks(missing)}", True, about)
+        text = f"{_waits(waiting)}; {what}; {limit}{_stacks(missing)}"
+        return Verdict(text, True, about, answered=all(s.where for s in missing.values()))
     if longest.seconds >= report_after:
         if missing:
             return Verdict(_missing(missing, longest), False, about)

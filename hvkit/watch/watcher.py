@@ -28,6 +28,7 @@ _FRESH = 3.0
 _NO_ANSWER = 10.0
 # After a verdict, ranks have this long to end by themselves.
 _GRACE = 30.0
+_GRACE_FOR_STOPPED = 3.0
 # An error of Horovod waits this long for its explanation.
 _EXPLAINED_WITHIN = 5.0
 
@@ -135,16 +136,16 @@ class Watcher:
         with self._reading_stacks:
             return Status() if self._stopped.is_set() else calls.status()
 
-    def _must_end(self) -> None:
-        """End this process soon if Horovod does not end its current wait."""
-        timer = threading.Timer(_GRACE, self._end_by_force, [self._status().serial])
+    def _must_end(self, seconds: float) -> None:
+        """End this process after some seconds if Horovod does not end its current wait."""
+        timer = threading.Timer(seconds, self._end_by_force, [self._status().serial, seconds])
         timer.daemon = True
         timer.start()
 
-    def _end_by_force(self, serial: int) -> None:
+    def _end_by_force(self, serial: int, seconds: float) -> None:
         now = self._status()
         if now.waits and now.serial == serial:
-            text = f"rank {self.rank} still waits {_GRACE:.0f} s after the end of the run, in"
+            text = f"rank {self.rank} still waits {seconds:.0f} s after the end of the run, in"
             os.write(2, f"hvkit: {text} {now.call} ({now.where}): ended by force\n".encode())
             os._exit(1)
 
@@ -219,7 +220,7 @@ class Reporter(Watcher):
     def _take(self, hub: Connection, message: dict[str, Any]) -> None:
         if "verdict" in message:
             self._explain(message["verdict"], message["shown_by"], verdict=True)
-            self._must_end()
+            self._must_end(message["within"])
         elif "ended" in message:
             self._learn_of_end(message["rank"], message["ended"], message.get("shown_by", 1))
         elif "hold" in message:
@@ -378,9 +379,10 @@ class Hub(Watcher):
             return
         os.write(2, f"hvkit: RankLostError: {verdict.text}\n".encode())
         self._printed = True
-        self._tell_all({"verdict": verdict.text, "shown_by": 0})
+        seconds = _GRACE if verdict.answered else _GRACE_FOR_STOPPED
+        self._tell_all({"verdict": verdict.text, "shown_by": 0, "within": seconds})
         self._explain(verdict.text, 0, verdict=True)
-        self._must_end()
+        self._must_end(seconds)
         self._stopped.wait(_TICK)  # so that the others read it before their waits end
         self._shut_down()
         self._over.set()

@@ -77,6 +77,7 @@ if hvkit.rank() == 0:
 """
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 RAISE = "raise ValueError('a fault')"
+STOP = "os.kill(os.getpid(), signal.SIGSTOP)"
 LEAVE = "sys.exit(0)"
 TERMINATE = "os.kill(os.getpid(), signal.SIGTERM)"
 NONE = "pass"
@@ -154,3 +155,22 @@ def test_a_run_that_gets_sigterm_saves_and_leaves(script, tmp_path):
     saved = sorted(path.name for path in tmp_path.glob("step-*"))
     assert int(saved[-1].removeprefix("step-")) >= 7
     assert "restart" not in printed
+
+
+@pytest.mark.parametrize("rank", cases([1, 0]))
+def test_a_rank_that_is_stopped_is_named_and_the_run_goes_on(rank, tmp_path):
+    script = PYTORCH.replace("hvkit.rank() == 1", f"hvkit.rank() == {rank}")
+    options = [*OPTIONS, "--stall", "8"]
+    status, result, printed = run(script, tmp_path, STOP, options=options)
+    assert status == 0, printed
+    assert result[0].startswith("result 10 ")
+    assert f"rank {rank} " in next(line for line in printed.splitlines() if "RankLost" in line)
+    assert printed.count("hvkit: restart 1 ") == 1
+
+
+def test_a_rank_that_sleeps_is_shown_where_it_is(tmp_path):
+    options = ["--stall", "6"]
+    status, _, printed = run(PYTORCH, tmp_path, "time.sleep(1000)", options=options)
+    assert status == 1, printed
+    assert "rank 1 is here:\n    <string>:" in printed
+    assert "rank 1 has not come to" in printed
