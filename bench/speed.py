@@ -351,8 +351,12 @@ def draw_over_ranks(cases):
             ]
             axes[0].plot(list(points), rates, style, color=color, label=label)
             if peer != LIMIT:
-                parts = [statistics.median(ratios(each, peer, LIMIT)) for each in points.values()]
-                axes[1].plot(list(points), parts, style, color=color, label=label)
+                parts = {
+                    ranks: statistics.median(ratios(peers, peer, LIMIT))
+                    for ranks, peers in points.items()
+                    if ranks > 1
+                }
+                axes[1].plot(list(parts), list(parts.values()), style, color=color, label=label)
     for axis in axes:
         axis.set_xscale("log", base=2)
         axis.set_xticks(list(points), list(points))

@@ -16,6 +16,7 @@ from hvkit.communication.engines import ENGINES, Engine, broadcast_message, buil
 from hvkit.errors import LaunchError
 from hvkit.host.launcher_variables import launch_id, launched
 from hvkit.host.rank_settings import rank_settings
+from hvkit.host.run_reports import report
 from hvkit.log import logger
 
 
@@ -134,6 +135,7 @@ def _join(framework: str | None = None) -> _World:
             f"{hvd.size()}: it was built for another MPI than this {announced.launcher} belongs "
             "to. Rebuild it with: hvkit install-horovod --force"
         )
+    report(pid=os.getpid())
     _world = _World(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
     engine.take_device(_world.local_rank, _world.local_size)
     _engines[framework] = engine

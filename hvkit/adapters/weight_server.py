@@ -26,6 +26,7 @@ from hvkit.strategies.parameter_server import (
     Update,
 )
 from hvkit.watch.calls import in_short
+from hvkit.watch.verdict import LIMIT_SET_BY
 from hvkit.watch.watcher import Limits
 
 # Kinds of messages: requests, an answer, and what ends a wait without one.
@@ -264,7 +265,7 @@ class Server:
                     os.write(2, f"hvkit: {text}\n".encode())
                 if seconds < self._limits.end:
                     continue
-                text += f"; the limit is HVKIT_STALL_LIMIT_SECONDS={self._limits.end:g}"
+                text += f"; the limit is {self._limits.end:g} s ({LIMIT_SET_BY})"
                 del self._since[number, rank]
                 if rank == 0:
                     self._lost = text

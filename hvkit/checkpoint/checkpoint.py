@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from hvkit import runtime
 from hvkit.adapters.adapter import framework_of
 from hvkit.adapters.fingerprints import Compared, Rows, require_same
 from hvkit.checkpoint import ranks, resume, store
+from hvkit.checkpoint.background import MemoryFolder, Writer
 from hvkit.checkpoint.part import JsonPart, Part
 from hvkit.checkpoint.progress import (
     Progress,
@@ -22,7 +23,7 @@ from hvkit.checkpoint.progress import (
 from hvkit.checkpoint.strategies import StrategyPart, parts_of_strategies, together
 from hvkit.communication import collectives
 from hvkit.communication.collectives import share
-from hvkit.errors import LEFT, HvkitError
+from hvkit.errors import HvkitError
 from hvkit.host.run_reports import report
 from hvkit.log import logger
 from hvkit.watch.calls import named
@@ -85,6 +86,9 @@ class Checkpoint:
         keep: how many of the newest checkpoints to keep; older ones are deleted. None keeps all.
             A checkpoint that cannot be deleted (NFS keeps files that someone reads) is deleted by
             a later save.
+        background: whether ``save`` returns as soon as rank 0 has a copy of the files in memory. A
+            thread then writes them to disk. The next ``save``, ``wait`` and the end of the script
+            wait for that. A file that cannot be written is an error of the next of these calls.
         **parts: the objects to save, each under its name, usually ``model=`` and ``optimizer=``:
             PyTorch and Keras models and optimizers, Keras callbacks that watch a metric, and
             anything with ``state_dict()`` and ``load_state_dict()``: schedulers, a ``GradScaler``,
@@ -97,21 +101,32 @@ class Checkpoint:
         ValueError: ``keep`` is not positive, there is no part, or a name cannot be a file's.
     """
 
-    def __init__(self, directory: str | Path, *, keep: int | None = 3, **parts: Any) -> None:
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        keep: int | None = 3,
+        background: bool = False,
+        **parts: Any,
+    ) -> None:
         self.directory = Path(directory)
+        self.background = background
+        self._writer = Writer()
         if keep is not None and checked_count("keep", keep) < 1:
             raise ValueError(f"keep must be at least 1, or None to keep all, got {keep}")
         self.keep = keep
         self.parts = _parts_of(parts)
-        LEAVING.handle_sigterm()
         self._restored = Progress()
         self._epoch = 0
+        self._together: bool | None = None
 
     @named("Checkpoint.save")
     def save(
         self, *, epoch: int, step: int, batches: int = 0, extras: dict[str, Any] | None = None
     ) -> Path:
         """Save everything. Every rank must call it; it returns when the files are on disk.
+
+        With ``background=True`` it returns when rank 0 has them in memory.
 
         Args:
             epoch: the epoch to continue with: in the middle of an epoch its number, at its end the
@@ -146,6 +161,7 @@ class Checkpoint:
                 batches=checked_count("batches", batches),
                 extras=checked_extras(extras),
             )
+            self._writer.wait()
             self._end_epoch(progress.epoch)
             kept = parts_of_strategies(self.parts)
         except Exception as error:  # any error: the other ranks must not wait for this one
@@ -177,18 +193,17 @@ class Checkpoint:
                 try:
                     self._write(name, progress, parts, states)
                 except Exception as error:
-                    problem = self._explained(error, name)
+                    problem = _explained(error, self.directory / name)
             try:
                 for _ in states:  # the others send theirs; after an error rank 0 drops them
                     pass
             except HvkitError as error:  # on every rank
                 problem = problem or error
             share(_SAVE, problem, None)
-        if runtime.rank() == 0:
-            report(saved=progress.step)
         if any(leaving):
+            self.wait()
             logger.info("saved %s after SIGTERM: leaves", self.directory / name)
-            raise SystemExit(LEFT)
+            LEAVING.leave()
         return self.directory / name
 
     @named("Checkpoint.end_step")
@@ -208,8 +223,10 @@ class Checkpoint:
                 optimizer.step()
                 checkpoint.end_step(epoch=epoch, step=(step := step + 1), every=500)
 
-        It is time after every so many steps, and after SIGTERM: as soon as one rank gets it (the
-        host is taken away), all ranks save at the end of the same step and leave.
+        It saves every ``every`` steps, and after SIGTERM: as soon as one rank gets it (its host is
+        taken away), all ranks save at the end of the same step, and leave. From its first call on
+        SIGTERM is handled in this way, unless the script has a handler of its own. The ranks of
+        ``hvkit.ParameterServer`` end no step together: there SIGTERM ends a rank as without hvkit.
 
         Args:
             epoch, step, batches, extras: as for ``save``.
@@ -222,9 +239,38 @@ class Checkpoint:
             SystemExit: with status 143, once the checkpoint is saved after SIGTERM.
             TypeError, ValueError: ``every`` is no positive number of steps; else as ``save``.
         """
-        if not LEAVING.due() and (every is None or step % _checked_every(every)):
+        wanted = every is not None and step % _checked_every(every) == 0
+        if self._may_leave():
+            LEAVING.handle_sigterm()
+            wanted |= LEAVING.due()
+        if not wanted:
             return None
         return self.save(epoch=epoch, step=step, batches=batches, extras=extras)
+
+    @named("Checkpoint.wait")
+    def wait(self) -> None:
+        """Wait until the last checkpoint is on disk. Every rank must call it.
+
+        Without ``background=True`` it is there when ``save`` returns.
+
+        Raises:
+            OSError: rank 0 could not write it; the earlier checkpoints are still there.
+        """
+        if not self.background:
+            return
+        problem = None
+        try:
+            self._writer.wait()
+        except Exception as error:
+            problem = error
+        share("Checkpoint.wait", problem, None)
+
+    def _may_leave(self) -> bool:
+        """Whether the ranks end their steps together, and so can leave at the end of one."""
+        if self._together is None:
+            keepers = [each.keeper for each in parts_of_strategies(self.parts)]
+            self._together = all(keeper.equal_steps for keeper in keepers)
+        return self._together
 
     def _end_epoch(self, epoch: int) -> None:
         if epoch > self._epoch:
@@ -235,41 +281,40 @@ class Checkpoint:
     def _write(
         self, name: str, progress: Progress, parts: list[Part], states: Iterator[dict[str, Any]]
     ) -> None:
+        """Write a checkpoint's folder, or start to; on rank 0."""
         serial = store.prepare(self.directory)
+        if not self.background:
 
-        def fill(folder: Path) -> None:
-            facts = {}
-            for part in parts:
-                facts[part.name] = {**part.facts(), "file": part.file}
-                part.save(folder / part.file)
-            size = ranks.save(folder / ranks.FILE, states)
-            files = sorted(path.name for path in folder.iterdir())
-            for file in files:
-                store.flush(folder / file)
-            store.Manifest(
-                epoch=progress.epoch,
-                step=progress.step,
-                batches=progress.batches,
-                size=size,
-                serial=serial,
-                extras=progress.extras,
-                parts=facts,
-                files={file: store.facts_of(folder / file) for file in files},
-                versions=store.versions(),
-            ).write(folder)
-            store.flush(folder / store.MANIFEST)
+            def fill(folder: Path) -> None:
+                _seal(folder, _fill(folder, parts, states), progress, serial)
 
+            self._put(name, fill, progress)
+            return
+        copy = MemoryFolder([*(part.file for part in parts), ranks.FILE])
+        try:
+            filled = _fill(copy.path, parts, states)
+        except BaseException:
+            copy.close()
+            raise
+
+        def write() -> None:
+            def fill(folder: Path) -> None:
+                copy.copy_to(folder)
+                _seal(folder, filled, progress, serial)
+
+            try:
+                self._put(name, fill, progress)
+            except Exception as error:
+                raise _explained(error, self.directory / name) from error
+            finally:
+                copy.close()
+
+        self._writer.start(write)
+
+    def _put(self, name: str, fill: Callable[[Path], None], progress: Progress) -> None:
         store.write_folder(self.directory, name, fill)
+        report(saved=progress.step)
         store.prune(self.directory, self.keep, name)
-
-    def _explained(self, error: Exception, name: str) -> Exception:
-        folder = str(self.directory / name)
-        if isinstance(error, OSError):
-            reason = error.strerror or str(error)
-            return OSError(error.errno, f"cannot write the checkpoint: {reason}", folder)
-        if isinstance(error, TypeError | ValueError | HvkitError):
-            return error
-        return HvkitError(f"{folder}: cannot write the checkpoint: {error}")
 
     @named("Checkpoint.restore")
     def restore(self) -> Progress:
@@ -288,6 +333,7 @@ class Checkpoint:
             HvkitError: an older or newer hvkit wrote the checkpoint in another format.
             OSError: rank 0 may not read it.
         """
+        self.wait()
         parts = [*self.parts, *parts_of_strategies(self.parts)]
         found = resume.find(self.directory, parts)
         if found is None:
@@ -328,7 +374,7 @@ class Checkpoint:
 
         steps = None if every == "epoch" else _checked_every(every)
         return SaveCallback(
-            self.save, self.parts, self._take_batches, lambda: self._restored.step, steps
+            self.save, self.wait, self.parts, self._take_batches, lambda: self._restored.step, steps
         )
 
     def _take_batches(self, epoch: int) -> int:
@@ -336,6 +382,48 @@ class Checkpoint:
         batches = self._restored.batches if epoch == self._restored.epoch else 0
         self._restored = Progress()
         return batches
+
+
+def _fill(
+    folder: Path, parts: list[Part], states: Iterator[dict[str, Any]]
+) -> tuple[dict[str, dict[str, Any]], int]:
+    """Write a checkpoint's files; return the facts about its parts, and how many ranks save."""
+    facts = {}
+    for part in parts:
+        facts[part.name] = {**part.facts(), "file": part.file}
+        part.save(folder / part.file)
+    return facts, ranks.save(folder / ranks.FILE, states)
+
+
+def _seal(
+    folder: Path, filled: tuple[dict[str, dict[str, Any]], int], progress: Progress, serial: int
+) -> None:
+    """Flush the files of a checkpoint to disk, and add its manifest."""
+    facts, size = filled
+    files = sorted(path.name for path in folder.iterdir())
+    for file in files:
+        store.flush(folder / file)
+    store.Manifest(
+        epoch=progress.epoch,
+        step=progress.step,
+        batches=progress.batches,
+        size=size,
+        serial=serial,
+        extras=progress.extras,
+        parts=facts,
+        files={file: store.facts_of(folder / file) for file in files},
+        versions=store.versions(),
+    ).write(folder)
+    store.flush(folder / store.MANIFEST)
+
+
+def _explained(error: Exception, folder: Path) -> Exception:
+    if isinstance(error, OSError):
+        reason = error.strerror or str(error)
+        return OSError(error.errno, f"cannot write the checkpoint: {reason}", str(folder))
+    if isinstance(error, TypeError | ValueError | HvkitError):
+        return error
+    return HvkitError(f"{folder}: cannot write the checkpoint: {error}")
 
 
 def _parts_of(given: Mapping[str, Any]) -> list[Part]:

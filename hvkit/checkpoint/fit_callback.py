@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     Args:
         save: ``Checkpoint.save``.
+        wait: ``Checkpoint.wait``.
         parts: the checkpoint's parts.
         batches_to_skip: returns how many batches of an epoch to skip, at the epoch's first call.
         restored_step: returns the step of the checkpoint that was restored, or 0.
@@ -32,6 +34,7 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
     def __init__(
         self,
         save: Callable[..., object],
+        wait: Callable[[], None],
         parts: Sequence[Part],
         batches_to_skip: Callable[[int], int],
         restored_step: Callable[[], int],
@@ -39,12 +42,15 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self._save_checkpoint = save
+        self._wait_for_writer = wait
         self._optimizers = [part.optimizer for part in parts if isinstance(part, OptimizerPart)]
         self._batches_to_skip = batches_to_skip
         self._restored_step = restored_step
         self._every = every
         self._epoch = 0
         self._batches = 0
+        self._skipped = 0
+        self._together = True
         self._saved = 0
         # Steps before this training and batches in it, where iterations cannot count.
         self._first: int | None = None
@@ -59,11 +65,19 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
             self._first = max(collectives.gather("Model.fit", known))
         self._trained = 0
         self._saved = self._step()
+        self._together = all(keeper.equal_steps for keeper in keepers_of(self.model))
+        if self._together:
+            LEAVING.handle_sigterm()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        LEAVING.stop_handling()
+        self._wait_for_writer()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch = epoch
         self._batches = 0
-        if batches := self._batches_to_skip(epoch):
+        self._skipped = batches = self._batches_to_skip(epoch)
+        if batches:
             self._train = self.model.train_function
             self.model.train_function = self._skipping(batches)
 
@@ -72,8 +86,12 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._batches += self.model.steps_per_execution
         if self._train is None:
             self._trained += self.model.steps_per_execution
-        if LEAVING.due():
-            self._save(self._epoch, self._step(), self._batches)
+        leaves = self._together and LEAVING.due()
+        if leaves and self._batches < (self.params.get("steps") or math.inf):
+            # Batches that a resumed epoch skips are trained on already.
+            self._save(self._epoch, self._step(), max(self._batches, self._skipped))
+        elif leaves:
+            return  # the end of the epoch saves, too
         elif self._every is not None:
             step = self._step()
             # Not step % every: one call may be several steps (steps_per_execution).

@@ -114,7 +114,7 @@ def add_watching(parser: argparse.ArgumentParser) -> None:
         "--stall",
         type=seconds_between(5, _DAY),
         metavar="SECONDS",
-        help="end the run when a rank has not come for this long to a call in which others wait, "
+        help="end the run when others have waited this long in a call that a rank has not reached, "
         "and show where it is (default: 1800)",
     )
     parser.add_argument("--prefix", action="store_true", help="begin lines with rank and host")

@@ -17,7 +17,7 @@ class Restarts:
 
     A budget of restarts is for ends without progress between them: a newer checkpoint fills it up
     again. So a run goes on for as long as it gets further, and a script that always fails stops
-    soon. Pauses grow in the same way.
+    soon. Pauses grow in the same way. Ranks that have left after SIGTERM have not failed.
 
     Args:
         most: how many ends in a row without progress are followed by a restart; 0 for none.
@@ -35,23 +35,14 @@ class Restarts:
         """Whether to start the ranks again."""
         if outcome.status == 0 or not outcome.restartable:
             return False
-        if outcome.saved is not None and outcome.saved > self._newest:
+        progress = outcome.saved is not None and outcome.saved > self._newest
+        if outcome.saved is not None and progress:
             self._newest = outcome.saved
             self._without_progress = 0
-        if outcome.preempted:
-            self.made += 1
-            return self.most > 0
         if self._without_progress >= self.most:
             return False
-        self._without_progress += 1
+        self._without_progress += not (outcome.preempted and progress)
         self.made += 1
-        return True
-
-    def not_started(self) -> bool:
-        """Whether to try again after hosts that did not suffice."""
-        if self._without_progress >= self.most:
-            return False
-        self._without_progress += 1
         return True
 
     @property

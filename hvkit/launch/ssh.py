@@ -6,6 +6,7 @@ never prompts. A failure of ssh or srun becomes a sentence with the fix.
 
 import asyncio
 import contextlib
+import functools
 import os
 import re
 import shlex
@@ -108,13 +109,18 @@ class RemoteShell:
     explain: Callable[[Host, int | None, str], str | None]
 
 
-def remote_shell(system: str | None) -> RemoteShell:
+def remote_shell(system: str | None, connect: float = _CONNECT) -> RemoteShell:
     """The way to the hosts: ``srun`` in a Slurm job if it is on PATH, else ssh.
 
     Args:
         system: the batch system that allocated the hosts, as in ``Allocation``; ``None`` for none.
+        connect: seconds for ssh to connect to a host.
     """
-    return SRUN if system == SLURM and shutil.which("srun") else SSH
+    if system == SLURM and shutil.which("srun"):
+        return SRUN
+    if connect == _CONNECT:
+        return SSH
+    return RemoteShell(functools.partial(ssh_command, connect=connect), explain_ssh)
 
 
 def run_on_hosts(
@@ -137,11 +143,13 @@ def run_on_hosts(
     return asyncio.run(_run_on_all(hosts, command, timeout, shell or SSH))
 
 
-def ssh_command(host: Host, command: Sequence[str], timeout: float) -> list[str]:
+def ssh_command(
+    host: Host, command: Sequence[str], timeout: float, connect: float = _CONNECT
+) -> list[str]:
     """The ssh that runs ``command`` on ``host``, and stops trying to connect before ``timeout``."""
     options = {
         "BatchMode": "yes",
-        "ConnectTimeout": str(max(1, int(min(_CONNECT, timeout / 2)))),
+        "ConnectTimeout": str(max(1, int(min(connect, timeout / 2)))),
         "ForwardAgent": "no",
         "ForwardX11": "no",
         "ClearAllForwardings": "yes",

@@ -7,6 +7,7 @@ launcher's command line, and supervises it to its end. ``prepared`` does all but
 
 import os
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,14 +26,17 @@ from hvkit.launch.launchers import Job, Launcher, find_launcher
 from hvkit.launch.restarts import Restarts
 from hvkit.launch.supervision.output import Style, make_room
 from hvkit.launch.supervision.protocol import KEY_VARIABLE, SUPERVISOR_VARIABLE
-from hvkit.launch.supervision.supervised_run import Outcome, Run, supervise
+from hvkit.launch.supervision.supervised_run import COMMAND_SIGNALS, Outcome, Run, supervise
 from hvkit.log import logger
 
 _AGENT = "hvkit.launch.supervision.agent"
 _SUPERVISION = (SUPERVISOR_VARIABLE, KEY_VARIABLE)
-# Seconds for each host to answer, and for one that may just have been lost.
-_ANSWER = 30.0
-_ANSWER_AGAIN = 5.0
+# Seconds to connect to each host, and to one that may just have been lost.
+_CONNECT = 10.0
+_CONNECT_AGAIN = 4.0
+# Seconds that a restart waits for hosts, and between two looks at them.
+_HOSTS_RETURN = 600.0
+_BETWEEN_LOOKS = 20.0
 # Seconds after which ranks report that they wait for another, if that ends the run later.
 _STALL_REPORTED = 60.0
 
@@ -123,35 +127,56 @@ def start(request: Request) -> int:
             if request.max_restarts and outcome.restartable:
                 logger.error("gives up after %s", restarts.budget)
             return outcome.status
-        saved = "nothing saved" if outcome.saved is None else f"step {outcome.saved} saved"
-        logger.warning("%s; %s; %s", restarts.budget, saved, outcome.reason)
-        run = _prepared_again(request, run.size, least, restarts)
+        from_step = f"from step {outcome.saved}"
+        if outcome.saved is None:
+            from_step = "from the beginning, as hvkit.Checkpoint has saved nothing"
+        logger.warning("%s, %s: %s", restarts.budget, from_step, outcome.reason)
+        try:
+            run = _prepared_again(request, run.size, least, restarts.pause)
+        except LaunchError as error:
+            logger.error("gives up: %s", error)
+            return outcome.status
 
 
-def _prepared_again(request: Request, before: int, least: int, restarts: Restarts) -> Run:
+def _prepared_again(request: Request, before: int, least: int, pause: float) -> Run:
     """Prepare a restart, as soon as enough hosts are ready.
 
     Args:
         request: the request.
         before: the number of ranks before.
         least: the fewest ranks to go on with.
-        restarts: has the pauses, and how many tries there are.
+        pause: seconds before the first try.
 
     Raises:
-        LaunchError: there were not enough in all tries.
+        LaunchError: there were not enough for ten minutes.
     """
+    deadline = time.monotonic() + _HOSTS_RETURN
+    said = ""
     while True:
-        time.sleep(restarts.pause)
+        _pause(pause)
         try:
             run = prepared(request, least=least)
         except LaunchError as error:
-            if not restarts.not_started():
+            if time.monotonic() > deadline:
                 raise
-            logger.warning("%s: %s", restarts.budget, error)
+            if str(error) != said:
+                said = str(error)
+                logger.warning("waits for hosts: %s", said)
+            pause = min(2 * pause, _BETWEEN_LOOKS)
             continue
         if run.size != before:
             logger.warning("%d ranks now, %d before", run.size, before)
         return run
+
+
+def _pause(seconds: float) -> None:
+    """Sleep; signals for ranks, of which there are none now, do not end this process."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in COMMAND_SIGNALS}
+    try:
+        time.sleep(seconds)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _supervised(request: Request, run: Run) -> Outcome:
@@ -192,7 +217,7 @@ def prepared(request: Request, *, supervised: bool = True, least: int | None = N
         request.system,
         request.interfaces,
         least=least or request.min_size,
-        patience=_ANSWER if least is None else _ANSWER_AGAIN,
+        connect=_CONNECT if least is None else _CONNECT_AGAIN,
     )
     for name, problem in site.left_out.items():
         logger.warning("goes on without %s: %s", name, problem)
@@ -221,7 +246,10 @@ def prepared(request: Request, *, supervised: bool = True, least: int | None = N
         environ=environ,
         crowded=site.crowded,
     )
-    _refuse_absent_ranks(request.style, job.size)
+    if least is None and request.size is not None and job.size < request.size:
+        logger.warning("%d ranks, not %d: --min-np allows it", job.size, request.size)
+    if least is None:
+        _refuse_absent_ranks(request.style, job.size)
     return Run(
         command=launcher.command(job),
         environ=environ,
@@ -237,11 +265,14 @@ def prepared(request: Request, *, supervised: bool = True, least: int | None = N
 
 
 def shown(run: Run) -> str:
-    """The launcher's command line for a shell, with the variables that hvkit adds and removes."""
+    """The launcher's command line for a shell, with the variables that hvkit adds and removes.
+
+    Secrets are left out: ``NAME=...``.
+    """
     given = _given_environment()
     removed = [f"-u {shlex.quote(name)}" for name in given if name not in run.environ]
     added = [
-        f"{name}={shlex.quote(value)}"
+        f"{name}={'...' if _is_secret(name) else shlex.quote(value)}"
         for name, value in run.environ.items()
         if given.get(name) != value
     ]
@@ -264,11 +295,15 @@ def forwarded(environ: Mapping[str, str], chosen: Iterable[str] = ()) -> tuple[s
 
 
 def _forwarded_by_default(name: str) -> bool:
-    if name in _OWN or name in _GPU_LISTS or any(word in name.upper() for word in _SECRET):
-        return False
-    if not _SECRET_WORDS.isdisjoint(name.upper().split("_")):
+    if name in _OWN or name in _GPU_LISTS or _is_secret(name):
         return False
     return name in _FORWARDED or name.startswith(_FORWARDED_PREFIXES)
+
+
+def _is_secret(name: str) -> bool:
+    """Whether a variable's name says that its value is a secret."""
+    upper = name.upper()
+    return any(word in upper for word in _SECRET) or not _SECRET_WORDS.isdisjoint(upper.split("_"))
 
 
 def _refuse_unsupported(request: Request) -> None:

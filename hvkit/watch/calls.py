@@ -53,7 +53,7 @@ class Status:
         seconds: duration of the wait, or time since the last wait.
         where: the line of the script, ``train.py:41``.
         handling: the error that the script was handling when it made the call; else empty.
-        stack: where its main thread is, the innermost call last, if somebody waits for the rank.
+        stack: where its main thread is, the innermost call last, if others wait for the rank.
     """
 
     call: str = ""
@@ -249,13 +249,20 @@ def status() -> Status:
 
 def stack_of_script() -> tuple[str, ...]:
     """Where the main thread is: ``train.py:41 in load``, the innermost call last; no own code."""
-    frame, lines = sys._current_frames().get(_MAIN), []
-    while frame is not None:
+    # As for ``line_of_script``: hold no frame while lines are formatted.
+    places = _places(_frames().get(_MAIN))
+    return tuple(f"{_line(file, line)} in {name}" for file, line, name in reversed(places))
+
+
+def _places(frame: FrameType | None) -> list[tuple[str, int, str]]:
+    """File, line and function of the innermost calls, without hvkit's own, the innermost first."""
+    found: list[tuple[str, int, str]] = []
+    while frame is not None and len(found) < _STACK:
         code = frame.f_code
         if not code.co_filename.startswith(_OWN_FOLDER):
-            lines.append(f"{_line(code.co_filename, frame.f_lineno)} in {code.co_name}")
+            found.append((code.co_filename, frame.f_lineno, code.co_name))
         frame = frame.f_back
-    return tuple(reversed(lines[:_STACK]))
+    return found
 
 
 def _thread_that_counts(threads: list[_Thread]) -> _Thread:

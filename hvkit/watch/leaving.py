@@ -16,12 +16,20 @@ import signal
 import threading
 import time
 from types import FrameType
+from typing import NoReturn
+
+from hvkit.errors import LEFT
+from hvkit.host.run_reports import report
+from hvkit.watch import calls
 
 # Seconds that a rank has to end by itself, with an error that names the reason, once another has
 # died.
 _FAILS = 2.0
 # Seconds to hold at the end of a step without an answer from rank 0.
 _AGREES = 20.0
+# A batch system, a launcher and `hvkit run` may each pass the same SIGTERM on. One that comes later
+# than so many seconds after the first is another one.
+_SAME = 2.0
 
 
 class Leaving:
@@ -33,6 +41,10 @@ class Leaving:
 
     def __init__(self) -> None:
         self.requested = False
+        self._since = 0.0
+        # Whether another rank has ended, so that no step will; whether this one has saved.
+        self._over = False
+        self._left = False
         self._alone = True
         self._holds = False
         self._last: int | None = None
@@ -56,8 +68,16 @@ class Leaving:
         os.set_blocking(writer, False)
         if (other := signal.set_wakeup_fd(writer, warn_on_full_buffer=False)) != -1:
             signal.set_wakeup_fd(other)
+            os.close(reader)
+            os.close(writer)
         else:
             threading.Thread(target=self._await_sigterm, args=(reader,), daemon=True).start()
+
+    def stop_handling(self) -> None:
+        """Leave SIGTERM to the system again: no step will end any more."""
+        if signal.getsignal(signal.SIGTERM) is _on_sigterm and not self.requested:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def due(self) -> bool:
         """Whether to save and leave at the end of this step; the same on all ranks.
@@ -73,6 +93,16 @@ class Leaving:
             self._changed.wait_for(lambda: not self._holds or self._last is not None, _AGREES)
             return self._last is not None and self._step >= self._last
 
+    def leave(self) -> NoReturn:
+        """End this rank: its checkpoint is saved.
+
+        Raises:
+            SystemExit: with status 143.
+        """
+        self._left = True
+        report(left=True)
+        raise SystemExit(LEFT)
+
     # Called by the watcher's thread.
 
     def hold(self) -> int:
@@ -87,6 +117,8 @@ class Leaving:
             self._last = step
             self._holds = step is not None
             self._changed.notify_all()
+        if step is None and self.requested:
+            self._end_if_waiting(0.0)
 
     def several_ranks(self) -> None:
         """Agree with other ranks."""
@@ -94,15 +126,41 @@ class Leaving:
 
     def other_ended(self) -> None:
         """Another rank has ended: end soon if this one should leave, because no step will end."""
+        self._over = True
         if self.requested:
-            timer = threading.Timer(_FAILS, os._exit, [1])
-            timer.daemon = True
-            timer.start()
+            self._end_if_waiting(_FAILS)
+
+    def _end_if_waiting(self, seconds: float) -> None:
+        """End this process after some seconds if it then still waits for other ranks."""
+
+        def end() -> None:
+            if not self._left and calls.status().waits:
+                os._exit(1)
+
+        timer = threading.Timer(seconds, end)
+        timer.daemon = True
+        timer.start()
+
+    # Called in the main thread by SIGTERM, and by a thread that sees it sooner.
 
     def _await_sigterm(self, reader: int) -> None:
         while numbers := os.read(reader, 64):
-            if signal.SIGTERM in numbers:
-                self.requested = True
+            if signal.SIGTERM in numbers and self.take_sigterm():
+                os._exit(128 + signal.SIGTERM)
+
+    def take_sigterm(self) -> bool:
+        """Note a SIGTERM; return whether it must end the process at once."""
+        now = time.monotonic()
+        if self._left:
+            return False
+        if self.requested:
+            return now - self._since > _SAME
+        if self._over:
+            return True
+        self.requested, self._since = True, now
+        report(terminated=True)
+        os.write(2, b"hvkit: SIGTERM: leaves as soon as all ranks have saved a checkpoint\n")
+        return False
 
 
 LEAVING = Leaving()
@@ -112,12 +170,9 @@ _process = os.getpid()
 
 
 def _on_sigterm(number: int, _: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_DFL)
-    if os.getpid() != _process:
+    if os.getpid() != _process or LEAVING.take_sigterm():
+        signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
-        return
-    LEAVING.requested = True
-    os.write(2, b"hvkit: SIGTERM: leaves as soon as all ranks have saved a checkpoint\n")
 
 
 def _became_child() -> None:
@@ -137,7 +192,7 @@ class Agreement:
         size: the number of ranks.
     """
 
-    PATIENCE = 5.0
+    PATIENCE = 3.0
     """Seconds for all ranks to answer."""
 
     def __init__(self, size: int) -> None:

@@ -16,6 +16,9 @@ from hvkit.watch.calls import Status
 SAME_CALLS = "every rank has to make the same calls in the same order"
 SAME_STEPS = "take the same number of steps (hvkit.shard gives equal parts)"
 
+LIMIT_SET_BY = "--stall, HVKIT_STALL_LIMIT_SECONDS"
+"""What sets the limit of a wait."""
+
 SETTLED = 5.0
 """Seconds after which ranks that wait in different calls are not merely out of step."""
 
@@ -68,7 +71,7 @@ def decide(
     about = (longest.key, longest.serial)
     if longest.seconds >= end_after:
         what = _missing(missing, longest) if missing else "and the exchange does not end"
-        limit = f"the limit is HVKIT_STALL_LIMIT_SECONDS={end_after:g}"
+        limit = f"the limit is {end_after:g} s ({LIMIT_SET_BY})"
         text = f"{_waits(waiting)}; {what}; {limit}{_stacks(missing)}"
         return Verdict(text, True, about, answered=all(s.where for s in missing.values()))
     if longest.seconds >= report_after:
@@ -108,7 +111,7 @@ def _waits(waiting: Mapping[int, Status]) -> str:
 
 
 def _missing(missing: Mapping[int, Status], longest: Status) -> str:
-    """Which ranks have not come to the call, and where they are, grouped by place."""
+    """Which ranks have not reached the call, and where they are, grouped by place."""
     places: dict[str, list[int]] = {}
     for rank in sorted(missing):
         status = missing[rank]
@@ -116,19 +119,19 @@ def _missing(missing: Mapping[int, Status], longest: Status) -> str:
         where = f"at {status.where}" if status.where else "not answering"
         places.setdefault(inside + where, []).append(rank)
     return "; ".join(
-        f"{ranks_text(numbers)} {_have(numbers)} not come to {longest.call}{_at(longest)} for "
+        f"{ranks_text(numbers)} {_have(numbers)} not reached {longest.call}{_at(longest)} for "
         f"{longest.seconds:.0f} s; {'it is' if len(numbers) == 1 else 'they are'} {place}"
         for place, numbers in places.items()
     )
 
 
 def _stacks(missing: Mapping[int, Status]) -> str:
-    """Where each rank is that others wait for, call by call."""
-    return "".join(
-        f"\n  rank {rank} is here:" + "".join(f"\n    {line}" for line in status.stack)
-        for rank, status in sorted(missing.items())
-        if status.stack
-    )
+    """Where the first rank is that others wait for, call by call."""
+    with_stack = [(rank, status.stack) for rank, status in sorted(missing.items()) if status.stack]
+    if not with_stack:
+        return ""
+    rank, stack = with_stack[0]
+    return "\n    ".join([f"\n  rank {rank} is here:", *stack])
 
 
 def _ended(ended: Mapping[int, str]) -> str:

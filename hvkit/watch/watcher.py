@@ -12,10 +12,11 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from hvkit.errors import LaunchError, ranks_text
+from hvkit.host.run_reports import report
 from hvkit.watch import calls, channel
 from hvkit.watch.calls import Status
 from hvkit.watch.leaving import LEAVING, Agreement
-from hvkit.watch.verdict import SAME_CALLS, SAME_STEPS, Verdict, decide
+from hvkit.watch.verdict import LIMIT_SET_BY, SAME_CALLS, SAME_STEPS, Verdict, decide
 
 # All in seconds.
 # Between two looks at this rank's status.
@@ -29,6 +30,8 @@ _NO_ANSWER = 10.0
 # After a verdict, ranks have this long to end by themselves.
 _GRACE = 30.0
 _GRACE_FOR_STOPPED = 3.0
+# Characters of a verdict that `hvkit run` repeats at its end.
+_CAUSE = 500
 # An error of Horovod waits this long for its explanation.
 _EXPLAINED_WITHIN = 5.0
 
@@ -132,9 +135,15 @@ class Watcher:
         self._explained.set()
         LEAVING.other_ended()
 
-    def _status(self) -> Status:
+    def _status(self, *, with_stack: bool = False) -> Status:
+        """This rank's status; with where its main thread is, if asked and it does not wait."""
         with self._reading_stacks:
-            return Status() if self._stopped.is_set() else calls.status()
+            if self._stopped.is_set():
+                return Status()
+            now = calls.status()
+            if with_stack and not now.waits:
+                return replace(now, stack=calls.stack_of_script())
+            return now
 
     def _must_end(self, seconds: float) -> None:
         """End this process after some seconds if Horovod does not end its current wait."""
@@ -189,8 +198,6 @@ class Reporter(Watcher):
                 return
             if LEAVING.requested and not told:
                 told = True
-                if self._explained.is_set():
-                    LEAVING.other_ended()
                 _send(hub, {"leaving": True})
             now = self._status()
             if now.waits and now.seconds >= self._limits.end + _NO_ANSWER:
@@ -203,7 +210,7 @@ class Reporter(Watcher):
     def _end_without_verdict(self, now: Status) -> None:
         """Rank 0, which would end this wait, is stopped, or its host is."""
         text = f"rank {self.rank} waits in {now.call} ({now.where}) for {now.seconds:.0f} s"
-        limit = f"the limit is HVKIT_STALL_LIMIT_SECONDS={self._limits.end:g}"
+        limit = f"the limit is {self._limits.end:g} s ({LIMIT_SET_BY})"
         os.write(2, f"hvkit: RankLostError: {text}; rank 0 does not answer; {limit}\n".encode())
         os._exit(1)
 
@@ -228,9 +235,7 @@ class Reporter(Watcher):
         elif "leave_at" in message:
             LEAVING.leave_at(message["leave_at"])
         else:
-            now = self._status()
-            stack = () if now.waits else calls.stack_of_script()
-            _send(hub, {"status": asdict(replace(now, stack=stack))})
+            _send(hub, {"status": asdict(self._status(with_stack=True))})
 
 
 class Hub(Watcher):
@@ -320,16 +325,22 @@ class Hub(Watcher):
                 self._asked.pop(rank, None)
 
     def _agree_on_leaving(self) -> None:
-        """If a rank got SIGTERM, choose the step at whose end all leave."""
-        if not self._agreement.begun and (self._somebody_leaves or LEAVING.requested):
-            if self._explained.is_set():
-                LEAVING.other_ended()
+        """If a rank got SIGTERM, choose the step at whose end all leave.
+
+        A rank that holds Python's lock for long may answer too late: then try again.
+        """
+        wanted = self._somebody_leaves or LEAVING.requested
+        all_here = len(self._peers) == self._size - 1
+        if wanted and all_here and not self._agreement.begun and not self._explained.is_set():
             self._agreement.begin()
             self._agreement.take(0, LEAVING.hold())
             self._tell_all({"hold": True})
         if self._agreement.settled:
-            LEAVING.leave_at(self._agreement.step)
-            self._tell_all({"leave_at": self._agreement.step})
+            step = self._agreement.step
+            LEAVING.leave_at(step)
+            self._tell_all({"leave_at": step})
+            if step is None:
+                self._agreement = Agreement(self._size)
 
     def _tell_all(self, message: dict[str, Any]) -> None:
         for peer in list(self._peers.values()):
@@ -358,7 +369,7 @@ class Hub(Watcher):
             if rank not in self._asked:
                 self._asked[rank] = now
                 _send(peer, {"question": "status"})
-        everyone = {0: own if own.waits else replace(own, stack=calls.stack_of_script())}
+        everyone = {0: self._status(with_stack=True)}
         for rank in range(1, self._size):
             if rank in self._ended:
                 continue
@@ -378,6 +389,7 @@ class Hub(Watcher):
                 os.write(2, f"hvkit: {verdict.text}\n".encode())
             return
         os.write(2, f"hvkit: RankLostError: {verdict.text}\n".encode())
+        report(cause=verdict.text.split("\n")[0][:_CAUSE])
         self._printed = True
         seconds = _GRACE if verdict.answered else _GRACE_FOR_STOPPED
         self._tell_all({"verdict": verdict.text, "shown_by": 0, "within": seconds})

@@ -269,7 +269,7 @@ def test_a_collective_on_the_way_out_hides_no_error(tmp_path):
             torch_script(inside="if rank == last and step == 7: time.sleep(12)  # here").replace(
                 "# backward", "# comes"
             ),
-            "hvkit: rank 1 has not come to backward() of step 8",
+            "hvkit: rank 1 has not reached backward() of step 8",
             id="torch",
         ),
         pytest.param(
@@ -277,7 +277,7 @@ def test_a_collective_on_the_way_out_hides_no_error(tmp_path):
                 inside="if rank == last and optimizer.iterations == 3: time.sleep(12)  # here",
                 after="",
             ).replace("# train", "# comes"),
-            "hvkit: rank 1 has not come to fit, step 4",
+            "hvkit: rank 1 has not reached fit, step 4",
             id="keras",
             marks=MORE,
         ),
@@ -298,7 +298,7 @@ def test_a_rank_that_never_comes_ends_the_run_after_the_long_limit(tmp_path):
     limits = {"HVKIT_STALL_SECONDS": "5", "HVKIT_STALL_LIMIT_SECONDS": "8"}
     status, err, lines = run(code, tmp_path, 2, **limits)
     assert status != 0
-    assert f"it is at {lines['here']}; the limit is HVKIT_STALL_LIMIT_SECONDS=8" in err
+    assert f"it is at {lines['here']}; the limit is 8 s" in err
 
 
 def test_ranks_that_do_not_call_hvkit_at_all_are_waited_for_aloud(tmp_path):

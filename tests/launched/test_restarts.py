@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
 from cases import cases
 
@@ -81,12 +82,13 @@ STOP = "os.kill(os.getpid(), signal.SIGSTOP)"
 LEAVE = "sys.exit(0)"
 TERMINATE = "os.kill(os.getpid(), signal.SIGTERM)"
 NONE = "pass"
+HVKIT = [sys.executable, "-m", "hvkit.cli", "run"]
 OPTIONS = ["--max-restarts", "1"]
 
 
 def words(script, folder, fault, strategy="Synchronous()", options=OPTIONS):
-    command = [sys.executable, "-m", "hvkit.cli", "run", "-np", "2", *options]
-    return [*command, sys.executable, "-c", script, str(folder), fault, strategy]
+    command = [sys.executable, "-c", script, str(folder), fault, strategy]
+    return [*HVKIT, "-np", "2", *options, *command]
 
 
 def run(*args, **more):
@@ -138,23 +140,78 @@ def test_a_script_that_always_fails_stops_with_its_error(tmp_path):
     assert "gives up after restart 1 (1 of 1 without progress)" in printed
 
 
-@pytest.mark.parametrize("script", cases([PYTORCH, KERAS]), ids=["torch", "keras"])
-def test_a_run_that_gets_sigterm_saves_and_leaves(script, tmp_path):
+def test_the_reason_for_a_restart_names_the_error(tmp_path):
+    status, _, printed = run(PYTORCH, tmp_path, RAISE)
+    assert status == 0, printed
+    (line,) = (line for line in printed.splitlines() if line.startswith("hvkit: restart"))
+    assert "from step 10: rank 1 on " in line
+    assert line.endswith("ended with exit status 1: ValueError: a fault")
+
+
+def test_a_rank_that_ends_early_is_named_and_not_those_that_wait_for_it(tmp_path):
+    status, _, printed = run(PYTORCH, tmp_path, LEAVE)
+    assert status == 0, printed
+    (line,) = (line for line in printed.splitlines() if line.startswith("hvkit: restart"))
+    assert "rank 1 has ended its script" in line
+
+
+def test_status_143_of_a_shell_is_no_checkpoint(tmp_path):
+    command = [*HVKIT, "-np", "1", *OPTIONS, "bash", "-c", "exit 143"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 143
+    assert done.stderr.count("hvkit: restart") == 1
+    assert "saved" not in done.stderr.replace("has saved nothing", "")
+
+
+# A data loader's workers, which the ranks need until they have saved.
+WORKERS = PYTORCH.replace(
+    "for step, batch in enumerate(batches[start:], start + 1):",
+    "loader = torch.utils.data.DataLoader(batches[start:], batch_size=None, num_workers=1)\n"
+    "for step, batch in enumerate(map(np.asarray, loader), start + 1):",
+)
+
+
+@pytest.mark.parametrize("number", [1, 2], ids=["once", "twice"])
+@pytest.mark.parametrize(
+    ("script", "first"), cases([(WORKERS, 7), (KERAS, 7), (PYTORCH, 1)], 1), ids=str
+)
+def test_a_run_that_gets_sigterm_saves_and_leaves(script, first, number, tmp_path):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
     process = subprocess.Popen(
         words(script, tmp_path, "wait"), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True, env=environment,
     )  # fmt: skip
     for line in process.stdout:
-        if line.startswith("step 7"):
+        if line.startswith(f"step {first}"):
             break
+    if number == 2:  # a batch system signals every process, and launchers pass that on
+        for each in psutil.Process(process.pid).children(recursive=True):
+            if "-m" not in each.cmdline() and str(tmp_path) in " ".join(each.cmdline()):
+                each.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGTERM)
     _, printed = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM, printed
     assert "after SIGTERM: leaves" in printed  # not ended by force
     saved = sorted(path.name for path in tmp_path.glob("step-*"))
-    assert int(saved[-1].removeprefix("step-")) >= 7
+    assert int(saved[-1].removeprefix("step-")) >= first
     assert "restart" not in printed
+
+
+def test_a_signal_while_a_failed_run_ends_is_not_followed_by_a_restart(tmp_path):
+    script = (
+        "import os, signal, sys, time\n"
+        "if os.environ['OMPI_COMM_WORLD_RANK'] == '0': sys.exit(3)\n"
+        "signal.signal(signal.SIGTERM, lambda *_: print('got it', flush=True))\n"
+        "while True: time.sleep(0.1)"
+    )
+    process = subprocess.Popen(
+        words(script, tmp_path, NONE), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "got it\n"
+    process.send_signal(signal.SIGTERM)
+    _, printed = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "hvkit: restart" not in printed
 
 
 @pytest.mark.parametrize("rank", cases([1, 0]))
@@ -173,4 +230,4 @@ def test_a_rank_that_sleeps_is_shown_where_it_is(tmp_path):
     status, _, printed = run(PYTORCH, tmp_path, "time.sleep(1000)", options=options)
     assert status == 1, printed
     assert "rank 1 is here:\n    <string>:" in printed
-    assert "rank 1 has not come to" in printed
+    assert "rank 1 has not reached" in printed

@@ -214,7 +214,7 @@ int Allgather(const void* sendbuf, void* recvbuf, const int* counts, const int* 
     return MPI_Allgatherv(sendbuf, counts[rank], type, recvbuf, counts, begins, type, comm);
   }
   char* buffer = static_cast<char*>(recvbuf);
-  if (sendbuf != MPI_IN_PLACE) {
+  if (sendbuf != MPI_IN_PLACE && counts[rank] > 0) {
     std::memcpy(buffer + blocks[rank] * width, sendbuf, size_t(counts[rank]) * width);
   }
   return GoRound(false, 0, buffer, buffer, blocks, type, MPI_OP_NULL, comm);
@@ -236,8 +236,10 @@ int Alltoall(const void* sendbuf, const std::vector<int32_t>& sendcounts,
   MPI_Type_size(type, &width);
   const char* from = static_cast<const char*>(sendbuf);
   char* into = static_cast<char*>(recvbuf);
-  std::memcpy(into + int64_t(received_at[rank]) * width, from + int64_t(sent_from[rank]) * width,
-              size_t(sendcounts[rank]) * width);
+  if (sendcounts[rank] > 0) {
+    std::memcpy(into + int64_t(received_at[rank]) * width,
+                from + int64_t(sent_from[rank]) * width, size_t(sendcounts[rank]) * width);
+  }
   // A message to one rank and one from another, in the same order on all ranks.
   MPI_Request requests[AHEAD][2];
   std::fill(&requests[0][0], &requests[0][0] + 2 * AHEAD, MPI_REQUEST_NULL);
@@ -246,7 +248,8 @@ int Alltoall(const void* sendbuf, const std::vector<int32_t>& sendcounts,
   for (int step = 1; step < size; ++step) {
     const int to = (rank + step) % size, source = (rank + size - step) % size;
     const int most = std::max(sendcounts[to], recvcounts[source]);
-    for (int offset = 0; offset < most && code == MPI_SUCCESS; offset += segment, ++messages) {
+    for (int64_t at = 0; at < most && code == MPI_SUCCESS; at += segment, ++messages) {
+      const int offset = int(at);
       MPI_Request* pair = requests[messages % AHEAD];
       code = MPI_Waitall(2, pair, MPI_STATUSES_IGNORE);
       if (code == MPI_SUCCESS && offset < recvcounts[source]) {

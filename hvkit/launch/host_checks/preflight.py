@@ -19,6 +19,8 @@ from hvkit.launch.host_checks.routes import joining, named, source_address, span
 from hvkit.launch.hosts import Host
 from hvkit.launch.ssh import remote_shell, run_on_hosts
 
+# Seconds for each host to answer.
+_ANSWER = 30.0
 # Seconds until the names of new pods resolve.
 _NAMES = 30.0
 
@@ -54,7 +56,7 @@ def choose_hosts(
     system: str | None = None,
     names: Sequence[str] = (),
     least: int | None = None,
-    patience: float = 30.0,
+    connect: float = 10.0,
 ) -> Site:
     """Choose the hosts for the ranks, and check that each is ready.
 
@@ -65,7 +67,7 @@ def choose_hosts(
         names: interfaces or networks to use between hosts, instead of those found.
         least: the fewest ranks; hosts that are not ready are then left out. ``None`` if all hosts
             with ranks must be ready.
-        patience: seconds for each host to answer.
+        connect: seconds to connect to each host.
 
     Raises:
         LaunchError: there are too few slots; hosts cannot be reached, or lack hvkit or the working
@@ -74,9 +76,9 @@ def choose_hosts(
     """
     left_out: dict[str, str] = {}
     if least is None:
-        hosts, facts = _with_ranks(hosts, size, system, patience)
+        hosts, facts = _with_ranks(hosts, size, system, connect)
     else:
-        hosts, facts, left_out = _of_ready(hosts, size, system, least, patience)
+        hosts, facts, left_out = _of_ready(hosts, size, system, least, connect)
     _refuse_same(facts)
     crowded = any((host.slots or 0) > facts[host.name].cpus for host in hosts)
     of_hosts = {name: found.interfaces for name, found in facts.items()}
@@ -127,12 +129,12 @@ def placed(hosts: Sequence[Host], size: int | None) -> tuple[Host, ...]:
 
 
 def _with_ranks(
-    hosts: Sequence[Host], size: int | None, system: str | None, patience: float
+    hosts: Sequence[Host], size: int | None, system: str | None, connect: float
 ) -> tuple[tuple[Host, ...], dict[str, Facts]]:
     """The hosts that get ranks, and the facts about them."""
     with_slots = all(host.slots is not None for host in hosts)
     chosen = placed(hosts, size) if with_slots else tuple(hosts)
-    facts, problems = _facts(chosen, system, patience)
+    facts, problems = _facts(chosen, system, connect)
     if problems:
         raise LaunchError("nothing was started\n" + _listed(problems))
     if not with_slots:
@@ -141,16 +143,18 @@ def _with_ranks(
 
 
 def _of_ready(
-    hosts: Sequence[Host], size: int | None, system: str | None, least: int, patience: float
+    hosts: Sequence[Host], size: int | None, system: str | None, least: int, connect: float
 ) -> tuple[tuple[Host, ...], dict[str, Facts], dict[str, str]]:
     """The same among the hosts that are ready; and why the others are not, by name."""
-    facts, problems = _facts(hosts, system, patience)
+    facts, problems = _facts(hosts, system, connect)
     ready = _with_slots([host for host in hosts if host.name not in problems], facts)
+    if not problems:
+        placed(ready, size)  # more ranks than slots are an error, not a host that is lost
     slots = sum(host.slots or 0 for host in ready)
     if slots < least:
         raise LaunchError(
-            f"nothing was started: hosts that are ready have {slots} slots, but at least {least} "
-            f"ranks are needed (--min-np)\n{_listed(problems)}"
+            f"the hosts that are ready have {slots} slots, but at least {least} ranks are needed\n"
+            f"{_listed(problems)}"
         )
     chosen = placed(ready, slots if size is None else min(size, slots))
     return chosen, {host.name: facts[host.name] for host in chosen}, problems
@@ -169,7 +173,7 @@ def _with_slots(hosts: Sequence[Host], facts: Mapping[str, Facts]) -> list[Host]
 
 
 def _facts(
-    hosts: Sequence[Host], system: str | None, patience: float
+    hosts: Sequence[Host], system: str | None, connect: float
 ) -> tuple[dict[str, Facts], dict[str, str]]:
     """The facts about each host that is ready, and the problems of each other one, by name."""
     if system == HOSTFILE:
@@ -180,7 +184,7 @@ def _facts(
     others = [host for host in hosts if not is_local(host.name)]
     facts = {host.name: Facts.here(folder) for host in hosts if host not in others}
     problems: dict[str, str] = {}
-    for answer in run_on_hosts(others, python, patience, remote_shell(system)):
+    for answer in run_on_hosts(others, python, _ANSWER, remote_shell(system, connect)):
         name = answer.host.name
         if answer.problem is not None:
             problems[name] = answer.problem

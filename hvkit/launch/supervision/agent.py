@@ -16,6 +16,7 @@ supervisor.
 """
 
 import contextlib
+import json
 import os
 import select
 import signal
@@ -122,6 +123,8 @@ class _Agent:
         self.listener = threading.Thread(target=self.listen, daemon=True)
         self.child: subprocess.Popen[bytes] | None = None
         self.reports = -1
+        # The process that trains, once it has said so: the command may be a shell around it.
+        self.rank: int | None = None
 
     def run(self) -> int:
         adopt_orphans()
@@ -191,7 +194,7 @@ class _Agent:
             self.deadline = min(self.deadline, time.monotonic() + _LEFT_BEHIND)
         elif not self.guard_lost:
             self.connection.send(Kind.STOPPED, packed(0))
-        end_descendants(lambda: self.deadline - time.monotonic())
+        end_descendants(lambda: self.deadline - time.monotonic(), self.rank)
         status = child.wait()
         if self.lost:
             if socket.gethostname() != self.settings.host:
@@ -227,6 +230,12 @@ class _Agent:
         """Send the rank's reports to the supervisor."""
         with open(self.reports, "rb") as lines:
             for line in lines:
+                if len(line) > run_reports.LONGEST:
+                    continue  # no report: the script writes to a pipe that is not its own
+                with contextlib.suppress(ValueError):  # the supervisor logs what is no report
+                    match json.loads(line):
+                        case {"pid": int(pid)}:
+                            self.rank = pid
                 self.connection.send(Kind.REPORT, line.rstrip(b"\n"))
 
     def listen(self) -> None:

@@ -1,16 +1,20 @@
 """Which rank failed first, and the lines that ``hvkit run`` prints about it; no input or output."""
 
+import re
 import signal
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from hvkit.errors import LEFT, ranks_text
+from hvkit.errors import ranks_text
 
 # Errors of a rank that has lost its partners: consequences of another failure.
 _CONSEQUENCES = (
     *("RankLostError", "HorovodInternalError", "Horovod has been shut down"),
     "hvkit: rank",  # ... ends with the error of another
 )
+
+# The last line of a traceback.
+_EXCEPTION = re.compile(r"[\w.]+(Error|Exception|Interrupt|Exit)\b")
 
 # Signals that a partner's failure does not cause.
 _VIOLENT = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
@@ -50,14 +54,14 @@ class Failure:
         return any(name in text for name in _CONSEQUENCES)
 
     @property
+    def error(self) -> str:
+        """The last line that names an exception; empty if there is none."""
+        return next((line for line in reversed(self.last_lines) if _EXCEPTION.match(line)), "")
+
+    @property
     def violent(self) -> bool:
         """Whether a crash or somebody outside ended it, which makes its partners fail."""
         return self.status is None or -self.status in _VIOLENT
-
-    @property
-    def left(self) -> bool:
-        """Whether it saved a checkpoint after SIGTERM, and left."""
-        return self.status == LEFT
 
     @property
     def exit_status(self) -> int:
@@ -73,8 +77,6 @@ class Failure:
             return f"{who}: {self.problem}"
         if self.status is None:
             return f"{who} vanished: it and its watcher died without an exit status"
-        if self.left:
-            return f"{who} saved a checkpoint after SIGTERM, and left"
         if self.status < 0:
             return f"{who} was killed by signal {-self.status} ({_name(-self.status)})"
         return f"{who} ended with exit status {self.status}"
@@ -95,16 +97,19 @@ def first_failure(failures: Sequence[Failure]) -> Failure | None:
     return min(simultaneous, key=lambda failure: (not failure.violent, failure.at))
 
 
-def report(failures: Sequence[Failure], other_hosts: Collection[str] = ()) -> str:
+def report(failures: Sequence[Failure], other_hosts: Collection[str] = (), cause: str = "") -> str:
     """The lines about the failures of a run; empty if no rank failed by itself.
 
     Args:
         failures: in the order in which they became known.
         other_hosts: the hosts of the run besides this one.
+        cause: why the ranks have ended the run together, if they have.
     """
     first = first_failure(failures)
     if first is None:
         return ""
+    if cause and first.is_consequence:
+        return f"hvkit run: {cause}"
     lines = [f"hvkit run: {_lost(failures, other_hosts) if first.lost else first.describe()}"]
     if first.last_lines:
         lines[0] += "; its last lines:" if not first.lost else f"; last lines of rank {first.rank}:"

@@ -48,17 +48,24 @@ def ends_with_parent(number: signal.Signals) -> Callable[[], None]:
     return arrange
 
 
-def end_descendants(seconds_left: Callable[[], float] | None = None) -> None:
+def end_descendants(
+    seconds_left: Callable[[], float] | None = None, leader: int | None = None
+) -> None:
     """End all processes below this one.
 
     Args:
         seconds_left: returns how long they still have to end after SIGTERM, which may change while
             this function waits; ``None`` for SIGKILL at once.
+        leader: one of them that ends those below itself, such as the workers of a data loader, and
+            needs them until then: they get SIGTERM after it has ended.
     """
     if seconds_left is not None and seconds_left() > 0:
-        ending = _send(_descendants(), signal.SIGTERM)
-        while seconds_left() > 0 and any(map(_runs, ending)):
-            time.sleep(_POLL)
+        below = _below(leader)
+        others = [each for each in _descendants() if each.pid not in below]
+        for some in (others, []) if below else (others,):
+            ending = _send(some or _descendants(), signal.SIGTERM)
+            while seconds_left() > 0 and any(map(_runs, ending)):
+                time.sleep(_POLL)
     # A round finds what the processes of the last one started meanwhile. The number of rounds is
     # limited because a process that waits for a disk may not end at all.
     for _ in range(_ROUNDS):
@@ -105,6 +112,14 @@ def _is_ssh_session(process: psutil.Process) -> bool:
 def _descendants() -> list[psutil.Process]:
     found: list[psutil.Process] = psutil.Process().children(recursive=True)
     return found
+
+
+def _below(leader: int | None) -> set[int]:
+    """The ids of the processes below one of the descendants of this process."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        if leader in {each.pid for each in _descendants()}:
+            return {each.pid for each in psutil.Process(leader).children(recursive=True)}
+    return set()
 
 
 def _group(process: psutil.Process) -> int | None:

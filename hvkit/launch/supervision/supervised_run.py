@@ -9,7 +9,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from hvkit.launch.supervision.first_failure import first_failure, report
+from hvkit.errors import LEFT, ranks_text
+from hvkit.launch.supervision.first_failure import Failure, first_failure, report
 from hvkit.launch.supervision.output import Style
 from hvkit.launch.supervision.processes import (
     adopt_orphans,
@@ -38,9 +39,12 @@ _AGENTS_END_BUT_LOST = 1.0
 _LAUNCHER_ENDS = 1.5
 # For a launcher to notice that all ranks have ended well.
 _LAUNCHER_NOTICES = 5.0
+# Characters of an error in the reason for a restart.
+_ERROR = 300
 
 _END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_COMMAND_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+COMMAND_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+"""Those that go to the command of every rank."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +85,8 @@ class Outcome:
     Attributes:
         status: the exit status of the rank that failed first, or 0.
         reason: what ended it, in one line; empty if all ranks ended well.
-        restartable: whether another try may end otherwise. Not after a signal to this process, nor
-            if a command does not exist or output cannot be written.
+        restartable: whether another try may end otherwise. Not after a signal to this process, and
+            not if a command does not exist or output cannot be written.
         preempted: whether the ranks have left after SIGTERM, with a checkpoint.
         saved: the step of the newest checkpoint; None if the run has saved or resumed none.
     """
@@ -115,6 +119,8 @@ class _Supervision:
         self.signalled = asyncio.Event()
         self.signalled_again = asyncio.Event()
         self.stopping = False
+        # Whether a signal came while the ranks of a failed run were being ended.
+        self.signalled_late = False
         self.supervisor = Supervisor(run.size, self.key, run.style, run.lost_after, self.failed.set)
 
     async def supervise(self) -> Outcome:
@@ -124,7 +130,7 @@ class _Supervision:
         for number in _END_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 loop.add_signal_handler(number, self.on_end_signal, number)
-        for number in _COMMAND_SIGNALS:
+        for number in COMMAND_SIGNALS:
             loop.add_signal_handler(number, self.supervisor.signal, number)
         launcher = await self.start(port)
         showing = asyncio.create_task(self.supervisor.show_unfinished_lines())
@@ -144,7 +150,8 @@ class _Supervision:
 
     def ended(self, status: int, reason: str) -> Outcome:
         """The outcome of a run that another try may bring to a better end."""
-        return Outcome(status, reason, restartable=True, saved=self.supervisor.saved)
+        restartable = not self.signalled_late
+        return Outcome(status, reason, restartable=restartable, saved=self.supervisor.saved)
 
     async def start(self, port: int) -> asyncio.subprocess.Process:
         run = self.run
@@ -180,6 +187,7 @@ class _Supervision:
         elif self.ended_by is signal.SIGINT and not self.signalled_again.is_set():
             self.signalled_again.set()
         else:
+            self.signalled_late = True
             self.supervisor.stop(0)
 
     async def wait(self, launcher: asyncio.subprocess.Process) -> None:
@@ -243,6 +251,22 @@ class _Supervision:
         _print(f"hvkit run: {reason}")
         return self.ended(128 + number, reason)
 
+    def left(self) -> Outcome:
+        """Report that the ranks have left after SIGTERM."""
+        got = self.supervisor.terminated
+        hosts = ", ".join(sorted(set(got.values())))
+        who = f"{ranks_text(sorted(got))} on {hosts} got SIGTERM" if got else "after SIGTERM"
+        reason = f"{who}; all ranks have saved step {self.supervisor.saved} and left"
+        _print(f"hvkit run: {reason}")
+        return replace(self.ended(LEFT, reason), preempted=True)
+
+    def reason(self, first: Failure) -> str:
+        """One line about the failure that ended the run, with its error if it names one."""
+        if self.supervisor.cause and first.is_consequence:
+            return self.supervisor.cause
+        error = f": {first.error[:_ERROR]}" if first.error and not first.violent else ""
+        return f"{first.describe()}{error}"
+
     def conclude(self, status: int | None) -> Outcome:
         """Report what went wrong.
 
@@ -250,17 +274,23 @@ class _Supervision:
             status: exit status of the launcher; ``None`` if it did not end by itself.
         """
         if self.ended_by is not None:
-            _print(f"hvkit run: ended by {self.ended_by.name}")
+            saved = self.supervisor.saved
+            newest = "" if saved is None else f"; newest checkpoint: step {saved}"
+            _print(f"hvkit run: ended by {self.ended_by.name}{newest}")
             return Outcome(128 + self.ended_by)
         if (problem := self.supervisor.writer.problem) is not None:
             return Outcome(_report_write_error(problem))
         failures = self.supervisor.failures
-        if text := report(failures, self.supervisor.other_hosts):
+        others = [each for each in failures if each.rank not in self.supervisor.left]
+        if self.supervisor.left and all(each.stopped for each in others):
+            return self.left()
+        first = first_failure(failures)
+        if text := report(failures, self.supervisor.other_hosts, self.supervisor.cause):
             _print(text)
-        if first := first_failure(failures):
-            outcome = self.ended(first.exit_status, first.describe())
+        if first:
+            outcome = self.ended(first.exit_status, self.reason(first))
             cannot_run = first.problem is not None and first.status == CANNOT_RUN
-            return replace(outcome, restartable=not cannot_run, preempted=first.left)
+            return replace(outcome, restartable=outcome.restartable and not cannot_run)
         if status is None and self.supervisor.all_ended.is_set():
             return Outcome(0)
         if status is None:

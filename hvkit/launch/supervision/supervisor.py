@@ -49,6 +49,9 @@ class Supervisor:
         host_lost: whether a host was lost.
         failures: the failures so far, in the order in which they became known.
         saved: the step of the newest checkpoint that the run has saved or resumed; None for none.
+        cause: why the ranks have ended the run together; empty if they have not.
+        terminated: the ranks that got SIGTERM, with their hosts.
+        left: the ranks that have saved a checkpoint after SIGTERM, and ended.
     """
 
     size: int
@@ -60,6 +63,9 @@ class Supervisor:
     host_lost: bool = False
     failures: list[Failure] = field(default_factory=list)
     saved: int | None = None
+    cause: str = ""
+    terminated: dict[int, str] = field(default_factory=dict)
+    left: set[int] = field(default_factory=set)
     _ranks: dict[int, _Rank] = field(default_factory=dict)
     _connected: set[int] = field(default_factory=set)
     _all_gone: asyncio.Event = field(default_factory=asyncio.Event)
@@ -224,7 +230,7 @@ class Supervisor:
                 await self.writer.do(functools.partial(rank.output.write, kind, payload))
                 rank.send(Kind.TAKEN, protocol.HEADER_BYTES + len(payload))
             elif kind is Kind.REPORT:
-                self._take_report(payload)
+                self._take_report(rank, payload)
             elif kind is Kind.STOPPED:
                 rank.stopped = True
             elif kind is Kind.ENDED:
@@ -238,7 +244,7 @@ class Supervisor:
                     self._fail(rank, how["status"], how.get("problem"), at=at)
                 return
 
-    def _take_report(self, line: bytes) -> None:
+    def _take_report(self, rank: _Rank, line: bytes) -> None:
         try:
             values = json.loads(line)
         except ValueError:  # the script has written to a pipe that is not its own
@@ -247,6 +253,12 @@ class Supervisor:
         match values:
             case {"saved": int(step)}:
                 self.saved = max(step, self.saved or 0)
+            case {"cause": str(text)}:
+                self.cause = text
+            case {"terminated": True}:
+                self.terminated[rank.number] = rank.host
+            case {"left": True}:
+                self.left.add(rank.number)
 
     def _fail(
         self,

@@ -42,10 +42,16 @@ def test_what_another_try_cannot_change_is_final(status):
 def test_leaving_after_sigterm_is_no_failure():
     restarts = Restarts(1)
     left = replace(FAILED, status=143, preempted=True)
-    assert all(restarts.again(left) for _ in range(10))
+    assert all(restarts.again(replace(left, saved=step)) for step in range(10))
     assert restarts.pause == 1
     assert restarts.again(FAILED)
     assert not restarts.again(FAILED)
+
+
+def test_a_run_that_leaves_without_a_newer_checkpoint_stops_soon():
+    restarts = Restarts(1)
+    left = replace(FAILED, status=143, preempted=True, saved=7)
+    assert [restarts.again(left) for _ in range(3)] == [True, True, False]
 
 
 def test_pauses_grow_while_there_is_no_progress():
@@ -54,10 +60,3 @@ def test_pauses_grow_while_there_is_no_progress():
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
     assert restarts.again(replace(FAILED, saved=1))
     assert restarts.pause == 1
-
-
-def test_hosts_that_do_not_come_back_use_up_the_budget():
-    restarts = Restarts(2)
-    assert restarts.again(FAILED)
-    assert restarts.not_started()
-    assert not restarts.not_started()

@@ -61,15 +61,15 @@ def test_a_rank_that_does_other_things_is_reported_once_the_time_is_over():
     found = judge(waits("backward() of step 12", seconds=60.0), busy())
     assert not found.ends
     assert found.text == (
-        "rank 1 has not come to backward() of step 12 (train.py:33) for 60 s; it is at data.py:88"
+        "rank 1 has not reached backward() of step 12 (train.py:33) for 60 s; it is at data.py:88"
     )
 
 
 def test_only_the_long_limit_ends_the_run_for_it():
     found = judge(waits("fit", seconds=1800.0), busy())
     assert found.ends
-    assert "rank 1 has not come to fit" in found.text
-    assert "HVKIT_STALL_LIMIT_SECONDS=1800" in found.text
+    assert "rank 1 has not reached fit" in found.text
+    assert "the limit is 1800 s (--stall, HVKIT_STALL_LIMIT_SECONDS)" in found.text
 
 
 def test_a_rank_that_works_inside_the_same_call_is_named_with_it():

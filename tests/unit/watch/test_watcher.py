@@ -41,7 +41,7 @@ def answer(connection, status, seconds):
 
 def test_a_wait_that_lasts_is_looked_at_once_a_second_however_fast_the_answers(hub, monkeypatch):
     rank_0, shut_down, printed = hub
-    monkeypatch.setattr(rank_0, "_status", lambda: WAITS)
+    monkeypatch.setattr(rank_0, "_status", lambda **_: WAITS)
     other = channel.connect(rank_0.meeting, 1)
     others, questions = answer(other, WAITS, seconds=4)
     assert not others
@@ -52,7 +52,7 @@ def test_a_wait_that_lasts_is_looked_at_once_a_second_however_fast_the_answers(h
 
 def test_calls_that_do_not_match_are_printed_sent_to_all_and_end_horovod(hub, monkeypatch):
     rank_0, shut_down, printed = hub
-    monkeypatch.setattr(rank_0, "_status", lambda: WAITS)
+    monkeypatch.setattr(rank_0, "_status", lambda **_: WAITS)
     other = channel.connect(rank_0.meeting, 1)
     elsewhere = Status("backward()", "backward", 3, "", True, 6.0, "train.py:33")
     (verdict,), _ = answer(other, elsewhere, seconds=60)

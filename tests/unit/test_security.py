@@ -1,0 +1,138 @@
+"""Attacks of SECURITY.md that no other test makes."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import hvkit
+from hvkit.checkpoint import store
+
+PLANTED = "planted-3f9c2a"
+SECRETS = {
+    name: f"{PLANTED}-{number}"
+    for number, name in enumerate(
+        ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "NCCL_PASSWORD", "HVKIT_RUN_KEY")
+    )
+}
+ROOT = Path(__file__).parents[2]
+
+
+class Evil:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, file):
+        self.file = str(file)
+
+    def __reduce__(self):
+        return os.mkdir, (self.file,)
+
+
+def saved(folder):
+    model = torch.nn.Linear(2, 2)
+    checkpoint = hvkit.Checkpoint(folder, model=model)
+    return checkpoint, checkpoint.save(epoch=1, step=1)
+
+
+def resealed(folder):
+    """Write the manifest for the files that are there, as an attacker can."""
+    body = json.loads((folder / store.MANIFEST).read_text())
+    del body["sha256"]
+    body["files"] = {name: store.facts_of(folder / name) for name in body["files"]}
+    store.Manifest(**body).write(folder)
+
+
+def pickled_model(folder, evil):
+    torch.save({"weight": evil}, folder / "model.pt")
+
+
+def plain_pickle(folder, evil):
+    (folder / "model.pt").write_bytes(pickle.dumps(evil))
+
+
+def array_of_objects(folder, evil):
+    np.savez(folder / "ranks.npz", **{"0/random/python": np.array([evil], object)})
+
+
+@pytest.mark.parametrize("attack", [pickled_model, plain_pickle, array_of_objects])
+def test_a_checkpoint_runs_no_code_when_it_is_loaded(attack, tmp_path):
+    checkpoint, folder = saved(tmp_path / "runs")
+    attack(folder, Evil(tmp_path / "attacked"))
+    resealed(folder)
+    with pytest.raises(Exception, match=r"does not fit|pickle|object|not a file in the archive"):
+        checkpoint.restore()
+    assert not (tmp_path / "attacked").exists()
+
+
+def run(*words, folder, **more):
+    return subprocess.run(
+        [sys.executable, "-m", "hvkit.cli", *words],
+        env=os.environ | SECRETS, capture_output=True, text=True, cwd=folder, timeout=60, **more,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("run", "-np", "2", "--dry-run", "true"),
+        ("run", "-np", "2", "--dry-run", "-x", "HF_TOKEN", "true"),
+        ("run", "-np", "2", "--dry-run", "-x", f"MY_SECRET={PLANTED}", "true"),
+        ("run", "-np", "1", "--verbose", "true"),
+        ("doctor", "--json", "--no-self-test"),
+        ("doctor", "--no-self-test"),
+        ("hosts", "-H", "localhost:2"),
+        ("manifest", "slurm", "-np", "2", "--slots", "2", "true"),
+    ],
+    ids=lambda words: " ".join(words).replace(PLANTED, "..."),
+)
+def test_what_hvkit_prints_has_no_secrets(words, tmp_path):
+    done = run(*words, folder=tmp_path)
+    assert done.stdout + done.stderr
+    assert PLANTED not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("run", "-np", "1", "-H", "node1;touch attacked", "true"),
+        ("run", "-np", "1", "-H", "-oProxyCommand=touch attacked", "true"),
+        ("run", "-np", "1", "-H", "$(touch attacked):1", "true"),
+        ("run", "-np", "1", "--hostfile", "hosts", "true"),
+        ("run", "-np", "1", "-x", "A;touch attacked=1", "true"),
+        ("run", "-np", "1", "--interfaces", "eth0;touch attacked", "true"),
+        ("manifest", "slurm", "-np", "2", "--slots", "2", "--name", "a\ntouch attacked", "true"),
+        ("manifest", "slurm", "-np", "2", "--slots", "2", "--time", "1:00\ntouch attacked", "true"),
+    ],
+    ids=lambda words: repr(words[-2]),
+)
+def test_no_argument_becomes_a_command(words, tmp_path):
+    (tmp_path / "hosts").write_text("`touch attacked` slots=1\nnode2;touch attacked slots=1\n")
+    done = run(*words, folder=tmp_path)
+    assert done.returncode
+    assert "Traceback" not in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hosts"]
+
+
+def test_words_of_a_slurm_script_stay_words(tmp_path):
+    options = ["-np", "1", "--slots", "1"]
+    command = ["echo", "$(touch attacked)", "; touch attacked"]
+    done = run("manifest", "slurm", *options, "--", *command, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.strip().splitlines()[-1]
+    assert last.endswith("echo '$(touch attacked)' '; touch attacked'")
+
+
+def test_every_threat_has_a_test():
+    """The tests that SECURITY.md names exist."""
+    text = (ROOT / "SECURITY.md").read_text()
+    named = {word.strip("`") for word in text.split() if word.startswith("`tests/")}
+    assert len(named) > 10
+    for each in named:
+        file, _, name = each.partition("::")
+        assert f"def {name}(" in (ROOT / file).read_text() if name else (ROOT / file).exists(), each

@@ -1,0 +1,84 @@
+"""All ranks leave at the end of the same step after SIGTERM: what is decided, without sockets."""
+
+import threading
+
+import pytest
+
+from hvkit.watch import leaving
+from hvkit.watch.leaving import Agreement, Leaving
+
+
+def test_the_ranks_leave_one_step_after_the_last_that_any_has_ended():
+    agreement = Agreement(3)
+    assert not agreement.begun
+    agreement.begin()
+    for rank, step in enumerate((7, 9, 8)):
+        assert not agreement.settled
+        agreement.take(rank, step)
+    assert agreement.settled
+    assert agreement.step == 10
+    assert not agreement.settled  # the result is sent once
+
+
+def test_without_an_answer_of_every_rank_there_is_no_step(monkeypatch):
+    agreement = Agreement(2)
+    agreement.begin()
+    agreement.take(0, 7)
+    assert not agreement.settled
+    monkeypatch.setattr(Agreement, "PATIENCE", 0.0)
+    assert agreement.settled
+    assert agreement.step is None
+
+
+def steps_until_due(rank):
+    return next(step for step in range(1, 100) if rank.due())
+
+
+def test_a_rank_holds_until_the_step_is_known_and_goes_on_to_it():
+    rank = Leaving()
+    rank.several_ranks()
+    assert not rank.due()
+    assert rank.hold() == 1
+    threading.Timer(0.2, rank.leave_at, [4]).start()
+    assert steps_until_due(rank) == 3
+    assert rank._step == 4
+
+
+def test_a_rank_goes_on_if_there_is_no_agreement_and_may_agree_later():
+    rank = Leaving()
+    rank.several_ranks()
+    rank.hold()
+    threading.Timer(0.2, rank.leave_at, [None]).start()
+    assert not rank.due()
+    assert not rank.due()
+    rank.hold()
+    rank.leave_at(3)
+    assert rank.due()
+
+
+def test_one_process_leaves_at_the_end_of_its_step():
+    rank = Leaving()
+    assert not rank.due()
+    assert not rank.take_sigterm()
+    assert rank.due()
+
+
+def test_the_same_sigterm_may_come_several_times_but_a_later_one_ends_the_process(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(leaving.time, "monotonic", lambda: now[0])
+    rank = Leaving()
+    assert [rank.take_sigterm() for _ in range(3)] == [False] * 3
+    now[0] += 3
+    assert rank.take_sigterm()
+
+
+def test_sigterm_ends_a_rank_at_once_when_another_has_ended():
+    rank = Leaving()
+    rank.other_ended()
+    assert rank.take_sigterm()
+
+
+def test_leaving_ends_the_script_with_status_143():
+    with pytest.raises(SystemExit) as ended:
+        Leaving().leave()
+    assert ended.value.code == 143
