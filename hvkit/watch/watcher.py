@@ -161,6 +161,7 @@ class Watcher:
     def _learn_of_end(self, rank: int, how: str, shown_by: int) -> None:
         """Another rank has ended, and Horovod will end with it."""
         self._ended[rank] = how
+        report(cause=f"{ranks_text([rank])} {how}"[:_CAUSE])
         self._explain(f"{ranks_text([rank])} {how}", shown_by, verdict=False)
 
 

@@ -254,7 +254,7 @@ class Supervisor:
             case {"saved": int(step)}:
                 self.saved = max(step, self.saved or 0)
             case {"cause": str(text)}:
-                self.cause = text
+                self.cause = self.cause or text  # others follow from the first
             case {"terminated": True}:
                 self.terminated[rank.number] = rank.host
             case {"left": True}:
