@@ -22,14 +22,16 @@ from hvkit.adapters.adapter import (
     record,
     record_of,
 )
+from hvkit.adapters.nonfinite import ACTIONS
 from hvkit.argument_checks import check_count, check_number
 from hvkit.communication.collectives import raise_together, require_equal
 from hvkit.compression import BY_NAME, Compression
 from hvkit.learning_rate import Multiplier, describe, make_multiplier
 from hvkit.log import logger
 from hvkit.main_rank import warn_once
+from hvkit.strategies.fully_shard import FullyShard
 from hvkit.strategies.parameter_server import ParameterServer
-from hvkit.strategies.strategy import Rounds, Strategy, strategies_in
+from hvkit.strategies.strategy import Averaging, Rounds, Strategy, strategies_in
 from hvkit.strategies.synchronous import Synchronous
 from hvkit.watch.calls import call_within, named
 
@@ -53,6 +55,7 @@ def distribute(
     compression: str | Compression = "none",
     batch_norm: str = "average",
     check_every: int | None = None,
+    on_nonfinite: str = "ignore",
 ) -> tuple[Model, Optimizers]:
     """Train this model with its optimizer on all ranks together.
 
@@ -142,6 +145,12 @@ def distribute(
             differ. None: only before the first update, in ``hvkit.Checkpoint.save``, and in
             Keras at the end of each epoch of ``fit``. A step is a backward pass that an update
             follows.
+        on_nonfinite: what follows a gradient with NaN or infinite values on any rank, before it
+            spoils the mean. ``"stop"``: every rank raises FloatingPointError, which names the rank
+            and the parameter. ``"skip"``: no rank takes the step, and rank 0 logs the same
+            sentence. ``"ignore"``: nothing; the check costs a pass over the gradients. For
+            strategies that average gradients, without a ``GradScaler`` or
+            ``LossScaleOptimizer``, which skip such steps themselves.
 
     Returns:
         The same model and optimizer objects (or the list) that were passed in.
@@ -171,6 +180,7 @@ def distribute(
             compression=_compression(compression),
             batch_norm=_one_of("batch_norm", batch_norm, BATCH_NORMS),
             check_every=(None if check_every is None else check_count("check_every", check_every)),
+            on_nonfinite=_one_of("on_nonfinite", on_nonfinite, ACTIONS),
             strategy=_checked(strategy),
         )
         _refuse_contradictions(options)
@@ -291,6 +301,7 @@ def _checked(strategy: object) -> Strategy:
 
 def _refuse_contradictions(options: Options) -> None:
     options.strategy.check(options.compression)
+    _refuse_nonfinite(options)
     if not isinstance(options.strategy, Rounds | ParameterServer):
         return
     if options.batch_norm == "sync":
@@ -302,6 +313,23 @@ def _refuse_contradictions(options: Options) -> None:
         raise ValueError(
             f"check_every={options.check_every} compares the ranks' weights, but with "
             f"{options.strategy} they differ between agreements: leave check_every out"
+        )
+
+
+def _refuse_nonfinite(options: Options) -> None:
+    if options.on_nonfinite == "ignore":
+        return
+    asked = f"on_nonfinite={options.on_nonfinite!r}"
+    if not isinstance(options.strategy, Averaging) or isinstance(options.strategy, FullyShard):
+        raise ValueError(
+            f"{asked} looks at gradients before they are averaged, but with {options.strategy} "
+            'they are not averaged as a whole: use on_nonfinite="ignore"'
+        )
+    travels = options.strategy.travels(options.compression)
+    if options.on_nonfinite == "skip" and travels and travels.keeps_state:
+        raise ValueError(
+            f"{asked}: {travels} keeps what it has not sent of each step's gradients, and would "
+            'keep NaN: use on_nonfinite="stop", or another compression'
         )
 
 

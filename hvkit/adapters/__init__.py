@@ -8,6 +8,7 @@
     └── keras/               averages gradients inside optimizer.apply
         both use
         ├── gradient_chunks  how many messages carry gradients or weights
+        ├── nonfinite        the sentence about gradients that are NaN or infinite
         ├── settled          hvkit.settled, for strategies whose ranks train alone
         ├── weight_exchange  the weights on the parameter server, as one rank sees them
         │   └── weight_server    the server, a thread on rank 0

@@ -31,6 +31,7 @@ class Options:
     compression: Compression | None
     batch_norm: str
     check_every: int | None
+    on_nonfinite: str
     strategy: Strategy
 
 

@@ -22,6 +22,7 @@ from hvkit.adapters.keras.checks import Checks, require_same_weights
 from hvkit.adapters.keras.collectives.graph_collectives import GraphWait
 from hvkit.adapters.keras.fit import share_results
 from hvkit.adapters.keras.gradients.averager import AveragingKeeper, GradientAverager
+from hvkit.adapters.keras.gradients.nonfinite import NonFinite
 from hvkit.adapters.keras.initial_state import (
     has_weights,
     have_values,
@@ -92,6 +93,9 @@ class KerasAdapter:
         if isinstance(options.strategy, Rounds | ParameterServer):
             for each in self._updating():
                 refuse_own_averages(options.strategy, each)
+        if options.on_nonfinite != "ignore":
+            for each in self.optimizers:
+                _refuse_scaled_or_accumulated(options, each)
         self.averagers: list[GradientAverager] = []
         self._synchronised: dict[int, Any] = {}
 
@@ -177,7 +181,11 @@ class KerasAdapter:
         else:
             assert isinstance(strategy, Averaging)
             for each in inner:
-                average_in_apply(each, self._average(strategy), self._before_update)
+                nonfinite = None
+                if self.options.on_nonfinite != "ignore":
+                    name = f"hvkit.{next(_serial)}.finite"
+                    nonfinite = NonFinite(self.options.on_nonfinite, name)
+                average_in_apply(each, self._average(strategy), self._before_update, nonfinite)
                 skip_together(each)
             if isinstance(strategy, ShardedOptimizer):
                 self._divide_state(strategy)
@@ -241,6 +249,20 @@ class KerasAdapter:
             return means
 
         return average
+
+
+def _refuse_scaled_or_accumulated(options: Options, optimizer: Any) -> None:
+    asked = f"on_nonfinite={options.on_nonfinite!r}"
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ValueError(
+            f"{asked}: LossScaleOptimizer skips steps whose gradients overflow, and needs them to "
+            'set its scale: use on_nonfinite="ignore"'
+        )
+    if optimizer.gradient_accumulation_steps:
+        raise ValueError(
+            f"{asked}: an optimizer with gradient_accumulation_steps would add NaN to what it has "
+            'accumulated: use on_nonfinite="ignore"'
+        )
 
 
 def _checked(optimizer: Any, model: Any) -> Any:

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from hvkit.adapters.keras.collectives.graph_collectives import GraphWait
 from hvkit.adapters.keras.collectives.wire import Wire
+from hvkit.adapters.keras.gradients.nonfinite import NonFinite
 from hvkit.adapters.keras.refusals import refuse_xla, remember_updated
 
 
@@ -55,7 +56,10 @@ class Average(Protocol):
 
 
 def average_in_apply(
-    optimizer: Any, average: Average, before_update: Callable[[Sequence[Any]], None]
+    optimizer: Any,
+    average: Average,
+    before_update: Callable[[Sequence[Any]], None],
+    nonfinite: NonFinite | None = None,
 ) -> None:
     """Make ``optimizer.apply`` average the gradients before it uses them.
 
@@ -63,6 +67,7 @@ def average_in_apply(
         optimizer: one that updates variables, not one that scales the loss.
         average: the collective that returns the means of the gradients of some variables.
         before_update: called with the variables at the start of each update.
+        nonfinite: leaves out an update, or ends training, if a rank's gradients are not finite.
     """
     apply = optimizer.apply
 
@@ -77,6 +82,12 @@ def average_in_apply(
             variables = list(variables)
             remember_updated(variables)
             before_update(variables)
+            if nonfinite:
+                if not optimizer.built:
+                    optimizer.build(variables)
+                own = None if known else variables
+                nonfinite.guard(grads, variables, lambda: apply(average(grads, variables), own))
+                return
             if optimizer.gradient_accumulation_steps:
                 grads = _average_when_due(optimizer, average, grads, variables)
             else:

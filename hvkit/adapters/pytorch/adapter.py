@@ -27,7 +27,7 @@ from hvkit.adapters.pytorch.divided_state.sharded import (
 from hvkit.adapters.pytorch.gradients.reducer import GradientReducer, is_averaged
 from hvkit.adapters.pytorch.initial_state import broadcast_optimizer, broadcast_tensors, move_to
 from hvkit.adapters.pytorch.learning_rate import RateInStep
-from hvkit.adapters.pytorch.optimizers import has_step_length, optimizers_inside
+from hvkit.adapters.pytorch.optimizers import has_step_length, optimizers_inside, refuse_own_steps
 from hvkit.adapters.pytorch.refusals import (
     is_divided,
     refuse_other_optimizers,
@@ -61,6 +61,8 @@ class PyTorchAdapter:
         if options.batch_norm == "sync":
             batch_norm_of(model)
         strategy = options.strategy
+        if options.on_nonfinite != "ignore":
+            refuse_own_steps(options, self.optimizers)
         if isinstance(strategy, FullyShard | ShardedOptimizer):
             for each in self.optimizers:
                 refuse_joint_updates(strategy, each)
@@ -141,6 +143,7 @@ class PyTorchAdapter:
                 strategy=strategy,
                 compression=compression,
                 statistics=statistics,
+                on_nonfinite=self.options.on_nonfinite,
             )
         shards = OptimizerShards(strategy, name) if isinstance(strategy, ShardedOptimizer) else None
         records = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from hvkit import metrics
+from hvkit.adapters.adapter import Options
 
 Closure = Callable[[], Any]
 
@@ -29,6 +30,20 @@ def has_step_length(optimizer: Optimizer) -> bool:
     that scale learning rates compare updates that are proportional to the gradient.
     """
     return isinstance(optimizer, torch.optim.LBFGS)
+
+
+def refuse_own_steps(options: Options, optimizers: Sequence[Optimizer]) -> None:
+    """Raise if ``on_nonfinite`` cannot leave out a step of an optimizer.
+
+    Raises:
+        ValueError: names it.
+    """
+    for each in optimizers:
+        if options.on_nonfinite == "skip" and has_step_length(each):
+            raise ValueError(
+                f'on_nonfinite="skip" cannot leave out a step of {type(each).__name__}, which '
+                'computes gradients itself: use on_nonfinite="stop"'
+            )
 
 
 def optimizers_inside(optimizer: Optimizer) -> list[Optimizer]:

@@ -4,4 +4,5 @@
 
     averager               the mean of a list of gradients
     └── sparse             row-sparse gradients
+    nonfinite              gradients that are NaN or infinite
 """

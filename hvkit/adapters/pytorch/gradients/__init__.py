@@ -8,5 +8,6 @@
     ├── buckets            tensors that carry many gradients; sparse rows
     ├── compressed_buckets those that travel compressed, and what the compression keeps
     ├── averaged_steps     each step of an optimizer follows a reduction
+    ├── nonfinite          gradients that are NaN or infinite
     └── step_report        which gradients each rank has; steps and rates of the ranks
 """

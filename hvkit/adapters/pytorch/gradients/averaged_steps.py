@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from hvkit.adapters.pytorch.gradients.nonfinite import WithoutGradients
 from hvkit.adapters.pytorch.optimizers import closure_of, with_averaged_loss, with_closure
 from hvkit.watch.calls import call
 
@@ -20,6 +21,7 @@ class AveragedSteps:
         waiting: returns whether gradients wait for a reduction that no backward pass has made.
         reduce: averages the gradients; a collective.
         used: called after a step.
+        skips: returns whether the steps that follow the last reduction change nothing.
 
     Attributes:
         done: optimizer steps so far; several optimizers that use one reduction take one.
@@ -32,6 +34,7 @@ class AveragedSteps:
         waiting: Callable[[], bool],
         reduce: Callable[[], None],
         used: Callable[[], None],
+        skips: Callable[[], bool],
     ) -> None:
         self.done = 0
         self.optimizers: list[Optimizer] = []
@@ -39,6 +42,8 @@ class AveragedSteps:
         self._waiting = waiting
         self._reduce = reduce
         self._used = used
+        self._skips = skips
+        self._without = WithoutGradients()
         # By optimizer: whether a reduction has come since its last step, and whether it is
         # stepping now.
         self._reduced_for: dict[int, bool] = {}
@@ -73,11 +78,14 @@ class AveragedSteps:
                     self._reduce()
             self._reduced_for[key] = False
             if closure is None:
+                if self._skips():
+                    self._without.begin(optimizer)
                 return None
             return with_closure(with_averaged_loss(closure), args, kwargs)
 
         def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             self._stepping.discard(key)
+            self._without.end()
             self._used()
             # Several optimizers may use the gradients of one backward pass.
             self.done += not self._counted

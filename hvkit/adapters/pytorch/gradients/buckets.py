@@ -145,6 +145,11 @@ class Bucket:
         return self._memory.flat
 
     @property
+    def views(self) -> list[torch.Tensor]:
+        """Each member's gradient in ``flat``."""
+        return self._memory.views
+
+    @property
     def extra(self) -> torch.Tensor:
         """The extra numbers; take them after ``pack``, which may use other memory."""
         return self._memory.extra

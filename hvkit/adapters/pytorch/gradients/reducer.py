@@ -38,6 +38,7 @@ from hvkit.adapters.pytorch.gradients.averaged_steps import AveragedSteps
 from hvkit.adapters.pytorch.gradients.bucket_layout import Layout, Layouts
 from hvkit.adapters.pytorch.gradients.buckets import NO_PARAMETER, Bucket, average_rows
 from hvkit.adapters.pytorch.gradients.compressed_buckets import CompressionState
+from hvkit.adapters.pytorch.gradients.nonfinite import NonFinite
 from hvkit.adapters.pytorch.gradients.step_report import ReportVector, StepReport, checksum_of_rates
 from hvkit.adapters.pytorch.optimizers import around_scaled_steps
 from hvkit.compression import Compression
@@ -65,6 +66,7 @@ class GradientReducer:
         strategy: what mean of the gradients updates use.
         compression: how float32 gradients travel; None for as they are.
         statistics: averaged along with the gradients.
+        on_nonfinite: what follows gradients that are NaN or infinite: one of ``ACTIONS``.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class GradientReducer:
         strategy: Averaging,
         compression: Compression | None = None,
         statistics: RunningStatistics | None = None,
+        on_nonfinite: str = "ignore",
     ) -> None:
         self.strategy = strategy
         self.compression = compression
@@ -100,7 +103,13 @@ class GradientReducer:
         self._kept: set[int] = set()
         # What this rank reports if it has all gradients, and none is sparse.
         self._usual: StepReport | None = None
-        self._steps = AveragedSteps(name, lambda: self._passes > 0, self._reduce, self._used)
+        self._nonfinite: NonFinite | None = None
+        if on_nonfinite != "ignore":
+            self._nonfinite = NonFinite(on_nonfinite, self._label)
+        self._any_nonfinite = False
+        self._steps = AveragedSteps(
+            name, lambda: self._passes > 0, self._reduce, self._used, self._skips
+        )
         # Parameters on several devices have their hooks called from several threads.
         self._lock = threading.RLock()
         self._arrivals = Arrivals(self._begin_pass, self._launch, self._lock)
@@ -171,7 +180,15 @@ class GradientReducer:
         for each in optimizers:
             if self._state and self._state.compression.keeps_state:
                 around_scaled_steps(each, self._state.refuse_scaled_step)
+            if self._nonfinite:
+                around_scaled_steps(each, self._nonfinite.refuse_scaled_step)
             self._steps.watch(each, adopt)
+
+    def _label(self, i: int) -> str:
+        return self._checks.label(i, self._parameters[i])
+
+    def _skips(self) -> bool:
+        return self._nonfinite is not None and self._nonfinite.skips
 
     def _used(self) -> None:
         if self._state:
@@ -179,6 +196,8 @@ class GradientReducer:
 
     def _launch(self, bucket: Bucket, gradients: list[torch.Tensor | None]) -> None:
         bucket.pack(gradients, self._wire.part)
+        if self._nonfinite:
+            self._nonfinite.look(bucket)
         bucket.launch(self._wire)
 
     def _begin_pass(self, task: int) -> None:
@@ -268,6 +287,8 @@ class GradientReducer:
             self._kept = set()
             self._passes = 0
             self._steps.reduced()
+            if self._nonfinite:
+                self._nonfinite.end(self._any_nonfinite, self.step)
 
     def _report_of_all_ranks(self, last: Bucket) -> StepReport:
         """Wait for the last bucket, the only one that every rank is sure to send.
@@ -290,6 +311,7 @@ class GradientReducer:
             )
         if disagreement.frozen:
             self._refuse_other_parameters()
+        self._any_nonfinite = disagreement.nonfinite
         if disagreement.rates:
             step_report.refuse_other_rates(self._steps.optimizers)
         return report
@@ -300,6 +322,8 @@ class GradientReducer:
     def _send(self, bucket: Bucket) -> None:
         """Complete a bucket from the current gradients, and launch it."""
         bucket.pack(bucket.gradients(), self._wire.part)
+        if self._nonfinite:
+            self._nonfinite.look(bucket)
         layout = self._laid_out()
         if bucket is layout.statistics.bucket and self._statistics:
             self._statistics.read_into(layout.statistics.numbers)
@@ -308,6 +332,7 @@ class GradientReducer:
                 self._report_of_this_rank(),
                 checksum_of_rates(self._steps.optimizers),
                 self._steps.done,
+                self._nonfinite is not None and self._nonfinite.found(),
             )
             layout.report.numbers.copy_(torch.from_numpy(mine))
         bucket.launch(self._wire)
@@ -330,7 +355,7 @@ class GradientReducer:
 
     def _refuse_sparse(self, i: int) -> None:
         raise ValueError(
-            f"{self._checks.label(i, self._parameters[i])} has a row-sparse gradient, which "
+            f"{self._label(i)} has a row-sparse gradient, which "
             f"{self.strategy} cannot use: make the layer with sparse=False"
         )
 

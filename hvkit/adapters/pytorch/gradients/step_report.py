@@ -25,6 +25,8 @@ from hvkit.watch.rank_errors import mark_as_shown_by
 _STEP_CYCLE = 8
 # Bits of the checksum of the learning rates that travel.
 _BITS = 24
+# Numbers behind these: whether a gradient is not finite, the step, and its square.
+_TAIL = 3
 
 
 @dataclass(frozen=True)
@@ -52,11 +54,13 @@ class Disagreement:
         frozen: whether some ranks train parameters that others do not.
         rates: whether they use different learning rates.
         steps: whether they have done different numbers of optimizer steps.
+        nonfinite: whether any has a gradient that is NaN or infinite.
     """
 
     frozen: bool = False
     rates: bool = False
     steps: bool = False
+    nonfinite: bool = False
 
 
 class ReportVector:
@@ -69,32 +73,35 @@ class ReportVector:
     """
 
     def __init__(self, parameters: int) -> None:
-        self.length = 4 * parameters + _BITS + 2
+        self.length = 4 * parameters + _BITS + _TAIL
         self._report: StepReport | None = None
         self._rates: int | None = None
         self._vector = np.zeros(self.length, np.float32)
 
-    def encode(self, report: StepReport, rates: int, steps: int) -> NDArray[np.float32]:
+    def encode(
+        self, report: StepReport, rates: int, steps: int, nonfinite: bool = False
+    ) -> NDArray[np.float32]:
         """This rank's report as a float32 array of shape ``(length,)``, valid until the next call.
 
         Args:
             report: of this rank.
             rates: a checksum of the learning rates.
             steps: optimizer steps done.
+            nonfinite: whether a gradient is NaN or infinite.
         """
         vector = self._vector
         if report is not self._report:
-            rows = vector[: -_BITS - 2].reshape(4, -1)
+            rows = vector[: -_BITS - _TAIL].reshape(4, -1)
             rows[:] = 0
             kinds = (report.dense, report.sparse, report.outdated, report.trained)
             for row, numbers in zip(rows, kinds, strict=True):
                 row[list(numbers)] = 1
             self._report = report
         if rates != self._rates:
-            vector[-_BITS - 2 : -2] = [rates >> b & 1 for b in range(_BITS)]
+            vector[-_BITS - _TAIL : -_TAIL] = [rates >> b & 1 for b in range(_BITS)]
             self._rates = rates
         step = steps % _STEP_CYCLE
-        vector[-2:] = step, step * step
+        vector[-_TAIL:] = nonfinite, step, step * step
         return vector
 
     def decode(self, mean: NDArray[Any], size: int) -> tuple[StepReport, Disagreement]:
@@ -107,15 +114,16 @@ class ReportVector:
         # All are whole numbers, so a mean is either this rank's number or at least 1 / size off. If
         # one rank's number is another one, then it is off on every rank; for steps, their squares'.
         if self._report is not None and np.abs(mean - self._vector).max() < 0.25 / size:
-            return self._report, Disagreement()
+            return self._report, Disagreement(nonfinite=bool(self._vector[-_TAIL]))
         values = mean.astype(np.float64)
-        rows = values[: -_BITS - 2].reshape(4, -1)
-        step, square = values[-2:]
+        rows = values[: -_BITS - _TAIL].reshape(4, -1)
+        nonfinite, step, square = values[-_TAIL:]
         found = StepReport(*(_numbers(row > 0.5 / size) for row in rows))
         return found, Disagreement(
             frozen=bool(_on_some(rows[3], size).any()),
-            rates=bool(_on_some(values[-_BITS - 2 : -2], size).any()),
+            rates=bool(_on_some(values[-_BITS - _TAIL : -_TAIL], size).any()),
             steps=bool(square - step * step > 0.25 / size),
+            nonfinite=bool(nonfinite > 0.5 / size),
         )
 
 

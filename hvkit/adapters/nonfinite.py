@@ -1,0 +1,29 @@
+"""The sentence about gradients that are NaN or infinite, and what may be done then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+ACTIONS = ("ignore", "skip", "stop")
+
+_SHOWN = 3
+
+
+def describe(everyone: Sequence[Sequence[str]]) -> str:
+    """Which ranks had gradients that are not finite, and of what.
+
+    Args:
+        everyone: the names of the parameters, by rank; empty where all were finite.
+
+    """
+    found = [
+        f"rank {rank} has a NaN or infinite gradient of {_listed(names)}"
+        for rank, names in enumerate(everyone)
+        if names
+    ]
+    return "; ".join(found)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,0 +1,64 @@
+"""Keras: gradients with NaN or infinite values stop all ranks, or skip an update on all."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from cases import cases
+from models import LOOPS, alike, local, mlp, regression, sgd, weights
+from ranks import error_of
+
+import hvkit
+
+
+def distributed(action, optimizer, **options):
+    return hvkit.distribute(mlp(), optimizer, on_nonfinite=action, **options)
+
+
+def spoiled(data, at):
+    """The data with a NaN in one batch of rank 1."""
+    data = [(np.array(x), np.array(y)) for x, y in data]
+    if hvkit.rank() == 1:
+        data[at][0][0, 0] = np.nan
+    return data
+
+
+@pytest.mark.parametrize("loop", cases(["function", "eager", "fit"], 2))
+def test_an_update_that_is_skipped_changes_nothing(loop, capfd):
+    data = local(regression(steps=5))
+    model, optimizer = distributed("skip", keras.optimizers.Adam(0.01))
+    LOOPS[loop](model, optimizer, spoiled(data, 2))
+    twin, plain = distributed("ignore", keras.optimizers.Adam(0.01))
+    LOOPS[loop](twin, plain, data[:2] + data[3:])
+    assert all(map(np.array_equal, weights(model), weights(twin)))
+    assert alike(model)
+    assert int(optimizer.iterations) == 4
+    logged = capfd.readouterr().err
+    assert ("skipped a step: rank 1 has a NaN or infinite gradient of " in logged) == (
+        hvkit.rank() == 0
+    )
+
+
+@pytest.mark.parametrize(
+    ("loop", "kind"),
+    [("function", tf.errors.InvalidArgumentError), ("eager", FloatingPointError)],
+)
+def test_stop_names_rank_and_variable_on_every_rank(loop, kind):
+    model, optimizer = distributed("stop", sgd())
+    data = spoiled(local(regression(steps=3)), 1)
+    error, text = error_of(lambda: LOOPS[loop](model, optimizer, data))
+    assert issubclass(error, kind)
+    assert "rank 1 has a NaN or infinite gradient of " in text
+    assert "kernel" in text
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "text"),
+    [
+        (keras.optimizers.LossScaleOptimizer(sgd()), "LossScaleOptimizer skips"),
+        (sgd(gradient_accumulation_steps=2), "add NaN to what it has"),
+    ],
+)
+def test_what_skips_or_adds_up_itself_is_refused(optimizer, text):
+    with pytest.raises(ValueError, match=text):
+        distributed("skip", optimizer)

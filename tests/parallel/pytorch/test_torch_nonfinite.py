@@ -1,0 +1,98 @@
+"""PyTorch: gradients with NaN or infinite values stop all ranks, or skip a step on all."""
+
+import numpy as np
+import pytest
+import torch
+from nets import alike, arrays, local, mlp, regression, sgd
+from ranks import error_of
+from torch.nn import functional as F
+
+import hvkit
+
+
+def distributed(action, make=sgd, model=None, **options):
+    model = model or mlp()
+    optimizer = make(model.parameters())
+    return hvkit.distribute(model, optimizer, on_nonfinite=action, **options)
+
+
+def step(model, optimizer, x, y, *, bad=False):
+    optimizer.zero_grad()
+    F.mse_loss(model(x), y).backward(torch.tensor(float("nan") if bad else 1.0))
+    optimizer.step()
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, 0.01)
+
+
+@pytest.mark.parametrize("make", [sgd, adam])
+@pytest.mark.parametrize(
+    "options", [{}, {"compression": "bf16"}, {"strategy": hvkit.ShardedOptimizer()}]
+)
+def test_a_step_that_is_skipped_changes_nothing(make, options, capsys):
+    model, optimizer = distributed("skip", make, **options)
+    twin, plain = distributed("ignore", make, **options)
+    for number, (x, y) in enumerate(local(regression(steps=5))):
+        bad = number == 2
+        step(model, optimizer, x, y, bad=bad and hvkit.rank() == 1)
+        if not bad:
+            step(twin, plain, x, y)
+    assert all(map(np.array_equal, arrays(model.parameters()), arrays(twin.parameters())))
+    assert alike(model)
+    logged = capsys.readouterr().err
+    expected = "skipped step 3: rank 1 has a NaN or infinite gradient of parameter 0.weight"
+    assert (expected in logged) == (hvkit.rank() == 0)
+
+
+def test_stop_names_rank_and_parameter_on_every_rank():
+    model, optimizer = distributed("stop")
+    data = local(regression(steps=2))
+    step(model, optimizer, *data[0])
+    if hvkit.rank() == 1:
+        model[2].bias.register_hook(lambda gradient: gradient * float("inf"))
+    error, text = error_of(lambda: step(model, optimizer, *data[1]))
+    assert error is FloatingPointError
+    assert text == "in step 2 rank 1 has a NaN or infinite gradient of parameter 2.bias"
+
+
+def test_large_gradients_are_finite():
+    model, optimizer = distributed("stop", model=mlp().requires_grad_(True))
+    for p in model.parameters():
+        p.register_hook(lambda gradient: torch.full_like(gradient, 3e38 / hvkit.size()))
+    optimizer.zero_grad()
+    model(torch.ones(2, 8)).sum().backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+def test_gradients_stay_readable_after_a_skipped_step():
+    model, optimizer = distributed("skip")
+    step(model, optimizer, *local(regression(steps=1))[0], bad=True)
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"on_nonfinite": "drop"}, "on_nonfinite must be one of .*got 'drop'"),
+        ({"on_nonfinite": "skip", "strategy": hvkit.LocalSGD(2)}, "not averaged as a whole"),
+        ({"on_nonfinite": "stop", "strategy": hvkit.FullyShard()}, "not averaged as a whole"),
+        ({"on_nonfinite": "skip", "compression": hvkit.TopK(0.1)}, "would keep NaN"),
+    ],
+)
+def test_what_cannot_be_checked_is_refused(options, text):
+    model = mlp()
+    with pytest.raises(ValueError, match=text):
+        hvkit.distribute(model, sgd(model.parameters()), **options)
+
+
+def test_other_ways_to_skip_are_refused():
+    model = mlp()
+    with pytest.raises(ValueError, match="LBFGS"):
+        hvkit.distribute(model, torch.optim.LBFGS(model.parameters()), on_nonfinite="skip")
+    model, optimizer = distributed("stop")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    x, y = local(regression(steps=1))[0]
+    scaler.scale(F.mse_loss(model(x), y)).backward()
+    with pytest.raises(ValueError, match="GradScaler skips"):
+        scaler.step(optimizer)
