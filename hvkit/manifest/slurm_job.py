@@ -95,6 +95,10 @@ class SlurmJob:
             yield f"--partition={self.partition}"
         if self.account is not None:
             yield f"--account={self.account}"
+        if "--max-restarts" in self.run_options:
+            # A lost host does not end the job; `hvkit run` alone gets SIGTERM before its time ends.
+            yield "--no-kill"
+            yield "--signal=B:TERM@60"
 
 
 def _option_name(option: str) -> str:

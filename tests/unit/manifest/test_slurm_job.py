@@ -92,6 +92,13 @@ def test_there_are_as_few_hosts_as_possible(
     assert requested["gres"] == f"gpu:{2 * per_node}"
 
 
+def test_with_restarts_the_job_outlives_a_host_and_gets_sigterm_before_its_end() -> None:
+    script = job(run_options=("--max-restarts", "3")).script()
+    assert "#SBATCH --no-kill\n" in script
+    assert "#SBATCH --signal=B:TERM@60\n" in script
+    assert "--no-kill" not in job().script()
+
+
 def test_programs_of_this_python_come_first_on_path() -> None:
     folder = Path(sys.executable).parent
     assert f'export PATH={folder}:"$PATH"\n' in job().script()
