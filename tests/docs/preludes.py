@@ -66,6 +66,14 @@ STRATEGIES = (
     "sharded-optimizer",
     "synchronous",
 )
+TRAIN_STEP = """
+
+
+def train_step(x, y):
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+"""
 PRELUDES = {
     "README.md": PYTORCH + KERAS,
     "docs/index.md": PYTORCH,
@@ -93,17 +101,19 @@ train, validation = hvkit.shard((x, y)), hvkit.shard((x, y), exact=True)
 train = tf.data.Dataset.from_tensor_slices(train).batch(32)
 keras_model, keras_optimizer = hvkit.distribute(keras_model, keras_optimizer)
 keras_model.compile(optimizer=keras_optimizer, loss="sparse_categorical_crossentropy")
-
-
-def train_step(x, y):
-    optimizer.zero_grad()
-    F.cross_entropy(model(x), y).backward()
-    optimizer.step()
-
+"""
+    + TRAIN_STEP
+    + """
 
 def evaluate(model, loader):
     return 0.5, len(loader.dataset)
 """,
+    "docs/restarts.md": PYTORCH
+    + """
+loader = hvkit.shard(loader)
+model, optimizer = hvkit.distribute(model, optimizer)
+"""
+    + TRAIN_STEP,
     "docs/from-horovod.md": PYTORCH,
     "docs/from-ddp.md": PYTORCH
     + KERAS
