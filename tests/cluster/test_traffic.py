@@ -160,6 +160,19 @@ if hvkit.local_rank() == 0:
 """
 
 
+def printed_by_ranks(rig, slots, script):
+    """The lists in JSON that ranks of a script print, with so many ranks on each host."""
+    nodes = [f"node{number}" for number in range(1, len(slots) + 1)]
+    placed = ",".join(f"{node}:{ranks}" for node, ranks in zip(nodes, slots, strict=True))
+    done = rig(nodes).host("node1").run(
+        [*HVKIT, "-np", str(sum(slots)), "-H", placed, sys.executable, "-c", script],
+        env={"OMP_NUM_THREADS": "1"},
+        timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+
+
 @pytest.mark.parametrize(
     ("slots", "expected"),
     [
@@ -172,15 +185,7 @@ if hvkit.local_rank() == 0:
     ids=lambda value: "+".join(map(str, value)) if isinstance(value, list) else "",
 )
 def test_a_large_sum_is_right_and_sends_little_wherever_ranks_are(rig, slots, expected):
-    nodes = [f"node{number}" for number in range(1, len(slots) + 1)]
-    placed = ",".join(f"{node}:{ranks}" for node, ranks in zip(nodes, slots, strict=True))
-    done = rig(nodes).host("node1").run(
-        [*HVKIT, "-np", str(sum(slots)), "-H", placed, sys.executable, "-c", BY_INTERFACE + SUM],
-        env={"OMP_NUM_THREADS": "1"},
-        timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    results = printed_by_ranks(rig, slots, BY_INTERFACE + SUM)
     assert len(results) == len(slots)
     for right, sent in results:
         assert right
@@ -233,13 +238,5 @@ if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
 )
 @pytest.mark.parametrize("slots", cases([[2, 1], [1, 1, 1], [2, 2]], name=str))
 def test_rows_arrive_however_many_each_rank_sends(rig, slots, prelude):
-    nodes = [f"node{number}" for number in range(1, len(slots) + 1)]
-    placed = ",".join(f"{node}:{ranks}" for node, ranks in zip(nodes, slots, strict=True))
-    done = rig(nodes).host("node1").run(
-        [*HVKIT, "-np", str(sum(slots)), "-H", placed, sys.executable, "-c", prelude + ROWS],
-        env={"OMP_NUM_THREADS": "1"},
-        timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    results = printed_by_ranks(rig, slots, prelude + ROWS)
     assert results == [[True] * 3] * sum(slots)

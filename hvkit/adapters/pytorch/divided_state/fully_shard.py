@@ -29,7 +29,7 @@ from hvkit import runtime
 from hvkit.adapters.pytorch.batch_norm import RunningStatistics
 from hvkit.adapters.pytorch.collectives.wire import Wire
 from hvkit.adapters.pytorch.divided_state import process_group
-from hvkit.adapters.pytorch.divided_state.sharded import partial_state
+from hvkit.adapters.pytorch.divided_state.sharded import PartOfState, partial_state
 from hvkit.adapters.pytorch.optimizers import OutermostStep
 from hvkit.communication.engines import waiting_for_all_ranks
 from hvkit.communication.traffic import count, of_allgather, of_allreduce, of_alltoall
@@ -163,12 +163,8 @@ class DividedModel:
                 state[prefix + name] = self._whole[path + name]
 
 
-class _DividedState:
+class _DividedState(PartOfState):
     """An optimizer whose state is divided like the parameters."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._whole = False
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -189,23 +185,6 @@ class _DividedState:
         finally:
             self._whole = False
             state.update(before)
-
-    def refuse_copy(self) -> Any:
-        """In place of ``__getstate__``, which pickling and copying call.
-
-        Raises:
-            ValueError: as ``refuse_partial_state``.
-        """
-        raise partial_state("a copy", self._optimizer, "optimizer")
-
-    def refuse_partial_state(self, optimizer: Optimizer) -> None:
-        """Raise if this rank holds only its own part of the state.
-
-        Raises:
-            ValueError: names the ways to save all of it.
-        """
-        if not self._whole:
-            raise partial_state("state_dict()", optimizer, "optimizer")
 
 
 class _Gather(DefaultAllGather):

@@ -108,16 +108,44 @@ class OptimizerShards:
                 start += p.nbytes
 
 
-class _Shards:
+class PartOfState:
+    """What refuses to save the part of an optimizer's state that this rank has as the whole.
+
+    Args:
+        optimizer: its state is divided among the ranks.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        # Whether the optimizer holds the state of all ranks for a while.
+        self._whole = False
+
+    def refuse_copy(self) -> Any:
+        """In place of ``__getstate__``, which pickling and copying call.
+
+        Raises:
+            ValueError: as ``refuse_partial_state``.
+        """
+        raise partial_state("a copy", self._optimizer, "optimizer")
+
+    def refuse_partial_state(self, optimizer: Optimizer) -> None:
+        """Raise if this rank holds only its own part of the state.
+
+        Raises:
+            ValueError: names the ways to save all of it.
+        """
+        if not self._whole:
+            raise partial_state("state_dict()", optimizer, "optimizer")
+
+
+class _Shards(PartOfState):
     """One optimizer whose state is divided."""
 
     def __init__(self, shards: OptimizerShards, optimizer: Optimizer) -> None:
+        super().__init__(optimizer)
         self._shards = shards
-        self._optimizer = optimizer
         self._updated: list[torch.Tensor] = []
         self._hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        # Whether the optimizer holds the state of all ranks for a while.
-        self._whole = False
 
     def before(self) -> None:
         """Hide the gradients of parameters that other ranks own."""
@@ -160,23 +188,6 @@ class _Shards:
         for p, owner in zip(parameters, self._shards.owner_of(parameters), strict=True):
             if owner != runtime.rank():
                 self._optimizer.state.pop(p, None)
-
-    def refuse_copy(self) -> Any:
-        """In place of ``__getstate__``, which pickling and copying call.
-
-        Raises:
-            ValueError: as ``refuse_partial_state``.
-        """
-        raise partial_state("a copy", self._optimizer, "optimizer")
-
-    def refuse_partial_state(self, optimizer: Optimizer) -> None:
-        """Raise if this rank holds only its own part of the state.
-
-        Raises:
-            ValueError: names the ways to save all of it.
-        """
-        if not self._whole:
-            raise partial_state("state_dict()", optimizer, "optimizer")
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
