@@ -218,7 +218,7 @@ def test_a_signal_while_a_failed_run_ends_is_not_followed_by_a_restart(tmp_path)
 @pytest.mark.parametrize("rank", cases([1, 0]))
 def test_a_rank_that_is_stopped_is_named_and_the_run_goes_on(rank, tmp_path):
     script = PYTORCH.replace("hvkit.rank() == 1", f"hvkit.rank() == {rank}")
-    options = [*OPTIONS, "--stall", "8"]
+    options = [*OPTIONS, "--stall", "15"]
     status, result, printed = run(script, tmp_path, STOP, options=options)
     assert status == 0, printed
     assert result[0].startswith("result 10 ")
@@ -227,7 +227,7 @@ def test_a_rank_that_is_stopped_is_named_and_the_run_goes_on(rank, tmp_path):
 
 
 def test_a_rank_that_sleeps_is_shown_where_it_is(tmp_path):
-    options = ["--stall", "6"]
+    options = ["--stall", "12"]
     status, _, printed = run(PYTORCH, tmp_path, "time.sleep(1000)", options=options)
     assert status == 1, printed
     assert "rank 1 is here:\n    <string>:" in printed
