@@ -26,8 +26,7 @@ from hvkit.strategies.parameter_server import (
     Update,
 )
 from hvkit.watch.calls import in_short
-from hvkit.watch.verdict import LIMIT_SET_BY
-from hvkit.watch.watcher import Limits
+from hvkit.watch.verdict import LIMIT_SET_BY, Limits
 
 # Kinds of messages: requests, an answer, and what ends a wait without one.
 PUSH, LEAVE, END, DROP, TAKE, ANSWER, LOST, KINDS = range(8)

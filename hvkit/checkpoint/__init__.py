@@ -11,11 +11,12 @@
     ├── ranks           what differs between ranks: random states, layer statistics
     ├── resume          loads the newest complete checkpoint on all ranks
     ├── store           the directory on disk, used by rank 0 alone: lock, folders, manifest
-    ├── background      a copy of the files in memory, and the thread that writes it to disk
+    ├── choice          which part saves which object
+    ├── writing         writes the files, at once or in a thread
     └── fit_callback    saves from inside Keras's fit
 
 To save another kind of object, write a subclass of ``part.Part`` and choose it in
-``checkpoint._part_for``.
+``choice.part_for``.
 """
 
 from hvkit.checkpoint.checkpoint import Checkpoint

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvkit import runtime
-from hvkit.adapters.adapter import framework_of
 from hvkit.adapters.fingerprints import Compared, Rows, require_same
 from hvkit.checkpoint import ranks, resume, store
-from hvkit.checkpoint.background import MemoryFolder, Writer
-from hvkit.checkpoint.part import JsonPart, Part
+from hvkit.checkpoint.choice import parts_of
+from hvkit.checkpoint.part import Part
 from hvkit.checkpoint.progress import (
     Progress,
     checked_count,
@@ -21,7 +19,8 @@ from hvkit.checkpoint.progress import (
     require_same_progress,
 )
 from hvkit.checkpoint.strategies import StrategyPart, parts_of_strategies, together
-from hvkit.communication import collectives
+from hvkit.checkpoint.writing import MemoryFolder, Writer, explained, fill_folder, seal
+from hvkit.communication import collectives, one_by_one
 from hvkit.communication.collectives import share
 from hvkit.errors import HvkitError
 from hvkit.host.run_reports import report
@@ -33,9 +32,6 @@ if TYPE_CHECKING:
     import keras
 
 _SAVE = "Checkpoint.save"
-
-# Every checkpoint has files manifest.json and ranks.npz, and the latter an entry "random".
-_RESERVED = ("manifest", "random", "ranks")
 
 
 class Checkpoint:
@@ -115,7 +111,7 @@ class Checkpoint:
         if keep is not None and checked_count("keep", keep) < 1:
             raise ValueError(f"keep must be at least 1, or None to keep all, got {keep}")
         self.keep = keep
-        self.parts = _parts_of(parts)
+        self.parts = parts_of(parts)
         self._restored = Progress()
         self._epoch = 0
         self._together: bool | None = None
@@ -183,7 +179,7 @@ class Checkpoint:
             problem = error
         share(_SAVE, problem, None)
         require_same(_SAVE, compared, rows)
-        states = collectives.collect(_SAVE, ranks.unlike(own, mine, collectives.from_rank(0, mine)))
+        states = one_by_one.collect(_SAVE, ranks.unlike(own, mine, collectives.from_rank(0, mine)))
         del own
         name = store.name_of(progress.step)
         with together(each.keeper.settled() for each in kept), ExitStack() as stack:
@@ -193,7 +189,7 @@ class Checkpoint:
                 try:
                     self._write(name, progress, parts, states)
                 except Exception as error:
-                    problem = _explained(error, self.directory / name)
+                    problem = explained(error, self.directory / name)
             try:
                 for _ in states:  # the others send theirs; after an error rank 0 drops them
                     pass
@@ -286,13 +282,13 @@ class Checkpoint:
         if not self.background:
 
             def fill(folder: Path) -> None:
-                _seal(folder, _fill(folder, parts, states), progress, serial)
+                seal(folder, fill_folder(folder, parts, states), progress, serial)
 
             self._put(name, fill, progress)
             return
         copy = MemoryFolder([*(part.file for part in parts), ranks.FILE])
         try:
-            filled = _fill(copy.path, parts, states)
+            filled = fill_folder(copy.path, parts, states)
         except BaseException:
             copy.close()
             raise
@@ -300,12 +296,12 @@ class Checkpoint:
         def write() -> None:
             def fill(folder: Path) -> None:
                 copy.copy_to(folder)
-                _seal(folder, filled, progress, serial)
+                seal(folder, filled, progress, serial)
 
             try:
                 self._put(name, fill, progress)
             except Exception as error:
-                raise _explained(error, self.directory / name) from error
+                raise explained(error, self.directory / name) from error
             finally:
                 copy.close()
 
@@ -382,114 +378,6 @@ class Checkpoint:
         batches = self._restored.batches if epoch == self._restored.epoch else 0
         self._restored = Progress()
         return batches
-
-
-def _fill(
-    folder: Path, parts: list[Part], states: Iterator[dict[str, Any]]
-) -> tuple[dict[str, dict[str, Any]], int]:
-    """Write a checkpoint's files; return the facts about its parts, and how many ranks save."""
-    facts = {}
-    for part in parts:
-        facts[part.name] = {**part.facts(), "file": part.file}
-        part.save(folder / part.file)
-    return facts, ranks.save(folder / ranks.FILE, states)
-
-
-def _seal(
-    folder: Path, filled: tuple[dict[str, dict[str, Any]], int], progress: Progress, serial: int
-) -> None:
-    """Flush the files of a checkpoint to disk, and add its manifest."""
-    facts, size = filled
-    files = sorted(path.name for path in folder.iterdir())
-    for file in files:
-        store.flush(folder / file)
-    store.Manifest(
-        epoch=progress.epoch,
-        step=progress.step,
-        batches=progress.batches,
-        size=size,
-        serial=serial,
-        extras=progress.extras,
-        parts=facts,
-        files={file: store.facts_of(folder / file) for file in files},
-        versions=store.versions(),
-    ).write(folder)
-    store.flush(folder / store.MANIFEST)
-
-
-def _explained(error: Exception, folder: Path) -> Exception:
-    if isinstance(error, OSError):
-        reason = error.strerror or str(error)
-        return OSError(error.errno, f"cannot write the checkpoint: {reason}", str(folder))
-    if isinstance(error, TypeError | ValueError | HvkitError):
-        return error
-    return HvkitError(f"{folder}: cannot write the checkpoint: {error}")
-
-
-def _parts_of(given: Mapping[str, Any]) -> list[Part]:
-    """The parts for the objects that were passed to ``Checkpoint``, models first.
-
-    Raises:
-        TypeError: an object is of a kind that cannot be saved.
-        ValueError: there is no object, or a name cannot be a file's.
-    """
-    named = dict(_named(given))
-    if not named:
-        raise ValueError("nothing to save: pass at least model=... and optimizer=...")
-    for name in named:
-        if name in _RESERVED or not name.replace("-", "_").isidentifier():
-            raise ValueError(
-                f"{name!r} cannot be the name of a part: use a Python identifier other than "
-                f"{', '.join(_RESERVED)}"
-            )
-    models = {name: each for name, each in named.items() if framework_of(each) is not None}
-    rest = {name: each for name, each in named.items() if name not in models}
-    return [_part_for(name, each, list(models.values())) for name, each in (models | rest).items()]
-
-
-def _named(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Every object with its name; those in lists and dicts as ``optimizer-0``, ``model-critic``."""
-    for name, thing in given.items():
-        if _has_state(thing):
-            yield name, thing
-        elif isinstance(thing, Mapping):
-            yield from ((f"{name}-{key}", each) for key, each in thing.items())
-        elif isinstance(thing, list | tuple):
-            yield from ((f"{name}-{i}", each) for i, each in enumerate(thing))
-        else:
-            yield name, thing
-
-
-def _part_for(name: str, thing: Any, models: list[Any]) -> Part:
-    """The part that saves this object, from the module of its framework."""
-    keras = sys.modules.get("keras")
-    if keras is not None and isinstance(thing, keras.Model | keras.optimizers.Optimizer):
-        from hvkit.checkpoint.keras import ModelPart, OptimizerPart
-
-        if isinstance(thing, keras.Model):
-            return ModelPart(name, thing)
-        return OptimizerPart(name, thing, models)
-    if keras is not None and isinstance(thing, keras.callbacks.Callback) and not _has_state(thing):
-        from hvkit.checkpoint.keras import CallbackPart
-
-        return CallbackPart(name, thing)
-    if not _has_state(thing):
-        raise TypeError(
-            f"{name} is of type {type(thing).__module__}.{type(thing).__qualname__}, which a "
-            "checkpoint cannot save: it takes PyTorch and Keras models and optimizers, objects "
-            "with state_dict() and load_state_dict(), and lists and dicts of these; pass numbers "
-            "and text to save(..., extras={...})"
-        )
-    in_keras = any(framework_of(model) == "tensorflow" for model in models)
-    if "torch" in sys.modules and not in_keras:
-        from hvkit.checkpoint.pytorch import TorchPart
-
-        return TorchPart(name, thing)
-    return JsonPart(name, thing)
-
-
-def _has_state(thing: Any) -> bool:
-    return all(callable(getattr(thing, each, None)) for each in ("state_dict", "load_state_dict"))
 
 
 def _checked_every(every: str | int) -> int:

@@ -14,7 +14,7 @@ from hvkit.checkpoint import ranks, store
 from hvkit.checkpoint.part import Part
 from hvkit.checkpoint.store import Manifest
 from hvkit.checkpoint.strategies import StrategyPart
-from hvkit.communication import collectives
+from hvkit.communication import collectives, one_by_one
 from hvkit.communication.collectives import share
 from hvkit.errors import RanksDisagreeError
 from hvkit.log import logger
@@ -97,7 +97,7 @@ def load(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> None:
                 opened = ranks.Saved(path, same_size=same_size, in_round=in_round)
                 return stack.enter_context(closing(opened))
 
-            own = collectives.scatter(_CALL, lambda rank: saved().of(rank))
+            own = one_by_one.scatter(_CALL, lambda rank: saved().of(rank))
         if problem is None:
             ranks.put_back(own, parts)
     except Exception as error:

@@ -28,8 +28,8 @@ from contextlib import contextmanager
 
 from hvkit.watch import calls, channel, rank_errors
 from hvkit.watch.leaving import LEAVING
-from hvkit.watch.verdict import SAME_CALLS
-from hvkit.watch.watcher import Hub, Limits, Reporter
+from hvkit.watch.verdict import SAME_CALLS, Limits
+from hvkit.watch.watcher import Hub, Reporter
 
 
 @contextmanager

@@ -7,10 +7,11 @@ once, and ends the run only after a much longer time. Plain arithmetic, no socke
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hvkit.errors import ranks_text
+from hvkit.errors import LaunchError, ranks_text
 from hvkit.watch.calls import Status
 
 SAME_CALLS = "every rank has to make the same calls in the same order"
@@ -21,6 +22,35 @@ LIMIT_SET_BY = "--stall, HVKIT_STALL_LIMIT_SECONDS"
 
 SETTLED = 5.0
 """Seconds after which ranks that wait in different calls are not merely out of step."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds until a rank that others wait for is reported, and until it ends the run."""
+
+    report: float = 60.0
+    end: float = 1800.0
+
+    @classmethod
+    def from_environment(cls) -> Limits:
+        """``HVKIT_STALL_SECONDS`` and ``HVKIT_STALL_LIMIT_SECONDS``, or the defaults.
+
+        Raises:
+            LaunchError: one of them is not a positive number.
+        """
+        report = _seconds("HVKIT_STALL_SECONDS", cls.report)
+        return cls(report, max(report, _seconds("HVKIT_STALL_LIMIT_SECONDS", cls.end)))
+
+
+def _seconds(name: str, default: float) -> float:
+    text = os.environ.get(name, "")
+    try:
+        seconds = float(text) if text else default
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise LaunchError(f"{name} must be a positive number of seconds, got {text!r}")
+    return seconds
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,16 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from hvkit.errors import LaunchError, ranks_text
+from hvkit.errors import ranks_text
 from hvkit.host.run_reports import report
 from hvkit.watch import calls, channel
 from hvkit.watch.calls import Status
 from hvkit.watch.leaving import LEAVING, Agreement
-from hvkit.watch.verdict import LIMIT_SET_BY, SAME_CALLS, SAME_STEPS, Verdict, decide
+from hvkit.watch.verdict import LIMIT_SET_BY, SAME_CALLS, SAME_STEPS, Limits, Verdict, decide
 
 # All in seconds.
 # Between two looks at this rank's status.
@@ -36,35 +36,6 @@ _CAUSE = 500
 _EXPLAINED_WITHIN = 5.0
 
 END_OF_SCRIPT = "has ended its script"
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Seconds until a rank that others wait for is reported, and until it ends the run."""
-
-    report: float = 60.0
-    end: float = 1800.0
-
-    @classmethod
-    def from_environment(cls) -> Limits:
-        """``HVKIT_STALL_SECONDS`` and ``HVKIT_STALL_LIMIT_SECONDS``, or the defaults.
-
-        Raises:
-            LaunchError: one of them is not a positive number.
-        """
-        report = _seconds("HVKIT_STALL_SECONDS", cls.report)
-        return cls(report, max(report, _seconds("HVKIT_STALL_LIMIT_SECONDS", cls.end)))
-
-
-def _seconds(name: str, default: float) -> float:
-    text = os.environ.get(name, "")
-    try:
-        seconds = float(text) if text else default
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise LaunchError(f"{name} must be a positive number of seconds, got {text!r}")
-    return seconds
 
 
 class Watcher:

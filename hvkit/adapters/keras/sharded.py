@@ -23,7 +23,7 @@ from hvkit.adapters.keras.collectives.wire import Wire
 from hvkit.adapters.keras.initial_state import tf_variable
 from hvkit.adapters.keras.optimizers import inner_optimizer, parts_of
 from hvkit.adapters.parameter_shares import pieces
-from hvkit.communication import collectives
+from hvkit.communication import one_by_one
 from hvkit.strategies import ShardedOptimizer
 
 # By optimizer: the innermost ones, which do the update.
@@ -209,7 +209,7 @@ class OptimizerShards:
         with ExitStack() as stack:
             if runtime.rank() == 0:
                 stack.enter_context(self.unfolded())
-            for theirs in collectives.collect("hvkit.settled", own):  # on rank 0
+            for theirs in one_by_one.collect("hvkit.settled", own):  # on rank 0
                 for i, array in theirs.items():
                     self._slots[i][0].assign(array)
             yield

@@ -9,7 +9,7 @@ import pytest
 
 from hvkit.errors import LaunchError
 from hvkit.watch import channel
-from hvkit.watch.watcher import Limits
+from hvkit.watch.verdict import Limits
 
 
 @pytest.fixture

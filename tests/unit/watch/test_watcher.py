@@ -8,7 +8,8 @@ import pytest
 
 from hvkit.watch import channel
 from hvkit.watch.calls import Status
-from hvkit.watch.watcher import Hub, Limits
+from hvkit.watch.verdict import Limits
+from hvkit.watch.watcher import Hub
 
 WAITS = Status("hvkit.average", "average", 3, "", True, 6.0, "train.py:41")
 

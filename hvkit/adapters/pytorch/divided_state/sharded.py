@@ -23,7 +23,7 @@ from hvkit.adapters.pytorch.optimizers import (
     has_step_length,
     optimizers_inside,
 )
-from hvkit.communication import collectives
+from hvkit.communication import one_by_one
 from hvkit.strategies import ShardedOptimizer
 from hvkit.strategies.strategy import Strategy
 from hvkit.watch.calls import call
@@ -202,7 +202,7 @@ class _Shards(PartOfState):
         state = self._optimizer.state
         before = dict(state)
         everything = dict(before)
-        for theirs in collectives.collect("hvkit.settled", own):
+        for theirs in one_by_one.collect("hvkit.settled", own):
             everything.update({parameters[i]: values for i, values in theirs.items()})
         # In the order in which one process holds them.
         state.clear()

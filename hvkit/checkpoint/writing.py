@@ -1,4 +1,4 @@
-"""Saving in the background: a copy of the files in memory, and a thread that writes it to disk."""
+"""Writing a checkpoint's files: at once, or in a thread, from a copy of them in memory."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
+from hvkit.checkpoint import ranks, store
+from hvkit.checkpoint.part import Part
+from hvkit.checkpoint.progress import Progress
+from hvkit.errors import HvkitError
 from hvkit.log import logger
 
 _HDF5 = ".h5"
@@ -87,3 +92,46 @@ class Writer:
         if self._problem is not None:
             problem, self._problem = self._problem, None
             raise problem
+
+
+def fill_folder(
+    folder: Path, parts: list[Part], states: Iterator[dict[str, Any]]
+) -> tuple[dict[str, dict[str, Any]], int]:
+    """Write a checkpoint's files; return the facts about its parts, and how many ranks save."""
+    facts = {}
+    for part in parts:
+        facts[part.name] = {**part.facts(), "file": part.file}
+        part.save(folder / part.file)
+    return facts, ranks.save(folder / ranks.FILE, states)
+
+
+def seal(
+    folder: Path, filled: tuple[dict[str, dict[str, Any]], int], progress: Progress, serial: int
+) -> None:
+    """Flush the files of a checkpoint to disk, and add its manifest."""
+    facts, size = filled
+    files = sorted(path.name for path in folder.iterdir())
+    for file in files:
+        store.flush(folder / file)
+    store.Manifest(
+        epoch=progress.epoch,
+        step=progress.step,
+        batches=progress.batches,
+        size=size,
+        serial=serial,
+        extras=progress.extras,
+        parts=facts,
+        files={file: store.facts_of(folder / file) for file in files},
+        versions=store.versions(),
+    ).write(folder)
+    store.flush(folder / store.MANIFEST)
+
+
+def explained(error: Exception, folder: Path) -> Exception:
+    """The error with what it means for a checkpoint's folder."""
+    if isinstance(error, OSError):
+        reason = error.strerror or str(error)
+        return OSError(error.errno, f"cannot write the checkpoint: {reason}", str(folder))
+    if isinstance(error, TypeError | ValueError | HvkitError):
+        return error
+    return HvkitError(f"{folder}: cannot write the checkpoint: {error}")

@@ -1,0 +1,79 @@
+"""Which part saves which object, by its framework and what it can do."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hvkit.adapters.adapter import framework_of
+from hvkit.checkpoint.part import JsonPart, Part
+
+# Every checkpoint has files manifest.json and ranks.npz, and the latter an entry "random".
+_RESERVED = ("manifest", "random", "ranks")
+
+
+def parts_of(given: Mapping[str, Any]) -> list[Part]:
+    """The parts for the objects that were passed to ``Checkpoint``, models first.
+
+    Raises:
+        TypeError: an object is of a kind that cannot be saved.
+        ValueError: there is no object, or a name cannot be a file's.
+    """
+    named = dict(_named(given))
+    if not named:
+        raise ValueError("nothing to save: pass at least model=... and optimizer=...")
+    for name in named:
+        if name in _RESERVED or not name.replace("-", "_").isidentifier():
+            raise ValueError(
+                f"{name!r} cannot be the name of a part: use a Python identifier other than "
+                f"{', '.join(_RESERVED)}"
+            )
+    models = {name: each for name, each in named.items() if framework_of(each) is not None}
+    rest = {name: each for name, each in named.items() if name not in models}
+    return [part_for(name, each, list(models.values())) for name, each in (models | rest).items()]
+
+
+def _named(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Every object with its name; those in lists and dicts as ``optimizer-0``, ``model-critic``."""
+    for name, thing in given.items():
+        if _has_state(thing):
+            yield name, thing
+        elif isinstance(thing, Mapping):
+            yield from ((f"{name}-{key}", each) for key, each in thing.items())
+        elif isinstance(thing, list | tuple):
+            yield from ((f"{name}-{i}", each) for i, each in enumerate(thing))
+        else:
+            yield name, thing
+
+
+def part_for(name: str, thing: Any, models: list[Any]) -> Part:
+    """The part that saves this object, from the module of its framework."""
+    keras = sys.modules.get("keras")
+    if keras is not None and isinstance(thing, keras.Model | keras.optimizers.Optimizer):
+        from hvkit.checkpoint.keras import ModelPart, OptimizerPart
+
+        if isinstance(thing, keras.Model):
+            return ModelPart(name, thing)
+        return OptimizerPart(name, thing, models)
+    if keras is not None and isinstance(thing, keras.callbacks.Callback) and not _has_state(thing):
+        from hvkit.checkpoint.keras import CallbackPart
+
+        return CallbackPart(name, thing)
+    if not _has_state(thing):
+        raise TypeError(
+            f"{name} is of type {type(thing).__module__}.{type(thing).__qualname__}, which a "
+            "checkpoint cannot save: it takes PyTorch and Keras models and optimizers, objects "
+            "with state_dict() and load_state_dict(), and lists and dicts of these; pass numbers "
+            "and text to save(..., extras={...})"
+        )
+    in_keras = any(framework_of(model) == "tensorflow" for model in models)
+    if "torch" in sys.modules and not in_keras:
+        from hvkit.checkpoint.pytorch import TorchPart
+
+        return TorchPart(name, thing)
+    return JsonPart(name, thing)
+
+
+def _has_state(thing: Any) -> bool:
+    return all(callable(getattr(thing, each, None)) for each in ("state_dict", "load_state_dict"))

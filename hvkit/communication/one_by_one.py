@@ -1,0 +1,152 @@
+"""Large objects of all ranks to rank 0, and from it, one after the other: states in checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar, cast
+
+import numpy as np
+
+from hvkit.communication import engines, point_to_point
+from hvkit.communication.collectives import from_rank, gather, raise_together
+from hvkit.communication.encoding import decode, encode
+from hvkit.errors import HvkitError
+from hvkit.runtime import any_engine, rank, size
+
+T = TypeVar("T")
+
+
+def collect(call: str, obj: T) -> Iterator[T]:
+    """Yield the objects of all ranks, in rank order, on rank 0; nothing on the others.
+
+    A collective, which every rank must exhaust. Ranks send one after the other, in pieces. So a
+    rank holds its own object and its bytes, and rank 0 also one other at a time, if the caller
+    drops each. MPI carries them; where it does not run, broadcasts do.
+
+    Args:
+        call: the user's call.
+        obj: of types that messages hold.
+
+    Raises:
+        HvkitError: rank 0 could not hold or read an object; on every rank, at the end.
+        RanksDisagreeError: another rank makes another collective call.
+    """
+    if rank() == 0:
+        yield obj
+    if size() == 1:
+        return
+    mine = encode(obj) if rank() else b""
+    everyone = gather(call, (len(mine), point_to_point.can_send(any_engine())))
+    by_mpi = _opened(can_send for _, can_send in everyone)
+    problem = ""
+    for source, (length, _) in enumerate(everyone[1:], start=1):
+        from_rank(0, None)  # rank 0 is ready: nobody waits inside MPI, which keeps a core busy
+        message = _Message(mine, length, source, 0, by_mpi)
+        if rank() == 0:
+            try:
+                theirs: T = message.received()
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error} ({length} bytes of rank {source})"
+            else:
+                yield theirs
+                del theirs
+        message.finish()
+    if problem := from_rank(0, problem):
+        raise HvkitError(f"rank 0 cannot collect the objects of all ranks: {problem}")
+
+
+def scatter(call: str, make: Callable[[int], T]) -> T:
+    """This rank's object, which rank 0 makes; a collective.
+
+    They travel as in ``collect``, one after the other.
+
+    Args:
+        call: the user's call.
+        make: called on rank 0 with each rank; returns an object of types that messages hold.
+
+    Raises:
+        Exception: what ``make`` raises, on every rank, as in ``share``.
+        HvkitError: a rank could not hold or read its object; on every rank.
+    """
+    if size() == 1:
+        return make(0)
+    by_mpi = _opened(gather(call, point_to_point.can_send(any_engine())))
+    own: Any = None
+    problem: Exception | None = None
+    for target in range(size()):
+        data = b""
+        if rank() == 0 and problem is None:
+            try:
+                obj = make(target)
+                if target == 0:
+                    own = obj
+                else:
+                    data = encode(obj)
+                del obj
+            except Exception as error:  # any error: the other ranks must not wait for this one
+                problem = error
+        length = from_rank(0, len(data))
+        message = _Message(data, length, 0, target, by_mpi)
+        if rank() == target != 0 and length:
+            try:
+                own = message.received()
+            except Exception as error:
+                problem = HvkitError(f"{type(error).__name__}: {error} ({length} bytes of rank 0)")
+        message.finish()
+    raise_together(problem, call)
+    return cast(T, own)
+
+
+def _opened(can_send: Iterable[bool]) -> bool:
+    """Whether MPI carries messages between two ranks, by what all ranks say; a collective."""
+    by_mpi = all(can_send)
+    if by_mpi:
+        point_to_point.open_communicator()
+    return by_mpi
+
+
+class _Message:
+    """Bytes that travel from one rank to another, in pieces; a collective.
+
+    Args:
+        data: on the source.
+        length: of the data, on every rank.
+        source: the rank that sends.
+        target: the rank that receives, another one.
+        by_mpi: whether MPI carries it; if not, broadcasts to all ranks do.
+    """
+
+    def __init__(self, data: bytes, length: int, source: int, target: int, by_mpi: bool) -> None:
+        self._data = np.frombuffer(data, np.uint8)
+        self._length = length
+        self._source = source
+        self._target = target
+        self._by_mpi = by_mpi
+        self._left = iter(range(0, length if source != target else 0, engines.CHUNK))
+
+    def received(self) -> Any:
+        """The object, on the target."""
+        received = np.empty(self._length, np.uint8)
+        for start in self._left:
+            piece = received[start : start + engines.CHUNK]
+            piece[:] = self._piece(start)
+        return decode(received.data)
+
+    def finish(self) -> None:
+        """Send or drop what is left; also after an error, since the other rank goes on."""
+        for start in self._left:
+            self._piece(start)
+
+    def _piece(self, start: int) -> Any:
+        stop = min(start + engines.CHUNK, self._length)
+        mine = rank() == self._source
+        if self._by_mpi and not mine and rank() != self._target:
+            return None
+        piece = self._data[start:stop] if mine else np.empty(stop - start, np.uint8)
+        if not self._by_mpi:
+            piece = any_engine().broadcast(piece, self._source)
+        elif mine:
+            point_to_point.send(piece, self._target)
+        else:
+            point_to_point.receive(piece, self._source)
+        return piece
