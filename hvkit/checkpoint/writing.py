@@ -54,6 +54,7 @@ class MemoryFolder:
     def close(self) -> None:
         """Free the memory."""
         for number in self._files.values():
+            os.ftruncate(number, 0)  # a worker that was forked meanwhile has the file, too
             os.close(number)
         self._files.clear()
         shutil.rmtree(self.path, ignore_errors=True)

@@ -31,6 +31,17 @@ _ERRORS: dict[str, type[Exception]] = {
 _records: dict[str, type[Any]] = {}
 
 
+# What reading bytes that are no message raises.
+_NOT_READABLE = (
+    *(ValueError, TypeError, LookupError, AttributeError, RuntimeError, OverflowError),
+    *(MemoryError, msgpack.UnpackException),
+)
+# MessagePack counts bytes in 32 bits. Larger arrays and tensors travel as pieces of so many bytes,
+# in a dict with the name of their kind as its only key.
+_PIECE = 1 << 30
+_ARRAY, _TENSOR = "array of hvkit", "tensor of hvkit"
+
+
 def sendable(record: C) -> C:
     """Decorator: let messages hold objects of this dataclass or named tuple."""
     _records[record.__name__] = record
@@ -61,6 +72,7 @@ def decode(data: Any) -> Any:
         return msgpack.unpackb(
             data,
             ext_hook=_value,
+            object_hook=_whole,
             strict_map_key=False,
             max_ext_len=size,
             max_bin_len=size,
@@ -68,13 +80,13 @@ def decode(data: Any) -> Any:
             max_array_len=size,
             max_map_len=size,
         )
-    except (ValueError, TypeError, KeyError, IndexError, msgpack.UnpackException) as error:
+    except _NOT_READABLE as error:
         raise ValueError(f"no message of hvkit: {error}") from error
 
 
 def _of_array(array: np.ndarray[Any, Any]) -> Any:
-    if array.dtype.hasobject:
-        raise TypeError("a message cannot hold an array of Python objects")
+    if array.dtype.hasobject or array.dtype.names:
+        raise TypeError("a message cannot hold an array of Python objects or records")
     # The name of a type that NumPy does not know itself, such as bfloat16.
     dtype = array.dtype.name if array.dtype.kind == "V" else array.dtype.str
     return [dtype, list(array.shape), np.ascontiguousarray(array).tobytes()]
@@ -153,12 +165,30 @@ _KINDS: tuple[tuple[Callable[[Any], bool], Callable[[Any], Any], Callable[[Any],
 )
 
 
-def _extension(value: Any) -> msgpack.ExtType:
+def _extension(value: Any) -> Any:
+    if isinstance(value, np.ndarray) and value.nbytes > _PIECE:
+        return _in_pieces(_ARRAY, _of_array(value))
+    if _is_tensor(value) and value.nbytes > _PIECE:
+        return _in_pieces(_TENSOR, _of_tensor(value))
     for number, (is_one, sent, _) in enumerate(_KINDS):
         if is_one(value):
             return msgpack.ExtType(number, encode(sent(value)))
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     raise TypeError(f"a message between ranks cannot hold a value of type {kind}: {value!r}")
+
+
+def _in_pieces(kind: str, parts: Any) -> dict[str, Any]:
+    dtype, shape, data = parts
+    return {kind: [dtype, shape, [data[at : at + _PIECE] for at in range(0, len(data), _PIECE)]]}
+
+
+def _whole(read: dict[Any, Any]) -> Any:
+    """A dict that was read; the array or tensor in it if it stands for one."""
+    for kind, whole in ((_ARRAY, _to_array), (_TENSOR, _to_tensor)):
+        if len(read) == 1 and kind in read:
+            dtype, shape, pieces = read[kind]
+            return whole([dtype, shape, b"".join(pieces)])
+    return read
 
 
 def _value(number: int, data: bytes) -> Any:

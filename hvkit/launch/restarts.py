@@ -48,7 +48,7 @@ class Restarts:
     @property
     def pause(self) -> float:
         """Seconds to wait before the restart."""
-        doublings = max(self._without_progress - 1, 0)
+        doublings = min(max(self._without_progress - 1, 0), 10)
         return float(min(_FIRST_PAUSE * 2**doublings, _LONGEST_PAUSE))
 
     @property

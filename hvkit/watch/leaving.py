@@ -37,6 +37,8 @@ class Leaving:
 
     Attributes:
         requested: whether this rank got SIGTERM.
+        by_thread: whether a thread counts each SIGTERM. Python's handler would count it once more,
+            and long after it came if the main thread was inside C code.
     """
 
     def __init__(self) -> None:
@@ -49,6 +51,8 @@ class Leaving:
         self._holds = False
         self._last: int | None = None
         self._step = 0
+        self._wakes: int | None = None
+        self.by_thread = True
         self._changed = threading.Condition()
 
     # Called by the script's thread.
@@ -64,19 +68,20 @@ class Leaving:
             return
         signal.signal(signal.SIGTERM, _on_sigterm)
         # Python's handlers wait while the main thread is inside C code. The descriptor does not.
-        reader, writer = os.pipe()
-        os.set_blocking(writer, False)
-        if (other := signal.set_wakeup_fd(writer, warn_on_full_buffer=False)) != -1:
-            signal.set_wakeup_fd(other)
-            os.close(reader)
-            os.close(writer)
-        else:
+        if self._wakes is None:
+            reader, self._wakes = os.pipe()
+            os.set_blocking(self._wakes, False)
             threading.Thread(target=self._await_sigterm, args=(reader,), daemon=True).start()
+        other = signal.set_wakeup_fd(self._wakes, warn_on_full_buffer=False)
+        if other not in (-1, self._wakes):
+            signal.set_wakeup_fd(other)
+            self.by_thread = False
 
     def stop_handling(self) -> None:
         """Leave SIGTERM to the system again: no step will end any more."""
         if signal.getsignal(signal.SIGTERM) is _on_sigterm and not self.requested:
-            signal.set_wakeup_fd(-1)
+            if (other := signal.set_wakeup_fd(-1)) != self._wakes:
+                signal.set_wakeup_fd(other)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def due(self) -> bool:
@@ -170,6 +175,8 @@ _process = os.getpid()
 
 
 def _on_sigterm(number: int, _: FrameType | None) -> None:
+    if os.getpid() == _process and LEAVING.by_thread:
+        return
     if os.getpid() != _process or LEAVING.take_sigterm():
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)

@@ -198,6 +198,25 @@ def test_a_run_that_gets_sigterm_saves_and_leaves(script, first, number, tmp_pat
     assert "restart" not in printed
 
 
+def test_sigterm_during_a_long_step_is_counted_once(tmp_path):
+    """Python's handler runs when the main thread is back from C code, seconds later."""
+    slow = "import hashlib\n" + PYTORCH.replace(
+        "time.sleep(0.1)", "hashlib.pbkdf2_hmac('sha256', b'a', b'b', 12_000_000)"
+    )
+    process = subprocess.Popen(
+        words(slow, tmp_path, "wait", options=["--grace", "50"]),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    for line in process.stdout:
+        if line.startswith("step 2"):
+            break
+    process.send_signal(signal.SIGTERM)
+    _, printed = process.communicate(timeout=60)
+    assert "after SIGTERM: leaves" in printed
+
+
 def test_a_signal_while_a_failed_run_ends_is_not_followed_by_a_restart(tmp_path):
     script = (
         "import os, signal, sys, time\n"

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvkit.communication import encoding
 from hvkit.communication.encoding import decode, encode, sendable
 from hvkit.errors import RanksDisagreeError
 
@@ -96,6 +97,15 @@ def test_records_paths_and_errors_arrive():
     assert missing.filename == "a.txt"
 
 
+def test_large_arrays_and_tensors_travel_in_pieces(monkeypatch):
+    monkeypatch.setattr(encoding, "_PIECE", 100)
+    array, tensor = np.arange(100.0).reshape(4, 25), torch.arange(300).reshape(3, 100)
+    found = arrived({"state": {"a": array, "b": [tensor]}})["state"]
+    assert np.array_equal(found["a"], array)
+    assert torch.equal(found["b"][0], tensor)
+    assert b"".join([array.tobytes()]) not in encode(array)
+
+
 @pytest.mark.parametrize("value", [object(), np.array([object()]), lambda: 0, Ellipsis])
 def test_other_objects_are_refused(value):
     with pytest.raises(TypeError, match="message"):
@@ -121,6 +131,9 @@ class Evil:
         msgpack.packb(msgpack.ExtType(3, encode(["O", [1], b"12345678"]))),
         msgpack.packb(msgpack.ExtType(3, encode(["<f8", [1 << 40], b"12345678"]))),
         msgpack.packb(msgpack.ExtType(11, encode(["load", [1], b"1"]))),
+        msgpack.packb(msgpack.ExtType(11, encode(["nosuch", [1], b"abcd"]))),
+        msgpack.packb(msgpack.ExtType(11, encode(["float32", [3], b"abcd"]))),
+        encode({"array of hvkit": ["<f8", [1], 5]}),
     ],
 )
 def test_what_is_no_message_is_an_error_and_runs_nothing(data):

@@ -56,6 +56,39 @@ def test_stop_names_rank_and_parameter_on_every_rank():
     assert text == "in step 2 rank 1 has a NaN or infinite gradient of parameter 2.bias"
 
 
+class InTwoParts(torch.optim.SGD):
+    """Goes on with the gradients after the step of its parent class."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                if p.grad is not None:
+                    p -= 0.01 * p.grad
+
+
+def test_a_step_of_two_parts_is_skipped_as_a_whole():
+    model, optimizer = distributed("skip", lambda parameters: InTwoParts(parameters, 0.1))
+    data = local(regression(steps=2))
+    step(model, optimizer, *data[0])
+    before = arrays(model.parameters())
+    step(model, optimizer, *data[1], bad=hvkit.rank() == 1)
+    assert all(map(np.array_equal, arrays(model.parameters()), before))
+
+
+def test_row_sparse_gradients_are_looked_at():
+    model = torch.nn.Embedding(10, 3, sparse=True)
+    distributed("stop", model=model)
+    weight = torch.tensor(float("nan") if hvkit.rank() == 1 else 1.0)
+
+    def backward():
+        (model(torch.tensor([1, 4])).sum() * weight).backward()
+
+    error, text = error_of(backward)
+    assert error is FloatingPointError
+    assert "rank 1 has a NaN or infinite gradient of parameter weight" in text
+
+
 def test_large_gradients_are_finite():
     model, optimizer = distributed("stop", model=mlp().requires_grad_(True))
     for p in model.parameters():

@@ -60,3 +60,9 @@ def test_pauses_grow_while_there_is_no_progress():
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
     assert restarts.again(replace(FAILED, saved=1))
     assert restarts.pause == 1
+
+
+def test_pauses_stay_short_however_many_restarts_there_were():
+    restarts = Restarts(3000)
+    assert all(restarts.again(FAILED) for _ in range(2000))
+    assert restarts.pause == 60

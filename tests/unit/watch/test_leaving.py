@@ -1,5 +1,7 @@
 """All ranks leave at the end of the same step after SIGTERM: what is decided, without sockets."""
 
+import os
+import signal
 import threading
 
 import pytest
@@ -82,3 +84,16 @@ def test_leaving_ends_the_script_with_status_143():
     with pytest.raises(SystemExit) as ended:
         Leaving().leave()
     assert ended.value.code == 143
+
+
+def test_handling_sigterm_again_and_again_takes_no_further_files_and_threads():
+    rank = Leaving()
+    for _ in range(3):
+        rank.handle_sigterm()
+        rank.stop_handling()
+    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for _ in range(20):
+        rank.handle_sigterm()
+        rank.stop_handling()
+    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

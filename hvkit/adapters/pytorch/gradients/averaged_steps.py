@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -48,6 +49,8 @@ class AveragedSteps:
         # stepping now.
         self._reduced_for: dict[int, bool] = {}
         self._stepping: set[int] = set()
+        # How many steps of parent classes run inside that one.
+        self._inside: Counter[int] = Counter()
         self._counted = False
 
     def watch(self, optimizer: Optimizer, adopt: Callable[[], bool]) -> None:
@@ -64,6 +67,7 @@ class AveragedSteps:
 
         def before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
             if key in self._stepping:  # a step that calls the step of its parent class
+                self._inside[key] += 1
                 return None
             self._stepping.add(key)
             closure = closure_of(args, kwargs)
@@ -84,6 +88,9 @@ class AveragedSteps:
             return with_closure(with_averaged_loss(closure), args, kwargs)
 
         def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if self._inside[key]:
+                self._inside[key] -= 1
+                return
             self._stepping.discard(key)
             self._without.end()
             self._used()
@@ -98,4 +105,5 @@ class AveragedSteps:
         """Note that the gradients are averaged now."""
         self._reduced_for = dict.fromkeys(self._reduced_for, True)
         self._stepping.clear()
+        self._inside.clear()
         self._counted = False

@@ -7,7 +7,7 @@ further message; only then do they tell each other what they have found.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -53,6 +53,12 @@ class NonFinite:
         if not torch.isfinite(bucket.flat[:length].sum()):
             pairs = zip(numbers, views, strict=True)
             self._found.update(i for i, view in pairs if not torch.isfinite(view).all())
+
+    def look_at_rows(self, numbers: Iterable[int], gradients: Iterable[torch.Tensor]) -> None:
+        """Look at this rank's row-sparse gradients, which are in no bucket."""
+        for i, gradient in zip(numbers, gradients, strict=True):
+            if not torch.isfinite(gradient._values()).all():
+                self._found.add(i)
 
     def found(self) -> bool:
         """Whether this rank has any."""

@@ -328,8 +328,12 @@ class GradientReducer:
         if bucket is layout.statistics.bucket and self._statistics:
             self._statistics.read_into(layout.statistics.numbers)
         if bucket is layout.report.bucket:
+            report = self._report_of_this_rank()
+            if self._nonfinite and report.sparse:
+                rows = [self._parameters[i].grad for i in report.sparse]
+                self._nonfinite.look_at_rows(report.sparse, [g for g in rows if g is not None])
             mine = self._report.encode(
-                self._report_of_this_rank(),
+                report,
                 checksum_of_rates(self._steps.optimizers),
                 self._steps.done,
                 self._nonfinite is not None and self._nonfinite.found(),
