@@ -7,7 +7,7 @@ further message; only then do they tell each other what they have found.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,10 +54,15 @@ class NonFinite:
             pairs = zip(numbers, views, strict=True)
             self._found.update(i for i, view in pairs if not torch.isfinite(view).all())
 
-    def look_at_rows(self, numbers: Iterable[int], gradients: Iterable[torch.Tensor]) -> None:
-        """Look at this rank's row-sparse gradients, which are in no bucket."""
-        for i, gradient in zip(numbers, gradients, strict=True):
-            if not torch.isfinite(gradient._values()).all():
+    def look_at_rows(self, parameters: Mapping[int, torch.Tensor]) -> None:
+        """Look at this rank's row-sparse gradients, which are in no bucket.
+
+        Args:
+            parameters: those with such a gradient, by number.
+        """
+        for i, p in parameters.items():
+            assert p.grad is not None
+            if not torch.isfinite(p.grad._values()).all():
                 self._found.add(i)
 
     def found(self) -> bool:

@@ -103,9 +103,8 @@ class GradientReducer:
         self._kept: set[int] = set()
         # What this rank reports if it has all gradients, and none is sparse.
         self._usual: StepReport | None = None
-        self._nonfinite: NonFinite | None = None
-        if on_nonfinite != "ignore":
-            self._nonfinite = NonFinite(on_nonfinite, self._label)
+        wanted = on_nonfinite != "ignore"
+        self._nonfinite = NonFinite(on_nonfinite, self._label) if wanted else None
         self._any_nonfinite = False
         self._steps = AveragedSteps(
             name, lambda: self._passes > 0, self._reduce, self._used, self._skips
@@ -330,8 +329,7 @@ class GradientReducer:
         if bucket is layout.report.bucket:
             report = self._report_of_this_rank()
             if self._nonfinite and report.sparse:
-                rows = [self._parameters[i].grad for i in report.sparse]
-                self._nonfinite.look_at_rows(report.sparse, [g for g in rows if g is not None])
+                self._nonfinite.look_at_rows({i: self._parameters[i] for i in report.sparse})
             mine = self._report.encode(
                 report,
                 checksum_of_rates(self._steps.optimizers),
