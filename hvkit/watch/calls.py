@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import sys
 import sysconfig
@@ -289,9 +290,23 @@ def _frames() -> dict[int, FrameType]:
     A frame that refers to itself would keep the local variables of every function below it, such as
     a batch on a GPU or a loader with workers, until Python collects garbage.
     """
-    frames = sys._current_frames()
+    # Allocating frames may start a garbage collection. Up to Python 3.11 that happens while Python
+    # holds a lock that freeing a ``threading.local`` needs, too: the process would hang
+    # (python/cpython issue 106883).
+    with _one_looks:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            frames = sys._current_frames()
+        finally:
+            if collects:
+                gc.enable()
     frames[threading.get_ident()] = sys._getframe(2)
     return frames
+
+
+# A handler of a signal may look while its own thread does.
+_one_looks = threading.RLock()
 
 
 def _described(name: str, step: int | None) -> str:
@@ -304,8 +319,10 @@ def line_of_script(thread: int | None = None) -> str:
     That is the innermost line outside of hvkit, installed packages and the standard library. For a
     thread that runs no code of the user's, it is the line of the main thread, which waits for it.
     """
+    own = threading.get_ident()
+    thread = own if thread is None else thread
     # Other threads may run while the line is formatted: hold no frame of theirs by then.
-    return _line(*_place(_frames(), threading.get_ident() if thread is None else thread))
+    return _line(*_place({own: sys._getframe(1)} if thread == own == _MAIN else _frames(), thread))
 
 
 def _place(frames: dict[int, FrameType], thread: int) -> tuple[str, int]:

@@ -3,8 +3,11 @@
 import gc
 import inspect
 import json
+import subprocess
+import sys
 import threading
 import weakref
+from pathlib import Path
 
 import pytest
 
@@ -139,6 +142,41 @@ def test_looking_at_the_stack_keeps_no_variable_of_the_script(look):
         assert step()() is None
     finally:
         gc.enable()
+
+
+LOOK_WHILE_GARBAGE_WAITS = """
+import faulthandler, gc, sys, threading
+sys.path.insert(0, "REPOSITORY")
+from hvkit.watch import calls
+
+faulthandler.dump_traceback_later(20, exit=True)
+stop = threading.Event()
+gc.disable()
+for allocations in range(12):
+    # Threads whose frames nobody has looked at.
+    started = [threading.Event() for _ in range(5)]
+    for each in started:
+        threading.Thread(target=lambda e=each: (e.set(), stop.wait()), daemon=True).start()
+    for each in started:
+        each.wait()
+    own = [threading.local()]
+    own.append(own)
+    del own
+    gc.set_threshold(gc.get_count()[0] + allocations)
+    gc.enable()
+    calls.stack_of_script()
+    assert gc.isenabled()
+    gc.disable()
+calls.stack_of_script()
+assert not gc.isenabled()
+"""
+
+
+def test_looking_at_threads_while_garbage_waits_does_not_hang():
+    repository = str(Path(calls.__file__).parents[2])
+    script = LOOK_WHILE_GARBAGE_WAITS.replace("REPOSITORY", repository)
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
 
 
 def waiting_thread():
