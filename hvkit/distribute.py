@@ -29,6 +29,7 @@ from hvkit.compression import BY_NAME, Compression
 from hvkit.learning_rate import Multiplier, describe, make_multiplier
 from hvkit.log import logger
 from hvkit.main_rank import warn_once
+from hvkit.monitor.monitor import Monitor
 from hvkit.strategies.fully_shard import FullyShard
 from hvkit.strategies.parameter_server import ParameterServer
 from hvkit.strategies.strategy import Averaging, Rounds, Strategy, strategies_in
@@ -56,6 +57,7 @@ def distribute(
     batch_norm: str = "average",
     check_every: int | None = None,
     on_nonfinite: str = "ignore",
+    monitor: Monitor | None = None,
 ) -> tuple[Model, Optimizers]:
     """Train this model with its optimizer on all ranks together.
 
@@ -151,6 +153,8 @@ def distribute(
             sentence. ``"ignore"``: nothing; the check costs a pass over the gradients. For
             strategies that average gradients, without a ``GradScaler`` or
             ``LossScaleOptimizer``, which skip such steps themselves.
+        monitor: records the learning rate and the norm of the gradients, and in Keras every step
+            of ``fit``.
 
     Returns:
         The same model and optimizer objects (or the list) that were passed in.
@@ -185,6 +189,8 @@ def distribute(
         )
         _refuse_contradictions(options)
         multiplier = make_multiplier(lr_scaling, runtime.size(), options.warmup_steps)
+        if monitor is not None and not isinstance(monitor, Monitor):
+            raise TypeError(f"monitor must be a hvkit.Monitor, got {monitor!r}")
         if not optimizers:
             raise ValueError(f"optimizer must hold at least one optimizer, got {optimizer!r}")
         adapter = _adapter_for(model, optimizers, options)
@@ -194,10 +200,13 @@ def distribute(
     raise_together(problem)
     assert adapter is not None
     assert options is not None
+    if monitor is not None:  # before averaging wraps the optimizers: it looks at the means
+        monitor.attach(model, optimizers)
     records = [(each, Record()) for each in optimizers]
     keeper: Keeper | None = None
     if runtime.size() > 1:
-        arguments = f"lr_scaling={lr_scaling}, {options}"
+        monitored = "" if monitor is None else ", with a monitor"
+        arguments = f"lr_scaling={lr_scaling}, {options}{monitored}"
         require_equal(
             "model or call",
             [type(model).__name__, arguments, *adapter.facts()],

@@ -14,6 +14,9 @@ VARIABLE = "HVKIT_REPORTS"
 """Environment variable with the pipe's file descriptor and inode: a process that a rank starts
 inherits the variable, but may have another file under that descriptor."""
 
+RESTART = "HVKIT_RESTART"
+"""Environment variable of ranks that were started again: JSON with ``restart`` and ``reason``."""
+
 LONGEST = 4096
 """Bytes of a line: writes of up to so many bytes do not mix (POSIX, PIPE_BUF on Linux)."""
 
@@ -55,3 +58,12 @@ def _pipe() -> int | None:
         return None
     is_pipe = stat.S_ISFIFO(found.st_mode) and found.st_ino == int(inode)
     return int(descriptor) if is_pipe else None
+
+
+def restart_of_this_run() -> dict[str, Any]:
+    """``restart``, counted from 1, and ``reason``, if ``hvkit run`` has restarted the ranks."""
+    try:
+        said = json.loads(os.environ[RESTART])
+        return {"restart": int(said["restart"]), "reason": str(said["reason"])}
+    except (KeyError, ValueError, TypeError):  # not set, or by someone else
+        return {}

@@ -5,13 +5,14 @@ launcher's command line, and supervises it to its end. ``prepared`` does all but
 ``shown`` it makes the line of ``--dry-run``.
 """
 
+import json
 import os
 import shlex
 import signal
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import psutil
 
@@ -19,6 +20,7 @@ from hvkit.errors import LaunchError
 from hvkit.host.launcher_variables import without_place
 from hvkit.host.mca import without_interfaces
 from hvkit.host.rank_settings import rank_settings
+from hvkit.host.run_reports import RESTART
 from hvkit.launch.allocation import SLURM
 from hvkit.launch.host_checks.preflight import choose_hosts
 from hvkit.launch.hosts import Host
@@ -131,6 +133,8 @@ def start(request: Request) -> int:
         if outcome.saved is None:
             from_step = "from the beginning, as hvkit.Checkpoint has saved nothing"
         logger.warning("%s, %s: %s", restarts.budget, from_step, outcome.reason)
+        said = json.dumps({"restart": restarts.made, "reason": outcome.reason})
+        request = replace(request, variables={**request.variables, RESTART: said})
         try:
             run = _prepared_again(request, run.size, least, restarts.pause)
         except LaunchError as error:

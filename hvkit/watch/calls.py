@@ -208,12 +208,31 @@ def waiting() -> Iterator[None]:
     now = _this_thread()
     now.waits += 1
     now.turns += 1
-    now.since = time.monotonic()
+    begun = now.since = time.monotonic()
     try:
         yield
     finally:
         now.waits -= 1
         now.since = time.monotonic()
+        if not now.waits:
+            for observer in _observers:
+                observer(begun, now.since)
+
+
+_observers: list[Callable[[float, float], None]] = []
+
+
+def observe_waits(observer: Callable[[float, float], None], on: bool = True) -> None:
+    """Call a function, in the thread that has waited, after each wait for other ranks.
+
+    Args:
+        observer: takes the moments at which the wait began and ended, as of ``time.monotonic``.
+        on: False to call it no more.
+    """
+    if on:
+        _observers.append(observer)
+    else:
+        _observers.remove(observer)
 
 
 def watch_graph(wait: GraphWait) -> None:

@@ -72,7 +72,7 @@ def _on_this_rank(
 
     @functools.wraps(method)
     def on_this_rank(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _with_names(method, args, kwargs)
+        args, kwargs = with_names(method, args, kwargs)
         if _takes(method, "verbose") and runtime.rank() != 0:
             kwargs["verbose"] = 0
         if _takes(method, "callbacks"):
@@ -118,7 +118,7 @@ def _takes(method: Callable[..., Any], name: str) -> bool:
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def _with_names(
+def with_names(
     method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments, passed by name if the method's signature allows it."""

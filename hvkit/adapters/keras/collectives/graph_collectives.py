@@ -21,6 +21,36 @@ from hvkit.compression.compression import Shape
 from hvkit.watch import calls
 
 
+class BlockedInGraphs:
+    """The seconds that this rank has been blocked in collectives of graphs, for a monitor.
+
+    Attributes:
+        measured: whether graphs that are traced from now on measure it.
+    """
+
+    def __init__(self) -> None:
+        self.measured = False
+        self._seconds: Any = None
+
+    def measure(self) -> None:
+        """Measure in graphs that are traced from now on."""
+        self.measured = True
+        if self._seconds is None:
+            with tf.init_scope(), tf.device("CPU:0"):
+                self._seconds = tf.Variable(0.0, trainable=False, dtype=tf.float64)
+
+    def add(self, seconds: tf.Tensor) -> None:
+        """Add seconds, inside a graph."""
+        self._seconds.assign_add(seconds, read_value=False)
+
+    def seconds(self) -> float:
+        """The sum so far."""
+        return float(self._seconds.numpy())
+
+
+blocked_in_graphs = BlockedInGraphs()
+
+
 class GraphWait:
     """Counts how often a rank enters and leaves some collectives that graphs contain.
 
@@ -37,17 +67,30 @@ class GraphWait:
         with tf.init_scope(), tf.device("CPU:0"):
             self._entered = tf.Variable(0, trainable=False, dtype=tf.int64)
             self._left = tf.Variable(0, trainable=False, dtype=tf.int64)
+            self._since = tf.Variable(0.0, trainable=False, dtype=tf.float64)
         calls.watch_graph(self)
 
-    def enter(self, ready: Sequence[Any]) -> tf.Operation:
-        """The operation that counts the entry; it runs after ``ready``, before the collectives."""
+    def enter(self, ready: Sequence[Any], last: Sequence[Any] | None = None) -> tf.Operation:
+        """The operation that counts the entry; it runs after ``ready``, before the collectives.
+
+        Args:
+            ready: what the collectives wait for.
+            last: what this rank computes meanwhile: it is blocked only once this is there. None: it
+                computes nothing.
+        """
         with tf.control_dependencies(list(ready)), tf.device("CPU:0"):
-            return self._entered.assign_add(1, read_value=False)
+            entered = self._entered.assign_add(1, read_value=False)
+        if blocked_in_graphs.measured:
+            with tf.control_dependencies(list(ready if last is None else last)), tf.device("CPU:0"):
+                self._since.assign(tf.timestamp(), read_value=False)
+        return entered
 
     def leave(self, results: Sequence[Any]) -> None:
         """Count the exit once the collectives' results are there."""
         with tf.control_dependencies(list(results)), tf.device("CPU:0"):
             self._left.assign_add(1, read_value=False)
+            if blocked_in_graphs.measured:
+                blocked_in_graphs.add(tf.timestamp() - self._since)
 
     def around(self, sent: tf.Tensor, collective: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
         """The result of a collective on one tensor; counts the wait, or marks it in eager code."""

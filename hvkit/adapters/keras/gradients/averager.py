@@ -101,8 +101,10 @@ class GradientAverager:
             with call("optimizer.apply()"), waiting_for_all_ranks():
                 had = self._exchange(present).numpy()
                 return self._eager_means(gradients, variables, absent, had)
-        # Wait for a gradient: a step that runs out of data must not start this collective.
-        with tf.control_dependencies([self._wait.enter(_ready_first(gradients))]):
+        # Wait for the gradient that backward computes first: a step that runs out of data must not
+        # start this collective.
+        own = [_values(g) for g in gradients if g is not None]
+        with tf.control_dependencies([self._wait.enter(own[-1:], last=own)]):
             had = self._exchange(present)
         with tf.control_dependencies([self._assert_alike(had, variables)]):
             checked = self._check(gradients, variables)
@@ -277,11 +279,6 @@ class AveragingKeeper:
     def _weights(self) -> list[tf.Variable]:
         model = self._model()
         return [] if model is None else [tf_variable(w) for w in model.weights]
-
-
-def _ready_first(gradients: Sequence[Any]) -> list[Any]:
-    """The gradient that backward computes first, if there is one."""
-    return [_values(g) for g in gradients if g is not None][-1:]
 
 
 def _values(gradient: Any) -> Any:

@@ -1,0 +1,381 @@
+"""``Monitor``: records a training run from all ranks, and says at the end where the time went."""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from hvkit import runtime
+from hvkit.adapters.adapter import all_take_equal_steps, framework_of
+from hvkit.argument_checks import check_count
+from hvkit.communication import collectives
+from hvkit.communication.traffic import traffic
+from hvkit.host.run_reports import restart_of_this_run
+from hvkit.log import logger
+from hvkit.monitor.host_load import HostLoad
+from hvkit.monitor.step_clock import Step, StepClock
+from hvkit.monitor.step_shares import Shares, Totals, shares
+from hvkit.monitor.writers import Hook, Writers, flattened
+from hvkit.watch.calls import named
+
+if TYPE_CHECKING:
+    import keras
+
+T = TypeVar("T")
+
+# Without ``every``, the ranks record about so often.
+_SECONDS = 1.0
+# The first record comes after so many steps: the pace is not known before.
+_FIRST = 5
+
+
+class Monitor:
+    """Records loss, speed and the parts of a step's time, from all ranks, into one folder.
+
+        with hvkit.Monitor("runs/mnist") as monitor:
+            model, optimizer = hvkit.distribute(model, optimizer, monitor=monitor)
+            for epoch in range(epochs):
+                for images, labels in monitor.batches(loader):
+                    ...
+                    optimizer.step()
+                    monitor.step(loss=loss)
+                monitor.log(val_accuracy=accuracy)
+
+    In Keras ``distribute(..., monitor=monitor)`` is enough: ``fit`` then records its steps and
+    metrics. Without it, pass ``monitor.callback(model)`` to ``fit``.
+
+    Rank 0 writes ``metrics.jsonl``, one JSON object a line, and event files for TensorBoard, if
+    that is installed; ``hvkit report FOLDER`` shows both a run and its restarts. A record holds the
+    metrics, mean over ranks and over the steps since the last record; ``learning_rate`` and
+    ``gradient_norm`` of this step, if the monitor was passed to ``distribute``; samples a second
+    of all ranks together and of each; ``seconds/step``, and of it ``seconds/data``, ``compute``,
+    ``waiting`` and ``allreduce``; ``sent/...``, bytes of a rank a step, by purpose
+    (``hvkit.traffic``); and ``host/NAME/...``, the load of each host: ``cpu``, ``memory``, ``gpu``
+    and ``gpu_memory`` in percent, network in 10^6 bytes a second.
+
+    A rank's wait and the collective itself cannot be told apart on one rank. The rank that comes
+    last to a collective waits for nobody, so what it is blocked counts as allreduce; what others
+    are blocked beyond that, as waiting. On a GPU, kernels run after the line that starts them: the
+    time of those that are still running counts where the script, or hvkit, waits for them.
+
+    The line at the end says how many ranks' worth of work the ranks did, from the time that they
+    were not blocked, and which rank kept the others waiting, and by what: ``2.9x of 4; rank 3 on
+    node2 was last in 71% of steps: data``.
+
+    Every rank makes a monitor and calls the same methods. A step costs well under a hundredth of a
+    training step; a record is a small collective. With ``ParameterServer``, where ranks take
+    different numbers of steps, records hold rank 0's steps, and those of others count at the end.
+
+    A monitor can be a part of ``hvkit.Checkpoint``; a resumed run then counts its steps on, and
+    writes into the same file.
+
+    Args:
+        folder: of this run; made by rank 0.
+        every: record after so many steps. None: about once a second.
+        tensorboard: whether to write event files; None: if TensorBoard is installed.
+        hook: rank 0 calls it at each record with a dict of numbers and ``step=``:
+            ``hook=mlflow.log_metrics``, ``hook=wandb.log``. If it raises, that is logged once.
+
+    Raises:
+        TypeError: an argument has a wrong type.
+        ValueError: ``every`` is not positive.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        every: int | None = None,
+        tensorboard: bool | None = None,
+        hook: Hook | None = None,
+    ) -> None:
+        if hook is not None and not callable(hook):
+            raise TypeError(
+                f"hook must be a function that takes a dict and step=, got {hook!r}: for "
+                "instance hook=mlflow.log_metrics"
+            )
+        self.folder = Path(folder)
+        self._every = None if every is None else check_count("every", every)
+        self._tensorboard = tensorboard
+        self._hook = hook
+        self.stride = 1
+        self._clock = StepClock()
+        self._step = 0
+        self._next = self._every or _FIRST
+        self._rows: list[Step] = []
+        self._sums: dict[str, Any] = {}
+        self._counts: dict[str, int] = {}
+        self._samples = 0.0
+        self._epoch: int | None = None
+        self._writers: Writers | None = None
+        self._load: HostLoad | None = None
+        self._totals: Totals | None = None
+        self._hosts: list[str] = []
+        self._sent: Mapping[str, int] = {}
+        self._gradients: Any = None
+        self._closed = False
+
+    def batches(self, data: Iterable[T]) -> Iterator[T]:
+        """The batches of ``data``; the time until each is there counts as data.
+
+        A step begins when the last one has ended, or with the first batch. The length of the
+        batch's first array or tensor is what ``step`` counts as its samples.
+        """
+        self._clock.begin()
+        iterator = iter(data)
+        while True:
+            begun = time.monotonic()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            self._clock.loaded(time.monotonic() - begun)
+            self._samples += _length_of(batch)
+            yield batch
+
+    @named("Monitor.step")
+    def step(self, *, samples: float | None = None, **metrics: Any) -> None:
+        """End a step, after the optimizer's.
+
+        At a record, which comes after the same step on all ranks, this is a collective.
+
+        Args:
+            samples: in this rank's batch; by default what ``batches`` has seen.
+            **metrics: numbers or tensors with one value, such as this rank's loss.
+
+        Raises:
+            TypeError: a metric is no number.
+            RankLostError: another rank has ended, or waits in another call.
+        """
+        if self._gradients is not None:
+            self._clock.blocked(self._gradients.blocked())
+        counted = self._samples if samples is None else float(samples)
+        self.add_step(self._clock.end(counted), metrics)
+
+    def add_step(self, step: Step, metrics: Mapping[str, Any]) -> bool:
+        """Count a step that another clock has timed; return whether it ended with a record.
+
+        A collective at a record.
+        """
+        self._rows.append(step)
+        self._samples = 0.0
+        self._step += 1
+        for name, value in metrics.items():
+            value = _detached(name, value)
+            self._sums[name] = self._sums[name] + value if name in self._sums else value
+            self._counts[name] = self._counts.get(name, 0) + 1
+        recorded = self._step >= self._next
+        if recorded:
+            self._record()
+            self._clock.begin()
+        if self._gradients is not None:
+            self._gradients.expect(self.due)
+        return recorded
+
+    @property
+    def due(self) -> bool:
+        """Whether the step that goes on now ends with a record."""
+        return self._step + self.stride >= self._next
+
+    def log(self, **values: float) -> None:
+        """Record numbers that the script has from elsewhere, such as a validation accuracy.
+
+        Rank 0's count, so average them first (``hvkit.average``). Not a collective.
+
+        Raises:
+            TypeError: one is no number.
+        """
+        numbers = {name: float(_detached(name, value)) for name, value in values.items()}
+        if runtime.rank() == 0:
+            self._write({"step": self._step, "time": time.time(), "logged": numbers}, numbers)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Begin a pass over the data; what has passed since the last step counts for none."""
+        self._epoch = epoch
+        self._clock.begin()
+
+    def callback(self, model: keras.Model) -> keras.callbacks.Callback:
+        """A callback for ``fit`` of this model, which records every step."""
+        from hvkit.monitor.keras import FitCallback
+
+        return FitCallback(self, model)
+
+    def attach(self, model: Any, optimizers: Sequence[Any]) -> None:
+        """Record the learning rate and the norm of the gradients; ``distribute`` calls this."""
+        if framework_of(model) == "tensorflow":
+            from hvkit.monitor import keras as framework
+        else:
+            from hvkit.monitor import pytorch as framework  # type: ignore[no-redef]
+        self._gradients = framework.watch(self, model, optimizers)
+
+    @named("Monitor.flush")
+    def flush(self) -> None:
+        """Record the steps since the last record; a collective."""
+        self._record()
+
+    def close(self) -> None:
+        """Record what is left, log the line about the run, and close the files; a collective.
+
+        ``with hvkit.Monitor(...)`` calls it. After an error, which other ranks may not have, the
+        ``with`` block closes the files only.
+        """
+        if self._closed:
+            return
+        self.flush()
+        self._finish()
+        if self._totals is not None and self._totals.steps:
+            logger.info("%s: %s", self.folder, self._totals.line())
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        elif not self._closed:
+            self._finish()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state that a checkpoint saves: how many steps the run has taken."""
+        return {"step": self._step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Count on from a state of ``state_dict``."""
+        self._step = check_count("step", state["step"], 0)
+        self._rows.clear()
+        self._next = self._step + (self._every or _FIRST)
+
+    def _finish(self) -> None:
+        self._closed = True
+        self._clock.close()
+        if self._writers is not None and self._totals is not None:
+            self._writers.write({"end": {"time": time.time(), **self._totals.summary()}})
+        if self._writers is not None:
+            self._writers.close()
+
+    def _record(self) -> None:
+        if not self._hosts:
+            self._start()
+        mine: dict[str, Any] = {
+            "rows": [list(step) for step in self._rows],
+            "metrics": {name: self._mean(name) for name in self._sums},
+            "load": self._load.read() if self._load else None,
+        }
+        alike = all_take_equal_steps()
+        everyone = collectives.gather("Monitor.step", mine) if alike else [mine]
+        self._pace(everyone)
+        self._rows.clear()
+        self._sums.clear()
+        self._counts.clear()
+        if runtime.rank() != 0 or not any(each["rows"] for each in everyone):
+            return
+        found = shares([[Step(*row) for row in each["rows"]] for each in everyone])
+        assert self._totals is not None
+        if alike:
+            self._totals.add(found)
+        record = self._described(found, everyone)
+        self._write(record, flattened(record))
+
+    def _start(self) -> None:
+        """Learn the hosts of all ranks, and begin the files; a collective."""
+        runtime.init()
+        self._hosts = collectives.gather("Monitor.step", socket.gethostname())
+        self._totals = Totals(self._hosts)
+        if runtime.local_rank() == 0:
+            self._load = HostLoad()
+        if runtime.rank() != 0:
+            return
+        self._writers = Writers(self.folder, self._tensorboard, self._hook)
+        self._sent = {}
+        start = {"time": time.time(), "step": self._step, "hosts": self._hosts}
+        self._writers.write({"start": start | restart_of_this_run()})
+
+    def _pace(self, everyone: Sequence[Mapping[str, Any]]) -> None:
+        """Set when the next record comes, alike on all ranks: they compute it from the same."""
+        every = self._every
+        if every is None:
+            took = [row[0] for each in everyone for row in each["rows"]]
+            mean = sum(took) / len(took) if took else 1.0
+            every = max(1, math.ceil(_SECONDS / max(mean, 1e-6)))
+        self._next = self._step + every
+
+    def _mean(self, name: str) -> float:
+        return float(self._sums[name]) / self._counts[name]
+
+    def _described(self, found: Shares, everyone: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The record of some steps of all ranks, as ``metrics.jsonl`` holds it."""
+        speeds = found.samples_per_second
+        record: dict[str, Any] = {"step": self._step, "time": time.time()}
+        if self._epoch is not None:
+            record["epoch"] = self._epoch
+        names = dict.fromkeys(name for each in everyone for name in each["metrics"])
+        for name in names:
+            values = [each["metrics"][name] for each in everyone if name in each["metrics"]]
+            record[name] = sum(values) / len(values)
+        if self._gradients is not None:
+            record |= self._gradients.read()
+        record["steps"] = found.steps
+        record["samples_per_second"] = sum(speeds)
+        if len(speeds) > 1:
+            slow, fast = speeds.index(min(speeds)), speeds.index(max(speeds))
+            record["slowest"] = {"samples_per_second": speeds[slow], "rank": slow}
+            record["fastest"] = {"samples_per_second": speeds[fast], "rank": fast}
+            record["ranks"] = {"samples_per_second": speeds, "last": found.last.tolist()}
+        record["seconds"] = {"step": found.seconds, **found.parts}
+        sent = {purpose: each.bytes for purpose, each in traffic().items()}
+        record["sent"] = {
+            purpose: (total - self._sent.get(purpose, 0)) / max(found.steps, 1)
+            for purpose, total in sent.items()
+        }
+        self._sent = sent
+        loads = zip(self._hosts, (each["load"] for each in everyone), strict=False)
+        record["host"] = {host: load for host, load in loads if load}
+        return record
+
+    def _write(self, record: Mapping[str, Any], numbers: Mapping[str, float]) -> None:
+        if self._writers is None:
+            if self._closed:
+                raise ValueError("this monitor is closed: log inside its with block")
+            self._writers = Writers(self.folder, self._tensorboard, self._hook)
+        self._writers.write(record)
+        plain = {name: value for name, value in numbers.items() if name not in ("step", "time")}
+        self._writers.scalars(self._step, plain)
+
+
+def _detached(name: str, value: Any) -> Any:
+    """The value without a graph behind it, not yet fetched from a GPU."""
+    if isinstance(value, int | float):
+        return value
+    if hasattr(value, "detach"):
+        value = value.detach()
+    if math.prod(getattr(value, "shape", (0,))) != 1:
+        raise TypeError(
+            f"metrics are numbers or tensors with one value, got {value!r} of type "
+            f"{type(value).__name__} for {name!r}"
+        )
+    return value
+
+
+def _length_of(batch: Any) -> int:
+    """Samples in a batch: the length of its first array or tensor; 0 if there is none."""
+    if getattr(batch, "shape", None):
+        return int(batch.shape[0])
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, list | tuple):
+        for each in batch:
+            with suppress(TypeError, ValueError):
+                if found := _length_of(each):
+                    return found
+    return 0

@@ -1,0 +1,167 @@
+"""Where the steps' time went, over all ranks; plain arithmetic.
+
+In a step that all ranks end together, the rank that came last to the collectives waited for nobody:
+the time that it was blocked is what the collectives took. What other ranks were blocked beyond that
+is time that they waited for it. This needs no common clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvkit.monitor.step_clock import Step
+
+PARTS = ("data", "compute", "waiting", "allreduce")
+"""A step's time: until the batch was there; forward, backward, update and the script's own code;
+waiting for other ranks; collectives."""
+
+# Ranks are named as slow if the others waited for so much of their time, and they were last so much
+# more often than chance would have it.
+_WORTH_NAMING = 0.05
+_BEYOND_CHANCE = 1.5
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The time of some steps.
+
+    Attributes:
+        steps: how many.
+        seconds: of a step, mean over ranks and steps.
+        parts: by the names in ``PARTS``, seconds of a step, mean over ranks and steps.
+        samples_per_second: by rank.
+        last: by rank, in how many steps it came last to the collectives.
+        late_by: by rank, the seconds by which its data and its compute exceeded the median over
+            ranks, summed over the steps in which it came last: an array of shape (ranks, 2).
+        busy: the sum over ranks of the part of the time that they were not blocked: how many ranks
+            the run is worth.
+    """
+
+    steps: int
+    seconds: float
+    parts: dict[str, float]
+    samples_per_second: list[float]
+    last: NDArray[np.int64]
+    late_by: NDArray[np.float64]
+    busy: float
+
+
+def shares(ranks: Sequence[Sequence[Step]]) -> Shares:
+    """Where the time went in the steps of all ranks.
+
+    Args:
+        ranks: by rank, its steps; ranks that train at their own pace may have different numbers of
+            them, and then nobody comes last.
+
+    Raises:
+        ValueError: no rank has a step.
+    """
+    counts = [len(steps) for steps in ranks]
+    if not any(counts):
+        raise ValueError("no rank has taken a step")
+    size = len(ranks)
+    # Ranks without a step have seen nothing.
+    tables = [np.array(steps, float).reshape(-1, 4) for steps in ranks]
+    totals = np.array([table.sum(0) for table in tables])
+    duration, data, blocked, samples = totals.T
+    last, late_by = np.zeros(size, np.int64), np.zeros((size, 2))
+    waiting = np.zeros(size)
+    if len(set(counts)) == 1 and size > 1:
+        whole = np.stack(tables)
+        spent = whole[:, :, 2]
+        shortest = spent.min(0)
+        waiting = (spent - shortest).sum(1)
+        who = spent.argmin(0)
+        met = spent.max(0) > 0
+        last = np.bincount(who[met], minlength=size)
+        own = np.stack([whole[:, :, 1], whole[:, :, 0] - whole[:, :, 1] - spent], axis=-1)
+        beyond = own - np.median(own, axis=0)
+        for step in np.flatnonzero(met):
+            late_by[who[step]] += beyond[who[step], step]
+    steps = sum(counts)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        speed = np.nan_to_num(samples / duration)
+        busy = np.nan_to_num(1 - blocked / duration).sum()
+    means = {
+        "data": data.sum() / steps,
+        "compute": (duration - data - blocked).sum() / steps,
+        "waiting": waiting.sum() / steps,
+        "allreduce": (blocked - waiting).sum() / steps,
+    }
+    return Shares(
+        steps=max(counts),
+        seconds=float(duration.sum() / steps),
+        parts={name: float(value) for name, value in means.items()},
+        samples_per_second=[float(each) for each in speed],
+        last=last,
+        late_by=late_by,
+        busy=float(busy),
+    )
+
+
+@dataclass
+class Totals:
+    """The shares of a whole run, added up.
+
+    Args:
+        hosts: by rank, the name of its host.
+    """
+
+    hosts: Sequence[str]
+    steps: int = 0
+    seconds: float = 0.0
+    parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    _busy: float = 0.0
+    _last: Any = 0
+    _late_by: Any = 0
+
+    def add(self, more: Shares) -> None:
+        """Add the shares of further steps."""
+        took = more.steps * more.seconds
+        self.steps += more.steps
+        self.seconds += took
+        for name, seconds in more.parts.items():
+            self.parts[name] += more.steps * seconds
+        self._busy += took * more.busy
+        self._last = self._last + more.last
+        self._late_by = self._late_by + more.late_by
+
+    def summary(self) -> dict[str, Any]:
+        """What a run comes to: ``speedup``, ``parts`` of the time, and the rank that was slow.
+
+        ``last`` holds the rank that came last most often, its host, the part of the steps, and
+        whether ``data`` or ``compute`` made it late; None if nobody stands out.
+        """
+        if not self.seconds:
+            return {"speedup": 0.0, "parts": {}, "last": None}
+        parts = {name: seconds / self.seconds for name, seconds in self.parts.items()}
+        found = None
+        size = len(self.hosts)
+        if size > 1 and parts["waiting"] > _WORTH_NAMING and np.sum(self._last):
+            rank = int(np.argmax(self._last))
+            often = float(self._last[rank] / np.sum(self._last))
+            if often > min(_BEYOND_CHANCE / size, 0.9):
+                reason = ("data", "compute")[int(np.argmax(self._late_by[rank]))]
+                found = {
+                    "rank": rank,
+                    "host": self.hosts[rank],
+                    "share": often,
+                    "reason": reason,
+                }
+        return {"speedup": self._busy / self.seconds, "parts": parts, "last": found}
+
+    def line(self) -> str:
+        """The run in one line: ``2.9x of 4; rank 3 on node2 was last in 71% of steps: data``."""
+        result = self.summary()
+        said = f"{result['speedup']:.1f}x of {len(self.hosts)}"
+        if (last := result["last"]) is not None:
+            said += (
+                f"; rank {last['rank']} on {last['host']} was last in {last['share']:.0%} of "
+                f"steps: {last['reason']}"
+            )
+        return said

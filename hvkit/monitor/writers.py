@@ -1,0 +1,110 @@
+"""Where rank 0 writes records: ``metrics.jsonl``, TensorBoard's event files, the script's hook."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TextIO
+
+from hvkit.log import logger
+
+FILE = "metrics.jsonl"
+
+Hook = Callable[..., object]
+
+
+class Writers:
+    """Writes records into a folder. What cannot be written never ends a training run.
+
+    A disk that is full, or a tracking server that does not answer, is logged once.
+
+    Args:
+        folder: made if it is missing.
+        tensorboard: whether to write event files; None: if TensorBoard is installed.
+        hook: called with a dict of numbers, and ``step=``.
+
+    Raises:
+        ModuleNotFoundError: TensorBoard is wanted, but not installed.
+        OSError: the folder or the file cannot be made.
+    """
+
+    def __init__(self, folder: Path, tensorboard: bool | None, hook: Hook | None) -> None:
+        installed = find_spec("tensorboard") is not None
+        if tensorboard and not installed:
+            raise ModuleNotFoundError(
+                "tensorboard=True needs TensorBoard, which is not installed: pip install "
+                "tensorboard, or leave tensorboard out"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file: TextIO | None = open(folder / FILE, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+        self._events: Any = None
+        if installed and tensorboard is not False:
+            from tensorboard.summary import Writer
+
+            self._events = Writer(str(folder))
+        self._hook = hook
+        self._failed: set[str] = set()
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Write a line of ``metrics.jsonl``: values that JSON holds."""
+        if self._file is not None:
+            with self._tolerant("metrics.jsonl"):
+                self._file.write(json.dumps(_without_nan(record)) + "\n")
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Write numbers of a step for TensorBoard and the hook."""
+        if self._events is not None:
+            with self._tolerant("TensorBoard's event file"):
+                for name, value in values.items():
+                    self._events.add_scalar(name, value, step)
+        if self._hook is not None:
+            with self._tolerant(f"the hook {getattr(self._hook, '__qualname__', self._hook)!r}"):
+                self._hook(dict(values), step=step)
+
+    def close(self) -> None:
+        """Write what is left in memory, and close the files."""
+        if self._file is not None:
+            with self._tolerant("metrics.jsonl"):
+                self._file.close()
+            self._file = None
+        if self._events is not None:
+            with self._tolerant("TensorBoard's event file"):
+                self._events.close()
+            self._events = None
+
+    @contextmanager
+    def _tolerant(self, what: str) -> Iterator[None]:
+        """Log an error of the block, the first time for each ``what``, and go on."""
+        try:
+            yield
+        except Exception as error:  # of any type: the hook is the script's
+            if what not in self._failed:
+                self._failed.add(what)
+                kind = type(error).__name__
+                logger.warning("monitor: %s failed, training goes on: %s: %s", what, kind, error)
+
+
+def flattened(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """The numbers of a record, those of dicts inside it as ``outer/inner``; no lists."""
+    flat: dict[str, float] = {}
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            flat |= flattened(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            flat[prefix + name] = value
+    return flat
+
+
+def _without_nan(value: Any) -> Any:
+    """The value with None for NaN and infinities, which JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: _without_nan(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(each) for each in value]
+    return value
