@@ -6,6 +6,7 @@
     ├── run                 hvkit run               hvkit.launch.start
     ├── hosts               hvkit hosts             hvkit.launch.host_checks, hvkit.launch.hostfile
     ├── manifest            hvkit manifest ...      hvkit.manifest
+    ├── report              hvkit report            hvkit.monitor.report
     └── installation        hvkit doctor            hvkit.doctor
                             hvkit install-horovod   hvkit.build
     arguments               arguments and types that several of them take
@@ -16,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from hvkit.cli import hosts, installation, manifest, run
+from hvkit.cli import hosts, installation, manifest, report, run
 from hvkit.errors import HvkitError
 
 
@@ -46,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
         hosts.add_to,
         installation.add_install_horovod,
         manifest.add_to,
+        report.add_to,
         run.add_to,
     ):
         add(commands)

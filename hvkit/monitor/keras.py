@@ -62,8 +62,9 @@ class FitCallback(keras.callbacks.Callback):  # type: ignore[misc]
                 samples = tf.shape(tensors[0])[0] if tensors and tensors[0].shape.rank else 0
                 counted.assign_add(tf.stack([loaded, tf.cast(samples, tf.float64), 0.0]))
             result = train_step(data)
-            # The optimizer counts at the end of its update.
-            ends = [inner_optimizer(self.model.optimizer).iterations.value + 0]
+            # The optimizer counts at the end of its update; a model may have others of its own.
+            known = getattr(self.model, "optimizer", None)
+            ends = [inner_optimizer(known).iterations.value + 0] if known else []
             with tf.control_dependencies(ends), tf.device("CPU:0"):
                 counted[_MARK].assign(tf.timestamp())
             return result

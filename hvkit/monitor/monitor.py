@@ -333,7 +333,7 @@ class Monitor:
             record["fastest"] = {"samples_per_second": speeds[fast], "rank": fast}
             record["ranks"] = {"samples_per_second": speeds, "last": found.last.tolist()}
         record["seconds"] = {"step": found.seconds, **found.parts}
-        sent = {purpose: each.bytes for purpose, each in traffic().items()}
+        sent = {name: each.bytes for name, each in traffic().items() if name != "start"}
         record["sent"] = {
             purpose: (total - self._sent.get(purpose, 0)) / max(found.steps, 1)
             for purpose, total in sent.items()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TextIO
 
 from hvkit.log import logger
@@ -43,9 +45,7 @@ class Writers:
         self._file: TextIO | None = open(folder / FILE, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         self._events: Any = None
         if installed and tensorboard is not False:
-            from tensorboard.summary import Writer
-
-            self._events = Writer(str(folder))
+            self._events = _event_writer(folder)
         self._hook = hook
         self._failed: set[str] = set()
 
@@ -86,6 +86,16 @@ class Writers:
                 self._failed.add(what)
                 kind = type(error).__name__
                 logger.warning("monitor: %s failed, training goes on: %s: %s", what, kind, error)
+
+
+def _event_writer(folder: Path) -> Any:
+    """TensorBoard's writer, which would otherwise import TensorFlow for its file system."""
+    stub = "tensorboard.compat.notf"
+    if "tensorflow" not in sys.modules and stub not in sys.modules:
+        sys.modules[stub] = ModuleType(stub)
+    from tensorboard.summary import Writer
+
+    return Writer(str(folder))
 
 
 def flattened(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:

@@ -1,0 +1,44 @@
+"""``hvkit report``: what a run's monitor has recorded, in the terminal and as an HTML page."""
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from hvkit.errors import HvkitError
+
+_PAGE = "report.html"
+
+
+def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add ``hvkit report``."""
+    parser = commands.add_parser(
+        "report",
+        help="show what hvkit.Monitor has recorded of a run",
+        description="Print what hvkit.Monitor has recorded in FOLDER: metrics, speed, the parts of "
+        "a step's time, slow ranks, and restarts. Write the same, with curves, as one page that "
+        f"needs no network: FOLDER/{_PAGE}.",
+    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="as passed to hvkit.Monitor")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help=f"write the page here (default: FOLDER/{_PAGE})"
+    )
+    parser.set_defaults(execute=_report)
+
+
+def _report(args: argparse.Namespace) -> int:
+    from hvkit.monitor import report
+    from hvkit.monitor.report_page import page
+
+    run = report.read(args.folder)
+    console = Console()
+    report.show(run, console)
+    path = args.html or args.folder / _PAGE
+    try:
+        path.write_text(page(run), encoding="utf-8")
+    except OSError as error:
+        raise HvkitError(
+            f"{path} cannot be written ({error.strerror}): choose another file with --html"
+        ) from None
+    console.print(f"wrote {path}", highlight=False, markup=False, soft_wrap=True)
+    return 0

@@ -1,0 +1,282 @@
+"""Reads ``metrics.jsonl`` and says in a terminal what a run came to; ``report_page`` draws it.
+
+A run may consist of several starts: one that a restart or a resumption began repeats the steps
+since its checkpoint. Records of the earlier try that come after that step are left out of curves,
+and counted as steps lost.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from hvkit.errors import HvkitError
+from hvkit.monitor.step_shares import PARTS
+from hvkit.monitor.writers import FILE, flattened
+
+# Numbers of a record that are no metrics of the script's.
+_OWN = {"step", "time", "epoch", "steps", "samples_per_second"}
+_OWN |= {"seconds", "sent", "host", "slowest", "fastest", "ranks"}
+
+
+@dataclass(frozen=True)
+class Start:
+    """A start of the ranks.
+
+    Attributes:
+        time: seconds since 1970.
+        step: that it begins after.
+        hosts: by rank, its host.
+        reason: of a restart; empty for others.
+        lost: steps that an earlier start had recorded beyond ``step``.
+    """
+
+    time: float
+    step: int
+    hosts: tuple[str, ...]
+    reason: str
+    lost: int
+
+
+@dataclass
+class Run:
+    """What a folder holds of a run.
+
+    Attributes:
+        name: of the folder.
+        starts: in their order.
+        records: those that hold measurements, by step.
+        curves: by metric, its points ``(step, value)``.
+        unreadable: lines that are no records; the last one of a run that was killed, for example.
+    """
+
+    name: str
+    starts: list[Start] = field(default_factory=list)
+    records: list[dict[str, Any]] = field(default_factory=list)
+    curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    unreadable: int = 0
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The hosts of the ranks, as of the last start."""
+        return self.starts[-1].hosts if self.starts else ()
+
+    @property
+    def steps(self) -> int:
+        """The last step."""
+        return int(self.records[-1]["step"]) if self.records else 0
+
+    @property
+    def seconds(self) -> float:
+        """From the first start to the last record."""
+        last = float(self.records[-1]["time"]) if self.records else 0.0
+        return max(last - self.starts[0].time, 0.0)
+
+    def mean(self, name: str) -> float:
+        """The mean over all steps of a number of the records; ``group/name`` inside a group."""
+        group, _, inner = name.rpartition("/")
+        found = [
+            ((each[group] if group else each).get(inner) or 0.0, each["steps"])
+            for each in self.records
+        ]
+        return float(sum(v * n for v, n in found) / max(sum(n for _, n in found), 1))
+
+    def parts(self) -> dict[str, float]:
+        """Seconds of a step by part, mean over the run."""
+        return {part: self.mean(f"seconds/{part}") for part in PARTS}
+
+    def speedup(self) -> float:
+        """How many ranks the run is worth: the part of the time in which they were not blocked."""
+        parts = self.parts()
+        whole = sum(parts.values())
+        return len(self.hosts) * (parts["data"] + parts["compute"]) / whole if whole else 0.0
+
+    def last(self) -> list[tuple[int, float]]:
+        """By rank, the part of the steps in which it came last, most often first."""
+        counts: dict[int, int] = {}
+        for each in self.records:
+            for rank, count in enumerate(each.get("ranks", {}).get("last", ())):
+                counts[rank] = counts.get(rank, 0) + count
+        total = sum(counts.values())
+        shares = [(rank, count / total) for rank, count in counts.items()] if total else []
+        return sorted(shares, key=lambda each: -each[1])
+
+    def scaling(self) -> dict[int, float]:
+        """Samples a second by the number of ranks, if restarts have changed that number."""
+        found: dict[int, list[tuple[float, int]]] = {}
+        for each in self.records:
+            ranks = len(each.get("ranks", {}).get("samples_per_second", (0,)))
+            found.setdefault(ranks, []).append((each["samples_per_second"], each["steps"]))
+        return {
+            ranks: sum(v * n for v, n in values) / sum(n for _, n in values)
+            for ranks, values in sorted(found.items())
+        }
+
+    def sent(self) -> dict[str, float]:
+        """Bytes of a rank a step, by purpose."""
+        names = dict.fromkeys(name for each in self.records for name in each.get("sent", {}))
+        return {name: found for name in names if (found := self.mean(f"sent/{name}")) >= 0.5}
+
+
+def read(folder: Path) -> Run:
+    """The run that a monitor has recorded in this folder.
+
+    Raises:
+        HvkitError: there is no record of a run.
+    """
+    path = folder / FILE
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise HvkitError(
+            f"{path} cannot be read ({error.strerror}): name the folder that was passed to "
+            "hvkit.Monitor"
+        ) from None
+    run = Run(folder.resolve().name)
+    for line in lines:
+        if line.strip() and not _take(run, line):
+            run.unreadable += 1
+    if not run.records:
+        raise HvkitError(
+            f"{path} holds no record of a step: is the run still at its start, or is this another "
+            "file?"
+        )
+    if not run.starts:
+        run.starts.append(Start(run.records[0]["time"], 0, ("?",), "", 0))
+    for each in run.records:
+        metrics = {name: value for name, value in each.items() if name not in _OWN}
+        for name, value in flattened(metrics).items():
+            run.curves.setdefault(name, []).append((each["step"], value))
+    for points in run.curves.values():
+        points.sort(key=lambda point: point[0])
+    return run
+
+
+def _take(run: Run, line: bytes) -> bool:
+    """Add a line to the run; return whether it is readable."""
+    try:
+        record = json.loads(line)
+        if "start" in record:
+            start = record["start"]
+            step, at = int(start["step"]), float(start["time"])
+            newest = max((each["step"] for each in run.records), default=0)
+            run.records = [each for each in run.records if each["step"] <= step]
+            for points in run.curves.values():
+                points[:] = [point for point in points if point[0] <= step]
+            hosts = tuple(str(host) for host in start["hosts"])
+            reason = str(start.get("reason", ""))
+            run.starts.append(Start(at, step, hosts or ("?",), reason, max(newest - step, 0)))
+        elif "logged" in record:
+            step = int(record["step"])
+            for name, value in record["logged"].items():
+                if value is not None:
+                    run.curves.setdefault(str(name), []).append((step, float(value)))
+        elif "end" not in record:
+            record["step"], record["steps"] = int(record["step"]), int(record["steps"])
+            record["time"] = float(record["time"])
+            record["samples_per_second"] = float(record["samples_per_second"])
+            ranks = record.get("ranks", {})
+            record["ranks"] = {
+                "samples_per_second": [float(v) for v in ranks.get("samples_per_second", [0])],
+                "last": [int(v) for v in ranks.get("last", [])],
+            }
+            for group in ("seconds", "sent"):
+                given = record.get(group, {}).items()
+                record[group] = {str(name): float(value or 0) for name, value in given}
+            record["host"] = dict(record.get("host", {}))
+            run.records.append(record)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
+        return False
+    return True
+
+
+def show(run: Run, console: Console) -> None:
+    """Print the run for a terminal."""
+    console.print(f"[bold]{escape(run.name)}[/bold]: {headline(run)}", highlight=False)
+    table = Table("metric", "first", "best", "last", box=None, pad_edge=False)
+    for name, points in run.curves.items():
+        values = [value for _, value in points]
+        best = min(values) if "loss" in name or "norm" in name else max(values)
+        table.add_row(escape(name), *(f"{v:.4g}" for v in (values[0], best, values[-1])))
+    console.print(table)
+    parts = run.parts()
+    whole = sum(parts.values()) or 1.0
+    table = Table("a step", "ms", "", "", box=None, pad_edge=False)
+    for name, seconds in parts.items():
+        bar = "█" * round(40 * seconds / whole)
+        table.add_row(name, f"{1e3 * seconds:.2f}", f"{seconds / whole:.0%}", bar)
+    console.print(table)
+    for line in [*slow_ranks(run), *_sent_lines(run)]:
+        console.print(escape(line), highlight=False)
+    if any(start.reason or start.lost for start in run.starts):
+        table = Table("start", "step", "ranks", "steps lost", "reason", box=None, pad_edge=False)
+        for start in run.starts:
+            row = (str(start.step), str(len(start.hosts)), str(start.lost), escape(start.reason))
+            table.add_row(clock(start.time), *row)
+        console.print(table)
+    if run.unreadable:
+        console.print(f"{run.unreadable} lines of {FILE} are no records and were left out")
+
+
+def headline(run: Run) -> str:
+    """The run in one line."""
+    ranks, hosts = _counted(len(run.hosts), "rank"), _counted(len(set(run.hosts)), "host")
+    return (
+        f"{run.steps:,} steps in {duration(run.seconds)} on {ranks} of {hosts}; "
+        f"{run.mean('samples_per_second'):,.0f} samples a second; "
+        f"{run.speedup():.1f}x of {len(run.hosts)}"
+    )
+
+
+def slow_ranks(run: Run) -> list[str]:
+    """Sentences about the ranks that came last more often than others."""
+    said = []
+    for rank, share in run.last()[:3]:
+        if share * len(run.hosts) <= 1:
+            break
+        host = run.hosts[rank] if rank < len(run.hosts) else "?"
+        said.append(f"rank {rank} on {host} was last in {share:.0%} of steps")
+    return said
+
+
+def _sent_lines(run: Run) -> Iterable[str]:
+    for purpose, size in run.sent().items():
+        yield f"a rank sends {size_of(size)} a step: {purpose}"
+
+
+def _counted(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
+def size_of(size: float) -> str:
+    """Bytes as text: ``1.63 MB``."""
+    for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
+        if size >= limit:
+            return f"{size / limit:.3g} {unit}"
+    return f"{size:.0f} B"
+
+
+def clock(seconds: float) -> str:
+    """A moment as text, in local time."""
+    try:
+        return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
+    except (ValueError, OverflowError, OSError):
+        return "?"
+
+
+def duration(seconds: float) -> str:
+    """A length of time as text: ``1 h 5 min``."""
+    whole = max(int(seconds), 0)
+    if whole < 60:
+        return f"{max(seconds, 0.0):.0f} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

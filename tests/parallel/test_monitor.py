@@ -1,0 +1,196 @@
+"""``hvkit.Monitor`` on several ranks, in loops of PyTorch and in ``fit``."""
+
+import json
+import time
+
+import keras
+import numpy as np
+import pytest
+import torch
+from ranks import my_part, shared_folder
+
+import hvkit
+from hvkit.communication.traffic import of_allreduce
+
+STEPS, ROWS = 12, 6
+
+
+@pytest.fixture
+def folder(tmp_path_factory):
+    return shared_folder(tmp_path_factory)
+
+
+def data():
+    rng = np.random.default_rng(0)
+    rows = STEPS * ROWS * hvkit.size()
+    return rng.normal(size=(rows, 8)).astype("f"), rng.normal(size=(rows, 4)).astype("f")
+
+
+def torch_run(folder, *, late=None, **arguments):
+    """Train on this rank's part of each batch; return the model, its losses and gradient norms."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x, y = (torch.from_numpy(each).reshape(STEPS, -1, each.shape[1]) for each in data())
+    batches = [(my_part(a), my_part(b)) for a, b in zip(x, y, strict=True)]
+    losses, norms = [], []
+    with hvkit.Monitor(folder, every=4) as monitor:
+        hvkit.distribute(model, optimizer, monitor=monitor, **arguments)
+        for a, b in monitor.batches(slow(batches) if late == "data" else batches):
+            if late == "compute" and hvkit.rank() == hvkit.size() - 1:
+                time.sleep(0.02)
+            optimizer.zero_grad()
+            loss = (model(a) - b).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+            norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])))
+            optimizer.step()
+            monitor.step(loss=loss)
+    return model, losses, norms
+
+
+def slow(batches):
+    for batch in batches:
+        if hvkit.rank() == hvkit.size() - 1:
+            time.sleep(0.02)
+        yield batch
+
+
+def keras_run(folder, *, executed=1, optimizer=None, **arguments):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+    optimizer = optimizer or keras.optimizers.SGD(0.1)
+    x, y = (each.reshape(STEPS, -1, each.shape[1]) for each in data())
+    x, y = (np.concatenate([my_part(batch) for batch in each]) for each in (x, y))
+    with hvkit.Monitor(folder, every=4) as monitor:
+        hvkit.distribute(model, optimizer, monitor=monitor, **arguments)
+        model.compile(optimizer, "mse", steps_per_execution=executed)
+        model.fit(x, y, batch_size=ROWS, shuffle=False, epochs=2, verbose=0)
+    return model
+
+
+def lines(folder):
+    """Rank 0's records, on all ranks; they are complete once it has closed its monitor."""
+    text = (folder / "metrics.jsonl").read_text() if hvkit.is_main() else ""
+    return [json.loads(line) for line in hvkit.broadcast(text).splitlines()]
+
+
+def records(folder):
+    return [line for line in lines(folder) if "samples_per_second" in line]
+
+
+def test_a_record_is_the_mean_over_steps_and_ranks(folder):
+    _, losses, norms = torch_run(folder)
+    everyone = np.array(hvkit.allgather(losses)).mean(0).reshape(-1, 4).mean(1)
+    found = records(folder)
+    assert [each["step"] for each in found] == [4, 8, 12]
+    np.testing.assert_allclose([each["loss"] for each in found], everyone, rtol=1e-6)
+    np.testing.assert_allclose([each["gradient_norm"] for each in found], norms[3::4], rtol=1e-6)
+    assert {each["learning_rate"] for each in found} == {0.1}
+
+
+def test_a_record_says_what_was_sent_and_by_which_ranks_samples_went(folder):
+    torch_run(folder)
+    first, *_ = lines(folder)
+    found = records(folder)[-1]
+    # 36 weights, and a report.
+    assert found["sent"]["gradients"] >= of_allreduce(4 * 36, hvkit.size())
+    assert len(first["start"]["hosts"]) == hvkit.size()
+    speeds = found["ranks"]["samples_per_second"]
+    assert len(speeds) == hvkit.size()
+    assert found["samples_per_second"] == pytest.approx(sum(speeds))
+    assert found["slowest"]["samples_per_second"] == min(speeds)
+    assert speeds[found["fastest"]["rank"]] == max(speeds)
+    parts = found["seconds"]
+    assert sum(parts.values()) == pytest.approx(2 * parts["step"])
+
+
+@pytest.mark.parametrize("late", ["data", "compute"])
+def test_a_slow_rank_is_named_with_its_reason(folder, late):
+    torch_run(folder, late=late)
+    end = lines(folder)[-1]["end"]
+    assert end["last"]["rank"] == hvkit.size() - 1
+    assert end["last"]["reason"] == late
+    assert end["last"]["share"] > 0.8
+    assert end["parts"]["waiting"] > 0.3 * (hvkit.size() - 1) / hvkit.size()
+    assert end["speedup"] < hvkit.size() - 0.3
+
+
+STRATEGIES = [
+    {},
+    {"compression": "int8"},
+    {"strategy": hvkit.LocalSGD(every=3)},
+    {"strategy": hvkit.ShardedOptimizer()},
+    {"strategy": hvkit.FullyShard()},
+    {"strategy": hvkit.Gossip()},
+    {"strategy": hvkit.ParameterServer(staleness=2)},
+]
+
+
+@pytest.mark.parametrize("arguments", STRATEGIES, ids=str)
+def test_every_strategy_is_recorded(folder, arguments):
+    model, *_ = torch_run(folder, **arguments)
+    found = records(folder)
+    assert [each["step"] for each in found][:3] == [4, 8, 12]
+    assert all(each["loss"] > 0 and each["gradient_norm"] > 0 for each in found[:3])
+
+
+def test_training_gives_the_same_bits(folder, monkeypatch):
+    watched = torch_run(folder)[0]
+    monkeypatch.setattr(hvkit.Monitor, "attach", lambda *_: None)
+    monkeypatch.setattr(hvkit.Monitor, "step", lambda *_, **__: None)
+    assert torch.equal(watched.weight, torch_run(folder)[0].weight)
+
+
+@pytest.mark.parametrize("executed", [1, 3])
+def test_fit_is_recorded(folder, executed):
+    keras_run(folder, executed=executed)
+    found = records(folder)
+    assert {each["epoch"] for each in found} == {0, 1}
+    assert sum(each["steps"] for each in found) == 2 * STEPS
+    assert found[-1]["step"] == 2 * STEPS
+    assert all(each["learning_rate"] == pytest.approx(0.1) for each in found)
+    measured = [each for each in found if "gradient_norm" in each]
+    assert all(each["gradient_norm"] > 0 for each in measured)
+    assert len(measured) >= 4
+    parts = [each["seconds"] for each in found]
+    assert all(
+        each["allreduce"] > 0 and each["compute"] > 0 and each["data"] >= 0 for each in parts
+    )
+    epochs = [line["logged"]["epoch_loss"] for line in lines(folder) if "logged" in line]
+    assert epochs[1] < epochs[0]
+
+
+def test_the_norm_in_fit_is_that_of_the_mean_gradient(folder):
+    # With a rate of 0 all steps have the same weights, which rank 0 sent.
+    model = keras_run(folder, optimizer=keras.optimizers.SGD(0.0))
+    x, y = (each.reshape(STEPS, -1, each.shape[1])[3] for each in data())
+    weights = np.concatenate([model.layers[0].kernel.numpy(), model.layers[0].bias.numpy()[None]])
+    inputs = np.concatenate([x, np.ones((len(x), 1), "f")], axis=1)
+    gradient = 2 * inputs.T @ (inputs @ weights - y) / y.size
+    assert records(folder)[0]["gradient_norm"] == pytest.approx(np.linalg.norm(gradient), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"compression": "fp16"},
+        {"strategy": hvkit.LocalSGD(every=3)},
+        {"strategy": hvkit.ShardedOptimizer()},
+        {"strategy": hvkit.ParameterServer(staleness=2)},
+    ],
+    ids=str,
+)
+def test_fit_is_recorded_under_every_kind_of_strategy(folder, arguments):
+    keras_run(folder, **arguments)
+    found = records(folder)
+    assert found[-1]["step"] == 2 * STEPS
+    assert all(each["loss"] > 0 for each in found if "loss" in each)
+
+
+def test_a_monitor_on_some_ranks_only_is_an_error_on_all(folder):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    monitor = hvkit.Monitor(folder) if hvkit.is_main() else None
+    with pytest.raises(hvkit.RanksDisagreeError, match="with a monitor"):
+        hvkit.distribute(model, optimizer, monitor=monitor)

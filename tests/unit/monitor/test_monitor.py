@@ -1,0 +1,156 @@
+"""``hvkit.Monitor`` in one process."""
+
+import json
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import hvkit
+
+
+def train(folder, steps=20, watched=True, **options):
+    """Train a small model; return its weights."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    data = [(torch.randn(6, 4), torch.randn(6, 2)) for _ in range(steps)]
+    if not watched:
+        hvkit.distribute(model, optimizer)
+        for x, y in data:
+            optimizer.zero_grad()
+            (model(x) - y).square().mean().backward()
+            optimizer.step()
+        return model.weight.detach()
+    with hvkit.Monitor(folder, **options) as monitor:
+        hvkit.distribute(model, optimizer, monitor=monitor)
+        for x, y in monitor.batches(data):
+            optimizer.zero_grad()
+            loss = (model(x) - y).square().mean()
+            loss.backward()
+            optimizer.step()
+            monitor.step(loss=loss)
+        monitor.log(accuracy=0.5)
+    return model.weight.detach()
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def records(folder):
+    return [line for line in lines(folder) if "samples_per_second" in line]
+
+
+def test_records_hold_metrics_rate_norm_and_samples(tmp_path):
+    train(tmp_path, every=5)
+    found = records(tmp_path)
+    assert [each["step"] for each in found] == [5, 10, 15, 20]
+    assert all(each["learning_rate"] == 0.1 and each["gradient_norm"] > 0 for each in found)
+    assert all(each["samples_per_second"] > 0 for each in found)
+    assert found[0]["loss"] > found[-1]["loss"] > 0
+    first, *_, end = lines(tmp_path)
+    assert len(first["start"]["hosts"]) == 1
+    assert end["end"]["speedup"] == 1
+
+
+def test_a_record_is_the_mean_over_its_steps(tmp_path):
+    with hvkit.Monitor(tmp_path, every=2) as monitor:
+        for value in (1.0, 3.0, torch.tensor(5.0), 9):
+            monitor.step(loss=value, samples=8)
+    assert [each["loss"] for each in records(tmp_path)] == [2, 7]
+
+
+def test_training_gives_the_same_bits(tmp_path):
+    assert torch.equal(train(tmp_path), train(tmp_path, watched=False))
+
+
+def test_tensorboard_reads_the_event_files(tmp_path):
+    train(tmp_path, every=5)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+
+    def read(name):
+        return {e.step: e.tensor_proto.float_val[0] for e in events.Tensors(name)}
+
+    assert {*read("loss")} == {5, 10, 15, 20}
+    assert read("loss")[5] == pytest.approx(records(tmp_path)[0]["loss"], rel=1e-6)
+    assert {"gradient_norm", "learning_rate", "seconds/compute", "samples_per_second"} <= {
+        *events.Tags()["tensors"]
+    }
+    assert read("accuracy") == {20: 0.5}
+
+
+def test_a_hook_gets_numbers_and_the_step(tmp_path):
+    seen = []
+    train(tmp_path, every=10, tensorboard=False, hook=lambda d, step: seen.append((step, d)))
+    assert [step for step, _ in seen] == [10, 20, 20]
+    assert all(isinstance(v, int | float) for _, values in seen for v in values.values())
+    assert not list(tmp_path.glob("events*"))
+
+
+def test_a_hook_that_fails_is_logged_once_and_training_goes_on(tmp_path, caplog):
+    def hook(values, step):
+        raise ConnectionError("no server")
+
+    train(tmp_path, every=5, hook=hook)
+    said = [each.message for each in caplog.records if "no server" in each.message]
+    assert len(said) == 1
+    assert len(records(tmp_path)) == 4
+
+
+def test_the_line_at_the_end_is_logged(tmp_path, caplog):
+    train(tmp_path)
+    assert f"{tmp_path}: 1.0x of 1" in caplog.messages
+
+
+def test_a_resumed_run_counts_on_in_the_same_file(tmp_path):
+    for _ in range(2):
+        torch.manual_seed(0)
+        with hvkit.Monitor(tmp_path / "seen", every=5) as monitor:
+            checkpoint = hvkit.Checkpoint(tmp_path / "saved", monitor=monitor)
+            checkpoint.restore()
+            for _ in range(5):
+                monitor.step(loss=1.0)
+            checkpoint.save(epoch=0, step=monitor.state_dict()["step"])
+    assert [each["step"] for each in records(tmp_path / "seen")] == [5, 10]
+    assert [line["start"]["step"] for line in lines(tmp_path / "seen") if "start" in line] == [
+        5,
+        10,
+    ]
+
+
+def test_a_restart_says_its_reason(tmp_path, monkeypatch):
+    monkeypatch.setenv("HVKIT_RESTART", json.dumps({"restart": 2, "reason": "rank 1 was killed"}))
+    train(tmp_path)
+    start = lines(tmp_path)[0]["start"]
+    assert (start["restart"], start["reason"]) == (2, "rank 1 was killed")
+
+
+@pytest.mark.parametrize("value", ["", "2", "[]", '{"restart": "x"}', "{"])
+def test_a_strange_variable_is_no_restart(tmp_path, monkeypatch, value):
+    monkeypatch.setenv("HVKIT_RESTART", value)
+    train(tmp_path)
+    assert "restart" not in lines(tmp_path)[0]["start"]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: hvkit.Monitor(folder, every=0), "every must be at least 1, got 0"),
+        (lambda folder: hvkit.Monitor(folder, every=1.5), "every must be an int"),
+        (lambda folder: hvkit.Monitor(folder, hook=3), "hook must be a function"),
+        (lambda folder: hvkit.Monitor(folder).step(loss="high"), "metrics are numbers"),
+        (lambda folder: hvkit.Monitor(folder).log(loss=torch.ones(2)), "metrics are numbers"),
+    ],
+)
+def test_wrong_arguments_are_refused(tmp_path, make, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        make(tmp_path)
+
+
+def test_distribute_takes_only_a_monitor():
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(TypeError, match=r"monitor must be a hvkit\.Monitor, got 'runs'"):
+        hvkit.distribute(model, optimizer, monitor="runs")

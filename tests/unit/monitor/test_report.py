@@ -1,0 +1,161 @@
+"""``hvkit report``: what it reads, prints and draws."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from hvkit.cli import main
+from hvkit.errors import HvkitError
+from hvkit.monitor import report
+from hvkit.monitor.report_page import page
+
+HOSTS = ["node1", "node1", "node2", "node2"]
+
+
+def start(step=0, **more):
+    return {"start": {"time": 1e9 + step, "step": step, "hosts": HOSTS, **more}}
+
+
+def record(step, loss=1.0, ranks=4, **more):
+    return {
+        "step": step,
+        "time": 1e9 + step,
+        "loss": loss,
+        "steps": 10,
+        "samples_per_second": 100.0 * ranks,
+        "ranks": {"samples_per_second": [100.0] * ranks, "last": [1, 1, 1, 7][:ranks]},
+        "seconds": {"step": 0.1, "data": 0.01, "compute": 0.05, "waiting": 0.03, "allreduce": 0.01},
+        "sent": {"gradients": 2e6},
+        "host": {"node1": {"cpu": 50.0}, "node2": {"cpu": 60.0}},
+        **more,
+    }
+
+
+@pytest.fixture
+def folder(tmp_path):
+    def write(*lines):
+        text = "\n".join(each if isinstance(each, str) else json.dumps(each) for each in lines)
+        (tmp_path / "metrics.jsonl").write_text(text + "\n")
+        return tmp_path
+
+    return write
+
+
+def test_the_records_are_read(folder):
+    run = report.read(folder(start(), record(10, 2.0), record(20, 1.0), {"end": {}}))
+    assert run.curves["loss"] == [(10, 2.0), (20, 1.0)]
+    assert run.steps == 20
+    assert run.speedup() == pytest.approx(2.4)
+    assert run.last()[0] == (3, 0.7)
+    assert run.sent() == {"gradients": 2e6}
+
+
+def test_steps_that_a_restart_repeats_count_once(folder):
+    lines = [
+        start(),
+        record(10, 3.0),
+        {"step": 20, "time": 1e9, "logged": {"val_loss": 9.0}},
+        record(20, 9.0),
+        start(10, restart=1, reason="rank 3 on node2 was killed"),
+        record(20, 2.0),
+    ]
+    run = report.read(folder(*lines))
+    assert run.curves["loss"] == [(10, 3.0), (20, 2.0)]
+    assert run.curves["val_loss"] == []
+    assert run.starts[1].lost == 10
+    assert run.starts[1].reason == "rank 3 on node2 was killed"
+
+
+def test_lines_that_are_no_records_are_left_out_and_counted(folder):
+    broken = ['{"step": 3', "[]", '"x"', '{"step": "a", "time": 1}', '{"start": {}}', "\x00"]
+    run = report.read(folder(start(), record(10), *broken))
+    assert run.unreadable == len(broken)
+    assert len(run.records) == 1
+
+
+def test_a_speed_by_number_of_ranks_follows_restarts_on_fewer(folder):
+    run = report.read(folder(start(), record(10), start(10), record(20, ranks=2)))
+    assert run.scaling() == {2: 200.0, 4: 400.0}
+    assert "scaling" in page(run)
+
+
+@pytest.mark.parametrize("text", [None, "", "{}", "no json"])
+def test_a_folder_without_a_record_is_an_error_that_says_so(tmp_path, text, capsys):
+    if text is not None:
+        (tmp_path / "metrics.jsonl").write_text(text)
+    with pytest.raises(HvkitError, match=r"metrics\.jsonl"):
+        report.read(tmp_path)
+    assert main(["report", str(tmp_path)]) == 1
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_the_terminal_shows_speed_parts_and_restarts(folder):
+    run = report.read(folder(start(), record(10), start(5, reason="rank 1 [x] left"), record(20)))
+    console = Console(record=True, width=120, file=open(os.devnull, "w"))  # noqa: SIM115
+    report.show(run, console)
+    text = console.export_text()
+    assert "20 steps in 20 s on 4 ranks of 2 hosts" in text
+    assert "2.4x of 4" in text
+    assert re.search(r"waiting +30.00 +30%", text)
+    assert "rank 3 on node2 was last in 70% of steps" in text
+    assert "rank 1 [x] left" in text
+    assert "a rank sends 2 MB a step: gradients" in text
+
+
+def test_text_from_the_run_is_no_markup(folder):
+    bad = "<script>alert(1)</script>"
+    lines = [start(), record(10, **{bad: 1.0}), start(10, reason=bad, hosts=[bad]), record(20)]
+    html = page(report.read(folder(*lines)))
+    assert "<script" not in html
+    assert "&lt;script&gt;" in html
+
+
+def test_a_long_run_is_a_small_page_that_needs_no_network(folder):
+    hosts = [f"node{i // 8}" for i in range(512)]
+    names = {f"metric{i}": 1.0 / (i + 1) for i in range(40)}
+    loads = {host: {"cpu": 50.0, "memory": 2.0, "sent_mb_s": 3.0} for host in sorted(set(hosts))}
+    ranks = {"samples_per_second": [100.0] * 512, "last": [1] * 512}
+    lines = [
+        record(n, n / 7, ranks=4, **names) | {"host": loads, "ranks": ranks} for n in range(1, 901)
+    ]
+    html = page(report.read(folder({"start": {"time": 0, "step": 0, "hosts": hosts}}, *lines)))
+    assert len(html.encode()) < 300_000
+    assert not re.search(r"(src|href|url|import|http)[=(:]", html)
+
+
+def test_values_that_do_not_change_or_are_missing_have_a_chart(folder):
+    run = report.read(folder(start(), record(10, 0.0), record(20, None)))
+    assert "<svg" in page(run)
+
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.mark.skipif(
+    BROWSER is None and "HVKIT_REQUIRE_CLUSTER" not in os.environ, reason="needs Chromium"
+)
+def test_a_browser_shows_the_page(folder, tmp_path):
+    lines = [record(n, 100.0 / n) for n in range(10, 500, 10)]
+    assert main(["report", str(folder(start(), *lines))]) == 0
+    picture = tmp_path / "page.png"
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1200,1600"]
+    profile = f"--user-data-dir={tmp_path / 'profile'}"
+    page_url = (tmp_path / "report.html").as_uri()
+    subprocess.run(
+        [*command, profile, f"--screenshot={picture}", page_url],
+        check=True,
+        capture_output=True,
+        timeout=90,
+    )
+    image = Image.open(picture).convert("RGB")
+    counts = {colour: count for count, colour in image.getcolors(1 << 24)}
+    # The bar with the parts of a step: half of it is compute, a tenth each data and allreduce.
+    bar = {"compute": (42, 157, 111), "waiting": (214, 69, 80), "data": (224, 160, 48)}
+    shown = {name: counts.get(colour, 0) for name, colour in bar.items()}
+    assert shown["compute"] > shown["waiting"] > shown["data"] > 1000
