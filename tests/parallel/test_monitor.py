@@ -129,7 +129,7 @@ STRATEGIES = [
 
 @pytest.mark.parametrize("arguments", STRATEGIES, ids=str)
 def test_every_strategy_is_recorded(folder, arguments):
-    model, *_ = torch_run(folder, **arguments)
+    torch_run(folder, **arguments)
     found = records(folder)
     assert [each["step"] for each in found][:3] == [4, 8, 12]
     assert all(each["loss"] > 0 and each["gradient_norm"] > 0 for each in found[:3])
