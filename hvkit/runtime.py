@@ -18,6 +18,7 @@ from hvkit.host.launcher_variables import launch_id, launched
 from hvkit.host.rank_settings import rank_settings
 from hvkit.host.run_reports import report
 from hvkit.log import logger
+from hvkit.watch import pulse, timeline
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,9 @@ def _join(framework: str | None = None) -> _World:
             "to. Rebuild it with: hvkit install-horovod --force"
         )
     report(pid=os.getpid())
+    pulse.begin()
+    if timeline.wanted():
+        timeline.begin()
     _world = _World(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
     engine.take_device(_world.local_rank, _world.local_size)
     _engines[framework] = engine

@@ -7,6 +7,7 @@
     ├── hosts               hvkit hosts             hvkit.launch.host_checks, hvkit.launch.hostfile
     ├── manifest            hvkit manifest ...      hvkit.manifest
     ├── report              hvkit report            hvkit.monitor.report
+    ├── top                 hvkit top               hvkit.launch.supervision.run_status
     └── installation        hvkit doctor            hvkit.doctor
                             hvkit install-horovod   hvkit.build
     arguments               arguments and types that several of them take
@@ -17,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from hvkit.cli import hosts, installation, manifest, report, run
+from hvkit.cli import hosts, installation, manifest, report, run, top
 from hvkit.errors import HvkitError
 
 
@@ -48,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
         installation.add_install_horovod,
         manifest.add_to,
         report.add_to,
+        top.add_to,
         run.add_to,
     ):
         add(commands)

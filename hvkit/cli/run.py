@@ -1,6 +1,7 @@
 """``hvkit run``: start a command on every rank and watch it."""
 
 import argparse
+from pathlib import Path
 
 from hvkit.cli.arguments import (
     COMMAND_MISSING,
@@ -60,6 +61,12 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     )
     add_watching(parser)
     parser.add_argument(
+        "--timeline",
+        type=Path,
+        metavar="FILE",
+        help="write what all ranks do, and where they wait, as a Chrome trace for ui.perfetto.dev",
+    )
+    parser.add_argument(
         "--verbose",
         action="store_true",
         help="print the exact command and the variables that each rank sets, with reasons",
@@ -96,6 +103,7 @@ def _execute(args: argparse.Namespace) -> int:
         style=Style(args.prefix, args.timestamps, args.log_dir, args.show),
         verbose=args.verbose,
         stall=args.stall,
+        timeline=args.timeline,
         max_restarts=args.max_restarts,
         min_size=args.min_np,
     )

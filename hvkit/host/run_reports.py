@@ -47,6 +47,11 @@ def report(**values: Any) -> None:
         return
 
 
+def listened_to() -> bool:
+    """Whether ``hvkit run`` has started this rank, and reads its reports."""
+    return _pipe() is not None
+
+
 def _pipe() -> int | None:
     """The descriptor of the pipe; None if there is none."""
     descriptor, _, inode = os.environ.get(VARIABLE, "").partition(":")

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import psutil
 
@@ -29,7 +30,9 @@ from hvkit.launch.restarts import Restarts
 from hvkit.launch.supervision.output import Style, make_room
 from hvkit.launch.supervision.protocol import KEY_VARIABLE, SUPERVISOR_VARIABLE
 from hvkit.launch.supervision.supervised_run import COMMAND_SIGNALS, Outcome, Run, supervise
+from hvkit.launch.supervision.timeline import Timeline
 from hvkit.log import logger
+from hvkit.watch.timeline import VARIABLE as TIMELINE
 
 _AGENT = "hvkit.launch.supervision.agent"
 _SUPERVISION = (SUPERVISOR_VARIABLE, KEY_VARIABLE)
@@ -90,6 +93,7 @@ class Request:
         verbose: whether to print how ranks are started, and what they set.
         stall: seconds after which a rank that others wait for ends the run; ``None`` for what
             ``HVKIT_STALL_LIMIT_SECONDS`` says, or half an hour.
+        timeline: a file for the trace of all ranks; None for none.
         max_restarts: how often to start the ranks again without progress between two failures.
         min_size: the fewest ranks to go on with; ``None`` for all of them.
     """
@@ -107,6 +111,7 @@ class Request:
     style: Style = field(default_factory=Style)
     verbose: bool = False
     stall: float | None = None
+    timeline: Path | None = None
     max_restarts: int = 0
     min_size: int | None = None
 
@@ -120,10 +125,22 @@ def start(request: Request) -> int:
     Raises:
         LaunchError: the request cannot be met; nothing was started.
     """
-    restarts = Restarts(request.max_restarts)
+    if request.timeline is not None:
+        request = replace(request, variables={**request.variables, TIMELINE: "1"})
     run = prepared(request)
+    timeline = Timeline(request.timeline) if request.timeline is not None else None
+    try:
+        return _with_restarts(request, run, timeline)
+    finally:
+        if timeline is not None:
+            timeline.close()
+
+
+def _with_restarts(request: Request, run: Run, timeline: Timeline | None) -> int:
+    restarts = Restarts(request.max_restarts)
     least = request.min_size or run.size
     while True:
+        run = replace(run, timeline=timeline, restarts=restarts.made)
         outcome = _supervised(request, run)
         if not restarts.again(outcome):
             if request.max_restarts and outcome.restartable:
@@ -133,6 +150,8 @@ def start(request: Request) -> int:
         if outcome.saved is None:
             from_step = "from the beginning, as hvkit.Checkpoint has saved nothing"
         logger.warning("%s, %s: %s", restarts.budget, from_step, outcome.reason)
+        if timeline is not None:
+            timeline.note(f"restart {restarts.made}: {outcome.reason}")
         said = json.dumps({"restart": restarts.made, "reason": outcome.reason})
         request = replace(request, variables={**request.variables, RESTART: said})
         try:

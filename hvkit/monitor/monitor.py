@@ -16,13 +16,13 @@ from hvkit.adapters.adapter import all_take_equal_steps, framework_of
 from hvkit.argument_checks import check_count
 from hvkit.communication import collectives
 from hvkit.communication.traffic import traffic
-from hvkit.host.run_reports import restart_of_this_run
+from hvkit.host.run_reports import report, restart_of_this_run
 from hvkit.log import logger
 from hvkit.monitor.host_load import HostLoad
 from hvkit.monitor.step_clock import Step, StepClock
 from hvkit.monitor.step_shares import Shares, Totals, shares
 from hvkit.monitor.writers import Hook, Writers, flattened
-from hvkit.watch.calls import named
+from hvkit.watch.calls import mark, named
 
 if TYPE_CHECKING:
     import keras
@@ -135,7 +135,9 @@ class Monitor:
                 batch = next(iterator)
             except StopIteration:
                 return
-            self._clock.loaded(time.monotonic() - begun)
+            ended = time.monotonic()
+            self._clock.loaded(ended - begun)
+            mark("data", begun, ended)
             self._samples += _length_of(batch)
             yield batch
 
@@ -272,6 +274,8 @@ class Monitor:
             "metrics": {name: self._mean(name) for name in self._sums},
             "load": self._load.read() if self._load else None,
         }
+        if took := sum(step.duration for step in self._rows):
+            report(speed=round(sum(step.samples for step in self._rows) / took, 3))
         alike = all_take_equal_steps()
         everyone = collectives.gather("Monitor.step", mine) if alike else [mine]
         self._pace(everyone)

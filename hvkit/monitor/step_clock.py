@@ -37,7 +37,7 @@ class StepClock:
         self._thread = threading.get_ident()
         self._blocked = 0.0
         self.begin()
-        calls.observe_waits(self._wait_ended)
+        calls.observe(self._see)
 
     def begin(self) -> None:
         """Begin the next step now; what has passed since the last one counts for none."""
@@ -61,9 +61,9 @@ class StepClock:
 
     def close(self) -> None:
         """Observe no more waits."""
-        calls.observe_waits(self._wait_ended, False)
+        calls.observe(self._see, False)
 
-    def _wait_ended(self, begun: float, ended: float) -> None:
+    def _see(self, span: calls.Span) -> None:
         # Agreements beside training, and checkpoints in the background, have threads of their own.
-        if threading.get_ident() == self._thread:
-            self._blocked += ended - begun
+        if span.name == calls.WAITING and threading.get_ident() == self._thread:
+            self._blocked += span.ended - span.begun

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import ParamSpec, Protocol, TypeVar
+from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -177,12 +177,18 @@ def _entered(name: str, step: int | None, key: str) -> Iterator[None]:
     now.handling = in_short(error) if error is not None and is_failure(error) else ""
     now.serial += 1
     now.turns += 1
+    begun = time.monotonic()
     try:
         yield
     finally:
+        if step is not None:
+            global _last_step
+            _last_step = step
         now.before = now.key
         now.turns += 1
         now.call, now.step, now.key, now.handling = outer
+        if _observers:
+            mark(name, begun, time.monotonic(), step)
 
 
 def is_failure(error: BaseException) -> bool:
@@ -214,25 +220,53 @@ def waiting() -> Iterator[None]:
     finally:
         now.waits -= 1
         now.since = time.monotonic()
-        if not now.waits:
-            for observer in _observers:
-                observer(begun, now.since)
+        if _observers and not now.waits:
+            mark(WAITING, begun, now.since)
 
 
-_observers: list[Callable[[float, float], None]] = []
+class Span(NamedTuple):
+    """Something that has passed in a thread of the script.
 
-
-def observe_waits(observer: Callable[[float, float], None], on: bool = True) -> None:
-    """Call a function, in the thread that has waited, after each wait for other ranks.
-
-    Args:
-        observer: takes the moments at which the wait began and ended, as of ``time.monotonic``.
-        on: False to call it no more.
+    Attributes:
+        name: of the user's call; ``WAITING`` for a wait for other ranks.
+        begun: as of ``time.monotonic``.
+        ended: as of ``time.monotonic``.
+        step: the optimizer step, counted from 1, if it belongs to one.
     """
+
+    name: str
+    begun: float
+    ended: float
+    step: int | None = None
+
+
+WAITING = "waiting"
+
+_observers: list[Callable[[Span], None]] = []
+_last_step = 0
+
+
+def last_step() -> int:
+    """The optimizer step that this rank has last begun, counted from 1; 0 for none.
+
+    In a graph, that is how often its most frequent collectives have been entered.
+    """
+    return max(_last_step, *(graph.seen.counts[0] for graph in _graphs), 0)
+
+
+def observe(observer: Callable[[Span], None], on: bool = True) -> None:
+    """Call a function after each wait and each call, in their thread; or no more."""
     if on:
         _observers.append(observer)
     else:
         _observers.remove(observer)
+
+
+def mark(name: str, begun: float, ended: float, step: int | None = None) -> None:
+    """Show observers something else that has passed, such as the loading of a batch."""
+    span = Span(name, begun, ended, step)
+    for observer in _observers:
+        observer(span)
 
 
 def watch_graph(wait: GraphWait) -> None:

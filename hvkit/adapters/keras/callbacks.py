@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -9,12 +10,15 @@ from typing import Any
 import keras
 
 from hvkit import runtime
+from hvkit.adapters.keras.collectives.graph_collectives import blocked_in_graphs
 from hvkit.adapters.keras.gradients.averager import GradientAverager
 from hvkit.adapters.keras.weights.parameter_server import ServedModel
 from hvkit.adapters.keras.weights.rounds import RoundKeeper
 from hvkit.communication import collectives
 from hvkit.errors import RanksDisagreeError
 from hvkit.metrics import any_rank
+from hvkit.watch import timeline
+from hvkit.watch.calls import WAITING, mark
 
 # These only write files and messages.
 _WRITERS = ("CSVLogger", "TensorBoard", "RemoteMonitor", "OrbaxCheckpoint", "ProgbarLogger")
@@ -91,7 +95,8 @@ def for_this_rank(callbacks: Any, epoch: Epoch | None) -> Any:
     if epoch is None:
         return given
     first = [Settled(epoch.rounds)] if epoch.rounds else []
-    return [*first, *given, InStep(given, epoch, *first)]
+    marked = [Marked()] if timeline.wanted() else []
+    return [*first, *given, InStep(given, epoch, *first), *marked]
 
 
 def _as_list(callbacks: Any) -> list[Any]:
@@ -184,6 +189,32 @@ class Settled(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_end(self, logs: Any = None) -> None:
         """End the rounds that have begun."""
         self._rounds.end_rounds()
+
+
+class Marked(keras.callbacks.Callback):  # type: ignore[misc]
+    """Marks steps, and the waits inside their graph, in the timeline of the run."""
+
+    never_stops = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocked_in_graphs.measure()
+        self._begun = 0.0
+        self._blocked = blocked_in_graphs.seconds()
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Remember when the step begins."""
+        self._begun = time.monotonic()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Mark the step, and its waits as one at the end of the last of them."""
+        now, blocked = time.monotonic(), blocked_in_graphs.seconds()
+        step = int(self.model.optimizer.iterations.numpy()) if self.model.optimizer else None
+        if waited := blocked - self._blocked:
+            ended = blocked_in_graphs.ended() - time.time() + now
+            mark(WAITING, ended - waited, ended, step)
+        mark("step", self._begun, now, step)
+        self._blocked = blocked
 
 
 class InStep(keras.callbacks.Callback):  # type: ignore[misc]

@@ -236,7 +236,11 @@ class _Agent:
                     match json.loads(line):
                         case {"pid": int(pid)}:
                             self.rank = pid
-                self.connection.send(Kind.REPORT, line.rstrip(b"\n"))
+                line = line.rstrip(b"\n")
+                if line.startswith(b'{"spans"'):  # many: as slow as the supervisor takes them
+                    self.connection.send_output(Kind.SPANS, line)
+                else:
+                    self.connection.send(Kind.REPORT, line)
 
     def listen(self) -> None:
         """Carry out the supervisor's orders until the connection is lost."""
@@ -249,6 +253,9 @@ class _Agent:
                     self.interrupt_command()
                 elif kind is Kind.SIGNAL:
                     self.signal_command(value)
+                elif kind is Kind.ASK:
+                    now = {"number": value, "now": time.monotonic()}
+                    self.connection.send_json(Kind.CLOCK, now)
         except ConnectionLost:
             self.lost = True
             self.stop_within(0)

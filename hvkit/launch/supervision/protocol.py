@@ -51,7 +51,7 @@ _PROBES = 50
 
 
 class Kind(IntEnum):
-    """The kinds of frames. An agent sends the first six, the supervisor the others."""
+    """The kinds of frames. An agent sends those up to ``CLOCK``, the supervisor the others."""
 
     HELLO = 1
     """Rank and host, in JSON."""
@@ -65,6 +65,10 @@ class Kind(IntEnum):
     """How the command ended, in JSON."""
     REPORT = 6
     """What the rank reports, as ``hvkit.host.run_reports``: a line of JSON."""
+    SPANS = 11
+    """What the rank has done, as ``hvkit.watch.timeline``: a line of JSON. Counts as output."""
+    CLOCK = 12
+    """The number of an ASK, and this host's ``time.monotonic()``, in JSON."""
     TAKEN = 7
     """The number of bytes of output that the supervisor has taken since the last TAKEN."""
     SIGNAL = 8
@@ -73,6 +77,8 @@ class Kind(IntEnum):
     """End the command within this number of milliseconds."""
     INTERRUPT = 10
     """Send the command the signal of Ctrl-C; a STOP follows if it does not end."""
+    ASK = 13
+    """A number; a CLOCK answers it."""
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,13 @@ import secrets
 import signal
 import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from hvkit.errors import LEFT, ranks_text
+from hvkit.launch.supervision import run_status
 from hvkit.launch.supervision.first_failure import Failure, first_failure, report
 from hvkit.launch.supervision.output import Style
 from hvkit.launch.supervision.processes import (
@@ -25,6 +28,7 @@ from hvkit.launch.supervision.protocol import (
     AgentSettings,
 )
 from hvkit.launch.supervision.supervisor import Supervisor
+from hvkit.launch.supervision.timeline import Timeline
 
 # All in seconds.
 # After the first failure, other ranks fail by themselves, with errors that help to find the cause.
@@ -64,6 +68,8 @@ class Run:
         bind: whether to bind each rank to its share of its host's cores.
         here: environment variables for the ranks on this host only.
         style: how to show output.
+        timeline: takes the spans of all ranks; None if nobody wants them.
+        restarts: how often the ranks were started before.
     """
 
     command: Sequence[str]
@@ -76,6 +82,8 @@ class Run:
     bind: bool
     here: Mapping[str, str] = field(default_factory=dict)
     style: Style = field(default_factory=Style)
+    timeline: Timeline | None = None
+    restarts: int = 0
 
 
 @dataclass(frozen=True)
@@ -114,6 +122,7 @@ class _Supervision:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.key = secrets.token_bytes(32)
+        self.begun = time.monotonic()
         self.failed = asyncio.Event()
         self.ended_by: signal.Signals | None = None
         self.signalled = asyncio.Event()
@@ -122,6 +131,7 @@ class _Supervision:
         # Whether a signal came while the ranks of a failed run were being ended.
         self.signalled_late = False
         self.supervisor = Supervisor(run.size, self.key, run.style, run.lost_after, self.failed.set)
+        self.supervisor.timeline = run.timeline
 
     async def supervise(self) -> Outcome:
         only_address = self.run.addresses[0] if len(self.run.addresses) == 1 else None
@@ -133,15 +143,22 @@ class _Supervision:
         for number in COMMAND_SIGNALS:
             loop.add_signal_handler(number, self.supervisor.signal, number)
         launcher = await self.start(port)
-        showing = asyncio.create_task(self.supervisor.show_unfinished_lines())
-        reaping = asyncio.create_task(_reap(launcher.pid))
+        beside = [
+            asyncio.create_task(each)
+            for each in (
+                self.supervisor.show_unfinished_lines(),
+                _reap(launcher.pid),
+                run_status.serve(self.state),
+                *([self.supervisor.ask_for_clocks()] if self.run.timeline else []),
+            )
+        ]
         try:
             await self.wait(launcher)
             status = launcher.returncode
             await self.end(launcher)
         finally:
-            showing.cancel()
-            reaping.cancel()
+            for each in beside:
+                each.cancel()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.supervisor.close(), 0.5 if self.hurried else None)
         if status is not None and status < 0 and not self.hurried:
@@ -174,6 +191,11 @@ class _Supervision:
             process_group=0,
             preexec_fn=ends_with_parent(signal.SIGTERM),
         )
+
+    def state(self) -> dict[str, Any]:
+        """The run as ``hvkit top`` shows it."""
+        own = {"restarts": self.run.restarts, "seconds": time.monotonic() - self.begun}
+        return own | self.supervisor.state()
 
     @property
     def hurried(self) -> bool:

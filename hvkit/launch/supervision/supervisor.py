@@ -6,18 +6,22 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from hvkit.handshake import Listener
 from hvkit.launch.supervision import protocol
 from hvkit.launch.supervision.first_failure import Failure
 from hvkit.launch.supervision.output import RankOutput, Style, Writer, show
 from hvkit.launch.supervision.protocol import Kind, keep_alive, probe_interval, silent_for
+from hvkit.launch.supervision.timeline import HostClock, Timeline
 from hvkit.log import logger
 
 # Probes without an answer after which a host may be lost.
 _DOUBTFUL_PROBES = 2.5
+# Seconds.
+_BETWEEN_CLOCKS = 2.0
 
 
 @dataclass
@@ -29,6 +33,9 @@ class _Rank:
     writer: asyncio.StreamWriter
     stopped: bool = False
     ended: bool = False
+    clock: HostClock = field(default_factory=HostClock)
+    now: Mapping[str, Any] = field(default_factory=dict)
+    speed: float | None = None
 
     def send(self, kind: Kind, number: int) -> None:
         self.writer.write(protocol.frame(kind, protocol.packed(number)))
@@ -52,6 +59,7 @@ class Supervisor:
         cause: why the ranks have ended the run together; empty if they have not.
         terminated: the ranks that got SIGTERM, with their hosts.
         left: the ranks that have saved a checkpoint after SIGTERM, and ended.
+        timeline: takes the spans of the ranks; None if nobody wants them.
     """
 
     size: int
@@ -66,6 +74,7 @@ class Supervisor:
     cause: str = ""
     terminated: dict[int, str] = field(default_factory=dict)
     left: set[int] = field(default_factory=set)
+    timeline: Timeline | None = None
     _ranks: dict[int, _Rank] = field(default_factory=dict)
     _connected: set[int] = field(default_factory=set)
     _all_gone: asyncio.Event = field(default_factory=asyncio.Event)
@@ -110,6 +119,28 @@ class Supervisor:
         while True:
             await asyncio.sleep(1)
             await self.writer.do(self._flush)
+
+    async def ask_for_clocks(self) -> None:
+        """Compare the clocks of all hosts with this one's every few seconds; never returns."""
+        while True:
+            for number in self._connected:
+                rank = self._ranks[number]
+                rank.send(Kind.ASK, rank.clock.ask(time.monotonic()))
+            await asyncio.sleep(_BETWEEN_CLOCKS if self.started == self.size else 0.2)
+
+    def state(self) -> dict[str, Any]:
+        """The ranks as ``hvkit top`` shows them."""
+        ranks = [
+            {
+                "rank": rank.number,
+                "host": rank.host,
+                "ended": rank.number not in self._connected,
+                "speed": rank.speed,
+                **rank.now,
+            }
+            for _, rank in sorted(self._ranks.items())
+        ]
+        return {"size": self.size, "saved": self.saved, "ranks": ranks}
 
     def stop(self, grace: float) -> None:
         """Have all agents end their commands, by force after ``grace`` seconds."""
@@ -231,6 +262,14 @@ class Supervisor:
                 rank.send(Kind.TAKEN, protocol.HEADER_BYTES + len(payload))
             elif kind is Kind.REPORT:
                 self._take_report(rank, payload)
+            elif kind is Kind.SPANS:
+                if self.timeline is not None:
+                    self.timeline.take(rank.number, rank.host, rank.clock, payload)
+                rank.send(Kind.TAKEN, protocol.HEADER_BYTES + len(payload))
+            elif kind is Kind.CLOCK:
+                answer = json.loads(payload)
+                now = time.monotonic()
+                rank.clock.answered(int(answer["number"]), float(answer["now"]), now)
             elif kind is Kind.STOPPED:
                 rank.stopped = True
             elif kind is Kind.ENDED:
@@ -259,6 +298,10 @@ class Supervisor:
                 self.terminated[rank.number] = rank.host
             case {"left": True}:
                 self.left.add(rank.number)
+            case {"now": dict(now)}:
+                rank.now = now
+            case {"speed": int(speed) | float(speed)}:
+                rank.speed = speed
 
     def _fail(
         self,

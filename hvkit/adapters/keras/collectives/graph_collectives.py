@@ -31,6 +31,7 @@ class BlockedInGraphs:
     def __init__(self) -> None:
         self.measured = False
         self._seconds: Any = None
+        self._ended: Any = None
 
     def measure(self) -> None:
         """Measure in graphs that are traced from now on."""
@@ -38,14 +39,21 @@ class BlockedInGraphs:
         if self._seconds is None:
             with tf.init_scope(), tf.device("CPU:0"):
                 self._seconds = tf.Variable(0.0, trainable=False, dtype=tf.float64)
+                self._ended = tf.Variable(0.0, trainable=False, dtype=tf.float64)
 
-    def add(self, seconds: tf.Tensor) -> None:
-        """Add seconds, inside a graph."""
-        self._seconds.assign_add(seconds, read_value=False)
+    def add_since(self, begun: tf.Tensor) -> None:
+        """Add the time from ``begun`` to now, inside a graph."""
+        now = tf.timestamp()
+        self._ended.assign(now, read_value=False)
+        self._seconds.assign_add(now - begun, read_value=False)
 
     def seconds(self) -> float:
         """The sum so far."""
         return float(self._seconds.numpy())
+
+    def ended(self) -> float:
+        """When the last of them ended: seconds since 1970."""
+        return float(self._ended.numpy())
 
 
 blocked_in_graphs = BlockedInGraphs()
@@ -90,7 +98,7 @@ class GraphWait:
         with tf.control_dependencies(list(results)), tf.device("CPU:0"):
             self._left.assign_add(1, read_value=False)
             if blocked_in_graphs.measured:
-                blocked_in_graphs.add(tf.timestamp() - self._since)
+                blocked_in_graphs.add_since(self._since)
 
     def around(self, sent: tf.Tensor, collective: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
         """The result of a collective on one tensor; counts the wait, or marks it in eager code."""

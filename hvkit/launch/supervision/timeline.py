@@ -1,0 +1,148 @@
+"""``hvkit run --timeline``: the spans of all ranks in one Chrome trace, with aligned clocks.
+
+The format is the JSON array of Chrome's trace events, which Perfetto (ui.perfetto.dev) and
+``chrome://tracing`` open; they also open a file whose end is missing. Ranks are processes of the
+trace, the threads of their scripts its threads.
+
+**Clocks.** Hosts count seconds from moments of their own. The supervisor asks each agent for its
+host's clock every few seconds. The answer was given between question and answer, so with the
+middle as its time the error is at most half of the round trip (Cristian, "Probabilistic clock
+synchronization", 1989). The quickest of the last answers counts, which also follows a drift.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any, TextIO
+
+from hvkit.errors import LaunchError
+from hvkit.log import logger
+
+# Answers that count.
+_ANSWERS = 30
+# Lines of spans that may come before the first answer.
+_WAITING = 1000
+
+
+class HostClock:
+    """How far another host's clock is ahead of this one's."""
+
+    def __init__(self) -> None:
+        self._asked: dict[int, float] = {}
+        self._number = 0
+        self._answers: deque[tuple[float, float]] = deque(maxlen=_ANSWERS)
+
+    def ask(self, now: float) -> int:
+        """Begin a question at this moment; return its number."""
+        self._number += 1
+        self._asked = {self._number: now}
+        return self._number
+
+    def answered(self, number: int, theirs: float, now: float) -> None:
+        """Take an answer: the other clock's reading, and this clock's when it came."""
+        asked = self._asked.pop(number, None)
+        if asked is not None:
+            self._answers.append((now - asked, theirs - (asked + now) / 2))
+
+    @property
+    def ahead(self) -> float | None:
+        """Seconds; None before the first answer."""
+        return min(self._answers)[1] if self._answers else None
+
+
+class Timeline:
+    """Writes the trace of a run and its restarts.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        LaunchError: it cannot be made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._file: TextIO | None = open(path, "w", encoding="utf-8")  # noqa: SIM115
+        except OSError as error:
+            raise LaunchError(
+                f"--timeline {path} cannot be written ({error.strerror}): name another file"
+            ) from None
+        self._begun = time.monotonic()
+        self._named: set[tuple[int, int, str]] = set()
+        self._waiting: dict[int, list[bytes]] = {}
+        self._write("[\n")
+
+    def take(self, rank: int, host: str, clock: HostClock, line: bytes) -> None:
+        """Write the spans that a rank has sent."""
+        ahead = clock.ahead
+        waiting = self._waiting.setdefault(rank, [])
+        if ahead is None:
+            if len(waiting) < _WAITING:
+                waiting.append(line)
+            return
+        events = [each for one in [*waiting, line] for each in self._events(rank, host, ahead, one)]
+        waiting.clear()
+        self._write("".join(json.dumps(each, separators=(",", ":")) + ",\n" for each in events))
+
+    def note(self, text: str) -> None:
+        """Mark this moment in the whole trace, for a restart."""
+        now = round(1e6 * (time.monotonic() - self._begun))
+        event = {"name": text, "ph": "i", "s": "g", "ts": now, "pid": 0, "tid": 0}
+        self._write(json.dumps(event) + ",\n")
+
+    def close(self) -> None:
+        """Complete the file."""
+        # Each event ends with a comma, and so does not the last one of JSON.
+        self._write(json.dumps({"name": "end", "ph": "M", "pid": 0, "args": {}}) + "\n]\n")
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+            logger.info("timeline: %s opens in ui.perfetto.dev", self._path)
+
+    def _events(self, rank: int, host: str, ahead: float, line: bytes) -> list[dict[str, Any]]:
+        try:
+            spans = json.loads(line)["spans"]
+            events = []
+            for name, step, thread, begun, length in spans:
+                event = {
+                    "name": str(name),
+                    "ph": "X",
+                    "pid": rank,
+                    "tid": int(thread),
+                    "ts": round(1e6 * (float(begun) - ahead - self._begun), 1),
+                    "dur": int(length),
+                }
+                if step is not None:
+                    event["args"] = {"step": int(step)}
+                events += [*self._names(rank, host, int(thread)), event]
+        except (ValueError, TypeError, KeyError, OverflowError):
+            logger.warning("a rank's spans are no JSON: %r", line[:80])
+            return []
+        return events
+
+    def _names(self, rank: int, host: str, thread: int) -> list[dict[str, Any]]:
+        """What names a rank and a thread, before their first span."""
+        if (rank, thread, host) in self._named:
+            return []
+        self._named.add((rank, thread, host))
+        of = {"ph": "M", "pid": rank, "tid": thread}
+        shown = "script" if thread == 0 else f"thread {thread}"
+        return [
+            {"name": "process_name", "args": {"name": f"rank {rank} on {host}"}, **of},
+            {"name": "process_sort_index", "args": {"sort_index": rank}, **of},
+            {"name": "thread_name", "args": {"name": shown}, **of},
+        ]
+
+    def _write(self, text: str) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(text)
+            self._file.flush()
+        except OSError as error:
+            logger.warning("timeline: %s cannot be written any more: %s", self._path, error)
+            self._file = None
