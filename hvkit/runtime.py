@@ -18,7 +18,7 @@ from hvkit.host.launcher_variables import launch_id, launched
 from hvkit.host.rank_settings import rank_settings
 from hvkit.host.run_reports import report
 from hvkit.log import logger
-from hvkit.watch import pulse, timeline
+from hvkit.watch import pulse
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,6 @@ def _join(framework: str | None = None) -> _World:
         )
     report(pid=os.getpid())
     pulse.begin()
-    if timeline.wanted():
-        timeline.begin()
     _world = _World(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
     engine.take_device(_world.local_rank, _world.local_size)
     _engines[framework] = engine

@@ -17,6 +17,8 @@ from hvkit.launch.supervision import run_status
 _EVERY = 1.0
 # Seconds in a wait that are worth a colour.
 _LONG = 5.0
+# Columns where there is no terminal.
+_WIDTH = 160
 
 
 def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -46,7 +48,8 @@ def _top(args: argparse.Namespace) -> int:
         if not found:
             raise HvkitError("no `hvkit run` of yours is running on this host")
         process = found[0]
-    console = Console()
+    terminal = Console()
+    console = terminal if terminal.is_terminal else Console(width=_WIDTH)
     if args.once:
         console.print(view(process, run_status.read(process), {}))
         return 0

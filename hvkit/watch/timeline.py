@@ -1,7 +1,7 @@
 """Sends to ``hvkit run --timeline`` what this rank does: its calls of hvkit, and its waits.
 
-Spans go through the pipe of ``hvkit.host.run_reports``, some at a time, so that a rank that is
-killed loses the last second only.
+Spans go through the pipe of ``hvkit.host.run_reports``. ``hvkit.watch.pulse`` has them sent every
+second, so a rank that is killed loses no more.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import atexit
 import json
 import os
 import threading
-import time
 from typing import Any
 
 from hvkit.host.run_reports import LONGEST, report
@@ -19,7 +18,6 @@ from hvkit.watch import calls
 VARIABLE = "HVKIT_TIMELINE"
 """Environment variable of ranks whose run has a timeline."""
 
-_EVERY = 1.0
 _SPANS = 200
 # Bytes of a line around its spans.
 _AROUND = 32
@@ -30,33 +28,28 @@ def wanted() -> bool:
     return os.environ.get(VARIABLE) == "1"
 
 
-def begin() -> None:
-    """Send spans from now on, to the end of the script."""
-    recorder = _Recorder()
-    calls.observe(recorder.take)
-    atexit.register(recorder.send)
+class Recorder:
+    """Keeps this rank's spans from now on; sends many at once, and the rest at the script's end."""
 
-
-class _Recorder:
     def __init__(self) -> None:
         self._spans: list[list[Any]] = []
-        self._sent = time.monotonic()
+        calls.observe(self.take)
+        atexit.register(self.send)
         self._threads: dict[int, int] = {threading.main_thread().ident or 0: 0}
         self._one_sends = threading.Lock()
 
     def take(self, span: calls.Span) -> None:
-        """Keep a span; send what is there from time to time."""
+        """Keep a span."""
         thread = self._threads.setdefault(threading.get_ident(), len(self._threads))
         length = round(1e6 * (span.ended - span.begun))
         self._spans.append([span.name, span.step, thread, round(span.begun, 6), length])
-        if len(self._spans) >= _SPANS or span.ended - self._sent > _EVERY:
+        if len(self._spans) >= _SPANS:
             self.send()
 
     def send(self) -> None:
         """Send all spans, in lines that the pipe takes as a whole."""
         with self._one_sends:
             spans, self._spans = self._spans, []
-            self._sent = time.monotonic()
             line: list[list[Any]] = []
             size = _AROUND
             for span in spans:

@@ -39,11 +39,14 @@ def holder(rig, tmp_path):
             process.kill()
 
 
+KINDS = ("net", "mnt", "pid")
+
+
 def namespaces(pids):
     """The namespaces that these processes are in."""
     found = set()
     for pid in pids:
-        for kind in ("net", "mnt", "pid"):
+        for kind in KINDS:
             try:
                 found.add(os.readlink(f"/proc/{pid}/ns/{kind}"))
             except (FileNotFoundError, PermissionError):
@@ -75,11 +78,19 @@ def test_nothing_is_left_when_the_process_that_holds_a_rig_is_killed(holder, tmp
     made = namespaces(process.pid for process in processes) - namespaces([os.getpid()])
     # Of the switch and two hosts, each its network, its mounts and its processes.
     assert len(made) == 9
+    # Held, so that another rig's namespaces do not get the same numbers.
+    held = [
+        open(f"/proc/{process.pid}/ns/{kind}", "rb")  # noqa: SIM115
+        for process in processes
+        for kind in KINDS
+    ]
 
     holder.kill()
 
     assert becomes_true(lambda: not any(map(runs, processes)))
     assert made & namespaces(psutil.pids()) == set()
+    for each in held:
+        each.close()
     assert on_the_network() == before
     assert list(tmp_path.iterdir()) == []
 
