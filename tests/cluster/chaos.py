@@ -23,10 +23,11 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 from rig import Rig
 from rig.host import Process
 
@@ -73,7 +74,8 @@ def after(step):
             if name == "raise":
                 raise ValueError("a fault")
             sys.exit(0)
-    time.sleep(0.05)
+    if not (folder / "calm").exists():
+        time.sleep(0.05)
     if hvkit.rank() == 0:
         print("step", step, flush=True)
     return hvkit.any_rank((folder / "end").exists() and step >= int((folder / "end").read_text()))
@@ -345,9 +347,11 @@ def small_disk(folder: Path) -> Iterator[None]:
 
 def undisturbed(rig: Rig, folder: Path, run: Run, last: int) -> str:
     """The result of a run of so many steps that nothing disturbs."""
-    calm = Run(rig, folder, run.framework, run.strategy, run.seed)
+    folder.mkdir(parents=True)
     (folder / "end").write_text(str(last))
-    calm.wait("the undisturbed run", lambda: calm.result is not None, 600)
+    (folder / "calm").touch()
+    calm = Run(rig, folder, run.framework, run.strategy, run.seed)
+    calm.wait("the undisturbed run", lambda: calm.result is not None, 1200)
     calm.process.wait(30)
     assert calm.result
     return calm.result
@@ -376,14 +380,73 @@ def chaos(faults: int, seed: int, in_a_run: int, folder: Path) -> None:
         print(f"run {number}: {framework}, {strategy}: as the undisturbed one", flush=True)
 
 
-def survived(run: Run, names: Sequence[str], numbers: random.Random) -> Iterator[dict[str, object]]:
-    """Let these faults hit a run, and wait for its result."""
+def soak(minutes: int, seed: int, folder: Path) -> None:
+    """One long run with a fault every minute; what it holds must not grow."""
+    numbers = random.Random(seed)
+    samples = []
+    with small_disk(folder / "a/saved"), Rig(NODES) as rig:
+        run = Run(rig, folder / "a", "torch", "Synchronous()", seed)
+        begun = time.monotonic()
+
+        def every_minute() -> Iterator[str]:
+            for minute in range(minutes):
+                while time.monotonic() < begun + 60 * minute and run.look():
+                    time.sleep(0.1)
+                yield numbers.choice(sorted(FAULTS))
+
+        for record in survived(run, every_minute(), numbers, lambda: samples.append(held_by(run))):
+            print(record, samples[-1], flush=True)
+            with RECORDS.open("a") as records:
+                records.write(
+                    json.dumps(record | {"seed": seed, "run": "soak"} | samples[-1]) + "\n"
+                )
+        expected = undisturbed(rig, folder / "b", run, int(run.result.split()[0]))
+        assert run.result == expected, f"{run.result} is not {expected}"
+    for name in samples[0]:
+        first, last = (sorted(each[name] for each in half) for half in halves(samples))
+        median = first[len(first) // 2], last[len(last) // 2]
+        print(f"{name}: median {median[0]} in the first half, {median[1]} in the second")
+        assert median[1] <= 1.1 * median[0] + 1, f"{name} has grown"
+
+
+def halves(samples: Sequence[dict[str, int]]) -> tuple[Sequence[dict[str, int]], ...]:
+    return samples[: len(samples) // 2], samples[len(samples) // 2 :]
+
+
+def held_by(run: Run) -> dict[str, int]:
+    """Memory (MiB), open files, threads of ``hvkit run``, and processes on its hosts."""
+    processes = [psutil.Process(run.process.pid)]
+    processes += processes[0].children(recursive=True)
+    (supervisor,) = [
+        each for each in processes
+        if each.cmdline()[1:5] == ["-m", "hvkit.cli", "run", "-np"]
+    ]  # fmt: skip
+    ranks = [process for _, process in run.ranks().values()]
+    return {
+        "memory": supervisor.memory_info().rss >> 20,
+        "files": supervisor.num_fds(),
+        "threads": supervisor.num_threads(),
+        "memory of a rank": max(psutil.Process(r.pid).memory_info().rss for r in ranks) >> 20,
+        "files of a rank": max(psutil.Process(r.pid).num_fds() for r in ranks),
+        "processes": sum(len(host.processes()) for host in run.rig.hosts),
+    }
+
+
+def survived(
+    run: Run,
+    names: Iterable[str],
+    numbers: random.Random,
+    look: Callable[[], object] = lambda: None,
+) -> Iterator[dict[str, object]]:
+    """Let these faults hit a run, look at it after each, and wait for its result."""
     try:
         run.wait("no first step", lambda: run.step > 5)
         for name in names:
             time.sleep(numbers.uniform(*BETWEEN))
             about = {"framework": run.framework, "strategy": run.strategy, "fault": name}
-            yield about | suffer(run, name, numbers)
+            suffered = suffer(run, name, numbers)
+            look()
+            yield about | suffered
         run.look()
         (run.folder / "end").write_text(str(run.step + AFTER))
         run.wait("no result", lambda: run.result is not None)
@@ -415,12 +478,18 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=30, metavar="N", help="so many (default: 30)")
     parser.add_argument("--seed", type=int, default=1, help="of everything random (default: 1)")
     parser.add_argument("--in-a-run", type=int, default=6, metavar="N", help="faults (default: 6)")
+    parser.add_argument(
+        "--soak", type=int, default=0, metavar="MINUTES", help="one run with a fault every minute"
+    )
     parser.add_argument("--folder", type=Path, default=ROOT / "build/chaos", help="for the runs")
     args = parser.parse_args()
     RECORDS.parent.mkdir(exist_ok=True)
     RECORDS.unlink(missing_ok=True)
     folder = args.folder / f"{int(time.time())}"
-    chaos(args.faults, args.seed, args.in_a_run, folder)
+    if args.soak:
+        soak(args.soak, args.seed, folder)
+    else:
+        chaos(args.faults, args.seed, args.in_a_run, folder)
     records = [json.loads(line) for line in RECORDS.read_text().splitlines()]
     print(table(records))
 
