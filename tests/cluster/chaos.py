@@ -372,8 +372,7 @@ def chaos(faults: int, seed: int, in_a_run: int, folder: Path) -> None:
             for record in survived(run, names, numbers):
                 done += 1
                 record |= {"seed": seed, "run": number}
-                with RECORDS.open("a") as records:
-                    records.write(json.dumps(record) + "\n")
+                keep(record)
                 print(done, record, flush=True)
             expected = undisturbed(rig, place / "b", run, int(run.result.split()[0]))
             assert run.result == expected, f"{run.result} is not {expected}"
@@ -407,6 +406,12 @@ def soak(minutes: int, seed: int, folder: Path) -> None:
         median = first[len(first) // 2], last[len(last) // 2]
         print(f"{name}: median {median[0]} in the first half, {median[1]} in the second")
         assert median[1] <= 1.1 * median[0] + 1, f"{name} has grown"
+
+
+def keep(record: dict[str, object]) -> None:
+    """Add a line to the records."""
+    with RECORDS.open("a") as records:
+        records.write(json.dumps(record) + "\n")
 
 
 def halves(samples: Sequence[dict[str, int]]) -> tuple[Sequence[dict[str, int]], ...]:
