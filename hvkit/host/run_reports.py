@@ -17,6 +17,9 @@ inherits the variable, but may have another file under that descriptor."""
 RESTART = "HVKIT_RESTART"
 """Environment variable of ranks that were started again: JSON with ``restart`` and ``reason``."""
 
+TIMELINE = "HVKIT_TIMELINE"
+"""Environment variable of ranks whose run has a timeline: 1."""
+
 LONGEST = 4096
 """Bytes of a line: writes of up to so many bytes do not mix (POSIX, PIPE_BUF on Linux)."""
 

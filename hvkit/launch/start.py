@@ -21,7 +21,7 @@ from hvkit.errors import LaunchError
 from hvkit.host.launcher_variables import without_place
 from hvkit.host.mca import without_interfaces
 from hvkit.host.rank_settings import rank_settings
-from hvkit.host.run_reports import RESTART
+from hvkit.host.run_reports import RESTART, TIMELINE
 from hvkit.launch.allocation import SLURM
 from hvkit.launch.host_checks.preflight import choose_hosts
 from hvkit.launch.hosts import Host
@@ -32,7 +32,6 @@ from hvkit.launch.supervision.protocol import KEY_VARIABLE, SUPERVISOR_VARIABLE
 from hvkit.launch.supervision.supervised_run import COMMAND_SIGNALS, Outcome, Run, supervise
 from hvkit.launch.supervision.timeline import Timeline
 from hvkit.log import logger
-from hvkit.watch.timeline import VARIABLE as TIMELINE
 
 _AGENT = "hvkit.launch.supervision.agent"
 _SUPERVISION = (SUPERVISOR_VARIABLE, KEY_VARIABLE)

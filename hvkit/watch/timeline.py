@@ -12,11 +12,8 @@ import os
 import threading
 from typing import Any
 
-from hvkit.host.run_reports import LONGEST, report
+from hvkit.host.run_reports import LONGEST, TIMELINE, report
 from hvkit.watch import calls
-
-VARIABLE = "HVKIT_TIMELINE"
-"""Environment variable of ranks whose run has a timeline."""
 
 _SPANS = 200
 # Bytes of a line around its spans.
@@ -25,7 +22,7 @@ _AROUND = 32
 
 def wanted() -> bool:
     """Whether the run has a timeline."""
-    return os.environ.get(VARIABLE) == "1"
+    return os.environ.get(TIMELINE) == "1"
 
 
 class Recorder:

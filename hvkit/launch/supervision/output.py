@@ -199,7 +199,7 @@ class Writer:
     def __init__(self, on_problem: Callable[[], None]) -> None:
         self.problem: OSError | None = None
         self._on_problem = on_problem
-        self._queue: queue.SimpleQueue[_Work] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, daemon=True).start()
 
     async def do(self, work: Callable[[], None]) -> None:
@@ -209,6 +209,10 @@ class Writer:
         self._queue.put((work, loop, done))
         await done
 
+    def close(self) -> None:
+        """End the thread after all earlier work."""
+        self._queue.put(None)
+
     def fail(self, problem: OSError) -> None:
         """Record that something cannot be written. Call this in the event loop."""
         if self.problem is None:
@@ -216,8 +220,8 @@ class Writer:
             self._on_problem()
 
     def _run(self) -> None:
-        while True:
-            work, loop, done = self._queue.get()
+        while (wanted := self._queue.get()) is not None:
+            work, loop, done = wanted
             try:
                 if self.problem is None:
                     work()

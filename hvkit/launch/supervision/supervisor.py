@@ -168,8 +168,11 @@ class Supervisor:
         """Admit no more agents, show unfinished lines, and close the log files."""
         self._closed = True
         self._listener.close()
-        for rank in self._ranks.values():
-            await self.writer.do(rank.output.close)
+        try:
+            for rank in self._ranks.values():
+                await self.writer.do(rank.output.close)
+        finally:
+            self.writer.close()
 
     def _silent_for(self, rank: _Rank) -> float:
         connection: socket.socket | None = rank.writer.get_extra_info("socket")

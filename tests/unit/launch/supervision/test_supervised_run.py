@@ -94,6 +94,25 @@ def test_no_process_of_a_command_outlives_it(mark):
     assert sleeping(mark) == []
 
 
+def test_restarts_leave_no_thread_or_file_behind():
+    counted = """
+import gc, psutil, threading, time
+own, held = psutil.Process(), []
+for _ in range(4):
+    supervise(run)
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while threading.active_count() > 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    held.append((threading.active_count(), own.num_fds()))
+print(*sorted(set(held)))
+"""
+    program = RUN.replace("sys.exit(supervise(run).status)", counted)
+    done = run("exit 3", program=program)
+    assert done.stdout.startswith("(1, ")
+    assert done.stdout.count("(") == 1
+
+
 def test_a_launcher_that_does_not_notice_the_end_of_its_ranks_is_ended(monkeypatch):
     waits = LAUNCHER.replace("sys.exit(", "time.sleep(600), sys.exit(")
     words = [sys.executable, "-c", RUN, waits, "2", "sh", "-c", "echo done"]
