@@ -114,6 +114,7 @@ loader = hvkit.shard(loader)
 model, optimizer = hvkit.distribute(model, optimizer)
 """
     + TRAIN_STEP,
+    "docs/monitoring.md": PYTORCH + KERAS,
     "docs/from-horovod.md": PYTORCH,
     "docs/from-ddp.md": PYTORCH
     + KERAS
