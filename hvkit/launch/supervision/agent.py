@@ -16,7 +16,6 @@ supervisor.
 """
 
 import contextlib
-import json
 import os
 import select
 import signal
@@ -47,6 +46,7 @@ from hvkit.launch.supervision.protocol import (
     Connection,
     ConnectionLost,
     Kind,
+    fields,
     packed,
 )
 
@@ -232,15 +232,14 @@ class _Agent:
             for line in lines:
                 if len(line) > run_reports.LONGEST:
                     continue  # no report: the script writes to a pipe that is not its own
-                with contextlib.suppress(ValueError):  # the supervisor logs what is no report
-                    match json.loads(line):
-                        case {"pid": int(pid)}:
-                            self.rank = pid
                 line = line.rstrip(b"\n")
-                if line.startswith(b'{"spans"'):  # many: as slow as the supervisor takes them
+                if line.startswith(b'{"spans"'):  # many: no faster than the supervisor takes them
                     self.connection.send_output(Kind.SPANS, line)
-                else:
-                    self.connection.send(Kind.REPORT, line)
+                    continue
+                with contextlib.suppress(ValueError):  # the supervisor logs what is no report
+                    (pid,) = fields(line, pid=int)
+                    self.rank = self.rank if pid is None else pid
+                self.connection.send(Kind.REPORT, line)
 
     def listen(self) -> None:
         """Carry out the supervisor's orders until the connection is lost."""

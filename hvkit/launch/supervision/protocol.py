@@ -178,11 +178,13 @@ class Connection:
                 with self._window:
                     self._not_taken -= number
                     self._window.notify_all()
-        except ConnectionLost:
+        except (ConnectionLost, ValueError) as error:
             with self._window:
                 self._lost = True
                 self._window.notify_all()
-            raise
+            if isinstance(error, ConnectionLost):
+                raise
+            raise ConnectionLost(f"what comes is not from a supervisor: {error}") from error
 
     def finish(self) -> None:
         """Send nothing more; the supervisor then closes the connection.
@@ -223,6 +225,33 @@ def header(data: bytes) -> tuple[Kind, int]:
     return Kind(kind), length
 
 
+def fields(payload: bytes, **kinds: type) -> list[Any]:
+    """Values of a JSON object, in the order of their names here; None for one that it lacks.
+
+    Args:
+        payload: of a frame.
+        **kinds: the type of each value; ``float`` takes whole numbers, too.
+
+    Raises:
+        ValueError: it is no such object.
+    """
+    try:
+        values = json.loads(payload)
+    except RecursionError:
+        raise ValueError("JSON that is nested too deeply") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"no JSON object: {payload[:80]!r}")
+    found = []
+    for name, kind in kinds.items():
+        value = values.get(name)
+        accepted = (int, float) if kind is float else kind
+        wrong_flag = isinstance(value, bool) and kind is not bool
+        if value is not None and (wrong_flag or not isinstance(value, accepted)):
+            raise ValueError(f"{name} is {value!r}, which is no {kind.__name__}")
+        found.append(value)
+    return found
+
+
 def packed(number: int) -> bytes:
     """The payload of a frame that holds a number."""
     return _NUMBER.pack(number)
@@ -230,6 +259,8 @@ def packed(number: int) -> bytes:
 
 def unpacked(payload: bytes) -> int:
     """The number in a payload."""
+    if len(payload) != _NUMBER.size:
+        raise ValueError(f"a number of {len(payload)} bytes")
     number: int = _NUMBER.unpack(payload)[0]
     return number
 

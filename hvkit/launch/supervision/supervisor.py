@@ -238,9 +238,8 @@ class Supervisor:
         kind, payload = await _read_frame(reader)
         if kind is not Kind.HELLO:
             return None
-        hello = json.loads(payload)
-        number, host = int(hello["rank"]), str(hello["host"])
-        if number in self._ranks or not 0 <= number < self.size:
+        number, host = protocol.fields(payload, rank=int, host=str)
+        if number in self._ranks or number not in range(self.size) or host is None:
             return None
         try:
             output = RankOutput(number, host, self.style, show)
@@ -270,30 +269,30 @@ class Supervisor:
                     self.timeline.take(rank.number, rank.host, rank.clock, payload)
                 rank.send(Kind.TAKEN, protocol.HEADER_BYTES + len(payload))
             elif kind is Kind.CLOCK:
-                answer = json.loads(payload)
-                now = time.monotonic()
-                rank.clock.answered(int(answer["number"]), float(answer["now"]), now)
+                number, theirs = protocol.fields(payload, number=int, now=float)
+                rank.clock.answered(number, theirs or 0.0, time.monotonic())
             elif kind is Kind.STOPPED:
                 rank.stopped = True
             elif kind is Kind.ENDED:
+                status, problem, stopped, ago = protocol.fields(
+                    payload, status=int, problem=str, stopped=bool, ago=float
+                )
                 rank.ended = True
                 if sum(one.ended for one in self._ranks.values()) == self.size:
                     self.all_ended.set()
-                how = json.loads(payload)
-                if how["status"] != 0:
-                    rank.stopped = how.get("stopped", False)
-                    at = time.monotonic() - how.get("ago", 0.0)
-                    self._fail(rank, how["status"], how.get("problem"), at=at)
+                if status != 0:
+                    rank.stopped = stopped or False
+                    self._fail(rank, status, problem, at=time.monotonic() - (ago or 0.0))
                 return
 
     def _take_report(self, rank: _Rank, line: bytes) -> None:
         try:
             values = json.loads(line)
-        except ValueError:  # the script has written to a pipe that is not its own
+        except (ValueError, RecursionError):  # the script has written to a pipe of hvkit's
             logger.warning("a rank's report is no JSON: %r", line[:80])
             return
         match values:
-            case {"saved": int(step)}:
+            case {"saved": int(step)} if step >= 0:
                 self.saved = max(step, self.saved or 0)
             case {"cause": str(text)}:
                 self.cause = self.cause or text  # others follow from the first

@@ -1,0 +1,352 @@
+"""Malformed inputs of every kind, made at random from good ones: each ends with a clear error.
+
+No traceback, no partial result, no hang: an input gives an error of the kind that its reader
+announces, or is read as a whole.
+"""
+
+import asyncio
+import contextlib
+import json
+import random
+import shutil
+import socket
+import struct
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import hvkit
+from hvkit import handshake
+from hvkit.cli import main
+from hvkit.communication.encoding import decode, encode
+from hvkit.errors import HostfileError, HvkitError, LaunchError
+from hvkit.launch.allocation import allocation
+from hvkit.launch.hostfile import parse_hostfile, read_hostfile
+from hvkit.launch.hosts import read_hosts_option
+from hvkit.launch.supervision import protocol
+from hvkit.launch.supervision.output import Style
+from hvkit.launch.supervision.protocol import Connection, ConnectionLost, Kind
+from hvkit.launch.supervision.supervisor import Supervisor
+from hvkit.monitor import report
+from hvkit.monitor.report_page import page
+
+TOKENS = [
+    *(b"", b"\0", b"\xff\xfe", b"\n", b" ", b"-", b"--", b"=", b":", b",", b"'", b'"', b"$(id)"),
+    *(b"..", b"/", b"%s", b"{}", b"[]", b"null", b"true", b"-1", b"0", b"1e999", b"NaN"),
+    *(b"99999999999999999999", b"0x10", "é漢".encode(), b"[" * 3000, b"\x1b[2J", b"{" * 200),
+]
+
+
+def mutated(data, rng):
+    """The bytes with one to four things wrong."""
+    for _ in range(rng.randint(1, 4)):
+        at = rng.randint(0, len(data))
+        to = min(len(data), at + rng.randint(0, 12))
+        match rng.randrange(6):
+            case 0 if data:  # another byte
+                spot = rng.randrange(len(data))
+                data = data[:spot] + bytes([rng.randrange(256)]) + data[spot + 1 :]
+            case 1:  # less
+                data = data[:at] + data[to:]
+            case 2:  # twice
+                data = data[:to] + data[at:]
+            case 3:  # cut off
+                data = data[:at]
+            case 4:  # in another place
+                data = data[:at] + data[to:] + data[at:to]
+            case _:
+                data = data[:at] + rng.choice(TOKENS) + data[to:]
+    return data
+
+
+def each(number, data, seed=0):
+    """So many mutations of the pieces of data, the same at each call."""
+    rng = random.Random(seed)
+    for _ in range(number):
+        yield mutated(rng.choice(data), rng)
+
+
+FLAGS = [
+    "run --dry-run -np 4 -H node1:2,node2:2 --max-restarts 3 --min-np 2 --stall 60 python a.py",
+    "run --dry-run -np 2 --interfaces eth0,10.0.0.0/24 -x NAME=1 --bind none -- python a.py --lr 1",
+    "run --dry-run --hostfile FILE --lost-after 30 --grace 5 --show 0,2-3 --prefix python a.py",
+    "run --dry-run -np 2 --timeline t.json --log-dir logs --timestamps --launcher gloo true",
+    "hosts FILE",
+    "hosts -H a:1,b:2",
+    "hosts FILE --as horovodrun",
+    "manifest mpijob --name job --image registry/x:1 -np 4 --slots 2 --max-restarts 1 python a.py",
+    "manifest slurm -np 8 --slots 4 --time 1:00:00 --max-restarts 2 python train.py",
+    "report FILE",
+    "top 12345 --once",
+]
+
+
+def test_command_lines(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FILE").write_text("node1 slots=2\nnode2 slots=2\n")
+
+    def refuse(*_, **__):
+        raise LaunchError("no hosts are asked here")
+
+    monkeypatch.setattr("hvkit.launch.start.choose_hosts", refuse)
+    monkeypatch.setattr("hvkit.cli.hosts.check_hosts", refuse, raising=False)
+    statuses = set()
+    for line in each(600, [flags.encode() for flags in FLAGS]):
+        words = [word for word in line.decode(errors="surrogateescape").split(" ") if word]
+        if words[:1] == ["run"] and "--dry-run" not in words[:2]:
+            words[:1] = ["run", "--dry-run"]
+        if {"--check", "install-horovod"} & set(words) or words[:1] == ["doctor"]:
+            continue
+        try:
+            statuses.add(main(words))
+        except SystemExit as end:
+            statuses.add(end.code)
+        said = capfd.readouterr()
+        assert "Traceback" not in said.err + said.out
+    assert statuses == {0, 1, 2}
+    # A manifest or report that was refused has left nothing.
+    assert {path.name for path in tmp_path.iterdir()} == {"FILE"}
+
+
+HOSTFILES = [
+    b"# GPUs\nnode1 slots=4 max_slots=8\nnode2 slots=4\n\n[fe80::1]:4\n10.0.0.1 slots=1\n",
+    b"node1:4\nnode2:4 # comment\nnode-3.example.com:2\n",
+]
+
+
+def test_hostfiles(tmp_path):
+    refused = 0
+    for data in each(400, HOSTFILES):
+        path = tmp_path / "hosts"
+        path.write_bytes(data)
+        error = None
+        try:
+            hosts = read_hostfile(path)
+        except HostfileError as problem:
+            error = problem
+        if error:
+            refused += 1
+            assert str(path) in str(error)
+        else:
+            assert hosts
+            assert all(host.slots is None or host.slots > 0 for host in hosts)
+    assert 100 < refused < 400
+
+
+def test_lists_of_hosts():
+    for data in each(200, [b"node1:4,node2:4,[::1]:2", b"a,b,c"]):
+        text = data.decode(errors="replace")
+        with contextlib.suppress(HostfileError):
+            assert read_hosts_option(text)
+        with contextlib.suppress(HostfileError):
+            parse_hostfile(text, "list")
+
+
+ALLOCATIONS = [
+    {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3,7],m4", "SLURM_TASKS_PER_NODE": "2(x4),1"},
+    {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "n[01-10]", "SLURM_STEP_TASKS_PER_NODE": "4(x10)"},
+    {"PBS_JOBID": "3.s", "PBS_NODEFILE": "FILE"},
+    {"LSB_JOBID": "5", "LSB_MCPU_HOSTS": "a 4 b 2"},
+    {"OMPI_MCA_orte_default_hostfile": "FILE"},
+]
+
+
+def test_what_batch_systems_set(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rng = random.Random(2)
+    for _ in range(300):
+        environ = {
+            name: mutated(value.encode(), rng).decode(errors="replace").replace("\0", "")
+            for name, value in rng.choice(ALLOCATIONS).items()
+        }
+        content = mutated(b"node1\nnode1\nnode2\n", rng)
+        (tmp_path / "FILE").write_bytes(content)
+        with contextlib.suppress(LaunchError, HostfileError):
+            found = allocation(environ)
+            assert found is None or all(host.slots != 0 for host in found.hosts)
+
+
+def test_checkpoints(tmp_path):
+    rng = random.Random(3)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    good = tmp_path / "good"
+    weights = []
+    for step in (1, 2):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        weights.append(model.weight.detach().clone())
+        hvkit.Checkpoint(good, model=model, optimizer=optimizer).save(epoch=0, step=step)
+    ends = set()
+    for number in range(250):
+        folder = tmp_path / str(number)
+        shutil.copytree(good, folder)
+        for saved in sorted(folder.glob("step-*"))[-rng.randint(1, 2) :]:
+            file = rng.choice(sorted(path for path in saved.iterdir() if path.is_file()))
+            file.write_bytes(mutated(file.read_bytes(), rng))
+        with torch.no_grad():
+            model.weight.fill_(7)
+        try:
+            found = hvkit.Checkpoint(folder, model=model, optimizer=optimizer).restore().step
+        except HvkitError:
+            found = -1
+        ends.add(found)
+        expected = {-1: torch.full((2, 3), 7.0), 0: torch.full((2, 3), 7.0)}
+        expected |= dict(enumerate(weights, 1))
+        assert torch.equal(model.weight, expected[found])
+        shutil.rmtree(folder)
+    assert {1, 2} < ends
+
+
+def test_recipes_data_files(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "recipes")
+    from common.cifar10 import read_images as read_cifar
+    from common.images import DataError
+    from common.mnist import read_images as read_mnist
+
+    pixels = struct.pack(">IIII", 0x803, 3, 4, 4) + bytes(range(48))
+    labels = struct.pack(">II", 0x801, 3) + b"\1\2\3"
+    records = bytes([5]) + bytes(3072)
+    a, b = tmp_path / "pixels", tmp_path / "labels"
+    for data in each(150, [pixels]):
+        a.write_bytes(data)
+        b.write_bytes(labels)
+        with contextlib.suppress(DataError):
+            images = read_mnist(a, b)
+            assert len(images.pixels) == len(images.labels)
+    for data in each(100, [records * 2]):
+        a.write_bytes(data)
+        with contextlib.suppress(DataError):
+            images = read_cifar([a])
+            assert len(images.pixels) == len(images.labels)
+
+
+def test_messages_between_ranks():
+    messages = [
+        encode(["a", 1, None, 2.5, {"k": (1, 2)}, b"bytes", {1, 2}]),
+        encode({"weights": np.arange(6.0).reshape(2, 3), "tensor": torch.ones(2)}),
+        encode([ValueError("x"), "text" * 20]),
+    ]
+    for data in each(400, messages):
+        with contextlib.suppress(ValueError, HvkitError):
+            decode(data)
+
+
+METRICS = [
+    b'{"start": {"time": 1.0, "step": 0, "hosts": ["a", "b"]}}\n'
+    b'{"step": 10, "time": 2.0, "loss": 0.5, "steps": 10, "samples_per_second": 3.0, "ranks": '
+    b'{"samples_per_second": [1.0, 2.0], "last": [3, 7]}, "seconds": {"step": 0.1, "data": 0.1}, '
+    b'"sent": {"gradients": 4}, "host": {"a": {"cpu": 3.0}}}\n'
+    b'{"step": 12, "time": 3.0, "logged": {"accuracy": 0.5}}\n'
+    b'{"start": {"time": 4.0, "step": 5, "hosts": ["a"], "restart": 1, "reason": "x"}}\n'
+    b'{"step": 20, "time": 5.0, "loss": 0.25, "steps": 5, "samples_per_second": 3.0}\n'
+    b'{"end": {"time": 6.0}}\n'
+]
+
+
+def test_records_of_a_monitor(tmp_path):
+    readable = 0
+    for data in each(300, METRICS):
+        (tmp_path / "metrics.jsonl").write_bytes(data)
+        with contextlib.suppress(HvkitError):
+            assert "<svg" in page(report.read(tmp_path))
+            readable += 1
+    assert readable > 100
+
+
+KEY = b"k" * 32
+REPORTS = [b'{"saved": 3}', b'{"cause": "x"}', b'{"terminated": true}', b'{"now": {"step": 2}}']
+FRAMES = [
+    protocol.frame(Kind.HELLO, b'{"rank": 1, "host": "a"}'),
+    protocol.frame(Kind.STDOUT, b"text\n"),
+    *(protocol.frame(Kind.REPORT, line) for line in REPORTS),
+    protocol.frame(Kind.SPANS, b'{"spans": [["fit", null, 0, 1.5, 20]]}'),
+    protocol.frame(Kind.CLOCK, b'{"number": 1, "now": 3.5}'),
+    protocol.frame(Kind.ENDED, b'{"status": 0, "ago": 0.1}'),
+]
+
+
+def test_messages_to_the_supervisor(capfd):
+    """Agents that send nonsense are lost; those of other ranks are served as before."""
+    rng = random.Random(4)
+
+    def good(port):
+        connected = handshake.connect(["127.0.0.1"], port, KEY)
+        hello = protocol.frame(Kind.HELLO, b'{"rank": 0, "host": "here"}')
+        connected.sendall(hello + protocol.frame(Kind.REPORT, b'{"saved": 41}'))
+        return connected
+
+    def bad(port):
+        with contextlib.suppress(OSError):
+            if rng.random() < 0.2:  # does not know the key
+                connected = socket.create_connection(("127.0.0.1", port), timeout=10)
+                connected.sendall(rng.randbytes(rng.randint(0, 200)))
+            else:
+                connected = handshake.connect(["127.0.0.1"], port, KEY)
+                frames = [FRAMES[0].replace(b"1", str(rng.randint(1, 3)).encode(), 1)]
+                frames += rng.choices(FRAMES[1:], k=3)
+                connected.sendall(mutated(b"".join(frames), rng))
+            connected.close()
+
+    async def serve():
+        supervisor = Supervisor(400, KEY, Style(), None, lambda: None)
+        unexpected = []
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: unexpected.append(context))
+        port = supervisor.listen("127.0.0.1")
+        with await asyncio.to_thread(good, port) as connected:
+            for _ in range(250):
+                await asyncio.to_thread(bad, port)
+            connected.sendall(protocol.frame(Kind.REPORT, b'{"saved": 42}'))
+            async with asyncio.timeout(30):
+                while (supervisor.saved or 0) < 42:
+                    await asyncio.sleep(0.01)
+            connected.sendall(protocol.frame(Kind.ENDED, b'{"status": 0}'))
+            assert await asyncio.to_thread(lambda: connected.recv(100)) == b""
+        await supervisor.close()
+        assert unexpected == []
+        assert not [each for each in supervisor.failures if each.rank == 0]
+
+    asyncio.run(serve())
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def receive_all(connection):
+    while True:
+        kind, number = connection.receive()
+        assert kind in Kind
+        assert number >= 0
+
+
+def test_messages_to_an_agent():
+    frames = [
+        protocol.frame(kind, protocol.packed(3))
+        for kind in (Kind.TAKEN, Kind.SIGNAL, Kind.STOP, Kind.INTERRUPT, Kind.ASK)
+    ]
+    for data in each(250, [b"".join(frames)]):
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            ours.settimeout(20)
+            connection = Connection(ours)
+            sender = threading.Thread(target=lambda t=theirs, d=data: (t.sendall(d), t.close()))
+            sender.start()
+            with pytest.raises(ConnectionLost):
+                receive_all(connection)
+            sender.join()
+
+
+def test_reports_of_ranks(tmp_path):
+    """Lines in the pipe of a rank, to which its script may write."""
+    supervisor_rank = type("Rank", (), {"number": 0, "host": "a", "now": {}, "speed": None})()
+
+    async def take():
+        supervisor = Supervisor(2, KEY, Style(), None, lambda: None)
+        for line in each(300, [*REPORTS, b'{"speed": 3.5}', json.dumps({"left": True}).encode()]):
+            supervisor._take_report(supervisor_rank, line)
+        supervisor.writer.close()
+
+    asyncio.run(take())
