@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from hvkit.adapters.keras.collectives.graph_collectives import blocked_in_graphs
+from hvkit.adapters.keras.collectives.graph_collectives import blocked_in_graphs, quickly_read
 from hvkit.adapters.keras.fit import with_names
 from hvkit.adapters.keras.optimizers import inner_optimizer, parts_of
 from hvkit.monitor.step_clock import Step
@@ -19,62 +19,79 @@ from hvkit.monitor.step_clock import Step
 if TYPE_CHECKING:
     from hvkit.monitor.monitor import Monitor
 
-_DATA, _SAMPLES, _MARK = range(3)
-
 
 class FitCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Records each step of ``fit``.
 
-    A graph cannot call Python at no cost, so it takes the time itself: when a batch is there, and
-    when an update has been made. Python reads both after the step, or after all
-    ``steps_per_execution`` of them.
+    A graph cannot call Python at no cost, so it notes itself when a batch is there, and how long it
+    was blocked in collectives. Python reads both after the step. With several
+    ``steps_per_execution`` it reads them after the last one only, so loading counts as compute.
 
     Args:
         monitor: gets the steps.
         model: whose ``fit`` this is for.
     """
 
-    # hvkit need not look after each step whether this callback has stopped training.
-    never_stops = True
-
     def __init__(self, monitor: Monitor, model: keras.Model) -> None:
         super().__init__()
         self._monitor = monitor
         blocked_in_graphs.measure()
         with tf.init_scope(), tf.device("CPU:0"):
-            self._counted = tf.Variable([0.0, 0.0, time.time()], trainable=False, dtype=tf.float64)
-        self._before = self._counted.numpy()
+            # When the last batch was there, in seconds since 1970, and its samples.
+            self._loaded = tf.Variable([0.0, 0.0], trainable=False, dtype=tf.float64)
         self._blocked = 0.0
-        self._first = 0
-        self._began = time.time()
+        self._ended = time.monotonic()
         self._traced = False
         self._take_times(model)
+        self._count_steps(model)
 
     def _take_times(self, model: keras.Model) -> None:
-        """Make the model's step note when its batch is there, and when it has ended."""
-        train_step, counted = model.train_step, self._counted
+        """Make the model's step note when its batch is there."""
+        train_step, loaded = model.train_step, self._loaded
 
         @functools.wraps(train_step)
         def timed_step(data: Any) -> Any:
             tensors = [each for each in tf.nest.flatten(data) if tf.is_tensor(each)]
             with tf.control_dependencies(tensors), tf.device("CPU:0"):
-                loaded = tf.timestamp() - counted[_MARK]
                 samples = tf.shape(tensors[0])[0] if tensors and tensors[0].shape.rank else 0
-                counted.assign_add(tf.stack([loaded, tf.cast(samples, tf.float64), 0.0]))
-            result = train_step(data)
-            # The optimizer counts at the end of its update; a model may have others of its own.
-            known = getattr(self.model, "optimizer", None)
-            ends = [inner_optimizer(known).iterations.value + 0] if known else []
-            with tf.control_dependencies(ends), tf.device("CPU:0"):
-                counted[_MARK].assign(tf.timestamp())
-            return result
+                values = [tf.timestamp(), tf.cast(samples, tf.float64)]
+                loaded.assign(tf.stack(values), read_value=False)
+            return train_step(data)
 
         model.train_step = timed_step
         model.train_function = None  # the next fit makes it again
 
-    def on_train_begin(self, logs: Any = None) -> None:
-        """Expect that the first step makes the graph."""
-        self._traced = False
+    def _count_steps(self, model: keras.Model) -> None:
+        """Count a step after each call of the function that ``fit`` makes of the model's step.
+
+        For a callback that sees each step, Keras would first fetch all metrics in each step.
+        """
+        make = model.make_train_function
+
+        @functools.wraps(make)
+        def make_counted(force: bool = False) -> None:
+            made = model.train_function
+            make(force)
+            run = model.train_function
+            if run is made:
+                return
+            self._traced = False
+
+            @functools.wraps(run)
+            def counted(iterator: Any) -> Any:
+                began, done = time.time(), self._done()
+                logs = run(iterator)
+                self._step(began, 1 if done is None else self._done() - done, logs)
+                return logs
+
+            model.train_function = counted
+
+        model.make_train_function = make_counted
+
+    def _done(self) -> Any:
+        """Steps done so far; None if each call makes one."""
+        several = self.model.steps_per_execution > 1
+        return int(self.model.optimizer.iterations.numpy()) if several else None
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begin a pass over the training data."""
@@ -82,26 +99,19 @@ class FitCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._ended = time.monotonic()
         self._blocked = blocked_in_graphs.seconds()
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Remember when the step begins."""
-        self._first = batch
-        self._began = time.time()
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Count the step; a collective at a record."""
+    def _step(self, began: float, steps: int, logs: Any) -> None:
+        """Count the steps of a call that began at this time; a collective at a record."""
         now, blocked = time.monotonic(), blocked_in_graphs.seconds()
-        counted = self._counted.numpy()
-        new = counted - self._before
-        # What has passed outside of the graph, since the last step's end, is no wait for data.
-        data = max(new[_DATA] - (self._began - self._before[_MARK]), 0.0)
-        if not self._traced:  # TensorFlow made the graph, before it took a batch
-            self._traced, data = True, 0.0
-        self._monitor.stride = steps = batch - self._first + 1
-        spent = np.array([now - self._ended, data, blocked - self._blocked, new[_SAMPLES]]) / steps
-        self._before, self._blocked, self._ended = counted, blocked, now
+        loaded, samples = quickly_read(self._loaded).tolist()
+        self._monitor.stride = steps
+        # In the first call TensorFlow makes the graph, before it takes a batch.
+        data = max(loaded - began, 0.0) if self._traced and steps == 1 else 0.0
+        self._traced = True
+        took, waited = (now - self._ended) / steps, (blocked - self._blocked) / steps
+        self._blocked, self._ended = blocked, now
         for _ in range(steps):
             metrics = _numbers(logs) if self._monitor.due else {}
-            if self._monitor.add_step(Step(*spent.tolist()), metrics):
+            if self._monitor.add_step(Step(took, data, waited, samples), metrics):
                 self._ended = time.monotonic()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -125,7 +135,7 @@ class Gradients:
         self._optimizers = [inner_optimizer(each) for each in optimizers]
         self._blocked = 0.0
         with tf.init_scope(), tf.device("CPU:0"):
-            self._norms = tf.Variable([0.0] * len(self._optimizers), trainable=False)
+            self._norms = [tf.Variable(0.0, trainable=False) for _ in self._optimizers]
             self._wanted = tf.Variable(True, trainable=False)
         self._due = True
         blocked_in_graphs.measure()
@@ -148,7 +158,7 @@ class Gradients:
         rate = parts_of(self._optimizers[0])[0].learning_rate
         values = {"learning_rate": float(keras.ops.convert_to_numpy(rate))}
         if self._due:
-            values["gradient_norm"] = float(np.linalg.norm(self._norms.numpy()))
+            values["gradient_norm"] = float(np.linalg.norm([each.numpy() for each in self._norms]))
         return values
 
     def _measure_in_apply(self, number: int, optimizer: Any) -> None:
@@ -157,15 +167,12 @@ class Gradients:
         @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
         def measured(grads: Sequence[Any], trainable_variables: Any = None) -> None:
             grads = list(grads)
-            held = [each for each in grads if each is not None]
-
-            def add() -> tf.Tensor:
-                norm = tf.linalg.global_norm([tf.cast(_values(g), tf.float32) for g in held])
-                self._norms[number].assign(norm)
-                return tf.constant(True)
-
-            if held:
-                tf.cond(self._wanted, add, lambda: tf.constant(True))
+            held = [_values(each) for each in grads if each is not None]
+            if held and tf.executing_eagerly():
+                if self._due:
+                    self._norms[number].assign(_norm(*held))
+            elif held:
+                self._norms[number].assign(_if(self._wanted, _norm, _none, held), read_value=False)
             apply(grads, trainable_variables)
 
         optimizer.apply = measured
@@ -190,6 +197,33 @@ def watch(monitor: Monitor, model: keras.Model, optimizers: Sequence[Any]) -> Gr
 
     model.fit = monitored_fit
     return Gradients(monitor, optimizers)
+
+
+def _norm(*tensors: Any) -> Any:
+    return tf.linalg.global_norm([tf.cast(each, tf.float32) for each in tensors])
+
+
+def _none(*tensors: Any) -> Any:
+    return tf.constant(0.0)
+
+
+def _if(wanted: Any, yes: Callable[..., Any], no: Callable[..., Any], inputs: list[Any]) -> Any:
+    """``yes(*inputs)`` or ``no(*inputs)``, in one operation.
+
+    ``tf.cond`` becomes an operation for each input, which would take time in every step.
+    """
+    kinds = [tf.TensorSpec(each.shape, each.dtype) for each in inputs]
+    branches = [
+        tf.function(each, autograph=False).get_concrete_function(*kinds) for each in (yes, no)
+    ]
+    (result,) = tf.raw_ops.StatelessIf(
+        cond=wanted.read_value(),
+        input=inputs,
+        Tout=[tf.float32],
+        then_branch=branches[0],
+        else_branch=branches[1],
+    )
+    return result
 
 
 def _values(gradient: Any) -> Any:
