@@ -302,7 +302,8 @@ class Monitor:
             return
         self._writers = Writers(self.folder, self._tensorboard, self._hook)
         self._sent = {}
-        start = {"time": time.time(), "step": self._step, "hosts": self._hosts}
+        before = self._step - len(self._rows)
+        start = {"time": time.time(), "step": before, "hosts": self._hosts}
         self._writers.write({"start": start | restart_of_this_run()})
 
     def _pace(self, everyone: Sequence[Mapping[str, Any]]) -> None:
