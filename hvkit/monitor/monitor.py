@@ -70,7 +70,7 @@ class Monitor:
 
     Every rank makes a monitor and calls the same methods. A step costs well under a hundredth of a
     training step; a record is a small collective. With ``ParameterServer``, where ranks take
-    different numbers of steps, records hold rank 0's steps, and those of others count at the end.
+    different numbers of steps, records hold those of rank 0 only.
 
     A monitor can be a part of ``hvkit.Checkpoint``; a resumed run then counts its steps on, and
     writes into the same file.
