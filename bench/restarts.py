@@ -6,7 +6,7 @@
 Two of three hosts train a small network, a rank each, in steps of 50 ms, and save every fifth:
 under ``hvkit run --max-restarts`` with ``hvkit.Checkpoint``, under ``torchrun --max-restarts`` with
 DDP and a file that rank 0 writes and all read, and under ``horovodrun --min-np 1`` with Horovod's
-elastic state in memory. After step 28 a fault hits the rank on node2. Steps count as lost from the
+elastic state in memory. After step 28 a fault hits the rank that is not on node1. Steps count as lost from the
 one at the fault back. A peer that takes none within ``LIMIT`` seconds, or ends, has not survived.
 """
 
@@ -136,34 +136,34 @@ PEERS = {
 }  # fmt: skip
 
 
-def kill_rank(rig, folder, pid):
+def kill_rank(rig, folder, host, pid):
     os.kill(pid, signal.SIGKILL)
 
 
-def stop_rank(rig, folder, pid):
+def stop_rank(rig, folder, host, pid):
     os.kill(pid, signal.SIGSTOP)
 
 
-def terminate_rank(rig, folder, pid):
+def terminate_rank(rig, folder, host, pid):
     os.kill(pid, signal.SIGTERM)
 
 
-def raise_in_rank(rig, folder, pid):
-    (folder / "order-node2").write_text("raise")
+def raise_in_rank(rig, folder, host, pid):
+    (folder / f"order-{host}").write_text("raise")
 
 
-def leave_rank(rig, folder, pid):
-    (folder / "order-node2").write_text("leave")
+def leave_rank(rig, folder, host, pid):
+    (folder / f"order-{host}").write_text("leave")
 
 
-def kill_host(rig, folder, pid):
-    for process in rig.host("node2").processes():
+def kill_host(rig, folder, host, pid):
+    for process in rig.host(host).processes():
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
 
 
-def cut_link(rig, folder, pid):
-    rig.cut("node2")
+def cut_link(rig, folder, host, pid):
+    rig.cut(host)
 
 
 FAULTS = {
@@ -216,13 +216,18 @@ def steps_in(logs):
 
 def after_fault(peer, fault, rig, folder, logs, processes):
     wait_for(lambda: any(step >= AT for step, *_ in steps_in(logs)), 90)
-    on_node2 = {process.pid for process in rig.host("node2").processes()}
     seen = steps_in(logs)
     pids = {pid for _, _, pid in seen}
-    outside = [p for p in on_node2 if inner_pid(p) in pids and trains(p, folder)]
+    # Not the host of the launcher: it would end with it.
+    host, target = next(
+        (node, process.pid)
+        for node in NODES[1:]
+        for process in rig.host(node).processes()
+        if inner_pid(process.pid) in pids and trains(process.pid, folder)
+    )
     last = max(step for step, *_ in seen)
     begun = time.monotonic()
-    fault(rig, folder, outside[0])
+    fault(rig, folder, host, target)
     counted = len(seen)
     # A rank of the first try may still print a step or two.
     new = wait_for(
