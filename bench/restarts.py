@@ -6,8 +6,9 @@
 Two of three hosts train a small network, a rank each, in steps of 50 ms, and save every fifth:
 under ``hvkit run --max-restarts`` with ``hvkit.Checkpoint``, under ``torchrun --max-restarts`` with
 DDP and a file that rank 0 writes and all read, and under ``horovodrun --min-np 1`` with Horovod's
-elastic state in memory. After step 28 a fault hits the rank that is not on node1. Steps count as lost from the
-one at the fault back. A peer that takes none within ``LIMIT`` seconds, or ends, has not survived.
+elastic state in memory. After step 28 a fault hits the rank that is not on node1. Steps count as
+lost from the one at the fault back. A peer that takes none within ``LIMIT`` seconds, or ends, has
+not survived.
 """
 
 import argparse
