@@ -220,6 +220,8 @@ class Monitor:
     def flush(self) -> None:
         """Record the steps since the last record; a collective."""
         self._record()
+        if self._writers is not None:
+            self._writers.flush()
 
     def close(self) -> None:
         """Record what is left, log the line about the run, and close the files; a collective.

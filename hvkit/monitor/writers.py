@@ -65,6 +65,12 @@ class Writers:
             with self._tolerant(f"the hook {getattr(self._hook, '__qualname__', self._hook)!r}"):
                 self._hook(dict(values), step=step)
 
+    def flush(self) -> None:
+        """Write what is left in memory."""
+        if self._events is not None:
+            with self._tolerant("TensorBoard's event file"):
+                self._events.flush()
+
     def close(self) -> None:
         """Write what is left in memory, and close the files."""
         if self._file is not None:
