@@ -200,8 +200,6 @@ def distribute(
     raise_together(problem)
     assert adapter is not None
     assert options is not None
-    if monitor is not None:  # before averaging wraps the optimizers: it looks at the means
-        monitor.attach(model, optimizers)
     records = [(each, Record()) for each in optimizers]
     keeper: Keeper | None = None
     if runtime.size() > 1:
@@ -212,6 +210,9 @@ def distribute(
             [type(model).__name__, arguments, *adapter.facts()],
             "build the same model and optimizer, and pass the same arguments, on every rank",
         )
+    if monitor is not None:  # before averaging wraps the optimizers: it looks at the means
+        monitor.attach(model, optimizers)
+    if runtime.size() > 1:
         if options.strategy.has_momentum and (found := adapter.more_than_sgd()):
             warn_once(
                 "momentum",

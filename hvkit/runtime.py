@@ -121,6 +121,7 @@ def _join(framework: str | None = None) -> _World:
         return _world
     announced = launched(os.environ)
     if announced is None or announced.size == 1:
+        pulse.begin()
         _world = _World(rank=0, size=1, local_rank=0, local_size=1)
         return _world
     for each in rank_settings(os.environ):  # Horovod and Open MPI read them when they start

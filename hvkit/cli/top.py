@@ -68,6 +68,11 @@ def _top(args: argparse.Namespace) -> int:
     return 0
 
 
+def printable(text: str) -> str:
+    """The text without what would command a terminal: a rank reports its own lines."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
 def view(process: int, state: Mapping[str, Any], before: dict[int, tuple[float, int]]) -> Group:
     """One picture of a run.
 
@@ -104,9 +109,9 @@ def view(process: int, state: Mapping[str, Any], before: dict[int, tuple[float, 
             f"{step:,}" if step else "",
             f"{pace:.1f}" if pace else "",
             f"{each['speed']:,.0f}" if each.get("speed") else "",
-            Text(each["host"]),
-            Text(state_of_it),
+            Text(printable(each["host"])),
+            Text(printable(state_of_it)),
             Text(f"{waits:.0f} s" if waits >= 1 else "", "red" if waits > _LONG else ""),
-            Text(each.get("where", "")),
+            Text(printable(each.get("where", ""))),
         )
     return Group(Text(title, "bold"), table)

@@ -39,9 +39,11 @@ class FitCallback(keras.callbacks.Callback):  # type: ignore[misc]
         with tf.init_scope(), tf.device("CPU:0"):
             # When the last batch was there, in seconds since 1970, and its samples.
             self._loaded = tf.Variable([0.0, 0.0], trainable=False, dtype=tf.float64)
+            self._batches = tf.Variable(0, trainable=False, dtype=tf.int64)
         self._blocked = 0.0
         self._ended = time.monotonic()
         self._traced = False
+        self._logs: Any = None
         self._take_times(model)
         self._count_steps(model)
 
@@ -51,11 +53,12 @@ class FitCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
         @functools.wraps(train_step)
         def timed_step(data: Any) -> Any:
-            tensors = [each for each in tf.nest.flatten(data) if tf.is_tensor(each)]
-            with tf.control_dependencies(tensors), tf.device("CPU:0"):
-                samples = tf.shape(tensors[0])[0] if tensors and tensors[0].shape.rank else 0
-                values = [tf.timestamp(), tf.cast(samples, tf.float64)]
+            parts = tf.nest.flatten(data, expand_composites=True)  # of sparse and ragged tensors
+            with tf.control_dependencies(list(filter(tf.is_tensor, parts))), tf.device("CPU:0"):
+                values = [tf.timestamp(), tf.cast(_rows_of(data), tf.float64)]
                 loaded.assign(tf.stack(values), read_value=False)
+                if model.steps_per_execution > 1:
+                    self._batches.assign_add(1, read_value=False)
             return train_step(data)
 
         model.train_step = timed_step
@@ -79,22 +82,23 @@ class FitCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
             @functools.wraps(run)
             def counted(iterator: Any) -> Any:
-                began, done = time.time(), self._done()
+                if self._monitor.closed:
+                    return run(iterator)
+                several = model.steps_per_execution > 1
+                began, done = time.time(), int(self._batches.numpy()) if several else 0
                 logs = run(iterator)
-                self._step(began, 1 if done is None else self._done() - done, logs)
+                if steps := int(self._batches.numpy()) - done if several else 1:
+                    self._step(began, steps, logs)
                 return logs
 
             model.train_function = counted
 
         model.make_train_function = make_counted
 
-    def _done(self) -> Any:
-        """Steps done so far; None if each call makes one."""
-        several = self.model.steps_per_execution > 1
-        return int(self.model.optimizer.iterations.numpy()) if several else None
-
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begin a pass over the training data."""
+        if self._monitor.closed:
+            return
         self._monitor.begin_epoch(epoch)
         self._ended = time.monotonic()
         self._blocked = blocked_in_graphs.seconds()
@@ -103,24 +107,28 @@ class FitCallback(keras.callbacks.Callback):  # type: ignore[misc]
         """Count the steps of a call that began at this time; a collective at a record."""
         now, blocked = time.monotonic(), blocked_in_graphs.seconds()
         loaded, samples = quickly_read(self._loaded).tolist()
-        self._monitor.stride = steps
-        # In the first call TensorFlow makes the graph, before it takes a batch.
-        data = max(loaded - began, 0.0) if self._traced and steps == 1 else 0.0
-        self._traced = True
+        self._monitor.stride, self._logs = steps, logs
+        data = max(loaded - began, 0.0) if steps == 1 else 0.0
         took, waited = (now - self._ended) / steps, (blocked - self._blocked) / steps
         self._blocked, self._ended = blocked, now
+        # In the first call TensorFlow made the graph, which took most of its time.
+        step = Step(took, data, waited, samples) if self._traced else None
+        self._traced = True
         for _ in range(steps):
             metrics = _numbers(logs) if self._monitor.due else {}
-            if self._monitor.add_step(Step(took, data, waited, samples), metrics):
+            if self._monitor.add_step(step, metrics):
                 self._ended = time.monotonic()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Record what Keras reports of all ranks: its metrics, and those of the validation."""
+        if self._monitor.closed:
+            return
         self._monitor.log(**{f"epoch_{name}": value for name, value in _numbers(logs).items()})
 
     def on_train_end(self, logs: Any = None) -> None:
         """Record the rest; a collective."""
-        self._monitor.flush()
+        if not self._monitor.closed:
+            self._monitor.flush(**_numbers(self._logs))
 
 
 class Gradients:
@@ -180,7 +188,7 @@ class Gradients:
 
 def watch(monitor: Monitor, model: keras.Model, optimizers: Sequence[Any]) -> Gradients:
     """Record the steps of ``fit``, and the rate and norm of these optimizers."""
-    callback = FitCallback(monitor, model)
+    callback = monitor.callback(model)
     fit = model.fit
 
     @functools.wraps(fit)
@@ -192,11 +200,22 @@ def watch(monitor: Monitor, model: keras.Model, optimizers: Sequence[Any]) -> Gr
                 given.append(callback)
         else:
             several = given if isinstance(given, list | tuple) else [given] if given else []
-            kwargs["callbacks"] = [*several, callback]
+            own = [] if callback in several else [callback]
+            kwargs["callbacks"] = [*several, *own]
         return fit(*args, **kwargs)
 
     model.fit = monitored_fit
     return Gradients(monitor, optimizers)
+
+
+def _rows_of(data: Any) -> Any:
+    """Samples in a batch: the rows of its first tensor; 0 if it has none."""
+    first: Any = next(iter(tf.nest.flatten(data)), None)
+    if isinstance(first, tf.SparseTensor):
+        return first.dense_shape[0]
+    if isinstance(first, tf.RaggedTensor):
+        return first.nrows()
+    return tf.shape(first)[0] if tf.is_tensor(first) and first.shape.rank else 0
 
 
 def _norm(*tensors: Any) -> Any:

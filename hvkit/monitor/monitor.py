@@ -6,21 +6,23 @@ import math
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from hvkit import runtime
 from hvkit.adapters.adapter import all_take_equal_steps, framework_of
 from hvkit.argument_checks import check_count
 from hvkit.communication import collectives
 from hvkit.communication.traffic import traffic
+from hvkit.errors import HvkitError
 from hvkit.host.run_reports import report, restart_of_this_run
 from hvkit.log import logger
 from hvkit.monitor.host_load import HostLoad
+from hvkit.monitor.records import RESERVED, described, detached, length_of
 from hvkit.monitor.step_clock import Step, StepClock
-from hvkit.monitor.step_shares import Shares, Totals, shares
+from hvkit.monitor.step_shares import Totals, shares
 from hvkit.monitor.writers import Hook, Writers, flattened
 from hvkit.watch.calls import mark, named
 
@@ -85,6 +87,8 @@ class Monitor:
     Raises:
         TypeError: an argument has a wrong type.
         ValueError: ``every`` is not positive.
+        HvkitError: later, on every rank: rank 0 cannot write into the folder, or
+            ``tensorboard=True`` and it is not installed.
     """
 
     def __init__(
@@ -114,12 +118,16 @@ class Monitor:
         self._samples = 0.0
         self._epoch: int | None = None
         self._writers: Writers | None = None
+        self._started = False
+        # Numbers of the script that no file is there for yet.
+        self._logs: list[tuple[int, float, dict[str, float]]] = []
+        self._callbacks: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self._load: HostLoad | None = None
         self._totals: Totals | None = None
         self._hosts: list[str] = []
         self._sent: Mapping[str, int] = {}
         self._gradients: Any = None
-        self._closed = False
+        self.closed = False
 
     def batches(self, data: Iterable[T]) -> Iterator[T]:
         """The batches of ``data``; the time until each is there counts as data.
@@ -138,7 +146,7 @@ class Monitor:
             ended = time.monotonic()
             self._clock.loaded(ended - begun)
             mark("data", begun, ended)
-            self._samples += _length_of(batch)
+            self._samples += length_of(batch)
             yield batch
 
     @named("Monitor.step")
@@ -155,23 +163,29 @@ class Monitor:
             TypeError: a metric is no number.
             RankLostError: another rank has ended, or waits in another call.
         """
+        self._require_open()
         if self._gradients is not None:
             self._clock.blocked(self._gradients.blocked())
         counted = self._samples if samples is None else float(samples)
+        if self.due:  # a GPU may still be at work: wait for it inside the step
+            metrics = {name: float(detached(name, value)) for name, value in metrics.items()}
         self.add_step(self._clock.end(counted), metrics)
 
-    def add_step(self, step: Step, metrics: Mapping[str, Any]) -> bool:
+    def add_step(self, step: Step | None, metrics: Mapping[str, Any]) -> bool:
         """Count a step that another clock has timed; return whether it ended with a record.
 
         A collective at a record.
+
+        Args:
+            step: None for one whose time says nothing.
+            metrics: as for ``step``.
         """
-        self._rows.append(step)
+        if step is not None:
+            self._rows.append(step)
         self._samples = 0.0
         self._step += 1
         for name, value in metrics.items():
-            value = _detached(name, value)
-            self._sums[name] = self._sums[name] + value if name in self._sums else value
-            self._counts[name] = self._counts.get(name, 0) + 1
+            self._add(name, value)
         recorded = self._step >= self._next
         if recorded:
             self._record()
@@ -179,6 +193,13 @@ class Monitor:
         if self._gradients is not None:
             self._gradients.expect(self.due)
         return recorded
+
+    def _add(self, name: str, value: Any) -> None:
+        if name in RESERVED:
+            raise ValueError(f"{name!r} is a name of hvkit's own in records: choose another one")
+        value = detached(name, value)
+        self._sums[name] = self._sums[name] + value if name in self._sums else value
+        self._counts[name] = self._counts.get(name, 0) + 1
 
     @property
     def due(self) -> bool:
@@ -193,9 +214,11 @@ class Monitor:
         Raises:
             TypeError: one is no number.
         """
-        numbers = {name: float(_detached(name, value)) for name, value in values.items()}
+        self._require_open()
+        numbers = {name: float(detached(name, value)) for name, value in values.items()}
         if runtime.rank() == 0:
-            self._write({"step": self._step, "time": time.time(), "logged": numbers}, numbers)
+            self._logs.append((self._step, time.time(), numbers))
+            self._write_logs()
 
     def begin_epoch(self, epoch: int) -> None:
         """Begin a pass over the data; what has passed since the last step counts for none."""
@@ -203,13 +226,28 @@ class Monitor:
         self._clock.begin()
 
     def callback(self, model: keras.Model) -> keras.callbacks.Callback:
-        """A callback for ``fit`` of this model, which records every step."""
+        """The callback for ``fit`` of this model, which records every step."""
         from hvkit.monitor.keras import FitCallback
 
-        return FitCallback(self, model)
+        if model not in self._callbacks:
+            self._callbacks[model] = FitCallback(self, model)
+        return self._callbacks[model]
 
     def attach(self, model: Any, optimizers: Sequence[Any]) -> None:
-        """Record the learning rate and the norm of the gradients; ``distribute`` calls this."""
+        """Record the learning rate and the norm of the gradients; ``distribute`` calls this.
+
+        A collective.
+
+        Raises:
+            ValueError: another model was attached before.
+            HvkitError: rank 0 cannot write into the folder; on every rank.
+        """
+        if self._gradients is not None:
+            raise ValueError(
+                "this monitor was passed to hvkit.distribute before: pass it with one model, and "
+                "make another one, with a folder of its own, for each further model"
+            )
+        self._open()
         if framework_of(model) == "tensorflow":
             from hvkit.monitor import keras as framework
         else:
@@ -217,8 +255,18 @@ class Monitor:
         self._gradients = framework.watch(self, model, optimizers)
 
     @named("Monitor.flush")
-    def flush(self) -> None:
-        """Record the steps since the last record; a collective."""
+    def flush(self, **metrics: Any) -> None:
+        """Record the steps since the last record; a collective.
+
+        Args:
+            **metrics: as for ``step``, instead of what the steps had.
+        """
+        self._require_open()
+        if metrics:
+            self._sums.clear()
+            self._counts.clear()
+        for name, value in metrics.items():
+            self._add(name, value)
         self._record()
         if self._writers is not None:
             self._writers.flush()
@@ -229,12 +277,20 @@ class Monitor:
         ``with hvkit.Monitor(...)`` calls it. After an error, which other ranks may not have, the
         ``with`` block closes the files only.
         """
-        if self._closed:
+        if self.closed:
             return
-        self.flush()
-        self._finish()
+        try:
+            self.flush()
+        finally:
+            self._finish()
         if self._totals is not None and self._totals.steps:
             logger.info("%s: %s", self.folder, self._totals.line())
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise ValueError(
+                f"this monitor of {self.folder} is closed: use it inside its with block"
+            )
 
     def __enter__(self) -> Monitor:
         return self
@@ -247,7 +303,7 @@ class Monitor:
     ) -> None:
         if error is None:
             self.close()
-        elif not self._closed:
+        elif not self.closed:
             self._finish()
 
     def state_dict(self) -> dict[str, Any]:
@@ -261,16 +317,15 @@ class Monitor:
         self._next = self._step + (self._every or _FIRST)
 
     def _finish(self) -> None:
-        self._closed = True
+        self.closed = True
         self._clock.close()
-        if self._writers is not None and self._totals is not None:
-            self._writers.write({"end": {"time": time.time(), **self._totals.summary()}})
         if self._writers is not None:
+            if self._totals is not None and self._totals.steps:
+                self._writers.write({"end": {"time": time.time(), **self._totals.summary()}})
             self._writers.close()
 
     def _record(self) -> None:
-        if not self._hosts:
-            self._start()
+        self._open()
         mine: dict[str, Any] = {
             "rows": [list(step) for step in self._rows],
             "metrics": {name: self._mean(name) for name in self._sums},
@@ -281,6 +336,8 @@ class Monitor:
         alike = all_take_equal_steps()
         everyone = collectives.gather("Monitor.step", mine) if alike else [mine]
         self._pace(everyone)
+        self._write_logs()
+        self._write_start()
         self._rows.clear()
         self._sums.clear()
         self._counts.clear()
@@ -290,23 +347,71 @@ class Monitor:
         assert self._totals is not None
         if alike:
             self._totals.add(found)
-        record = self._described(found, everyone)
-        self._write(record, flattened(record))
+        sent = {name: each.bytes for name, each in traffic().items() if name != "start"}
+        record = described(
+            {"step": self._step, "time": time.time(), "epoch": self._epoch},
+            found,
+            [each["metrics"] for each in everyone],
+            {} if self._gradients is None else self._gradients.read(),
+            {name: total - self._sent.get(name, 0) for name, total in sent.items()},
+            {
+                host: each["load"]
+                for host, each in zip(self._hosts, everyone, strict=False)
+                if each["load"]
+            },
+        )
+        self._sent = sent
+        if self._writers is not None:
+            self._writers.write(record)
+            numbers = flattened(record).items()
+            shown = {name: value for name, value in numbers if name not in ("step", "time")}
+            self._writers.scalars(self._step, shown)
 
-    def _start(self) -> None:
-        """Learn the hosts of all ranks, and begin the files; a collective."""
+    def _open(self) -> None:
+        """Learn the hosts of all ranks, and make the files; the first time, a collective."""
+        if self._hosts:
+            return
         runtime.init()
-        self._hosts = collectives.gather("Monitor.step", socket.gethostname())
+        problem: Exception | None = None
+        if runtime.rank() == 0:
+            try:
+                self._writers = Writers(self.folder, self._tensorboard, self._hook)
+            except OSError as error:
+                problem = HvkitError(
+                    f"the monitor cannot write into {self.folder} ({error.strerror}): name a "
+                    "folder that rank 0 can make"
+                )
+            except ModuleNotFoundError as error:
+                problem = HvkitError(str(error))
+        own = socket.gethostname()
+        # A parameter server's ranks meet only when the script has them meet.
+        if all_take_equal_steps():
+            self._hosts = collectives.share("Monitor.step", problem, own)
+        elif problem is not None:
+            raise problem
+        else:
+            self._hosts = [own]
         self._totals = Totals(self._hosts)
         if runtime.local_rank() == 0:
             self._load = HostLoad()
-        if runtime.rank() != 0:
+
+    def _write_start(self) -> None:
+        """Write the line of a start, before any other, once the step is known."""
+        if self._writers is not None and not self._started:
+            self._started = True
+            before = self._step - len(self._rows)
+            start = {"time": time.time(), "step": before, "hosts": self._hosts}
+            self._writers.write({"start": start | restart_of_this_run()})
+
+    def _write_logs(self) -> None:
+        """Write what the script has logged, once there are files."""
+        if self._writers is None:
             return
-        self._writers = Writers(self.folder, self._tensorboard, self._hook)
-        self._sent = {}
-        before = self._step - len(self._rows)
-        start = {"time": time.time(), "step": before, "hosts": self._hosts}
-        self._writers.write({"start": start | restart_of_this_run()})
+        self._write_start()
+        for step, at, numbers in self._logs:
+            self._writers.write({"step": step, "time": at, "logged": numbers})
+            self._writers.scalars(step, numbers)
+        self._logs.clear()
 
     def _pace(self, everyone: Sequence[Mapping[str, Any]]) -> None:
         """Set when the next record comes, alike on all ranks: they compute it from the same."""
@@ -319,70 +424,3 @@ class Monitor:
 
     def _mean(self, name: str) -> float:
         return float(self._sums[name]) / self._counts[name]
-
-    def _described(self, found: Shares, everyone: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The record of some steps of all ranks, as ``metrics.jsonl`` holds it."""
-        speeds = found.samples_per_second
-        record: dict[str, Any] = {"step": self._step, "time": time.time()}
-        if self._epoch is not None:
-            record["epoch"] = self._epoch
-        names = dict.fromkeys(name for each in everyone for name in each["metrics"])
-        for name in names:
-            values = [each["metrics"][name] for each in everyone if name in each["metrics"]]
-            record[name] = sum(values) / len(values)
-        if self._gradients is not None:
-            record |= self._gradients.read()
-        record["steps"] = found.steps
-        record["samples_per_second"] = sum(speeds)
-        if len(speeds) > 1:
-            slow, fast = speeds.index(min(speeds)), speeds.index(max(speeds))
-            record["slowest"] = {"samples_per_second": speeds[slow], "rank": slow}
-            record["fastest"] = {"samples_per_second": speeds[fast], "rank": fast}
-            record["ranks"] = {"samples_per_second": speeds, "last": found.last.tolist()}
-        record["seconds"] = {"step": found.seconds, **found.parts}
-        sent = {name: each.bytes for name, each in traffic().items() if name != "start"}
-        record["sent"] = {
-            purpose: (total - self._sent.get(purpose, 0)) / max(found.steps, 1)
-            for purpose, total in sent.items()
-        }
-        self._sent = sent
-        loads = zip(self._hosts, (each["load"] for each in everyone), strict=False)
-        record["host"] = {host: load for host, load in loads if load}
-        return record
-
-    def _write(self, record: Mapping[str, Any], numbers: Mapping[str, float]) -> None:
-        if self._writers is None:
-            if self._closed:
-                raise ValueError("this monitor is closed: log inside its with block")
-            self._writers = Writers(self.folder, self._tensorboard, self._hook)
-        self._writers.write(record)
-        plain = {name: value for name, value in numbers.items() if name not in ("step", "time")}
-        self._writers.scalars(self._step, plain)
-
-
-def _detached(name: str, value: Any) -> Any:
-    """The value without a graph behind it, not yet fetched from a GPU."""
-    if isinstance(value, int | float):
-        return value
-    if hasattr(value, "detach"):
-        value = value.detach()
-    if math.prod(getattr(value, "shape", (0,))) != 1:
-        raise TypeError(
-            f"metrics are numbers or tensors with one value, got {value!r} of type "
-            f"{type(value).__name__} for {name!r}"
-        )
-    return value
-
-
-def _length_of(batch: Any) -> int:
-    """Samples in a batch: the length of its first array or tensor; 0 if there is none."""
-    if getattr(batch, "shape", None):
-        return int(batch.shape[0])
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    if isinstance(batch, list | tuple):
-        for each in batch:
-            with suppress(TypeError, ValueError):
-                if found := _length_of(each):
-                    return found
-    return 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -200,6 +200,7 @@ def _take(run: Run, line: bytes) -> bool:
 
 def show(run: Run, console: Console) -> None:
     """Print the run for a terminal."""
+    run = _printable(run)
     console.print(f"[bold]{escape(run.name)}[/bold]: {headline(run)}", highlight=False)
     table = Table("metric", "first", "best", "last", box=None, pad_edge=False)
     for name, points in run.curves.items():
@@ -224,6 +225,19 @@ def show(run: Run, console: Console) -> None:
         console.print(table)
     if run.unreadable:
         console.print(f"{run.unreadable} lines of {FILE} are no records and were left out")
+
+
+def _printable(run: Run) -> Run:
+    """The run without what would command a terminal: names and reasons are the script's."""
+
+    def plain(text: str) -> str:
+        return "".join(c if c.isprintable() else "?" for c in text)
+
+    starts = [
+        replace(s, hosts=tuple(map(plain, s.hosts)), reason=plain(s.reason)) for s in run.starts
+    ]
+    curves = {plain(name): points for name, points in run.curves.items()}
+    return replace(run, name=plain(run.name), starts=starts, curves=curves)
 
 
 def headline(run: Run) -> str:

@@ -17,6 +17,8 @@ Points = Sequence[tuple[float, float]]
 
 # Of a curve, and curves of one kind.
 _POINTS = 300
+# Numbers beyond this have no place on an axis; NaN is not below it either.
+_MOST = 1e100
 _CURVES = 24
 _HOSTS = 12
 _RANKS = 16
@@ -274,7 +276,7 @@ def _chart(
     xs, ys = [x for x, _ in points], [y for _, y in points]
     left, right = min(xs), max(xs)
     low, high = (min(0.0, min(ys)) if from_zero else min(ys)), max(ys)
-    if high == low:
+    if high - low <= 1e-9 * max(abs(low), abs(high)):
         low, high = low - abs(low) * 0.1 - 1e-9, high + abs(high) * 0.1 + 1e-9
     ticks = _ticks(low, high)
     low, high = min(low, ticks[0]), max(high, ticks[-1])
@@ -329,7 +331,7 @@ def _chart(
 
 def _thinned(points: Points) -> list[tuple[float, float]]:
     """At most ``_POINTS`` points: means over equal numbers of them; finite ones only."""
-    found = [(float(x), float(y)) for x, y in points if math.isfinite(x) and math.isfinite(y)]
+    found = [(float(x), float(y)) for x, y in points if abs(x) < _MOST and abs(y) < _MOST]
     group = max(1, math.ceil(len(found) / _POINTS))
     if group == 1:
         return found

@@ -35,6 +35,8 @@ class Writers:
     """
 
     def __init__(self, folder: Path, tensorboard: bool | None, hook: Hook | None) -> None:
+        self._hook = hook
+        self._failed: set[str] = set()
         installed = find_spec("tensorboard") is not None
         if tensorboard and not installed:
             raise ModuleNotFoundError(
@@ -44,10 +46,11 @@ class Writers:
         folder.mkdir(parents=True, exist_ok=True)
         self._file: TextIO | None = open(folder / FILE, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         self._events: Any = None
-        if installed and tensorboard is not False:
+        if tensorboard:
             self._events = _event_writer(folder)
-        self._hook = hook
-        self._failed: set[str] = set()
+        elif installed and tensorboard is None:
+            with self._tolerant("TensorBoard's event file"):
+                self._events = _event_writer(folder)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Write a line of ``metrics.jsonl``: values that JSON holds."""
@@ -97,11 +100,16 @@ class Writers:
 def _event_writer(folder: Path) -> Any:
     """TensorBoard's writer, which would otherwise import TensorFlow for its file system."""
     stub = "tensorboard.compat.notf"
-    if "tensorflow" not in sys.modules and stub not in sys.modules:
+    without = "tensorflow" not in sys.modules and stub not in sys.modules
+    if without:
         sys.modules[stub] = ModuleType(stub)
-    from tensorboard.summary import Writer
+    try:
+        from tensorboard.summary import Writer
 
-    return Writer(str(folder))
+        return Writer(str(folder))
+    finally:
+        if without:
+            del sys.modules[stub]
 
 
 def flattened(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:

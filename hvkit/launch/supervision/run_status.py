@@ -12,7 +12,6 @@ import json
 import os
 import socket
 import stat
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,8 @@ _ANSWERS_WITHIN = 5.0
 
 
 def folder() -> Path:
-    """The folder with the sockets of this user's runs on this host."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    return (
-        Path(runtime, "hvkit") if runtime else Path(tempfile.gettempdir(), f"hvkit-{os.getuid()}")
-    )
+    """The folder with the sockets of this user's runs on this host, from whichever shell."""
+    return Path("/tmp", f"hvkit-{os.getuid()}")
 
 
 async def serve(state: Callable[[], dict[str, Any]]) -> None:
@@ -40,29 +36,40 @@ async def serve(state: Callable[[], dict[str, Any]]) -> None:
         path.unlink(missing_ok=True)
 
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            with contextlib.suppress(ConnectionError):
+            try:
                 writer.write(json.dumps(state()).encode())
-                await writer.drain()
-            writer.close()
+                async with asyncio.timeout(_ANSWERS_WITHIN):
+                    await writer.drain()
+                    writer.close()
+                    await writer.wait_closed()
+            except (ConnectionError, TimeoutError):
+                pass  # it does not read
+            finally:
+                writer.transport.abort()
 
         server = await asyncio.start_unix_server(answer, path)
     except (OSError, HvkitError) as error:
         logger.debug("hvkit top will not find this run: %s", error)
         return
     try:
-        async with server:
-            await server.serve_forever()
+        await asyncio.Event().wait()
     finally:
+        server.close()
         path.unlink(missing_ok=True)
 
 
 def running() -> list[int]:
     """The processes that answer, the newest first."""
     try:
-        names = sorted(folder().iterdir(), key=lambda each: -each.stat().st_mtime)
-    except OSError:
+        _require_own(folder())
+        found = [each for each in folder().iterdir() if each.name.isdecimal()]
+    except (OSError, HvkitError):
         return []
-    return [int(each.name) for each in names if each.name.isdecimal() and _answers(each)]
+    begun = {}
+    for each in found:
+        with contextlib.suppress(FileNotFoundError):  # it has just ended
+            begun[each] = each.stat().st_mtime
+    return [int(each.name) for each in sorted(begun, key=lambda e: -begun[e]) if _answers(each)]
 
 
 def read(process: int) -> dict[str, Any]:
@@ -99,6 +106,9 @@ def _answers(path: Path) -> bool:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(_ANSWERS_WITHIN)
             connection.connect(str(path))
+    except ConnectionRefusedError:  # left by a run that was killed
+        path.unlink(missing_ok=True)
+        return False
     except OSError:
         return False
     return True

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import json
+import math
 import socket
 import threading
 import time
@@ -270,7 +271,8 @@ class Supervisor:
                 rank.send(Kind.TAKEN, protocol.HEADER_BYTES + len(payload))
             elif kind is Kind.CLOCK:
                 number, theirs = protocol.fields(payload, number=int, now=float)
-                rank.clock.answered(number, theirs or 0.0, time.monotonic())
+                if number is not None and theirs is not None and math.isfinite(theirs):
+                    rank.clock.answered(number, theirs, time.monotonic())
             elif kind is Kind.STOPPED:
                 rank.stopped = True
             elif kind is Kind.ENDED:
@@ -300,8 +302,9 @@ class Supervisor:
                 self.terminated[rank.number] = rank.host
             case {"left": True}:
                 self.left.add(rank.number)
-            case {"now": dict(now)}:
-                rank.now = now
+            case {"now": {"call": str(name), "waits": waits, "where": str(where), "step": step}}:
+                if isinstance(waits, int | float) and isinstance(step, int):
+                    rank.now = {"call": name, "waits": waits, "where": where, "step": step}
             case {"speed": int(speed) | float(speed)}:
                 rank.speed = speed
 

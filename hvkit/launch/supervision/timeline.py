@@ -13,6 +13,7 @@ synchronization", 1989). The quickest of the last answers counts, which also fol
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import deque
 from pathlib import Path
@@ -25,6 +26,8 @@ from hvkit.log import logger
 _ANSWERS = 30
 # Lines of spans that may come before the first answer.
 _WAITING = 1000
+# Microseconds of a span: what JSON's readers count exactly.
+_LONGEST = 1 << 53
 
 
 class HostClock:
@@ -108,6 +111,8 @@ class Timeline:
             spans = json.loads(line)["spans"]
             events = []
             for name, step, thread, begun, length in spans:
+                if not (math.isfinite(begun) and 0 <= length < _LONGEST):
+                    raise ValueError("no time")
                 event = {
                     "name": str(name),
                     "ph": "X",
@@ -117,9 +122,9 @@ class Timeline:
                     "dur": int(length),
                 }
                 if step is not None:
-                    event["args"] = {"step": int(step)}
+                    event["args"] = {"step": int(step) % _LONGEST}
                 events += [*self._names(rank, host, int(thread)), event]
-        except (ValueError, TypeError, KeyError, OverflowError):
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             logger.warning("a rank's spans are no JSON: %r", line[:80])
             return []
         return events

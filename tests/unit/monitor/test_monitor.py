@@ -1,6 +1,7 @@
 """``hvkit.Monitor`` in one process."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -59,6 +60,74 @@ def test_a_record_is_the_mean_over_its_steps(tmp_path):
         for value in (1.0, 3.0, torch.tensor(5.0), 9):
             monitor.step(loss=value, samples=8)
     assert [each["loss"] for each in records(tmp_path)] == [2, 7]
+
+
+def test_losses_of_few_bits_add_up_in_32(tmp_path):
+    with hvkit.Monitor(tmp_path, every=1000) as monitor:
+        for _ in range(1000):
+            monitor.step(loss=torch.tensor(2.296875, dtype=torch.bfloat16))
+    assert [each["loss"] for each in records(tmp_path)] == [2.296875]
+
+
+def test_a_tensor_that_is_filled_anew_counts_with_each_of_its_values(tmp_path):
+    loss = torch.zeros(())
+    with hvkit.Monitor(tmp_path, every=4) as monitor:
+        for value in (1.0, 2.0, 3.0, 4.0):
+            monitor.step(loss=loss.fill_(value))
+    assert [each["loss"] for each in records(tmp_path)] == [2.5]
+
+
+def test_what_is_logged_before_the_first_record_comes_after_the_start(tmp_path):
+    with hvkit.Monitor(tmp_path, every=100) as monitor:
+        monitor.log(accuracy=0.25)
+        monitor.step(loss=1.0)
+        monitor.log(accuracy=0.5)
+    assert "start" in lines(tmp_path)[0]
+    assert [line["logged"] for line in lines(tmp_path) if "logged" in line] == [
+        {"accuracy": 0.25},
+        {"accuracy": 0.5},
+    ]
+
+
+@pytest.mark.parametrize("name", ["step", "epoch", "start", "gradient_norm"])
+def test_names_of_hvkits_own_are_refused(tmp_path, name):
+    monitor = hvkit.Monitor(tmp_path)
+    with pytest.raises(ValueError, match=f"'{name}' is a name of hvkit's own"):
+        monitor.step(**{name: 1.0})
+
+
+def test_a_closed_monitor_says_so(tmp_path):
+    with hvkit.Monitor(tmp_path) as monitor:
+        monitor.step(loss=1.0)
+    for use in (monitor.step, monitor.log, monitor.flush):
+        with pytest.raises(ValueError, match="is closed: use it inside its with block"):
+            use()
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_of_distribute(tmp_path):
+    (tmp_path / "file").touch()
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(hvkit.HvkitError, match="name a folder that rank 0 can make"):
+        hvkit.distribute(model, optimizer, monitor=hvkit.Monitor(tmp_path / "file" / "x"))
+
+
+def test_a_monitor_is_for_one_model(tmp_path):
+    monitor = hvkit.Monitor(tmp_path)
+    for number in range(2):
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        if number == 0:
+            hvkit.distribute(model, optimizer, monitor=monitor)
+    with pytest.raises(ValueError, match="pass it with one model"):
+        hvkit.distribute(model, optimizer, monitor=monitor)
+
+
+def test_a_tensorboard_that_cannot_be_imported_ends_no_training(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "tensorboard.summary", None)
+    train(tmp_path, every=5)
+    assert "TensorBoard's event file failed" in caplog.text
+    assert len(records(tmp_path)) == 4
 
 
 def test_training_gives_the_same_bits(tmp_path):

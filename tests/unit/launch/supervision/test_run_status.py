@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 
 import pytest
 from rich.console import Console
@@ -21,7 +22,7 @@ STATE = {"size": 3, "saved": 30, "seconds": 61.0, "restarts": 2, "ranks": RANKS}
 
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(run_status, "folder", lambda: tmp_path / "hvkit")
 
 
 def served(look):
@@ -47,6 +48,42 @@ def test_the_state_of_a_run_is_read():
 def test_running_runs_are_found():
     assert served(run_status.running) == [os.getpid()]
     assert run_status.running() == []
+
+
+def test_a_client_that_does_not_read_holds_up_nobody(monkeypatch):
+    monkeypatch.setattr(run_status, "_ANSWERS_WITHIN", 0.2)
+    large = {"ranks": ["x" * 1000] * 10_000}
+
+    async def serve_one():
+        serving = asyncio.create_task(run_status.serve(lambda: large))
+        path = run_status.folder() / str(os.getpid())
+        while not path.exists():
+            await asyncio.sleep(0.01)
+        with socket.socket(socket.AF_UNIX) as client:
+            await asyncio.to_thread(client.connect, str(path))
+            await asyncio.sleep(0.05)
+            serving.cancel()
+            async with asyncio.timeout(10):
+                await asyncio.gather(serving, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(serve_one(), 20))
+
+
+def test_what_a_killed_run_left_is_removed():
+    run_status.folder().mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(run_status.folder() / "4711"))
+    assert run_status.running() == []
+    assert list(run_status.folder().iterdir()) == []
+
+
+def test_text_of_a_rank_commands_no_terminal():
+    ranks = [{"rank": 0, "host": "a\x1b[2J", "call": "b\x1b]0;x\x07"}]
+    console = Console(record=True, width=140, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(top.view(12, STATE | {"ranks": ranks}, {}))
+    text = console.export_text()
+    assert "a?[2J" in text
+    assert "\x1b" not in text
 
 
 def test_a_run_that_has_ended_is_an_error():

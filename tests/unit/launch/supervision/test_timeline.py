@@ -71,7 +71,15 @@ def test_spans_wait_for_the_first_answer_of_their_clock(tmp_path):
     assert [each["name"] for each in events if each["ph"] == "X"] == ["fit", "evaluate"]
 
 
-@pytest.mark.parametrize("line", [b"", b"[]", b'{"spans": 3}', b'{"spans": [["a"]]}', b"\xff"])
+NESTED = b'{"spans":' + b"[" * 4000
+NO_TIME = b'{"spans": [["a", null, 0, NaN, 5]]}'
+TOO_LONG = b'{"spans": [["a", null, 0, 1.0, ' + b"9" * 400 + b"]]}"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"", b"[]", b'{"spans": 3}', b'{"spans": [["a"]]}', b"\xff", NESTED, NO_TIME, TOO_LONG],
+)
 def test_what_is_no_span_is_left_out(tmp_path, line):
     timeline = Timeline(tmp_path / "trace.json")
     timeline.take(0, "a", known(0.0), line)

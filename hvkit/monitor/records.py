@@ -1,0 +1,81 @@
+"""What a record of some steps holds, and the values that go into it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from hvkit.monitor.step_shares import Shares
+
+RESERVED = frozenset((
+    *("step", "time", "epoch", "steps", "samples_per_second", "slowest", "fastest", "ranks"),
+    *("seconds", "sent", "host", "learning_rate", "gradient_norm", "start", "end", "logged"),
+))  # fmt: skip
+"""Names in records that are not the script's."""
+
+
+def described(
+    about: Mapping[str, Any],
+    found: Shares,
+    metrics: Sequence[Mapping[str, float]],
+    optimizer: Mapping[str, float],
+    sent: Mapping[str, int],
+    loads: Mapping[str, Mapping[str, float]],
+) -> dict[str, Any]:
+    """The record of some steps of all ranks, as ``metrics.jsonl`` holds it.
+
+    Args:
+        about: step, time and epoch; None for what there is not.
+        found: where the time went.
+        metrics: by rank, the script's numbers: means over the steps.
+        optimizer: learning rate and gradient norm.
+        sent: bytes of a rank by purpose, in all of these steps.
+        loads: by host.
+    """
+    speeds = found.samples_per_second
+    record = {name: value for name, value in about.items() if value is not None}
+    for name in dict.fromkeys(name for each in metrics for name in each):
+        values = [each[name] for each in metrics if name in each]
+        record[name] = sum(values) / len(values)
+    record |= optimizer
+    record["steps"] = found.steps
+    record["samples_per_second"] = sum(speeds)
+    if len(speeds) > 1:
+        slow, fast = speeds.index(min(speeds)), speeds.index(max(speeds))
+        record["slowest"] = {"samples_per_second": speeds[slow], "rank": slow}
+        record["fastest"] = {"samples_per_second": speeds[fast], "rank": fast}
+        record["ranks"] = {"samples_per_second": speeds, "last": found.last.tolist()}
+    record["seconds"] = {"step": found.seconds, **found.parts}
+    record["sent"] = {purpose: size / max(found.steps, 1) for purpose, size in sent.items()}
+    record["host"] = dict(loads)
+    return record
+
+
+def detached(name: str, value: Any) -> Any:
+    """A copy of the value in 32 bits or more, without a graph, not yet fetched from a GPU."""
+    if isinstance(value, int | float):
+        return float(value)
+    if math.prod(getattr(value, "shape", (0,))) != 1:
+        raise TypeError(
+            f"metrics are numbers or tensors with one value, got {value!r} of type "
+            f"{type(value).__name__} for {name!r}"
+        )
+    if hasattr(value, "detach"):
+        return value.detach().float().clone().reshape(())
+    return float(value)
+
+
+def length_of(batch: Any) -> int:
+    """Samples in a batch: the length of its first array or tensor; 0 if there is none."""
+    if getattr(batch, "shape", None):
+        return int(batch.shape[0])
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, list | tuple):
+        for each in batch:
+            with suppress(TypeError, ValueError):
+                if found := length_of(each):
+                    return found
+    return 0
