@@ -2,7 +2,8 @@
 
 A run may consist of several starts: one that a restart or a resumption began repeats the steps
 since its checkpoint. Records of the earlier try that come after that step are left out of curves,
-and counted as steps lost.
+and counted as steps lost. A start from step 0 that no restart made begins another run in the same
+folder, which takes the place of the one before.
 """
 
 from __future__ import annotations
@@ -173,6 +174,9 @@ def _take(run: Run, line: bytes) -> bool:
                 points[:] = [point for point in points if point[0] <= step]
             hosts = tuple(str(host) for host in start["hosts"])
             reason = str(start.get("reason", ""))
+            if step == 0 and not reason:  # another run in the same folder
+                run.starts.clear()
+                newest = 0
             run.starts.append(Start(at, step, hosts or ("?",), reason, max(newest - step, 0)))
         elif "logged" in record:
             step = int(record["step"])

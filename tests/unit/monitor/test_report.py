@@ -72,6 +72,12 @@ def test_steps_that_a_restart_repeats_count_once(folder):
     assert run.starts[1].reason == "rank 3 on node2 was killed"
 
 
+def test_a_new_run_in_the_same_folder_takes_the_place_of_the_one_before(folder):
+    run = report.read(folder(start(), record(10, 3.0), record(20), start(), record(10, 2.0)))
+    assert run.curves["loss"] == [(10, 2.0)]
+    assert [each.lost for each in run.starts] == [0]
+
+
 def test_lines_that_are_no_records_are_left_out_and_counted(folder):
     broken = ['{"step": 3', "[]", '"x"', '{"step": "a", "time": 1}', '{"start": {}}', "\x00"]
     run = report.read(folder(start(), record(10), *broken))
