@@ -53,26 +53,14 @@ class Monitor:
     metrics. Without it, pass ``monitor.callback(model)`` to ``fit``.
 
     Rank 0 writes ``metrics.jsonl``, one JSON object a line, and event files for TensorBoard, if
-    that is installed; ``hvkit report FOLDER`` shows both a run and its restarts. A record holds the
-    metrics, mean over ranks and over the steps since the last record; ``learning_rate`` and
-    ``gradient_norm`` of this step, if the monitor was passed to ``distribute``; samples a second
-    of all ranks together and of each; ``seconds/step``, and of it ``seconds/data``, ``compute``,
-    ``waiting`` and ``allreduce``; ``sent/...``, bytes of a rank a step, by purpose
-    (``hvkit.traffic``); and ``host/NAME/...``, the load of each host: ``cpu``, ``memory``, ``gpu``
-    and ``gpu_memory`` in percent, network in 10^6 bytes a second.
+    that is installed; ``hvkit report FOLDER`` shows both a run and its restarts. ``docs/monitoring``
+    lists what a record holds. The line at the end says how many ranks' worth of work the ranks did,
+    from the time that they were not blocked, and which rank kept the others waiting, and by what:
+    ``2.9x of 4; rank 3 on node2 was last in 71% of steps: data``.
 
-    A rank's wait and the collective itself cannot be told apart on one rank. The rank that comes
-    last to a collective waits for nobody, so what it is blocked counts as allreduce; what others
-    are blocked beyond that, as waiting. On a GPU, kernels run after the line that starts them: the
-    time of those that are still running counts where the script, or hvkit, waits for them.
-
-    The line at the end says how many ranks' worth of work the ranks did, from the time that they
-    were not blocked, and which rank kept the others waiting, and by what: ``2.9x of 4; rank 3 on
-    node2 was last in 71% of steps: data``.
-
-    Every rank makes a monitor and calls the same methods. A step costs well under a hundredth of a
-    training step; a record is a small collective. With ``ParameterServer``, where ranks take
-    different numbers of steps, records hold those of rank 0 only.
+    Every rank makes a monitor, for one model, and calls the same methods; a record is a small
+    collective. With ``ParameterServer``, where ranks take different numbers of steps, records hold
+    those of rank 0 only.
 
     A monitor can be a part of ``hvkit.Checkpoint``; a resumed run then counts its steps on, and
     writes into the same file.
