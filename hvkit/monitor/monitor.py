@@ -53,10 +53,10 @@ class Monitor:
     metrics. Without it, pass ``monitor.callback(model)`` to ``fit``.
 
     Rank 0 writes ``metrics.jsonl``, one JSON object a line, and event files for TensorBoard, if
-    that is installed; ``hvkit report FOLDER`` shows both a run and its restarts. ``docs/monitoring``
-    lists what a record holds. The line at the end says how many ranks' worth of work the ranks did,
-    from the time that they were not blocked, and which rank kept the others waiting, and by what:
-    ``2.9x of 4; rank 3 on node2 was last in 71% of steps: data``.
+    that is installed; ``hvkit report FOLDER`` shows both a run and its restarts. The page on
+    monitoring lists what a record holds. The line at the end says how many ranks' worth of work the
+    ranks did, from the time that they were not blocked, and which rank kept the others waiting, and
+    by what: ``2.9x of 4; rank 3 on node2 was last in 71% of steps: data``.
 
     Every rank makes a monitor, for one model, and calls the same methods; a record is a small
     collective. With ``ParameterServer``, where ranks take different numbers of steps, records hold
