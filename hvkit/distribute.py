@@ -211,7 +211,8 @@ def distribute(
             "build the same model and optimizer, and pass the same arguments, on every rank",
         )
     if monitor is not None:  # before averaging wraps the optimizers: it looks at the means
-        monitor.attach(model, optimizers)
+        paced = not isinstance(strategy, ParameterServer)
+        monitor.attach(model, optimizers, equal_steps=paced)
     if runtime.size() > 1:
         if options.strategy.has_momentum and (found := adapter.more_than_sgd()):
             warn_once(

@@ -161,11 +161,6 @@ def is_distributed(model_or_optimizer: Any) -> bool:
     return _plain(model_or_optimizer) in _models or model_or_optimizer in _records
 
 
-def all_take_equal_steps() -> bool:
-    """Whether the strategies of all models keep the ranks at the same step."""
-    return all(keeper is None or keeper.equal_steps for keeper in list(_models.values()))
-
-
 def keepers_of(model: Any) -> list[Keeper]:
     """What strategies and compressions keep of a model; nothing if they keep nothing.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from hvkit import runtime
-from hvkit.adapters.adapter import all_take_equal_steps, framework_of
+from hvkit.adapters.adapter import framework_of
 from hvkit.argument_checks import check_count
 from hvkit.communication import collectives
 from hvkit.communication.traffic import traffic
@@ -59,8 +59,8 @@ class Monitor:
     by what: ``2.9x of 4; rank 3 on node2 was last in 71% of steps: data``.
 
     Every rank makes a monitor, for one model, and calls the same methods; a record is a small
-    collective. With ``ParameterServer``, where ranks take different numbers of steps, records hold
-    those of rank 0 only.
+    collective. With ``ParameterServer``, where ranks take different numbers of steps, pass it to
+    ``distribute``; records then hold the steps of rank 0 only.
 
     A monitor can be a part of ``hvkit.Checkpoint``; a resumed run then counts its steps on, and
     writes into the same file.
@@ -115,6 +115,7 @@ class Monitor:
         self._hosts: list[str] = []
         self._sent: Mapping[str, int] = {}
         self._gradients: Any = None
+        self._equal_steps = True
         self.closed = False
 
     def batches(self, data: Iterable[T]) -> Iterator[T]:
@@ -221,10 +222,15 @@ class Monitor:
             self._callbacks[model] = FitCallback(self, model)
         return self._callbacks[model]
 
-    def attach(self, model: Any, optimizers: Sequence[Any]) -> None:
+    def attach(self, model: Any, optimizers: Sequence[Any], *, equal_steps: bool) -> None:
         """Record the learning rate and the norm of the gradients; ``distribute`` calls this.
 
         A collective.
+
+        Args:
+            model: the one that is trained.
+            optimizers: those that update it.
+            equal_steps: whether all ranks take equally many steps.
 
         Raises:
             ValueError: another model was attached before.
@@ -235,6 +241,7 @@ class Monitor:
                 "this monitor was passed to hvkit.distribute before: pass it with one model, and "
                 "make another one, with a folder of its own, for each further model"
             )
+        self._equal_steps = equal_steps
         self._open()
         if framework_of(model) == "tensorflow":
             from hvkit.monitor import keras as framework
@@ -321,7 +328,7 @@ class Monitor:
         }
         if took := sum(step.duration for step in self._rows):
             report(speed=round(sum(step.samples for step in self._rows) / took, 3))
-        alike = all_take_equal_steps()
+        alike = self._equal_steps
         everyone = collectives.gather("Monitor.step", mine) if alike else [mine]
         self._pace(everyone)
         self._write_logs()
@@ -373,7 +380,7 @@ class Monitor:
                 problem = HvkitError(str(error))
         own = socket.gethostname()
         # A parameter server's ranks meet only when the script has them meet.
-        if all_take_equal_steps():
+        if self._equal_steps:
             self._hosts = collectives.share("Monitor.step", problem, own)
         elif problem is not None:
             raise problem

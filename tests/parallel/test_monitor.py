@@ -137,7 +137,7 @@ def test_every_strategy_is_recorded(folder, arguments):
 
 def test_training_gives_the_same_bits(folder, monkeypatch):
     watched = torch_run(folder)[0]
-    monkeypatch.setattr(hvkit.Monitor, "attach", lambda *_: None)
+    monkeypatch.setattr(hvkit.Monitor, "attach", lambda *_, **__: None)
     monkeypatch.setattr(hvkit.Monitor, "step", lambda *_, **__: None)
     assert torch.equal(watched.weight, torch_run(folder)[0].weight)
 
