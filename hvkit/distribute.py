@@ -23,10 +23,10 @@ from hvkit.adapters.adapter import (
     record_of,
 )
 from hvkit.adapters.nonfinite import ACTIONS
-from hvkit.argument_checks import check_count, check_number
+from hvkit.argument_checks import check_count
 from hvkit.communication.collectives import raise_together, require_equal
 from hvkit.compression import BY_NAME, Compression
-from hvkit.learning_rate import Multiplier, describe, make_multiplier
+from hvkit.learning_rate import Multiplier, describe, length_of_warmup, make_multiplier
 from hvkit.log import logger
 from hvkit.main_rank import warn_once
 from hvkit.monitor.monitor import Monitor
@@ -180,7 +180,7 @@ def distribute(
     try:
         options = Options(
             accumulate=check_count("accumulate", accumulate),
-            warmup_steps=_warmup_steps(warmup_steps, warmup_epochs, steps_per_epoch),
+            warmup_steps=length_of_warmup(warmup_steps, warmup_epochs, steps_per_epoch),
             compression=_compression(compression),
             batch_norm=_one_of("batch_norm", batch_norm, BATCH_NORMS),
             check_every=(None if check_every is None else check_count("check_every", check_every)),
@@ -373,26 +373,6 @@ def _one_of(name: str, value: object, accepted: tuple[str, ...]) -> str:
     if value not in accepted:
         raise ValueError(f"{name} must be one of {', '.join(accepted)}; got {value!r}")
     return str(value)
-
-
-def _warmup_steps(steps: int, epochs: float, steps_per_epoch: int | None) -> int:
-    """The length of the warm-up in optimizer steps, from either argument."""
-    steps = check_count("warmup_steps", steps, 0)
-    if steps_per_epoch is not None:
-        steps_per_epoch = check_count("steps_per_epoch", steps_per_epoch)
-    epochs = check_number("warmup_epochs", epochs, least=0)
-    if not epochs:
-        return steps
-    if steps:
-        raise ValueError(
-            f"warmup_steps={steps} and warmup_epochs={epochs:g} were both given: choose one"
-        )
-    if steps_per_epoch is None:
-        raise ValueError(
-            f"warmup_epochs={epochs:g} needs steps_per_epoch, a rank's optimizer steps in an "
-            "epoch: steps_per_epoch=len(loader) for a sharded loader"
-        )
-    return round(epochs * steps_per_epoch)
 
 
 def _refuse_second_call(model: object, optimizers: Sequence[object]) -> None:

@@ -13,6 +13,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hvkit.argument_checks import check_count, check_number
+
 LR_SCALINGS = ("none", "linear", "sqrt")
 
 
@@ -103,3 +105,23 @@ def _one_kind(
         )
         rule += ", warm-up"
     return f"learning rate {times(1)}; steps use {used} ({rule})"
+
+
+def length_of_warmup(steps: int, epochs: float, steps_per_epoch: int | None) -> int:
+    """The length of the warm-up in optimizer steps, from either argument."""
+    steps = check_count("warmup_steps", steps, 0)
+    if steps_per_epoch is not None:
+        steps_per_epoch = check_count("steps_per_epoch", steps_per_epoch)
+    epochs = check_number("warmup_epochs", epochs, least=0)
+    if not epochs:
+        return steps
+    if steps:
+        raise ValueError(
+            f"warmup_steps={steps} and warmup_epochs={epochs:g} were both given: choose one"
+        )
+    if steps_per_epoch is None:
+        raise ValueError(
+            f"warmup_epochs={epochs:g} needs steps_per_epoch, a rank's optimizer steps in an "
+            "epoch: steps_per_epoch=len(loader) for a sharded loader"
+        )
+    return round(epochs * steps_per_epoch)

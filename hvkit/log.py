@@ -31,3 +31,8 @@ if logger.level == logging.NOTSET:
 if not logger.handlers:
     logger.propagate = False
     logger.addHandler(_Stderr())
+
+
+def printable(text: str) -> str:
+    """The text without characters that command a terminal, for text that ranks or files supply."""
+    return "".join(c if c.isprintable() else "?" for c in text)

@@ -13,6 +13,7 @@ from rich.text import Text
 from hvkit.cli.arguments import positive
 from hvkit.errors import HvkitError
 from hvkit.launch.supervision import run_status
+from hvkit.log import printable
 
 _EVERY = 1.0
 # Seconds in a wait that are worth a colour.
@@ -66,11 +67,6 @@ def _top(args: argparse.Namespace) -> int:
             time.sleep(_EVERY)
     console.print(f"hvkit run {process} has ended")
     return 0
-
-
-def printable(text: str) -> str:
-    """The text without what would command a terminal: a rank reports its own lines."""
-    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def view(process: int, state: Mapping[str, Any], before: dict[int, tuple[float, int]]) -> Group:

@@ -75,3 +75,8 @@ def restart_of_this_run() -> dict[str, Any]:
         return {"restart": int(said["restart"]), "reason": str(said["reason"])}
     except (KeyError, ValueError, TypeError):  # not set, or by someone else
         return {}
+
+
+def timeline_wanted() -> bool:
+    """Whether the run has a timeline, for which ranks send what they do."""
+    return os.environ.get(TIMELINE) == "1"

@@ -20,11 +20,12 @@ from hvkit.errors import HvkitError
 from hvkit.host.run_reports import report, restart_of_this_run
 from hvkit.log import logger
 from hvkit.monitor.host_load import HostLoad
-from hvkit.monitor.records import RESERVED, described, detached, length_of
+from hvkit.monitor.records import Means, described, detached, length_of
 from hvkit.monitor.step_clock import Step, StepClock
 from hvkit.monitor.step_shares import Totals, shares
 from hvkit.monitor.writers import Hook, Writers, flattened
-from hvkit.watch.calls import mark, named
+from hvkit.watch.calls import named
+from hvkit.watch.spans import mark
 
 if TYPE_CHECKING:
     import keras
@@ -101,8 +102,7 @@ class Monitor:
         self._step = 0
         self._next = self._every or _FIRST
         self._rows: list[Step] = []
-        self._sums: dict[str, Any] = {}
-        self._counts: dict[str, int] = {}
+        self._means = Means()
         self._samples = 0.0
         self._epoch: int | None = None
         self._writers: Writers | None = None
@@ -150,6 +150,7 @@ class Monitor:
 
         Raises:
             TypeError: a metric is no number.
+            ValueError: its name is one of hvkit's own, or the monitor is closed.
             RankLostError: another rank has ended, or waits in another call.
         """
         self._require_open()
@@ -174,7 +175,7 @@ class Monitor:
         self._samples = 0.0
         self._step += 1
         for name, value in metrics.items():
-            self._add(name, value)
+            self._means.add(name, value)
         recorded = self._step >= self._next
         if recorded:
             self._record()
@@ -182,13 +183,6 @@ class Monitor:
         if self._gradients is not None:
             self._gradients.expect(self.due)
         return recorded
-
-    def _add(self, name: str, value: Any) -> None:
-        if name in RESERVED:
-            raise ValueError(f"{name!r} is a name of hvkit's own in records: choose another one")
-        value = detached(name, value)
-        self._sums[name] = self._sums[name] + value if name in self._sums else value
-        self._counts[name] = self._counts.get(name, 0) + 1
 
     @property
     def due(self) -> bool:
@@ -202,6 +196,7 @@ class Monitor:
 
         Raises:
             TypeError: one is no number.
+            ValueError: the monitor is closed.
         """
         self._require_open()
         numbers = {name: float(detached(name, value)) for name, value in values.items()}
@@ -258,10 +253,9 @@ class Monitor:
         """
         self._require_open()
         if metrics:
-            self._sums.clear()
-            self._counts.clear()
+            self._means.clear()
         for name, value in metrics.items():
-            self._add(name, value)
+            self._means.add(name, value)
         self._record()
         if self._writers is not None:
             self._writers.flush()
@@ -323,24 +317,21 @@ class Monitor:
         self._open()
         mine: dict[str, Any] = {
             "rows": [list(step) for step in self._rows],
-            "metrics": {name: self._mean(name) for name in self._sums},
+            "metrics": self._means.read(),
             "load": self._load.read() if self._load else None,
         }
         if took := sum(step.duration for step in self._rows):
             report(speed=round(sum(step.samples for step in self._rows) / took, 3))
-        alike = self._equal_steps
-        everyone = collectives.gather("Monitor.step", mine) if alike else [mine]
+        everyone = collectives.gather("Monitor.step", mine) if self._equal_steps else [mine]
         self._pace(everyone)
         self._write_logs()
-        self._write_start()
         self._rows.clear()
-        self._sums.clear()
-        self._counts.clear()
+        self._means.clear()
         if runtime.rank() != 0 or not any(each["rows"] for each in everyone):
             return
         found = shares([[Step(*row) for row in each["rows"]] for each in everyone])
         assert self._totals is not None
-        if alike:
+        if self._equal_steps:
             self._totals.add(found)
         sent = {name: each.bytes for name, each in traffic().items() if name != "start"}
         record = described(
@@ -399,7 +390,7 @@ class Monitor:
             self._writers.write({"start": start | restart_of_this_run()})
 
     def _write_logs(self) -> None:
-        """Write what the script has logged, once there are files."""
+        """Write the start, and what the script has logged since, once there are files."""
         if self._writers is None:
             return
         self._write_start()
@@ -416,6 +407,3 @@ class Monitor:
             mean = sum(took) / len(took) if took else 1.0
             every = max(1, math.ceil(_SECONDS / max(mean, 1e-6)))
         self._next = self._step + every
-
-    def _mean(self, name: str) -> float:
-        return float(self._sums[name]) / self._counts[name]

@@ -16,6 +16,36 @@ RESERVED = frozenset((
 """Names in records that are not the script's."""
 
 
+class Means:
+    """Means of the script's metrics over some steps; added up where they are, also on a GPU."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Any] = {}
+        self._counts: dict[str, int] = {}
+
+    def add(self, name: str, value: Any) -> None:
+        """Add a step's value.
+
+        Raises:
+            TypeError: it is no number.
+            ValueError: the name is one of hvkit's own.
+        """
+        if name in RESERVED:
+            raise ValueError(f"{name!r} is a name of hvkit's own in records: choose another one")
+        value = detached(name, value)
+        self._sums[name] = self._sums[name] + value if name in self._sums else value
+        self._counts[name] = self._counts.get(name, 0) + 1
+
+    def read(self) -> dict[str, float]:
+        """The means by name; waits for a GPU."""
+        return {name: float(total) / self._counts[name] for name, total in self._sums.items()}
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self._sums.clear()
+        self._counts.clear()
+
+
 def described(
     about: Mapping[str, Any],
     found: Shares,

@@ -20,12 +20,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from hvkit.errors import HvkitError
-from hvkit.monitor.step_shares import PARTS
+from hvkit.log import printable
+from hvkit.monitor.records import RESERVED
+from hvkit.monitor.step_shares import PARTS, speedup
 from hvkit.monitor.writers import FILE, flattened
 
-# Numbers of a record that are no metrics of the script's.
-_OWN = {"step", "time", "epoch", "steps", "samples_per_second"}
-_OWN |= {"seconds", "sent", "host", "slowest", "fastest", "ranks"}
+# What a record has beside the curves of the script's metrics, the rate and the norm.
+_OWN = RESERVED - {"learning_rate", "gradient_norm"}
 
 
 @dataclass(frozen=True)
@@ -95,10 +96,8 @@ class Run:
         return {part: self.mean(f"seconds/{part}") for part in PARTS}
 
     def speedup(self) -> float:
-        """How many ranks the run is worth: the part of the time in which they were not blocked."""
-        parts = self.parts()
-        whole = sum(parts.values())
-        return len(self.hosts) * (parts["data"] + parts["compute"]) / whole if whole else 0.0
+        """How many ranks the run is worth."""
+        return speedup(self.parts(), len(self.hosts))
 
     def last(self) -> list[tuple[int, float]]:
         """By rank, the part of the steps in which it came last, most often first."""
@@ -233,15 +232,12 @@ def show(run: Run, console: Console) -> None:
 
 def _printable(run: Run) -> Run:
     """The run without what would command a terminal: names and reasons are the script's."""
-
-    def plain(text: str) -> str:
-        return "".join(c if c.isprintable() else "?" for c in text)
-
     starts = [
-        replace(s, hosts=tuple(map(plain, s.hosts)), reason=plain(s.reason)) for s in run.starts
+        replace(s, hosts=tuple(map(printable, s.hosts)), reason=printable(s.reason))
+        for s in run.starts
     ]
-    curves = {plain(name): points for name, points in run.curves.items()}
-    return replace(run, name=plain(run.name), starts=starts, curves=curves)
+    curves = {printable(name): points for name, points in run.curves.items()}
+    return replace(run, name=printable(run.name), starts=starts, curves=curves)
 
 
 def headline(run: Run) -> str:

@@ -1,6 +1,6 @@
 """Measures on one rank how long each step takes, and how much of that passes in waits.
 
-The clock observes hvkit's own waits (``hvkit.watch.calls``). A wait holds two things that one rank
+The clock observes hvkit's own waits (``hvkit.watch.spans``). A wait holds two things that one rank
 cannot tell apart: others that are late, and the collective itself. ``step_shares`` separates them
 once it has the steps of all ranks.
 """
@@ -11,7 +11,7 @@ import threading
 import time
 from typing import NamedTuple
 
-from hvkit.watch import calls
+from hvkit.watch.spans import WAITING, Span, observe
 
 
 class Step(NamedTuple):
@@ -37,7 +37,7 @@ class StepClock:
         self._thread = threading.get_ident()
         self._blocked = 0.0
         self.begin()
-        calls.observe(self._see)
+        observe(self._see)
 
     def begin(self) -> None:
         """Begin the next step now; what has passed since the last one counts for none."""
@@ -61,9 +61,9 @@ class StepClock:
 
     def close(self) -> None:
         """Observe no more waits."""
-        calls.observe(self._see, False)
+        observe(self._see, False)
 
-    def _see(self, span: calls.Span) -> None:
+    def _see(self, span: Span) -> None:
         # Agreements beside training, and checkpoints in the background, have threads of their own.
-        if span.name == calls.WAITING and threading.get_ident() == self._thread:
+        if span.name == WAITING and threading.get_ident() == self._thread:
             self._blocked += span.ended - span.begun

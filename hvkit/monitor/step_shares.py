@@ -7,7 +7,7 @@ is time that they waited for it. This needs no common clock.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,8 +38,6 @@ class Shares:
         last: by rank, in how many steps it came last to the collectives.
         late_by: by rank, the seconds by which its data and its compute exceeded the median over
             ranks, summed over the steps in which it came last: an array of shape (ranks, 2).
-        busy: the sum over ranks of the part of the time that they were not blocked: how many ranks
-            the run is worth.
     """
 
     steps: int
@@ -48,7 +46,6 @@ class Shares:
     samples_per_second: list[float]
     last: NDArray[np.int64]
     late_by: NDArray[np.float64]
-    busy: float
 
 
 def shares(ranks: Sequence[Sequence[Step]]) -> Shares:
@@ -86,7 +83,6 @@ def shares(ranks: Sequence[Sequence[Step]]) -> Shares:
     steps = sum(counts)
     with np.errstate(invalid="ignore", divide="ignore"):
         speed = np.nan_to_num(samples / duration)
-        busy = np.nan_to_num(1 - blocked / duration).sum()
     means = {
         "data": data.sum() / steps,
         "compute": (duration - data - blocked).sum() / steps,
@@ -100,8 +96,18 @@ def shares(ranks: Sequence[Sequence[Step]]) -> Shares:
         samples_per_second=[float(each) for each in speed],
         last=last,
         late_by=late_by,
-        busy=float(busy),
     )
+
+
+def speedup(parts: Mapping[str, float], ranks: int) -> float:
+    """How many ranks' worth of work so many ranks do, from the time that they are not blocked.
+
+    Args:
+        parts: seconds, or parts of the time, by the names in ``PARTS``.
+        ranks: how many there are.
+    """
+    whole = sum(parts.values())
+    return ranks * (parts["data"] + parts["compute"]) / whole if whole else 0.0
 
 
 @dataclass
@@ -116,18 +122,15 @@ class Totals:
     steps: int = 0
     seconds: float = 0.0
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
-    _busy: float = 0.0
     _last: Any = 0
     _late_by: Any = 0
 
     def add(self, more: Shares) -> None:
         """Add the shares of further steps."""
-        took = more.steps * more.seconds
         self.steps += more.steps
-        self.seconds += took
+        self.seconds += more.steps * more.seconds
         for name, seconds in more.parts.items():
             self.parts[name] += more.steps * seconds
-        self._busy += took * more.busy
         self._last = self._last + more.last
         self._late_by = self._late_by + more.late_by
 
@@ -153,7 +156,7 @@ class Totals:
                     "share": often,
                     "reason": reason,
                 }
-        return {"speedup": self._busy / self.seconds, "parts": parts, "last": found}
+        return {"speedup": speedup(parts, size), "parts": parts, "last": found}
 
     def line(self) -> str:
         """The run in one line: ``2.9x of 4; rank 3 on node2 was last in 71% of steps: data``."""

@@ -19,7 +19,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
+
+from hvkit.watch.spans import WAITING, mark
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -187,8 +189,7 @@ def _entered(name: str, step: int | None, key: str) -> Iterator[None]:
         now.before = now.key
         now.turns += 1
         now.call, now.step, now.key, now.handling = outer
-        if _observers:
-            mark(name, begun, time.monotonic(), step)
+        mark(name, begun, time.monotonic(), step)
 
 
 def is_failure(error: BaseException) -> bool:
@@ -220,29 +221,10 @@ def waiting() -> Iterator[None]:
     finally:
         now.waits -= 1
         now.since = time.monotonic()
-        if _observers and not now.waits:
+        if not now.waits:
             mark(WAITING, begun, now.since)
 
 
-class Span(NamedTuple):
-    """Something that has passed in a thread of the script.
-
-    Attributes:
-        name: of the user's call; ``WAITING`` for a wait for other ranks.
-        begun: as of ``time.monotonic``.
-        ended: as of ``time.monotonic``.
-        step: the optimizer step, counted from 1, if it belongs to one.
-    """
-
-    name: str
-    begun: float
-    ended: float
-    step: int | None = None
-
-
-WAITING = "waiting"
-
-_observers: list[Callable[[Span], None]] = []
 _last_step = 0
 
 
@@ -252,21 +234,6 @@ def last_step() -> int:
     In a graph, that is how often its most frequent collectives have been entered.
     """
     return max(_last_step, *(graph.seen.counts[0] for graph in _graphs), 0)
-
-
-def observe(observer: Callable[[Span], None], on: bool = True) -> None:
-    """Call a function after each wait and each call, in their thread; or no more."""
-    if on:
-        _observers.append(observer)
-    else:
-        _observers.remove(observer)
-
-
-def mark(name: str, begun: float, ended: float, step: int | None = None) -> None:
-    """Show observers something else that has passed, such as the loading of a batch."""
-    span = Span(name, begun, ended, step)
-    for observer in _observers:
-        observer(span)
 
 
 def watch_graph(wait: GraphWait) -> None:
@@ -346,7 +313,7 @@ def _frames() -> dict[int, FrameType]:
     # Allocating frames may start a garbage collection. Up to Python 3.11 that happens while Python
     # holds a lock that freeing a ``threading.local`` needs, too: the process would hang
     # (python/cpython issue 106883).
-    with _one_looks:
+    with _looking:
         collects = gc.isenabled()
         gc.disable()
         try:
@@ -359,7 +326,7 @@ def _frames() -> dict[int, FrameType]:
 
 
 # A handler of a signal may look while its own thread does.
-_one_looks = threading.RLock()
+_looking = threading.RLock()
 
 
 def _described(name: str, step: int | None) -> str:

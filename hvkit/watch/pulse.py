@@ -1,25 +1,32 @@
 """Reports every second to ``hvkit run`` where this rank is, and what it has done since.
 
-``hvkit top`` shows the one, ``hvkit run --timeline`` draws the other.
+``hvkit top`` shows the one, ``hvkit run --timeline`` draws the other. Both go through the pipe of
+``hvkit.host.run_reports``. A rank that is killed loses the spans of the last second only.
 """
 
 from __future__ import annotations
 
+import atexit
+import json
 import threading
+from typing import Any
 
-from hvkit.host.run_reports import listened_to, report
+from hvkit.host.run_reports import LONGEST, listened_to, report, timeline_wanted
 from hvkit.watch import calls
-from hvkit.watch.timeline import Recorder, wanted
+from hvkit.watch.spans import Span, observe
 
 _EVERY = 1.0
 # Characters of a call and a line.
 _TEXT = 200
+_SPANS = 200
+# Bytes of a line around its spans.
+_AROUND = 32
 
 
 def begin() -> None:
     """Report from now on, in a thread, if ``hvkit run`` has started this rank."""
     if listened_to():
-        recorder = Recorder() if wanted() else None
+        recorder = Recorder() if timeline_wanted() else None
         threading.Thread(target=_run, args=(recorder,), name="hvkit pulse", daemon=True).start()
 
 
@@ -37,3 +44,38 @@ def _run(recorder: Recorder | None) -> None:
                 "step": calls.last_step(),
             }
         )
+
+
+class Recorder:
+    """Keeps this rank's spans from now on; sends many at once, and the rest at the script's end."""
+
+    def __init__(self) -> None:
+        self._spans: list[list[Any]] = []
+        observe(self.take)
+        atexit.register(self.send)
+        self._threads: dict[int, int] = {threading.main_thread().ident or 0: 0}
+        self._one_sends = threading.Lock()
+
+    def take(self, span: Span) -> None:
+        """Keep a span."""
+        thread = self._threads.setdefault(threading.get_ident(), len(self._threads))
+        length = round(1e6 * (span.ended - span.begun))
+        self._spans.append([span.name, span.step, thread, round(span.begun, 6), length])
+        if len(self._spans) >= _SPANS:
+            self.send()
+
+    def send(self) -> None:
+        """Send all spans, in lines that the pipe takes as a whole."""
+        with self._one_sends:
+            spans, self._spans = self._spans, []
+            line: list[list[Any]] = []
+            size = _AROUND
+            for span in spans:
+                length = len(json.dumps(span)) + 2
+                if line and size + length > LONGEST:
+                    report(spans=line)
+                    line, size = [], _AROUND
+                line.append(span)
+                size += length
+            if line:
+                report(spans=line)

@@ -16,9 +16,9 @@ from hvkit.adapters.keras.weights.parameter_server import ServedModel
 from hvkit.adapters.keras.weights.rounds import RoundKeeper
 from hvkit.communication import collectives
 from hvkit.errors import RanksDisagreeError
+from hvkit.host.run_reports import timeline_wanted
 from hvkit.metrics import any_rank
-from hvkit.watch import timeline
-from hvkit.watch.calls import WAITING, mark
+from hvkit.watch.spans import WAITING, mark
 
 # These only write files and messages.
 _WRITERS = ("CSVLogger", "TensorBoard", "RemoteMonitor", "OrbaxCheckpoint", "ProgbarLogger")
@@ -95,7 +95,7 @@ def for_this_rank(callbacks: Any, epoch: Epoch | None) -> Any:
     if epoch is None:
         return given
     first = [Settled(epoch.rounds)] if epoch.rounds else []
-    marked = [Marked()] if timeline.wanted() else []
+    marked = [Marked()] if timeline_wanted() else []
     return [*first, *given, InStep(given, epoch, *first), *marked]
 
 

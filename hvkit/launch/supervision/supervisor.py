@@ -267,7 +267,14 @@ class Supervisor:
                 self._take_report(rank, payload)
             elif kind is Kind.SPANS:
                 if self.timeline is not None:
-                    self.timeline.take(rank.number, rank.host, rank.clock, payload)
+                    # Ranks of this host have its clock.
+                    here = rank.host == socket.gethostname()
+                    ahead = 0.0 if here else rank.clock.ahead
+                    await self.writer.do(
+                        functools.partial(
+                            self.timeline.take, rank.number, rank.host, ahead, payload
+                        )
+                    )
                 rank.send(Kind.TAKEN, protocol.HEADER_BYTES + len(payload))
             elif kind is Kind.CLOCK:
                 number, theirs = protocol.fields(payload, number=int, now=float)

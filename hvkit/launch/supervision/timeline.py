@@ -79,9 +79,15 @@ class Timeline:
         self._waiting: dict[int, list[bytes]] = {}
         self._write("[\n")
 
-    def take(self, rank: int, host: str, clock: HostClock, line: bytes) -> None:
-        """Write the spans that a rank has sent."""
-        ahead = clock.ahead
+    def take(self, rank: int, host: str, ahead: float | None, line: bytes) -> None:
+        """Write the spans that a rank has sent.
+
+        Args:
+            rank: its number.
+            host: its host.
+            ahead: seconds by which that host's clock is ahead; None if that is not known yet.
+            line: the spans, in JSON.
+        """
         waiting = self._waiting.setdefault(rank, [])
         if ahead is None:
             if len(waiting) < _WAITING:

@@ -18,7 +18,8 @@ from hvkit.adapters.keras.initial_state import tf_variable
 from hvkit.communication.engines import waiting_for_all_ranks
 from hvkit.compression import Compression
 from hvkit.compression.compression import Shape
-from hvkit.watch import calls, timeline
+from hvkit.host.run_reports import timeline_wanted
+from hvkit.watch import calls
 
 
 def quickly_read(variable: tf.Variable) -> Any:
@@ -49,7 +50,7 @@ class BlockedInGraphs:
     def add_since(self, begun: tf.Tensor) -> None:
         """Add the time from ``begun`` to now, inside a graph."""
         now = tf.timestamp()
-        if timeline.wanted():
+        if timeline_wanted():
             self._ended.assign(now, read_value=False)
         self._seconds.assign_add(now - begun, read_value=False)
 

@@ -42,17 +42,11 @@ def spans(*rows):
     return json.dumps({"spans": rows}).encode()
 
 
-def known(ahead):
-    clock = HostClock()
-    clock.answered(clock.ask(0.0), ahead, 0.0)
-    return clock
-
-
 def test_ranks_of_hosts_with_other_clocks_are_aligned(tmp_path):
     timeline = Timeline(tmp_path / "trace.json")
     begun = timeline._begun
-    timeline.take(0, "a", known(0.0), spans(["backward()", 3, 0, begun + 1, 500]))
-    timeline.take(1, "b", known(-70.0), spans(["waiting", None, 1, begun + 1 - 70, 400]))
+    timeline.take(0, "a", 0.0, spans(["backward()", 3, 0, begun + 1, 500]))
+    timeline.take(1, "b", -70.0, spans(["waiting", None, 1, begun + 1 - 70, 400]))
     timeline.close()
     events = json.loads((tmp_path / "trace.json").read_text())
     drawn = [each for each in events if each["ph"] == "X"]
@@ -64,8 +58,8 @@ def test_ranks_of_hosts_with_other_clocks_are_aligned(tmp_path):
 
 def test_spans_wait_for_the_first_answer_of_their_clock(tmp_path):
     timeline = Timeline(tmp_path / "trace.json")
-    timeline.take(0, "a", HostClock(), spans(["fit", None, 0, 1.0, 5]))
-    timeline.take(0, "a", known(0.0), spans(["evaluate", None, 0, 2.0, 5]))
+    timeline.take(0, "a", None, spans(["fit", None, 0, 1.0, 5]))
+    timeline.take(0, "a", 0.0, spans(["evaluate", None, 0, 2.0, 5]))
     timeline.close()
     events = json.loads((tmp_path / "trace.json").read_text())
     assert [each["name"] for each in events if each["ph"] == "X"] == ["fit", "evaluate"]
@@ -82,7 +76,7 @@ TOO_LONG = b'{"spans": [["a", null, 0, 1.0, ' + b"9" * 400 + b"]]}"
 )
 def test_what_is_no_span_is_left_out(tmp_path, line):
     timeline = Timeline(tmp_path / "trace.json")
-    timeline.take(0, "a", known(0.0), line)
+    timeline.take(0, "a", 0.0, line)
     timeline.note("restart 1: <b>")
     timeline.close()
     assert {each["ph"] for each in json.loads((tmp_path / "trace.json").read_text())} == {"i", "M"}
