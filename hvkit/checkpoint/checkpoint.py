@@ -18,6 +18,7 @@ from hvkit.checkpoint.progress import (
     checked_extras,
     require_same_progress,
 )
+from hvkit.checkpoint.replicas import Replicas
 from hvkit.checkpoint.strategies import StrategyPart, parts_of_strategies, together
 from hvkit.checkpoint.writing import MemoryFolder, Writer, explained, fill_folder, seal
 from hvkit.communication import collectives, one_by_one
@@ -85,6 +86,10 @@ class Checkpoint:
         background: whether ``save`` returns as soon as rank 0 has a copy of the files in memory. A
             thread then writes them to disk. The next ``save``, ``wait`` and the end of the script
             wait for that. A file that cannot be written is an error of the next of these calls.
+        replicas: on how many other hosts to keep a copy of the newest checkpoint in memory, for
+            restarts by ``hvkit run``. They load it from there if rank 0's host is lost and the
+            directory with it, and instead of reading the directory. A host needs memory for two
+            checkpoints. Sending is part of writing: use ``background=True``.
         **parts: the objects to save, each under its name, usually ``model=`` and ``optimizer=``:
             PyTorch and Keras models and optimizers, Keras callbacks that watch a metric, and
             anything with ``state_dict()`` and ``load_state_dict()``: schedulers, a ``GradScaler``,
@@ -94,7 +99,8 @@ class Checkpoint:
 
     Raises:
         TypeError: a part is of a kind that cannot be saved, or an argument has the wrong type.
-        ValueError: ``keep`` is not positive, there is no part, or a name cannot be a file's.
+        ValueError: ``keep`` is not positive, ``replicas`` is negative, there is no part, or a name
+            cannot be a file's.
     """
 
     def __init__(
@@ -103,6 +109,7 @@ class Checkpoint:
         *,
         keep: int | None = 3,
         background: bool = False,
+        replicas: int = 0,
         **parts: Any,
     ) -> None:
         self.directory = Path(directory)
@@ -111,6 +118,8 @@ class Checkpoint:
         if keep is not None and checked_count("keep", keep) < 1:
             raise ValueError(f"keep must be at least 1, or None to keep all, got {keep}")
         self.keep = keep
+        self.replicas = checked_count("replicas", replicas)
+        self._replicas = Replicas(self.directory, self.replicas)
         self.parts = parts_of(parts)
         self._restored = Progress()
         self._epoch = 0
@@ -166,6 +175,7 @@ class Checkpoint:
         mine_now = (progress.epoch, progress.step), LEAVING.requested
         agreed, leaving = zip(*share(_SAVE, problem, mine_now), strict=True)
         require_same_progress(agreed)
+        self._replicas.open(_SAVE)
         for each in kept:
             each.keeper.arrive()
         parts = [*self.parts, *kept]
@@ -311,6 +321,7 @@ class Checkpoint:
         store.write_folder(self.directory, name, fill)
         report(saved=progress.step)
         store.prune(self.directory, self.keep, name)
+        self._replicas.send(self.directory / name)
 
     @named("Checkpoint.restore")
     def restore(self) -> Progress:
@@ -331,18 +342,18 @@ class Checkpoint:
         """
         self.wait()
         parts = [*self.parts, *parts_of_strategies(self.parts)]
-        found = resume.find(self.directory, parts)
+        found = resume.find(self.directory, parts, self._replicas)
         if found is None:
             return Progress()
-        folder, written = found
-        resume.load(folder, written, parts)
+        resume.load(found, parts)
+        written = found.manifest
         self._restored = Progress(
             epoch=written.epoch,
             step=written.step,
             batches=written.batches * written.size // runtime.size(),
             extras=written.extras,
             size=written.size,
-            folder=folder,
+            folder=self.directory / found.folder.name,
         )
         self._epoch = written.epoch
         if runtime.rank() == 0:

@@ -12,40 +12,65 @@ import numpy as np
 from hvkit import runtime
 from hvkit.checkpoint import ranks, store
 from hvkit.checkpoint.part import Part
-from hvkit.checkpoint.store import Manifest
+from hvkit.checkpoint.replicas import Replicas, bring
+from hvkit.checkpoint.store import Found, Manifest
 from hvkit.checkpoint.strategies import StrategyPart
 from hvkit.communication import collectives, one_by_one
 from hvkit.communication.collectives import share
 from hvkit.errors import RanksDisagreeError
+from hvkit.host.run_reports import memory_folder
 from hvkit.log import logger
 
 _CALL = "Checkpoint.restore"
 
 
-def find(directory: Path, parts: Sequence[Part]) -> tuple[Path, Manifest] | None:
-    """The newest checkpoint in rank 0's directory that is not damaged; None if there is none.
+def find(directory: Path, parts: Sequence[Part], replicas: Replicas) -> Found | None:
+    """The newest checkpoint in rank 0's directory, or in the memory of a host; None without one.
 
-    A collective. Rank 0 logs the damaged checkpoints that it skips.
+    A collective. Rank 0 logs the damaged checkpoints that it skips. One that is in memory alone is
+    written to the directory, too.
 
     Raises:
         RanksDisagreeError: the ranks have different parts.
         HvkitError, OSError: rank 0 cannot read the newest checkpoint.
     """
-    problem, found = None, None
+    problem, found, lacks = None, None, False
+    copy = next(iter(replicas.copies(_CALL)), None)
     if runtime.rank() == 0:
         try:
-            found = _newest(directory)
+            found, lacks = _newest_of(directory, copy)
         except Exception as error:
             problem = error
     # Loading is one broadcast for each part: with different parts, ranks would wait forever.
-    everyone = share(_CALL, problem, (found, [part.name for part in parts]))
-    for rank, (_, names) in enumerate(everyone):
-        if names != everyone[0][1]:
+    everyone = share(_CALL, problem, (found, lacks, [part.name for part in parts]))
+    found, lacks, of_first = everyone[0]
+    for rank, (_, _, names) in enumerate(everyone):
+        if names != of_first:
             raise RanksDisagreeError(
                 f"Checkpoint needs the same parts on every rank: rank 0 has "
-                f"{everyone[0][1]}, rank {rank} has {names}"
+                f"{of_first}, rank {rank} has {names}"
             )
-    return everyone[0][0]
+    if found is not None and lacks:
+        try:
+            bring(found, directory, _CALL)
+        except OSError as error:
+            if runtime.rank() == 0:
+                logger.warning("%s: only a host's memory holds this one: %s", directory, error)
+    return found
+
+
+def _newest_of(directory: Path, copy: Found | None) -> tuple[Found | None, bool]:
+    """The newest of a directory and of the memory of hosts; whether the directory lacks it."""
+    if copy is not None:
+        listed = store.newest_readable(directory)
+        if listed == copy.manifest:
+            return copy, False  # and nothing is read from disk
+        if listed is None or listed.serial < copy.manifest.serial:
+            return copy, True
+    found = _newest(directory)
+    if copy is not None and (found is None or found[1].serial < copy.manifest.serial):
+        return copy, True
+    return (Found(0, *found) if found else None), False
 
 
 def _newest(directory: Path) -> tuple[Path, Manifest] | None:
@@ -61,12 +86,13 @@ def _newest(directory: Path) -> tuple[Path, Manifest] | None:
     return found
 
 
-def load(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> None:
-    """Load rank 0's files into every rank's parts; a collective.
+def load(found: Found, parts: Sequence[Part]) -> None:
+    """Load the files of one rank into every rank's parts; a collective.
 
     Raises:
         ValueError: the checkpoint lacks a part, or does not fit one.
     """
+    folder, manifest = found.folder, found.manifest
     _require_parts(folder, manifest, parts)
     problem: Exception | None = None
     same_size = manifest.size == runtime.size()
@@ -82,7 +108,7 @@ def load(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> None:
     for part in parts:
         if part.name not in manifest.parts:
             continue
-        content, problem = _content(folder, part.file, problem)
+        content, problem = _content(found, part.file, problem)
         if problem is None:
             try:
                 part.load(content, manifest.parts[part.name])
@@ -92,19 +118,19 @@ def load(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> None:
         with ExitStack() as stack:
 
             @functools.cache
-            def saved() -> ranks.Saved:  # on rank 0
+            def saved() -> ranks.Saved:  # on the rank that reads
                 path = folder / ranks.FILE
                 opened = ranks.Saved(path, same_size=same_size, in_round=in_round)
                 return stack.enter_context(closing(opened))
 
-            own = one_by_one.scatter(_CALL, lambda rank: saved().of(rank))
+            own = one_by_one.scatter(_CALL, lambda rank: saved().of(rank), found.rank)
         if problem is None:
             ranks.put_back(own, parts)
     except Exception as error:
         problem = problem or error
     share(_CALL, problem, None)
     if runtime.rank() == 0:
-        _log_resumed(folder, manifest, parts)
+        _log_resumed(found, parts)
     for each in kept:
         if each.name not in manifest.parts:
             each.begin_anew("the checkpoint has no state of theirs")
@@ -128,22 +154,23 @@ def _require_parts(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> N
 
 
 def _content(
-    folder: Path, file: str, problem: Exception | None
+    found: Found, file: str, problem: Exception | None
 ) -> tuple[memoryview, Exception | None]:
-    """The bytes of rank 0's file on every rank, and the first problem so far.
+    """The bytes of one rank's file on every rank, and the first problem so far.
 
     Ranks that already have a problem still take part in the broadcast.
     """
     content = np.empty(0, np.uint8)
     error: OSError | None = None
-    if runtime.rank() == 0:
+    if runtime.rank() == found.rank:
+        path = found.folder / file
         try:
-            content = np.fromfile(folder / file, np.uint8)
+            content = np.fromfile(path, np.uint8)
         except OSError as unreadable:
-            error = OSError(unreadable.errno, unreadable.strerror, str(folder / file))
-    if error := collectives.from_rank(0, error):
+            error = OSError(unreadable.errno, unreadable.strerror, str(path))
+    if error := collectives.from_rank(found.rank, error):
         return memoryview(b""), problem or error
-    return collectives.broadcast_bytes(content).data, problem
+    return collectives.broadcast_bytes(content, found.rank).data, problem
 
 
 def _explained(error: Exception, part: Part, folder: Path) -> Exception:
@@ -155,11 +182,15 @@ def _explained(error: Exception, part: Part, folder: Path) -> Exception:
     )
 
 
-def _log_resumed(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> None:
+def _log_resumed(found: Found, parts: Sequence[Part]) -> None:
+    folder, manifest = found.folder, found.manifest
     left = [name for name in manifest.parts if name not in {part.name for part in parts}]
     if left:
         logger.info(f"{folder} also holds {', '.join(left)}: not loaded")
     text = f"resumed {folder} (epoch {manifest.epoch}, step {manifest.step})"
+    memory = memory_folder()
+    if memory is not None and memory in folder.parents:
+        text += f" from the memory of rank {found.rank}'s host"
     size = runtime.size()
     if manifest.size != size:
         text += f" saved on {_ranks(manifest.size)}; {_ranks(size)} now"

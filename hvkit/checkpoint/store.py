@@ -4,7 +4,7 @@ Whenever the process is killed, every complete checkpoint can still be read: a n
 into a hidden folder, flushed to disk, and renamed. This is the usual way to replace files durably;
 see Pillai et al., "All File Systems Are Not Created Equal" (2014).
 
-Only rank 0 uses this module.
+Rank 0 uses this module, and ranks that keep copies in memory.
 """
 
 from __future__ import annotations
@@ -84,9 +84,36 @@ class Manifest:
         (folder / MANIFEST).write_text(text + "\n")
 
 
+@sendable
+@dataclass(frozen=True)
+class Found:
+    """A complete checkpoint, and who can read it.
+
+    Attributes:
+        rank: the rank that reads it.
+        folder: its folder there.
+        manifest: its manifest.
+    """
+
+    rank: int
+    folder: Path
+    manifest: Manifest
+
+
 def name_of(step: int) -> str:
     """The name of a step's folder."""
     return f"step-{step:09d}"
+
+
+def is_name(name: str) -> bool:
+    """Whether ``name_of`` makes this name of a folder."""
+    return _CHECKPOINT.fullmatch(name) is not None and not name.endswith(_OLD)
+
+
+def newest_readable(directory: Path) -> Manifest | None:
+    """The manifest of the newest checkpoint, whose files may be damaged; None if there is none."""
+    manifests = [each for _, each in _readable(directory) if each is not None]
+    return max(manifests, key=lambda each: each.serial, default=None)
 
 
 def prepare(directory: Path) -> int:

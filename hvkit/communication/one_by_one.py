@@ -1,4 +1,4 @@
-"""Large objects of all ranks to rank 0, and from it, one after the other: states in checkpoints."""
+"""Large objects of all ranks, one after the other, to rank 0 and from any: checkpoints' states."""
 
 from __future__ import annotations
 
@@ -55,14 +55,15 @@ def collect(call: str, obj: T) -> Iterator[T]:
         raise HvkitError(f"rank 0 cannot collect the objects of all ranks: {problem}")
 
 
-def scatter(call: str, make: Callable[[int], T]) -> T:
-    """This rank's object, which rank 0 makes; a collective.
+def scatter(call: str, make: Callable[[int], T], root: int = 0) -> T:
+    """This rank's object, which one rank makes; a collective.
 
     They travel as in ``collect``, one after the other.
 
     Args:
         call: the user's call.
-        make: called on rank 0 with each rank; returns an object of types that messages hold.
+        make: called on rank ``root`` with each rank; returns an object of types that messages hold.
+        root: the rank that makes them.
 
     Raises:
         Exception: what ``make`` raises, on every rank, as in ``share``.
@@ -75,23 +76,25 @@ def scatter(call: str, make: Callable[[int], T]) -> T:
     problem: Exception | None = None
     for target in range(size()):
         data = b""
-        if rank() == 0 and problem is None:
+        if rank() == root and problem is None:
             try:
                 obj = make(target)
-                if target == 0:
+                if target == root:
                     own = obj
                 else:
                     data = encode(obj)
                 del obj
             except Exception as error:  # any error: the other ranks must not wait for this one
                 problem = error
-        length = from_rank(0, len(data))
-        message = _Message(data, length, 0, target, by_mpi)
-        if rank() == target != 0 and length:
+        length = from_rank(root, len(data))
+        message = _Message(data, length, root, target, by_mpi)
+        if rank() == target != root and length:
             try:
                 own = message.received()
             except Exception as error:
-                problem = HvkitError(f"{type(error).__name__}: {error} ({length} bytes of rank 0)")
+                problem = HvkitError(
+                    f"{type(error).__name__}: {error} ({length} bytes of rank {root})"
+                )
         message.finish()
     raise_together(problem, call)
     return cast(T, own)

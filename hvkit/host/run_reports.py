@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
+from pathlib import Path
 from typing import Any
 
 VARIABLE = "HVKIT_REPORTS"
@@ -20,8 +22,14 @@ RESTART = "HVKIT_RESTART"
 TIMELINE = "HVKIT_TIMELINE"
 """Environment variable of ranks whose run has a timeline: 1."""
 
+RUN = "HVKIT_RUN"
+"""Environment variable of ranks that may be started again: a name of the run, for all its tries."""
+
 LONGEST = 4096
 """Bytes of a line: writes of up to so many bytes do not mix (POSIX, PIPE_BUF on Linux)."""
+
+
+_MEMORY = Path("/dev/shm")
 
 
 def address_of(descriptor: int) -> str:
@@ -75,6 +83,19 @@ def restart_of_this_run() -> dict[str, Any]:
         return {"restart": int(said["restart"]), "reason": str(said["reason"])}
     except (KeyError, ValueError, TypeError):  # not set, or by someone else
         return {}
+
+
+def memory_folder(run: str | None = None) -> Path | None:
+    """The folder in a host's memory whose files outlive the ranks, until the run's last try ends.
+
+    Args:
+        run: the run's name; None for that of this rank's run.
+
+    Returns:
+        The folder, which need not exist; None if ``hvkit run`` will not start the ranks again.
+    """
+    run = os.environ.get(RUN, "") if run is None else run
+    return _MEMORY / f"hvkit-run-{run}" if re.fullmatch("[0-9a-f]{16}", run) else None
 
 
 def timeline_wanted() -> bool:

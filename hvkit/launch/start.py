@@ -7,6 +7,7 @@ launcher's command line, and supervises it to its end. ``prepared`` does all but
 
 import json
 import os
+import secrets
 import shlex
 import signal
 import sys
@@ -21,12 +22,13 @@ from hvkit.errors import LaunchError
 from hvkit.host.launcher_variables import without_place
 from hvkit.host.mca import without_interfaces
 from hvkit.host.rank_settings import rank_settings
-from hvkit.host.run_reports import RESTART, TIMELINE
+from hvkit.host.run_reports import RESTART, RUN, TIMELINE, memory_folder
 from hvkit.launch.allocation import SLURM
 from hvkit.launch.host_checks.preflight import choose_hosts
 from hvkit.launch.hosts import Host
 from hvkit.launch.launchers import Job, Launcher, find_launcher
 from hvkit.launch.restarts import Restarts
+from hvkit.launch.ssh import last_line, remote_shell, run_on_hosts
 from hvkit.launch.supervision.output import Style, make_room
 from hvkit.launch.supervision.protocol import KEY_VARIABLE, SUPERVISOR_VARIABLE
 from hvkit.launch.supervision.supervised_run import COMMAND_SIGNALS, Outcome, Run, supervise
@@ -41,6 +43,8 @@ _CONNECT_AGAIN = 4.0
 # Seconds that a restart waits for hosts, and between two looks at them.
 _HOSTS_RETURN = 600.0
 _BETWEEN_LOOKS = 20.0
+# Seconds for each host to delete checkpoints in its memory.
+_FREED = 20.0
 # Seconds after which ranks report that they wait for another, if that ends the run later.
 _STALL_REPORTED = 60.0
 
@@ -124,8 +128,12 @@ def start(request: Request) -> int:
     Raises:
         LaunchError: the request cannot be met; nothing was started.
     """
+    own = {}
     if request.timeline is not None:
-        request = replace(request, variables={**request.variables, TIMELINE: "1"})
+        own[TIMELINE] = "1"
+    if request.max_restarts:
+        own[RUN] = secrets.token_hex(8)
+    request = replace(request, variables={**request.variables, **own})
     run = prepared(request)
     timeline = Timeline(request.timeline) if request.timeline is not None else None
     try:
@@ -138,13 +146,15 @@ def start(request: Request) -> int:
 def _with_restarts(request: Request, run: Run, timeline: Timeline | None) -> int:
     restarts = Restarts(request.max_restarts)
     least = request.min_size or run.size
+    replicas = False
     while True:
         run = replace(run, timeline=timeline, restarts=restarts.made)
         outcome = _supervised(request, run)
+        replicas |= outcome.replicas
         if not restarts.again(outcome):
             if request.max_restarts and outcome.restartable:
                 logger.error("gives up after %s", restarts.budget)
-            return outcome.status
+            break
         from_step = f"from step {outcome.saved}"
         if outcome.saved is None:
             from_step = "from the beginning, as hvkit.Checkpoint has saved nothing"
@@ -157,7 +167,20 @@ def _with_restarts(request: Request, run: Run, timeline: Timeline | None) -> int
             run = _prepared_again(request, run.size, least, restarts.pause)
         except LaunchError as error:
             logger.error("gives up: %s", error)
-            return outcome.status
+            break
+    if replicas:
+        _free_memory(request)
+    return outcome.status
+
+
+def _free_memory(request: Request) -> None:
+    """Delete the checkpoints of a run that has ended from the memory of its hosts."""
+    folder = memory_folder(request.variables[RUN])
+    shell = remote_shell(request.system, _CONNECT_AGAIN)
+    for answer in run_on_hosts(request.hosts, ["rm", "-rf", "--", str(folder)], _FREED, shell):
+        if answer.problem or answer.status:
+            why = answer.problem or last_line(answer.stderr)
+            logger.warning("%s may still hold checkpoints in %s: %s", answer.host.name, folder, why)
 
 
 def _prepared_again(request: Request, before: int, least: int, pause: float) -> Run:
@@ -357,7 +380,7 @@ def _environment(variables: Mapping[str, str | None], interfaces: Sequence[str])
         if value is None and name not in os.environ:
             raise LaunchError(f"-x {name}: it is not set here: write -x {name}=VALUE")
     environ = without_place(os.environ)
-    for name in _SUPERVISION:
+    for name in (*_SUPERVISION, RUN):
         # Set if this run was started inside another one.
         environ.pop(name, None)
     if interfaces:

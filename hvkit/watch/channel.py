@@ -53,9 +53,11 @@ class Listener:
 
     Args:
         one_host: whether all ranks are on this host; other hosts then cannot reach the port.
+        patience: seconds for the rest of a message.
     """
 
-    def __init__(self, *, one_host: bool) -> None:
+    def __init__(self, *, one_host: bool, patience: int = PATIENCE) -> None:
+        self._patience = patience
         secret = secrets.token_bytes(32)
         self._listener = handshake.Listener("127.0.0.1" if one_host else None, secret)
         addresses = ("127.0.0.1",) if one_host else addresses_for_others()
@@ -69,7 +71,7 @@ class Listener:
         """
 
         def introduce(connected: socket.socket) -> None:
-            connection = _connection(connected)
+            connection = _connection(connected, self._patience)
             try:
                 rank = int(receive(connection)["rank"])
             except (OSError, EOFError, ValueError, KeyError, TypeError):
@@ -84,10 +86,11 @@ class Listener:
         self._listener.close()
 
 
-def connect(meeting: Meeting, rank: int) -> Connection | None:
+def connect(meeting: Meeting, rank: int, patience: int = PATIENCE) -> Connection | None:
     """Connect to rank 0; None if none of its addresses can be reached."""
     try:
-        connection = _connection(handshake.connect(meeting.addresses, meeting.port, meeting.secret))
+        connected = handshake.connect(meeting.addresses, meeting.port, meeting.secret)
+        connection = _connection(connected, patience)
         send(connection, {"rank": rank})
     except OSError:
         return None
@@ -116,7 +119,7 @@ def receive(connection: Connection) -> dict[str, Any]:
     return message
 
 
-def _connection(connected: socket.socket) -> Connection:
+def _connection(connected: socket.socket, patience: int) -> Connection:
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        connected.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", PATIENCE, 0))
+        connected.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", patience, 0))
     return Connection(connected.detach())

@@ -97,6 +97,7 @@ class Outcome:
             not if a command does not exist or output cannot be written.
         preempted: whether the ranks have left after SIGTERM, with a checkpoint.
         saved: the step of the newest checkpoint; None if the run has saved or resumed none.
+        replicas: whether hosts hold copies of it in memory.
     """
 
     status: int
@@ -104,6 +105,7 @@ class Outcome:
     restartable: bool = False
     preempted: bool = False
     saved: int | None = None
+    replicas: bool = False
 
 
 def supervise(run: Run) -> Outcome:
@@ -162,8 +164,10 @@ class _Supervision:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.supervisor.close(), 0.5 if self.hurried else None)
         if status is not None and status < 0 and not self.hurried:
-            return self.blame_launcher(launcher.pid, -status)
-        return self.conclude(status)
+            outcome = self.blame_launcher(launcher.pid, -status)
+        else:
+            outcome = self.conclude(status)
+        return replace(outcome, replicas=self.supervisor.replicas)
 
     def ended(self, status: int, reason: str) -> Outcome:
         """The outcome of a run that another try may bring to a better end."""

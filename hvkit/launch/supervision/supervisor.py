@@ -57,6 +57,7 @@ class Supervisor:
         host_lost: whether a host was lost.
         failures: the failures so far, in the order in which they became known.
         saved: the step of the newest checkpoint that the run has saved or resumed; None for none.
+        replicas: whether hosts hold checkpoints in memory.
         cause: why the ranks have ended the run together; empty if they have not.
         terminated: the ranks that got SIGTERM, with their hosts.
         left: the ranks that have saved a checkpoint after SIGTERM, and ended.
@@ -72,6 +73,7 @@ class Supervisor:
     host_lost: bool = False
     failures: list[Failure] = field(default_factory=list)
     saved: int | None = None
+    replicas: bool = False
     cause: str = ""
     terminated: dict[int, str] = field(default_factory=dict)
     left: set[int] = field(default_factory=set)
@@ -303,6 +305,8 @@ class Supervisor:
         match values:
             case {"saved": int(step)} if step >= 0:
                 self.saved = max(step, self.saved or 0)
+            case {"replica": True}:
+                self.replicas = True
             case {"cause": str(text)}:
                 self.cause = self.cause or text  # others follow from the first
             case {"terminated": True}:

@@ -1,0 +1,338 @@
+"""Copies of the newest checkpoint in the memory of other hosts, for restarts by ``hvkit run``.
+
+Rank 0 sends each checkpoint that is complete on its disk over a socket to the first rank of some
+other hosts. A thread there keeps it as files below ``/dev/shm``, which outlive the ranks. Folder,
+manifest, lock and renaming are those of a directory on disk (``store``), so here, too, a kill at
+any moment leaves the newest complete one. After a restart the ranks load from memory what the
+directory lacks because its host is lost, and what would otherwise be read from a disk.
+
+The copies belong to one run of ``hvkit run`` with all its restarts, which deletes them at its end.
+Those of a run that was killed itself are deleted a day later, by the next run with copies there.
+
+Similar: Wang et al., "GEMINI: Fast Failure Recovery in Distributed Training with In-Memory
+Checkpoints" (SOSP 2023).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import shutil
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from hvkit import runtime
+from hvkit.checkpoint import store
+from hvkit.checkpoint.store import Found, Manifest
+from hvkit.communication import collectives
+from hvkit.errors import HvkitError, ranks_text
+from hvkit.host.run_reports import memory_folder, report
+from hvkit.log import logger
+from hvkit.watch import channel
+
+# Bytes of a message to a holder, and of a broadcast.
+_PIECE = 1 << 20
+_BROUGHT = 1 << 24
+# Seconds for a holder to take a piece, and to answer at the end.
+_ANSWERS = 60
+# Seconds for the holders to connect.
+_CONNECTED = 10.0
+# Seconds without a save after which what a killed run has left behind is deleted.
+_ABANDONED = 24 * 3600.0
+
+
+class Replicas:
+    """The copies of one directory's newest checkpoint.
+
+    Args:
+        directory: rank 0's directory.
+        number: on how many other hosts to keep a copy; 0 for none.
+    """
+
+    def __init__(self, directory: Path, number: int) -> None:
+        self.number = number
+        self._directory = directory
+        self._opened = False
+        self._hosts: dict[int, str] = {}
+        self._links: dict[int, Connection] = {}
+        self._changed = threading.Condition()
+
+    @property
+    def _folder(self) -> Path | None:
+        """Where this host keeps copies of the directory's checkpoints; None without restarts."""
+        if (root := memory_folder()) is None:
+            return None
+        name = hashlib.sha256(str(self._directory.absolute()).encode()).hexdigest()[:16]
+        return root / name
+
+    def open(self, call: str) -> None:
+        """Connect rank 0 to the hosts that keep the copies, once; a collective."""
+        if self._opened or not self.number:
+            return
+        self._opened = True
+        mine = (self._folder is not None, runtime.local_rank(), socket.gethostname())
+        everyone = list(enumerate(collectives.gather(call, mine)))
+        others = {rank: host for rank, (_, local, host) in everyone if rank and local == 0}
+        why = ""
+        if all(restarts for _, (restarts, _, _) in everyone):
+            self._hosts = dict(list(others.items())[: self.number])
+            if len(others) < self.number:
+                why = "the ranks are on " + (f"{len(others) + 1} hosts" if others else "one host")
+        else:
+            why = "they serve restarts, and `hvkit run --max-restarts` has not started this run"
+        if why and runtime.rank() == 0:
+            logger.info("replicas=%d: keeps %d: %s", self.number, len(self._hosts), why)
+        if not self._hosts:
+            return
+        if runtime.rank() == 0:
+            listener = channel.Listener(one_host=False, patience=_ANSWERS)
+            collectives.from_rank(0, listener.meeting.to_json())
+            _in_thread(listener.serve, self._admit)
+        else:
+            meeting = channel.Meeting.from_json(collectives.from_rank(0, ""))
+            if runtime.rank() in self._hosts:
+                _in_thread(self._hold, meeting)
+
+    # Rank 0.
+
+    def send(self, folder: Path) -> None:
+        """Send a complete checkpoint to all holders. One that fails is an entry in the log.
+
+        Args:
+            folder: the checkpoint, which nobody may delete meanwhile.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._links.keys() >= self._hosts.keys(), _CONNECTED)
+        for rank, host in list(self._hosts.items()):
+            try:
+                if (link := self._links.get(rank)) is None:
+                    raise TimeoutError(f"it has not connected within {_CONNECTED:g} s")
+                problem = _sent(link, folder)
+            except (OSError, EOFError, ValueError, KeyError) as error:
+                # The next restart chooses other hosts. A rank that has ended ends the run anyway.
+                problem = f"{ranks_text([rank])} there does not take it any more: {error!r}"
+                del self._hosts[rank]
+            if problem:
+                logger.warning("%s has no copy of %s: %s", host, folder, problem)
+
+    def _admit(self, rank: int, connection: Connection) -> None:
+        with self._changed:
+            self._links[rank] = connection
+            self._changed.notify_all()
+
+    # The holders.
+
+    def _hold(self, meeting: channel.Meeting) -> None:
+        """Keep what rank 0 sends, until it ends."""
+        folder = self._folder
+        connection = channel.connect(meeting, runtime.rank(), _ANSWERS)
+        if connection is None or folder is None:
+            return  # rank 0 misses this holder, and says so
+        _delete_abandoned(folder.parent)
+        try:
+            while connection.poll(None):
+                order = channel.receive(connection)
+                problem = _take(connection, folder, order)
+                if not problem:
+                    report(replica=True)
+                channel.send(connection, {"problem": problem})
+        except (OSError, EOFError, ValueError):
+            connection.close()
+
+    # All ranks, to restore.
+
+    def copies(self, call: str) -> list[Found]:
+        """The newest complete copy in the memory of each host, the newest first; a collective.
+
+        Rank 0 logs the damaged ones.
+        """
+        if not self.number:
+            return []
+        found, damage = None, ""
+        if (folder := self._folder) is not None and runtime.local_rank() == 0:
+            found, damage = _newest(folder)
+        everyone = collectives.gather(call, (found, damage))
+        copies = []
+        for rank, (theirs, damaged) in enumerate(everyone):
+            if damaged and runtime.rank() == 0:
+                logger.warning("skipped the copy in the memory of rank %d: %s", rank, damaged)
+            if theirs is not None:
+                copies.append(Found(rank, *theirs))
+        return sorted(copies, key=lambda each: -each.manifest.serial)
+
+
+def _in_thread(target: Callable[..., None], argument: Any) -> None:
+    threading.Thread(target=target, args=(argument,), name="hvkit-replicas", daemon=True).start()
+
+
+def bring(copy: Found, directory: Path, call: str) -> None:
+    """Write a copy into rank 0's directory, as if rank 0 had just saved it; a collective.
+
+    Args:
+        copy: the copy, the same on every rank.
+        directory: rank 0's directory of checkpoints.
+        call: the user's call.
+
+    Raises:
+        OSError: rank 0 cannot write it; on every rank.
+    """
+    pieces = _travelling(copy)
+    problem: Exception | None = None
+
+    def fill(folder: Path) -> None:
+        for name, piece in pieces:
+            with (folder / name).open("ab") as file:
+                file.write(piece)
+        for each in folder.iterdir():
+            store.flush(each)
+
+    if runtime.rank() == 0:
+        try:
+            store.prepare(directory)
+            store.write_folder(directory, copy.folder.name, fill)
+        except Exception as error:  # any error: the other ranks must not wait for this one
+            problem = error
+    for _ in pieces:  # after an error, and on the ranks that only pass them on
+        pass
+    collectives.share(call, problem, None)
+
+
+def _travelling(copy: Found) -> Iterator[tuple[str, Any]]:
+    """Yield a copy's files in pieces, each with the file's name: on rank 0, of any rank's."""
+    mine = runtime.rank() == copy.rank
+    manifest = (copy.folder / store.MANIFEST).read_bytes() if mine else b""
+    for name, facts in copy.manifest.files.items():
+        for start in range(0, max(facts["bytes"], 1), _BROUGHT):
+            piece = np.empty(0, np.uint8)
+            if mine:
+                piece = np.fromfile(copy.folder / name, np.uint8, _BROUGHT, offset=start)
+            yield name, piece if copy.rank == 0 else collectives.broadcast_bytes(piece, copy.rank)
+    yield store.MANIFEST, manifest if copy.rank == 0 else collectives.from_rank(copy.rank, manifest)
+
+
+def _sent(connection: Connection, folder: Path) -> str:
+    """Send a checkpoint; return why the other end does not have it, or nothing.
+
+    Raises:
+        OSError, EOFError, ValueError, KeyError: the other end is gone, or is no holder.
+    """
+    files = sorted(folder.iterdir())
+    lengths = {file.name: file.stat().st_size for file in files}
+    channel.send(connection, {"name": folder.name, "files": lengths})
+    for each in files:
+        with each.open("rb") as file:
+            while piece := file.read(_PIECE):
+                connection.send_bytes(piece)
+    if not connection.poll(_ANSWERS):
+        raise TimeoutError(f"no answer within {_ANSWERS:g} s")
+    return str(channel.receive(connection)["problem"])
+
+
+def _take(connection: Connection, folder: Path, order: dict[str, Any]) -> str:
+    """Receive a checkpoint and keep it in this folder alone; return why not, or nothing.
+
+    Raises:
+        OSError, EOFError: the other end is gone.
+        ValueError: it has sent something else.
+    """
+    match order:
+        case {"name": str(name), "files": dict(lengths)} if store.is_name(name) and all(
+            "/" not in file and file.strip(".") and type(length) is int and length >= 0
+            for file, length in lengths.items()
+        ):
+            pieces = _received(connection, lengths)
+        case _:
+            raise ValueError("a message with no checkpoint")
+
+    def fill(target: Path) -> None:
+        for file, piece in pieces:
+            with (target / file).open("ab") as out:
+                out.write(piece)
+
+    problem = ""
+    try:
+        needed, free = sum(lengths.values()), psutil.virtual_memory().available
+        if needed > free:
+            raise OSError(errno.ENOMEM, f"it needs {needed:,} bytes of memory, {free:,} are free")
+        _require_own(folder.parent)
+        store.prepare(folder)
+        store.write_folder(folder, name, fill)
+        store.prune(folder, 1, name)
+        os.utime(folder.parent)
+    except OSError as error:
+        problem = f"{error.strerror or error} ({folder.parent})"
+    for _ in pieces:  # after an error
+        pass
+    return problem
+
+
+def _received(connection: Connection, lengths: dict[str, int]) -> Iterator[tuple[str, bytes]]:
+    for name, left in lengths.items():
+        yield name, b""
+        while left > 0:
+            piece = connection.recv_bytes(_PIECE)
+            left -= len(piece)
+            yield name, piece
+
+
+def _newest(folder: Path) -> tuple[tuple[Path, Manifest] | None, str]:
+    """The newest complete checkpoint in a folder in memory, and what is damaged there."""
+    damage: list[str] = []
+    try:
+        if not folder.exists():
+            return None, ""
+        _require_own(folder.parent)
+        found = store.newest_valid(folder, lambda path, reason: damage.append(f"{path}: {reason}"))
+    except (OSError, HvkitError) as error:  # the directory has it, too
+        return None, str(error)
+    return found, "; ".join(damage)
+
+
+def _require_own(root: Path) -> None:
+    """Make a run's folder in memory, which is for this user alone.
+
+    Raises:
+        PermissionError: it is someone else's.
+    """
+    with contextlib.suppress(FileExistsError):
+        root.mkdir(mode=0o700)
+    found = root.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise PermissionError(errno.EACCES, "it is not a folder of this user alone", str(root))
+
+
+def _delete_abandoned(own: Path) -> None:
+    """Delete what runs that were killed have left behind in this host's memory."""
+    for root in own.parent.glob("hvkit-run-*"):
+        with contextlib.suppress(OSError):  # someone else's, or gone
+            old = root.lstat()
+            idle = time.time() - old.st_mtime > _ABANDONED and old.st_uid == os.geteuid()
+            if idle and root != own and not any(map(_is_locked, root.glob("*/.lock"))):
+                shutil.rmtree(root)
+
+
+def _is_locked(path: Path) -> bool:
+    from filelock import FileLock, Timeout  # see the import in store
+
+    lock = FileLock(path)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        return True
+    lock.release()
+    return False
+
+
+def _hosts(number: int) -> str:
+    return "one host" if number == 1 else f"{number} hosts"

@@ -1,0 +1,165 @@
+"""Copies of checkpoints in the memory of other hosts: here every rank plays a host."""
+
+import os
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from ranks import shared_folder
+
+import hvkit
+from hvkit import runtime
+from hvkit.checkpoint import store
+from hvkit.host import run_reports
+
+several = pytest.mark.skipif("hvkit.size() == 1", reason="copies are on other hosts")
+
+
+@pytest.fixture
+def folder(tmp_path_factory):
+    return shared_folder(tmp_path_factory)
+
+
+@pytest.fixture
+def memory(tmp_path, monkeypatch):
+    """This host's memory, of a run that can be started again."""
+    monkeypatch.setenv(run_reports.RUN, "0123456789abcdef")
+    monkeypatch.setattr(run_reports, "_MEMORY", tmp_path)
+    monkeypatch.setattr(runtime, "local_rank", lambda: 0)
+    return tmp_path / "hvkit-run-0123456789abcdef"
+
+
+def begin(folder, **options):
+    torch.manual_seed(3 + hvkit.rank())
+    model = torch.nn.Sequential(torch.nn.Linear(8, 300), torch.nn.BatchNorm1d(300))
+    optimizer = torch.optim.Adam(model.parameters())
+    hvkit.distribute(model, optimizer)
+    return model, optimizer, hvkit.Checkpoint(folder, model=model, optimizer=optimizer, **options)
+
+
+def train(model, optimizer, step):
+    numbers = np.random.default_rng([step, hvkit.rank()]).normal(size=(6, 8))
+    optimizer.zero_grad()
+    model(torch.from_numpy(numbers.astype(np.float32))).square().mean().backward()
+    optimizer.step()
+
+
+def state(model):
+    return [value.clone() for value in model.state_dict().values()]
+
+
+def names(folder):
+    return sorted(path.name for path in folder.glob("*/step-*"))
+
+
+@several
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("lost", ["directory", "newest", "nothing"])
+def test_memory_has_what_the_directory_lacks(lost, background, folder, memory):
+    model, optimizer, checkpoint = begin(folder, replicas=1, background=background)
+    for step in (1, 2):
+        train(model, optimizer, step)
+        checkpoint.save(epoch=0, step=step, extras={"step": step})
+    checkpoint.wait()
+    kept, files = state(model), {}
+    hvkit.barrier()
+    if hvkit.rank() == 0:
+        files = {path.name: path.read_bytes() for path in (folder / store.name_of(2)).iterdir()}
+        if lost == "directory":
+            shutil.rmtree(folder)
+        elif lost == "newest":
+            shutil.rmtree(folder / store.name_of(2))
+        else:  # files that are damaged are not read
+            os.truncate(folder / store.name_of(2) / "model.pt", 0)
+    hvkit.barrier()
+    assert names(memory) == ([store.name_of(2)] if hvkit.rank() == 1 else [])
+    model, optimizer, checkpoint = begin(folder, replicas=1)
+    start = checkpoint.restore()
+    assert (start.step, start.extras) == (2, {"step": 2})
+    assert start.folder == folder / store.name_of(2)
+    assert all(map(torch.equal, kept, state(model)))
+    if hvkit.rank() == 0 and lost != "nothing":
+        found = {path.name: path.read_bytes() for path in start.folder.iterdir()}
+        assert found == files
+    # The next one is newer than any before, wherever it is.
+    train(model, optimizer, 3)
+    checkpoint.save(epoch=0, step=3)
+    hvkit.barrier()
+    assert names(memory) == ([store.name_of(3)] if hvkit.rank() == 1 else [])
+    assert checkpoint.restore().step == 3
+
+
+@several
+def test_a_newer_checkpoint_in_the_directory_wins(folder, memory):
+    model, optimizer, checkpoint = begin(folder, replicas=1)
+    checkpoint.save(epoch=0, step=1)
+    _, _, other = begin(folder)
+    other.save(epoch=0, step=2)
+    assert begin(folder, replicas=1)[2].restore().step == 2
+
+
+@several
+def test_a_damaged_copy_is_skipped(folder, memory, caplog):
+    _, _, checkpoint = begin(folder, replicas=1)
+    checkpoint.save(epoch=0, step=1)
+    hvkit.barrier()
+    for path in memory.glob("*/step-*/model.pt"):
+        os.truncate(path, 10)
+    hvkit.barrier()
+    assert begin(folder, replicas=1)[2].restore().step == 1
+    if hvkit.rank() == 0:
+        assert "skipped the copy in the memory of rank 1" in caplog.text
+        assert "model.pt has 10 of" in caplog.text
+
+
+@several
+def test_a_host_without_memory_for_it_is_an_entry_in_the_log(folder, memory, caplog, monkeypatch):
+    class Memory:
+        available = 1000
+
+    monkeypatch.setattr("psutil.virtual_memory", Memory)
+    _, _, checkpoint = begin(folder, replicas=1)
+    for step in (1, 2):
+        checkpoint.save(epoch=0, step=step)
+    assert names(memory) == []
+    assert begin(folder)[2].restore().step == 2
+    if hvkit.rank() == 0:
+        assert "bytes of memory, 1,000 are free" in caplog.text
+
+
+@several
+def test_a_folder_of_others_takes_no_copy(folder, memory, caplog):
+    memory.mkdir(mode=0o755)
+    _, _, checkpoint = begin(folder, replicas=1)
+    checkpoint.save(epoch=0, step=1)
+    assert names(memory) == []
+    if hvkit.rank() == 0:
+        assert "not a folder of this user alone" in caplog.text
+
+
+@several
+def test_what_a_killed_run_left_behind_is_deleted_a_day_later(folder, memory):
+    for age in (1, 30):
+        other = memory.with_name(f"hvkit-run-{age:016x}")
+        (other / "a" / "step-000000001").mkdir(parents=True)
+        then = os.stat(other).st_mtime - age * 3600
+        os.utime(other, (then, then))
+    _, _, checkpoint = begin(folder, replicas=1)
+    checkpoint.save(epoch=0, step=1)
+    hvkit.barrier()
+    left = sorted(int(path.name[-16:], 16) for path in memory.parent.glob("hvkit-run-0000*"))
+    assert left == ([1] if hvkit.rank() == 1 else [1, 30])
+
+
+def test_without_restarts_or_other_hosts_rank_0_says_that_there_are_none(
+    folder, memory, caplog, monkeypatch
+):
+    caplog.set_level("INFO")
+    monkeypatch.delenv(run_reports.RUN)
+    _, _, checkpoint = begin(folder, replicas=1)
+    checkpoint.save(epoch=0, step=1)
+    assert checkpoint.restore().step == 1
+    if hvkit.rank() == 0:
+        assert "replicas=1: keeps 0: they serve restarts" in caplog.text
+    assert names(memory) == []
