@@ -22,7 +22,7 @@ RESTART = "HVKIT_RESTART"
 TIMELINE = "HVKIT_TIMELINE"
 """Environment variable of ranks whose run has a timeline: 1."""
 
-RUN = "HVKIT_RUN"
+RUN_NAME = "HVKIT_RUN_NAME"
 """Environment variable of ranks that may be started again: a name of the run, for all its tries."""
 
 LONGEST = 4096
@@ -94,7 +94,7 @@ def memory_folder(run: str | None = None) -> Path | None:
     Returns:
         The folder, which need not exist; None if ``hvkit run`` will not start the ranks again.
     """
-    run = os.environ.get(RUN, "") if run is None else run
+    run = os.environ.get(RUN_NAME, "") if run is None else run
     return _MEMORY / f"hvkit-run-{run}" if re.fullmatch("[0-9a-f]{16}", run) else None
 
 

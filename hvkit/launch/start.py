@@ -22,7 +22,7 @@ from hvkit.errors import LaunchError
 from hvkit.host.launcher_variables import without_place
 from hvkit.host.mca import without_interfaces
 from hvkit.host.rank_settings import rank_settings
-from hvkit.host.run_reports import RESTART, RUN, TIMELINE, memory_folder
+from hvkit.host.run_reports import RESTART, RUN_NAME, TIMELINE, memory_folder
 from hvkit.launch.allocation import SLURM
 from hvkit.launch.host_checks.preflight import choose_hosts
 from hvkit.launch.hosts import Host
@@ -132,7 +132,7 @@ def start(request: Request) -> int:
     if request.timeline is not None:
         own[TIMELINE] = "1"
     if request.max_restarts:
-        own[RUN] = secrets.token_hex(8)
+        own[RUN_NAME] = secrets.token_hex(8)
     request = replace(request, variables={**request.variables, **own})
     run = prepared(request)
     timeline = Timeline(request.timeline) if request.timeline is not None else None
@@ -175,7 +175,7 @@ def _with_restarts(request: Request, run: Run, timeline: Timeline | None) -> int
 
 def _free_memory(request: Request) -> None:
     """Delete the checkpoints of a run that has ended from the memory of its hosts."""
-    folder = memory_folder(request.variables[RUN])
+    folder = memory_folder(request.variables[RUN_NAME])
     shell = remote_shell(request.system, _CONNECT_AGAIN)
     for answer in run_on_hosts(request.hosts, ["rm", "-rf", "--", str(folder)], _FREED, shell):
         if answer.problem or answer.status:
@@ -380,7 +380,7 @@ def _environment(variables: Mapping[str, str | None], interfaces: Sequence[str])
         if value is None and name not in os.environ:
             raise LaunchError(f"-x {name}: it is not set here: write -x {name}=VALUE")
     environ = without_place(os.environ)
-    for name in (*_SUPERVISION, RUN):
+    for name in (*_SUPERVISION, RUN_NAME):
         # Set if this run was started inside another one.
         environ.pop(name, None)
     if interfaces:

@@ -24,7 +24,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def memory(tmp_path, monkeypatch):
     """This host's memory, of a run that can be started again."""
-    monkeypatch.setenv(run_reports.RUN, "0123456789abcdef")
+    monkeypatch.setenv(run_reports.RUN_NAME, "0123456789abcdef")
     monkeypatch.setattr(run_reports, "_MEMORY", tmp_path)
     monkeypatch.setattr(runtime, "local_rank", lambda: 0)
     return tmp_path / "hvkit-run-0123456789abcdef"
@@ -92,7 +92,7 @@ def test_memory_has_what_the_directory_lacks(lost, background, folder, memory):
 
 @several
 def test_a_newer_checkpoint_in_the_directory_wins(folder, memory):
-    model, optimizer, checkpoint = begin(folder, replicas=1)
+    _, _, checkpoint = begin(folder, replicas=1)
     checkpoint.save(epoch=0, step=1)
     _, _, other = begin(folder)
     other.save(epoch=0, step=2)
@@ -152,11 +152,9 @@ def test_what_a_killed_run_left_behind_is_deleted_a_day_later(folder, memory):
     assert left == ([1] if hvkit.rank() == 1 else [1, 30])
 
 
-def test_without_restarts_or_other_hosts_rank_0_says_that_there_are_none(
-    folder, memory, caplog, monkeypatch
-):
+def test_without_restarts_rank_0_says_that_there_are_none(folder, memory, caplog, monkeypatch):
     caplog.set_level("INFO")
-    monkeypatch.delenv(run_reports.RUN)
+    monkeypatch.delenv(run_reports.RUN_NAME)
     _, _, checkpoint = begin(folder, replicas=1)
     checkpoint.save(epoch=0, step=1)
     assert checkpoint.restore().step == 1

@@ -1,0 +1,73 @@
+"""A run whose checkpoints are lost with the host of rank 0 goes on from another host's memory."""
+
+import subprocess
+import sys
+
+import pytest
+
+# Every host has a /run of its own. Each step is printed by rank 0.
+SCRIPT = """
+import hashlib, time
+from pathlib import Path
+import numpy as np, torch, hvkit
+
+torch.manual_seed(1)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 4))
+optimizer = torch.optim.Adam(model.parameters(), 0.01)
+hvkit.distribute(model, optimizer)
+checkpoint = hvkit.Checkpoint(
+    "/run/saved", model=model, optimizer=optimizer, replicas=1, background=True
+)
+start = checkpoint.restore().step
+for step in range(start + 1, 41):
+    x = torch.from_numpy(np.random.default_rng([step, hvkit.rank()]).normal(size=(6, 8)))
+    optimizer.zero_grad()
+    torch.nn.functional.mse_loss(model(x.float()), x[:, :4].float()).backward()
+    optimizer.step()
+    checkpoint.end_step(epoch=0, step=step, every=5)
+    if hvkit.rank() == 0:
+        print("step", step, flush=True)
+    time.sleep(0.1)
+checkpoint.wait()
+weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+if hvkit.rank() == 0:
+    print("result", start, hashlib.sha256(weights).hexdigest()[:12], flush=True)
+"""
+COMMAND = [
+    sys.executable, "-m", "hvkit.cli", "run", "-np", "2", "-H", "node2:1,node3:1,node4:1",
+    "--max-restarts", "2", "--lost-after", "4", "--grace", "5", sys.executable, "-c", SCRIPT,
+]  # fmt: skip
+
+
+def run(hosts, lost=None):
+    process = hosts.host("node1").popen(
+        COMMAND, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line == "step 12\n" and lost is not None:
+            hosts.cut(lost)
+            lost = None
+    assert process.wait(60) == 0, "".join(lines)
+    (result,) = (line.split()[1:] for line in lines if line.startswith("result"))
+    return int(result[0]), result[1], "".join(lines)
+
+
+@pytest.fixture
+def hosts(rig):
+    return rig(["node1", "node2", "node3", "node4"])
+
+
+def test_memory_outlives_the_host_of_rank_0(hosts):
+    _, undisturbed, _ = run(hosts)
+    hosts.host("node2").run(["rm", "-r", "/run/saved"]).check_returncode()
+    start, result, printed = run(hosts, lost="node2")
+    assert start in (5, 10)  # the tenth may have been under way
+    assert result == undisturbed
+    assert "from the memory of rank 0's host" in printed
+    for name in ("node3", "node4"):
+        listed = hosts.host(name).run(["ls", "/dev/shm"]).stdout
+        assert "hvkit-run" not in listed
+    assert "node2 may still hold checkpoints" in printed
