@@ -10,7 +10,8 @@
     ├── progress        where training continues: epoch, step, batches, extras
     ├── ranks           what differs between ranks: random states, layer statistics
     ├── resume          loads the newest complete checkpoint on all ranks
-    ├── store           the directory on disk, used by rank 0 alone: lock, folders, manifest
+    ├── store           a directory of checkpoints, rank 0's or in memory: lock, folders, manifest
+    ├── replicas        copies in the memory of other hosts, for restarts
     ├── choice          which part saves which object
     ├── writing         writes the files, at once or in a thread
     └── fit_callback    saves from inside Keras's fit

@@ -66,6 +66,7 @@ class Replicas:
         self._opened = False
         self._hosts: dict[int, str] = {}
         self._links: dict[int, Connection] = {}
+        self._listener: channel.Listener | None = None
         self._changed = threading.Condition()
 
     @property
@@ -96,9 +97,9 @@ class Replicas:
         if not self._hosts:
             return
         if runtime.rank() == 0:
-            listener = channel.Listener(one_host=False, patience=_ANSWERS)
-            collectives.from_rank(0, listener.meeting.to_json())
-            _in_thread(listener.serve, self._admit)
+            self._listener = channel.Listener(one_host=False, patience=_ANSWERS)
+            collectives.from_rank(0, self._listener.meeting.to_json())
+            _in_thread(self._listener.serve, self._admit)
         else:
             meeting = channel.Meeting.from_json(collectives.from_rank(0, ""))
             if runtime.rank() in self._hosts:
@@ -129,6 +130,8 @@ class Replicas:
     def _admit(self, rank: int, connection: Connection) -> None:
         with self._changed:
             self._links[rank] = connection
+            if self._links.keys() >= self._hosts.keys() and self._listener is not None:
+                self._listener.close()
             self._changed.notify_all()
 
     # The holders.
@@ -283,6 +286,8 @@ def _received(connection: Connection, lengths: dict[str, int]) -> Iterator[tuple
         while left > 0:
             piece = connection.recv_bytes(_PIECE)
             left -= len(piece)
+            if left < 0:
+                raise ValueError(f"{name}: {-left} bytes more than were announced")
             yield name, piece
 
 

@@ -271,6 +271,9 @@ def survived(
         assert run.process.wait(30) == 0
         left = [each.command for host in run.rig.hosts for each in host.processes()]
         assert not left, left
+        for host in run.rig.hosts:
+            memory = host.run(["ls", "/dev/shm"]).stdout
+            assert "hvkit-run" not in memory, f"{host.name} still holds checkpoints: {memory}"
     finally:
         run.process.kill()
 

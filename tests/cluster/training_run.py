@@ -74,7 +74,7 @@ layers = torch.nn.Linear(8, 64), torch.nn.Dropout(0.2), torch.nn.Linear(64, 4)
 model = torch.nn.Sequential(*layers)
 optimizer = torch.optim.Adam(model.parameters(), 0.01)
 hvkit.distribute(model, optimizer, strategy=eval("hvkit." + strategy))
-checkpoint = hvkit.Checkpoint(folder / "saved", model=model, optimizer=optimizer)
+checkpoint = hvkit.Checkpoint(folder / "saved", replicas=1, model=model, optimizer=optimizer)
 step = checkpoint.restore().step
 begin(step)
 while True:
@@ -98,7 +98,9 @@ layers = [keras.layers.Dense(64), keras.layers.Dropout(0.2), keras.layers.Dense(
 model = keras.Sequential([keras.Input((8,)), *layers])
 optimizer = keras.optimizers.Adam(0.01)
 hvkit.distribute(model, optimizer, strategy=eval("hvkit." + strategy))
-checkpoint = hvkit.Checkpoint(folder / "saved", model=model, optimizer=optimizer)
+checkpoint = hvkit.Checkpoint(
+    folder / "saved", replicas=1, background=True, model=model, optimizer=optimizer
+)
 step = checkpoint.restore().step
 
 
