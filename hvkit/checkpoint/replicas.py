@@ -96,14 +96,17 @@ class Replicas:
             logger.info("replicas=%d: keeps %d: %s", self.number, len(self._hosts), why)
         if not self._hosts:
             return
+        problem, meeting = None, ""
         if runtime.rank() == 0:
-            self._listener = channel.Listener(one_host=False, patience=_ANSWERS)
-            collectives.from_rank(0, self._listener.meeting.to_json())
-            _in_thread(self._listener.serve, self._admit)
-        else:
-            meeting = channel.Meeting.from_json(collectives.from_rank(0, ""))
-            if runtime.rank() in self._hosts:
-                _in_thread(self._hold, meeting)
+            try:
+                self._listener = channel.Listener(one_host=False, patience=_ANSWERS)
+                meeting = self._listener.meeting.to_json()
+                _in_thread(self._listener.serve, self._admit)
+            except OSError as error:
+                problem = error
+        meeting = collectives.share(call, problem, meeting)[0]
+        if runtime.rank() in self._hosts:
+            _in_thread(self._hold, channel.Meeting.from_json(meeting))
 
     # Rank 0.
 
@@ -116,16 +119,24 @@ class Replicas:
         with self._changed:
             self._changed.wait_for(lambda: self._links.keys() >= self._hosts.keys(), _CONNECTED)
         for rank, host in list(self._hosts.items()):
+            link = self._links.get(rank)
             try:
-                if (link := self._links.get(rank)) is None:
-                    raise TimeoutError(f"it has not connected within {_CONNECTED:g} s")
+                if link is None:
+                    raise TimeoutError(f"no connection within {_CONNECTED:g} s")
                 problem = _sent(link, folder)
-            except (OSError, EOFError, ValueError, KeyError) as error:
-                # The next restart chooses other hosts. A rank that has ended ends the run anyway.
-                problem = f"{ranks_text([rank])} there does not take it any more: {error!r}"
-                del self._hosts[rank]
+            except (ConnectionError, EOFError):  # its rank has ended, and with it the run
+                problem = ""
+                self._drop(rank)
+            except (OSError, ValueError, KeyError) as error:
+                problem = f"{ranks_text([rank])} takes no more of them until a restart: {error!r}"
+                self._drop(rank)
             if problem:
                 logger.warning("%s has no copy of %s: %s", host, folder, problem)
+
+    def _drop(self, rank: int) -> None:
+        del self._hosts[rank]
+        if (link := self._links.pop(rank, None)) is not None:
+            link.close()
 
     def _admit(self, rank: int, connection: Connection) -> None:
         with self._changed:
@@ -337,7 +348,3 @@ def _is_locked(path: Path) -> bool:
         return True
     lock.release()
     return False
-
-
-def _hosts(number: int) -> str:
-    return "one host" if number == 1 else f"{number} hosts"

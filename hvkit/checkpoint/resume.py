@@ -187,10 +187,11 @@ def _log_resumed(found: Found, parts: Sequence[Part]) -> None:
     left = [name for name in manifest.parts if name not in {part.name for part in parts}]
     if left:
         logger.info(f"{folder} also holds {', '.join(left)}: not loaded")
-    text = f"resumed {folder} (epoch {manifest.epoch}, step {manifest.step})"
     memory = memory_folder()
+    name = str(folder)
     if memory is not None and memory in folder.parents:
-        text += f" from the memory of rank {found.rank}'s host"
+        name = f"{folder.name} from the memory of rank {found.rank}'s host"
+    text = f"resumed {name} (epoch {manifest.epoch}, step {manifest.step})"
     size = runtime.size()
     if manifest.size != size:
         text += f" saved on {_ranks(manifest.size)}; {_ranks(size)} now"
