@@ -345,15 +345,16 @@ class Checkpoint:
         found = resume.find(self.directory, parts, self._replicas)
         if found is None:
             return Progress()
-        resume.load(found, parts)
-        written = found.manifest
+        source, folder = found
+        resume.load(source, parts)
+        written = source.manifest
         self._restored = Progress(
             epoch=written.epoch,
             step=written.step,
             batches=written.batches * written.size // runtime.size(),
             extras=written.extras,
             size=written.size,
-            folder=self.directory / found.folder.name,
+            folder=folder,
         )
         self._epoch = written.epoch
         if runtime.rank() == 0:

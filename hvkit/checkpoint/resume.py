@@ -24,11 +24,14 @@ from hvkit.log import logger
 _CALL = "Checkpoint.restore"
 
 
-def find(directory: Path, parts: Sequence[Part], replicas: Replicas) -> Found | None:
+def find(directory: Path, parts: Sequence[Part], replicas: Replicas) -> tuple[Found, Path] | None:
     """The newest checkpoint in rank 0's directory, or in the memory of a host; None without one.
 
     A collective. Rank 0 logs the damaged checkpoints that it skips. One that is in memory alone is
     written to the directory, too.
+
+    Returns:
+        The checkpoint, and its folder in rank 0's directory.
 
     Raises:
         RanksDisagreeError: the ranks have different parts.
@@ -42,21 +45,24 @@ def find(directory: Path, parts: Sequence[Part], replicas: Replicas) -> Found | 
         except Exception as error:
             problem = error
     # Loading is one broadcast for each part: with different parts, ranks would wait forever.
-    everyone = share(_CALL, problem, (found, lacks, [part.name for part in parts]))
-    found, lacks, of_first = everyone[0]
-    for rank, (_, _, names) in enumerate(everyone):
+    mine = (found, lacks, directory, [part.name for part in parts])
+    everyone = share(_CALL, problem, mine)
+    found, lacks, directory, of_first = everyone[0]
+    for rank, (*_, names) in enumerate(everyone):
         if names != of_first:
             raise RanksDisagreeError(
                 f"Checkpoint needs the same parts on every rank: rank 0 has "
                 f"{of_first}, rank {rank} has {names}"
             )
-    if found is not None and lacks:
+    if found is None:
+        return None
+    if lacks:
         try:
             bring(found, directory, _CALL)
         except OSError as error:
             if runtime.rank() == 0:
                 logger.warning("%s: only a host's memory holds this one: %s", directory, error)
-    return found
+    return found, directory / found.folder.name
 
 
 def _newest_of(directory: Path, copy: Found | None) -> tuple[Found | None, bool]:
