@@ -19,19 +19,21 @@ from speed import best_decile, run
 
 import hvkit
 
-RANKS, ROUNDS, BLOCKS, STEPS = 2, 7, 25, 200
+RANKS, ROUNDS = 2, 7
+# Blocks of steps of a process. The end of a fit costs some records, so it comes rarely.
+BLOCKS = {"torch": (25, 200), "keras": (6, 1000)}
 # No monitor; counts only; records always.
 PEERS = {"plain": None, "counted": 10**9, "recorded": 1}
 
 
 def torch_blocks(monitor):
-    """Microseconds of a step, by block."""
     import torch
 
     model = torch.nn.Linear(8, 4)
     optimizer = torch.optim.Adam(model.parameters())
     hvkit.distribute(model, optimizer, monitor=monitor)
-    batches = [(torch.randn(8, 8), torch.randn(8, 4)) for _ in range(STEPS)]
+    steps = BLOCKS["torch"][1]
+    batches = [(torch.randn(8, 8), torch.randn(8, 4)) for _ in range(steps)]
 
     def train():
         for x, y in monitor.batches(batches) if monitor else batches:
@@ -42,11 +44,10 @@ def torch_blocks(monitor):
             if monitor:
                 monitor.step(loss=loss)
 
-    return blocks(train)
+    return blocks("torch", train)
 
 
 def keras_blocks(monitor):
-    """Microseconds of a step, by block."""
     import keras
     import tensorflow as tf
 
@@ -55,16 +56,19 @@ def keras_blocks(monitor):
     hvkit.distribute(model, optimizer, monitor=monitor)
     model.compile(optimizer, "mse")
     data = tf.data.Dataset.from_tensors((tf.ones((8, 8)), tf.ones((8, 4)))).repeat()
-    return blocks(lambda: model.fit(data, steps_per_epoch=STEPS, verbose=0))
+    steps = BLOCKS["keras"][1]
+    return blocks("keras", lambda: model.fit(data, steps_per_epoch=steps, verbose=0))
 
 
-def blocks(train):
+def blocks(framework, train):
+    """Microseconds of a step, by block of ``train``."""
     train()
     found = []
-    for _ in range(BLOCKS):
+    number, steps = BLOCKS[framework]
+    for _ in range(number):
         begun = time.perf_counter()
         train()
-        found.append(1e6 * (time.perf_counter() - begun) / STEPS)
+        found.append(1e6 * (time.perf_counter() - begun) / steps)
     return found
 
 

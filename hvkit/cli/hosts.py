@@ -30,8 +30,8 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
         "hosts",
         help="list the hosts of a hostfile or an allocation, and check them",
         description="List the hosts of a hostfile in Open MPI's or MPICH's form, of -H, or else "
-        "those that Slurm, PBS, LSF or the Kubernetes MPI operator has given to this job. With "
-        "--check the exit status is 1 if there are problems.",
+        "those that Slurm, PBS, LSF, SageMaker or the Kubernetes MPI operator has given to this "
+        "job. With --check the exit status is 1 if there are problems.",
     )
     source = parser.add_mutually_exclusive_group()
     source.add_argument("hostfile", nargs="?", type=Path, metavar="FILE", help="hostfile")
@@ -77,7 +77,7 @@ def _hosts(args: argparse.Namespace) -> tuple[tuple[Host, ...], str | None]:
     elif not hosts:
         raise LaunchError(
             "no hosts: name a hostfile or -H HOST:SLOTS,..., or run this in a job of Slurm, PBS, "
-            "LSF or the Kubernetes MPI operator"
+            "LSF, SageMaker or the Kubernetes MPI operator"
         )
     return hosts, None if allocation is None else allocation.system
 

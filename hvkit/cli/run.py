@@ -11,7 +11,9 @@ from hvkit.cli.arguments import (
     positive,
     refuse,
 )
+from hvkit.launch.allocation import SAGEMAKER
 from hvkit.launch.launchers import NAMES
+from hvkit.launch.sagemaker import follow, starts_ranks
 from hvkit.launch.start import Request, prepared, shown, start
 from hvkit.launch.supervision.output import Style
 
@@ -24,7 +26,8 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
         usage="hvkit run -np N [--hostfile FILE | -H HOST:SLOTS,...] [options] COMMAND ...",
         description="Start COMMAND on every rank with the installed mpirun, watch all ranks, "
         "and end everything on all hosts when one fails. Without hosts it takes the allocation of "
-        "Slurm, PBS, LSF or the Kubernetes MPI operator, or else starts all ranks on this host.",
+        "Slurm, PBS, LSF, SageMaker or the Kubernetes MPI operator, or else starts all ranks on "
+        "this host.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -89,10 +92,14 @@ def _execute(args: argparse.Namespace) -> int:
     hosts, allocation = hosts_of(args, refuse)
     if not hosts and args.np is None:
         args.refuse("-np is missing: give the number of ranks, or hosts with their slots")
+    system = None if allocation is None else allocation.system
+    if system == SAGEMAKER and not starts_ranks(hosts) and not args.dry_run:
+        follow(hosts[0])
+        return 0
     request = Request(
         command=tuple(command),
         hosts=hosts,
-        system=None if allocation is None else allocation.system,
+        system=system,
         size=args.np,
         launcher=args.launcher,
         variables=dict(args.variables),

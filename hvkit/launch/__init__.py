@@ -5,7 +5,8 @@
     cli                  parses the arguments and finds the hosts:
     ├── hosts            -H, host names and addresses
     ├── hostfile         a file of hosts
-    └── allocation       or else the batch system's hosts: Slurm, PBS, LSF, Kubernetes
+    └── allocation       or else the batch system's hosts: Slurm, PBS, LSF, SageMaker, Kubernetes
+    sagemaker            on all hosts but the first of such a job: waits for its end
     start                from the request to an exit status:
     ├── launchers        finds mpirun or horovodrun
     ├── host_checks/     chooses the hosts with ranks and checks each of them (preflight)

@@ -1,10 +1,12 @@
 """The hosts that a batch system allocated to this job, read from the job's environment.
 
-``allocation`` tries Slurm, PBS, LSF and a default hostfile (the Kubernetes MPI operator's, or a
-site's), in that order. To add a batch system, write a function from the environment to an
-``Allocation``, ``None`` outside of its jobs, and add it to ``_SYSTEMS`` before the last one.
+``allocation`` tries Slurm, PBS, LSF, Amazon SageMaker and a default hostfile (the Kubernetes MPI
+operator's, or a site's), in that order. To add a batch system, write a function from the
+environment to an ``Allocation``, ``None`` outside of its jobs, and add it to ``_SYSTEMS`` before
+the last one.
 """
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -17,6 +19,7 @@ from hvkit.launch.hostfile import read_hostfile
 from hvkit.launch.hosts import Host, count, host_name, shown
 
 SLURM = "Slurm"
+SAGEMAKER = "SageMaker"
 HOSTFILE = "hostfile"
 
 # Seconds for scontrol, which may have to fetch its configuration over the network.
@@ -38,8 +41,8 @@ class Allocation:
     """The hosts of a job.
 
     Attributes:
-        system: the batch system: ``SLURM``, ``"PBS"``, ``"LSF"``, or ``HOSTFILE`` for a launcher's
-            default hostfile.
+        system: the batch system: ``SLURM``, ``"PBS"``, ``"LSF"``, ``SAGEMAKER``, or ``HOSTFILE``
+            for a launcher's default hostfile.
         source: the environment variable or file that lists the hosts: ``SLURM_JOB_NODELIST``.
         hosts: each host once, with its slots.
     """
@@ -166,6 +169,30 @@ def _hosts_of_pairs(value: str, variable: str) -> tuple[Host, ...]:
     return tuple(Host(name, slots=number) for name, number in slots.items())
 
 
+def _sagemaker(environ: Mapping[str, str]) -> Allocation | None:
+    """SageMaker: its training toolkit sets ``SM_HOSTS``, a JSON list, and ``SM_NUM_GPUS``.
+
+    The hosts of a job are alike: each gets a slot for each GPU of this one. Without GPUs, each gets
+    as many as it has logical CPUs.
+    """
+    variable, gpus = "SM_HOSTS", "SM_NUM_GPUS"
+    if variable not in environ:
+        return None
+    value = environ[variable]
+    try:
+        names = json.loads(value)
+    except (ValueError, RecursionError):
+        names = None
+    if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
+        raise _invalid(variable, value, 'must be a list such as ["algo-1", "algo-2"]')
+    checked = [_checked(name, variable, value) for name in names]
+    if len({*checked}) < len(checked):
+        raise _invalid(variable, value, "names a host twice")
+    number = environ.get(gpus, "0")
+    slots = None if number == "0" else _slots(number, gpus, number)
+    return Allocation(SAGEMAKER, variable, tuple(Host(name, slots=slots) for name in checked))
+
+
 def _default_hostfile(environ: Mapping[str, str]) -> Allocation | None:
     """A hostfile for all jobs: the Kubernetes MPI operator's, or a site's.
 
@@ -225,4 +252,4 @@ def _invalid(variable: str, value: str, why: str) -> LaunchError:
 
 
 # The default hostfile is last: a site can set its variable for all jobs of its batch system.
-_SYSTEMS = (_slurm, _pbs, _lsf, _default_hostfile)
+_SYSTEMS = (_slurm, _pbs, _lsf, _sagemaker, _default_hostfile)

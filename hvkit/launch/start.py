@@ -7,6 +7,7 @@ launcher's command line, and supervises it to its end. ``prepared`` does all but
 
 import json
 import os
+import re
 import secrets
 import shlex
 import signal
@@ -23,11 +24,12 @@ from hvkit.host.launcher_variables import without_place
 from hvkit.host.mca import without_interfaces
 from hvkit.host.rank_settings import rank_settings
 from hvkit.host.run_reports import RESTART, RUN_NAME, TIMELINE, memory_folder
-from hvkit.launch.allocation import SLURM
+from hvkit.launch.allocation import SAGEMAKER, SLURM
 from hvkit.launch.host_checks.preflight import choose_hosts
 from hvkit.launch.hosts import Host
 from hvkit.launch.launchers import Job, Launcher, find_launcher
 from hvkit.launch.restarts import Restarts
+from hvkit.launch.sagemaker import wait_for_hosts
 from hvkit.launch.ssh import last_line, remote_shell, run_on_hosts
 from hvkit.launch.supervision.output import Style, make_room
 from hvkit.launch.supervision.protocol import KEY_VARIABLE, SUPERVISOR_VARIABLE
@@ -62,8 +64,10 @@ _FORWARDED_PREFIXES = (
     *("HVKIT_", "HOROVOD_", "NCCL_", "UCX_", "FI_", "OMPI_MCA_", "MPIR_CVAR_", "GLOO_"),
     *("TORCH", "PYTORCH_", "TF_", "KERAS_", "CUDA_", "OMP_", "KMP_", "GOMP_", "MKL_"),
     *("OPENBLAS_", "NUMEXPR_", "PYTHON", "LC_", "HF_", "WANDB_"),
+    # SageMaker's folders and hyperparameters.
+    *("SM_CHANNEL", "SM_HP_", "SM_INPUT_DIR", "SM_MODEL_DIR", "SM_OUTPUT"),
 )
-# Marks of a secret: anywhere in a name, and as a word between its underscores.
+# Marks of a secret: anywhere in a name, and as a word of it.
 _SECRET = ("TOKEN", "SECRET", "PASSW", "PASSPHRASE", "CREDENTIAL", "APIKEY")
 _SECRET_WORDS = {"KEY", "KEYS", "AUTH", "PASS"}
 # Variables of this process alone.
@@ -134,6 +138,8 @@ def start(request: Request) -> int:
     if request.max_restarts:
         own[RUN_NAME] = secrets.token_hex(8)
     request = replace(request, variables={**request.variables, **own})
+    if request.system == SAGEMAKER:
+        wait_for_hosts(request.hosts)
     run = prepared(request)
     timeline = Timeline(request.timeline) if request.timeline is not None else None
     try:
@@ -348,7 +354,9 @@ def _forwarded_by_default(name: str) -> bool:
 def _is_secret(name: str) -> bool:
     """Whether a variable's name says that its value is a secret."""
     upper = name.upper()
-    return any(word in upper for word in _SECRET) or not _SECRET_WORDS.isdisjoint(upper.split("_"))
+    return any(word in upper for word in _SECRET) or not _SECRET_WORDS.isdisjoint(
+        re.split("[_-]", upper)
+    )
 
 
 def _refuse_unsupported(request: Request) -> None:

@@ -187,6 +187,8 @@ class MPIJob:
                 "periodSeconds": 1,
                 "failureThreshold": 60,
             },
+            # SIGTERM for a pod reaches sshd alone. This sends it to the ranks, and waits for them.
+            "lifecycle": {"preStop": {"exec": {"command": ["hvkit-leave"]}}},
         }
         # The default of 64 MiB is too small for MPI, NCCL and data loaders.
         shared = {"medium": "Memory", "sizeLimit": str(self.shared_memory)}

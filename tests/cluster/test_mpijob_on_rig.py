@@ -6,6 +6,7 @@ Hosts of the rig stand for pods: the launcher, and workers that have the names i
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import yaml
 
@@ -13,6 +14,7 @@ WHO = (
     "import json, os, socket; print(json.dumps([socket.gethostname(), "
     "int(os.environ['OMPI_COMM_WORLD_RANK']), os.environ['GREETING']]))"
 )
+DOCKER = Path(__file__).parents[2] / "docker"
 LAUNCHER = "mnist-launcher"
 WORKERS = [f"mnist-worker-{number}.mnist-worker.ml.svc" for number in range(2)]
 
@@ -62,3 +64,63 @@ def test_ranks_start_on_the_workers_and_get_the_variables(rig):
         ["mnist-worker-0", 1, "good day"],
         ["mnist-worker-1", 2, "good day"],
     ]
+
+
+TRAINING = """
+import sys, time
+import torch, hvkit
+
+model = torch.nn.Linear(8, 4)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+hvkit.distribute(model, optimizer)
+checkpoint = hvkit.Checkpoint(sys.argv[1], model=model, optimizer=optimizer)
+start = checkpoint.restore().step
+if hvkit.rank() == 0:
+    print("started", start, flush=True)
+for step in range(start + 1, start + 400):
+    optimizer.zero_grad()
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    if hvkit.rank() == 0:
+        print("step", step, flush=True)
+    checkpoint.end_step(epoch=0, step=step)
+    if start and step == start + 5:
+        break
+    time.sleep(0.1)
+"""
+
+
+def test_ranks_save_when_a_pod_is_taken_away(rig, tmp_path):
+    spec = manifest(
+        *("--name", "mnist", "-np", "2", "--slots", "1", "--max-restarts", "1"),
+        *("--", sys.executable, "-c", TRAINING, str(tmp_path / "saved")),
+    )
+    workers = ["mnist-worker-0", "mnist-worker-1"]
+    pods = rig([LAUNCHER, *workers])
+    launcher = pods.host(LAUNCHER)
+    hostfile = "".join(f"{worker} slots=1\n" for worker in workers)
+    place = ["sh", "-ec", "mkdir /etc/mpi; cat > /etc/mpi/hostfile"]
+    launcher.run(place, input=hostfile).check_returncode()
+    replicas = spec["mpiReplicaSpecs"]
+    (container,) = replicas["Launcher"]["template"]["spec"]["containers"]
+    (worker,) = replicas["Worker"]["template"]["spec"]["containers"]
+    assert worker["lifecycle"]["preStop"]["exec"]["command"] == ["hvkit-leave"]
+    leave = pods.host(workers[1]).run([str(DOCKER / "hvkit-leave")], timeout=30)
+    assert leave.returncode == 0, leave.stderr  # no ranks yet
+    run = launcher.popen(
+        [*container["command"], *container["args"]], env=OPERATORS, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    lines = []
+    for line in run.stdout:
+        lines.append(line)
+        if line == "step 3\n":
+            leave = pods.host(workers[1]).run([str(DOCKER / "hvkit-leave")], timeout=30)
+            assert leave.returncode == 0, leave.stderr
+    printed = "".join(lines)
+    assert run.wait(60) == 0, printed
+    first, again = (int(line.split()[1]) for line in lines if line.startswith("started"))
+    assert first == 0
+    assert again >= 3
+    assert f"step {again}\n" in printed
+    assert "(0 of 1 without progress)" in printed

@@ -1,4 +1,4 @@
-"""The hosts and slots of jobs of Slurm, PBS, LSF and the Kubernetes MPI operator."""
+"""The hosts and slots of jobs of Slurm, PBS, LSF, SageMaker and the Kubernetes MPI operator."""
 
 import re
 from pathlib import Path
@@ -42,6 +42,15 @@ def test_slurm_gives_tasks_else_gpus_else_cpus(scontrol, environ, slots):
         "SLURM_JOB_NODELIST",
         tuple(Host(name, number) for name, number in zip(names, slots, strict=True)),
     )
+
+
+@pytest.mark.parametrize(
+    ("environ", "slots"), [({"SM_NUM_GPUS": "8"}, 8), ({"SM_NUM_GPUS": "0"}, None), ({}, None)]
+)
+def test_each_host_of_sagemaker_has_a_slot_for_each_gpu(environ, slots):
+    found = allocation({"SM_HOSTS": '["algo-1", "algo-2"]', **environ})
+    hosts = (Host("algo-1", slots), Host("algo-2", slots))
+    assert found == Allocation("SageMaker", "SM_HOSTS", hosts)
 
 
 @pytest.mark.parametrize(
@@ -102,6 +111,19 @@ def test_slurm_gives_tasks_else_gpus_else_cpus(scontrol, environ, slots):
             {"LSB_MCPU_HOSTS": "a five"},
             "LSB_MCPU_HOSTS is invalid (each number must be a positive integer, got 'five'), got "
             "'a five'",
+        ),
+        (
+            {"SM_HOSTS": "algo-1,algo-2"},
+            'SM_HOSTS must be a list such as ["algo-1", "algo-2"], got \'algo-1,algo-2\'' + _USE,
+        ),
+        ({"SM_HOSTS": "[" * 100_000}, "SM_HOSTS must be a list such as"),
+        ({"SM_HOSTS": "[]"}, "SM_HOSTS must be a list such as"),
+        ({"SM_HOSTS": '["a", 1]'}, "SM_HOSTS must be a list such as"),
+        ({"SM_HOSTS": '["a", "a"]'}, "SM_HOSTS names a host twice"),
+        ({"SM_HOSTS": '["a b"]'}, "SM_HOSTS has an invalid host name ('a b' is not a host name"),
+        (
+            {"SM_HOSTS": '["a"]', "SM_NUM_GPUS": "many"},
+            "SM_NUM_GPUS is invalid (each number must be a positive integer, got 'many')",
         ),
         (
             {"PBS_NODEFILE": "/nonexistent/nodes"},

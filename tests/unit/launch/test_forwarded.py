@@ -17,6 +17,8 @@ from hvkit.launch.start import forwarded
         "CUDA_DEVICE_ORDER",
         "HVKIT_DATA_DIR",
         "TF_CPP_MIN_LOG_LEVEL",
+        "SM_CHANNEL_TRAINING",
+        "SM_HP_LEARNING-RATE",
     ],
 )
 def test_variables_of_programs_and_frameworks_are_forwarded(name):
@@ -35,6 +37,8 @@ def test_variables_of_programs_and_frameworks_are_forwarded(name):
         "SLURM_JOB_ID",
         "HVKIT_RANK",
         "AWS_PROFILE",
+        "SM_CURRENT_HOST",
+        "SM_TRAINING_ENV",
     ],
 )
 def test_variables_of_one_host_or_process_are_not_forwarded(name):
@@ -54,6 +58,7 @@ def test_variables_of_one_host_or_process_are_not_forwarded(name):
         "PYTHON_KEYRING_PASSWORD",
         "HVKIT_SECRET",
         "TORCH_access_key",
+        "SM_HP_API-KEY",
     ],
 )
 def test_secrets_are_forwarded_only_by_name(name):

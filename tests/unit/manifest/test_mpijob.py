@@ -151,6 +151,11 @@ def test_the_launcher_starts_when_the_ssh_servers_answer() -> None:
     assert worker["startupProbe"]["tcpSocket"]["port"] == port["containerPort"] == 2222
 
 
+def test_ranks_leave_before_a_worker_is_taken_away() -> None:
+    worker = container(read(job()), "Worker")
+    assert worker["lifecycle"] == {"preStop": {"exec": {"command": ["hvkit-leave"]}}}
+
+
 def test_there_are_no_retries_by_default() -> None:
     assert read(job())["spec"]["runPolicy"] == {"cleanPodPolicy": "Running", "backoffLimit": 0}
     assert read(job(retries=3))["spec"]["runPolicy"]["backoffLimit"] == 3

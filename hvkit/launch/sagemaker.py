@@ -1,0 +1,111 @@
+"""Training jobs of Amazon SageMaker, which starts the same command on every host of a job.
+
+So ``hvkit run`` runs everywhere: on the first host it starts the ranks, once the others let it log
+in; on each other one it keeps the container there until the first host's container has ended,
+since SageMaker takes the end of its command for the end of the host's work.
+"""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+
+from hvkit.errors import LaunchError
+from hvkit.launch.hosts import Host
+from hvkit.launch.ssh import explain_ssh, run_on_hosts, ssh_command
+from hvkit.log import logger
+
+CURRENT_HOST = "SM_CURRENT_HOST"
+
+# Seconds for the containers of a job to start, one later than the other.
+_STARTED = 600.0
+# Seconds without a login after which the first host's container has ended; a link may fail, too.
+_ENDED = 30.0
+_CONNECT = 10.0
+_BETWEEN_TRIES = 2.0
+# Writes a line at login, and ends with its standard input.
+_SESSION = ("sh", "-c", "echo; exec cat")
+# A host that has gone without a word is noticed after three of these, in seconds.
+_ALIVE = ("-o", "ServerAliveInterval=10")
+
+
+def starts_ranks(hosts: Sequence[Host]) -> bool:
+    """Whether this host is the one that starts the ranks: the first.
+
+    Raises:
+        LaunchError: this host is none of the job's.
+    """
+    here = os.environ.get(CURRENT_HOST)
+    if here not in [host.name for host in hosts]:
+        listed = ", ".join(host.name for host in hosts)
+        raise LaunchError(
+            f"{CURRENT_HOST} must be one of the job's hosts ({listed}), got {here!r}: name the "
+            "hosts with a hostfile or -H instead"
+        )
+    return here == hosts[0].name
+
+
+def wait_for_hosts(hosts: Sequence[Host]) -> None:
+    """Wait until all hosts let this one log in, for ten minutes at most.
+
+    ``hvkit.launch.host_checks.preflight`` reports those that still do not.
+    """
+    deadline = time.monotonic() + _STARTED
+    said = False
+    while time.monotonic() < deadline:
+        answers = run_on_hosts(hosts, ["true"], _CONNECT)
+        late = [answer for answer in answers if answer.problem is not None]
+        if not late:
+            return
+        if not said:
+            names = ", ".join(answer.host.name for answer in late)
+            logger.info("waits for %s: %s", names, late[0].problem)
+            said = True
+        time.sleep(_BETWEEN_TRIES)
+
+
+def follow(first: Host) -> None:
+    """Wait until the container of the host that starts the ranks has ended.
+
+    Signals do not end this process: those that SageMaker sends reach the first host, too, which
+    ends the ranks here.
+
+    Raises:
+        LaunchError: that host has let nobody log in for ten minutes.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    logger.info("%s starts the ranks; this host is there until that one has ended", first.name)
+    seen = False
+    deadline = time.monotonic() + _STARTED
+    while True:
+        problem = _session(first)
+        if problem is None:
+            seen = True
+            deadline = time.monotonic() + _ENDED
+        elif time.monotonic() > deadline:
+            break
+        time.sleep(_BETWEEN_TRIES)
+    if not seen:
+        raise LaunchError(f"{first.name}, which starts the ranks, cannot be reached: {problem}")
+
+
+def _session(host: Host) -> str | None:
+    """Stay logged in on a host for as long as it lasts; why there was no login, else ``None``."""
+    ssh, *words = ssh_command(host, _SESSION, 2 * _CONNECT)
+    with subprocess.Popen(
+        [ssh, *_ALIVE, *words],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        logged_in = process.stdout.readline() == "\n"
+        process.stdout.read()
+        stderr = process.stderr.read()
+    if logged_in:
+        return None
+    return explain_ssh(host, process.returncode, stderr) or stderr.strip()

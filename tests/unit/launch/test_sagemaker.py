@@ -1,0 +1,132 @@
+"""A host of a SageMaker job that waits for the first one, with a stand-in for ssh."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hvkit.errors import LaunchError
+from hvkit.launch import sagemaker
+from hvkit.launch.hosts import Host
+from hvkit.launch.sagemaker import follow, starts_ranks, wait_for_hosts
+
+HOSTS = (Host("algo-1"), Host("algo-2"))
+# Lets log in once there is a file `up`; a session lasts until the file is gone.
+SSH = """#!/bin/sh
+cd "$(dirname "$0")"
+if [ ! -e up ]; then
+  echo "ssh: connect to host algo-1 port 22: Connection refused" >&2
+  exit 255
+fi
+for word; do last=$word; done
+[ "$last" = true ] && exit 0
+echo
+echo in >> logins
+while [ -e up ]; do sleep 0.02; done
+exit 255
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the stand-in; times are short."""
+    (tmp_path / "ssh").write_text(SSH)
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(sagemaker, "_STARTED", 1.0)
+    monkeypatch.setattr(sagemaker, "_ENDED", 0.5)
+    monkeypatch.setattr(sagemaker, "_BETWEEN_TRIES", 0.05)
+    return tmp_path
+
+
+def test_the_first_host_starts_the_ranks(monkeypatch):
+    monkeypatch.setenv("SM_CURRENT_HOST", "algo-1")
+    assert starts_ranks(HOSTS)
+    monkeypatch.setenv("SM_CURRENT_HOST", "algo-2")
+    assert not starts_ranks(HOSTS)
+
+
+def test_a_host_that_is_none_of_the_jobs_is_an_error(monkeypatch):
+    monkeypatch.setenv("SM_CURRENT_HOST", "algo-3")
+    message = "SM_CURRENT_HOST must be one of the job's hosts (algo-1, algo-2), got 'algo-3'"
+    with pytest.raises(LaunchError, match=f"^{re.escape(message)}"):
+        starts_ranks(HOSTS)
+
+
+FOLLOW = """
+from pathlib import Path
+from hvkit.launch import sagemaker
+from hvkit.launch.hosts import Host
+
+sagemaker._ENDED, sagemaker._BETWEEN_TRIES = 0.5, 0.05
+sagemaker.follow(Host("algo-1"))
+"""
+
+
+def test_the_others_stay_until_it_has_ended_whatever_signals_they_get(job):
+    process = subprocess.Popen([sys.executable, "-c", FOLLOW])
+    try:
+        # It is later than this host.
+        time.sleep(0.2)
+        (job / "up").touch()
+        wait_until(lambda: (job / "logins").exists())
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+        assert process.poll() is None
+        (job / "up").unlink()
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+    assert (job / "logins").read_text() == "in\n"
+
+
+@pytest.fixture
+def _signals():
+    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("_signals")
+def test_a_first_host_that_never_comes_is_an_error(job):
+    message = "algo-1, which starts the ranks, cannot be reached: it is up but nothing listens"
+    with pytest.raises(LaunchError, match=message):
+        follow(HOSTS[0])
+
+
+def test_the_first_host_waits_for_logins(job):
+    waiting = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            FOLLOW.replace('follow(Host("algo-1"))', 'wait_for_hosts([Host("algo-2")])'),
+        ]
+    )
+    try:
+        time.sleep(0.3)
+        assert waiting.poll() is None
+        (job / "up").touch()
+        assert waiting.wait(60) == 0
+    finally:
+        waiting.kill()
+        waiting.wait()
+
+
+def test_it_does_not_wait_for_ever(job):
+    wait_for_hosts(HOSTS[1:])
+
+
+def wait_until(condition):
+    for _ in range(600):
+        if condition():
+            return
+        time.sleep(0.1)
+    pytest.fail("never became true")
