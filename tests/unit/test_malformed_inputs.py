@@ -150,6 +150,7 @@ ALLOCATIONS = [
     {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "n[01-10]", "SLURM_STEP_TASKS_PER_NODE": "4(x10)"},
     {"PBS_JOBID": "3.s", "PBS_NODEFILE": "FILE"},
     {"LSB_JOBID": "5", "LSB_MCPU_HOSTS": "a 4 b 2"},
+    {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_NUM_GPUS": "8"},
     {"OMPI_MCA_orte_default_hostfile": "FILE"},
 ]
 
