@@ -276,7 +276,9 @@ def _take(connection: Connection, folder: Path, order: dict[str, Any]) -> str:
 
     problem = ""
     try:
-        needed, free = sum(lengths.values()), psutil.virtual_memory().available
+        # Data loaders and MPI use /dev/shm, too: a copy must not fill it before it fails.
+        limits = psutil.virtual_memory().available, shutil.disk_usage(folder.parent.parent).free
+        needed, free = sum(lengths.values()), min(limits)
         if needed > free:
             raise OSError(errno.ENOMEM, f"it needs {needed:,} bytes of memory, {free:,} are free")
         _require_own(folder.parent)

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -114,11 +115,12 @@ def test_a_damaged_copy_is_skipped(folder, memory, caplog):
 
 
 @several
-def test_a_host_without_memory_for_it_is_an_entry_in_the_log(folder, memory, caplog, monkeypatch):
-    class Memory:
-        available = 1000
-
-    monkeypatch.setattr("psutil.virtual_memory", Memory)
+@pytest.mark.parametrize("of", ["psutil.virtual_memory", "shutil.disk_usage"])
+def test_a_host_without_memory_for_it_is_an_entry_in_the_log(
+    of, folder, memory, caplog, monkeypatch
+):
+    left = SimpleNamespace(available=1000, free=1000)
+    monkeypatch.setattr(of, lambda *path: left)
     _, _, checkpoint = begin(folder, replicas=1)
     for step in (1, 2):
         checkpoint.save(epoch=0, step=step)
