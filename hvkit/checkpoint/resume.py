@@ -71,12 +71,23 @@ def _newest_of(directory: Path, copy: Found | None) -> tuple[Found | None, bool]
         listed = store.newest_readable(directory)
         if listed == copy.manifest:
             return copy, False  # and nothing is read from disk
-        if listed is None or listed.serial < copy.manifest.serial:
+        if not _is_newer(listed, copy.manifest):
+            if listed is not None and listed.run != copy.manifest.run:
+                logger.warning("%s: leaves out the checkpoints of another run", directory)
             return copy, True
     found = _newest(directory)
-    if copy is not None and (found is None or found[1].serial < copy.manifest.serial):
+    if copy is not None and not _is_newer(found and found[1], copy.manifest):
         return copy, True
     return (Found(0, *found) if found else None), False
+
+
+def _is_newer(listed: Manifest | None, copy: Manifest) -> bool:
+    """Whether a directory's checkpoint is newer than a copy, which this run has made.
+
+    Serials count the saves of one directory. This one may be on another host than the one that the
+    run saved in before, and may hold what another training has left there.
+    """
+    return listed is not None and listed.run == copy.run and listed.serial >= copy.serial
 
 
 def _newest(directory: Path) -> tuple[Path, Manifest] | None:

@@ -75,6 +75,8 @@ class Manifest:
     files: dict[str, dict[str, Any]]
     """By file: its length in bytes and its sha256."""
     versions: dict[str, str]
+    run: str = ""
+    """The name of the run that saved, if ``hvkit run`` may start it again."""
     format: int = FORMAT
 
     def write(self, folder: Path) -> None:

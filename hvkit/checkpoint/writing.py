@@ -14,6 +14,7 @@ from hvkit.checkpoint import ranks, store
 from hvkit.checkpoint.part import Part
 from hvkit.checkpoint.progress import Progress
 from hvkit.errors import HvkitError
+from hvkit.host.run_reports import run_name
 from hvkit.log import logger
 
 _HDF5 = ".h5"
@@ -124,6 +125,7 @@ def seal(
         parts=facts,
         files={file: store.facts_of(folder / file) for file in files},
         versions=store.versions(),
+        run=run_name(),
     ).write(folder)
     store.flush(folder / store.MANIFEST)
 

@@ -85,6 +85,11 @@ def restart_of_this_run() -> dict[str, Any]:
         return {}
 
 
+def run_name() -> str:
+    """The name of this run of ``hvkit run``, with all its restarts; empty if there are none."""
+    return os.environ.get(RUN_NAME, "")
+
+
 def memory_folder(run: str | None = None) -> Path | None:
     """The folder in a host's memory whose files outlive the ranks, until the run's last try ends.
 
@@ -94,7 +99,7 @@ def memory_folder(run: str | None = None) -> Path | None:
     Returns:
         The folder, which need not exist; None if ``hvkit run`` will not start the ranks again.
     """
-    run = os.environ.get(RUN_NAME, "") if run is None else run
+    run = run_name() if run is None else run
     return _MEMORY / f"hvkit-run-{run}" if re.fullmatch("[0-9a-f]{16}", run) else None
 
 

@@ -101,6 +101,27 @@ def test_a_newer_checkpoint_in_the_directory_wins(folder, memory):
 
 
 @several
+def test_what_another_training_left_in_the_directory_loses(folder, memory, monkeypatch, caplog):
+    _, _, checkpoint = begin(folder, replicas=1)
+    checkpoint.save(epoch=0, step=1)
+    hvkit.barrier()
+    if hvkit.rank() == 0:  # as if rank 0 was on another host now
+        shutil.rmtree(folder)
+    hvkit.barrier()
+    with monkeypatch.context() as before:
+        before.setenv(run_reports.RUN_NAME, "fedcba9876543210")
+        _, _, other = begin(folder)
+        for step in (20, 40):
+            other.save(epoch=0, step=step)
+    _, _, checkpoint = begin(folder, replicas=1)
+    assert checkpoint.restore().step == 1
+    if hvkit.rank() == 0:
+        assert "leaves out the checkpoints of another run" in caplog.text
+    checkpoint.save(epoch=0, step=2)
+    assert begin(folder)[2].restore().step == 2
+
+
+@several
 def test_a_damaged_copy_is_skipped(folder, memory, caplog):
     _, _, checkpoint = begin(folder, replicas=1)
     checkpoint.save(epoch=0, step=1)
