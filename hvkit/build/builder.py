@@ -12,8 +12,6 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-import psutil
-
 from hvkit.build.build_output import BuildProgress, announce, explain, run_pip
 from hvkit.build.build_variables import build_environment
 from hvkit.build.cuda import fetch_toolkit
@@ -23,7 +21,7 @@ from hvkit.build.toolchain import Toolchain, find_cmake
 from hvkit.build.wheel_cache import Key, store_wheel
 from hvkit.errors import BuildError
 from hvkit.host.cache import cache_dir
-from hvkit.host.cpus import allowance
+from hvkit.host.cpus import free_memory
 
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 ARCHIVE = f"horovod-{VERSION}.tar.gz"
@@ -97,13 +95,6 @@ def unpack(archive: Path, folder: Path) -> Path:
 def default_jobs() -> int:
     """The number of files to compile at once here, by cores and free memory; at least one."""
     return max(1, min(len(os.sched_getaffinity(0)), free_memory() // _BYTES_PER_JOB))
-
-
-def free_memory() -> int:
-    """Bytes of memory that this process may still use, within its container's limit."""
-    available = int(psutil.virtual_memory().available)
-    limit = allowance().memory
-    return available if limit is None else min(available, limit)
 
 
 def _download(folder: Path, cached: Path) -> Path:

@@ -30,13 +30,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
 from hvkit import runtime
 from hvkit.checkpoint import store
 from hvkit.checkpoint.store import Found, Manifest
 from hvkit.communication import collectives
 from hvkit.errors import HvkitError, ranks_text
+from hvkit.host.cpus import free_memory
 from hvkit.host.run_reports import memory_folder, report
 from hvkit.log import logger
 from hvkit.watch import channel
@@ -48,6 +48,8 @@ _BROUGHT = 1 << 24
 _ANSWERS = 60
 # Seconds for the holders to connect.
 _CONNECTED = 10.0
+# Of the free memory, at most so much for a copy: the ranks need some as well.
+_MOST = 0.9
 # Seconds without a save after which what a killed run has left behind is deleted.
 _ABANDONED = 24 * 3600.0
 
@@ -276,13 +278,12 @@ def _take(connection: Connection, folder: Path, order: dict[str, Any]) -> str:
 
     problem = ""
     try:
-        # Data loaders and MPI use /dev/shm, too: a copy must not fill it before it fails.
-        limits = psutil.virtual_memory().available, shutil.disk_usage(folder.parent.parent).free
-        needed, free = sum(lengths.values()), min(limits)
-        if needed > free:
-            raise OSError(errno.ENOMEM, f"it needs {needed:,} bytes of memory, {free:,} are free")
         _require_own(folder.parent)
-        store.prepare(folder)
+        store.prepare(folder)  # deletes what a killed try has left, too
+        needed, free = sum(lengths.values()), _free(folder)
+        if needed > _MOST * free:
+            why = f"it needs {needed:,} bytes of memory, {free:,} are free, and some must stay so"
+            raise OSError(errno.ENOMEM, why)
         store.write_folder(folder, name, fill)
         store.prune(folder, 1, name)
         os.utime(folder.parent)
@@ -291,6 +292,11 @@ def _take(connection: Connection, folder: Path, order: dict[str, Any]) -> str:
     for _ in pieces:  # after an error
         pass
     return problem
+
+
+def _free(folder: Path) -> int:
+    """Bytes that a copy could take; data loaders and MPI keep files in ``/dev/shm``, too."""
+    return min(free_memory(), shutil.disk_usage(folder).free)
 
 
 def _received(connection: Connection, lengths: dict[str, int]) -> Iterator[tuple[str, bytes]]:

@@ -21,12 +21,11 @@ from threading import Thread
 
 import psutil
 
-from hvkit.build.builder import free_memory
 from hvkit.doctor.horovod import Horovod, horovod
 from hvkit.doctor.software import MpiLauncher, Packages, compilers, mpi_launchers_here, packages
 from hvkit.errors import LaunchError
 from hvkit.host.commands import run
-from hvkit.host.cpus import allowance
+from hvkit.host.cpus import allowance, free_memory
 from hvkit.host.gpus import Gpus, gpus
 from hvkit.host.launcher_variables import launched
 from hvkit.host.network import Interface, addresses_of, interfaces

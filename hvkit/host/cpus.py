@@ -1,9 +1,11 @@
-"""The CPUs of this host: its cores, what a container may use of them, and each rank's share."""
+"""The CPUs of this host, each rank's share, and what a container may use of CPUs and memory."""
 
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+
+import psutil
 
 _CPUS = Path("/sys/devices/system/cpu")
 
@@ -67,9 +69,10 @@ class Allowance:
     memory: int | None
 
 
-def allowance(
-    root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
-) -> Allowance:
+_ROOT, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def allowance(root: Path = _ROOT, own: Path = _OWN) -> Allowance:
     """The tightest limits among this process's control groups and their parents, version 1 or 2.
 
     Args:
@@ -81,6 +84,30 @@ def allowance(
         limit for folder in _folders(root, own, "memory") if (limit := _memory(folder)) is not None
     ]
     return Allowance(min(cpus, default=None), min(memory, default=None))
+
+
+def free_memory(root: Path = _ROOT, own: Path = _OWN) -> int:
+    """Bytes of memory that are free on this host, and within the limits of its control groups.
+
+    Files in ``/dev/shm`` count as memory in both; the cache of files on disks does not.
+
+    Args:
+        root, own: as for ``allowance``.
+    """
+    left = [
+        limit - _used(folder)
+        for folder in _folders(root, own, "memory")
+        if (limit := _memory(folder)) is not None
+    ]
+    return max(0, min([int(psutil.virtual_memory().available), *left]))
+
+
+def _used(folder: Path) -> int:
+    """What a control group uses, without the cache that Linux drops when memory is short."""
+    used = _read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes")
+    held = dict(line.split()[:2] for line in _read(folder / "memory.stat").splitlines())
+    cache = held.get("total_inactive_file") or held.get("inactive_file") or "0"
+    return int(used or 0) - int(cache)
 
 
 def _folders(root: Path, own: Path, controller: str) -> Iterable[Path]:

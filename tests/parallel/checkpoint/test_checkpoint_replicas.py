@@ -136,7 +136,7 @@ def test_a_damaged_copy_is_skipped(folder, memory, caplog):
 
 
 @several
-@pytest.mark.parametrize("of", ["psutil.virtual_memory", "shutil.disk_usage"])
+@pytest.mark.parametrize("of", ["hvkit.host.cpus.psutil.virtual_memory", "shutil.disk_usage"])
 def test_a_host_without_memory_for_it_is_an_entry_in_the_log(
     of, folder, memory, caplog, monkeypatch
 ):

@@ -11,7 +11,6 @@ from hvkit.build import builder
 from hvkit.build.toolchain import Toolchain
 from hvkit.build.wheel_cache import Key
 from hvkit.errors import BuildError
-from hvkit.host.cpus import Allowance
 
 KEY = Key({"horovod": "0.28.1"})
 
@@ -157,12 +156,3 @@ def test_default_jobs(monkeypatch: pytest.MonkeyPatch, cores: int, memory: int, 
     monkeypatch.setattr("os.sched_getaffinity", lambda process: range(cores))
     monkeypatch.setattr(builder, "free_memory", lambda: memory)
     assert builder.default_jobs() == jobs
-
-
-@pytest.mark.parametrize(("limit", "free"), [(None, 4 * GIB), (GIB, GIB), (8 * GIB, 4 * GIB)])
-def test_free_memory_is_within_the_containers_limit(
-    monkeypatch: pytest.MonkeyPatch, limit: int | None, free: int
-) -> None:
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=4 * GIB))
-    monkeypatch.setattr(builder, "allowance", lambda: Allowance(None, limit))
-    assert builder.free_memory() == free

@@ -1,8 +1,10 @@
 """Ranks of a host share its cores and its CPU time."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from hvkit.host.cpus import cores, share, threads_of_rank
+from hvkit.host.cpus import cores, free_memory, share, threads_of_rank
 
 
 @pytest.fixture
@@ -73,3 +75,23 @@ def test_the_ranks_of_a_host_share_its_cpus(local_size, usable, host, expected):
 )
 def test_the_ranks_of_a_container_share_the_time_that_it_has(local_size, usable, limit, expected):
     assert threads_of_rank(local_size, usable, 64, limit) == expected
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "cache", "free"),
+    [("max", 900, 0, 5000), ("1000", 900, 0, 100), ("1000", 900, 300, 400), ("9000", 1, 0, 5000)],
+)
+@pytest.mark.parametrize("version", [1, 2])
+def test_memory_is_free_within_the_limit_of_the_container(
+    version, limit, used, cache, free, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=5000))
+    folder = tmp_path / "memory" / "job" if version == 1 else tmp_path / "job"
+    folder.mkdir(parents=True)
+    of_all = "total_" if version == 1 else ""
+    names = ("limit_in_bytes", "usage_in_bytes") if version == 1 else ("max", "current")
+    (tmp_path / "own").write_text("4:memory:/job\n" if version == 1 else "0::/job\n")
+    (folder / f"memory.{names[0]}").write_text(f"{limit}\n")
+    (folder / f"memory.{names[1]}").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 7\n{of_all}inactive_file {cache}\n")
+    assert free_memory(tmp_path, tmp_path / "own") == free
