@@ -93,7 +93,7 @@ def _execute(args: argparse.Namespace) -> int:
     if not hosts and args.np is None:
         args.refuse("-np is missing: give the number of ranks, or hosts with their slots")
     system = None if allocation is None else allocation.system
-    if system == SAGEMAKER and not starts_ranks(hosts) and not args.dry_run:
+    if system == SAGEMAKER and not args.dry_run and not starts_ranks(hosts):
         follow(hosts[0])
         return 0
     request = Request(

@@ -8,6 +8,7 @@ since SageMaker takes the end of its command for the end of the host's work.
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Sequence
 
@@ -20,12 +21,13 @@ CURRENT_HOST = "SM_CURRENT_HOST"
 
 # Seconds for the containers of a job to start, one later than the other.
 _STARTED = 600.0
-# Seconds without a login after which the first host's container has ended; a link may fail, too.
+# Seconds without a login, after one, that mean the end of the first host's container.
 _ENDED = 30.0
 _CONNECT = 10.0
 _BETWEEN_TRIES = 2.0
-# Writes a line at login, and ends with its standard input.
-_SESSION = ("sh", "-c", "echo; exec cat")
+# Writes this line at login, behind what the shell's own files may print, and ends with its input.
+_HERE = "hvkit is logged in"
+_SESSION = ("sh", "-c", f"echo {_HERE}; exec cat")
 # A host that has gone without a word is noticed after three of these, in seconds.
 _ALIVE = ("-o", "ServerAliveInterval=10")
 
@@ -68,15 +70,15 @@ def wait_for_hosts(hosts: Sequence[Host]) -> None:
 def follow(first: Host) -> None:
     """Wait until the container of the host that starts the ranks has ended.
 
-    Signals do not end this process: those that SageMaker sends reach the first host, too, which
-    ends the ranks here.
+    Signals do not end this process: ``hvkit run`` on the first host gets those of SageMaker, too,
+    and ends the ranks here.
 
     Raises:
         LaunchError: that host has let nobody log in for ten minutes.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    logger.info("%s starts the ranks; this host is there until that one has ended", first.name)
+    logger.info("%s starts the ranks; this host waits until it has ended", first.name)
     seen = False
     deadline = time.monotonic() + _STARTED
     while True:
@@ -94,18 +96,25 @@ def follow(first: Host) -> None:
 def _session(host: Host) -> str | None:
     """Stay logged in on a host for as long as it lasts; why there was no login, else ``None``."""
     ssh, *words = ssh_command(host, _SESSION, 2 * _CONNECT)
-    with subprocess.Popen(
-        [ssh, *_ALIVE, *words],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        logged_in = process.stdout.readline() == "\n"
-        process.stdout.read()
-        stderr = process.stderr.read()
+    logged_in = False
+    with tempfile.TemporaryFile("w+", errors="replace") as problems:
+        try:
+            process = subprocess.Popen(
+                [ssh, *_ALIVE, *words],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=problems,
+                text=True,
+                errors="replace",
+            )
+        except OSError as error:
+            return f"{ssh} cannot be started here ({error.strerror}): install openssh-client"
+        with process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                logged_in |= line.strip() == _HERE
+        problems.seek(0)
+        stderr = problems.read()
     if logged_in:
         return None
-    return explain_ssh(host, process.returncode, stderr) or stderr.strip()
+    return explain_ssh(host, process.returncode, stderr) or "its shell runs no commands"

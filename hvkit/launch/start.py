@@ -60,12 +60,14 @@ _FORWARDED = {
     *("PATH", "LD_LIBRARY_PATH", "LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "TZ", "LANG"),
     *("CUBLAS_WORKSPACE_CONFIG", "XLA_FLAGS", "TQDM_DISABLE", "NO_COLOR", "MALLOC_ARENA_MAX"),
 }
+_HYPERPARAMETER = "SM_HP_"
 _FORWARDED_PREFIXES = (
     *("HVKIT_", "HOROVOD_", "NCCL_", "UCX_", "FI_", "OMPI_MCA_", "MPIR_CVAR_", "GLOO_"),
     *("TORCH", "PYTORCH_", "TF_", "KERAS_", "CUDA_", "OMP_", "KMP_", "GOMP_", "MKL_"),
     *("OPENBLAS_", "NUMEXPR_", "PYTHON", "LC_", "HF_", "WANDB_"),
     # SageMaker's folders and hyperparameters.
-    *("SM_CHANNEL", "SM_HP_", "SM_INPUT_DIR", "SM_MODEL_DIR", "SM_OUTPUT"),
+    *("SM_CHANNEL", _HYPERPARAMETER, "SM_INPUT_DIR", "SM_MODEL_DIR", "SM_OUTPUT"),
+    *("SM_HOSTS", "SM_NUM_"),
 )
 # Marks of a secret: anywhere in a name, and as a word of it.
 _SECRET = ("TOKEN", "SECRET", "PASSW", "PASSPHRASE", "CREDENTIAL", "APIKEY")
@@ -175,14 +177,29 @@ def _with_restarts(request: Request, run: Run, timeline: Timeline | None) -> int
             logger.error("gives up: %s", error)
             break
     if replicas:
-        _free_memory(request)
+        _free_memory(request, failed=outcome.status != 0)
     return outcome.status
 
 
-def _free_memory(request: Request) -> None:
-    """Delete the checkpoints of a run that has ended from the memory of its hosts."""
+def _free_memory(request: Request, *, failed: bool) -> None:
+    """Delete the checkpoints of a run that has ended from the memory of its hosts.
+
+    After a failure they stay if a host does not answer, as its disk may be the one with the others.
+    """
     folder = memory_folder(request.variables[RUN_NAME])
     shell = remote_shell(request.system, _CONNECT_AGAIN)
+    if failed:
+        answers = run_on_hosts(request.hosts, ["ls", "-d", str(folder)], _FREED, shell)
+        lost = ", ".join(answer.host.name for answer in answers if answer.problem)
+        holders = ", ".join(answer.host.name for answer in answers if answer.status == 0)
+        if lost and holders:
+            logger.warning(
+                "%s does not answer, and the newest checkpoint may be in the memory of %s alone: "
+                "copy the step-... folder below %s there into the directory of checkpoints to go "
+                "on from it, then delete %s",
+                *(lost, holders, folder, folder),
+            )
+            return
     for answer in run_on_hosts(request.hosts, ["rm", "-rf", "--", str(folder)], _FREED, shell):
         if answer.problem or answer.status:
             why = answer.problem or last_line(answer.stderr)
@@ -284,6 +301,13 @@ def prepared(request: Request, *, supervised: bool = True, least: int | None = N
     if not site.here:
         # On this host alone ranks inherit the whole environment.
         names = (*forwarded(environ, request.variables), *(_SUPERVISION if supervised else ()))
+        for name in sorted(environ.keys() - {*names} if least is None else ()):
+            if name.startswith(_HYPERPARAMETER):
+                logger.warning(
+                    "%s stays on this host, since its name looks like a secret's: -x %s sends it "
+                    "to the ranks on other hosts, too",
+                    *(name, name),
+                )
         here = {name: environ[name] for name in _GPU_LISTS - {*names} if name in environ}
         environ = _sendable(environ, names, launcher, request.system)
     job = Job(
@@ -355,7 +379,7 @@ def _is_secret(name: str) -> bool:
     """Whether a variable's name says that its value is a secret."""
     upper = name.upper()
     return any(word in upper for word in _SECRET) or not _SECRET_WORDS.isdisjoint(
-        re.split("[_-]", upper)
+        re.split("[^A-Z0-9]", upper)
     )
 
 

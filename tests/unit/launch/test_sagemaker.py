@@ -25,7 +25,8 @@ if [ ! -e up ]; then
 fi
 for word; do last=$word; done
 [ "$last" = true ] && exit 0
-echo
+echo 'Welcome to algo-1!'
+echo hvkit is logged in
 echo in >> logins
 while [ -e up ]; do sleep 0.02; done
 exit 255

@@ -174,6 +174,17 @@ def test_secrets_stay_here_and_variables_that_the_user_names_are_sent(hosts, mon
     assert run.environ["OTHER"] == "7"
 
 
+def test_hyperparameters_that_stay_here_are_named(hosts, monkeypatch, caplog):
+    monkeypatch.setenv("SM_HP_MAX_TOKENS", "512")
+    monkeypatch.setenv("SM_HP_LR", "0.1")
+    prepared(request())
+    assert "-x SM_HP_MAX_TOKENS sends it" in caplog.text
+    assert "SM_HP_LR" not in caplog.text
+    caplog.clear()
+    prepared(request(variables={"SM_HP_MAX_TOKENS": None}))
+    assert "SM_HP_MAX_TOKENS" not in caplog.text
+
+
 def test_launchers_that_send_everything_are_started_without_secrets(hosts, monkeypatch):
     found = Launcher("MPICH 5.0.2", "mpirun", launchers.mpich_arguments, sends_all=True)
     monkeypatch.setattr(start, "find_launcher", lambda name: found)
