@@ -35,13 +35,22 @@ if hvkit.rank() == 0:
 """
 COMMAND = [
     sys.executable, "-m", "hvkit.cli", "run", "-np", "2", "-H", "node2:1,node3:1,node4:1",
-    "--max-restarts", "2", "--lost-after", "4", "--grace", "5", sys.executable, "-c", SCRIPT,
+    "--max-restarts", "2", "--lost-after", "4", "--grace", "5", sys.executable, "-c",
 ]  # fmt: skip
 
 
-def run(hosts, lost=None):
+# Fails in each try but the first.
+FAILING = """
+import sys
+from hvkit.host.run_reports import restart_of_this_run
+if restart_of_this_run():
+    sys.exit(3)
+"""
+
+
+def run(hosts, lost=None, before="", status=0):
     process = hosts.host("node1").popen(
-        COMMAND, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        [*COMMAND, before + SCRIPT], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env={"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     lines = []
@@ -50,9 +59,12 @@ def run(hosts, lost=None):
         if line == "step 12\n" and lost is not None:
             hosts.cut(lost)
             lost = None
-    assert process.wait(60) == 0, "".join(lines)
+    printed = "".join(lines)
+    assert process.wait(60) == status, printed
+    if status:
+        return None, None, printed
     (result,) = (line.split()[1:] for line in lines if line.startswith("result"))
-    return int(result[0]), result[1], "".join(lines)
+    return int(result[0]), result[1], printed
 
 
 @pytest.fixture
@@ -71,3 +83,25 @@ def test_memory_outlives_the_host_of_rank_0(hosts):
         listed = hosts.host(name).run(["ls", "/dev/shm"]).stdout
         assert "hvkit-run" not in listed
     assert "node2 may still hold checkpoints" in printed
+
+
+def test_a_run_that_gives_up_keeps_what_only_memory_holds(hosts):
+    _, _, printed = run(hosts, lost="node2", before=FAILING, status=3)
+    assert "node2 does not answer" in printed
+    assert "may be in the memory of node3 alone" in printed
+    copies = hosts.host("node3").run(["sh", "-c", "ls -d /dev/shm/hvkit-run-*/*/step-*"])
+    assert copies.stdout.strip().endswith(("step-000000005", "step-000000010"))
+
+
+def test_an_older_training_on_the_next_host_is_left_out(hosts, tmp_path):
+    _, undisturbed, _ = run(hosts)
+    # What the first training has left is now on the host where the next one goes on.
+    for name, command in (
+        ("node2", f"mv /run/saved {tmp_path}"),
+        ("node3", f"cp -r {tmp_path}/saved /run/saved"),
+    ):
+        hosts.host(name).run(["sh", "-c", command]).check_returncode()
+    start, result, printed = run(hosts, lost="node2")
+    assert "leaves out the checkpoints of another run" in printed
+    assert start in (5, 10)
+    assert result == undisturbed

@@ -135,6 +135,8 @@ def check_command(words):
     if program in ("horovodrun", "mpirun"):
         assert arguments[:1] == ["-np"]
         check_command(arguments[2:])
+    elif program == "exec":
+        check_command(arguments)
     elif program == "hvkit":
         parsed = parser().parse_args(arguments)
         if command := getattr(parsed, "command", None):
