@@ -12,6 +12,7 @@
     ├── host_checks/     chooses the hosts with ranks and checks each of them (preflight)
     │   └── ssh          runs a command on all hosts, over ssh or Slurm's srun
     ├── restarts         whether to start the ranks again after a failure, and when
+    ├── forwarding       which environment variables ranks on other hosts get
     ├── launchers        makes the command line, with an agent before each rank's command
     └── supervision/     runs that command line to its end and reports the first failure
         ├── supervisor   in this process: the TCP connections of all agents

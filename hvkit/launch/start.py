@@ -7,13 +7,12 @@ launcher's command line, and supervises it to its end. ``prepared`` does all but
 
 import json
 import os
-import re
 import secrets
 import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -24,10 +23,17 @@ from hvkit.host.launcher_variables import without_place
 from hvkit.host.mca import without_interfaces
 from hvkit.host.rank_settings import rank_settings
 from hvkit.host.run_reports import RESTART, RUN_NAME, TIMELINE, memory_folder
-from hvkit.launch.allocation import SAGEMAKER, SLURM
+from hvkit.launch.allocation import SAGEMAKER
+from hvkit.launch.forwarding import (
+    GPU_LISTS,
+    forwarded,
+    is_secret,
+    name_absent_hyperparameters,
+    sendable,
+)
 from hvkit.launch.host_checks.preflight import choose_hosts
 from hvkit.launch.hosts import Host
-from hvkit.launch.launchers import Job, Launcher, find_launcher
+from hvkit.launch.launchers import Job, find_launcher
 from hvkit.launch.restarts import Restarts
 from hvkit.launch.sagemaker import wait_for_hosts
 from hvkit.launch.ssh import last_line, remote_shell, run_on_hosts
@@ -49,36 +55,6 @@ _BETWEEN_LOOKS = 20.0
 _FREED = 20.0
 # Seconds after which ranks report that they wait for another, if that ends the run later.
 _STALL_REPORTED = 60.0
-
-# Variables that a launcher needs itself and that may go along where it sends its whole environment.
-_SLURM = ("SLURM_", "SLURMD_", "OMPI_", "PRTE_", "PMIX_")
-_LOCAL = ("HOME", "USER", "LOGNAME", "SHELL", "TERM", "TMPDIR", "SSH_AUTH_SOCK")
-
-# Variables that ranks on other hosts get: those that find programs and modules, and those of the
-# software below hvkit.
-_FORWARDED = {
-    *("PATH", "LD_LIBRARY_PATH", "LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "TZ", "LANG"),
-    *("CUBLAS_WORKSPACE_CONFIG", "XLA_FLAGS", "TQDM_DISABLE", "NO_COLOR", "MALLOC_ARENA_MAX"),
-}
-_HYPERPARAMETER = "SM_HP_"
-_FORWARDED_PREFIXES = (
-    *("HVKIT_", "HOROVOD_", "NCCL_", "UCX_", "FI_", "OMPI_MCA_", "MPIR_CVAR_", "GLOO_"),
-    *("TORCH", "PYTORCH_", "TF_", "KERAS_", "CUDA_", "OMP_", "KMP_", "GOMP_", "MKL_"),
-    *("OPENBLAS_", "NUMEXPR_", "PYTHON", "LC_", "HF_", "WANDB_"),
-    # SageMaker's folders and hyperparameters.
-    *("SM_CHANNEL", _HYPERPARAMETER, "SM_INPUT_DIR", "SM_MODEL_DIR", "SM_OUTPUT"),
-    *("SM_HOSTS", "SM_NUM_"),
-)
-# Marks of a secret: anywhere in a name, and as a word of it.
-_SECRET = ("TOKEN", "SECRET", "PASSW", "PASSPHRASE", "CREDENTIAL", "APIKEY")
-_SECRET_WORDS = {"KEY", "KEYS", "AUTH", "PASS"}
-# Variables of this process alone.
-_OWN = {"HVKIT_RANK", "PYTHONSTARTUP", "PYTHONINSPECT"}
-# Lists of the GPUs of one host. They apply to the host where they are set, not to the others.
-_GPU_LISTS = {
-    *("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
-    *("ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"),
-}
 
 
 @dataclass(frozen=True)
@@ -301,15 +277,10 @@ def prepared(request: Request, *, supervised: bool = True, least: int | None = N
     if not site.here:
         # On this host alone ranks inherit the whole environment.
         names = (*forwarded(environ, request.variables), *(_SUPERVISION if supervised else ()))
-        for name in sorted(environ.keys() - {*names} if least is None else ()):
-            if name.startswith(_HYPERPARAMETER):
-                logger.warning(
-                    "%s stays on this host, since its name looks like a secret's: -x %s sends it "
-                    "to the ranks on other hosts, too",
-                    *(name, name),
-                )
-        here = {name: environ[name] for name in _GPU_LISTS - {*names} if name in environ}
-        environ = _sendable(environ, names, launcher, request.system)
+        if least is None:
+            name_absent_hyperparameters(environ, names)
+        here = {name: environ[name] for name in GPU_LISTS - {*names} if name in environ}
+        environ = sendable(environ, names, launcher, request.system)
     job = Job(
         hosts=site.hosts,
         command=(sys.executable, "-P", "-m", _AGENT, *request.command),
@@ -347,40 +318,12 @@ def shown(run: Run) -> str:
     given = _given_environment()
     removed = [f"-u {shlex.quote(name)}" for name in given if name not in run.environ]
     added = [
-        f"{name}={'...' if _is_secret(name) else shlex.quote(value)}"
+        f"{name}={'...' if is_secret(name) else shlex.quote(value)}"
         for name, value in run.environ.items()
         if given.get(name) != value
     ]
     env = ["env", *removed] if removed else []
     return " ".join([*env, *added, shlex.join(run.command)])
-
-
-def forwarded(environ: Mapping[str, str], chosen: Iterable[str] = ()) -> tuple[str, ...]:
-    """Names of the environment variables that ranks on other hosts get, sorted.
-
-    Variables that look like secrets and lists of this host's GPUs are left out, unless the user
-    names them.
-
-    Args:
-        environ: the launcher's environment.
-        chosen: the names that the user wants forwarded; without effect if not set.
-    """
-    names = {name for name in environ if _forwarded_by_default(name)}
-    return tuple(sorted(names | (set(chosen) & environ.keys())))
-
-
-def _forwarded_by_default(name: str) -> bool:
-    if name in _OWN or name in _GPU_LISTS or _is_secret(name):
-        return False
-    return name in _FORWARDED or name.startswith(_FORWARDED_PREFIXES)
-
-
-def _is_secret(name: str) -> bool:
-    """Whether a variable's name says that its value is a secret."""
-    upper = name.upper()
-    return any(word in upper for word in _SECRET) or not _SECRET_WORDS.isdisjoint(
-        re.split("[^A-Z0-9]", upper)
-    )
 
 
 def _refuse_unsupported(request: Request) -> None:
@@ -420,24 +363,6 @@ def _environment(variables: Mapping[str, str | None], interfaces: Sequence[str])
         environ.setdefault("NCCL_SOCKET_IFNAME", "=" + ",".join(interfaces))
     environ.update({name: value for name, value in variables.items() if value is not None})
     return environ
-
-
-def _sendable(
-    environ: Mapping[str, str], names: Sequence[str], launcher: Launcher, system: str | None
-) -> dict[str, str]:
-    """The launcher's environment, without secrets if all of it goes to other hosts."""
-    if launcher.sends_all:
-        kept: tuple[str, ...] = ()
-    elif system == SLURM:
-        # In Slurm, srun starts Open MPI's daemons and sends its whole environment.
-        kept = _SLURM
-    else:
-        return dict(environ)
-    return {
-        name: value
-        for name, value in environ.items()
-        if name in names or name in _LOCAL or name.startswith(kept)
-    }
 
 
 def _given_environment() -> dict[str, str]:

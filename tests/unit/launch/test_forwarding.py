@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvkit.launch.start import forwarded
+from hvkit.launch.forwarding import forwarded
 
 
 @pytest.mark.parametrize(
