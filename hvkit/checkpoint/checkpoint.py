@@ -336,7 +336,7 @@ class Checkpoint:
         Raises:
             ValueError: the checkpoint lacks a part or does not fit one, or a Keras model has no
                 weights yet.
-            RanksDisagreeError: the ranks have different parts.
+            RanksDisagreeError: the ranks have different parts, or ``replicas``.
             HvkitError: an older or newer hvkit wrote the checkpoint in another format.
             OSError: rank 0 may not read it.
         """

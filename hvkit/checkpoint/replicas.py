@@ -35,7 +35,7 @@ from hvkit import runtime
 from hvkit.checkpoint import store
 from hvkit.checkpoint.store import Found, Manifest
 from hvkit.communication import collectives
-from hvkit.errors import HvkitError, ranks_text
+from hvkit.errors import HvkitError, RanksDisagreeError, ranks_text
 from hvkit.host.cpus import free_memory
 from hvkit.host.run_reports import memory_folder, report
 from hvkit.log import logger
@@ -80,12 +80,18 @@ class Replicas:
         return root / name
 
     def open(self, call: str) -> None:
-        """Connect rank 0 to the hosts that keep the copies, once; a collective."""
-        if self._opened or not self.number:
+        """Connect rank 0 to the hosts that keep the copies, once; a collective.
+
+        Raises:
+            RanksDisagreeError: the ranks want different numbers of copies.
+        """
+        if self._opened:
             return
         self._opened = True
         mine = (self._folder is not None, runtime.local_rank(), socket.gethostname())
-        everyone = list(enumerate(collectives.gather(call, mine)))
+        everyone = list(enumerate(self._from_all(call, mine)))
+        if not self.number:
+            return
         others = {rank: host for rank, (_, local, host) in everyone if rank and local == 0}
         why = ""
         if all(restarts for _, (restarts, _, _) in everyone):
@@ -172,13 +178,15 @@ class Replicas:
         """The newest complete copy in the memory of each host, the newest first; a collective.
 
         Rank 0 logs the damaged ones.
+
+        Raises:
+            RanksDisagreeError: the ranks want different numbers of copies.
         """
-        if not self.number:
-            return []
         found, damage = None, ""
-        if (folder := self._folder) is not None and runtime.local_rank() == 0:
+        folder = self._folder if self.number else None
+        if folder is not None and runtime.local_rank() == 0:
             found, damage = _newest(folder)
-        everyone = collectives.gather(call, (found, damage))
+        everyone = self._from_all(call, (found, damage))
         copies = []
         for rank, (theirs, damaged) in enumerate(everyone):
             if damaged and runtime.rank() == 0:
@@ -186,6 +194,17 @@ class Replicas:
             if theirs is not None:
                 copies.append(Found(rank, *theirs))
         return sorted(copies, key=lambda each: -each.manifest.serial)
+
+    def _from_all(self, call: str, mine: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        """What each rank has passed; an error on every rank if they want different numbers."""
+        numbers, everyone = zip(*collectives.gather(call, (self.number, mine)), strict=True)
+        for rank, number in enumerate(numbers):
+            if number != numbers[0]:
+                raise RanksDisagreeError(
+                    f"Checkpoint needs the same replicas= on every rank: rank 0 has {numbers[0]}, "
+                    f"rank {rank} has {number}"
+                )
+        return list(everyone)
 
 
 def _in_thread(target: Callable[..., None], argument: Any) -> None:

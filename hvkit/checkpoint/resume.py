@@ -34,7 +34,7 @@ def find(directory: Path, parts: Sequence[Part], replicas: Replicas) -> tuple[Fo
         The checkpoint, and its folder in rank 0's directory.
 
     Raises:
-        RanksDisagreeError: the ranks have different parts.
+        RanksDisagreeError: the ranks have different parts, or numbers of copies.
         HvkitError, OSError: rank 0 cannot read the newest checkpoint.
     """
     problem, found, lacks = None, None, False

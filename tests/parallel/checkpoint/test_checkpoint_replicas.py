@@ -152,6 +152,16 @@ def test_a_host_without_memory_for_it_is_an_entry_in_the_log(
 
 
 @several
+def test_different_numbers_of_copies_are_an_error_on_every_rank(folder, memory):
+    _, _, checkpoint = begin(folder, replicas=1 if hvkit.rank() == 0 else 0)
+    message = "the same replicas= on every rank: rank 0 has 1, rank 1 has 0"
+    with pytest.raises(hvkit.RanksDisagreeError, match=message):
+        checkpoint.restore()
+    with pytest.raises(hvkit.RanksDisagreeError, match=message):
+        checkpoint.save(epoch=0, step=1)
+
+
+@several
 def test_a_folder_of_others_takes_no_copy(folder, memory, caplog):
     memory.mkdir(mode=0o755)
     _, _, checkpoint = begin(folder, replicas=1)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -59,21 +60,28 @@ def test_a_host_that_is_none_of_the_jobs_is_an_error(monkeypatch):
         starts_ranks(HOSTS)
 
 
-FOLLOW = """
-from pathlib import Path
+SHORT_TIMES = """
 from hvkit.launch import sagemaker
 from hvkit.launch.hosts import Host
 
 sagemaker._ENDED, sagemaker._BETWEEN_TRIES = 0.5, 0.05
-sagemaker.follow(Host("algo-1"))
 """
 
 
-def test_the_others_stay_until_it_has_ended_whatever_signals_they_get(job):
-    process = subprocess.Popen([sys.executable, "-c", FOLLOW])
+@contextmanager
+def running(line):
+    """A process that runs this line of Python; killed at the end."""
+    process = subprocess.Popen([sys.executable, "-c", SHORT_TIMES + line])
     try:
-        # It is later than this host.
-        time.sleep(0.2)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_the_others_stay_until_it_has_ended_whatever_signals_they_get(job):
+    with running('sagemaker.follow(Host("algo-1"))') as process:
+        time.sleep(0.2)  # it is later than this host
         (job / "up").touch()
         wait_until(lambda: (job / "logins").exists())
         process.send_signal(signal.SIGTERM)
@@ -82,9 +90,6 @@ def test_the_others_stay_until_it_has_ended_whatever_signals_they_get(job):
         assert process.poll() is None
         (job / "up").unlink()
         assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.wait()
     assert (job / "logins").read_text() == "in\n"
 
 
@@ -104,21 +109,11 @@ def test_a_first_host_that_never_comes_is_an_error(job):
 
 
 def test_the_first_host_waits_for_logins(job):
-    waiting = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            FOLLOW.replace('follow(Host("algo-1"))', 'wait_for_hosts([Host("algo-2")])'),
-        ]
-    )
-    try:
+    with running('sagemaker.wait_for_hosts([Host("algo-2")])') as process:
         time.sleep(0.3)
-        assert waiting.poll() is None
+        assert process.poll() is None
         (job / "up").touch()
-        assert waiting.wait(60) == 0
-    finally:
-        waiting.kill()
-        waiting.wait()
+        assert process.wait(60) == 0
 
 
 def test_it_does_not_wait_for_ever(job):
