@@ -99,7 +99,8 @@ class Monitor:
         self._hook = hook
         self.stride = 1
         self._clock = StepClock()
-        self._step = 0
+        self._step = self._begun_after = 0
+        self._begun = time.time()
         self._next = self._every or _FIRST
         self._rows: list[Step] = []
         self._means = Means()
@@ -170,13 +171,17 @@ class Monitor:
             step: None for one whose time says nothing.
             metrics: as for ``step``.
         """
-        if step is not None:
-            self._rows.append(step)
         self._samples = 0.0
         self._step += 1
         for name, value in metrics.items():
             self._means.add(name, value)
         recorded = self._step >= self._next
+        if recorded:
+            # Else a rank that is late after backward() would delay the others outside of any step.
+            waited = self._meet()
+            step = step and step.waiting(waited)
+        if step is not None:
+            self._rows.append(step)
         if recorded:
             self._record()
             self._clock.begin()
@@ -301,7 +306,7 @@ class Monitor:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Count on from a state of ``state_dict``."""
-        self._step = check_count("step", state["step"], 0)
+        self._step = self._begun_after = check_count("step", state["step"], 0)
         self._rows.clear()
         self._next = self._step + (self._every or _FIRST)
 
@@ -312,6 +317,13 @@ class Monitor:
             if self._totals is not None and self._totals.steps:
                 self._writers.write({"end": {"time": time.time(), **self._totals.summary()}})
             self._writers.close()
+
+    def _meet(self) -> float:
+        """Wait for all ranks; return for how many seconds."""
+        begun = time.monotonic()
+        if self._equal_steps:
+            collectives.gather("Monitor.step", None)
+        return time.monotonic() - begun
 
     def _record(self) -> None:
         self._open()
@@ -385,8 +397,7 @@ class Monitor:
         """Write the line of a start, before any other, once the step is known."""
         if self._writers is not None and not self._started:
             self._started = True
-            before = self._step - len(self._rows)
-            start = {"time": time.time(), "step": before, "hosts": self._hosts}
+            start = {"time": self._begun, "step": self._begun_after, "hosts": self._hosts}
             self._writers.write({"start": start | restart_of_this_run()})
 
     def _write_logs(self) -> None:

@@ -29,6 +29,10 @@ class Step(NamedTuple):
     blocked: float
     samples: float
 
+    def waiting(self, seconds: float) -> Step:
+        """The step with so many further seconds in a collective at its end."""
+        return self._replace(duration=self.duration + seconds, blocked=self.blocked + seconds)
+
 
 class StepClock:
     """Takes the time of this thread's steps."""

@@ -26,7 +26,7 @@ def data():
     return rng.normal(size=(rows, 8)).astype("f"), rng.normal(size=(rows, 4)).astype("f")
 
 
-def torch_run(folder, *, late=None, **arguments):
+def torch_run(folder, *, late=None, every=4, **arguments):
     """Train on this rank's part of each batch; return the model, its losses and gradient norms."""
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 4)
@@ -34,7 +34,7 @@ def torch_run(folder, *, late=None, **arguments):
     x, y = (torch.from_numpy(each).reshape(STEPS, -1, each.shape[1]) for each in data())
     batches = [(my_part(a), my_part(b)) for a, b in zip(x, y, strict=True)]
     losses, norms = [], []
-    with hvkit.Monitor(folder, every=4) as monitor:
+    with hvkit.Monitor(folder, every=every) as monitor:
         hvkit.distribute(model, optimizer, monitor=monitor, **arguments)
         for a, b in monitor.batches(slow(batches) if late == "data" else batches):
             if late == "compute" and hvkit.rank() == hvkit.size() - 1:
@@ -45,6 +45,8 @@ def torch_run(folder, *, late=None, **arguments):
             losses.append(loss.item())
             norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])))
             optimizer.step()
+            if late == "after the update" and hvkit.rank() == hvkit.size() - 1:
+                time.sleep(0.02)
             monitor.step(loss=loss)
     return model, losses, norms
 
@@ -105,12 +107,14 @@ def test_a_record_says_what_was_sent_and_by_which_ranks_samples_went(folder):
     assert sum(parts.values()) == pytest.approx(2 * parts["step"])
 
 
-@pytest.mark.parametrize("late", ["data", "compute"])
-def test_a_slow_rank_is_named_with_its_reason(folder, late):
-    torch_run(folder, late=late)
+@pytest.mark.parametrize(
+    ("late", "every"), [("data", 4), ("compute", 4), ("after the update", 1)]
+)
+def test_a_slow_rank_is_named_with_its_reason(folder, late, every):
+    torch_run(folder, late=late, every=every)
     end = lines(folder)[-1]["end"]
     assert end["last"]["rank"] == hvkit.size() - 1
-    assert end["last"]["reason"] == late
+    assert end["last"]["reason"] == ("data" if late == "data" else "compute")
     assert end["last"]["share"] > 0.8
     assert end["parts"]["waiting"] > 0.3 * (hvkit.size() - 1) / hvkit.size()
     assert end["speedup"] < hvkit.size() - 0.3
