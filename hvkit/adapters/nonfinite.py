@@ -1,4 +1,4 @@
-"""The sentence about gradients that are NaN or infinite, and what may be done then."""
+"""Gradients that are NaN or infinite: the sentence about them, what may be done, steps skipped."""
 
 from __future__ import annotations
 
@@ -9,12 +9,25 @@ ACTIONS = ("ignore", "skip", "stop")
 _SHOWN = 3
 
 
+class SkippedSteps:
+    """Counts the steps of this process that were skipped."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def add(self) -> None:
+        """Count one."""
+        self.number += 1
+
+
+skipped_steps = SkippedSteps()
+
+
 def describe(everyone: Sequence[Sequence[str]]) -> str:
     """Which ranks had gradients that are not finite, and of what.
 
     Args:
         everyone: the names of the parameters, by rank; empty where all were finite.
-
     """
     found = [
         f"rank {rank} has a NaN or infinite gradient of {_listed(names)}"

@@ -5,6 +5,7 @@ Also translates Horovod's errors, which name neither the rank nor the line of th
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -39,6 +40,12 @@ class Witness(Protocol):
 
 _witness: Witness | None = None
 E = TypeVar("E", bound=Exception)
+
+# A graph of TensorFlow can raise TensorFlow's errors only: their text, up to the name of a node.
+_IN_GRAPH = re.compile(
+    r"assertion failed: \[hvkit: (FloatingPointError|RanksDisagreeError): (.*?)\]\s+\[\[\{\{node ",
+    re.DOTALL,
+)
 
 
 def install(witness: Witness) -> None:
@@ -83,11 +90,12 @@ def note_uncaught() -> None:
 
 @contextmanager
 def translated() -> Iterator[None]:
-    """Wraps collectives of Horovod, and translates its errors.
+    """Wraps collectives of Horovod and graphs of TensorFlow, and translates their errors.
 
     Raises:
         RankLostError: another rank has ended, or waits in another call.
-        RanksDisagreeError: the ranks sent different shapes or dtypes.
+        RanksDisagreeError: the ranks sent different shapes or dtypes, or differ in something else.
+        FloatingPointError: gradients are not finite, and ``on_nonfinite="stop"``.
     """
     try:
         yield
@@ -98,9 +106,22 @@ def translated() -> Iterator[None]:
         raise meaning from None
 
 
-def meaning_of(error: BaseException) -> RankLostError | RanksDisagreeError | None:
-    """hvkit's error for an error of Horovod, or of PyTorch's gloo; None for any other error."""
+def for_graph(error: Exception) -> str:
+    """The text for ``tf.debugging.Assert`` in a graph, from which ``meaning_of`` makes the error.
+
+    Further texts, and names of variables, may follow in the same ``Assert``.
+    """
+    return f"hvkit: {type(error).__name__}: {error}"
+
+
+def meaning_of(error: BaseException) -> Exception | None:
+    """hvkit's error for one of Horovod, of PyTorch's gloo or of a graph; None for any other."""
     text = str(error)
+    if found := _IN_GRAPH.search(text):
+        said = re.sub(r"\\(.)", lambda c: {"n": "\n"}.get(c[1], c[1]), found[2].replace("] [", " "))
+        if found[1] == "RanksDisagreeError":
+            return RanksDisagreeError(said)
+        return mark_as_shown_by(FloatingPointError(said), 0)
     if "Horovod has been shut down" in text or "Horovod has not been initialized" in text:
         return _lost()
     if isinstance(error, RuntimeError) and "/gloo/transport/" in text:  # a connection that broke

@@ -107,9 +107,7 @@ def test_a_record_says_what_was_sent_and_by_which_ranks_samples_went(folder):
     assert sum(parts.values()) == pytest.approx(2 * parts["step"])
 
 
-@pytest.mark.parametrize(
-    ("late", "every"), [("data", 4), ("compute", 4), ("after the update", 1)]
-)
+@pytest.mark.parametrize(("late", "every"), [("data", 4), ("compute", 4), ("after the update", 1)])
 def test_a_slow_rank_is_named_with_its_reason(folder, late, every):
     torch_run(folder, late=late, every=every)
     end = lines(folder)[-1]["end"]

@@ -30,6 +30,7 @@ from hvkit.adapters.keras.optimizers import inner_optimizer
 from hvkit.adapters.keras.refusals import is_alike, weights_of_distributed
 from hvkit.adapters.keras.sharded import ids_of_slots
 from hvkit.errors import RanksDisagreeError
+from hvkit.watch.rank_errors import for_graph
 
 # More updates than any training takes.
 _NEVER = np.iinfo(np.int64).max
@@ -73,7 +74,7 @@ class Checks:
 
         Raises:
             RanksDisagreeError: in eager code, if the ranks hold different weights.
-            tf.errors.InvalidArgumentError: the same in a graph.
+            tf.errors.InvalidArgumentError: the same in a graph, which ``fit`` translates.
         """
         held = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
         held = [g for g in held if g is not None]
@@ -106,7 +107,8 @@ class Checks:
                 raise RanksDisagreeError(text.numpy().decode())
             alike = tf.no_op()
         else:
-            alike = tf.debugging.Assert(tf.equal(text, ""), [text])
+            reason = tf.strings.join([for_graph(RanksDisagreeError()), text])
+            alike = tf.debugging.Assert(tf.equal(text, ""), [reason])
         with tf.control_dependencies([alike]):
             return self._left.assign(self._every - 1 if self._every else _NEVER)
 

@@ -86,7 +86,9 @@ def average_in_apply(
                 if not optimizer.built:
                     optimizer.build(variables)
                 own = None if known else variables
-                nonfinite.guard(grads, variables, lambda: apply(average(grads, variables), own))
+                done = optimizer._iterations.value
+                update = lambda: apply(average(grads, variables), own)  # noqa: E731
+                nonfinite.guard(grads, variables, done, update)
                 return
             if optimizer.gradient_accumulation_steps:
                 grads = _average_when_due(optimizer, average, grads, variables)

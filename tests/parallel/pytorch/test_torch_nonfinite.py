@@ -53,7 +53,7 @@ def test_stop_names_rank_and_parameter_on_every_rank():
         model[2].bias.register_hook(lambda gradient: gradient * float("inf"))
     error, text = error_of(lambda: step(model, optimizer, *data[1]))
     assert error is FloatingPointError
-    assert text == "in step 2 rank 1 has a NaN or infinite gradient of parameter 2.bias"
+    assert text == "in step 2: rank 1 has a NaN or infinite gradient of parameter 2.bias"
 
 
 class InTwoParts(torch.optim.SGD):

@@ -30,6 +30,7 @@ from hvkit.compression import Compression
 from hvkit.errors import RanksDisagreeError
 from hvkit.strategies.strategy import Averaging
 from hvkit.watch.calls import call
+from hvkit.watch.rank_errors import for_graph
 
 # A rank at the end of its epoch sends this instead of zeros and ones.
 _AT_THE_END = 1 << 15
@@ -37,6 +38,7 @@ _UNEVEN = (
     "some ranks ran out of data while others go on: give every rank the same number of batches, "
     "as hvkit.shard(data) does"
 )
+_PARTIAL = "only some ranks have a gradient, or a gradient of this kind, for"
 
 
 class GradientAverager:
@@ -87,8 +89,9 @@ class GradientAverager:
                 only other ranks have; zeros by default.
 
         Raises:
-            tf.errors.InvalidArgumentError: in a graph, if only some ranks have a gradient for a
-                variable.
+            RanksDisagreeError: in eager code, if another rank has ended its epoch.
+            tf.errors.InvalidArgumentError: the same in a graph, which ``fit`` translates, or if
+                only some ranks have a gradient for a variable.
         """
         gradients = list(gradients)
         if self.compressed and self.compressed.compression.exclusive:
@@ -160,16 +163,16 @@ class GradientAverager:
             return self._flags.sum(numbers + self._zero, f"{self._name}.present")
 
     def _assert_alike(self, had: tf.Tensor, variables: Sequence[Any]) -> tf.Operation:
-        with tf.control_dependencies(
-            [tf.debugging.Assert(tf.reduce_all(had < _AT_THE_END), [_UNEVEN])]
-        ):
+        goes_on = tf.reduce_all(had < _AT_THE_END)
+        uneven = tf.debugging.Assert(goes_on, [for_graph(RanksDisagreeError(_UNEVEN))])
+        with tf.control_dependencies([uneven]):
             had = tf.identity(had)
         paths = tf.constant([getattr(v, "path", v.name) for v in variables])
         partial = tf.reduce_any((had > 0) & (had < runtime.size()), axis=0)
         return tf.debugging.Assert(
             tf.logical_not(tf.reduce_any(partial)),
             [
-                "only some ranks have a gradient, or a gradient of this kind, for",
+                for_graph(RanksDisagreeError(_PARTIAL)),
                 tf.boolean_mask(paths, partial),
                 "inside a tf.function: use the variable in the loss on every rank, or run eagerly",
             ],

@@ -11,9 +11,9 @@ import tensorflow as tf
 from hvkit import runtime
 from hvkit.adapters.keras.collectives.graph_collectives import GraphWait
 from hvkit.adapters.keras.collectives.wire import Wire
-from hvkit.adapters.nonfinite import describe
+from hvkit.adapters.nonfinite import describe, skipped_steps
 from hvkit.log import logger
-from hvkit.watch.rank_errors import mark_as_shown_by
+from hvkit.watch.rank_errors import for_graph, mark_as_shown_by
 
 
 class NonFinite:
@@ -28,20 +28,26 @@ class NonFinite:
         self._action = action
         self._wire = Wire("checks")
         self._wait = GraphWait(name)
+        self._skipped = 0
 
     def guard(
-        self, gradients: Sequence[Any], variables: Sequence[Any], update: Callable[[], None]
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        steps_done: Any,
+        update: Callable[[], None],
     ) -> None:
         """Update, unless a rank has a gradient that is not finite; a collective.
 
         Args:
             gradients: this rank's own, before they become means.
             variables: their variables.
+            steps_done: how many updates the optimizer has made; a scalar.
             update: averages and applies; creates no variables.
 
         Raises:
             FloatingPointError: with ``"stop"``, on every rank, in eager code.
-            tf.errors.InvalidArgumentError: the same in a graph.
+            tf.errors.InvalidArgumentError: the same in a graph, which ``fit`` translates.
         """
         with tf.device("CPU:0"):
             mine = tf.stack([_is_bad(each) for each in gradients])[None]
@@ -51,27 +57,36 @@ class NonFinite:
             bad = tf.reduce_any(everyone > 0)
         names = [getattr(v, "path", v.name) for v in variables]
 
-        def text(rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        def text(rows: np.ndarray[Any, Any], steps: np.ndarray[Any, Any]) -> str:
             found = [[names[i] for i in np.flatnonzero(row)] for row in rows]
-            return np.array(describe(found).encode(), object)
+            return f"step {int(steps) + self._skipped + 1}: {describe(found)}"
 
-        def log(rows: np.ndarray[Any, Any]) -> np.int32:
+        def error(*found: np.ndarray[Any, Any]) -> FloatingPointError:
+            return FloatingPointError(f"in {text(*found)}")
+
+        def skip(*found: np.ndarray[Any, Any]) -> np.int32:
             if runtime.rank() == 0:
-                logger.warning("skipped a step: %s", text(rows).item().decode())
+                logger.warning("skipped %s", text(*found))
+            self._skipped += 1
+            skipped_steps.add()
             return np.int32(0)
 
+        steps = tf.convert_to_tensor(steps_done)
         if tf.executing_eagerly():
             if not bool(bad):
                 update()
             elif self._action == "stop":
-                reason = text(everyone.numpy()).item().decode()
-                raise mark_as_shown_by(FloatingPointError(reason), 0)
+                raise mark_as_shown_by(error(everyone.numpy(), steps.numpy()), 0)
             else:
-                log(everyone.numpy())
+                skip(everyone.numpy(), steps.numpy())
             return
         if self._action == "stop":
             reason = tf.cond(
-                bad, lambda: tf.numpy_function(text, [everyone], tf.string), lambda: tf.constant("")
+                bad,
+                lambda: tf.numpy_function(
+                    lambda *found: for_graph(error(*found)).encode(), [everyone, steps], tf.string
+                ),
+                lambda: tf.constant(""),
             )
             with tf.control_dependencies([tf.debugging.Assert(tf.logical_not(bad), [reason])]):
                 update()
@@ -81,7 +96,7 @@ class NonFinite:
             update()
             return tf.constant(0)
 
-        tf.cond(bad, lambda: tf.numpy_function(log, [everyone], tf.int32), updated)
+        tf.cond(bad, lambda: tf.numpy_function(skip, [everyone, steps], tf.int32), updated)
 
 
 def _is_bad(gradient: Any) -> tf.Tensor:

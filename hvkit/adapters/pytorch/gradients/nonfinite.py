@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from hvkit import runtime
-from hvkit.adapters.nonfinite import describe
+from hvkit.adapters.nonfinite import describe, skipped_steps
 from hvkit.adapters.pytorch.gradients.buckets import Bucket
 from hvkit.communication import collectives
 from hvkit.log import logger
@@ -90,8 +90,9 @@ class NonFinite:
         self._found.clear()
         text = describe(collectives.gather("backward()", mine))
         if self._action == "stop":
-            raise mark_as_shown_by(FloatingPointError(f"in step {step} {text}"), 0)
+            raise mark_as_shown_by(FloatingPointError(f"in step {step}: {text}"), 0)
         self.skips = True
+        skipped_steps.add()
         if not runtime.rank():
             logger.warning("skipped step %d: %s", step, text)
 
