@@ -15,16 +15,15 @@ from hvkit import runtime
 from hvkit.adapters.adapter import framework_of
 from hvkit.argument_checks import check_count
 from hvkit.communication import collectives
-from hvkit.communication.traffic import traffic
 from hvkit.errors import HvkitError
-from hvkit.host.run_reports import report, restart_of_this_run
+from hvkit.host.run_reports import report
 from hvkit.log import logger
 from hvkit.monitor.host_load import HostLoad
-from hvkit.monitor.records import Means, described, detached, length_of
+from hvkit.monitor.records import Means, detached, length_of
+from hvkit.monitor.run_file import RunFile
 from hvkit.monitor.step_clock import Step, StepClock
-from hvkit.monitor.step_shares import Totals, shares
-from hvkit.monitor.writers import Hook, Writers, flattened
-from hvkit.watch.calls import named
+from hvkit.monitor.writers import Hook, Writers
+from hvkit.watch.calls import in_short, named
 from hvkit.watch.spans import mark
 
 if TYPE_CHECKING:
@@ -106,15 +105,13 @@ class Monitor:
         self._means = Means()
         self._samples = 0.0
         self._epoch: int | None = None
-        self._writers: Writers | None = None
-        self._started = False
+        self._opened = False
+        # Of rank 0.
+        self._file: RunFile | None = None
         # Numbers of the script that no file is there for yet.
         self._logs: list[tuple[int, float, dict[str, float]]] = []
         self._callbacks: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self._load: HostLoad | None = None
-        self._totals: Totals | None = None
-        self._hosts: list[str] = []
-        self._sent: Mapping[str, int] = {}
         self._gradients: Any = None
         self._equal_steps = True
         self.closed = False
@@ -262,8 +259,8 @@ class Monitor:
         for name, value in metrics.items():
             self._means.add(name, value)
         self._record()
-        if self._writers is not None:
-            self._writers.flush()
+        if self._file is not None:
+            self._file.flush()
 
     def close(self) -> None:
         """Record what is left, log the line about the run, and close the files; a collective.
@@ -275,10 +272,12 @@ class Monitor:
             return
         try:
             self.flush()
-        finally:
-            self._finish()
-        if self._totals is not None and self._totals.steps:
-            logger.info("%s: %s", self.folder, self._totals.line())
+        except BaseException as error:
+            self._finish(error)
+            raise
+        self._finish()
+        if self._file is not None and (line := self._file.line()):
+            logger.info("%s: %s", self.folder, line)
 
     def _require_open(self) -> None:
         if self.closed:
@@ -298,7 +297,7 @@ class Monitor:
         if error is None:
             self.close()
         elif not self.closed:
-            self._finish()
+            self._finish(error)
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a checkpoint saves: how many steps the run has taken."""
@@ -310,19 +309,20 @@ class Monitor:
         self._rows.clear()
         self._next = self._step + (self._every or _FIRST)
 
-    def _finish(self) -> None:
+    def _finish(self, error: BaseException | None = None) -> None:
         self.closed = True
         self._clock.close()
-        if self._writers is not None:
-            if self._totals is not None and self._totals.steps:
-                self._writers.write({"end": {"time": time.time(), **self._totals.summary()}})
-            self._writers.close()
+        if self._file is not None:
+            self._write_logs()
+            left = isinstance(error, SystemExit) and not error.code
+            self._file.end("" if error is None or left else in_short(error))
 
     def _meet(self) -> float:
         """Wait for all ranks; return for how many seconds."""
+        if not self._equal_steps or runtime.size() == 1:
+            return 0.0
         begun = time.monotonic()
-        if self._equal_steps:
-            collectives.gather("Monitor.step", None)
+        collectives.gather("Monitor.step", None)
         return time.monotonic() - begun
 
     def _record(self) -> None:
@@ -336,44 +336,24 @@ class Monitor:
             report(speed=round(sum(step.samples for step in self._rows) / took, 3))
         everyone = collectives.gather("Monitor.step", mine) if self._equal_steps else [mine]
         self._pace(everyone)
-        self._write_logs()
         self._rows.clear()
         self._means.clear()
-        if runtime.rank() != 0 or not any(each["rows"] for each in everyone):
-            return
-        found = shares([[Step(*row) for row in each["rows"]] for each in everyone])
-        assert self._totals is not None
-        if self._equal_steps:
-            self._totals.add(found)
-        sent = {name: each.bytes for name, each in traffic().items() if name != "start"}
-        record = described(
-            {"step": self._step, "time": time.time(), "epoch": self._epoch},
-            found,
-            [each["metrics"] for each in everyone],
-            {} if self._gradients is None else self._gradients.read(),
-            {name: total - self._sent.get(name, 0) for name, total in sent.items()},
-            {
-                host: each["load"]
-                for host, each in zip(self._hosts, everyone, strict=False)
-                if each["load"]
-            },
-        )
-        self._sent = sent
-        if self._writers is not None:
-            self._writers.write(record)
-            numbers = flattened(record).items()
-            shown = {name: value for name, value in numbers if name not in ("step", "time")}
-            self._writers.scalars(self._step, shown)
+        if self._file is not None:
+            self._write_logs()
+            optimizer = {} if self._gradients is None else self._gradients.read()
+            self._file.record(self._step, self._epoch, everyone, optimizer)
 
     def _open(self) -> None:
         """Learn the hosts of all ranks, and make the files; the first time, a collective."""
-        if self._hosts:
+        if self._opened:
             return
+        self._opened = True
         runtime.init()
         problem: Exception | None = None
+        writers = None
         if runtime.rank() == 0:
             try:
-                self._writers = Writers(self.folder, self._tensorboard, self._hook)
+                writers = Writers(self.folder, self._tensorboard, self._hook)
             except OSError as error:
                 problem = HvkitError(
                     f"the monitor cannot write into {self.folder} ({error.strerror}): name a "
@@ -381,33 +361,24 @@ class Monitor:
                 )
             except ModuleNotFoundError as error:
                 problem = HvkitError(str(error))
-        own = socket.gethostname()
+        hosts = [socket.gethostname()]
         # A parameter server's ranks meet only when the script has them meet.
         if self._equal_steps:
-            self._hosts = collectives.share("Monitor.step", problem, own)
+            hosts = collectives.share("Monitor.step", problem, hosts[0])
         elif problem is not None:
             raise problem
-        else:
-            self._hosts = [own]
-        self._totals = Totals(self._hosts)
+        if writers is not None:
+            self._file = RunFile(hosts, writers)
         if runtime.local_rank() == 0:
             self._load = HostLoad()
 
-    def _write_start(self) -> None:
-        """Write the line of a start, before any other, once the step is known."""
-        if self._writers is not None and not self._started:
-            self._started = True
-            start = {"time": self._begun, "step": self._begun_after, "hosts": self._hosts}
-            self._writers.write({"start": start | restart_of_this_run()})
-
     def _write_logs(self) -> None:
-        """Write the start, and what the script has logged since, once there are files."""
-        if self._writers is None:
+        """Write the start, once the step is known, and what the script has logged since."""
+        if self._file is None:
             return
-        self._write_start()
-        for step, at, numbers in self._logs:
-            self._writers.write({"step": step, "time": at, "logged": numbers})
-            self._writers.scalars(step, numbers)
+        self._file.begin(self._begun, self._begun_after)
+        for each in self._logs:
+            self._file.log(*each)
         self._logs.clear()
 
     def _pace(self, everyone: Sequence[Mapping[str, Any]]) -> None:

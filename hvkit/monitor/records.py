@@ -10,8 +10,8 @@ from typing import Any
 from hvkit.monitor.step_shares import Shares
 
 RESERVED = frozenset((
-    *("step", "time", "epoch", "steps", "samples_per_second", "slowest", "fastest", "ranks"),
-    *("seconds", "sent", "host", "learning_rate", "gradient_norm", "start", "end", "logged"),
+    *("step", "time", "epoch", "steps", "skipped", "seconds", "sent", "host", "samples_per_second"),
+    *("slowest", "fastest", "ranks", "learning_rate", "gradient_norm", "start", "end", "logged"),
 ))  # fmt: skip
 """Names in records that are not the script's."""
 
@@ -57,7 +57,7 @@ def described(
     """The record of some steps of all ranks, as ``metrics.jsonl`` holds it.
 
     Args:
-        about: step, time and epoch; None for what there is not.
+        about: step, time, epoch, and how many steps were skipped; None for what there is not.
         found: where the time went.
         metrics: by rank, the script's numbers: means over the steps.
         optimizer: learning rate and gradient norm.

@@ -3,7 +3,7 @@
 A run may consist of several starts: one that a restart or a resumption began repeats the steps
 since its checkpoint. Records of the earlier try that come after that step are left out of curves,
 and counted as steps lost. A start from step 0 that no restart made begins another run in the same
-folder, which takes the place of the one before.
+folder, which takes the place of the one before; the report says so.
 """
 
 from __future__ import annotations
@@ -57,6 +57,9 @@ class Run:
         starts: in their order.
         records: those that hold measurements, by step.
         curves: by metric, its points ``(step, value)``.
+        not_finite: by metric, the steps at which it was NaN or infinite.
+        end: ``error``, empty if there was none, of a run that has ended; None for others.
+        earlier: by run that this one has taken the place of, its steps.
         unreadable: lines that are no records; the last one of a run that was killed, for example.
     """
 
@@ -64,6 +67,9 @@ class Run:
     starts: list[Start] = field(default_factory=list)
     records: list[dict[str, Any]] = field(default_factory=list)
     curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    not_finite: dict[str, list[int]] = field(default_factory=dict)
+    end: str | None = None
+    earlier: list[int] = field(default_factory=list)
     unreadable: int = 0
 
     @property
@@ -155,6 +161,8 @@ def read(folder: Path) -> Run:
         metrics = {name: value for name, value in each.items() if name not in _OWN}
         for name, value in flattened(metrics).items():
             run.curves.setdefault(name, []).append((each["step"], value))
+        for name in (name for name, value in metrics.items() if value is None):
+            run.not_finite.setdefault(name, []).append(each["step"])
     for points in run.curves.values():
         points.sort(key=lambda point: point[0])
     return run
@@ -165,40 +173,58 @@ def _take(run: Run, line: bytes) -> bool:
     try:
         record = json.loads(line)
         if "start" in record:
-            start = record["start"]
-            step, at = int(start["step"]), float(start["time"])
-            newest = max((each["step"] for each in run.records), default=0)
-            run.records = [each for each in run.records if each["step"] <= step]
-            for points in run.curves.values():
-                points[:] = [point for point in points if point[0] <= step]
-            hosts = tuple(str(host) for host in start["hosts"])
-            reason = str(start.get("reason", ""))
-            if step == 0 and not reason:  # another run in the same folder
-                run.starts.clear()
-                newest = 0
-            run.starts.append(Start(at, step, hosts or ("?",), reason, max(newest - step, 0)))
+            _take_start(run, record["start"])
         elif "logged" in record:
             step = int(record["step"])
             for name, value in record["logged"].items():
-                if value is not None:
+                if value is None:
+                    run.not_finite.setdefault(str(name), []).append(step)
+                else:
                     run.curves.setdefault(str(name), []).append((step, float(value)))
-        elif "end" not in record:
-            record["step"], record["steps"] = int(record["step"]), int(record["steps"])
-            record["time"] = float(record["time"])
-            record["samples_per_second"] = float(record["samples_per_second"])
-            ranks = record.get("ranks", {})
-            record["ranks"] = {
-                "samples_per_second": [float(v) for v in ranks.get("samples_per_second", [0])],
-                "last": [int(v) for v in ranks.get("last", [])],
-            }
-            for group in ("seconds", "sent"):
-                given = record.get(group, {}).items()
-                record[group] = {str(name): float(value or 0) for name, value in given}
-            record["host"] = dict(record.get("host", {}))
-            run.records.append(record)
+        elif "end" in record:
+            run.end = str(record["end"].get("error", ""))
+        else:
+            run.records.append(_checked(record))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
         return False
     return True
+
+
+def _take_start(run: Run, start: dict[str, Any]) -> None:
+    step, at = int(start["step"]), float(start["time"])
+    hosts = tuple(str(host) for host in start["hosts"])
+    reason = str(start.get("reason", ""))
+    newest = max((each["step"] for each in run.records), default=0)
+    run.end = None
+    run.records = [each for each in run.records if each["step"] <= step]
+    for points in run.curves.values():
+        points[:] = [point for point in points if point[0] <= step]
+    for steps in run.not_finite.values():
+        steps[:] = [each for each in steps if each <= step]
+    if step == 0 and not reason:  # another run in the same folder
+        run.starts.clear()
+        if newest:
+            run.earlier.append(newest)
+        newest = 0
+    run.starts.append(Start(at, step, hosts or ("?",), reason, max(newest - step, 0)))
+
+
+def _checked(record: dict[str, Any]) -> dict[str, Any]:
+    """A record whose numbers have the types that the report reads."""
+    record["step"], record["steps"] = int(record["step"]), int(record["steps"])
+    record["skipped"] = int(record.get("skipped", 0))
+    record["time"] = float(record["time"])
+    record["samples_per_second"] = float(record["samples_per_second"])
+    ranks = record.get("ranks", {})
+    record["ranks"] = {
+        "samples_per_second": [float(v) for v in ranks.get("samples_per_second", [0])],
+        "last": [int(v) for v in ranks.get("last", [])],
+    }
+    for group in ("seconds", "sent"):
+        given = record.get(group, {}).items()
+        record[group] = {str(name): float(value or 0) for name, value in given}
+    record["host"] = dict(record.get("host", {}))
+    return record
 
 
 def show(run: Run, console: Console) -> None:
@@ -208,6 +234,8 @@ def show(run: Run, console: Console) -> None:
     table = Table("metric", "first", "best", "last", box=None, pad_edge=False)
     for name, points in run.curves.items():
         values = [value for _, value in points]
+        if not values:  # all of them were NaN, or repeated
+            continue
         best = min(values) if "loss" in name or "norm" in name else max(values)
         table.add_row(escape(name), *(f"{v:.4g}" for v in (values[0], best, values[-1])))
     console.print(table)
@@ -218,10 +246,11 @@ def show(run: Run, console: Console) -> None:
         bar = "█" * round(40 * seconds / whole)
         table.add_row(name, f"{1e3 * seconds:.2f}", f"{seconds / whole:.0%}", bar)
     console.print(table)
-    for line in [*slow_ranks(run), *_sent_lines(run)]:
+    for line in [*slow_ranks(run), *troubles(run), *_sent_lines(run)]:
         console.print(escape(line), highlight=False)
     if any(start.reason or start.lost for start in run.starts):
-        table = Table("start", "step", "ranks", "steps lost", "reason", box=None, pad_edge=False)
+        columns = ("start", "after step", "ranks", "steps lost", "reason")
+        table = Table(*columns, box=None, pad_edge=False)
         for start in run.starts:
             row = (str(start.step), str(len(start.hosts)), str(start.lost), escape(start.reason))
             table.add_row(clock(start.time), *row)
@@ -237,7 +266,10 @@ def _printable(run: Run) -> Run:
         for s in run.starts
     ]
     curves = {printable(name): points for name, points in run.curves.items()}
-    return replace(run, name=printable(run.name), starts=starts, curves=curves)
+    not_finite = {printable(name): steps for name, steps in run.not_finite.items()}
+    end = None if run.end is None else printable(run.end)
+    name = printable(run.name)
+    return replace(run, name=name, starts=starts, curves=curves, not_finite=not_finite, end=end)
 
 
 def headline(run: Run) -> str:
@@ -261,13 +293,34 @@ def slow_ranks(run: Run) -> list[str]:
     return said
 
 
+def troubles(run: Run) -> list[str]:
+    """Sentences about what a reader must know before the numbers: NaN, an error, another run."""
+    said = []
+    if run.end is None:
+        said.append("no end is recorded: the run goes on, was killed, or did not close its monitor")
+    elif run.end:
+        said.append(f"the run ended with {run.end}")
+    for name, steps in run.not_finite.items():
+        if steps:
+            records = _counted(len(steps), "record")
+            said.append(f"{name} was NaN or infinite in {records}, at step {min(steps):,} first")
+    if skipped := sum(each["skipped"] for each in run.records):
+        verb = "was" if skipped == 1 else "were"
+        said.append(f"{_counted(skipped, 'step')} {verb} skipped: NaN or infinite gradients")
+    said += [
+        f"an earlier run of {_counted(steps, 'step')} in this folder is not shown"
+        for steps in run.earlier
+    ]
+    return said
+
+
 def _sent_lines(run: Run) -> Iterable[str]:
     for purpose, size in run.sent().items():
         yield f"a rank sends {size_of(size)} a step: {purpose}"
 
 
 def _counted(number: int, thing: str) -> str:
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
 
 
 def size_of(size: float) -> str:

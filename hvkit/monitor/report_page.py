@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from hvkit.monitor.report import Run, Start, clock, duration, headline, size_of
+from hvkit.monitor.report import Run, Start, clock, duration, headline, size_of, troubles
 from hvkit.monitor.step_shares import PARTS
 from hvkit.monitor.writers import flattened
 
@@ -66,6 +66,7 @@ th{color:var(--soft);font-weight:500;text-align:left}
 th,td{padding:6px 12px 6px 0;border-bottom:1px solid var(--line);vertical-align:top}
 tr:last-child td{border-bottom:0}
 td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}
+.note{border-left:4px solid var(--red);margin-top:14px}.note p{color:var(--ink)}
 .track{background:var(--line);border-radius:4px;height:10px;min-width:90px}
 .track i{display:block;height:10px;border-radius:4px;background:var(--blue)}
 """
@@ -75,6 +76,7 @@ def page(run: Run) -> str:
     """The page, as HTML."""
     sections = [
         _head(run),
+        _troubles(run),
         _curves(run),
         _time(run),
         _slow_ranks(run),
@@ -110,6 +112,11 @@ def _head(run: Run) -> str:
         f"<h1>{escape(run.name)}</h1><p>{escape(headline(run))}. Started {escape(started)}.</p>"
         f'<div class="row">{cards}</div>'
     )
+
+
+def _troubles(run: Run) -> str:
+    lines = "".join(f"<p>{escape(line[:1].upper() + line[1:])}.</p>" for line in troubles(run))
+    return f'<div class="card note">{lines}</div>' if lines else ""
 
 
 def _curves(run: Run) -> str:
@@ -237,7 +244,7 @@ def _starts(run: Run) -> str:
         return ""
     rows = "".join(map(_start_row, run.starts))
     return (
-        '<h2>Starts</h2><div class="card"><table><tr><th>time</th><th class="n">from step</th>'
+        '<h2>Starts</h2><div class="card"><table><tr><th>time</th><th class="n">after step</th>'
         '<th class="n">steps lost</th><th class="n">ranks</th><th>reason</th></tr>'
         f"{rows}</table></div>"
     )

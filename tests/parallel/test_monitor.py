@@ -118,6 +118,27 @@ def test_a_slow_rank_is_named_with_its_reason(folder, late, every):
     assert end["speedup"] < hvkit.size() - 0.3
 
 
+def test_skipped_steps_are_counted(folder):
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with hvkit.Monitor(folder / "torch", every=2) as monitor:
+        hvkit.distribute(model, optimizer, monitor=monitor, on_nonfinite="skip")
+        for value in (1.0, float("nan"), 1.0, 1.0):
+            optimizer.zero_grad()
+            model(torch.full((3, 4), value)).sum().backward()
+            optimizer.step()
+            monitor.step()
+    assert [each.get("skipped", 0) for each in records(folder / "torch")] == [1, 0]
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    optimizer = keras.optimizers.SGD(0.1)
+    x = np.ones((8, 4), "f") * np.repeat([1, 1, 1, np.nan], 2).astype("f")[:, None]
+    with hvkit.Monitor(folder / "keras", every=2) as monitor:
+        hvkit.distribute(model, optimizer, monitor=monitor, on_nonfinite="skip")
+        model.compile(optimizer, "mse")
+        model.fit(x, x[:, :2], batch_size=2, shuffle=False, verbose=0)
+    assert [each.get("skipped", 0) for each in records(folder / "keras")] == [0, 1]
+
+
 STRATEGIES = [
     {},
     {"compression": "int8"},

@@ -68,6 +68,14 @@ def test_weights_loaded_on_one_rank_after_the_call_are_an_error_in_the_first_ste
         np.testing.assert_array_equal(a, b)
 
 
+def test_fit_raises_hvkits_own_error():
+    model, optimizer = distributed()
+    on_rank(1, lambda: model.set_weights(mlp(seed=7).get_weights()))
+    error, text = error_of(lambda: LOOPS["fit"](model, optimizer, local(regression(steps=1))))
+    assert error is hvkit.RanksDisagreeError
+    assert text.startswith(model.layers[0].kernel.path)
+
+
 @pytest.mark.parametrize("loop", [eager_tape, graph_tape])
 def test_one_bit_is_seen_before_the_first_update(loop):
     model, optimizer = distributed()

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 
 import pytest
 import torch
@@ -171,6 +172,49 @@ def test_a_hook_that_fails_is_logged_once_and_training_goes_on(tmp_path, caplog)
 def test_the_line_at_the_end_is_logged(tmp_path, caplog):
     train(tmp_path)
     assert f"{tmp_path}: 1.0x of 1" in caplog.messages
+
+
+def end_of(folder, error):
+    """The end of a run whose with block ends with this error."""
+
+    def run():
+        with hvkit.Monitor(folder, every=1) as monitor:
+            monitor.step(loss=1.0)
+            raise error
+
+    with pytest.raises(type(error)):
+        run()
+    return lines(folder)[-1]["end"]
+
+
+def test_the_error_that_ends_a_run_is_in_its_file(tmp_path):
+    assert end_of(tmp_path, ValueError("boom"))["error"] == "ValueError: boom"
+
+
+def test_a_script_that_exits_well_has_no_error(tmp_path):
+    assert "error" not in end_of(tmp_path, SystemExit(0))
+
+
+def test_a_run_begins_with_its_monitor_and_after_the_step_that_it_resumes_from(tmp_path):
+    before = time.time()
+    monitor = hvkit.Monitor(tmp_path, every=3)
+    made = time.time()
+    monitor.load_state_dict({"step": 7})
+    monitor.add_step(None, {})  # as fit counts the step in which it makes its graph
+    time.sleep(0.01)
+    for _ in range(2):
+        monitor.step(loss=1.0)
+    monitor.close()
+    start = lines(tmp_path)[0]["start"]
+    assert before <= start["time"] <= made
+    assert start["step"] == 7
+
+
+def test_the_line_of_a_resumed_run_says_since_when(tmp_path, caplog):
+    with hvkit.Monitor(tmp_path) as monitor:
+        monitor.load_state_dict({"step": 7000})
+        monitor.step(loss=1.0)
+    assert f"{tmp_path}: since step 7,000: 1.0x of 1" in caplog.messages
 
 
 def test_a_resumed_run_counts_on_in_the_same_file(tmp_path):

@@ -78,6 +78,55 @@ def test_a_new_run_in_the_same_folder_takes_the_place_of_the_one_before(folder):
     assert [each.lost for each in run.starts] == [0]
 
 
+def test_what_a_reader_must_know_comes_with_the_numbers(folder):
+    lines = [
+        *(start(), record(10), record(30), {"end": {}}),
+        start(),
+        record(10, skipped=2),
+        record(20, None),
+        {"step": 20, "time": 1e9, "logged": {"val_loss": None}},
+        {"end": {"error": "ValueError: <boom>"}},
+    ]
+    run = report.read(folder(*lines))
+    assert report.troubles(run) == [
+        "the run ended with ValueError: <boom>",
+        "val_loss was NaN or infinite in 1 record, at step 20 first",
+        "loss was NaN or infinite in 1 record, at step 20 first",
+        "2 steps were skipped: NaN or infinite gradients",
+        "an earlier run of 30 steps in this folder is not shown",
+    ]
+    assert "<p>The run ended with ValueError: &lt;boom&gt;.</p>" in page(run)
+    console = Console(record=True, width=120, file=open(os.devnull, "w"))  # noqa: SIM115
+    report.show(run, console)
+    assert "the run ended with ValueError: <boom>" in console.export_text()
+
+
+def test_a_run_that_ended_well_has_no_troubles(folder):
+    run = report.read(folder(start(), record(10), {"end": {}}))
+    assert report.troubles(run) == []
+    assert 'class="card note"' not in page(run)
+
+
+def test_a_run_without_an_end_says_so_until_it_has_one(folder):
+    lines = [start(), record(10), {"end": {}}, start(10, reason="rank 1 was killed"), record(20)]
+    (said,) = report.troubles(report.read(folder(*lines)))
+    assert said.startswith("no end is recorded")
+    assert report.troubles(report.read(folder(*lines, {"end": {}}))) == []
+
+
+def test_what_a_restart_repeats_was_not_nan(folder):
+    lines = [start(), record(20, None), start(10, reason="rank 1 left"), record(20), {"end": {}}]
+    assert report.troubles(report.read(folder(*lines))) == []
+
+
+def test_a_metric_without_any_value_is_no_error_of_the_report(folder):
+    logged = {"step": 20, "time": 1e9, "logged": {"val_loss": 9.0}}
+    run = report.read(folder(start(), record(10), logged, start(10, reason="x"), record(20)))
+    console = Console(record=True, width=120, file=open(os.devnull, "w"))  # noqa: SIM115
+    report.show(run, console)
+    assert "val_loss" not in console.export_text()
+
+
 def test_lines_that_are_no_records_are_left_out_and_counted(folder):
     broken = ['{"step": 3', "[]", '"x"', '{"step": "a", "time": 1}', '{"start": {}}', "\x00"]
     run = report.read(folder(start(), record(10), *broken))

@@ -1,0 +1,116 @@
+"""What rank 0 writes of a run: its starts, records of all ranks' steps, logged numbers, its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hvkit.adapters.nonfinite import skipped_steps
+from hvkit.communication.traffic import traffic
+from hvkit.host.run_reports import restart_of_this_run
+from hvkit.monitor.records import described
+from hvkit.monitor.step_clock import Step
+from hvkit.monitor.step_shares import Totals, shares
+from hvkit.monitor.writers import Writers, flattened
+
+
+class RunFile:
+    """Writes one try of a run.
+
+    Args:
+        hosts: by rank, the name of its host.
+        writers: where to.
+    """
+
+    def __init__(self, hosts: Sequence[str], writers: Writers) -> None:
+        self._hosts = hosts
+        self._writers = writers
+        self._totals = Totals(hosts)
+        self._begun_after: int | None = None
+        self._sent: Mapping[str, int] = {}
+        self._skipped = skipped_steps.number
+
+    def begin(self, at: float, after: int) -> None:
+        """Write the start, which comes before anything else; a second call does nothing.
+
+        Args:
+            at: when it was; seconds since 1970.
+            after: the step that the run has resumed from.
+        """
+        if self._begun_after is None:
+            self._begun_after = after
+            start = {"time": at, "step": after, "hosts": self._hosts}
+            self._writers.write({"start": start | restart_of_this_run()})
+
+    def record(
+        self,
+        step: int,
+        epoch: int | None,
+        everyone: Sequence[Mapping[str, Any]],
+        optimizer: Mapping[str, float],
+    ) -> None:
+        """Write what ranks have measured since the last record.
+
+        Args:
+            step: the last one.
+            epoch: that it belongs to, if the script has said so.
+            everyone: by rank, its ``rows`` (of ``Step``), ``metrics`` and ``load``.
+            optimizer: learning rate and gradient norm.
+        """
+        if not any(each["rows"] for each in everyone):
+            return
+        found = shares([[Step(*row) for row in each["rows"]] for each in everyone])
+        if len(everyone) == len(self._hosts):
+            self._totals.add(found)
+        sent = {name: each.bytes for name, each in traffic().items() if name != "start"}
+        about: dict[str, Any] = {"step": step, "time": time.time(), "epoch": epoch}
+        if skipped := skipped_steps.number - self._skipped:
+            about["skipped"] = skipped
+        hosts = zip(self._hosts, everyone, strict=False)
+        record = described(
+            about,
+            found,
+            [each["metrics"] for each in everyone],
+            optimizer,
+            {name: total - self._sent.get(name, 0) for name, total in sent.items()},
+            {host: each["load"] for host, each in hosts if each["load"]},
+        )
+        self._sent, self._skipped = sent, skipped_steps.number
+        self._writers.write(record)
+        numbers = flattened(record).items()
+        shown = {name: value for name, value in numbers if name not in ("step", "time")}
+        self._writers.scalars(step, shown)
+
+    def log(self, step: int, at: float, numbers: Mapping[str, float]) -> None:
+        """Write numbers of the script.
+
+        Args:
+            step: the last one before.
+            at: seconds since 1970.
+            numbers: by name.
+        """
+        self._writers.write({"step": step, "time": at, "logged": numbers})
+        self._writers.scalars(step, numbers)
+
+    def flush(self) -> None:
+        """Write what is left in memory."""
+        self._writers.flush()
+
+    def end(self, error: str) -> None:
+        """Write the end, and close the files.
+
+        Args:
+            error: that has ended the run; empty for none.
+        """
+        if self._begun_after is not None:
+            failed = {"error": error} if error else {}
+            self._writers.write({"end": {"time": time.time(), **self._totals.summary(), **failed}})
+        self._writers.close()
+
+    def line(self) -> str:
+        """The run in one line, or of a resumed one the steps since; empty if there are none."""
+        if not self._totals.steps:
+            return ""
+        since = f"since step {self._begun_after:,}: " if self._begun_after else ""
+        return since + self._totals.line()
