@@ -32,6 +32,8 @@ _GRACE = 30.0
 _GRACE_FOR_STOPPED = 3.0
 # Characters of a verdict that `hvkit run` repeats at its end.
 _CAUSE = 500
+# Rank 0 asks all ranks for their steps within this time after one got SIGTERM.
+_HOLDS_WITHIN = 5.0
 # An error of Horovod waits this long for its explanation.
 _EXPLAINED_WITHIN = 5.0
 
@@ -142,6 +144,7 @@ class Reporter(Watcher):
     def __init__(self, rank: int, limits: Limits, shut_down: Callable[[], None]) -> None:
         super().__init__(rank, limits, shut_down)
         self._tried = threading.Event()
+        self._agreeing = False
 
     def stop(self) -> None:
         """As for any rank; one that ends at once must first reach rank 0 to report it."""
@@ -160,7 +163,7 @@ class Reporter(Watcher):
         if hub is None:
             self._watch_alone(meeting.addresses)
             return
-        reported, told = -1.0, False
+        reported, told = -1.0, 0.0
         while not self._stopped.is_set():
             try:
                 if hub.poll(_TICK):
@@ -169,8 +172,10 @@ class Reporter(Watcher):
                 self._learn_of_end(0, "died without reporting an error", shown_by=1)
                 return
             if LEAVING.requested and not told:
-                told = True
+                told = time.monotonic()
                 _send(hub, {"leaving": True})
+            if told and not self._agreeing and time.monotonic() - told > _HOLDS_WITHIN:
+                LEAVING.leave_at(None)  # rank 0's host is lost: no step will end
             now = self._status()
             if now.waits and now.seconds >= self._limits.end + _NO_ANSWER:
                 self._end_without_verdict(now)
@@ -203,6 +208,7 @@ class Reporter(Watcher):
         elif "ended" in message:
             self._learn_of_end(message["rank"], message["ended"], message.get("shown_by", 1))
         elif "hold" in message:
+            self._agreeing = True
             _send(hub, {"step": LEAVING.hold()})
         elif "leave_at" in message:
             LEAVING.leave_at(message["leave_at"])

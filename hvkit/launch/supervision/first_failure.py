@@ -19,6 +19,9 @@ _EXCEPTION = re.compile(r"[\w.]+(Error|Exception|Interrupt|Exit)\b")
 # Signals that a partner's failure does not cause.
 _VIOLENT = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 
+# Characters of an error in the reason for a restart.
+_ERROR = 300
+
 # Seconds within which the order of failures is unreliable.
 _SIMULTANEOUS = 1.0
 
@@ -110,7 +113,7 @@ def report(failures: Sequence[Failure], other_hosts: Collection[str] = (), cause
         return ""
     if cause and first.is_consequence:
         return f"hvkit run: {cause}"
-    lines = [f"hvkit run: {_lost(failures, other_hosts) if first.lost else first.describe()}"]
+    lines = [f"hvkit run: {_described(first, failures, other_hosts)}"]
     if first.last_lines:
         lines[0] += "; its last lines:" if not first.lost else f"; last lines of rank {first.rank}:"
         lines += [f"    {line}" for line in first.last_lines]
@@ -119,6 +122,27 @@ def report(failures: Sequence[Failure], other_hosts: Collection[str] = (), cause
     if others:
         lines.append(f"hvkit run: after that, {ranks_text(others)} failed too")
     return "\n".join(lines)
+
+
+def in_one_line(
+    failures: Sequence[Failure], other_hosts: Collection[str] = (), cause: str = ""
+) -> str:
+    """Why a run has ended, in one line with the error if there is one; empty if no rank failed.
+
+    Args:
+        failures, other_hosts, cause: as for ``report``.
+    """
+    first = first_failure(failures)
+    if first is None:
+        return ""
+    if cause and first.is_consequence:
+        return cause
+    error = f": {first.error[:_ERROR]}" if first.error and not first.violent else ""
+    return f"{_described(first, failures, other_hosts)}{error}"
+
+
+def _described(first: Failure, failures: Sequence[Failure], other_hosts: Collection[str]) -> str:
+    return _lost(failures, other_hosts) if first.lost else first.describe()
 
 
 def _lost(failures: Sequence[Failure], other_hosts: Collection[str]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from hvkit.errors import LEFT, ranks_text
 from hvkit.launch.supervision import run_status
-from hvkit.launch.supervision.first_failure import Failure, first_failure, report
+from hvkit.launch.supervision.first_failure import first_failure, in_one_line, report
 from hvkit.launch.supervision.output import Style
 from hvkit.launch.supervision.processes import (
     adopt_orphans,
@@ -43,8 +43,6 @@ _AGENTS_END_BUT_LOST = 1.0
 _LAUNCHER_ENDS = 1.5
 # For a launcher to notice that all ranks have ended well.
 _LAUNCHER_NOTICES = 5.0
-# Characters of an error in the reason for a restart.
-_ERROR = 300
 
 _END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 COMMAND_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
@@ -286,13 +284,6 @@ class _Supervision:
         _print(f"hvkit run: {reason}")
         return replace(self.ended(LEFT, reason), preempted=True)
 
-    def reason(self, first: Failure) -> str:
-        """One line about the failure that ended the run, with its error if it names one."""
-        if self.supervisor.cause and first.is_consequence:
-            return self.supervisor.cause
-        error = f": {first.error[:_ERROR]}" if first.error and not first.violent else ""
-        return f"{first.describe()}{error}"
-
     def conclude(self, status: int | None) -> Outcome:
         """Report what went wrong.
 
@@ -311,10 +302,11 @@ class _Supervision:
         if self.supervisor.left and all(each.stopped for each in others):
             return self.left()
         first = first_failure(failures)
-        if text := report(failures, self.supervisor.other_hosts, self.supervisor.cause):
+        about = failures, self.supervisor.other_hosts, self.supervisor.cause
+        if text := report(*about):
             _print(text)
         if first:
-            outcome = self.ended(first.exit_status, self.reason(first))
+            outcome = self.ended(first.exit_status, in_one_line(*about))
             cannot_run = first.problem is not None and first.status == CANNOT_RUN
             return replace(outcome, restartable=outcome.restartable and not cannot_run)
         if status is None and self.supervisor.all_ended.is_set():

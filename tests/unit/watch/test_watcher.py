@@ -1,15 +1,18 @@
-"""Rank 0's watcher, with this process as the other rank."""
+"""Watchers, with this process as the other rank."""
 
 import os
+import queue
+import threading
 import time
 from dataclasses import asdict
 
 import pytest
 
-from hvkit.watch import channel
+from hvkit.watch import channel, watcher
 from hvkit.watch.calls import Status
+from hvkit.watch.leaving import Leaving
 from hvkit.watch.verdict import Limits
-from hvkit.watch.watcher import Hub
+from hvkit.watch.watcher import Hub, Reporter
 
 WAITS = Status("hvkit.average", "average", 3, "", True, 6.0, "train.py:41")
 
@@ -75,3 +78,49 @@ def test_a_rank_that_dies_without_a_word_is_said_to_have(hub):
     rank_0, *_ = hub
     channel.connect(rank_0.meeting, 1).close()
     assert rank_0.reason().endswith("; rank 1 died without reporting an error")
+
+
+@pytest.fixture
+def reporter(monkeypatch):
+    """Rank 1's leaving, and the connection to it of a rank 0."""
+    listener = channel.Listener(one_host=True)
+    admitted = queue.SimpleQueue()
+    threading.Thread(target=listener.serve, args=(lambda *who: admitted.put(who),)).start()
+    leaving = Leaving()
+    leaving.several_ranks()
+    monkeypatch.setattr(watcher, "LEAVING", leaving)
+    monkeypatch.setattr(watcher, "_HOLDS_WITHIN", 1.5)
+    decisions = queue.SimpleQueue()
+    monkeypatch.setattr(leaving, "leave_at", decisions.put)
+    rank_1 = Reporter(1, Limits(60, 1800), lambda: None)
+    rank_1.start(listener.meeting)
+    rank, connection = admitted.get(timeout=10)
+    assert rank == 1
+    yield leaving, connection, decisions
+    rank_1.stop()
+    listener.close()
+
+
+def requests_to_leave(connection):
+    while connection.poll(10):
+        if "leaving" in channel.receive(connection):
+            return True
+    return False
+
+
+def test_a_rank_that_should_leave_goes_without_a_rank_0_that_is_silent(reporter):
+    leaving, connection, decisions = reporter
+    leaving.requested = True
+    assert requests_to_leave(connection)
+    assert decisions.get(timeout=10) is None
+
+
+def test_a_rank_that_should_leave_waits_for_a_rank_0_that_answers(reporter):
+    leaving, connection, decisions = reporter
+    leaving.requested = True
+    assert requests_to_leave(connection)
+    channel.send(connection, {"hold": True})
+    with pytest.raises(queue.Empty):
+        decisions.get(timeout=4)
+    channel.send(connection, {"leave_at": 7})
+    assert decisions.get(timeout=10) == 7

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvkit.launch.supervision.first_failure import Failure, first_failure, report
+from hvkit.launch.supervision.first_failure import Failure, first_failure, in_one_line, report
 
 
 def failure(rank, host, status, at=0.0, **others):
@@ -75,6 +75,16 @@ def test_a_lost_host_is_named_with_its_ranks():
     assert report(lost, {"node2", "node3"}) == (
         "hvkit run: no sign of life from node2 (ranks 1-2): it or the network is down"
     )
+
+
+def test_the_reason_for_a_restart_is_what_was_printed():
+    lost = [failure(rank, "node2", None, lost=True) for rank in (2, 1)]
+    assert report(lost, {"node2", "node3"}) == f"hvkit run: {in_one_line(lost, {'node2', 'node3'})}"
+    wrong = [failure(1, "a", 1, last_lines=("ValueError: boom",))]
+    assert in_one_line(wrong) == "rank 1 on a ended with exit status 1: ValueError: boom"
+    follower = [failure(0, "a", 1, last_lines=("RankLostError",))]
+    assert in_one_line(follower, (), "rank 1 waits in fit") == "rank 1 waits in fit"
+    assert in_one_line([]) == ""
 
 
 def test_a_host_that_was_silent_before_a_rank_failed_is_the_cause():
