@@ -120,6 +120,7 @@ def _mpijob(args: argparse.Namespace) -> str:
         launcher_cpus=args.launcher_cpus,
         launcher_memory=args.launcher_memory,
         retries=args.retries,
+        grace=args.grace,
         variables=_variables_of(args),
         volumes=tuple(args.volumes),
         run_options=_run_options_of(args),

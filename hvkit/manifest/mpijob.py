@@ -8,6 +8,7 @@ not find the workers; ``hvkit run`` reads the variables.
 The pods need an image built from this project's Dockerfile.
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,8 @@ _LONGEST_HOSTNAME = 63
 _USER = 1000
 _HOME = "/home/hvkit"
 _SSH_PORT = 2222
+# Seconds that Kubernetes gives a pod to end, if its specification names no number.
+_KUBERNETES_GRACE = 30
 
 # The operator sets these on the launcher and overwrites the manifest's values.
 _OPERATORS_OWN = {
@@ -79,6 +82,7 @@ class MPIJob:
         launcher_cpus: cores for the launcher.
         launcher_memory: memory for the launcher.
         retries: how many times the operator starts the launcher again after a failure.
+        grace: seconds that ranks have to save and end before their pod is taken away.
 
     Raises:
         ValueError: the name is too long for this many workers, ``shared_memory`` is not less
@@ -98,6 +102,7 @@ class MPIJob:
     launcher_cpus: Quantity
     launcher_memory: Quantity
     retries: int
+    grace: float
     variables: Mapping[str, str] = field(default_factory=dict)
     volumes: tuple[Volume, ...] = ()
     run_options: tuple[str, ...] = ()
@@ -198,6 +203,8 @@ class MPIJob:
             [{"name": "shared-memory", "emptyDir": shared}, *sources],
             [{"name": "shared-memory", "mountPath": "/dev/shm"}, *places],
         )
+        if self.grace > _KUBERNETES_GRACE:
+            pod["spec"]["terminationGracePeriodSeconds"] = math.ceil(self.grace)
         # OnFailure: a worker that ran out of memory must be back for the next retry.
         return {"replicas": self.size.hosts, "restartPolicy": "OnFailure", "template": pod}
 

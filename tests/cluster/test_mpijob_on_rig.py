@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 WHO = (
@@ -90,10 +91,11 @@ for step in range(start + 1, start + 400):
 """
 
 
-def test_ranks_save_when_a_pod_is_taken_away(rig, tmp_path):
+@pytest.mark.parametrize("around", [(), ("sh", "-c", '"$@"; exit', "sh")], ids=["", "shell"])
+def test_ranks_save_when_a_pod_is_taken_away(rig, tmp_path, around):
     spec = manifest(
         *("--name", "mnist", "-np", "2", "--slots", "1", "--max-restarts", "1"),
-        *("--", sys.executable, "-c", TRAINING, str(tmp_path / "saved")),
+        *("--", *around, sys.executable, "-c", TRAINING, str(tmp_path / "saved")),
     )
     workers = ["mnist-worker-0", "mnist-worker-1"]
     pods = rig([LAUNCHER, *workers])
@@ -107,8 +109,9 @@ def test_ranks_save_when_a_pod_is_taken_away(rig, tmp_path):
     assert worker["lifecycle"]["preStop"]["exec"]["command"] == ["hvkit-leave"]
     leave = pods.host(workers[1]).run([str(DOCKER / "hvkit-leave")], timeout=30)
     assert leave.returncode == 0, leave.stderr  # no ranks yet
+    arguments = [word.replace("$$", "$") for word in container["args"]]  # as Kubernetes does
     run = launcher.popen(
-        [*container["command"], *container["args"]], env=OPERATORS, text=True,
+        [*container["command"], *arguments], env=OPERATORS, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     lines = []

@@ -26,6 +26,7 @@ def job(**changes: Any) -> MPIJob:
         "launcher_cpus": cpus("1"),
         "launcher_memory": memory("1Gi"),
         "retries": 0,
+        "grace": 10.0,
     }
     return MPIJob(**{**defaults, **changes})
 

@@ -156,6 +156,16 @@ def test_ranks_leave_before_a_worker_is_taken_away() -> None:
     assert worker["lifecycle"] == {"preStop": {"exec": {"command": ["hvkit-leave"]}}}
 
 
+@pytest.mark.parametrize(("grace", "seconds"), [(10.0, None), (30.0, None), (119.5, 120)])
+def test_a_worker_lives_as_long_as_its_ranks_may_take_to_leave(
+    grace: float, seconds: int | None
+) -> None:
+    document = read(job(grace=grace))
+    pod = replicas(document, "Worker")["template"]["spec"]
+    assert pod.get("terminationGracePeriodSeconds") == seconds
+    assert "terminationGracePeriodSeconds" not in replicas(document, "Launcher")["template"]["spec"]
+
+
 def test_there_are_no_retries_by_default() -> None:
     assert read(job())["spec"]["runPolicy"] == {"cleanPodPolicy": "Running", "backoffLimit": 0}
     assert read(job(retries=3))["spec"]["runPolicy"]["backoffLimit"] == 3
