@@ -91,7 +91,7 @@ for step in range(start + 1, start + 400):
 """
 
 
-@pytest.mark.parametrize("around", [(), ("sh", "-c", '"$@"; exit', "sh")], ids=["", "shell"])
+@pytest.mark.parametrize("around", [(), ("sh", "-c", 'trap : TERM; "$@"', "sh")], ids=["", "shell"])
 def test_ranks_save_when_a_pod_is_taken_away(rig, tmp_path, around):
     spec = manifest(
         *("--name", "mnist", "-np", "2", "--slots", "1", "--max-restarts", "1"),
