@@ -13,7 +13,7 @@ from hvkit.cli.arguments import (
 )
 from hvkit.launch.allocation import SAGEMAKER
 from hvkit.launch.launchers import NAMES
-from hvkit.launch.sagemaker import follow, starts_ranks
+from hvkit.launch.sagemaker import are_of_a_job, follow, starts_ranks
 from hvkit.launch.start import Request, prepared, shown, start
 from hvkit.launch.supervision.output import Style
 
@@ -93,6 +93,8 @@ def _execute(args: argparse.Namespace) -> int:
     if not hosts and args.np is None:
         args.refuse("-np is missing: give the number of ranks, or hosts with their slots")
     system = None if allocation is None else allocation.system
+    if allocation is None and hosts and are_of_a_job(hosts):
+        system = SAGEMAKER
     if system == SAGEMAKER and not args.dry_run and not starts_ranks(hosts):
         follow(hosts[0])
         return 0

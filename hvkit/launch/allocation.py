@@ -12,9 +12,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hvkit.errors import HostfileError, LaunchError
 from hvkit.host.commands import run
+from hvkit.host.gpus import gpus as gpus_here
 from hvkit.launch.hostfile import read_hostfile
 from hvkit.launch.hosts import Host, count, host_name, shown
 
@@ -34,6 +36,7 @@ _HOSTFILE_VARIABLES = (
     "HYDRA_HOST_FILE",
 )
 _OPERATOR_HOSTFILE = Path("/etc/mpi/hostfile")
+_SAGEMAKER_RESOURCES = Path("/opt/ml/input/config/resourceconfig.json")
 
 
 @dataclass(frozen=True)
@@ -169,28 +172,53 @@ def _hosts_of_pairs(value: str, variable: str) -> tuple[Host, ...]:
     return tuple(Host(name, slots=number) for name, number in slots.items())
 
 
-def _sagemaker(environ: Mapping[str, str]) -> Allocation | None:
-    """SageMaker: its training toolkit sets ``SM_HOSTS``, a JSON list, and ``SM_NUM_GPUS``.
+def sagemaker_job(environ: Mapping[str, str]) -> Allocation | None:
+    """SageMaker: ``SM_HOSTS``, a JSON list, and ``SM_NUM_GPUS``, from its training toolkit.
 
-    The hosts of a job are alike: each gets a slot for each GPU of this one. Without GPUs, each gets
-    as many as it has logical CPUs.
+    Without the toolkit the hosts stand in a file alone, and the GPUs are those found here. The
+    hosts of a job are alike: each gets a slot for each GPU of this one. Without GPUs, each gets as
+    many as it has logical CPUs.
     """
     variable, gpus = "SM_HOSTS", "SM_NUM_GPUS"
-    if variable not in environ:
-        return None
-    value = environ[variable]
+    value = environ.get(variable)
     try:
-        names = json.loads(value)
+        names = None if value is None else json.loads(value)
     except (ValueError, RecursionError):
         names = None
+    if value is None:
+        if (resources := sagemaker_resources()) is None:
+            return None
+        variable, names = str(_SAGEMAKER_RESOURCES), resources.get("hosts")
+        value = json.dumps(names)
     if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
         raise _invalid(variable, value, 'must be a list such as ["algo-1", "algo-2"]')
     checked = [_checked(name, variable, value) for name in names]
     if len({*checked}) < len(checked):
         raise _invalid(variable, value, "names a host twice")
-    number = environ.get(gpus, "0")
+    number = environ.get(gpus) or str(len(gpus_here().found))
     slots = None if number == "0" else _slots(number, gpus, number)
     return Allocation(SAGEMAKER, variable, tuple(Host(name, slots=slots) for name in checked))
+
+
+def sagemaker_resources() -> dict[str, Any] | None:
+    """What SageMaker says of a job's hosts, in a file in each container; ``None`` elsewhere.
+
+    Raises:
+        LaunchError: the file is malformed.
+    """
+    try:
+        text = _SAGEMAKER_RESOURCES.read_text()
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise _invalid(str(_SAGEMAKER_RESOURCES), "", f"cannot be read ({error})") from None
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise _invalid(str(_SAGEMAKER_RESOURCES), text, "must be an object in JSON")
+    return found
 
 
 def _default_hostfile(environ: Mapping[str, str]) -> Allocation | None:
@@ -252,4 +280,4 @@ def _invalid(variable: str, value: str, why: str) -> LaunchError:
 
 
 # The default hostfile is last: a site can set its variable for all jobs of its batch system.
-_SYSTEMS = (_slurm, _pbs, _lsf, _sagemaker, _default_hostfile)
+_SYSTEMS = (_slurm, _pbs, _lsf, sagemaker_job, _default_hostfile)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 
 from hvkit.errors import LaunchError
+from hvkit.launch.allocation import sagemaker_job, sagemaker_resources
 from hvkit.launch.hosts import Host
 from hvkit.launch.ssh import explain_ssh, run_on_hosts, ssh_command
 from hvkit.log import logger
@@ -32,15 +33,30 @@ _SESSION = ("sh", "-c", f"echo {_HERE}; exec cat")
 _ALIVE = ("-o", "ServerAliveInterval=10")
 
 
+def are_of_a_job(hosts: Sequence[Host]) -> bool:
+    """Whether all of these hosts belong to the SageMaker job that this process runs in."""
+    try:
+        job = sagemaker_job(os.environ)
+    except LaunchError:  # a list that cannot be read: then the hosts are named by hand
+        return False
+    return job is not None and {h.name for h in hosts} <= {h.name for h in job.hosts}
+
+
 def starts_ranks(hosts: Sequence[Host]) -> bool:
     """Whether this host is the one that starts the ranks: the first.
 
+    Args:
+        hosts: those that get ranks, of the job that this process runs in.
+
     Raises:
-        LaunchError: this host is none of the job's.
+        LaunchError: this host is none of the job's, or SageMaker's list of hosts is malformed.
     """
     here = os.environ.get(CURRENT_HOST)
-    if here not in [host.name for host in hosts]:
-        listed = ", ".join(host.name for host in hosts)
+    if here is None:  # without SageMaker's training toolkit
+        here = (sagemaker_resources() or {}).get("current_host")
+    if not isinstance(here, str) or not are_of_a_job([Host(here)]):
+        job = sagemaker_job(os.environ)
+        listed = ", ".join(host.name for host in (job.hosts if job else hosts))
         raise LaunchError(
             f"{CURRENT_HOST} must be one of the job's hosts ({listed}), got {here!r}: name the "
             "hosts with a hostfile or -H instead"

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from hvkit.errors import LaunchError
+from hvkit.host.gpus import Gpu, Gpus
 from hvkit.launch import allocation as batch_systems
 from hvkit.launch.allocation import Allocation, allocation
 from hvkit.launch.hosts import Host
@@ -42,6 +43,25 @@ def test_slurm_gives_tasks_else_gpus_else_cpus(scontrol, environ, slots):
         "SLURM_JOB_NODELIST",
         tuple(Host(name, number) for name, number in zip(names, slots, strict=True)),
     )
+
+
+def test_without_sagemakers_toolkit_its_file_names_the_hosts(tmp_path, monkeypatch):
+    file = tmp_path / "resourceconfig.json"
+    monkeypatch.setattr("hvkit.launch.allocation._SAGEMAKER_RESOURCES", file)
+    assert allocation({}) is None
+    file.write_text('{"current_host": "algo-2", "hosts": ["algo-1", "algo-2"]}')
+    gpus = Gpus((Gpu(0, "H100", None, "1"), Gpu(1, "H100", None, "1")), None, None)
+    monkeypatch.setattr("hvkit.launch.allocation.gpus_here", lambda: gpus)
+    hosts = (Host("algo-1", 2), Host("algo-2", 2))
+    assert allocation({}) == Allocation("SageMaker", str(file), hosts)
+    assert allocation({"SM_HOSTS": '["algo-1"]'}).hosts == hosts[:1]
+    for text in ("", "[]", "[" * 100_000, '{"hosts": "algo-1"}', "{}", '{"hosts": []}'):
+        file.write_text(text)
+        with pytest.raises(LaunchError, match=f"^{re.escape(str(file))} must be "):
+            allocation({})
+    file.write_bytes(b"\xff")
+    with pytest.raises(LaunchError, match="cannot be read"):
+        allocation({})
 
 
 @pytest.mark.parametrize(

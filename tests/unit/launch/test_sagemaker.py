@@ -14,7 +14,7 @@ import pytest
 from hvkit.errors import LaunchError
 from hvkit.launch import sagemaker
 from hvkit.launch.hosts import Host
-from hvkit.launch.sagemaker import follow, starts_ranks, wait_for_hosts
+from hvkit.launch.sagemaker import are_of_a_job, follow, starts_ranks, wait_for_hosts
 
 HOSTS = (Host("algo-1"), Host("algo-2"))
 # Lets log in once there is a file `up`; a session lasts until the file is gone.
@@ -46,6 +46,12 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture(autouse=True)
+def _variables(monkeypatch):
+    monkeypatch.setenv("SM_HOSTS", '["algo-1", "algo-2"]')
+    monkeypatch.delenv("SM_CURRENT_HOST", raising=False)
+
+
 def test_the_first_host_starts_the_ranks(monkeypatch):
     monkeypatch.setenv("SM_CURRENT_HOST", "algo-1")
     assert starts_ranks(HOSTS)
@@ -53,11 +59,35 @@ def test_the_first_host_starts_the_ranks(monkeypatch):
     assert not starts_ranks(HOSTS)
 
 
+def test_a_host_that_gets_no_ranks_starts_none(monkeypatch):
+    monkeypatch.setenv("SM_CURRENT_HOST", "algo-2")
+    assert not starts_ranks(HOSTS[:1])
+
+
+@pytest.mark.parametrize(
+    ("hosts", "belong"), [(HOSTS, True), (HOSTS[1:], True), ([Host("localhost")], False)]
+)
+def test_hosts_of_the_job_may_be_named_by_hand(hosts, belong, monkeypatch):
+    assert are_of_a_job(hosts) is belong
+    monkeypatch.setenv("SM_HOSTS", "algo-1")
+    assert not are_of_a_job(hosts)
+    monkeypatch.delenv("SM_HOSTS")
+    assert not are_of_a_job(hosts)
+
+
 def test_a_host_that_is_none_of_the_jobs_is_an_error(monkeypatch):
     monkeypatch.setenv("SM_CURRENT_HOST", "algo-3")
     message = "SM_CURRENT_HOST must be one of the job's hosts (algo-1, algo-2), got 'algo-3'"
     with pytest.raises(LaunchError, match=f"^{re.escape(message)}"):
         starts_ranks(HOSTS)
+
+
+def test_without_the_toolkit_sagemakers_file_names_this_host(monkeypatch, tmp_path):
+    monkeypatch.delenv("SM_HOSTS")
+    file = tmp_path / "resourceconfig.json"
+    monkeypatch.setattr("hvkit.launch.allocation._SAGEMAKER_RESOURCES", file)
+    file.write_text('{"current_host": "algo-2", "hosts": ["algo-1", "algo-2"]}')
+    assert not starts_ranks(HOSTS)
 
 
 SHORT_TIMES = """
