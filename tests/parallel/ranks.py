@@ -59,11 +59,39 @@ def shared_folder(tmp_path_factory):
 
 def wait_for(path):
     """Wait until a file is there, for a minute."""
+    wait_until(path.exists, f"no {path}")
+
+
+def wait_until(condition, otherwise):
+    """Wait until a condition holds, for a minute; ``otherwise`` is the error's text."""
     for _ in range(6000):
-        if path.exists():
+        if condition():
             return
         time.sleep(0.01)
-    raise TimeoutError(f"no {path}")
+    raise TimeoutError(otherwise)
+
+
+class Busy:
+    """Rank 0 has no time after its first step, until others have taken so many batches.
+
+    Args:
+        folder: an empty one, the same on all ranks.
+        number: how many batches.
+    """
+
+    def __init__(self, folder, number):
+        self._folder = folder
+        self._number = number
+
+    def take(self, epoch, batch):
+        """Call after each step, with the number of the epoch and that of the step in it."""
+        if hvkit.rank():
+            (self._folder / f"{epoch}-{hvkit.rank()}-{batch}").touch()
+            return
+        wait_until(
+            lambda: len(list(self._folder.glob(f"{epoch}-*"))) >= self._number,
+            "the other ranks get no batches",
+        )
 
 
 def my_part(batch):
