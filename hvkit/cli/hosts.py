@@ -11,9 +11,10 @@ from rich.text import Text
 
 from hvkit.cli.arguments import hosts_of, refuse
 from hvkit.errors import LaunchError
-from hvkit.launch.host_checks.hosts_check import Checked, check, counted
+from hvkit.launch.host_checks.hosts_check import Checked, check
 from hvkit.launch.hosts import Host
 from hvkit.launch.launchers import write_horovodrun, write_mpich, write_openmpi
+from hvkit.wording import counted
 
 _NONE = "-"
 

@@ -24,6 +24,7 @@ from hvkit.log import printable
 from hvkit.monitor.records import RESERVED
 from hvkit.monitor.step_shares import PARTS, speedup
 from hvkit.monitor.writers import FILE, flattened
+from hvkit.wording import counted, duration
 
 # What a record has beside the curves of the script's metrics, the rate and the norm.
 _OWN = RESERVED - {"learning_rate", "gradient_norm"}
@@ -274,7 +275,7 @@ def _printable(run: Run) -> Run:
 
 def headline(run: Run) -> str:
     """The run in one line."""
-    ranks, hosts = _counted(len(run.hosts), "rank"), _counted(len(set(run.hosts)), "host")
+    ranks, hosts = counted(len(run.hosts), "rank"), counted(len(set(run.hosts)), "host")
     return (
         f"{run.steps:,} steps in {duration(run.seconds)} on {ranks} of {hosts}; "
         f"{run.mean('samples_per_second'):,.0f} samples a second; "
@@ -302,13 +303,13 @@ def troubles(run: Run) -> list[str]:
         said.append(f"the run ended with {run.end}")
     for name, steps in run.not_finite.items():
         if steps:
-            records = _counted(len(steps), "record")
+            records = counted(len(steps), "record")
             said.append(f"{name} was NaN or infinite in {records}, at step {min(steps):,} first")
     if skipped := sum(each["skipped"] for each in run.records):
         verb = "was" if skipped == 1 else "were"
-        said.append(f"{_counted(skipped, 'step')} {verb} skipped: NaN or infinite gradients")
+        said.append(f"{counted(skipped, 'step')} {verb} skipped: NaN or infinite gradients")
     said += [
-        f"an earlier run of {_counted(steps, 'step')} in this folder is not shown"
+        f"an earlier run of {counted(steps, 'step')} in this folder is not shown"
         for steps in run.earlier
     ]
     return said
@@ -317,10 +318,6 @@ def troubles(run: Run) -> list[str]:
 def _sent_lines(run: Run) -> Iterable[str]:
     for purpose, size in run.sent().items():
         yield f"a rank sends {size_of(size)} a step: {purpose}"
-
-
-def _counted(number: int, thing: str) -> str:
-    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
 
 
 def size_of(size: float) -> str:
@@ -337,13 +334,3 @@ def clock(seconds: float) -> str:
         return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
     except (ValueError, OverflowError, OSError):
         return "?"
-
-
-def duration(seconds: float) -> str:
-    """A length of time as text: ``1 h 5 min``."""
-    whole = max(int(seconds), 0)
-    if whole < 60:
-        return f"{max(seconds, 0.0):.0f} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"

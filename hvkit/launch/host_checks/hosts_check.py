@@ -13,6 +13,7 @@ from hvkit.launch.host_checks.host_reports import Examined, HostReport, collect_
 from hvkit.launch.host_checks.reachability import ANOTHER_ANSWERS, Met, Reach, meet
 from hvkit.launch.hosts import Host
 from hvkit.launch.ssh import remote_shell
+from hvkit.wording import counted
 
 # A rank with a framework loaded takes some hundred MiB before it has any data.
 _MEMORY_OF_RANK = 512 * 2**20
@@ -99,11 +100,6 @@ def problems(examined: Sequence[Examined], met: Met) -> list[Problem]:
         names = together.setdefault(problem.text, [])
         names.extend(name for name in problem.hosts if name not in names)
     return [Problem(tuple(names), text) for text, names in together.items()]
-
-
-def counted(number: int, thing: str) -> str:
-    """``1 slot``, ``2 slots``."""
-    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def _localhost(hosts: Sequence[Host]) -> Iterator[Problem]:
