@@ -26,7 +26,7 @@ from hvkit.communication.collectives import share
 from hvkit.errors import HvkitError
 from hvkit.host.run_reports import report
 from hvkit.log import logger
-from hvkit.watch.calls import named
+from hvkit.watch.calls import named, resume_at
 from hvkit.watch.leaving import LEAVING
 
 if TYPE_CHECKING:
@@ -357,6 +357,7 @@ class Checkpoint:
             folder=folder,
         )
         self._epoch = written.epoch
+        resume_at(written.step)
         if runtime.rank() == 0:
             report(saved=written.step)
         return self._restored

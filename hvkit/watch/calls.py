@@ -132,7 +132,7 @@ def call(name: str, step: int | None = None, key: str = "") -> Iterator[None]:
 
     Args:
         name: as the user writes it: ``fit``, ``backward()``.
-        step: its optimizer step, counted from 1.
+        step: its optimizer step, counted from 1 since the script began.
         key: calls wait for each other if both name and key are the same.
     """
     if _this_thread().call:
@@ -173,6 +173,7 @@ def named(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 @contextmanager
 def _entered(name: str, step: int | None, key: str) -> Iterator[None]:
     now = _this_thread()
+    step = None if step is None else step + _resumed
     outer = now.call, now.step, now.key, now.handling
     now.call, now.step, now.key = name, step, f"{name} {key}"
     error = sys.exc_info()[1]
@@ -185,7 +186,7 @@ def _entered(name: str, step: int | None, key: str) -> Iterator[None]:
     finally:
         if step is not None:
             global _last_step
-            _last_step = step
+            _last_step = max(_last_step, step)
         now.before = now.key
         now.turns += 1
         now.call, now.step, now.key, now.handling = outer
@@ -226,14 +227,24 @@ def waiting() -> Iterator[None]:
 
 
 _last_step = 0
+# Steps of the run that this process has not made itself, as it resumed from a checkpoint.
+_resumed = 0
 
 
 def last_step() -> int:
-    """The optimizer step that this rank has last begun, counted from 1; 0 for none.
+    """The last optimizer step of this rank, counted from 1 over all resumptions; 0 for none.
 
     In a graph, that is how often its most frequent collectives have been entered.
     """
-    return max(_last_step, *(graph.seen.counts[0] for graph in _graphs), 0)
+    waits = [wait for graph in list(_graphs) if (wait := graph.wait()) is not None]
+    return max(_last_step, *(wait.read()[0] + _resumed for wait in waits), 0)
+
+
+def resume_at(step: int) -> None:
+    """Count this rank's steps on from this one, whose state it has loaded."""
+    global _last_step, _resumed
+    _resumed += step - last_step()
+    _last_step = step
 
 
 def watch_graph(wait: GraphWait) -> None:
@@ -263,7 +274,7 @@ def status() -> Status:
             inside = _inside_tensorflow()
             if inside is not None:
                 waits, key, thread = True, f"{now.call or wait.name} {wait.key}", inside
-                name = f"{now.call or wait.name}, step {entered}"
+                name = f"{now.call or wait.name}, step {entered + _resumed}"
     where = line_of_script(thread)
     return Status(name, key, serial, now.before, waits, moment - since, where, now.handling)
 

@@ -16,11 +16,22 @@ from hvkit.watch.calls import (
     call,
     call_within,
     current_call,
+    last_step,
     line_of_script,
     named,
+    resume_at,
     status,
     waiting,
 )
+from hvkit.watch.spans import observe
+
+
+@pytest.fixture(autouse=True)
+def _no_step(monkeypatch):
+    """As in a script that begins; other tests in this process may have resumed."""
+    monkeypatch.setattr(calls, "_last_step", 0)
+    monkeypatch.setattr(calls, "_resumed", 0)
+    monkeypatch.setattr(calls, "_graphs", [])
 
 
 @named("hvkit.something")
@@ -36,6 +47,49 @@ def test_a_call_of_the_script_is_known_while_it_lasts():
     assert current_call() == ""
     assert status().serial == before + 1
     assert status().before == "backward() Net"
+
+
+class Counted:
+    """Collectives in a graph, by what a test says."""
+
+    key = name = "Net"
+    counts = 0, 0
+
+    def read(self):
+        return self.counts
+
+
+def test_steps_count_on_from_those_of_a_checkpoint():
+    for step in (1, 2, 3):  # before the script resumes
+        with call("backward()", step=step):
+            pass
+    assert last_step() == 3
+    resume_at(10)
+    assert last_step() == 10
+    seen = []
+    observe(seen.append)
+    try:
+        with call("backward()", step=4):
+            assert current_call() == "backward() of step 11"
+    finally:
+        observe(seen.append, on=False)
+    assert last_step() == 11
+    assert [span.step for span in seen] == [11]
+    resume_at(2)  # an older one
+    with call("backward()", step=5):
+        pass
+    assert last_step() == 3
+
+
+def test_steps_in_a_graph_count_on_from_those_of_a_checkpoint():
+    graph = Counted()
+    calls.watch_graph(graph)
+    graph.counts = 3, 3
+    assert last_step() == 3
+    resume_at(10)
+    assert last_step() == 10
+    graph.counts = 8, 8
+    assert last_step() == 15
 
 
 def test_inside_a_call_the_steps_of_hvkit_itself_count_as_that_call():

@@ -91,9 +91,11 @@ class RoundKeeper(WeightKeeper):
         self._rebased: set[int] = set()
         # Agreements that run beside training.
         self._running: list[_Round] = []
-        # Steps that each optimizer has taken in this round, and rounds that it has ended.
+        # Steps that each optimizer has taken in this round, rounds that it has ended, and steps
+        # since the script began, which no checkpoint holds.
         self._steps: list[int] = []
         self._rounds: list[int] = []
+        self._taken: list[int] = []
         self._begun = False
         super().__init__(parameters, name, checks, statistics)
         self._state = RoundState(strategy, self._parameters)
@@ -114,6 +116,7 @@ class RoundKeeper(WeightKeeper):
         """
         self._steps.append(0)
         self._rounds.append(0)
+        self._taken.append(0)
         super().watch(optimizers, adopt)
 
     def _before_step(self, number: int) -> None:
@@ -195,8 +198,9 @@ class RoundKeeper(WeightKeeper):
             if p.requires_grad or p.grad is not None
         )
         self._steps[number] += 1
+        self._taken[number] += 1
         held = {self._number[p] for p in parameters_of(optimizer)}
-        step = self._rounds[number] * self.strategy.every + self._steps[number]
+        step = self._taken[number]
         if self.strategy.overlap and self._steps[number] == self.strategy.overlap:
             with call(_label(optimizer), step, self._name):
                 self._add_due(held)
