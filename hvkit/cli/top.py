@@ -1,8 +1,9 @@
 """``hvkit top``: the ranks of a running ``hvkit run``, live in the terminal."""
 
 import argparse
+import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, Group
@@ -14,8 +15,13 @@ from hvkit.cli.arguments import positive
 from hvkit.errors import HvkitError
 from hvkit.launch.supervision import run_status
 from hvkit.log import printable
+from hvkit.wording import counted, duration
 
 _EVERY = 1.0
+# Seconds between the two looks of --once, over which it measures speeds.
+_BETWEEN_LOOKS = 2.0
+# Seconds over which a speed is measured, at most.
+_PACE_OVER = 5.0
 # Seconds in a wait that are worth a colour.
 _LONG = 5.0
 # Columns where there is no terminal.
@@ -28,8 +34,8 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
         "top",
         help="watch the ranks of a running hvkit run",
         description="Show the ranks of a `hvkit run` of yours on this host, every second: their "
-        "step, samples a second (with hvkit.Monitor), and in which call they wait. Ctrl-C ends "
-        "this view, not the run.",
+        "step, samples a second (with hvkit.Monitor), and in which call they wait; between two "
+        "tries, why they ended. Ctrl-C ends this view, not the run.",
     )
     parser.add_argument(
         "process",
@@ -38,7 +44,9 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
         metavar="PID",
         help="process id of the hvkit run (default: the one started last)",
     )
-    parser.add_argument("--once", action="store_true", help="print one view and end")
+    parser.add_argument(
+        "--once", action="store_true", help="print one view, after two seconds, and end"
+    )
     parser.set_defaults(execute=_top)
 
 
@@ -52,21 +60,39 @@ def _top(args: argparse.Namespace) -> int:
     terminal = Console()
     console = terminal if terminal.is_terminal else Console(width=_WIDTH)
     if args.once:
-        console.print(view(process, run_status.read(process), {}))
+        console.print(_one_view(process))
         return 0
+    with contextlib.suppress(KeyboardInterrupt):
+        _follow(process, console)
+    return 0
+
+
+def _one_view(process: int) -> Group:
+    """A view with speeds, for which it looks twice."""
     before: dict[int, tuple[float, int]] = {}
+    picture = view(process, run_status.read(process), before)
+    if before:
+        time.sleep(_BETWEEN_LOOKS)
+        with contextlib.suppress(HvkitError):  # it has ended
+            picture = view(process, run_status.read(process), before)
+    return picture
+
+
+def _follow(process: int, console: Console) -> None:
+    """Show a run until it ends."""
+    before: dict[int, tuple[float, int]] = {}
+    state = run_status.read(process)
     with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
         while True:
+            live.update(view(process, state, before), refresh=True)
+            time.sleep(_EVERY)
             try:
                 state = run_status.read(process)
             except HvkitError:
-                if not before:
-                    raise
-                break  # it has ended
-            live.update(view(process, state, before), refresh=True)
-            time.sleep(_EVERY)
+                break
+    if not console.is_terminal:
+        console.line()  # the view ends without one there
     console.print(f"hvkit run {process} has ended")
-    return 0
 
 
 def view(process: int, state: Mapping[str, Any], before: dict[int, tuple[float, int]]) -> Group:
@@ -75,33 +101,39 @@ def view(process: int, state: Mapping[str, Any], before: dict[int, tuple[float, 
     Args:
         process: its id.
         state: as ``run_status.read`` returns it.
-        before: by rank, the time and step of earlier looks; updated.
+        before: by rank, the moment and step of earlier reports; updated.
     """
-    ranks = state.get("ranks", [])
+    ranks, phase, reason = state["ranks"], state["phase"], printable(state["reason"])
     speeds = [each["speed"] for each in ranks if each.get("speed")]
     total = f"; {sum(speeds):,.0f} samples a second" if speeds else ""
-    saved = state.get("saved")
+    now = "no ranks" if phase else f"{len(ranks)} of {counted(state['size'], 'rank')}"
+    saved = state["saved"]
     title = (
-        f"hvkit run {process}: {len(ranks)} of {state.get('size')} ranks, "
-        f"{state.get('seconds', 0):.0f} s, {state.get('restarts', 0)} restarts, "
+        f"hvkit run {process}, begun {duration(state['seconds'])} ago: {now}, "
+        f"{counted(state['restarts'], 'restart')}, "
         f"newest checkpoint: {'none' if saved is None else f'step {saved}'}{total}"
     )
+    lines = [Text(title, "bold")]
+    if reason:
+        lines.append(Text(f"{'the ranks have ended' if phase else 'last restart'}: {reason}"))
+    if phase:
+        before.clear()
+        return Group(*lines, Text(printable(phase)))
+    return Group(*lines, _table(ranks, before))
+
+
+def _table(ranks: Sequence[Mapping[str, Any]], before: dict[int, tuple[float, int]]) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in ("rank", "step", "steps/s", "samples/s"):
         table.add_column(name, justify="right")
     for name in ("host", "call", "waits", "at"):
         table.add_column(name, no_wrap=True)
-    now = time.monotonic()
     for each in ranks:
-        rank, step = each["rank"], each.get("step", 0)
-        then, done = before.setdefault(rank, (now, step))
-        pace = (step - done) / (now - then) if now > then and step >= done else 0.0
-        if now - then > 5 or step < done:
-            before[rank] = now, step
-        waits = each.get("waits") or 0
+        step, waits = each.get("step", 0), each.get("waits") or 0
+        pace = _pace(each, before)
         state_of_it = "ended" if each.get("ended") else each.get("call") or "in the script"
         table.add_row(
-            str(rank),
+            str(each["rank"]),
             f"{step:,}" if step else "",
             f"{pace:.1f}" if pace else "",
             f"{each['speed']:,.0f}" if each.get("speed") else "",
@@ -110,4 +142,15 @@ def view(process: int, state: Mapping[str, Any], before: dict[int, tuple[float, 
             Text(f"{waits:.0f} s" if waits >= 1 else "", "red" if waits > _LONG else ""),
             Text(printable(each.get("where", ""))),
         )
-    return Group(Text(title, "bold"), table)
+    return table
+
+
+def _pace(each: Mapping[str, Any], before: dict[int, tuple[float, int]]) -> float:
+    """Steps a second of a rank since an earlier report, some seconds ago; 0 if unknown."""
+    if "at" not in each or each["ended"] or time.monotonic() - each["at"] > _PACE_OVER:
+        return 0.0
+    rank, at, step = each["rank"], each["at"], each["step"]
+    then, done = before.setdefault(rank, (at, step))
+    if at - then > _PACE_OVER or step < done:
+        before[rank] = at, step
+    return (step - done) / (at - then) if at > then and step >= done else 0.0

@@ -9,7 +9,6 @@ import json
 import os
 import secrets
 import shlex
-import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -37,9 +36,12 @@ from hvkit.launch.launchers import Job, find_launcher
 from hvkit.launch.restarts import Restarts
 from hvkit.launch.sagemaker import wait_for_hosts
 from hvkit.launch.ssh import last_line, remote_shell, run_on_hosts
+from hvkit.launch.supervision import run_status
 from hvkit.launch.supervision.output import Style, make_room
 from hvkit.launch.supervision.protocol import KEY_VARIABLE, SUPERVISOR_VARIABLE
-from hvkit.launch.supervision.supervised_run import COMMAND_SIGNALS, Outcome, Run, supervise
+from hvkit.launch.supervision.run_status import RunStatus
+from hvkit.launch.supervision.signals import EndedBySignal, end_on_signals
+from hvkit.launch.supervision.supervised_run import Outcome, Run, supervise
 from hvkit.launch.supervision.timeline import Timeline
 from hvkit.log import logger
 
@@ -105,7 +107,9 @@ def start(request: Request) -> int:
     """Start the ranks, supervise them to their end, and return the exit status.
 
     Where the request allows restarts, ranks that failed are started again. Hosts that are not ready
-    are then left out, and are taken back at a restart at which they are.
+    are then left out, and are taken back at a restart at which they are. SIGINT, SIGTERM and SIGHUP
+    end the run at any time, with 128 plus the signal's number. ``hvkit top`` shows the run until it
+    ends.
 
     Raises:
         LaunchError: the request cannot be met; nothing was started.
@@ -116,45 +120,62 @@ def start(request: Request) -> int:
     if request.max_restarts:
         own[RUN_NAME] = secrets.token_hex(8)
     request = replace(request, variables={**request.variables, **own})
+    status = RunStatus()
+    try:
+        with end_on_signals(lambda: status.now.saved), run_status.serve(status.read):
+            return _start(request, status)
+    except EndedBySignal as end:
+        return end.code
+
+
+def _start(request: Request, status: RunStatus) -> int:
     if request.system == SAGEMAKER:
         wait_for_hosts(request.hosts)
-    run = prepared(request)
-    timeline = Timeline(request.timeline) if request.timeline is not None else None
+    run = replace(prepared(request), status=status)
+    if request.timeline is None:
+        return _with_restarts(request, run)
+    timeline = Timeline(request.timeline)
     try:
-        return _with_restarts(request, run, timeline)
+        return _with_restarts(request, replace(run, timeline=timeline))
     finally:
-        if timeline is not None:
-            timeline.close()
+        timeline.close()
 
 
-def _with_restarts(request: Request, run: Run, timeline: Timeline | None) -> int:
+def _with_restarts(request: Request, run: Run) -> int:
     restarts = Restarts(request.max_restarts)
     least = request.min_size or run.size
-    replicas = False
-    while True:
-        run = replace(run, timeline=timeline, restarts=restarts.made)
-        outcome = _supervised(request, run)
-        replicas |= outcome.replicas
-        if not restarts.again(outcome):
-            if request.max_restarts and outcome.restartable:
-                logger.error("gives up after %s", restarts.budget)
-            break
-        from_step = f"from step {outcome.saved}"
-        if outcome.saved is None:
-            from_step = "from the beginning, as hvkit.Checkpoint has saved nothing"
-        logger.warning("%s, %s: %s", restarts.budget, from_step, outcome.reason)
-        if timeline is not None:
-            timeline.note(f"restart {restarts.made}: {outcome.reason}")
-        said = json.dumps({"restart": restarts.made, "reason": outcome.reason})
-        request = replace(request, variables={**request.variables, RESTART: said})
-        try:
-            run = _prepared_again(request, run.size, least, restarts.pause)
-        except LaunchError as error:
-            logger.error("gives up: %s", error)
-            break
-    if replicas:
-        _free_memory(request, failed=outcome.status != 0)
-    return outcome.status
+    replicas, failed = False, True
+    try:
+        while True:
+            outcome = _supervised(request, run)
+            run.status.update(phase="ends", reason=outcome.reason, ranks=())
+            replicas |= outcome.replicas
+            failed = outcome.status != 0
+            if not restarts.again(outcome):
+                if request.max_restarts and outcome.restartable:
+                    logger.error("gives up after %s", restarts.budget)
+                return outcome.status
+            _report_restart(run, restarts, outcome)
+            said = json.dumps({"restart": restarts.made, "reason": outcome.reason})
+            request = replace(request, variables={**request.variables, RESTART: said})
+            try:
+                run = _prepared_again(request, run, least, restarts)
+            except LaunchError as error:
+                logger.error("gives up: %s", error)
+                return outcome.status
+    finally:
+        if replicas:
+            run.status.update(phase="deletes checkpoints from the memory of the hosts")
+            _free_memory(request, failed=failed)
+
+
+def _report_restart(run: Run, restarts: Restarts, outcome: Outcome) -> None:
+    from_step = f"from step {outcome.saved}"
+    if outcome.saved is None:
+        from_step = "from the beginning, as hvkit.Checkpoint has saved nothing"
+    logger.warning("%s, %s: %s", restarts.budget, from_step, outcome.reason)
+    if run.timeline is not None:
+        run.timeline.note(f"restart {restarts.made}: {outcome.reason}")
 
 
 def _free_memory(request: Request, *, failed: bool) -> None:
@@ -182,22 +203,24 @@ def _free_memory(request: Request, *, failed: bool) -> None:
             logger.warning("%s may still hold checkpoints in %s: %s", answer.host.name, folder, why)
 
 
-def _prepared_again(request: Request, before: int, least: int, pause: float) -> Run:
-    """Prepare a restart, as soon as enough hosts are ready.
+def _prepared_again(request: Request, before: Run, least: int, restarts: Restarts) -> Run:
+    """Pause, and prepare a restart as soon as enough hosts are ready.
 
     Args:
         request: the request.
-        before: the number of ranks before.
+        before: the try that has ended.
         least: the fewest ranks to go on with.
-        pause: seconds before the first try.
+        restarts: how many there were, with this one, and the pause before the first look at hosts.
 
     Raises:
         LaunchError: there were not enough for ten minutes.
     """
     deadline = time.monotonic() + _HOSTS_RETURN
+    pause, status = restarts.pause, before.status
+    status.update(phase=f"begins restart {restarts.made} after a pause of {pause:g} s")
     said = ""
     while True:
-        _pause(pause)
+        time.sleep(pause)
         try:
             run = prepared(request, least=least)
         except LaunchError as error:
@@ -206,21 +229,13 @@ def _prepared_again(request: Request, before: int, least: int, pause: float) -> 
             if str(error) != said:
                 said = str(error)
                 logger.warning("waits for hosts: %s", said)
+                status.update(phase=f"waits for hosts before restart {restarts.made}: {said}")
             pause = min(2 * pause, _BETWEEN_LOOKS)
             continue
-        if run.size != before:
-            logger.warning("%d ranks now, %d before", run.size, before)
-        return run
-
-
-def _pause(seconds: float) -> None:
-    """Sleep; signals for ranks, of which there are none now, do not end this process."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in COMMAND_SIGNALS}
-    try:
-        time.sleep(seconds)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        if run.size != before.size:
+            logger.warning("%d ranks now, %d before", run.size, before.size)
+        status.update(restarts=restarts.made)
+        return replace(run, status=status, timeline=before.timeline)
 
 
 def _supervised(request: Request, run: Run) -> Outcome:

@@ -3,8 +3,13 @@
 import json
 import subprocess
 import sys
+import time
+from contextlib import contextmanager
 
 import pytest
+
+from hvkit.errors import HvkitError
+from hvkit.launch.supervision import run_status
 
 PYTORCH = """
 import sys, time
@@ -40,6 +45,66 @@ model.compile(optimizer, "mse")
 x = np.ones((120, 8), "f")
 model.fit(x, x[:, :4], batch_size=6, verbose=0, shuffle=False)
 """
+
+# Saves every fifth step. At step 12 of the first try rank 1 is killed; the next try waits after
+# step 17 until the file "go" is there.
+RESUMED = """
+import os, sys, time
+from pathlib import Path
+import torch, hvkit
+folder, strategy = Path(sys.argv[1]), eval("hvkit." + sys.argv[2])
+model = torch.nn.Linear(8, 4)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+hvkit.distribute(model, optimizer, strategy=strategy)
+checkpoint = hvkit.Checkpoint(folder / "saved", model=model, optimizer=optimizer)
+start = checkpoint.restore().step
+for step in range(start + 1, 18):
+    model(torch.ones(6, 8)).square().mean().backward()
+    optimizer.step()
+    checkpoint.end_step(epoch=0, step=step, every=5)
+    if step == 12 and hvkit.rank() == 1 and not start:
+        os.kill(os.getpid(), 9)
+while not (folder / "go").exists():
+    time.sleep(0.05)
+hvkit.barrier()
+"""
+RESUMED_KERAS = """
+import os, sys, time
+from pathlib import Path
+import keras, numpy as np, hvkit
+folder = Path(sys.argv[1])
+model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+optimizer = keras.optimizers.SGD(0.1)
+hvkit.distribute(model, optimizer)
+model.compile(optimizer, "mse")
+checkpoint = hvkit.Checkpoint(folder / "saved", model=model, optimizer=optimizer)
+start = checkpoint.restore().step
+class At(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 11 and hvkit.rank() == 1 and not start:
+            os.kill(os.getpid(), 9)
+        while batch == 16 and not (folder / "go").exists():
+            time.sleep(0.05)
+x = np.ones((102, 8), "f")
+callbacks = [At(), checkpoint.callback(every=5)]
+model.fit(x, x[:, :4], batch_size=6, verbose=0, shuffle=False, callbacks=callbacks)
+"""
+# `hvkit run` with pauses that last until the file "again" is there.
+PAUSING = """
+import sys, time
+from pathlib import Path
+from types import SimpleNamespace
+from hvkit import cli
+from hvkit.launch import start
+
+def pause(seconds):
+    while not (Path(sys.argv[-2]) / "again").exists():
+        time.sleep(0.05)
+
+start.time = SimpleNamespace(sleep=pause, monotonic=time.monotonic)
+sys.exit(cli.main(sys.argv[1:]))
+"""
+TOP = [sys.executable, "-m", "hvkit.cli", "top"]
 
 
 def command(script, folder, fault, *options):
@@ -86,23 +151,98 @@ def test_a_trace_holds_what_a_killed_rank_did_and_the_restart(tmp_path):
     assert len(drawn(events, "backward()", 1)) >= 20
 
 
-def test_top_shows_ranks_their_steps_and_who_waits(tmp_path):
-    with subprocess.Popen(
-        command(PYTORCH, tmp_path, "wait"), stdout=subprocess.PIPE, text=True
-    ) as run:
+def until(run, reached):
+    """Wait until a run that is under way has reached a state."""
+    while True:
         try:
-            assert run.stdout.readline() == "trained\n"
-            for _ in range(100):
-                top = [sys.executable, "-m", "hvkit.cli", "top", "--once", str(run.pid)]
-                shown = subprocess.run(top, capture_output=True, text=True, check=True).stdout
-                if "hvkit.barrier" in shown and "20" in shown:
-                    break
-            title, _, first, second = shown.splitlines()
-            assert title.startswith(f"hvkit run {run.pid}: 2 of 2 ranks")
-            assert "samples a second" in title
-            assert first.split()[:2] == ["0", "20"]
-            assert "hvkit.barrier" in first
-            assert "in the script" in second
+            if reached(run_status.read(run.pid)):
+                return
+        except HvkitError:
+            assert run.poll() is None, "the run has ended"
+        time.sleep(0.05)
+
+
+def all_at(step):
+    """Whether both ranks have reported this step."""
+    return lambda state: [each.get("step") for each in state["ranks"]] == [step] * 2
+
+
+def looked(run):
+    """The lines that ``hvkit top --once`` prints."""
+    top = [*TOP, "--once", str(run.pid)]
+    return subprocess.run(top, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+@contextmanager
+def running(words, *files):
+    """A process that ends by itself once these files are there."""
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        except BaseException:
+            process.kill()
+            raise
         finally:
-            (tmp_path / "go").touch()
-    assert run.returncode == 0
+            for each in files:
+                each.touch()
+    assert process.returncode == 0
+
+
+def test_top_shows_ranks_their_steps_and_who_waits(tmp_path):
+    def waits(state):
+        first, *_ = state["ranks"] or [{}]
+        return all_at(20)(state) and first["call"] == "hvkit.barrier" and "speed" in first
+
+    with running(command(PYTORCH, tmp_path, "wait"), tmp_path / "go") as run:
+        assert run.stdout.readline() == "trained\n"
+        until(run, waits)
+        title, _, first, second = looked(run)
+        assert title.startswith(f"hvkit run {run.pid}, begun ")
+        assert " ago: 2 of 2 ranks, 0 restarts, newest checkpoint: none; " in title
+        assert title.endswith(" samples a second")
+        assert first.split()[:2] == ["0", "20"]
+        assert "hvkit.barrier" in first
+        assert "in the script" in second
+
+
+CASES = [
+    (RESUMED, "Synchronous()", 17),
+    (RESUMED_KERAS, "Synchronous()", 17),
+    (RESUMED, "LocalSGD(4)", 16),  # the end of the last round
+]
+
+
+@pytest.mark.parametrize(
+    ("script", "strategy", "last"), CASES, ids=["pytorch", "keras", "pytorch-LocalSGD"]
+)
+def test_top_shows_a_run_between_two_tries_and_counts_its_steps_on(
+    tmp_path, script, strategy, last
+):
+    words = command(script, tmp_path, strategy, "--max-restarts", "1")
+    words[1:3] = ["-c", PAUSING]
+    again, go = tmp_path / "again", tmp_path / "go"
+    with running(words, again, go) as run:
+        until(run, lambda state: state["restarts"] == 0 and state["phase"].startswith("begins"))
+        with running([*TOP, str(run.pid)]) as live:
+            title, ended, phase = looked(run)
+            assert title.startswith(f"hvkit run {run.pid}, begun ")
+            assert title.endswith(" ago: no ranks, 0 restarts, newest checkpoint: step 10")
+            assert ended.startswith("the ranks have ended: rank 1 on ")
+            assert "SIGKILL" in ended
+            assert phase == "begins restart 1 after a pause of 1 s"
+            again.touch()
+            until(run, all_at(last))
+            title, ended, _, *ranks = looked(run)
+            assert title.endswith(" ago: 2 of 2 ranks, 1 restart, newest checkpoint: step 15")
+            assert ended.startswith("last restart: rank 1 on ")
+            assert [each.split()[:2] for each in ranks] == [["0", str(last)], ["1", str(last)]]
+            assert live.poll() is None
+            go.touch()
+            assert f"hvkit run {run.pid} has ended" in live.stdout.read()
+
+
+def test_top_counts_on_the_steps_of_an_earlier_run(tmp_path):
+    words = command(RESUMED, tmp_path, "Synchronous()")
+    assert subprocess.run(words, capture_output=True, timeout=120).returncode != 0  # killed
+    with running(words, tmp_path / "go") as run:
+        until(run, all_at(17))

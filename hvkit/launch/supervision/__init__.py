@@ -3,6 +3,8 @@
 ::
 
     hvkit.launch.start
+    ├── run_status                  what hvkit top shows, over all restarts
+    ├── signals                     what ends hvkit run while it has no ranks
     └── supervised_run              starts the launcher, decides when all ends, reports the result
         ├── supervisor              accepts the agents, collects output and failures
         │   ├── output              shows whole lines, writes log files

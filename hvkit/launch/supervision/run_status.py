@@ -1,18 +1,21 @@
 """What ``hvkit top`` shows of a running ``hvkit run``: a Unix socket with the newest state.
 
-The socket is ``PID`` in a folder that only this user can enter. Whoever connects gets the state as
-JSON, and the connection is closed.
+``hvkit run`` keeps its state in a ``RunStatus`` from its first check of hosts to its end, over all
+restarts, and a thread of it answers. The socket is ``PID`` in a folder that only this user can
+enter. Whoever connects gets the state as JSON, and the connection is closed.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
 import socket
 import stat
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,49 @@ from hvkit.errors import HvkitError
 from hvkit.log import logger
 
 _ANSWERS_WITHIN = 5.0
+# Seconds until the thread accepts clients again, if this process has too many open files.
+_PAUSE = 0.5
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A run at one moment.
+
+    Attributes:
+        phase: what the run does while it has no ranks; empty while it has.
+        restarts: how often the ranks were started again.
+        reason: why they ended last; empty if they have not, or have ended well.
+        size: the number of ranks to start; ``None`` before the hosts are chosen.
+        saved: the step of the newest checkpoint; ``None`` if the run has saved or resumed none.
+        ranks: as ``hvkit.launch.supervision.supervisor`` describes them.
+    """
+
+    phase: str = "checks the hosts"
+    restarts: int = 0
+    reason: str = ""
+    size: int | None = None
+    saved: int | None = None
+    ranks: Sequence[Mapping[str, Any]] = ()
+
+
+class RunStatus:
+    """The newest state of this process's run.
+
+    One thread updates it. Each update puts a new ``RunState`` in the old one's place, so that the
+    thread of ``serve`` may read at any time.
+    """
+
+    def __init__(self) -> None:
+        self._begun = time.monotonic()
+        self.now = RunState()
+
+    def update(self, **changes: Any) -> None:
+        """Change attributes of the ``RunState``."""
+        self.now = replace(self.now, **changes)
+
+    def read(self) -> dict[str, Any]:
+        """The state, and the ``seconds`` since the run began."""
+        return {**vars(self.now), "seconds": time.monotonic() - self._begun}
 
 
 def folder() -> Path:
@@ -27,35 +73,55 @@ def folder() -> Path:
     return Path("/tmp", f"hvkit-{os.getuid()}")
 
 
-async def serve(state: Callable[[], dict[str, Any]]) -> None:
-    """Answer until cancelled; a host without a place for the socket has a run without ``top``."""
+@contextlib.contextmanager
+def serve(state: Callable[[], dict[str, Any]]) -> Iterator[None]:
+    """Answer while this lasts; a host without a place for the socket has a run without ``top``.
+
+    Args:
+        state: returns what to answer; called in threads.
+    """
     path = folder() / str(os.getpid())
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _require_own(path.parent)
-        path.unlink(missing_ok=True)
+    with contextlib.ExitStack() as at_end:
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _require_own(path.parent)
+            path.unlink(missing_ok=True)
+            listener = at_end.enter_context(socket.socket(socket.AF_UNIX))
+            listener.bind(str(path))
+            at_end.callback(_remove, path)
+            listener.listen()
+            ended = threading.Event()
+            at_end.callback(listener.shutdown, socket.SHUT_RDWR)  # wakes up accept
+            at_end.callback(ended.set)
+            work = listener, state, ended
+            threading.Thread(target=_answer_all, args=work, name="hvkit top", daemon=True).start()
+        except (OSError, HvkitError) as error:
+            logger.debug("hvkit top will not find this run: %s", error)
+        yield
 
-        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            try:
-                writer.write(json.dumps(state()).encode())
-                async with asyncio.timeout(_ANSWERS_WITHIN):
-                    await writer.drain()
-                    writer.close()
-                    await writer.wait_closed()
-            except (ConnectionError, TimeoutError):
-                pass  # it does not read
-            finally:
-                writer.transport.abort()
 
-        server = await asyncio.start_unix_server(answer, path)
-    except (OSError, HvkitError) as error:
-        logger.debug("hvkit top will not find this run: %s", error)
-        return
-    try:
-        await asyncio.Event().wait()
-    finally:
-        server.close()
-        path.unlink(missing_ok=True)
+def _answer_all(
+    listener: socket.socket, state: Callable[[], dict[str, Any]], ended: threading.Event
+) -> None:
+    """Answer everyone, each in a thread: a client that does not read delays nobody."""
+    while not ended.is_set():
+        try:
+            client, _ = listener.accept()
+        except OSError:  # the end, or too many open files
+            ended.wait(_PAUSE)
+            continue
+        threading.Thread(target=_answer, args=(client, state), daemon=True).start()
+
+
+def _answer(client: socket.socket, state: Callable[[], dict[str, Any]]) -> None:
+    with client, contextlib.suppress(OSError):  # it does not read
+        client.settimeout(_ANSWERS_WITHIN)
+        client.sendall(json.dumps(state()).encode())
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def running() -> list[int]:
@@ -79,7 +145,7 @@ def read(process: int) -> dict[str, Any]:
         process: the id of its ``hvkit run``.
 
     Raises:
-        HvkitError: it has ended, or belongs to another user.
+        HvkitError: it has ended, belongs to another user, or is another version's.
     """
     path = folder() / str(process)
     try:
@@ -96,8 +162,11 @@ def read(process: int) -> dict[str, Any]:
             f"no `hvkit run` of yours with process id {process} answers on this host ({error}): "
             "name another one, or none to see the newest"
         ) from None
-    if not isinstance(state, dict):
-        raise HvkitError(f"process {process} answers with something else than a run's state")
+    if not isinstance(state, dict) or not {*vars(RunState()), "seconds"} <= state.keys():
+        raise HvkitError(
+            f"process {process} answers with something else than a run's state: watch it with "
+            "the version of hvkit that has started it"
+        )
     return state
 
 

@@ -6,13 +6,10 @@ import secrets
 import signal
 import socket
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from hvkit.errors import LEFT, ranks_text
-from hvkit.launch.supervision import run_status
 from hvkit.launch.supervision.first_failure import first_failure, in_one_line, report
 from hvkit.launch.supervision.output import Style
 from hvkit.launch.supervision.processes import (
@@ -26,6 +23,13 @@ from hvkit.launch.supervision.protocol import (
     KEY_VARIABLE,
     SUPERVISOR_VARIABLE,
     AgentSettings,
+)
+from hvkit.launch.supervision.run_status import RunStatus
+from hvkit.launch.supervision.signals import (
+    COMMAND_SIGNALS,
+    END_SIGNALS,
+    ended_text,
+    same_handlers_after,
 )
 from hvkit.launch.supervision.supervisor import Supervisor
 from hvkit.launch.supervision.timeline import Timeline
@@ -43,10 +47,6 @@ _AGENTS_END_BUT_LOST = 1.0
 _LAUNCHER_ENDS = 1.5
 # For a launcher to notice that all ranks have ended well.
 _LAUNCHER_NOTICES = 5.0
-
-_END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-COMMAND_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
-"""Those that go to the command of every rank."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Run:
         here: environment variables for the ranks on this host only.
         style: how to show output.
         timeline: takes the spans of all ranks; None if nobody wants them.
-        restarts: how often the ranks were started before.
+        status: gets the newest state of the ranks, for ``hvkit top``.
     """
 
     command: Sequence[str]
@@ -81,7 +81,7 @@ class Run:
     here: Mapping[str, str] = field(default_factory=dict)
     style: Style = field(default_factory=Style)
     timeline: Timeline | None = None
-    restarts: int = 0
+    status: RunStatus = field(default_factory=RunStatus)
 
 
 @dataclass(frozen=True)
@@ -115,14 +115,14 @@ def supervise(run: Run) -> Outcome:
     once. SIGUSR1 and SIGUSR2 go to the command of every rank.
     """
     adopt_orphans()
-    return asyncio.run(_Supervision(run).supervise())
+    with same_handlers_after():
+        return asyncio.run(_Supervision(run).supervise())
 
 
 class _Supervision:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.key = secrets.token_bytes(32)
-        self.begun = time.monotonic()
         self.failed = asyncio.Event()
         self.ended_by: signal.Signals | None = None
         self.signalled = asyncio.Event()
@@ -137,7 +137,7 @@ class _Supervision:
         only_address = self.run.addresses[0] if len(self.run.addresses) == 1 else None
         port = self.supervisor.listen(only_address)
         loop = asyncio.get_running_loop()
-        for number in _END_SIGNALS:
+        for number in END_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 loop.add_signal_handler(number, self.on_end_signal, number)
         for number in COMMAND_SIGNALS:
@@ -148,7 +148,7 @@ class _Supervision:
             for each in (
                 self.supervisor.show_unfinished_lines(),
                 _reap(launcher.pid),
-                run_status.serve(self.state),
+                self.show(),
                 *([self.supervisor.ask_for_clocks()] if self.run.timeline else []),
             )
         ]
@@ -159,6 +159,7 @@ class _Supervision:
         finally:
             for each in beside:
                 each.cancel()
+            self.show_now()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.supervisor.close(), 0.5 if self.hurried else None)
         if status is not None and status < 0 and not self.hurried:
@@ -194,10 +195,14 @@ class _Supervision:
             preexec_fn=ends_with_parent(signal.SIGTERM),
         )
 
-    def state(self) -> dict[str, Any]:
-        """The run as ``hvkit top`` shows it."""
-        own = {"restarts": self.run.restarts, "seconds": time.monotonic() - self.begun}
-        return own | self.supervisor.state()
+    async def show(self) -> None:
+        """Show the ranks in ``hvkit top`` every second; never returns."""
+        while True:
+            self.show_now()
+            await asyncio.sleep(1)
+
+    def show_now(self) -> None:
+        self.run.status.update(phase="", **self.supervisor.state())
 
     @property
     def hurried(self) -> bool:
@@ -291,9 +296,7 @@ class _Supervision:
             status: exit status of the launcher; ``None`` if it did not end by itself.
         """
         if self.ended_by is not None:
-            saved = self.supervisor.saved
-            newest = "" if saved is None else f"; newest checkpoint: step {saved}"
-            _print(f"hvkit run: ended by {self.ended_by.name}{newest}")
+            _print(ended_text(self.ended_by, self.supervisor.saved))
             return Outcome(128 + self.ended_by)
         if (problem := self.supervisor.writer.problem) is not None:
             return Outcome(_report_write_error(problem))

@@ -132,7 +132,11 @@ class Supervisor:
             await asyncio.sleep(_BETWEEN_CLOCKS if self.started == self.size else 0.2)
 
     def state(self) -> dict[str, Any]:
-        """The ranks as ``hvkit top`` shows them."""
+        """The ranks, their number and the newest checkpoint, for ``hvkit top``.
+
+        A rank's ``at`` is the moment of its last report, as of ``time.monotonic``. ``saved`` is
+        there only if the ranks have saved or resumed a checkpoint since they were started.
+        """
         ranks = [
             {
                 "rank": rank.number,
@@ -143,7 +147,8 @@ class Supervisor:
             }
             for _, rank in sorted(self._ranks.items())
         ]
-        return {"size": self.size, "saved": self.saved, "ranks": ranks}
+        saved = {} if self.saved is None else {"saved": self.saved}
+        return {"size": self.size, "ranks": ranks, **saved}
 
     def stop(self, grace: float) -> None:
         """Have all agents end their commands, by force after ``grace`` seconds."""
@@ -315,7 +320,8 @@ class Supervisor:
                 self.left.add(rank.number)
             case {"now": {"call": str(name), "waits": waits, "where": str(where), "step": step}}:
                 if isinstance(waits, int | float) and isinstance(step, int):
-                    rank.now = {"call": name, "waits": waits, "where": where, "step": step}
+                    now = {"call": name, "waits": waits, "where": where, "step": step}
+                    rank.now = {**now, "at": time.monotonic()}
             case {"speed": int(speed) | float(speed)}:
                 rank.speed = speed
 

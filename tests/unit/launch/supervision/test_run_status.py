@@ -1,8 +1,10 @@
 """What ``hvkit top`` reads and shows."""
 
-import asyncio
 import os
 import socket
+import threading
+import time
+from contextlib import ExitStack
 
 import pytest
 from rich.console import Console
@@ -10,14 +12,29 @@ from rich.console import Console
 from hvkit.cli import main, top
 from hvkit.errors import HvkitError
 from hvkit.launch.supervision import run_status
+from hvkit.launch.supervision.run_status import RunStatus
 
-RANKS = [
-    {"rank": 0, "host": "a", "ended": False, "speed": 812.0, "call": "", "waits": 0, "step": 40},
-    {"rank": 1, "host": "b", "ended": False, "call": "backward()", "waits": 9.2, "step": 41,
-     "where": "train.py:12"},
-    {"rank": 2, "host": "b", "ended": True},
-]  # fmt: skip
-STATE = {"size": 3, "saved": 30, "seconds": 61.0, "restarts": 2, "ranks": RANKS}
+REASON = "rank 1 on b was killed by signal 9 (SIGKILL)"
+
+
+def state(**changes):
+    """A run's state, as ``hvkit top`` gets it."""
+    now = time.monotonic()
+    ranks = [
+        {"rank": 0, "host": "a", "ended": False, "speed": 812.0, "call": "", "waits": 0,
+         "step": 40, "at": now},
+        {"rank": 1, "host": "b", "ended": False, "call": "backward()", "waits": 9.2, "step": 41,
+         "where": "train.py:12", "at": now},
+        {"rank": 2, "host": "b", "ended": True},
+    ]  # fmt: skip
+    own = {"phase": "", "size": 3, "saved": 30, "seconds": 61.0, "restarts": 2, "reason": REASON}
+    return {**own, "ranks": ranks, **changes}
+
+
+def shown(seen, before=None):
+    console = Console(record=True, width=160, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(top.view(12, seen, {} if before is None else before))
+    return console.export_text().splitlines()
 
 
 @pytest.fixture(autouse=True)
@@ -25,48 +42,73 @@ def _own_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(run_status, "folder", lambda: tmp_path / "hvkit")
 
 
-def served(look):
-    """The result of a function that runs while this process serves ``STATE``."""
-
-    async def both():
-        serving = asyncio.create_task(run_status.serve(lambda: STATE))
-        while not (run_status.folder() / str(os.getpid())).exists():
-            await asyncio.sleep(0.01)
-        result = await asyncio.to_thread(look)
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
-        return result
-
-    return asyncio.run(both())
+def test_the_state_of_a_run_is_read_until_it_ends():
+    seen = state()
+    with run_status.serve(lambda: seen):
+        assert run_status.read(os.getpid()) == seen
+    assert list(run_status.folder().iterdir()) == []
+    with pytest.raises(HvkitError, match=f"process id {os.getpid()} answers"):
+        run_status.read(os.getpid())
 
 
-def test_the_state_of_a_run_is_read():
-    assert served(lambda: run_status.read(os.getpid())) == STATE
+def test_the_socket_is_removed_when_an_error_ends_the_run():
+    with pytest.raises(SystemExit), run_status.serve(state):
+        raise SystemExit
     assert list(run_status.folder().iterdir()) == []
 
 
+def test_no_thread_outlives_a_run():
+    before = threading.active_count()
+    with run_status.serve(state):
+        run_status.read(os.getpid())
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_running_runs_are_found():
-    assert served(run_status.running) == [os.getpid()]
+    with run_status.serve(state):
+        assert run_status.running() == [os.getpid()]
     assert run_status.running() == []
 
 
-def test_a_client_that_does_not_read_holds_up_nobody(monkeypatch):
-    monkeypatch.setattr(run_status, "_ANSWERS_WITHIN", 0.2)
-    large = {"ranks": ["x" * 1000] * 10_000}
+def test_an_update_keeps_the_rest_of_the_state():
+    status = RunStatus()
+    status.update(saved=7, phase="")
+    status.update(restarts=1)
+    read = status.read()
+    assert (read["saved"], read["phase"], read["restarts"]) == (7, "", 1)
+    assert read["seconds"] <= status.read()["seconds"]
 
-    async def serve_one():
-        serving = asyncio.create_task(run_status.serve(lambda: large))
-        path = run_status.folder() / str(os.getpid())
-        while not path.exists():
-            await asyncio.sleep(0.01)
-        with socket.socket(socket.AF_UNIX) as client:
-            await asyncio.to_thread(client.connect, str(path))
-            await asyncio.sleep(0.05)
-            serving.cancel()
-            async with asyncio.timeout(10):
-                await asyncio.gather(serving, return_exceptions=True)
 
-    asyncio.run(asyncio.wait_for(serve_one(), 20))
+def test_clients_that_do_not_read_hold_up_nobody():
+    large = state(reason="x" * 10_000_000)
+    path = str(run_status.folder() / str(os.getpid()))
+    with ExitStack() as held:
+        with run_status.serve(lambda: large):
+            for _ in range(3):
+                client = held.enter_context(socket.socket(socket.AF_UNIX))
+                client.connect(path)
+                assert client.recv(1)  # its answer has begun
+            assert run_status.read(os.getpid()) == large
+            begun = time.monotonic()
+        assert time.monotonic() - begun < run_status._ANSWERS_WITHIN
+
+
+def test_without_a_folder_for_the_socket_there_is_a_run_without_top(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(run_status, "folder", lambda: tmp_path / "file")
+    with run_status.serve(state):
+        pass
+    assert main(["top"]) == 1
+
+
+def test_a_folder_that_vanishes_is_no_error_of_the_run():
+    with run_status.serve(state):
+        for each in run_status.folder().iterdir():
+            each.unlink()
+        run_status.folder().rmdir()
 
 
 def test_what_a_killed_run_left_is_removed():
@@ -79,10 +121,9 @@ def test_what_a_killed_run_left_is_removed():
 
 def test_text_of_a_rank_commands_no_terminal():
     ranks = [{"rank": 0, "host": "a\x1b[2J", "call": "b\x1b]0;x\x07"}]
-    console = Console(record=True, width=140, file=open(os.devnull, "w"))  # noqa: SIM115
-    console.print(top.view(12, STATE | {"ranks": ranks}, {}))
-    text = console.export_text()
-    assert "a?[2J" in text
+    text = "\n".join(shown(state(ranks=ranks, reason="c\x1b[2J")))
+    text += "\n".join(shown(state(phase="waits: d\x1b[2J")))
+    assert {"a?[2J", "c?[2J", "d?[2J"} <= {*text.split()}
     assert "\x1b" not in text
 
 
@@ -91,11 +132,19 @@ def test_a_run_that_has_ended_is_an_error():
         run_status.read(4711)
 
 
-def test_a_folder_that_others_can_enter_is_refused():
-    served(run_status.running)
-    run_status.folder().chmod(0o755)
-    with pytest.raises(HvkitError, match="nobody else can enter"):
+def test_a_run_of_another_version_is_an_error():
+    with (
+        run_status.serve(lambda: {"ranks": []}),
+        pytest.raises(HvkitError, match="version of hvkit that has started it"),
+    ):
         run_status.read(os.getpid())
+
+
+def test_a_folder_that_others_can_enter_is_refused():
+    with run_status.serve(state):
+        run_status.folder().chmod(0o755)
+        with pytest.raises(HvkitError, match="nobody else can enter"):
+            run_status.read(os.getpid())
 
 
 def test_without_a_run_top_says_so(capsys):
@@ -103,19 +152,103 @@ def test_without_a_run_top_says_so(capsys):
     assert "no `hvkit run` of yours is running on this host" in capsys.readouterr().err
 
 
-def test_the_view_has_a_line_for_each_rank(capsys):
-    console = Console(record=True, width=140, file=open(os.devnull, "w"))  # noqa: SIM115
-    before = {1: (top.time.monotonic() - 2.0, 31)}
-    console.print(top.view(12, STATE, before))
-    lines = console.export_text().splitlines()
-    assert lines[0].startswith(
-        "hvkit run 12: 3 of 3 ranks, 61 s, 2 restarts, newest checkpoint: step 30; 812 samples"
+def test_the_view_has_a_line_for_each_rank():
+    title, reason, _, *lines = shown(state(), {1: (time.monotonic() - 2.0, 31)})
+    assert title == (
+        "hvkit run 12, begun 1 min 1 s ago: 3 of 3 ranks, 2 restarts, "
+        "newest checkpoint: step 30; 812 samples a second"
     )
-    assert lines[2].split() == ["0", "40", "812", "a", "in", "the", "script"]
-    assert lines[3].split() == ["1", "41", "5.0", "b", "backward()", "9", "s", "train.py:12"]
-    assert lines[4].split() == ["2", "b", "ended"]
+    assert reason == f"last restart: {REASON}"
+    assert lines[0].split() == ["0", "40", "812", "a", "in", "the", "script"]
+    assert lines[1].split() == ["1", "41", "5.0", "b", "backward()", "9", "s", "train.py:12"]
+    assert lines[2].split() == ["2", "b", "ended"]
 
 
-def test_one_view_can_be_printed(capsys):
-    assert served(lambda: main(["top", "--once"])) == 0
-    assert "backward()" in capsys.readouterr().out
+def test_one_rank_and_one_restart_are_no_plural():
+    title, *_ = shown(state(ranks=[], size=1, restarts=1, saved=None))
+    assert title.endswith("0 of 1 rank, 1 restart, newest checkpoint: none")
+
+
+def test_a_run_that_was_never_restarted_has_no_reason():
+    title, heading, *_ = shown(state(restarts=0, reason=""))
+    assert " 0 restarts, " in title
+    assert heading.startswith("rank  step")
+
+
+def test_between_two_tries_the_view_says_why_the_ranks_ended_and_what_the_run_waits_for():
+    phase = "begins restart 3 after a pause of 4 s"
+    before = {1: (time.monotonic(), 31)}
+    assert shown(state(phase=phase, ranks=[]), before) == [
+        "hvkit run 12, begun 1 min 1 s ago: no ranks, 2 restarts, newest checkpoint: step 30",
+        f"the ranks have ended: {REASON}",
+        phase,
+    ]
+    assert before == {}  # speeds do not count over a restart
+
+
+def test_a_rank_that_reports_nothing_more_has_no_speed():
+    now = time.monotonic()
+    rank = {"rank": 0, "host": "a", "ended": False, "step": 40}
+    for at, ended in ((now - 60, False), (now, True)):
+        lines = shown(state(ranks=[{**rank, "at": at, "ended": ended}]), {0: (at - 2.0, 30)})
+        assert lines[3].split()[:3] == ["0", "40", "a"]
+
+
+def states(monkeypatch, *them):
+    """Has ``hvkit top`` see these states, one a look, and then no run."""
+    left = [state(**each) for each in them]
+
+    def read(process):
+        if not left:
+            raise HvkitError("no run")
+        return left.pop(0)
+
+    monkeypatch.setattr(run_status, "read", read)
+    monkeypatch.setattr(top.time, "sleep", lambda seconds: None)
+
+
+def one_rank(step, at):
+    return [{"rank": 0, "host": "a", "ended": False, "step": step, "at": at}]
+
+
+def test_one_view_has_speeds(monkeypatch, capsys):
+    now = time.monotonic()
+    looks = [{"ranks": one_rank(10, now - 2)}, {"ranks": one_rank(30, now)}]
+    states(monkeypatch, *looks)
+    assert main(["top", "--once", "12"]) == 0
+    assert capsys.readouterr().out.splitlines()[3].split()[:3] == ["0", "30", "10.0"]
+
+
+def test_one_view_of_a_run_that_ends_meanwhile_is_the_one_before(monkeypatch, capsys):
+    states(monkeypatch, {"ranks": one_rank(10, time.monotonic())})
+    assert main(["top", "--once", "12"]) == 0
+    assert capsys.readouterr().out.splitlines()[3].split()[:2] == ["0", "10"]
+
+
+def test_one_view_can_be_printed_of_a_run_without_ranks(capsys):
+    with run_status.serve(RunStatus().read):
+        assert main(["top", "--once"]) == 0
+    title, phase = capsys.readouterr().out.splitlines()
+    assert title.startswith(f"hvkit run {os.getpid()}, begun 0 s ago: no ranks, 0 restarts")
+    assert phase == "checks the hosts"
+
+
+def test_the_live_view_goes_on_over_a_restart_and_ends_with_the_run(monkeypatch, capsys):
+    running, between = {}, {"phase": "begins restart 3", "ranks": []}
+    states(monkeypatch, between, running, between, running)
+    seen = []
+    view = top.view
+    monkeypatch.setattr(top, "view", lambda *args: (seen.append(args[1]["phase"]), view(*args))[1])
+    assert main(["top", "12"]) == 0
+    assert seen == ["begins restart 3", "", "begins restart 3", ""]
+    assert capsys.readouterr().out.splitlines()[-1] == "hvkit run 12 has ended"
+
+
+def test_ctrl_c_ends_the_live_view_quietly(monkeypatch, capsys):
+    def interrupt(seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(top.time, "sleep", interrupt)
+    with run_status.serve(state):
+        assert main(["top"]) == 0
+    assert capsys.readouterr().err == ""
