@@ -153,13 +153,15 @@ def test_a_trace_holds_what_a_killed_rank_did_and_the_restart(tmp_path):
 
 def until(run, reached):
     """Wait until a run that is under way has reached a state."""
-    while True:
+    deadline = time.monotonic() + 100
+    seen = None
+    while seen is None or not reached(seen):
+        time.sleep(0.05)
         try:
-            if reached(run_status.read(run.pid)):
-                return
+            seen = run_status.read(run.pid)
         except HvkitError:
             assert run.poll() is None, "the run has ended"
-        time.sleep(0.05)
+        assert time.monotonic() < deadline, seen
 
 
 def all_at(step):

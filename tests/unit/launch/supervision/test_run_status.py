@@ -1,5 +1,6 @@
 """What ``hvkit top`` reads and shows."""
 
+import asyncio
 import os
 import socket
 import threading
@@ -12,7 +13,9 @@ from rich.console import Console
 from hvkit.cli import main, top
 from hvkit.errors import HvkitError
 from hvkit.launch.supervision import run_status
+from hvkit.launch.supervision.output import Style
 from hvkit.launch.supervision.run_status import RunStatus
+from hvkit.launch.supervision.supervisor import Supervisor
 
 REASON = "rank 1 on b was killed by signal 9 (SIGKILL)"
 
@@ -82,6 +85,21 @@ def test_an_update_keeps_the_rest_of_the_state():
     assert read["seconds"] <= status.read()["seconds"]
 
 
+def test_a_try_that_has_saved_nothing_yet_leaves_the_newest_checkpoint_as_it_was():
+    async def look():
+        supervisor = Supervisor(2, b"key", Style(), None, lambda: None)
+        status = RunStatus()
+        status.update(saved=7)
+        status.update(**supervisor.state())
+        before = status.now.saved
+        supervisor.saved = 9
+        status.update(**supervisor.state())
+        supervisor.writer.close()
+        return before, status.now.saved
+
+    assert asyncio.run(look()) == (7, 9)
+
+
 def test_clients_that_do_not_read_hold_up_nobody():
     large = state(reason="x" * 10_000_000)
     path = str(run_status.folder() / str(os.getpid()))
@@ -102,6 +120,13 @@ def test_without_a_folder_for_the_socket_there_is_a_run_without_top(tmp_path, mo
     with run_status.serve(state):
         pass
     assert main(["top"]) == 1
+
+
+def test_a_run_takes_no_folder_that_others_can_enter():
+    run_status.folder().mkdir()
+    run_status.folder().chmod(0o777)
+    with run_status.serve(state):
+        assert list(run_status.folder().iterdir()) == []
 
 
 def test_a_folder_that_vanishes_is_no_error_of_the_run():
