@@ -118,7 +118,7 @@ def view(process: int, state: Mapping[str, Any], before: dict[int, tuple[float, 
         lines.append(Text(f"{'the ranks have ended' if phase else 'last restart'}: {reason}"))
     if phase:
         before.clear()
-        return Group(*lines, Text(printable(phase)))
+        return Group(*lines, *(Text(printable(line)) for line in phase.split("\n")))
     return Group(*lines, _table(ranks, before))
 
 

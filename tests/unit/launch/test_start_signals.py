@@ -125,7 +125,9 @@ def test_between_two_tries_a_signal_ends_the_run_and_frees_memory(running, stage
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_run_that_checks_its_hosts(running, number):
-    printed = ended(running("first check"), number)
+    run = running("first check")
+    assert _phase(run.pid) == "checks the hosts"
+    printed = ended(run, number)
     assert printed == ("", f"hvkit run: ended by {number.name}\n")
 
 
