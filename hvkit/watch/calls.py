@@ -173,7 +173,7 @@ def named(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 @contextmanager
 def _entered(name: str, step: int | None, key: str) -> Iterator[None]:
     now = _this_thread()
-    step = None if step is None else step + _resumed
+    step = None if step is None else of_run(step)
     outer = now.call, now.step, now.key, now.handling
     now.call, now.step, now.key = name, step, f"{name} {key}"
     error = sys.exc_info()[1]
@@ -237,7 +237,12 @@ def last_step() -> int:
     In a graph, that is how often its most frequent collectives have been entered.
     """
     waits = [wait for graph in list(_graphs) if (wait := graph.wait()) is not None]
-    return max(_last_step, *(wait.read()[0] + _resumed for wait in waits), 0)
+    return max(_last_step, *(of_run(wait.read()[0]) for wait in waits), 0)
+
+
+def of_run(step: int) -> int:
+    """The number of a step over all resumptions, from its number since the script began."""
+    return step + _resumed
 
 
 def resume_at(step: int) -> None:
@@ -274,7 +279,7 @@ def status() -> Status:
             inside = _inside_tensorflow()
             if inside is not None:
                 waits, key, thread = True, f"{now.call or wait.name} {wait.key}", inside
-                name = f"{now.call or wait.name}, step {entered + _resumed}"
+                name = f"{now.call or wait.name}, step {of_run(entered)}"
     where = line_of_script(thread)
     return Status(name, key, serial, now.before, waits, moment - since, where, now.handling)
 

@@ -8,6 +8,12 @@ from ranks import error_of
 from torch.nn import functional as F
 
 import hvkit
+from hvkit.watch import calls
+
+
+@pytest.fixture(autouse=True)
+def _resumed_after_step_100(monkeypatch):
+    monkeypatch.setattr(calls, "_resumed", 100)
 
 
 def distributed(action, make=sgd, model=None, **options):
@@ -41,7 +47,7 @@ def test_a_step_that_is_skipped_changes_nothing(make, options, capsys):
     assert all(map(np.array_equal, arrays(model.parameters()), arrays(twin.parameters())))
     assert alike(model)
     logged = capsys.readouterr().err
-    expected = "skipped step 3: rank 1 has a NaN or infinite gradient of parameter 0.weight"
+    expected = "skipped step 103: rank 1 has a NaN or infinite gradient of parameter 0.weight"
     assert (expected in logged) == (hvkit.rank() == 0)
 
 
@@ -53,7 +59,7 @@ def test_stop_names_rank_and_parameter_on_every_rank():
         model[2].bias.register_hook(lambda gradient: gradient * float("inf"))
     error, text = error_of(lambda: step(model, optimizer, *data[1]))
     assert error is FloatingPointError
-    assert text == "in step 2: rank 1 has a NaN or infinite gradient of parameter 2.bias"
+    assert text == "in step 102: rank 1 has a NaN or infinite gradient of parameter 2.bias"
 
 
 class InTwoParts(torch.optim.SGD):

@@ -18,6 +18,7 @@ from hvkit.adapters.nonfinite import describe, skipped_steps
 from hvkit.adapters.pytorch.gradients.buckets import Bucket
 from hvkit.communication import collectives
 from hvkit.log import logger
+from hvkit.watch.calls import of_run
 from hvkit.watch.rank_errors import mark_as_shown_by
 
 
@@ -78,7 +79,7 @@ class NonFinite:
 
         Args:
             on_any_rank: whether one has.
-            step: the number of the optimizer's step.
+            step: the number of the optimizer's step since the script began.
 
         Raises:
             FloatingPointError: on every rank, with ``"stop"``.
@@ -88,13 +89,13 @@ class NonFinite:
             return
         mine = [self._name(i) for i in sorted(self._found)]
         self._found.clear()
-        text = describe(collectives.gather("backward()", mine))
+        text = f"step {of_run(step)}: {describe(collectives.gather('backward()', mine))}"
         if self._action == "stop":
-            raise mark_as_shown_by(FloatingPointError(f"in step {step}: {text}"), 0)
+            raise mark_as_shown_by(FloatingPointError(f"in {text}"), 0)
         self.skips = True
         skipped_steps.add()
         if not runtime.rank():
-            logger.warning("skipped step %d: %s", step, text)
+            logger.warning("skipped %s", text)
 
     def refuse_scaled_step(self, scaler: Any, step: Callable[[], Any]) -> Any:
         """Raise if gradients overflow on purpose; otherwise step.
