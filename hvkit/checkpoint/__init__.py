@@ -9,7 +9,8 @@
     ├── strategies      what the models' strategies keep, and the weights that they show in a save
     ├── progress        where training continues: epoch, step, batches, extras
     ├── ranks           what differs between ranks: random states, layer statistics
-    ├── resume          loads the newest complete checkpoint on all ranks
+    ├── resume          loads a checkpoint on all ranks
+    ├── newest          finds the newest complete one, for a restart on all hosts
     ├── store           a directory of checkpoints, rank 0's or in memory: lock, folders, manifest
     ├── replicas        copies in the memory of other hosts, for restarts
     ├── choice          which part saves which object

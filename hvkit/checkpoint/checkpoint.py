@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvkit import runtime
 from hvkit.adapters.fingerprints import Compared, Rows, require_same
-from hvkit.checkpoint import ranks, resume, store
+from hvkit.checkpoint import newest, ranks, resume, store
 from hvkit.checkpoint.choice import parts_of
 from hvkit.checkpoint.part import Part
 from hvkit.checkpoint.progress import (
@@ -24,7 +24,7 @@ from hvkit.checkpoint.writing import MemoryFolder, Writer, explained, fill_folde
 from hvkit.communication import collectives, one_by_one
 from hvkit.communication.collectives import share
 from hvkit.errors import HvkitError
-from hvkit.host.run_reports import report
+from hvkit.host.run_reports import report, run_name
 from hvkit.log import logger
 from hvkit.watch.calls import named, resume_at
 from hvkit.watch.leaving import LEAVING
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import keras
 
 _SAVE = "Checkpoint.save"
+_RESTORE = "Checkpoint.restore"
 
 
 class Checkpoint:
@@ -123,6 +124,7 @@ class Checkpoint:
         self.parts = parts_of(parts)
         self._restored = Progress()
         self._epoch = 0
+        self._saves = 0
         self._together: bool | None = None
 
     @named("Checkpoint.save")
@@ -288,11 +290,13 @@ class Checkpoint:
         self, name: str, progress: Progress, parts: list[Part], states: Iterator[dict[str, Any]]
     ) -> None:
         """Write a checkpoint's folder, or start to; on rank 0."""
-        serial = store.prepare(self.directory)
+        numbers = store.prepare(self.directory)
+        serial = numbers.serial + 1
+        saves = self._saves = max(numbers.saves, self._saves) + 1
         if not self.background:
 
             def fill(folder: Path) -> None:
-                seal(folder, fill_folder(folder, parts, states), progress, serial)
+                seal(folder, fill_folder(folder, parts, states), progress, serial, saves)
 
             self._put(name, fill, progress)
             return
@@ -306,7 +310,7 @@ class Checkpoint:
         def write() -> None:
             def fill(folder: Path) -> None:
                 copy.copy_to(folder)
-                seal(folder, filled, progress, serial)
+                seal(folder, filled, progress, serial, saves)
 
             try:
                 self._put(name, fill, progress)
@@ -327,8 +331,11 @@ class Checkpoint:
     def restore(self) -> Progress:
         """Load the newest checkpoint that is not damaged. Every rank must call it.
 
-        Rank 0 logs every newer, damaged checkpoint with the file and the reason. A checkpoint may
-        hold more parts than this object has: rank 0 logs the names of those it did not load.
+        In a run that ``hvkit run`` may start again, that is the newest of this run on any host that
+        has ranks now, in its directory or, with ``replicas``, in its memory; otherwise the newest
+        in rank 0's directory. Rank 0 logs every newer, damaged checkpoint with the file and the
+        reason. A checkpoint may hold more parts than this object has: rank 0 logs the names of
+        those it did not load.
 
         Returns:
             The progress of the saved run; ``Progress(epoch=0, step=0)`` if there is no checkpoint.
@@ -342,12 +349,14 @@ class Checkpoint:
         """
         self.wait()
         parts = [*self.parts, *parts_of_strategies(self.parts)]
-        found = resume.find(self.directory, parts, self._replicas)
+        resume.require_same_parts(parts)
+        found = newest.find(self.directory, self._replicas, _RESTORE)
         if found is None:
             return Progress()
         source, folder = found
         resume.load(source, parts)
         written = source.manifest
+        self._saves = written.saves if written.run == run_name() else 0
         self._restored = Progress(
             epoch=written.epoch,
             step=written.step,

@@ -29,13 +29,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from hvkit import runtime
 from hvkit.checkpoint import store
-from hvkit.checkpoint.store import Found, Manifest
 from hvkit.communication import collectives
-from hvkit.errors import HvkitError, RanksDisagreeError, ranks_text
+from hvkit.errors import RanksDisagreeError, ranks_text
 from hvkit.host.cpus import free_memory
 from hvkit.host.run_reports import memory_folder, report
 from hvkit.log import logger
@@ -72,9 +69,12 @@ class Replicas:
         self._changed = threading.Condition()
 
     @property
-    def _folder(self) -> Path | None:
-        """Where this host keeps copies of the directory's checkpoints; None without restarts."""
-        if (root := memory_folder()) is None:
+    def folder(self) -> Path | None:
+        """Where this host keeps copies of the directory's checkpoints.
+
+        None if nobody wants copies, and in a run that is not started again.
+        """
+        if (root := memory_folder()) is None or not self.number:
             return None
         name = hashlib.sha256(str(self._directory.absolute()).encode()).hexdigest()[:16]
         return root / name
@@ -88,7 +88,7 @@ class Replicas:
         if self._opened:
             return
         self._opened = True
-        mine = (self._folder is not None, runtime.local_rank(), socket.gethostname())
+        mine = (self.folder is not None, runtime.local_rank(), socket.gethostname())
         everyone = list(enumerate(self._from_all(call, mine)))
         if not self.number:
             return
@@ -157,7 +157,7 @@ class Replicas:
 
     def _hold(self, meeting: channel.Meeting) -> None:
         """Keep what rank 0 sends, until it ends."""
-        folder = self._folder
+        folder = self.folder
         connection = channel.connect(meeting, runtime.rank(), _ANSWERS)
         if connection is None or folder is None:
             return  # rank 0 misses this holder, and says so
@@ -172,28 +172,15 @@ class Replicas:
         except (OSError, EOFError, ValueError):
             connection.close()
 
-    # All ranks, to restore.
+    # All ranks.
 
-    def copies(self, call: str) -> list[Found]:
-        """The newest complete copy in the memory of each host, the newest first; a collective.
-
-        Rank 0 logs the damaged ones.
+    def require_same_number(self, call: str) -> None:
+        """Raise on every rank unless all want the same number of copies; a collective.
 
         Raises:
-            RanksDisagreeError: the ranks want different numbers of copies.
+            RanksDisagreeError: names the numbers of two ranks.
         """
-        found, damage = None, ""
-        folder = self._folder if self.number else None
-        if folder is not None and runtime.local_rank() == 0:
-            found, damage = _newest(folder)
-        everyone = self._from_all(call, (found, damage))
-        copies = []
-        for rank, (theirs, damaged) in enumerate(everyone):
-            if damaged and runtime.rank() == 0:
-                logger.warning("skipped the copy in the memory of rank %d: %s", rank, damaged)
-            if theirs is not None:
-                copies.append(Found(rank, *theirs))
-        return sorted(copies, key=lambda each: -each.manifest.serial)
+        self._from_all(call, ())
 
     def _from_all(self, call: str, mine: tuple[Any, ...]) -> list[tuple[Any, ...]]:
         """What each rank has passed; an error on every rank if they want different numbers."""
@@ -209,51 +196,6 @@ class Replicas:
 
 def _in_thread(target: Callable[..., None], argument: Any) -> None:
     threading.Thread(target=target, args=(argument,), name="hvkit-replicas", daemon=True).start()
-
-
-def bring(copy: Found, directory: Path, call: str) -> None:
-    """Write a copy into rank 0's directory, as if rank 0 had just saved it; a collective.
-
-    Args:
-        copy: the copy, the same on every rank.
-        directory: rank 0's directory of checkpoints.
-        call: the user's call.
-
-    Raises:
-        OSError: rank 0 cannot write it; on every rank.
-    """
-    pieces = _travelling(copy)
-    problem: Exception | None = None
-
-    def fill(folder: Path) -> None:
-        for name, piece in pieces:
-            with (folder / name).open("ab") as file:
-                file.write(piece)
-        for each in folder.iterdir():
-            store.flush(each)
-
-    if runtime.rank() == 0:
-        try:
-            store.prepare(directory)
-            store.write_folder(directory, copy.folder.name, fill)
-        except Exception as error:  # any error: the other ranks must not wait for this one
-            problem = error
-    for _ in pieces:  # after an error, and on the ranks that only pass them on
-        pass
-    collectives.share(call, problem, None)
-
-
-def _travelling(copy: Found) -> Iterator[tuple[str, Any]]:
-    """Yield a copy's files in pieces, each with the file's name: on rank 0, of any rank's."""
-    mine = runtime.rank() == copy.rank
-    manifest = (copy.folder / store.MANIFEST).read_bytes() if mine else b""
-    for name, facts in copy.manifest.files.items():
-        for start in range(0, max(facts["bytes"], 1), _BROUGHT):
-            piece = np.empty(0, np.uint8)
-            if mine:
-                piece = np.fromfile(copy.folder / name, np.uint8, _BROUGHT, offset=start)
-            yield name, piece if copy.rank == 0 else collectives.broadcast_bytes(piece, copy.rank)
-    yield store.MANIFEST, manifest if copy.rank == 0 else collectives.from_rank(copy.rank, manifest)
 
 
 def _sent(connection: Connection, folder: Path) -> str:
@@ -297,7 +239,7 @@ def _take(connection: Connection, folder: Path, order: dict[str, Any]) -> str:
 
     problem = ""
     try:
-        _require_own(folder.parent)
+        require_own(folder.parent)
         store.prepare(folder)  # deletes what a killed try has left, too
         needed, free = sum(lengths.values()), _free(folder)
         if needed > _MOST * free:
@@ -329,20 +271,7 @@ def _received(connection: Connection, lengths: dict[str, int]) -> Iterator[tuple
             yield name, piece
 
 
-def _newest(folder: Path) -> tuple[tuple[Path, Manifest] | None, str]:
-    """The newest complete checkpoint in a folder in memory, and what is damaged there."""
-    damage: list[str] = []
-    try:
-        if not folder.exists():
-            return None, ""
-        _require_own(folder.parent)
-        found = store.newest_valid(folder, lambda path, reason: damage.append(f"{path}: {reason}"))
-    except (OSError, HvkitError) as error:  # the directory has it, too
-        return None, str(error)
-    return found, "; ".join(damage)
-
-
-def _require_own(root: Path) -> None:
+def require_own(root: Path) -> None:
     """Make a run's folder in memory, which is for this user alone.
 
     Raises:

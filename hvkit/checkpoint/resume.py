@@ -1,4 +1,4 @@
-"""Finding the newest checkpoint and loading it on all ranks: ``Checkpoint.restore``."""
+"""Loading a checkpoint on all ranks: ``Checkpoint.restore``."""
 
 from __future__ import annotations
 
@@ -10,97 +10,34 @@ from pathlib import Path
 import numpy as np
 
 from hvkit import runtime
-from hvkit.checkpoint import ranks, store
+from hvkit.checkpoint import ranks
+from hvkit.checkpoint.newest import Found
 from hvkit.checkpoint.part import Part
-from hvkit.checkpoint.replicas import Replicas, bring
-from hvkit.checkpoint.store import Found, Manifest
+from hvkit.checkpoint.store import Manifest
 from hvkit.checkpoint.strategies import StrategyPart
 from hvkit.communication import collectives, one_by_one
 from hvkit.communication.collectives import share
 from hvkit.errors import RanksDisagreeError
-from hvkit.host.run_reports import memory_folder
 from hvkit.log import logger
 
 _CALL = "Checkpoint.restore"
 
 
-def find(directory: Path, parts: Sequence[Part], replicas: Replicas) -> tuple[Found, Path] | None:
-    """The newest checkpoint in rank 0's directory, or in the memory of a host; None without one.
+def require_same_parts(parts: Sequence[Part]) -> None:
+    """Raise on every rank unless all ranks have the same parts; a collective.
 
-    A collective. Rank 0 logs the damaged checkpoints that it skips. One that is in memory alone is
-    written to the directory, too.
-
-    Returns:
-        The checkpoint, and its folder in rank 0's directory.
+    Loading is one broadcast for each part: with different ones, ranks would wait forever.
 
     Raises:
-        RanksDisagreeError: the ranks have different parts, or numbers of copies.
-        HvkitError, OSError: rank 0 cannot read the newest checkpoint.
+        RanksDisagreeError: names the parts of two ranks.
     """
-    problem, found, lacks = None, None, False
-    copy = next(iter(replicas.copies(_CALL)), None)
-    if runtime.rank() == 0:
-        try:
-            found, lacks = _newest_of(directory, copy)
-        except Exception as error:
-            problem = error
-    # Loading is one broadcast for each part: with different parts, ranks would wait forever.
-    mine = (found, lacks, directory, [part.name for part in parts])
-    everyone = share(_CALL, problem, mine)
-    found, lacks, directory, of_first = everyone[0]
-    for rank, (*_, names) in enumerate(everyone):
-        if names != of_first:
+    everyone = collectives.gather(_CALL, [part.name for part in parts])
+    for rank, names in enumerate(everyone):
+        if names != everyone[0]:
             raise RanksDisagreeError(
                 f"Checkpoint needs the same parts on every rank: rank 0 has "
-                f"{of_first}, rank {rank} has {names}"
+                f"{everyone[0]}, rank {rank} has {names}"
             )
-    if found is None:
-        return None
-    if lacks:
-        try:
-            bring(found, directory, _CALL)
-        except OSError as error:
-            if runtime.rank() == 0:
-                logger.warning("%s: only a host's memory holds this one: %s", directory, error)
-    return found, directory / found.folder.name
-
-
-def _newest_of(directory: Path, copy: Found | None) -> tuple[Found | None, bool]:
-    """The newest of a directory and of the memory of hosts; whether the directory lacks it."""
-    if copy is not None:
-        listed = store.newest_readable(directory)
-        if listed == copy.manifest:
-            return copy, False  # and nothing is read from disk
-        if not _is_newer(listed, copy.manifest):
-            if listed is not None and listed.run != copy.manifest.run:
-                logger.warning("%s: leaves out the checkpoints of another run", directory)
-            return copy, True
-    found = _newest(directory)
-    if copy is not None and not _is_newer(found and found[1], copy.manifest):
-        return copy, True
-    return (Found(0, *found) if found else None), False
-
-
-def _is_newer(listed: Manifest | None, copy: Manifest) -> bool:
-    """Whether a directory's checkpoint is newer than a copy, which this run has made.
-
-    Serials count the saves of one directory. This one may be on another host than the one that the
-    run saved in before, and may hold what another training has left there.
-    """
-    return listed is not None and listed.run == copy.run and listed.serial >= copy.serial
-
-
-def _newest(directory: Path) -> tuple[Path, Manifest] | None:
-    skipped = []
-
-    def skip(folder: Path, reason: str) -> None:
-        skipped.append(folder)
-        logger.warning(f"skipped {folder}: damaged: {reason}")
-
-    found = store.newest_valid(directory, skip)
-    if skipped and found is None:
-        logger.warning(f"all checkpoints in {directory} are damaged: starting from the beginning")
-    return found
 
 
 def load(found: Found, parts: Sequence[Part]) -> None:
@@ -204,11 +141,7 @@ def _log_resumed(found: Found, parts: Sequence[Part]) -> None:
     left = [name for name in manifest.parts if name not in {part.name for part in parts}]
     if left:
         logger.info(f"{folder} also holds {', '.join(left)}: not loaded")
-    memory = memory_folder()
-    name = str(folder)
-    if memory is not None and memory in folder.parents:
-        name = f"{folder.name} from the memory of rank {found.rank}'s host"
-    text = f"resumed {name} (epoch {manifest.epoch}, step {manifest.step})"
+    text = f"resumed {found} (epoch {manifest.epoch}, step {manifest.step})"
     size = runtime.size()
     if manifest.size != size:
         text += f" saved on {_ranks(manifest.size)}; {_ranks(size)} now"

@@ -22,10 +22,11 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hvkit.communication.encoding import sendable
 from hvkit.errors import HvkitError
+from hvkit.host.run_reports import run_name
 from hvkit.log import logger
 
 if TYPE_CHECKING:
@@ -77,6 +78,9 @@ class Manifest:
     versions: dict[str, str]
     run: str = ""
     """The name of the run that saved, if ``hvkit run`` may start it again."""
+    saves: int = 0
+    """How many saves of this run led here, with this one. Unlike serials, these numbers compare
+    checkpoints in the directories of several hosts, which may hold those of other runs."""
     format: int = FORMAT
 
     def write(self, folder: Path) -> None:
@@ -86,20 +90,16 @@ class Manifest:
         (folder / MANIFEST).write_text(text + "\n")
 
 
-@sendable
-@dataclass(frozen=True)
-class Found:
-    """A complete checkpoint, and who can read it.
+class Numbers(NamedTuple):
+    """The largest numbers of a directory's manifests, 0 without any.
 
     Attributes:
-        rank: the rank that reads it.
-        folder: its folder there.
-        manifest: its manifest.
+        serial: of all.
+        saves: of those of this run.
     """
 
-    rank: int
-    folder: Path
-    manifest: Manifest
+    serial: int
+    saves: int
 
 
 def name_of(step: int) -> str:
@@ -112,17 +112,11 @@ def is_name(name: str) -> bool:
     return _CHECKPOINT.fullmatch(name) is not None and not name.endswith(_OLD)
 
 
-def newest_readable(directory: Path) -> Manifest | None:
-    """The manifest of the newest checkpoint, whose files may be damaged; None if there is none."""
-    manifests = [each for _, each in _readable(directory) if each is not None]
-    return max(manifests, key=lambda each: each.serial, default=None)
-
-
-def prepare(directory: Path) -> int:
+def prepare(directory: Path) -> Numbers:
     """Create the directory, lock it for this process, and clean up after killed runs.
 
     Returns:
-        A serial number larger than that of every checkpoint in the directory.
+        The largest numbers in its manifests.
 
     Raises:
         BlockingIOError: another process has the lock.
@@ -136,7 +130,11 @@ def prepare(directory: Path) -> int:
             _delete(entry)
         elif entry.name.endswith(_OLD) and _CHECKPOINT.fullmatch(entry.name):
             _finish_replacing(entry)
-    return 1 + max((m.serial for _, m in _readable(directory) if m), default=0)
+    manifests = [manifest for _, manifest in _readable(directory) if manifest is not None]
+    return Numbers(
+        serial=max((each.serial for each in manifests), default=0),
+        saves=max((each.saves for each in manifests if each.run == run_name()), default=0),
+    )
 
 
 def write_folder(directory: Path, name: str, fill: Callable[[Path], None]) -> None:
@@ -186,29 +184,21 @@ def prune(directory: Path, keep: int | None, newest: str) -> None:
         _remove(folder)
 
 
-def newest_valid(
-    directory: Path, skip: Callable[[Path, str], None]
-) -> tuple[Path, Manifest] | None:
-    """The newest checkpoint with all files as they were written; None if there is none.
+def readable(directory: Path, skip: Callable[[Path, str], None]) -> Iterator[tuple[Path, Manifest]]:
+    """The checkpoints of a directory whose manifests can be read; their files may be damaged.
 
     Args:
         directory: it need not exist.
-        skip: called with the folder and the reason for every newer checkpoint that is damaged.
+        skip: called with the folder and the reason for every checkpoint whose manifest is damaged.
+
+    Raises:
+        HvkitError: an older or newer hvkit wrote one in another format.
     """
-    readable = []
     for folder in sorted(_checkpoints(directory), reverse=True):
         try:
-            readable.append((folder, read_manifest(folder)))
+            yield folder, read_manifest(folder)
         except DamagedError as error:
             skip(folder, str(error))
-    for folder, manifest in sorted(readable, key=lambda each: each[1].serial, reverse=True):
-        try:
-            _verify(folder, manifest)
-        except DamagedError as error:
-            skip(folder, str(error))
-        else:
-            return folder, manifest
-    return None
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -233,6 +223,28 @@ def read_manifest(folder: Path) -> Manifest:
             f"{FORMAT}: install the hvkit that wrote it ({body['versions'].get('hvkit')})"
         )
     return Manifest(**body)
+
+
+def verify(folder: Path, manifest: Manifest) -> None:
+    """Compare every file of a checkpoint with its manifest.
+
+    Raises:
+        DamagedError: names the file and the damage.
+        PermissionError: this user may not read a file.
+    """
+    for name, written in manifest.files.items():
+        try:
+            found = facts_of(folder / name)
+        except PermissionError:
+            raise  # not damage: skipping to an older checkpoint would hide it
+        except FileNotFoundError:
+            raise DamagedError(f"{name} is missing") from None
+        except OSError as error:
+            raise DamagedError(f"{name}: {error.strerror}") from None
+        if found["bytes"] != written["bytes"]:
+            raise DamagedError(f"{name} has {found['bytes']} of {written['bytes']} bytes")
+        if found != written:
+            raise DamagedError(f"{name} is not what was written: its sha256 differs")
 
 
 def facts_of(path: Path) -> dict[str, Any]:
@@ -328,27 +340,6 @@ def _readable(directory: Path) -> Iterator[tuple[Path, Manifest | None]]:
             yield folder, read_manifest(folder)
         except DamagedError:
             yield folder, None
-
-
-def _verify(folder: Path, manifest: Manifest) -> None:
-    """Compare every file with the manifest.
-
-    Raises:
-        DamagedError: names the file and the damage.
-    """
-    for name, written in manifest.files.items():
-        try:
-            found = facts_of(folder / name)
-        except PermissionError:
-            raise  # not damage: skipping to an older checkpoint would hide it
-        except FileNotFoundError:
-            raise DamagedError(f"{name} is missing") from None
-        except OSError as error:
-            raise DamagedError(f"{name}: {error.strerror}") from None
-        if found["bytes"] != written["bytes"]:
-            raise DamagedError(f"{name} has {found['bytes']} of {written['bytes']} bytes")
-        if found != written:
-            raise DamagedError(f"{name} is not what was written: its sha256 differs")
 
 
 def _remove(folder: Path) -> None:

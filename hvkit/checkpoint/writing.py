@@ -108,9 +108,19 @@ def fill_folder(
 
 
 def seal(
-    folder: Path, filled: tuple[dict[str, dict[str, Any]], int], progress: Progress, serial: int
+    folder: Path,
+    filled: tuple[dict[str, dict[str, Any]], int],
+    progress: Progress,
+    serial: int,
+    saves: int,
 ) -> None:
-    """Flush the files of a checkpoint to disk, and add its manifest."""
+    """Flush the files of a checkpoint to disk, and add its manifest.
+
+    Args:
+        folder: the files.
+        filled: what ``fill_folder`` returned.
+        progress, serial, saves: for the manifest.
+    """
     facts, size = filled
     files = sorted(path.name for path in folder.iterdir())
     for file in files:
@@ -126,6 +136,7 @@ def seal(
         files={file: store.facts_of(folder / file) for file in files},
         versions=store.versions(),
         run=run_name(),
+        saves=saves,
     ).write(folder)
     store.flush(folder / store.MANIFEST)
 

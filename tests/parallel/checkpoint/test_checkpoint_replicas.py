@@ -4,13 +4,11 @@ import os
 import shutil
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from ranks import shared_folder
+from hosts import as_if_on, begin, state, train
 
 import hvkit
-from hvkit import runtime
 from hvkit.checkpoint import store
 from hvkit.host import run_reports
 
@@ -18,36 +16,9 @@ several = pytest.mark.skipif("hvkit.size() == 1", reason="copies are on other ho
 
 
 @pytest.fixture
-def folder(tmp_path_factory):
-    return shared_folder(tmp_path_factory)
-
-
-@pytest.fixture
 def memory(tmp_path, monkeypatch):
     """This host's memory, of a run that can be started again."""
-    monkeypatch.setenv(run_reports.RUN_NAME, "0123456789abcdef")
-    monkeypatch.setattr(run_reports, "_MEMORY", tmp_path)
-    monkeypatch.setattr(runtime, "local_rank", lambda: 0)
-    return tmp_path / "hvkit-run-0123456789abcdef"
-
-
-def begin(folder, **options):
-    torch.manual_seed(3 + hvkit.rank())
-    model = torch.nn.Sequential(torch.nn.Linear(8, 300), torch.nn.BatchNorm1d(300))
-    optimizer = torch.optim.Adam(model.parameters())
-    hvkit.distribute(model, optimizer)
-    return model, optimizer, hvkit.Checkpoint(folder, model=model, optimizer=optimizer, **options)
-
-
-def train(model, optimizer, step):
-    numbers = np.random.default_rng([step, hvkit.rank()]).normal(size=(6, 8))
-    optimizer.zero_grad()
-    model(torch.from_numpy(numbers.astype(np.float32))).square().mean().backward()
-    optimizer.step()
-
-
-def state(model):
-    return [value.clone() for value in model.state_dict().values()]
+    return as_if_on(tmp_path, monkeypatch)
 
 
 def names(folder):
@@ -131,7 +102,7 @@ def test_a_damaged_copy_is_skipped(folder, memory, caplog):
     hvkit.barrier()
     assert begin(folder, replicas=1)[2].restore().step == 1
     if hvkit.rank() == 0:
-        assert "skipped the copy in the memory of rank 1" in caplog.text
+        assert "skipped step-000000001 from the memory of" in caplog.text
         assert "model.pt has 10 of" in caplog.text
 
 

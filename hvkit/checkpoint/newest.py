@@ -1,0 +1,283 @@
+"""The newest checkpoint, on whichever host it is: ``Checkpoint.restore`` begins here.
+
+Usually rank 0's directory has it. In a run that ``hvkit run`` may start again, rank 0 may be on
+another host than before, and hosts come and go. So the first rank of every host looks for the run's
+checkpoints in the directory on that host and, with ``replicas``, in its memory. It reads manifests
+only. The ranks choose the newest of all; the rank that has it compares its files with the manifest,
+and if one is damaged, they choose again. Rank 0 then writes it into its own directory, if it is not
+there yet. If all hosts share the directory, rank 0 reads it.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvkit import runtime
+from hvkit.checkpoint import store
+from hvkit.checkpoint.replicas import Replicas, require_own
+from hvkit.checkpoint.store import Manifest
+from hvkit.communication import collectives
+from hvkit.communication.encoding import sendable
+from hvkit.errors import HvkitError
+from hvkit.host.run_reports import run_name
+from hvkit.log import logger
+
+# Bytes of a broadcast.
+_PIECE = 1 << 24
+
+
+@sendable
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint, and who can read it.
+
+    Attributes:
+        rank: the rank that reads it.
+        host: that rank's host.
+        folder: its folder there.
+        in_memory: whether that is a copy in the host's memory.
+        manifest: its manifest.
+        file: inode and time of the manifest's file. They are the same for all hosts that share a
+            directory.
+    """
+
+    rank: int
+    host: str
+    folder: Path
+    in_memory: bool
+    manifest: Manifest
+    file: tuple[int, int]
+
+    def __str__(self) -> str:
+        return _place(self.folder, self.rank, self.host, in_memory=self.in_memory)
+
+
+def find(directory: Path, replicas: Replicas, call: str) -> tuple[Found, Path] | None:
+    """The newest complete checkpoint; None if there is none. A collective.
+
+    Rank 0 logs the damaged checkpoints that are skipped. A checkpoint that rank 0's directory lacks
+    is written there, too.
+
+    Args:
+        directory: the directory of checkpoints.
+        replicas: the copies in memory.
+        call: the user's call.
+
+    Returns:
+        The checkpoint, and its folder in rank 0's directory.
+
+    Raises:
+        RanksDisagreeError: the ranks want different numbers of copies.
+        HvkitError, OSError: rank 0 cannot read its newest checkpoint.
+    """
+    replicas.require_same_number(call)
+    problem: Exception | None = None
+    offers: list[Found] = []
+    damaged: list[tuple[str, str]] = []
+    try:
+        offers, damaged = _offers(directory, replicas)
+    except Exception as error:  # any error: the other ranks must not wait for this one
+        problem = error
+    listed = [each.manifest for each in offers if not each.in_memory]
+    everyone = collectives.share(call, problem, (directory, damaged))
+    directory = everyone[0][0]
+    skipped = dict.fromkeys(each for _, theirs in everyone for each in theirs)
+    for place, reason in skipped:
+        _log_skipped(place, reason)
+    while (found := _chosen(offers, call)) is not None:
+        reason = _damage(found, call)
+        if not reason:
+            break
+        _log_skipped(str(found), reason)
+        skipped[str(found), reason] = None
+        offers = [each for each in offers if each.file != found.file]
+    if found is None:
+        if skipped and runtime.rank() == 0:
+            logger.warning(
+                "all checkpoints in %s are damaged: starting from the beginning", directory
+            )
+        return None
+    if not collectives.from_rank(0, _lacks(directory, listed, found)):
+        return found, directory / found.folder.name
+    try:
+        bring(found, directory, call)
+    except OSError as error:
+        if runtime.rank() == 0:
+            logger.warning(
+                "cannot write %s into %s: %s; the run resumes from it all the same, and the next "
+                "save tries again",
+                *(found, directory, error.strerror or error),
+            )
+    return found, directory / store.name_of(found.manifest.step)
+
+
+def _offers(directory: Path, replicas: Replicas) -> tuple[list[Found], list[tuple[str, str]]]:
+    """The checkpoints that this rank can read, the newest first; places and reasons of damage."""
+    offers: list[Found] = []
+    damaged: list[tuple[str, str]] = []
+    rank, host, run = runtime.rank(), socket.gethostname(), run_name()
+
+    def look(folder: Path, *, in_memory: bool) -> Iterator[Found]:
+        def skip(path: Path, reason: str) -> None:
+            # Hosts that share a directory find the same damage.
+            first = rank if in_memory else 0
+            damaged.append((_place(path, first, host, in_memory=in_memory), reason))
+
+        for path, manifest in store.readable(folder, skip):
+            try:
+                status = (path / store.MANIFEST).stat()
+            except OSError:  # deleted since it was read
+                continue
+            file = status.st_ino, status.st_mtime_ns
+            yield Found(rank, host, path, in_memory, manifest, file)
+
+    if rank == 0:
+        offers += look(directory, in_memory=False)
+    if run and runtime.local_rank() == 0:
+        for folder, in_memory in ((directory, False), (replicas.folder, True)):
+            if folder is None or (rank == 0 and not in_memory):
+                continue
+            try:
+                if not folder.exists():
+                    continue
+                if in_memory:
+                    require_own(folder.parent)
+                found = look(folder, in_memory=in_memory)
+                offers += [each for each in found if each.manifest.run == run]
+            except (OSError, HvkitError) as error:
+                damaged.append((_place(folder, rank, host, in_memory=in_memory), str(error)))
+    return sorted(offers, key=_order, reverse=True), damaged
+
+
+def _order(found: Found) -> tuple[Any, ...]:
+    """A key that is larger for newer checkpoints.
+
+    Those of this run are newer than any that another run has left in rank 0's directory. Of equal
+    ones, the ranks load a copy in memory rather than files on a disk, and otherwise rank 0's.
+    """
+    manifest = found.manifest
+    own = bool(run_name()) and manifest.run == run_name()
+    return own, manifest.saves if own else 0, found.in_memory, manifest.serial, -found.rank
+
+
+def _chosen(offers: list[Found], call: str) -> Found | None:
+    """The newest that a rank offers; a collective."""
+    everyone = collectives.gather(call, offers[0] if offers else None)
+    return max((each for each in everyone if each is not None), key=_order, default=None)
+
+
+def _damage(found: Found, call: str) -> str:
+    """What is damaged in a checkpoint; a collective, in which its rank reads the files.
+
+    Raises:
+        OSError: rank 0 may not read its directory: an older checkpoint would hide that.
+    """
+    problem, reason = None, ""
+    if runtime.rank() == found.rank:
+        try:
+            store.verify(found.folder, found.manifest)
+        except store.DamagedError as error:
+            reason = str(error)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            problem = error if found.rank == 0 and not found.in_memory else None
+    return collectives.share(call, problem, reason)[found.rank]
+
+
+def _lacks(directory: Path, listed: Iterable[Manifest], found: Found) -> bool:
+    """Whether rank 0's directory, with these manifests, lacks a checkpoint; called on every rank.
+
+    Rank 0 logs that what another run has left there is older.
+    """
+    wanted = replace(found.manifest, serial=0)
+    if runtime.rank() or any(replace(each, serial=0) == wanted for each in listed):
+        return False
+    newest = max(listed, key=lambda each: each.serial, default=None)
+    if newest is not None and newest.run != found.manifest.run:
+        logger.warning("%s: leaves out the checkpoints of another run", directory)
+    return True
+
+
+def _log_skipped(place: str, reason: str) -> None:
+    if runtime.rank() == 0:
+        logger.warning("skipped %s: damaged: %s", place, reason)
+
+
+def _place(folder: Path, rank: int, host: str, *, in_memory: bool) -> str:
+    if in_memory:
+        return f"{folder.name} from the memory of {host}"
+    return f"{folder} on {host}" if rank else str(folder)
+
+
+def bring(found: Found, directory: Path, call: str) -> None:
+    """Write a checkpoint into rank 0's directory, as its newest; a collective.
+
+    Args:
+        found: the checkpoint, the same on every rank.
+        directory: rank 0's directory of checkpoints.
+        call: the user's call.
+
+    Raises:
+        OSError: a rank cannot read it, or rank 0 cannot write it; on every rank.
+    """
+    pieces = _travelling(found)
+    problem: Exception | None = None
+
+    def fill(folder: Path) -> None:
+        for name, piece in pieces:
+            with (folder / name).open("ab") as file:
+                file.write(piece)
+        # Those of other runs that are there may have larger serials.
+        serial = max(found.manifest.serial, numbers.serial + 1)
+        replace(found.manifest, serial=serial).write(folder)
+        for each in folder.iterdir():
+            store.flush(each)
+
+    if runtime.rank() == 0:
+        try:
+            numbers = store.prepare(directory)
+            store.write_folder(directory, store.name_of(found.manifest.step), fill)
+        except Exception as error:  # any error: the other ranks must not wait for this one
+            problem = error
+    try:
+        for _ in pieces:  # after an error, and on the ranks that only pass them on
+            pass
+    except OSError as error:  # on every rank
+        problem = problem or error
+    collectives.share(call, problem, None)
+
+
+def _travelling(found: Found) -> Iterator[tuple[str, Any]]:
+    """Yield a checkpoint's files in pieces, each with the file's name: on rank 0, of any rank's.
+
+    Raises:
+        OSError: its rank cannot read it; on every rank.
+    """
+    for name, facts in found.manifest.files.items():
+        for start in range(0, max(facts["bytes"], 1), _PIECE):
+            piece, error = np.empty(0, np.uint8), None
+            if runtime.rank() == found.rank:
+                piece, error = _read(found.folder / name, start, facts["bytes"])
+            if found.rank != 0:
+                error = collectives.from_rank(found.rank, error)
+            if error is not None:
+                raise error
+            yield name, piece if found.rank == 0 else collectives.broadcast_bytes(piece, found.rank)
+
+
+def _read(path: Path, start: int, length: int) -> tuple[np.ndarray[Any, Any], OSError | None]:
+    """A piece of a file of this length, or why it cannot be read."""
+    try:
+        piece = np.fromfile(path, np.uint8, _PIECE, offset=start)
+    except OSError as error:
+        return np.empty(0, np.uint8), OSError(error.errno, error.strerror, str(path))
+    if start + piece.size != min(start + _PIECE, length):
+        return piece, OSError(errno.EIO, f"it is shorter than {length} bytes", str(path))
+    return piece, None

@@ -1,0 +1,190 @@
+"""The newest checkpoint of a run that goes on elsewhere: every rank plays a host with a disk."""
+
+import os
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hosts import as_if_on, begin, state, train
+
+import hvkit
+from hvkit.checkpoint import newest, store
+from hvkit.checkpoint.replicas import Replicas
+from hvkit.host import run_reports
+
+pytestmark = pytest.mark.skipif("hvkit.size() == 1", reason="one host")
+
+
+@pytest.fixture
+def memory(tmp_path, monkeypatch):
+    """This host's memory, of a run that can be started again."""
+    return as_if_on(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def disk(memory, tmp_path):
+    """The directory of checkpoints on this host's disk."""
+    return tmp_path / "saved"
+
+
+def move(disk, step, rank=1, **changes):
+    """Move a checkpoint from rank 0's disk to another rank's, with these values in its manifest."""
+    there = hvkit.broadcast(disk, rank)
+    if hvkit.rank() == 0:
+        folder = there / store.name_of(step)
+        shutil.copytree(disk / folder.name, folder)
+        shutil.rmtree(disk / folder.name)
+        manifest = store.read_manifest(folder)
+        store.Manifest(**{**vars(manifest), **changes}).write(folder)
+    hvkit.barrier()
+
+
+def save(disk, *steps, **options):
+    model, optimizer, checkpoint = begin(disk, **options)
+    for step in steps:
+        train(model, optimizer, step)
+        checkpoint.save(epoch=0, step=step)
+    return model
+
+
+def test_the_newest_may_be_on_another_hosts_disk(disk, caplog):
+    kept = state(save(disk, 1, 2))
+    move(disk, 2)
+    model, optimizer, checkpoint = begin(disk)
+    start = checkpoint.restore()
+    assert start.step == 2
+    assert all(map(torch.equal, kept, state(model)))
+    theirs = hvkit.broadcast(disk, 1) / store.name_of(2)
+    if hvkit.rank() == 0:
+        assert f"resumed {theirs} on " in caplog.text
+        assert start.folder == disk / store.name_of(2)
+        found = {path.name: path.read_bytes() for path in start.folder.iterdir()}
+        assert found == {path.name: path.read_bytes() for path in theirs.iterdir()}
+    # What another host still has is older than the next one.
+    train(model, optimizer, 3)
+    checkpoint.save(epoch=0, step=3)
+    assert begin(disk)[2].restore().step == 3
+
+
+def test_a_host_with_fewer_saves_of_this_run_loses_whatever_the_serials_there(disk):
+    """Serials count what other runs have left in a directory, too."""
+    save(disk, 1, 2)
+    move(disk, 1, serial=100)
+    assert begin(disk)[2].restore().step == 2
+
+
+def test_what_is_brought_is_the_newest_of_the_directory_for_the_next_run_as_well(disk, monkeypatch):
+    save(disk, 1)
+    move(disk, 1)
+    with monkeypatch.context() as before:
+        before.setenv(run_reports.RUN_NAME, "fedcba9876543210")
+        save(disk, 20, 40)
+    assert begin(disk)[2].restore().step == 1
+    monkeypatch.delenv(run_reports.RUN_NAME)
+    assert begin(disk)[2].restore().step == 1
+
+
+def test_a_damaged_one_on_another_disk_is_skipped(disk, caplog):
+    save(disk, 1, 2)
+    move(disk, 2)
+    if hvkit.rank() == 1:
+        os.truncate(disk / store.name_of(2) / "model.pt", 10)
+    hvkit.barrier()
+    assert begin(disk)[2].restore().step == 1
+    theirs = hvkit.broadcast(disk, 1) / store.name_of(2)
+    if hvkit.rank() == 0:
+        assert f"skipped {theirs} on " in caplog.text
+        assert "damaged: model.pt has 10 of" in caplog.text
+
+
+@pytest.mark.parametrize("run", ["fedcba9876543210", ""])
+def test_a_disk_with_another_run_is_left_alone(run, disk):
+    save(disk, 1, 2)
+    move(disk, 2, run=run)
+    assert begin(disk)[2].restore().step == 1
+
+
+def test_without_restarts_rank_0s_directory_is_the_only_one(disk, monkeypatch):
+    monkeypatch.delenv(run_reports.RUN_NAME)
+    save(disk, 1, 2)
+    move(disk, 2)
+    assert begin(disk)[2].restore().step == 1
+
+
+def test_a_shared_directory_is_read_once(folder, memory, monkeypatch, caplog):
+    read = []
+    verify = store.verify
+    monkeypatch.setattr(
+        store, "verify", lambda *given: (read.append(given[0].name), verify(*given))
+    )
+    save(folder, 1, 2, 3)
+    if hvkit.rank() == 0:
+        os.truncate(folder / store.name_of(3) / "model.pt", 10)
+        (folder / store.name_of(2) / store.MANIFEST).unlink()
+    hvkit.barrier()
+    before = sorted(path.name for path in folder.iterdir())
+    assert begin(folder)[2].restore().step == 1
+    assert read == ([store.name_of(3), store.name_of(1)] if hvkit.rank() == 0 else [])
+    assert sorted(path.name for path in folder.iterdir()) == before
+    if hvkit.rank() == 0:
+        assert caplog.text.count("skipped") == 2
+        assert f"skipped {folder / store.name_of(2)}: damaged: manifest.json is missing\n" in (
+            caplog.text
+        )
+
+
+def test_saves_after_a_failed_write_are_newer_than_the_copy(disk, memory, monkeypatch, caplog):
+    save(disk, 1, 2, 3, replicas=1)
+    hvkit.barrier()
+    if hvkit.rank() == 0:
+        shutil.rmtree(disk)
+    hvkit.barrier()
+    model, optimizer, checkpoint = begin(disk, replicas=1)
+    with monkeypatch.context() as full:
+
+        def no_space(*_):
+            raise OSError(28, "No space left on device")
+
+        full.setattr(store, "write_folder", no_space)
+        assert checkpoint.restore().step == 3
+    if hvkit.rank() == 0:
+        assert f"into {disk}: No space left on device; the run resumes from it" in caplog.text
+    # The older copy stays where it is.
+    monkeypatch.setattr(
+        "hvkit.host.cpus.psutil.virtual_memory", lambda: SimpleNamespace(available=1)
+    )
+    train(model, optimizer, 4)
+    checkpoint.save(epoch=0, step=4)
+    hvkit.barrier()
+    kept = [path.name for path in memory.glob("*/step-*")]
+    assert kept == ([store.name_of(3)] if hvkit.rank() == 1 else [])
+    assert begin(disk, replicas=1)[2].restore().step == 4
+
+
+@pytest.mark.parametrize("problem", ["unreadable", "short"])
+def test_a_checkpoint_that_cannot_be_read_is_an_error_on_every_rank(problem, disk, monkeypatch):
+    save(disk, 1)
+    move(disk, 1)
+    found, _ = newest.find(disk, Replicas(disk, 0), "test")
+    if hvkit.rank() == 0:
+        shutil.rmtree(disk / store.name_of(1))
+    path = found.folder / "optimizer.pt"
+    if hvkit.rank() == 1 and problem == "short":
+        os.truncate(path, 10)
+    if problem == "unreadable":
+        fromfile = np.fromfile
+
+        def failing(file, *rest, **options):
+            if file == path:
+                raise OSError(5, "Input/output error")
+            return fromfile(file, *rest, **options)
+
+        monkeypatch.setattr(np, "fromfile", failing)
+    said = {"unreadable": "Input/output error", "short": "it is shorter than"}[problem]
+    with pytest.raises(OSError, match=said) as raised:
+        newest.bring(found, disk, "test")
+    assert raised.value.filename == str(path)
+    assert hvkit.allgather(hvkit.rank()) == list(range(hvkit.size()))
+    assert list(disk.glob("step-*")) == ([path.parent] if hvkit.rank() == 1 else [])
