@@ -48,7 +48,9 @@ if restart_of_this_run():
 """
 
 
-def run(hosts, lost=None, before="", status=0):
+def run(hosts, events=(), before="", status=0):
+    """Run the script; ``events`` are lines of its output, each with what then happens, once."""
+    events = dict(events)
     process = hosts.host("node1").popen(
         [*COMMAND, before + SCRIPT], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env={"OMP_NUM_THREADS": "1"},
@@ -56,15 +58,19 @@ def run(hosts, lost=None, before="", status=0):
     lines = []
     for line in process.stdout:
         lines.append(line)
-        if line == "step 12\n" and lost is not None:
-            hosts.cut(lost)
-            lost = None
+        if event := events.pop(line.strip(), None):
+            event()
     printed = "".join(lines)
+    assert not events, printed
     assert process.wait(60) == status, printed
     if status:
         return None, None, printed
     (result,) = (line.split()[1:] for line in lines if line.startswith("result"))
     return int(result[0]), result[1], printed
+
+
+def loses(hosts, name):
+    return {"step 12": lambda: hosts.cut(name)}
 
 
 @pytest.fixture
@@ -75,7 +81,7 @@ def hosts(rig):
 def test_memory_outlives_the_host_of_rank_0(hosts):
     _, undisturbed, _ = run(hosts)
     hosts.host("node2").run(["rm", "-r", "/run/saved"]).check_returncode()
-    start, result, printed = run(hosts, lost="node2")
+    start, result, printed = run(hosts, loses(hosts, "node2"))
     assert start in (5, 10)  # the tenth may have been under way
     assert result == undisturbed
     assert "from the memory of node3" in printed
@@ -86,7 +92,7 @@ def test_memory_outlives_the_host_of_rank_0(hosts):
 
 
 def test_a_run_that_gives_up_keeps_what_only_memory_holds(hosts):
-    _, _, printed = run(hosts, lost="node2", before=FAILING, status=3)
+    _, _, printed = run(hosts, loses(hosts, "node2"), before=FAILING, status=3)
     assert "node2 does not answer" in printed
     assert "may be in the memory of node3 alone" in printed
     copies = hosts.host("node3").run(["sh", "-c", "ls -d /dev/shm/hvkit-run-*/*/step-*"])
@@ -101,7 +107,27 @@ def test_an_older_training_on_the_next_host_is_left_out(hosts, tmp_path):
         ("node3", f"cp -r {tmp_path}/saved /run/saved"),
     ):
         hosts.host(name).run(["sh", "-c", command]).check_returncode()
-    start, result, printed = run(hosts, lost="node2")
+    start, result, printed = run(hosts, loses(hosts, "node2"))
     assert "leaves out the checkpoints of another run" in printed
     assert start in (5, 10)
     assert result == undisturbed
+
+
+def test_a_host_that_returns_does_not_bring_back_its_old_checkpoint(hosts):
+    """The copy is lost with node4; node3 has the newest on its disk."""
+    _, undisturbed, _ = run(hosts)
+    for name in ("node2", "node3", "node4"):
+        hosts.host(name).run(["rm", "-rf", "/run/saved"]).check_returncode()
+
+    def exchange():
+        hosts.heal("node2")
+        hosts.cut("node4")
+
+    start, result, printed = run(
+        hosts, {"step 12": lambda: hosts.cut("node2"), "step 27": exchange}
+    )
+    assert start in (20, 25)
+    assert f"resumed /run/saved/step-0000000{start} on node3" in printed
+    assert result == undisturbed
+    listed = hosts.host("node2").run(["ls", "/run/saved"]).stdout.split()
+    assert listed[-1] == "step-000000040"
