@@ -12,7 +12,8 @@
     ├── resume          loads a checkpoint on all ranks
     ├── newest          finds the newest complete one, for a restart on all hosts
     ├── store           a directory of checkpoints, rank 0's or in memory: lock, folders, manifest
-    ├── replicas        copies in the memory of other hosts, for restarts
+    ├── replicas        copies in the memory of other hosts, for restarts: which hosts
+    ├── transfer        sends a copy to another host, and keeps it there
     ├── choice          which part saves which object
     ├── writing         writes the files, at once or in a thread
     └── fit_callback    saves from inside Keras's fit

@@ -21,8 +21,9 @@ import numpy as np
 
 from hvkit import runtime
 from hvkit.checkpoint import store
-from hvkit.checkpoint.replicas import Replicas, require_own
+from hvkit.checkpoint.replicas import Replicas
 from hvkit.checkpoint.store import Manifest
+from hvkit.checkpoint.transfer import require_own
 from hvkit.communication import collectives
 from hvkit.communication.encoding import sendable
 from hvkit.errors import HvkitError

@@ -119,7 +119,7 @@ def test_a_host_without_memory_for_it_is_an_entry_in_the_log(
     assert names(memory) == []
     assert begin(folder)[2].restore().step == 2
     if hvkit.rank() == 0:
-        assert "bytes of memory, 1,000 are free" in caplog.text
+        assert "bytes, and 1,000 bytes of memory are free there" in caplog.text
 
 
 @several
@@ -163,5 +163,5 @@ def test_without_restarts_rank_0_says_that_there_are_none(folder, memory, caplog
     checkpoint.save(epoch=0, step=1)
     assert checkpoint.restore().step == 1
     if hvkit.rank() == 0:
-        assert "replicas=1: keeps 0: they serve restarts" in caplog.text
+        assert "replicas=1: no copies are kept, because only restarts need them" in caplog.text
     assert names(memory) == []
