@@ -114,6 +114,8 @@ class Checkpoint:
         **parts: Any,
     ) -> None:
         self.directory = Path(directory)
+        if not isinstance(background, bool):
+            raise TypeError(f"background must be True or False, got {background!r}")
         self.background = background
         self._writer = Writer()
         if keep is not None and checked_count("keep", keep) < 1:
@@ -323,7 +325,7 @@ class Checkpoint:
 
     def _put(self, name: str, fill: Callable[[Path], None], progress: Progress) -> None:
         store.write_folder(self.directory, name, fill)
-        report(saved=progress.step)
+        report(saved=progress.step, directory=store.id_of(self.directory))
         store.prune(self.directory, self.keep, name)
         self._replicas.send(self.directory / name)
 
@@ -351,6 +353,9 @@ class Checkpoint:
         parts = [*self.parts, *parts_of_strategies(self.parts)]
         resume.require_same_parts(parts)
         found = newest.find(self.directory, self._replicas, _RESTORE)
+        if runtime.rank() == 0:
+            step = found[0].manifest.step if found is not None else None
+            report(resumes=step, directory=store.id_of(self.directory))
         if found is None:
             return Progress()
         source, folder = found
@@ -368,7 +373,7 @@ class Checkpoint:
         self._epoch = written.epoch
         resume_at(written.step)
         if runtime.rank() == 0:
-            report(saved=written.step)
+            report(saved=written.step, directory=store.id_of(self.directory))
         return self._restored
 
     def callback(self, every: str | int = "epoch") -> keras.callbacks.Callback:

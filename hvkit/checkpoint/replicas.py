@@ -14,7 +14,6 @@ Checkpoints" (SOSP 2023).
 
 from __future__ import annotations
 
-import hashlib
 import socket
 import threading
 import time
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from hvkit import runtime
-from hvkit.checkpoint import transfer
+from hvkit.checkpoint import store, transfer
 from hvkit.communication import collectives
 from hvkit.errors import RanksDisagreeError
 from hvkit.host.run_reports import memory_folder
@@ -64,8 +63,7 @@ class Replicas:
         """
         if (root := memory_folder()) is None or not self.number:
             return None
-        name = hashlib.sha256(str(self._directory.absolute()).encode()).hexdigest()[:16]
-        return root / name
+        return root / store.id_of(self._directory)
 
     def require_same_number(self, call: str) -> None:
         """Raise on every rank unless all want the same number of copies; a collective.

@@ -112,6 +112,11 @@ def is_name(name: str) -> bool:
     return _CHECKPOINT.fullmatch(name) is not None and not name.endswith(_OLD)
 
 
+def id_of(directory: Path) -> str:
+    """A short name for a directory: of its copies in memory, and in reports to ``hvkit run``."""
+    return hashlib.sha256(str(directory.absolute()).encode()).hexdigest()[:16]
+
+
 def prepare(directory: Path) -> Numbers:
     """Create the directory, lock it for this process, and clean up after killed runs.
 

@@ -170,8 +170,12 @@ def _with_restarts(request: Request, run: Run) -> int:
 
 
 def _report_restart(run: Run, restarts: Restarts, outcome: Outcome) -> None:
-    from_step = f"from step {outcome.saved}"
-    if outcome.saved is None:
+    # A try that has ended before it resumed has saved nothing itself.
+    saved = outcome.saved
+    if saved is None:
+        saved = max(run.saved_in.values(), default=None)
+    from_step = f"from step {saved}"
+    if saved is None:
         from_step = "from the beginning, as hvkit.Checkpoint has saved nothing"
     logger.warning("%s, %s: %s", restarts.budget, from_step, outcome.reason)
     if run.timeline is not None:
@@ -235,7 +239,7 @@ def _prepared_again(request: Request, before: Run, least: int, restarts: Restart
         if run.size != before.size:
             logger.warning("%d ranks now, %d before", run.size, before.size)
         status.update(restarts=restarts.made)
-        return replace(run, status=status, timeline=before.timeline)
+        return replace(run, status=status, timeline=before.timeline, saved_in=before.saved_in)
 
 
 def _supervised(request: Request, run: Run) -> Outcome:

@@ -252,3 +252,29 @@ def test_a_rank_that_sleeps_is_shown_where_it_is(tmp_path):
     assert status == 1, printed
     assert "rank 1 is here:\n    <string>:" in printed
     assert "rank 1 has not reached" in printed
+
+
+# Fails once more before it resumes.
+FAILS_EARLY = PYTORCH.replace(
+    "start = checkpoint.restore().step",
+    "from hvkit.host.run_reports import restart_of_this_run\n"
+    "if restart_of_this_run().get('restart') == 1: sys.exit(5)\n"
+    "start = checkpoint.restore().step",
+)
+
+
+@pytest.mark.parametrize(
+    ("lost", "resumed"), [("10", "step 5"), ("", "the beginning")], ids=["newest", "all"]
+)
+def test_a_restart_from_an_older_checkpoint_is_a_warning(lost, resumed, tmp_path):
+    lose = f"import shutil; [shutil.rmtree(each) for each in folder.glob('step-*{lost}')]; {RAISE}"
+    status, result, printed = run(FAILS_EARLY, tmp_path, lose, options=["--max-restarts", "2"])
+    assert status == 0, printed
+    assert result[0].split()[1] == ("5" if lost else "0")
+    lines = [line for line in printed.splitlines() if "go on from" in line]
+    assert lines == [
+        f"hvkit: the ranks go on from {resumed}, although step 10 was saved: no host that has "
+        "ranks now has that checkpoint, complete, on disk or in memory"
+    ]
+    restarts = [line for line in printed.splitlines() if line.startswith("hvkit: restart")]
+    assert ["from step 10" in line for line in restarts] == [True, True]

@@ -260,7 +260,10 @@ def test_records_of_a_monitor(tmp_path):
 
 
 KEY = b"k" * 32
-REPORTS = [b'{"saved": 3}', b'{"cause": "x"}', b'{"terminated": true}', b'{"now": {"step": 2}}']
+REPORTS = [
+    *(b'{"saved": 3, "directory": "a"}', b'{"resumes": 2, "directory": "a"}', b'{"cause": "x"}'),
+    *(b'{"terminated": true}', b'{"now": {"step": 2}}'),
+]
 FRAMES = [
     protocol.frame(Kind.HELLO, b'{"rank": 1, "host": "a"}'),
     protocol.frame(Kind.STDOUT, b"text\n"),

@@ -68,6 +68,7 @@ class Run:
         style: how to show output.
         timeline: takes the spans of all ranks; None if nobody wants them.
         status: gets the newest state of the ranks, for ``hvkit top``.
+        saved_in: as in ``Supervisor``: one for all tries, which the supervisor updates.
     """
 
     command: Sequence[str]
@@ -82,6 +83,7 @@ class Run:
     style: Style = field(default_factory=Style)
     timeline: Timeline | None = None
     status: RunStatus = field(default_factory=RunStatus)
+    saved_in: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,7 @@ class _Supervision:
         self.signalled_late = False
         self.supervisor = Supervisor(run.size, self.key, run.style, run.lost_after, self.failed.set)
         self.supervisor.timeline = run.timeline
+        self.supervisor.saved_in = run.saved_in
 
     async def supervise(self) -> Outcome:
         only_address = self.run.addresses[0] if len(self.run.addresses) == 1 else None

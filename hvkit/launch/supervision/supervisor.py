@@ -57,6 +57,8 @@ class Supervisor:
         host_lost: whether a host was lost.
         failures: the failures so far, in the order in which they became known.
         saved: the step of the newest checkpoint that the run has saved or resumed; None for none.
+        saved_in: the step that was saved or resumed last, by a short name of the directory; also
+            by the tries before.
         replicas: whether hosts hold checkpoints in memory.
         cause: why the ranks have ended the run together; empty if they have not.
         terminated: the ranks that got SIGTERM, with their hosts.
@@ -73,6 +75,7 @@ class Supervisor:
     host_lost: bool = False
     failures: list[Failure] = field(default_factory=list)
     saved: int | None = None
+    saved_in: dict[str, int] = field(default_factory=dict)
     replicas: bool = False
     cause: str = ""
     terminated: dict[int, str] = field(default_factory=dict)
@@ -310,6 +313,9 @@ class Supervisor:
         match values:
             case {"saved": int(step)} if step >= 0:
                 self.saved = max(step, self.saved or 0)
+                self.saved_in[str(values.get("directory"))] = step
+            case {"resumes": int() | None as step, "directory": str(directory)}:
+                _warn_if_older(step, self.saved_in.get(directory))
             case {"replica": True}:
                 self.replicas = True
             case {"cause": str(text)}:
@@ -347,6 +353,17 @@ class Supervisor:
             )
         )
         self.on_failure()
+
+
+def _warn_if_older(step: int | None, saved: int | None) -> None:
+    """Say that ranks resume an older checkpoint than they could if a host was not lost."""
+    if saved is None or (step is not None and step >= saved):
+        return
+    logger.warning(
+        "the ranks go on from %s, although step %d was saved: no host that has ranks now has that "
+        "checkpoint, complete, on disk or in memory",
+        *("the beginning" if step is None else f"step {step}", saved),
+    )
 
 
 async def _read_frame(reader: asyncio.StreamReader) -> tuple[Kind, bytes]:

@@ -240,6 +240,11 @@ def test_a_state_that_torch_would_not_load_safely_is_refused(tmp_path):
         ),
         ({"model": torch.nn.Linear(1, 1), "keep": 0}, ValueError, "keep must be at least 1"),
         ({"model": torch.nn.Linear(1, 1), "keep": "3"}, TypeError, "keep must be an int"),
+        (
+            {"model": torch.nn.Linear(1, 1), "background": 1},
+            TypeError,
+            "background must be True or False, got 1",
+        ),
     ],
 )
 def test_wrong_arguments(arguments, error, text, tmp_path):
