@@ -15,6 +15,7 @@ from hvkit.checkpoint.part import Part
 from hvkit.checkpoint.progress import (
     Progress,
     checked_count,
+    checked_every,
     checked_extras,
     require_same_progress,
 )
@@ -51,8 +52,8 @@ class Checkpoint:
     ``model.pt`` and so on, for ``torch.load``; a Keras model as ``model.weights.h5``, for
     ``model.load_weights``; and the variables of a Keras optimizer, in their order, as
     ``optimizer.npz``. Rank 0 writes it under another name, flushes it to disk and renames it, so a
-    run killed at any moment leaves its newest complete checkpoint behind. Only rank 0 uses the
-    directory; other hosts need not see it.
+    run killed at any moment leaves its newest complete checkpoint behind. Only rank 0 writes to
+    the directory; other hosts need not see it.
 
     A run that is stopped and resumed on the same number of ranks ends with the same weights as a
     run that was never stopped, bit for bit, if its data comes in the same order. For this, each
@@ -249,7 +250,7 @@ class Checkpoint:
             SystemExit: with status 143, once the checkpoint is saved after SIGTERM.
             TypeError, ValueError: ``every`` is no positive number of steps; else as ``save``.
         """
-        wanted = every is not None and step % _checked_every(every) == 0
+        wanted = every is not None and step % checked_every(every) == 0
         if self._may_leave():
             LEAVING.handle_sigterm()
             wanted |= LEAVING.due()
@@ -395,7 +396,7 @@ class Checkpoint:
         """
         from hvkit.checkpoint.fit_callback import SaveCallback  # imports Keras
 
-        steps = None if every == "epoch" else _checked_every(every)
+        steps = None if every == "epoch" else checked_every(every)
         return SaveCallback(
             self.save, self.wait, self.parts, self._take_batches, lambda: self._restored.step, steps
         )
@@ -405,11 +406,3 @@ class Checkpoint:
         batches = self._restored.batches if epoch == self._restored.epoch else 0
         self._restored = Progress()
         return batches
-
-
-def _checked_every(every: str | int) -> int:
-    if isinstance(every, bool) or not isinstance(every, int):
-        raise TypeError(f'every must be "epoch" or a number of steps, got {every!r}')
-    if every < 1:
-        raise ValueError(f"every must be at least 1 step, got {every}")
-    return every

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -81,31 +81,25 @@ def find(directory: Path, replicas: Replicas, call: str) -> tuple[Found, Path] |
     replicas.require_same_number(call)
     problem: Exception | None = None
     offers: list[Found] = []
-    damaged: list[tuple[str, str]] = []
+    skipped: list[_Skipped] = []
     try:
-        offers, damaged = _offers(directory, replicas)
+        offers, skipped = _offers(directory, replicas)
     except Exception as error:  # any error: the other ranks must not wait for this one
         problem = error
-    listed = [each.manifest for each in offers if not each.in_memory]
-    everyone = collectives.share(call, problem, (directory, damaged))
+    everyone = collectives.share(call, problem, (directory, skipped))
     directory = everyone[0][0]
-    skipped = dict.fromkeys(each for _, theirs in everyone for each in theirs)
-    for place, reason in skipped:
-        _log_skipped(place, reason)
-    while (found := _chosen(offers, call)) is not None:
-        reason = _damage(found, call)
-        if not reason:
-            break
-        _log_skipped(str(found), reason)
-        skipped[str(found), reason] = None
-        offers = [each for each in offers if each.file != found.file]
+    # Of hosts that share a directory, the last one here, which is the first of them.
+    of_all = {(each.key, each.reason): each for _, theirs in everyone[::-1] for each in theirs}
+    for each in of_all.values():
+        _log_skipped(each.place, each.reason)
+    found, damaged = _first_complete(offers, call)
     if found is None:
-        if skipped and runtime.rank() == 0:
+        if (of_all or damaged) and runtime.rank() == 0:
             logger.warning(
                 "all checkpoints in %s are damaged: starting from the beginning", directory
             )
         return None
-    if not collectives.from_rank(0, _lacks(directory, listed, found)):
+    if not collectives.from_rank(0, _lacks(directory, offers, found)):
         return found, directory / found.folder.name
     try:
         bring(found, directory, call)
@@ -119,19 +113,36 @@ def find(directory: Path, replicas: Replicas, call: str) -> tuple[Found, Path] |
     return found, directory / store.name_of(found.manifest.step)
 
 
-def _offers(directory: Path, replicas: Replicas) -> tuple[list[Found], list[tuple[str, str]]]:
-    """The checkpoints that this rank can read, the newest first; places and reasons of damage."""
+@sendable
+class _Skipped(NamedTuple):
+    """What a rank cannot read.
+
+    Attributes:
+        key: the same for all hosts that share it.
+        place: what it is, for messages.
+        reason: why it cannot be read.
+    """
+
+    key: str
+    place: str
+    reason: str
+
+
+def _offers(directory: Path, replicas: Replicas) -> tuple[list[Found], list[_Skipped]]:
+    """The checkpoints that this rank can read, the newest first, and what it cannot read."""
     offers: list[Found] = []
-    damaged: list[tuple[str, str]] = []
+    skipped: list[_Skipped] = []
     rank, host, run = runtime.rank(), socket.gethostname(), run_name()
 
-    def look(folder: Path, *, in_memory: bool) -> Iterator[Found]:
-        def skip(path: Path, reason: str) -> None:
-            # Hosts that share a directory find the same damage.
-            first = rank if in_memory else 0
-            damaged.append((_place(path, first, host, in_memory=in_memory), reason))
+    def skip(path: Path, reason: str, *, in_memory: bool) -> None:
+        place = _place(path, rank, host, in_memory=in_memory)
+        skipped.append(_Skipped(place if in_memory else str(path), place, reason))
 
-        for path, manifest in store.readable(folder, skip):
+    def look(folder: Path, *, in_memory: bool) -> Iterator[Found]:
+        def skip_damaged(path: Path, reason: str) -> None:
+            skip(path, f"damaged: {reason}", in_memory=in_memory)
+
+        for path, manifest in store.readable(folder, skip_damaged):
             try:
                 status = (path / store.MANIFEST).stat()
             except OSError:  # deleted since it was read
@@ -142,19 +153,19 @@ def _offers(directory: Path, replicas: Replicas) -> tuple[list[Found], list[tupl
     if rank == 0:
         offers += look(directory, in_memory=False)
     if run and runtime.local_rank() == 0:
-        for folder, in_memory in ((directory, False), (replicas.folder, True)):
-            if folder is None or (rank == 0 and not in_memory):
-                continue
+        elsewhere = [] if rank == 0 else [(directory, False)]
+        if replicas.folder is not None:
+            elsewhere.append((replicas.folder, True))
+        for folder, in_memory in elsewhere:
             try:
-                if not folder.exists():
-                    continue
-                if in_memory:
+                if in_memory and folder.exists():
                     require_own(folder.parent)
                 found = look(folder, in_memory=in_memory)
                 offers += [each for each in found if each.manifest.run == run]
-            except (OSError, HvkitError) as error:
-                damaged.append((_place(folder, rank, host, in_memory=in_memory), str(error)))
-    return sorted(offers, key=_order, reverse=True), damaged
+            except (OSError, HvkitError) as error:  # those of other hosts may do
+                why = (error.strerror if isinstance(error, OSError) else "") or str(error)
+                skip(folder, f"cannot be read: {why}", in_memory=in_memory)
+    return sorted(offers, key=_order, reverse=True), skipped
 
 
 def _order(found: Found) -> tuple[Any, ...]:
@@ -168,10 +179,25 @@ def _order(found: Found) -> tuple[Any, ...]:
     return own, manifest.saves if own else 0, found.in_memory, manifest.serial, -found.rank
 
 
-def _chosen(offers: list[Found], call: str) -> Found | None:
-    """The newest that a rank offers; a collective."""
-    everyone = collectives.gather(call, offers[0] if offers else None)
-    return max((each for each in everyone if each is not None), key=_order, default=None)
+def _first_complete(offers: list[Found], call: str) -> tuple[Found | None, bool]:
+    """The newest that a rank offers and that is complete; a collective.
+
+    Returns:
+        The checkpoint, or None; and whether a newer one is damaged.
+    """
+    damaged = False
+    while True:
+        everyone = collectives.gather(call, offers[0] if offers else None)
+        offered = [each for each in everyone if each is not None]
+        if not offered:
+            return None, damaged
+        found = max(offered, key=_order)
+        reason = _damage(found, call)
+        if not reason:
+            return found, damaged
+        damaged = True
+        _log_skipped(str(found), f"damaged: {reason}")
+        offers = [each for each in offers if each.file != found.file]
 
 
 def _damage(found: Found, call: str) -> str:
@@ -192,11 +218,12 @@ def _damage(found: Found, call: str) -> str:
     return collectives.share(call, problem, reason)[found.rank]
 
 
-def _lacks(directory: Path, listed: Iterable[Manifest], found: Found) -> bool:
-    """Whether rank 0's directory, with these manifests, lacks a checkpoint; called on every rank.
+def _lacks(directory: Path, offers: list[Found], found: Found) -> bool:
+    """Whether rank 0's directory lacks a checkpoint; False on other ranks.
 
-    Rank 0 logs that what another run has left there is older.
+    Rank 0 logs that it leaves out what another run has saved there.
     """
+    listed = [each.manifest for each in offers if not each.in_memory]
     wanted = replace(found.manifest, serial=0)
     if runtime.rank() or any(replace(each, serial=0) == wanted for each in listed):
         return False
@@ -208,7 +235,7 @@ def _lacks(directory: Path, listed: Iterable[Manifest], found: Found) -> bool:
 
 def _log_skipped(place: str, reason: str) -> None:
     if runtime.rank() == 0:
-        logger.warning("skipped %s: damaged: %s", place, reason)
+        logger.warning("skipped %s: %s", place, reason)
 
 
 def _place(folder: Path, rank: int, host: str, *, in_memory: bool) -> str:

@@ -59,6 +59,20 @@ def checked_count(name: str, value: object) -> int:
     return value
 
 
+def checked_every(every: str | int) -> int:
+    """The number of steps from one save to the next.
+
+    Raises:
+        TypeError: it is no integer.
+        ValueError: it is not positive.
+    """
+    if isinstance(every, bool) or not isinstance(every, int):
+        raise TypeError(f'every must be "epoch" or a number of steps, got {every!r}')
+    if every < 1:
+        raise ValueError(f"every must be at least 1 step, got {every}")
+    return every
+
+
 def checked_extras(extras: object) -> dict[str, Any]:
     """The extras as JSON returns them.
 
