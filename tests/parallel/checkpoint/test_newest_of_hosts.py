@@ -101,9 +101,9 @@ def test_a_damaged_one_on_another_disk_is_skipped(disk, caplog):
 
 @pytest.mark.parametrize("run", ["fedcba9876543210", ""])
 def test_a_disk_with_another_run_is_left_alone(run, disk):
-    save(disk, 1, 2)
-    move(disk, 2, run=run)
-    assert begin(disk)[2].restore().step == 1
+    save(disk, 1)
+    move(disk, 1, run=run)
+    assert begin(disk)[2].restore().step == 0
 
 
 def test_without_restarts_rank_0s_directory_is_the_only_one(disk, monkeypatch):
