@@ -88,7 +88,7 @@ def find(directory: Path, replicas: Replicas, call: str) -> tuple[Found, Path] |
         problem = error
     everyone = collectives.share(call, problem, (directory, skipped))
     directory = everyone[0][0]
-    # Of hosts that share a directory, the last one here, which is the first of them.
+    # Hosts that share a directory skip the same in it: only the first of them counts.
     of_all = {(each.key, each.reason): each for _, theirs in everyone[::-1] for each in theirs}
     for each in of_all.values():
         _log_skipped(each.place, each.reason)
@@ -106,8 +106,7 @@ def find(directory: Path, replicas: Replicas, call: str) -> tuple[Found, Path] |
     except OSError as error:
         if runtime.rank() == 0:
             logger.warning(
-                "cannot write %s into %s: %s; the run resumes from it all the same, and the next "
-                "save tries again",
+                "cannot write %s into %s: %s; the run resumes from it all the same",
                 *(found, directory, error.strerror or error),
             )
     return found, directory / store.name_of(found.manifest.step)

@@ -124,8 +124,7 @@ class Replicas:
             if link is None:
                 if rank not in self._late:
                     logger.warning(
-                        "%s, as rank %d there has not connected yet; it gets the next one after "
-                        "it has",
+                        "%s: rank %d there has not connected yet; once it has, it gets the next",
                         *(fails, rank),
                     )
                 self._late.add(rank)

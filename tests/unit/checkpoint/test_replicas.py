@@ -57,8 +57,8 @@ def test_a_holder_that_connects_late_gets_the_next_one(copies, saved, tmp_path, 
         copies.send(saved)
     assert (kept(one), kept(two)) == ([saved.name], [])
     assert [each.getMessage() for each in caplog.records] == [
-        f"node3 keeps no copy of {saved}, as rank 2 there has not connected yet; it gets the next "
-        "one after it has"
+        f"node3 keeps no copy of {saved}: rank 2 there has not connected yet; once it has, it gets "
+        "the next"
     ]
     assert not listener.closed
     copies._admit(2, holder(two))
