@@ -51,6 +51,7 @@ def train_and_evaluate(flags):
     steps = len(data.train) // (flags.batch_size * hvkit.size())
 
     model, optimizer = make_model(flags), make_optimizer(flags)
+    monitor = common.make_monitor(flags, steps)
     model, optimizer = hvkit.distribute(
         model,
         optimizer,
@@ -60,6 +61,7 @@ def train_and_evaluate(flags):
         strategy=flags.strategy,
         compression=flags.compression,
         batch_norm=flags.batch_norm,
+        monitor=monitor,
     )
     compile_model(model, optimizer)
 
@@ -68,13 +70,14 @@ def train_and_evaluate(flags):
 
     first_epoch, saving = 0, []
     if flags.checkpoint_dir is not None:
+        recorded = {} if monitor is None else {"monitor": monitor}
         checkpoint = hvkit.Checkpoint(
-            flags.checkpoint_dir, keep=flags.keep, model=model, optimizer=optimizer
+            flags.checkpoint_dir, keep=flags.keep, model=model, optimizer=optimizer, **recorded
         )
         first_epoch = checkpoint.restore().epoch
         saving = [checkpoint.callback(every="epoch")]
 
-    with common.Report(flags, data, steps, first_epoch) as report:
+    with common.Report(flags, data, steps, monitor, first_epoch) as report:
         model.fit(
             hvkit.shard(TrainingImages(data.train, flags, steps, first_epoch)),
             shuffle=False,

@@ -50,7 +50,7 @@ def training_batches(flags, images, epoch):
 
 
 def train(train_step, batches, report):
-    for pixels, labels in batches:
+    for pixels, labels in report.batches(batches):
         report.step(train_step(pixels, labels))
 
 
@@ -71,6 +71,7 @@ def train_and_evaluate(flags):
     steps = len(data.train) // (flags.batch_size * hvkit.size())
 
     model, optimizer = make_model(flags), make_optimizer(flags)
+    monitor = common.make_monitor(flags, steps)
     model, optimizer = hvkit.distribute(
         model,
         optimizer,
@@ -80,18 +81,20 @@ def train_and_evaluate(flags):
         strategy=flags.strategy,
         compression=flags.compression,
         batch_norm=flags.batch_norm,
+        monitor=monitor,
     )
     train_step, test_step = make_train_step(flags, model, optimizer), make_test_step(model)
 
     first_epoch, steps_done, checkpoint = 0, 0, None
     if flags.checkpoint_dir is not None:
+        recorded = {} if monitor is None else {"monitor": monitor}
         checkpoint = hvkit.Checkpoint(
-            flags.checkpoint_dir, keep=flags.keep, model=model, optimizer=optimizer
+            flags.checkpoint_dir, keep=flags.keep, model=model, optimizer=optimizer, **recorded
         )
         start = checkpoint.restore()
         first_epoch, steps_done = start.epoch, start.step
 
-    with common.Report(flags, data, steps, first_epoch) as report:
+    with common.Report(flags, data, steps, monitor, first_epoch) as report:
         for epoch in range(first_epoch, flags.epochs):
             report.start_epoch()
             factor = common.rate_factor(flags.schedule, epoch, flags.epochs)

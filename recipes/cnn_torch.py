@@ -52,7 +52,7 @@ class Step:
 
 def train(model, step, batches, report):
     model.train()
-    for pixels, labels in batches:
+    for pixels, labels in report.batches(batches):
         report.step(step(pixels.to(device), labels.to(device)))
 
 
@@ -89,6 +89,7 @@ def train_and_evaluate(flags):
 
     model = make_model(flags)
     optimizer = make_optimizer(flags, model)
+    monitor = common.make_monitor(flags, steps)
     model, optimizer = hvkit.distribute(
         model,
         optimizer,
@@ -98,6 +99,7 @@ def train_and_evaluate(flags):
         strategy=flags.strategy,
         compression=flags.compression,
         batch_norm=flags.batch_norm,
+        monitor=monitor,
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda epoch: common.rate_factor(flags.schedule, epoch, flags.epochs)
@@ -107,13 +109,15 @@ def train_and_evaluate(flags):
     first_epoch, steps_done, checkpoint = 0, 0, None
     if flags.checkpoint_dir is not None:
         parts = {"scheduler": schedule, "data": train_loader, "scaler": step.scaler}
+        if monitor is not None:
+            parts["monitor"] = monitor
         checkpoint = hvkit.Checkpoint(
             flags.checkpoint_dir, keep=flags.keep, model=model, optimizer=optimizer, **parts
         )
         start = checkpoint.restore()
         first_epoch, steps_done = start.epoch, start.step
 
-    with common.Report(flags, data, steps, first_epoch) as report:
+    with common.Report(flags, data, steps, monitor, first_epoch) as report:
         for epoch in range(first_epoch, flags.epochs):
             report.start_epoch()
             if flags.augment:

@@ -36,17 +36,21 @@ def decayed(epoch, learning_rate):
 def main():
     flags = common.parse_flags(__doc__)
     data = common.load_data(flags)
+    pixels, labels = hvkit.shard(data.train.batch(slice(None)))
+    steps = math.ceil(len(labels) / flags.batch_size)
 
     # Each rank draws its own dropout; distribute copies rank 0's weights to all ranks.
     keras.utils.set_random_seed(flags.seed + hvkit.rank())
     model = make_model()
     optimizer = keras.optimizers.SGD(learning_rate=flags.lr, momentum=flags.momentum)
+    monitor = common.make_monitor(flags, steps)
     model, optimizer = hvkit.distribute(
         model,
         optimizer,
         strategy=flags.strategy,
         compression=flags.compression,
         lr_scaling="linear",
+        monitor=monitor,
     )
 
     model.compile(
@@ -54,9 +58,7 @@ def main():
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )
-    pixels, labels = hvkit.shard(data.train.batch(slice(None)))
-    steps = math.ceil(len(labels) / flags.batch_size)
-    with common.Report(flags, data, steps) as report:
+    with common.Report(flags, data, steps, monitor) as report:
         model.fit(
             pixels,
             labels,

@@ -64,12 +64,14 @@ def main():
     keras.utils.set_random_seed(flags.seed + hvkit.rank())
     model = make_model()
     optimizer = keras.optimizers.SGD(learning_rate=flags.lr, momentum=flags.momentum)
+    monitor = common.make_monitor(flags, len(train_batches))
     model, optimizer = hvkit.distribute(
         model,
         optimizer,
         strategy=flags.strategy,
         compression=flags.compression,
         lr_scaling="linear",
+        monitor=monitor,
     )
 
     @tf.function
@@ -87,10 +89,10 @@ def main():
         count = tf.cast(tf.size(labels), tf.float32)
         return loss_of(labels, logits) * count, tf.math.count_nonzero(hits)
 
-    with common.Report(flags, data, len(train_batches)) as report:
+    with common.Report(flags, data, len(train_batches), monitor) as report:
         for _ in range(flags.epochs):
             report.start_epoch()
-            for pixels, labels in train_batches:
+            for pixels, labels in report.batches(train_batches):
                 report.step(train_step(pixels, labels))
             optimizer.learning_rate.assign(optimizer.learning_rate * common.MNIST_DECAY)
             with hvkit.settled(model):

@@ -32,7 +32,7 @@ def make_model() -> nn.Module:
 
 def train(model, optimizer, batches, report):
     model.train()
-    for pixels, labels in batches:
+    for pixels, labels in report.batches(batches):
         optimizer.zero_grad()
         loss = F.cross_entropy(model(pixels.to(device)), labels.to(device))
         loss.backward()
@@ -73,16 +73,18 @@ def main():
     torch.manual_seed(flags.seed + hvkit.rank())
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=flags.lr, momentum=flags.momentum)
+    monitor = common.make_monitor(flags, len(train_loader))
     model, optimizer = hvkit.distribute(
         model,
         optimizer,
         strategy=flags.strategy,
         compression=flags.compression,
         lr_scaling="linear",
+        monitor=monitor,
     )
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=common.MNIST_DECAY)
 
-    with common.Report(flags, data, len(train_loader)) as report:
+    with common.Report(flags, data, len(train_loader), monitor) as report:
         for _ in range(flags.epochs):
             report.start_epoch()
             train(model, optimizer, train_loader, report)

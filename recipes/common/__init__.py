@@ -10,13 +10,13 @@
     │       └── images              labelled images, and their augmentation
     ├── for_torch, for_keras    networks, and the glue to the framework
     ├── schedule        how the learning rate decays
-    └── report, throughput      progress lines, metrics.jsonl, images per second
+    └── report, throughput      progress lines, hvkit.Monitor, images per second
 """
 
 from common.flags import parse_cnn_flags, parse_flags
 from common.images import augmented
 from common.ranks import load_data, mean_over_ranks, say, stop_if_any
-from common.report import Report
+from common.report import Report, make_monitor
 from common.schedule import MNIST_DECAY, rate_factor
 from common.throughput import Throughput, random_batch
 
@@ -26,6 +26,7 @@ __all__ = [
     "Throughput",
     "augmented",
     "load_data",
+    "make_monitor",
     "mean_over_ranks",
     "parse_cnn_flags",
     "parse_flags",

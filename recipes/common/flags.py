@@ -155,7 +155,7 @@ def add_training_flags(parser: Parser, batch_size: int, epochs: int, lr: float) 
     )
     flag("--seed", type=SEED, default=1, help="seed of initial weights, image order and dropout")
     flag("--log-interval", type=POSITIVE, default=100, help="steps between reports of the loss")
-    flag("--output-dir", type=Path, help="folder for metrics.jsonl")
+    flag("--output-dir", type=Path, help="folder for a record of the run: hvkit report shows it")
     flag("--dry-run", action="store_true", help=f"one epoch of images for {DRY_RUN_STEPS} steps")
 
 
@@ -183,7 +183,7 @@ def check(parser: Parser, flags: Flags) -> None:
 # Flags without effect on throughput, and flags without effect on training.
 _NOT_WITH_SYNTHETIC = (
     *("test_batch_size", "epochs", "log_interval", "dry_run", "data_dir", "dataset"),
-    *("schedule", "warmup_epochs", "augment", "checkpoint_dir", "keep"),
+    *("schedule", "warmup_epochs", "augment", "checkpoint_dir", "keep", "output_dir"),
 )
 _ONLY_WITH_SYNTHETIC = ("image_size", "classes", "untimed_steps", "rounds", "steps_per_round")
 

@@ -44,7 +44,7 @@ class ReportProgress(keras.callbacks.Callback):
         self._report.start_epoch()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._report.step(logs["loss"])
+        self._report.show_step(logs["loss"])
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._report.end_epoch(logs["val_loss"], logs["val_accuracy"])

@@ -10,7 +10,6 @@ import numpy as np
 import hvkit
 from common.flags import CnnFlags
 from common.ranks import say
-from common.report import Metrics
 
 
 def random_batch(flags: CnnFlags) -> tuple[np.ndarray, np.ndarray]:
@@ -35,7 +34,6 @@ class Throughput:
     def __init__(self, flags: CnnFlags, wait: Callable[[], object] = lambda: None) -> None:
         self._flags = flags
         self._wait = wait
-        self._metrics = Metrics(flags, "random images")
         self.steps = flags.untimed_steps + flags.rounds * flags.steps_per_round
         """The number of steps that the recipe must take."""
         self._done = 0
@@ -51,7 +49,6 @@ class Throughput:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self._print_results()
-        self._metrics.close()
 
     def step(self) -> None:
         """Count a step."""
@@ -79,15 +76,6 @@ class Throughput:
         of_all, spread_of_all = mean_and_spread(together)
         say(f"images/s per rank: {of_one:.1f} +- {spread_of_one:.1f}")
         say(f"images/s of {hvkit.size()} ranks together: {of_all:.1f} +- {spread_of_all:.1f}")
-        self._metrics.record(
-            "throughput",
-            ranks=hvkit.size(),
-            images_per_second=of_all,
-            spread=spread_of_all,
-            images_per_second_per_rank=of_one,
-            spread_per_rank=spread_of_one,
-            rounds_by_rank=by_rank,
-        )
 
 
 def mean_and_spread(values: list[float]) -> tuple[float, float]:

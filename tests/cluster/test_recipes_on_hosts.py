@@ -1,12 +1,12 @@
 """The MNIST recipes on several hosts train what they train on one."""
 
 import itertools
-import json
 import sys
 from pathlib import Path
 
 import pytest
 from cases import MORE, cases
+from monitored import Monitored
 from rig import Rig
 
 ROOT = Path(__file__).parents[2]
@@ -33,13 +33,13 @@ ENVIRONMENT = {
 
 
 def trained(host, launcher, recipe, folder):
-    """What a recipe reports of each step and at its end, started on a host of the rig."""
+    """What a recipe records of each step and epoch, started on a host of the rig."""
     script = [sys.executable, str(ROOT / "recipes" / f"{recipe}.py")]
     flags = ["--dataset", "digits", "--epochs", "1", "--log-interval", "1"]
     flags += ["--output-dir", str(folder)]
     done = host.run([*launcher, *script, *flags], env=ENVIRONMENT, cwd=ROOT, timeout=240)
     assert done.returncode == 0, f"{done.args}\n{done.stdout}\n{done.stderr}"
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return Monitored.read(folder)
 
 
 @pytest.fixture(scope="module")
@@ -68,16 +68,13 @@ def launchers(hostfile, ranks):
     }
 
 
-def losses(records):
-    return [record["loss"] for record in records if record["event"] == "train"]
-
-
 def assert_equal(found, expected):
-    """The same training to the bit: but for its speed, everything that was reported."""
-    assert len(losses(found)) > 5
-    assert losses(found) == losses(expected)
-    for measured in ("ranks", "epochs", "test_accuracy", "test_loss"):
-        assert found[-1][measured] == expected[-1][measured], measured
+    """The same training to the bit: but for its speed, everything that was recorded."""
+    assert len(found.losses) > 5
+    assert found.losses == expected.losses
+    assert len(found.tests) == 1
+    assert found.tests == expected.tests
+    assert (found.ranks, found.epochs) == (expected.ranks, expected.epochs)
 
 
 LAUNCHERS = ("hvkit", "mpirun", "horovodrun")
@@ -114,6 +111,8 @@ def test_without_mpi_between_the_hosts(rig, on_one_host, tmp_path):
     found = trained(hosts.host("node1"), launcher, "mnist_torch", tmp_path)
     expected = on_one_host("mnist_torch", 4)
     # Gloo adds up in another order than MPI; what that rounds off grows with every step.
-    assert len(losses(found)) == len(losses(expected)) > 5
-    assert losses(found)[:4] == pytest.approx(losses(expected)[:4], rel=1e-5)
-    assert found[-1]["ranks"] == 4
+    assert found.losses.keys() == expected.losses.keys()
+    assert len(found.losses) > 5
+    for step in range(1, 5):
+        assert found.losses[step] == pytest.approx(expected.losses[step], rel=1e-5)
+    assert found.ranks == 4

@@ -1,6 +1,5 @@
 """Scripts of ``hvkit manifest slurm`` run in a real Slurm, on two hosts."""
 
-import json
 import os
 import shlex
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import slurm_cluster
+from monitored import Monitored
 from rig import Rig
 from slurm_cluster import Slurm, slurm_on
 
@@ -113,9 +113,9 @@ def test_a_recipe_trains_in_the_allocation(slurm: Slurm, tmp_path: Path) -> None
     recipe = ["python", "recipes/mnist_torch.py", *flags]
     job = slurm.run(script("-np", "2", "--slots", "1", *recipe), timeout=300, cwd=CHECKOUT)
     assert job.status == 0, job.output
-    final = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert final["ranks"] == 2
-    assert final["test_accuracy"] > 0.7
+    monitored = Monitored.read(tmp_path / "run")
+    assert monitored.ranks == 2
+    assert monitored.tests[-1]["test_accuracy"] > 0.7
 
 
 def test_slurm_learns_that_a_rank_failed(slurm: Slurm, tmp_path: Path) -> None:

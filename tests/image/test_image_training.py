@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from containers import containers, keys_in_a_secret
+from monitored import Monitored
 
 _MPIRUN = ("mpirun", "-np", "2", "-H", "node1:1,node2:1", "--bind-to", "none")
 _HVKIT_RUN = ("hvkit", "run", "-np", "2", "-H", "node1:1,node2:1")
@@ -13,7 +14,7 @@ _HVKIT_RUN = ("hvkit", "run", "-np", "2", "-H", "node1:1,node2:1")
 
 @pytest.fixture
 def train(image, tmp_path):
-    """``train(launcher, *flags, data=None)`` runs recipes/mnist_torch.py and returns its records.
+    """``train(launcher, *flags, data=None)`` runs recipes/mnist_torch.py and returns its record.
 
     The launcher is started in the first of two containers.
     """
@@ -26,25 +27,25 @@ def train(image, tmp_path):
             script = ("python", "recipes/mnist_torch.py", "--output-dir", "/tmp/run")
             node1.output(*launcher, *script, *flags, timeout=seconds)
             lines = node1.output("cat", "/tmp/run/metrics.jsonl").splitlines()
-        return [json.loads(line) for line in lines]
+        return Monitored.of(lines)
 
     return train
 
 
 @pytest.mark.parametrize("launcher", [_MPIRUN, _HVKIT_RUN], ids=["mpirun", "hvkit run"])
 def test_two_containers_train_on_digits(train, launcher):
-    final = train(launcher, "--dataset", "digits", "--epochs", "2", seconds=300)[-1]
-    assert final["ranks"] == 2
-    assert final["test_accuracy"] >= 0.8
+    monitored = train(launcher, "--dataset", "digits", "--epochs", "2", seconds=300)
+    assert monitored.ranks == 2
+    assert monitored.tests[-1]["test_accuracy"] >= 0.8
 
 
 def test_two_containers_reach_97_percent_on_mnist_in_one_epoch(train):
     folder = os.environ.get("HVKIT_DATA_DIR")
     assert folder, "set HVKIT_DATA_DIR to the folder with the files of MNIST"
     flags = ("--dataset", "mnist", "--data-dir", "/data", "--epochs", "1")
-    final = train(_MPIRUN, *flags, data=Path(folder), seconds=1200)[-1]
-    assert final["ranks"] == 2
-    assert final["test_accuracy"] >= 0.97
+    monitored = train(_MPIRUN, *flags, data=Path(folder), seconds=1200)
+    assert monitored.ranks == 2
+    assert monitored.tests[-1]["test_accuracy"] >= 0.97
 
 
 def test_hvkit_finds_no_fault_with_the_containers(image, tmp_path):

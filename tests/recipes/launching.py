@@ -9,26 +9,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from monitored import Monitored
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
 ALONE = ()
+HVKIT = (sys.executable, "-m", "hvkit.cli")
 MPIRUN = ("mpirun", "-np", "2")
 HOROVODRUN = ("horovodrun", "-np", "2")
 
 
 @dataclass
 class Run:
-    """A recipe that has ended: its exit status, what it said, and its metrics.jsonl."""
+    """A recipe that has ended: its exit status, what it said, and what its monitor recorded."""
 
     status: int
     out: str
     err: str
-    records: list[dict]
-
-    @property
-    def final(self) -> dict:
-        return self.records[-1]
+    monitored: Monitored | None
 
     @property
     def said_more_than_once(self) -> list[str]:

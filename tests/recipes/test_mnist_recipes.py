@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from cases import MORE, cases
-from launching import ALONE, HOROVODRUN, MPIRUN, python
+from launching import ALONE, HOROVODRUN, HVKIT, MPIRUN, python, run
 
 DIGITS = ("--dataset", "digits")
 
@@ -18,8 +18,9 @@ DIGITS = ("--dataset", "digits")
 )
 def test_two_ranks_learn_the_digits_with_default_settings(start, launcher, recipe):
     run = start(launcher, recipe, *DIGITS)
-    assert run.final["test_accuracy"] >= 0.95, run.out
-    assert (run.final["ranks"], run.final["epochs"]) == (2, 8)
+    monitored = run.monitored
+    assert monitored.tests[-1]["test_accuracy"] >= 0.95, run.out
+    assert (monitored.ranks, monitored.epochs, len(monitored.tests)) == (2, 8, 8)
     assert "epoch 8/8: test accuracy" in run.out
     assert run.said_more_than_once == []
 
@@ -29,43 +30,55 @@ def test_two_ranks_learn_the_digits_with_default_settings(start, launcher, recip
 def test_two_ranks_learn_in_rounds_and_report_what_they_send(start, recipe):
     words = "--strategy", "LocalSGD:every=4", "--compression", "int8"
     run = start(MPIRUN, recipe, *DIGITS, "--epochs", "2", *words)
-    assert run.final["test_accuracy"] >= 0.85, run.out
-    sent = run.final["bytes_per_step"]
-    assert "gradients" not in sent
+    assert run.monitored.tests[-1]["test_accuracy"] >= 0.85, run.out
+    assert run.monitored.sent("gradients") == 0
     # 1.2 million weights, a byte each in every fourth step and at the end of an epoch. Uncompressed
     # they would be four times as many, and in every step four times that.
-    assert 300e3 < sent["weights"] < 500e3
+    assert 300e3 < run.monitored.sent("weights") < 500e3
 
 
 @pytest.mark.parametrize("recipe", cases(["mnist_keras", "mnist_torch", "mnist_tf"]))
-def test_a_dry_run_alone_trains_tests_and_writes_all_records(start, recipe):
+def test_a_dry_run_alone_trains_tests_and_records_all(start, recipe):
     run = start(ALONE, recipe, *DIGITS, "--dry-run", "--log-interval", "2")
-    assert [(r["event"], r.get("step")) for r in run.records] == [
-        ("start", None),
-        ("train", 2),
-        ("train", 3),
-        ("epoch", None),
-        ("final", None),
-    ]
-    assert run.final.keys() == {
-        "event",
-        "test_accuracy",
-        "test_loss",
-        "epochs",
-        "ranks",
-        "images_per_second",
-        "bytes_per_step",
-    }
-    assert (run.final["ranks"], run.final["epochs"]) == (1, 1)
-    assert 0 < run.final["test_accuracy"] < 1
-    assert run.final["images_per_second"] > 0
+    monitored = run.monitored
+    assert list(monitored.losses) == [2, 3]
+    assert [record["learning_rate"] for record in monitored.records] == pytest.approx([0.02, 0.02])
+    assert all(record["samples_per_second"] > 0 for record in monitored.records)
+    assert (monitored.ranks, monitored.epochs) == (1, 1)
+    (test,) = monitored.tests
+    assert test["step"] == 3
+    assert 0 < test["test_accuracy"] < 1
+    assert 0 < test["test_loss"] < 10
+    assert "error" not in monitored.end
+    assert "images/s in training" in run.out
     assert "\x1b" not in run.out
+
+
+def test_hvkit_report_shows_the_last_run_in_the_folder(start, tmp_path):
+    for _ in range(2):
+        start(MPIRUN, "mnist_torch", *DIGITS, "--dry-run", "--log-interval", "1")
+    status, out, err = run([*HVKIT, "report", str(tmp_path / "run")], 60)
+    assert status == 0, err
+    assert "run: 3 steps" in out
+    assert "on 2 ranks of 1 host" in out
+    for metric in ("loss", "test_accuracy", "test_loss"):
+        assert f"\n{metric} " in out
+    assert "an earlier run of 3 steps in this folder is not shown" in out
+    assert "no end is recorded" not in out
+
+
+def test_an_output_dir_that_cannot_be_written_ends_all_ranks_with_one_reason(start, tmp_path):
+    (tmp_path / "run").write_text("")
+    run = start(MPIRUN, "mnist_torch", *DIGITS, "--dry-run", fails=True)
+    assert run.err.count(f"the monitor cannot write into {tmp_path / 'run'} (File exists)") == 1
+    assert run.err.count("hvkit: rank 1 ends with the HvkitError of rank 0") == 1
+    assert run.status == 1
 
 
 @MORE
 def test_fit_and_the_custom_loop_train_the_same_network(start):
     fit, loop = (
-        start(ALONE, recipe, *DIGITS, "--epochs", "2").final
+        start(ALONE, recipe, *DIGITS, "--epochs", "2").monitored.tests[-1]
         for recipe in ("mnist_keras", "mnist_tf")
     )
     # In another order of the images, though.
@@ -81,7 +94,7 @@ def test_a_wrong_flag_is_told_once_for_all_ranks(start):
 def test_missing_files_are_told_once_for_all_ranks(start, tmp_path):
     run = start(MPIRUN, "mnist_torch", "--data-dir", str(tmp_path), fails=True)
     assert run.err.count(f"error on rank 0: {tmp_path}: no train-images-idx3-ubyte") == 1
-    assert run.records == []
+    assert run.monitored is None
 
 
 def write_mnist(folder, seed=0):
@@ -104,7 +117,7 @@ def test_two_ranks_train_on_the_files_of_a_data_dir(start, tmp_path):
     folder = write_mnist(tmp_path / "files")
     run = start(MPIRUN, "mnist_tf", "--data-dir", str(folder), "--dry-run")
     assert f"100 training and 20 test images: MNIST from {folder}" in run.out
-    assert (run.final["ranks"], run.final["epochs"]) == (2, 1)
+    assert (run.monitored.ranks, run.monitored.epochs) == (2, 1)
 
 
 def rank_0_with(folder):

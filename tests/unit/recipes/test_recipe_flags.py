@@ -112,6 +112,7 @@ def test_defaults_of_the_throughput_are_imagenets_images():
         ([*RESNET50, "--epochs", "3"], "--epochs has no effect with --synthetic"),
         ([*RESNET50, "--no-augment"], "--no-augment has no effect with --synthetic"),
         ([*RESNET50, "--data-dir", "x"], "--data-dir has no effect with --synthetic"),
+        ([*RESNET50, "--output-dir", "x"], "--output-dir has no effect with --synthetic"),
         ([*RESNET50, "--checkpoint-dir", "x"], "--checkpoint-dir has no effect with --synthetic"),
         ([*RESNET50, "--rounds", "0"], "--rounds: must be a positive whole number, got '0'"),
     ],

@@ -1,16 +1,17 @@
-"""The report of a run, and its metrics.jsonl."""
+"""The report of a run, and what its monitor records."""
 
 import io
-import json
 import sys
 
 import common
 import numpy as np
 import pytest
 from common.images import Dataset, Images
+from monitored import Monitored
 
 import hvkit
 from hvkit.communication.traffic import Sent
+from hvkit.errors import HvkitError
 
 STEPS = 3
 
@@ -27,119 +28,111 @@ def data():
     return Dataset(images(100), images(7), "made up")
 
 
-def records(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def report_of(*arguments, data, steps=STEPS, first_epoch=0):
+    chosen = flags(*arguments)
+    return common.Report(chosen, data, steps, common.make_monitor(chosen, steps), first_epoch)
 
 
 def run(report, losses, test=(0.5, 0.25)):
     report.start_epoch()
-    for loss in losses:
+    for loss in report.batches(losses):
         report.step(loss)
     report.end_epoch(*test)
 
 
-def test_metrics_hold_one_record_an_event_and_end_with_the_final_one(tmp_path, data, capsys):
-    chosen = flags(
-        *("--output-dir", str(tmp_path / "new" / "folder"), "--epochs", "2"),
-        *("--log-interval", "2", "--batch-size", "30"),
-    )
-    with common.Report(chosen, data, steps=3) as report:
+def test_the_monitor_records_the_loss_and_the_test_of_each_epoch(tmp_path, data, capsys):
+    folder = tmp_path / "new" / "folder"
+    arguments = "--output-dir", str(folder), "--epochs", "2", "--log-interval", "2"
+    with report_of(*arguments, data=data) as report:
         run(report, [3.0, 2.0, 1.0])
         run(report, [1.0, 0.5, 0.25], test=(0.1, 0.9))
-    start, *middle, final = records(tmp_path / "new" / "folder")
-    assert start["event"] == "start"
-    assert start["flags"]["batch_size"] == 30
-    assert [(r["event"], r["epoch"], r.get("step"), r.get("loss")) for r in middle] == [
-        ("train", 1, 2, 2.0),
-        ("train", 1, 3, 1.0),
-        ("epoch", 1, None, None),
-        ("train", 2, 2, 0.5),
-        ("train", 2, 3, 0.25),
-        ("epoch", 2, None, None),
+    monitored = Monitored.read(folder)
+    assert monitored.losses == {2: 2.5, 4: 1.0, 6: 0.375}
+    assert [record["epoch"] for record in monitored.records] == [0, 1, 1]
+    assert monitored.tests == [
+        {"step": 3, "test_loss": 0.5, "test_accuracy": 0.25},
+        {"step": 6, "test_loss": 0.1, "test_accuracy": 0.9},
     ]
-    assert final.pop("images_per_second") > 0
-    assert final == {
-        "event": "final",
-        "test_accuracy": 0.9,
-        "test_loss": 0.1,
-        "epochs": 2,
-        "ranks": 1,
-        "bytes_per_step": {},
-    }
+    assert "error" not in monitored.end
     said = capsys.readouterr().out
     assert "epoch 2/2: test accuracy 0.9000" in said
     assert "\x1b" not in said
 
 
-def test_the_final_record_has_the_bytes_of_a_step_by_purpose(tmp_path, data, monkeypatch, capsys):
+def test_an_epoch_of_fewer_steps_than_the_log_interval_is_one_record(tmp_path, data):
+    with report_of("--output-dir", str(tmp_path), data=data) as report:
+        run(report, [3.0, 2.0, 1.0])
+        run(report, [1.0, 0.5, 0.0])
+    assert Monitored.read(tmp_path).losses == {3: 2.0, 6: 0.5}
+
+
+def test_without_an_output_dir_there_is_no_monitor():
+    assert common.make_monitor(flags(), STEPS) is None
+
+
+def test_the_end_says_the_bytes_of_a_step_by_purpose(data, monkeypatch, capsys):
     before = {"start": Sent(500, 1), "gradients": Sent(100, 1)}
     after = before | {"gradients": Sent(30_100, 4), "checks": Sent(60, 1)}
-    monkeypatch.setattr(hvkit, "traffic", iter([before, after, after]).__next__)
-    with common.Report(flags("--output-dir", str(tmp_path)), data, STEPS) as report:
+    monkeypatch.setattr(hvkit, "traffic", iter([before, after]).__next__)
+    with report_of(data=data) as report:
         run(report, [3.0, 2.0, 1.0])
-    assert records(tmp_path)[-1]["bytes_per_step"] == {"gradients": 10_000, "checks": 20}
-    assert (
-        "in a step, on average: 10.0 kB of gradients, 0.0 kB of checks" in capsys.readouterr().out
-    )
+    said = capsys.readouterr().out
+    assert "in a step, on average: 10.0 kB of gradients, 0.0 kB of checks" in said
 
 
-def test_training_time_leaves_out_the_evaluation(tmp_path, data, monkeypatch):
+def test_training_time_leaves_out_the_evaluation(data, monkeypatch, capsys):
     clock = iter([100.0, 102.0, 200.0, 204.0])
     monkeypatch.setattr(common.report.time, "perf_counter", lambda: next(clock))
-    chosen = flags("--output-dir", str(tmp_path), "--epochs", "2", "--batch-size", "50")
-    with common.Report(chosen, data, 2) as report:
+    with report_of("--epochs", "2", "--batch-size", "60", data=data, steps=2) as report:
         run(report, [1.0, 1.0])
         run(report, [1.0, 1.0])
-    assert records(tmp_path)[-1]["images_per_second"] == 2 * 100 / (2 + 4)
+    rate = 2 * 120 / (2 + 4)
+    assert f"{rate:.0f} images/s in training" in capsys.readouterr().out
 
 
 def test_records_are_on_disk_as_soon_as_they_are_reported(tmp_path, data):
-    with common.Report(flags("--output-dir", str(tmp_path)), data, STEPS) as report:
+    with report_of("--output-dir", str(tmp_path), data=data) as report:
         run(report, [1.0] * report.steps)
-        assert records(tmp_path)[-1]["event"] == "epoch"
+        monitored = Monitored.read(tmp_path)
+        assert (len(monitored.records), len(monitored.tests)) == (1, 1)
+        assert monitored.end == {}
 
 
-def test_a_run_that_resumes_adds_to_the_metrics_and_counts_on(tmp_path, data, capsys):
-    chosen = flags("--output-dir", str(tmp_path), "--epochs", "3")
-    with common.Report(chosen, data, STEPS) as report:
+def test_a_run_that_resumes_counts_epochs_on(data, capsys):
+    with report_of("--epochs", "3", data=data, first_epoch=1) as report:
         run(report, [1.0] * STEPS)
-    with common.Report(chosen, data, STEPS, first_epoch=1) as report:
-        run(report, [1.0] * STEPS)
-    written = [(record["event"], record.get("epoch")) for record in records(tmp_path)]
-    assert written == [
-        *(("start", None), ("train", 1), ("epoch", 1), ("final", None)),
-        *(("start", None), ("train", 2), ("epoch", 2), ("final", None)),
-    ]
     assert "epoch 2/3: test accuracy" in capsys.readouterr().out
 
 
-def test_a_run_that_was_done_before_says_so(tmp_path, data, capsys):
-    with common.Report(flags("--output-dir", str(tmp_path)), data, STEPS, first_epoch=8):
+def test_a_run_that_was_done_before_says_so(data, capsys):
+    with report_of(data=data, first_epoch=8):
         pass
     assert "all 8 epochs were done before" in capsys.readouterr().out
-    assert records(tmp_path)[-1]["images_per_second"] is None
 
 
 def test_a_loss_that_is_no_number_becomes_null(tmp_path, data):
-    with common.Report(flags("--output-dir", str(tmp_path), "--dry-run"), data, STEPS) as report:
+    with report_of("--output-dir", str(tmp_path), "--dry-run", data=data) as report:
         run(report, [float("nan")] * 3, test=(float("inf"), 0.1))
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
-    assert records(tmp_path)[1]["loss"] is None
-    assert records(tmp_path)[-1]["test_loss"] is None
+    monitored = Monitored.read(tmp_path)
+    assert monitored.losses == {3: None}
+    assert monitored.tests[0]["test_loss"] is None
 
 
-def test_a_run_that_fails_has_no_final_record(tmp_path, data):
-    report = common.Report(flags("--output-dir", str(tmp_path)), data, STEPS)
+def test_a_run_that_fails_ends_with_its_error(tmp_path, data):
+    report = report_of("--output-dir", str(tmp_path), "--log-interval", "1", data=data)
     with pytest.raises(ValueError, match="could not convert"), report:
-        run(report, ["no loss"] * report.steps)
-    assert [record["event"] for record in records(tmp_path)] == ["start"]
+        run(report, [1.0, 1.0, "no loss"])
+    monitored = Monitored.read(tmp_path)
+    assert list(monitored.losses) == [1, 2]
+    assert "could not convert" in monitored.end["error"]
 
 
-def test_an_output_dir_that_cannot_be_written_ends_with_the_reason(tmp_path, data, capsys):
+def test_an_output_dir_that_cannot_be_written_ends_with_the_reason(tmp_path, data):
     (tmp_path / "file").write_text("")
-    with pytest.raises(SystemExit):
-        common.Report(flags("--output-dir", str(tmp_path / "file")), data, STEPS)
-    assert f"error: --output-dir {tmp_path / 'file'}: File exists" in capsys.readouterr().err
+    report = report_of("--output-dir", str(tmp_path / "file"), data=data)
+    with pytest.raises(HvkitError, match=r"cannot write into .*/file \(File exists\)"), report:
+        run(report, [1.0] * report.steps)
 
 
 def test_the_loss_is_read_from_the_device_only_where_it_is_reported(data):
@@ -150,18 +143,18 @@ def test_the_loss_is_read_from_the_device_only_where_it_is_reported(data):
             Loss.read += 1
             return 1.0
 
-    with common.Report(flags("--log-interval", "2", "--batch-size", "20"), data, 5) as report:
+    arguments = "--log-interval", "2", "--batch-size", "20"
+    with report_of(*arguments, data=data, steps=5) as report:
         run(report, [Loss()] * 5)
     assert Loss.read == 3
 
 
-def test_other_ranks_than_0_print_nothing_and_write_nothing(tmp_path, data, monkeypatch, capsys):
+def test_other_ranks_than_0_print_nothing(data, monkeypatch, capsys):
     monkeypatch.setattr(hvkit, "rank", lambda: 1)
     monkeypatch.setattr(hvkit, "size", lambda: 2)
-    with common.Report(flags("--output-dir", str(tmp_path)), data, STEPS) as report:
+    with report_of(data=data) as report:
         run(report, [1.0] * report.steps)
     assert capsys.readouterr().out == ""
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_terminal_shows_a_progress_bar(data, monkeypatch):
@@ -172,7 +165,7 @@ def test_a_terminal_shows_a_progress_bar(data, monkeypatch):
     screen = Terminal()
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stdout", screen)
-    with common.Report(flags("--epochs", "1"), data, STEPS) as report:
+    with report_of("--epochs", "1", data=data) as report:
         run(report, [1.0] * report.steps)
     assert "━" in screen.getvalue()
 
