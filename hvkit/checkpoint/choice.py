@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hvkit.adapters.adapter import framework_of
-from hvkit.checkpoint.part import JsonPart, Part
+from hvkit.checkpoint.part import JsonPart, MonitorPart, Part
+from hvkit.monitor.monitor import Monitor
 
 # Every checkpoint has files manifest.json and ranks.npz, and the latter an entry "random".
 _RESERVED = ("manifest", "random", "ranks")
@@ -49,6 +50,8 @@ def _named(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def part_for(name: str, thing: Any, models: list[Any]) -> Part:
     """The part that saves this object, from the module of its framework."""
+    if isinstance(thing, Monitor):
+        return MonitorPart(name, thing)
     keras = sys.modules.get("keras")
     if keras is not None and isinstance(thing, keras.Model | keras.optimizers.Optimizer):
         from hvkit.checkpoint.keras import ModelPart, OptimizerPart

@@ -64,6 +64,9 @@ class Part(ABC):
             Exception: the content does not fit the object.
         """
 
+    def begin_after(self, step: int) -> None:  # noqa: B027  # only optional parts are left out
+        """Begin where a checkpoint without this part was saved: after so many steps."""
+
     @property
     def model(self) -> Any:
         """The model that the part saves; None for other objects."""
@@ -126,6 +129,15 @@ class JsonPart(Part):
 
     def end_epoch(self) -> None:
         end_epoch_of(self._thing)
+
+
+class MonitorPart(JsonPart):
+    """A ``hvkit.Monitor``, which a run may get when it resumes, or do without."""
+
+    optional = True
+
+    def begin_after(self, step: int) -> None:
+        self._thing.load_state_dict({"step": step})
 
 
 class ContentReader(io.RawIOBase):

@@ -61,6 +61,7 @@ def load(found: Found, parts: Sequence[Part]) -> None:
         each.keeper.arrive()
     for part in parts:
         if part.name not in manifest.parts:
+            part.begin_after(manifest.step)
             continue
         content, problem = _content(found, part.file, problem)
         if problem is None:

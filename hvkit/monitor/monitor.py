@@ -63,7 +63,7 @@ class Monitor:
     ``distribute``; records then hold the steps of rank 0 only.
 
     A monitor can be a part of ``hvkit.Checkpoint``; a resumed run then counts its steps on, and
-    writes into the same file.
+    writes into the same file. A run that was saved without one can be resumed with a monitor.
 
     Args:
         folder: of this run; made by rank 0.

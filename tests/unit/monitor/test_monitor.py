@@ -231,6 +231,17 @@ def test_a_resumed_run_counts_on_in_the_same_file(tmp_path):
     assert starts == [0, 5]
 
 
+def test_a_run_may_get_a_monitor_when_it_resumes(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    hvkit.Checkpoint(tmp_path / "saved", model=model).save(epoch=1, step=7)
+    with hvkit.Monitor(tmp_path / "seen") as monitor:
+        start = hvkit.Checkpoint(tmp_path / "saved", model=model, monitor=monitor).restore()
+        monitor.step(loss=1.0)
+    assert start.step == 7
+    assert lines(tmp_path / "seen")[0]["start"]["step"] == 7
+    assert [each["step"] for each in records(tmp_path / "seen")] == [8]
+
+
 def test_a_restart_says_its_reason(tmp_path, monkeypatch):
     monkeypatch.setenv("HVKIT_RESTART", json.dumps({"restart": 2, "reason": "rank 1 was killed"}))
     train(tmp_path)
