@@ -107,6 +107,8 @@ class Report:
         self.show_step(loss)
         if self._monitor is not None:
             self._monitor.step(loss=loss)
+            if self._step == self.steps:  # before a schedule changes the rate
+                self._monitor.flush()
 
     def show_step(self, loss: SupportsFloat) -> None:
         """Count a step that the monitor, in ``fit``, sees itself.

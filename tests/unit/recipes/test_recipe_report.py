@@ -47,8 +47,8 @@ def test_the_monitor_records_the_loss_and_the_test_of_each_epoch(tmp_path, data,
         run(report, [3.0, 2.0, 1.0])
         run(report, [1.0, 0.5, 0.25], test=(0.1, 0.9))
     monitored = Monitored.read(folder)
-    assert monitored.losses == {2: 2.5, 4: 1.0, 6: 0.375}
-    assert [record["epoch"] for record in monitored.records] == [0, 1, 1]
+    assert monitored.losses == {2: 2.5, 3: 1.0, 5: 0.75, 6: 0.25}
+    assert [record["epoch"] for record in monitored.records] == [0, 0, 1, 1]
     assert monitored.tests == [
         {"step": 3, "test_loss": 0.5, "test_accuracy": 0.25},
         {"step": 6, "test_loss": 0.1, "test_accuracy": 0.9},
