@@ -27,7 +27,7 @@ from hvkit.communication.collectives import share
 from hvkit.errors import HvkitError
 from hvkit.host.run_reports import report, run_name
 from hvkit.log import logger
-from hvkit.watch.calls import named, resume_at
+from hvkit.watch.calls import last_step, named, resume_at
 from hvkit.watch.leaving import LEAVING
 
 if TYPE_CHECKING:
@@ -372,7 +372,7 @@ class Checkpoint:
             folder=folder,
         )
         self._epoch = written.epoch
-        resume_at(written.step)
+        resume_at(written.step, collectives.from_rank(0, last_step()))
         if runtime.rank() == 0:
             report(saved=written.step, directory=store.id_of(self.directory))
         return self._restored

@@ -245,10 +245,16 @@ def of_run(step: int) -> int:
     return step + _resumed
 
 
-def resume_at(step: int) -> None:
-    """Count this rank's steps on from this one, whose state it has loaded."""
+def resume_at(step: int, done: int) -> None:
+    """Count steps on from this one, whose state was loaded.
+
+    Args:
+        step: the checkpoint's.
+        done: ``last_step()`` of rank 0, on every rank: ranks may have taken different numbers of
+            steps, and compare the numbers in the names of their calls.
+    """
     global _last_step, _resumed
-    _resumed += step - last_step()
+    _resumed += step - done
     _last_step = step
 
 

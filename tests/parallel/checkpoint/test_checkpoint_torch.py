@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 import hvkit
 from hvkit.checkpoint import Checkpoint
 from hvkit.data import shard
+from hvkit.watch import calls
 
 SAMPLES = torch.randn(53, 8, generator=torch.Generator().manual_seed(0))
 
@@ -152,3 +153,16 @@ def test_each_rank_goes_on_in_its_own_warm_up(folder):
     second, optimizer, checkpoint = run()
     checkpoint.restore()
     assert rate_of_a_step(second, optimizer) == undisturbed
+
+
+def test_ranks_that_had_taken_different_numbers_of_steps_count_on_alike(folder):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    hvkit.distribute(model, optimizer)
+    checkpoint = hvkit.Checkpoint(folder, model=model, optimizer=optimizer)
+    checkpoint.save(epoch=0, step=1000)
+    with calls.call("a step of rank 1 alone", calls.last_step() + 7 * hvkit.rank()):
+        pass
+    checkpoint.restore()
+    assert calls.last_step() == 1000
+    assert len({*hvkit.allgather(calls.of_run(1))}) == 1

@@ -64,7 +64,7 @@ def test_steps_count_on_from_those_of_a_checkpoint():
         with call("backward()", step=step):
             pass
     assert last_step() == 3
-    resume_at(10)
+    resume_at(10, last_step())
     assert last_step() == 10
     seen = []
     observe(seen.append)
@@ -75,7 +75,7 @@ def test_steps_count_on_from_those_of_a_checkpoint():
         observe(seen.append, on=False)
     assert last_step() == 11
     assert [span.step for span in seen] == [11]
-    resume_at(2)  # an older one
+    resume_at(2, last_step())  # an older one
     with call("backward()", step=5):
         pass
     assert last_step() == 3
@@ -86,7 +86,7 @@ def test_steps_in_a_graph_count_on_from_those_of_a_checkpoint():
     calls.watch_graph(graph)
     graph.counts = 3, 3
     assert last_step() == 3
-    resume_at(10)
+    resume_at(10, last_step())
     assert last_step() == 10
     graph.counts = 8, 8
     assert last_step() == 15
