@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -94,6 +95,9 @@ def detached(name: str, value: Any) -> Any:
         )
     if hasattr(value, "detach"):
         return value.detach().float().clone().reshape(())
+    tensorflow = sys.modules.get("tensorflow")
+    if tensorflow is not None and isinstance(value, tensorflow.Tensor | tensorflow.Variable):
+        return tensorflow.reshape(tensorflow.cast(value, "float32"), ())
     return float(value)
 
 

@@ -5,10 +5,12 @@ import sys
 import time
 
 import pytest
+import tensorflow as tf
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import hvkit
+from hvkit.monitor.records import Means
 
 
 def train(folder, steps=20, watched=True, **options):
@@ -76,6 +78,17 @@ def test_a_tensor_that_is_filled_anew_counts_with_each_of_its_values(tmp_path):
         for value in (1.0, 2.0, 3.0, 4.0):
             monitor.step(loss=loss.fill_(value))
     assert [each["loss"] for each in records(tmp_path)] == [2.5]
+
+
+def test_a_loss_of_tensorflow_is_read_at_a_record_only(tmp_path, monkeypatch):
+    values = [tf.constant([2.0], tf.bfloat16), tf.constant(3.0), tf.Variable(4.0)]
+    means = Means()
+    with monkeypatch.context() as patched:
+        patched.setattr(type(values[1]), "__float__", lambda _: pytest.fail("read too early"))
+        for value in values:
+            means.add("loss", value)
+        values[2].assign(100.0)
+    assert means.read() == {"loss": 3.0}
 
 
 def test_what_is_logged_before_the_first_record_comes_after_the_start(tmp_path):
