@@ -17,7 +17,8 @@ class Restarts:
 
     A budget of restarts is for ends without progress between them: a newer checkpoint fills it up
     again. So a run goes on for as long as it gets further, and a script that always fails stops
-    soon. Pauses grow in the same way. Ranks that have left after SIGTERM have not failed.
+    soon. A try that goes back, because the host with the newest checkpoint was lost, uses up one
+    restart until the run is further than before. Pauses grow in the same way. Ranks that have left after SIGTERM have not failed.
 
     Args:
         most: how many ends in a row without progress are followed by a restart; 0 for none.
@@ -30,15 +31,22 @@ class Restarts:
     made: int = 0
     _without_progress: int = field(default=0, repr=False)
     _newest: int = field(default=-1, repr=False)
+    _best: int = field(default=-1, repr=False)
+    _went_back: int = field(default=0, repr=False)
 
     def again(self, outcome: Outcome) -> bool:
         """Whether to start the ranks again."""
         if outcome.status == 0 or not outcome.restartable:
             return False
         progress = outcome.saved is not None and outcome.saved > self._newest
-        if outcome.saved is not None and progress:
+        if outcome.saved is not None:
+            if outcome.saved < self._newest:
+                self._went_back += 1
             self._newest = outcome.saved
-            self._without_progress = 0
+            if self._newest > self._best:
+                self._best, self._went_back = self._newest, 0
+        if progress:
+            self._without_progress = self._went_back
         if self._without_progress >= self.most:
             return False
         self._without_progress += not (outcome.preempted and progress)

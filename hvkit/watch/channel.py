@@ -7,10 +7,12 @@ broadcasts a secret over Horovod, and both ends of a connection prove that they 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import secrets
 import socket
 import struct
+import termios
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -117,6 +119,12 @@ def receive(connection: Connection) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise ValueError(f"a message must be an object, got {type(message).__name__}")
     return message
+
+
+def is_acknowledged(connection: Connection) -> bool:
+    """Whether the other end's host has everything that was sent, however busy its process is."""
+    (left,) = struct.unpack("i", fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4)))
+    return bool(left == 0)
 
 
 def _connection(connected: socket.socket, patience: int) -> Connection:

@@ -117,12 +117,16 @@ class Leaving:
             return self._step
 
     def leave_at(self, step: int | None) -> None:
-        """Leave at the end of this step; None for no agreement: go on."""
+        """Leave at the end of this step; None for no agreement yet: go on."""
         with self._changed:
             self._last = step
             self._holds = step is not None
             self._changed.notify_all()
-        if step is None and self.requested:
+
+    def give_up(self) -> None:
+        """A rank's host is lost, so that no step will end: end if this rank should leave."""
+        self.leave_at(None)
+        if self.requested:
             self._end_if_waiting(0.0)
 
     def several_ranks(self) -> None:
@@ -229,6 +233,11 @@ class Agreement:
         over = time.monotonic() - self._began > self.PATIENCE
         self._ended = over or len(self._steps) == self._size
         return self._ended
+
+    @property
+    def missing(self) -> set[int]:
+        """The ranks that have not answered."""
+        return {*range(self._size)} - self._steps.keys()
 
     @property
     def step(self) -> int | None:

@@ -174,8 +174,9 @@ class Reporter(Watcher):
             if LEAVING.requested and not told:
                 told = time.monotonic()
                 _send(hub, {"leaving": True})
-            if told and not self._agreeing and time.monotonic() - told > _HOLDS_WITHIN:
-                LEAVING.leave_at(None)  # rank 0's host is lost: no step will end
+            late = told and not self._agreeing and time.monotonic() - told > _HOLDS_WITHIN
+            if late and not channel.is_acknowledged(hub):
+                LEAVING.give_up()  # rank 0 is not just busy
             now = self._status()
             if now.waits and now.seconds >= self._limits.end + _NO_ANSWER:
                 self._end_without_verdict(now)
@@ -212,6 +213,8 @@ class Reporter(Watcher):
             _send(hub, {"step": LEAVING.hold()})
         elif "leave_at" in message:
             LEAVING.leave_at(message["leave_at"])
+        elif "lost" in message:
+            LEAVING.give_up()
         else:
             _send(hub, {"status": asdict(self._status(with_stack=True))})
 
@@ -314,7 +317,11 @@ class Hub(Watcher):
             self._agreement.take(0, LEAVING.hold())
             self._tell_all({"hold": True})
         if self._agreement.settled:
-            step = self._agreement.step
+            step, missing = self._agreement.step, self._agreement.missing & self._peers.keys()
+            if any(not channel.is_acknowledged(self._peers[rank]) for rank in missing):
+                LEAVING.give_up()
+                self._tell_all({"lost": True})
+                return
             LEAVING.leave_at(step)
             self._tell_all({"leave_at": step})
             if step is None:

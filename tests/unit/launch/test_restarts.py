@@ -34,6 +34,19 @@ def test_progress_counts_from_the_newest_checkpoint():
     assert not restarts.again(replace(FAILED, saved=40))
 
 
+def test_a_run_that_has_gone_back_goes_on_while_it_gets_further():
+    restarts = Restarts(3)
+    for step in (4200, *range(3000, 5000, 100)):
+        assert restarts.again(replace(FAILED, saved=step))
+
+
+def test_a_run_that_goes_back_again_and_again_stops():
+    restarts = Restarts(3)
+    again = [restarts.again(replace(FAILED, saved=step)) for step in [50, 40] * 4]
+    assert again[:5] == [True] * 5
+    assert not all(again)
+
+
 @pytest.mark.parametrize("status", [0, 143])
 def test_what_another_try_cannot_change_is_final(status):
     assert not Restarts(3).again(Outcome(status))

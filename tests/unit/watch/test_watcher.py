@@ -1,5 +1,6 @@
 """Watchers, with this process as the other rank."""
 
+import functools
 import os
 import queue
 import threading
@@ -10,7 +11,7 @@ import pytest
 
 from hvkit.watch import channel, watcher
 from hvkit.watch.calls import Status
-from hvkit.watch.leaving import Leaving
+from hvkit.watch.leaving import Agreement, Leaving
 from hvkit.watch.verdict import Limits
 from hvkit.watch.watcher import Hub, Reporter
 
@@ -92,6 +93,7 @@ def reporter(monkeypatch):
     monkeypatch.setattr(watcher, "_HOLDS_WITHIN", 1.5)
     decisions = queue.SimpleQueue()
     monkeypatch.setattr(leaving, "leave_at", decisions.put)
+    monkeypatch.setattr(leaving, "give_up", lambda: decisions.put("gives up"))
     rank_1 = Reporter(1, Limits(60, 1800), lambda: None)
     rank_1.start(listener.meeting)
     rank, connection = admitted.get(timeout=10)
@@ -108,19 +110,53 @@ def requests_to_leave(connection):
     return False
 
 
-def test_a_rank_that_should_leave_goes_without_a_rank_0_that_is_silent(reporter):
+def test_a_rank_that_should_leave_goes_if_rank_0s_host_is_lost(reporter, monkeypatch):
+    leaving, connection, decisions = reporter
+    monkeypatch.setattr(channel, "is_acknowledged", lambda _: False)
+    leaving.requested = True
+    assert requests_to_leave(connection)
+    assert decisions.get(timeout=10) == "gives up"
+
+
+def test_a_rank_that_should_leave_waits_for_a_rank_0_that_is_busy(reporter):
     leaving, connection, decisions = reporter
     leaving.requested = True
     assert requests_to_leave(connection)
-    assert decisions.get(timeout=10) is None
-
-
-def test_a_rank_that_should_leave_waits_for_a_rank_0_that_answers(reporter):
-    leaving, connection, decisions = reporter
-    leaving.requested = True
-    assert requests_to_leave(connection)
-    channel.send(connection, {"hold": True})
     with pytest.raises(queue.Empty):
         decisions.get(timeout=4)
+    channel.send(connection, {"hold": True})
     channel.send(connection, {"leave_at": 7})
     assert decisions.get(timeout=10) == 7
+
+
+@pytest.mark.parametrize(("lost", "decision"), [(False, None), (True, "gives up")])
+def test_rank_0_waits_for_a_busy_rank_but_not_for_a_lost_host(hub, monkeypatch, lost, decision):
+    leaving, decisions = Leaving(), queue.SimpleQueue()
+    leaving.several_ranks()
+    monkeypatch.setattr(watcher, "LEAVING", leaving)
+    monkeypatch.setattr(Agreement, "PATIENCE", 0.5)
+    monkeypatch.setattr(leaving, "leave_at", decisions.put)
+    monkeypatch.setattr(leaving, "give_up", lambda: decisions.put("gives up"))
+    monkeypatch.setattr(channel, "is_acknowledged", lambda _: not lost)
+    other = channel.connect(hub[0].meeting, 1)
+    leaving.requested = True
+    assert decisions.get(timeout=30) == decision
+    messages = [channel.receive(other) for _ in range(2)]
+    assert messages == [{"hold": True}, {"lost": True} if lost else {"leave_at": None}]
+
+
+def test_what_a_busy_process_has_not_read_is_acknowledged():
+    listener = channel.Listener(one_host=True)
+    admitted = queue.SimpleQueue()
+    serve = functools.partial(listener.serve, lambda *who: admitted.put(who))
+    threading.Thread(target=serve).start()
+    connection = channel.connect(listener.meeting, 1)
+    _, other = admitted.get(timeout=10)
+    channel.send(connection, {"leaving": True})
+    for _ in range(100):
+        if channel.is_acknowledged(connection):
+            break
+        time.sleep(0.1)
+    assert channel.is_acknowledged(connection)
+    listener.close()
+    other.close()
