@@ -268,6 +268,7 @@ class Checkpoint:
             OSError: rank 0 could not write it; the earlier checkpoints are still there.
         """
         if not self.background:
+            self._writer.wait()  # for copies of what was loaded; they raise nothing
             return
         problem = None
         try:
@@ -372,10 +373,21 @@ class Checkpoint:
             folder=folder,
         )
         self._epoch = written.epoch
+        self._go_on_from(folder, written)
         resume_at(written.step, collectives.from_rank(0, last_step()))
         if runtime.rank() == 0:
             report(saved=written.step, directory=store.id_of(self.directory))
         return self._restored
+
+    def _go_on_from(self, folder: Path, manifest: store.Manifest) -> None:
+        """Let further restarts find a checkpoint that was loaded, on whichever host; a collective.
+
+        It becomes one of this run, and other hosts get copies of it, beside training.
+        """
+        newest.adopt(folder, manifest)
+        self._replicas.open(_RESTORE)
+        if runtime.rank() == 0 and self.replicas and folder.is_dir():
+            self._writer.start(lambda: self._replicas.send(folder))
 
     def callback(self, every: str | int = "epoch") -> keras.callbacks.Callback:
         """A callback for ``fit`` that saves. Put it last in ``callbacks``, on every rank.

@@ -95,9 +95,7 @@ def find(directory: Path, replicas: Replicas, call: str) -> tuple[Found, Path] |
     found, damaged = _first_complete(offers, call)
     if found is None:
         if (of_all or damaged) and runtime.rank() == 0:
-            logger.warning(
-                "all checkpoints in %s are damaged: starting from the beginning", directory
-            )
+            logger.warning("no checkpoint can be read: starts from the beginning")
         return None
     if not collectives.from_rank(0, _lacks(directory, offers, found)):
         return found, directory / found.folder.name
@@ -110,6 +108,23 @@ def find(directory: Path, replicas: Replicas, call: str) -> tuple[Found, Path] |
                 *(found, directory, error.strerror or error),
             )
     return found, directory / store.name_of(found.manifest.step)
+
+
+def adopt(folder: Path, manifest: Manifest) -> None:
+    """Make a checkpoint in rank 0's directory, which the ranks have loaded, one of this run.
+
+    Otherwise a restart with rank 0 on another host would take it for that of another training.
+    """
+    if runtime.rank() or run_name() in ("", manifest.run) or not folder.is_dir():
+        return
+    try:
+        store.adopt(folder, manifest)
+    except OSError as error:
+        logger.warning(
+            "cannot note in %s that this run goes on from it: %s; if its host is lost before the "
+            "next save, a restart begins at the start",
+            *(folder, error.strerror or error),
+        )
 
 
 @sendable
@@ -141,7 +156,9 @@ def _offers(directory: Path, replicas: Replicas) -> tuple[list[Found], list[_Ski
         def skip_damaged(path: Path, reason: str) -> None:
             skip(path, f"damaged: {reason}", in_memory=in_memory)
 
-        for path, manifest in store.readable(folder, skip_damaged):
+        for path, manifest in store.readable(
+            folder, skip_damaged, strict=rank == 0 and not in_memory
+        ):
             try:
                 status = (path / store.MANIFEST).stat()
             except OSError:  # deleted since it was read
@@ -222,11 +239,17 @@ def _lacks(directory: Path, offers: list[Found], found: Found) -> bool:
 
     Rank 0 logs that it leaves out what another run has saved there.
     """
-    listed = [each.manifest for each in offers if not each.in_memory]
-    wanted = replace(found.manifest, serial=0)
-    if runtime.rank() or any(replace(each, serial=0) == wanted for each in listed):
+    if runtime.rank():
         return False
-    newest = max(listed, key=lambda each: each.serial, default=None)
+    listed = [each for each in offers if not each.in_memory]
+    wanted = replace(found.manifest, serial=0)
+    for each in listed:
+        # A copy in memory is chosen without reading the files of the same one on disk.
+        if replace(each.manifest, serial=0) == wanted and store.has_all_bytes(
+            each.folder, each.manifest
+        ):
+            return False
+    newest = max((each.manifest for each in listed), key=lambda each: each.serial, default=None)
     if newest is not None and newest.run != found.manifest.run:
         logger.warning("%s: leaves out the checkpoints of another run", directory)
     return True

@@ -17,8 +17,9 @@ import re
 import shutil
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from itertools import chain, count
 from pathlib import Path
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from filelock import FileLock
 
 MANIFEST = "manifest.json"
-FORMAT = 2
+FORMAT = 3
 
 # While a step is saved again, its earlier folder has the suffix.
 _CHECKPOINT = re.compile(r"step-\d{9,}(\.old)?")
@@ -77,7 +78,7 @@ class Manifest:
     """By file: its length in bytes and its sha256."""
     versions: dict[str, str]
     run: str = ""
-    """The name of the run that saved, if ``hvkit run`` may start it again."""
+    """The name of the run that saved it or goes on from it, if ``hvkit run`` may start it again."""
     saves: int = 0
     """How many saves of this run led here, with this one. Unlike serials, these numbers compare
     checkpoints in the directories of several hosts, which may hold those of other runs."""
@@ -173,6 +174,24 @@ def write_folder(directory: Path, name: str, fill: Callable[[Path], None]) -> No
         _remove(old)
 
 
+def adopt(folder: Path, manifest: Manifest) -> None:
+    """Make a checkpoint that another run has saved one of this run, which goes on from it.
+
+    Args:
+        folder: the checkpoint's.
+        manifest: what it holds now.
+
+    Raises:
+        OSError: the directory cannot be locked or written; the checkpoint is then as it was.
+    """
+    prepare(folder.parent)
+    with tempfile.TemporaryDirectory(prefix=_SAVING, dir=folder.parent) as aside:
+        replace(manifest, run=run_name(), saves=0).write(Path(aside))
+        flush(Path(aside, MANIFEST))
+        os.replace(Path(aside, MANIFEST), folder / MANIFEST)
+    flush(folder)
+
+
 def prune(directory: Path, keep: int | None, newest: str) -> None:
     """Delete all but the ``keep`` newest checkpoints; None deletes none.
 
@@ -189,20 +208,29 @@ def prune(directory: Path, keep: int | None, newest: str) -> None:
         _remove(folder)
 
 
-def readable(directory: Path, skip: Callable[[Path, str], None]) -> Iterator[tuple[Path, Manifest]]:
+def readable(
+    directory: Path, skip: Callable[[Path, str], None], *, strict: bool = True
+) -> Iterator[tuple[Path, Manifest]]:
     """The checkpoints of a directory whose manifests can be read; their files may be damaged.
 
     Args:
         directory: it need not exist.
         skip: called with the folder and the reason for every checkpoint whose manifest is damaged.
+        strict: whether one that this user may not read, or of another format, is an error. It is in
+            rank 0's directory, as an older checkpoint would hide it; otherwise it is skipped.
 
     Raises:
         HvkitError: an older or newer hvkit wrote one in another format.
+        PermissionError: this user may not read one.
     """
     for folder in sorted(_checkpoints(directory), reverse=True):
         try:
             yield folder, read_manifest(folder)
         except DamagedError as error:
+            skip(folder, str(error))
+        except (PermissionError, HvkitError) as error:
+            if strict:
+                raise
             skip(folder, str(error))
 
 
@@ -210,7 +238,8 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint's folder.
 
     Raises:
-        DamagedError: it is missing, cut short or changed.
+        DamagedError: it is missing, cut short or changed, or the disk cannot read it.
+        PermissionError: this user may not read it: skipping to an older one would hide that.
         HvkitError: an older or newer hvkit wrote it in another format.
     """
     try:
@@ -218,6 +247,10 @@ def read_manifest(folder: Path) -> Manifest:
         digest = body.pop("sha256")
     except FileNotFoundError:
         raise DamagedError(f"{MANIFEST} is missing") from None
+    except PermissionError:
+        raise
+    except OSError as error:
+        raise DamagedError(f"{MANIFEST}: {error.strerror}") from None
     except (ValueError, KeyError, AttributeError, TypeError):
         raise DamagedError(f"{MANIFEST} is not what was written") from None
     if digest != _digest_of(body):
@@ -250,6 +283,17 @@ def verify(folder: Path, manifest: Manifest) -> None:
             raise DamagedError(f"{name} has {found['bytes']} of {written['bytes']} bytes")
         if found != written:
             raise DamagedError(f"{name} is not what was written: its sha256 differs")
+
+
+def has_all_bytes(folder: Path, manifest: Manifest) -> bool:
+    """Whether every file of a checkpoint has its length; unlike ``verify``, reads no file."""
+    try:
+        return all(
+            (folder / name).stat().st_size == written["bytes"]
+            for name, written in manifest.files.items()
+        )
+    except OSError:
+        return False
 
 
 def facts_of(path: Path) -> dict[str, Any]:
@@ -336,7 +380,8 @@ def _finish_replacing(old: Path) -> None:
 
 def _checkpoints(directory: Path) -> Iterator[Path]:
     if directory.is_dir():
-        yield from (e for e in directory.iterdir() if _CHECKPOINT.fullmatch(e.name))
+        found = (each for each in directory.iterdir() if _CHECKPOINT.fullmatch(each.name))
+        yield from (each for each in found if each.is_dir())
 
 
 def _readable(directory: Path) -> Iterator[tuple[Path, Manifest | None]]:

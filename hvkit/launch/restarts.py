@@ -18,7 +18,8 @@ class Restarts:
     A budget of restarts is for ends without progress between them: a newer checkpoint fills it up
     again. So a run goes on for as long as it gets further, and a script that always fails stops
     soon. A try that goes back, because the host with the newest checkpoint was lost, uses up one
-    restart until the run is further than before. Pauses grow in the same way. Ranks that have left after SIGTERM have not failed.
+    restart until the run is further than before. Pauses grow in the same way. Ranks that have left
+    after SIGTERM have not failed.
 
     Args:
         most: how many ends in a row without progress are followed by a restart; 0 for none.

@@ -42,7 +42,7 @@ def test_memory_has_what_the_directory_lacks(lost, background, folder, memory):
             shutil.rmtree(folder)
         elif lost == "newest":
             shutil.rmtree(folder / store.name_of(2))
-        else:  # files that are damaged are not read
+        else:  # one that is cut short comes again
             os.truncate(folder / store.name_of(2) / "model.pt", 0)
     hvkit.barrier()
     assert names(memory) == ([store.name_of(2)] if hvkit.rank() == 1 else [])
@@ -51,8 +51,10 @@ def test_memory_has_what_the_directory_lacks(lost, background, folder, memory):
     assert (start.step, start.extras) == (2, {"step": 2})
     assert start.folder == folder / store.name_of(2)
     assert all(map(torch.equal, kept, state(model)))
-    if hvkit.rank() == 0 and lost != "nothing":
+    if hvkit.rank() == 0:
         found = {path.name: path.read_bytes() for path in start.folder.iterdir()}
+        if lost == "nothing":  # what was written again has a serial above the old one's
+            del found[store.MANIFEST], files[store.MANIFEST]
         assert found == files
     # The next one is newer than any before, wherever it is.
     train(model, optimizer, 3)

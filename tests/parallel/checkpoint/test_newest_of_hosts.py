@@ -100,6 +100,87 @@ def test_a_damaged_one_on_another_disk_is_skipped(disk, caplog):
 
 
 @pytest.mark.parametrize("run", ["fedcba9876543210", ""])
+def test_a_run_that_goes_on_from_anothers_checkpoint_finds_it_elsewhere(run, disk, monkeypatch):
+    with monkeypatch.context() as before:
+        before.setenv(run_reports.RUN_NAME, run)
+        kept = state(save(disk, 5))
+    begin(disk)[2].restore()
+    hvkit.barrier()
+    move(disk, 5)
+    model, optimizer, checkpoint = begin(disk)
+    assert checkpoint.restore().step == 5
+    assert all(map(torch.equal, kept, state(model)))
+    train(model, optimizer, 6)
+    checkpoint.save(epoch=0, step=6)
+    assert begin(disk)[2].restore().step == 6
+
+
+def test_a_directory_that_cannot_be_written_is_resumed_from_with_a_warning(
+    disk, monkeypatch, caplog
+):
+    save(disk, 5)
+    monkeypatch.setenv(run_reports.RUN_NAME, "fedcba9876543210")
+
+    def locked(*_):
+        raise BlockingIOError(11, "another run saves there")
+
+    monkeypatch.setattr(store, "prepare", locked)
+    assert begin(disk)[2].restore().step == 5
+    assert ("another run saves there" in caplog.text) == (hvkit.rank() == 0)
+
+
+def test_what_was_loaded_has_a_copy_before_the_next_save(disk, memory, monkeypatch):
+    with monkeypatch.context() as before:
+        before.setenv(run_reports.RUN_NAME, "fedcba9876543210")
+        save(disk, 5)
+    checkpoint = begin(disk, replicas=1)[2]
+    checkpoint.restore()
+    checkpoint.wait()
+    hvkit.barrier()
+    kept = [path.name for path in memory.glob("*/step-*")]
+    assert kept == ([store.name_of(5)] if hvkit.rank() == 1 else [])
+    hvkit.barrier()
+    if hvkit.rank() == 0:
+        shutil.rmtree(disk)
+    hvkit.barrier()
+    assert begin(disk, replicas=1)[2].restore().step == 5
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_old_checkpoint_that_the_disk_cannot_read_hides_no_newer_one(rank, disk, caplog):
+    save(disk, 1, 2)
+    move(disk, 2, rank=rank) if rank else hvkit.barrier()
+    if hvkit.rank() == rank:
+        manifest = disk / store.name_of(1) / store.MANIFEST
+        manifest.parent.mkdir(exist_ok=True)
+        manifest.unlink(missing_ok=True)
+        manifest.mkdir()  # reading it is an OSError
+        (disk / store.name_of(0)).touch()
+    hvkit.barrier()
+    model, optimizer, checkpoint = begin(disk)
+    assert checkpoint.restore().step == 2
+    assert ("damaged: manifest.json: Is a directory" in caplog.text) == (hvkit.rank() == 0)
+    train(model, optimizer, 3)
+    checkpoint.save(epoch=0, step=3)
+
+
+def test_one_that_may_not_be_read_on_another_host_hides_no_other(disk, monkeypatch, caplog):
+    save(disk, 1, 2)
+    move(disk, 1)
+    move(disk, 2)
+    read = store.read_manifest
+
+    def forbidden(folder):
+        if folder.name == store.name_of(1) and hvkit.rank() == 1:
+            raise PermissionError(13, "Permission denied")
+        return read(folder)
+
+    monkeypatch.setattr(store, "read_manifest", forbidden)
+    assert begin(disk)[2].restore().step == 2
+    assert ("Permission denied" in caplog.text) == (hvkit.rank() == 0)
+
+
+@pytest.mark.parametrize("run", ["fedcba9876543210", ""])
 def test_a_disk_with_another_run_is_left_alone(run, disk):
     save(disk, 1)
     move(disk, 1, run=run)
