@@ -11,7 +11,8 @@
     ├── ranks           what differs between ranks: random states, layer statistics
     ├── resume          loads a checkpoint on all ranks
     ├── newest          finds the newest complete one, for a restart on all hosts
-    ├── store           a directory of checkpoints, rank 0's or in memory: lock, folders, manifest
+    ├── store           a directory of checkpoints, rank 0's or in memory: lock, folders
+    ├── manifests       what each folder holds, with the sha256 of its files
     ├── replicas        copies in the memory of other hosts, for restarts: which hosts
     ├── transfer        sends a copy to another host, and keeps it there
     ├── choice          which part saves which object

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvkit import runtime
 from hvkit.adapters.fingerprints import Compared, Rows, require_same
-from hvkit.checkpoint import newest, ranks, resume, store
+from hvkit.checkpoint import manifests, newest, ranks, resume, store
 from hvkit.checkpoint.choice import parts_of
 from hvkit.checkpoint.part import Part
 from hvkit.checkpoint.progress import (
@@ -379,7 +379,7 @@ class Checkpoint:
             report(saved=written.step, directory=store.id_of(self.directory))
         return self._restored
 
-    def _go_on_from(self, folder: Path, manifest: store.Manifest) -> None:
+    def _go_on_from(self, folder: Path, manifest: manifests.Manifest) -> None:
         """Let further restarts find a checkpoint that was loaded, on whichever host; a collective.
 
         It becomes one of this run, and other hosts get copies of it, beside training.

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvkit import runtime
-from hvkit.checkpoint import store
+from hvkit.checkpoint import manifests, store
+from hvkit.checkpoint.manifests import Manifest
 from hvkit.checkpoint.replicas import Replicas
-from hvkit.checkpoint.store import Manifest
 from hvkit.checkpoint.transfer import require_own
 from hvkit.communication import collectives
 from hvkit.communication.encoding import sendable
@@ -160,7 +160,7 @@ def _offers(directory: Path, replicas: Replicas) -> tuple[list[Found], list[_Ski
             folder, skip_damaged, strict=rank == 0 and not in_memory
         ):
             try:
-                status = (path / store.MANIFEST).stat()
+                status = (path / manifests.MANIFEST).stat()
             except OSError:  # deleted since it was read
                 continue
             file = status.st_ino, status.st_mtime_ns
@@ -225,8 +225,8 @@ def _damage(found: Found, call: str) -> str:
     problem, reason = None, ""
     if runtime.rank() == found.rank:
         try:
-            store.verify(found.folder, found.manifest)
-        except store.DamagedError as error:
+            manifests.verify(found.folder, found.manifest)
+        except manifests.DamagedError as error:
             reason = str(error)
         except OSError as error:
             reason = error.strerror or str(error)
@@ -245,7 +245,7 @@ def _lacks(directory: Path, offers: list[Found], found: Found) -> bool:
     wanted = replace(found.manifest, serial=0)
     for each in listed:
         # A copy in memory is chosen without reading the files of the same one on disk.
-        if replace(each.manifest, serial=0) == wanted and store.has_all_bytes(
+        if replace(each.manifest, serial=0) == wanted and manifests.has_all_bytes(
             each.folder, each.manifest
         ):
             return False

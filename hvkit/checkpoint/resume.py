@@ -11,9 +11,9 @@ import numpy as np
 
 from hvkit import runtime
 from hvkit.checkpoint import ranks
+from hvkit.checkpoint.manifests import Manifest
 from hvkit.checkpoint.newest import Found
 from hvkit.checkpoint.part import Part
-from hvkit.checkpoint.store import Manifest
 from hvkit.checkpoint.strategies import StrategyPart
 from hvkit.communication import collectives, one_by_one
 from hvkit.communication.collectives import share

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hvkit.checkpoint import ranks, store
+from hvkit.checkpoint import manifests, ranks, store
 from hvkit.checkpoint.part import Part
 from hvkit.checkpoint.progress import Progress
 from hvkit.errors import HvkitError
@@ -125,7 +125,7 @@ def seal(
     files = sorted(path.name for path in folder.iterdir())
     for file in files:
         store.flush(folder / file)
-    store.Manifest(
+    manifests.Manifest(
         epoch=progress.epoch,
         step=progress.step,
         batches=progress.batches,
@@ -133,12 +133,12 @@ def seal(
         serial=serial,
         extras=progress.extras,
         parts=facts,
-        files={file: store.facts_of(folder / file) for file in files},
-        versions=store.versions(),
+        files={file: manifests.facts_of(folder / file) for file in files},
+        versions=manifests.versions(),
         run=run_name(),
         saves=saves,
     ).write(folder)
-    store.flush(folder / store.MANIFEST)
+    store.flush(folder / manifests.MANIFEST)
 
 
 def explained(error: Exception, folder: Path) -> Exception:

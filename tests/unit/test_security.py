@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hvkit
-from hvkit.checkpoint import store
+from hvkit.checkpoint import manifests
 
 PLANTED = "planted-3f9c2a"
 SECRETS = {
@@ -42,10 +42,10 @@ def saved(folder):
 
 def resealed(folder):
     """Write the manifest for the files that are there, as an attacker can."""
-    body = json.loads((folder / store.MANIFEST).read_text())
+    body = json.loads((folder / manifests.MANIFEST).read_text())
     del body["sha256"]
-    body["files"] = {name: store.facts_of(folder / name) for name in body["files"]}
-    store.Manifest(**body).write(folder)
+    body["files"] = {name: manifests.facts_of(folder / name) for name in body["files"]}
+    manifests.Manifest(**body).write(folder)
 
 
 def pickled_model(folder, evil):

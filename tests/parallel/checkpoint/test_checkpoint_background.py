@@ -11,7 +11,7 @@ import torch
 from ranks import error_of, shared_folder
 
 import hvkit
-from hvkit.checkpoint import store
+from hvkit.checkpoint import manifests, store
 
 
 def torch_parts():
@@ -71,7 +71,7 @@ def test_the_files_are_those_of_the_moment_of_the_save(parts, folders, gate):
         names = sorted(file.name for file in plain.iterdir())
         assert sorted(file.name for file in path.iterdir()) == names
         if parts is torch_parts:
-            for name in set(names) - {store.MANIFEST, "ranks.npz"}:
+            for name in set(names) - {manifests.MANIFEST, "ranks.npz"}:
                 digests = [hashlib.sha256((f / name).read_bytes()) for f in (plain, path)]
                 assert digests[0].digest() == digests[1].digest(), name
     assert checkpoint.restore().step == 1

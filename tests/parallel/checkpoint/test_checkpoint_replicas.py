@@ -9,7 +9,7 @@ import torch
 from hosts import as_if_on, begin, state, train
 
 import hvkit
-from hvkit.checkpoint import store
+from hvkit.checkpoint import manifests, store
 from hvkit.host import run_reports
 
 several = pytest.mark.skipif("hvkit.size() == 1", reason="copies are on other hosts")
@@ -54,7 +54,7 @@ def test_memory_has_what_the_directory_lacks(lost, background, folder, memory):
     if hvkit.rank() == 0:
         found = {path.name: path.read_bytes() for path in start.folder.iterdir()}
         if lost == "nothing":  # what was written again has a serial above the old one's
-            del found[store.MANIFEST], files[store.MANIFEST]
+            del found[manifests.MANIFEST], files[manifests.MANIFEST]
         assert found == files
     # The next one is newer than any before, wherever it is.
     train(model, optimizer, 3)

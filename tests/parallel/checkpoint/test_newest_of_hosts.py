@@ -10,7 +10,7 @@ import torch
 from hosts import as_if_on, begin, state, train
 
 import hvkit
-from hvkit.checkpoint import newest, store
+from hvkit.checkpoint import manifests, newest, store
 from hvkit.checkpoint.replicas import Replicas
 from hvkit.host import run_reports
 
@@ -36,8 +36,8 @@ def move(disk, step, rank=1, **changes):
         folder = there / store.name_of(step)
         shutil.copytree(disk / folder.name, folder)
         shutil.rmtree(disk / folder.name)
-        manifest = store.read_manifest(folder)
-        store.Manifest(**{**vars(manifest), **changes}).write(folder)
+        manifest = manifests.read(folder)
+        manifests.Manifest(**{**vars(manifest), **changes}).write(folder)
     hvkit.barrier()
 
 
@@ -151,7 +151,7 @@ def test_an_old_checkpoint_that_the_disk_cannot_read_hides_no_newer_one(rank, di
     save(disk, 1, 2)
     move(disk, 2, rank=rank) if rank else hvkit.barrier()
     if hvkit.rank() == rank:
-        manifest = disk / store.name_of(1) / store.MANIFEST
+        manifest = disk / store.name_of(1) / manifests.MANIFEST
         manifest.parent.mkdir(exist_ok=True)
         manifest.unlink(missing_ok=True)
         manifest.mkdir()  # reading it is an OSError
@@ -168,14 +168,14 @@ def test_one_that_may_not_be_read_on_another_host_hides_no_other(disk, monkeypat
     save(disk, 1, 2)
     move(disk, 1)
     move(disk, 2)
-    read = store.read_manifest
+    read = manifests.read
 
     def forbidden(folder):
         if folder.name == store.name_of(1) and hvkit.rank() == 1:
             raise PermissionError(13, "Permission denied")
         return read(folder)
 
-    monkeypatch.setattr(store, "read_manifest", forbidden)
+    monkeypatch.setattr(manifests, "read", forbidden)
     assert begin(disk)[2].restore().step == 2
     assert ("Permission denied" in caplog.text) == (hvkit.rank() == 0)
 
@@ -196,14 +196,14 @@ def test_without_restarts_rank_0s_directory_is_the_only_one(disk, monkeypatch):
 
 def test_a_shared_directory_is_read_once(folder, memory, monkeypatch, caplog):
     read = []
-    verify = store.verify
+    verify = manifests.verify
     monkeypatch.setattr(
-        store, "verify", lambda *given: (read.append(given[0].name), verify(*given))
+        manifests, "verify", lambda *given: (read.append(given[0].name), verify(*given))
     )
     save(folder, 1, 2, 3)
     if hvkit.rank() == 0:
         os.truncate(folder / store.name_of(3) / "model.pt", 10)
-        (folder / store.name_of(2) / store.MANIFEST).unlink()
+        (folder / store.name_of(2) / manifests.MANIFEST).unlink()
     hvkit.barrier()
     before = sorted(path.name for path in folder.iterdir())
     assert begin(folder)[2].restore().step == 1

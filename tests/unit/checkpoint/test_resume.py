@@ -12,7 +12,7 @@ import torch
 from cases import MORE
 
 from hvkit.adapters.adapter import Record, record
-from hvkit.checkpoint import Checkpoint, store
+from hvkit.checkpoint import Checkpoint, manifests
 
 ONES = np.ones((8, 4), "float32")
 
@@ -41,8 +41,8 @@ def test_a_keras_rate_is_loaded_as_it_was_saved_also_when_a_callback_has_changed
 
 def play_size(folder, size):
     """Change a checkpoint's manifest as if ``size`` ranks had saved it."""
-    written = store.read_manifest(folder)
-    store.Manifest(**{**vars(written), "size": size}).write(folder)
+    written = manifests.read(folder)
+    manifests.Manifest(**{**vars(written), "size": size}).write(folder)
 
 
 def test_a_keras_schedule_goes_on_where_it_was(tmp_path):
@@ -129,8 +129,8 @@ def test_another_format_is_an_error_and_no_damage(tmp_path, other):
     """Format 2 had no runs and no numbers of saves."""
     checkpoint = Checkpoint(tmp_path, model=torch.nn.Linear(1, 1))
     folder = checkpoint.save(epoch=0, step=1)
-    written = store.read_manifest(folder)
-    store.Manifest(**{**vars(written), "format": other}).write(folder)
+    written = manifests.read(folder)
+    manifests.Manifest(**{**vars(written), "format": other}).write(folder)
     with pytest.raises(RuntimeError, match=rf"has format {other}, this hvkit reads format 3"):
         checkpoint.restore()
 
