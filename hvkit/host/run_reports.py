@@ -17,7 +17,8 @@ VARIABLE = "HVKIT_REPORTS"
 inherits the variable, but may have another file under that descriptor."""
 
 RESTART = "HVKIT_RESTART"
-"""Environment variable of ranks that were started again: JSON with ``restart`` and ``reason``."""
+"""Environment variable of ranks that were started again: JSON with ``restart``, ``reason`` and
+``reached``, the last step that a rank had begun."""
 
 TIMELINE = "HVKIT_TIMELINE"
 """Environment variable of ranks whose run has a timeline: 1."""
@@ -77,10 +78,11 @@ def _pipe() -> int | None:
 
 
 def restart_of_this_run() -> dict[str, Any]:
-    """``restart``, counted from 1, and ``reason``, if ``hvkit run`` has restarted the ranks."""
+    """What ``RESTART`` holds, with ``restart`` counted from 1; empty without a restart."""
     try:
         said = json.loads(os.environ[RESTART])
-        return {"restart": int(said["restart"]), "reason": str(said["reason"])}
+        restart, reached = int(said["restart"]), int(said.get("reached", 0))
+        return {"restart": restart, "reason": str(said["reason"]), "reached": reached}
     except (KeyError, ValueError, TypeError):  # not set, or by someone else
         return {}
 

@@ -148,6 +148,7 @@ def _with_restarts(request: Request, run: Run) -> int:
     try:
         while True:
             outcome = _supervised(request, run)
+            reached = max((each.get("step", 0) for each in run.status.now.ranks), default=0)
             run.status.update(phase="ends", reason=outcome.reason, ranks=())
             replicas |= outcome.replicas
             failed = outcome.status != 0
@@ -156,8 +157,9 @@ def _with_restarts(request: Request, run: Run) -> int:
                     logger.error("gives up after %s", restarts.budget)
                 return outcome.status
             _report_restart(run, restarts, outcome)
-            said = json.dumps({"restart": restarts.made, "reason": outcome.reason})
-            request = replace(request, variables={**request.variables, RESTART: said})
+            said = {"restart": restarts.made, "reason": outcome.reason, "reached": reached}
+            variables = {**request.variables, RESTART: json.dumps(said)}
+            request = replace(request, variables=variables)
             try:
                 run = _prepared_again(request, run, least, restarts)
             except LaunchError as error:

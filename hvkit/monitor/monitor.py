@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 from hvkit import runtime
 from hvkit.adapters.adapter import framework_of
+from hvkit.adapters.nonfinite import skipped_steps
 from hvkit.argument_checks import check_count
 from hvkit.communication import collectives
 from hvkit.errors import HvkitError
@@ -24,6 +25,7 @@ from hvkit.monitor.run_file import RunFile
 from hvkit.monitor.step_clock import Step, StepClock
 from hvkit.monitor.writers import Hook, Writers
 from hvkit.watch.calls import in_short, named
+from hvkit.watch.leaving import LEAVING
 from hvkit.watch.spans import mark
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ T = TypeVar("T")
 # Without ``every``, the ranks record about so often.
 _SECONDS = 1.0
 # The first record comes after so many steps: the pace is not known before.
-_FIRST = 5
+_FIRST = 1
 
 
 class Monitor:
@@ -114,6 +116,7 @@ class Monitor:
         self._load: HostLoad | None = None
         self._gradients: Any = None
         self._equal_steps = True
+        self._skipped = skipped_steps.number
         self.closed = False
 
     def batches(self, data: Iterable[T]) -> Iterator[T]:
@@ -155,6 +158,8 @@ class Monitor:
         if self._gradients is not None:
             self._clock.blocked(self._gradients.blocked())
         counted = self._samples if samples is None else float(samples)
+        if skipped_steps.number > self._skipped:  # a loss without a step, and probably NaN
+            self._skipped, metrics = skipped_steps.number, {}
         if self.due:  # a GPU may still be at work: wait for it inside the step
             metrics = {name: float(detached(name, value)) for name, value in metrics.items()}
         self.add_step(self._clock.end(counted), metrics)
@@ -266,7 +271,7 @@ class Monitor:
         """Record what is left, log the line about the run, and close the files; a collective.
 
         ``with hvkit.Monitor(...)`` calls it. After an error, which other ranks may not have, the
-        ``with`` block closes the files only.
+        ``with`` block closes the files only; after SIGTERM, when all ranks leave, it records.
         """
         if self.closed:
             return
@@ -294,7 +299,8 @@ class Monitor:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is None:
+        together = LEAVING.left and self._equal_steps  # all ranks leave after SIGTERM
+        if error is None or together:
             self.close()
         elif not self.closed:
             self._finish(error)
@@ -314,8 +320,9 @@ class Monitor:
         self._clock.close()
         if self._file is not None:
             self._write_logs()
-            left = isinstance(error, SystemExit) and not error.code
-            self._file.end("" if error is None or left else in_short(error))
+            well = LEAVING.left or (isinstance(error, SystemExit) and not error.code)
+            text = "" if error is None or well else in_short(error)
+            self._file.end(text, left=LEAVING.left)
 
     def _meet(self) -> float:
         """Wait for all ranks; return for how many seconds."""

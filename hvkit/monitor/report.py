@@ -39,7 +39,7 @@ class Start:
         step: that it begins after.
         hosts: by rank, its host.
         reason: of a restart; empty for others.
-        lost: steps that an earlier start had recorded beyond ``step``.
+        lost: steps that an earlier start had taken beyond ``step``, as far as it is known.
     """
 
     time: float
@@ -60,7 +60,10 @@ class Run:
         curves: by metric, its points ``(step, value)``.
         not_finite: by metric, the steps at which it was NaN or infinite.
         end: ``error``, empty if there was none, of a run that has ended; None for others.
-        earlier: by run that this one has taken the place of, its steps.
+        left: whether it has left after SIGTERM.
+        last_reason: why the rank that came last most often was late; empty if none stands out.
+        before: the run in the same folder that this one takes the place of.
+        later: a sentence about one that has recorded nothing, and so does not.
         unreadable: lines that are no records; the last one of a run that was killed, for example.
     """
 
@@ -70,7 +73,10 @@ class Run:
     curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     not_finite: dict[str, list[int]] = field(default_factory=dict)
     end: str | None = None
-    earlier: list[int] = field(default_factory=list)
+    left: bool = False
+    last_reason: str = ""
+    before: Run | None = None
+    later: str = ""
     unreadable: int = 0
 
     @property
@@ -152,10 +158,13 @@ def read(folder: Path) -> Run:
         if line.strip() and not _take(run, line):
             run.unreadable += 1
     if not run.records:
-        raise HvkitError(
-            f"{path} holds no record of a step: is the run still at its start, or is this another "
-            "file?"
-        )
+        failed = f"; it ended with {run.end}" if run.end else ""
+        if run.before is None:
+            hint = failed or ": is the run still at its start, or is this another file?"
+            raise HvkitError(f"{path} holds no record of a step{hint}")
+        run.before.later = f"a later run in this folder has recorded no step{failed}"
+        run.before.unreadable += run.unreadable
+        run = run.before
     if not run.starts:
         run.starts.append(Start(run.records[0]["time"], 0, ("?",), "", 0))
     for each in run.records:
@@ -184,6 +193,8 @@ def _take(run: Run, line: bytes) -> bool:
                     run.curves.setdefault(str(name), []).append((step, float(value)))
         elif "end" in record:
             run.end = str(record["end"].get("error", ""))
+            run.left = bool(record["end"].get("left", False))
+            run.last_reason = str((record["end"].get("last") or {}).get("reason", ""))
         else:
             run.records.append(_checked(record))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
@@ -196,18 +207,18 @@ def _take_start(run: Run, start: dict[str, Any]) -> None:
     hosts = tuple(str(host) for host in start["hosts"])
     reason = str(start.get("reason", ""))
     newest = max((each["step"] for each in run.records), default=0)
-    run.end = None
+    if step == 0 and not reason:  # another run in the same folder
+        before = replace(run) if run.records else run.before
+        vars(run).update(vars(Run(run.name, before=before, unreadable=run.unreadable)))
+        newest = 0
+    reached = max(newest, int(start.get("reached", 0)))
+    run.end, run.left = None, False
     run.records = [each for each in run.records if each["step"] <= step]
     for points in run.curves.values():
         points[:] = [point for point in points if point[0] <= step]
     for steps in run.not_finite.values():
         steps[:] = [each for each in steps if each <= step]
-    if step == 0 and not reason:  # another run in the same folder
-        run.starts.clear()
-        if newest:
-            run.earlier.append(newest)
-        newest = 0
-    run.starts.append(Start(at, step, hosts or ("?",), reason, max(newest - step, 0)))
+    run.starts.append(Start(at, step, hosts or ("?",), reason, max(reached - step, 0)))
 
 
 def _checked(record: dict[str, Any]) -> dict[str, Any]:
@@ -232,13 +243,16 @@ def show(run: Run, console: Console) -> None:
     """Print the run for a terminal."""
     run = _printable(run)
     console.print(f"[bold]{escape(run.name)}[/bold]: {headline(run)}", highlight=False)
-    table = Table("metric", "first", "best", "last", box=None, pad_edge=False)
+    for line in troubles(run):
+        console.print(escape(line), style="red", highlight=False)
+    table = Table("metric", "first", "min", "max", "last", box=None, pad_edge=False)
     for name, points in run.curves.items():
         values = [value for _, value in points]
         if not values:  # all of them were NaN, or repeated
             continue
-        best = min(values) if "loss" in name or "norm" in name else max(values)
-        table.add_row(escape(name), *(f"{v:.4g}" for v in (values[0], best, values[-1])))
+        last = values[-1] if points[-1][0] >= max(run.not_finite.get(name, [0])) else float("nan")
+        shown = (values[0], min(values), max(values), last)
+        table.add_row(escape(name), *(f"{v:.4g}" for v in shown))
     console.print(table)
     parts = run.parts()
     whole = sum(parts.values()) or 1.0
@@ -247,17 +261,19 @@ def show(run: Run, console: Console) -> None:
         bar = "█" * round(40 * seconds / whole)
         table.add_row(name, f"{1e3 * seconds:.2f}", f"{seconds / whole:.0%}", bar)
     console.print(table)
-    for line in [*slow_ranks(run), *troubles(run), *_sent_lines(run)]:
+    for line in [*slow_ranks(run), *_sent_lines(run)]:
         console.print(escape(line), highlight=False)
-    if any(start.reason or start.lost for start in run.starts):
+    if len(run.starts) > 1:
         columns = ("start", "after step", "ranks", "steps lost", "reason")
         table = Table(*columns, box=None, pad_edge=False)
         for start in run.starts:
-            row = (str(start.step), str(len(start.hosts)), str(start.lost), escape(start.reason))
+            reason = escape(start.reason or "by hand")
+            row = (str(start.step), str(len(start.hosts)), str(start.lost), reason)
             table.add_row(clock(start.time), *row)
         console.print(table)
     if run.unreadable:
-        console.print(f"{run.unreadable} lines of {FILE} are no records and were left out")
+        verb = "is no record" if run.unreadable == 1 else "are no records"
+        console.print(f"{counted(run.unreadable, 'line')} of {FILE} {verb}, and left out")
 
 
 def _printable(run: Run) -> Run:
@@ -276,8 +292,11 @@ def _printable(run: Run) -> Run:
 def headline(run: Run) -> str:
     """The run in one line."""
     ranks, hosts = counted(len(run.hosts), "rank"), counted(len(set(run.hosts)), "host")
+    first = run.starts[0].step if run.starts else 0
+    until = f", up to step {run.steps:,}," if first else ""
+    steps = counted(run.steps - first, "step")
     return (
-        f"{run.steps:,} steps in {duration(run.seconds)} on {ranks} of {hosts}; "
+        f"{steps}{until} in {duration(run.seconds)} on {ranks} of {hosts}; "
         f"{run.mean('samples_per_second'):,.0f} samples a second; "
         f"{run.speedup():.1f}x of {len(run.hosts)}"
     )
@@ -286,11 +305,12 @@ def headline(run: Run) -> str:
 def slow_ranks(run: Run) -> list[str]:
     """Sentences about the ranks that came last more often than others."""
     said = []
-    for rank, share in run.last()[:3]:
+    for number, (rank, share) in enumerate(run.last()[:3]):
         if share * len(run.hosts) <= 1:
             break
         host = run.hosts[rank] if rank < len(run.hosts) else "?"
-        said.append(f"rank {rank} on {host} was last in {share:.0%} of steps")
+        why = f": {run.last_reason}" if run.last_reason and not number else ""
+        said.append(f"rank {rank} on {host} was last in {share:.0%} of steps{why}")
     return said
 
 
@@ -301,6 +321,10 @@ def troubles(run: Run) -> list[str]:
         said.append("no end is recorded: the run goes on, was killed, or did not close its monitor")
     elif run.end:
         said.append(f"the run ended with {run.end}")
+    if run.left:
+        said.append("the run left after SIGTERM, with a checkpoint")
+    if run.later:
+        said.append(run.later)
     for name, steps in run.not_finite.items():
         if steps:
             records = counted(len(steps), "record")
@@ -308,10 +332,12 @@ def troubles(run: Run) -> list[str]:
     if skipped := sum(each["skipped"] for each in run.records):
         verb = "was" if skipped == 1 else "were"
         said.append(f"{counted(skipped, 'step')} {verb} skipped: NaN or infinite gradients")
-    said += [
-        f"an earlier run of {counted(steps, 'step')} in this folder is not shown"
-        for steps in run.earlier
-    ]
+    before = run.before
+    while before is not None:
+        said.append(
+            f"an earlier run of {counted(before.steps, 'step')} in this folder is not shown"
+        )
+        before = before.before
     return said
 
 

@@ -102,7 +102,7 @@ def _head(run: Run) -> str:
         (f"{run.mean('samples_per_second'):,.0f}", "samples a second, all ranks"),
         (f"{1e3 * run.mean('seconds/step'):,.3g} ms", "a step"),
         (f"{run.steps:,}", f"steps in {duration(run.seconds)}"),
-        (f"{max(len(run.starts) - 1, 0)}", "restarts and resumptions"),
+        (f"{len(run.starts) - 1}", "restarts or resumptions"),
     ]
     cards = "".join(
         f'<div class="card"><b>{escape(value)}</b><span>{escape(what)}</span></div>'
@@ -255,7 +255,7 @@ def _start_row(start: Start) -> str:
     return (
         f'<tr><td>{escape(clock(start.time))}</td><td class="n">{start.step:,}</td>'
         f'<td class="n">{start.lost:,}</td><td class="n">{len(start.hosts)}</td>'
-        f"<td>{escape(start.reason) or 'started by hand'}</td></tr>"
+        f"<td>{escape(start.reason) or 'by hand'}</td></tr>"
     )
 
 

@@ -97,15 +97,16 @@ class RunFile:
         """Write what is left in memory."""
         self._writers.flush()
 
-    def end(self, error: str) -> None:
+    def end(self, error: str, *, left: bool) -> None:
         """Write the end, and close the files.
 
         Args:
             error: that has ended the run; empty for none.
+            left: whether the ranks have left after SIGTERM, with a checkpoint.
         """
         if self._begun_after is not None:
-            failed = {"error": error} if error else {}
-            self._writers.write({"end": {"time": time.time(), **self._totals.summary(), **failed}})
+            how = ({"error": error} if error else {}) | ({"left": True} if left else {})
+            self._writers.write({"end": {"time": time.time(), **self._totals.summary(), **how}})
         self._writers.close()
 
     def line(self) -> str:

@@ -98,6 +98,11 @@ class Leaving:
             self._changed.wait_for(lambda: not self._holds or self._last is not None, _AGREES)
             return self._last is not None and self._step >= self._last
 
+    @property
+    def left(self) -> bool:
+        """Whether this rank has saved after SIGTERM, as all others have, and ends."""
+        return self._left
+
     def leave(self) -> NoReturn:
         """End this rank: its checkpoint is saved.
 

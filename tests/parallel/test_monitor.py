@@ -127,8 +127,10 @@ def test_skipped_steps_are_counted(folder):
             optimizer.zero_grad()
             model(torch.full((3, 4), value)).sum().backward()
             optimizer.step()
-            monitor.step()
-    assert [each.get("skipped", 0) for each in records(folder / "torch")] == [1, 0]
+            monitor.step(loss=value)
+    found = records(folder / "torch")
+    assert [each.get("skipped", 0) for each in found] == [1, 0]
+    assert [each["loss"] for each in found] == [1, 1]  # without that of a step that none was
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
     optimizer = keras.optimizers.SGD(0.1)
     x = np.ones((8, 4), "f") * np.repeat([1, 1, 1, np.nan], 2).astype("f")[:, None]

@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import tensorflow as tf
@@ -10,7 +11,9 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import hvkit
+from hvkit.monitor import monitor as monitor_module
 from hvkit.monitor.records import Means
+from hvkit.monitor.step_clock import Step
 
 
 def train(folder, steps=20, watched=True, **options):
@@ -208,6 +211,29 @@ def test_a_script_that_exits_well_has_no_error(tmp_path):
     assert "error" not in end_of(tmp_path, SystemExit(0))
 
 
+def test_what_was_not_recorded_is_recorded_when_all_ranks_leave(tmp_path, monkeypatch):
+    def run():
+        with hvkit.Monitor(tmp_path, every=3) as monitor:
+            for _ in range(4):
+                monitor.step(loss=1.0)
+            monkeypatch.setattr(monitor_module, "LEAVING", SimpleNamespace(left=True))
+            raise SystemExit(143)
+
+    with pytest.raises(SystemExit):
+        run()
+    assert [each["step"] for each in records(tmp_path)] == [3, 4]
+    end = lines(tmp_path)[-1]["end"]
+    assert end["left"]
+    assert "error" not in end
+
+
+def test_slow_steps_are_recorded_from_the_first_on(tmp_path):
+    monitor = hvkit.Monitor(tmp_path)
+    for _ in range(2):
+        monitor.add_step(Step(duration=60.0, data=0.0, blocked=0.0, samples=8.0), {"loss": 1.0})
+    assert [each["step"] for each in records(tmp_path)] == [1, 2]
+
+
 def test_a_run_begins_with_its_monitor_and_after_the_step_that_it_resumes_from(tmp_path):
     before = time.time()
     monitor = hvkit.Monitor(tmp_path, every=3)
@@ -256,10 +282,12 @@ def test_a_run_may_get_a_monitor_when_it_resumes(tmp_path):
 
 
 def test_a_restart_says_its_reason(tmp_path, monkeypatch):
-    monkeypatch.setenv("HVKIT_RESTART", json.dumps({"restart": 2, "reason": "rank 1 was killed"}))
+    monkeypatch.setenv(
+        "HVKIT_RESTART", json.dumps({"restart": 2, "reason": "rank 1 was killed", "reached": 9})
+    )
     train(tmp_path)
     start = lines(tmp_path)[0]["start"]
-    assert (start["restart"], start["reason"]) == (2, "rank 1 was killed")
+    assert (start["restart"], start["reason"], start["reached"]) == (2, "rank 1 was killed", 9)
 
 
 @pytest.mark.parametrize("value", ["", "2", "[]", '{"restart": "x"}', "{"])

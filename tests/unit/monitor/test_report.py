@@ -101,6 +101,57 @@ def test_what_a_reader_must_know_comes_with_the_numbers(folder):
     assert "the run ended with ValueError: <boom>" in console.export_text()
 
 
+def shown(run):
+    console = Console(record=True, width=120, file=open(os.devnull, "w"))  # noqa: SIM115
+    report.show(run, console)
+    return console.export_text()
+
+
+def test_troubles_come_before_the_numbers(folder):
+    text = shown(report.read(folder(start(), record(10), {"end": {"error": "KeyError: 'x'"}})))
+    assert text.index("the run ended with KeyError: 'x'") < text.index("metric")
+
+
+def test_leaving_after_sigterm_is_no_error(folder):
+    run = report.read(folder(start(), record(10), {"end": {"left": True}}))
+    assert report.troubles(run) == ["the run left after SIGTERM, with a checkpoint"]
+
+
+def test_a_run_that_failed_before_its_first_record_says_how(folder):
+    with pytest.raises(HvkitError, match="no record of a step; it ended with ValueError: boom"):
+        report.read(folder(start(), {"end": {"error": "ValueError: boom"}}))
+
+
+def test_a_later_run_without_a_record_hides_no_earlier_one(folder):
+    lines = [start(), record(10), record(30), {"end": {}}, start(), {"end": {"error": "E: x"}}]
+    run = report.read(folder(*lines))
+    assert run.steps == 30
+    said = "a later run in this folder has recorded no step; it ended with E: x"
+    assert report.troubles(run) == [said]
+
+
+def test_smallest_largest_and_last_value_of_a_metric(folder):
+    run = report.read(folder(start(), record(10, 3.0), record(20, 1.0), record(30, 2.0)))
+    assert re.search(r"loss +3 +1 +3 +2 *\n", shown(run))
+    run = report.read(folder(start(), record(10, 3.0), record(20, 1.0), record(30, None)))
+    assert re.search(r"loss +3 +1 +3 +nan *\n", shown(run))
+
+
+def test_steps_lost_are_those_that_ranks_had_begun(folder):
+    lines = [start(), record(10), start(10, reason="rank 1 was killed", reached=17), record(20)]
+    assert [each.lost for each in report.read(folder(*lines)).starts] == [0, 7]
+
+
+def test_a_run_that_was_resumed_by_hand_shows_its_starts(folder):
+    run = report.read(folder(start(), record(10), start(10), record(20)))
+    assert shown(run).count("by hand") == page(run).count("by hand") == 2
+
+
+def test_steps_before_a_monitor_joined_do_not_count(folder):
+    run = report.read(folder(start(300), record(310)))
+    assert report.headline(run).startswith("10 steps, up to step 310, in 10 s")
+
+
 def test_a_run_that_ended_well_has_no_troubles(folder):
     run = report.read(folder(start(), record(10), {"end": {}}))
     assert report.troubles(run) == []
