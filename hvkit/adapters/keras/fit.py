@@ -1,5 +1,7 @@
 """``fit`` and ``evaluate`` on several ranks: every rank gets the metrics of all ranks.
 
+``train_on_batch`` reports this rank's; of it, hvkit only translates errors.
+
 Metrics keep sums (a total and a count, a confusion matrix). Added up over ranks, these give exactly
 the result of one process on all the data. Keras reads the metrics in one method, after each pass
 over the data and before callbacks see them; hvkit replaces that method on the model's instance.
@@ -49,6 +51,7 @@ def share_results(
         _over_all_ranks, model, epoch, model._get_metrics_result_or_logs
     )
     model.fit = _on_this_rank(model.fit, epoch)
+    model.train_on_batch = _translating(model.train_on_batch)
     evaluate = _in_settled(model.evaluate, rounds) if rounds else model.evaluate
     for method in (evaluate, model.predict):
         setattr(model, method.__name__, _on_this_rank(method, epoch, trains=False))
@@ -63,6 +66,15 @@ def _in_settled(
             return evaluate(*args, **kwargs)
 
     return settled
+
+
+def _translating(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def translating(*args: Any, **kwargs: Any) -> Any:
+        with translated():
+            return method(*args, **kwargs)
+
+    return translating
 
 
 def _on_this_rank(

@@ -57,6 +57,16 @@ def test_stop_names_rank_and_variable_on_every_rank(loop, kind):
     assert kind is not FloatingPointError or text.startswith("in step 2: ")
 
 
+def test_stop_in_train_on_batch_is_hvkits_own_error():
+    model, optimizer = distributed("stop", sgd())
+    model.compile(optimizer, "mse")
+    good, bad = spoiled(local(regression(steps=2)), 1)
+    model.train_on_batch(*good)
+    error, text = error_of(lambda: model.train_on_batch(*bad))
+    assert error is FloatingPointError
+    assert text.startswith("in step 2: rank 1 has a NaN or infinite gradient of ")
+
+
 @pytest.mark.parametrize(
     ("optimizer", "text"),
     [
