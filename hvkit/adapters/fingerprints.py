@@ -28,6 +28,7 @@ import numpy as np
 from hvkit.communication import collectives
 from hvkit.errors import RanksDisagreeError
 from hvkit.main_rank import warn_once
+from hvkit.watch.rank_errors import mark_as_shown_by
 
 Rows = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -210,12 +211,13 @@ def require_same(call: str, compared: Sequence[Compared], rows: Sequence[Rows]) 
     for rank, (theirs, _) in enumerate(everyone):
         if theirs != everyone[0][0]:
             other = sorted(set(theirs) ^ set(everyone[0][0]))
-            raise RanksDisagreeError(
+            error = RanksDisagreeError(
                 f"rank {rank} and rank 0 do not hold the same: only one of them has {other[0]}; "
                 f"{_FIX}"
             )
+            raise mark_as_shown_by(error, 0)
     if text := judge(np.array([rows for _, rows in everyone]), compared, exact=False):
-        raise RanksDisagreeError(text)
+        raise mark_as_shown_by(RanksDisagreeError(text), 0)
     return False
 
 

@@ -43,7 +43,8 @@ E = TypeVar("E", bound=Exception)
 
 # A graph of TensorFlow can raise TensorFlow's errors only: their text, up to the name of a node.
 _IN_GRAPH = re.compile(
-    r"assertion failed: \[hvkit: (FloatingPointError|RanksDisagreeError): (.*?)\]\s+\[\[\{\{node ",
+    r"assertion failed: \[hvkit: (on every rank: )?(FloatingPointError|RanksDisagreeError): (.*?)\]"
+    r"\s+\[\[\{\{node ",
     re.DOTALL,
 )
 
@@ -106,22 +107,29 @@ def translated() -> Iterator[None]:
         raise meaning from None
 
 
-def for_graph(error: Exception) -> str:
+def for_graph(error: Exception, *, on_every_rank: bool) -> str:
     """The text for ``tf.debugging.Assert`` in a graph, from which ``meaning_of`` makes the error.
 
     Further texts, and names of variables, may follow in the same ``Assert``.
+
+    Args:
+        error: what the assertion means.
+        on_every_rank: whether all ranks raise the same, so that rank 0 alone may show it.
     """
-    return f"hvkit: {type(error).__name__}: {error}"
+    where = "on every rank: " if on_every_rank else ""
+    return f"hvkit: {where}{type(error).__name__}: {error}"
 
 
 def meaning_of(error: BaseException) -> Exception | None:
     """hvkit's error for one of Horovod, of PyTorch's gloo or of a graph; None for any other."""
     text = str(error)
     if found := _IN_GRAPH.search(text):
-        said = re.sub(r"\\(.)", lambda c: {"n": "\n"}.get(c[1], c[1]), found[2].replace("] [", " "))
-        if found[1] == "RanksDisagreeError":
-            return RanksDisagreeError(said)
-        return mark_as_shown_by(FloatingPointError(said), 0)
+        on_every_rank, kind, said = found.groups()
+        said = re.sub(r"\\(.)", lambda c: {"n": "\n"}.get(c[1], c[1]), said.replace("] [", " "))
+        meant: Exception = (
+            RanksDisagreeError(said) if kind == "RanksDisagreeError" else FloatingPointError(said)
+        )
+        return mark_as_shown_by(meant, 0) if on_every_rank else meant
     if "Horovod has been shut down" in text or "Horovod has not been initialized" in text:
         return _lost()
     if isinstance(error, RuntimeError) and "/gloo/transport/" in text:  # a connection that broke
@@ -166,7 +174,7 @@ def _line_for(error: BaseException, witness: Witness) -> str | None:
         error = meaning_of(error) or error
     other = getattr(error, "hvkit_shown_by", None)
     if other is not None:
-        return f"rank {witness.rank} ends with the {type(error).__name__} of rank {other}"
+        return f"rank {witness.rank} ends with the same {type(error).__name__} as rank {other}"
     if not isinstance(error, RankLostError):
         return None
     shown_by = witness.shown_by()

@@ -321,7 +321,30 @@ def test_a_wrong_argument_on_all_ranks_is_shown_by_one(tmp_path):
     assert status != 0
     assert err.count("Traceback") == 1, err
     for rank in (1, 2):
-        assert f"hvkit: rank {rank} ends with the TypeError of rank 0" in err
+        assert f"hvkit: rank {rank} ends with the same TypeError as rank 0" in err
+
+
+OTHER_WEIGHTS = "if rank == last: self.model.set_weights([w + 1 for w in self.model.get_weights()])"
+
+
+def test_weights_that_differ_in_fit_are_shown_by_one_rank(tmp_path):
+    code = FIT.format(inside=OTHER_WEIGHTS, after="")
+    status, err, _ = run(code, tmp_path, 2)
+    assert status != 0
+    assert err.count("Traceback") == 1, err
+    assert "hvkit: rank 1 ends with the same RanksDisagreeError as rank 0" in err
+
+
+# Of unknown length, so that fit cannot compare it.
+BATCHES = "((x[:8], y[:8]) for _ in range(7 + rank))"
+
+
+def test_ranks_that_run_out_of_data_each_show_their_line(tmp_path):
+    code = FIT.format(inside="", after="").replace("fit(x, y, batch_size=8,", f"fit({BATCHES},")
+    status, err, _ = run(code, tmp_path, 2)
+    assert status != 0
+    assert err.count("RanksDisagreeError: some ranks ran out of data") == 2, err
+    assert "ends with the same" not in err
 
 
 MISMATCH = """

@@ -71,7 +71,7 @@ def test_an_output_dir_that_cannot_be_written_ends_all_ranks_with_one_reason(sta
     (tmp_path / "run").write_text("")
     run = start(MPIRUN, "mnist_torch", *DIGITS, "--dry-run", fails=True)
     assert run.err.count(f"the monitor cannot write into {tmp_path / 'run'} (File exists)") == 1
-    assert run.err.count("hvkit: rank 1 ends with the HvkitError of rank 0") == 1
+    assert run.err.count("hvkit: rank 1 ends with the same HvkitError as rank 0") == 1
     assert run.status == 1
 
 

@@ -18,6 +18,7 @@ from hvkit.communication import collectives
 from hvkit.errors import RanksDisagreeError
 from hvkit.host.run_reports import timeline_wanted
 from hvkit.metrics import any_rank
+from hvkit.watch.rank_errors import mark_as_shown_by
 from hvkit.watch.spans import WAITING, mark
 
 # These only write files and messages.
@@ -241,10 +242,11 @@ class InStep(keras.callbacks.Callback):  # type: ignore[misc]
         rounds = self._epoch.rounds
         may_differ = rounds is not None and not rounds.equal_steps and not self._every_step
         if not may_differ and len({count for count in steps if count is not None}) > 1:
-            raise RanksDisagreeError(
+            error = RanksDisagreeError(
                 f"fit has data of different length on each rank, {steps} steps per epoch in rank "
                 "order: every rank must take the same number of steps; use hvkit.shard(data)"
             )
+            raise mark_as_shown_by(error, 0)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begin a pass over the training data."""

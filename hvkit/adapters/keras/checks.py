@@ -30,7 +30,7 @@ from hvkit.adapters.keras.optimizers import inner_optimizer
 from hvkit.adapters.keras.refusals import is_alike, weights_of_distributed
 from hvkit.adapters.keras.sharded import ids_of_slots
 from hvkit.errors import RanksDisagreeError
-from hvkit.watch.rank_errors import for_graph
+from hvkit.watch.rank_errors import for_graph, mark_as_shown_by
 
 # More updates than any training takes.
 _NEVER = np.iinfo(np.int64).max
@@ -104,10 +104,10 @@ class Checks:
         text = _in_numpy(lambda rows: judge()(rows), [everyone], tf.string, [])
         if tf.executing_eagerly():
             if text.numpy():
-                raise RanksDisagreeError(text.numpy().decode())
+                raise mark_as_shown_by(RanksDisagreeError(text.numpy().decode()), 0)
             alike = tf.no_op()
         else:
-            reason = tf.strings.join([for_graph(RanksDisagreeError()), text])
+            reason = tf.strings.join([for_graph(RanksDisagreeError(), on_every_rank=True), text])
             alike = tf.debugging.Assert(tf.equal(text, ""), [reason])
         with tf.control_dependencies([alike]):
             return self._left.assign(self._every - 1 if self._every else _NEVER)

@@ -21,6 +21,7 @@ from hvkit.adapters.pytorch.collectives.wire import Wire
 from hvkit.adapters.pytorch.divided_state.sharded import is_sharded
 from hvkit.adapters.pytorch.refusals import processes_of_torch_distributed, two_at_once
 from hvkit.errors import RanksDisagreeError
+from hvkit.watch.rank_errors import mark_as_shown_by
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -105,9 +106,9 @@ class Checks:
         everyone = gathered.numpy().reshape(self._wire.size, -1, WIDTH)
         heads, rows = everyone[:, 0], everyone[:, 1:]
         if (processes := int(heads[:, 2].max())) > 1:
-            raise RanksDisagreeError(two_at_once(processes))
+            raise mark_as_shown_by(RanksDisagreeError(two_at_once(processes)), 0)
         if text := fingerprints.judge(rows, self._compared, exact=steps == 0):
-            raise RanksDisagreeError(text)
+            raise mark_as_shown_by(RanksDisagreeError(text), 0)
         if not self._looked_at_gradients:
             self._looked_at_gradients = fingerprints.warn_of_equal_work(heads[:, :2])
         self._optimizers = []

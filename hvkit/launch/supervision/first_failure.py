@@ -10,7 +10,7 @@ from hvkit.errors import ranks_text
 # Errors of a rank that has lost its partners: consequences of another failure.
 _CONSEQUENCES = (
     *("RankLostError", "HorovodInternalError", "Horovod has been shut down"),
-    "hvkit: rank",  # ... ends with the error of another
+    "hvkit: rank",  # ... ends with the same error as another
 )
 
 # The last line of a traceback.

@@ -164,7 +164,9 @@ class GradientAverager:
 
     def _assert_alike(self, had: tf.Tensor, variables: Sequence[Any]) -> tf.Operation:
         goes_on = tf.reduce_all(had < _AT_THE_END)
-        uneven = tf.debugging.Assert(goes_on, [for_graph(RanksDisagreeError(_UNEVEN))])
+        # A rank at the end of its epoch has left the graph, and raises at another line.
+        ended = for_graph(RanksDisagreeError(_UNEVEN), on_every_rank=False)
+        uneven = tf.debugging.Assert(goes_on, [ended])
         with tf.control_dependencies([uneven]):
             had = tf.identity(had)
         paths = tf.constant([getattr(v, "path", v.name) for v in variables])
@@ -172,7 +174,7 @@ class GradientAverager:
         return tf.debugging.Assert(
             tf.logical_not(tf.reduce_any(partial)),
             [
-                for_graph(RanksDisagreeError(_PARTIAL)),
+                for_graph(RanksDisagreeError(_PARTIAL), on_every_rank=True),
                 tf.boolean_mask(paths, partial),
                 "inside a tf.function: use the variable in the loss on every rank, or run eagerly",
             ],

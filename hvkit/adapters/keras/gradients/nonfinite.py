@@ -84,7 +84,9 @@ class NonFinite:
             reason = tf.cond(
                 bad,
                 lambda: tf.numpy_function(
-                    lambda *found: for_graph(error(*found)).encode(), [everyone, steps], tf.string
+                    lambda *found: for_graph(error(*found), on_every_rank=True).encode(),
+                    [everyone, steps],
+                    tf.string,
                 ),
                 lambda: tf.constant(""),
             )
