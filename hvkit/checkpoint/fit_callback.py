@@ -9,7 +9,8 @@ from typing import Any
 import keras
 
 from hvkit.adapters.adapter import keepers_of
-from hvkit.adapters.keras.optimizers import inner_optimizer
+from hvkit.adapters.keras.optimizers import inner_optimizer, leaves_out_updates
+from hvkit.adapters.nonfinite import skipped_steps
 from hvkit.checkpoint.keras import OptimizerPart
 from hvkit.checkpoint.part import Part
 from hvkit.communication import collectives
@@ -55,6 +56,9 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
         # Steps before this training and batches in it, where iterations cannot count.
         self._first: int | None = None
         self._trained = 0
+        # Added to this process's skipped steps: those before the restored checkpoint. None if the
+        # optimizers skip none.
+        self._carried: int | None = None
         self._train: Any = None
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -63,6 +67,11 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
             # It skips updates, not the same ones on every rank, which are not in iterations.
             known = max(self._iterations(), self._saved, self._restored_step())
             self._first = max(collectives.gather("Model.fit", known))
+        elif any(map(leaves_out_updates, self._used())):
+            if restored := self._restored_step():
+                self._carried = restored - self._iterations() - skipped_steps.number
+            elif self._carried is None:
+                self._carried = 0
         self._trained = 0
         self._saved = self._step()
         self._together = all(keeper.equal_steps for keeper in keepers_of(self.model))
@@ -136,7 +145,8 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _step(self) -> int:
         if self._first is None:
-            return self._iterations()
+            left_out = 0 if self._carried is None else skipped_steps.number + self._carried
+            return self._iterations() + left_out
         at_once = self._used()[0].gradient_accumulation_steps or 1
         return self._first + self._trained // at_once
 

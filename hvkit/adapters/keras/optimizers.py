@@ -70,6 +70,8 @@ def average_in_apply(
         nonfinite: leaves out an update, or ends training, if a rank's gradients are not finite.
     """
     apply = optimizer.apply
+    if nonfinite:
+        _leaving_out.add(optimizer)
 
     # AutoGraph would spend seconds on translating all of hvkit and Horovod below this call.
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -86,9 +88,8 @@ def average_in_apply(
                 if not optimizer.built:
                     optimizer.build(variables)
                 own = None if known else variables
-                done = optimizer._iterations.value
                 update = lambda: apply(average(grads, variables), own)  # noqa: E731
-                nonfinite.guard(grads, variables, done, update)
+                nonfinite.guard(grads, variables, update)
                 return
             if optimizer.gradient_accumulation_steps:
                 grads = _average_when_due(optimizer, average, grads, variables)
@@ -149,6 +150,12 @@ def _zeros(accumulators: list[Any]) -> list[tf.Tensor]:
 
 
 _skipping_together: WeakSet[Any] = WeakSet()
+_leaving_out: WeakSet[Any] = WeakSet()
+
+
+def leaves_out_updates(optimizer: Any) -> bool:
+    """Whether the optimizer may leave out an update, which its ``iterations`` do not count then."""
+    return optimizer in _leaving_out
 
 
 def skip_together(optimizer: Any) -> None:

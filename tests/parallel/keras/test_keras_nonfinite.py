@@ -6,9 +6,16 @@ import pytest
 import tensorflow as tf
 from cases import cases
 from models import LOOPS, alike, local, mlp, regression, sgd, weights
-from ranks import error_of
+from ranks import error_of, shared_folder
 
 import hvkit
+from hvkit.adapters.nonfinite import skipped_steps
+from hvkit.watch import calls
+
+
+@pytest.fixture(autouse=True)
+def _resumed_after_step_100(monkeypatch):
+    monkeypatch.setattr(calls, "_resumed", 100)
 
 
 def distributed(action, optimizer, **options):
@@ -34,7 +41,7 @@ def test_an_update_that_is_skipped_changes_nothing(loop, capfd):
     assert alike(model)
     assert int(optimizer.iterations) == 4
     logged = capfd.readouterr().err
-    assert ("skipped step 3: rank 1 has a NaN or infinite gradient of " in logged) == (
+    assert ("skipped step 103: rank 1 has a NaN or infinite gradient of " in logged) == (
         hvkit.rank() == 0
     )
 
@@ -52,9 +59,36 @@ def test_stop_names_rank_and_variable_on_every_rank(loop, kind):
     data = spoiled(local(regression(steps=3)), 1)
     error, text = error_of(lambda: LOOPS[loop](model, optimizer, data))
     assert issubclass(error, kind)
-    assert "in step 2: rank 1 has a NaN or infinite gradient of " in text
+    assert "in step 102: rank 1 has a NaN or infinite gradient of " in text
     assert "kernel" in text
-    assert kind is not FloatingPointError or text.startswith("in step 2: ")
+    assert kind is not FloatingPointError or text.startswith("in step 102: ")
+
+
+@pytest.fixture
+def folder(tmp_path_factory):
+    return shared_folder(tmp_path_factory)
+
+
+def test_fit_numbers_steps_on_after_a_resumption_with_skipped_ones(folder, monkeypatch, capfd):
+    data = local(regression(steps=5))
+    for at, number in ((2, 3), (1, 7)):
+        # As in a new process.
+        for name in ("_resumed", "_last_step"):
+            monkeypatch.setattr(calls, name, 0)
+        monkeypatch.setattr(calls, "_graphs", [])
+        monkeypatch.setattr(skipped_steps, "number", 0)
+        model, optimizer = distributed("skip", sgd())
+        model.compile(optimizer, "mse")
+        checkpoint = hvkit.Checkpoint(folder, model=model, optimizer=optimizer)
+        start = checkpoint.restore()
+        assert start.step == 5 * start.epoch
+        x, y = (np.concatenate(part) for part in zip(*spoiled(data, at), strict=True))
+        model.fit(
+            x, y, batch_size=len(data[0][0]), shuffle=False, verbose=0,
+            initial_epoch=start.epoch, epochs=start.epoch + 1, callbacks=[checkpoint.callback()],
+        )  # fmt: skip
+        logged = capfd.readouterr().err
+        assert (f"skipped step {number}: rank 1 has" in logged) == (hvkit.rank() == 0)
 
 
 def test_stop_in_train_on_batch_is_hvkits_own_error():
@@ -64,7 +98,7 @@ def test_stop_in_train_on_batch_is_hvkits_own_error():
     model.train_on_batch(*good)
     error, text = error_of(lambda: model.train_on_batch(*bad))
     assert error is FloatingPointError
-    assert text.startswith("in step 2: rank 1 has a NaN or infinite gradient of ")
+    assert text.startswith("in step 102: rank 1 has a NaN or infinite gradient of ")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from hvkit.adapters.keras.collectives.graph_collectives import GraphWait
 from hvkit.adapters.keras.collectives.wire import Wire
 from hvkit.adapters.nonfinite import describe, skipped_steps
 from hvkit.log import logger
+from hvkit.watch.calls import of_run
 from hvkit.watch.rank_errors import for_graph, mark_as_shown_by
 
 
@@ -28,13 +29,14 @@ class NonFinite:
         self._action = action
         self._wire = Wire("checks")
         self._wait = GraphWait(name)
-        self._skipped = 0
+        # Updates that this process has tried, in graphs and in eager code, skipped ones among them.
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._tried = tf.Variable(0, trainable=False, dtype=tf.int64)
 
     def guard(
         self,
         gradients: Sequence[Any],
         variables: Sequence[Any],
-        steps_done: Any,
         update: Callable[[], None],
     ) -> None:
         """Update, unless a rank has a gradient that is not finite; a collective.
@@ -42,7 +44,6 @@ class NonFinite:
         Args:
             gradients: this rank's own, before they become means.
             variables: their variables.
-            steps_done: how many updates the optimizer has made; a scalar.
             update: averages and applies; creates no variables.
 
         Raises:
@@ -55,11 +56,12 @@ class NonFinite:
                 tf.cast(mine, tf.int32), lambda rows: self._wire.gather(rows, self._wait.key)
             )
             bad = tf.reduce_any(everyone > 0)
+            step = self._tried.assign_add(1)
         names = [getattr(v, "path", v.name) for v in variables]
 
-        def text(rows: np.ndarray[Any, Any], steps: np.ndarray[Any, Any]) -> str:
+        def text(rows: np.ndarray[Any, Any], step: np.ndarray[Any, Any]) -> str:
             found = [[names[i] for i in np.flatnonzero(row)] for row in rows]
-            return f"step {int(steps) + self._skipped + 1}: {describe(found)}"
+            return f"step {of_run(int(step))}: {describe(found)}"
 
         def error(*found: np.ndarray[Any, Any]) -> FloatingPointError:
             return FloatingPointError(f"in {text(*found)}")
@@ -67,25 +69,24 @@ class NonFinite:
         def skip(*found: np.ndarray[Any, Any]) -> np.int32:
             if runtime.rank() == 0:
                 logger.warning("skipped %s", text(*found))
-            self._skipped += 1
             skipped_steps.add()
             return np.int32(0)
 
-        steps = tf.convert_to_tensor(steps_done)
+        step = tf.convert_to_tensor(step)
         if tf.executing_eagerly():
             if not bool(bad):
                 update()
             elif self._action == "stop":
-                raise mark_as_shown_by(error(everyone.numpy(), steps.numpy()), 0)
+                raise mark_as_shown_by(error(everyone.numpy(), step.numpy()), 0)
             else:
-                skip(everyone.numpy(), steps.numpy())
+                skip(everyone.numpy(), step.numpy())
             return
         if self._action == "stop":
             reason = tf.cond(
                 bad,
                 lambda: tf.numpy_function(
                     lambda *found: for_graph(error(*found), on_every_rank=True).encode(),
-                    [everyone, steps],
+                    [everyone, step],
                     tf.string,
                 ),
                 lambda: tf.constant(""),
@@ -98,7 +99,7 @@ class NonFinite:
             update()
             return tf.constant(0)
 
-        tf.cond(bad, lambda: tf.numpy_function(skip, [everyone, steps], tf.int32), updated)
+        tf.cond(bad, lambda: tf.numpy_function(skip, [everyone, step], tf.int32), updated)
 
 
 def _is_bad(gradient: Any) -> tf.Tensor:
