@@ -1,9 +1,24 @@
-"""Numbers and lengths of time in words."""
+"""Numbers and lengths of time in words; long texts cut."""
 
 
 def counted(number: int, thing: str) -> str:
     """``1 slot``, ``2,000 slots``."""
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def shortened(text: str, length: int) -> str:
+    """The text, or as many whole words of it as fit with ``...`` behind them.
+
+    A word that would take more than half of the length is cut.
+
+    Args:
+        text: one line.
+        length: the most characters of the result, at least 4.
+    """
+    if len(text) <= length:
+        return text
+    words = text[: length - 2].rpartition(" ")[0].rstrip()
+    return f"{words if len(words) >= length // 2 else text[: length - 3]}..."
 
 
 def duration(seconds: float) -> str:

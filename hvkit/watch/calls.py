@@ -22,6 +22,7 @@ from types import FrameType
 from typing import ParamSpec, Protocol, TypeVar
 
 from hvkit.watch.spans import WAITING, mark
+from hvkit.wording import shortened
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -200,7 +201,7 @@ def is_failure(error: BaseException) -> bool:
 
 def in_short(error: BaseException) -> str:
     """The error in one line: ``ValueError: boom``."""
-    text = str(error).strip().split("\n")[0][:200]
+    text = shortened(str(error).strip().split("\n")[0], 200)
     return type(error).__name__ + (f": {text}" if text else "")
 
 

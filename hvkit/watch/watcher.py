@@ -17,6 +17,7 @@ from hvkit.watch import calls, channel
 from hvkit.watch.calls import Status
 from hvkit.watch.leaving import LEAVING, Agreement
 from hvkit.watch.verdict import LIMIT_SET_BY, SAME_CALLS, SAME_STEPS, Limits, Verdict, decide
+from hvkit.wording import shortened
 
 # All in seconds.
 # Between two looks at this rank's status.
@@ -134,7 +135,7 @@ class Watcher:
     def _learn_of_end(self, rank: int, how: str, shown_by: int) -> None:
         """Another rank has ended, and Horovod will end with it."""
         self._ended[rank] = how
-        report(cause=f"{ranks_text([rank])} {how}"[:_CAUSE])
+        report(cause=shortened(f"{ranks_text([rank])} {how}", _CAUSE))
         self._explain(f"{ranks_text([rank])} {how}", shown_by, verdict=False)
 
 
@@ -374,7 +375,7 @@ class Hub(Watcher):
                 os.write(2, f"hvkit: {verdict.text}\n".encode())
             return
         os.write(2, f"hvkit: RankLostError: {verdict.text}\n".encode())
-        report(cause=verdict.text.split("\n")[0][:_CAUSE])
+        report(cause=shortened(verdict.text.split("\n")[0], _CAUSE))
         self._printed = True
         seconds = _GRACE if verdict.answered else _GRACE_FOR_STOPPED
         self._tell_all({"verdict": verdict.text, "shown_by": 0, "within": seconds})

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from hvkit.errors import ranks_text
+from hvkit.wording import shortened
 
 # Errors of a rank that has lost its partners: consequences of another failure.
 _CONSEQUENCES = (
@@ -137,7 +138,7 @@ def in_one_line(
         return ""
     if cause and first.is_consequence:
         return cause
-    error = f": {first.error[:_ERROR]}" if first.error and not first.violent else ""
+    error = f": {shortened(first.error, _ERROR)}" if first.error and not first.violent else ""
     return f"{_described(first, failures, other_hosts)}{error}"
 
 
