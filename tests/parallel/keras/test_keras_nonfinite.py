@@ -41,7 +41,7 @@ def test_an_update_that_is_skipped_changes_nothing(loop, capfd):
     assert alike(model)
     assert int(optimizer.iterations) == 4
     logged = capfd.readouterr().err
-    assert ("skipped step 103: rank 1 has a NaN or infinite gradient of " in logged) == (
+    assert ("skipped step 103: rank 1 has a NaN or infinite gradient of parameters " in logged) == (
         hvkit.rank() == 0
     )
 

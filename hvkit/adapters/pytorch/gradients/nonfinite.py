@@ -87,7 +87,7 @@ class NonFinite:
         self.skips = False
         if not on_any_rank:
             return
-        mine = [self._name(i) for i in sorted(self._found)]
+        mine = [self._name(i).removeprefix("parameter ") for i in sorted(self._found)]
         self._found.clear()
         text = f"step {of_run(step)}: {describe(collectives.gather('backward()', mine))}"
         if self._action == "stop":
