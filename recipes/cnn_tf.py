@@ -101,10 +101,11 @@ def train_and_evaluate(flags):
             optimizer.learning_rate.assign(flags.lr * factor)
             train(train_step, training_batches(flags, data.train, epoch), report)
             steps_done += steps
-            if checkpoint is not None:
-                checkpoint.save(epoch=epoch + 1, step=steps_done)
             with hvkit.settled(model):
                 report.end_epoch(*evaluate(test_step, data.test, flags.test_batch_size))
+            # Last: a run that is killed before this repeats the epoch, with its test.
+            if checkpoint is not None:
+                checkpoint.save(epoch=epoch + 1, step=steps_done)
 
 
 def measure(flags):

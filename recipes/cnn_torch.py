@@ -125,10 +125,11 @@ def train_and_evaluate(flags):
             train(model, step, train_loader, report)
             schedule.step()
             steps_done += steps
-            if checkpoint is not None:
-                checkpoint.save(epoch=epoch + 1, step=steps_done)
             with hvkit.settled(model):
                 report.end_epoch(*evaluate(model, step, test_loader))
+            # Last: a run that is killed before this repeats the epoch, with its test.
+            if checkpoint is not None:
+                checkpoint.save(epoch=epoch + 1, step=steps_done)
 
 
 def measure(flags):

@@ -2,11 +2,13 @@
 
 import re
 import shutil
+import sys
 
 import numpy as np
 import pytest
-from cases import MORE
-from launching import ALONE, HOROVODRUN, MPIRUN
+from cases import MORE, cases
+from launching import ALONE, HOROVODRUN, MPIRUN, python, run
+from monitored import Monitored
 
 DIGITS = ("--dataset", "digits")
 
@@ -61,6 +63,26 @@ def test_two_ranks_learn_and_resume_where_they_were(start, tmp_path, cifar, laun
     assert resumed.monitored.start["step"] == 8
     assert resumed.monitored.losses == {n: losses[n] for n in range(8 + first, 17)}
     assert resumed.monitored.tests == whole.monitored.tests[1:]
+
+
+# Runs the script that its first argument names, and ends it in the first save.
+KILLED_IN_SAVE = """
+import os, runpy, sys, hvkit
+hvkit.Checkpoint.save = lambda *args, **kwargs: os._exit(9)
+script = sys.argv.pop(1)
+sys.path.insert(0, os.path.dirname(script))
+runpy.run_path(script, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("recipe", cases(["cnn_torch", "cnn_tf", "cnn_keras"]))
+def test_an_epoch_is_tested_before_it_is_saved(tmp_path, cifar, recipe):
+    command = [sys.executable, "-c", KILLED_IN_SAVE, python(recipe)[-1]]
+    flags = "--data-dir", str(cifar), "--epochs", "2", "--batch-size", "32"
+    folders = "--checkpoint-dir", str(tmp_path / "saved"), "--output-dir", str(tmp_path / "run")
+    status, _, err = run([*command, *flags, *folders], 120)
+    assert status == 9, err
+    assert [test["step"] for test in Monitored.read(tmp_path / "run").tests] == [8]
 
 
 @MORE
