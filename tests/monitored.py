@@ -47,8 +47,19 @@ class Monitored:
 
     @property
     def tests(self) -> list[dict[str, float]]:
-        """Of each epoch, ``test_accuracy``, ``test_loss`` and the step."""
-        return [each for each in self.logged if "test_accuracy" in each]
+        """Of each epoch, ``test_accuracy``, ``test_loss`` and the step.
+
+        For ``fit`` the monitor records what Keras calls the epoch's validation.
+        """
+        validated = [
+            {name.replace("epoch_val_", "test_"): value for name, value in each.items()}
+            for each in self.logged
+        ]
+        return [
+            {name: each[name] for name in ("test_accuracy", "test_loss", "step")}
+            for each in validated
+            if "test_accuracy" in each
+        ]
 
     @property
     def epochs(self) -> int:

@@ -47,7 +47,7 @@ class ReportProgress(keras.callbacks.Callback):
         self._report.show_step(logs["loss"])
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._report.end_epoch(logs["val_loss"], logs["val_accuracy"])
+        self._report.show_epoch(logs["val_loss"], logs["val_accuracy"])
 
 
 def resnet20(classes: int = 10, image_size: int = 32) -> keras.Model:

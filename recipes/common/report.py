@@ -125,13 +125,17 @@ class Report:
         say(f"{self._where()}, step {self._step}/{self.steps}: loss {mean:.4f}")
 
     def end_epoch(self, test_loss: float, test_accuracy: float) -> None:
-        """Report the epoch and its test results, which are equal on all ranks."""
+        """Report the epoch of a loop and its test results, which are equal on all ranks."""
+        if self._monitor is not None:
+            self._monitor.log(test_accuracy=test_accuracy, test_loss=test_loss)
+        self.show_epoch(test_loss, test_accuracy)
+
+    def show_epoch(self, test_loss: float, test_accuracy: float) -> None:
+        """Report an epoch of ``fit``, whose results the monitor records itself."""
         self._bar.stop()
         images = self._step * self._flags.batch_size * hvkit.size()
         self._images += images
         self._seconds += self._epoch_seconds
-        if self._monitor is not None:
-            self._monitor.log(test_accuracy=test_accuracy, test_loss=test_loss)
         rate = images / self._epoch_seconds
         say(
             f"{self._where()}: test accuracy {test_accuracy:.4f}, test loss {test_loss:.4f}, "

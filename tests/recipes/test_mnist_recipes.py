@@ -45,6 +45,7 @@ def test_a_dry_run_alone_trains_tests_and_records_all(start, recipe):
     assert [record["learning_rate"] for record in monitored.records] == pytest.approx([0.02, 0.02])
     assert all(record["samples_per_second"] > 0 for record in monitored.records)
     assert (monitored.ranks, monitored.epochs) == (1, 1)
+    assert len(monitored.logged) == 1
     (test,) = monitored.tests
     assert test["step"] == 3
     assert 0 < test["test_accuracy"] < 1
