@@ -40,7 +40,7 @@ from hvkit.launch.supervision import run_status
 from hvkit.launch.supervision.output import Style, make_room
 from hvkit.launch.supervision.protocol import KEY_VARIABLE, SUPERVISOR_VARIABLE
 from hvkit.launch.supervision.run_status import RunStatus
-from hvkit.launch.supervision.signals import EndedBySignal, end_on_signals
+from hvkit.launch.supervision.signals import EndedBySignal, end_on_signals, undisturbed
 from hvkit.launch.supervision.supervised_run import Outcome, Run, supervise
 from hvkit.launch.supervision.timeline import Timeline
 from hvkit.log import logger
@@ -168,7 +168,8 @@ def _with_restarts(request: Request, run: Run) -> int:
     finally:
         if replicas:
             run.status.update(phase="deletes checkpoints from the memory of the hosts")
-            _free_memory(request, failed=failed)
+            with undisturbed():
+                _free_memory(request, failed=failed)
 
 
 def _report_restart(run: Run, restarts: Restarts, outcome: Outcome) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import socket
 import stat
 import threading
@@ -85,11 +86,13 @@ def serve(state: Callable[[], dict[str, Any]]) -> Iterator[None]:
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             _require_own(path.parent)
-            path.unlink(missing_ok=True)
             listener = at_end.enter_context(socket.socket(socket.AF_UNIX))
-            listener.bind(str(path))
-            at_end.callback(_remove, path)
+            # Nobody finds it before it listens: who is refused takes a socket for a dead run's.
+            hidden = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+            listener.bind(str(hidden))
             listener.listen()
+            hidden.rename(path)
+            at_end.callback(_remove, path, path.stat().st_ino)
             ended = threading.Event()
             at_end.callback(listener.shutdown, socket.SHUT_RDWR)  # wakes up accept
             at_end.callback(ended.set)
@@ -119,9 +122,11 @@ def _answer(client: socket.socket, state: Callable[[], dict[str, Any]]) -> None:
         client.sendall(json.dumps(state()).encode())
 
 
-def _remove(path: Path) -> None:
+def _remove(path: Path, inode: int) -> None:
+    """Delete this run's socket, but not that of one with the same process id in a container."""
     with contextlib.suppress(OSError):
-        path.unlink()
+        if path.stat().st_ino == inode:
+            path.unlink()
 
 
 def running() -> list[int]:

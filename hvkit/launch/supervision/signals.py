@@ -68,6 +68,15 @@ def end_on_signals(saved: Callable[[], int | None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Within: signals that end the run do nothing, as it ends already, and has to clean up."""
+    with same_handlers_after():
+        for number in END_SIGNALS:
+            signal.signal(number, lambda *_: None)
+        yield
+
+
+@contextlib.contextmanager
 def same_handlers_after() -> Iterator[None]:
     """Afterwards, signals do what they did before; an event loop leaves the system's defaults."""
     before = {number: signal.getsignal(number) for number in (*END_SIGNALS, *COMMAND_SIGNALS)}

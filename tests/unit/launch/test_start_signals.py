@@ -39,8 +39,16 @@ def prepared(request, least=None):
     environ = {**os.environ, **request.variables}
     return Run(command, environ, "The launcher", 1, ("127.0.0.1",), None, 10.0, bind=False)
 
+def freed_while_signals_come(*given, **options):
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(os.getpid(), number)
+    free(*given, **options)
+
+free = start._free_memory
+if stage == "pause, and signals at the end":
+    start._free_memory = freed_while_signals_come
 start.prepared = prepared
-restarts._FIRST_PAUSE = 60 if stage == "pause" else 0.01
+restarts._FIRST_PAUSE = 60 if stage.startswith("pause") else 0.01
 start._BETWEEN_LOOKS = 600
 hosts = (Host("localhost"),)
 sys.exit(start.start(start.Request(command=(), hosts=hosts, max_restarts=1)))
@@ -64,6 +72,7 @@ exec sleep 600
 
 PHASES = {
     "pause": "begins restart 1 after a pause of 60 s",
+    "pause, and signals at the end": "begins restart 1 after a pause of 60 s",
     "hosts": "waits for hosts before restart 1: node2: it is lost",
 }
 
@@ -113,7 +122,7 @@ def ended(run, number):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("stage", ["pause", "hosts", "check"])
+@pytest.mark.parametrize("stage", [*PHASES, "check"])
 def test_between_two_tries_a_signal_ends_the_run_and_frees_memory(running, stage, number):
     output, errors = ended(running(stage), number)
     assert f"hvkit run: ended by {number.name}; newest checkpoint: step 7\n" in errors

@@ -70,6 +70,26 @@ def test_no_thread_outlives_a_run():
         time.sleep(0.01)
 
 
+def test_a_run_that_begins_is_not_taken_for_a_dead_one(monkeypatch):
+    listen = socket.socket.listen
+
+    def looked_for_before(self, *backlog):
+        assert run_status.running() == []
+        listen(self, *backlog)
+
+    monkeypatch.setattr(socket.socket, "listen", looked_for_before)
+    with run_status.serve(state):
+        assert (run_status.folder() / str(os.getpid())).exists()
+
+
+def test_the_socket_of_another_run_with_the_same_number_stays():
+    path = run_status.folder() / str(os.getpid())
+    with run_status.serve(state), socket.socket(socket.AF_UNIX) as other:
+        path.unlink()
+        other.bind(str(path))
+    assert path.exists()
+
+
 def test_running_runs_are_found():
     with run_status.serve(state):
         assert run_status.running() == [os.getpid()]
