@@ -154,8 +154,10 @@ def read(folder: Path) -> Run:
             "hvkit.Monitor"
         ) from None
     run = Run(folder.resolve().name)
-    for line in lines:
-        if line.strip() and not _take(run, line):
+    for line in filter(bytes.strip, lines):
+        try:
+            run = _with(run, json.loads(line))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
             run.unreadable += 1
     if not run.records:
         failed = f"; it ended with {run.end}" if run.end else ""
@@ -163,7 +165,7 @@ def read(folder: Path) -> Run:
             hint = failed or ": is the run still at its start, or is this another file?"
             raise HvkitError(f"{path} holds no record of a step{hint}")
         run.before.later = f"a later run in this folder has recorded no step{failed}"
-        run.before.unreadable += run.unreadable
+        run.before.unreadable = run.unreadable
         run = run.before
     if not run.starts:
         run.starts.append(Start(run.records[0]["time"], 0, ("?",), "", 0))
@@ -178,47 +180,48 @@ def read(folder: Path) -> Run:
     return run
 
 
-def _take(run: Run, line: bytes) -> bool:
-    """Add a line to the run; return whether it is readable."""
-    try:
-        record = json.loads(line)
-        if "start" in record:
-            _take_start(run, record["start"])
-        elif "logged" in record:
-            step = int(record["step"])
-            for name, value in record["logged"].items():
-                if value is None:
-                    run.not_finite.setdefault(str(name), []).append(step)
-                else:
-                    run.curves.setdefault(str(name), []).append((step, float(value)))
-        elif "end" in record:
-            run.end = str(record["end"].get("error", ""))
-            run.left = bool(record["end"].get("left", False))
-            run.last_reason = str((record["end"].get("last") or {}).get("reason", ""))
-        else:
-            run.records.append(_checked(record))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
-        return False
-    return True
+def _with(run: Run, record: Any) -> Run:
+    """The run with a line of its file; another one if that begins another one.
+
+    Raises:
+        ValueError, TypeError, KeyError, AttributeError, OverflowError: it is no such line.
+    """
+    if "start" in record:
+        return _with_start(run, record["start"])
+    if "logged" in record:
+        step = int(record["step"])
+        for name, value in record["logged"].items():
+            if value is None:
+                run.not_finite.setdefault(str(name), []).append(step)
+            else:
+                run.curves.setdefault(str(name), []).append((step, float(value)))
+    elif "end" in record:
+        end = record["end"]
+        reason = str((end.get("last") or {}).get("reason", ""))
+        run.end, run.left = str(end.get("error", "")), bool(end.get("left", False))
+        run.last_reason = reason
+    else:
+        run.records.append(_checked(record))
+    return run
 
 
-def _take_start(run: Run, start: dict[str, Any]) -> None:
+def _with_start(run: Run, start: dict[str, Any]) -> Run:
     step, at = int(start["step"]), float(start["time"])
     hosts = tuple(str(host) for host in start["hosts"])
-    reason = str(start.get("reason", ""))
-    newest = max((each["step"] for each in run.records), default=0)
+    reason, reached = str(start.get("reason", "")), int(start.get("reached", 0))
     if step == 0 and not reason:  # another run in the same folder
-        before = replace(run) if run.records else run.before
-        vars(run).update(vars(Run(run.name, before=before, unreadable=run.unreadable)))
-        newest = 0
-    reached = max(newest, int(start.get("reached", 0)))
+        before = run if run.records else run.before
+        run = Run(run.name, before=before, unreadable=run.unreadable)
+    newest = max((each["step"] for each in run.records), default=0)
     run.end, run.left = None, False
     run.records = [each for each in run.records if each["step"] <= step]
     for points in run.curves.values():
         points[:] = [point for point in points if point[0] <= step]
     for steps in run.not_finite.values():
         steps[:] = [each for each in steps if each <= step]
-    run.starts.append(Start(at, step, hosts or ("?",), reason, max(reached - step, 0)))
+    lost = max(newest, reached) - step
+    run.starts.append(Start(at, step, hosts or ("?",), reason, max(lost, 0)))
+    return run
 
 
 def _checked(record: dict[str, Any]) -> dict[str, Any]:
@@ -284,9 +287,16 @@ def _printable(run: Run) -> Run:
     ]
     curves = {printable(name): points for name, points in run.curves.items()}
     not_finite = {printable(name): steps for name, steps in run.not_finite.items()}
-    end = None if run.end is None else printable(run.end)
-    name = printable(run.name)
-    return replace(run, name=name, starts=starts, curves=curves, not_finite=not_finite, end=end)
+    return replace(
+        run,
+        name=printable(run.name),
+        starts=starts,
+        curves=curves,
+        not_finite=not_finite,
+        end=None if run.end is None else printable(run.end),
+        last_reason=printable(run.last_reason),
+        later=printable(run.later),
+    )
 
 
 def headline(run: Run) -> str:

@@ -130,6 +130,14 @@ def test_a_later_run_without_a_record_hides_no_earlier_one(folder):
     assert report.troubles(run) == [said]
 
 
+def test_text_of_a_run_commands_no_terminal(folder):
+    bad = "\x1b]0;owned\x07"
+    end = {"end": {"error": bad, "last": {"reason": bad}}}
+    lines = [start(hosts=[bad] * 4), record(10, **{bad: 1.0}), end]
+    for each in (lines, [*lines, start(), {"end": {"error": bad}}]):
+        assert "\x1b" not in shown(report.read(folder(*each)))
+
+
 def test_smallest_largest_and_last_value_of_a_metric(folder):
     run = report.read(folder(start(), record(10, 3.0), record(20, 1.0), record(30, 2.0)))
     assert re.search(r"loss +3 +1 +3 +2 *\n", shown(run))
