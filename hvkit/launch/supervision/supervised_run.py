@@ -117,8 +117,11 @@ def supervise(run: Run) -> Outcome:
     once. SIGUSR1 and SIGUSR2 go to the command of every rank.
     """
     adopt_orphans()
+    supervision = _Supervision(run)
     with same_handlers_after():
-        return asyncio.run(_Supervision(run).supervise())
+        outcome = asyncio.run(supervision.supervise())
+    # A signal may have come after the outcome was known.
+    return replace(outcome, restartable=outcome.restartable and not supervision.signalled_late)
 
 
 class _Supervision:

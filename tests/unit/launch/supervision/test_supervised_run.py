@@ -10,6 +10,8 @@ import time
 import pytest
 from supervised import LAUNCHER, RUN, below, command_line, run, sleeping, wait_until
 
+from hvkit.launch.supervision import supervised_run
+
 # Waits for a signal, prints its name, and ends.
 CHILD = """
 import signal, sys
@@ -289,3 +291,17 @@ def test_adopted_processes_that_ended_are_reaped():
         size=1,
     )
     assert done.stdout == "0\n"
+
+
+def test_a_signal_that_comes_once_the_outcome_is_known_allows_no_restart(monkeypatch):
+    async def supervise(self):
+        self.stopping = True
+        outcome = self.ended(1, "rank 0 ended with exit status 1")
+        assert outcome.restartable
+        self.on_end_signal(signal.SIGTERM)
+        return outcome
+
+    monkeypatch.setattr(supervised_run._Supervision, "supervise", supervise)
+    monkeypatch.setattr(supervised_run, "adopt_orphans", lambda: None)
+    made = supervised_run.Run((), {}, "x", 1, ("127.0.0.1",), None, 10.0, bind=False)
+    assert not supervised_run.supervise(made).restartable
