@@ -324,13 +324,20 @@ class _Supervision:
             return self.ended(1, "the ranks ended without an exit status")
         if status == 0:
             return Outcome(0)
-        started = self.supervisor.started
-        reason = (
-            f"{self.run.launcher} ended with exit status {status}; "
-            f"{started} of {self.run.size} ranks had started"
-        )
+        reason = self.launcher_failed(status)
         _print(f"hvkit run: {reason}")
         return self.ended(status, reason)
+
+    def launcher_failed(self, status: int) -> str:
+        """Why the launcher ended with this status, although no rank has failed by itself."""
+        ended, started = self.supervisor.ended_well, self.supervisor.started
+        if 0 < len(ended) < started:
+            hosts = ", ".join(sorted({host for _, host in ended}))
+            who = f"{ranks_text([number for number, _ in ended])} on {hosts}"
+            why = f"{who} ended with exit status 0 before the others, which it then ended"
+        else:
+            why = f"{started} of {self.run.size} ranks had started"
+        return f"{self.run.launcher} ended with exit status {status}; {why}"
 
 
 async def _first(

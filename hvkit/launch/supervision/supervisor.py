@@ -110,6 +110,13 @@ class Supervisor:
         return len(self._ranks)
 
     @property
+    def ended_well(self) -> list[tuple[int, str]]:
+        """The ranks that have ended with exit status 0, with their hosts."""
+        failed = {failure.rank for failure in self.failures}
+        ended = [rank for rank in self._ranks.values() if rank.ended and rank.number not in failed]
+        return sorted((rank.number, rank.host) for rank in ended)
+
+    @property
     def other_hosts(self) -> set[str]:
         """The hosts of the ranks, without this one."""
         return {rank.host for rank in self._ranks.values()} - {socket.gethostname()}

@@ -2,6 +2,7 @@
 
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -291,6 +292,21 @@ def test_adopted_processes_that_ended_are_reaped():
         size=1,
     )
     assert done.stdout == "0\n"
+
+
+def test_a_rank_that_ends_well_before_the_others_is_named_if_the_launcher_minds():
+    """Open MPI does, if it has not called MPI_Finalize."""
+    strict = LAUNCHER.replace("any(rank.poll() for", "any(rank.poll() is not None for")
+    strict = strict.replace("sys.exit(next", "sys.exit(1 if len({*statuses}) > 1 else next")
+    words = command_line("[ $OMPI_COMM_WORLD_RANK = 1 ] || exec sleep 60")
+    words = [strict if word == LAUNCHER else word for word in words]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert re.search(
+        r"hvkit run: The launcher ended with exit status 1; rank 1 on \S+ ended with exit status 0 "
+        "before the others",
+        ended.stderr,
+    )
 
 
 def test_a_signal_that_comes_once_the_outcome_is_known_allows_no_restart(monkeypatch):
