@@ -18,7 +18,8 @@ CHILD = """
 import signal, sys
 name = sys.argv[1]
 number = signal.sigwait(set(map(signal.Signals, map(int, sys.argv[2:]))))
-print(name, "got", signal.Signals(number).name, flush=True)
+sys.stdout.write(f"{name} got {signal.Signals(number).name}\\n")  # in one piece
+sys.stdout.flush()
 """
 # Starts one CHILD like a data loader's worker and one in its own session; ready when `sleep` runs.
 RANK = """
@@ -31,7 +32,8 @@ numbers = [str(int(number)) for number in signals]
 worker = subprocess.Popen([*words, "worker", *numbers])
 subprocess.Popen([*words, "session", *numbers], start_new_session=True)
 subprocess.Popen(["sleep", mark])
-print("rank got", signal.Signals(signal.sigwait(signals)).name, flush=True)
+sys.stdout.write(f"rank got {signal.Signals(signal.sigwait(signals)).name}\\n")
+sys.stdout.flush()
 worker.wait()
 """
 
