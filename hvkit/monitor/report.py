@@ -40,6 +40,7 @@ class Start:
         hosts: by rank, its host.
         reason: of a restart; empty for others.
         lost: steps that an earlier start had taken beyond ``step``, as far as it is known.
+        size: the number of ranks, of which ``hosts`` has rank 0 alone with a parameter server.
     """
 
     time: float
@@ -47,6 +48,7 @@ class Start:
     hosts: tuple[str, ...]
     reason: str
     lost: int
+    size: int
 
 
 @dataclass
@@ -168,7 +170,7 @@ def read(folder: Path) -> Run:
         run.before.unreadable = run.unreadable
         run = run.before
     if not run.starts:
-        run.starts.append(Start(run.records[0]["time"], 0, ("?",), "", 0))
+        run.starts.append(Start(run.records[0]["time"], 0, ("?",), "", 0, 1))
     for each in run.records:
         metrics = {name: value for name, value in each.items() if name not in _OWN}
         for name, value in flattened(metrics).items():
@@ -207,7 +209,8 @@ def _with(run: Run, record: Any) -> Run:
 
 def _with_start(run: Run, start: dict[str, Any]) -> Run:
     step, at = int(start["step"]), float(start["time"])
-    hosts = tuple(str(host) for host in start["hosts"])
+    hosts = tuple(str(host) for host in start["hosts"]) or ("?",)
+    size = int(start.get("size", len(hosts)))
     reason, reached = str(start.get("reason", "")), int(start.get("reached", 0))
     if step == 0 and not reason:  # another run in the same folder
         before = run if run.records else run.before
@@ -220,7 +223,7 @@ def _with_start(run: Run, start: dict[str, Any]) -> Run:
     for steps in run.not_finite.values():
         steps[:] = [each for each in steps if each <= step]
     lost = max(newest, reached) - step
-    run.starts.append(Start(at, step, hosts or ("?",), reason, max(lost, 0)))
+    run.starts.append(Start(at, step, hosts, reason, max(lost, 0), size))
     return run
 
 
@@ -271,7 +274,7 @@ def show(run: Run, console: Console) -> None:
         table = Table(*columns, box=None, pad_edge=False)
         for start in run.starts:
             reason = escape(start.reason or "by hand")
-            row = (str(start.step), str(len(start.hosts)), str(start.lost), reason)
+            row = (str(start.step), str(start.size), str(start.lost), reason)
             table.add_row(clock(start.time), *row)
         console.print(table)
     if run.unreadable:
@@ -301,14 +304,17 @@ def _printable(run: Run) -> Run:
 
 def headline(run: Run) -> str:
     """The run in one line."""
-    ranks, hosts = counted(len(run.hosts), "rank"), counted(len(set(run.hosts)), "host")
     first = run.starts[0].step if run.starts else 0
-    until = f", up to step {run.steps:,}," if first else ""
     steps = counted(run.steps - first, "step")
+    until = f", up to step {run.steps:,}," if first else ""
+    where = f"{counted(len(run.hosts), 'rank')} of {counted(len(set(run.hosts)), 'host')}"
+    worth = f"{run.speedup():.1f}x of {len(run.hosts)}"
+    if run.starts and run.starts[-1].size > len(run.hosts):
+        where = f"rank 0 of {run.starts[-1].size:,} ranks"
+        worth = f"{run.speedup():.0%} of its time at work"
     return (
-        f"{steps}{until} in {duration(run.seconds)} on {ranks} of {hosts}; "
-        f"{run.mean('samples_per_second'):,.0f} samples a second; "
-        f"{run.speedup():.1f}x of {len(run.hosts)}"
+        f"{steps}{until} in {duration(run.seconds)} on {where}; "
+        f"{run.mean('samples_per_second'):,.0f} samples a second; {worth}"
     )
 
 

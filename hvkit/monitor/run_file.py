@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hvkit import runtime
 from hvkit.adapters.nonfinite import skipped_steps
 from hvkit.communication.traffic import traffic
 from hvkit.host.run_reports import restart_of_this_run
@@ -40,7 +41,9 @@ class RunFile:
         """
         if self._begun_after is None:
             self._begun_after = after
-            start = {"time": at, "step": after, "hosts": self._hosts}
+            start: dict[str, Any] = {"time": at, "step": after, "hosts": self._hosts}
+            if runtime.size() > len(self._hosts):  # a parameter server's: rank 0 records alone
+                start["size"] = runtime.size()
             self._writers.write({"start": start | restart_of_this_run()})
 
     def record(

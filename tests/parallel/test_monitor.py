@@ -155,7 +155,8 @@ STRATEGIES = [
 @pytest.mark.parametrize("arguments", STRATEGIES, ids=str)
 def test_every_strategy_is_recorded(folder, arguments):
     torch_run(folder, **arguments)
-    found = records(folder)
+    found, begun = records(folder), lines(folder)[0]["start"]
+    assert begun.get("size", len(begun["hosts"])) == hvkit.size()
     assert [each["step"] for each in found][:3] == [4, 8, 12]
     assert all(each["loss"] > 0 and each["gradient_norm"] > 0 for each in found[:3])
 

@@ -155,6 +155,14 @@ def test_a_run_that_was_resumed_by_hand_shows_its_starts(folder):
     assert shown(run).count("by hand") == page(run).count("by hand") == 2
 
 
+def test_with_a_parameter_server_the_report_is_about_rank_0(folder):
+    lines = [start(hosts=["node1"], size=4), record(10, ranks=1), {"end": {}}]
+    run = report.read(folder(*lines))
+    assert report.headline(run) == (
+        "10 steps in 10 s on rank 0 of 4 ranks; 100 samples a second; 60% of its time at work"
+    )
+
+
 def test_steps_before_a_monitor_joined_do_not_count(folder):
     run = report.read(folder(start(300), record(310)))
     assert report.headline(run).startswith("10 steps, up to step 310, in 10 s")
