@@ -20,8 +20,10 @@ from hvkit.wording import counted, duration
 _EVERY = 1.0
 # Seconds between the two looks of --once, over which it measures speeds.
 _BETWEEN_LOOKS = 2.0
-# Seconds over which a speed is measured, at most.
+# Seconds over which a speed is measured, at most; a rank whose last report is older is silent.
 _PACE_OVER = 5.0
+# Seconds without a step after which a rank's samples a second are of the past.
+_STILL = 10.0
 # Seconds in a wait that are worth a colour.
 _LONG = 5.0
 # Columns where there is no terminal.
@@ -104,7 +106,7 @@ def view(process: int, state: Mapping[str, Any], before: dict[int, tuple[float, 
         before: by rank, the moment and step of earlier reports; updated.
     """
     ranks, phase, reason = state["ranks"], state["phase"], printable(state["reason"])
-    speeds = [each["speed"] for each in ranks if each.get("speed")]
+    speeds = [speed for each in ranks if (speed := _speed(each))]
     total = f"; {sum(speeds):,.0f} samples a second" if speeds else ""
     now = "no ranks" if phase else f"{len(ranks)} of {counted(state['size'], 'rank')}"
     saved = state["saved"]
@@ -130,15 +132,19 @@ def _table(ranks: Sequence[Mapping[str, Any]], before: dict[int, tuple[float, in
         table.add_column(name, no_wrap=True)
     for each in ranks:
         step, waits = each.get("step", 0), each.get("waits") or 0
-        pace = _pace(each, before)
-        state_of_it = "ended" if each.get("ended") else each.get("call") or "in the script"
+        pace, speed, silent = _pace(each, before), _speed(each), _silent(each)
+        state_of_it = each.get("call") or "in the script"
+        if each.get("ended"):
+            state_of_it, waits = "ended", 0
+        elif silent:
+            state_of_it, waits = f"not answering for {silent:.0f} s", 0
         table.add_row(
             str(each["rank"]),
             f"{step:,}" if step else "",
             f"{pace:.1f}" if pace else "",
-            f"{each['speed']:,.0f}" if each.get("speed") else "",
+            f"{speed:,.0f}" if speed else "",
             Text(printable(each["host"])),
-            Text(printable(state_of_it)),
+            Text(printable(state_of_it), "red" if silent else ""),
             Text(f"{waits:.0f} s" if waits >= 1 else "", "red" if waits > _LONG else ""),
             Text(printable(each.get("where", ""))),
         )
@@ -147,10 +153,25 @@ def _table(ranks: Sequence[Mapping[str, Any]], before: dict[int, tuple[float, in
 
 def _pace(each: Mapping[str, Any], before: dict[int, tuple[float, int]]) -> float:
     """Steps a second of a rank since an earlier report, some seconds ago; 0 if unknown."""
-    if "at" not in each or each["ended"] or time.monotonic() - each["at"] > _PACE_OVER:
+    if "at" not in each or each["ended"] or _silent(each):
         return 0.0
     rank, at, step = each["rank"], each["at"], each["step"]
     then, done = before.setdefault(rank, (at, step))
     if at - then > _PACE_OVER or step < done:
         before[rank] = at, step
     return (step - done) / (at - then) if at > then and step >= done else 0.0
+
+
+def _speed(each: Mapping[str, Any]) -> float:
+    """Samples a second of a rank that makes steps; 0 if unknown."""
+    moved = each.get("moved")
+    still = moved is not None and time.monotonic() - moved > _STILL
+    return 0.0 if each.get("ended") or still or _silent(each) else each.get("speed") or 0.0
+
+
+def _silent(each: Mapping[str, Any]) -> float:
+    """Seconds since the last report of a rank; 0 if it reports, has ended or never reported."""
+    if "at" not in each or each.get("ended"):
+        return 0.0
+    seconds: float = time.monotonic() - each["at"]
+    return seconds if seconds > _PACE_OVER else 0.0

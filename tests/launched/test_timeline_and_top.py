@@ -6,8 +6,10 @@ import sys
 import time
 from contextlib import contextmanager
 
+import psutil
 import pytest
 
+from hvkit.cli import top
 from hvkit.errors import HvkitError
 from hvkit.launch.supervision import run_status
 
@@ -205,6 +207,35 @@ def test_top_shows_ranks_their_steps_and_who_waits(tmp_path):
         assert first.split()[:2] == ["0", "20"]
         assert "hvkit.barrier" in first
         assert "in the script" in second
+
+
+def test_top_shows_that_a_stopped_rank_does_not_answer(tmp_path):
+    with running(command(PYTORCH, tmp_path, "wait"), tmp_path / "go") as run:
+        assert run.stdout.readline() == "trained\n"
+        until(run, all_at(20))
+        ranks = [
+            each
+            for each in psutil.Process(run.pid).children(recursive=True)
+            if each.cmdline()[1:2] == [str(tmp_path / "train.py")]
+        ]
+        stopped = ranks[0]
+        stopped.suspend()
+        try:
+            silent = top._PACE_OVER + 1
+            until(run, lambda state: any(age(each) > silent for each in state["ranks"]))
+            rows = looked(run)[2:]
+            moved = [each["moved"] for each in run_status.read(run.pid)["ranks"]]
+        finally:
+            stopped.resume()
+        assert sum("not answering for " in each for each in rows) == 1
+        until(run, lambda state: all(age(each) < silent for each in state["ranks"]))
+        # Neither has made a step meanwhile.
+        assert [each["moved"] for each in run_status.read(run.pid)["ranks"]] == moved
+
+
+def age(rank):
+    """Seconds since a rank's last report."""
+    return time.monotonic() - rank["at"]
 
 
 CASES = [

@@ -144,7 +144,8 @@ class Supervisor:
     def state(self) -> dict[str, Any]:
         """The ranks, their number and the newest checkpoint, for ``hvkit top``.
 
-        A rank's ``at`` is the moment of its last report, as of ``time.monotonic``. ``saved`` is
+        A rank's ``at`` is the moment of its last report, as of ``time.monotonic``, and ``moved``
+        that of the first report with its present step. ``saved`` is
         there only if the ranks have saved or resumed a checkpoint since they were started.
         """
         ranks = [
@@ -334,7 +335,9 @@ class Supervisor:
             case {"now": {"call": str(name), "waits": waits, "where": str(where), "step": step}}:
                 if isinstance(waits, int | float) and isinstance(step, int):
                     now = {"call": name, "waits": waits, "where": where, "step": step}
-                    rank.now = {**now, "at": time.monotonic()}
+                    at = time.monotonic()
+                    moved = rank.now["moved"] if rank.now.get("step") == step else at
+                    rank.now = {**now, "at": at, "moved": moved}
             case {"speed": int(speed) | float(speed)}:
                 rank.speed = speed
 

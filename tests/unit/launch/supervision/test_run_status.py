@@ -239,6 +239,33 @@ def test_a_rank_that_reports_nothing_more_has_no_speed():
         assert lines[3].split()[:3] == ["0", "40", "a"]
 
 
+def row(**changes):
+    """What ``hvkit top`` shows of a rank, and the run's line above it."""
+    now = time.monotonic()
+    rank = {"rank": 0, "host": "a", "ended": False, "speed": 812.0, "call": "backward()",
+            "waits": 9.2, "step": 40, "at": now, "moved": now}  # fmt: skip
+    title, _, _, line = shown(state(ranks=[{**rank, **changes}]), {0: (now - 2.0, 30)})
+    return title, line.split()
+
+
+def test_a_rank_that_is_silent_has_no_speed_and_no_waits():
+    assert row()[1] == ["0", "40", "5.0", "812", "a", "backward()", "9", "s"]
+    title, line = row(at=time.monotonic() - 9)
+    assert line == ["0", "40", "a", "not", "answering", "for", "9", "s"]
+    assert "samples a second" not in title
+
+
+def test_a_rank_that_makes_no_steps_has_no_samples_a_second():
+    title, line = row(moved=time.monotonic() - 11)
+    assert "812" not in line
+    assert "samples a second" not in title
+    assert line[-3:] == ["backward()", "9", "s"]
+
+
+def test_a_rank_that_has_ended_waits_for_nothing():
+    assert row(ended=True)[1] == ["0", "40", "a", "ended"]
+
+
 def states(monkeypatch, *them):
     """Has ``hvkit top`` see these states, one a look, and then no run."""
     left = [state(**each) for each in them]
