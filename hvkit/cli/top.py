@@ -53,20 +53,39 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
 
 
 def _top(args: argparse.Namespace) -> int:
-    process = args.process
-    if process is None:
-        found = run_status.running()
-        if not found:
-            raise HvkitError("no `hvkit run` of yours is running on this host")
-        process = found[0]
+    process, notes = _newest() if args.process is None else (args.process, [])
     terminal = Console()
     console = terminal if terminal.is_terminal else Console(width=_WIDTH)
     if args.once:
-        console.print(_one_view(process))
+        console.print(Group(*notes, _one_view(process)))
         return 0
     with contextlib.suppress(KeyboardInterrupt):
-        _follow(process, console)
+        _follow(process, notes, console)
     return 0
+
+
+def _newest() -> tuple[int, list[Text]]:
+    """The newest run whose state can be read, and lines about this user's others.
+
+    Raises:
+        HvkitError: there is none.
+    """
+    found = run_status.running()
+    if not found:
+        raise HvkitError("no `hvkit run` of yours is running on this host")
+    unreadable: dict[int, HvkitError] = {}
+    for process in found:
+        try:
+            run_status.read(process)
+        except HvkitError as error:
+            unreadable[process] = error
+            continue
+        notes = [Text(f"skipped {each}: {error}") for each, error in unreadable.items()]
+        others = [str(each) for each in found if each not in (process, *unreadable)]
+        if others:
+            notes.append(Text(f"other runs of yours, for hvkit top PID: {', '.join(others)}"))
+        return process, notes
+    raise unreadable[found[0]]
 
 
 def _one_view(process: int) -> Group:
@@ -80,13 +99,13 @@ def _one_view(process: int) -> Group:
     return picture
 
 
-def _follow(process: int, console: Console) -> None:
-    """Show a run until it ends."""
+def _follow(process: int, notes: Sequence[Text], console: Console) -> None:
+    """Show a run, and these lines above it, until it ends."""
     before: dict[int, tuple[float, int]] = {}
     state = run_status.read(process)
     with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
         while True:
-            live.update(view(process, state, before), refresh=True)
+            live.update(Group(*notes, view(process, state, before)), refresh=True)
             time.sleep(_EVERY)
             try:
                 state = run_status.read(process)

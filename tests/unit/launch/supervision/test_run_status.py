@@ -266,6 +266,58 @@ def test_a_rank_that_has_ended_waits_for_nothing():
     assert row(ended=True)[1] == ["0", "40", "a", "ended"]
 
 
+def named(monkeypatch, **runs):
+    """Has ``hvkit top`` find runs with these states, the newest first."""
+    states = {int(each.removeprefix("run")): seen for each, seen in runs.items()}
+    monkeypatch.setattr(run_status, "running", lambda: [*states])
+    monkeypatch.setattr(top.time, "sleep", lambda seconds: None)
+
+    def read(process):
+        if states[process] is None:
+            raise HvkitError(f"process {process} is another version's")
+        return states[process]
+
+    monkeypatch.setattr(run_status, "read", read)
+
+
+def test_top_shows_the_newest_run_and_names_the_others(monkeypatch, capsys):
+    idle = state(phase="checks the hosts", reason="", ranks=[])
+    named(monkeypatch, run14=idle, run13=idle, run12=idle)
+    assert main(["top", "--once"]) == 0
+    others, title, _ = capsys.readouterr().out.splitlines()
+    assert title.startswith("hvkit run 14, ")
+    assert others == "other runs of yours, for hvkit top PID: 13, 12"
+
+
+def test_top_skips_and_names_a_run_that_it_cannot_read(monkeypatch, capsys):
+    idle = state(phase="checks the hosts", reason="", ranks=[])
+    named(monkeypatch, run14=None, run13=idle, run12=idle)
+    assert main(["top", "--once"]) == 0
+    skipped, others, title, _ = capsys.readouterr().out.splitlines()
+    assert title.startswith("hvkit run 13, ")
+    assert skipped == "skipped 14: process 14 is another version's"
+    assert others == "other runs of yours, for hvkit top PID: 12"
+
+
+def test_the_live_view_names_the_other_runs_too(monkeypatch, capsys):
+    named(monkeypatch, run14=state(), run13=state())
+    looks = iter([None, None])
+
+    def sleep(seconds):
+        if next(looks, 1):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(top.time, "sleep", sleep)
+    assert main(["top"]) == 0
+    assert "other runs of yours, for hvkit top PID: 13" in capsys.readouterr().out
+
+
+def test_top_says_why_it_can_read_no_run(monkeypatch, capsys):
+    named(monkeypatch, run14=None, run13=None)
+    assert main(["top"]) == 1
+    assert "process 14 is another version's" in capsys.readouterr().err
+
+
 def states(monkeypatch, *them):
     """Has ``hvkit top`` see these states, one a look, and then no run."""
     left = [state(**each) for each in them]
