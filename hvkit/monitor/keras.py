@@ -201,7 +201,7 @@ def watch(monitor: Monitor, model: keras.Model, optimizers: Sequence[Any]) -> Gr
         else:
             several = given if isinstance(given, list | tuple) else [given] if given else []
             own = [] if callback in several else [callback]
-            kwargs["callbacks"] = [*several, *own]
+            kwargs["callbacks"] = [*own, *several]  # a checkpoint comes last, and holds the epoch
         return fit(*args, **kwargs)
 
     model.fit = monitored_fit
