@@ -92,6 +92,11 @@ class Run:
         return int(self.records[-1]["step"]) if self.records else 0
 
     @property
+    def taken(self) -> int:
+        """Steps since the monitor's first start, which may be in the middle of a training."""
+        return self.steps - self.starts[0].step if self.starts else self.steps
+
+    @property
     def seconds(self) -> float:
         """From the first start to the last record."""
         last = float(self.records[-1]["time"]) if self.records else 0.0
@@ -304,9 +309,8 @@ def _printable(run: Run) -> Run:
 
 def headline(run: Run) -> str:
     """The run in one line."""
-    first = run.starts[0].step if run.starts else 0
-    steps = counted(run.steps - first, "step")
-    until = f", up to step {run.steps:,}," if first else ""
+    steps = counted(run.taken, "step")
+    until = f", up to step {run.steps:,}," if run.taken < run.steps else ""
     where = f"{counted(len(run.hosts), 'rank')} of {counted(len(set(run.hosts)), 'host')}"
     worth = f"{run.speedup():.1f}x of {len(run.hosts)}"
     if run.starts and run.starts[-1].size > len(run.hosts):
@@ -351,7 +355,7 @@ def troubles(run: Run) -> list[str]:
     before = run.before
     while before is not None:
         said.append(
-            f"an earlier run of {counted(before.steps, 'step')} in this folder is not shown"
+            f"an earlier run of {counted(before.taken, 'step')} in this folder is not shown"
         )
         before = before.before
     return said

@@ -101,7 +101,7 @@ def _head(run: Run) -> str:
         (f"{run.speedup():.1f}x of {ranks}", "ranks that were at work, on average"),
         (f"{run.mean('samples_per_second'):,.0f}", "samples a second, all ranks"),
         (f"{1e3 * run.mean('seconds/step'):,.3g} ms", "a step"),
-        (f"{run.steps:,}", f"steps in {duration(run.seconds)}"),
+        (f"{run.taken:,}", f"steps in {duration(run.seconds)}"),
         (f"{len(run.starts) - 1}", "restarts or resumptions"),
     ]
     cards = "".join(

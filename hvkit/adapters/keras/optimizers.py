@@ -88,8 +88,7 @@ def average_in_apply(
                 if not optimizer.built:
                     optimizer.build(variables)
                 own = None if known else variables
-                update = lambda: apply(average(grads, variables), own)  # noqa: E731
-                nonfinite.guard(grads, variables, update)
+                nonfinite.guard(grads, variables, lambda: apply(average(grads, variables), own))
                 return
             if optimizer.gradient_accumulation_steps:
                 grads = _average_when_due(optimizer, average, grads, variables)

@@ -166,6 +166,7 @@ def test_with_a_parameter_server_the_report_is_about_rank_0(folder):
 def test_steps_before_a_monitor_joined_do_not_count(folder):
     run = report.read(folder(start(300), record(310)))
     assert report.headline(run).startswith("10 steps, up to step 310, in 10 s")
+    assert "<b>10</b><span>steps in 10 s</span>" in page(run)
 
 
 def test_a_run_that_ended_well_has_no_troubles(folder):

@@ -34,10 +34,7 @@ class NonFinite:
             self._tried = tf.Variable(0, trainable=False, dtype=tf.int64)
 
     def guard(
-        self,
-        gradients: Sequence[Any],
-        variables: Sequence[Any],
-        update: Callable[[], None],
+        self, gradients: Sequence[Any], variables: Sequence[Any], update: Callable[[], None]
     ) -> None:
         """Update, unless a rank has a gradient that is not finite; a collective.
 
