@@ -128,8 +128,10 @@ def _join(framework: str | None = None) -> _World:
         os.environ[each.variable] = each.value
         logger.debug("set %s=%s: %s", each.variable, each.value, each.reason)
     framework = framework or _imported_framework()
+    report(starting=True)
     with watch.starting():
         engine = ENGINES[framework]()
+    report(starting=False)
     hvd = engine.hvd
     if hvd.size() != announced.size:
         raise LaunchError(

@@ -33,10 +33,15 @@ class _Rank:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     stopped: bool = False
-    ended: bool = False
+    starting: bool | None = None
+    status: int | None = None
     clock: HostClock = field(default_factory=HostClock)
     now: Mapping[str, Any] = field(default_factory=dict)
     speed: float | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.status is not None
 
     def send(self, kind: Kind, number: int) -> None:
         self.writer.write(protocol.frame(kind, protocol.packed(number)))
@@ -304,12 +309,13 @@ class Supervisor:
                 status, problem, stopped, ago = protocol.fields(
                     payload, status=int, problem=str, stopped=bool, ago=float
                 )
-                rank.ended = True
+                rank.status = 1 if status is None else status
                 if sum(one.ended for one in self._ranks.values()) == self.size:
                     self.all_ended.set()
                 if status != 0:
                     rank.stopped = stopped or False
                     self._fail(rank, status, problem, at=time.monotonic() - (ago or 0.0))
+                self._fail_if_missed()
                 return
 
     def _take_report(self, rank: _Rank, line: bytes) -> None:
@@ -324,6 +330,9 @@ class Supervisor:
                 self.saved_in[str(values.get("directory"))] = step
             case {"resumes": int() | None as step, "directory": str(directory)}:
                 _warn_if_older(step, self.saved_in.get(directory))
+            case {"starting": bool(starting)}:
+                rank.starting = starting
+                self._fail_if_missed()
             case {"replica": True}:
                 self.replicas = True
             case {"cause": str(text)}:
@@ -340,6 +349,19 @@ class Supervisor:
                     rank.now = {**now, "at": at, "moved": moved}
             case {"speed": int(speed) | float(speed)}:
                 rank.speed = speed
+
+    def _fail_if_missed(self) -> None:
+        """Count ranks as failed that have ended without Horovod, if others wait for its start."""
+        if not any(rank.starting and not rank.ended for rank in self._ranks.values()):
+            return
+        failed = {failure.rank for failure in self.failures}
+        for rank in self._ranks.values():
+            if rank.status == 0 and rank.starting is None and rank.number not in failed:
+                problem = (
+                    "ended with exit status 0 and did not start Horovod, for which the other "
+                    "ranks wait: call hvkit on every rank"
+                )
+                self._fail(rank, None, problem)
 
     def _fail(
         self,

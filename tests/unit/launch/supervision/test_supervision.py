@@ -53,6 +53,20 @@ def test_the_rank_that_failed_first_is_named_with_status_and_last_lines():
     assert "failed too" not in done.stderr
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_rank_that_ends_well_but_never_starts_horovod_is_not_waited_for(first):
+    """Whether another rank starts it before or after that."""
+    start = "from hvkit.host import run_reports; run_reports.report(starting=True)"
+    late = "sleep 2;"
+    done = run(
+        f"[ $OMPI_COMM_WORLD_RANK = 1 ] && {{ {late * first} exit 0; }}; "
+        f"{late * (1 - first)} {sys.executable} -c '{start}'; sleep 600"
+    )
+    assert done.returncode == 1
+    host = socket.gethostname()
+    assert f"rank 1 on {host}: ended with exit status 0 and did not start Horovod" in done.stderr
+
+
 def test_a_missing_command_is_named():
     done = subprocess.run(
         [sys.executable, "-c", RUN, LAUNCHER, "1", "no-such-program"],
