@@ -56,9 +56,14 @@ class FitCallback(keras.callbacks.Callback):  # type: ignore[misc]
             parts = tf.nest.flatten(data, expand_composites=True)  # of sparse and ragged tensors
             with tf.control_dependencies(list(filter(tf.is_tensor, parts))), tf.device("CPU:0"):
                 values = [tf.timestamp(), tf.cast(_rows_of(data), tf.float64)]
-                loaded.assign(tf.stack(values), read_value=False)
+                noted = [loaded.assign(tf.stack(values), read_value=False)]
                 if model.steps_per_execution > 1:
-                    self._batches.assign_add(1, read_value=False)
+                    noted.append(self._batches.assign_add(1, read_value=False))
+            if not tf.executing_eagerly():
+                # Else busy threads would take the note only after much of the step's work.
+                with tf.control_dependencies(noted):
+                    parts = [tf.identity(part) if tf.is_tensor(part) else part for part in parts]
+                data = tf.nest.pack_sequence_as(data, parts, expand_composites=True)
             return train_step(data)
 
         model.train_step = timed_step

@@ -188,6 +188,30 @@ def test_fit_is_recorded(folder, executed):
     assert epochs[1] < epochs[0]
 
 
+def test_in_fit_no_work_begins_before_it_is_noted_that_the_batch_is_there(folder):
+    """Else much of the work would count as waiting for data, wherever it keeps all threads busy."""
+    before = set()
+
+    class Traced(keras.layers.Dense):
+        def call(self, inputs):
+            left = [inputs.op]
+            while left:
+                operation = left.pop()
+                before.add(operation.type)
+                left += [*operation.control_inputs, *(each.op for each in operation.inputs)]
+            return super().call(inputs)
+
+    x, y = (my_part(each) for each in data())
+    model = keras.Sequential([keras.Input((8,)), Traced(4)])
+    before.clear()
+    with hvkit.Monitor(folder) as monitor:
+        optimizer = keras.optimizers.SGD(0.1)
+        hvkit.distribute(model, optimizer, monitor=monitor)
+        model.compile(optimizer, "mse")
+        model.fit(x, y, batch_size=ROWS, verbose=0)
+    assert {"Timestamp", "AssignVariableOp"} <= before
+
+
 def test_the_norm_in_fit_is_that_of_the_mean_gradient(folder):
     # With a rate of 0 all steps have the same weights, which rank 0 sent.
     model = keras_run(folder, optimizer=keras.optimizers.SGD(0.0))
