@@ -42,6 +42,8 @@ class FitCallback(keras.callbacks.Callback):  # type: ignore[misc]
             self._batches = tf.Variable(0, trainable=False, dtype=tf.int64)
         self._blocked = 0.0
         self._ended = time.monotonic()
+        # When the pipeline began to bring an epoch's first batch; None for other batches.
+        self._asked: float | None = None
         self._traced = False
         self._logs: Any = None
         self._take_times(model)
@@ -105,6 +107,8 @@ class FitCallback(keras.callbacks.Callback):  # type: ignore[misc]
         if self._monitor.closed:
             return
         self._monitor.begin_epoch(epoch)
+        # Next Keras frees the last epoch's pipeline, which may take seconds, and makes another.
+        self._asked = time.time()
         self._ended = time.monotonic()
         self._blocked = blocked_in_graphs.seconds()
 
@@ -113,7 +117,8 @@ class FitCallback(keras.callbacks.Callback):  # type: ignore[misc]
         now, blocked = time.monotonic(), blocked_in_graphs.seconds()
         loaded, samples = quickly_read(self._loaded).tolist()
         self._monitor.stride, self._logs = steps, logs
-        data = max(loaded - began, 0.0) if steps == 1 else 0.0
+        asked, self._asked = self._asked or began, None
+        data = max(loaded - asked, 0.0) if steps == 1 else 0.0
         took, waited = (now - self._ended) / steps, (blocked - self._blocked) / steps
         self._blocked, self._ended = blocked, now
         # In the first call TensorFlow made the graph, which took most of its time.
