@@ -31,14 +31,18 @@ def _report(args: argparse.Namespace) -> int:
     from hvkit.monitor.report_page import page
 
     run = report.read(args.folder)
-    console = Console()
-    report.show(run, console)
     path = args.html or args.folder / _PAGE
+    problem: OSError | None = None
     try:
+        # First: whoever reads the terminal's text may end early, as head does.
         path.write_text(page(run), encoding="utf-8")
     except OSError as error:
+        problem = error
+    console = Console()
+    report.show(run, console)
+    if problem is not None:
         raise HvkitError(
-            f"{path} cannot be written ({error.strerror}): choose another file with --html"
-        ) from None
+            f"{path} cannot be written ({problem.strerror}): choose another file with --html"
+        )
     console.print(f"wrote {path}", highlight=False, markup=False, soft_wrap=True)
     return 0
