@@ -129,9 +129,11 @@ def _join(framework: str | None = None) -> _World:
         logger.debug("set %s=%s: %s", each.variable, each.value, each.reason)
     framework = framework or _imported_framework()
     report(starting=True)
-    with watch.starting():
-        engine = ENGINES[framework]()
-    report(starting=False)
+    try:
+        with watch.starting():
+            engine = ENGINES[framework]()
+    finally:
+        report(starting=False)
     hvd = engine.hvd
     if hvd.size() != announced.size:
         raise LaunchError(

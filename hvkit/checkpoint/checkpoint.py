@@ -386,7 +386,8 @@ class Checkpoint:
         """
         newest.adopt(folder, manifest)
         self._replicas.open(_RESTORE)
-        if runtime.rank() == 0 and self.replicas and folder.is_dir():
+        # Where it could not be written, another one of this name may lie there.
+        if runtime.rank() == 0 and self.replicas and manifests.describes(folder, manifest):
             self._writer.start(lambda: self._replicas.send(folder))
 
     def callback(self, every: str | int = "epoch") -> keras.callbacks.Callback:

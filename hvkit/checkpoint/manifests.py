@@ -119,6 +119,14 @@ def has_all_bytes(folder: Path, manifest: Manifest) -> bool:
         return False
 
 
+def describes(folder: Path, manifest: Manifest) -> bool:
+    """Whether a folder's own manifest lists the same files; reads none of them."""
+    try:
+        return read(folder).files == manifest.files
+    except (HvkitError, OSError):
+        return False
+
+
 def facts_of(path: Path) -> dict[str, Any]:
     """Length in bytes and sha256 of a file."""
     with path.open("rb") as file:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from hvkit.checkpoint import store
+from hvkit.checkpoint import manifests, store
 from hvkit.errors import HvkitError
 from hvkit.host.cpus import free_memory
 from hvkit.host.run_reports import report
@@ -99,6 +99,8 @@ def take(connection: Connection, folder: Path) -> None:
         for file, piece in pieces:
             with (target / file).open("ab") as out:
                 out.write(piece)
+        # Else a file that rank 0's disk has damaged would take the place of a complete copy.
+        manifests.verify(target, manifests.read(target))
 
     problem = ""
     try:
@@ -112,6 +114,8 @@ def take(connection: Connection, folder: Path) -> None:
         with _link():
             channel.send(connection, {"problem": str(error)})
         return
+    except manifests.DamagedError as error:
+        problem = f"what rank 0 has sent is damaged: {error}"
     except OSError as error:
         problem = _reason(error, folder)
     for _ in pieces:  # after an error

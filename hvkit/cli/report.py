@@ -35,7 +35,7 @@ def _report(args: argparse.Namespace) -> int:
     problem: OSError | None = None
     try:
         # First: whoever reads the terminal's text may end early, as head does.
-        path.write_text(page(run), encoding="utf-8")
+        path.write_text(page(run), encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         problem = error
     console = Console()

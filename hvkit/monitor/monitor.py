@@ -263,7 +263,11 @@ class Monitor:
             self._means.clear()
         for name, value in metrics.items():
             self._means.add(name, value)
+        if self._gradients is not None:
+            self._gradients.expect(False)  # the steps that are left measured no norm
         self._record()
+        if self._gradients is not None:
+            self._gradients.expect(self.due)
         if self._file is not None:
             self._file.flush()
 

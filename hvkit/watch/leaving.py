@@ -37,8 +37,6 @@ class Leaving:
 
     Attributes:
         requested: whether this rank got SIGTERM.
-        by_thread: whether a thread counts each SIGTERM. Python's handler would count it once more,
-            and long after it came if the main thread was inside C code.
     """
 
     def __init__(self) -> None:
@@ -52,7 +50,6 @@ class Leaving:
         self._last: int | None = None
         self._step = 0
         self._wakes: int | None = None
-        self.by_thread = True
         self._changed = threading.Condition()
 
     # Called by the script's thread.
@@ -72,10 +69,19 @@ class Leaving:
             reader, self._wakes = os.pipe()
             os.set_blocking(self._wakes, False)
             threading.Thread(target=self._await_sigterm, args=(reader,), daemon=True).start()
+        self.seen_by_thread()
+
+    def seen_by_thread(self) -> bool:
+        """Whether the thread sees each signal; takes the descriptor if nobody uses it.
+
+        An event loop of the script has its own descriptor, and leaves none behind.
+        """
+        if self._wakes is None:
+            return False
         other = signal.set_wakeup_fd(self._wakes, warn_on_full_buffer=False)
         if other not in (-1, self._wakes):
             signal.set_wakeup_fd(other)
-            self.by_thread = False
+        return other == self._wakes
 
     def stop_handling(self) -> None:
         """Leave SIGTERM to the system again: no step will end any more."""
@@ -184,7 +190,8 @@ _process = os.getpid()
 
 
 def _on_sigterm(number: int, _: FrameType | None) -> None:
-    if os.getpid() == _process and LEAVING.by_thread:
+    # Python's handler would count it once more, and late if the main thread was inside C code.
+    if os.getpid() == _process and LEAVING.seen_by_thread():
         return
     if os.getpid() != _process or LEAVING.take_sigterm():
         signal.signal(number, signal.SIG_DFL)

@@ -34,8 +34,8 @@ class Witness(Protocol):
     def shown_by(self) -> int | None:
         """The rank that prints the reason; None if this one must."""
 
-    def failed(self, how: str) -> None:
-        """Record that this rank ends with an error of its own."""
+    def failed(self, how: str, *, ends: bool) -> None:
+        """Record that this rank has an error of its own, and whether it ends with it now."""
 
 
 _witness: Witness | None = None
@@ -59,8 +59,9 @@ def install(witness: Witness) -> None:
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
         line = _line_for(error, witness)
+        if _is_own(error):
+            witness.failed(_failed_with(error), ends=True)
         if line is None:
-            witness.failed(_failed_with(error))
             show(kind, error, traceback)
             return
         print(f"hvkit: {line}", file=sys.stderr, flush=True)
@@ -75,7 +76,7 @@ def install(witness: Witness) -> None:
         error = arguments.exc_value
         if error is not None and _line_for(error, witness) is None:
             name = arguments.thread.name if arguments.thread else "that has ended"
-            witness.failed(f"failed in thread {name} with {calls.in_short(error)}")
+            witness.failed(f"failed in thread {name} with {calls.in_short(error)}", ends=False)
         show_of_thread(arguments)
 
     sys.excepthook = show_or_name
@@ -85,8 +86,8 @@ def install(witness: Witness) -> None:
 def note_uncaught() -> None:
     """At the end of the script: record an error that another excepthook has shown."""
     error = getattr(sys, "last_value", None)
-    if _witness is not None and error is not None and _line_for(error, _witness) is None:
-        _witness.failed(_failed_with(error))
+    if _witness is not None and error is not None and _is_own(error):
+        _witness.failed(_failed_with(error), ends=True)
 
 
 @contextmanager
@@ -182,6 +183,11 @@ def _line_for(error: BaseException, witness: Witness) -> str | None:
         return f"RankLostError: {error}"
     where = "given above" if shown_by == witness.rank else f"that rank {shown_by} gives"
     return f"RankLostError: rank {witness.rank} ends for the reason {where}"
+
+
+def _is_own(error: BaseException) -> bool:
+    """Whether an error is no consequence of another rank's end, also if others raise the same."""
+    return not isinstance(meaning_of(error) or error, RankLostError)
 
 
 def _handled_before(error: BaseException) -> BaseException | None:

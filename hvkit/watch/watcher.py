@@ -85,9 +85,16 @@ class Watcher:
         other = self._explained.is_set() and self._shown_by != self.rank
         return self._shown_by if other else None
 
-    def failed(self, how: str) -> None:
-        """Record that this rank ends with an error of its own."""
+    def failed(self, how: str, *, ends: bool) -> None:
+        """Record that this rank ends with an error of its own.
+
+        Args:
+            how: which error.
+            ends: whether it ends now: then ``hvkit run`` hears of it before any rank can be killed.
+        """
         self._own_end = how
+        if ends:
+            report(cause=shortened(f"{ranks_text([self.rank])} {how}", _CAUSE))
 
     def stop(self) -> None:
         """Report this rank's end to the others, before Horovod shuts down."""

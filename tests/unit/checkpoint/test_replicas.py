@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from hvkit.checkpoint import replicas, store, transfer
+from hvkit.checkpoint import manifests, replicas, store, transfer
 from hvkit.checkpoint.replicas import Replicas
 
 
@@ -18,6 +18,8 @@ def saved(tmp_path):
     saved = tmp_path / store.name_of(7)
     saved.mkdir()
     (saved / "a").write_bytes(b"abc")
+    facts = {"a": manifests.facts_of(saved / "a")}
+    manifests.Manifest(0, 7, 0, 2, 1, {}, {}, facts, {}).write(saved)
     return saved
 
 

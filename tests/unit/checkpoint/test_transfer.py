@@ -4,16 +4,36 @@ import json
 import multiprocessing
 import os
 import shutil
+import tempfile
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from hvkit.checkpoint import store, transfer
+from hvkit.checkpoint import manifests, store, transfer
 from hvkit.watch import channel
 
 NAME = store.name_of(7)
-SOME = {"name": NAME, "files": {"a": 3, "b": 0}}
+
+
+def files_of(**contents):
+    """The files of a checkpoint, with their manifest."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for file, data in contents.items():
+            (folder / file).write_bytes(data)
+        facts = {file: manifests.facts_of(folder / file) for file in contents}
+        manifests.Manifest(0, 7, 0, 2, 1, {}, {}, facts, {}).write(folder)
+        return {**contents, manifests.MANIFEST: (folder / manifests.MANIFEST).read_bytes()}
+
+
+def order_of(files, name=NAME):
+    return {"name": name, "files": {file: len(data) for file, data in files.items()}}
+
+
+FILES = files_of(a=b"abc", b=b"")
+SOME = order_of(FILES)
 
 
 @pytest.fixture
@@ -26,8 +46,8 @@ def saved(tmp_path):
     """A checkpoint of rank 0."""
     saved = tmp_path / NAME
     saved.mkdir()
-    (saved / "a").write_bytes(b"abc")
-    (saved / "b").write_bytes(b"")
+    for name, data in FILES.items():
+        (saved / name).write_bytes(data)
     return saved
 
 
@@ -70,7 +90,7 @@ def test_an_order_that_is_none_is_refused_and_writes_nothing(order, folder):
 
 
 def test_one_that_breaks_off_leaves_the_one_before(folder):
-    take(folder, SOME, b"ab", b"c")
+    take(folder, SOME, b"ab", b"c", FILES[manifests.MANIFEST])
     assert (folder / NAME / "a").read_bytes() == b"abc"
     assert (folder / NAME / "b").read_bytes() == b""
     with pytest.raises(transfer.LinkError, match="has closed the connection"):
@@ -85,7 +105,7 @@ def test_more_bytes_than_were_promised_are_an_error(folder):
 
 
 def test_the_folder_is_for_its_user_alone(folder):
-    take(folder, {"name": NAME, "files": {"a": 1}}, b"a")
+    take(folder, SOME, b"abc", FILES[manifests.MANIFEST])
     assert os.stat(folder.parent).st_mode & 0o777 == 0o700
 
 
@@ -116,13 +136,21 @@ class Ends:
 def test_a_checkpoint_arrives(folder, saved):
     ends = Ends(folder)
     assert transfer.give(ends.rank_0, saved) == ""
-    assert {path.name: path.read_bytes() for path in (folder / NAME).iterdir()} == {
-        "a": b"abc",
-        "b": b"",
-    }
+    assert {path.name: path.read_bytes() for path in (folder / NAME).iterdir()} == FILES
     ends.rank_0.close()
     ends.holder.join(10)
     assert not ends.holder.is_alive()
+
+
+def test_one_that_the_disk_has_damaged_leaves_the_one_before(folder, saved):
+    ends = Ends(folder)
+    assert transfer.give(ends.rank_0, saved) == ""
+    (saved / "a").write_bytes(b"abd")
+    problem = transfer.give(ends.rank_0, saved)
+    assert problem == (
+        "what rank 0 has sent is damaged: a is not what was written: its sha256 differs"
+    )
+    assert (folder / NAME / "a").read_bytes() == b"abc"
 
 
 @pytest.mark.parametrize("of", ["hvkit.host.cpus.psutil.virtual_memory", "shutil.disk_usage"])
@@ -131,7 +159,8 @@ def test_a_host_without_room_is_sent_no_bytes_until_it_has_some(of, folder, save
     with monkeypatch.context() as full:
         full.setattr(of, lambda *path: SimpleNamespace(available=3, free=3))
         assert transfer.give(ends.rank_0, saved) == (
-            "it has 3 bytes, and 3 bytes of memory are free there, of which hvkit uses at most 90%"
+            f"it has {sum(map(len, FILES.values()))} bytes, and 3 bytes of memory are free there, "
+            "of which hvkit uses at most 90%"
         )
     assert [json.loads(each)["name"] for each in ends.sent] == [NAME]
     assert transfer.give(ends.rank_0, saved) == ""

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -97,3 +99,25 @@ def test_handling_sigterm_again_and_again_takes_no_further_files_and_threads():
         rank.stop_handling()
     assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("when", ["during", "after"])
+def test_sigterm_counts_also_with_an_event_loop_of_the_script(when):
+    """A loop takes the wakeup descriptor for its own signals, and leaves none behind."""
+    code = f"""
+import asyncio, os, signal, time
+from hvkit.watch.leaving import LEAVING
+async def main():
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, print)
+    if {when == "during"}:
+        os.kill(os.getpid(), signal.SIGTERM)
+LEAVING.handle_sigterm()
+asyncio.run(main())
+if {when == "after"}:
+    os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(0.5)
+print(LEAVING.requested)
+"""
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "True\n", done.stderr
