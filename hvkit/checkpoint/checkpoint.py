@@ -363,6 +363,7 @@ class Checkpoint:
         source, folder = found
         resume.load(source, parts)
         written = source.manifest
+        folder = self._go_on_from(folder, written)
         self._saves = written.saves if written.run == run_name() else 0
         self._restored = Progress(
             epoch=written.epoch,
@@ -373,22 +374,25 @@ class Checkpoint:
             folder=folder,
         )
         self._epoch = written.epoch
-        self._go_on_from(folder, written)
         resume_at(written.step, collectives.from_rank(0, last_step()))
         if runtime.rank() == 0:
             report(saved=written.step, directory=store.id_of(self.directory))
         return self._restored
 
-    def _go_on_from(self, folder: Path, manifest: manifests.Manifest) -> None:
+    def _go_on_from(self, folder: Path, manifest: manifests.Manifest) -> Path:
         """Let further restarts find a checkpoint that was loaded, on whichever host; a collective.
 
         It becomes one of this run, and other hosts get copies of it, beside training.
+
+        Returns:
+            Its folder from now on.
         """
-        newest.adopt(folder, manifest)
+        folder = newest.adopt(folder, manifest)
         self._replicas.open(_RESTORE)
         # Where it could not be written, another one of this name may lie there.
         if runtime.rank() == 0 and self.replicas and manifests.describes(folder, manifest):
             self._writer.start(lambda: self._replicas.send(folder))
+        return folder
 
     def callback(self, every: str | int = "epoch") -> keras.callbacks.Callback:
         """A callback for ``fit`` that saves. Put it last in ``callbacks``, on every rank.

@@ -110,21 +110,27 @@ def find(directory: Path, replicas: Replicas, call: str) -> tuple[Found, Path] |
     return found, directory / store.name_of(found.manifest.step)
 
 
-def adopt(folder: Path, manifest: Manifest) -> None:
+def adopt(folder: Path, manifest: Manifest) -> Path:
     """Make a checkpoint in rank 0's directory, which the ranks have loaded, one of this run.
 
     Otherwise a restart with rank 0 on another host would take it for that of another training.
+
+    Returns:
+        Its folder, which has another name if a kill had left it while it was replaced.
     """
-    if runtime.rank() or run_name() in ("", manifest.run) or not folder.is_dir():
-        return
+    if runtime.rank() or not run_name() or not folder.is_dir():
+        return folder
     try:
-        store.adopt(folder, manifest)
+        folder = store.finished(folder)
+        if manifest.run != run_name():
+            store.adopt(folder, manifest)
     except OSError as error:
         logger.warning(
             "cannot note in %s that this run goes on from it: %s; if its host is lost before the "
             "next save, a restart begins at the start",
             *(folder, error.strerror or error),
         )
+    return folder
 
 
 @sendable

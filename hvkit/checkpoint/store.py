@@ -132,6 +132,18 @@ def write_folder(directory: Path, name: str, fill: Callable[[Path], None]) -> No
         _remove(old)
 
 
+def finished(folder: Path) -> Path:
+    """A checkpoint's folder under its own name, if a kill had left it while it was replaced.
+
+    Raises:
+        OSError: the directory cannot be locked or written.
+    """
+    if not folder.name.endswith(_OLD):
+        return folder
+    prepare(folder.parent)
+    return folder.with_name(folder.name.removesuffix(_OLD))
+
+
 def adopt(folder: Path, manifest: Manifest) -> None:
     """Make a checkpoint that another run has saved one of this run, which goes on from it.
 

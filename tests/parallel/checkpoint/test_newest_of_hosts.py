@@ -129,12 +129,20 @@ def test_a_directory_that_cannot_be_written_is_resumed_from_with_a_warning(
     assert ("another run saves there" in caplog.text) == (hvkit.rank() == 0)
 
 
-def test_what_was_loaded_has_a_copy_before_the_next_save(disk, memory, monkeypatch):
+@pytest.mark.parametrize("run", ["fedcba9876543210", None])
+@pytest.mark.parametrize("killed", [False, True])
+def test_what_was_loaded_has_a_copy_before_the_next_save(killed, run, disk, memory, monkeypatch):
+    """Also if a kill has left it just when the same step was saved again."""
     with monkeypatch.context() as before:
-        before.setenv(run_reports.RUN_NAME, "fedcba9876543210")
+        if run is not None:
+            before.setenv(run_reports.RUN_NAME, run)
         save(disk, 5)
+    if killed and hvkit.rank() == 0:
+        (disk / store.name_of(5)).rename(disk / f"{store.name_of(5)}.old")
+    hvkit.barrier()
     checkpoint = begin(disk, replicas=1)[2]
-    checkpoint.restore()
+    folder = checkpoint.restore().folder
+    assert hvkit.rank() or folder.is_dir()
     checkpoint.wait()
     hvkit.barrier()
     kept = [path.name for path in memory.glob("*/step-*")]
