@@ -259,6 +259,20 @@ def test_a_callback_of_its_own_counts_each_step_once(folder):
     assert records(folder)[-1]["step"] == 2 * STEPS
 
 
+def test_the_steps_after_the_last_record_of_fit_have_no_norm(folder):
+    """Not even where the step after them would have measured it."""
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+    optimizer = keras.optimizers.SGD(0.1)
+    x, y = (each[: STEPS * ROWS] for each in data())
+    with hvkit.Monitor(folder, every=STEPS + 1) as monitor:
+        hvkit.distribute(model, optimizer, monitor=monitor)
+        model.compile(optimizer, "mse")
+        model.fit(x, y, batch_size=ROWS, verbose=0)
+    last = records(folder)[-1]
+    assert last["step"] == STEPS
+    assert "gradient_norm" not in last
+
+
 def test_batches_outside_of_fit_count(folder):
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
     optimizer = keras.optimizers.SGD(0.1)
