@@ -133,15 +133,23 @@ def write_folder(directory: Path, name: str, fill: Callable[[Path], None]) -> No
 
 
 def finished(folder: Path) -> Path:
-    """A checkpoint's folder under its own name, if a kill had left it while it was replaced.
+    """Give a checkpoint that was loaded its own name, if a kill had left it while it was replaced.
+
+    Returns:
+        Its folder.
 
     Raises:
         OSError: the directory cannot be locked or written.
     """
     if not folder.name.endswith(_OLD):
         return folder
-    prepare(folder.parent)
-    return folder.with_name(folder.name.removesuffix(_OLD))
+    _lock(folder.parent)
+    new = folder.with_name(folder.name.removesuffix(_OLD))
+    if new.exists():  # and damaged: it would have been loaded
+        _remove(new)
+    os.rename(folder, new)
+    flush(new.parent)
+    return new
 
 
 def adopt(folder: Path, manifest: Manifest) -> None:

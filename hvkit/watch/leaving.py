@@ -69,12 +69,12 @@ class Leaving:
             reader, self._wakes = os.pipe()
             os.set_blocking(self._wakes, False)
             threading.Thread(target=self._await_sigterm, args=(reader,), daemon=True).start()
-        self.seen_by_thread()
+        self.take_signals()
 
-    def seen_by_thread(self) -> bool:
-        """Whether the thread sees each signal; takes the descriptor if nobody uses it.
+    def take_signals(self) -> bool:
+        """Let the thread see signals from now on; return whether it has seen them until now.
 
-        An event loop of the script has its own descriptor, and leaves none behind.
+        An event loop of the script comes first: it has its own descriptor, and leaves none behind.
         """
         if self._wakes is None:
             return False
@@ -191,7 +191,7 @@ _process = os.getpid()
 
 def _on_sigterm(number: int, _: FrameType | None) -> None:
     # Python's handler would count it once more, and late if the main thread was inside C code.
-    if os.getpid() == _process and LEAVING.seen_by_thread():
+    if os.getpid() == _process and LEAVING.take_signals():
         return
     if os.getpid() != _process or LEAVING.take_sigterm():
         signal.signal(number, signal.SIG_DFL)

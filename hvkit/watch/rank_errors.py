@@ -58,8 +58,9 @@ def install(witness: Witness) -> None:
     def show_or_name(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
-        line = _line_for(error, witness)
-        if _is_own(error):
+        meant = _meant(error)
+        line = _line_for(meant, witness)
+        if not isinstance(meant, RankLostError):
             witness.failed(_failed_with(error), ends=True)
         if line is None:
             show(kind, error, traceback)
@@ -74,7 +75,7 @@ def install(witness: Witness) -> None:
 
     def show_and_note(arguments: threading.ExceptHookArgs) -> None:
         error = arguments.exc_value
-        if error is not None and _line_for(error, witness) is None:
+        if error is not None and _line_for(_meant(error), witness) is None:
             name = arguments.thread.name if arguments.thread else "that has ended"
             witness.failed(f"failed in thread {name} with {calls.in_short(error)}", ends=False)
         show_of_thread(arguments)
@@ -86,7 +87,9 @@ def install(witness: Witness) -> None:
 def note_uncaught() -> None:
     """At the end of the script: record an error that another excepthook has shown."""
     error = getattr(sys, "last_value", None)
-    if _witness is not None and error is not None and _is_own(error):
+    if _witness is None or error is None:
+        return
+    if not isinstance(_meant(error), RankLostError):
         _witness.failed(_failed_with(error), ends=True)
 
 
@@ -169,10 +172,13 @@ def mark_as_shown_by(error: E, rank: int) -> E:
     return error
 
 
+def _meant(error: BaseException) -> BaseException:
+    """What an error means. A RankLostError is a consequence of another rank's end."""
+    return error if isinstance(error, RankLostError) else meaning_of(error) or error
+
+
 def _line_for(error: BaseException, witness: Witness) -> str | None:
     """The line that refers to an error that another rank shows; None if this rank must show it."""
-    if not isinstance(error, RankLostError):
-        error = meaning_of(error) or error
     other = getattr(error, "hvkit_shown_by", None)
     if other is not None:
         return f"rank {witness.rank} ends with the same {type(error).__name__} as rank {other}"
@@ -183,11 +189,6 @@ def _line_for(error: BaseException, witness: Witness) -> str | None:
         return f"RankLostError: {error}"
     where = "given above" if shown_by == witness.rank else f"that rank {shown_by} gives"
     return f"RankLostError: rank {witness.rank} ends for the reason {where}"
-
-
-def _is_own(error: BaseException) -> bool:
-    """Whether an error is no consequence of another rank's end, also if others raise the same."""
-    return not isinstance(meaning_of(error) or error, RankLostError)
 
 
 def _handled_before(error: BaseException) -> BaseException | None:

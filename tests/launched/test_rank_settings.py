@@ -27,6 +27,13 @@ def faults():
 # come together.
 assert any(faults() < 100 for _ in range(40))
 """
+# In a new process no other thread of Python's is without a frame.
+STATES = """
+import faulthandler, torch, hvkit
+hvkit.allreduce(torch.ones(4))
+with open({path!r} + str(hvkit.rank()), "w") as file:
+    faulthandler.dump_traceback(file)
+"""
 
 
 def run(script, **settings):
@@ -55,3 +62,11 @@ def test_a_rank_returns_memory_if_the_user_says_so():
     status, printed = run(FREED, MALLOC_TRIM_THRESHOLD_="131072")
     assert status != 0
     assert "AssertionError" in printed
+
+
+def test_horovods_thread_keeps_its_thread_state(tmp_path):
+    """A fork hangs if it comes just when that thread makes one, as it would for each operation."""
+    status, printed = run(STATES.format(path=f"{tmp_path}/rank"))
+    assert status == 0, printed
+    for rank in range(2):
+        assert (tmp_path / f"rank{rank}").read_text().count("<no Python frame>") == 1

@@ -1,6 +1,5 @@
 """Ranks and the collectives on objects."""
 
-import faulthandler
 import os
 import re
 import subprocess
@@ -100,15 +99,6 @@ def test_a_fork_of_a_rank_is_no_rank():
     os.waitpid(child, 0)
     said = os.read(read, 1000).decode()
     assert said.startswith(f"LaunchError: this process was started by rank {hvkit.rank()}")
-
-
-def test_the_background_thread_keeps_its_thread_state(tmp_path):
-    """A fork hangs if it comes just when that thread makes one, as it would for each operation."""
-    runtime.engine("torch").allreduce(np.zeros(4, np.float32), "sum")
-    stacks = tmp_path / "stacks"
-    with stacks.open("w") as file:
-        faulthandler.dump_traceback(file)
-    assert "<no Python frame>" in stacks.read_text()
 
 
 @pytest.fixture(params=["torch", "tensorflow"])

@@ -13,7 +13,6 @@ XLA_OPS = "horovod/tensorflow/xla_mpi_ops.cc"
 
 _MPI_RUN = "horovod/runner/mpi_run.py"
 _KERAS = "horovod/_keras/__init__.py"
-_HANDLES = "horovod/torch/handle_manager.cc"
 
 
 def tensorflow_lacks_xla_headers(toolchain: Toolchain, source: Path) -> bool:
@@ -58,14 +57,20 @@ _KERAS_WHY = (
 )
 _KERAS_UPSTREAM = "written for the optimizers of Keras 2"
 
-_FORK_WHY = (
-    "a worker of a DataLoader, forked while the background thread makes a thread state, hangs: "
-    "Python before 3.11.10 then waits for a lock that nobody holds any more (python/cpython#112275)"
-)
-_FORK_UPSTREAM = (
-    "PyTorch takes Python's lock to free a tensor; a thread unknown to Python gets a thread state "
-    "for that each time"
-)
+
+def _kept_thread_state(part: str, what: str, old: str, new: str) -> Edit:
+    return Edit(
+        name=f"a thread state for good{part}",
+        file="horovod/torch/handle_manager.cc",
+        what=what,
+        why="a worker of a DataLoader, forked while the background thread makes a thread state, "
+        "hangs: Python before 3.11.10 then waits for a lock that nobody holds any more "
+        "(python/cpython#112275)",
+        upstream="PyTorch takes Python's lock to free a tensor; a thread unknown to Python gets a "
+        "thread state for that each time",
+        old=old,
+        new=new,
+    )
 
 
 def _two_dashes(option: str, count: int, file: str = _MPI_RUN) -> Edit:
@@ -287,14 +292,11 @@ def create_distributed_optimizer(''',
         old="    if legacy_opts:\n",
         new="    _require_gradient_methods(keras.optimizers.Optimizer)\n    if legacy_opts:\n",
     ),
-    Edit(
-        name="a thread state for good",
-        file=_HANDLES,
-        what="a function that gives the thread that calls it a thread state of Python's, for good",
-        why=_FORK_WHY,
-        upstream=_FORK_UPSTREAM,
-        old="int HandleManager::AllocateHandle() {\n",
-        new="""\
+    _kept_thread_state(
+        "",
+        "a function that gives the thread that calls it a thread state of Python's, for good",
+        "int HandleManager::AllocateHandle() {\n",
+        """\
 namespace {
 
 // PyGILState_Release deletes a thread state only if no PyGILState_Ensure is left open.
@@ -310,24 +312,17 @@ void KeepThreadState() {
 int HandleManager::AllocateHandle() {
 """,
     ),
-    Edit(
-        name="a thread state for good, call",
-        file=_HANDLES,
-        what="the background thread calls it before it frees a tensor",
-        why=_FORK_WHY,
-        upstream=_FORK_UPSTREAM,
-        old="void HandleManager::MarkDone(int handle, const Status& status) {\n",
-        new="void HandleManager::MarkDone(int handle, const Status& status) {\n"
-        "  KeepThreadState();\n",
+    _kept_thread_state(
+        ", call",
+        "the background thread calls it before it frees a tensor",
+        "void HandleManager::MarkDone(int handle, const Status& status) {\n",
+        "void HandleManager::MarkDone(int handle, const Status& status) {\n  KeepThreadState();\n",
     ),
-    Edit(
-        name="a thread state for good, include",
-        file=_HANDLES,
-        what="Python's header",
-        why=_FORK_WHY,
-        upstream=_FORK_UPSTREAM,
-        old='#include "handle_manager.h"\n',
-        new='#include <Python.h>\n\n#include "handle_manager.h"\n',
+    _kept_thread_state(
+        ", include",
+        "Python's header",
+        '#include "handle_manager.h"\n',
+        '#include <Python.h>\n\n#include "handle_manager.h"\n',
     ),
     *WAITS,
     *COLLECTIVES,

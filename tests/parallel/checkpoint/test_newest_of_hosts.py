@@ -224,6 +224,40 @@ def test_a_shared_directory_is_read_once(folder, memory, monkeypatch, caplog):
         )
 
 
+@pytest.mark.parametrize("there", ["damaged", "another run's"])
+def test_what_lies_on_the_disk_does_not_replace_a_good_copy(there, disk, memory, monkeypatch):
+    save(disk, 5, replicas=1)
+    hvkit.barrier()
+    weights = disk / store.name_of(5) / "model.pt"
+    if there == "damaged" and hvkit.rank() == 0:
+        data = bytearray(weights.read_bytes())
+        data[-1] ^= 1
+        weights.write_bytes(data)
+    with monkeypatch.context() as other:
+        if there != "damaged":
+            other.setenv(run_reports.RUN_NAME, "fedcba9876543210")
+            model, optimizer, checkpoint = begin(disk)
+            train(model, optimizer, 6)
+            checkpoint.save(epoch=0, step=5)
+    with monkeypatch.context() as full:
+
+        def no_space(*_):
+            raise OSError(28, "No space left on device")
+
+        if there != "damaged" and hvkit.rank() == 0:
+            full.setattr(store, "write_folder", no_space)
+        checkpoint = begin(disk, replicas=1)[2]
+        assert checkpoint.restore().step == 5
+        checkpoint.wait()
+    hvkit.barrier()
+    copies = list(memory.glob("*/step-*"))
+    assert len(copies) == (hvkit.rank() == 1)
+    for copy in copies:
+        manifest = manifests.read(copy)
+        manifests.verify(copy, manifest)
+        assert manifest.run == run_reports.run_name()
+
+
 def test_saves_after_a_failed_write_are_newer_than_the_copy(disk, memory, monkeypatch, caplog):
     save(disk, 1, 2, 3, replicas=1)
     hvkit.barrier()

@@ -28,12 +28,8 @@ def files_of(**contents):
         return {**contents, manifests.MANIFEST: (folder / manifests.MANIFEST).read_bytes()}
 
 
-def order_of(files, name=NAME):
-    return {"name": name, "files": {file: len(data) for file, data in files.items()}}
-
-
 FILES = files_of(a=b"abc", b=b"")
-SOME = order_of(FILES)
+SOME = {"name": NAME, "files": {file: len(data) for file, data in FILES.items()}}
 
 
 @pytest.fixture

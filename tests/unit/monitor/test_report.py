@@ -218,6 +218,24 @@ def test_a_folder_without_a_record_is_an_error_that_says_so(tmp_path, text, caps
     assert "Traceback" not in capsys.readouterr().err
 
 
+def test_the_page_is_there_also_if_nobody_reads_the_text_to_its_end(folder, monkeypatch):
+    place = folder(start(), record(10))
+
+    def closed(*_):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(report, "show", closed)
+    with pytest.raises(BrokenPipeError):
+        main(["report", str(place)])
+    assert "<svg" in (place / "report.html").read_text()
+
+
+def test_text_that_is_no_utf_8_is_shown(folder):
+    place = folder(start(), record(10), {"end": {"time": 1e9 + 10, "error": "no \udcff"}})
+    assert main(["report", str(place)]) == 0
+    assert "no \\udcff" in (place / "report.html").read_text()
+
+
 def test_the_terminal_shows_speed_parts_and_restarts(folder):
     run = report.read(folder(start(), record(10), start(5, reason="rank 1 [x] left"), record(20)))
     console = Console(record=True, width=120, file=open(os.devnull, "w"))  # noqa: SIM115
