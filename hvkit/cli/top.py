@@ -47,7 +47,9 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
         help="process id of the hvkit run (default: the one started last)",
     )
     parser.add_argument(
-        "--once", action="store_true", help="print one view, after two seconds, and end"
+        "--once",
+        action="store_true",
+        help="print one view, after two seconds, and end (default without a terminal)",
     )
     parser.set_defaults(execute=_top)
 
@@ -56,7 +58,7 @@ def _top(args: argparse.Namespace) -> int:
     process, notes = _newest() if args.process is None else (args.process, [])
     terminal = Console()
     console = terminal if terminal.is_terminal else Console(width=_WIDTH)
-    if args.once:
+    if args.once or not terminal.is_terminal:
         console.print(Group(*notes, _one_view(process)))
         return 0
     with contextlib.suppress(KeyboardInterrupt):
@@ -103,7 +105,7 @@ def _follow(process: int, notes: Sequence[Text], console: Console) -> None:
     """Show a run, and these lines above it, until it ends."""
     before: dict[int, tuple[float, int]] = {}
     state = run_status.read(process)
-    with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
+    with Live(console=console, auto_refresh=False, screen=True) as live:
         while True:
             live.update(Group(*notes, view(process, state, before)), refresh=True)
             time.sleep(_EVERY)
@@ -111,8 +113,6 @@ def _follow(process: int, notes: Sequence[Text], console: Console) -> None:
                 state = run_status.read(process)
             except HvkitError:
                 break
-    if not console.is_terminal:
-        console.line()  # the view ends without one there
     console.print(f"hvkit run {process} has ended")
 
 

@@ -62,5 +62,6 @@ class Restarts:
 
     @property
     def budget(self) -> str:
-        """For messages: ``restart 5 (2 of 3 without progress)``."""
-        return f"restart {self.made} ({self._without_progress} of {self.most} without progress)"
+        """For messages: ``restart 5 (2 of at most 3 without a newer checkpoint)``."""
+        used = f"{self._without_progress} of at most {self.most}"
+        return f"restart {self.made} ({used} without a newer checkpoint)"

@@ -129,6 +129,10 @@ class FitCallback(keras.callbacks.Callback):  # type: ignore[misc]
             if self._monitor.add_step(step, metrics):
                 self._ended = time.monotonic()
 
+    def newest_metrics(self) -> dict[str, float]:
+        """Keras's running means after the newest step."""
+        return _numbers(self._logs)
+
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Record what Keras reports of all ranks: its metrics, and those of the validation."""
         if self._monitor.closed:
@@ -138,7 +142,7 @@ class FitCallback(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_end(self, logs: Any = None) -> None:
         """Record the rest; a collective."""
         if not self._monitor.closed:
-            self._monitor.flush(**_numbers(self._logs))
+            self._monitor.flush(**self.newest_metrics())
 
 
 class Gradients:

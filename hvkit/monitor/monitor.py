@@ -324,9 +324,17 @@ class Monitor:
         self._clock.close()
         if self._file is not None:
             self._write_logs()
+            self._file.rest(self._step, self._newest_metrics)
             well = LEAVING.left or (isinstance(error, SystemExit) and not error.code)
             text = "" if error is None or well else in_short(error)
-            self._file.end(text, left=LEAVING.left)
+            self._file.end(self._step, text, left=LEAVING.left)
+
+    def _newest_metrics(self) -> dict[str, float]:
+        """This rank's metrics of the steps since the last record, or Keras's running means."""
+        found = self._means.read()
+        for callback in self._callbacks.values():
+            found |= callback.newest_metrics()
+        return found
 
     def _meet(self) -> float:
         """Wait for all ranks; return for how many seconds."""

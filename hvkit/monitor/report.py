@@ -38,7 +38,7 @@ class Start:
         time: seconds since 1970.
         step: that it begins after.
         hosts: by rank, its host.
-        reason: of a restart; empty for others.
+        reason: of a restart; ``resumed`` for one that is not hvkit's; empty for the first start.
         lost: steps that an earlier start had taken beyond ``step``, as far as it is known.
         size: the number of ranks, of which ``hosts`` has rank 0 alone with a parameter server.
     """
@@ -63,6 +63,7 @@ class Run:
         not_finite: by metric, the steps at which it was NaN or infinite.
         end: ``error``, empty if there was none, of a run that has ended; None for others.
         left: whether it has left after SIGTERM.
+        reached: the last step and its time, if that ended without a record of all ranks.
         last_reason: why the rank that came last most often was late; empty if none stands out.
         before: the run in the same folder that this one takes the place of.
         later: a sentence about one that has recorded nothing, and so does not.
@@ -76,6 +77,7 @@ class Run:
     not_finite: dict[str, list[int]] = field(default_factory=dict)
     end: str | None = None
     left: bool = False
+    reached: tuple[int, float] = (0, 0.0)
     last_reason: str = ""
     before: Run | None = None
     later: str = ""
@@ -89,7 +91,8 @@ class Run:
     @property
     def steps(self) -> int:
         """The last step."""
-        return int(self.records[-1]["step"]) if self.records else 0
+        recorded = int(self.records[-1]["step"]) if self.records else 0
+        return max(recorded, self.reached[0])
 
     @property
     def taken(self) -> int:
@@ -98,8 +101,9 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """From the first start to the last record."""
+        """From the first start to the last step."""
         last = float(self.records[-1]["time"]) if self.records else 0.0
+        last = max(last, self.reached[1])
         return max(last - self.starts[0].time, 0.0)
 
     def mean(self, name: str) -> float:
@@ -207,6 +211,8 @@ def _with(run: Run, record: Any) -> Run:
         reason = str((end.get("last") or {}).get("reason", ""))
         run.end, run.left = str(end.get("error", "")), bool(end.get("left", False))
         run.last_reason = reason
+        if (step := int(end.get("step", 0))) > run.steps:
+            run.reached = step, float(end["time"])
     else:
         run.records.append(_checked(record))
     return run
@@ -220,14 +226,15 @@ def _with_start(run: Run, start: dict[str, Any]) -> Run:
     if step == 0 and not reason:  # another run in the same folder
         before = run if run.records else run.before
         run = Run(run.name, before=before, unreadable=run.unreadable)
-    newest = max((each["step"] for each in run.records), default=0)
-    run.end, run.left = None, False
+    newest = run.steps
+    run.end, run.left, run.reached = None, False, (0, 0.0)
     run.records = [each for each in run.records if each["step"] <= step]
     for points in run.curves.values():
         points[:] = [point for point in points if point[0] <= step]
     for steps in run.not_finite.values():
         steps[:] = [each for each in steps if each <= step]
     lost = max(newest, reached) - step
+    reason = reason or ("resumed" if run.starts else "")
     run.starts.append(Start(at, step, hosts, reason, max(lost, 0), size))
     return run
 
@@ -278,8 +285,7 @@ def show(run: Run, console: Console) -> None:
         columns = ("start", "after step", "ranks", "steps lost", "reason")
         table = Table(*columns, box=None, pad_edge=False)
         for start in run.starts:
-            reason = escape(start.reason or "by hand")
-            row = (str(start.step), str(start.size), str(start.lost), reason)
+            row = (str(start.step), str(start.size), str(start.lost), escape(start.reason))
             table.add_row(clock(start.time), *row)
         console.print(table)
     if run.unreadable:

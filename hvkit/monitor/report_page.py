@@ -255,7 +255,7 @@ def _start_row(start: Start) -> str:
     return (
         f'<tr><td>{escape(clock(start.time))}</td><td class="n">{start.step:,}</td>'
         f'<td class="n">{start.lost:,}</td><td class="n">{start.size}</td>'
-        f"<td>{escape(start.reason) or 'by hand'}</td></tr>"
+        f"<td>{escape(start.reason)}</td></tr>"
     )
 
 

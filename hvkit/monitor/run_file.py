@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from hvkit import runtime
@@ -31,6 +32,7 @@ class RunFile:
         self._begun_after: int | None = None
         self._sent: Mapping[str, int] = {}
         self._skipped = skipped_steps.number
+        self._recorded = 0
 
     def begin(self, at: float, after: int) -> None:
         """Write the start, which comes before anything else; a second call does nothing.
@@ -40,7 +42,7 @@ class RunFile:
             after: the step that the run has resumed from.
         """
         if self._begun_after is None:
-            self._begun_after = after
+            self._begun_after = self._recorded = after
             start: dict[str, Any] = {"time": at, "step": after, "hosts": self._hosts}
             if runtime.size() > len(self._hosts):  # a parameter server's: rank 0 records alone
                 start["size"] = runtime.size()
@@ -79,7 +81,7 @@ class RunFile:
             {name: total - self._sent.get(name, 0) for name, total in sent.items()},
             {host: each["load"] for host, each in hosts if each["load"]},
         )
-        self._sent, self._skipped = sent, skipped_steps.number
+        self._sent, self._skipped, self._recorded = sent, skipped_steps.number, step
         self._writers.write(record)
         numbers = flattened(record).items()
         shown = {name: value for name, value in numbers if name not in ("step", "time")}
@@ -96,20 +98,34 @@ class RunFile:
         self._writers.write({"step": step, "time": at, "logged": numbers})
         self._writers.scalars(step, numbers)
 
+    def rest(self, step: int, metrics: Callable[[], Mapping[str, float]]) -> None:
+        """Write rank 0's metrics of the steps since the last record: an error has ended the run.
+
+        Args:
+            step: the last one.
+            metrics: reads them.
+        """
+        if step > self._recorded:
+            with suppress(RuntimeError):  # a GPU's own error: it computes no more
+                self.log(step, time.time(), metrics())
+
     def flush(self) -> None:
         """Write what is left in memory."""
         self._writers.flush()
 
-    def end(self, error: str, *, left: bool) -> None:
+    def end(self, step: int, error: str, *, left: bool) -> None:
         """Write the end, and close the files.
 
         Args:
+            step: the last one.
             error: that has ended the run; empty for none.
             left: whether the ranks have left after SIGTERM, with a checkpoint.
         """
         if self._begun_after is not None:
             how = ({"error": error} if error else {}) | ({"left": True} if left else {})
-            self._writers.write({"end": {"time": time.time(), **self._totals.summary(), **how}})
+            self._writers.write(
+                {"end": {"time": time.time(), "step": step, **self._totals.summary(), **how}}
+            )
         self._writers.close()
 
     def line(self) -> str:

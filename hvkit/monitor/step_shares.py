@@ -20,6 +20,9 @@ PARTS = ("data", "compute", "waiting", "allreduce")
 """A step's time: until the batch was there; forward, backward, update and the script's own code;
 waiting for other ranks; collectives."""
 
+REASONS = ("data", "compute", "between steps")
+"""Why a rank comes last; between steps is work of the script that belongs to no step."""
+
 # Ranks are named as slow if the others waited for so much of their time, and they were last so much
 # more often than chance would have it.
 _WORTH_NAMING = 0.05
@@ -36,8 +39,9 @@ class Shares:
         parts: by the names in ``PARTS``, seconds of a step, mean over ranks and steps.
         samples_per_second: by rank.
         last: by rank, in how many steps it came last to the collectives.
-        late_by: by rank, the seconds by which its data and its compute exceeded the median over
-            ranks, summed over the steps in which it came last: an array of shape (ranks, 2).
+        late_by: by rank, the seconds by which its data, its compute and the start of its steps were
+            later than the median over ranks, summed over the steps in which it came last: an array
+            of shape (ranks, 3), in the order of ``REASONS``.
     """
 
     steps: int
@@ -66,17 +70,18 @@ def shares(ranks: Sequence[Sequence[Step]]) -> Shares:
     tables = [np.array(steps, float).reshape(-1, 4) for steps in ranks]
     totals = np.array([table.sum(0) for table in tables])
     duration, data, blocked, samples = totals.T
-    last, late_by = np.zeros(size, np.int64), np.zeros((size, 2))
+    last, late_by = np.zeros(size, np.int64), np.zeros((size, len(REASONS)))
     waiting = np.zeros(size)
     if len(set(counts)) == 1 and size > 1:
         whole = np.stack(tables)
-        spent = whole[:, :, 2]
+        took, loading, spent = whole[:, :, 0], whole[:, :, 1], whole[:, :, 2]
         shortest = spent.min(0)
         waiting = (spent - shortest).sum(1)
         who = spent.argmin(0)
         met = spent.max(0) > 0
         last = np.bincount(who[met], minlength=size)
-        own = np.stack([whole[:, :, 1], whole[:, :, 0] - whole[:, :, 1] - spent], axis=-1)
+        # All ranks end a step together: the one that began last took the shortest.
+        own = np.stack([loading, took - loading - spent, -took], axis=-1)
         beyond = own - np.median(own, axis=0)
         for step in np.flatnonzero(met):
             late_by[who[step]] += beyond[who[step], step]
@@ -138,7 +143,7 @@ class Totals:
         """What a run comes to: ``speedup``, ``parts`` of the time, and the rank that was slow.
 
         ``last`` holds the rank that came last most often, its host, the part of the steps, and
-        whether ``data`` or ``compute`` made it late; None if nobody stands out.
+        which of ``REASONS`` made it late; None if nobody stands out.
         """
         if not self.seconds:
             return {"speedup": 0.0, "parts": {}, "last": None}
@@ -149,7 +154,7 @@ class Totals:
             rank = int(np.argmax(self._last))
             often = float(self._last[rank] / np.sum(self._last))
             if often > min(_BEYOND_CHANCE / size, 0.9):
-                reason = ("data", "compute")[int(np.argmax(self._late_by[rank]))]
+                reason = REASONS[int(np.argmax(self._late_by[rank]))]
                 found = {
                     "rank": rank,
                     "host": self.hosts[rank],

@@ -50,7 +50,10 @@ def test_the_first_host_starts_ranks_on_all_and_the_others_wait(hosts, tmp_path,
     assert running["algo-1"].returncode == 0, printed
     ended = sorted(line for line in printed.splitlines() if line.startswith("ended"))
     assert ended == [f"ended {name} 2 6 /data/of/algo-1" for name in NAMES], printed
-    assert "restart 1 (1 of 1 without progress), from step 2: rank 1 on algo-2" in printed
+    assert (
+        "restart 1 (1 of at most 1 without a newer checkpoint), from step 2: rank 1 on algo-2"
+        in printed
+    )
     # Then the first container ends, and its ssh server with it.
     assert running["algo-2"].poll() is None
     hosts.host("algo-1").run(["pkill", "-KILL", "sshd"]).check_returncode()

@@ -137,7 +137,7 @@ def test_without_restarts_a_failure_ends_the_run(tmp_path):
 def test_a_script_that_always_fails_stops_with_its_error(tmp_path):
     status, _, printed = run("raise SystemExit(7)", tmp_path, NONE)
     assert status == 7, printed
-    assert "gives up after restart 1 (1 of 1 without progress)" in printed
+    assert "gives up after restart 1 (1 of at most 1 without a newer checkpoint)" in printed
 
 
 def test_the_reason_for_a_restart_names_the_error(tmp_path):

@@ -5,6 +5,7 @@ import sys
 import time
 from types import SimpleNamespace
 
+import keras
 import pytest
 import tensorflow as tf
 import torch
@@ -205,6 +206,42 @@ def end_of(folder, error):
 
 def test_the_error_that_ends_a_run_is_in_its_file(tmp_path):
     assert end_of(tmp_path, ValueError("boom"))["error"] == "ValueError: boom"
+
+
+def test_steps_since_the_last_record_are_in_the_file_after_an_error(tmp_path):
+    def run():
+        with hvkit.Monitor(tmp_path, every=3) as monitor:
+            for loss in (1.0, 2.0, 3.0, 4.0, float("nan")):
+                monitor.step(loss=loss)
+            raise FloatingPointError
+
+    with pytest.raises(FloatingPointError):
+        run()
+    *_, logged, end = lines(tmp_path)
+    assert (logged["step"], logged["logged"], end["end"]["step"]) == (5, {"loss": None}, 5)
+
+
+def test_steps_of_fit_since_the_last_record_are_in_the_file_after_an_error(tmp_path):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+
+    class Fails(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 4:
+                raise ValueError("boom")
+
+    def run():
+        with hvkit.Monitor(tmp_path, every=3) as monitor:
+            x, y = tf.random.normal((40, 4)), tf.random.normal((40, 1))
+            watch = monitor.callback(model)
+            model.fit(x, y, batch_size=4, callbacks=[watch, Fails()], verbose=0)
+
+    with pytest.raises(ValueError, match="boom"):
+        run()
+    *_, logged, end = lines(tmp_path)
+    assert (logged["step"], end["end"]["step"]) == (5, 5)
+    assert logged["logged"]["loss"] > 0
 
 
 def test_a_script_that_exits_well_has_no_error(tmp_path):

@@ -150,9 +150,21 @@ def test_steps_lost_are_those_that_ranks_had_begun(folder):
     assert [each.lost for each in report.read(folder(*lines)).starts] == [0, 7]
 
 
-def test_a_run_that_was_resumed_by_hand_shows_its_starts(folder):
+def test_steps_without_a_record_before_an_error_count_and_show_a_nan(folder):
+    logged = {"step": 14, "time": 1e9 + 14, "logged": {"loss": None}}
+    end = {"end": {"time": 1e9 + 14, "step": 14, "error": "FloatingPointError: NaN"}}
+    run = report.read(folder(start(), record(10), logged, end))
+    assert (run.steps, run.seconds) == (14, 14.0)
+    assert "loss was NaN or infinite in 1 record, at step 14 first" in report.troubles(run)
+    run = report.read(folder(start(), record(10), logged, end, start(10, reason="x"), record(20)))
+    assert (run.steps, run.seconds, run.starts[1].lost) == (20, 20.0, 4)
+
+
+def test_a_run_that_was_resumed_shows_its_starts(folder):
     run = report.read(folder(start(), record(10), start(10), record(20)))
-    assert shown(run).count("by hand") == page(run).count("by hand") == 2
+    assert [each.reason for each in run.starts] == ["", "resumed"]
+    assert re.search(r" resumed *\n", shown(run))
+    assert "<td>resumed</td>" in page(run)
 
 
 def test_with_a_parameter_server_the_report_is_about_rank_0(folder):

@@ -28,6 +28,12 @@ def test_a_rank_that_is_late_is_named_with_what_made_it_late():
     assert totals.line() == "1.8x of 3; rank 1 on b was last in 100% of steps: data"
 
 
+def test_a_rank_that_begins_its_step_late_was_busy_between_steps():
+    totals = Totals(["a", "b", "b"])
+    totals.add(shares([steps((1.1, 4, 5)), steps((1, 4.2, 5)), steps((1.1, 4.2, 1))]))
+    assert totals.summary()["last"]["reason"] == "between steps"
+
+
 def test_ranks_that_are_alike_are_not_named():
     totals = Totals(["a", "b"])
     totals.add(shares([steps((1, 8, 1), (1, 8, 1.1)), steps((1, 8, 1.1), (1, 8, 1))]))
