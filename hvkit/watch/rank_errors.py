@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Protocol, TypeVar
 
-from hvkit.errors import RankLostError, RanksDisagreeError
+from hvkit.errors import HvkitError, RankLostError, RanksDisagreeError
 from hvkit.watch import calls
 from hvkit.watch.verdict import SAME_STEPS
 
@@ -63,7 +63,9 @@ def install(witness: Witness) -> None:
         if not isinstance(meant, RankLostError):
             witness.failed(_failed_with(error), ends=True)
         if line is None:
-            show(kind, error, traceback)
+            if isinstance(error, HvkitError | FloatingPointError):
+                traceback = _up_to_the_script(traceback)
+            show(kind, error.with_traceback(traceback), traceback)
             return
         print(f"hvkit: {line}", file=sys.stderr, flush=True)
         own = _handled_before(error)
@@ -189,6 +191,31 @@ def _line_for(error: BaseException, witness: Witness) -> str | None:
         return f"RankLostError: {error}"
     where = "given above" if shown_by == witness.rank else f"that rank {shown_by} gives"
     return f"RankLostError: rank {witness.rank} ends for the reason {where}"
+
+
+def _up_to_the_script(traceback: TracebackType | None) -> TracebackType | None:
+    """The traceback of an error that hvkit explains, without what follows the script's last line.
+
+    That is dozens of lines of PyTorch's and hvkit's. Tracebacks that end elsewhere stay whole.
+    """
+    places = list(_each(traceback))
+    if not places or not calls.is_hvkit(places[-1].tb_frame):
+        return traceback
+    own = [
+        n
+        for n, each in enumerate(places)
+        if not (calls.is_hvkit(each.tb_frame) or calls.is_library(each.tb_frame))
+    ]
+    short = None
+    for each in reversed(places[: own[-1] + 1] if own else places):
+        short = TracebackType(short, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return short
+
+
+def _each(traceback: TracebackType | None) -> Iterator[TracebackType]:
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next
 
 
 def _handled_before(error: BaseException) -> BaseException | None:

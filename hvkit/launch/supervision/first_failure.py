@@ -14,6 +14,9 @@ _CONSEQUENCES = (
     "hvkit: rank",  # ... ends with the same error as another
 )
 
+# In the line of a rank whose error another one shows.
+_SAME = "ends with the same"
+
 # The last line of a traceback.
 _EXCEPTION = re.compile(r"[\w.]+(Error|Exception|Interrupt|Exit)\b")
 
@@ -56,6 +59,11 @@ class Failure:
         """Whether its last lines blame another rank."""
         text = "\n".join(self.last_lines)
         return any(name in text for name in _CONSEQUENCES)
+
+    @property
+    def is_shown_elsewhere(self) -> bool:
+        """Whether another rank, which has the same error, shows it."""
+        return any(_SAME in line for line in self.last_lines)
 
     @property
     def error(self) -> str:
@@ -119,9 +127,13 @@ def report(failures: Sequence[Failure], other_hosts: Collection[str] = (), cause
         lines[0] += "; its last lines:" if not first.lost else f"; last lines of rank {first.rank}:"
         lines += [f"    {line}" for line in first.last_lines]
     named = {f.rank for f in failures if f.lost} if first.lost else {first.rank}
-    others = sorted({f.rank for f in failures if not f.stopped} - named)
-    if others:
-        lines.append(f"hvkit run: after that, {ranks_text(others)} failed too")
+    shown_elsewhere = {f.rank: f.is_shown_elsewhere for f in failures if not f.stopped}
+    others = sorted(shown_elsewhere.keys() - named)
+    same = [rank for rank in others if shown_elsewhere[rank]]
+    if same:
+        lines.append(f"hvkit run: {ranks_text(same)} ended with the same error")
+    if rest := [rank for rank in others if rank not in same]:
+        lines.append(f"hvkit run: after that, {ranks_text(rest)} failed too")
     return "\n".join(lines)
 
 

@@ -64,6 +64,7 @@ def end_descendants(
         others = [each for each in _descendants() if each.pid not in below]
         for some in (others, []) if below else (others,):
             ending = _send(some or _descendants(), signal.SIGTERM)
+            _send(ending, signal.SIGCONT)  # one that was stopped gets SIGTERM when it goes on
             while seconds_left() > 0 and any(map(_runs, ending)):
                 time.sleep(_POLL)
     # A round finds what the processes of the last one started meanwhile. The number of rounds is

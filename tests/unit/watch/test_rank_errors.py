@@ -1,12 +1,16 @@
 """Errors that end a rank: who shows them, and what the others and ``hvkit run`` hear."""
 
+import functools
+import json
 import sys
 import threading
+import traceback
+from pathlib import Path
 
 import pytest
 
-from hvkit.errors import RankLostError
-from hvkit.watch import rank_errors, watcher
+from hvkit.errors import LaunchError, RankLostError
+from hvkit.watch import rank_errors, verdict, watcher
 from hvkit.watch.verdict import Limits
 from hvkit.watch.watcher import Reporter
 
@@ -30,6 +34,37 @@ def test_an_error_of_all_ranks_is_each_ones_reason_and_shown_by_one(said, capsys
     assert capsys.readouterr().err == (
         "hvkit: rank 1 ends with the same FloatingPointError as rank 0\n"
     )
+
+
+def test_the_traceback_of_an_explained_error_ends_at_the_line_of_the_script(said, monkeypatch):
+    monkeypatch.setenv("1.5", "no number")
+    seconds = functools.partial(verdict._seconds, default=1.0)
+    error = caught(lambda: json.loads("1.5", parse_float=seconds))  # as called by a library
+    assert isinstance(error, LaunchError)
+    assert files_of(error)[-2:] == ["decoder.py", "verdict.py"]
+    sys.excepthook(type(error), error, error.__traceback__)
+    assert set(files_of(error)) == {"test_rank_errors.py"}
+
+
+@pytest.mark.parametrize(
+    ("fails", "in_file"),
+    [(lambda: verdict._seconds("", None), "verdict.py"), (lambda: json.loads("["), "decoder.py")],
+)
+def test_the_traceback_of_a_bug_stays_whole(said, fails, in_file):
+    error = caught(fails)
+    sys.excepthook(type(error), error, error.__traceback__)
+    assert files_of(error)[-1] == in_file
+
+
+def caught(fails):
+    try:
+        fails()
+    except Exception as error:
+        return error
+
+
+def files_of(error):
+    return [Path(place.filename).name for place in traceback.extract_tb(error.__traceback__)]
 
 
 def test_a_lost_rank_is_no_reason_of_ones_own(said, capsys):

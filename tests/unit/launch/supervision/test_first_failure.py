@@ -23,6 +23,19 @@ def test_the_first_failure_is_named_with_its_last_lines():
     ]
 
 
+def test_ranks_with_the_same_error_as_the_first_did_not_fail_after_it():
+    same = ("hvkit: rank 1 ends with the same FloatingPointError as rank 0",)
+    failures = [
+        failure(0, "node1", 1, last_lines=("FloatingPointError: NaN",)),
+        failure(1, "node1", 1, last_lines=same),
+        failure(2, "node2", 1, last_lines=("RankLostError: rank 0 has ended",)),
+    ]
+    assert report(failures).splitlines()[2:] == [
+        "hvkit run: rank 1 ended with the same error",
+        "hvkit run: after that, rank 2 failed too",
+    ]
+
+
 @pytest.mark.parametrize(
     "line",
     ["hvkit.errors.RankLostError: another rank", "HorovodInternalError: shut down"],

@@ -235,6 +235,14 @@ def test_after_a_failure_the_other_ranks_may_finish_within_the_grace(tmp_path):
     assert done.returncode == 7
 
 
+def test_a_rank_that_is_stopped_gets_the_sigterm_that_ends_the_run(tmp_path):
+    stops = "echo $$ > pid; trap 'echo woken; exit 9' TERM; kill -STOP $$; wait"
+    fails = "until grep -q stopped /proc/$(cat pid)/status; do sleep 0.05; done; exit 3"
+    script = f"cd {tmp_path}; if [ $OMPI_COMM_WORLD_RANK = 1 ]; then {stops}; else {fails}; fi"
+    done = run(script)
+    assert (done.returncode, done.stdout) == (3, "woken\n")
+
+
 def test_a_signal_cuts_the_grace_after_a_failure_short(tmp_path, monkeypatch):
     monkeypatch.setenv("GRACE", "500")
     idle = LAUNCHER.replace("rank.terminate()", "pass").replace("rank.kill()", "rank.wait()")
