@@ -213,7 +213,8 @@ class Checkpoint:
             share(_SAVE, problem, None)
         if any(leaving):
             self.wait()
-            logger.info("saved %s after SIGTERM: leaves", self.directory / name)
+            if runtime.rank() == 0:
+                logger.info("saved %s after SIGTERM: all ranks leave", self.directory / name)
             LEAVING.leave()
         return self.directory / name
 

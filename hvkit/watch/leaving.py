@@ -19,7 +19,7 @@ from types import FrameType
 from typing import NoReturn
 
 from hvkit.errors import LEFT
-from hvkit.host.run_reports import report
+from hvkit.host.run_reports import listened_to, report
 from hvkit.watch import calls
 
 # Seconds that a rank has to end by itself, with an error that names the reason, once another has
@@ -179,7 +179,8 @@ class Leaving:
             return True
         self.requested, self._since = True, now
         report(terminated=True)
-        os.write(2, b"hvkit: SIGTERM: leaves as soon as all ranks have saved a checkpoint\n")
+        if not listened_to():  # else `hvkit run` says it, once for all ranks
+            os.write(2, b"hvkit: SIGTERM: leaves as soon as all ranks have saved a checkpoint\n")
         return False
 
 

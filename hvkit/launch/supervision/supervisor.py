@@ -338,6 +338,11 @@ class Supervisor:
             case {"cause": str(text)}:
                 self.cause = self.cause or text  # others follow from the first
             case {"terminated": True}:
+                if not self.terminated:
+                    who = f"rank {rank.number} on {rank.host} got SIGTERM"
+                    logger.warning(
+                        "%s: all ranks leave as soon as they have saved a checkpoint", who
+                    )
                 self.terminated[rank.number] = rank.host
             case {"left": True}:
                 self.left.add(rank.number)
