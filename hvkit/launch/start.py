@@ -11,7 +11,7 @@ import secrets
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -161,7 +161,8 @@ def _with_restarts(request: Request, run: Run) -> int:
             variables = {**request.variables, RESTART: json.dumps(said)}
             request = replace(request, variables=variables)
             try:
-                run = _prepared_again(request, run, least, restarts)
+                going = _going(run, outcome.terminated, replicas=replicas)
+                run = _prepared_again(request, run, least, restarts, going)
             except LaunchError as error:
                 logger.error("gives up: %s", error)
                 return outcome.status
@@ -210,7 +211,18 @@ def _free_memory(request: Request, *, failed: bool) -> None:
             logger.warning("%s may still hold checkpoints in %s: %s", answer.host.name, folder, why)
 
 
-def _prepared_again(request: Request, before: Run, least: int, restarts: Restarts) -> Run:
+def _going(run: Run, terminated: Collection[int], *, replicas: bool) -> set[str]:
+    """The hosts that are probably taken away: those of ranks that got SIGTERM.
+
+    Not rank 0's: its disk may be the only one with the checkpoints. Copies in memory change that.
+    """
+    going = {run.hosts[rank] for rank in terminated}
+    return going if replicas else going.difference(run.hosts[:1])
+
+
+def _prepared_again(
+    request: Request, before: Run, least: int, restarts: Restarts, going: Collection[str]
+) -> Run:
     """Pause, and prepare a restart as soon as enough hosts are ready.
 
     Args:
@@ -218,6 +230,7 @@ def _prepared_again(request: Request, before: Run, least: int, restarts: Restart
         before: the try that has ended.
         least: the fewest ranks to go on with.
         restarts: how many there were, with this one, and the pause before the first look at hosts.
+        going: hosts to leave out if the others suffice.
 
     Raises:
         LaunchError: there were not enough for ten minutes.
@@ -229,7 +242,7 @@ def _prepared_again(request: Request, before: Run, least: int, restarts: Restart
     while True:
         time.sleep(pause)
         try:
-            run = prepared(request, least=least)
+            run = prepared(request, least=least, going=going)
         except LaunchError as error:
             if time.monotonic() > deadline:
                 raise
@@ -261,13 +274,20 @@ def _supervised(request: Request, run: Run) -> Outcome:
     return supervise(run)
 
 
-def prepared(request: Request, *, supervised: bool = True, least: int | None = None) -> Run:
+def prepared(
+    request: Request,
+    *,
+    supervised: bool = True,
+    least: int | None = None,
+    going: Collection[str] = (),
+) -> Run:
     """Find the launcher, check the hosts, and make the command line.
 
     Args:
         request: the request.
         supervised: whether the ranks connect to a supervisor; not if a user types the line.
         least: the fewest ranks for a restart: a host that was ready before may be lost now.
+        going: hosts to leave out of a restart if the others suffice.
 
     Raises:
         LaunchError: the request cannot be met.
@@ -283,6 +303,7 @@ def prepared(request: Request, *, supervised: bool = True, least: int | None = N
         request.system,
         request.interfaces,
         least=least or request.min_size,
+        going=going,
         connect=_CONNECT if least is None else _CONNECT_AGAIN,
     )
     for name, problem in site.left_out.items():
@@ -327,6 +348,7 @@ def prepared(request: Request, *, supervised: bool = True, least: int | None = N
         lost_after=None if site.here else request.lost_after,
         grace=request.grace,
         bind=request.bind,
+        hosts=tuple(host.name for host in job.hosts for _ in range(host.slots or 0)),
         here=here,
         style=request.style,
     )

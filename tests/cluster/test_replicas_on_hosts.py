@@ -1,5 +1,7 @@
 """A run whose checkpoints are lost with the host of rank 0 goes on from another host's memory."""
 
+import os
+import signal
 import subprocess
 import sys
 
@@ -89,6 +91,24 @@ def test_memory_outlives_the_host_of_rank_0(hosts):
         listed = hosts.host(name).run(["ls", "/dev/shm"]).stdout
         assert "hvkit-run" not in listed
     assert "node2 may still hold checkpoints" in printed
+
+
+def test_a_run_leaves_the_host_that_got_sigterm(hosts):
+    _, undisturbed, _ = run(hosts)
+    for name in ("node2", "node3"):
+        hosts.host(name).run(["rm", "-rf", "/run/saved"]).check_returncode()
+
+    def terminate():
+        agent, rank = "hvkit.launch.supervision.agent", " -c \nimport hashlib"
+        commands = [(p.pid, p.command) for p in hosts.host("node2").processes()]
+        (pid,) = [pid for pid, command in commands if rank in command and agent not in command]
+        os.kill(pid, signal.SIGTERM)
+
+    start, result, printed = run(hosts, {"step 12": terminate})
+    assert "hvkit: goes on without node2: it got SIGTERM" in printed
+    assert f"resumed step-0000000{start} from the memory of node3" in printed
+    assert start >= 12
+    assert result == undisturbed
 
 
 def test_a_run_that_gives_up_keeps_what_only_memory_holds(hosts):

@@ -8,7 +8,7 @@ once. The thorough check is in ``check``.
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hvkit.errors import LaunchError
@@ -56,6 +56,7 @@ def choose_hosts(
     system: str | None = None,
     names: Sequence[str] = (),
     least: int | None = None,
+    going: Collection[str] = (),
     connect: float = 10.0,
 ) -> Site:
     """Choose the hosts for the ranks, and check that each is ready.
@@ -67,6 +68,7 @@ def choose_hosts(
         names: interfaces or networks to use between hosts, instead of those found.
         least: the fewest ranks; hosts that are not ready are then left out. ``None`` if all hosts
             with ranks must be ready.
+        going: with ``least``, names of hosts that got SIGTERM: left out if the others suffice.
         connect: seconds to connect to each host.
 
     Raises:
@@ -78,7 +80,7 @@ def choose_hosts(
     if least is None:
         hosts, facts = _with_ranks(hosts, size, system, connect)
     else:
-        hosts, facts, left_out = _of_ready(hosts, size, system, least, connect)
+        hosts, facts, left_out = _of_ready(hosts, size, system, least, going, connect)
     _refuse_same(facts)
     crowded = any((host.slots or 0) > facts[host.name].cpus for host in hosts)
     of_hosts = {name: found.interfaces for name, found in facts.items()}
@@ -143,13 +145,22 @@ def _with_ranks(
 
 
 def _of_ready(
-    hosts: Sequence[Host], size: int | None, system: str | None, least: int, connect: float
+    hosts: Sequence[Host],
+    size: int | None,
+    system: str | None,
+    least: int,
+    going: Collection[str],
+    connect: float,
 ) -> tuple[tuple[Host, ...], dict[str, Facts], dict[str, str]]:
     """The same among the hosts that are ready; and why the others are not, by name."""
     facts, problems = _facts(hosts, system, connect)
     ready = _with_slots([host for host in hosts if host.name not in problems], facts)
     if not problems:
         placed(ready, size)  # more ranks than slots are an error, not a host that is lost
+    staying = [host for host in ready if host.name not in going]
+    if sum(host.slots or 0 for host in staying) >= least:
+        problems = dict.fromkeys(going, "it got SIGTERM") | problems
+        ready = staying
     slots = sum(host.slots or 0 for host in ready)
     if slots < least:
         raise LaunchError(

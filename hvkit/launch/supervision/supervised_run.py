@@ -64,6 +64,7 @@ class Run:
             for never.
         grace: seconds that commands have to end, after a signal or the failure of another rank.
         bind: whether to bind each rank to its share of its host's cores.
+        hosts: by rank, the name of its host in the hostfile or list.
         here: environment variables for the ranks on this host only.
         style: how to show output.
         timeline: takes the spans of all ranks; None if nobody wants them.
@@ -79,6 +80,7 @@ class Run:
     lost_after: float | None
     grace: float
     bind: bool
+    hosts: Sequence[str] = ()
     here: Mapping[str, str] = field(default_factory=dict)
     style: Style = field(default_factory=Style)
     timeline: Timeline | None = None
@@ -96,6 +98,7 @@ class Outcome:
         restartable: whether another try may end otherwise. Not after a signal to this process, and
             not if a command does not exist or output cannot be written.
         preempted: whether the ranks have left after SIGTERM, with a checkpoint.
+        terminated: the ranks that got that SIGTERM.
         saved: the step of the newest checkpoint; None if the run has saved or resumed none.
         replicas: whether hosts hold copies of it in memory.
     """
@@ -104,6 +107,7 @@ class Outcome:
     reason: str = ""
     restartable: bool = False
     preempted: bool = False
+    terminated: frozenset[int] = frozenset()
     saved: int | None = None
     replicas: bool = False
 
@@ -293,7 +297,7 @@ class _Supervision:
         who = f"{ranks_text(sorted(got))} on {hosts} got SIGTERM" if got else "after SIGTERM"
         reason = f"{who}; all ranks have saved step {self.supervisor.saved} and left"
         _print(f"hvkit run: {reason}")
-        return replace(self.ended(LEFT, reason), preempted=True)
+        return replace(self.ended(LEFT, reason), preempted=True, terminated=frozenset(got))
 
     def conclude(self, status: int | None) -> Outcome:
         """Report what went wrong.

@@ -337,7 +337,7 @@ class Supervisor:
                 self.replicas = True
             case {"cause": str(text)}:
                 self.cause = self.cause or text  # others follow from the first
-            case {"terminated": True}:
+            case {"terminated": True} if not self.left:  # else by the launcher, as others end
                 if not self.terminated:
                     who = f"rank {rank.number} on {rank.host} got SIGTERM"
                     logger.warning(

@@ -308,6 +308,50 @@ def test_a_verbose_run_lists_what_ranks_set_with_reasons(hosts, monkeypatch, cap
     assert "ranks set HVKIT_BLOCKING_WAITS" not in printed  # the user's own
 
 
+LEFT = Outcome(143, "got SIGTERM", restartable=True, preempted=True, saved=5, replicas=True)
+
+
+@pytest.mark.parametrize(
+    ("names", "least", "terminated", "then"),
+    [
+        (["node1", "node2", "node3"], None, {1}, ("node1", "node3")),
+        (["node1", "node2"], None, {1}, ("node1", "node2")),  # the others do not suffice
+        (["node1", "node2"], 1, {0}, ("node2",)),
+        (["node1", "node2"], 1, {0, 1}, ("node1", "node2")),
+    ],
+)
+def test_hosts_that_got_sigterm_are_left_out_of_the_restart_if_the_others_suffice(
+    hosts, monkeypatch, capsys, names, least, terminated, then
+):
+    hosts["node3"] = facts(3)
+    left = replace(LEFT, terminated=frozenset(terminated))
+    assert _tries(monkeypatch, left, names, least) == [("node1", "node2"), then]
+    said = "goes on without" in capsys.readouterr().err
+    assert said == bool({"node1", "node2"} - set(then))
+
+
+def test_without_copies_in_memory_rank_0_stays_on_its_host(hosts, monkeypatch):
+    """Its disk may be the only one with the checkpoints."""
+    left = replace(LEFT, terminated=frozenset({0}), replicas=False)
+    assert _tries(monkeypatch, left, ["node1", "node2"], 1) == [("node1", "node2")] * 2
+
+
+def _tries(monkeypatch, first, names, least):
+    """By try, the hosts of the ranks, in a run of two ranks whose second try ends well."""
+    tries = []
+
+    def supervise(run):
+        tries.append(run.hosts)
+        return Outcome(0) if tries[1:] else first
+
+    monkeypatch.setattr(start, "supervise", supervise)
+    monkeypatch.setattr(start, "_free_memory", lambda *args, **options: None)
+    monkeypatch.setattr(start.time, "sleep", lambda seconds: None)
+    nodes = tuple(Host(name, slots=1) for name in names)
+    assert start.start(request(hosts=nodes, size=2, min_size=least, max_restarts=1)) == 0
+    return tries
+
+
 def test_the_line_of_a_dry_run_removes_the_variables_that_the_run_removes(hosts, monkeypatch):
     found = Launcher("MPICH 5.0.2", "mpirun", launchers.mpich_arguments, sends_all=True)
     monkeypatch.setattr(start, "find_launcher", lambda name: found)
