@@ -9,7 +9,7 @@ from hvkit.errors import HostfileError
 from hvkit.launch.allocation import Allocation, allocation
 from hvkit.launch.hostfile import read_entries
 from hvkit.launch.hosts import Entry, Host, merged, read_hosts_option, repeated
-from hvkit.launch.start import Request
+from hvkit.launch.prepare import Request
 
 COMMAND_MISSING = (
     "COMMAND is missing: give the program that every rank runs, such as `python script.py`"

@@ -13,8 +13,9 @@ from hvkit.cli.arguments import (
 )
 from hvkit.launch.allocation import SAGEMAKER
 from hvkit.launch.launchers import NAMES
+from hvkit.launch.prepare import Request, prepared, shown
 from hvkit.launch.sagemaker import are_of_a_job, follow, starts_ranks
-from hvkit.launch.start import Request, prepared, shown, start
+from hvkit.launch.start import start
 from hvkit.launch.supervision.output import Style
 
 

@@ -7,13 +7,14 @@
     ├── hostfile         a file of hosts
     └── allocation       or else the batch system's hosts: Slurm, PBS, LSF, SageMaker, Kubernetes
     sagemaker            on all hosts but the first of such a job: waits for its end
-    start                from the request to an exit status:
-    ├── launchers        finds mpirun or horovodrun
-    ├── host_checks/     chooses the hosts with ranks and checks each of them (preflight)
-    │   └── ssh          runs a command on all hosts, over ssh or Slurm's srun
+    start                from the request to an exit status, over all restarts:
+    ├── prepare          from the request to a command line:
+    │   ├── launchers    finds mpirun or horovodrun
+    │   ├── host_checks/ chooses the hosts with ranks and checks each of them (preflight)
+    │   │   └── ssh      runs a command on all hosts, over ssh or Slurm's srun
+    │   ├── forwarding   which environment variables ranks on other hosts get
+    │   └── launchers    makes the command line, with an agent before each rank's command
     ├── restarts         whether to start the ranks again after a failure, and when
-    ├── forwarding       which environment variables ranks on other hosts get
-    ├── launchers        makes the command line, with an agent before each rank's command
     └── supervision/     runs that command line to its end and reports the first failure
         ├── supervisor   in this process: the TCP connections of all agents
         └── agent        on each host, one per rank: runs the command and sends its output

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from hvkit.host.network import is_local
 from hvkit.launch.allocation import SLURM
 from hvkit.launch.hosts import Host
+from hvkit.launch.supervision.signals import run_until_signal
 
 # sshd drops some of the connections that arrive at once (MaxStartups), and each is a process here.
 AT_ONCE = 32
@@ -140,7 +141,7 @@ def run_on_hosts(
         timeout: seconds for each host, to connect and to run the command.
         shell: the way to the hosts; ssh if ``None``.
     """
-    return asyncio.run(_run_on_all(hosts, command, timeout, shell or SSH))
+    return run_until_signal(_run_on_all(hosts, command, timeout, shell or SSH))
 
 
 def ssh_command(

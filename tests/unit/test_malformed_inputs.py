@@ -91,7 +91,7 @@ def test_command_lines(tmp_path, monkeypatch, capfd):
     def refuse(*_, **__):
         raise LaunchError("no hosts are asked here")
 
-    monkeypatch.setattr("hvkit.launch.start.choose_hosts", refuse)
+    monkeypatch.setattr("hvkit.launch.prepare.choose_hosts", refuse)
     monkeypatch.setattr("hvkit.cli.hosts.check_hosts", refuse, raising=False)
     statuses = set()
     for line in each(600, [flags.encode() for flags in FLAGS]):

@@ -5,11 +5,16 @@ While ranks run, ``supervised_run`` handles signals in its event loop.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterator
+import socket
+from collections.abc import Callable, Coroutine, Iterator
 from types import FrameType
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Those that end the run, with an exit status of 128 plus the signal's number."""
@@ -45,26 +50,95 @@ def ended_text(number: signal.Signals, saved: int | None) -> str:
 def end_on_signals(saved: Callable[[], int | None]) -> Iterator[None]:
     """Within: signals that end the run raise ``EndedBySignal``, those for ranks do nothing.
 
-    Signals that this process was started to ignore stay ignored.
+    Signals that this process was started to ignore stay ignored. Event loops need
+    ``run_until_signal``.
 
     Args:
         saved: returns the step of the newest checkpoint, for the message; ``None`` for none.
     """
-
-    def end(number: int, _: FrameType | None) -> None:
-        # Not print, which may be what the signal has interrupted.
-        with contextlib.suppress(OSError):
-            os.write(2, f"{ended_text(signal.Signals(number), saved())}\n".encode())
-        raise EndedBySignal(128 + number)
-
     with same_handlers_after():
         for number in END_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, end)
+                signal.signal(number, _Ends(saved))
         for number in COMMAND_SIGNALS:
             # A function, as commands would inherit SIG_IGN.
             signal.signal(number, lambda *_: None)
         yield
+
+
+class _Ends:
+    """Handles a signal that ends the run."""
+
+    def __init__(self, saved: Callable[[], int | None]) -> None:
+        self._saved = saved
+
+    def __call__(self, number: int, _: FrameType | None) -> None:
+        # Not print, which may be what the signal has interrupted.
+        with contextlib.suppress(OSError):
+            os.write(2, f"{ended_text(signal.Signals(number), self._saved())}\n".encode())
+        raise EndedBySignal(128 + number)
+
+
+def run_until_signal(main: Coroutine[Any, Any, T]) -> T:
+    """As ``asyncio.run``, within ``end_on_signals`` or not.
+
+    A handler that raises may do so anywhere in the event loop's own code, which then loses the
+    exception, or the processes that it has started. So a signal cancels ``main``, and its handler
+    runs when the loop is closed.
+
+    Raises:
+        EndedBySignal: a signal ends the run.
+    """
+    came: list[int] = []
+    with same_handlers_after(), asyncio.Runner() as runner:
+        loop = runner.get_loop()
+        task: asyncio.Task[Any] | None = None
+
+        def cancel() -> None:
+            if task is not None:
+                task.cancel()
+
+        def note(number: int, _: FrameType | None) -> None:
+            came.append(number)
+            if len(came) == 1:
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    loop.call_soon_threadsafe(cancel)
+
+        async def cancellable() -> T:
+            nonlocal task
+            task = asyncio.current_task()
+            if came:
+                cancel()
+            with _woken_by_signals(loop):
+                return await main
+
+        for number in END_SIGNALS:
+            if isinstance(signal.getsignal(number), _Ends):
+                signal.signal(number, note)
+        try:
+            result = runner.run(cancellable())
+        except asyncio.CancelledError:
+            if not came:
+                raise
+    if came:
+        signal.raise_signal(came[0])
+    return result
+
+
+@contextlib.contextmanager
+def _woken_by_signals(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+    """Within: a signal that comes just before the loop begins to wait ends that wait, too."""
+    reader, writer = socket.socketpair()
+    with reader, writer:
+        reader.setblocking(False)
+        writer.setblocking(False)
+        loop.add_reader(reader, lambda: reader.recv(4096))
+        before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(before)
+            loop.remove_reader(reader)
 
 
 @contextlib.contextmanager

@@ -12,13 +12,13 @@ import pytest
 import hvkit
 from hvkit.errors import LaunchError
 from hvkit.host.network import Interface
-from hvkit.launch import launchers, start
+from hvkit.launch import launchers, prepare, start
 from hvkit.launch.host_checks import preflight
 from hvkit.launch.host_checks.probe import Facts
 from hvkit.launch.hosts import Host
 from hvkit.launch.launchers import Launcher
+from hvkit.launch.prepare import Request, prepared, shown
 from hvkit.launch.ssh import Answer
-from hvkit.launch.start import Request, prepared, shown
 from hvkit.launch.supervision.output import Style
 from hvkit.launch.supervision.supervised_run import Outcome
 
@@ -56,7 +56,7 @@ def hosts(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     mpirun = str(tmp_path / "mpi" / "bin" / "mpirun")
     found = Launcher("Open MPI 5.0.11", "mpirun", launchers.openmpi_arguments(5, mpirun))
-    monkeypatch.setattr(start, "find_launcher", lambda name: found)
+    monkeypatch.setattr(prepare, "find_launcher", lambda name: found)
     return answers
 
 
@@ -187,7 +187,7 @@ def test_hyperparameters_that_stay_here_are_named(hosts, monkeypatch, caplog):
 
 def test_launchers_that_send_everything_are_started_without_secrets(hosts, monkeypatch):
     found = Launcher("MPICH 5.0.2", "mpirun", launchers.mpich_arguments, sends_all=True)
-    monkeypatch.setattr(start, "find_launcher", lambda name: found)
+    monkeypatch.setattr(prepare, "find_launcher", lambda name: found)
     monkeypatch.setenv("MY_TOKEN", "t")
     run = prepared(request())
     assert "MY_TOKEN" not in run.environ
@@ -354,7 +354,7 @@ def _tries(monkeypatch, first, names, least):
 
 def test_the_line_of_a_dry_run_removes_the_variables_that_the_run_removes(hosts, monkeypatch):
     found = Launcher("MPICH 5.0.2", "mpirun", launchers.mpich_arguments, sends_all=True)
-    monkeypatch.setattr(start, "find_launcher", lambda name: found)
+    monkeypatch.setattr(prepare, "find_launcher", lambda name: found)
     monkeypatch.setenv("MY_TOKEN", "t")
     monkeypatch.setenv("HVKIT_RUN", "that of another run")
     run = prepared(request())
@@ -384,7 +384,7 @@ def test_options_of_the_users_own_command_are_shown_unchanged(hosts, size):
 
 def test_mpich_gets_the_interface_by_name(hosts, monkeypatch):
     found = Launcher("MPICH 5.0.2", "mpirun", launchers.mpich_arguments)
-    monkeypatch.setattr(start, "find_launcher", lambda name: found)
+    monkeypatch.setattr(prepare, "find_launcher", lambda name: found)
     assert "-iface eth0" in shlex.join(prepared(request()).command)
 
 

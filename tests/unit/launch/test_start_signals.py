@@ -1,5 +1,6 @@
 """Signals to ``hvkit run`` while it has no ranks: it ends as at any other time."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from supervision.supervised import LAUNCHER, wait_until
 
 from hvkit.errors import HvkitError
 from hvkit.launch.supervision import run_status
+from hvkit.launch.supervision.signals import EndedBySignal, end_on_signals, run_until_signal
 
 # A run of one rank with a stand-in for mpirun. The rank says that hosts hold copies of its
 # checkpoint, and fails. The pause before the restart is as long as the test needs.
@@ -19,6 +21,7 @@ import os, signal, sys
 from hvkit.errors import LaunchError
 from hvkit.launch import restarts, start
 from hvkit.launch.hosts import Host
+from hvkit.launch.prepare import Request
 from hvkit.launch.ssh import run_on_hosts
 from hvkit.launch.supervision.supervised_run import Run
 
@@ -51,7 +54,7 @@ start.prepared = prepared
 restarts._FIRST_PAUSE = 60 if stage.startswith("pause") else 0.01
 start._BETWEEN_LOOKS = 600
 hosts = (Host("localhost"),)
-sys.exit(start.start(start.Request(command=(), hosts=hosts, max_restarts=1)))
+sys.exit(start.start(Request(command=(), hosts=hosts, max_restarts=1)))
 """
 RANK = """
 import sys
@@ -145,3 +148,25 @@ def test_signals_for_ranks_do_not_end_a_run_that_has_none(running):
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         run.send_signal(number)
     ended(run, signal.SIGTERM)
+
+
+def test_a_signal_that_comes_where_no_exception_gets_out_ends_an_event_loop_all_the_same():
+    class Signals:
+        def __del__(self):
+            signal.raise_signal(signal.SIGTERM)
+
+    cleaned_up = []
+
+    async def waits():
+        try:
+            Signals()
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0)
+            cleaned_up.append(True)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(EndedBySignal) as end, end_on_signals(lambda: None):
+        run_until_signal(waits())
+    assert (end.value.code, cleaned_up) == (143, [True])
+    assert signal.getsignal(signal.SIGTERM) is before
