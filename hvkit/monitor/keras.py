@@ -211,7 +211,7 @@ def watch(monitor: Monitor, model: keras.Model, optimizers: Sequence[Any]) -> Gr
         given = kwargs.get("callbacks")
         if isinstance(given, keras.callbacks.CallbackList):
             if callback not in given.callbacks:
-                given.append(callback)
+                given.callbacks.insert(0, callback)
         else:
             several = given if isinstance(given, list | tuple) else [given] if given else []
             own = [] if callback in several else [callback]

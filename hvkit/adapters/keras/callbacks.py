@@ -83,12 +83,11 @@ def for_this_rank(callbacks: Any, epoch: Epoch | None) -> Any:
         ValueError: ``BackupAndRestore`` is among them.
     """
     if isinstance(callbacks, keras.callbacks.CallbackList):
-        if epoch:
-            _refuse_restoring(callbacks.callbacks)
-            first = [Settled(epoch.rounds)] if epoch.rounds else []
-            callbacks.append(InStep(callbacks.callbacks, epoch, *first))
-            callbacks.callbacks[:0] = first
-        return callbacks
+        if epoch is None:  # perhaps that of a fit which evaluates
+            return callbacks
+        mine = for_this_rank(callbacks.callbacks, epoch)
+        known = callbacks.params or {}
+        return keras.callbacks.CallbackList(mine, model=callbacks.model, **known)
     given = _as_list(callbacks)
     _refuse_restoring(given)
     if runtime.rank() != 0:

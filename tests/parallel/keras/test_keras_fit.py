@@ -158,6 +158,19 @@ def test_one_rank_that_stops_stops_all_at_the_same_step(callback, steps):
     assert hvkit.allgather(int(model.optimizer.iterations.numpy())) == [steps] * hvkit.size()
 
 
+def test_a_callback_list_stops_all_ranks_too_and_stays_as_it_is():
+    model = compiled()
+    given = keras.callbacks.CallbackList([StopAtBatch()], add_history=True, model=model)
+    before = list(given.callbacks)
+    for epochs in (1, 2):
+        validation = mine(samples(8 * hvkit.size(), seed=1))
+        fit(model, mine(samples(24 * hvkit.size())), callbacks=given, validation_data=validation)
+        assert (
+            hvkit.allgather(int(model.optimizer.iterations.numpy())) == [3 * epochs] * hvkit.size()
+        )
+    assert given.callbacks == before
+
+
 def test_a_function_as_a_callback_stops_all_ranks_too():
     def stop(batch, logs):
         if hvkit.rank() == 1 and batch == 2:

@@ -244,6 +244,20 @@ def test_steps_of_fit_since_the_last_record_are_in_the_file_after_an_error(tmp_p
     assert logged["logged"]["loss"] > 0
 
 
+def test_a_callback_list_for_fit_gets_the_monitor_first(tmp_path):
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    optimizer = keras.optimizers.SGD()
+    own = keras.callbacks.History()
+    given = keras.callbacks.CallbackList([own], model=model)
+    with hvkit.Monitor(tmp_path, every=3) as monitor:
+        hvkit.distribute(model, optimizer, monitor=monitor)
+        model.compile(optimizer, "mse")
+        for _ in range(2):
+            model.fit(tf.zeros((24, 4)), tf.zeros((24, 1)), 4, callbacks=given, verbose=0)
+        assert given.callbacks == [monitor.callback(model), own]
+    assert [each["step"] for each in records(tmp_path)] == [3, 6, 9, 12]
+
+
 def test_a_script_that_exits_well_has_no_error(tmp_path):
     assert "error" not in end_of(tmp_path, SystemExit(0))
 
