@@ -24,6 +24,7 @@ from hvkit.adapters.pytorch.divided_state.sharded import (
     gathered,
     refuse_joint_updates,
 )
+from hvkit.adapters.pytorch.gradients.nonfinite import NonFinite
 from hvkit.adapters.pytorch.gradients.reducer import GradientReducer, is_averaged
 from hvkit.adapters.pytorch.initial_state import broadcast_optimizer, broadcast_tensors, move_to
 from hvkit.adapters.pytorch.learning_rate import RateInStep
@@ -143,7 +144,7 @@ class PyTorchAdapter:
                 strategy=strategy,
                 compression=compression,
                 statistics=statistics,
-                on_nonfinite=self.options.on_nonfinite,
+                nonfinite=self._nonfinite(),
             )
         shards = OptimizerShards(strategy, name) if isinstance(strategy, ShardedOptimizer) else None
         records = []
@@ -185,6 +186,10 @@ class PyTorchAdapter:
         for each in stepping:
             rate.attach(each)
         return rate
+
+    def _nonfinite(self) -> NonFinite | None:
+        action = self.options.on_nonfinite
+        return None if action == "ignore" else NonFinite(action, self.model)
 
     def _averaged_statistics(self) -> RunningStatistics | None:
         statistics = RunningStatistics(self.model)

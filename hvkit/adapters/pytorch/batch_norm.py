@@ -31,13 +31,7 @@ class RunningStatistics:
 
     def __init__(self, model: nn.Module) -> None:
         # Not the buffers themselves: model.to() and similar calls replace them.
-        self._kept = [
-            (module, name)
-            for module in model.modules()
-            if isinstance(module, _NormBase) and module not in _synchronised
-            for name in ("running_mean", "running_var")
-            if getattr(module, name) is not None
-        ]
+        self._kept = [each for each in _statistics_in(model) if each[0] not in _synchronised]
         self._sizes = [getattr(module, name).numel() for module, name in self._kept]
         self.length = sum(self._sizes)
 
@@ -61,6 +55,40 @@ class RunningStatistics:
         ]
         if changed:
             torch._foreach_copy_([mine for mine, _ in changed], [piece for _, piece in changed])
+
+
+class LastStatistics:
+    """The running statistics of a model after the last step that was not skipped.
+
+    A batch with a NaN spoils them in the forward pass, before anybody looks at its gradients.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places = _statistics_in(model)
+        self._kept = [getattr(module, name).detach().clone() for module, name in self._places]
+
+    def keep(self) -> None:
+        """Remember them."""
+        if self._places:
+            now = [getattr(module, name).data for module, name in self._places]
+            torch._foreach_copy_(self._kept, now)
+
+    def put_back(self) -> None:
+        """Put those that are no longer finite back."""
+        for (module, name), kept in zip(self._places, self._kept, strict=True):
+            now = getattr(module, name).data
+            if not torch.isfinite(now).all():
+                now.copy_(kept)
+
+
+def _statistics_in(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    return [
+        (module, name)
+        for module in model.modules()
+        if isinstance(module, _NormBase)
+        for name in ("running_mean", "running_var")
+        if getattr(module, name) is not None
+    ]
 
 
 # Synchronised layers with the names of their collectives; ranks make them in the same order.

@@ -8,6 +8,7 @@ from ranks import error_of
 from torch.nn import functional as F
 
 import hvkit
+from hvkit.adapters.nonfinite import skipped_steps
 from hvkit.watch import calls
 
 
@@ -108,6 +109,78 @@ def test_gradients_stay_readable_after_a_skipped_step():
     model, optimizer = distributed("skip")
     step(model, optimizer, *local(regression(steps=1))[0], bad=True)
     assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("batch_norm", ["average", "sync", "local"])
+def test_statistics_of_batch_norm_survive_a_skipped_step(batch_norm):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
+    model, optimizer = distributed("skip", model=net, batch_norm=batch_norm)
+    statistics = model[1].running_mean, model[1].running_var
+    for number, (x, y) in enumerate(local(regression(steps=4))):
+        before = arrays(statistics)
+        bad = number in (0, 2)
+        if bad and hvkit.rank() == 1:
+            x = x * float("nan")
+        step(model, optimizer, x, y)
+        if bad and (hvkit.rank() == 1 or batch_norm != "local"):
+            assert all(map(np.array_equal, arrays(statistics), before))
+    assert all(torch.isfinite(each).all() for each in statistics)
+
+
+class Discriminator(torch.nn.Linear):
+    pass
+
+
+def test_only_steps_that_an_optimizer_would_have_taken_are_skipped(capsys):
+    """The discriminator of a GAN: three backward passes, the last of them for the generator."""
+    torch.manual_seed(0)
+    generator, of_generator = distributed("skip", model=torch.nn.Linear(4, 8))
+    model, optimizer = distributed("skip", model=Discriminator(8, 1))
+    skipped = skipped_steps.number
+    for number in range(3):
+        real, noise = torch.randn(6, 8), torch.randn(6, 4)
+        if number == 1 and hvkit.rank() == 1:
+            real[0, 0] = float("nan")
+        optimizer.zero_grad()
+        model(real).mean().backward()
+        made = generator(noise)
+        (-model(made.detach()).mean()).backward()
+        optimizer.step()
+        of_generator.zero_grad()
+        model(made).mean().backward()
+        of_generator.step()
+    assert skipped_steps.number == skipped + 1
+    lines = [line for line in capsys.readouterr().err.splitlines() if "skipped" in line]
+    found = "rank 1 has a NaN or infinite gradient of parameter weight"
+    said = [f"hvkit: skipped step 102 of Discriminator: {found}"]
+    assert lines == (said if hvkit.rank() == 0 else [])
+
+
+def test_gradients_that_are_never_set_to_zero_are_named(capsys):
+    model, optimizer = distributed("skip", model=torch.nn.Linear(8, 4))
+    for number, (x, y) in enumerate(local(regression(steps=3))):
+        bad = number == 1 and hvkit.rank() == 1
+        F.mse_loss(model(x), y).backward(torch.tensor(float("nan") if bad else 1.0))
+        optimizer.step()
+    printed = capsys.readouterr().err
+    left = "still hold NaN or infinite values of an earlier step: call zero_grad() in each step"
+    assert (left in printed) == (hvkit.rank() == 0)
+
+
+def test_a_step_with_a_closure_is_skipped_too():
+    model, optimizer = distributed("skip")
+    x, y = local(regression(steps=1))[0]
+
+    def closure():
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward(torch.tensor(float("nan") if hvkit.rank() == 1 else 1.0))
+        return loss
+
+    before = arrays(model.parameters())
+    optimizer.step(closure)
+    assert all(map(np.array_equal, arrays(model.parameters()), before))
 
 
 @pytest.mark.parametrize(

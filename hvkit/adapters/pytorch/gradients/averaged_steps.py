@@ -10,7 +10,12 @@ import torch
 from torch.optim import Optimizer
 
 from hvkit.adapters.pytorch.gradients.nonfinite import WithoutGradients
-from hvkit.adapters.pytorch.optimizers import closure_of, with_averaged_loss, with_closure
+from hvkit.adapters.pytorch.optimizers import (
+    Closure,
+    closure_of,
+    with_averaged_loss,
+    with_closure,
+)
 from hvkit.watch.calls import call
 
 
@@ -85,7 +90,7 @@ class AveragedSteps:
                 if self._skips():
                     self._without.begin(optimizer)
                 return None
-            return with_closure(with_averaged_loss(closure), args, kwargs)
+            return with_closure(self._leaving_out(closure, optimizer), args, kwargs)
 
         def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if self._inside[key]:
@@ -100,6 +105,18 @@ class AveragedSteps:
 
         optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(after)
+
+    def _leaving_out(self, closure: Closure, optimizer: Optimizer) -> Closure:
+        """A closure after which a step that is skipped finds no gradients."""
+        averaged = with_averaged_loss(closure)
+
+        def run() -> Any:
+            loss = averaged()
+            if self._skips():
+                self._without.begin(optimizer)
+            return loss
+
+        return run
 
     def reduced(self) -> None:
         """Note that the gradients are averaged now."""

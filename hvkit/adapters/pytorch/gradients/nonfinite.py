@@ -7,6 +7,8 @@ further message; only then do they tell each other what they have found.
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,11 +17,15 @@ from torch.optim import Optimizer
 
 from hvkit import runtime
 from hvkit.adapters.nonfinite import describe, skipped_steps
+from hvkit.adapters.pytorch.batch_norm import LastStatistics
 from hvkit.adapters.pytorch.gradients.buckets import Bucket
 from hvkit.communication import collectives
 from hvkit.log import logger
 from hvkit.watch.calls import of_run
 from hvkit.watch.rank_errors import mark_as_shown_by
+
+# Of all models. Messages name the model if there are several.
+_all: weakref.WeakSet[NonFinite] = weakref.WeakSet()
 
 
 class NonFinite:
@@ -27,19 +33,24 @@ class NonFinite:
 
     Args:
         action: ``"skip"`` or ``"stop"``.
-        name: gives the name of a parameter from its number.
-
-    Attributes:
-        skips: whether the optimizers' next steps change nothing.
+        model: its statistics must survive a step that is skipped.
     """
 
-    def __init__(self, action: str, name: Callable[[int], str]) -> None:
+    def __init__(self, action: str, model: torch.nn.Module) -> None:
         self._action = action
-        self._name = name
+        self._model = type(model).__name__
+        self._statistics = LastStatistics(model)
         self._found: set[int] = set()
+        # Of them those that are not merely left of an earlier backward pass.
+        self._new: list[int] = []
+        # The means that the last reduction has spoilt, by parameter, with the tensor's version.
+        self._spoilt: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        # The sentence for a step that is skipped.
+        self._text = ""
+        self._skips = False
         # On a GPU: the numbers of parameters with their largest values, read at the end.
         self._unread: list[tuple[Sequence[int], torch.Tensor]] = []
-        self.skips = False
+        _all.add(self)
 
     def look(self, bucket: Bucket) -> None:
         """Look at this rank's gradients in a bucket that is not sent yet."""
@@ -66,36 +77,76 @@ class NonFinite:
             if not torch.isfinite(p.grad._values()).all():
                 self._found.add(i)
 
-    def found(self) -> bool:
-        """Whether this rank has any."""
+    def found(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
+        """Whether this rank has any among the gradients of these parameters, before the means."""
         for numbers, largest in self._unread:
             finite = torch.isfinite(largest).tolist()
             self._found.update(i for i, fine in zip(numbers, finite, strict=True) if not fine)
         self._unread.clear()
+        self._new = [i for i in sorted(self._found) if not self._is_left(i, parameters[i].grad)]
         return bool(self._found)
 
-    def end(self, on_any_rank: bool, step: int) -> None:
+    def _is_left(self, i: int, gradient: torch.Tensor | None) -> bool:
+        """Whether a gradient is the mean of an earlier pass, to which this one has added."""
+        if i not in self._spoilt or gradient is None:
+            return False
+        before, version = self._spoilt[i]
+        return before() is gradient and gradient._version <= version + 1
+
+    def end(
+        self,
+        on_any_rank: bool,
+        step: int,
+        parameters: Sequence[torch.nn.Parameter],
+        label: Callable[[int], str],
+    ) -> None:
         """End a reduction: skip the step or stop if a rank has found some; then a collective.
 
         Args:
             on_any_rank: whether one has.
             step: the number of the optimizer's step since the script began.
+            parameters: those of the model, which have the means.
+            label: gives the name of a parameter from its number.
 
         Raises:
             FloatingPointError: on every rank, with ``"stop"``.
         """
-        self.skips = False
+        self._skips = on_any_rank
         if not on_any_rank:
+            self._text = ""
+            self._spoilt.clear()
+            self._statistics.keep()
             return
-        mine = [self._name(i).removeprefix("parameter ") for i in sorted(self._found)]
         self._found.clear()
-        text = f"step {of_run(step)}: {describe(collectives.gather('backward()', mine))}"
+        everyone = collectives.gather("backward()", self._new)
+        named = [[label(i).removeprefix("parameter ") for i in numbers] for numbers in everyone]
+        of_model = f" of {self._model}" if len({each._model for each in _all}) > 1 else ""
+        if any(everyone):
+            self._text = f"step {of_run(step)}{of_model}: {describe(named)}"
+        elif not self._text:
+            self._text = (
+                f"step {of_run(step)}{of_model}: the gradients still hold NaN or infinite values "
+                "of an earlier step: call zero_grad() in each step"
+            )
         if self._action == "stop":
-            raise mark_as_shown_by(FloatingPointError(f"in {text}"), 0)
-        self.skips = True
-        skipped_steps.add()
-        if not runtime.rank():
-            logger.warning("skipped %s", text)
+            raise mark_as_shown_by(FloatingPointError(f"in {self._text}"), 0)
+        self._statistics.put_back()
+        for i in {*self._spoilt, *itertools.chain(*everyone)}:
+            if (mean := parameters[i].grad) is not None:
+                self._spoilt[i] = weakref.ref(mean), mean._version
+
+    def skip_step(self) -> bool:
+        """Whether the optimizer's step that begins now changes nothing; rank 0 logs that it does.
+
+        A backward pass may also leave gradients that no optimizer uses, as a generator's loss does
+        in a discriminator.
+        """
+        if self._skips and self._text:
+            skipped_steps.add()
+            if not runtime.rank():
+                logger.warning("skipped %s", self._text)
+            self._text = ""
+        return self._skips
 
     def refuse_scaled_step(self, scaler: Any, step: Callable[[], Any]) -> Any:
         """Raise if gradients overflow on purpose; otherwise step.

@@ -66,7 +66,7 @@ class GradientReducer:
         strategy: what mean of the gradients updates use.
         compression: how float32 gradients travel; None for as they are.
         statistics: averaged along with the gradients.
-        on_nonfinite: what follows gradients that are NaN or infinite: one of ``ACTIONS``.
+        nonfinite: what looks for gradients that are NaN or infinite; None for nothing.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class GradientReducer:
         strategy: Averaging,
         compression: Compression | None = None,
         statistics: RunningStatistics | None = None,
-        on_nonfinite: str = "ignore",
+        nonfinite: NonFinite | None = None,
     ) -> None:
         self.strategy = strategy
         self.compression = compression
@@ -103,8 +103,7 @@ class GradientReducer:
         self._kept: set[int] = set()
         # What this rank reports if it has all gradients, and none is sparse.
         self._usual: StepReport | None = None
-        wanted = on_nonfinite != "ignore"
-        self._nonfinite = NonFinite(on_nonfinite, self._label) if wanted else None
+        self._nonfinite = nonfinite
         self._any_nonfinite = False
         self._steps = AveragedSteps(
             name, lambda: self._passes > 0, self._reduce, self._used, self._skips
@@ -187,7 +186,7 @@ class GradientReducer:
         return self._checks.label(i, self._parameters[i])
 
     def _skips(self) -> bool:
-        return self._nonfinite is not None and self._nonfinite.skips
+        return self._nonfinite is not None and self._nonfinite.skip_step()
 
     def _used(self) -> None:
         if self._state:
@@ -287,7 +286,8 @@ class GradientReducer:
             self._passes = 0
             self._steps.reduced()
             if self._nonfinite:
-                self._nonfinite.end(self._any_nonfinite, self.step)
+                bad = self._any_nonfinite
+                self._nonfinite.end(bad, self.step, self._parameters, self._label)
 
     def _report_of_all_ranks(self, last: Bucket) -> StepReport:
         """Wait for the last bucket, the only one that every rank is sure to send.
@@ -334,7 +334,7 @@ class GradientReducer:
                 report,
                 checksum_of_rates(self._steps.optimizers),
                 self._steps.done,
-                self._nonfinite is not None and self._nonfinite.found(),
+                self._nonfinite is not None and self._nonfinite.found(self._parameters),
             )
             layout.report.numbers.copy_(torch.from_numpy(mine))
         bucket.launch(self._wire)
