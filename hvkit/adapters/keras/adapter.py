@@ -17,7 +17,11 @@ from keras.src.backend import in_stateless_scope
 
 from hvkit import runtime
 from hvkit.adapters.adapter import Keeper, Options, Record
-from hvkit.adapters.keras.batch_norm import average_statistics, synchronise_batch_norm
+from hvkit.adapters.keras.batch_norm import (
+    LastStatistics,
+    average_statistics,
+    synchronise_batch_norm,
+)
 from hvkit.adapters.keras.checks import Checks, require_same_weights
 from hvkit.adapters.keras.collectives.graph_collectives import GraphWait
 from hvkit.adapters.keras.fit import share_results
@@ -181,11 +185,8 @@ class KerasAdapter:
         else:
             assert isinstance(strategy, Averaging)
             for each in inner:
-                nonfinite = None
-                if self.options.on_nonfinite != "ignore":
-                    name = f"hvkit.{next(_serial)}.finite"
-                    nonfinite = NonFinite(self.options.on_nonfinite, name)
-                average_in_apply(each, self._average(strategy), self._before_update, nonfinite)
+                average = self._average(strategy)
+                average_in_apply(each, average, self._before_update, self._nonfinite())
                 skip_together(each)
             if isinstance(strategy, ShardedOptimizer):
                 self._divide_state(strategy)
@@ -196,6 +197,19 @@ class KerasAdapter:
             end_epoch = functools.partial(self._end_epoch, GraphWait(f"hvkit.{next(_serial)}"))
         share_results(self.model, self.averagers, end_epoch, alone)
         return [(each, self._record(each)) for each in self.optimizers], keeper
+
+    def _nonfinite(self) -> NonFinite | None:
+        if self.options.on_nonfinite == "ignore":
+            return None
+        name = f"hvkit.{next(_serial)}.finite"
+        wait = GraphWait(f"{name}.statistics")
+
+        def averaged() -> None:
+            if self.options.batch_norm == "average":
+                average_statistics(self.model, wait)
+
+        statistics = LastStatistics(self.model, averaged)
+        return NonFinite(self.options.on_nonfinite, name, statistics)
 
     def _end_epoch(self, wait: GraphWait) -> None:
         """Make the ranks alike also after batches that no update has followed yet."""

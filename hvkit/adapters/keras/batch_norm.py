@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -31,12 +32,7 @@ def average_statistics(model: keras.Model, wait: GraphWait) -> None:
         model: with weights.
         wait: counts the waits in this collective.
     """
-    kept = [
-        variable
-        for layer in _layers(model)
-        if layer.trainable and layer.built
-        for variable in (layer.moving_mean, layer.moving_variance)
-    ]
+    kept = _statistics_in(model)
     if not kept:
         return
     flat = tf.concat([tf.cast(tf.reshape(v.value, [-1]), tf.float32) for v in kept], axis=0)
@@ -45,6 +41,52 @@ def average_statistics(model: keras.Model, wait: GraphWait) -> None:
     pieces = tf.split(mean, [int(v.shape[0]) for v in kept])
     for variable, piece in zip(kept, pieces, strict=True):
         variable.assign(tf.cast(piece, variable.dtype))
+
+
+class LastStatistics:
+    """The moving statistics of a model after the last update that was not skipped.
+
+    A batch with a NaN spoils them in the forward pass, before anybody looks at its gradients.
+
+    Args:
+        model: need not have weights yet.
+        averaged: averages them over the ranks: a skipped update must leave all ranks alike, too.
+    """
+
+    def __init__(self, model: keras.Model, averaged: Callable[[], None]) -> None:
+        self._model = model
+        self._averaged = averaged
+        self._kept: list[tuple[Any, tf.Variable]] = []
+
+    def prepare(self) -> None:
+        """Make room for them; the first time that the model has weights."""
+        if not self._kept:
+            with tf.init_scope():
+                self._kept = [
+                    (each, tf.Variable(each.value, trainable=False))
+                    for each in _statistics_in(self._model)
+                ]
+
+    def keep(self) -> None:
+        """Remember them."""
+        for now, kept in self._kept:
+            kept.assign(now.value)
+
+    def put_back(self) -> None:
+        """Put those that are no longer finite back; a collective."""
+        self._averaged()
+        for now, kept in self._kept:
+            fine = tf.reduce_all(tf.math.is_finite(now.value))
+            now.assign(tf.where(fine, now.value, kept))
+
+
+def _statistics_in(model: keras.Model) -> list[Any]:
+    return [
+        variable
+        for layer in _layers(model)
+        if layer.trainable and layer.built
+        for variable in (layer.moving_mean, layer.moving_variance)
+    ]
 
 
 def synchronise_batch_norm(model: keras.Model) -> None:

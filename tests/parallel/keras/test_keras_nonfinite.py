@@ -46,6 +46,24 @@ def test_an_update_that_is_skipped_changes_nothing(loop, capfd):
     )
 
 
+@pytest.mark.parametrize("batch_norm", ["average", "sync"])
+@pytest.mark.parametrize("loop", cases(["function", "eager", "fit"], 2))
+def test_statistics_of_batch_norm_survive_a_skipped_update(loop, batch_norm):
+    layers = [keras.layers.Dense(4), keras.layers.BatchNormalization(), keras.layers.Dense(4)]
+    model = keras.Sequential([keras.Input((8,)), *layers])
+    optimizer = keras.optimizers.SGD(0.1)
+    hvkit.distribute(model, optimizer, on_nonfinite="skip", batch_norm=batch_norm)
+    data = local(regression(steps=4))
+    statistics = layers[1].moving_mean, layers[1].moving_variance
+    LOOPS[loop](model, optimizer, data[:3])
+    before = [each.numpy().copy() for each in statistics]
+    LOOPS[loop](model, optimizer, spoiled(data[3:], 0))  # a NaN in one sample: all channels
+    assert all(map(np.array_equal, (each.numpy() for each in statistics), before))
+    LOOPS[loop](model, optimizer, data[3:])
+    assert all(np.isfinite(each).all() for each in weights(model))
+    assert alike(model)
+
+
 @pytest.mark.parametrize(
     ("loop", "kind"),
     [

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvkit import runtime
+from hvkit.adapters.keras.batch_norm import LastStatistics
 from hvkit.adapters.keras.collectives.graph_collectives import GraphWait
 from hvkit.adapters.keras.collectives.wire import Wire
 from hvkit.adapters.nonfinite import describe, skipped_steps
@@ -23,10 +24,12 @@ class NonFinite:
     Args:
         action: ``"skip"`` or ``"stop"``.
         name: the same on every rank, and no other optimizer's.
+        statistics: of the model; they must survive an update that is skipped.
     """
 
-    def __init__(self, action: str, name: str) -> None:
+    def __init__(self, action: str, name: str, statistics: LastStatistics) -> None:
         self._action = action
+        self._statistics = statistics
         self._wire = Wire("checks")
         self._wait = GraphWait(name)
         # Updates that this process has tried, in graphs and in eager code, skipped ones among them.
@@ -47,6 +50,7 @@ class NonFinite:
             FloatingPointError: with ``"stop"``, on every rank, in eager code.
             tf.errors.InvalidArgumentError: the same in a graph, which ``fit`` translates.
         """
+        self._statistics.prepare()
         with tf.device("CPU:0"):
             mine = tf.stack([_is_bad(each) for each in gradients])[None]
             everyone = self._wait.around(
@@ -73,9 +77,11 @@ class NonFinite:
         if tf.executing_eagerly():
             if not bool(bad):
                 update()
+                self._statistics.keep()
             elif self._action == "stop":
                 raise mark_as_shown_by(error(everyone.numpy(), step.numpy()), 0)
             else:
+                self._statistics.put_back()
                 skip(everyone.numpy(), step.numpy())
             return
         if self._action == "stop":
@@ -94,9 +100,14 @@ class NonFinite:
 
         def updated() -> tf.Tensor:
             update()
+            self._statistics.keep()
             return tf.constant(0)
 
-        tf.cond(bad, lambda: tf.numpy_function(skip, [everyone, step], tf.int32), updated)
+        def skipped() -> tf.Tensor:
+            self._statistics.put_back()
+            return tf.numpy_function(skip, [everyone, step], tf.int32)
+
+        tf.cond(bad, skipped, updated)
 
 
 def _is_bad(gradient: Any) -> tf.Tensor:
