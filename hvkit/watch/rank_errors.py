@@ -59,12 +59,21 @@ def install(witness: Witness) -> None:
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
         meant = _meant(error)
-        line = _line_for(meant, witness)
-        if not isinstance(meant, RankLostError):
-            witness.failed(_failed_with(error), ends=True)
+        try:
+            if not isinstance(meant, RankLostError):
+                witness.failed(_failed_with(meant), ends=True)
+            line = _line_for(meant, witness)
+        except Exception as another:
+            # A signal's handler has raised it here, such as PyTorch's for a worker that was killed,
+            # which explains the first error.
+            error = meant = another
+            kind, traceback, line = type(another), another.__traceback__, None
+            witness.failed(_failed_with(another), ends=True)
         if line is None:
-            if isinstance(error, HvkitError | FloatingPointError):
+            if isinstance(meant, HvkitError | FloatingPointError):
                 traceback = _up_to_the_script(traceback)
+            if meant is not error:  # TensorFlow's, with the trace of a graph in its text
+                kind, error = type(meant), meant
             show(kind, error.with_traceback(traceback), traceback)
             return
         print(f"hvkit: {line}", file=sys.stderr, flush=True)
@@ -91,8 +100,9 @@ def note_uncaught() -> None:
     error = getattr(sys, "last_value", None)
     if _witness is None or error is None:
         return
-    if not isinstance(_meant(error), RankLostError):
-        _witness.failed(_failed_with(error), ends=True)
+    meant = _meant(error)
+    if not isinstance(meant, RankLostError):
+        _witness.failed(_failed_with(meant), ends=True)
 
 
 @contextmanager

@@ -90,7 +90,8 @@ def decide(
         return None
     if ended:
         return Verdict(f"{_waits(waiting)}; {_ended(ended)}: {SAME_CALLS}, and {SAME_STEPS}", True)
-    if len({s.key for s in waiting.values()}) > 1 and not _on_their_way(waiting, report_after):
+    mixed = len({s.key for s in waiting.values()}) > 1
+    if mixed and not _on_their_way(waiting, report_after):
         return Verdict(f"{_waits(waiting)}: {SAME_CALLS}", True)
     longest = max(waiting.values(), key=lambda s: s.seconds)
     others = {rank: s for rank, s in ranks.items() if rank not in waiting}
@@ -100,13 +101,18 @@ def decide(
         return None
     about = (longest.key, longest.serial)
     if longest.seconds >= end_after:
-        what = _missing(missing, longest) if missing else "and the exchange does not end"
         limit = f"the limit is {end_after:g} s ({LIMIT_SET_BY})"
-        text = f"{_waits(waiting)}; {what}; {limit}{_stacks(missing)}"
+        if missing:
+            text = f"{_missing(missing, longest)}; {_waits(waiting)}; {limit}{_stacks(missing)}"
+        else:
+            why = SAME_CALLS if mixed else "the exchange between them does not end"
+            text = f"{_waits(waiting)}: {why}; {limit}"
         return Verdict(text, True, about, answered=all(s.where for s in missing.values()))
     if longest.seconds >= report_after:
         if missing:
             return Verdict(_missing(missing, longest), False, about)
+        if mixed:  # some seconds later it is clear that they make different calls
+            return None
         text = f"{_waits(waiting)} for {longest.seconds:.0f} s: a slow network, or exchanges "
         return Verdict(text + "that do not match", False, about)
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
@@ -74,7 +75,7 @@ class Watcher:
         if self._verdict or not self._reason:
             return self._reason
         call, line = calls.current_call() or "a collective", calls.line_of_script()
-        here = f"rank {self.rank} waits in {call} ({line})"
+        here = f"rank {self.rank} waits in {call}{f' ({line})' if line else ''}"
         hint = f": {SAME_CALLS}, and {SAME_STEPS}" if END_OF_SCRIPT in self._reason else ""
         return f"{here}; {self._reason}{hint}"
 
@@ -264,6 +265,7 @@ class Hub(Watcher):
     def stop(self) -> None:
         """As for any rank; waits for a shutdown in progress."""
         self._listener.close()
+        self._admit_new()  # a script that ends within a second is ahead of the watcher's thread
         super().stop()
         if self._verdict:
             self._over.wait(_GRACE)
@@ -283,9 +285,10 @@ class Hub(Watcher):
                 self._judge()
 
     def _admit_new(self) -> None:
-        while not self._new.empty():
-            rank, connection = self._new.get()
-            self._peers[rank] = connection
+        with contextlib.suppress(queue.Empty):
+            while True:
+                rank, connection = self._new.get_nowait()
+                self._peers[rank] = connection
 
     def _read_messages(self) -> None:
         by_connection = {id(connection): rank for rank, connection in self._peers.items()}

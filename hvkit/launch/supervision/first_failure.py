@@ -60,10 +60,10 @@ class Failure:
         text = "\n".join(self.last_lines)
         return any(name in text for name in _CONSEQUENCES)
 
-    @property
-    def is_shown_elsewhere(self) -> bool:
-        """Whether another rank, which has the same error, shows it."""
-        return any(_SAME in line for line in self.last_lines)
+    def is_same_as(self, other: "Failure") -> bool:
+        """Whether both ranks ended with one error, which one of them may have shown for both."""
+        shown_elsewhere = any(_SAME in line for line in self.last_lines)
+        return shown_elsewhere or (bool(self.error) and self.error == other.error)
 
     @property
     def error(self) -> str:
@@ -127,9 +127,9 @@ def report(failures: Sequence[Failure], other_hosts: Collection[str] = (), cause
         lines[0] += "; its last lines:" if not first.lost else f"; last lines of rank {first.rank}:"
         lines += [f"    {line}" for line in first.last_lines]
     named = {f.rank for f in failures if f.lost} if first.lost else {first.rank}
-    shown_elsewhere = {f.rank: f.is_shown_elsewhere for f in failures if not f.stopped}
-    others = sorted(shown_elsewhere.keys() - named)
-    same = [rank for rank in others if shown_elsewhere[rank]]
+    own = {f.rank: f for f in failures if not f.stopped}
+    others = sorted(own.keys() - named)
+    same = [rank for rank in others if own[rank].is_same_as(first)]
     if same:
         lines.append(f"hvkit run: {ranks_text(same)} ended with the same error")
     if rest := [rank for rank in others if rank not in same]:

@@ -306,7 +306,7 @@ class _Supervision:
             status: exit status of the launcher; ``None`` if it did not end by itself.
         """
         if self.ended_by is not None:
-            _print(ended_text(self.ended_by, self.supervisor.saved))
+            _print(ended_text(self.ended_by, self.supervisor.newest))
             return Outcome(128 + self.ended_by)
         if (problem := self.supervisor.writer.problem) is not None:
             return Outcome(_report_write_error(problem))

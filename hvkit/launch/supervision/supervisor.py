@@ -122,6 +122,11 @@ class Supervisor:
         return sorted((rank.number, rank.host) for rank in ended)
 
     @property
+    def newest(self) -> int | None:
+        """The step of the newest checkpoint, also if a try before has saved it."""
+        return max(self.saved_in.values(), default=None) if self.saved is None else self.saved
+
+    @property
     def other_hosts(self) -> set[str]:
         """The hosts of the ranks, without this one."""
         return {rank.host for rank in self._ranks.values()} - {socket.gethostname()}
@@ -338,7 +343,7 @@ class Supervisor:
             case {"cause": str(text)}:
                 self.cause = self.cause or text  # others follow from the first
             case {"terminated": True} if not self.left:  # else by the launcher, as others end
-                if not self.terminated:
+                if not self.terminated and self._grace is None:
                     who = f"rank {rank.number} on {rank.host} got SIGTERM"
                     logger.warning(
                         "%s: all ranks leave as soon as they have saved a checkpoint", who

@@ -67,6 +67,24 @@ def files_of(error):
     return [Path(place.filename).name for place in traceback.extract_tb(error.__traceback__)]
 
 
+def test_an_error_that_a_signal_raises_while_another_is_shown_explains_it(
+    said, monkeypatch, capsys
+):
+    def report(**values):
+        monkeypatch.setattr(watcher, "report", lambda **values: said.append(values))
+        raise RuntimeError("worker 7 was killed")  # as PyTorch's handler of SIGCHLD does
+
+    monkeypatch.setattr(watcher, "report", report)
+    try:
+        raise ConnectionResetError("by peer")
+    except ConnectionResetError as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    assert said == [{"cause": "rank 1 failed with RuntimeError: worker 7 was killed"}]
+    printed = capsys.readouterr().err
+    assert "ConnectionResetError: by peer" in printed
+    assert printed.endswith("RuntimeError: worker 7 was killed\n")
+
+
 def test_a_lost_rank_is_no_reason_of_ones_own(said, capsys):
     error = RankLostError("rank 0 has ended")
     sys.excepthook(type(error), error, None)

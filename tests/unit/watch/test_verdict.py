@@ -4,7 +4,7 @@ import pytest
 
 from hvkit.errors import ranks_text
 from hvkit.watch.calls import Status
-from hvkit.watch.verdict import SETTLED, decide
+from hvkit.watch.verdict import SAME_CALLS, SETTLED, decide
 
 LONG = SETTLED + 1
 
@@ -47,6 +47,16 @@ def test_a_rank_that_has_received_and_gone_on_to_the_next_call_waits_rightly():
     assert judge(slow, waits("hvkit.average", serial=6, before="hvkit.barrier")).ends
     assert judge(slow, waits("hvkit.average", serial=7, before="backward")).ends
     assert judge(waits("backward", serial=5, seconds=61.0), ahead).ends
+
+
+def test_a_rank_that_has_gone_on_without_another_is_no_slow_network():
+    ahead = waits("Checkpoint.end_step", serial=6, before="backward", seconds=60.0)
+    assert judge(waits("backward", serial=5, seconds=58.0), ahead) is None  # two seconds later:
+    found = judge(waits("backward", serial=5, seconds=60.0), ahead)
+    assert (found.ends, found.text.split(": ")[1]) == (True, SAME_CALLS)
+    found = judge(waits("backward", serial=5, seconds=29.0), ahead, report=30.0, end=30.0)
+    assert found.ends
+    assert f": {SAME_CALLS}; the limit is 30 s" in found.text
 
 
 def test_a_rank_that_has_ended_will_not_come():

@@ -36,6 +36,12 @@ def test_ranks_with_the_same_error_as_the_first_did_not_fail_after_it():
     ]
 
 
+def test_ranks_that_raise_equal_errors_have_the_same():
+    error = ("Traceback", "ValueError: 7")
+    failures = [failure(rank, "node1", 1, last_lines=error) for rank in (0, 1)]
+    assert report(failures).splitlines()[-1] == "hvkit run: rank 1 ended with the same error"
+
+
 @pytest.mark.parametrize(
     "line",
     ["hvkit.errors.RankLostError: another rank", "HorovodInternalError: shut down"],
