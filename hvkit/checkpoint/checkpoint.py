@@ -388,7 +388,7 @@ class Checkpoint:
         Returns:
             Its folder from now on.
         """
-        folder = newest.adopt(folder, manifest)
+        folder = collectives.from_rank(0, newest.adopt(folder, manifest))
         self._replicas.open(_RESTORE)
         # Where it could not be written, another one of this name may lie there.
         if runtime.rank() == 0 and self.replicas and manifests.describes(folder, manifest):

@@ -96,11 +96,13 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
         if self._train is None:
             self._trained += self.model.steps_per_execution
         leaves = self._together and LEAVING.due()
-        if leaves and self._batches < (self.params.get("steps") or math.inf):
+        if self._batches >= (self.params.get("steps") or math.inf):
+            # The end of the epoch saves. A run that resumed here would end this epoch without a
+            # batch, and so without metrics.
+            return
+        if leaves:
             # Batches that a resumed epoch skips are trained on already.
             self._save(self._epoch, self._step(), max(self._batches, self._skipped))
-        elif leaves:
-            return  # the end of the epoch saves, too
         elif self._every is not None:
             step = self._step()
             # Not step % every: one call may be several steps (steps_per_execution).

@@ -269,12 +269,19 @@ def _is_same(path: Path, file: os.stat_result) -> bool:
 
 
 def _finish_replacing(old: Path) -> None:
+    """Keep one of two checkpoints of a step that a kill has left: the new one if it is complete."""
     new = old.with_name(old.name.removesuffix(_OLD))
-    if new.exists():
-        _remove(old)
-    else:
+    try:
+        manifests.verify(new, manifests.read(new))
+    except DamagedError:
+        if new.exists():
+            _remove(new)
         os.rename(old, new)
         flush(old.parent)
+    except (OSError, HvkitError) as error:
+        _log_that_it_stays(old, error)
+    else:
+        _remove(old)
 
 
 def _checkpoints(directory: Path) -> Iterator[Path]:
@@ -322,7 +329,7 @@ def _unused(path: Path) -> Path:
     return next(each for each in chain((path,), others) if not each.exists())
 
 
-def _log_that_it_stays(folder: Path, error: OSError) -> None:
+def _log_that_it_stays(folder: Path, error: Exception) -> None:
     if folder not in _stays:
         logger.warning(f"cannot delete {folder} now, the next save tries again: {error}")
     _stays.add(folder)

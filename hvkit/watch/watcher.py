@@ -64,6 +64,7 @@ class Watcher:
         self._peers: dict[int, Connection] = {}
         self._ended: dict[int, str] = {}
         self._own_end = END_OF_SCRIPT
+        self._fails = False
         self._process = os.getpid()
         self._reading_stacks = threading.Lock()
 
@@ -95,6 +96,7 @@ class Watcher:
         """
         self._own_end = how
         if ends:
+            self._fails = True
             report(cause=shortened(f"{ranks_text([self.rank])} {how}", _CAUSE))
 
     def stop(self) -> None:
@@ -140,6 +142,18 @@ class Watcher:
             os.write(2, f"hvkit: {text} {now.call} ({now.where}): ended by force\n".encode())
             os._exit(1)
 
+    def _end_after_error(self) -> None:
+        """End this process if Horovod's own end waits for a rank that does not answer.
+
+        This thread outlives the script, which may not start another one then.
+        """
+        self._stopped.wait()
+        if self._fails:
+            time.sleep(min(_GRACE, self._limits.end))
+            text = f"rank {self.rank} {self._own_end}, and Horovod does not end: ended by force"
+            os.write(2, f"hvkit: {text}\n".encode())
+            os._exit(1)
+
     def _learn_of_end(self, rank: int, how: str, shown_by: int) -> None:
         """Another rank has ended, and Horovod will end with it."""
         self._ended[rank] = how
@@ -165,6 +179,10 @@ class Reporter(Watcher):
         threading.Thread(target=self._run, args=(meeting,), name="hvkit-watch", daemon=True).start()
 
     def _run(self, meeting: channel.Meeting) -> None:
+        self._watch(meeting)
+        self._end_after_error()
+
+    def _watch(self, meeting: channel.Meeting) -> None:
         hub = channel.connect(meeting, self.rank)
         if hub is not None:
             self._peers[0] = hub
@@ -283,6 +301,7 @@ class Hub(Watcher):
             self._agree_on_leaving()
             if not self._explained.is_set() or self._ended:
                 self._judge()
+        self._end_after_error()
 
     def _admit_new(self) -> None:
         with contextlib.suppress(queue.Empty):

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from hvkit.errors import ranks_text
 from hvkit.wording import shortened
 
+# In the line of a rank whose error another one shows (``hvkit.watch.rank_errors``).
+_SAME = "ends with the same"
+
 # Errors of a rank that has lost its partners: consequences of another failure.
 _CONSEQUENCES = (
     *("RankLostError", "HorovodInternalError", "Horovod has been shut down"),
-    "hvkit: rank",  # ... ends with the same error as another
+    _SAME,
 )
-
-# In the line of a rank whose error another one shows.
-_SAME = "ends with the same"
 
 # The last line of a traceback.
 _EXCEPTION = re.compile(r"[\w.]+(Error|Exception|Interrupt|Exit)\b")

@@ -343,7 +343,7 @@ class Supervisor:
             case {"cause": str(text)}:
                 self.cause = self.cause or text  # others follow from the first
             case {"terminated": True} if not self.left:  # else by the launcher, as others end
-                if not self.terminated and self._grace is None:
+                if not (self.terminated or self.failures or self._grace is not None):
                     who = f"rank {rank.number} on {rank.host} got SIGTERM"
                     logger.warning(
                         "%s: all ranks leave as soon as they have saved a checkpoint", who

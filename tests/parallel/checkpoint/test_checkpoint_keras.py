@@ -195,11 +195,37 @@ def dataset():
 def test_fit_resumed_in_the_middle_of_an_epoch_is_the_one_that_was_never_stopped(
     folder, stop_after, make_data, unbroken
 ):
+    """Step 10 ends an epoch, and the end of the epoch would have saved it."""
     with pytest.raises(KeyboardInterrupt):
         run_until(folder, 1, make_data, Stop(stop_after), every=2)
     resumed, start = run_until(folder, 2, make_data)
-    assert (start.epoch, start.step, start.batches) == (1, stop_after, stop_after - 5)
+    assert (start.epoch, start.step, start.batches) == (1, 8, 3)
     assert equal(resumed, unbroken(make_data))
+
+
+class StopsInValidation(keras.callbacks.Callback):
+    def on_test_begin(self, logs=None):
+        if int(self.model.optimizer.iterations) == 10:
+            raise KeyboardInterrupt
+
+
+def test_an_epoch_that_is_repeated_after_a_stop_in_its_validation_has_metrics(folder):
+    def run(*callbacks):
+        net, optimizer = hvkit.distribute(model(1), keras.optimizers.Adam(0.01))
+        net.compile(optimizer=optimizer, loss="mse")
+        checkpoint = Checkpoint(folder, model=net, optimizer=optimizer)
+        start = checkpoint.restore()
+        history = net.fit(
+            Data(), epochs=3, initial_epoch=start.epoch, verbose=0, validation_data=Data(),
+            callbacks=[checkpoint.callback(every=5), *callbacks],
+        )  # fmt: skip
+        return start, history
+
+    with pytest.raises(KeyboardInterrupt):
+        run(StopsInValidation())
+    start, history = run()
+    assert (start.epoch, start.step) == (1, 5)
+    assert min(history.history["loss"]) > 0
 
 
 def infinite():

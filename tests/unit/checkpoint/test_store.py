@@ -144,6 +144,22 @@ def test_remains_of_killed_runs_are_cleaned_up_and_other_files_stay(tmp_path):
     assert names(tmp_path) == ["notes.txt", "step-000000002", "step-7"]
 
 
+@pytest.mark.parametrize("damage", [cut, flip, None])
+def test_a_kill_while_a_step_is_replaced_leaves_a_complete_checkpoint(tmp_path, damage):
+    """Also through the next save, which cleans up."""
+    save(tmp_path, 1, 2)
+    folder = tmp_path / "step-000000002"
+    shutil.copytree(folder, f"{folder}.old")
+    (folder / "new").touch()
+    if damage:
+        damage(folder / "thing.pt")
+    save(tmp_path, 3)
+    assert names(tmp_path) == ["step-000000001", "step-000000002", "step-000000003"]
+    assert (folder / "new").exists() == (damage is None)
+    shutil.rmtree(tmp_path / "step-000000003")
+    assert restore(tmp_path) == (2, 20)
+
+
 def test_files_are_on_disk_before_the_rename_and_the_rename_after(tmp_path, monkeypatch):
     done = []
     fsync, rename = os.fsync, os.rename
