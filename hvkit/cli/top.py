@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -56,9 +57,9 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
 
 def _top(args: argparse.Namespace) -> int:
     process, notes = _newest() if args.process is None else (args.process, [])
-    terminal = Console()
-    console = terminal if terminal.is_terminal else Console(width=_WIDTH)
-    if args.once or not terminal.is_terminal:
+    on_terminal = sys.stdout.isatty()
+    console = Console() if on_terminal else Console(width=_WIDTH)
+    if args.once or not on_terminal:
         console.print(Group(*notes, _one_view(process)))
         return 0
     with contextlib.suppress(KeyboardInterrupt):

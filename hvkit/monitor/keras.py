@@ -46,6 +46,8 @@ class FitCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._asked: float | None = None
         self._traced = False
         self._logs: Any = None
+        # The step that these are of, in the monitor's count.
+        self.newest_step = -1
         self._take_times(model)
         self._count_steps(model)
 
@@ -128,6 +130,7 @@ class FitCallback(keras.callbacks.Callback):  # type: ignore[misc]
             metrics = _numbers(logs) if self._monitor.due else {}
             if self._monitor.add_step(step, metrics):
                 self._ended = time.monotonic()
+        self.newest_step = self._monitor.steps
 
     def newest_metrics(self) -> dict[str, float]:
         """Keras's running means after the newest step."""

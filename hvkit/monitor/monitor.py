@@ -192,9 +192,14 @@ class Monitor:
         return recorded
 
     @property
+    def steps(self) -> int:
+        """How many steps the run has taken."""
+        return self._step
+
+    @property
     def due(self) -> bool:
         """Whether the step that goes on now ends with a record."""
-        return self._step + self.stride >= self._next
+        return not self.closed and self._step + self.stride >= self._next
 
     def log(self, **values: float) -> None:
         """Record numbers that the script has from elsewhere, such as a validation accuracy.
@@ -322,6 +327,8 @@ class Monitor:
     def _finish(self, error: BaseException | None = None) -> None:
         self.closed = True
         self._clock.close()
+        if self._gradients is not None:
+            self._gradients.expect(self.due)
         if self._file is not None:
             self._write_logs()
             self._file.rest(self._step, self._newest_metrics)
@@ -331,10 +338,10 @@ class Monitor:
 
     def _newest_metrics(self) -> dict[str, float]:
         """This rank's metrics of the steps since the last record, or Keras's running means."""
-        found = self._means.read()
         for callback in self._callbacks.values():
-            found |= callback.newest_metrics()
-        return found
+            if callback.newest_step == self._step:
+                return dict(callback.newest_metrics())
+        return self._means.read()
 
     def _meet(self) -> float:
         """Wait for all ranks; return for how many seconds."""

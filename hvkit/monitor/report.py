@@ -28,6 +28,8 @@ from hvkit.wording import counted, duration
 
 # What a record has beside the curves of the script's metrics, the rate and the norm.
 _OWN = RESERVED - {"learning_rate", "gradient_norm"}
+# Beyond what a 32-bit float holds.
+_LARGEST = 1e39
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class Run:
     before: Run | None = None
     later: str = ""
     unreadable: int = 0
+    _means: dict[str, float] = field(default_factory=dict, repr=False)
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -108,12 +111,15 @@ class Run:
 
     def mean(self, name: str) -> float:
         """The mean over all steps of a number of the records; ``group/name`` inside a group."""
+        if name in self._means:
+            return self._means[name]
         group, _, inner = name.rpartition("/")
         found = [
             ((each[group] if group else each).get(inner) or 0.0, each["steps"])
             for each in self.records
         ]
-        return float(sum(v * n for v, n in found) / max(sum(n for _, n in found), 1))
+        mean = float(sum(v * n for v, n in found) / max(sum(n for _, n in found), 1))
+        return self._means.setdefault(name, mean)
 
     def parts(self) -> dict[str, float]:
         """Seconds of a step by part, mean over the run."""
@@ -167,15 +173,15 @@ def read(folder: Path) -> Run:
     run = Run(folder.resolve().name)
     for line in filter(bytes.strip, lines):
         try:
-            run = _with(run, json.loads(line))
+            run = _with(run, json.loads(line, parse_constant=lambda _: None))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
             run.unreadable += 1
     if not run.records:
-        failed = f"; it ended with {run.end}" if run.end else ""
+        how = printable(_end_without_record(run))
         if run.before is None:
-            hint = failed or ": is the run still at its start, or is this another file?"
-            raise HvkitError(f"{path} holds no record of a step{hint}")
-        run.before.later = f"a later run in this folder has recorded no step{failed}"
+            hint = how or ": is the run still at its start, or is this another file?"
+            raise HvkitError(f"{path} holds no record of all ranks{hint}")
+        run.before.later = f"a later run in this folder has no record of all ranks{how}"
         run.before.unreadable = run.unreadable
         run = run.before
     if not run.starts:
@@ -189,6 +195,16 @@ def read(folder: Path) -> Run:
     for points in run.curves.values():
         points.sort(key=lambda point: point[0])
     return run
+
+
+def _end_without_record(run: Run) -> str:
+    if run.end is None:
+        return ""
+    bad = [name for name, steps in run.not_finite.items() if steps]
+    nan = f"; {', '.join(bad)} NaN or infinite" if bad else ""
+    error = f" with {run.end}" if run.end else ""
+    after = f" after {counted(run.taken, 'step')}" if run.taken else ""
+    return f"; it ended{after}{error}{nan}"
 
 
 def _with(run: Run, record: Any) -> Run:
@@ -228,11 +244,14 @@ def _with_start(run: Run, start: dict[str, Any]) -> Run:
         run = Run(run.name, before=before, unreadable=run.unreadable)
     newest = run.steps
     run.end, run.left, run.reached = None, False, (0, 0.0)
-    run.records = [each for each in run.records if each["step"] <= step]
+    while run.records and run.records[-1]["step"] > step:
+        run.records.pop()
     for points in run.curves.values():
-        points[:] = [point for point in points if point[0] <= step]
+        while points and points[-1][0] > step:
+            points.pop()
     for steps in run.not_finite.values():
-        steps[:] = [each for each in steps if each <= step]
+        while steps and steps[-1] > step:
+            steps.pop()
     lost = max(newest, reached) - step
     reason = reason or ("resumed" if run.starts else "")
     run.starts.append(Start(at, step, hosts, reason, max(lost, 0), size))
@@ -241,13 +260,15 @@ def _with_start(run: Run, start: dict[str, Any]) -> Run:
 
 def _checked(record: dict[str, Any]) -> dict[str, Any]:
     """A record whose numbers have the types that the report reads."""
-    record["step"], record["steps"] = int(record["step"]), int(record["steps"])
+    if any(abs(float(number)) > _LARGEST for number in flattened(record).values()):
+        raise ValueError("a number that no run has")
+    record["step"], record["steps"] = int(record["step"]), max(int(record["steps"]), 1)
     record["skipped"] = int(record.get("skipped", 0))
     record["time"] = float(record["time"])
     record["samples_per_second"] = float(record["samples_per_second"])
     ranks = record.get("ranks", {})
     record["ranks"] = {
-        "samples_per_second": [float(v) for v in ranks.get("samples_per_second", [0])],
+        "samples_per_second": [float(v) for v in ranks.get("samples_per_second") or [0]],
         "last": [int(v) for v in ranks.get("last", [])],
     }
     for group in ("seconds", "sent"):

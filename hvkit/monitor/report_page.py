@@ -208,7 +208,7 @@ def _speed(run: Run) -> str:
         first = min(scaling)
         rows = "".join(
             f'<tr><td class="n">{ranks}</td><td class="n">{speed:,.0f}</td>'
-            f'<td class="n">{speed / scaling[first] * first / ranks:.0%}</td></tr>'
+            f'<td class="n">{speed / (scaling[first] or 1.0) * first / ranks:.0%}</td></tr>'
             for ranks, speed in scaling.items()
         )
         charts.append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -46,6 +47,8 @@ class Writers:
             )
         folder.mkdir(parents=True, exist_ok=True)
         self._file: TextIO | None = open(folder / FILE, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+        if not _ends_a_line(folder / FILE):  # of a run that was killed
+            self._file.write("\n")
         self._events: Any = None
         if tensorboard:
             self._events = _event_writer(folder)
@@ -95,6 +98,15 @@ class Writers:
                 self._failed.add(what)
                 kind = type(error).__name__
                 logger.warning("monitor: %s failed, training goes on: %s: %s", what, kind, error)
+
+
+def _ends_a_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        length = file.seek(0, os.SEEK_END)
+        if not length:
+            return True
+        file.seek(length - 1)
+        return file.read(1) == b"\n"
 
 
 def _event_writer(folder: Path) -> Any:

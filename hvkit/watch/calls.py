@@ -374,9 +374,9 @@ def _place(frames: dict[int, FrameType], thread: int) -> tuple[str, int]:
         frame = frames.get(ident)
         while frame is not None:
             file = frame.f_code.co_filename
-            if not is_hvkit(frame):
+            if not file.startswith(_OWN_FOLDER):
                 place = file, frame.f_lineno
-                if not is_library(frame):
+                if not _is_library(frame):
                     return place
                 fallback = fallback if fallback[0] else place
             frame = frame.f_back
@@ -386,13 +386,7 @@ def _place(frames: dict[int, FrameType], thread: int) -> tuple[str, int]:
 _OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
-def is_hvkit(frame: FrameType) -> bool:
-    """Whether this is code of hvkit."""
-    return frame.f_code.co_filename.startswith(_OWN_FOLDER)
-
-
-def is_library(frame: FrameType) -> bool:
-    """Whether this is code of an installed package or of the standard library."""
+def _is_library(frame: FrameType) -> bool:
     file = frame.f_code.co_filename
     if file.startswith("<"):  # code from a string: a shell's, a notebook's or a library's
         return frame.f_globals.get("__name__") != "__main__"

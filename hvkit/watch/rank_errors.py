@@ -41,6 +41,9 @@ class Witness(Protocol):
 _witness: Witness | None = None
 E = TypeVar("E", bound=Exception)
 
+# Packages whose lines at the end of a traceback say nothing to a user, once hvkit explains it.
+_EXPLAINED = {"hvkit", "torch", "tensorflow", "keras", "horovod"}
+
 # A graph of TensorFlow can raise TensorFlow's errors only: their text, up to the name of a node.
 _IN_GRAPH = re.compile(
     r"assertion failed: \[hvkit: (on every rank: )?(FloatingPointError|RanksDisagreeError): (.*?)\]"
@@ -209,17 +212,17 @@ def _up_to_the_script(traceback: TracebackType | None) -> TracebackType | None:
     That is dozens of lines of PyTorch's and hvkit's. Tracebacks that end elsewhere stay whole.
     """
     places = list(_each(traceback))
-    if not places or not calls.is_hvkit(places[-1].tb_frame):
+    if not places or _package_of(places[-1]) not in _EXPLAINED:
         return traceback
-    own = [
-        n
-        for n, each in enumerate(places)
-        if not (calls.is_hvkit(each.tb_frame) or calls.is_library(each.tb_frame))
-    ]
+    own = [n for n, each in enumerate(places) if _package_of(each) not in _EXPLAINED]
     short = None
     for each in reversed(places[: own[-1] + 1] if own else places):
         short = TracebackType(short, each.tb_frame, each.tb_lasti, each.tb_lineno)
     return short
+
+
+def _package_of(place: TracebackType) -> str:
+    return str(place.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def _each(traceback: TracebackType | None) -> Iterator[TracebackType]:

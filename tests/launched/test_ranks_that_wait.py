@@ -301,6 +301,18 @@ def test_a_rank_that_never_comes_ends_the_run_after_the_long_limit(tmp_path):
     assert f"it is at {lines['here']}; the limit is 8 s" in err
 
 
+def test_an_error_ends_the_run_although_another_rank_is_stopped(tmp_path):
+    stops = "if rank == last and step == 7: os.kill(os.getpid(), signal.SIGSTOP)"
+    code = torch_script(
+        before="import os, signal",
+        inside=f'{stops}\n    if rank == 0 and step == 7: raise ValueError("boom")',
+    )
+    status, err, _ = run(code, tmp_path, 2, HVKIT_STALL_LIMIT_SECONDS="5", HVKIT_STALL_SECONDS="5")
+    assert status != 0
+    assert "ValueError: boom" in err
+    assert "and Horovod does not end: ended by force" in err
+
+
 def test_ranks_that_do_not_call_hvkit_at_all_are_waited_for_aloud(tmp_path):
     code = (
         "import os, time, torch\n"

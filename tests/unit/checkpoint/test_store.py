@@ -152,7 +152,7 @@ def test_a_kill_while_a_step_is_replaced_leaves_a_complete_checkpoint(tmp_path, 
     shutil.copytree(folder, f"{folder}.old")
     (folder / "new").touch()
     if damage:
-        damage(folder / "thing.pt")
+        damage(file_of(tmp_path, "thing*"))
     save(tmp_path, 3)
     assert names(tmp_path) == ["step-000000001", "step-000000002", "step-000000003"]
     assert (folder / "new").exists() == (damage is None)

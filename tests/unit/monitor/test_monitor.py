@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import hvkit
 from hvkit.monitor import monitor as monitor_module
 from hvkit.monitor.records import Means
+from hvkit.monitor.report import read
 from hvkit.monitor.step_clock import Step
 
 
@@ -242,6 +243,51 @@ def test_steps_of_fit_since_the_last_record_are_in_the_file_after_an_error(tmp_p
     *_, logged, end = lines(tmp_path)
     assert (logged["step"], end["end"]["step"]) == (5, 5)
     assert logged["logged"]["loss"] > 0
+
+
+def test_after_fit_the_metrics_of_an_own_loop_are_the_newest(tmp_path):
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+
+    def run():
+        with hvkit.Monitor(tmp_path, every=3) as monitor:
+            x, y = tf.ones((16, 4)), tf.zeros((16, 1))
+            model.fit(x, y, batch_size=4, callbacks=[monitor.callback(model)], verbose=0)
+            monitor.step(loss=1000.0)
+            raise ValueError("boom")
+
+    with pytest.raises(ValueError, match="boom"):
+        run()
+    *_, logged, end = lines(tmp_path)
+    assert (logged["logged"]["loss"], end["end"]["step"]) == (1000.0, 5)
+
+
+def test_a_line_that_a_kill_has_cut_off_stays_alone(tmp_path):
+    train(tmp_path, steps=2, every=1)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text()[:-20])
+    train(tmp_path, steps=3, every=1)
+    run = read(tmp_path)
+    assert (run.steps, run.unreadable) == (3, 1)
+    assert run.before is not None  # the second start was read
+
+
+def test_a_monitor_that_is_closed_computes_no_norm(tmp_path, monkeypatch):
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    computed = []
+    monkeypatch.setattr(
+        torch.nn.utils, "get_total_norm", lambda *args: computed.append(1) or torch.ones(())
+    )
+    with hvkit.Monitor(tmp_path, every=1) as monitor:
+        hvkit.distribute(model, optimizer, monitor=monitor)
+        for _ in range(2):
+            model(torch.ones(3, 4)).sum().backward()
+            optimizer.step()
+            monitor.step()
+    inside = len(computed)
+    optimizer.step()
+    assert (inside, len(computed)) == (2, 2)
 
 
 def test_a_callback_list_for_fit_gets_the_monitor_first(tmp_path):

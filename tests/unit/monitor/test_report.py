@@ -118,7 +118,7 @@ def test_leaving_after_sigterm_is_no_error(folder):
 
 
 def test_a_run_that_failed_before_its_first_record_says_how(folder):
-    with pytest.raises(HvkitError, match="no record of a step; it ended with ValueError: boom"):
+    with pytest.raises(HvkitError, match="no record of all ranks; it ended with ValueError: boom"):
         report.read(folder(start(), {"end": {"error": "ValueError: boom"}}))
 
 
@@ -126,7 +126,7 @@ def test_a_later_run_without_a_record_hides_no_earlier_one(folder):
     lines = [start(), record(10), record(30), {"end": {}}, start(), {"end": {"error": "E: x"}}]
     run = report.read(folder(*lines))
     assert run.steps == 30
-    said = "a later run in this folder has recorded no step; it ended with E: x"
+    said = "a later run in this folder has no record of all ranks; it ended with E: x"
     assert report.troubles(run) == [said]
 
 
@@ -205,6 +205,28 @@ def test_a_metric_without_any_value_is_no_error_of_the_report(folder):
     console = Console(record=True, width=120, file=open(os.devnull, "w"))  # noqa: SIM115
     report.show(run, console)
     assert "val_loss" not in console.export_text()
+
+
+@pytest.mark.parametrize("value", [None, "x", [], {}, 0, -1, "NaN", "Infinity", "1" * 400])
+def test_no_value_of_a_record_breaks_the_report(folder, value):
+    raw = value if isinstance(value, str) and value != "x" else json.dumps(value)
+    for name in ("step", "time", "loss", "steps", "samples_per_second", "ranks", "seconds", "host"):
+        line = json.dumps(record(20) | {name: "HERE"}).replace('"HERE"', raw)
+        run = report.read(folder(start(), record(10), line, record(30), {"end": {}}))
+        shown(run)
+        page(run)
+        assert run.steps >= 30
+
+
+def test_a_run_without_a_record_of_all_ranks_says_what_there_is(folder):
+    logged = {"step": 3, "time": 1e9, "logged": {"loss": None}}
+    end = {"end": {"time": 1e9, "step": 3, "error": "E: \x1b[31mx"}}
+    with pytest.raises(HvkitError) as error:
+        report.read(folder(start(), logged, end))
+    said = "no record of all ranks; it ended after 3 steps with E: "
+    assert said in str(error.value)
+    assert str(error.value).endswith("; loss NaN or infinite")
+    assert "\x1b" not in str(error.value)
 
 
 def test_lines_that_are_no_records_are_left_out_and_counted(folder):

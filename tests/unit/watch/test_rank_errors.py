@@ -8,6 +8,7 @@ import traceback
 from pathlib import Path
 
 import pytest
+from torch.utils._pytree import tree_map
 
 from hvkit.errors import LaunchError, RankLostError
 from hvkit.watch import rank_errors, verdict, watcher
@@ -37,13 +38,14 @@ def test_an_error_of_all_ranks_is_each_ones_reason_and_shown_by_one(said, capsys
 
 
 def test_the_traceback_of_an_explained_error_ends_at_the_line_of_the_script(said, monkeypatch):
-    monkeypatch.setenv("1.5", "no number")
+    monkeypatch.setenv("X", "no number")
     seconds = functools.partial(verdict._seconds, default=1.0)
-    error = caught(lambda: json.loads("1.5", parse_float=seconds))  # as called by a library
+    error = caught(lambda: json.loads('{"a": 1}', object_hook=lambda _: tree_map(seconds, ["X"])))
     assert isinstance(error, LaunchError)
-    assert files_of(error)[-2:] == ["decoder.py", "verdict.py"]
+    assert {"_pytree.py", "verdict.py"} < {*files_of(error)}
     sys.excepthook(type(error), error, error.__traceback__)
-    assert set(files_of(error)) == {"test_rank_errors.py"}
+    # A library that calls the script, or is it, stays.
+    assert files_of(error)[-2:] == ["decoder.py", "test_rank_errors.py"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import socket
+import sys
 import threading
 import time
 from contextlib import ExitStack
@@ -359,7 +360,7 @@ def test_one_view_can_be_printed_of_a_run_without_ranks(capsys):
 
 
 def test_the_live_view_goes_on_over_a_restart_and_ends_with_the_run(monkeypatch, capsys):
-    monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal to rich
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     running, between = {}, {"phase": "begins restart 3", "ranks": []}
     states(monkeypatch, between, running, between, running)
     seen = []
@@ -374,7 +375,7 @@ def test_ctrl_c_ends_the_live_view_quietly(monkeypatch, capsys):
     def interrupt(seconds):
         raise KeyboardInterrupt
 
-    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setattr(top.time, "sleep", interrupt)
     with run_status.serve(state):
         assert main(["top"]) == 0
