@@ -110,8 +110,8 @@ def distribute(
             for one process and one rank's batch. The ``lr`` of LBFGS is never scaled: it is a step
             length, which suits batches of any size.
         warmup_steps: the number of optimizer steps in which the rate grows linearly from that of a
-            single process to the full one; 0 for none. The rate of a single process is yours with
-            scaling, and yours divided by the world size without. Schedulers and
+            single process to the full one; 0 for none. With ``lr_scaling`` it begins with your
+            rate, and without with your rate divided by the number of ranks. Schedulers and
             ``LearningRateSchedule`` objects run undisturbed underneath.
         warmup_epochs: the same in epochs, possibly a fraction; needs ``steps_per_epoch``.
         steps_per_epoch: each rank's optimizer steps in an epoch.
@@ -145,12 +145,11 @@ def distribute(
             the larger batch would; for small batches, at the cost of a collective per layer.
         check_every: compare the ranks' weights every this many optimizer steps, and raise if they
             differ. None: only before the first update, in ``hvkit.Checkpoint.save``, and in
-            Keras at the end of each epoch of ``fit``. A step is a backward pass that an update
-            follows.
+            Keras at the end of each epoch of ``fit``.
         on_nonfinite: what follows a gradient with NaN or infinite values on any rank, before it
             spoils the mean. ``"stop"``: every rank raises FloatingPointError, which names the rank
-            and the parameter. ``"skip"``: no rank takes the step, and rank 0 logs the same
-            sentence. ``"ignore"``: nothing; the check costs a pass over the gradients. For
+            and the parameter. ``"skip"``: no rank takes the step, rank 0 logs the same sentence,
+            and batch norm keeps finite running statistics. ``"ignore"``: nothing; the check costs a pass over the gradients. For
             strategies that average gradients, without a ``GradScaler`` or
             ``LossScaleOptimizer``, which skip such steps themselves.
         monitor: records the learning rate and the norm of the gradients, and in Keras every step

@@ -170,7 +170,7 @@ def _distance(rows: Rows) -> float:
 
 
 def _by(distance: float) -> str:
-    return f" by about {distance:.0e} of its size" if np.isfinite(distance) else ""
+    return f" by about {distance:.1g} times its norm" if np.isfinite(distance) else ""
 
 
 def _named(ranks: list[int]) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import socket
+import sys
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import WeakKeyDictionary
 
 from hvkit import runtime
 from hvkit.adapters.adapter import framework_of
@@ -112,12 +114,13 @@ class Monitor:
         self._file: RunFile | None = None
         # Numbers of the script that no file is there for yet.
         self._logs: list[tuple[int, float, dict[str, float]]] = []
-        self._callbacks: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        self._callbacks: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._load: HostLoad | None = None
         self._gradients: Any = None
         self._equal_steps = True
         self._skipped = skipped_steps.number
         self.closed = False
+        atexit.register(_end_with_script, weakref.ref(self))
 
     def batches(self, data: Iterable[T]) -> Iterator[T]:
         """The batches of ``data``; the time until each is there counts as data.
@@ -415,3 +418,10 @@ class Monitor:
             mean = sum(took) / len(took) if took else 1.0
             every = max(1, math.ceil(_SECONDS / max(mean, 1e-6)))
         self._next = self._step + every
+
+
+def _end_with_script(reference: weakref.ref[Monitor]) -> None:
+    """Write the end of a monitor without a ``with`` block whose script ends with an error."""
+    monitor, error = reference(), getattr(sys, "last_value", None)
+    if monitor is not None and error is not None and not monitor.closed:
+        monitor._finish(error)

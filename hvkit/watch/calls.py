@@ -184,10 +184,10 @@ def _entered(name: str, step: int | None, key: str) -> Iterator[None]:
     begun = time.monotonic()
     try:
         yield
-    finally:
         if step is not None:
             global _last_step
             _last_step = max(_last_step, step)
+    finally:
         now.before = now.key
         now.turns += 1
         now.call, now.step, now.key, now.handling = outer

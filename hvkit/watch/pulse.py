@@ -35,15 +35,20 @@ def _run(recorder: Recorder | None) -> None:
     while not never.wait(_EVERY):
         if recorder is not None:
             recorder.send()
-        now = calls.status()
-        report(
-            now={
-                "call": now.call[:_TEXT],
-                "waits": round(now.seconds, 1) if now.waits else 0,
-                "where": now.where[-_TEXT:],
-                "step": calls.last_step(),
-            }
-        )
+        report_now()
+
+
+def report_now() -> None:
+    """Report where this rank is: before it ends, too, so that no step is missing."""
+    now = calls.status()
+    report(
+        now={
+            "call": now.call[:_TEXT],
+            "waits": round(now.seconds, 1) if now.waits else 0,
+            "where": now.where[-_TEXT:],
+            "step": calls.last_step(),
+        }
+    )
 
 
 class Recorder:

@@ -17,6 +17,7 @@ from hvkit.host.run_reports import report
 from hvkit.watch import calls, channel
 from hvkit.watch.calls import Status
 from hvkit.watch.leaving import LEAVING, Agreement
+from hvkit.watch.pulse import report_now
 from hvkit.watch.verdict import LIMIT_SET_BY, SAME_CALLS, SAME_STEPS, Limits, Verdict, decide
 from hvkit.wording import shortened
 
@@ -97,6 +98,7 @@ class Watcher:
         self._own_end = how
         if ends:
             self._fails = True
+            report_now()
             report(cause=shortened(f"{ranks_text([self.rank])} {how}", _CAUSE))
 
     def stop(self) -> None:
@@ -138,8 +140,9 @@ class Watcher:
     def _end_by_force(self, serial: int, seconds: float) -> None:
         now = self._status()
         if now.waits and now.serial == serial:
-            text = f"rank {self.rank} still waits {seconds:.0f} s after the end of the run, in"
-            os.write(2, f"hvkit: {text} {now.call} ({now.where}): ended by force\n".encode())
+            text = f"rank {self.rank} still waits in {now.call} ({now.where})"
+            late = f"{seconds:.0f} s after it should have ended"
+            os.write(2, f"hvkit: {text}, {late}: ended by force\n".encode())
             os._exit(1)
 
     def _end_after_error(self) -> None:
@@ -157,6 +160,7 @@ class Watcher:
     def _learn_of_end(self, rank: int, how: str, shown_by: int) -> None:
         """Another rank has ended, and Horovod will end with it."""
         self._ended[rank] = how
+        report_now()
         report(cause=shortened(f"{ranks_text([rank])} {how}", _CAUSE))
         self._explain(f"{ranks_text([rank])} {how}", shown_by, verdict=False)
 

@@ -1,6 +1,7 @@
 """``hvkit.Monitor`` in one process."""
 
 import json
+import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -302,6 +303,19 @@ def test_a_callback_list_for_fit_gets_the_monitor_first(tmp_path):
             model.fit(tf.zeros((24, 4)), tf.zeros((24, 1)), 4, callbacks=given, verbose=0)
         assert given.callbacks == [monitor.callback(model), own]
     assert [each["step"] for each in records(tmp_path)] == [3, 6, 9, 12]
+
+
+def test_the_error_of_a_script_without_a_with_block_is_in_the_file_too(tmp_path):
+    script = (
+        "import sys, hvkit\n"
+        "monitor = hvkit.Monitor(sys.argv[1], every=2)\n"
+        "for loss in (1.0, 2.0, 3.0):\n    monitor.step(loss=loss)\n"
+        "raise ValueError('boom')\n"
+    )
+    subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, check=False)
+    *_, logged, end = lines(tmp_path)
+    assert (logged["logged"], logged["step"]) == ({"loss": 3.0}, 3)
+    assert end["end"]["error"] == "ValueError: boom"
 
 
 def test_a_script_that_exits_well_has_no_error(tmp_path):

@@ -109,6 +109,14 @@ def test_a_call_that_raises_is_over():
     assert current_call() == ""
 
 
+def test_a_step_that_fails_does_not_count():
+    with call("backward()", 3):
+        pass
+    with pytest.raises(KeyError), call("backward()", 4):
+        raise KeyError
+    assert last_step() == 3
+
+
 def test_a_wait_is_seen_from_another_thread_with_its_line():
     seen = []
     with call("hvkit.average"), waiting():
