@@ -149,9 +149,9 @@ def distribute(
         on_nonfinite: what follows a gradient with NaN or infinite values on any rank, before it
             spoils the mean. ``"stop"``: every rank raises FloatingPointError, which names the rank
             and the parameter. ``"skip"``: no rank takes the step, rank 0 logs the same sentence,
-            and batch norm keeps finite running statistics. ``"ignore"``: nothing; the check costs a pass over the gradients. For
-            strategies that average gradients, without a ``GradScaler`` or
-            ``LossScaleOptimizer``, which skip such steps themselves.
+            and batch norm keeps finite running statistics. ``"ignore"``: nothing; the check costs a
+            pass over the gradients. For strategies that average gradients, without a ``GradScaler``
+            or ``LossScaleOptimizer``, which skip such steps themselves.
         monitor: records the learning rate and the norm of the gradients, and in Keras every step
             of ``fit``.
 

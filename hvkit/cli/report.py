@@ -28,9 +28,10 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
 
 def _report(args: argparse.Namespace) -> int:
     from hvkit.monitor import report
+    from hvkit.monitor.recorded_run import read
     from hvkit.monitor.report_page import page
 
-    run = report.read(args.folder)
+    run = read(args.folder)
     path = args.html or args.folder / _PAGE
     problem: OSError | None = None
     try:

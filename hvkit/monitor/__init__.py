@@ -1,8 +1,8 @@
 """Records how a training run goes, and shows it: numbers a step, where its time goes, slow ranks.
 
 ``monitor`` has the public ``Monitor``; the other modules measure (``step_clock``, ``host_load``),
-do the arithmetic (``step_shares``), write (``run_file``, ``writers``) and read (``report``,
-``report_page``).
+do the arithmetic (``step_shares``), write (``run_file``, ``writers``), read (``recorded_run``) and
+show (``report``, ``report_page``).
 """
 
 from hvkit.monitor.monitor import Monitor as Monitor

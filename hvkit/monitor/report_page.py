@@ -9,7 +9,8 @@ import math
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from hvkit.monitor.report import Run, Start, clock, headline, size_of, troubles
+from hvkit.monitor.recorded_run import Run, Start
+from hvkit.monitor.report import clock, headline, size_of, troubles
 from hvkit.monitor.step_shares import PARTS
 from hvkit.monitor.writers import flattened
 from hvkit.wording import duration

@@ -30,7 +30,7 @@ from hvkit.launch.supervision import protocol
 from hvkit.launch.supervision.output import Style
 from hvkit.launch.supervision.protocol import Connection, ConnectionLost, Kind
 from hvkit.launch.supervision.supervisor import Supervisor
-from hvkit.monitor import report
+from hvkit.monitor.recorded_run import read
 from hvkit.monitor.report_page import page
 
 TOKENS = [
@@ -254,7 +254,7 @@ def test_records_of_a_monitor(tmp_path):
     for data in each(300, METRICS):
         (tmp_path / "metrics.jsonl").write_bytes(data)
         with contextlib.suppress(HvkitError):
-            assert "<svg" in page(report.read(tmp_path))
+            assert "<svg" in page(read(tmp_path))
             readable += 1
     assert readable > 100
 

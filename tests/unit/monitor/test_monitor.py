@@ -14,8 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import hvkit
 from hvkit.monitor import monitor as monitor_module
+from hvkit.monitor.recorded_run import read
 from hvkit.monitor.records import Means
-from hvkit.monitor.report import read
 from hvkit.monitor.step_clock import Step
 
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from hvkit.cli import main
 from hvkit.errors import HvkitError
 from hvkit.monitor import report
+from hvkit.monitor.recorded_run import read
 from hvkit.monitor.report_page import page
 
 HOSTS = ["node1", "node1", "node2", "node2"]
@@ -48,7 +49,7 @@ def folder(tmp_path):
 
 
 def test_the_records_are_read(folder):
-    run = report.read(folder(start(), record(10, 2.0), record(20, 1.0), {"end": {}}))
+    run = read(folder(start(), record(10, 2.0), record(20, 1.0), {"end": {}}))
     assert run.curves["loss"] == [(10, 2.0), (20, 1.0)]
     assert run.steps == 20
     assert run.speedup() == pytest.approx(2.4)
@@ -65,7 +66,7 @@ def test_steps_that_a_restart_repeats_count_once(folder):
         start(10, restart=1, reason="rank 3 on node2 was killed"),
         record(20, 2.0),
     ]
-    run = report.read(folder(*lines))
+    run = read(folder(*lines))
     assert run.curves["loss"] == [(10, 3.0), (20, 2.0)]
     assert run.curves["val_loss"] == []
     assert run.starts[1].lost == 10
@@ -73,7 +74,7 @@ def test_steps_that_a_restart_repeats_count_once(folder):
 
 
 def test_a_new_run_in_the_same_folder_takes_the_place_of_the_one_before(folder):
-    run = report.read(folder(start(), record(10, 3.0), record(20), start(), record(10, 2.0)))
+    run = read(folder(start(), record(10, 3.0), record(20), start(), record(10, 2.0)))
     assert run.curves["loss"] == [(10, 2.0)]
     assert [each.lost for each in run.starts] == [0]
 
@@ -87,7 +88,7 @@ def test_what_a_reader_must_know_comes_with_the_numbers(folder):
         {"step": 20, "time": 1e9, "logged": {"val_loss": None}},
         {"end": {"error": "ValueError: <boom>"}},
     ]
-    run = report.read(folder(*lines))
+    run = read(folder(*lines))
     assert report.troubles(run) == [
         "the run ended with ValueError: <boom>",
         "val_loss was NaN or infinite in 1 record, at step 20 first",
@@ -108,23 +109,23 @@ def shown(run):
 
 
 def test_troubles_come_before_the_numbers(folder):
-    text = shown(report.read(folder(start(), record(10), {"end": {"error": "KeyError: 'x'"}})))
+    text = shown(read(folder(start(), record(10), {"end": {"error": "KeyError: 'x'"}})))
     assert text.index("the run ended with KeyError: 'x'") < text.index("metric")
 
 
 def test_leaving_after_sigterm_is_no_error(folder):
-    run = report.read(folder(start(), record(10), {"end": {"left": True}}))
+    run = read(folder(start(), record(10), {"end": {"left": True}}))
     assert report.troubles(run) == ["the run left after SIGTERM, with a checkpoint"]
 
 
 def test_a_run_that_failed_before_its_first_record_says_how(folder):
     with pytest.raises(HvkitError, match="no record of all ranks; it ended with ValueError: boom"):
-        report.read(folder(start(), {"end": {"error": "ValueError: boom"}}))
+        read(folder(start(), {"end": {"error": "ValueError: boom"}}))
 
 
 def test_a_later_run_without_a_record_hides_no_earlier_one(folder):
     lines = [start(), record(10), record(30), {"end": {}}, start(), {"end": {"error": "E: x"}}]
-    run = report.read(folder(*lines))
+    run = read(folder(*lines))
     assert run.steps == 30
     said = "a later run in this folder has no record of all ranks; it ended with E: x"
     assert report.troubles(run) == [said]
@@ -135,33 +136,33 @@ def test_text_of_a_run_commands_no_terminal(folder):
     end = {"end": {"error": bad, "last": {"reason": bad}}}
     lines = [start(hosts=[bad] * 4), record(10, **{bad: 1.0}), end]
     for each in (lines, [*lines, start(), {"end": {"error": bad}}]):
-        assert "\x1b" not in shown(report.read(folder(*each)))
+        assert "\x1b" not in shown(read(folder(*each)))
 
 
 def test_smallest_largest_and_last_value_of_a_metric(folder):
-    run = report.read(folder(start(), record(10, 3.0), record(20, 1.0), record(30, 2.0)))
+    run = read(folder(start(), record(10, 3.0), record(20, 1.0), record(30, 2.0)))
     assert re.search(r"loss +3 +1 +3 +2 *\n", shown(run))
-    run = report.read(folder(start(), record(10, 3.0), record(20, 1.0), record(30, None)))
+    run = read(folder(start(), record(10, 3.0), record(20, 1.0), record(30, None)))
     assert re.search(r"loss +3 +1 +3 +nan *\n", shown(run))
 
 
 def test_steps_lost_are_those_that_ranks_had_begun(folder):
     lines = [start(), record(10), start(10, reason="rank 1 was killed", reached=17), record(20)]
-    assert [each.lost for each in report.read(folder(*lines)).starts] == [0, 7]
+    assert [each.lost for each in read(folder(*lines)).starts] == [0, 7]
 
 
 def test_steps_without_a_record_before_an_error_count_and_show_a_nan(folder):
     logged = {"step": 14, "time": 1e9 + 14, "logged": {"loss": None}}
     end = {"end": {"time": 1e9 + 14, "step": 14, "error": "FloatingPointError: NaN"}}
-    run = report.read(folder(start(), record(10), logged, end))
+    run = read(folder(start(), record(10), logged, end))
     assert (run.steps, run.seconds) == (14, 14.0)
     assert "loss was NaN or infinite in 1 record, at step 14 first" in report.troubles(run)
-    run = report.read(folder(start(), record(10), logged, end, start(10, reason="x"), record(20)))
+    run = read(folder(start(), record(10), logged, end, start(10, reason="x"), record(20)))
     assert (run.steps, run.seconds, run.starts[1].lost) == (20, 20.0, 4)
 
 
 def test_a_run_that_was_resumed_shows_its_starts(folder):
-    run = report.read(folder(start(), record(10), start(10), record(20)))
+    run = read(folder(start(), record(10), start(10), record(20)))
     assert [each.reason for each in run.starts] == ["", "resumed"]
     assert re.search(r" resumed *\n", shown(run))
     assert "<td>resumed</td>" in page(run)
@@ -169,39 +170,39 @@ def test_a_run_that_was_resumed_shows_its_starts(folder):
 
 def test_with_a_parameter_server_the_report_is_about_rank_0(folder):
     lines = [start(hosts=["node1"], size=4), record(10, ranks=1), {"end": {}}]
-    run = report.read(folder(*lines))
+    run = read(folder(*lines))
     assert report.headline(run) == (
         "10 steps in 10 s on rank 0 of 4 ranks; 100 samples a second; 60% of its time at work"
     )
 
 
 def test_steps_before_a_monitor_joined_do_not_count(folder):
-    run = report.read(folder(start(300), record(310)))
+    run = read(folder(start(300), record(310)))
     assert report.headline(run).startswith("10 steps, up to step 310, in 10 s")
     assert "<b>10</b><span>steps in 10 s</span>" in page(run)
 
 
 def test_a_run_that_ended_well_has_no_troubles(folder):
-    run = report.read(folder(start(), record(10), {"end": {}}))
+    run = read(folder(start(), record(10), {"end": {}}))
     assert report.troubles(run) == []
     assert 'class="card note"' not in page(run)
 
 
 def test_a_run_without_an_end_says_so_until_it_has_one(folder):
     lines = [start(), record(10), {"end": {}}, start(10, reason="rank 1 was killed"), record(20)]
-    (said,) = report.troubles(report.read(folder(*lines)))
+    (said,) = report.troubles(read(folder(*lines)))
     assert said.startswith("no end is recorded")
-    assert report.troubles(report.read(folder(*lines, {"end": {}}))) == []
+    assert report.troubles(read(folder(*lines, {"end": {}}))) == []
 
 
 def test_what_a_restart_repeats_was_not_nan(folder):
     lines = [start(), record(20, None), start(10, reason="rank 1 left"), record(20), {"end": {}}]
-    assert report.troubles(report.read(folder(*lines))) == []
+    assert report.troubles(read(folder(*lines))) == []
 
 
 def test_a_metric_without_any_value_is_no_error_of_the_report(folder):
     logged = {"step": 20, "time": 1e9, "logged": {"val_loss": 9.0}}
-    run = report.read(folder(start(), record(10), logged, start(10, reason="x"), record(20)))
+    run = read(folder(start(), record(10), logged, start(10, reason="x"), record(20)))
     console = Console(record=True, width=120, file=open(os.devnull, "w"))  # noqa: SIM115
     report.show(run, console)
     assert "val_loss" not in console.export_text()
@@ -212,7 +213,7 @@ def test_no_value_of_a_record_breaks_the_report(folder, value):
     raw = value if isinstance(value, str) and value != "x" else json.dumps(value)
     for name in ("step", "time", "loss", "steps", "samples_per_second", "ranks", "seconds", "host"):
         line = json.dumps(record(20) | {name: "HERE"}).replace('"HERE"', raw)
-        run = report.read(folder(start(), record(10), line, record(30), {"end": {}}))
+        run = read(folder(start(), record(10), line, record(30), {"end": {}}))
         shown(run)
         page(run)
         assert run.steps >= 30
@@ -222,7 +223,7 @@ def test_a_run_without_a_record_of_all_ranks_says_what_there_is(folder):
     logged = {"step": 3, "time": 1e9, "logged": {"loss": None}}
     end = {"end": {"time": 1e9, "step": 3, "error": "E: \x1b[31mx"}}
     with pytest.raises(HvkitError) as error:
-        report.read(folder(start(), logged, end))
+        read(folder(start(), logged, end))
     said = "no record of all ranks; it ended after 3 steps with E: "
     assert said in str(error.value)
     assert str(error.value).endswith("; loss NaN or infinite")
@@ -231,13 +232,13 @@ def test_a_run_without_a_record_of_all_ranks_says_what_there_is(folder):
 
 def test_lines_that_are_no_records_are_left_out_and_counted(folder):
     broken = ['{"step": 3', "[]", '"x"', '{"step": "a", "time": 1}', '{"start": {}}', "\x00"]
-    run = report.read(folder(start(), record(10), *broken))
+    run = read(folder(start(), record(10), *broken))
     assert run.unreadable == len(broken)
     assert len(run.records) == 1
 
 
 def test_a_speed_by_number_of_ranks_follows_restarts_on_fewer(folder):
-    run = report.read(folder(start(), record(10), start(10), record(20, ranks=2)))
+    run = read(folder(start(), record(10), start(10), record(20, ranks=2)))
     assert run.scaling() == {2: 200.0, 4: 400.0}
     assert "scaling" in page(run)
 
@@ -247,7 +248,7 @@ def test_a_folder_without_a_record_is_an_error_that_says_so(tmp_path, text, caps
     if text is not None:
         (tmp_path / "metrics.jsonl").write_text(text)
     with pytest.raises(HvkitError, match=r"metrics\.jsonl"):
-        report.read(tmp_path)
+        read(tmp_path)
     assert main(["report", str(tmp_path)]) == 1
     assert "Traceback" not in capsys.readouterr().err
 
@@ -271,7 +272,7 @@ def test_text_that_is_no_utf_8_is_shown(folder):
 
 
 def test_the_terminal_shows_speed_parts_and_restarts(folder):
-    run = report.read(folder(start(), record(10), start(5, reason="rank 1 [x] left"), record(20)))
+    run = read(folder(start(), record(10), start(5, reason="rank 1 [x] left"), record(20)))
     console = Console(record=True, width=120, file=open(os.devnull, "w"))  # noqa: SIM115
     report.show(run, console)
     text = console.export_text()
@@ -286,7 +287,7 @@ def test_the_terminal_shows_speed_parts_and_restarts(folder):
 def test_text_from_the_run_is_no_markup(folder):
     bad = "<script>alert(1)</script>"
     lines = [start(), record(10, **{bad: 1.0}), start(10, reason=bad, hosts=[bad]), record(20)]
-    html = page(report.read(folder(*lines)))
+    html = page(read(folder(*lines)))
     assert "<script" not in html
     assert "&lt;script&gt;" in html
 
@@ -299,13 +300,13 @@ def test_a_long_run_is_a_small_page_that_needs_no_network(folder):
     lines = [
         record(n, n / 7, ranks=4, **names) | {"host": loads, "ranks": ranks} for n in range(1, 901)
     ]
-    html = page(report.read(folder({"start": {"time": 0, "step": 0, "hosts": hosts}}, *lines)))
+    html = page(read(folder({"start": {"time": 0, "step": 0, "hosts": hosts}}, *lines)))
     assert len(html.encode()) < 300_000
     assert not re.search(r"(src|href|url|import|http)[=(:]", html)
 
 
 def test_values_that_do_not_change_or_are_missing_have_a_chart(folder):
-    run = report.read(folder(start(), record(10, 0.0), record(20, None)))
+    run = read(folder(start(), record(10, 0.0), record(20, None)))
     assert "<svg" in page(run)
 
 

@@ -1,0 +1,272 @@
+"""Reads what ``metrics.jsonl`` holds of a run.
+
+A run may consist of several starts: one that a restart or a resumption began repeats the steps
+since its checkpoint. Records of the earlier try that come after that step are left out of curves,
+and counted as steps lost. A start from step 0 that no restart made begins another run in the same
+folder, which takes the place of the one before.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hvkit.errors import HvkitError
+from hvkit.log import printable
+from hvkit.monitor.records import RESERVED
+from hvkit.monitor.step_shares import PARTS, speedup
+from hvkit.monitor.writers import FILE, flattened
+from hvkit.wording import counted
+
+# What a record has beside the curves of the script's metrics, the rate and the norm.
+_OWN = RESERVED - {"learning_rate", "gradient_norm"}
+# Beyond what a 32-bit float holds.
+_LARGEST = 1e39
+
+
+@dataclass(frozen=True)
+class Start:
+    """A start of the ranks.
+
+    Attributes:
+        time: seconds since 1970.
+        step: that it begins after.
+        hosts: by rank, its host.
+        reason: of a restart; ``resumed`` for one that is not hvkit's; empty for the first start.
+        lost: steps that an earlier start had taken beyond ``step``, as far as it is known.
+        size: the number of ranks, of which ``hosts`` has rank 0 alone with a parameter server.
+    """
+
+    time: float
+    step: int
+    hosts: tuple[str, ...]
+    reason: str
+    lost: int
+    size: int
+
+
+@dataclass
+class Run:
+    """What a folder holds of a run.
+
+    Attributes:
+        name: of the folder.
+        starts: in their order.
+        records: those that hold measurements, by step.
+        curves: by metric, its points ``(step, value)``.
+        not_finite: by metric, the steps at which it was NaN or infinite.
+        end: ``error``, empty if there was none, of a run that has ended; None for others.
+        left: whether it has left after SIGTERM.
+        reached: the last step and its time, if that ended without a record of all ranks.
+        last_reason: why the rank that came last most often was late; empty if none stands out.
+        before: the run in the same folder that this one takes the place of.
+        later: a sentence about one that has recorded nothing, and so does not.
+        unreadable: lines that are no records; the last one of a run that was killed, for example.
+    """
+
+    name: str
+    starts: list[Start] = field(default_factory=list)
+    records: list[dict[str, Any]] = field(default_factory=list)
+    curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    not_finite: dict[str, list[int]] = field(default_factory=dict)
+    end: str | None = None
+    left: bool = False
+    reached: tuple[int, float] = (0, 0.0)
+    last_reason: str = ""
+    before: Run | None = None
+    later: str = ""
+    unreadable: int = 0
+    _means: dict[str, float] = field(default_factory=dict, repr=False)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The hosts of the ranks, as of the last start."""
+        return self.starts[-1].hosts if self.starts else ()
+
+    @property
+    def steps(self) -> int:
+        """The last step."""
+        recorded = int(self.records[-1]["step"]) if self.records else 0
+        return max(recorded, self.reached[0])
+
+    @property
+    def taken(self) -> int:
+        """Steps since the monitor's first start, which may be in the middle of a training."""
+        return self.steps - self.starts[0].step if self.starts else self.steps
+
+    @property
+    def seconds(self) -> float:
+        """From the first start to the last step."""
+        last = float(self.records[-1]["time"]) if self.records else 0.0
+        last = max(last, self.reached[1])
+        return max(last - self.starts[0].time, 0.0)
+
+    def mean(self, name: str) -> float:
+        """The mean over all steps of a number of the records; ``group/name`` inside a group."""
+        if name in self._means:
+            return self._means[name]
+        group, _, inner = name.rpartition("/")
+        found = [
+            ((each[group] if group else each).get(inner) or 0.0, each["steps"])
+            for each in self.records
+        ]
+        mean = float(sum(v * n for v, n in found) / max(sum(n for _, n in found), 1))
+        return self._means.setdefault(name, mean)
+
+    def parts(self) -> dict[str, float]:
+        """Seconds of a step by part, mean over the run."""
+        return {part: self.mean(f"seconds/{part}") for part in PARTS}
+
+    def speedup(self) -> float:
+        """How many ranks the run is worth."""
+        return speedup(self.parts(), len(self.hosts))
+
+    def last(self) -> list[tuple[int, float]]:
+        """By rank, the part of the steps in which it came last, most often first."""
+        counts: dict[int, int] = {}
+        for each in self.records:
+            for rank, count in enumerate(each.get("ranks", {}).get("last", ())):
+                counts[rank] = counts.get(rank, 0) + count
+        total = sum(counts.values())
+        shares = [(rank, count / total) for rank, count in counts.items()] if total else []
+        return sorted(shares, key=lambda each: -each[1])
+
+    def scaling(self) -> dict[int, float]:
+        """Samples a second by the number of ranks, if restarts have changed that number."""
+        found: dict[int, list[tuple[float, int]]] = {}
+        for each in self.records:
+            ranks = len(each.get("ranks", {}).get("samples_per_second", (0,)))
+            found.setdefault(ranks, []).append((each["samples_per_second"], each["steps"]))
+        return {
+            ranks: sum(v * n for v, n in values) / sum(n for _, n in values)
+            for ranks, values in sorted(found.items())
+        }
+
+    def sent(self) -> dict[str, float]:
+        """Bytes of a rank a step, by purpose."""
+        names = dict.fromkeys(name for each in self.records for name in each.get("sent", {}))
+        return {name: found for name in names if (found := self.mean(f"sent/{name}")) >= 0.5}
+
+
+def read(folder: Path) -> Run:
+    """The run that a monitor has recorded in this folder.
+
+    Raises:
+        HvkitError: there is no record of a run.
+    """
+    path = folder / FILE
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise HvkitError(
+            f"{path} cannot be read ({error.strerror}): name the folder that was passed to "
+            "hvkit.Monitor"
+        ) from None
+    run = Run(folder.resolve().name)
+    for line in filter(bytes.strip, lines):
+        try:
+            run = _with(run, json.loads(line, parse_constant=lambda _: None))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
+            run.unreadable += 1
+    if not run.records:
+        how = printable(_end_without_record(run))
+        if run.before is None:
+            hint = how or ": is the run still at its start, or is this another file?"
+            raise HvkitError(f"{path} holds no record of all ranks{hint}")
+        run.before.later = f"a later run in this folder has no record of all ranks{how}"
+        run.before.unreadable = run.unreadable
+        run = run.before
+    if not run.starts:
+        run.starts.append(Start(run.records[0]["time"], 0, ("?",), "", 0, 1))
+    for each in run.records:
+        metrics = {name: value for name, value in each.items() if name not in _OWN}
+        for name, value in flattened(metrics).items():
+            run.curves.setdefault(name, []).append((each["step"], value))
+        for name in (name for name, value in metrics.items() if value is None):
+            run.not_finite.setdefault(name, []).append(each["step"])
+    for points in run.curves.values():
+        points.sort(key=lambda point: point[0])
+    return run
+
+
+def _end_without_record(run: Run) -> str:
+    if run.end is None:
+        return ""
+    bad = [name for name, steps in run.not_finite.items() if steps]
+    nan = f"; {', '.join(bad)} NaN or infinite" if bad else ""
+    error = f" with {run.end}" if run.end else ""
+    after = f" after {counted(run.taken, 'step')}" if run.taken else ""
+    return f"; it ended{after}{error}{nan}"
+
+
+def _with(run: Run, record: Any) -> Run:
+    """The run with a line of its file; another one if that begins another one.
+
+    Raises:
+        ValueError, TypeError, KeyError, AttributeError, OverflowError: it is no such line.
+    """
+    if "start" in record:
+        return _with_start(run, record["start"])
+    if "logged" in record:
+        step = int(record["step"])
+        for name, value in record["logged"].items():
+            if value is None:
+                run.not_finite.setdefault(str(name), []).append(step)
+            else:
+                run.curves.setdefault(str(name), []).append((step, float(value)))
+    elif "end" in record:
+        end = record["end"]
+        reason = str((end.get("last") or {}).get("reason", ""))
+        run.end, run.left = str(end.get("error", "")), bool(end.get("left", False))
+        run.last_reason = reason
+        if (step := int(end.get("step", 0))) > run.steps:
+            run.reached = step, float(end["time"])
+    else:
+        run.records.append(_checked(record))
+    return run
+
+
+def _with_start(run: Run, start: dict[str, Any]) -> Run:
+    step, at = int(start["step"]), float(start["time"])
+    hosts = tuple(str(host) for host in start["hosts"]) or ("?",)
+    size = int(start.get("size", len(hosts)))
+    reason, reached = str(start.get("reason", "")), int(start.get("reached", 0))
+    if step == 0 and not reason:  # another run in the same folder
+        before = run if run.records else run.before
+        run = Run(run.name, before=before, unreadable=run.unreadable)
+    newest = run.steps
+    run.end, run.left, run.reached = None, False, (0, 0.0)
+    while run.records and run.records[-1]["step"] > step:
+        run.records.pop()
+    for points in run.curves.values():
+        while points and points[-1][0] > step:
+            points.pop()
+    for steps in run.not_finite.values():
+        while steps and steps[-1] > step:
+            steps.pop()
+    lost = max(newest, reached) - step
+    reason = reason or ("resumed" if run.starts else "")
+    run.starts.append(Start(at, step, hosts, reason, max(lost, 0), size))
+    return run
+
+
+def _checked(record: dict[str, Any]) -> dict[str, Any]:
+    """A record whose numbers have the types that the report reads."""
+    if any(abs(float(number)) > _LARGEST for number in flattened(record).values()):
+        raise ValueError("a number that no run has")
+    record["step"], record["steps"] = int(record["step"]), max(int(record["steps"]), 1)
+    record["skipped"] = int(record.get("skipped", 0))
+    record["time"] = float(record["time"])
+    record["samples_per_second"] = float(record["samples_per_second"])
+    ranks = record.get("ranks", {})
+    record["ranks"] = {
+        "samples_per_second": [float(v) for v in ranks.get("samples_per_second") or [0]],
+        "last": [int(v) for v in ranks.get("last", [])],
+    }
+    for group in ("seconds", "sent"):
+        given = record.get(group, {}).items()
+        record[group] = {str(name): float(value or 0) for name, value in given}
+    record["host"] = dict(record.get("host", {}))
+    return record
