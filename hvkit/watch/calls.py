@@ -322,9 +322,19 @@ def _inside_tensorflow() -> int | None:
     """A thread that runs a graph, preferably the main one; None if there is none."""
     frames = _frames()
     for ident in sorted(frames, key=lambda each: each != _MAIN):
-        if f"{os.sep}tensorflow{os.sep}" in frames[ident].f_code.co_filename:
+        if _is_in(frames[ident], "tensorflow"):
             return ident
     return None
+
+
+def inside(package: str) -> bool:
+    """Whether the main thread runs code of an installed package."""
+    frame = _frames().get(_MAIN)
+    return frame is not None and _is_in(frame, package)
+
+
+def _is_in(frame: FrameType, package: str) -> bool:
+    return f"{os.sep}{package}{os.sep}" in frame.f_code.co_filename
 
 
 def _frames() -> dict[int, FrameType]:
