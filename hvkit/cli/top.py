@@ -16,7 +16,7 @@ from hvkit.cli.arguments import positive
 from hvkit.errors import HvkitError
 from hvkit.launch.supervision import run_status
 from hvkit.log import printable
-from hvkit.wording import counted, duration
+from hvkit.wording import counted, duration, shortened
 
 _EVERY = 1.0
 # Seconds between the two looks of --once, over which it measures speeds.
@@ -27,6 +27,8 @@ _PACE_OVER = 5.0
 _STILL = 10.0
 # Seconds in a wait that are worth a colour.
 _LONG = 5.0
+# Characters of a rank's command that are shown.
+_COMMAND = 40
 # Columns where there is no terminal.
 _WIDTH = 160
 
@@ -84,11 +86,18 @@ def _newest() -> tuple[int, list[Text]]:
             unreadable[process] = error
             continue
         notes = [Text(f"skipped {each}: {error}") for each, error in unreadable.items()]
-        others = [str(each) for each in found if each not in (process, *unreadable)]
-        if others:
-            notes.append(Text(f"other runs of yours, for hvkit top PID: {', '.join(others)}"))
+        for other in found[found.index(process) + 1 :]:
+            with contextlib.suppress(HvkitError):  # it has just ended
+                notes.append(
+                    Text(f"another run: hvkit top {_named(other, run_status.read(other))}")
+                )
         return process, notes
     raise unreadable[found[0]]
+
+
+def _named(process: int, state: Mapping[str, Any]) -> str:
+    command = shortened(printable(state["command"]), _COMMAND)
+    return f"{process} ({command})" if command else f"{process}"
 
 
 def _one_view(process: int) -> Group:
@@ -131,7 +140,7 @@ def view(process: int, state: Mapping[str, Any], before: dict[int, tuple[float, 
     now = "no ranks" if phase else f"{len(ranks)} of {counted(state['size'], 'rank')}"
     saved = state["saved"]
     title = (
-        f"hvkit run {process}, begun {duration(state['seconds'])} ago: {now}, "
+        f"hvkit run {_named(process, state)}, begun {duration(state['seconds'])} ago: {now}, "
         f"{counted(state['restarts'], 'restart')}, "
         f"newest checkpoint: {'none' if saved is None else f'step {saved}'}{total}"
     )

@@ -2,9 +2,11 @@
 
 import json
 import secrets
+import shlex
 import time
 from collections.abc import Collection
 from dataclasses import replace
+from pathlib import Path
 
 from hvkit.errors import LaunchError
 from hvkit.host.rank_settings import rank_settings
@@ -47,6 +49,9 @@ def start(request: Request) -> int:
         own[RUN_NAME] = secrets.token_hex(8)
     request = replace(request, variables={**request.variables, **own})
     status = RunStatus()
+    program, script, *words = *request.command, "", ""
+    short = [Path(program).name, Path(script).name, *words]
+    status.update(command=shlex.join(filter(None, short)))
     try:
         with end_on_signals(lambda: status.now.saved), run_status.serve(status.read):
             return _start(request, status)

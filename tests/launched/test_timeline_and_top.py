@@ -107,6 +107,8 @@ start.time = SimpleNamespace(sleep=pause, monotonic=time.monotonic)
 sys.exit(cli.main(sys.argv[1:]))
 """
 TOP = [sys.executable, "-m", "hvkit.cli", "top"]
+ON_TERMINAL = "import sys; sys.stdout.isatty = lambda: True; from hvkit.cli import main; main()"
+LIVE = [sys.executable, "-c", ON_TERMINAL, "top"]
 
 
 def command(script, folder, fault, *options):
@@ -201,7 +203,8 @@ def test_top_shows_ranks_their_steps_and_who_waits(tmp_path):
         assert run.stdout.readline() == "trained\n"
         until(run, waits)
         title, _, first, second = looked(run)
-        assert title.startswith(f"hvkit run {run.pid}, begun ")
+        assert title.startswith(f"hvkit run {run.pid} (python train.py ")
+        assert "), begun " in title
         assert " ago: 2 of 2 ranks, 0 restarts, newest checkpoint: none; " in title
         assert title.endswith(" samples a second")
         assert first.split()[:2] == ["0", "20"]
@@ -256,9 +259,9 @@ def test_top_shows_a_run_between_two_tries_and_counts_its_steps_on(
     again, go = tmp_path / "again", tmp_path / "go"
     with running(words, again, go) as run:
         until(run, lambda state: state["restarts"] == 0 and state["phase"].startswith("begins"))
-        with running([*TOP, str(run.pid)]) as live:
+        with running([*LIVE, str(run.pid)]) as live:
             title, ended, phase = looked(run)
-            assert title.startswith(f"hvkit run {run.pid}, begun ")
+            assert title.startswith(f"hvkit run {run.pid} (")
             assert title.endswith(" ago: no ranks, 0 restarts, newest checkpoint: step 10")
             assert ended.startswith("the ranks have ended: rank 1 on ")
             assert "SIGKILL" in ended
@@ -271,7 +274,7 @@ def test_top_shows_a_run_between_two_tries_and_counts_its_steps_on(
             assert [each.split()[:2] for each in ranks] == [["0", str(last)], ["1", str(last)]]
             assert live.poll() is None
             go.touch()
-            assert f"hvkit run {run.pid} has ended" in live.stdout.read()
+            assert live.stdout.read().endswith(" has ended\n")
 
 
 def test_top_counts_on_the_steps_of_an_earlier_run(tmp_path):

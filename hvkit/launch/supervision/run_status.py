@@ -33,6 +33,7 @@ class RunState:
     """A run at one moment.
 
     Attributes:
+        command: of a rank, as a shell's line, without the folders of its program and script.
         phase: what the run does while it has no ranks; empty while it has.
         restarts: how often the ranks were started again.
         reason: why they ended last; empty if they have not, or have ended well.
@@ -41,6 +42,7 @@ class RunState:
         ranks: as ``hvkit.launch.supervision.supervisor`` describes them.
     """
 
+    command: str = ""
     phase: str = "checks the hosts"
     restarts: int = 0
     reason: str = ""

@@ -31,7 +31,15 @@ def state(**changes):
          "where": "train.py:12", "at": now},
         {"rank": 2, "host": "b", "ended": True},
     ]  # fmt: skip
-    own = {"phase": "", "size": 3, "saved": 30, "seconds": 61.0, "restarts": 2, "reason": REASON}
+    own = {
+        "command": "python x.py",
+        "phase": "",
+        "size": 3,
+        "saved": 30,
+        "seconds": 61.0,
+        "restarts": 2,
+        "reason": REASON,
+    }
     return {**own, "ranks": ranks, **changes}
 
 
@@ -201,7 +209,7 @@ def test_without_a_run_top_says_so(capsys):
 def test_the_view_has_a_line_for_each_rank():
     title, reason, _, *lines = shown(state(), {1: (time.monotonic() - 2.0, 31)})
     assert title == (
-        "hvkit run 12, begun 1 min 1 s ago: 3 of 3 ranks, 2 restarts, "
+        "hvkit run 12 (python x.py), begun 1 min 1 s ago: 3 of 3 ranks, 2 restarts, "
         "newest checkpoint: step 30; 812 samples a second"
     )
     assert reason == f"last restart: {REASON}"
@@ -225,7 +233,8 @@ def test_between_two_tries_the_view_says_why_the_ranks_ended_and_what_the_run_wa
     phase = "waits for hosts before restart 3: too few\n  node2: it does not answer"
     before = {1: (time.monotonic(), 31)}
     assert shown(state(phase=phase, ranks=[]), before) == [
-        "hvkit run 12, begun 1 min 1 s ago: no ranks, 2 restarts, newest checkpoint: step 30",
+        "hvkit run 12 (python x.py), begun 1 min 1 s ago: no ranks, 2 restarts, "
+        "newest checkpoint: step 30",
         f"the ranks have ended: {REASON}",
         *phase.split("\n"),
     ]
@@ -285,9 +294,9 @@ def test_top_shows_the_newest_run_and_names_the_others(monkeypatch, capsys):
     idle = state(phase="checks the hosts", reason="", ranks=[])
     named(monkeypatch, run14=idle, run13=idle, run12=idle)
     assert main(["top", "--once"]) == 0
-    others, title, _ = capsys.readouterr().out.splitlines()
-    assert title.startswith("hvkit run 14, ")
-    assert others == "other runs of yours, for hvkit top PID: 13, 12"
+    *others, title, _ = capsys.readouterr().out.splitlines()
+    assert title.startswith("hvkit run 14 (python x.py), ")
+    assert others == [f"another run: hvkit top {each} (python x.py)" for each in (13, 12)]
 
 
 def test_top_skips_and_names_a_run_that_it_cannot_read(monkeypatch, capsys):
@@ -295,9 +304,9 @@ def test_top_skips_and_names_a_run_that_it_cannot_read(monkeypatch, capsys):
     named(monkeypatch, run14=None, run13=idle, run12=idle)
     assert main(["top", "--once"]) == 0
     skipped, others, title, _ = capsys.readouterr().out.splitlines()
-    assert title.startswith("hvkit run 13, ")
+    assert title.startswith("hvkit run 13 (python x.py), ")
     assert skipped == "skipped 14: process 14 is another version's"
-    assert others == "other runs of yours, for hvkit top PID: 12"
+    assert others == "another run: hvkit top 12 (python x.py)"
 
 
 def test_the_live_view_names_the_other_runs_too(monkeypatch, capsys):
@@ -310,7 +319,7 @@ def test_the_live_view_names_the_other_runs_too(monkeypatch, capsys):
 
     monkeypatch.setattr(top.time, "sleep", sleep)
     assert main(["top"]) == 0
-    assert "other runs of yours, for hvkit top PID: 13" in capsys.readouterr().out
+    assert "another run: hvkit top 13 (python x.py)" in capsys.readouterr().out
 
 
 def test_top_says_why_it_can_read_no_run(monkeypatch, capsys):
