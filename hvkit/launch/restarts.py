@@ -63,5 +63,5 @@ class Restarts:
     @property
     def budget(self) -> str:
         """For messages: ``restart 5 (2 of at most 3 without a newer checkpoint)``."""
-        used = f"{self._without_progress} of at most {self.most}"
-        return f"restart {self.made} ({used} without a newer checkpoint)"
+        used = f"{self._without_progress} of at most {self.most} without a newer checkpoint"
+        return f"restart {self.made} ({used if self._without_progress else 'not counted'})"

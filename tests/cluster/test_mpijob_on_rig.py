@@ -126,4 +126,4 @@ def test_ranks_save_when_a_pod_is_taken_away(rig, tmp_path, around):
     assert first == 0
     assert again >= 3
     assert f"step {again}\n" in printed
-    assert "(0 of at most 1 without a newer checkpoint)" in printed
+    assert "(not counted)" in printed

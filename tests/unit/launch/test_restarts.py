@@ -57,7 +57,9 @@ def test_leaving_after_sigterm_is_no_failure():
     left = replace(FAILED, status=143, preempted=True)
     assert all(restarts.again(replace(left, saved=step)) for step in range(10))
     assert restarts.pause == 1
+    assert restarts.budget == "restart 10 (not counted)"
     assert restarts.again(FAILED)
+    assert restarts.budget == "restart 11 (1 of at most 1 without a newer checkpoint)"
     assert not restarts.again(FAILED)
 
 
