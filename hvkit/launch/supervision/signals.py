@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import socket
+import threading
 from collections.abc import Callable, Coroutine, Iterator
 from types import FrameType
 from typing import Any, TypeVar
@@ -89,6 +90,8 @@ def run_until_signal(main: Coroutine[Any, Any, T]) -> T:
     Raises:
         EndedBySignal: a signal ends the run.
     """
+    if threading.current_thread() is not threading.main_thread():  # signals are not its business
+        return asyncio.run(main)
     came: list[int] = []
     with same_handlers_after(), asyncio.Runner() as runner:
         loop = runner.get_loop()
