@@ -195,6 +195,8 @@ def _meant(error: BaseException) -> BaseException:
 def _line_for(error: BaseException, witness: Witness) -> str | None:
     """The line that refers to an error that another rank shows; None if this rank must show it."""
     other = getattr(error, "hvkit_shown_by", None)
+    if isinstance(error, KeyboardInterrupt) and witness.rank:  # Ctrl-C reaches all: one stack does
+        return f"rank {witness.rank} was interrupted"
     if other is not None:
         return f"rank {witness.rank} ends with the same {type(error).__name__} as rank {other}"
     if not isinstance(error, RankLostError):

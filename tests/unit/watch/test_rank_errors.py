@@ -87,6 +87,19 @@ def test_an_error_that_a_signal_raises_while_another_is_shown_explains_it(
     assert printed.endswith("RuntimeError: worker 7 was killed\n")
 
 
+def test_after_ctrl_c_rank_0_alone_shows_where_it_was(said, capsys):
+    error = caught_interrupt()
+    sys.excepthook(type(error), error, error.__traceback__)
+    assert capsys.readouterr().err == "hvkit: rank 1 was interrupted\n"
+
+
+def caught_interrupt():
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt as error:
+        return error
+
+
 def test_a_lost_rank_is_no_reason_of_ones_own(said, capsys):
     error = RankLostError("rank 0 has ended")
     sys.excepthook(type(error), error, None)
