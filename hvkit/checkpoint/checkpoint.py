@@ -361,8 +361,12 @@ class Checkpoint:
             report(resumes=step, directory=store.id_of(self.directory))
         if found is None:
             return Progress()
-        source, folder = found
-        resume.load(source, parts)
+        source, folder, bringing = found
+        if bringing is None:
+            resume.load(source, parts)
+        else:
+            with bringing:
+                resume.load(source, parts, bringing.take)
         written = source.manifest
         folder = self._go_on_from(folder, written)
         self._saves = written.saves if written.run == run_name() else 0

@@ -4,17 +4,19 @@ Usually rank 0's directory has it. In a run that ``hvkit run`` may start again, 
 another host than before, and hosts come and go. So the first rank of every host looks for the run's
 checkpoints in the directory on that host and, with ``replicas``, in its memory. It reads manifests
 only. The ranks choose the newest of all; the rank that has it compares its files with the manifest,
-and if one is damaged, they choose again. Rank 0 then writes it into its own directory, if it is not
-there yet. If all hosts share the directory, rank 0 reads it.
+and if one is damaged, they choose again. While they load it, rank 0 writes it into its own
+directory, if it is not there yet. If all hosts share the directory, rank 0 reads it.
 """
 
 from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,11 +62,12 @@ class Found:
         return _place(self.folder, self.rank, self.host, in_memory=self.in_memory)
 
 
-def find(directory: Path, replicas: Replicas, call: str) -> tuple[Found, Path] | None:
+def find(
+    directory: Path, replicas: Replicas, call: str
+) -> tuple[Found, Path, Bringing | None] | None:
     """The newest complete checkpoint; None if there is none. A collective.
 
-    Rank 0 logs the damaged checkpoints that are skipped. A checkpoint that rank 0's directory lacks
-    is written there, too.
+    Rank 0 logs the damaged checkpoints that are skipped.
 
     Args:
         directory: the directory of checkpoints.
@@ -72,7 +75,8 @@ def find(directory: Path, replicas: Replicas, call: str) -> tuple[Found, Path] |
         call: the user's call.
 
     Returns:
-        The checkpoint, and its folder in rank 0's directory.
+        The checkpoint; its folder in rank 0's directory; and what writes it there while it is
+        loaded, if that directory lacks it.
 
     Raises:
         RanksDisagreeError: the ranks want different numbers of copies.
@@ -98,16 +102,9 @@ def find(directory: Path, replicas: Replicas, call: str) -> tuple[Found, Path] |
             logger.warning("no checkpoint can be read: starts from the beginning")
         return None
     if not collectives.from_rank(0, _lacks(directory, offers, found)):
-        return found, directory / found.folder.name
-    try:
-        bring(found, directory, call)
-    except OSError as error:
-        if runtime.rank() == 0:
-            logger.warning(
-                "cannot write %s into %s: %s; the run resumes from it all the same",
-                *(found, directory, error.strerror or error),
-            )
-    return found, directory / store.name_of(found.manifest.step)
+        return found, directory / found.folder.name, None
+    folder = directory / store.name_of(found.manifest.step)
+    return found, folder, Bringing(found, directory, call)
 
 
 def adopt(folder: Path, manifest: Manifest) -> Path:
@@ -272,8 +269,12 @@ def _place(folder: Path, rank: int, host: str, *, in_memory: bool) -> str:
     return f"{folder} on {host}" if rank else str(folder)
 
 
-def bring(found: Found, directory: Path, call: str) -> None:
-    """Write a checkpoint into rank 0's directory, as its newest; a collective.
+class Bringing:
+    """Writes a checkpoint that the ranks load into rank 0's directory, as its newest.
+
+    Its files travel once: rank 0 writes those that it gets to load, and at the end of the block,
+    which is a collective, the ranks send it the rest. If rank 0 cannot write, it logs that, and the
+    run resumes all the same. After an error of the block the directory is as it was.
 
     Args:
         found: the checkpoint, the same on every rank.
@@ -281,42 +282,105 @@ def bring(found: Found, directory: Path, call: str) -> None:
         call: the user's call.
 
     Raises:
-        OSError: a rank cannot read it, or rank 0 cannot write it; on every rank.
+        OSError: at the end of the block, on every rank: a rank cannot read the checkpoint.
     """
-    pieces = _travelling(found)
-    problem: Exception | None = None
 
-    def fill(folder: Path) -> None:
-        for name, piece in pieces:
-            with (folder / name).open("ab") as file:
-                file.write(piece)
-        # Those of other runs that are there may have larger serials.
-        serial = max(found.manifest.serial, numbers.serial + 1)
-        replace(found.manifest, serial=serial).write(folder)
-        for each in folder.iterdir():
-            store.flush(each)
+    def __init__(self, found: Found, directory: Path, call: str) -> None:
+        self._found, self._directory, self._call = found, directory, call
+        self._stack = ExitStack()
+        self._folder: Path | None = None
+        self._serial = found.manifest.serial
+        self._taken: set[str] = set()
+        # Why rank 0 cannot write.
+        self._problem: Exception | None = None
 
-    if runtime.rank() == 0:
+    def __enter__(self) -> Bringing:
+        if runtime.rank() == 0:
+            try:
+                # Those of other runs that are there may have larger serials.
+                numbers = store.prepare(self._directory)
+                self._serial = max(self._serial, numbers.serial + 1)
+                name = store.name_of(self._found.manifest.step)
+                folder = store.new_folder(self._directory, name)
+                self._folder = self._stack.enter_context(folder)
+            except Exception as error:  # any error: the other ranks must not wait for this one
+                self._problem = error
+        return self
+
+    def take(self, name: str, content: memoryview) -> None:
+        """Keep a file that every rank has got; on every rank."""
+        self._taken.add(name)
+        length = self._found.manifest.files[name]["bytes"]
+        if len(content) != length:
+            self._problem = OSError(errno.EIO, f"{name} has {len(content)} of {length} bytes")
+        self._append(name, content)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self._stack.__exit__(kind, error, trace)
+            return
+        unreadable: OSError | None = None
         try:
-            numbers = store.prepare(directory)
-            store.write_folder(directory, store.name_of(found.manifest.step), fill)
+            for name, piece in _travelling(self._found, self._taken):
+                self._append(name, piece)
+        except OSError as failed:  # on every rank
+            unreadable = failed
+        problem = self._finish(unreadable)
+        collectives.share(self._call, problem, None)
+
+    def _append(self, name: str, content: Any) -> None:
+        if self._folder is None or self._problem is not None:
+            return
+        try:
+            with (self._folder / name).open("ab") as file:
+                file.write(content)
+        except OSError as error:
+            self._problem = error
+
+    def _finish(self, unreadable: OSError | None) -> Exception | None:
+        """Make the folder a checkpoint, on rank 0, unless something has failed.
+
+        Returns:
+            What all ranks must raise.
+        """
+        if runtime.rank():
+            return unreadable
+        try:
+            with self._stack:
+                if failed := unreadable or self._problem:
+                    raise failed
+                assert self._folder is not None
+                replace(self._found.manifest, serial=self._serial).write(self._folder)
+                for each in self._folder.iterdir():
+                    store.flush(each)
         except Exception as error:  # any error: the other ranks must not wait for this one
-            problem = error
-    try:
-        for _ in pieces:  # after an error, and on the ranks that only pass them on
-            pass
-    except OSError as error:  # on every rank
-        problem = problem or error
-    collectives.share(call, problem, None)
+            if unreadable is not None or not isinstance(error, OSError):
+                return error
+            logger.warning(
+                "cannot write %s into %s: %s; the run resumes from it all the same",
+                *(self._found, self._directory, error.strerror or error),
+            )
+        return None
 
 
-def _travelling(found: Found) -> Iterator[tuple[str, Any]]:
+def _travelling(found: Found, taken: Collection[str]) -> Iterator[tuple[str, Any]]:
     """Yield a checkpoint's files in pieces, each with the file's name: on rank 0, of any rank's.
+
+    Args:
+        found: the checkpoint.
+        taken: the names of files that rank 0 has.
 
     Raises:
         OSError: its rank cannot read it; on every rank.
     """
     for name, facts in found.manifest.files.items():
+        if name in taken:
+            continue
         for start in range(0, max(facts["bytes"], 1), _PIECE):
             piece, error = np.empty(0, np.uint8), None
             if runtime.rank() == found.rank:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -40,8 +40,15 @@ def require_same_parts(parts: Sequence[Part]) -> None:
             )
 
 
-def load(found: Found, parts: Sequence[Part]) -> None:
+def load(
+    found: Found, parts: Sequence[Part], take: Callable[[str, memoryview], None] | None = None
+) -> None:
     """Load the files of one rank into every rank's parts; a collective.
+
+    Args:
+        found: the checkpoint.
+        parts: of this rank.
+        take: gets each file, with its name, on every rank.
 
     Raises:
         ValueError: the checkpoint lacks a part, or does not fit one.
@@ -64,6 +71,8 @@ def load(found: Found, parts: Sequence[Part]) -> None:
             part.begin_after(manifest.step)
             continue
         content, problem = _content(found, part.file, problem)
+        if take is not None:
+            take(part.file, content)
         if problem is None:
             try:
                 part.load(content, manifest.parts[part.name])

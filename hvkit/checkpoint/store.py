@@ -17,6 +17,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
@@ -104,20 +105,35 @@ def prepare(directory: Path) -> Numbers:
 def write_folder(directory: Path, name: str, fill: Callable[[Path], None]) -> None:
     """Write a checkpoint's folder, replacing one of the same name.
 
-    The replaced folder is deleted, or stays hidden if it cannot be deleted now.
-
     Args:
-        directory: a directory that ``prepare`` returned from.
-        name: the folder's name, from ``name_of``.
+        directory, name: as for ``new_folder``.
         fill: writes all files into the folder it is given, and flushes each, the manifest last.
 
     Raises:
         OSError: a file cannot be written; the directory is then as it was.
     """
+    with new_folder(directory, name) as folder:
+        fill(folder)
+
+
+@contextmanager
+def new_folder(directory: Path, name: str) -> Iterator[Path]:
+    """Within: a hidden folder to fill, with each file flushed, the manifest last.
+
+    Afterwards it is a checkpoint's, and replaces one of the same name, which is deleted, or stays
+    hidden if it cannot be deleted now. After an error the directory is as it was.
+
+    Args:
+        directory: a directory that ``prepare`` returned from.
+        name: the folder's name, from ``name_of``.
+
+    Raises:
+        OSError: it cannot be made or flushed.
+    """
     temporary = _unused(directory / (_SAVING + name))
     try:
         temporary.mkdir()
-        fill(temporary)
+        yield temporary
         flush(temporary)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
