@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from typing import Protocol
 
 ACTIONS = ("ignore", "skip", "stop")
 
@@ -21,6 +23,17 @@ class SkippedSteps:
 
 
 skipped_steps = SkippedSteps()
+
+
+class Statistics(Protocol):
+    """Running statistics of batch norm, which a step that is skipped must not spoil."""
+
+    def keep(self) -> None:
+        """Remember those that are finite."""
+
+
+kept_statistics: weakref.WeakSet[Statistics] = weakref.WeakSet()
+"""Of all models with ``on_nonfinite="skip"``; what a checkpoint has loaded must be kept, too."""
 
 
 def describe(everyone: Sequence[Sequence[str]]) -> str:

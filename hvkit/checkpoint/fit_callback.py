@@ -96,7 +96,7 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
         if self._train is None:
             self._trained += self.model.steps_per_execution
         leaves = self._together and LEAVING.due()
-        if self._batches >= (self.params.get("steps") or math.inf):
+        if self._batches >= ((self.params or {}).get("steps") or math.inf):
             # The end of the epoch saves. A run that resumed here would end this epoch without a
             # batch, and so without metrics.
             return

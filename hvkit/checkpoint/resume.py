@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from hvkit import runtime
+from hvkit.adapters.nonfinite import kept_statistics
 from hvkit.checkpoint import ranks
 from hvkit.checkpoint.manifests import Manifest
 from hvkit.checkpoint.newest import Found
@@ -93,6 +94,8 @@ def load(
     except Exception as error:
         problem = problem or error
     share(_CALL, problem, None)
+    for statistics in kept_statistics:
+        statistics.keep()
     if runtime.rank() == 0:
         _log_resumed(found, parts)
     for each in kept:

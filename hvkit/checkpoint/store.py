@@ -46,7 +46,7 @@ _held: dict[Path, tuple[FileLock, os.stat_result]] = {}
 # What flock reports on file systems without locks. There, users must keep their runs apart.
 _WITHOUT_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
 
-# Folders whose deletion failed and was logged.
+# Folders that stay, which was logged.
 _stays: set[Path] = set()
 
 
@@ -292,10 +292,13 @@ def _finish_replacing(old: Path) -> None:
     except DamagedError:
         if new.exists():
             _remove(new)
-        os.rename(old, new)
-        flush(old.parent)
+        if not new.exists():
+            os.rename(old, new)
+            flush(old.parent)
     except (OSError, HvkitError) as error:
-        _log_that_it_stays(old, error)
+        if old not in _stays:
+            logger.warning(f"{old} stays beside {new}, which cannot be read: {error}")
+        _stays.add(old)
     else:
         _remove(old)
 
@@ -345,7 +348,7 @@ def _unused(path: Path) -> Path:
     return next(each for each in chain((path,), others) if not each.exists())
 
 
-def _log_that_it_stays(folder: Path, error: Exception) -> None:
+def _log_that_it_stays(folder: Path, error: OSError) -> None:
     if folder not in _stays:
         logger.warning(f"cannot delete {folder} now, the next save tries again: {error}")
     _stays.add(folder)

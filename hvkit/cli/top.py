@@ -88,9 +88,8 @@ def _newest() -> tuple[int, list[Text]]:
         notes = [Text(f"skipped {each}: {error}") for each, error in unreadable.items()]
         for other in found[found.index(process) + 1 :]:
             with contextlib.suppress(HvkitError):  # it has just ended
-                notes.append(
-                    Text(f"another run: hvkit top {_named(other, run_status.read(other))}")
-                )
+                state = run_status.read(other)
+                notes.append(Text(f"another run: {_named(other, state)}"))
         return process, notes
     raise unreadable[found[0]]
 

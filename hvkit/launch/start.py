@@ -50,7 +50,8 @@ def start(request: Request) -> int:
     request = replace(request, variables={**request.variables, **own})
     status = RunStatus()
     program, script, *words = *request.command, "", ""
-    short = [Path(program).name, Path(script).name, *words]
+    script = script if script.startswith("-") else Path(script).name
+    short = [Path(program).name, script, *words]
     status.update(command=shlex.join(filter(None, short)))
     try:
         with end_on_signals(lambda: status.now.saved), run_status.serve(status.read):

@@ -214,7 +214,9 @@ def watch(monitor: Monitor, model: keras.Model, optimizers: Sequence[Any]) -> Gr
         given = kwargs.get("callbacks")
         if isinstance(given, keras.callbacks.CallbackList):
             if callback not in given.callbacks:
-                given.callbacks.insert(0, callback)
+                own = [callback, *given.callbacks]
+                known = given.params or {}
+                kwargs["callbacks"] = keras.callbacks.CallbackList(own, model=model, **known)
         else:
             several = given if isinstance(given, list | tuple) else [given] if given else []
             own = [] if callback in several else [callback]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import math
 import socket
 import sys
@@ -120,7 +121,9 @@ class Monitor:
         self._equal_steps = True
         self._skipped = skipped_steps.number
         self.closed = False
-        atexit.register(_end_with_script, weakref.ref(self))
+        # In a notebook, of an earlier cell.
+        self._old_error = getattr(sys, "last_value", None)
+        self._at_exit = functools.partial(_end_with_script, weakref.ref(self))
 
     def batches(self, data: Iterable[T]) -> Iterator[T]:
         """The batches of ``data``; the time until each is there counts as data.
@@ -329,6 +332,7 @@ class Monitor:
 
     def _finish(self, error: BaseException | None = None) -> None:
         self.closed = True
+        atexit.unregister(self._at_exit)
         self._clock.close()
         if self._gradients is not None:
             self._gradients.expect(self.due)
@@ -378,6 +382,7 @@ class Monitor:
             return
         self._opened = True
         runtime.init()
+        atexit.register(self._at_exit)  # runs before what ``init`` has registered
         problem: Exception | None = None
         writers = None
         if runtime.rank() == 0:
@@ -423,5 +428,5 @@ class Monitor:
 def _end_with_script(reference: weakref.ref[Monitor]) -> None:
     """Write the end of a monitor without a ``with`` block whose script ends with an error."""
     monitor, error = reference(), getattr(sys, "last_value", None)
-    if monitor is not None and error is not None and not monitor.closed:
+    if monitor is not None and error not in (None, monitor._old_error):
         monitor._finish(error)

@@ -48,8 +48,8 @@ def show(run: Run, console: Console) -> None:
             table.add_row(clock(start.time), *row)
         console.print(table)
     if run.unreadable:
-        verb = "is no record" if run.unreadable == 1 else "are no records"
-        console.print(f"{counted(run.unreadable, 'line')} of {FILE} {verb}, and left out")
+        verb = "is no record and was" if run.unreadable == 1 else "are no records and were"
+        console.print(f"{counted(run.unreadable, 'line')} of {FILE} {verb} left out")
 
 
 def _printable(run: Run) -> Run:

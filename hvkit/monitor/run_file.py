@@ -106,8 +106,9 @@ class RunFile:
             metrics: reads them.
         """
         if step > self._recorded:
-            with suppress(RuntimeError):  # a GPU's own error: it computes no more
-                self.log(step, time.time(), metrics())
+            with suppress(Exception):  # the error may be the device's: it computes no more
+                if numbers := metrics():
+                    self.log(step, time.time(), numbers)
 
     def flush(self) -> None:
         """Write what is left in memory."""

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import ParamSpec, Protocol, TypeVar
 
 from hvkit.watch.spans import WAITING, mark
@@ -322,7 +322,7 @@ def _inside_tensorflow() -> int | None:
     """A thread that runs a graph, preferably the main one; None if there is none."""
     frames = _frames()
     for ident in sorted(frames, key=lambda each: each != _MAIN):
-        if _is_in(frames[ident], "tensorflow"):
+        if f"{os.sep}tensorflow{os.sep}" in frames[ident].f_code.co_filename:
             return ident
     return None
 
@@ -330,11 +330,13 @@ def _inside_tensorflow() -> int | None:
 def inside(package: str) -> bool:
     """Whether the main thread runs code of an installed package."""
     frame = _frames().get(_MAIN)
-    return frame is not None and _is_in(frame, package)
+    name = "" if frame is None else str(frame.f_globals.get("__name__", ""))
+    return name.partition(".")[0] == package
 
 
-def _is_in(frame: FrameType, package: str) -> bool:
-    return f"{os.sep}{package}{os.sep}" in frame.f_code.co_filename
+def place(trace: TracebackType) -> str:
+    """A line of a traceback: ``train.py:41``."""
+    return _line(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
 
 
 def _frames() -> dict[int, FrameType]:

@@ -35,12 +35,11 @@ def _run(recorder: Recorder | None) -> None:
     while not never.wait(_EVERY):
         if recorder is not None:
             recorder.send()
-        report_now()
+        report_now(calls.status())
 
 
-def report_now() -> None:
+def report_now(now: calls.Status) -> None:
     """Report where this rank is: before it ends, too, so that no step is missing."""
-    now = calls.status()
     report(
         now={
             "call": now.call[:_TEXT],

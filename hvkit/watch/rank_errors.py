@@ -61,8 +61,8 @@ def install(witness: Witness) -> None:
     def show_or_name(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
-        meant = _meant(error)
         try:
+            meant = _meant(error)
             if not isinstance(meant, RankLostError):
                 witness.failed(_failed_with(meant), ends=True)
             line = _line_for(meant, witness)
@@ -196,7 +196,11 @@ def _line_for(error: BaseException, witness: Witness) -> str | None:
     """The line that refers to an error that another rank shows; None if this rank must show it."""
     other = getattr(error, "hvkit_shown_by", None)
     if isinstance(error, KeyboardInterrupt) and witness.rank:  # Ctrl-C reaches all: one stack does
-        return f"rank {witness.rank} was interrupted"
+        places = [
+            each for each in _each(error.__traceback__) if _package_of(each) not in _EXPLAINED
+        ]
+        where = f" ({calls.place(places[-1])})" if places else ""
+        return f"rank {witness.rank} was interrupted{where}"
     if other is not None:
         return f"rank {witness.rank} ends with the same {type(error).__name__} as rank {other}"
     if not isinstance(error, RankLostError):

@@ -98,7 +98,7 @@ class Watcher:
         self._own_end = how
         if ends:
             self._fails = True
-            report_now()
+            report_now(self._status())
             report(cause=shortened(f"{ranks_text([self.rank])} {how}", _CAUSE))
 
     def stop(self) -> None:
@@ -161,7 +161,7 @@ class Watcher:
     def _learn_of_end(self, rank: int, how: str, shown_by: int) -> None:
         """Another rank has ended, and Horovod will end with it."""
         self._ended[rank] = how
-        report_now()
+        report_now(self._status())
         report(cause=shortened(f"{ranks_text([rank])} {how}", _CAUSE))
         self._explain(f"{ranks_text([rank])} {how}", shown_by, verdict=False)
 
@@ -315,10 +315,12 @@ class Hub(Watcher):
                 self._peers[rank] = connection
 
     def _read_messages(self) -> None:
-        by_connection = {id(connection): rank for rank, connection in self._peers.items()}
+        # The script's thread may admit the last ones (``stop``).
+        peers = list(self._peers.items())
+        by_connection = {id(connection): rank for rank, connection in peers}
         ready: list[Any] = []
-        if self._peers:
-            ready = wait(list(self._peers.values()), timeout=_TICK)
+        if peers:
+            ready = wait([connection for _, connection in peers], timeout=_TICK)
         else:
             time.sleep(_TICK)
         for connection in ready:
@@ -385,7 +387,7 @@ class Hub(Watcher):
         longest = max((s.seconds for s in (own, *self._statuses.values()) if s.waits), default=0.0)
         if longest < _WORTH_REPORTING:
             return
-        for rank, peer in self._peers.items():
+        for rank, peer in list(self._peers.items()):
             if rank not in self._asked:
                 self._asked[rank] = now
                 _send(peer, {"question": "status"})

@@ -298,7 +298,8 @@ def test_a_rank_that_never_comes_ends_the_run_after_the_long_limit(tmp_path):
     limits = {"HVKIT_STALL_SECONDS": "5", "HVKIT_STALL_LIMIT_SECONDS": "8"}
     status, err, lines = run(code, tmp_path, 2, **limits)
     assert status != 0
-    assert f"it is at {lines['here']}; the limit is 8 s" in err
+    assert f"it is at {lines['here']}; rank 0 waits in backward() of step 8" in err
+    assert "; the limit is 8 s" in err
 
 
 def test_an_error_ends_the_run_although_another_rank_is_stopped(tmp_path):

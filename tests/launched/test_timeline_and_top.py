@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import psutil
 import pytest
+from rich.text import Text
 
 from hvkit.cli import top
 from hvkit.errors import HvkitError
@@ -274,7 +275,8 @@ def test_top_shows_a_run_between_two_tries_and_counts_its_steps_on(
             assert [each.split()[:2] for each in ranks] == [["0", str(last)], ["1", str(last)]]
             assert live.poll() is None
             go.touch()
-            assert live.stdout.read().endswith(" has ended\n")
+            last = Text.from_ansi(live.stdout.read()).plain.splitlines()[-1]
+            assert last.endswith(f"hvkit run {run.pid} has ended")
 
 
 def test_top_counts_on_the_steps_of_an_earlier_run(tmp_path):

@@ -208,7 +208,8 @@ class KerasAdapter:
             if self.options.batch_norm == "average":
                 average_statistics(self.model, wait)
 
-        statistics = LastStatistics(self.model, averaged)
+        skips = self.options.on_nonfinite == "skip"
+        statistics = LastStatistics(self.model, averaged) if skips else None
         return NonFinite(self.options.on_nonfinite, name, statistics)
 
     def _end_epoch(self, wait: GraphWait) -> None:

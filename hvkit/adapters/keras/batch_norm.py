@@ -18,6 +18,7 @@ from hvkit import runtime
 from hvkit.adapters.keras.collectives.graph_collectives import GraphWait
 from hvkit.adapters.keras.collectives.wire import Wire
 from hvkit.adapters.keras.refusals import refuse_xla
+from hvkit.adapters.nonfinite import kept_statistics
 
 # Numbers the collectives; ranks make the layers in the same order.
 _serial = itertools.count()
@@ -57,27 +58,39 @@ class LastStatistics:
         self._model = model
         self._averaged = averaged
         self._kept: list[tuple[Any, tf.Variable]] = []
+        kept_statistics.add(self)
+        self.prepare()
 
     def prepare(self) -> None:
-        """Make room for them; the first time that the model has weights."""
+        """Make room for them; the first time that the model has weights.
+
+        In eager code the first batch may have spoilt them already: then they are those of a new
+        layer.
+        """
         if not self._kept:
             with tf.init_scope():
+                means_and_variances = enumerate(_statistics_in(self._model))
                 self._kept = [
-                    (each, tf.Variable(each.value, trainable=False))
-                    for each in _statistics_in(self._model)
+                    (each, tf.Variable(_finite(each.value, float(i % 2)), trainable=False))
+                    for i, each in means_and_variances
                 ]
 
     def keep(self) -> None:
         """Remember them."""
         for now, kept in self._kept:
-            kept.assign(now.value)
+            kept.assign(_finite(now.value, kept))
 
     def put_back(self) -> None:
         """Put those that are no longer finite back; a collective."""
         self._averaged()
         for now, kept in self._kept:
-            fine = tf.reduce_all(tf.math.is_finite(now.value))
-            now.assign(tf.where(fine, now.value, kept))
+            now.assign(_finite(now.value, kept))
+
+
+def _finite(values: Any, otherwise: Any) -> Any:
+    """The values if all of them are finite; otherwise others."""
+    fine = tf.reduce_all(tf.math.is_finite(values))
+    return tf.where(fine, values, tf.cast(otherwise, values.dtype))
 
 
 def _statistics_in(model: keras.Model) -> list[Any]:

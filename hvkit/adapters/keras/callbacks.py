@@ -72,22 +72,28 @@ class Epoch:
                 each.end_of_epoch()
 
 
-def for_this_rank(callbacks: Any, epoch: Epoch | None) -> Any:
+def for_this_rank(callbacks: Any, epoch: Epoch | None, model: keras.Model) -> Any:
     """The callbacks that this rank runs, in their order.
 
     Args:
         callbacks: the user's: None, a callback, a list of callbacks or a ``CallbackList``.
         epoch: the state of ``fit``; None for other methods.
+        model: whose method it is.
 
     Raises:
-        ValueError: ``BackupAndRestore`` is among them.
+        ValueError: ``BackupAndRestore`` is among them, or they are in a ``CallbackList`` with
+            methods of its own.
     """
     if isinstance(callbacks, keras.callbacks.CallbackList):
         if epoch is None:  # perhaps that of a fit which evaluates
             return callbacks
-        mine = for_this_rank(callbacks.callbacks, epoch)
-        known = callbacks.params or {}
-        return keras.callbacks.CallbackList(mine, model=callbacks.model, **known)
+        if type(callbacks) is not keras.callbacks.CallbackList:
+            raise ValueError(
+                f"callbacks is a {type(callbacks).__name__}, to which hvkit cannot add callbacks "
+                "of its own: pass a list, or a keras.callbacks.CallbackList"
+            )
+        mine = for_this_rank(callbacks.callbacks, epoch, model)
+        return keras.callbacks.CallbackList(mine, model=model, **callbacks.params or {})
     given = _as_list(callbacks)
     _refuse_restoring(given)
     if runtime.rank() != 0:

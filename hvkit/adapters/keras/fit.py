@@ -50,11 +50,11 @@ def share_results(
     model._get_metrics_result_or_logs = functools.partial(
         _over_all_ranks, model, epoch, model._get_metrics_result_or_logs
     )
-    model.fit = _on_this_rank(model.fit, epoch)
+    model.fit = _on_this_rank(model, model.fit, epoch)
     model.train_on_batch = _translating(model.train_on_batch)
     evaluate = _in_settled(model.evaluate, rounds) if rounds else model.evaluate
     for method in (evaluate, model.predict):
-        setattr(model, method.__name__, _on_this_rank(method, epoch, trains=False))
+        setattr(model, method.__name__, _on_this_rank(model, method, epoch, trains=False))
 
 
 def _in_settled(
@@ -78,7 +78,7 @@ def _translating(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _on_this_rank(
-    method: Callable[..., Any], epoch: Epoch, *, trains: bool = True
+    model: keras.Model, method: Callable[..., Any], epoch: Epoch, *, trains: bool = True
 ) -> Callable[..., Any]:
     """The method, with callbacks and verbosity adapted to this rank."""
 
@@ -89,7 +89,7 @@ def _on_this_rank(
             kwargs["verbose"] = 0
         if _takes(method, "callbacks"):
             given = kwargs.get("callbacks")
-            kwargs["callbacks"] = for_this_rank(given, epoch if trains else None)
+            kwargs["callbacks"] = for_this_rank(given, epoch if trains else None, model)
         aside = _each_epoch_to_its_end(epoch.rounds) if trains else epoch.set_aside()
         with aside, call_within(method.__name__), translated():
             try:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
+from hvkit.adapters.nonfinite import kept_statistics
 from hvkit.adapters.pytorch.collectives.wire import Wire
 from hvkit.watch.calls import call
 
@@ -66,6 +67,7 @@ class LastStatistics:
     def __init__(self, model: nn.Module) -> None:
         self._places = _statistics_in(model)
         self._kept = [getattr(module, name).detach().clone() for module, name in self._places]
+        kept_statistics.add(self)
 
     def keep(self) -> None:
         """Remember them."""

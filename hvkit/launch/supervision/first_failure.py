@@ -11,10 +11,11 @@ from hvkit.wording import shortened
 # In the line of a rank whose error another one shows (``hvkit.watch.rank_errors``).
 _SAME = "ends with the same"
 
-# Errors of a rank that has lost its partners: consequences of another failure.
+# Errors of a rank that has lost its partners: consequences of another failure. The last two are of
+# ``hvkit.watch.watcher``, about a wait that Horovod does not end.
 _CONSEQUENCES = (
-    *("RankLostError", "HorovodInternalError", "Horovod has been shut down"),
-    _SAME,
+    *("RankLostError", "HorovodInternalError", "Horovod has been shut down", _SAME),
+    *("after it should have ended", "it cannot reach rank 0"),
 )
 
 # The last line of a traceback.
@@ -62,8 +63,9 @@ class Failure:
 
     def is_same_as(self, other: "Failure") -> bool:
         """Whether both ranks ended with one error, which one of them may have shown for both."""
-        shown_elsewhere = any(_SAME in line for line in self.last_lines)
-        return shown_elsewhere or (bool(self.error) and self.error == other.error)
+        shown = re.compile(rf"{_SAME} \w+ as rank {other.rank}\b")
+        shown_there = any(map(shown.search, self.last_lines))
+        return shown_there or (bool(self.error) and self.error == other.error)
 
     @property
     def error(self) -> str:

@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from types import FrameType
 from typing import Any, TypeVar
@@ -22,6 +23,11 @@ END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 COMMAND_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 """Those that go to the command of every rank."""
+
+
+# A batch system and a launcher may each pass the same signal on. One that comes later than so many
+# seconds after the first is another one.
+_SAME = 2.0
 
 
 class EndedBySignal(SystemExit):
@@ -93,6 +99,7 @@ def run_until_signal(main: Coroutine[Any, Any, T]) -> T:
     if threading.current_thread() is not threading.main_thread():  # signals are not its business
         return asyncio.run(main)
     came: list[int] = []
+    at: list[float] = []
     with same_handlers_after(), asyncio.Runner() as runner:
         loop = runner.get_loop()
         task: asyncio.Task[Any] | None = None
@@ -101,8 +108,13 @@ def run_until_signal(main: Coroutine[Any, Any, T]) -> T:
             if task is not None:
                 task.cancel()
 
-        def note(number: int, _: FrameType | None) -> None:
+        def note(number: int, frame: FrameType | None) -> None:
             came.append(number)
+            at.append(time.monotonic())
+            if at[-1] - at[0] > _SAME:  # the end takes too long for whoever sends another
+                with contextlib.suppress(EndedBySignal):
+                    ends(number, frame)
+                os._exit(128 + number)
             if len(came) == 1:
                 with contextlib.suppress(RuntimeError):  # the loop is closed
                     loop.call_soon_threadsafe(cancel)
@@ -116,11 +128,12 @@ def run_until_signal(main: Coroutine[Any, Any, T]) -> T:
                 return await main
 
         for number in END_SIGNALS:
-            if isinstance(signal.getsignal(number), _Ends):
+            if isinstance(handler := signal.getsignal(number), _Ends):
+                ends = handler
                 signal.signal(number, note)
         try:
             result = runner.run(cancellable())
-        except asyncio.CancelledError:
+        except BaseException:  # also one of the clean-up
             if not came:
                 raise
     if came:

@@ -203,6 +203,18 @@ def test_fit_resumed_in_the_middle_of_an_epoch_is_the_one_that_was_never_stopped
     assert equal(resumed, unbroken(make_data))
 
 
+def test_the_callback_may_be_in_a_callback_list(folder):
+    net, optimizer = hvkit.distribute(model(1), keras.optimizers.Adam(0.01))
+    net.compile(optimizer=optimizer, loss="mse")
+    checkpoint = Checkpoint(folder, keep=None, model=net, optimizer=optimizer)
+    saves = checkpoint.callback(every=2)
+    given = keras.callbacks.CallbackList([saves], add_history=True, model=net)
+    net.fit(Data(), epochs=1, verbose=0, callbacks=given)
+    if hvkit.rank() == 0:
+        steps = sorted(int(each.name.removeprefix("step-")) for each in folder.glob("step-*"))
+        assert steps == [2, 4, 5]
+
+
 class StopsInValidation(keras.callbacks.Callback):
     def on_test_begin(self, logs=None):
         if int(self.model.optimizer.iterations) == 10:

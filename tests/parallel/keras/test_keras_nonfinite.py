@@ -55,6 +55,8 @@ def test_statistics_of_batch_norm_survive_a_skipped_update(loop, batch_norm):
     hvkit.distribute(model, optimizer, on_nonfinite="skip", batch_norm=batch_norm)
     data = local(regression(steps=4))
     statistics = layers[1].moving_mean, layers[1].moving_variance
+    LOOPS[loop](model, optimizer, spoiled(data[:1], 0))
+    assert [each.numpy().tolist() for each in statistics] == [[0] * 4, [1] * 4]
     LOOPS[loop](model, optimizer, data[:3])
     before = [each.numpy().copy() for each in statistics]
     LOOPS[loop](model, optimizer, spoiled(data[3:], 0))  # a NaN in one sample: all channels

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from nets import alike, arrays, local, mlp, regression, sgd
-from ranks import error_of
+from ranks import error_of, shared_folder
 from torch.nn import functional as F
 
 import hvkit
@@ -126,6 +126,28 @@ def test_statistics_of_batch_norm_survive_a_skipped_step(batch_norm):
         if bad and (hvkit.rank() == 1 or batch_norm != "local"):
             assert all(map(np.array_equal, arrays(statistics), before))
     assert all(torch.isfinite(each).all() for each in statistics)
+
+
+def test_statistics_that_a_checkpoint_has_brought_survive_a_skipped_step(tmp_path_factory):
+    folder = shared_folder(tmp_path_factory)
+    data = local(regression(steps=3))
+
+    def begin():
+        net = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4))
+        model, optimizer = distributed("skip", model=net)
+        return model, optimizer, hvkit.Checkpoint(folder, model=model, optimizer=optimizer)
+
+    torch.manual_seed(0)
+    model, optimizer, checkpoint = begin()
+    for x, y in data[:2]:
+        step(model, optimizer, x, y)
+    checkpoint.save(epoch=0, step=2)
+    kept = arrays([model[1].running_mean, model[1].running_var])
+    model, optimizer, checkpoint = begin()
+    checkpoint.restore()
+    x, y = data[2]
+    step(model, optimizer, x * float("nan"), y)
+    assert all(map(np.array_equal, arrays([model[1].running_mean, model[1].running_var]), kept))
 
 
 class Discriminator(torch.nn.Linear):

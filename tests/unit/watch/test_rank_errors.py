@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import sys
 import threading
 import traceback
@@ -69,14 +70,17 @@ def files_of(error):
     return [Path(place.filename).name for place in traceback.extract_tb(error.__traceback__)]
 
 
+@pytest.mark.parametrize("where", [(watcher, "report"), (rank_errors, "_meant")])
 def test_an_error_that_a_signal_raises_while_another_is_shown_explains_it(
-    said, monkeypatch, capsys
+    said, monkeypatch, capsys, where
 ):
-    def report(**values):
-        monkeypatch.setattr(watcher, "report", lambda **values: said.append(values))
-        raise RuntimeError("worker 7 was killed")  # as PyTorch's handler of SIGCHLD does
+    function = getattr(*where)
 
-    monkeypatch.setattr(watcher, "report", report)
+    def interrupted(*args, **values):  # as by PyTorch's handler of SIGCHLD
+        monkeypatch.setattr(*where, function)
+        raise RuntimeError("worker 7 was killed")
+
+    monkeypatch.setattr(*where, interrupted)
     try:
         raise ConnectionResetError("by peer")
     except ConnectionResetError as error:
@@ -90,7 +94,8 @@ def test_an_error_that_a_signal_raises_while_another_is_shown_explains_it(
 def test_after_ctrl_c_rank_0_alone_shows_where_it_was(said, capsys):
     error = caught_interrupt()
     sys.excepthook(type(error), error, error.__traceback__)
-    assert capsys.readouterr().err == "hvkit: rank 1 was interrupted\n"
+    printed = capsys.readouterr().err
+    assert re.fullmatch(r"hvkit: rank 1 was interrupted \(\S*test_rank_errors.py:\d+\)\n", printed)
 
 
 def caught_interrupt():

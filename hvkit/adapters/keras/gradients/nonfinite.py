@@ -24,10 +24,10 @@ class NonFinite:
     Args:
         action: ``"skip"`` or ``"stop"``.
         name: the same on every rank, and no other optimizer's.
-        statistics: of the model; they must survive an update that is skipped.
+        statistics: of the model, which must survive an update that is skipped; None for ``"stop"``.
     """
 
-    def __init__(self, action: str, name: str, statistics: LastStatistics) -> None:
+    def __init__(self, action: str, name: str, statistics: LastStatistics | None) -> None:
         self._action = action
         self._statistics = statistics
         self._wire = Wire("checks")
@@ -50,7 +50,8 @@ class NonFinite:
             FloatingPointError: with ``"stop"``, on every rank, in eager code.
             tf.errors.InvalidArgumentError: the same in a graph, which ``fit`` translates.
         """
-        self._statistics.prepare()
+        if self._statistics is not None:
+            self._statistics.prepare()
         with tf.device("CPU:0"):
             mine = tf.stack([_is_bad(each) for each in gradients])[None]
             everyone = self._wait.around(
@@ -77,14 +78,15 @@ class NonFinite:
         if tf.executing_eagerly():
             if not bool(bad):
                 update()
-                self._statistics.keep()
-            elif self._action == "stop":
+                if self._statistics is not None:
+                    self._statistics.keep()
+            elif self._statistics is None:
                 raise mark_as_shown_by(error(everyone.numpy(), step.numpy()), 0)
             else:
                 self._statistics.put_back()
                 skip(everyone.numpy(), step.numpy())
             return
-        if self._action == "stop":
+        if (statistics := self._statistics) is None:
             reason = tf.cond(
                 bad,
                 lambda: tf.numpy_function(
@@ -100,11 +102,11 @@ class NonFinite:
 
         def updated() -> tf.Tensor:
             update()
-            self._statistics.keep()
+            statistics.keep()
             return tf.constant(0)
 
         def skipped() -> tf.Tensor:
-            self._statistics.put_back()
+            statistics.put_back()
             return tf.numpy_function(skip, [everyone, step], tf.int32)
 
         tf.cond(bad, skipped, updated)

@@ -24,7 +24,7 @@ from hvkit.log import logger
 from hvkit.watch.calls import of_run
 from hvkit.watch.rank_errors import mark_as_shown_by
 
-# Of all models. Messages name the model if there are several.
+# Of all models. If they are of several classes, messages name them.
 _all: weakref.WeakSet[NonFinite] = weakref.WeakSet()
 
 
@@ -39,7 +39,7 @@ class NonFinite:
     def __init__(self, action: str, model: torch.nn.Module) -> None:
         self._action = action
         self._model = type(model).__name__
-        self._statistics = LastStatistics(model)
+        self._statistics = LastStatistics(model) if action == "skip" else None
         self._found: set[int] = set()
         # Of them those that are not merely left of an earlier backward pass.
         self._new: list[int] = []
@@ -115,7 +115,8 @@ class NonFinite:
         if not on_any_rank:
             self._text = ""
             self._spoilt.clear()
-            self._statistics.keep()
+            if self._statistics is not None:
+                self._statistics.keep()
             return
         self._found.clear()
         everyone = collectives.gather("backward()", self._new)
@@ -128,7 +129,7 @@ class NonFinite:
                 f"step {of_run(step)}{of_model}: the gradients still hold NaN or infinite values "
                 "of an earlier step: call zero_grad() in each step"
             )
-        if self._action == "stop":
+        if self._statistics is None:
             raise mark_as_shown_by(FloatingPointError(f"in {self._text}"), 0)
         self._statistics.put_back()
         for i in {*self._spoilt, *itertools.chain(*everyone)}:

@@ -52,6 +52,28 @@ def test_a_rank_whose_partner_has_gone_is_not_named_though_it_ended_first(line):
     assert first_failure([follower, cause]) is cause
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "hvkit: rank 1 still waits in fit (x.py:1), 3 s after it should have ended: ended by force",
+        "hvkit: rank 1 waits in fit (x.py:1) for 60 s; it cannot reach rank 0 at a to find why",
+    ],
+)
+def test_a_rank_that_had_to_be_ended_in_its_wait_is_not_the_cause(line):
+    failures = [
+        failure(1, "node1", 1, last_lines=(line,)),
+        failure(0, "node1", 1, at=0.1, last_lines=("RankLostError: x",)),
+    ]
+    assert report(failures, cause="rank 2 has not come") == "hvkit run: rank 2 has not come"
+
+
+def test_a_warning_about_a_late_rank_is_no_consequence():
+    warned = ("hvkit: rank 1 has not reached fit (x.py:1) for 60 s; it is at x.py:5",)
+    killed = failure(0, "node1", -9, last_lines=warned)
+    text = report([killed, failure(1, "node1", 1, at=0.2)], cause="rank 0 died")
+    assert text.startswith("hvkit run: rank 0 on node1 was killed by signal 9 (SIGKILL)")
+
+
 def test_if_all_failures_are_consequences_the_first_is_named():
     followers = [failure(rank, "node1", 1, last_lines=("RankLostError",)) for rank in (1, 0)]
     assert first_failure(followers) is followers[0]

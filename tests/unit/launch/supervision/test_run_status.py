@@ -296,7 +296,7 @@ def test_top_shows_the_newest_run_and_names_the_others(monkeypatch, capsys):
     assert main(["top", "--once"]) == 0
     *others, title, _ = capsys.readouterr().out.splitlines()
     assert title.startswith("hvkit run 14 (python x.py), ")
-    assert others == [f"another run: hvkit top {each} (python x.py)" for each in (13, 12)]
+    assert others == [f"another run: {each} (python x.py)" for each in (13, 12)]
 
 
 def test_top_skips_and_names_a_run_that_it_cannot_read(monkeypatch, capsys):
@@ -306,7 +306,7 @@ def test_top_skips_and_names_a_run_that_it_cannot_read(monkeypatch, capsys):
     skipped, others, title, _ = capsys.readouterr().out.splitlines()
     assert title.startswith("hvkit run 13 (python x.py), ")
     assert skipped == "skipped 14: process 14 is another version's"
-    assert others == "another run: hvkit top 12 (python x.py)"
+    assert others == "another run: 12 (python x.py)"
 
 
 def test_the_live_view_names_the_other_runs_too(monkeypatch, capsys):
@@ -319,7 +319,7 @@ def test_the_live_view_names_the_other_runs_too(monkeypatch, capsys):
 
     monkeypatch.setattr(top.time, "sleep", sleep)
     assert main(["top"]) == 0
-    assert "another run: hvkit top 13 (python x.py)" in capsys.readouterr().out
+    assert "another run: 13 (python x.py)" in capsys.readouterr().out
 
 
 def test_top_says_why_it_can_read_no_run(monkeypatch, capsys):
@@ -377,7 +377,7 @@ def test_the_live_view_goes_on_over_a_restart_and_ends_with_the_run(monkeypatch,
     monkeypatch.setattr(top, "view", lambda *args: (seen.append(args[1]["phase"]), view(*args))[1])
     assert main(["top", "12"]) == 0
     assert seen == ["begins restart 3", "", "begins restart 3", ""]
-    assert capsys.readouterr().out.splitlines()[-1].endswith("has ended")
+    assert capsys.readouterr().out.splitlines()[-1].endswith("12\x1b[0m has ended")
 
 
 def test_ctrl_c_ends_the_live_view_quietly(monkeypatch, capsys):
