@@ -99,7 +99,7 @@ def run_until_signal(main: Coroutine[Any, Any, T]) -> T:
     if threading.current_thread() is not threading.main_thread():  # signals are not its business
         return asyncio.run(main)
     came: list[int] = []
-    at: list[float] = []
+    first = 0.0
     with same_handlers_after(), asyncio.Runner() as runner:
         loop = runner.get_loop()
         task: asyncio.Task[Any] | None = None
@@ -109,15 +109,16 @@ def run_until_signal(main: Coroutine[Any, Any, T]) -> T:
                 task.cancel()
 
         def note(number: int, frame: FrameType | None) -> None:
+            nonlocal first
             came.append(number)
-            at.append(time.monotonic())
-            if at[-1] - at[0] > _SAME:  # the end takes too long for whoever sends another
+            if len(came) == 1:
+                first = time.monotonic()
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    loop.call_soon_threadsafe(cancel)
+            elif time.monotonic() - first > _SAME:  # the end takes too long for whoever sends it
                 with contextlib.suppress(EndedBySignal):
                     ends(number, frame)
                 os._exit(128 + number)
-            if len(came) == 1:
-                with contextlib.suppress(RuntimeError):  # the loop is closed
-                    loop.call_soon_threadsafe(cancel)
 
         async def cancellable() -> T:
             nonlocal task

@@ -170,3 +170,31 @@ def test_a_signal_that_comes_where_no_exception_gets_out_ends_an_event_loop_all_
         run_until_signal(waits())
     assert (end.value.code, cleaned_up) == (143, [True])
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+SLOW_END = """
+import asyncio, os, signal, threading
+from hvkit.launch.supervision import signals
+
+signals._SAME = 0.2
+send = lambda: os.kill(os.getpid(), signal.SIGTERM)
+
+async def main():
+    try:
+        send()
+        await asyncio.sleep(600)
+    finally:
+        threading.Timer(0.5, send).start()
+        await asyncio.sleep(600)
+
+with signals.end_on_signals(lambda: 7):
+    signals.run_until_signal(main())
+"""
+
+
+def test_a_later_signal_ends_a_run_whose_end_takes_too_long():
+    ended = subprocess.run(
+        [sys.executable, "-c", SLOW_END], capture_output=True, text=True, timeout=60
+    )
+    said = "hvkit run: ended by SIGTERM; newest checkpoint: step 7\n"
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGTERM, said)
