@@ -20,7 +20,7 @@ from hvkit.errors import RanksDisagreeError
 from hvkit.watch.calls import named
 from hvkit.watch.rank_errors import mark_as_shown_by
 
-T = TypeVar("T")
+Tensor = TypeVar("Tensor")
 
 _OPS = ("mean", "sum", "min", "max")
 
@@ -66,7 +66,7 @@ def allreduce(value: float, op: str = "mean") -> float: ...
 
 
 @overload
-def allreduce(value: T, op: str = "mean") -> T: ...
+def allreduce(value: Tensor, op: str = "mean") -> Tensor: ...
 
 
 @named("hvkit.allreduce")

@@ -26,7 +26,7 @@ from hvkit.watch.calls import named
 from hvkit.watch.rank_errors import mark_as_shown_by
 from hvkit.watch.verdict import SAME_CALLS
 
-T = TypeVar("T")
+Object = TypeVar("Object")
 
 
 @named("hvkit.barrier")
@@ -41,7 +41,7 @@ def barrier() -> None:
 
 
 @named("hvkit.broadcast")
-def broadcast(obj: T, root: int = 0) -> T:
+def broadcast(obj: Object, root: int = 0) -> Object:
     """Return rank ``root``'s object on every rank.
 
     Args:
@@ -58,16 +58,16 @@ def broadcast(obj: T, root: int = 0) -> T:
     if size() == 1:
         return obj
     payload = _pickled(obj) if rank() == root else None
-    received: T = _unpickled(engines.broadcast_message(any_engine(), payload, root), root)
+    received: Object = _unpickled(engines.broadcast_message(any_engine(), payload, root), root)
     return obj if rank() == root else received
 
 
-def from_rank(root: int, obj: T) -> T:
+def from_rank(root: int, obj: Object) -> Object:
     """``broadcast`` inside hvkit: rank ``root``'s object, of types that messages hold."""
     if size() == 1:
         return obj
     payload = encode(obj) if rank() == root else None
-    received: T = decode(engines.broadcast_message(any_engine(), payload, root))
+    received: Object = decode(engines.broadcast_message(any_engine(), payload, root))
     return obj if rank() == root else received
 
 
@@ -102,7 +102,7 @@ def broadcast_bytes(data: NDArray[np.uint8], root: int = 0) -> NDArray[np.uint8]
 
 
 @named("hvkit.allgather")
-def allgather(obj: T) -> list[T]:
+def allgather(obj: Object) -> list[Object]:
     """Return the objects of all ranks, in rank order, on every rank.
 
     Args:
@@ -119,7 +119,7 @@ def allgather(obj: T) -> list[T]:
     return [_unpickled(theirs, source) for source, theirs in enumerate(everyone)]
 
 
-def gather(call: str, obj: T) -> list[T]:
+def gather(call: str, obj: Object) -> list[Object]:
     """``allgather`` inside hvkit, of types that messages hold, where the user called ``call``."""
     if size() == 1:
         return [obj]
@@ -127,7 +127,7 @@ def gather(call: str, obj: T) -> list[T]:
         place = calls.current_call(), calls.line_of_script(), call
         gathered = _gather_bytes(encode([*place, obj]))
     # Free each message once it is read: together they may take gigabytes.
-    everyone: list[tuple[str, str, str, T]]
+    everyone: list[tuple[str, str, str, Object]]
     everyone = [decode(gathered.pop(0).data) for _ in range(size())]
     first, first_line, first_point, _ = everyone[0]
     for other, (theirs, line, point, _) in enumerate(everyone):
@@ -150,7 +150,7 @@ def gather(call: str, obj: T) -> list[T]:
 _KEPT = (TypeError, ValueError, RanksDisagreeError)
 
 
-def share(call: str, problem: Exception | None, value: T) -> list[T]:
+def share(call: str, problem: Exception | None, value: Object) -> list[Object]:
     """The values of all ranks, in rank order, unless a rank has a problem; a collective.
 
     Args:

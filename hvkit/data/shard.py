@@ -11,7 +11,7 @@ from hvkit.data.arrays import digest_of_rows, is_arrays, rows_of, shard_arrays
 from hvkit.data.order import Share
 from hvkit.watch.calls import named
 
-D = TypeVar("D")
+Data = TypeVar("Data")
 
 _ACCEPTED = (
     "a torch DataLoader or Dataset, a tf.data.Dataset, a keras.utils.PyDataset, or arrays: one, or "
@@ -20,7 +20,7 @@ _ACCEPTED = (
 
 
 @named("hvkit.shard")
-def shard(data: D, *, exact: bool = False, seed: int = 0, dynamic: bool = False) -> D:
+def shard(data: Data, *, exact: bool = False, seed: int = 0, dynamic: bool = False) -> Data:
     """This rank's part of the data, as an object of the same kind.
 
     For training, all ranks get the same number of batches, with equal sizes in each step, and

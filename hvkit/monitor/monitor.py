@@ -34,7 +34,7 @@ from hvkit.watch.spans import mark
 if TYPE_CHECKING:
     import keras
 
-T = TypeVar("T")
+Batch = TypeVar("Batch")
 
 # Without ``every``, the ranks record about so often.
 _SECONDS = 1.0
@@ -125,7 +125,7 @@ class Monitor:
         self._old_error = getattr(sys, "last_value", None)
         self._at_exit = functools.partial(_end_with_script, weakref.ref(self))
 
-    def batches(self, data: Iterable[T]) -> Iterator[T]:
+    def batches(self, data: Iterable[Batch]) -> Iterator[Batch]:
         """The batches of ``data``; the time until each is there counts as data.
 
         A step begins when the last one has ended, or with the first batch. The length of the
