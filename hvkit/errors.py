@@ -5,7 +5,7 @@ Wrong arguments raise the built-in ``TypeError`` and ``ValueError``. All other e
     RuntimeError
     └── HvkitError
         ├── HorovodNotFoundError   several ranks were launched, no usable Horovod
-        ├── LaunchError            ranks cannot be started, or their number is not the one launched
+        ├── LaunchError            ranks cannot be started, or another number than launched
         ├── HostfileError          a hostfile or a list of hosts cannot be read
         ├── RankLostError          another rank has ended, or waits in another call
         ├── RanksDisagreeError     the ranks passed different models or arguments

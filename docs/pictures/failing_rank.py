@@ -2,7 +2,8 @@
 
     python docs/pictures/failing_rank.py
 
-It runs the script below on four ranks and draws their output; only this host's name is replaced.
+It runs the script below on four ranks and draws their output. Only this host's name is
+replaced.
 """
 
 import io
@@ -44,9 +45,15 @@ def main() -> None:
         words = [sys.executable, "-m", "hvkit.cli", *COMMAND.split()[1:]]
         words.insert(words.index("run") + 1, "--bind=none")
         ended = subprocess.run(
-            words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            words,
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
-        output = ended.stdout.replace(f"{folder}/", "").replace(socket.gethostname(), "node1")
+        output = ended.stdout.replace(f"{folder}/", "").replace(
+            socket.gethostname(), "node1"
+        )
     # The frames of the interpreter below the script are the same for every error.
     output = re.sub(r"\n\s+\^+(?=\n)", "", output)
     console = Console(record=True, width=104, file=io.StringIO())

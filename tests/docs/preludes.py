@@ -88,6 +88,11 @@ def evaluate(model):
 
 """,
     "docs/compression.md": PYTORCH,
+    "docs/mixed-precision.md": PYTORCH
+    + KERAS
+    + """
+model, optimizer = hvkit.distribute(model, optimizer)
+""",
     **{f"docs/strategies/{page}.md": PYTORCH for page in STRATEGIES},
     "docs/checkpoints.md": PYTORCH
     + KERAS

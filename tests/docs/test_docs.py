@@ -182,6 +182,16 @@ def flags_of(script):
     return set(re.findall(r"--[\w-]+", text))
 
 
+# What docs/site.css makes room for, in a window 1280 pixels wide; Python is formatted to it.
+COLUMNS = 88
+
+
+@pytest.mark.parametrize("page", DOCS)
+def test_code_fits_beside_the_side_bars(page):
+    lines = [line for block in blocks(page) for line in block.text.splitlines()]
+    assert not [line for line in lines if len(line) > COLUMNS]
+
+
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 
 
