@@ -59,9 +59,9 @@ class Monitor:
 
     Rank 0 writes ``metrics.jsonl``, one JSON object a line, and event files for TensorBoard, if
     that is installed; ``hvkit report FOLDER`` shows both a run and its restarts. The page on
-    monitoring lists what a record holds. The line at the end says how many ranks' worth of work the
-    ranks did, from the time that they were not blocked, and which rank kept the others waiting, and
-    by what: ``2.9x of 4; rank 3 on node2 was last in 71% of steps: data``.
+    monitoring lists what a record holds. The line at the end says for what part of the time the
+    ranks were busy, rather than waiting or exchanging gradients, and which rank kept the others
+    waiting, and by what: ``ranks busy 73%; rank 3 on node2 was last in 71% of steps: data``.
 
     Every rank makes a monitor, for one model, and calls the same methods; a record is a small
     collective. With ``ParameterServer``, where ranks take different numbers of steps, pass it to

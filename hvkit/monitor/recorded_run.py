@@ -16,7 +16,7 @@ from typing import Any
 from hvkit.errors import HvkitError
 from hvkit.log import printable
 from hvkit.monitor.records import RESERVED
-from hvkit.monitor.step_shares import PARTS, speedup
+from hvkit.monitor.step_shares import PARTS, busy
 from hvkit.monitor.writers import FILE, flattened
 from hvkit.wording import counted
 
@@ -119,9 +119,9 @@ class Run:
         """Seconds of a step by part, mean over the run."""
         return {part: self.mean(f"seconds/{part}") for part in PARTS}
 
-    def speedup(self) -> float:
-        """How many ranks the run is worth."""
-        return speedup(self.parts(), len(self.hosts))
+    def busy(self) -> float:
+        """The part of the time in which ranks were not blocked."""
+        return busy(self.parts())
 
     def last(self) -> list[tuple[int, float]]:
         """By rank, the part of the steps in which it came last, most often first."""

@@ -77,13 +77,13 @@ def headline(run: Run) -> str:
     steps = counted(run.taken, "step")
     until = f", up to step {run.steps:,}," if run.taken < run.steps else ""
     where = f"{counted(len(run.hosts), 'rank')} of {counted(len(set(run.hosts)), 'host')}"
-    worth = f"{run.speedup():.1f}x of {len(run.hosts)}"
+    worth = f"; ranks busy {run.busy():.0%}" if len(run.hosts) > 1 else ""
     if run.starts and run.starts[-1].size > len(run.hosts):
         where = f"rank 0 of {run.starts[-1].size:,} ranks"
-        worth = f"{run.speedup():.0%} of its time at work"
+        worth = f"; busy {run.busy():.0%}"
     return (
         f"{steps}{until} in {duration(run.seconds)} on {where}; "
-        f"{run.mean('samples_per_second'):,.0f} samples a second; {worth}"
+        f"{run.mean('samples_per_second'):,.0f} samples a second{worth}"
     )
 
 

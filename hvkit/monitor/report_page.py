@@ -97,9 +97,8 @@ def page(run: Run) -> str:
 
 
 def _head(run: Run) -> str:
-    ranks = len(run.hosts)
     numbers = [
-        (f"{run.speedup():.1f}x of {ranks}", "ranks that were at work, on average"),
+        (f"{run.busy():.0%}", "busy: not waiting, exchanging nothing"),
         (f"{run.mean('samples_per_second'):,.0f}", "samples a second, all ranks"),
         (f"{1e3 * run.mean('seconds/step'):,.3g} ms", "a step"),
         (f"{run.taken:,}", f"steps in {duration(run.seconds)}"),

@@ -47,6 +47,7 @@ class RunFile:
             if runtime.size() > len(self._hosts):  # a parameter server's: rank 0 records alone
                 start["size"] = runtime.size()
             self._writers.write({"start": start | restart_of_this_run()})
+            self._writers.begin(after)
 
     def record(
         self,

@@ -104,15 +104,16 @@ def shares(ranks: Sequence[Sequence[Step]]) -> Shares:
     )
 
 
-def speedup(parts: Mapping[str, float], ranks: int) -> float:
-    """How many ranks' worth of work so many ranks do, from the time that they are not blocked.
+def busy(parts: Mapping[str, float]) -> float:
+    """The part of the time in which ranks are not blocked: from 0 to 1.
+
+    This is no speedup: ranks that share cores or a disk are busy, and slower than one alone.
 
     Args:
         parts: seconds, or parts of the time, by the names in ``PARTS``.
-        ranks: how many there are.
     """
     whole = sum(parts.values())
-    return ranks * (parts["data"] + parts["compute"]) / whole if whole else 0.0
+    return (parts["data"] + parts["compute"]) / whole if whole else 0.0
 
 
 @dataclass
@@ -140,13 +141,13 @@ class Totals:
         self._late_by = self._late_by + more.late_by
 
     def summary(self) -> dict[str, Any]:
-        """What a run comes to: ``speedup``, ``parts`` of the time, and the rank that was slow.
+        """What a run comes to: how ``busy`` ranks were, ``parts`` of the time, a slow rank.
 
         ``last`` holds the rank that came last most often, its host, the part of the steps, and
         which of ``REASONS`` made it late; None if nobody stands out.
         """
         if not self.seconds:
-            return {"speedup": 0.0, "parts": {}, "last": None}
+            return {"busy": 0.0, "parts": {}, "last": None}
         parts = {name: seconds / self.seconds for name, seconds in self.parts.items()}
         found = None
         size = len(self.hosts)
@@ -161,12 +162,18 @@ class Totals:
                     "share": often,
                     "reason": reason,
                 }
-        return {"speedup": speedup(parts, size), "parts": parts, "last": found}
+        return {"busy": busy(parts), "parts": parts, "last": found}
 
     def line(self) -> str:
-        """The run in one line: ``2.9x of 4; rank 3 on node2 was last in 71% of steps: data``."""
+        """The run in one line: ``ranks busy 73%; rank 3 on node2 was last in 71% of steps: data``.
+
+        Of one rank, the parts of its time: ``data 5%, compute 95%``.
+        """
         result = self.summary()
-        said = f"{result['speedup']:.1f}x of {len(self.hosts)}"
+        if len(self.hosts) == 1:
+            shares = {name: f"{share:.0%}" for name, share in result["parts"].items()}
+            return ", ".join(f"{name} {share}" for name, share in shares.items() if share != "0%")
+        said = f"ranks busy {result['busy']:.0%}"
         if (last := result["last"]) is not None:
             said += (
                 f"; rank {last['rank']} on {last['host']} was last in {last['share']:.0%} of "

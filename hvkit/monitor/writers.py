@@ -56,6 +56,17 @@ class Writers:
             with self._tolerant("TensorBoard's event file"):
                 self._events = _event_writer(folder)
 
+    def begin(self, after: int) -> None:
+        """Say in the event files that what earlier ones hold of later steps does not count.
+
+        Args:
+            after: the step that the run begins after; 0 for a new run, which takes the place of an
+                earlier one.
+        """
+        if self._events is not None:
+            with self._tolerant("TensorBoard's event file"):
+                self._events.add_event(_start_event(after + 1 if after else 0))
+
     def write(self, record: Mapping[str, Any]) -> None:
         """Write a line of ``metrics.jsonl``: values that JSON holds."""
         if self._file is not None:
@@ -131,6 +142,13 @@ def _event(step: int, values: Mapping[str, float]) -> Any:
 
     numbers = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
     return Event(wall_time=time.time(), step=step, summary=Summary(value=numbers))
+
+
+def _start_event(step: int) -> Any:
+    """The event at which TensorBoard drops what it has read of this step and later ones."""
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+    return Event(wall_time=time.time(), step=step, session_log=SessionLog(status=SessionLog.START))
 
 
 def flattened(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:

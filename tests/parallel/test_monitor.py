@@ -115,7 +115,7 @@ def test_a_slow_rank_is_named_with_its_reason(folder, late, every):
     assert end["last"]["reason"] == ("data" if late == "data" else "compute")
     assert end["last"]["share"] > 0.8
     assert end["parts"]["waiting"] > 0.3 * (hvkit.size() - 1) / hvkit.size()
-    assert end["speedup"] < hvkit.size() - 0.3
+    assert end["busy"] < 1 - 0.3 / hvkit.size()
 
 
 def test_skipped_steps_are_counted(folder):

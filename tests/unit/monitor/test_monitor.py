@@ -1,6 +1,7 @@
 """``hvkit.Monitor`` in one process."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -61,7 +62,7 @@ def test_records_hold_metrics_rate_norm_and_samples(tmp_path):
     assert found[0]["loss"] > found[-1]["loss"] > 0
     first, *_, end = lines(tmp_path)
     assert len(first["start"]["hosts"]) == 1
-    assert end["end"]["speedup"] == 1
+    assert end["end"]["busy"] == 1
 
 
 def test_a_record_is_the_mean_over_its_steps(tmp_path):
@@ -170,6 +171,27 @@ def test_tensorboard_reads_the_event_files(tmp_path):
     assert read("accuracy") == {20: 0.5}
 
 
+def test_tensorboard_shows_each_step_once_when_a_restart_repeats_some(tmp_path):
+    def run(begin, losses):
+        with hvkit.Monitor(tmp_path, every=5) as monitor:
+            monitor.load_state_dict({"step": begin})
+            for loss in losses:
+                monitor.step(loss=loss)
+            monitor.log(accuracy=losses[0])
+
+    def points(name):
+        events = EventAccumulator(str(tmp_path))
+        events.Reload()
+        return [(event.step, event.value) for event in events.Scalars(name)]
+
+    run(0, [1.0] * 15)
+    run(5, [2.0] * 15)
+    assert points("loss") == [(5, 1.0), (10, 2.0), (15, 2.0), (20, 2.0)]
+    assert points("accuracy") == [(20, 2.0)]  # without that of step 15
+    run(0, [3.0] * 5)  # another run in the same folder
+    assert points("loss") == [(5, 3.0)]
+
+
 def test_a_hook_gets_numbers_and_the_step(tmp_path):
     seen = []
     train(tmp_path, every=10, tensorboard=False, hook=lambda d, step: seen.append((step, d)))
@@ -190,7 +212,8 @@ def test_a_hook_that_fails_is_logged_once_and_training_goes_on(tmp_path, caplog)
 
 def test_the_line_at_the_end_is_logged(tmp_path, caplog):
     train(tmp_path)
-    assert f"{tmp_path}: 1.0x of 1" in caplog.messages
+    (said,) = [each for each in caplog.messages if each.startswith(f"{tmp_path}: ")]
+    assert re.fullmatch(r"(data \d+%, )?compute \d+%", said.removeprefix(f"{tmp_path}: "))
 
 
 def end_of(folder, error):
@@ -364,7 +387,7 @@ def test_the_line_of_a_resumed_run_says_since_when(tmp_path, caplog):
     with hvkit.Monitor(tmp_path) as monitor:
         monitor.load_state_dict({"step": 7000})
         monitor.step(loss=1.0)
-    assert f"{tmp_path}: since step 7,000: 1.0x of 1" in caplog.messages
+    assert f"{tmp_path}: since step 7,000: compute 100%" in caplog.messages
 
 
 def test_a_resumed_run_counts_on_in_the_same_file(tmp_path):

@@ -52,7 +52,7 @@ def test_the_records_are_read(folder):
     run = read(folder(start(), record(10, 2.0), record(20, 1.0), {"end": {}}))
     assert run.curves["loss"] == [(10, 2.0), (20, 1.0)]
     assert run.steps == 20
-    assert run.speedup() == pytest.approx(2.4)
+    assert run.busy() == pytest.approx(0.6)
     assert run.last()[0] == (3, 0.7)
     assert run.sent() == {"gradients": 2e6}
 
@@ -172,7 +172,7 @@ def test_with_a_parameter_server_the_report_is_about_rank_0(folder):
     lines = [start(hosts=["node1"], size=4), record(10, ranks=1), {"end": {}}]
     run = read(folder(*lines))
     assert report.headline(run) == (
-        "10 steps in 10 s on rank 0 of 4 ranks; 100 samples a second; 60% of its time at work"
+        "10 steps in 10 s on rank 0 of 4 ranks; 100 samples a second; busy 60%"
     )
 
 
@@ -277,7 +277,7 @@ def test_the_terminal_shows_speed_parts_and_restarts(folder):
     report.show(run, console)
     text = console.export_text()
     assert "20 steps in 20 s on 4 ranks of 2 hosts" in text
-    assert "2.4x of 4" in text
+    assert "400 samples a second; ranks busy 60%\n" in text
     assert re.search(r"waiting +30.00 +30%", text)
     assert "rank 3 on node2 was last in 70% of steps" in text
     assert "rank 1 [x] left" in text

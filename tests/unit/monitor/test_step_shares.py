@@ -25,7 +25,7 @@ def test_a_rank_that_is_late_is_named_with_what_made_it_late():
     totals.add(shares(ranks))
     last = totals.summary()["last"]
     assert last == {"rank": 1, "host": "b", "share": 1.0, "reason": "data"}
-    assert totals.line() == "1.8x of 3; rank 1 on b was last in 100% of steps: data"
+    assert totals.line() == "ranks busy 60%; rank 1 on b was last in 100% of steps: data"
 
 
 def test_a_rank_that_begins_its_step_late_was_busy_between_steps():
@@ -38,13 +38,13 @@ def test_ranks_that_are_alike_are_not_named():
     totals = Totals(["a", "b"])
     totals.add(shares([steps((1, 8, 1), (1, 8, 1.1)), steps((1, 8, 1.1), (1, 8, 1))]))
     assert totals.summary()["last"] is None
-    assert totals.line() == "1.8x of 2"
+    assert totals.line() == "ranks busy 90%"
 
 
-def test_one_rank_is_worth_one():
+def test_one_rank_is_said_what_its_time_went_into():
     totals = Totals(["a"])
     totals.add(shares([steps((1, 3, 0))]))
-    assert totals.line() == "1.0x of 1"
+    assert totals.line() == "data 25%, compute 75%"
     assert totals.summary()["parts"] == {
         "data": 0.25,
         "compute": 0.75,
@@ -57,7 +57,7 @@ def test_steps_of_several_records_count_by_their_time():
     totals = Totals(["a", "b"])
     totals.add(shares([steps((0, 1, 0)), steps((0, 1, 0))]))
     totals.add(shares([steps((0, 1, 2)), steps((0, 1, 2))]))
-    assert totals.summary()["speedup"] == pytest.approx((2 * 1 + 2 / 3 * 3) / 4)
+    assert totals.summary()["busy"] == pytest.approx((1 + 1 / 3 * 3) / 4)
 
 
 def test_ranks_with_different_numbers_of_steps_have_no_last_one():
