@@ -35,5 +35,7 @@ setup(
         "recipes": ["pooch>=1.8", "scikit-learn"],
         "dev": ["hypothesis", "jsonschema", "mypy", "pytest", "pytest-xdist", "ruff"],
     },
+    # A path instead of an import hook, which type checkers and editors do not follow.
+    options={"editable_wheel": {"mode": "compat"}},
     entry_points={"console_scripts": ["hvkit=hvkit.cli:main"]},
 )

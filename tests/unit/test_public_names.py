@@ -43,3 +43,15 @@ def test_importing_hvkit_imports_nothing_that_takes_time():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert printed.stdout == "set()\n"
+
+
+def test_type_checkers_see_what_make_has_installed(tmp_path):
+    (tmp_path / "train.py").write_text("import hvkit\nreveal_type(hvkit.shard([1]))\n")
+    checked = subprocess.run(
+        [sys.executable, "-m", "mypy", "--follow-imports=silent", "train.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert 'Revealed type is "list[int]"' in checked.stdout, checked.stdout
