@@ -1,4 +1,4 @@
-"""Reports every second to ``hvkit run`` where this rank is, and what it has done since.
+"""Reports at every full second to ``hvkit run`` where this rank is, and what it has done since.
 
 ``hvkit top`` shows the one, ``hvkit run --timeline`` draws the other. Both go through the pipe of
 ``hvkit.host.run_reports``. A rank that is killed loses the spans of the last second only.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import json
 import threading
+import time
 from typing import Any
 
 from hvkit.host.run_reports import LONGEST, listened_to, report, timeline_wanted
@@ -32,10 +33,15 @@ def begin() -> None:
 
 def _run(recorder: Recorder | None) -> None:
     never = threading.Event()
-    while not never.wait(_EVERY):
+    while not never.wait(_until_next(time.time())):
+        report_now(calls.status())
         if recorder is not None:
             recorder.send()
-        report_now(calls.status())
+
+
+def _until_next(now: float) -> float:
+    """Seconds until the clock's next full second, at which all ranks report."""
+    return _EVERY - now % _EVERY
 
 
 def report_now(now: calls.Status) -> None:
@@ -46,6 +52,7 @@ def report_now(now: calls.Status) -> None:
             "waits": round(now.seconds, 1) if now.waits else 0,
             "where": now.where[-_TEXT:],
             "step": calls.last_step(),
+            "made": round(time.time(), 3),
         }
     )
 

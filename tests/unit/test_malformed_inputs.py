@@ -29,6 +29,7 @@ from hvkit.launch.hosts import read_hosts_option
 from hvkit.launch.supervision import protocol
 from hvkit.launch.supervision.output import Style
 from hvkit.launch.supervision.protocol import Connection, ConnectionLost, Kind
+from hvkit.launch.supervision.rank_reports import RankReports
 from hvkit.launch.supervision.supervisor import Supervisor
 from hvkit.monitor.recorded_run import read
 from hvkit.monitor.report_page import page
@@ -263,6 +264,7 @@ KEY = b"k" * 32
 REPORTS = [
     *(b'{"saved": 3, "directory": "a"}', b'{"resumes": 2, "directory": "a"}', b'{"cause": "x"}'),
     *(b'{"terminated": true}', b'{"now": {"step": 2}}'),
+    b'{"now": {"call": "", "waits": 0, "where": "", "step": 2, "made": 1.5}}',
 ]
 FRAMES = [
     protocol.frame(Kind.HELLO, b'{"rank": 1, "host": "a"}'),
@@ -345,7 +347,8 @@ def test_messages_to_an_agent():
 
 def test_reports_of_ranks(tmp_path):
     """Lines in the pipe of a rank, to which its script may write."""
-    supervisor_rank = type("Rank", (), {"number": 0, "host": "a", "now": {}, "speed": None})()
+    fields = {"number": 0, "host": "a", "reports": RankReports(), "speed": None}
+    supervisor_rank = type("Rank", (), fields)()
 
     async def take():
         supervisor = Supervisor(2, KEY, Style(), None, lambda: None)

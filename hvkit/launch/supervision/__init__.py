@@ -8,6 +8,8 @@
     └── supervised_run              starts the launcher, decides when all ends, reports the result
         ├── supervisor              accepts the agents, collects output and failures
         │   ├── output              shows whole lines, writes log files
+        │   ├── rank_reports        where all ranks are at one moment
+        │   ├── timeline            the trace of all ranks, on one clock
         │   └── first_failure       which rank failed first, and the lines about it
         └── processes               ends processes with everything below them
 

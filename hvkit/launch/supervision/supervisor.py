@@ -7,7 +7,7 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from hvkit.launch.supervision import protocol
 from hvkit.launch.supervision.first_failure import Failure
 from hvkit.launch.supervision.output import RankOutput, Style, Writer, show
 from hvkit.launch.supervision.protocol import Kind, keep_alive, probe_interval, silent_for
+from hvkit.launch.supervision.rank_reports import RankReports, at_one_moment
 from hvkit.launch.supervision.timeline import HostClock, Timeline
 from hvkit.log import logger
 
@@ -23,6 +24,8 @@ from hvkit.log import logger
 _DOUBTFUL_PROBES = 2.5
 # Seconds.
 _BETWEEN_CLOCKS = 2.0
+# Of a clock, since 1970.
+_LATEST = 1e12
 
 
 @dataclass
@@ -36,7 +39,7 @@ class _Rank:
     starting: bool | None = None
     status: int | None = None
     clock: HostClock = field(default_factory=HostClock)
-    now: Mapping[str, Any] = field(default_factory=dict)
+    reports: RankReports = field(default_factory=RankReports)
     speed: float | None = None
 
     @property
@@ -154,19 +157,22 @@ class Supervisor:
     def state(self) -> dict[str, Any]:
         """The ranks, their number and the newest checkpoint, for ``hvkit top``.
 
-        A rank's ``at`` is the moment of its last report, as of ``time.monotonic``, and ``moved``
-        that of the first report with its present step. ``saved`` is
+        All ranks that run are shown at one moment. A rank's ``at`` is when that report came, as of
+        ``time.monotonic``, and ``moved`` when the first one with its present step did. ``saved`` is
         there only if the ranks have saved or resumed a checkpoint since they were started.
         """
+        running = sorted(self._connected)
+        reports = at_one_moment([self._ranks[each].reports for each in running], time.time())
+        shown = dict(zip(running, reports, strict=True))
         ranks = [
             {
                 "rank": rank.number,
                 "host": rank.host,
                 "ended": rank.number not in self._connected,
                 "speed": rank.speed,
-                **rank.now,
+                **shown.get(number, rank.reports.newest),
             }
-            for _, rank in sorted(self._ranks.items())
+            for number, rank in sorted(self._ranks.items())
         ]
         saved = {} if self.saved is None else {"saved": self.saved}
         return {"size": self.size, "ranks": ranks, **saved}
@@ -351,12 +357,20 @@ class Supervisor:
                 self.terminated[rank.number] = rank.host
             case {"left": True}:
                 self.left.add(rank.number)
-            case {"now": {"call": str(name), "waits": waits, "where": str(where), "step": step}}:
-                if isinstance(waits, int | float) and isinstance(step, int):
-                    now = {"call": name, "waits": waits, "where": where, "step": step}
-                    at = time.monotonic()
-                    moved = rank.now["moved"] if rank.now.get("step") == step else at
-                    rank.now = {**now, "at": at, "moved": moved}
+            case {
+                "now": {
+                    "call": str(call),
+                    "waits": int() | float() as waits,
+                    "where": str(where),
+                    "step": int(step),
+                    "made": int() | float() as made,
+                }
+            } if abs(made) < _LATEST:
+                at, before = time.monotonic(), rank.reports.newest
+                moved = before["moved"] if before.get("step") == step else at
+                now = {"call": call, "waits": waits, "where": where, "step": step}
+                times = {"at": at, "moved": moved}
+                rank.reports.take({**now, **times, "speed": rank.speed}, made, time.time())
             case {"speed": int(speed) | float(speed)}:
                 rank.speed = speed
 
