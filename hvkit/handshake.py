@@ -12,9 +12,10 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing import AuthenticationError
 from multiprocessing.connection import answer_challenge, deliver_challenge
 from typing import Any
+
+from hvkit import threads
 
 # Seconds to open a TCP connection to one address, and for both ends to prove themselves after that.
 _REACH = 5.0
@@ -57,7 +58,7 @@ class Listener:
                 if self._closed.wait(_PAUSE):
                     return
                 continue  # For instance, this process has too many open files.
-            threading.Thread(target=self._examine, args=(accepted, admit), daemon=True).start()
+            threads.start("hvkit-door", self._examine, accepted, admit)
 
     def close(self) -> None:
         """Admit nobody else; connections that were admitted stay open."""
@@ -109,8 +110,9 @@ def _prove(connected: socket.socket, key: bytes, *steps: Callable[[Any, bytes], 
     try:
         for step in steps:
             step(messages, key)
-    # A malformed message fails an assertion in Python 3.11 and is a ValueError later.
-    except (AuthenticationError, AssertionError, EOFError, ValueError) as problem:
+    except OSError:
+        raise
+    except Exception as problem:  # a stranger may send anything, and must not end this process
         raise ConnectionError("it did not prove that it knows the key of this run") from problem
     connected.settimeout(None)
 

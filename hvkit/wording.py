@@ -1,4 +1,4 @@
-"""Numbers and lengths of time in words; long texts cut."""
+"""Numbers, lengths of time and errors in words; long texts cut."""
 
 
 def counted(number: int, thing: str) -> str:
@@ -19,6 +19,12 @@ def shortened(text: str, length: int) -> str:
         return text
     words = text[: length - 2].rpartition(" ")[0].rstrip()
     return f"{words if len(words) >= length // 2 else text[: length - 3]}..."
+
+
+def in_short(error: BaseException) -> str:
+    """The error in one line: ``ValueError: boom``."""
+    text = shortened(str(error).strip().split("\n")[0], 200)
+    return type(error).__name__ + (f": {text}" if text else "")
 
 
 def duration(seconds: float) -> str:

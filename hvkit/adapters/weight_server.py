@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hvkit import runtime
+from hvkit import threads
 from hvkit.communication.mailbox import Mailbox, pauses
 from hvkit.errors import RankLostError, ranks_text
 from hvkit.strategies.parameter_server import (
@@ -25,7 +25,6 @@ from hvkit.strategies.parameter_server import (
     ServedWeights,
     Update,
 )
-from hvkit.watch.calls import in_short
 from hvkit.watch.verdict import LIMIT_SET_BY, Limits
 
 # Kinds of messages: requests, an answer, and what ends a wait without one.
@@ -64,8 +63,7 @@ class Server:
         self._over = False
         self._stopped = False
         self._wake = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="hvkit-server", daemon=True)
-        self._thread.start()
+        self._thread = threads.start("hvkit-server", self._run)
 
     def begin(self, number: int, weights: Sequence[Array], strategy: ParameterServer) -> None:
         """Serve a model, with these vectors first."""
@@ -134,16 +132,9 @@ class Server:
         try:
             self._serve()
         except RankLostError as error:
-            lost = str(error)
-        except Exception as error:
-            lost = f"the parameter server on rank 0 failed with {in_short(error)}"
-            os.write(2, f"hvkit: {lost}\n".encode())
-            runtime.any_engine().shut_down()
-        else:
-            return
-        with self._changed:
-            self._lost = lost
-            self._changed.notify_all()
+            with self._changed:
+                self._lost = str(error)
+                self._changed.notify_all()
 
     def _serve(self) -> None:
         pause, next_look = pauses(), 0.0

@@ -17,12 +17,11 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from hvkit import runtime
+from hvkit import runtime, threads
 from hvkit.checkpoint import store, transfer
 from hvkit.communication import collectives
 from hvkit.errors import RanksDisagreeError
@@ -99,12 +98,13 @@ class Replicas:
             try:
                 self._listener = channel.Listener(one_host=False, patience=transfer.PATIENCE)
                 meeting = self._listener.meeting.to_json()
-                _in_thread(self._listener.serve, self._admit)
+                threads.start("hvkit-replicas", self._listener.serve, self._admit)
             except OSError as error:
                 problem = error
         meeting = collectives.share(call, problem, meeting)[0]
         if runtime.rank() in self._hosts and self.folder is not None:
-            _in_thread(_hold, channel.Meeting.from_json(meeting), self.folder)
+            rank_0 = channel.Meeting.from_json(meeting)
+            threads.start("hvkit-replicas", _hold, rank_0, self.folder)
 
     def send(self, folder: Path) -> None:
         """Send a complete checkpoint to all holders; on rank 0.
@@ -192,10 +192,6 @@ def _log_fewer(wanted: int, others: int, *, restarts: bool) -> None:
             "replicas=%d: fewer copies are kept, because the ranks are on %d hosts",
             *(wanted, others + 1),
         )
-
-
-def _in_thread(target: Callable[..., None], *given: Any) -> None:
-    threading.Thread(target=target, args=given, name="hvkit-replicas", daemon=True).start()
 
 
 def _hold(meeting: channel.Meeting, folder: Path) -> None:

@@ -27,9 +27,10 @@ from hvkit.monitor.records import Means, detached, length_of
 from hvkit.monitor.run_file import RunFile
 from hvkit.monitor.step_clock import Step, StepClock
 from hvkit.monitor.writers import Hook, Writers
-from hvkit.watch.calls import in_short, named
+from hvkit.watch.calls import named
 from hvkit.watch.leaving import LEAVING
 from hvkit.watch.spans import mark
+from hvkit.wording import in_short
 
 if TYPE_CHECKING:
     import keras

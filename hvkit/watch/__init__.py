@@ -22,10 +22,10 @@ from __future__ import annotations
 
 import atexit
 import os
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from hvkit import threads
 from hvkit.watch import calls, channel, rank_errors
 from hvkit.watch.leaving import LEAVING
 from hvkit.watch.verdict import SAME_CALLS, Limits
@@ -43,12 +43,9 @@ def starting() -> Iterator[None]:
     """
     limits = Limits.from_environment()
     timers = [
-        threading.Timer(limits.report, _report_start, [limits.report]),
-        threading.Timer(limits.end, _end_the_start, [limits.end]),
+        threads.later(limits.report, "hvkit-start", _report_start, limits.report),
+        threads.later(limits.end, "hvkit-start", _end_the_start, limits.end),
     ]
-    for timer in timers:
-        timer.daemon = True
-        timer.start()
     try:
         yield
     finally:
@@ -98,6 +95,7 @@ def start(
         watcher = reporter = Reporter(rank, limits, shut_down)
         reporter.start(channel.Meeting.from_json(bytes(from_rank_0(None)).decode()))
     rank_errors.install(watcher)
+    threads.before_end.append(watcher.thread_failed)
     LEAVING.several_ranks()
     # Registered after Horovod's own function, so it runs before: the others get the reason first.
     atexit.register(_end, watcher)

@@ -22,7 +22,7 @@ from types import FrameType, TracebackType
 from typing import ParamSpec, Protocol, TypeVar
 
 from hvkit.watch.spans import WAITING, mark
-from hvkit.wording import shortened
+from hvkit.wording import in_short
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -105,7 +105,7 @@ class _Graph:
     """The collectives of a graph, for as long as the graph exists."""
 
     def __init__(self, wait: GraphWait) -> None:
-        self.wait = weakref.ref(wait)
+        self.wait = weakref.ref(wait, functools.partial(_forget, id(wait)))
         self.seen = _Seen((0, 0), time.monotonic(), -1)
 
 
@@ -114,7 +114,8 @@ _STACK = 12
 _MAIN = threading.main_thread().ident or 0
 # By thread number. The system reuses numbers: a new thread then continues an ended one's record.
 _threads: dict[int, _Thread] = {_MAIN: _Thread(_MAIN)}
-_graphs: list[_Graph] = []
+# By the id of the wait. An entry goes with its graph, in whichever thread that happens.
+_graphs: dict[int, _Graph] = {}
 
 
 def _this_thread() -> _Thread:
@@ -199,12 +200,6 @@ def is_failure(error: BaseException) -> bool:
     return not isinstance(error, StopIteration | StopAsyncIteration | GeneratorExit)
 
 
-def in_short(error: BaseException) -> str:
-    """The error in one line: ``ValueError: boom``."""
-    text = shortened(str(error).strip().split("\n")[0], 200)
-    return type(error).__name__ + (f": {text}" if text else "")
-
-
 def current_call() -> str:
     """The user's call that this thread is in; empty outside of any."""
     now = _this_thread()
@@ -237,7 +232,7 @@ def last_step() -> int:
 
     In a graph, that is how often its most frequent collectives have been entered.
     """
-    waits = [wait for graph in list(_graphs) if (wait := graph.wait()) is not None]
+    waits = [wait for graph in _of_graphs() if (wait := graph.wait()) is not None]
     return max(_last_step, *(of_run(wait.read()[0]) for wait in waits), 0)
 
 
@@ -261,7 +256,16 @@ def resume_at(step: int, done: int) -> None:
 
 def watch_graph(wait: GraphWait) -> None:
     """Count waits in these collectives of a graph as waits of this rank, while the graph exists."""
-    _graphs.append(_Graph(wait))
+    _graphs[id(wait)] = _Graph(wait)
+
+
+def _forget(graph: int, _: weakref.ref[GraphWait]) -> None:
+    _graphs.pop(graph, None)
+
+
+def _of_graphs() -> list[_Graph]:
+    """The graphs now: several threads ask, and others begin and end graphs meanwhile."""
+    return list(_graphs.values())
 
 
 def status() -> Status:
@@ -272,10 +276,9 @@ def status() -> Status:
     now = _thread_that_counts(threads)
     waits, since, thread = now.waits > 0, now.since, now.ident
     name, key = _described(now.call, now.step), now.key
-    for graph in list(_graphs):
+    for graph in _of_graphs():
         wait = graph.wait()
         if wait is None:
-            _graphs.remove(graph)
             continue
         entered, left = wait.read()
         if graph.seen.counts != (entered, left):

@@ -18,6 +18,7 @@ import time
 from types import FrameType
 from typing import NoReturn
 
+from hvkit import threads
 from hvkit.errors import LEFT
 from hvkit.host.run_reports import listened_to, report
 from hvkit.watch import calls
@@ -68,7 +69,7 @@ class Leaving:
         if self._wakes is None:
             reader, self._wakes = os.pipe()
             os.set_blocking(self._wakes, False)
-            threading.Thread(target=self._await_sigterm, args=(reader,), daemon=True).start()
+            threads.start("hvkit-sigterm", self._await_sigterm, reader)
         self.take_signals()
 
     def take_signals(self) -> bool:
@@ -157,9 +158,7 @@ class Leaving:
             if not self._left and calls.status().waits:
                 os._exit(1)
 
-        timer = threading.Timer(seconds, end)
-        timer.daemon = True
-        timer.start()
+        threads.later(seconds, "hvkit-leaving", end)
 
     # Called in the main thread by SIGTERM, and by a thread that sees it sooner.
 

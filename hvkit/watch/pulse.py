@@ -12,6 +12,7 @@ import threading
 import time
 from typing import Any
 
+from hvkit import threads
 from hvkit.host.run_reports import LONGEST, listened_to, report, timeline_wanted
 from hvkit.watch import calls
 from hvkit.watch.spans import Span, observe
@@ -28,7 +29,7 @@ def begin() -> None:
     """Report from now on, in a thread, if ``hvkit run`` has started this rank."""
     if listened_to():
         recorder = Recorder() if timeline_wanted() else None
-        threading.Thread(target=_run, args=(recorder,), name="hvkit pulse", daemon=True).start()
+        threads.start("hvkit-pulse", _run, recorder)
 
 
 def _run(recorder: Recorder | None) -> None:

@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar
 from hvkit.errors import HvkitError, RankLostError, RanksDisagreeError
 from hvkit.watch import calls
 from hvkit.watch.verdict import SAME_STEPS
+from hvkit.wording import in_short
 
 _UNKNOWN = (
     "another rank has ended: look for its error above, make the same calls of hvkit on every rank, "
@@ -91,7 +92,7 @@ def install(witness: Witness) -> None:
         error = arguments.exc_value
         if error is not None and _line_for(_meant(error), witness) is None:
             name = arguments.thread.name if arguments.thread else "that has ended"
-            witness.failed(f"failed in thread {name} with {calls.in_short(error)}", ends=False)
+            witness.failed(f"failed in thread {name} with {in_short(error)}", ends=False)
         show_of_thread(arguments)
 
     sys.excepthook = show_or_name
@@ -250,4 +251,4 @@ def _handled_before(error: BaseException) -> BaseException | None:
 
 
 def _failed_with(error: BaseException) -> str:
-    return f"failed with {calls.in_short(error)}"
+    return f"failed with {in_short(error)}"

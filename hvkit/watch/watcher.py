@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from hvkit import threads
 from hvkit.errors import ranks_text
 from hvkit.host.run_reports import report
 from hvkit.watch import calls, channel
@@ -101,13 +102,22 @@ class Watcher:
             report_now(self._status())
             report(cause=shortened(f"{ranks_text([self.rank])} {how}", _CAUSE))
 
+    def thread_failed(self, how: str) -> None:
+        """Report to the others that a thread of hvkit's ends this process now."""
+        self._own_end = how
+        report(cause=shortened(f"{ranks_text([self.rank])} {how}", _CAUSE))
+        self._report_end()
+
+    def _report_end(self) -> None:
+        for peer in list(self._peers.values()):
+            _send(peer, {"ended": self._own_end, "rank": self.rank})
+
     def stop(self) -> None:
         """Report this rank's end to the others, before Horovod shuts down."""
         if os.getpid() != self._process:
             return
         self._stopped.set()
-        for peer in list(self._peers.values()):
-            _send(peer, {"ended": self._own_end, "rank": self.rank})
+        self._report_end()
         with self._reading_stacks:  # no look at the stacks while the interpreter ends
             pass
 
@@ -133,9 +143,8 @@ class Watcher:
 
     def _must_end(self, seconds: float) -> None:
         """End this process after some seconds if Horovod does not end its current wait."""
-        timer = threading.Timer(seconds, self._end_by_force, [self._status().serial, seconds])
-        timer.daemon = True
-        timer.start()
+        serial = self._status().serial
+        threads.later(seconds, "hvkit-watch-limit", self._end_by_force, serial, seconds)
 
     def _end_by_force(self, serial: int, seconds: float) -> None:
         now = self._status()
@@ -181,7 +190,7 @@ class Reporter(Watcher):
 
     def start(self, meeting: channel.Meeting) -> None:
         """Watch from now on."""
-        threading.Thread(target=self._run, args=(meeting,), name="hvkit-watch", daemon=True).start()
+        threads.start("hvkit-watch", self._run, meeting)
 
     def _run(self, meeting: channel.Meeting) -> None:
         self._watch(meeting)
@@ -279,11 +288,8 @@ class Hub(Watcher):
 
     def start(self) -> None:
         """Watch from now on."""
-        serve = self._listener.serve
-        threading.Thread(
-            target=serve, args=(self._admit,), name="hvkit-watch-door", daemon=True
-        ).start()
-        threading.Thread(target=self._run, name="hvkit-watch", daemon=True).start()
+        threads.start("hvkit-watch-door", self._listener.serve, self._admit)
+        threads.start("hvkit-watch", self._run)
 
     def stop(self) -> None:
         """As for any rank; waits for a shutdown in progress."""

@@ -3,8 +3,7 @@
 import pytest
 
 from hvkit.launch.supervision.first_failure import Failure, in_one_line
-from hvkit.watch.calls import in_short
-from hvkit.wording import shortened
+from hvkit.wording import in_short, shortened
 
 
 @pytest.mark.parametrize(

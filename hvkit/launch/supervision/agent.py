@@ -28,6 +28,7 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import IO, Any
 
+from hvkit import threads
 from hvkit.host import cpus, run_reports
 from hvkit.host.launcher_variables import place
 from hvkit.launch.supervision.processes import (
@@ -120,7 +121,7 @@ class _Agent:
         self.lost = False
         self.guard_lost = False
         self.ended_at = time.monotonic()
-        self.listener = threading.Thread(target=self.listen, daemon=True)
+        self.listener: threading.Thread | None = None
         self.child: subprocess.Popen[bytes] | None = None
         self.reports = -1
         # The process that trains, once it has said so: the command may be a shell around it.
@@ -135,20 +136,17 @@ class _Agent:
         try:
             child = self.start_command()
         except OSError as error:
-            self.listener.start()
+            self.listener = threads.start("hvkit-orders", self.listen)
             problem = f"cannot run {self.command[0]!r}: {error.strerror}"
             self.report_end({"status": CANNOT_RUN, "problem": problem})
             return CANNOT_RUN
         self.child = child
-        self.listener.start()
-        reports = threading.Thread(target=self.pass_reports_on, daemon=True)
-        reports.start()
+        self.listener = threads.start("hvkit-orders", self.listen)
+        reports = threads.start("hvkit-reports", self.pass_reports_on)
         assert child.stdout is not None
         assert child.stderr is not None
         streams = ((Kind.STDOUT, child.stdout), (Kind.STDERR, child.stderr))
-        pumps = [threading.Thread(target=self.pump, args=stream, daemon=True) for stream in streams]
-        for pump in pumps:
-            pump.start()
+        pumps = [threads.start("hvkit-output", self.pump, *stream) for stream in streams]
         return self.finish(child, self.wait(child), [*pumps, reports])
 
     def start_command(self) -> "subprocess.Popen[bytes]":
@@ -213,7 +211,8 @@ class _Agent:
         """Send how the command ended, after all of its output."""
         self.connection.send_json(Kind.ENDED, how)
         self.connection.finish()
-        self.join(self.listener)
+        if self.listener is not None:
+            self.join(self.listener)
 
     def join(self, thread: threading.Thread) -> None:
         """Wait for a thread: without a limit while the run goes on, else for a moment."""

@@ -11,7 +11,6 @@ import itertools
 import os
 import queue
 import select
-import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO
 
+from hvkit import threads
 from hvkit.launch.supervision.protocol import Kind
 
 LAST_LINES = 20
@@ -200,7 +200,7 @@ class Writer:
         self.problem: OSError | None = None
         self._on_problem = on_problem
         self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, daemon=True).start()
+        threads.start("hvkit-output", self._run)
 
     async def do(self, work: Callable[[], None]) -> None:
         """Call ``work`` on the thread, after all earlier work, and wait for it."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hvkit import threads
 from hvkit.errors import HvkitError
 from hvkit.log import logger
 
@@ -98,8 +99,7 @@ def serve(state: Callable[[], dict[str, Any]]) -> Iterator[None]:
             ended = threading.Event()
             at_end.callback(listener.shutdown, socket.SHUT_RDWR)  # wakes up accept
             at_end.callback(ended.set)
-            work = listener, state, ended
-            threading.Thread(target=_answer_all, args=work, name="hvkit top", daemon=True).start()
+            threads.start("hvkit-top", _answer_all, listener, state, ended)
         except (OSError, HvkitError) as error:
             logger.debug("hvkit top will not find this run: %s", error)
         yield
@@ -115,7 +115,7 @@ def _answer_all(
         except OSError:  # the end, or too many open files
             ended.wait(_PAUSE)
             continue
-        threading.Thread(target=_answer, args=(client, state), daemon=True).start()
+        threads.start("hvkit-top", _answer, client, state)
 
 
 def _answer(client: socket.socket, state: Callable[[], dict[str, Any]]) -> None:

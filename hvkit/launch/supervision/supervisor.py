@@ -5,12 +5,12 @@ import functools
 import json
 import math
 import socket
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from hvkit import threads
 from hvkit.handshake import Listener
 from hvkit.launch.supervision import protocol
 from hvkit.launch.supervision.first_failure import Failure
@@ -109,7 +109,7 @@ class Supervisor:
             socket.SOL_SOCKET, socket.SO_RCVBUF, protocol.RECEIVE_BUFFER
         )
         admit = functools.partial(self._admit, asyncio.get_running_loop())
-        threading.Thread(target=self._listener.serve, args=(admit,), daemon=True).start()
+        threads.start("hvkit-door", self._listener.serve, admit)
         return self._listener.port
 
     @property

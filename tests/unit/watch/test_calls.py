@@ -31,7 +31,7 @@ def _no_step(monkeypatch):
     """As in a script that begins; other tests in this process may have resumed."""
     monkeypatch.setattr(calls, "_last_step", 0)
     monkeypatch.setattr(calls, "_resumed", 0)
-    monkeypatch.setattr(calls, "_graphs", [])
+    monkeypatch.setattr(calls, "_graphs", {})
 
 
 @named("hvkit.something")
@@ -150,7 +150,7 @@ def graph(monkeypatch):
             return self.counts
 
     graph = Graph()
-    monkeypatch.setattr(calls, "_graphs", [])
+    monkeypatch.setattr(calls, "_graphs", {})
     monkeypatch.setattr(
         calls, "_inside_tensorflow", lambda: threading.get_ident() if graph.runs else None
     )
@@ -186,6 +186,27 @@ def test_a_graph_that_nobody_holds_any_more_is_forgotten(graph):
     graph.counts = (12, 12)
     assert not status().waits
     assert len(calls._graphs) == 1
+
+
+def test_threads_may_look_while_graphs_come_and_go(graph):
+    kept = []
+
+    class Other(type(graph)):
+        """While one thread reads this, the next graph goes, and another thread looks, too."""
+
+        def read(self):
+            while kept:
+                kept.pop()
+                status()
+            return (1, 1)
+
+    others = [Other(), Other()]
+    for each in others:
+        calls.watch_graph(each)
+    kept.append(others.pop())
+    del each
+    assert status().serial >= 1
+    assert len(calls._graphs) == 2
 
 
 @pytest.mark.parametrize("look", [line_of_script, status])

@@ -85,6 +85,16 @@ def test_rank_0_says_how_it_ends_also_within_its_first_second(hub):
     assert channel.receive(other) == {"ended": "failed with ValueError: x", "rank": 0}
 
 
+def test_a_thread_of_hvkit_that_fails_on_rank_0_is_the_reason_on_the_others(hub):
+    rank_0, *_ = hub
+    other = channel.connect(rank_0.meeting, 1)
+    while not rank_0._peers:
+        time.sleep(0.001)
+    rank_0.thread_failed("failed in its thread hvkit-watch with ValueError: x")
+    reason = {"ended": "failed in its thread hvkit-watch with ValueError: x", "rank": 0}
+    assert channel.receive(other) == reason
+
+
 def test_a_rank_that_dies_without_a_word_is_said_to_have(hub):
     rank_0, *_ = hub
     channel.connect(rank_0.meeting, 1).close()

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvkit import threads
 from hvkit.adapters.keras.collectives.graph_collectives import CompressedMeans, GraphWait
 from hvkit.adapters.keras.collectives.wire import Wire
 from hvkit.adapters.keras.weights.weight_keeper import (
@@ -233,8 +234,7 @@ class _Thread:
         self._done = False
         self._callbacks: list[Callable[[], None]] = []
         # A daemon: it must not hold up a rank that ends because another one has.
-        self._thread = threading.Thread(target=self._run, name="hvkit-agreement", daemon=True)
-        self._thread.start()
+        self._thread = threads.start("hvkit-agreement", self._run)
 
     def _run(self) -> None:
         try:
