@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from hvkit import runtime, strategies
 from hvkit.adapters.adapter import (
@@ -85,6 +85,11 @@ def distribute(
     augmentation and environments should differ. Weights need no equal seeds, since every rank
     starts with rank 0's. Rank 0 warns if all ranks compute the same gradients in the first step.
 
+    **Several models** that one optimizer updates go into one call, and so do all optimizers of a
+    model: ``models, optimizer = hvkit.distribute([encoder, decoder], optimizer)``. A parameter that
+    belongs to no module, such as SAC's ``log_alpha``, needs only its optimizer: ``distribute(actor,
+    [actor_optimizer, alpha_optimizer])``.
+
     **Weights** must stay the same on all ranks: loading or changing them on some ranks after the
     call is an error. Keep values of a single rank in a buffer or a non-trainable variable. A copy
     of the model (``copy.deepcopy``) is not distributed. In PyTorch, an optimizer that was not
@@ -102,7 +107,8 @@ def distribute(
     inside the update only. Rank 0 logs the rate that a step uses.
 
     Args:
-        model: a ``torch.nn.Module`` or a ``keras.Model`` (Keras 3 on TensorFlow).
+        model: a ``torch.nn.Module`` or a ``keras.Model`` (Keras 3 on TensorFlow), or a list or
+            tuple of them.
         optimizer: a ``torch.optim.Optimizer`` or ``keras.optimizers.Optimizer`` that updates the
             model, or a list or tuple of all of them, including those of later training phases.
         lr_scaling: the factor on the learning rate: 1 for ``"none"``, the world size for
@@ -156,13 +162,14 @@ def distribute(
             of ``fit``.
 
     Returns:
-        The same model and optimizer objects (or the list) that were passed in.
+        The same model and optimizer objects (or the lists) that were passed in.
 
     Raises:
         TypeError: the model or optimizer has an unsupported type, or they belong to different
             frameworks.
         ValueError: an argument has a wrong value, the optimizer does not hold the model's
-            parameters, an earlier call got one of them, or a layer cannot be synchronised.
+            parameters, or updates a module with buffers or batch norm that was not passed, an
+            earlier call got one of them, or a layer cannot be synchronised.
         RanksDisagreeError: the ranks' models, optimizers or arguments differ. Later, in
             ``backward``, an update, ``fit`` or a save: their weights differ, because some ranks
             loaded or changed theirs alone; in PyTorch, also their rates or frozen parameters.
@@ -170,8 +177,9 @@ def distribute(
         LaunchError: Horovod sees another number of ranks than were launched, or this host has more
             ranks than GPUs.
     """
-    runtime.init(framework_of(model))
+    models = list(model) if isinstance(model, list | tuple) else [model]
     optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    runtime.init(framework_of(models[0]) if models else None)
     adapter: Adapter | None = None
     options: Options | None = None
     problem: Exception | None = None
@@ -190,10 +198,13 @@ def distribute(
         multiplier = make_multiplier(lr_scaling, runtime.size(), options.warmup_steps)
         if monitor is not None and not isinstance(monitor, Monitor):
             raise TypeError(f"monitor must be a hvkit.Monitor, got {monitor!r}")
+        if not models:
+            raise ValueError(f"model must hold at least one model, got {model!r}")
         if not optimizers:
             raise ValueError(f"optimizer must hold at least one optimizer, got {optimizer!r}")
-        adapter = _adapter_for(model, optimizers, options)
-        _refuse_second_call(model, optimizers)
+        framework = _framework_of_all(models)
+        _refuse_second_call(models, optimizers)
+        adapter = _adapter_for(framework, models, optimizers, options)
     except Exception as error:  # of any type: the other ranks must not wait for this one
         problem = error
     raise_together(problem)
@@ -206,12 +217,12 @@ def distribute(
         arguments = f"lr_scaling={lr_scaling}, {options}{monitored}"
         require_equal(
             "model or call",
-            [type(model).__name__, arguments, *adapter.facts()],
+            [*(type(each).__name__ for each in models), arguments, *adapter.facts()],
             "build the same model and optimizer, and pass the same arguments, on every rank",
         )
     if monitor is not None:  # before averaging wraps the optimizers: it looks at the means
         paced = not isinstance(strategy, ParameterServer)
-        monitor.attach(model, optimizers, equal_steps=paced)
+        monitor.attach(models, optimizers, equal_steps=paced)
     if runtime.size() > 1:
         if options.strategy.has_momentum and (found := adapter.more_than_sgd()):
             warn_once(
@@ -225,7 +236,7 @@ def distribute(
         if runtime.rank() == 0:
             said = describe(rates, lr_scaling, runtime.size())
             logger.info(f"{runtime.size()} ranks; {said}")
-    record(model, records, keeper)
+    record(models, records, keeper)
     return model, optimizer
 
 
@@ -250,8 +261,8 @@ def settled(*things: Any) -> Iterator[None]:
     state: ``with hvkit.settled(model, optimizer):``.
 
     Args:
-        *things: models and optimizers that were passed to ``hvkit.distribute``. Do not train them
-            inside the block.
+        *things: models and optimizers that were passed to ``hvkit.distribute``, and lists of them.
+            Do not train them inside the block.
 
     Raises:
         TypeError: one of them is neither a model nor an optimizer.
@@ -260,19 +271,24 @@ def settled(*things: Any) -> Iterator[None]:
     """
     with ExitStack() as stack:
         with call_within("hvkit.settled"):
-            for thing in things:
+            for thing in _each(things):
                 if framework_of(thing) is not None:
                     for keeper in keepers_of(thing):
                         stack.enter_context(keeper.settled())
                 elif _record(thing) is None:
                     raise TypeError(
                         "hvkit.settled takes models and optimizers that were passed to "
-                        "hvkit.distribute, one after the other, got "
+                        "hvkit.distribute, and lists of them, got "
                         f"{thing!r} of type {type(thing).__name__}"
                     )
                 if (known := _record(thing)) is not None and known.gathered:
                     stack.enter_context(known.gathered())
         yield
+
+
+def _each(things: Iterable[Any]) -> Iterator[Any]:
+    for thing in things:
+        yield from thing if isinstance(thing, list | tuple) else [thing]
 
 
 def _record(optimizer: Any) -> Record | None:
@@ -343,28 +359,50 @@ def _refuse_nonfinite(options: Options) -> None:
         )
 
 
-def _adapter_for(model: Any, optimizers: Sequence[Any], options: Options) -> Adapter:
-    """Make the adapter for a model of PyTorch or Keras; imports no other framework.
+def _framework_of_all(models: Sequence[Any]) -> str:
+    """``"torch"`` or ``"tensorflow"``.
 
     Raises:
-        TypeError: the framework is not supported, or an optimizer belongs to another one.
+        TypeError: one is no model, or they are of both.
+    """
+    frameworks = [framework_of(model) or _refuse(model) for model in models]
+    if len(set(frameworks)) > 1:
+        kinds = ", ".join(f"{type(m).__module__}.{type(m).__qualname__}" for m in models)
+        raise TypeError(f"models of one call must be of one framework, got {kinds}")
+    return frameworks[0]
+
+
+def _adapter_for(
+    framework: str, models: Sequence[Any], optimizers: Sequence[Any], options: Options
+) -> Adapter:
+    """Make the adapter for models of PyTorch or Keras; imports no other framework.
+
+    Raises:
+        TypeError: an optimizer belongs to another framework.
         ValueError: an argument has a wrong value.
     """
-    framework = framework_of(model)
     if framework == "tensorflow":
         from hvkit.adapters.keras import KerasAdapter
 
-        return KerasAdapter(model, optimizers, options)
-    if framework == "torch":
-        from hvkit.adapters.pytorch import PyTorchAdapter
+        return KerasAdapter(models, optimizers, options)
+    from hvkit.adapters.pytorch import PyTorchAdapter
 
-        return PyTorchAdapter(model, optimizers, options)
-    hint = ""
-    if type(model).__module__.startswith("tf_keras"):
+    return PyTorchAdapter(models, optimizers, options)
+
+
+def _refuse(model: Any) -> NoReturn:
+    kind, hint = f"{type(model).__module__}.{type(model).__qualname__}", ""
+    if kind.startswith("tf_keras"):
         hint = " (tf_keras is Keras 2; unset TF_USE_LEGACY_KERAS and use Keras 3)"
+    elif isinstance(model, Mapping):
+        hint = ": pass list(models.values())"
+    elif kind in ("torch.Tensor", "torch.nn.parameter.Parameter"):
+        hint = (
+            ": a parameter that belongs to no module needs only its optimizer, beside that of a "
+            "model: hvkit.distribute(actor, [actor_optimizer, alpha_optimizer])"
+        )
     raise TypeError(
-        "model must be a torch.nn.Module or a keras.Model, "
-        f"got {type(model).__module__}.{type(model).__qualname__}{hint}"
+        f"model must be a torch.nn.Module or a keras.Model, or a list of them, got {kind}{hint}"
     )
 
 
@@ -374,11 +412,13 @@ def _one_of(name: str, value: object, accepted: tuple[str, ...]) -> str:
     return str(value)
 
 
-def _refuse_second_call(model: object, optimizers: Sequence[object]) -> None:
-    for role, thing in (("model", model), *(("optimizer", each) for each in optimizers)):
+def _refuse_second_call(models: Sequence[object], optimizers: Sequence[object]) -> None:
+    roles = [("model", each) for each in models] + [("optimizer", each) for each in optimizers]
+    for role, thing in roles:
         if is_distributed(thing):
             raise ValueError(
-                f"this {role} ({type(thing).__name__}) was passed to hvkit.distribute before; "
-                "call it once for each model, with all of its optimizers, including those of later "
-                "training phases: distribute(model, [first, second])"
+                f"this {role} ({type(thing).__name__}) was passed to hvkit.distribute before; pass "
+                "models that share an optimizer, and all optimizers of a model, including those of "
+                "later training phases, in one call: "
+                "hvkit.distribute([encoder, decoder], [first, second])"
             )

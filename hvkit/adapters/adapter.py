@@ -1,6 +1,6 @@
 """The interface between ``hvkit.distribute`` and the frameworks.
 
-``distribute`` makes an adapter for each call. Afterwards ``record`` remembers the model and its
+``distribute`` makes an adapter for each call. Afterwards ``record`` remembers the models and their
 optimizers, so that a second call is refused, and checkpoints find the step count of a warm-up.
 """
 
@@ -54,7 +54,7 @@ class Record:
 
 
 class Keeper(Protocol):
-    """What a strategy or a compression keeps of one model from step to step."""
+    """What a strategy or a compression keeps of models that train together, from step to step."""
 
     @property
     def strategy(self) -> Strategy:
@@ -149,9 +149,11 @@ _models: WeakKeyDictionary[Any, Keeper | None] = WeakKeyDictionary()
 _records: WeakKeyDictionary[Any, Record] = WeakKeyDictionary()
 
 
-def record(model: Any, records: Iterable[tuple[Any, Record]], keeper: Keeper | None = None) -> None:
-    """Remember a model and its optimizers as distributed."""
-    _models[_plain(model)] = keeper
+def record(
+    models: Iterable[Any], records: Iterable[tuple[Any, Record]], keeper: Keeper | None = None
+) -> None:
+    """Remember models that train together, and their optimizers, as distributed."""
+    _models.update((_plain(model), keeper) for model in models)
     alone = keeper is not None and keeper.alone
     _records.update((_plain(thing), replace(each, alone=alone)) for thing, each in records)
 

@@ -203,8 +203,14 @@ class Gradients:
         optimizer.apply = measured
 
 
-def watch(monitor: Monitor, model: keras.Model, optimizers: Sequence[Any]) -> Gradients:
-    """Record the steps of ``fit``, and the rate and norm of these optimizers."""
+def watch(monitor: Monitor, models: Sequence[keras.Model], optimizers: Sequence[Any]) -> Gradients:
+    """Record the steps of ``fit`` of these models, and the rate and norm of these optimizers."""
+    for model in models:
+        _record_fit(monitor, model)
+    return Gradients(monitor, optimizers)
+
+
+def _record_fit(monitor: Monitor, model: keras.Model) -> None:
     callback = monitor.callback(model)
     fit = model.fit
 
@@ -224,7 +230,6 @@ def watch(monitor: Monitor, model: keras.Model, optimizers: Sequence[Any]) -> Gr
         return fit(*args, **kwargs)
 
     model.fit = monitored_fit
-    return Gradients(monitor, optimizers)
 
 
 def _rows_of(data: Any) -> Any:

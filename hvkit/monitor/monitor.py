@@ -64,9 +64,9 @@ class Monitor:
     ranks were busy, rather than waiting or exchanging gradients, and which rank kept the others
     waiting, and by what: ``ranks busy 73%; rank 3 on node2 was last in 71% of steps: data``.
 
-    Every rank makes a monitor, for one model, and calls the same methods; a record is a small
-    collective. With ``ParameterServer``, where ranks take different numbers of steps, pass it to
-    ``distribute``; records then hold the steps of rank 0 only.
+    Every rank makes a monitor, for one call of ``distribute``, and calls the same methods; a record
+    is a small collective. With ``ParameterServer``, where ranks take different numbers of steps,
+    pass it to ``distribute``; records then hold the steps of rank 0 only.
 
     A monitor can be a part of ``hvkit.Checkpoint``; a resumed run then counts its steps on, and
     writes into the same file. A run that was saved without one can be resumed with a monitor.
@@ -236,32 +236,35 @@ class Monitor:
             self._callbacks[model] = FitCallback(self, model)
         return self._callbacks[model]
 
-    def attach(self, model: Any, optimizers: Sequence[Any], *, equal_steps: bool) -> None:
+    def attach(
+        self, models: Sequence[Any], optimizers: Sequence[Any], *, equal_steps: bool
+    ) -> None:
         """Record the learning rate and the norm of the gradients; ``distribute`` calls this.
 
         A collective.
 
         Args:
-            model: the one that is trained.
-            optimizers: those that update it.
+            models: those that are trained together.
+            optimizers: those that update them.
             equal_steps: whether all ranks take equally many steps.
 
         Raises:
-            ValueError: another model was attached before.
+            ValueError: other models were attached before.
             HvkitError: rank 0 cannot write into the folder; on every rank.
         """
         if self._gradients is not None:
             raise ValueError(
-                "this monitor was passed to hvkit.distribute before: pass it with one model, and "
-                "make another one, with a folder of its own, for each further model"
+                "this monitor was passed to hvkit.distribute before: pass it with one model, or a "
+                "list of models that train together, and make another one, with a folder of its "
+                "own, for each further call"
             )
         self._equal_steps = equal_steps
         self._open()
-        if framework_of(model) == "tensorflow":
+        if framework_of(models[0]) == "tensorflow":
             from hvkit.monitor import keras as framework
         else:
             from hvkit.monitor import pytorch as framework  # type: ignore[no-redef]
-        self._gradients = framework.watch(self, model, optimizers)
+        self._gradients = framework.watch(self, models, optimizers)
 
     @named("Monitor.flush")
     def flush(self, **metrics: Any) -> None:

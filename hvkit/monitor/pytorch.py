@@ -19,7 +19,7 @@ class Gradients:
 
     Args:
         monitor: knows which steps those are.
-        optimizers: those that update the model.
+        optimizers: those that update the models.
     """
 
     def __init__(self, monitor: Monitor, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -62,6 +62,8 @@ class Gradients:
         self._norms[number] = norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def watch(monitor: Monitor, model: torch.nn.Module, optimizers: Sequence[Any]) -> Gradients:
+def watch(
+    monitor: Monitor, models: Sequence[torch.nn.Module], optimizers: Sequence[Any]
+) -> Gradients:
     """Record the rate and the norm of these optimizers."""
     return Gradients(monitor, optimizers)

@@ -1,4 +1,4 @@
-"""The steps of ``distribute`` for a Keras model and its optimizers.
+"""The steps of ``distribute`` for Keras models and their optimizers.
 
 hvkit attaches everything to the instances: to methods of the optimizer, and to the ``call`` of a
 model that has no weights yet. The classes stay Keras's own, so saved files do not mention hvkit.
@@ -65,12 +65,20 @@ from hvkit.strategies.strategy import Averaging, Rounds
 _serial = itertools.count()
 
 
+class Together(keras.Model):  # type: ignore[misc]
+    """Several models that train together, as one that contains them; nobody calls it."""
+
+    def __init__(self, models: Sequence[keras.Model]) -> None:
+        super().__init__()
+        self.models = list(models)
+
+
 class KerasAdapter:
-    """One model and the optimizers that update it."""
+    """Some models and the optimizers that update them."""
 
     framework = "tensorflow"
 
-    def __init__(self, model: Any, optimizers: Sequence[Any], options: Options) -> None:
+    def __init__(self, models: Sequence[Any], optimizers: Sequence[Any], options: Options) -> None:
         backend = keras.backend.backend()
         if backend != "tensorflow":
             raise ValueError(
@@ -88,9 +96,11 @@ class KerasAdapter:
                 "hvkit.ShardedOptimizer() divides the optimizer's state; a model that is too large "
                 "for one device needs PyTorch"
             )
-        self.model = model
+        self.models = list(models)
+        self.model = models[0] if len(models) == 1 else Together(models)
         self.options = options
-        self.optimizers = [_checked(each, model) for each in optimizers]
+        self.optimizers = list(map(_checked, optimizers))
+        _refuse_optimizers_of_others(self.models, self.optimizers)
         if isinstance(options.strategy, ShardedOptimizer):
             for each in self._updating():
                 refuse_joint_updates(options.strategy, each)
@@ -102,6 +112,9 @@ class KerasAdapter:
                 _refuse_scaled_or_accumulated(options, each)
         self.averagers: list[GradientAverager] = []
         self._synchronised: dict[int, Any] = {}
+        # Models whose weights no rank has sent yet.
+        self._pending = list(models)
+        self._optimizers_pending = True
 
     def facts(self) -> list[str]:
         return [settings_of(each) for each in self.optimizers]
@@ -115,48 +128,61 @@ class KerasAdapter:
 
     def synchronise(self) -> None:
         self._synchronise_batch_norm()
-        if all(collectives.gather("distribute", has_weights(self.model))):
-            self._synchronise(self.model.weights)
-        else:
-            self._synchronise_before_first_call()
+        everyone = collectives.gather("distribute", [has_weights(each) for each in self.models])
+        for model, built in zip(self.models, zip(*everyone, strict=True), strict=True):
+            if all(built):
+                self._synchronise_model(model)
+            else:
+                self._synchronise_before_first_call(model)
+
+    def _synchronise_model(self, model: Any) -> None:
+        self._synchronise(model.weights)
+        self._pending = [each for each in self._pending if each is not model]
+        if not self._pending:
+            self._synchronise_optimizers()
 
     def _synchronise(self, weights: Sequence[Any]) -> None:
-        first = not self._synchronised
         self._synchronised.update((id(tf_variable(w)), w) for w in weights)
         synchronise(weights)
-        if first:
+
+    def _synchronise_optimizers(self) -> None:
+        if self._optimizers_pending:
+            self._optimizers_pending = False
             divided = ids_of_slots(self.optimizers)
             synchronise_optimizers(self.optimizers, self.model.trainable_variables, divided)
 
-    def _synchronise_before_first_call(self) -> None:
+    def _synchronise_before_first_call(self, model: Any) -> None:
         """Synchronise in the model's first call, after it has built itself, before it computes."""
-        call = self.model.call
+        call = model.call
 
         def synchronise_and_call(*args: Any, **kwargs: Any) -> Any:
-            if not in_stateless_scope() and has_weights(self.model):
-                del self.model.call
+            if not in_stateless_scope() and has_weights(model):
+                del model.call
                 self._synchronise_batch_norm()
-                if not self._synchronised:
-                    self._synchronise(self.model.weights)
+                if any(each is model for each in self._pending):
+                    self._synchronise_model(model)
             return call(*args, **kwargs)
 
-        self.model.call = synchronise_and_call
+        model.call = synchronise_and_call
 
     def _synchronise_batch_norm(self) -> None:
         if self.options.batch_norm == "sync":
             synchronise_batch_norm(self.model)
 
     def _before_update(self, variables: Sequence[Any]) -> None:
-        """Synchronise the weights that no call of the model has synchronised yet.
+        """Synchronise the weights that no call of a model has synchronised yet.
 
-        There are some if a ``train_step`` calls only parts of the model, and if the script uses a
+        There are some if a ``train_step`` calls only parts of a model, and if the script uses a
         layer for the first time.
         """
-        if not self._synchronised and have_values(self.model.weights):
-            self._synchronise(self.model.weights)
+        for model in self._pending:
+            if model.weights and have_values(model.weights):
+                self._synchronise_model(model)
         new = [v for v in variables if id(tf_variable(v)) not in self._synchronised]
         if new and have_values(new):
             self._synchronise(new)
+        if self._optimizers_pending and have_values(variables):
+            self._synchronise_optimizers()
 
     def _updating(self) -> list[Any]:
         """The optimizers that update variables, without those that hold them."""
@@ -170,13 +196,15 @@ class KerasAdapter:
         return [(float(part.learning_rate), multiplier) for part in parts]
 
     def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
-        # XLA cannot compile Horovod's operations.
-        self.model.supports_jit = False
-        if getattr(self.model, "compiled", False):
-            self.model.jit_compile = False
-            self.model.train_function = None  # the next fit makes it again
         inner = [inner_optimizer(each) for each in self.optimizers]
-        refuse_other_optimizers(self.model, [o for each in inner for o in (each, *parts_of(each))])
+        updating = [o for each in inner for o in (each, *parts_of(each))]
+        for model in self.models:
+            # XLA cannot compile Horovod's operations.
+            model.supports_jit = False
+            if getattr(model, "compiled", False):
+                model.jit_compile = False
+                model.train_function = None  # the next fit makes it again
+            refuse_other_optimizers(model, updating)
         alone: RoundKeeper | ServedModel | None = None
         keeper: Keeper | None = None
         compression = self.options.compression
@@ -195,7 +223,8 @@ class KerasAdapter:
         end_epoch = functools.partial(require_same_weights, "fit", self.model, self.optimizers)
         if alone is None and self.options.batch_norm == "average":
             end_epoch = functools.partial(self._end_epoch, GraphWait(f"hvkit.{next(_serial)}"))
-        share_results(self.model, self.averagers, end_epoch, alone)
+        for model in self.models:  # which keep all that is here by this
+            share_results(model, self.averagers, end_epoch, alone)
         return [(each, self._record(each)) for each in self.optimizers], keeper
 
     def _nonfinite(self) -> NonFinite | None:
@@ -233,7 +262,7 @@ class KerasAdapter:
     def _alone(
         self, strategy: Rounds | ParameterServer, optimizers: Sequence[Any]
     ) -> RoundKeeper | ServedModel:
-        let_differ(self.model, optimizers)
+        let_differ([self.model, *self.models], optimizers)
         with_statistics = self.options.batch_norm == "average"
         name = f"hvkit.{next(_serial)}"
         keeper: RoundKeeper | ServedModel
@@ -280,7 +309,7 @@ def _refuse_scaled_or_accumulated(options: Options, optimizer: Any) -> None:
         )
 
 
-def _checked(optimizer: Any, model: Any) -> Any:
+def _checked(optimizer: Any) -> Any:
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         hint = ""
         if isinstance(optimizer, str):
@@ -296,11 +325,20 @@ def _checked(optimizer: Any, model: Any) -> Any:
             f"{type(inner).__name__} {inner.name!r} has made no optimizers yet: call its "
             "build(model.trainable_variables) before hvkit.distribute"
         )
-    if inner.built and has_weights(model) and model.trainable_variables:
-        held = {id(v) for v in inner._trainable_variables}
-        if not any(id(v) in held for v in model.trainable_variables):
-            raise ValueError(
-                f"optimizer {inner.name!r} was built for {len(held)} other variables, none of "
-                f"them of model {model.name!r}: make a new optimizer for this model"
-            )
     return optimizer
+
+
+def _refuse_optimizers_of_others(models: Sequence[Any], optimizers: Sequence[Any]) -> None:
+    """Raise if all optimizers were built for other variables than those of the models."""
+    inner = [inner_optimizer(each) for each in optimizers]
+    trained = [v for model in models for v in model.trainable_variables]
+    if not trained or not all(map(has_weights, models)) or not all(each.built for each in inner):
+        return
+    held = {id(v) for each in inner for v in each._trainable_variables}
+    if not any(id(v) in held for v in trained):
+        names = ", ".join(repr(each.name) for each in inner)
+        raise ValueError(
+            f"optimizer {names} was built for {len(held)} other variables, none of them of model "
+            f"{', '.join(repr(model.name) for model in models)}: make a new optimizer for this "
+            "model"
+        )

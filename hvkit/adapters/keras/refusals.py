@@ -69,9 +69,9 @@ def refuse_other_optimizers(model: Any, optimizers: Sequence[Any]) -> None:
     _check_who_applies()
 
 
-def let_differ(model: Any, optimizers: Sequence[Any]) -> None:
-    """Let the variables of a model and its optimizers differ between ranks."""
-    _differing.update([model, *optimizers])
+def let_differ(models: Sequence[Any], optimizers: Sequence[Any]) -> None:
+    """Let the variables of models and their optimizers differ between ranks."""
+    _differing.update([*models, *optimizers])
 
 
 def is_alike(optimizer: Any) -> bool:

@@ -1,11 +1,11 @@
-"""The steps of ``distribute`` for a PyTorch model and its optimizers."""
+"""The steps of ``distribute`` for PyTorch modules and their optimizers."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from hvkit.adapters.pytorch.gradients.nonfinite import NonFinite
 from hvkit.adapters.pytorch.gradients.reducer import GradientReducer, is_averaged
 from hvkit.adapters.pytorch.initial_state import broadcast_optimizer, broadcast_tensors, move_to
 from hvkit.adapters.pytorch.learning_rate import RateInStep
+from hvkit.adapters.pytorch.modules import named_in, refuse_optimizers_of_others
 from hvkit.adapters.pytorch.optimizers import has_step_length, optimizers_inside, refuse_own_steps
 from hvkit.adapters.pytorch.refusals import (
     is_divided,
@@ -48,19 +49,25 @@ _serial = itertools.count()
 
 
 class PyTorchAdapter:
-    """One model and the optimizers that update it."""
+    """Some modules and the optimizers that update them."""
 
     framework = "torch"
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Any], options: Options) -> None:
-        refuse_other_wrappers(model)
-        self.model = model
-        self.optimizers: list[Optimizer] = [_checked(each, model) for each in optimizers]
+    def __init__(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Any], options: Options
+    ) -> None:
+        for model in models:
+            refuse_other_wrappers(model)
+        self.models = list(models)
+        self.model = models[0] if len(models) == 1 else nn.ModuleList(models)
+        self.optimizers: list[Optimizer] = list(map(_checked, optimizers))
         self.options = options
-        self.parameters = _named_parameters(model, self.optimizers)
+        refuse_optimizers_of_others(models, self.optimizers)
+        self.parameters = _named_parameters(self.models, self.optimizers)
+        _refuse_distributed(self.parameters, several=len(models) > 1)
         self.multiplier = Multiplier()
         if options.batch_norm == "sync":
-            batch_norm_of(model)
+            batch_norm_of(self.model)
         strategy = options.strategy
         if options.on_nonfinite != "ignore":
             refuse_own_steps(options, self.optimizers)
@@ -68,12 +75,15 @@ class PyTorchAdapter:
             for each in self.optimizers:
                 refuse_joint_updates(strategy, each)
         if isinstance(strategy, FullyShard):
-            refuse_what_cannot_be_divided(strategy, options, model, self.optimizers)
-        for name, tensor in [*self.parameters.items(), *model.named_buffers()]:
+            refuse_what_cannot_be_divided(strategy, options, self.models, self.optimizers)
+        for name, tensor in (self.parameters | self._named_buffers()).items():
             _refuse_uninitialised(name, tensor)
 
+    def _named_buffers(self) -> dict[str, torch.Tensor]:
+        return named_in(self.models, lambda model: model.named_buffers())
+
     def facts(self) -> list[str]:
-        buffers = {f"buffer {_plain(name)}": b for name, b in self.model.named_buffers()}
+        buffers = {f"buffer {name}": b for name, b in self._named_buffers().items()}
         tensors = {f"parameter {name}": p for name, p in self.parameters.items()} | buffers
         groups = [
             f"{type(each).__name__} with parameter groups of "
@@ -96,7 +106,7 @@ class PyTorchAdapter:
     def synchronise(self) -> None:
         if torch.cuda.is_available():
             device = torch.device("cuda", torch.cuda.current_device())
-            move_to(device, self.model, self.optimizers)
+            move_to(device, self.model, self.optimizers, self.parameters.values())
         broadcast_tensors([*self.parameters.values(), *self.model.buffers()])
         for optimizer in self.optimizers:
             broadcast_optimizer(optimizer)
@@ -164,12 +174,15 @@ class PyTorchAdapter:
     ) -> list[tuple[Any, Record]]:
         from hvkit.adapters.pytorch.divided_state import fully_shard
 
-        divided = fully_shard.DividedModel(strategy, self.model, self.optimizers, name, statistics)
+        divided = fully_shard.DividedModels(
+            strategy, self.models, self.optimizers, name, statistics
+        )
         refuse_other_optimizers(self.optimizers, _is_distributed)
-        model: Any = weakref.proxy(self.model)
-        records: list[tuple[Any, Record]] = [
-            (self.model, Record(gathered=functools.partial(divided.gathered, model)))
-        ]
+        records: list[tuple[Any, Record]] = []
+        for number, model in enumerate(self.models):
+            held: Any = weakref.proxy(model)
+            gather = functools.partial(divided.gathered, number, held)
+            records.append((model, Record(gathered=gather)))
         for each in self.optimizers:
             rate = self._multiply_rate(each, [each])
             whole = functools.partial(fully_shard.gathered, weakref.proxy(each))
@@ -233,7 +246,7 @@ def _is_distributed(parameter: torch.Tensor) -> bool:
     return is_averaged(parameter) or is_kept(parameter) or is_divided(parameter)
 
 
-def _checked(optimizer: Any, model: nn.Module) -> Optimizer:
+def _checked(optimizer: Any) -> Optimizer:
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             "optimizer of a PyTorch model must be a torch.optim.Optimizer, or a list of them, "
@@ -245,22 +258,19 @@ def _checked(optimizer: Any, model: nn.Module) -> Optimizer:
             "optimizer is already wrapped by Horovod's DistributedOptimizer: pass the plain "
             "torch.optim optimizer, hvkit.distribute does the averaging"
         )
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    own = [id(p) for p in model.parameters()]
-    if not own:
-        raise ValueError(f"model {type(model).__name__} has no parameters to train")
-    if held.isdisjoint(own):
-        raise ValueError(
-            f"optimizer {type(optimizer).__name__} holds none of the {len(own)} parameters of "
-            f"{type(model).__name__}: make it from the parameters() of the model that you pass"
-        )
     return optimizer
 
 
-def _named_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
-    """The parameters of the model, and those that only an optimizer holds; each once."""
-    named = {_plain(name): p for name, p in model.named_parameters()}
-    seen = {id(p) for p in named.values()}
+def _named_parameters(
+    models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+) -> dict[str, nn.Parameter]:
+    """The parameters of the models, and those that only an optimizer holds; each once."""
+    named: dict[str, nn.Parameter] = {}
+    seen: set[int] = set()
+    for name, p in named_in(models, lambda model: model.named_parameters()).items():
+        if id(p) not in seen:  # not again in a model that shares it
+            seen.add(id(p))
+            named[name] = p
     for o, optimizer in enumerate(optimizers):
         for g, group in enumerate(optimizer.param_groups):
             for i, p in enumerate(group["params"]):
@@ -270,9 +280,20 @@ def _named_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict
     return named
 
 
-def _plain(name: str) -> str:
-    """The parameter's name without the prefix that ``torch.compile`` puts before it."""
-    return name.replace("_orig_mod.", "")
+def _refuse_distributed(parameters: Mapping[str, torch.Tensor], *, several: bool) -> None:
+    """Raise if an earlier call got one of the parameters, with another model.
+
+    Raises:
+        ValueError: names the parameter.
+    """
+    for name, p in parameters.items():
+        if _is_distributed(p):
+            part = name if "optimizer" in name or several else f"{name} of this model"
+            raise ValueError(
+                f"parameter {part} was passed to hvkit.distribute before, with another model: pass "
+                "models that share parameters or an optimizer in one call, "
+                "hvkit.distribute([encoder, decoder], [first, second])"
+            )
 
 
 def _refuse_uninitialised(name: str, tensor: torch.Tensor) -> None:

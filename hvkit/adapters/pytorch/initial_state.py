@@ -135,16 +135,30 @@ def _same_kind_of_device(storage: Any, location: str) -> Any:
     return storage
 
 
-def move_to(device: torch.device, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+def move_to(
+    device: torch.device,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    parameters: Iterable[torch.Tensor],
+) -> None:
     """Move a model on another GPU, and its optimizers' state, to this rank's GPU.
 
     A script that calls ``model.to("cuda")`` before ``distribute`` puts the model of every rank on
     the first GPU. A model in host memory stays there.
+
+    Args:
+        device: this rank's GPU.
+        model: moved in place.
+        optimizers: of the model.
+        parameters: what they update; those beside the model's are moved, too.
     """
     elsewhere = {p.device for p in model.parameters() if p.is_cuda} - {device}
     if len(elsewhere) != 1 or any(not p.is_cuda for p in model.parameters()):
         return
     model.to(device)
+    for p in parameters:
+        if p.device in elsewhere:
+            p.data = p.data.to(device)
     for optimizer in optimizers:
         for values in optimizer.state.values():
             for key, value in values.items():

@@ -135,17 +135,23 @@ def _refuse_if_distributed(
 
 
 def refuse_what_cannot_be_divided(
-    strategy: FullyShard, options: Options, model: nn.Module, optimizers: Sequence[Optimizer]
+    strategy: FullyShard,
+    options: Options,
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer],
 ) -> None:
     """Raise for what PyTorch's ``fully_shard`` leaves no room for.
 
     Raises:
-        ValueError: names the option, the parameter or layer of the model, or the optimizer.
+        ValueError: names the option, the parameter or layer of a model, or the optimizer.
     """
     _refuse_options(strategy, options)
-    _refuse_model(strategy, model)
+    for model in models:
+        _refuse_model(strategy, model)
+    _refuse_shared(strategy, models)
+    own = {p for model in models for p in model.parameters()}
     for each in optimizers:
-        _refuse_optimizer(strategy, model, each)
+        _refuse_optimizer(strategy, own, each)
 
 
 def _refuse_options(strategy: FullyShard, options: Options) -> None:
@@ -193,13 +199,24 @@ def _refuse_model(strategy: FullyShard, model: nn.Module) -> None:
             )
 
 
-def _refuse_optimizer(strategy: FullyShard, model: nn.Module, optimizer: Optimizer) -> None:
+def _refuse_shared(strategy: FullyShard, models: Sequence[nn.Module]) -> None:
+    """Raise if two models share a parameter: each gathers and drops its own."""
+    owner: dict[torch.Tensor, int] = {}
+    for number, model in enumerate(models):
+        for name, p in model.named_parameters():
+            if owner.setdefault(p, number) != number:
+                raise ValueError(
+                    f"models {owner[p]} and {number} share the parameter {name}, but {strategy} "
+                    "divides each model for itself: pass one module that contains both"
+                )
+
+
+def _refuse_optimizer(strategy: FullyShard, own: set[nn.Parameter], optimizer: Optimizer) -> None:
     if type(optimizer).__name__ in _WHOLE_PARAMETERS:
         raise ValueError(
             f"{type(optimizer).__name__} computes with whole parameters, which no rank holds with "
             f"{strategy}: use an optimizer such as torch.optim.AdamW, or hvkit.Synchronous()"
         )
-    own = set(model.parameters())
     others = [p for g in optimizer.param_groups for p in g["params"] if p not in own]
     if others:
         raise ValueError(

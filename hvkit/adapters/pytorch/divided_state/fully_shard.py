@@ -40,52 +40,57 @@ from hvkit.watch.calls import call
 _SHARDS = "_hvkit_full_shards"
 
 
-class DividedModel:
-    """A model whose parameters are divided among the ranks, and its optimizers.
+class DividedModels:
+    """Models whose parameters are divided among the ranks, and their optimizers.
 
     Args:
         strategy: when weights are dropped.
-        model: the same on every rank, with the same weights; changed in place.
-        optimizers: of the model; they update the new parameters, each rank its part.
-        name: the same on every rank, and no other model's.
+        models: the same on every rank, with the same weights; changed in place.
+        optimizers: of the models; they update the new parameters, each rank its part.
+        name: the same on every rank, and no other models'.
         statistics: of normalisation layers, averaged after each step.
     """
 
     def __init__(
         self,
         strategy: FullyShard,
-        model: nn.Module,
+        models: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
         name: str,
         statistics: RunningStatistics | None,
     ) -> None:
         process_group.start()
-        model = getattr(model, "_orig_mod", model)  # inside what torch.compile returns
+        models = list(map(_plain, models))
         self._name = name
         self._checks = Wire("checks")
         # The parts gathered since the last step, in order.
         self._order: list[int] = []
         self._statistics = statistics
         self._steps = itertools.count(1)
-        before = dict(model.named_parameters())
-        self._device = next(iter(before.values())).device
+        before = [dict(model.named_parameters()) for model in models]
+        self._device = next(iter(before[0].values())).device
         mesh = init_device_mesh(self._device.type, (runtime.size(),))
-        for number, part in enumerate((*_units(model), model)):
+        parts = [part for model in models for part in (*_units(model), model)]
+        for number, part in enumerate(parts):
             each: Any = fully_shard(
                 part, mesh=mesh, reshard_after_forward=strategy.reshard_after_forward
             )
             each.set_custom_all_gather(_Gather(name, functools.partial(self._order.append, number)))
             each.set_custom_reduce_scatter(_Scatter(name))
-        after = dict(model.named_parameters())
+        after = [dict(model.named_parameters()) for model in models]
+        new: dict[torch.Tensor, nn.Parameter] = {
+            p: now[n] for held, now in zip(before, after, strict=True) for n, p in held.items()
+        }
         for optimizer in optimizers:
-            self._attach(optimizer, {p: after[n] for n, p in before.items()})
-        # The whole state by name, on rank 0 inside ``gathered``.
-        self._whole: dict[str, torch.Tensor] | None = None
-        for path, module in model.named_modules():
-            hooked: Any = module
-            give = functools.partial(self._give_whole, f"{path}." if path else "")
-            hooked.register_state_dict_post_hook(give)
-            hooked.register_load_state_dict_pre_hook(_take_parts)
+            self._attach(optimizer, new)
+        # The whole state by model and name, on rank 0 inside ``gathered``.
+        self._whole: dict[int, dict[str, torch.Tensor]] = {}
+        for number, model in enumerate(models):
+            for path, module in model.named_modules():
+                hooked: Any = module
+                give = functools.partial(self._give_whole, number, f"{path}." if path else "")
+                hooked.register_state_dict_post_hook(give)
+                hooked.register_load_state_dict_pre_hook(_take_parts)
 
     def _attach(self, optimizer: Optimizer, new: Mapping[torch.Tensor, torch.nn.Parameter]) -> None:
         """Make an optimizer update new parameters in place of old ones."""
@@ -137,30 +142,43 @@ class DividedModel:
         self._statistics.write(mean)
 
     @contextmanager
-    def gathered(self, model: nn.Module) -> Iterator[None]:
-        """Let ``state_dict`` return whole tensors on rank 0 for a while; a collective."""
-        model = getattr(model, "_orig_mod", model)
-        whole = {n: _whole(p) for n, p in model.named_parameters(remove_duplicate=False)}
-        self._whole = whole if runtime.rank() == 0 else None
+    def gathered(self, number: int, model: nn.Module) -> Iterator[None]:
+        """Let ``state_dict`` of a model return whole tensors on rank 0 for a while; a collective.
+
+        Args:
+            number: of the model, among those that are divided together.
+            model: that one.
+        """
+        named = _plain(model).named_parameters(remove_duplicate=False)
+        whole = {n: _whole(p) for n, p in named}
+        if runtime.rank() == 0:
+            self._whole[number] = whole
         try:
             yield
         finally:
-            self._whole = None
+            self._whole.pop(number, None)
 
     def _give_whole(
         self,
+        number: int,
         path: str,
         module: nn.Module,
         state: dict[str, Any],
         prefix: str,
         _: dict[str, Any],
     ) -> None:
-        """After ``state_dict`` of the module at this path: its own parameters, whole."""
+        """After ``state_dict`` of the module at this path of a model: its own parameters, whole."""
         for name, _parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if isinstance(state.get(prefix + name), DTensor):
-                if self._whole is None:
+                if number not in self._whole:
                     raise partial_state("state_dict()", module, "model")
-                state[prefix + name] = self._whole[path + name]
+                state[prefix + name] = self._whole[number][path + name]
+
+
+def _plain(model: Any) -> nn.Module:
+    """The module inside what ``torch.compile`` returns."""
+    plain: nn.Module = getattr(model, "_orig_mod", model)
+    return plain
 
 
 class _DividedState(PartOfState):

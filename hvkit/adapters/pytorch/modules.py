@@ -1,0 +1,123 @@
+"""Several modules as one model: names of their tensors, and parameters of modules left out.
+
+An optimizer may update more than the modules that were passed with it. A parameter of its own, such
+as a temperature, is averaged like those of a module. A module has more: its buffers must begin as
+rank 0's, and its batch norm has statistics.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Optimizer
+
+from hvkit.main_rank import warn_once
+
+T = TypeVar("T", bound=torch.Tensor)
+
+
+def named_in(
+    models: Sequence[nn.Module], named: Callable[[nn.Module], Iterable[tuple[str, T]]]
+) -> dict[str, T]:
+    """Tensors by a name for messages: ``0.weight``, of several models ``0.weight of model 1``.
+
+    Args:
+        models: all that were passed in one call.
+        named: lists the tensors of a model with their names.
+    """
+    if len(models) == 1:
+        return {_plain(name): tensor for name, tensor in named(models[0])}
+    return {
+        f"{_plain(name)} of model {number}": tensor
+        for number, model in enumerate(models)
+        for name, tensor in named(model)
+    }
+
+
+def _plain(name: str) -> str:
+    """The parameter's name without the prefix that ``torch.compile`` puts before it."""
+    return name.replace("_orig_mod.", "")
+
+
+def refuse_optimizers_of_others(
+    models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+) -> None:
+    """Raise for optimizers of modules that were not passed.
+
+    Where nothing of a module that was left out would be wrong, rank 0 only warns.
+
+    Raises:
+        ValueError: the models have no parameters; the optimizers hold none of them; or some of
+            their parameters belong to another module with buffers, batch norm or row-sparse
+            gradients, which is named.
+    """
+    own = {id(p) for model in models for p in model.parameters()}
+    named = ", ".join(type(model).__name__ for model in models)
+    if not own:
+        raise ValueError(f"model {named} has no parameters to train")
+    held = {id(p): each for each in optimizers for g in each.param_groups for p in g["params"]}
+    if own.isdisjoint(held):
+        kinds = ", ".join(type(each).__name__ for each in optimizers)
+        raise ValueError(
+            f"optimizer {kinds} holds none of the {len(own)} parameters of {named}: make it from "
+            "the parameters() of the model that you pass"
+        )
+    others = held.keys() - own
+    if not others:
+        return
+    for module, number in _left_out(models, others):
+        text = (
+            f"optimizer {type(held[number]).__name__} also updates {type(module).__name__}, which "
+            "was not passed to hvkit.distribute"
+        )
+        fix = "pass all modules that it updates: hvkit.distribute([encoder, decoder], optimizer)"
+        if parts := _needs(module):
+            raise ValueError(f"{text}, so that nothing takes care of {parts}: {fix}")
+        warn_once(f"left out {type(module).__name__}", f"{text} with it; {fix}")
+
+
+def _left_out(models: Sequence[nn.Module], numbers: Iterable[int]) -> list[tuple[nn.Module, int]]:
+    """The largest modules with these parameters that have nothing to do with the models.
+
+    A module knows its parameters, but a parameter does not know its module, so this looks at all
+    objects of the process, which takes about 0.1 s for a million.
+
+    Args:
+        models: those that were passed.
+        numbers: ids of parameters that are not theirs.
+
+    Returns:
+        Each module with one of the parameters. Not lists of parameters, nor an object that contains
+        one of the models and has the parameter itself.
+    """
+    wanted = set(numbers)
+    passed = {id(each) for model in models for each in model.modules()}
+    modules = (each for each in gc.get_objects() if issubclass(type(each), nn.Module))
+    living = [each for each in modules if "_modules" in vars(each)]  # not before its __init__
+    around = {id(each) for each in living if not passed.isdisjoint(map(id, each.modules()))}
+    inside = {id(child) for each in living if id(each) not in around for child in each.children()}
+    found = []
+    for each in living:
+        if id(each) not in around and id(each) not in inside:
+            here = [id(p) for p in each.parameters() if id(p) in wanted]
+            if here and not isinstance(each, nn.ParameterList | nn.ParameterDict):
+                found.append((each, here[0]))
+    return found
+
+
+def _needs(module: nn.Module) -> str:
+    """What of a module an optimizer does not know of, and hvkit has to; empty if nothing."""
+    sparse = nn.Embedding | nn.EmbeddingBag
+    parts = {
+        "its batch norm": any(isinstance(each, _NormBase) for each in module.modules()),
+        "its buffers": any(True for _ in module.buffers()),
+        "its row-sparse gradients": any(
+            isinstance(each, sparse) and each.sparse for each in module.modules()
+        ),
+    }
+    return " and ".join(part for part, has in parts.items() if has)
