@@ -45,6 +45,7 @@ from hvkit.adapters.keras.optimizers import (
 )
 from hvkit.adapters.keras.refusals import (
     let_differ,
+    refuse_left_out,
     refuse_other_optimizers,
     refuse_own_averages,
 )
@@ -180,6 +181,7 @@ class KerasAdapter:
                 self._synchronise_model(model)
         new = [v for v in variables if id(tf_variable(v)) not in self._synchronised]
         if new and have_values(new):
+            refuse_left_out(self.models, self.optimizers, new)
             self._synchronise(new)
         if self._optimizers_pending and have_values(variables):
             self._synchronise_optimizers()

@@ -10,6 +10,7 @@ Horovod's operations.
 from __future__ import annotations
 
 import functools
+import gc
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,6 +19,9 @@ from weakref import WeakSet
 import keras
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
+
+from hvkit.adapters.keras.initial_state import tf_variable
+from hvkit.main_rank import warn_once
 
 _models: WeakSet[Any] = WeakSet()
 _averaged: WeakSet[Any] = WeakSet()
@@ -67,6 +71,56 @@ def refuse_other_optimizers(model: Any, optimizers: Sequence[Any]) -> None:
     _models.add(model)
     _averaged.update(optimizers)
     _check_who_applies()
+
+
+def refuse_left_out(
+    models: Sequence[Any], optimizers: Sequence[Any], variables: Sequence[Any]
+) -> None:
+    """Raise for variables of a layer or model that was not passed and has a state of its own.
+
+    Where it has none, rank 0 only warns. A variable does not know its layer, so this looks at all
+    objects of the process: call it for new variables only.
+
+    Args:
+        models: all that train together.
+        optimizers: of the models; one of them updates the variables.
+        variables: some of them may be weights of the models.
+
+    Raises:
+        ValueError: names the layer or model.
+    """
+    own = {id(tf_variable(w)) for model in models for w in model.weights}
+    others = {id(tf_variable(v)) for v in variables} - own
+    if not others:
+        return
+    names = ", ".join(repr(each.name) for each in optimizers)
+    passed = {id(part) for model in models for part in model._flatten_layers()}
+    for layer in _largest_with(others, passed):
+        kind, parts = type(layer).__name__, layer._flatten_layers()
+        text = (
+            f"optimizer {names} also updates {kind} {layer.name!r}, which was not passed "
+            "to hvkit.distribute"
+        )
+        fix = "pass all models that it updates: hvkit.distribute([encoder, decoder], optimizer)"
+        if any(part._non_trainable_variables for part in parts):
+            raise ValueError(
+                f"{text}, so that nothing takes care of its batch norm or other statistics: {fix}"
+            )
+        warn_once(f"left out {kind}", f"{text} with it; {fix}")
+
+
+def _largest_with(numbers: set[int], passed: set[int]) -> list[Any]:
+    """The largest layers or models with any of these variables that contain none of the passed."""
+    layers = (each for each in gc.get_objects() if issubclass(type(each), keras.layers.Layer))
+    living = [each for each in layers if hasattr(each, "_layers")]  # not before its __init__
+    apart = [each for each in living if passed.isdisjoint(map(id, each._flatten_layers()))]
+    inside = {id(part) for each in apart for part in each._flatten_layers(include_self=False)}
+    return [
+        each
+        for each in apart
+        if id(each) not in inside
+        and not numbers.isdisjoint(id(tf_variable(v)) for v in each.trainable_variables)
+    ]
 
 
 def let_differ(models: Sequence[Any], optimizers: Sequence[Any]) -> None:

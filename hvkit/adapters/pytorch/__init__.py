@@ -3,6 +3,7 @@
 ::
 
     adapter                the steps of distribute
+    ├── modules            several modules as one; parameters of modules that were left out
     ├── initial_state      copies rank 0's weights and optimizer state
     ├── gradients/         averages gradients while backward() computes them (reducer)
     ├── weights/           for ranks that train alone: rounds, the parameter server

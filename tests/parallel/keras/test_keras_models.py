@@ -23,7 +23,7 @@ from models import (
     regression,
     weights,
 )
-from ranks import largest_difference, same_on_all_ranks
+from ranks import error_of, largest_difference, same_on_all_ranks
 
 import hvkit
 
@@ -142,6 +142,64 @@ def test_a_model_with_its_own_train_step_over_its_parts(built):
     model.compile(optimizers)
     refit(model, local(regression(steps=5)))
     assert same_on_all_ranks(weights(model.generator) + weights(model.critic))
+
+
+def pair(seed, built=True):
+    """An encoder, and a decoder with batch norm."""
+    keras.utils.set_random_seed(seed)
+    layers = keras.layers
+    first, second = ([keras.Input((n,))] if built else [] for n in (8, 6))
+    encoder = keras.Sequential([*first, layers.Dense(6, "tanh")])
+    return [encoder, keras.Sequential([*second, layers.BatchNormalization(), layers.Dense(4)])]
+
+
+def train_pair(models, optimizer, data):
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            codes = models[0](x, training=True)
+            loss = tf.reduce_mean((models[1](codes, training=True) - y) ** 2)
+        variables = [v for model in models for v in model.trainable_variables]
+        optimizer.apply(tape.gradient(loss, variables), variables)
+
+    graph = tf.function(step)
+    for x, y in data:
+        graph(tf.constant(x), tf.constant(y))
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_a_list_of_models_trains_as_in_one_process(built):
+    data = regression(steps=6)
+    reference, models = pair(0, built), pair(hvkit.rank(), built)
+    keras.utils.set_random_seed(0)
+    train_pair(reference, sgd(), data)
+    keras.utils.set_random_seed(hvkit.rank())
+    optimizer = sgd()
+    returned, same = hvkit.distribute(models, optimizer, batch_norm="sync")
+    assert (returned, same) == (models, optimizer)
+    train_pair(models, optimizer, local(data))
+    found, expected = ([w for m in each for w in weights(m)] for each in (models, reference))
+    assert largest_difference(found, expected) < 1e-5
+    assert same_on_all_ranks(found)
+
+
+def test_a_list_of_models_ends_its_rounds_together():
+    models, optimizer = pair(hvkit.rank()), sgd()
+    hvkit.distribute(models, optimizer, strategy=hvkit.LocalSGD(every=3))
+    train_pair(models, optimizer, local(regression(steps=2)))
+    assert not same_on_all_ranks(weights(models[0]))
+    with hvkit.settled(models):
+        assert same_on_all_ranks([*weights(models[0]), *weights(models[1])])
+    train_pair(models, optimizer, local(regression(steps=1)))
+    assert same_on_all_ranks([*weights(models[0]), *weights(models[1])])
+
+
+def test_a_model_that_was_left_out_is_refused_and_named():
+    models, optimizer = pair(0), sgd()
+    hvkit.distribute(models[0], optimizer)
+    error, text = error_of(lambda: train_pair(models, optimizer, local(regression(steps=1))))
+    assert error is ValueError
+    assert f"also updates Sequential '{models[1].name}', which was not passed" in text
+    assert "hvkit.distribute([encoder, decoder], optimizer)" in text
 
 
 def test_a_second_fit_keeps_ranks_equal():
