@@ -6,6 +6,8 @@ Wrong arguments raise the built-in ``TypeError`` and ``ValueError``. All other e
     └── HvkitError
         ├── HorovodNotFoundError   several ranks were launched, no usable Horovod
         ├── LaunchError            ranks cannot be started, or another number than launched
+        │   ├── CannotRunError     hosts lack the command that ranks shall run
+        │   └── UsageError         arguments of a command do not fit each other or the hosts
         ├── HostfileError          a hostfile or a list of hosts cannot be read
         ├── RankLostError          another rank has ended, or waits in another call
         ├── RanksDisagreeError     the ranks passed different models or arguments
@@ -20,7 +22,13 @@ LEFT = 128 + signal.SIGTERM
 
 
 class HvkitError(RuntimeError):
-    """Base of hvkit's own errors."""
+    """Base of hvkit's own errors.
+
+    Attributes:
+        exit_status: of an ``hvkit`` command that ends with this error: 2 for wrong arguments.
+    """
+
+    exit_status = 1
 
 
 class HorovodNotFoundError(HvkitError):
@@ -31,8 +39,29 @@ class LaunchError(HvkitError):
     """Ranks cannot be started, or Horovod sees another number of ranks than were launched."""
 
 
+class CannotRunError(LaunchError):
+    """Hosts lack the command that ranks shall run, or cannot start it.
+
+    Args:
+        message: what is wrong, and where.
+        exit_status: as a shell's: 127 if there is no such command, 126 if it cannot be started.
+    """
+
+    def __init__(self, message: str, exit_status: int) -> None:
+        super().__init__(message)
+        self.exit_status = exit_status
+
+
+class UsageError(LaunchError):
+    """Arguments of an ``hvkit`` command do not fit each other or the hosts."""
+
+    exit_status = 2
+
+
 class HostfileError(HvkitError, ValueError):
     """A hostfile or a list of hosts cannot be read; the message names file and line."""
+
+    exit_status = 2
 
 
 class RanksDisagreeError(HvkitError, ValueError):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from hvkit import watch
 from hvkit.communication.engines import ENGINES, Engine, broadcast_message, built_for
 from hvkit.errors import LaunchError
-from hvkit.host.launcher_variables import launch_id, launched
+from hvkit.host.launcher_variables import Launched, launch_id, launched
 from hvkit.host.rank_settings import rank_settings
 from hvkit.host.run_reports import report
 from hvkit.log import logger
@@ -136,11 +136,7 @@ def _join(framework: str | None = None) -> _World:
         report(starting=False)
     hvd = engine.hvd
     if hvd.size() != announced.size:
-        raise LaunchError(
-            f"{announced.launcher} launched {announced.size} processes, but Horovod sees "
-            f"{hvd.size()}: it was built for another MPI than this {announced.launcher} belongs "
-            "to. Rebuild it with: hvkit install-horovod --force"
-        )
+        raise LaunchError(_another_size(announced, hvd.size()))
     report(pid=os.getpid())
     pulse.begin()
     _world = _World(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
@@ -156,6 +152,21 @@ def _join(framework: str | None = None) -> _World:
         shut_down=_shut_down,
     )
     return _world
+
+
+def _another_size(announced: Launched, seen: int) -> str:
+    """Why Horovod sees another number of ranks than were launched, and the fix."""
+    counts = f"{announced.launcher} launched {announced.size} processes, but Horovod sees {seen}: "
+    if announced.launcher == "srun":
+        return (
+            f"{counts}the MPI below it does not take its ranks from this srun. Start the script "
+            f"with `hvkit run` instead, as in `salloc -n {announced.size} hvkit run python "
+            "train.py`, or in a batch script (`hvkit manifest slurm` writes one)"
+        )
+    return (
+        f"{counts}it was built for another MPI than this {announced.launcher} belongs to. Rebuild "
+        "it with: hvkit install-horovod --force"
+    )
 
 
 def _start(framework: str, world: _World) -> Engine:

@@ -14,6 +14,8 @@
 """
 
 import argparse
+import os
+import pwd
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -25,15 +27,29 @@ from hvkit.errors import HvkitError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``hvkit`` and return its exit status: 0, 1 for a failure, 2 for wrong arguments."""
     args = parser().parse_args(arguments)
+    _set_home()
     try:
         status: int = args.execute(args)
     except HvkitError as error:
         print(f"hvkit: {error}", file=sys.stderr)
-        return 1
+        return error.exit_status
     except KeyboardInterrupt:
         print("hvkit: interrupted", file=sys.stderr)
         return 130
     return status
+
+
+def _set_home() -> None:
+    """Set HOME if it is not: Open MPI's programs do not start without it.
+
+    It is missing in some services and containers.
+    """
+    if os.environ.get("HOME"):
+        return
+    try:
+        os.environ["HOME"] = pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:  # a user without a name, for whom container runtimes set the same
+        os.environ["HOME"] = "/"
 
 
 def parser() -> argparse.ArgumentParser:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hvkit.cli.arguments import hosts_of, refuse
-from hvkit.errors import LaunchError
+from hvkit.errors import UsageError
 from hvkit.launch.host_checks.hosts_check import Checked, check
 from hvkit.launch.hosts import Host
 from hvkit.launch.launchers import write_horovodrun, write_mpich, write_openmpi
@@ -76,7 +76,7 @@ def _hosts(args: argparse.Namespace) -> tuple[tuple[Host, ...], str | None]:
     if allocation is not None:
         print(f"hvkit: hosts from {allocation.system} ({allocation.source})", file=sys.stderr)
     elif not hosts:
-        raise LaunchError(
+        raise UsageError(
             "no hosts: name a hostfile or -H HOST:SLOTS,..., or run this in a job of Slurm, PBS, "
             "LSF, SageMaker or the Kubernetes MPI operator"
         )

@@ -23,7 +23,7 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help=f"write the page here (default: FOLDER/{_PAGE})"
     )
-    parser.set_defaults(execute=_report)
+    parser.set_defaults(execute=_report, refuse=parser.error)
 
 
 def _report(args: argparse.Namespace) -> int:
@@ -31,6 +31,8 @@ def _report(args: argparse.Namespace) -> int:
     from hvkit.monitor.recorded_run import read
     from hvkit.monitor.report_page import page
 
+    if not args.folder.is_dir():
+        args.refuse(f"argument FOLDER: {args.folder} is no folder: name that of hvkit.Monitor")
     run = read(args.folder)
     path = args.html or args.folder / _PAGE
     problem: OSError | None = None

@@ -1,6 +1,7 @@
 """``hvkit run``: start a command on every rank and watch it."""
 
 import argparse
+import sys
 from pathlib import Path
 
 from hvkit.cli.arguments import (
@@ -14,6 +15,7 @@ from hvkit.cli.arguments import (
 from hvkit.launch.allocation import SAGEMAKER
 from hvkit.launch.launchers import NAMES
 from hvkit.launch.prepare import Request, prepared, shown
+from hvkit.launch.rank_command import with_python
 from hvkit.launch.sagemaker import are_of_a_job, follow, starts_ranks
 from hvkit.launch.start import start
 from hvkit.launch.supervision.output import Style
@@ -100,7 +102,7 @@ def _execute(args: argparse.Namespace) -> int:
         follow(hosts[0])
         return 0
     request = Request(
-        command=tuple(command),
+        command=with_python(command, _standard_input),
         hosts=hosts,
         system=system,
         size=args.np,
@@ -121,6 +123,10 @@ def _execute(args: argparse.Namespace) -> int:
         print(shown(prepared(request, supervised=False)))
         return 0
     return start(request)
+
+
+def _standard_input() -> str:
+    return sys.stdin.read() if sys.stdin else ""
 
 
 def _variable(text: str) -> tuple[str, str | None]:

@@ -1,5 +1,6 @@
 """The environment variables by which a launcher makes this process a rank."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -39,13 +40,16 @@ class Launched:
 def launched(environ: Mapping[str, str]) -> Launched | None:
     """The launcher that started this process, or None.
 
+    A process that somebody starts in the shell of ``srun --pty`` is one process, as in any other
+    shell, whatever the number of that step's tasks.
+
     Raises:
         LaunchError: the announced size is not a positive integer, or torchrun started the process,
             whose ranks Horovod cannot see.
     """
     for variable, launcher in _SIZE_VARIABLES:
         value = environ.get(variable)
-        if value is None:
+        if value is None or (launcher == "srun" and _in_a_shell_of_srun(environ)):
             continue
         if not value.isdecimal() or int(value) < 1:
             raise LaunchError(f"{variable} must be a positive integer, got {value!r}")
@@ -57,6 +61,11 @@ def launched(environ: Mapping[str, str]) -> Launched | None:
             "`mpirun -np N ...` or `horovodrun -np N ...`"
         )
     return None
+
+
+def _in_a_shell_of_srun(environ: Mapping[str, str]) -> bool:
+    """Whether this process runs below a task of ``srun --pty``, and is not that task."""
+    return "SLURM_PTY_PORT" in environ and environ.get("SLURM_TASK_PID") != str(os.getpid())
 
 
 @dataclass(frozen=True)

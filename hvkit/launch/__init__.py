@@ -2,7 +2,8 @@
 
 ``hvkit run``, from Enter to its last line::
 
-    cli                  parses the arguments and finds the hosts:
+    cli                  parses the arguments, completes the command and finds the hosts:
+    ├── rank_command     puts this Python before a script, and sees whether a host can start it
     ├── hosts            -H, host names and addresses
     ├── hostfile         a file of hosts
     └── allocation       or else the batch system's hosts: Slurm, PBS, LSF, SageMaker, Kubernetes

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hvkit.errors import HostfileError, LaunchError
+from hvkit.errors import HostfileError, UsageError
 
 # A label as in RFC 1123, and with underscores: names of containers have them, and resolvers and
 # launchers accept them.
@@ -87,7 +87,7 @@ def hosts_option(hosts: Sequence[Host]) -> str:
     """``hosts`` as a list for ``-H``; IPv6 addresses in brackets, without ``max_slots``.
 
     Raises:
-        LaunchError: a host has no number of slots.
+        UsageError: a host has no number of slots.
     """
     return ",".join(f"{_in_option(host)}:{slots_of(host)}" for host in hosts)
 
@@ -96,10 +96,10 @@ def slots_of(host: Host) -> int:
     """The host's slots, for a form that needs them.
 
     Raises:
-        LaunchError: the host has none.
+        UsageError: the host has none.
     """
     if host.slots is None:
-        raise LaunchError(f"{host.name} has no number of slots: add slots=N to it in the hostfile")
+        raise UsageError(f"{host.name} has no number of slots: add slots=N to it in the hostfile")
     return host.slots
 
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hvkit.errors import LaunchError
+from hvkit.errors import LaunchError, UsageError
 from hvkit.host import mca
 from hvkit.host.commands import program, run
 from hvkit.launch.hosts import Host, hosts_option, slots_of
@@ -227,7 +227,7 @@ def mpich_arguments(job: Job) -> list[str]:
     """
     for host in job.hosts:
         if host.user is not None:
-            raise LaunchError(
+            raise UsageError(
                 f"{host.user}@{host.name}: MPICH's mpirun accepts no users: set User {host.user} "
                 "for this host in ~/.ssh/config"
             )
@@ -289,7 +289,7 @@ def write_mpich(hosts: Sequence[Host]) -> str:
     """The hosts as a hostfile of MPICH, without ``max_slots``.
 
     Raises:
-        LaunchError: a host has no number of slots, or is an IPv6 address, which MPICH cuts at
+        UsageError: a host has no number of slots, or is an IPv6 address, which MPICH cuts at
             its first colon.
     """
     _refuse_ipv6(hosts, "MPICH")
@@ -300,12 +300,12 @@ def write_horovodrun(hosts: Sequence[Host]) -> str:
     """The hosts as a line for ``horovodrun -H``, without ``max_slots``.
 
     Raises:
-        LaunchError: a host has no number of slots, is an IPv6 address, or has a user.
+        UsageError: a host has no number of slots, is an IPv6 address, or has a user.
     """
     _refuse_ipv6(hosts, "horovodrun")
     for host in hosts:
         if host.user is not None:
-            raise LaunchError(
+            raise UsageError(
                 f"horovodrun does not accept {host.user}@{host.name}: set User for {host.name} in "
                 "~/.ssh/config and remove the user"
             )
@@ -315,7 +315,7 @@ def write_horovodrun(hosts: Sequence[Host]) -> str:
 def _refuse_ipv6(hosts: Sequence[Host], launcher: str) -> None:
     for host in hosts:
         if ":" in host.name:
-            raise LaunchError(
+            raise UsageError(
                 f"{launcher} accepts no IPv6 addresses, got {host.name}: use the host's name "
                 "instead"
             )

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import psutil
 
-from hvkit.errors import LaunchError
+from hvkit.errors import UsageError
 from hvkit.host.launcher_variables import without_place
 from hvkit.host.mca import without_interfaces
 from hvkit.host.run_reports import RUN_NAME
+from hvkit.launch.allocation import SLURM
 from hvkit.launch.forwarding import (
     GPU_LISTS,
     forwarded,
@@ -27,6 +28,7 @@ from hvkit.launch.forwarding import (
 from hvkit.launch.host_checks.preflight import choose_hosts
 from hvkit.launch.hosts import Host
 from hvkit.launch.launchers import Job, find_launcher
+from hvkit.launch.rank_command import RankCommand
 from hvkit.launch.supervision.output import Style
 from hvkit.launch.supervision.protocol import KEY_VARIABLE, SUPERVISOR_VARIABLE
 from hvkit.launch.supervision.supervised_run import Run
@@ -106,11 +108,13 @@ def prepared(
     launcher = find_launcher(request.launcher)
     _refuse_unsupported(request)
     if not request.hosts and request.size is None:
-        raise LaunchError("the number of ranks is missing: add -np N, or name hosts with slots")
+        raise UsageError("the number of ranks is missing: add -np N, or name hosts with slots")
     hosts = request.hosts or (Host("localhost", slots=request.size),)
+    path = request.variables.get("PATH") or os.environ.get("PATH", os.defpath)
     site = choose_hosts(
         hosts,
         request.size,
+        RankCommand.of(request.command, path),
         request.system,
         request.interfaces,
         least=least or request.min_size,
@@ -126,6 +130,9 @@ def prepared(
         environ["HVKIT_STALL_SECONDS"] = f"{min(request.stall, _STALL_REPORTED):g}"
     if request.interfaces:
         environ = without_interfaces(environ)
+    if request.system == SLURM and "SLURM_STEP_NUM_TASKS" in os.environ:
+        # This shell is a step of srun's that holds its cores: mpirun's own would wait for them.
+        environ.setdefault("SLURM_OVERLAP", "1")
     names: tuple[str, ...] = ()
     here: dict[str, str] = {}
     if not site.here:
@@ -185,12 +192,12 @@ def _refuse_unsupported(request: Request) -> None:
     """Reject hosts that launchers misread on their command lines."""
     for host in request.hosts:
         if ":" in host.name:
-            raise LaunchError(
+            raise UsageError(
                 f"{host.name}: mpirun and horovodrun accept no IPv6 addresses on their command "
                 "lines: use the host's name, and add it to DNS or /etc/hosts"
             )
         if host.user is not None and request.launcher != "mpirun":
-            raise LaunchError(
+            raise UsageError(
                 f"{host.user}@{host.name}: horovodrun accepts no users: set User {host.user} for "
                 "this host in ~/.ssh/config"
             )
@@ -199,7 +206,7 @@ def _refuse_unsupported(request: Request) -> None:
 def _refuse_absent_ranks(style: Style, size: int) -> None:
     for ranks in style.ranks or ():
         if ranks[-1] >= size:
-            raise LaunchError(
+            raise UsageError(
                 f"--show {ranks[-1]}: there is no such rank: use ranks from 0 to {size - 1}"
             )
 
@@ -208,7 +215,7 @@ def _environment(variables: Mapping[str, str | None], interfaces: Sequence[str])
     """The launcher's environment: this process's, the user's variables, and the interfaces."""
     for name, value in variables.items():
         if value is None and name not in os.environ:
-            raise LaunchError(f"-x {name}: it is not set here: write -x {name}=VALUE")
+            raise UsageError(f"-x {name}: it is not set here: write -x {name}=VALUE")
     environ = without_place(os.environ)
     for name in (*_SUPERVISION, RUN_NAME):
         # Set if this run was started inside another one.

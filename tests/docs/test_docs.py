@@ -115,7 +115,8 @@ def commands(page):
             for command in re.split(r"&&|;", line):
                 words = shlex.split(command, comments=True)
                 if words:
-                    yield words[: words.index(">")] if ">" in words else words
+                    ends = [words.index(sign) for sign in "<>" if sign in words]
+                    yield words[: min(ends, default=len(words))]
 
 
 WITH_COMMANDS = [
@@ -135,6 +136,8 @@ def check_command(words):
     if program in ("horovodrun", "mpirun"):
         assert arguments[:1] == ["-np"]
         check_command(arguments[2:])
+    elif program == "-":
+        assert not arguments
     elif program == "exec":
         check_command(arguments)
     elif program == "hvkit":

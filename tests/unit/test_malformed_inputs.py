@@ -6,6 +6,7 @@ announces, or is read as a whole.
 
 import asyncio
 import contextlib
+import io
 import json
 import random
 import shutil
@@ -92,6 +93,7 @@ def test_command_lines(tmp_path, monkeypatch, capfd):
     def refuse(*_, **__):
         raise LaunchError("no hosts are asked here")
 
+    monkeypatch.setattr("sys.stdin", io.StringIO())
     monkeypatch.setattr("hvkit.launch.prepare.choose_hosts", refuse)
     monkeypatch.setattr("hvkit.cli.hosts.check_hosts", refuse, raising=False)
     statuses = set()

@@ -5,24 +5,33 @@ are there, and ``routes`` finds in them the networks between the hosts. All prob
 once. The thorough check is in ``check``.
 """
 
+import functools
 import os
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from hvkit.errors import LaunchError
+from hvkit.errors import CannotRunError, LaunchError, UsageError
 from hvkit.host.network import Interface, addresses_of, interfaces, is_local, within_host
 from hvkit.launch.allocation import HOSTFILE
 from hvkit.launch.host_checks.probe import Facts
 from hvkit.launch.host_checks.routes import joining, named, source_address, spanning
 from hvkit.launch.hosts import Host
+from hvkit.launch.rank_command import RankCommand
 from hvkit.launch.ssh import remote_shell, run_on_hosts
 
 # Seconds for each host to answer.
 _ANSWER = 30.0
 # Seconds until the names of new pods resolve.
 _NAMES = 30.0
+
+# What Open MPI 5.0.11 was seen to open in a process: its own files, and those for each rank there.
+_OPEN_FILES = 24
+_OPEN_FILES_OF_RANK = 4
+
+# The facts about each host that is ready, and the problems of each other one, by name.
+_Found = tuple[dict[str, Facts], dict[str, str]]
 
 
 @dataclass(frozen=True)
@@ -53,6 +62,7 @@ class Site:
 def choose_hosts(
     hosts: Sequence[Host],
     size: int | None,
+    command: RankCommand,
     system: str | None = None,
     names: Sequence[str] = (),
     least: int | None = None,
@@ -64,6 +74,7 @@ def choose_hosts(
     Args:
         hosts: the hosts that may get ranks; one without slots has a slot for each logical CPU.
         size: the number of ranks; ``None`` for one in each slot.
+        command: what the ranks run.
         system: the batch system that allocated the hosts, as in ``Allocation``.
         names: interfaces or networks to use between hosts, instead of those found.
         least: the fewest ranks; hosts that are not ready are then left out. ``None`` if all hosts
@@ -72,16 +83,19 @@ def choose_hosts(
         connect: seconds to connect to each host.
 
     Raises:
-        LaunchError: there are too few slots; hosts cannot be reached, or lack hvkit or the working
-            directory (all of them in one error); one host has two names; no host has an interface
-            of ``names``.
+        CannotRunError: hosts cannot start the command, and all else is right.
+        LaunchError: there are too few slots; hosts cannot be reached, or lack hvkit, the working
+            directory or the command (all of them in one error); one host has two names; no host has
+            an interface of ``names``.
     """
     left_out: dict[str, str] = {}
+    look = functools.partial(_facts, command=command, system=system, connect=connect)
     if least is None:
-        hosts, facts = _with_ranks(hosts, size, system, connect)
+        hosts, facts = _with_ranks(hosts, size, look)
     else:
-        hosts, facts, left_out = _of_ready(hosts, size, system, least, going, connect)
+        hosts, facts, left_out = _of_ready(hosts, size, least, going, look)
     _refuse_same(facts)
+    _refuse_few_open_files(hosts, facts)
     crowded = any((host.slots or 0) > facts[host.name].cpus for host in hosts)
     of_hosts = {name: found.interfaces for name, found in facts.items()}
     by_user = named(names, of_hosts) if names else ()
@@ -111,13 +125,13 @@ def placed(hosts: Sequence[Host], size: int | None) -> tuple[Host, ...]:
         size: the number of ranks; ``None`` for one in each slot.
 
     Raises:
-        LaunchError: there are fewer slots than ranks.
+        UsageError: there are fewer slots than ranks.
     """
     slots = sum(host.slots or 0 for host in hosts)
     left = slots if size is None else size
     if left > slots:
         listed = ", ".join(f"{host.name} {host.slots}" for host in hosts)
-        raise LaunchError(
+        raise UsageError(
             f"-np {left} is more than the {slots} slots of the hosts ({listed}): start at most "
             f"-np {slots}, or add slots"
         )
@@ -131,14 +145,14 @@ def placed(hosts: Sequence[Host], size: int | None) -> tuple[Host, ...]:
 
 
 def _with_ranks(
-    hosts: Sequence[Host], size: int | None, system: str | None, connect: float
+    hosts: Sequence[Host], size: int | None, look: Callable[[Sequence[Host]], _Found]
 ) -> tuple[tuple[Host, ...], dict[str, Facts]]:
     """The hosts that get ranks, and the facts about them."""
     with_slots = all(host.slots is not None for host in hosts)
     chosen = placed(hosts, size) if with_slots else tuple(hosts)
-    facts, problems = _facts(chosen, system, connect)
+    facts, problems = look(chosen)
     if problems:
-        raise LaunchError("nothing was started\n" + _listed(problems))
+        raise _not_ready(problems, facts)
     if not with_slots:
         chosen = placed(_with_slots(hosts, facts), size)
     return chosen, {host.name: facts[host.name] for host in chosen}
@@ -147,13 +161,12 @@ def _with_ranks(
 def _of_ready(
     hosts: Sequence[Host],
     size: int | None,
-    system: str | None,
     least: int,
     going: Collection[str],
-    connect: float,
+    look: Callable[[Sequence[Host]], _Found],
 ) -> tuple[tuple[Host, ...], dict[str, Facts], dict[str, str]]:
     """The same among the hosts that are ready; and why the others are not, by name."""
-    facts, problems = _facts(hosts, system, connect)
+    facts, problems = look(hosts)
     ready = _with_slots([host for host in hosts if host.name not in problems], facts)
     if not problems:
         placed(ready, size)  # more ranks than slots are an error, not a host that is lost
@@ -163,12 +176,25 @@ def _of_ready(
         ready = staying
     slots = sum(host.slots or 0 for host in ready)
     if slots < least:
+        if not ready:
+            raise _not_ready(problems, facts)
         raise LaunchError(
             f"the hosts that are ready have {slots} slots, but at least {least} ranks are needed\n"
             f"{_listed(problems)}"
         )
     chosen = placed(ready, slots if size is None else min(size, slots))
     return chosen, {host.name: facts[host.name] for host in chosen}, problems
+
+
+def _not_ready(problems: Mapping[str, str], facts: Mapping[str, Facts]) -> LaunchError:
+    """The error about hosts of which none is ready, or all are needed."""
+    reasons = set(problems.values())
+    command = next((found.command for found in facts.values() if found.command), None)
+    if command is None or reasons != {command.text}:
+        return LaunchError(f"nothing was started\n{_listed(problems)}")
+    only_some = len(problems) < len(facts)
+    where = f" on {', '.join(problems)}" if only_some else ""
+    return CannotRunError(f"{command.text}{where}", command.status)
 
 
 def _listed(problems: Mapping[str, str]) -> str:
@@ -184,16 +210,17 @@ def _with_slots(hosts: Sequence[Host], facts: Mapping[str, Facts]) -> list[Host]
 
 
 def _facts(
-    hosts: Sequence[Host], system: str | None, connect: float
-) -> tuple[dict[str, Facts], dict[str, str]]:
-    """The facts about each host that is ready, and the problems of each other one, by name."""
+    hosts: Sequence[Host], command: RankCommand, system: str | None, connect: float
+) -> _Found:
+    """Look at all hosts at once."""
     if system == HOSTFILE:
         _wait_for_names(hosts)
     folder = _working_directory()
     # -P: modules in the working directory must not shadow installed ones.
     python = [sys.executable, "-P", "-m", "hvkit.launch.host_checks.probe", folder]
+    python += [command.path, command.program, command.script]
     others = [host for host in hosts if not is_local(host.name)]
-    facts = {host.name: Facts.here(folder) for host in hosts if host not in others}
+    facts = {host.name: Facts.here(folder, command) for host in hosts if host not in others}
     problems: dict[str, str] = {}
     for answer in run_on_hosts(others, python, _ANSWER, remote_shell(system, connect)):
         name = answer.host.name
@@ -216,6 +243,10 @@ def _facts(
                 f"has no folder {folder}, the working directory: share it with all hosts, or start "
                 "in a folder that all hosts have"
             )
+        elif found.temporary is not None:
+            problems[name] = found.temporary
+        elif found.command is not None:
+            problems[name] = found.command.text
     return facts, problems
 
 
@@ -248,6 +279,18 @@ def _refuse_same(facts: dict[str, Facts]) -> None:
             raise LaunchError(
                 f"{same} and {name} are the same host, {found.hostname}: name it once, with all "
                 "its slots"
+            )
+
+
+def _refuse_few_open_files(hosts: Sequence[Host], facts: Mapping[str, Facts]) -> None:
+    for host in hosts:
+        needed = _OPEN_FILES + _OPEN_FILES_OF_RANK * (host.slots or 0)
+        limit = facts[host.name].open_files
+        if limit is not None and limit < needed:
+            raise LaunchError(
+                f"{host.name} allows a process {limit} open files, but starting {host.slots} ranks "
+                f"there takes {needed}: raise the limit with `ulimit -n {needed * 4}`, or for all "
+                "logins in /etc/security/limits.conf"
             )
 
 

@@ -1,26 +1,39 @@
 """Prints facts about a host before ranks start there.
 
-``preflight`` runs ``python -m hvkit.launch.host_checks.probe FOLDER`` on all hosts of a job. It is
-a module of its own so that it imports little: a cold network file system serves each import slowly.
+``preflight`` runs ``python -m hvkit.launch.host_checks.probe FOLDER PATH PROGRAM SCRIPT`` on all
+hosts of a job. It is a module of its own so that it imports little: a cold network file system
+serves each import slowly.
 
 What hvkit's programs print on other hosts is one line of JSON, ``{"hvkit": ...}``. The host may
 print a greeting before it, with or without an end of line.
 """
 
+import contextlib
 import json
 import math
 import os
+import resource
 import socket
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import hvkit
 from hvkit.host.cpus import allowance
 from hvkit.host.network import Interface, interfaces
+from hvkit.launch.rank_command import Problem, RankCommand
 
 _LINE_START = '{"hvkit": '
+
+# Where Open MPI puts the files of a run: the first of these that is set, else /tmp.
+_TEMPORARY = ("TMPDIR", "TEMP", "TMP")
+# Ends the names of the settings that move them.
+_MOVED = "tmpdir_base"
+# Bytes; Open MPI needs more than 16 KiB.
+_ROOM = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -32,7 +45,10 @@ class Facts:
         version: version of its hvkit.
         cpus: logical CPUs that this process may use; in a container at most its CPU time limit.
         interfaces: its interfaces with their addresses.
-        has_folder: whether the folder on the command line exists.
+        has_folder: whether the working directory exists.
+        open_files: how many files a process may open there; ``None`` for no limit.
+        temporary: why it cannot take temporary files; ``None`` if it can.
+        command: why it cannot start the command of the ranks; ``None`` if it can.
     """
 
     hostname: str
@@ -40,16 +56,27 @@ class Facts:
     cpus: int
     interfaces: tuple[Interface, ...]
     has_folder: bool
+    open_files: int | None = None
+    temporary: str | None = None
+    command: Problem | None = None
 
     @classmethod
-    def here(cls, folder: str) -> "Facts":
-        """The facts about this host."""
+    def here(cls, folder: str, command: RankCommand) -> "Facts":
+        """The facts about this host.
+
+        Args:
+            folder: the working directory of the ranks.
+            command: what they run.
+        """
         return cls(
             hostname=socket.gethostname(),
             version=hvkit.__version__,
             cpus=_usable_cpus(),
             interfaces=tuple(interfaces()),
             has_folder=os.path.isdir(folder),
+            open_files=_open_files(),
+            temporary=_problem_of_temporary_files(os.environ),
+            command=command.problem(folder),
         )
 
     def printed(self) -> str:
@@ -70,7 +97,8 @@ class Facts:
         if values.get("version") != hvkit.__version__:
             raise ValueError(f"it has hvkit {values.get('version')}, not {hvkit.__version__}")
         found = tuple(Interface(**interface) for interface in values["interfaces"])
-        return cls(**{**values, "interfaces": found})
+        command = None if values["command"] is None else Problem(**values["command"])
+        return cls(**{**values, "interfaces": found, "command": command})
 
 
 def json_line(values: Mapping[str, Any]) -> str:
@@ -96,5 +124,31 @@ def _usable_cpus() -> int:
     return usable if limit is None else min(usable, max(1, math.ceil(limit)))
 
 
+def _open_files() -> int | None:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _problem_of_temporary_files(environ: Mapping[str, str]) -> str | None:
+    if any(name.endswith(_MOVED) for name in environ):
+        return None
+    named = next((environ[name] for name in _TEMPORARY if environ.get(name)), "/tmp")
+    # Open MPI makes a folder that does not exist.
+    folder = next(each for each in (Path(named), *Path(named).absolute().parents) if each.exists())
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix="hvkit-") as file:
+            file.write(bytes(_ROOM))
+            file.flush()
+    except OSError as error:
+        return (
+            f"cannot write temporary files to {folder} ({error.strerror}), which the launcher "
+            "needs: make room there, or set TMPDIR to another folder"
+        )
+    return None
+
+
 if __name__ == "__main__":
-    print(Facts.here(sys.argv[1]).printed())
+    _, folder, path, program, script = sys.argv
+    with contextlib.suppress(OSError):  # PATH may name folders below it
+        os.chdir(folder)
+    print(Facts.here(folder, RankCommand(program, script, path)).printed())

@@ -5,7 +5,7 @@ import socket
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from hvkit.errors import LaunchError
+from hvkit.errors import UsageError
 from hvkit.host.network import Interface, addresses_of
 
 
@@ -57,17 +57,17 @@ def named(
         interfaces: by host.
 
     Raises:
-        LaunchError: no host has one of them, or a host has none of them.
+        UsageError: no host has one of them, or a host has none of them.
     """
     for name in names:
         if not any(_matches(name, i) for found in interfaces.values() for i in found):
             known = _listed(i for found in interfaces.values() for i in found)
-            raise LaunchError(f"--interfaces {name}: no host has it; use one of {known}")
+            raise UsageError(f"--interfaces {name}: no host has it; use one of {known}")
     chosen: list[Interface] = []
     for host, found in interfaces.items():
         own = [i for i in found if any(_matches(name, i) for name in names)]
         if not own:
-            raise LaunchError(
+            raise UsageError(
                 f"--interfaces {','.join(names)}: {host} has none of these, it has "
                 f"{_listed(found)}: add one of them"
             )

@@ -198,8 +198,9 @@ class _Supervision:
         return await asyncio.create_subprocess_exec(
             *run.command,
             env={**run.environ, **own},
-            # In its own process group, the launcher would be stopped for reading from a terminal.
-            stdin=None if sys.stdin and not sys.stdin.isatty() else asyncio.subprocess.DEVNULL,
+            # What stands on standard input is for whoever comes after this run, as in a loop of a
+            # shell; and Open MPI 5 does not pass on its end.
+            stdin=asyncio.subprocess.DEVNULL,
             # Ctrl-C in a terminal must reach this process only, which then ends the ranks.
             process_group=0,
             preexec_fn=ends_with_parent(signal.SIGTERM),

@@ -74,7 +74,7 @@ def test_hosts_are_printed_for_horovodrun(capsys):
     ],
 )
 def test_hosts_that_a_launcher_would_not_accept_are_refused(capsys, hosts, form, message):
-    assert main(["hosts", "-H", hosts, "--as", form]) == 1
+    assert main(["hosts", "-H", hosts, "--as", form]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith(f"hvkit: {message}")
@@ -93,13 +93,13 @@ def test_a_repeated_host_is_mentioned_and_its_slots_added_up(file, capsys):
 
 def test_a_check_refuses_a_repeated_host(file, capsys):
     file.write_text("node1 slots=2\nnode1 slots=1\n")
-    assert main(["hosts", "hosts", "--check"]) == 1
+    assert main(["hosts", "hosts", "--check"]) == 2
     assert "line 2: node1 is named again after line 1" in capsys.readouterr().err
 
 
 def test_a_malformed_file_is_reported_with_its_line(file, capsys):
     file.write_text("node1 slots=2\nnode2 slots=four\n")
-    assert main(["hosts", "hosts"]) == 1
+    assert main(["hosts", "hosts"]) == 2
     printed = capsys.readouterr()
     assert (printed.out, printed.err) == (
         "",
@@ -130,7 +130,7 @@ def test_a_check_gets_the_batch_system_of_the_hosts(scontrol, capsys, monkeypatc
 
 def test_without_any_hosts_the_error_explains_how_to_name_them(capsys, monkeypatch):
     monkeypatch.setattr(arguments, "allocation", lambda environ: None)
-    assert main(["hosts"]) == 1
+    assert main(["hosts"]) == 2
     assert capsys.readouterr().err.startswith("hvkit: no hosts: name a hostfile or -H HOST:SLOTS")
 
 

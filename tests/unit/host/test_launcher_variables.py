@@ -1,3 +1,5 @@
+import os
+
 import pytest
 
 from hvkit.errors import LaunchError
@@ -20,6 +22,13 @@ from hvkit.host.launcher_variables import Launched, launch_id, launched
 )
 def test_what_launchers_leave_in_the_environment(environ, expected):
     assert launched(environ) == expected
+
+
+def test_what_is_typed_in_the_shell_of_srun_is_one_process_whatever_the_number_of_tasks():
+    typed = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PTY_PORT": "39761", "SLURM_TASK_PID": "1"}
+    assert launched(typed) is None
+    assert launched({**typed, "OMPI_COMM_WORLD_SIZE": "2"}) == Launched(2, "mpirun")
+    assert launched({**typed, "SLURM_TASK_PID": str(os.getpid())}) == Launched(4, "srun")
 
 
 @pytest.mark.parametrize("value", ["", "two", "0", "-1", "1.5"])

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 import hvkit
-from hvkit.errors import LaunchError
+from hvkit.errors import CannotRunError, LaunchError
 from hvkit.host.network import Interface
 from hvkit.launch import launchers, prepare, start
 from hvkit.launch.host_checks import preflight
@@ -18,6 +18,7 @@ from hvkit.launch.host_checks.probe import Facts
 from hvkit.launch.hosts import Host
 from hvkit.launch.launchers import Launcher
 from hvkit.launch.prepare import Request, prepared, shown
+from hvkit.launch.rank_command import NOT_FOUND, Problem
 from hvkit.launch.ssh import Answer
 from hvkit.launch.supervision.output import Style
 from hvkit.launch.supervision.supervised_run import Outcome
@@ -47,7 +48,7 @@ def hosts(monkeypatch, tmp_path):
         return [_answer(host, answers[host.name]) for host in others]
 
     monkeypatch.setattr(preflight, "run_on_hosts", run_on_hosts)
-    monkeypatch.setattr(Facts, "here", lambda folder: answers["node1"])
+    monkeypatch.setattr(Facts, "here", lambda *_: answers["node1"])
     monkeypatch.setattr(preflight, "is_local", lambda name: name == "node1")
     monkeypatch.setattr(preflight, "addresses_of", lambda name: [f"10.0.0.{name[-1]}"])
     monkeypatch.setattr(preflight, "source_address", lambda name: "10.0.0.1")
@@ -218,6 +219,57 @@ def test_all_problems_of_all_hosts_are_in_one_error(hosts):
     assert lines[0] == "nothing was started"
     assert "  node2: no route to it: switch it on" in lines
     assert any(line.startswith("  node1: has no folder") for line in lines)
+
+
+MISSING = Problem(NOT_FOUND, "cannot run x.py: there is no such file in /work")
+
+
+def test_a_host_without_the_script_is_named_before_anything_starts(hosts):
+    hosts["node2"] = facts(2, command=MISSING)
+    with pytest.raises(CannotRunError, match=r"^cannot run x\.py: .* in /work on node2$") as caught:
+        prepared(request())
+    assert caught.value.exit_status == 127
+    assert prepared(request(), least=1).hosts == ("node1", "node1")
+
+
+def test_a_script_that_no_host_has_is_said_once(hosts):
+    hosts.update(node1=facts(1, command=MISSING), node2=facts(2, command=MISSING))
+    for least in (None, 1):
+        with pytest.raises(CannotRunError) as caught:
+            prepared(request(), least=least)
+        assert str(caught.value) == MISSING.text
+
+
+def test_a_missing_script_is_one_of_several_problems(hosts):
+    hosts.update(node1=facts(1, command=MISSING), node2=(None, "", "", "no route to it"))
+    with pytest.raises(LaunchError, match="nothing was started") as caught:
+        prepared(request())
+    assert caught.value.exit_status == 1
+    lines = str(caught.value).splitlines()
+    assert sorted(lines[1:]) == [f"  node1: {MISSING.text}", "  node2: no route to it"]
+
+
+def test_a_host_that_takes_no_temporary_files_is_named(hosts):
+    hosts["node2"] = facts(2, temporary="cannot write temporary files to /tmp")
+    with pytest.raises(LaunchError, match="node2: cannot write temporary files to /tmp"):
+        prepared(request())
+
+
+def test_a_host_with_too_few_open_files_for_its_ranks_is_named_with_the_number_it_takes(hosts):
+    hosts["node1"] = facts(1, open_files=31)
+    expected = (
+        "node1 allows a process 31 open files, but starting 2 ranks there takes 32: .*ulimit -n"
+    )
+    with pytest.raises(LaunchError, match=expected):
+        prepared(request())
+    assert prepared(request(size=1)).size == 1
+
+
+def test_in_a_shell_of_srun_the_step_of_mpirun_shares_its_cores(hosts, monkeypatch):
+    monkeypatch.delenv("SLURM_STEP_NUM_TASKS", raising=False)
+    assert "SLURM_OVERLAP" not in prepared(request(system="Slurm")).environ
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    assert prepared(request(system="Slurm")).environ["SLURM_OVERLAP"] == "1"
 
 
 def test_a_host_with_another_environment_is_named(hosts):

@@ -67,6 +67,19 @@ def test_a_rank_that_ends_well_but_never_starts_horovod_is_not_waited_for(first)
     assert f"rank 1 on {host}: ended with exit status 0 and did not start Horovod" in done.stderr
 
 
+def test_what_is_on_standard_input_is_left_to_the_next_command(tmp_path):
+    """As in a loop of a shell over the lines of a file."""
+    lines = tmp_path / "lines"
+    lines.write_text("first\nsecond\n")
+    with lines.open() as given:
+        words = command_line("cat; echo ranks read nothing", size=1)
+        done = subprocess.run(words, stdin=given, capture_output=True, text=True, timeout=60)
+        assert done.stdout == "ranks read nothing\n"
+        assert (
+            subprocess.run(["cat"], stdin=given, capture_output=True).stdout == b"first\nsecond\n"
+        )
+
+
 def test_a_missing_command_is_named():
     done = subprocess.run(
         [sys.executable, "-c", RUN, LAUNCHER, "1", "no-such-program"],

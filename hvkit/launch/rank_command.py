@@ -1,0 +1,172 @@
+"""The command that every rank runs, and whether a host can start it.
+
+``probe`` looks on every host before ranks start there, so this module imports little.
+"""
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvkit.errors import UsageError
+
+NOT_FOUND = 127
+"""Exit status where a shell finds no such command."""
+
+NOT_EXECUTABLE = 126
+"""Exit status where a shell finds the command and cannot start it."""
+
+_SCRIPT = ".py"
+_PYTHON = re.compile(r"python(\d(\.\d+)?t?)?")
+# Options of Python's with a value.
+_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
+# Bytes: Linux takes no longer word in a command.
+_LONGEST_WORD = (1 << 17) - 1
+
+
+def with_python(words: Sequence[str], read_script: Callable[[], str]) -> tuple[str, ...]:
+    """The command, with this Python before a script ``train.py``.
+
+    A program on PATH whose name ends with ``.py`` stays as it is, unless the working directory has
+    a file of that name. With ``-`` in place of the script, all ranks run what ``read_script``
+    returns.
+
+    Args:
+        words: the command.
+        read_script: reads standard input to its end.
+
+    Raises:
+        UsageError: that script is too long.
+    """
+    first = words[0]
+    of_path = os.sep not in first and not os.path.exists(first) and shutil.which(first)
+    if first == "-" or (first.endswith(_SCRIPT) and not of_path):
+        words = (sys.executable, *words)
+    place = _place_of_script(words)
+    if place is None or words[place] != "-":
+        return tuple(words)
+    source = read_script()
+    if len(source.encode()) > _LONGEST_WORD:
+        raise UsageError(
+            f"the script on standard input is longer than {_LONGEST_WORD} bytes: write it to a file"
+        )
+    return (*words[:place], "-c", source, *words[place + 1 :])
+
+
+def _place_of_script(words: Sequence[str]) -> int | None:
+    """The index of the script, or of ``-``, in a command of Python's; ``None`` if there is none."""
+    if not _PYTHON.fullmatch(os.path.basename(words[0])):
+        return None
+    numbered = enumerate(words[1:], start=1)
+    for place, word in numbered:
+        if word in _WITH_VALUE:
+            next(numbered, None)
+        elif word == "-" or not word.startswith("-"):
+            return place
+        elif word.startswith("-") and not word.startswith("--") and word[-1] in "cm":
+            return None  # -c CODE, -um MODULE
+    return None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a host cannot start a command.
+
+    Attributes:
+        status: ``NOT_FOUND`` or ``NOT_EXECUTABLE``, as a shell returns it.
+        text: the reason, with the fix.
+    """
+
+    status: int
+    text: str
+
+
+@dataclass(frozen=True)
+class RankCommand:
+    """The files that a command needs on each host.
+
+    Attributes:
+        program: the first word of the command.
+        script: the file that Python is to run; empty if there is none.
+        path: the folders in which ranks look for programs, as in ``PATH``.
+    """
+
+    program: str
+    script: str
+    path: str
+
+    @classmethod
+    def of(cls, words: Sequence[str], path: str) -> "RankCommand":
+        """The files of a command."""
+        place = _place_of_script(words)
+        return cls(words[0], "" if place is None else words[place], path)
+
+    def problem(self, folder: str) -> Problem | None:
+        """Why this host cannot start the command in ``folder``; ``None`` if it can."""
+        if problem := self._problem_of_program(folder):
+            return problem
+        if not self.script:
+            return None
+        script = Path(folder, self.script)
+        if not script.exists():
+            return Problem(
+                NOT_FOUND,
+                f"cannot run {self.script}: there is no such file{_in(self.script, folder)}",
+            )
+        if not os.access(script, os.R_OK):
+            return Problem(NOT_EXECUTABLE, f"cannot run {self.script}: you may not read it")
+        return None
+
+    def _problem_of_program(self, folder: str) -> Problem | None:
+        name = self.program
+        if os.sep not in name:
+            if shutil.which(name, path=self.path):
+                return None
+            return Problem(
+                NOT_FOUND, f"cannot run {name}: there is no such program on PATH{self._fix(folder)}"
+            )
+        file = Path(folder, name)
+        if not file.exists():
+            return Problem(
+                NOT_FOUND, f"cannot run {name}: there is no such file{_in(name, folder)}"
+            )
+        if file.is_dir():
+            return Problem(NOT_EXECUTABLE, f"cannot run {name}: it is a folder")
+        if not os.access(file, os.X_OK):
+            return Problem(
+                NOT_EXECUTABLE, f"cannot run {name}: it is not executable: `chmod +x {name}`"
+            )
+        if reason := _no_program(file):
+            return Problem(NOT_EXECUTABLE, f"cannot run {name}: {reason}")
+        return None
+
+    def _fix(self, folder: str) -> str:
+        if _PYTHON.fullmatch(self.program):
+            return ": `hvkit run ... script.py` takes the Python of hvkit"
+        if Path(folder, self.program).is_file():
+            return f": write ./{self.program} for the file in {folder}"
+        return ""
+
+
+def _in(name: str, folder: str) -> str:
+    return "" if os.path.isabs(name) else f" in {folder}"
+
+
+def _no_program(file: Path) -> str | None:
+    """Why Linux does not start an executable file; ``None`` if it does."""
+    try:
+        with file.open("rb") as opened:
+            start = opened.readline(256)
+    except OSError:  # programs need not be readable
+        return None
+    if start.startswith(b"#!"):
+        # A line that ends with \r\n names a program whose name ends with \r.
+        interpreter = os.fsdecode(start[2:]).rstrip("\n").strip(" \t").split(" ")[0]
+        if interpreter and not os.path.exists(interpreter):
+            return f"its first line names {interpreter!r}, which does not exist"
+    elif b"\0" not in start:
+        return "it is text, and its first line names no program such as #!/bin/sh"
+    return None
