@@ -9,6 +9,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hvkit
+from hvkit.adapters.pytorch.gradients.buckets import Bucket
+from hvkit.adapters.pytorch.gradients.compressed_buckets import CompressedBucket
 
 
 @pytest.mark.parametrize("passed", [True, False], ids=["accumulate=k", "not passed"])
@@ -34,14 +36,21 @@ def test_accumulation_equals_the_k_times_larger_batch(passed):
     assert largest_difference(arrays(model.parameters()), arrays(reference.parameters())) < 1e-5
 
 
-def test_accumulation_reduces_once_in_k_passes(monkeypatch):
-    from hvkit.adapters.pytorch.gradients.buckets import Bucket
+@pytest.fixture
+def launches(monkeypatch):
+    """The names of the buckets that this rank has sent."""
+    names = []
+    for kind in Bucket, CompressedBucket:
 
-    launches = []
-    launch = Bucket.launch
-    monkeypatch.setattr(
-        Bucket, "launch", lambda self, wire: (launches.append(self.name), launch(self, wire))
-    )
+        def launch(self, wire, launch=kind.launch):
+            names.append(self.name)
+            launch(self, wire)
+
+        monkeypatch.setattr(kind, "launch", launch)
+    return names
+
+
+def test_accumulation_reduces_once_in_k_passes(launches):
     model = mlp()
     model, optimizer = hvkit.distribute(
         model, torch.optim.SGD(model.parameters(), lr=0.1), accumulate=3
@@ -156,6 +165,72 @@ def test_activation_checkpointing(use_reentrant):
     steps(model, optimizer, local(data))
     assert same_on_all_ranks(arrays(model.parameters()))
     assert largest_difference(arrays(model.parameters()), arrays(reference.parameters())) < 1e-5
+
+
+class Skipping(nn.Module):
+    """Each rank leaves out a layer of its own; each layer is a segment, maybe within another."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.use_reentrant = use_reentrant
+
+    def segment(self, layer, inner=None):
+        def run(x):
+            x = torch.tanh(layer(x))
+            return x if inner is None else checkpoint(inner, x, use_reentrant=self.use_reentrant)
+
+        return run
+
+    def forward(self, x, skipped):
+        inner = self.segment(self.layers[3])
+        for i, layer in enumerate(self.layers[:3]):
+            if i != skipped:
+                run = self.segment(layer, inner if i == 1 else None)
+                x = checkpoint(run, x, use_reentrant=self.use_reentrant)
+        return x
+
+
+@pytest.mark.parametrize("options", [{}, {"compression": hvkit.TopK(0.5)}], ids=["plain", "topk"])
+def test_checkpointed_segments_are_no_passes_of_their_own(options, launches):
+    found = []
+    for use_reentrant in True, False:
+        torch.manual_seed(0)
+        model = Skipping(use_reentrant)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        hvkit.distribute(model, optimizer, accumulate=2, **options)
+        launches.clear()
+        for i, (x, _) in enumerate(local(regression(steps=6))):
+            model(x.requires_grad_(), skipped=hvkit.rank() % 3).square().sum().backward()
+            if i % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append((len(launches), arrays(model.parameters())))
+    (one, nested), (other, plain) = found
+    assert one == other
+    assert largest_difference(nested, plain) < 1e-6
+    assert same_on_all_ranks(nested)
+
+
+def test_a_segment_that_fails_leaves_no_pass_behind():
+    (x, y), *_ = local(regression(steps=1))
+    model = mlp()
+    hvkit.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def fails(gradient):
+        raise RuntimeError("out of memory, say")
+
+    def segment(x):
+        x = model[0](x)
+        if x.requires_grad:  # computed again, in the backward pass
+            x.register_hook(fails)
+        return model[2](x)
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        F.mse_loss(checkpoint(segment, x.requires_grad_(), use_reentrant=True), y).backward()
+    model.zero_grad()
+    F.mse_loss(model(x), y).backward()
+    assert same_on_all_ranks([p.grad.numpy() for p in model.parameters()])
 
 
 def test_a_backward_pass_that_failed_leaves_nothing_behind():

@@ -15,8 +15,8 @@ from torch.utils.hooks import RemovableHandle
 
 from hvkit.adapters.pytorch.gradients.bucket_layout import Layout
 from hvkit.adapters.pytorch.gradients.buckets import Bucket, are_dense
+from hvkit.adapters.pytorch.gradients.nested_passes import running_pass
 
-_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 # Gradients that a bucket misses while passes accumulate: no pass has as many.
 _NEVER = 1 << 60
 
@@ -33,6 +33,7 @@ class Arrivals:
 
     Attributes:
         task: autograd's number of the pass that is running; None between passes.
+        whole: that of the script's own pass: another one if the running pass is nested in it.
         outdated: buckets that had gone out before one of their gradients changed.
     """
 
@@ -43,6 +44,7 @@ class Arrivals:
         lock: threading.RLock,
     ) -> None:
         self.task: int | None = None
+        self.whole: int | None = None
         self.outdated: set[Bucket] = set()
         self._begin_pass = begin_pass
         self._send = send
@@ -75,11 +77,12 @@ class Arrivals:
                 hooks[hook.id] = arrivals[id(bucket)] if bucket else outside
                 self._hooked[i] = bucket
 
-    def begin(self, task: int, *, accumulates: bool) -> None:
+    def begin(self, task: int, whole: int, *, accumulates: bool) -> None:
         """Count anew for a pass.
 
         Args:
             task: autograd's number of it.
+            whole: that of the script's own pass, in which it runs.
             accumulates: whether buckets wait for the gradients of a later pass.
         """
         assert self._layout is not None
@@ -92,11 +95,12 @@ class Arrivals:
                     bucket.left = _NEVER
             else:
                 self.outdated.add(bucket)
+        self.whole = whole
         self.task = task  # last: other threads go on when they see it
 
     def end(self) -> None:
         """The pass is over; what is not sent yet is the caller's."""
-        self.task = None
+        self.task = self.whole = None
         self._full = None
 
     def _arrival(self, bucket: Bucket | None) -> Callable[[torch.Tensor], None]:
@@ -107,7 +111,7 @@ class Arrivals:
 
         def arrived(parameter: torch.Tensor) -> None:
             at = bucket
-            task = _graph_task()
+            task = running_pass()
             if task != self.task:
                 self._begin_pass(task)
                 assert self._layout is not None

@@ -11,8 +11,7 @@ whether it changed after its bucket had gone out. After a reduction the gradient
 every rank, whatever they were before.
 
 Averaging a mean again changes nothing. The order of events is therefore harmless: several backward
-passes before a step, or checkpointed segments that run one backward pass inside another, only cost
-more reductions.
+passes before a step only cost more reductions.
 """
 
 from __future__ import annotations
@@ -38,6 +37,7 @@ from hvkit.adapters.pytorch.gradients.averaged_steps import AveragedSteps
 from hvkit.adapters.pytorch.gradients.bucket_layout import Layout, Layouts
 from hvkit.adapters.pytorch.gradients.buckets import NO_PARAMETER, Bucket, average_rows
 from hvkit.adapters.pytorch.gradients.compressed_buckets import CompressionState
+from hvkit.adapters.pytorch.gradients.nested_passes import outermost, watch_nested_passes
 from hvkit.adapters.pytorch.gradients.nonfinite import NonFinite
 from hvkit.adapters.pytorch.gradients.step_report import ReportVector, StepReport, checksum_of_rates
 from hvkit.adapters.pytorch.optimizers import around_scaled_steps
@@ -112,6 +112,7 @@ class GradientReducer:
         self._lock = threading.RLock()
         self._arrivals = Arrivals(self._begin_pass, self._launch, self._lock)
         _reducers[next(_numbers)] = self
+        watch_nested_passes(_end_pass)
         self.add(parameters)
         self._sparse = {self._number[p] for p in row_sparse}
 
@@ -201,15 +202,19 @@ class GradientReducer:
     def _begin_pass(self, task: int) -> None:
         """Prepare for the first gradient of a backward pass; ``_end_pass`` runs at its end."""
         with self._lock:
-            if task == self._arrivals.task:  # another thread was here first
+            whole = outermost(task)
+            # Another thread was here first, or a nested pass begins or ends.
+            if whole == self._arrivals.whole:
+                self._arrivals.task = task
                 return
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(lambda: _end_pass(task))
+            if task == whole:
+                engine = torch.autograd.Variable._execution_engine
+                engine.queue_callback(lambda: _end_pass(task))
             if not self._passes and self._state:
                 self._state.refuse_another_mean()
             self._arrange()
             self._kept |= self._gradients_to_keep()
-            self._arrivals.begin(task, accumulates=self._passes + 1 < self._accumulate)
+            self._arrivals.begin(task, whole, accumulates=self._passes + 1 < self._accumulate)
 
     def _gradients_to_keep(self) -> set[int]:
         """Numbers of the parameters whose gradients must stay the same tensors.
@@ -382,14 +387,14 @@ def is_averaged(parameter: torch.Tensor) -> bool:
     return any(parameter in reducer for reducer in _reducers.values())
 
 
-def _end_pass(task: int) -> None:
-    """Reduce, at the end of a backward pass, for all models that took part in it.
+def _end_pass(number: int) -> None:
+    """Reduce, at the end of the script's backward pass, for all models that took part in it.
 
     All send before any waits, in the same order on every rank: the passes of other ranks may have
     reached the models in another order.
     """
     taking_part = [
-        reducer for _, reducer in sorted(_reducers.items()) if reducer._arrivals.task == task
+        reducer for _, reducer in sorted(_reducers.items()) if reducer._arrivals.whole == number
     ]
     due = [reducer for reducer in taking_part if reducer._end_pass()]
     if not due:
