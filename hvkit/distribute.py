@@ -174,12 +174,13 @@ def distribute(
             ``backward``, an update, ``fit`` or a save: their weights differ, because some ranks
             loaded or changed theirs alone; in PyTorch, also their rates or frozen parameters.
         HorovodNotFoundError: several ranks were launched, but there is no usable Horovod.
-        LaunchError: Horovod sees another number of ranks than were launched, or this host has more
-            ranks than GPUs.
+        LaunchError: Horovod sees another number of ranks than were launched, this host has more
+            ranks than GPUs, or the script itself has started several processes that train.
     """
     models = list(model) if isinstance(model, list | tuple) else [model]
     optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     runtime.init(framework_of(models[0]) if models else None)
+    runtime.refuse_separate_training()
     adapter: Adapter | None = None
     options: Options | None = None
     problem: Exception | None = None

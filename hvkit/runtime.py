@@ -7,6 +7,7 @@ of the framework that the script has imported.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import sys
 from dataclasses import dataclass, replace
@@ -14,7 +15,8 @@ from dataclasses import dataclass, replace
 from hvkit import watch
 from hvkit.communication.engines import ENGINES, Engine, broadcast_message, built_for
 from hvkit.errors import LaunchError
-from hvkit.host.launcher_variables import Launched, launch_id, launched
+from hvkit.host.claims import claim
+from hvkit.host.launcher_variables import Launched, launch_id, launched, rank_id
 from hvkit.host.rank_settings import rank_settings
 from hvkit.host.run_reports import report
 from hvkit.log import logger
@@ -124,6 +126,7 @@ def _join(framework: str | None = None) -> _World:
         pulse.begin()
         _world = _World(rank=0, size=1, local_rank=0, local_size=1)
         return _world
+    _refuse_second_process()
     for each in rank_settings(os.environ):  # Horovod and Open MPI read them when they start
         os.environ[each.variable] = each.value
         logger.debug("set %s=%s: %s", each.variable, each.value, each.reason)
@@ -209,10 +212,62 @@ def _became_child() -> None:
 os.register_at_fork(after_in_child=_became_child)
 
 
+# What a script has to leave to its launcher.
+_STARTS_PROCESSES = (
+    "through torch.multiprocessing.spawn, multiprocessing or subprocess: call the function that "
+    "trains directly, and start the script with `hvkit run -np N python ...`"
+)
+
+
 def _refuse_in_child(world: _World) -> None:
     if world.of_parent:
         raise LaunchError(
             f"this process was started by rank {world.rank} and is no rank itself: it has that "
             "rank's numbers, but cannot communicate; call hvkit.distribute and collectives under "
-            'if __name__ == "__main__"'
+            'if __name__ == "__main__". If the script itself starts the processes that train, '
+            f"{_STARTS_PROCESSES}"
         )
+
+
+def _refuse_second_process() -> None:
+    """Raise if another process that this rank's launcher, or its command, started is the rank."""
+    if (name := rank_id(os.environ)) is not None and not claim(f"rank {name}"):
+        raise LaunchError(
+            "the script starts several processes that call hvkit, but only one can be the rank "
+            f"that the launcher has started: start none {_STARTS_PROCESSES}"
+        )
+
+
+_warned_of_others = False
+
+
+def refuse_separate_training() -> None:
+    """Without a launcher, complain if processes that the script has started train side by side.
+
+    Each would train a model of its own, as hvkit does not join them.
+    ``torch.multiprocessing.spawn`` is for one training; other processes may rightly be separate, as
+    in a search, so that is a warning.
+
+    Raises:
+        LaunchError: ``torch.multiprocessing.spawn`` has started several of them.
+    """
+    global _warned_of_others
+    parent = multiprocessing.parent_process()
+    if parent is None or _joined().size > 1 or claim(f"training in a child of {parent.pid}"):
+        return
+    text = "processes that the script has started train separately, each a model of its own"
+    if _spawned_by_torch():
+        raise LaunchError(f"{text}: start none {_STARTS_PROCESSES}")
+    if not _warned_of_others:
+        _warned_of_others = True
+        advice = f"if they should train one together, start none {_STARTS_PROCESSES}"
+        logger.warning("%s: %s", text, advice)
+
+
+def _spawned_by_torch() -> bool:
+    frame = sys._getframe().f_back
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.multiprocessing.spawn":
+            return True
+        frame = frame.f_back
+    return False

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hvkit.errors import LaunchError
+from hvkit.host import run_reports
 
 # Variable with the world size, and the launcher that sets it. Slurm's comes last: an mpirun inside
 # a batch script inherits the script's own.
@@ -28,6 +29,9 @@ _LAUNCH_VARIABLES = (
     *("SLURM_JOB_ID", "SLURM_STEP_ID"),
 )
 
+# Variables with the rank alone; Slurm's comes last, as above.
+_RANK_VARIABLES = (*(names[0] for names in _PLACE_VARIABLES), "SLURM_PROCID")
+
 
 @dataclass(frozen=True)
 class Launched:
@@ -44,8 +48,8 @@ def launched(environ: Mapping[str, str]) -> Launched | None:
     shell, whatever the number of that step's tasks.
 
     Raises:
-        LaunchError: the announced size is not a positive integer, or torchrun started the process,
-            whose ranks Horovod cannot see.
+        LaunchError: the announced size is not a positive integer, or torchrun or the like started
+            the process, whose ranks Horovod cannot see.
     """
     for variable, launcher in _SIZE_VARIABLES:
         value = environ.get(variable)
@@ -54,12 +58,14 @@ def launched(environ: Mapping[str, str]) -> Launched | None:
         if not value.isdecimal() or int(value) < 1:
             raise LaunchError(f"{variable} must be a positive integer, got {value!r}")
         return Launched(int(value), launcher)
-    if "TORCHELASTIC_RUN_ID" in environ and environ.get("WORLD_SIZE", "1") != "1":
-        raise LaunchError(
-            f"torchrun started this process (WORLD_SIZE={environ['WORLD_SIZE']}), but hvkit's "
-            "ranks communicate over MPI: start the script with `hvkit run -np N python ...`, "
-            "`mpirun -np N ...` or `horovodrun -np N ...`"
-        )
+    if (size := environ.get("WORLD_SIZE", "1")) != "1":
+        other = {"RANK", "MASTER_ADDR"} <= environ.keys() and "a launcher of torch.distributed"
+        if who := "torchrun" if "TORCHELASTIC_RUN_ID" in environ else other:
+            raise LaunchError(
+                f"{who} started this process (WORLD_SIZE={size}), but hvkit's ranks communicate "
+                "over MPI: start the script with `hvkit run -np N python ...`, `mpirun -np N ...` "
+                "or `horovodrun -np N ...`; or unset WORLD_SIZE to train in one process"
+            )
     return None
 
 
@@ -95,3 +101,14 @@ def without_place(environ: Mapping[str, str]) -> dict[str, str]:
 def launch_id(environ: Mapping[str, str]) -> str:
     """A text that is the same for all processes of a launch, and differs for nested launches."""
     return " ".join(environ.get(variable, "-") for variable in _LAUNCH_VARIABLES)
+
+
+def rank_id(environ: Mapping[str, str]) -> str | None:
+    """A text that the rank and the processes that it starts have, and no other process.
+
+    None if the variables do not tell launches apart, as those of MPICH without ``hvkit run``.
+    """
+    known = (*_LAUNCH_VARIABLES, run_reports.VARIABLE)
+    launch = [environ[variable] for variable in known if variable in environ]
+    ranks = [environ[variable] for variable in _RANK_VARIABLES if variable in environ]
+    return " ".join([*launch, *ranks[:1]]) if launch and ranks else None

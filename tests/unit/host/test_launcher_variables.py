@@ -3,7 +3,7 @@ import os
 import pytest
 
 from hvkit.errors import LaunchError
-from hvkit.host.launcher_variables import Launched, launch_id, launched
+from hvkit.host.launcher_variables import Launched, launch_id, launched, rank_id
 
 
 @pytest.mark.parametrize(
@@ -40,6 +40,20 @@ def test_a_size_that_is_none_is_an_error_that_names_variable_and_value(value):
 def test_torchrun_is_refused_rather_than_trained_apart():
     with pytest.raises(LaunchError, match=r"torchrun started this process \(WORLD_SIZE=2\)"):
         launched({"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2"})
+
+
+def test_so_are_other_launchers_of_torch_distributed():
+    environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node1"}
+    with pytest.raises(LaunchError, match=r"a launcher of torch.distributed started this process"):
+        launched(environ)
+    assert launched({"WORLD_SIZE": "2"}) is None
+    assert launched({**environ, "OMPI_COMM_WORLD_SIZE": "4"}) == Launched(4, "mpirun")
+
+
+def test_variables_that_do_not_tell_launches_apart_make_no_id_of_a_rank():
+    assert rank_id({"PMI_RANK": "1", "PMI_SIZE": "2"}) is None
+    assert rank_id({"PMIX_NAMESPACE": "a"}) is None
+    assert rank_id({"PMI_RANK": "1", "HVKIT_REPORTS": "9:77"}) == "9:77 1"
 
 
 def test_a_launch_nested_in_another_has_an_id_of_its_own():

@@ -1,0 +1,95 @@
+"""Processes that a script starts itself, and that call hvkit: one training, or several apart."""
+
+import os
+import subprocess
+import sys
+import uuid
+
+import pytest
+
+from hvkit.host.claims import claim
+from hvkit.host.launcher_variables import rank_id
+
+# The second process calls hvkit while the first still trains, which a test may end.
+TWO = """
+import time, torch, torch.multiprocessing, hvkit
+
+context = torch.multiprocessing.get_context("fork")
+first, second = context.Event(), context.Event()
+
+
+def train(index, ends):
+    if index:
+        first.wait()
+    model = torch.nn.Linear(2, 1)
+    hvkit.distribute(model, torch.optim.SGD(model.parameters(), 0.1))
+    (second if index else first).set()
+    print("trains", index, flush=True)
+    second.wait()
+
+"""
+SPAWNED = TWO + (
+    "torch.multiprocessing.start_processes(train, (True,), nprocs=2, start_method='fork')"
+)
+SEPARATE = (
+    TWO
+    + """
+both = [context.Process(target=train, args=(index, False)) for index in range(2)]
+for each in both:
+    each.start()
+for each in both:
+    each.join()
+raise SystemExit(any(each.exitcode for each in both))
+"""
+)
+
+
+def run(code, **environ):
+    launched = ("OMPI_", "PMI", "HOROVOD_", "SLURM_", "HVKIT_RANK")
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(launched)}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True, text=True, timeout=100, env=clean | environ, check=False,
+    )  # fmt: skip
+
+
+def test_processes_that_pytorch_spawns_do_not_train_apart():
+    done = run(SPAWNED)
+    assert done.returncode == 1
+    assert done.stdout == "trains 0\n"
+    assert "Process 1 terminated with the following error" in done.stderr
+    said = "LaunchError: processes that the script has started train separately"
+    assert said in done.stderr
+    assert "start the script with `hvkit run -np N python ...`" in done.stderr
+
+
+def test_other_processes_may_train_apart_and_one_says_so():
+    done = run(SEPARATE)
+    assert (done.returncode, done.stdout) == (0, "trains 0\ntrains 1\n")
+    assert done.stderr.count("processes that the script has started train separately") == 1
+
+
+def test_of_the_processes_of_a_rank_one_is_the_rank():
+    rank = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}
+    launch = rank | {"PMIX_NAMESPACE": str(uuid.uuid4())}
+    assert claim(f"rank {rank_id(launch)}")
+    done = run("import hvkit\nhvkit.rank()", **launch)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert "LaunchError: the script starts several processes that call hvkit" in last
+    other = launch | {"OMPI_COMM_WORLD_RANK": "0"}
+    assert rank_id(other) != rank_id(launch)
+
+
+@pytest.mark.parametrize("ends", ["", "os.kill(os.getpid(), 9)"], ids=["by itself", "killed"])
+def test_what_a_process_claims_is_free_as_soon_as_it_has_ended(ends):
+    name = str(uuid.uuid4())
+    code = (
+        "import os, sys, time\nfrom hvkit.host.claims import claim\n"
+        "assert claim(sys.argv[1]) and claim(sys.argv[1])\n"
+        # A fork that lives on, as a worker would.
+        "if not os.fork():\n    time.sleep(5); os._exit(0)\n"
+        f"{ends}"
+    )
+    subprocess.run([sys.executable, "-c", code, name], timeout=60, check=False)
+    assert claim(name)
