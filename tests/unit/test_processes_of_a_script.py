@@ -88,7 +88,9 @@ def test_what_a_process_claims_is_free_as_soon_as_it_has_ended(ends):
         "import os, sys, time\nfrom hvkit.host.claims import claim\n"
         "assert claim(sys.argv[1]) and claim(sys.argv[1])\n"
         # A fork that lives on, as a worker would.
-        "if not os.fork():\n    time.sleep(5); os._exit(0)\n"
+        "read, write = os.pipe()\n"
+        "if not os.fork():\n    os.write(write, b'forked'); time.sleep(5); os._exit(0)\n"
+        "os.read(read, 9)\n"
         f"{ends}"
     )
     subprocess.run([sys.executable, "-c", code, name], timeout=60, check=False)
