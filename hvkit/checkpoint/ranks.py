@@ -6,8 +6,6 @@ A checkpoint keeps them for every rank, in one file. Reading a random state draw
 from __future__ import annotations
 
 import hashlib
-import json
-import random
 import sys
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from hvkit import runtime
+from hvkit import random_states, runtime
 from hvkit.adapters.fingerprints import Compared, Rows
 from hvkit.checkpoint.part import ALONE, NOT_IN_FILE, SEED, Arrays, Part
 
@@ -155,10 +153,13 @@ def put_back(saved: Mapping[str, Arrays], parts: Sequence[Part]) -> None:
 
 def random_state() -> Arrays:
     """The states of Python's, NumPy's and the frameworks' global generators, as plain arrays."""
-    state: Arrays = {"python": _text(random.getstate()), "numpy": _text(_numpy_state())}
+    found = random_states.global_states()
+    state: Arrays = {
+        name: np.array(random_states.as_text(name, found[name])) for name in ("python", "numpy")
+    }
     torch = sys.modules.get("torch")
     if torch is not None:
-        state["torch"] = torch.get_rng_state().numpy()
+        state["torch"] = found["torch"].numpy()
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             state["torch_cuda"] = torch.cuda.get_rng_state().numpy()
     if "tensorflow" in sys.modules:
@@ -184,22 +185,9 @@ def set_random_state(state: Arrays) -> None:
     if "keras" in sys.modules:
         _put_back_keras(state.get("keras"))
     # Last, because creating Keras's generator draws a seed from Python's.
-    version, internal, gauss = json.loads(str(state["python"]))
-    random.setstate((version, tuple(internal), gauss))
-    numpy_state = json.loads(str(state["numpy"]))
-    np.random.set_state(
-        {**numpy_state, "state": {k: _plain_array(v) for k, v in numpy_state["state"].items()}}
+    random_states.set_global_states(
+        {name: random_states.from_text(name, str(state[name])) for name in ("python", "numpy")}
     )
-
-
-def _numpy_state() -> dict[str, Any]:
-    state: Any = np.random.get_state(legacy=False)
-    inner = {k: np.asarray(v).tolist() for k, v in state["state"].items()}
-    return {**state, "state": inner}
-
-
-def _plain_array(value: Any) -> Any:
-    return np.array(value, np.uint64) if isinstance(value, list) else value
 
 
 def _tensorflow_state() -> Arrays:
@@ -228,7 +216,3 @@ def _put_back_keras(state: np.ndarray[Any, Any] | None) -> None:
     elif _keras_generator() is not None:
         # As in the saved run, its first use creates it.
         global_state.set_global_attribute("global_seed_generator", None)
-
-
-def _text(value: Any) -> np.ndarray[Any, Any]:
-    return np.array(json.dumps(value))

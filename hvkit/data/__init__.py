@@ -5,14 +5,16 @@
     shard                   shard(): recognises the kind of the data, calls the module for it
     ├── arrays              NumPy arrays, tensors, and containers of them
     ├── pytorch_loader      DataLoader: loaders of each rank's part, and of batches handed out
-    │   ├── samplers            the order of an epoch from the user's sampler
+    │   ├── samplers            one rank's steps of an epoch, from the user's sampler
+    │   │   └── sampler_kinds       how a loader cuts batches, and when samplers draw
     │   ├── pytorch_datasets    Dataset and IterableDataset
     │   └── pytorch_workers     how workers start where MPI uses InfiniBand
     ├── tfdata              tf.data pipelines
     │   └── tfbatching          finding out how a pipeline was batched
     ├── keras_pydataset     keras.utils.PyDataset
-    └── order               the arithmetic all of them use: which samples of a step are this
-                            rank's, seeds, and a loader's position
+    ├── order               the arithmetic all of them use: which samples of a step are this
+    │                       rank's, seeds, and a loader's position
+    └── randomness          random numbers that begin in the same state on every rank
 
 To shard another kind of data, write a module that returns one rank's part and the facts that must
 be equal on all ranks, and call it in ``shard.shard_for``.

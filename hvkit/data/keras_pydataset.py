@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import keras
 import numpy as np
 
+from hvkit.communication.collectives import from_rank, require_equal
 from hvkit.data.arrays import digest_of_rows
-from hvkit.data.order import FixedRandomness, Share, seed_from
+from hvkit.data.order import Share, seed_from
+from hvkit.data.randomness import FixedRandomness, Generators, as_text, from_text
+from hvkit.random_states import equal
 
 
 class ShardedPyDataset(keras.utils.PyDataset):  # type: ignore[misc]
     """One rank's batches of another PyDataset.
 
     Batch i is batch i*N + rank of the original. The samples of the last N batches (or fewer) are
-    divided evenly, so all ranks have batches of one size there too. Like Keras, it assumes that
-    all batches except the last have one size.
+    divided evenly, so all ranks have batches of one size there too. If these batches differ in more
+    than the size of the last, they stay whole, and some are repeated. Other attributes are those of
+    the original.
 
     Args:
         inner: the dataset; its ``workers``, ``use_multiprocessing`` and ``max_queue_size`` apply.
         share: rank and size.
         seed: the seed of the random numbers in ``on_epoch_begin`` and ``on_epoch_end``, together
-            with the number of epochs that have ended.
+            with the number of epochs that have ended; None to draw what rank 0 would draw.
     """
 
-    def __init__(self, inner: keras.utils.PyDataset, share: Share, seed: int) -> None:
+    def __init__(self, inner: keras.utils.PyDataset, share: Share, seed: int | None) -> None:
         super().__init__(
             workers=inner.workers,
             use_multiprocessing=inner.use_multiprocessing,
@@ -35,21 +40,23 @@ class ShardedPyDataset(keras.utils.PyDataset):  # type: ignore[misc]
         self._inner, self._share, self._seed = inner, share, seed
         self._epoch = 0
         self._resumed = False
-        self._in_last: tuple[int, int] | None = None
+        # For each call of on_epoch_end, the states of those generators that it drew from.
+        self._drawn: list[dict[str, str]] = []
+        self._has_last: tuple[int, bool] | None = None
 
     @property
     def num_batches(self) -> int | None:
         """The number of this rank's batches; None if the original is infinite."""
-        total = self._inner.num_batches
-        if total is None:
-            return None
+        total: int | None = self._inner.num_batches
+        if total is None or self._share.size == 1:
+            return total
         groups: int = -(-total // self._share.size)
         if not self._share.exact or groups == 0:
             return groups
         # Without repetition the last batch of some ranks may be empty; they leave it out.
-        if self._in_last is None or self._in_last[0] != total:
-            self._in_last = total, _rows(self._last_group(total))
-        return groups if self._share.count(self._in_last[1]) else groups - 1
+        if self._has_last is None or self._has_last[0] != total:
+            self._has_last = total, self._last(total) is not None
+        return groups if self._has_last[1] else groups - 1
 
     def __len__(self) -> int:
         if (batches := self.num_batches) is None:
@@ -58,36 +65,76 @@ class ShardedPyDataset(keras.utils.PyDataset):  # type: ignore[misc]
 
     def __getitem__(self, index: int) -> Any:
         total = self._inner.num_batches
+        if self._share.size == 1:
+            return self._inner[index]
         if total is None or index < (total - 1) // self._share.size:
             return self._inner[index * self._share.size + self._share.rank]
         if index > (total - 1) // self._share.size:
             raise IndexError(f"batch {index} of {self.num_batches}")
-        batches = self._last_group(total)
-        mine = self._share.of(_rows(batches))
-        return _map(lambda *arrays: np.concatenate(arrays)[mine], *batches)
+        return self._last(total)
 
-    def _last_group(self, total: int) -> list[Any]:
-        start = (total - 1) // self._share.size * self._share.size
-        return [_map(_as_numpy, self._inner[index]) for index in range(start, total)]
+    def _last(self, total: int) -> Any:
+        """This rank's part of the last group of batches; None if it has none."""
+        rank, start = self._share.rank, (total - 1) // self._share.size * self._share.size
+        batches = [_map(_as_numpy, self._inner[index]) for index in range(start, total)]
+        if not _are_alike(batches):
+            if self._share.exact and rank >= len(batches):
+                return None
+            return batches[rank % len(batches)]
+        mine = self._share.of(sum(_shapes(batch)[0][0] for batch in batches))
+        return _map(lambda *arrays: np.concatenate(arrays)[mine], *batches) if len(mine) else None
 
     def on_epoch_begin(self) -> None:
         self._resumed = False
-        with FixedRandomness(seed_from(self._seed, self._random_epoch(), 0)):
-            self._inner.on_epoch_begin()
+        if self._has_own("on_epoch_begin"):
+            with self._randomness(0):
+                self._inner.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
         if self._resumed:  # fit calls it before its first epoch too, as the saved run's fit did
             self._resumed = False
-            return
-        with FixedRandomness(seed_from(self._seed, self._random_epoch(), 1)):
+        elif self._has_own("on_epoch_end"):
+            self._end_epoch(self._randomness(1))
+        else:
+            self._end_epoch(nullcontext())
+
+    def _end_epoch(self, randomness: AbstractContextManager[None]) -> None:
+        generators = Generators()
+        with randomness:
+            before = generators.states()
             self._inner.on_epoch_end()
+            after = generators.states()
+        drawn = {name: each for name, each in before.items() if not equal(each, after[name])}
+        self._drawn.append({} if self._seed is not None else as_text(drawn))
         self._epoch += 1
 
-    def state_dict(self) -> dict[str, int]:
-        """The number of calls of ``on_epoch_end``."""
-        return {"epoch": self._epoch}
+    def _has_own(self, hook: str) -> bool:
+        return getattr(type(self._inner), hook) is not getattr(keras.utils.PyDataset, hook)
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def _randomness(self, hook: int) -> AbstractContextManager[None]:
+        """How the random numbers begin of ``on_epoch_begin``, which is 0, or ``on_epoch_end``.
+
+        A collective in training, unless there is a seed.
+        """
+        if self._share.size == 1 and self._seed is None:
+            return nullcontext()
+        if self._share.exact:  # ranks may evaluate at different times but need a common order
+            return FixedRandomness(seed_from(self._seed or 0, 0, hook))
+        if self._seed is not None:
+            return FixedRandomness(seed_from(self._seed, self._epoch, hook))
+        require_equal(
+            "epoch of a sharded PyDataset",
+            [f"epoch {self._epoch}"],
+            "iterate over it equally often on every rank",
+            "fit with a sharded PyDataset",
+        )
+        return FixedRandomness(from_text(from_rank(0, as_text(Generators().states()))))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number of calls of ``on_epoch_end``, and how their random numbers began."""
+        return {"epoch": self._epoch} | ({"random": self._drawn} if any(self._drawn) else {})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Call the original's ``on_epoch_end`` until its calls are those of the saved run.
 
         Raises:
@@ -98,24 +145,27 @@ class ShardedPyDataset(keras.utils.PyDataset):  # type: ignore[misc]
                 f"on_epoch_end was called {self._epoch} times, but in the saved run only "
                 f"{state['epoch']} times: restore before the first fit"
             )
-        self._resumed = False
-        while self._epoch < state["epoch"]:
-            self.on_epoch_end()
+        drawn = state.get("random", [{}] * state["epoch"])
+        for epoch in range(self._epoch, state["epoch"]):
+            seed = seed_from(self._seed or 0, 0 if self._share.exact else epoch, 1)
+            self._end_epoch(FixedRandomness(from_text(drawn[epoch]) or seed))
+        self._drawn = list(drawn)
         self._resumed = True
 
-    def _random_epoch(self) -> int:
-        # Ranks may evaluate at different times but need a common order.
-        return 0 if self._share.exact else self._epoch
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # while it is being unpickled, or copied
+            raise AttributeError(name)
+        return getattr(self._inner, name)
 
 
-def facts_of(inner: keras.utils.PyDataset, share: Share, seed: int) -> list[str]:
+def facts_of(inner: keras.utils.PyDataset, share: Share, seed: int | None) -> list[str]:
     """The facts that must be equal on all ranks: the length, and the labels of the first batch.
 
     Not its inputs: the dataset may augment them at random.
     """
     facts = [f"PyDataset of {inner.num_batches} batches"]
     if share.size > 1 and not share.exact and inner.num_batches != 0:
-        with FixedRandomness(seed_from(seed, 0, 2)):
+        with FixedRandomness(seed_from(seed or 0, 0, 2)):
             batch = inner[0]
         if isinstance(batch, tuple | list) and len(batch) > 1 and batch[1] is not None:
             labels = _map(_as_numpy, batch[1])
@@ -138,10 +188,15 @@ def _as_numpy(array: Any) -> Any:
     return keras.ops.convert_to_numpy(array) if keras.ops.is_tensor(array) else np.asarray(array)
 
 
-def _rows(batches: list[Any]) -> int:
-    lengths: list[list[int]] = []
-    for batch in batches:
-        found: list[int] = []
-        _map(lambda array, found=found: found.append(len(array)), batch)
-        lengths.append(found)
-    return sum(each[0] for each in lengths)
+def _shapes(batch: Any) -> list[tuple[int, ...]]:
+    found: list[tuple[int, ...]] = []
+    _map(lambda array: found.append(array.shape), batch)
+    return found
+
+
+def _are_alike(batches: list[Any]) -> bool:
+    """Whether samples have one shape, and batches one size, except for a smaller last one."""
+    of_samples = [[shape[1:] for shape in _shapes(batch)] for batch in batches]
+    sizes = [_shapes(batch)[0][0] for batch in batches]
+    same = all(each == of_samples[0] for each in of_samples)
+    return same and len({*sizes[:-1]}) <= 1 and sizes[-1] <= sizes[0]

@@ -1,4 +1,4 @@
-"""Which samples of an epoch are this rank's, a loader's position, and random numbers in common.
+"""Which samples of an epoch are this rank's, seeds, and a loader's position.
 
 An epoch has one order, the same on every rank. With batch size B and N ranks, step k has the
 positions from k*B*N to (k+1)*B*N of that order, and rank r takes those at r, r+N, r+2N, ...
@@ -8,11 +8,8 @@ One process with batch size B*N would read the same samples in this step.
 from __future__ import annotations
 
 import itertools
-import random
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -66,13 +63,6 @@ class Share:
         return -(-length // self.size)
 
 
-def steps(length: int, group: int, *, drop_last: bool = False) -> Iterator[int]:
-    """The number of samples of each step on all ranks together."""
-    for start in range(0, length, group):
-        if start + group <= length or not drop_last:
-            yield min(group, length - start)
-
-
 def seed_from(*numbers: int) -> int:
     """A seed of 63 bits, computed from several numbers, none negative: seed, epoch, rank, ..."""
     state: Any = np.random.SeedSequence(numbers).generate_state(1, np.uint64)
@@ -85,8 +75,15 @@ class Position:
     def __init__(self) -> None:
         self.epoch = 0
         self.samples = 0
+        self.random: dict[str, str] = {}
+        """What the generators were at the epoch's beginning, as text; empty if a seed says it."""
         self._iteration: object | None = None
         self._left = False
+
+    @property
+    def running(self) -> bool:
+        """Whether an epoch has begun and not ended."""
+        return self._iteration is not None
 
     def begin(self) -> object:
         """Begin an iteration: the rest of the current epoch after a load, else a new epoch.
@@ -95,8 +92,8 @@ class Position:
             An identifier for ``advance``, ``end`` and ``leave``, which do nothing
             unless it is that of the latest iteration.
         """
-        if self._iteration is not None:
-            self.epoch, self.samples = self.epoch + 1, 0
+        if self.running:
+            self._next_epoch()
         self._iteration, self._left = object(), False
         return self._iteration
 
@@ -108,7 +105,8 @@ class Position:
     def end(self, iteration: object) -> None:
         """Count the epoch as done."""
         if iteration is self._iteration:
-            self.epoch, self.samples, self._iteration = self.epoch + 1, 0, None
+            self._next_epoch()
+            self._iteration = None
 
     def leave(self, iteration: object) -> None:
         """Note that a loop left the epoch before its end."""
@@ -120,9 +118,13 @@ class Position:
             self.end(self._iteration)
             self._left = False
 
-    def save(self) -> dict[str, int]:
+    def _next_epoch(self) -> None:
+        self.epoch, self.samples, self.random = self.epoch + 1, 0, {}
+
+    def save(self) -> dict[str, Any]:
         """The position, for ``load``."""
-        return {"epoch": self.epoch, "samples": self.samples}
+        position = {"epoch": self.epoch, "samples": self.samples}
+        return position | ({"random": dict(self.random)} if self.random else {})
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go to a position that was saved.
@@ -130,14 +132,16 @@ class Position:
         Raises:
             ValueError: ``save`` did not return it.
         """
-        for name in ("epoch", "samples"):
-            value = state.get(name)
-            if not isinstance(value, int) or value < 0:
-                raise ValueError(
-                    "the state of a loader must be what its state_dict() returned, "
-                    f"{{'epoch': int, 'samples': int}}; got {dict(state)!r}"
-                )
+        counts, random = [state.get(name) for name in ("epoch", "samples")], state.get("random", {})
+        if not all(isinstance(each, int) and each >= 0 for each in counts) or not (
+            isinstance(random, Mapping) and all(isinstance(each, str) for each in random.values())
+        ):
+            raise ValueError(
+                "the state of a loader must be what its state_dict() returned, "
+                f"{{'epoch': int, 'samples': int}}; got {dict(state)!r}"
+            )
         self.epoch, self.samples = state["epoch"], state["samples"]
+        self.random = dict(random)
         self._iteration, self._left = None, False
 
 
@@ -168,55 +172,3 @@ class Queue:
         from hvkit.adapters.weight_exchange import take_batch
 
         return take_batch(self._number, iteration, 0)
-
-
-class FixedRandomness:
-    """Makes code draw the same random numbers on every rank.
-
-    Inside it, the global generators of Python, NumPy and PyTorch start from a seed. On exit they
-    get back their earlier state. Entering it again continues the numbers where it was left.
-
-    Args:
-        seed: a seed of 63 bits.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._inside: Any = None
-
-    def __enter__(self) -> None:
-        self._outside = _state()
-        if self._inside is None:
-            _start(self._seed)
-        else:
-            _restore(self._inside)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._inside = _state()
-        _restore(self._outside)
-
-
-def _start(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    if (torch := sys.modules.get("torch")) is not None:
-        torch.default_generator.manual_seed(seed)
-
-
-def _state() -> tuple[Any, Any, Any]:
-    torch = sys.modules.get("torch")
-    of_torch = None if torch is None else torch.get_rng_state()
-    return random.getstate(), np.random.get_state(), of_torch
-
-
-def _restore(state: tuple[Any, Any, Any]) -> None:
-    of_python, of_numpy, of_torch = state
-    random.setstate(of_python)
-    np.random.set_state(of_numpy)
-    if of_torch is not None:
-        sys.modules["torch"].set_rng_state(of_torch)

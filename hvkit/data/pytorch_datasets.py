@@ -15,14 +15,15 @@ import numpy as np
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
 
 from hvkit.data.arrays import digest_of_rows
-from hvkit.data.order import FixedRandomness, Share, seed_from
+from hvkit.data.order import Share, seed_from
+from hvkit.data.randomness import FixedRandomness
 
 # The attributes of the parts themselves; all others are those of the dataset.
 _OWN = frozenset({"dataset", "_share", "_known"})
 _STREAM_OWN = frozenset({"_inner", "_share", "_group", "_drop_last", "_seed", "_epoch"})
 
 
-def shard_dataset(dataset: Dataset[Any], share: Share, seed: int) -> tuple[Any, list[str]]:
+def shard_dataset(dataset: Dataset[Any], share: Share, seed: int | None) -> tuple[Any, list[str]]:
     """This rank's samples of a Dataset, and the facts that must be equal on all ranks.
 
     Raises:
@@ -30,7 +31,9 @@ def shard_dataset(dataset: Dataset[Any], share: Share, seed: int) -> tuple[Any, 
         ValueError: the dataset is already a rank's part.
     """
     if isinstance(dataset, IterableDataset):
-        stream = StreamShard(dataset, share, group=share.size, drop_last=False, seed=seed)
+        if share.size == 1 and seed is None:
+            return dataset, ["IterableDataset"]
+        stream = StreamShard(dataset, share, group=share.size, drop_last=False, seed=seed or 0)
         return stream, ["IterableDataset"]
     if not hasattr(dataset, "__len__"):
         raise TypeError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,15 +17,16 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from hvkit import runtime
-from hvkit.communication.collectives import require_equal
-from hvkit.data.order import Queue, Share, seed_from
+from hvkit.data.order import Position, Queue, Share, seed_from
 from hvkit.data.pytorch_datasets import DatasetPart, StreamShard, contents
 from hvkit.data.pytorch_workers import adapter_that_forbids_forks, started
-from hvkit.data.samplers import Epoch, Order, SampleOrder, order_of
+from hvkit.data.randomness import FixedRandomness, Generators, begins_an_epoch, from_text
+from hvkit.data.sampler_kinds import drawn_workers_seed, whole_order
+from hvkit.data.samplers import Epoch, Order
 
 
 def dynamic_loader(
-    loader: DataLoader[Any], share: Share, seed: int
+    loader: DataLoader[Any], share: Share, seed: int | None
 ) -> tuple[DynamicLoader, list[str]]:
     """A loader of the batches that this rank takes, and the facts that must be equal on all ranks.
 
@@ -35,11 +36,11 @@ def dynamic_loader(
     """
     _refuse_others(loader)
     facts = [f"batch size {loader.batch_size}", f"drop_last {loader.drop_last}"]
-    part = DynamicLoader(loader, share.size, seed)
+    part = DynamicLoader(loader, share.size, seed or 0)
     return part, [*facts, *contents(loader.dataset)]
 
 
-def shard_loader(loader: DataLoader[Any], share: Share, seed: int) -> tuple[Any, list[str]]:
+def shard_loader(loader: DataLoader[Any], share: Share, seed: int | None) -> tuple[Any, list[str]]:
     """A loader of this rank's samples, and the facts that must be equal on all ranks.
 
     Raises:
@@ -50,15 +51,20 @@ def shard_loader(loader: DataLoader[Any], share: Share, seed: int) -> tuple[Any,
     batch, drop_last = loader.batch_size, loader.drop_last and not share.exact
     facts = [f"batch size {batch}", f"drop_last {drop_last}"]
     if isinstance(loader.dataset, IterableDataset):
+        if share.size == 1 and seed is None:
+            return loader, ["IterableDataset", *facts]
         group = (batch or 1) * share.size
-        stream = StreamShard(loader.dataset, share, group=group, drop_last=drop_last, seed=seed)
+        stream = StreamShard(
+            loader.dataset, share, group=group, drop_last=drop_last, seed=seed or 0
+        )
         kept = {"batch_size": batch, "drop_last": drop_last}
         adapter = adapter_that_forbids_forks(loader)
         options = {**_options(loader, adapter), "generator": torch.Generator()}
-        return StreamLoader(stream, seed, kept | options, adapter), ["IterableDataset", *facts]
-    order = order_of(loader, share, seed)
+        part = StreamLoader(stream, seed, loader.generator, kept | options, adapter)
+        return part, ["IterableDataset", *facts]
+    order = Order(loader, share, seed)
     facts += contents(loader.dataset)
-    return ShardedLoader(loader, order, share, seed), [*order.facts(), *facts]
+    return ShardedLoader(loader, order, share), [*order.facts(), *facts]
 
 
 class ShardedLoader(DataLoader[Any]):
@@ -72,32 +78,36 @@ class ShardedLoader(DataLoader[Any]):
     batches of that loader are not counted: the position then moves only at the end of an epoch.
     """
 
-    def __init__(self, loader: DataLoader[Any], order: Order, share: Share, seed: int) -> None:
-        self._order, self._share, self._seed = order, share, seed
+    def __init__(self, loader: DataLoader[Any], order: Order, share: Share) -> None:
+        self._order, self._share = order, share
         self._position = order.position
-        self._begun_after = 0
         self._adapter = adapter_that_forbids_forks(loader)
         options: dict[str, Any] = _options(loader, self._adapter)
         if loader.batch_sampler is None:
             options |= {"sampler": order, "batch_size": None}
-        elif isinstance(order, SampleOrder):
-            options["sampler"] = order
-            options |= {"batch_size": order.batch, "drop_last": order.drop_last}
-        else:
+        elif order.batched:
             options["batch_sampler"] = order
+        else:
+            options |= {"sampler": order, "batch_size": loader.batch_size}
+            options["drop_last"] = order.drop_last
         dataset: Any = loader.dataset
         if share.size > 1 and hasattr(dataset, "__len__"):
             dataset, order.of_part = DatasetPart(dataset, share), True
-        # With its own generator, it does not draw the workers' seeds from the global one.
-        super().__init__(dataset, generator=torch.Generator(), **options)
+        # On several ranks the seeds of its workers are not those of other ranks' workers.
+        generator = loader.generator if order.as_without_hvkit else torch.Generator()
+        super().__init__(dataset, generator=generator, **options)
 
     def __iter__(self) -> Any:
         iteration, epoch = self._order.begin()
-        self._begun_after = self._position.samples
-        self.generator.manual_seed(seed_from(self._seed, epoch.number, self._share.rank))
+        begun_after = self._position.samples
         with self._order.fixed_to(epoch):
-            batches = started(super().__iter__, self._adapter)
-        return self._counted(iteration, epoch, self._read(epoch, batches))
+            if self._order.as_without_hvkit:
+                with epoch.randomness:
+                    batches = started(super().__iter__, self._adapter)
+            else:
+                self.generator.manual_seed(seed_from(epoch.workers_seed, self._share.rank))
+                batches = started(super().__iter__, self._adapter)
+        return self._counted(iteration, epoch, begun_after, self._read(epoch, batches))
 
     def _read(self, epoch: Epoch, batches: Iterator[Any]) -> Iterator[Any]:
         while True:
@@ -109,35 +119,33 @@ class ShardedLoader(DataLoader[Any]):
                     return
             yield batch
 
-    def _counted(self, iteration: object, epoch: Epoch, batches: Iterator[Any]) -> Iterator[Any]:
+    def _counted(
+        self, iteration: object, epoch: Epoch, begun_after: int, batches: Iterator[Any]
+    ) -> Iterator[Any]:
         try:
-            for number, (batch, samples) in enumerate(zip(batches, epoch.steps, strict=False)):
-                # Not before the second batch, so one rank alone may look at the first.
-                if number == 1 and not self._share.exact and self._share.size > 1:
-                    self._require_same_position()
-                self._position.advance(iteration, samples)
+            for number, batch in enumerate(batches, 1):
+                # Also ranks that agree when they begin may take other numbers of steps.
+                if number == 2 and self._share.size > 1 and not self._share.exact:
+                    self._order.require_same_position(begun_after)
+                self._order.compare(epoch, number)
+                self._position.advance(iteration, epoch.steps.popleft())
                 yield batch
+            self._order.compare(epoch)
         except GeneratorExit:
             self._position.leave(iteration)
             raise
         self._position.end(iteration)
 
-    def _require_same_position(self) -> None:
-        require_equal(
-            "epoch of a sharded DataLoader",
-            [f"epoch {self._position.epoch}, begun after {self._begun_after} samples"],
-            "iterate over it equally often on every rank, and look at samples in the original "
-            "DataLoader",
-            "the loop over a sharded DataLoader",
-        )
-
     def end_epoch(self) -> None:
         """Count an epoch that a loop left with ``break`` as done, as the next loop would."""
         self._position.end_if_left()
 
-    def state_dict(self) -> dict[str, int]:
-        """The position: epochs done, and samples of this epoch that all ranks have read."""
-        return self._position.save()
+    def state_dict(self) -> dict[str, Any]:
+        """The position: epochs done, and samples of this epoch that all ranks have read.
+
+        Also how the random numbers of this epoch began, unless a seed says it.
+        """
+        return self._order.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a position: the next iteration is the rest of its epoch.
@@ -145,7 +153,7 @@ class ShardedLoader(DataLoader[Any]):
         Raises:
             ValueError: ``state_dict`` did not return it.
         """
-        self._position.load(state)
+        self._order.load_state_dict(state)
 
 
 class DynamicLoader(DataLoader[Any]):
@@ -161,9 +169,10 @@ class DynamicLoader(DataLoader[Any]):
     """
 
     def __init__(self, loader: DataLoader[Any], size: int, seed: int) -> None:
-        self._order = _order_of_all(loader, seed)
+        self._of_user = _pytorchs_batches(loader)
+        self._source: Any = self._of_user.sampler
         self._size, self._seed, self._queue = size, seed, Queue()
-        self._position = self._order.position
+        self._position = Position()
         self._iterations = 0
         self._batches: int | None = None  # of the iteration that runs
         self._adapter = adapter_that_forbids_forks(loader)
@@ -174,14 +183,26 @@ class DynamicLoader(DataLoader[Any]):
         )
 
     def __len__(self) -> int:
-        return -(-len(self._order) // (self._order.batch * self._size))
+        return -(-len(self._of_user) // self._size)
 
     def _take(self) -> Iterator[list[Any]]:
-        iteration, batch = self._iterations, self._order.batch
-        rows = self._order.rest_of(self._position.epoch, self._position.samples)[0]
-        self._batches = -(-len(rows) // batch)
+        iteration, batch = self._iterations, self._of_user.batch_size
+        rows = self._rows()
+        whole = len(rows) // batch
+        self._batches = whole if self._of_user.drop_last else -(-len(rows) // batch)
         while (number := self._queue.take(iteration)) < self._batches:
-            yield rows[number * batch : (number + 1) * batch]
+            yield [int(row) for row in rows[number * batch : (number + 1) * batch]]
+
+    def _rows(self) -> Sequence[int]:
+        """The rest of the epoch's order."""
+        position = self._position
+        begun: Any = seed_from(self._seed, position.epoch)
+        if begins_an_epoch(position.random):  # of the epoch in whose middle a run resumes
+            begun = from_text(position.random)
+        own = getattr(self._source, "generator", None)
+        with FixedRandomness(begun, Generators([own] if own else [])):
+            order = whole_order(self._source)
+            return (list(self._source) if order is None else order)[position.samples :]
 
     def __iter__(self) -> Any:
         iteration = self._position.begin()
@@ -207,11 +228,11 @@ class DynamicLoader(DataLoader[Any]):
         self._position.end_if_left()
         self._batches = None
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """The position: epochs done, and samples of this epoch that ranks have taken."""
         position = self._position.save()
         if self._batches is not None:
-            position["samples"] += self._taken() * self._order.batch
+            position["samples"] += self._taken() * self._of_user.batch_size
         return position
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -221,6 +242,8 @@ class DynamicLoader(DataLoader[Any]):
             ValueError: ``state_dict`` did not return it.
         """
         self._position.load(state)
+        if not begins_an_epoch(self._position.random):
+            self._position.random = {}
         self._batches = None
 
 
@@ -234,8 +257,8 @@ class _Taken(Sampler[list[Any]]):
         return self._take()
 
 
-def _order_of_all(loader: DataLoader[Any], seed: int) -> SampleOrder:
-    """The order of all samples, which every rank draws alike.
+def _pytorchs_batches(loader: DataLoader[Any]) -> BatchSampler:
+    """PyTorch's own batch sampler of a loader, whose order every rank draws alike.
 
     Raises:
         TypeError: the loader has a sampler of the user's own, or none.
@@ -253,8 +276,7 @@ def _order_of_all(loader: DataLoader[Any], seed: int) -> SampleOrder:
             "dynamic=True needs shuffle=True or False, because every rank draws the whole order, "
             f"got the sampler {type(batches.sampler).__qualname__}: {fix}"
         )
-    alone = Share(0, 1)
-    return SampleOrder(batches.sampler, alone, seed, batches.batch_size, batches.drop_last)
+    return batches
 
 
 class StreamLoader(DataLoader[Any]):
@@ -262,21 +284,30 @@ class StreamLoader(DataLoader[Any]):
 
     Args:
         stream: the rank's part.
-        seed: the seed of the workers' seeds.
+        seed: the seed of the workers' seeds; None for 0.
+        drawn_from: the generator of the user's loader.
         options: the options of the user's loader.
         adapter: the result of ``adapter_that_forbids_forks``.
     """
 
     def __init__(
-        self, stream: StreamShard, seed: int, options: dict[str, Any], adapter: str | None
+        self,
+        stream: StreamShard,
+        seed: int | None,
+        drawn_from: torch.Generator | None,
+        options: dict[str, Any],
+        adapter: str | None,
     ) -> None:
         self._seed, self._epoch, self._exact = seed, 0, stream.exact
+        self._drawn_from = drawn_from
         self._adapter = adapter
         super().__init__(stream, **options)
 
     def __iter__(self) -> Any:
         epoch = 0 if self._exact else self._epoch
-        self.generator.manual_seed(seed_from(self._seed, epoch))
+        if self._seed is None:  # so that the next numbers are those of a loader without hvkit
+            drawn_workers_seed(self._drawn_from)
+        self.generator.manual_seed(seed_from(self._seed or 0, epoch))
         self._epoch += 1
         return started(super().__iter__, self._adapter)
 
@@ -294,8 +325,9 @@ def _refuse_others(loader: DataLoader[Any]) -> None:
     name = type(loader).__qualname__
     if isinstance(loader, ShardedLoader | DynamicLoader | StreamLoader):
         raise ValueError("this DataLoader was returned by hvkit.shard: shard the original once")
-    if type(loader).__iter__ is not DataLoader.__iter__:
-        raise TypeError(f"{name} has its own __iter__: pass a plain DataLoader")
+    for method in ("__iter__", "_get_iterator"):
+        if getattr(type(loader), method) is not getattr(DataLoader, method):
+            raise TypeError(f"{name} has its own {method}: pass a plain DataLoader")
     for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
         if isinstance(sampler, DistributedSampler):
             raise ValueError(

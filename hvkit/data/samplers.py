@@ -1,105 +1,190 @@
-"""The order of an epoch's samples, from a DataLoader's sampler, and one rank's part of it."""
+"""One rank's reading of an epoch, step by step, from a DataLoader's sampler or batch sampler.
+
+Every rank runs the user's sampler, and keeps its part of each step. A step is read when a batch of
+it is needed, so a sampler may be long, or have no end and no length.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain, islice
+from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
+from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler
+
+from hvkit.communication.collectives import from_rank, raise_together, require_equal
+from hvkit.data.order import Position, Share, seed_from
+from hvkit.data.pytorch_datasets import in_whole
+from hvkit.data.randomness import (
+    FixedRandomness,
+    Generators,
+    as_text,
+    begins_an_epoch,
+    from_text,
+    own_in,
+)
+from hvkit.data.sampler_kinds import (
+    cut_of,
+    drawn_workers_seed,
+    draws_at_once,
+    reads_each_once,
+    whole_order,
 )
 
-from hvkit.communication.collectives import raise_together, require_equal
-from hvkit.data.order import FixedRandomness, Position, Share, seed_from, steps
-from hvkit.data.pytorch_datasets import in_whole
-
-# A rank draws the order of a whole epoch, 8 bytes a sample and more.
-_LONGEST = 2**30
+_LOOP = "the loop over a sharded DataLoader"
 
 
-def order_of(loader: DataLoader[Any], share: Share, seed: int) -> Order:
-    """The order in which this loader reads.
-
-    Raises:
-        TypeError: the loader's sampler has no length.
-        ValueError: its epoch is too long for an order in memory.
-    """
-    batches = loader.batch_sampler
-    if batches is None and isinstance(loader.sampler, BatchSampler):
-        # Without automatic batching, a sampler may pass whole lists of indices to the dataset.
-        batches = loader.sampler
-    if batches is None:
-        return SampleOrder(loader.sampler, share, seed, batch=1, drop_last=False)
-    if type(batches) is BatchSampler and loader.batch_sampler is not None:
-        return SampleOrder(batches.sampler, share, seed, batches.batch_size, batches.drop_last)
-    return BatchOrder(batches, share, seed)
+_END = -1  # The key of what ranks compare at the end of an epoch.
 
 
-class Epoch(NamedTuple):
-    """One rank's reading list for an epoch, or for the rest of one.
+class Epoch:
+    """One rank's reading of an epoch, or of the rest of one.
 
-    Attributes:
+    Args:
         number: the epoch's number.
-        mine: this rank's indices, or lists of them for whole batches.
-        steps: for each step, the number of samples on all ranks together.
+        randomness: the context in which the sampler draws.
     """
 
-    number: int
-    mine: list[Any]
-    steps: list[int]
+    def __init__(self, number: int, randomness: AbstractContextManager[None]) -> None:
+        self.number = number
+        self.randomness = randomness
+        self.workers_seed = 0
+        """What the seeds of a loader's workers are computed from."""
+        self.steps: deque[int] = deque()
+        """For each step that was read and not yet delivered, the samples on all ranks together."""
+        self.keys: Iterator[Any] | None = None
+        """What this rank reads, if that has begun."""
+        self.digests: dict[int, list[str]] = {}
+        """What the sampler has returned up to a step, for ranks to compare after that step."""
 
 
-class Order(Sampler[Any], ABC):
+class Order(Sampler[Any]):
     """A sampler of one rank's indices, epoch after epoch.
 
     Its own loader begins an epoch with ``begin`` and iterates over it inside ``fixed_to``.
     In any other loader, each iteration is the next epoch and moves the position at its end.
+    Other attributes are those of the user's sampler or batch sampler.
+
+    Without a seed, one process draws as it would without hvkit, and N ranks draw what rank 0 would.
 
     Args:
-        source: the user's sampler or batch sampler.
+        loader: the user's.
         share: rank and size.
-        seed: the seed of an epoch's random numbers, together with the epoch's number.
+        seed: the seed of an epoch's random numbers, together with the epoch's number; or None.
     """
 
-    def __init__(self, source: Any, share: Share, seed: int) -> None:
-        self._source, self._share, self._seed = source, share, seed
+    def __init__(self, loader: DataLoader[Any], share: Share, seed: int | None) -> None:
+        self._cut, self._share, self._seed = cut_of(loader), share, seed
+        batches = loader.batch_sampler if loader.batch_size is None else None
+        self._of_user: Any = loader.sampler if batches is None else batches
+        several = (self._of_user, self._cut.source, getattr(self._of_user, "sampler", None))
+        self._samplers = list({id(each): each for each in several if each is not None}.values())
+        self._loaders_generator = loader.generator
+        own = (loader.generator, *(getattr(each, "generator", None) for each in self._samplers))
+        self._generators = Generators(each for each in own if isinstance(each, torch.Generator))
+        self.as_without_hvkit = share.size == 1 and seed is None
+        """Whether this is one process that draws the user's own random numbers."""
+        # In exact parts the last batch of some ranks is smaller and must be kept.
+        all_kept = share.exact and not self.as_without_hvkit
+        self.drop_last = self._cut.drop_last and not all_kept
+        of_pytorch = type(self._cut.source) in (RandomSampler, SequentialSampler)
+        self._compared = share.size > 1 and not share.exact and not of_pytorch
         self._fixed: Epoch | None = None
         self.position = Position()
         self.of_part = False
         """Whether the loader's dataset is a ``DatasetPart``."""
-        if not hasattr(source, "__len__"):
-            raise TypeError(
-                f"{type(source).__qualname__} has no __len__, so its order cannot be divided into "
-                "equal parts: add __len__"
-            )
-        if (length := len(source)) > _LONGEST:
-            raise ValueError(
-                f"an epoch of {type(source).__qualname__} has {length} {_unit(source)}, and "
-                f"hvkit.shard keeps the order of at most {_LONGEST} in memory: set a smaller "
-                "num_samples, and loop over as many epochs as needed"
-            )
+
+    @property
+    def batched(self) -> bool:
+        """Whether it returns lists of indices."""
+        return self._cut.batched
 
     def begin(self) -> tuple[object, Epoch]:
-        """Begin an epoch: the position's identifier for it, and this rank's reading list.
+        """Begin an epoch: the position's identifier for it, and this rank's reading.
 
-        A collective in training, if the sampler is not one of PyTorch's own.
+        A collective in training, unless the order needs no random numbers.
         """
         iteration = self.position.begin()
         number = 0 if self._share.exact else self.position.epoch
-        return iteration, Epoch(number, *self.rest_of(number, self.position.samples))
+        epoch = Epoch(number, self._randomness(number))
+        if self._seed is not None:
+            epoch.workers_seed = seed_from(self._seed, number)
+            for sampler in self._samplers:
+                if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+                    set_epoch(number)
+        if not self.as_without_hvkit:
+            self._begin_reading(epoch)
+        return iteration, epoch
 
-    @abstractmethod
-    def rest_of(self, epoch: int, done: int) -> tuple[list[Any], list[int]]:
-        """This rank's indices and the steps after the first ``done`` samples of an epoch."""
+    def _randomness(self, number: int) -> AbstractContextManager[None]:
+        """How the random numbers of this epoch begin."""
+        position, exact = self.position, self._share.exact
+        if begins_an_epoch(position.random):  # of the epoch in whose middle a run resumes
+            return FixedRandomness(from_text(position.random), self._generators)
+        if self._seed is not None or position.samples:
+            return FixedRandomness(seed_from(self._seed or 0, number), self._generators)
+        if exact and not self.as_without_hvkit and not reads_each_once(self._cut.source):
+            return FixedRandomness(seed_from(0, number), self._generators)
+        position.random = as_text(self._generators.states())
+        if self._share.size == 1 or exact or type(self._cut.source) is SequentialSampler:
+            return nullcontext()
+        self.require_same_position(0)
+        position.random = from_rank(0, position.random)
+        return FixedRandomness(from_text(position.random), self._generators)
+
+    def _begin_reading(self, epoch: Epoch) -> None:
+        """Read the first step, and compare it with the other ranks'."""
+        problem: Exception | None = None
+        keys, first = iter(()), []
+        try:
+            with epoch.randomness:
+                keys = self._reading(epoch)
+                if self._seed is None:
+                    epoch.workers_seed = drawn_workers_seed(self._loaders_generator)
+                first = list(islice(keys, 1))
+        except Exception as error:
+            problem = error
+        if self._compared:
+            raise_together(problem, _LOOP)
+            self.compare(epoch, 1 if first else _END)
+        elif problem is not None:
+            raise problem
+        epoch.keys = chain(first, keys)
+
+    def require_same_position(self, begun_after: int) -> None:
+        """Raise on every rank unless all are in the same epoch; a collective."""
+        require_equal(
+            "epoch of a sharded DataLoader",
+            [f"epoch {self.position.epoch}, begun after {begun_after} samples"],
+            "iterate over it equally often on every rank, and look at samples in the original "
+            "DataLoader",
+            _LOOP,
+        )
+
+    def compare(self, epoch: Epoch, steps: int = _END) -> None:
+        """Raise on every rank if the sampler has returned something else on another.
+
+        A collective after 1, 2, 4, 8, ... steps and at the epoch's end, and nothing at other times.
+
+        Args:
+            epoch: the epoch that is read.
+            steps: the steps that this rank has read; by default all of the epoch.
+        """
+        if (facts := epoch.digests.pop(steps, None)) is None:
+            return
+        kind = type(self._cut.source).__qualname__
+        require_equal(
+            f"order of {kind} in epoch {epoch.number}",
+            facts,
+            "use a fixed seed for the sampler's random numbers, or draw them from torch's, numpy's "
+            "or Python's global generator, whose state hvkit.shard takes from rank 0",
+            _LOOP,
+        )
 
     @contextmanager
     def fixed_to(self, epoch: Epoch) -> Iterator[None]:
@@ -111,13 +196,17 @@ class Order(Sampler[Any], ABC):
             self._fixed = None
 
     def __iter__(self) -> Iterator[Any]:
-        mine = self._next() if self._fixed is None else iter(self._fixed.mine)
-        return map(self._mark, mine) if self.of_part else mine
+        if (epoch := self._fixed) is None:
+            keys = self._next()
+        else:
+            # One process opens the sampler whenever PyTorch does.
+            keys = self._reading(epoch) if epoch.keys is None else epoch.keys
+        return map(self._mark, keys) if self.of_part else keys
 
     def _next(self) -> Iterator[Any]:
         iteration, epoch = self.begin()
         try:
-            yield from epoch.mine
+            yield from self._reading(epoch) if epoch.keys is None else epoch.keys
         except GeneratorExit:
             self.position.leave(iteration)
             raise
@@ -125,156 +214,121 @@ class Order(Sampler[Any], ABC):
 
     def _mark(self, key: Any) -> Any:
         """Mark the key as an index, or indices, in the whole dataset."""
-        return in_whole(key)
+        return [in_whole(index) for index in key] if self.batched else in_whole(key)
+
+    def _reading(self, epoch: Epoch) -> Iterator[Any]:
+        """What this rank reads of the epoch, after the samples that are done."""
+        with epoch.randomness:
+            source = None if self._cut.lazy else iter(self._cut.source)
+        return self._keys(epoch, self._steps(source, self.position.samples))
+
+    def _keys(self, epoch: Epoch, steps: Iterator[Sequence[Any]]) -> Iterator[Any]:
+        digest, number, seen = hashlib.sha256(), 0, 0
+        epoch.steps.clear()
+        randomness = epoch.randomness
+        while True:
+            with randomness:
+                step = next(steps, None)
+            if step is None:
+                break
+            if draws_at_once(self._cut.source):
+                randomness = nullcontext()  # entering the other takes a while
+            samples = len(step) if self._cut.samples else sum(map(len, step))
+            number, seen = number + 1, seen + samples
+            if self._compared:
+                digest.update(str(step).encode())
+                if number.bit_count() == 1:
+                    begin = f"{seen} samples, the last step's begin with {str(step)[:100]}"
+                    epoch.digests[number] = [begin, digest.hexdigest()]
+            if mine := self._part(step):
+                epoch.steps.append(samples)
+                yield from mine
+        if self._compared:
+            epoch.digests[_END] = [f"{seen} samples in all", digest.hexdigest()]
+
+    def _steps(self, source: Iterator[Any] | None, done: int) -> Iterator[Sequence[Any]]:
+        """The samples of each step on all ranks together, or the batches if they stay whole."""
+        cut = self._cut
+        group = self._share.size * (cut.samples or 1)
+        order = None
+        if not self.as_without_hvkit:
+            order = whole_order(cut.source, original=self._share.exact)
+        steps: Iterator[Sequence[Any]]
+        if order is not None:
+            steps = (order[start : start + group] for start in range(done, len(order), group))
+        else:
+            items = iter(cut.source) if source is None else source
+            if cut.samples is None:
+                # The dataset gets what the user's sampler returns; other ranks need to compare it.
+                items = _after(map(_sized if self.as_without_hvkit else list, items), done)
+            else:
+                deque(islice(items, done), maxlen=0)
+            steps = iter(lambda: list(islice(items, group)), [])
+        for step in steps:
+            if len(step) == group or not self.drop_last:
+                yield step
+
+    def _part(self, step: Sequence[Any]) -> list[Any]:
+        """This rank's part of a step: samples, or at most one batch."""
+        share, length = self._share, len(step)
+        if self._cut.samples is None:
+            if share.exact:
+                return list(step[share.rank : share.rank + 1])
+            return [step[share.rank % length]]
+        if share.exact or length % share.size == 0:
+            part = step[share.rank :: share.size]
+        else:
+            part = [step[position] for position in share.of(length)]
+        mine = np.asarray(part).tolist() if isinstance(step, np.ndarray) else list(part)
+        return [mine] if self.batched and mine else mine
+
+    def __len__(self) -> int:
+        if self.as_without_hvkit:
+            return len(self._of_user)
+        length, share, samples = len(self._cut.source), self._share, self._cut.samples
+        if samples is None:
+            return share.count(length)
+        mine = share.count(length, group=samples * share.size, drop_last=self.drop_last)
+        return -(-mine // samples) if self.batched else mine
 
     def facts(self) -> list[str]:
         """The facts that must be equal on all ranks."""
-        kind, unit = type(self._source).__qualname__, _unit(self._source)
-        return [f"DataLoader with a {kind} of {len(self._source)} {unit}"]
+        source, unit = self._cut.source, "samples" if self._cut.samples else "batches"
+        length = f"{len(source)} {unit}" if hasattr(source, "__len__") else "unknown length"
+        return [f"DataLoader with a {type(source).__qualname__} of {length}"]
 
-    def _whole_order(self, epoch: int) -> list[Any]:
-        """The source's whole epoch, drawn with the same random numbers on every rank."""
-        problem: Exception | None = None
-        order: list[Any] = []
-        try:
-            order = _draw(self._source, epoch, seed_from(self._seed, epoch))
-        except Exception as error:
-            problem = error
-        if self._share.exact or self._share.size == 1:
-            if problem is not None:
-                raise problem
-            return order
-        raise_together(problem, "the loop over a sharded DataLoader")
-        text = "\n".join(map(str, order))
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        kind = type(self._source).__qualname__
-        require_equal(
-            f"order of {kind} in epoch {epoch}",
-            [f"{len(order)} {_unit(self._source)} that begin with {str(order[:4])[:100]}", digest],
-            "use a fixed seed for the sampler's random numbers, or draw them from torch's, numpy's "
-            "or Python's global generator, which hvkit.shard seeds alike on every rank",
-            "the loop over a sharded DataLoader",
-        )
-        return order
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and the states of the generators that the order of samples needs."""
+        state = self.position.save()
+        if self._seed is None and "random" not in state and self._generators.own:
+            states = self._generators.states()
+            state["random"] = as_text({name: states[name] for name in self._generators.own})
+        return state
 
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a position.
 
-class SampleOrder(Order):
-    """An order of single samples, which the loader batches.
+        Raises:
+            ValueError: ``state_dict`` did not return it.
+        """
+        self.position.load(state)
+        self._generators.set(own_in(self.position.random))
+        if not begins_an_epoch(self.position.random):
+            self.position.random = {}
 
-    Args:
-        source: a sampler.
-        share: rank and size.
-        seed: the seed of the order.
-        batch: the batch size of one rank.
-        drop_last: leave out an incomplete last step.
-    """
-
-    def __init__(self, source: Any, share: Share, seed: int, batch: int, drop_last: bool) -> None:
-        super().__init__(source, share, seed)
-        # In exact parts the last batch of some ranks is smaller and must be kept.
-        self.batch, self.drop_last = batch, drop_last and not share.exact
-
-    def rest_of(self, epoch: int, done: int) -> tuple[list[Any], list[int]]:
-        order = self._order(epoch)
-        group, rest = self.batch * self._share.size, max(0, len(order) - done)
-        mine = done + self._share.of(rest, group=group, drop_last=self.drop_last)
-        if isinstance(order, list):
-            indices = [order[position] for position in mine]
-        else:
-            indices = np.asarray(order)[mine].tolist()
-        return indices, list(steps(rest, group, drop_last=self.drop_last))
-
-    def _order(self, epoch: int) -> list[Any] | range | np.ndarray[Any, Any]:
-        kind, source = type(self._source), self._source
-        if kind is SequentialSampler:
-            return np.arange(len(source))
-        if kind is not RandomSampler:
-            return self._whole_order(epoch)
-        whole = not source.replacement and source._num_samples in (None, len(source.data_source))
-        if whole and self._share.exact:
-            return np.arange(len(source))
-        generator = torch.Generator().manual_seed(seed_from(self._seed, epoch))
-        if whole:
-            return torch.randperm(len(source), generator=generator).numpy()
-        again = RandomSampler(source.data_source, source.replacement, len(source), generator)
-        return list(again)
-
-    def __len__(self) -> int:
-        group = self.batch * self._share.size
-        return self._share.count(len(self._source), group=group, drop_last=self.drop_last)
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # while it is being unpickled, or copied
+            raise AttributeError(name)
+        return getattr(self._of_user, name)
 
 
-class BatchOrder(Order):
-    """An order of whole batches, from a batch sampler.
-
-    Step k has the N batches from k*N on. If they have one size, each rank takes one; otherwise
-    their samples are divided evenly.
-    """
-
-    def rest_of(self, epoch: int, done: int) -> tuple[list[Any], list[int]]:
-        return self._divided(list(_after(self._batches(epoch), done)))
-
-    def _mark(self, key: Any) -> Any:
-        return [in_whole(index) for index in key]
-
-    def _batches(self, epoch: int) -> list[list[Any]]:
-        return [list(batch) for batch in self._whole_order(epoch)]
-
-    def _divided(self, batches: list[list[Any]]) -> tuple[list[list[Any]], list[int]]:
-        """This rank's batches, and for each step the number of samples on all ranks."""
-        parts: list[list[Any]] = []
-        samples: list[int] = []
-        seen = 0
-        for start in range(0, len(batches), self._share.size):
-            group = batches[start : start + self._share.size]
-            length = sum(map(len, group))
-            if part := _part(group, self._share, seen):
-                parts.append(part)
-                samples.append(length)
-            seen += length
-        return parts, samples
-
-    def __len__(self) -> int:
-        if self._share.exact:  # some ranks may have no part of the last batches
-            return len(self._divided(self._batches(0))[0])
-        return -(-len(self._source) // self._share.size)
-
-
-def _part(group: list[list[Any]], share: Share, seen: int) -> list[Any]:
-    """One rank's samples of the batches of a step, which follows ``seen`` samples."""
-    samples = [index for batch in group for index in batch]
-    if share.exact:
-        return samples[(share.rank - seen) % share.size :: share.size]
-    if len(group) == share.size and len(set(map(len, group))) == 1:
-        return group[share.rank]
-    return [samples[position] for position in share.of(len(samples))]
-
-
-def _after(batches: list[list[Any]], done: int) -> Iterator[list[Any]]:
+def _after(batches: Iterator[list[Any]], done: int) -> Iterator[list[Any]]:
     """The batches, without their first ``done`` samples."""
     for batch in batches:
-        if done < len(batch):
-            yield batch[done:]
+        if done < len(batch) or not done:
+            yield batch[done:] if done else batch
         done = max(0, done - len(batch))
 
 
-def _draw(source: Any, epoch: int, seed: int) -> list[Any]:
-    inner = getattr(source, "sampler", None)
-    for sampler in (source, inner):
-        if callable(set_epoch := getattr(sampler, "set_epoch", None)):
-            set_epoch(epoch)
-    generators = [getattr(sampler, "generator", None) for sampler in (source, inner)]
-    own = [each for each in generators if isinstance(each, torch.Generator)]
-    before = [generator.get_state() for generator in own]
-    try:
-        for generator in own:
-            generator.manual_seed(seed)
-        with FixedRandomness(seed):
-            return list(source)
-    finally:
-        for generator, state in zip(own, before, strict=True):
-            generator.set_state(state)
-
-
-def _unit(source: Any) -> str:
-    return "batches" if hasattr(source, "batch_size") else "samples"
+def _sized(batch: Any) -> Any:
+    return batch if hasattr(batch, "__len__") else list(batch)

@@ -20,7 +20,9 @@ _ACCEPTED = (
 
 
 @named("hvkit.shard")
-def shard(data: Data, *, exact: bool = False, seed: int = 0, dynamic: bool = False) -> Data:
+def shard(
+    data: Data, *, exact: bool = False, seed: int | None = None, dynamic: bool = False
+) -> Data:
     """This rank's part of the data, as an object of the same kind.
 
     For training, all ranks get the same number of batches, with equal sizes in each step, and
@@ -31,14 +33,18 @@ def shard(data: Data, *, exact: bool = False, seed: int = 0, dynamic: bool = Fal
 
     For evaluation, pass ``exact=True``: every sample is on exactly one rank, in the original
     order, even with a DataLoader's ``drop_last`` (samples that ``drop_remainder`` dropped in
-    tf.data stay dropped). Parts may differ by one sample, or by one element of tf.data, and may be
-    empty.
+    tf.data stay dropped). Parts may differ by one sample, by one element of tf.data, or by one
+    batch of a batch sampler, and may be empty.
 
-    - **DataLoader**: keeps its collate function, workers, pinning and ``drop_last``. With
-      ``shuffle=True`` every iteration is a new epoch; its order depends only on ``seed``, the
-      epoch and the number of samples. Your own sampler or batch sampler runs on every rank with
-      the same random numbers (after ``set_epoch``, if it has that) and must return the same order
-      there. If the batches that a batch sampler returns for a step have one size, they stay whole.
+    With one rank the result reads what ``data`` reads, bit for bit, unless there is a ``seed``.
+
+    - **DataLoader**: keeps its collate function, workers, pinning and ``drop_last``. Every
+      iteration is a new epoch. Your sampler or batch sampler, or that of ``shuffle=True``, runs on
+      every rank. It begins with the states of rank 0's random generators (Python's, NumPy's,
+      PyTorch's, and its ``generator``), so N ranks read what rank 0 would read in one process, and
+      must return the same order everywhere. It is read step by step, and may have no end and no
+      length. The batches of a batch sampler of your own stay whole, whatever their sizes: each
+      rank takes one of N. If fewer than N are left for the last step, some ranks repeat one.
       The loader has ``state_dict()`` and ``load_state_dict()`` for its position, to resume on any
       number of ranks. Every rank must iterate over it equally often. ``loader.dataset`` is this
       rank's part, as for a Dataset below: ``correct / len(loader.dataset)`` is the accuracy on it;
@@ -61,8 +67,9 @@ def shard(data: Data, *, exact: bool = False, seed: int = 0, dynamic: bool = Fal
       pipeline without batches; that is cheapest right after the source. If ``batch`` cuts
       sequences, call shard after the ``map`` that follows it, not between the two. Shuffles need a
       seed, and the same ``tf.random.set_seed`` on every rank. Infinite pipelines stay infinite.
-    - **PyDataset**: batch i of this rank is batch i*N + rank; the last N are divided evenly.
-      ``on_epoch_end`` runs with the same random numbers on every rank. It has ``state_dict()`` and
+    - **PyDataset**: batch i of this rank is batch i*N + rank; the last N are divided evenly, or if
+      their samples have different shapes, stay whole, and some are repeated. ``on_epoch_end`` runs
+      on every rank with the states of rank 0's random generators. It has ``state_dict()`` and
       ``load_state_dict()``, which call ``on_epoch_end`` once for each saved epoch. ``fit`` shuffles
       the batches with Python's ``random`` unless ``shuffle=False``: each rank still sees its part
       once in an epoch, but steps match those of one process only if all ranks seed ``random``
@@ -84,7 +91,11 @@ def shard(data: Data, *, exact: bool = False, seed: int = 0, dynamic: bool = Fal
     Args:
         data: one of the kinds above.
         exact: True for evaluation.
-        seed: the seed of a DataLoader's shuffle; not negative, the same on every rank.
+        seed: None for the order that rank 0 would read in one process. With a number, not
+            negative and the same on every rank, the random numbers of an epoch (of samplers and of
+            ``on_epoch_end``) begin with a seed computed from ``seed`` and the epoch, also with one
+            rank, and draw none from the global generators; ``set_epoch`` of your sampler is called.
+            An ``IterableDataset`` on several ranks, and ``dynamic=True``, use 0 for None.
         dynamic: whether each batch goes to the rank that wants one next; not with ``exact``.
 
     Raises:
@@ -130,7 +141,7 @@ class Part(NamedTuple):
     facts: list[str]
 
 
-def shard_for(data: Any, share: Share, seed: int) -> Part:
+def shard_for(data: Any, share: Share, seed: int | None) -> Part:
     """The part of one rank; not a collective.
 
     Raises:
@@ -173,7 +184,7 @@ def _is_dynamic(dynamic: object, share: Share) -> bool:
     return dynamic
 
 
-def _dynamic(data: Any, share: Share, seed: int) -> Part:
+def _dynamic(data: Any, share: Share, seed: int | None) -> Part:
     """The batches that a rank takes; not a collective.
 
     Raises:
@@ -197,9 +208,11 @@ def _dynamic(data: Any, share: Share, seed: int) -> Part:
     return Part(part.data, [*part.facts, f"seed {seed}", "dynamic"])
 
 
-def _checked(exact: object, seed: object) -> int:
+def _checked(exact: object, seed: object) -> int | None:
     if not isinstance(exact, bool):
         raise TypeError(f"exact must be True or False, got {exact!r}")
+    if seed is None:
+        return None
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise TypeError(f"seed must be an int, got {seed!r}")
     if seed < 0:

@@ -130,7 +130,7 @@ def test_sums_divided_by_the_length_of_the_dataset_are_right():
 
 
 def test_a_loader_of_the_parts_dataset_and_batch_sampler_reads_this_ranks_batches():
-    whole, part = shard(loader(60, shuffle=True)), shard(loader(60, shuffle=True))
+    whole, part = (shard(loader(60, shuffle=True), seed=0) for _ in range(2))
     other = DataLoader(part.dataset, batch_sampler=part.batch_sampler)
     for _ in range(2):
         seen = [[int(i) for i in batch] for (batch,) in other]

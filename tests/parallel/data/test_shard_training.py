@@ -8,10 +8,8 @@ from ranks import largest_difference, same_on_all_ranks
 from torch.utils.data import DataLoader, TensorDataset
 
 import hvkit
-from hvkit.data.order import Share
-from hvkit.data.shard import shard, shard_for
+from hvkit.data import shard
 
-ALONE = Share(0, 1)
 BATCH, LENGTH = 4, 60  # the last step of two and of three ranks has no repetitions
 
 
@@ -38,9 +36,11 @@ def test_a_shuffled_loader_trains_the_weights_of_one_process():
         return model, torch.optim.SGD(model.parameters(), lr=0.05), loader
 
     model, optimizer, loader = setting(BATCH * hvkit.size())
-    reference = train(model, optimizer, shard_for(loader, ALONE, 0).data)
+    torch.manual_seed(0)
+    reference = train(model, optimizer, loader)
     model, optimizer, loader = setting(BATCH)
     model, optimizer = hvkit.distribute(model, optimizer, lr_scaling="none")
+    torch.manual_seed(hvkit.rank())
     weights = train(model, optimizer, shard(loader))
     assert same_on_all_ranks(weights)
     assert largest_difference(weights, reference) < 1e-5
@@ -60,6 +60,14 @@ class Batches(keras.utils.PyDataset):
         return self.x[rows], self.y[rows]
 
 
+class ShuffledByNumpy(Batches):
+    """As most examples do it."""
+
+    def on_epoch_end(self):
+        order = np.random.permutation(LENGTH)
+        self.x, self.y = self.x[order], self.y[order]
+
+
 def fits_like_one_process(make):
     def setting():
         keras.utils.set_random_seed(0)
@@ -69,10 +77,12 @@ def fits_like_one_process(make):
         return model, keras.optimizers.SGD(0.05)
 
     model, optimizer = setting()
+    np.random.seed(0)
     model.compile(optimizer, "mse")
     model.fit(make(BATCH * hvkit.size()), epochs=3, shuffle=False, verbose=0)
     reference = model.get_weights()
     model, optimizer = hvkit.distribute(*setting(), lr_scaling="none")
+    np.random.seed(hvkit.rank())
     model.compile(optimizer, "mse")
     model.fit(shard(make(BATCH)), epochs=3, shuffle=False, verbose=0)
     assert same_on_all_ranks(model.get_weights())
@@ -89,3 +99,7 @@ def test_fit_on_a_batched_pipeline_trains_the_weights_of_one_process():
 
 def test_fit_on_a_pydataset_trains_the_weights_of_one_process():
     fits_like_one_process(Batches)
+
+
+def test_a_pydataset_that_shuffles_itself_is_in_the_order_of_one_process():
+    fits_like_one_process(ShuffledByNumpy)

@@ -57,6 +57,11 @@ def test_no_copy_is_made_where_nothing_is_repeated():
     assert all(np.shares_memory(part, rows) for part in parts(lambda: rows, 3, exact=True))
 
 
+def test_one_process_keeps_its_arrays():
+    data = {"x": np.arange(3), "y": (np.arange(3), np.arange(3))}
+    assert shard(data) is data
+
+
 WRONG = {
     "lengths": ((np.zeros(3), np.zeros(4)), {}, ValueError, "same number of rows .* got 3, 4"),
     "scalar": (np.float32(3), {}, TypeError, "data must be a torch DataLoader"),

@@ -1,5 +1,7 @@
 """Every rank's part of a keras.utils.PyDataset."""
 
+import json
+
 import keras
 import numpy as np
 import pytest
@@ -75,6 +77,47 @@ def test_epoch_hooks_run_with_the_same_random_numbers_on_every_rank():
         check_training([batches(rank) for rank in ranks], orders[-1], 4)
     assert orders[0] != orders[1]
     assert one._inner.begun == 2
+
+
+class Ragged(Counting):
+    """Batches whose samples have another length each time, as padded sentences have."""
+
+    def __getitem__(self, index):
+        return np.full((4 - index % 2, 5 + index), index), np.full(4 - index % 2, index)
+
+
+def test_batches_of_samples_of_different_shapes_stay_whole():
+    def rows(part):
+        return [(x.shape, int(y[0])) for x, y in (part[index] for index in range(len(part)))]
+
+    whole = rows(Ragged(20))
+    ranks = [rows(part) for part in parts(lambda: Ragged(20), 3)]
+    assert [each for step in zip(*ranks, strict=True) for each in step] == [*whole, whole[3]]
+    exact = [rows(part) for part in parts(lambda: Ragged(20), 3, exact=True)]
+    assert exact == [whole[rank::3] for rank in range(3)]
+
+
+def epochs(part, number):
+    for _ in range(number):
+        part.on_epoch_begin()
+        yield flat(batches(part)), np.random.rand()
+        part.on_epoch_end()
+
+
+def test_one_process_draws_what_it_draws_without_hvkit_also_when_it_resumes():
+    np.random.seed(1)
+    plain = list(epochs(Counting(22), 4))
+    np.random.seed(1)
+    (part,) = parts(lambda: Counting(22), 1, seed=None)
+    seen = list(epochs(part, 2))
+    assert seen == plain[:2]
+    state, generator = part.state_dict(), np.random.get_state()
+    (resumed,) = parts(lambda: Counting(22), 1, seed=None)
+    resumed.load_state_dict(json.loads(json.dumps(state)))
+    np.random.set_state(generator)
+    resumed.on_epoch_end()  # as fit does before its first epoch
+    assert seen + list(epochs(resumed, 2)) == plain
+    assert resumed.begun == 2  # other attributes are the original's
 
 
 def test_the_number_of_workers_stays():

@@ -1,5 +1,6 @@
 """The user's own samplers and batch samplers keep their order on any number of ranks."""
 
+import itertools
 import random
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -100,27 +102,55 @@ def test_a_batch_sampler_of_the_users_keeps_its_batches(length, size):
     def make():
         return DataLoader(Counting(length), batch_sampler=Batches(sizes))
 
+    check_whole_batches(make, size, [list(batch) for batch in Batches(sizes)])
+
+
+def check_whole_batches(make, size, batches):
+    """Every batch is on some rank as it is; a last step with too few repeats some of its own."""
     ranks = parts(make, size)
     seen = epoch(ranks)
-    check_training(seen, list(range(length)), 4)
-    assert [len(rank) for rank in ranks] == [len(batches) for batches in seen]
-    whole = {tuple(range(start, start + 4)) for start in range(0, length - 4 * size, 4)}
-    assert whole <= {tuple(batch) for batches in seen for batch in batches}
+    assert [len(rank) for rank in ranks] == [len(mine) for mine in seen]
+    in_steps = flat(zip(*seen, strict=True))
+    assert in_steps[: len(batches)] == batches
+    last_step = batches[(len(batches) - 1) // size * size :]
+    assert all(batch in last_step for batch in in_steps[len(batches) :])
+    assert len(in_steps) - len(batches) < size
     exact = parts(make, size, exact=True)
     seen = epoch(exact)
-    check_exact(seen, list(range(length)))
-    assert [len(rank) for rank in exact] == [len(batches) for batches in seen]
+    assert [len(rank) for rank in exact] == [len(mine) for mine in seen]
+    assert seen == [batches[rank::size] for rank in range(size)]
 
 
 @every_size
-def test_batches_of_different_sizes_are_divided_evenly(size):
-    def make():
-        return DataLoader(Counting(30), batch_sampler=Batches([1, 5, 9, 2, 8, 5]))
+@pytest.mark.parametrize("wanted", [[1, 5, 9, 2, 8, 5, 3], [4, 4, 4, 4, 4], []])
+def test_batches_that_a_batch_sampler_made_on_purpose_stay_whole(size, wanted):
+    """Of one length, or within a budget of tokens: cut anew they would not stack, or not fit."""
 
-    for step in zip(*epoch(parts(make, size)), strict=True):
-        assert len({len(batch) for batch in step}) == 1
-    assert set(flat(flat(epoch(parts(make, size))))) == set(range(30))
-    check_exact(epoch(parts(make, size, exact=True)), list(range(30)))
+    def make():
+        return DataLoader(Counting(sum(wanted)), batch_sampler=Batches(wanted))
+
+    check_whole_batches(make, size, [list(batch) for batch in Batches(wanted)])
+
+
+class CutByPyTorch(BatchSampler):
+    """Has an attribute of its own, and leaves the cutting to PyTorch."""
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+
+def test_a_subclass_that_leaves_the_cutting_to_pytorch_is_like_a_batch_size():
+    def make():
+        return DataLoader(
+            Counting(23), batch_sampler=CutByPyTorch(SequentialSampler(range(23)), 4, False)
+        )
+
+    ranks = parts(make, 3)
+    check_training(epoch(ranks), list(range(23)), 4)
+    assert [len(rank) for rank in ranks] == [2, 2, 2]
+    assert ranks[0].batch_sampler.epoch == 0
+    ranks[0].batch_sampler.set_epoch(7)
+    assert ranks[0].batch_sampler.epoch == 7
 
 
 def test_pytorchs_own_batch_sampler_is_like_a_batch_size():
@@ -157,10 +187,60 @@ def test_a_sampler_that_passes_whole_batches_to_the_dataset(size):
     check_training(epoch(parts(make, size)), list(range(23)), 4)
 
 
-def test_an_epoch_too_long_for_memory_is_refused_at_once():
-    endless = RandomSampler(range(50), replacement=True, num_samples=10**10)
-    with pytest.raises(ValueError, match=r"has 10000000000 samples.*smaller num_samples"):
-        parts(lambda: DataLoader(Counting(50), 4, sampler=endless), 2)
+class Endless(Sampler):
+    """Numbers without an end; remembers how many were read."""
+
+    read = 0
+
+    def __iter__(self):
+        for number in itertools.count():
+            self.read += 1
+            yield number % 50
+
+
+class EndlessWithLength(Endless):
+    def __len__(self):
+        return 50
+
+
+class EndlessBatches(Endless):
+    def __iter__(self):
+        for number in super().__iter__():
+            yield [number] * (1 + number % 3)
+
+
+ENDLESS = {
+    "with a length": lambda: {"batch_size": 4, "sampler": EndlessWithLength()},
+    "without": lambda: {"batch_size": 4, "sampler": Endless()},
+    "batches": lambda: {"batch_sampler": EndlessBatches()},
+    "single": lambda: {"batch_size": None, "sampler": Endless()},
+}
+
+
+@every_size
+@pytest.mark.parametrize("kind", ENDLESS)
+@pytest.mark.parametrize("seed", [0, None])
+def test_of_a_sampler_without_an_end_only_what_is_needed_is_read(kind, size, seed):
+    ranks = parts(lambda: DataLoader(Counting(50), **ENDLESS[kind]()), size, seed=seed)
+    first = [numbers(np.atleast_1d(batch) for batch in itertools.islice(part, 3)) for part in ranks]
+    step = size * (ranks[0].batch_size or 1)
+    sources = [part.batch_sampler if kind == "batches" else part.sampler for part in ranks]
+    assert [source.read for source in sources] == [3 * step] * size
+    steps = [sorted(flat(batches)) for batches in zip(*first, strict=True)]
+    if kind != "batches":
+        assert steps == [list(range(step * k, step * (k + 1))) for k in range(3)]
+
+
+def test_a_sampler_without_a_length_makes_a_loader_without_a_length():
+    with pytest.raises(TypeError, match="no len"):
+        len(parts(loader(9, sampler=Endless()), 2)[0])
+
+
+def test_an_epoch_too_long_for_memory_is_read_step_by_step():
+    long = RandomSampler(range(50), replacement=True, num_samples=10**12)
+    ranks = parts(lambda: DataLoader(Counting(50), 4, sampler=long), 2)
+    assert [len(rank) for rank in ranks] == [10**12 // 8] * 2
+    assert all(len(list(itertools.islice(rank, 3))) == 3 for rank in ranks)
 
 
 def test_a_sampler_that_differs_between_ranks_is_an_error(monkeypatch):
