@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 
@@ -145,15 +145,20 @@ def framework_of(model: object) -> str | None:
     return None
 
 
-_models: WeakKeyDictionary[Any, Keeper | None] = WeakKeyDictionary()
+# Weak on both sides: a keeper leads to weights, and hooks on these may lead to the model.
+_models: WeakKeyDictionary[Any, ref[Keeper] | None] = WeakKeyDictionary()
 _records: WeakKeyDictionary[Any, Record] = WeakKeyDictionary()
 
 
 def record(
     models: Iterable[Any], records: Iterable[tuple[Any, Record]], keeper: Keeper | None = None
 ) -> None:
-    """Remember models that train together, and their optimizers, as distributed."""
-    _models.update((_plain(model), keeper) for model in models)
+    """Remember models that train together, and their optimizers, as distributed.
+
+    The models must keep their keeper.
+    """
+    of_keeper = None if keeper is None else ref(keeper)
+    _models.update((_plain(model), of_keeper) for model in models)
     alone = keeper is not None and keeper.alone
     _records.update((_plain(thing), replace(each, alone=alone)) for thing, each in records)
 
@@ -178,7 +183,7 @@ def keepers_of(model: Any) -> list[Keeper]:
             for whole, keeper in list(_models.items())
             if not own.isdisjoint(map(id, _weights_of(whole)))
         ]
-    return [keeper for keeper in found if keeper is not None]
+    return [keeper for each in found if each is not None and (keeper := each()) is not None]
 
 
 def _weights_of(model: Any) -> list[Any]:

@@ -65,6 +65,8 @@ from hvkit.strategies.strategy import Averaging, Rounds
 # Numbers the optimizers; ranks call distribute in the same order.
 _serial = itertools.count()
 
+_KEEPER = "_hvkit_keeper"
+
 
 class Together(keras.Model):  # type: ignore[misc]
     """Several models that train together, as one that contains them; nobody calls it."""
@@ -227,6 +229,7 @@ class KerasAdapter:
             end_epoch = functools.partial(self._end_epoch, GraphWait(f"hvkit.{next(_serial)}"))
         for model in self.models:  # which keep all that is here by this
             share_results(model, self.averagers, end_epoch, alone)
+            vars(model)[_KEEPER] = keeper
         return [(each, self._record(each)) for each in self.optimizers], keeper
 
     def _nonfinite(self) -> NonFinite | None:

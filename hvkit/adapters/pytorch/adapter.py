@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +48,9 @@ from hvkit.strategies.strategy import Averaging, Rounds
 
 # Numbers the reducers; ranks call distribute in the same order.
 _serial = itertools.count()
+
+# Bytes of parameters after which it is worth looking for models that the script has dropped.
+_MUCH = 1 << 25
 
 
 class PyTorchAdapter:
@@ -104,6 +109,7 @@ class PyTorchAdapter:
         ]
 
     def synchronise(self) -> None:
+        _free_dropped_models(sum(p.nbytes for p in self.parameters.values()))
         if torch.cuda.is_available():
             device = torch.device("cuda", torch.cuda.current_device())
             move_to(device, self.model, self.optimizers, self.parameters.values())
@@ -156,6 +162,8 @@ class PyTorchAdapter:
                 statistics=statistics,
                 nonfinite=self._nonfinite(),
             )
+        firsts = [p for model in self.models for p in itertools.islice(model.parameters(), 1)]
+        _keep_as_long_as(firsts or itertools.islice(self.parameters.values(), 1), keeper)
         shards = OptimizerShards(strategy, name) if isinstance(strategy, ShardedOptimizer) else None
         records = []
         for optimizer in self.optimizers:
@@ -174,14 +182,15 @@ class PyTorchAdapter:
     ) -> list[tuple[Any, Record]]:
         from hvkit.adapters.pytorch.divided_state import fully_shard
 
-        divided = fully_shard.DividedModels(
-            strategy, self.models, self.optimizers, name, statistics
+        # A proxy: records must not lead to the models, whose hooks keep the object.
+        divided: Any = weakref.proxy(
+            fully_shard.DividedModels(strategy, self.models, self.optimizers, name, statistics)
         )
         refuse_other_optimizers(self.optimizers, _is_distributed)
         records: list[tuple[Any, Record]] = []
         for number, model in enumerate(self.models):
             held: Any = weakref.proxy(model)
-            gather = functools.partial(divided.gathered, number, held)
+            gather = functools.partial(fully_shard.DividedModels.gathered, divided, number, held)
             records.append((model, Record(gathered=gather)))
         for each in self.optimizers:
             rate = self._multiply_rate(each, [each])
@@ -239,6 +248,36 @@ class PyTorchAdapter:
                 add_and_adopt, each.add_param_group
             )
         keeper.watch(optimizers, adopt)
+
+
+_bytes_not_looked_for = 0
+
+
+def _free_dropped_models(size: int) -> None:
+    """Free earlier models that the script has dropped, from time to time.
+
+    Each is a cycle of few objects with much memory, which Python alone would leave for long.
+
+    Args:
+        size: bytes of the parameters of the model that is distributed now.
+    """
+    global _bytes_not_looked_for
+    if _bytes_not_looked_for > _MUCH:
+        gc.collect()
+        _bytes_not_looked_for = 0
+    _bytes_not_looked_for += size
+
+
+def _keep_as_long_as(parameters: Iterable[Any], thing: object) -> None:
+    """Let something live as long as any of these parameters, also without the optimizers.
+
+    It goes beside the hooks of a parameter: pickles and copies leave those out, and the garbage
+    collector sees them, so that models are freed although the thing refers to their parameters.
+    """
+    for p in parameters:
+        if p._backward_hooks is None:
+            p._backward_hooks = OrderedDict()
+        vars(p._backward_hooks).setdefault("_hvkit", []).append(thing)
 
 
 def _is_distributed(parameter: torch.Tensor) -> bool:

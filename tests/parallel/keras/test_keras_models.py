@@ -51,10 +51,26 @@ def test_batch_norm_and_dropout_train_on_every_rank():
     assert same_on_all_ranks([v.numpy() for v in model.trainable_variables])
 
 
-@pytest.mark.parametrize("steps", [eager_tape, graph_tape, fit])
-def test_a_model_that_a_script_drops_is_freed(steps):
+OPTIONS = {
+    "skip": {"on_nonfinite": "skip", "batch_norm": "sync"},
+    "residuals": {"compression": hvkit.TopK(0.1), "warmup_steps": 2},
+    "sharded": {"strategy": hvkit.ShardedOptimizer(), "check_every": 1},
+    "demo": {"strategy": hvkit.DeMo()},
+    "rounds": {"strategy": hvkit.LocalSGD(2), "compression": "int8"},
+    "beside": {"strategy": hvkit.DiLoCo(2, overlap=1)},
+    "gossip": {"strategy": hvkit.Gossip(2)},
+    "server": {"strategy": hvkit.ParameterServer(1)},
+}
+
+
+@pytest.mark.parametrize(
+    ("steps", "options"),
+    [(eager_tape, {}), (graph_tape, {}), (fit, {}), *((fit, each) for each in OPTIONS.values())],
+    ids=["eager", "graph", "fit", *OPTIONS],
+)
+def test_a_model_that_a_script_drops_is_freed(steps, options):
     def train():
-        model, optimizer = hvkit.distribute(mlp(0), sgd())
+        model, optimizer = hvkit.distribute(mlp(0), sgd(), **options)
         steps(model, optimizer, local(regression(steps=2)))
         return weakref.ref(model), weakref.ref(optimizer)
 

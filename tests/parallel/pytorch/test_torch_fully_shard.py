@@ -11,14 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import hvkit
-from hvkit.adapters.pytorch.divided_state import process_group
 
-
-@pytest.fixture(autouse=True, scope="module")
-def torch_distributed():
-    """Other tests run without it."""
-    yield
-    process_group.stop()
+pytestmark = pytest.mark.usefixtures("torch_distributed")
 
 
 class Net(nn.Module):

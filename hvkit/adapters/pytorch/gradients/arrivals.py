@@ -7,6 +7,7 @@ once per bucket, or once per layout, where possible.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -106,22 +107,29 @@ class Arrivals:
     def _arrival(self, bucket: Bucket | None) -> Callable[[torch.Tensor], None]:
         """The hook of all parameters in a bucket, called when a gradient is final.
 
-        One function for all of them stays in the processor's caches.
+        One function for all of them stays in the processor's caches. It keeps nothing: Python's
+        garbage collector does not see what these hooks of PyTorch's refer to, so anything that
+        leads from them back to a parameter would stay in memory for good.
         """
+        of_model = weakref.ref(self)
+        of_hook = _no_bucket if bucket is None else weakref.ref(bucket)
 
         def arrived(parameter: torch.Tensor) -> None:
-            at = bucket
+            arrivals = of_model()
+            if arrivals is None:  # the model is gone, the script has kept the parameter
+                return
+            at = of_hook()
             task = running_pass()
-            if task != self.task:
-                self._begin_pass(task)
-                assert self._layout is not None
-                at = self._layout.of.get(self._number[parameter])
-            elif self._full is not None:
-                self._send_full()
+            if task != arrivals.task:
+                arrivals._begin_pass(task)
+                assert arrivals._layout is not None
+                at = arrivals._layout.of.get(arrivals._number[parameter])
+            elif arrivals._full is not None:
+                arrivals._send_full()
             if at is not None:
                 at.left -= 1
                 if at.left <= 0:
-                    self._is_full(at)
+                    arrivals._is_full(at)
 
         return arrived
 
@@ -144,6 +152,10 @@ class Arrivals:
             # One that is there twice makes a bucket look full.
             if are_dense(gradients):
                 self._send(bucket, gradients)
+
+
+def _no_bucket() -> None:
+    """In place of a reference to a bucket."""
 
 
 def _hook(parameter: torch.nn.Parameter, function: Callable[[torch.Tensor], None]) -> Any:

@@ -46,8 +46,8 @@ from hvkit.errors import RanksDisagreeError
 from hvkit.strategies.strategy import Averaging
 from hvkit.watch.calls import call
 
-# By number, in the order of the calls of distribute, which is the same on every rank. Hooks on
-# the parameters keep a reducer alive as long as its model.
+# By number, in the order of the calls of distribute, which is the same on every rank. A reducer
+# lives as long as its model or an optimizer.
 _reducers: WeakValueDictionary[int, GradientReducer] = WeakValueDictionary()
 _numbers = itertools.count()
 
