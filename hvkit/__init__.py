@@ -15,10 +15,10 @@ from hvkit import errors as errors
 from hvkit import log as log
 
 if TYPE_CHECKING:
+    from hvkit.adapters.allgather import allgather as allgather
     from hvkit.checkpoint import Checkpoint as Checkpoint
     from hvkit.checkpoint import Progress as Progress
     from hvkit.communication.allreduce import allreduce as allreduce
-    from hvkit.communication.collectives import allgather as allgather
     from hvkit.communication.collectives import barrier as barrier
     from hvkit.communication.collectives import broadcast as broadcast
     from hvkit.communication.traffic import traffic as traffic
@@ -50,9 +50,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _NAMES_BY_MODULE = {
+    "adapters.allgather": "allgather",
     "checkpoint": "Checkpoint Progress",
     "communication.allreduce": "allreduce",
-    "communication.collectives": "allgather barrier broadcast",
+    "communication.collectives": "barrier broadcast",
     "communication.traffic": "traffic",
     "compression": "PowerSGD TopK",
     "data.shard": "shard",

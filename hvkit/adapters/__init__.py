@@ -6,6 +6,7 @@
     ├── adapter              those steps as a protocol; a record of what was distributed
     ├── pytorch/             averages gradients before loss.backward() returns
     └── keras/               averages gradients inside optimizer.apply
+    hvkit.allgather          objects of all ranks (allgather), tensors with gradients
         both use
         ├── gradient_chunks  how many messages carry gradients or weights
         ├── nonfinite        the sentence about gradients that are NaN or infinite

@@ -1,7 +1,7 @@
 """Collectives on Python objects: what ranks send each other besides gradients.
 
-``broadcast`` and ``allgather`` pickle what the script passes. hvkit's own messages run no code when
-they are read (``encoding``).
+``broadcast`` pickles what the script passes, as ``hvkit.allgather`` does. hvkit's own messages run
+no code when they are read (``encoding``).
 
 With one process every collective is the identity. Each call carries the name and the line of the
 user's own call, so that ranks that come to different calls raise an error which names both.
@@ -42,7 +42,7 @@ def barrier() -> None:
 
 @named("hvkit.broadcast")
 def broadcast(obj: Object, root: int = 0) -> Object:
-    """Return rank ``root``'s object on every rank.
+    """Return rank ``root``'s object on every rank. Gradients do not flow through it.
 
     Args:
         obj: on rank ``root`` any object that pickles; ignored elsewhere.
@@ -57,8 +57,8 @@ def broadcast(obj: Object, root: int = 0) -> Object:
         raise ValueError(f"root must be a rank from 0 to {size() - 1}, got {root}")
     if size() == 1:
         return obj
-    payload = _pickled(obj) if rank() == root else None
-    received: Object = _unpickled(engines.broadcast_message(any_engine(), payload, root), root)
+    payload = pickled(obj) if rank() == root else None
+    received: Object = unpickled(engines.broadcast_message(any_engine(), payload, root), root)
     return obj if rank() == root else received
 
 
@@ -101,26 +101,13 @@ def broadcast_bytes(data: NDArray[np.uint8], root: int = 0) -> NDArray[np.uint8]
     return engines.broadcast_in_pieces(any_engine(), whole, root)
 
 
-@named("hvkit.allgather")
-def allgather(obj: Object) -> list[Object]:
-    """Return the objects of all ranks, in rank order, on every rank.
+def gather(call: str, obj: Object) -> list[Object]:
+    """The objects of all ranks, in rank order, of types that messages hold.
 
     Args:
-        obj: any object that pickles.
-
-    Raises:
-        RanksDisagreeError: another rank makes another collective call.
-        RankLostError: another rank has ended, or waits in another call.
-        TypeError: the object of a rank does not pickle; on every rank.
+        call: the user's call.
+        obj: this rank's.
     """
-    if size() == 1:
-        return [obj]
-    everyone = gather("allgather", _pickled(obj))
-    return [_unpickled(theirs, source) for source, theirs in enumerate(everyone)]
-
-
-def gather(call: str, obj: Object) -> list[Object]:
-    """``allgather`` inside hvkit, of types that messages hold, where the user called ``call``."""
     if size() == 1:
         return [obj]
     with calls.call(call):
@@ -232,7 +219,7 @@ def _first_difference(reference: list[str], theirs: list[str], other: int) -> st
     )
 
 
-def _pickled(obj: Any) -> bytes:
+def pickled(obj: Any) -> bytes:
     """The script's pickled object behind a 1, or behind a 0 an error that every rank will raise."""
     try:
         return b"\1" + pickle.dumps(obj)
@@ -240,7 +227,7 @@ def _pickled(obj: Any) -> bytes:
         return b"\0" + f"{type(error).__name__}: {error}".encode()
 
 
-def _unpickled(data: Any, source: int) -> Any:
+def unpickled(data: Any, source: int) -> Any:
     """The object of rank ``source``.
 
     Raises:

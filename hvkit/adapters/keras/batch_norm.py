@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 
 from hvkit import runtime
+from hvkit.adapters.keras.collectives.gather import gather_rows
 from hvkit.adapters.keras.collectives.graph_collectives import GraphWait
 from hvkit.adapters.keras.collectives.wire import Wire
 from hvkit.adapters.keras.refusals import refuse_xla
@@ -127,7 +128,7 @@ def _moments_over_ranks(layer: Any, name: str) -> Any:
         mean, variance = of_own_batch(inputs, mask)
         count = _samples(layer, inputs, mask)
         mine = tf.concat([mean, variance, [count]], axis=0)
-        everyone = _gathered(mine, name)
+        everyone = gather_rows(mine[None], [1] * runtime.size(), name, _wait(), Wire("batch norm"))
         channels = int(mean.shape[0])
         means, variances, counts = tf.split(everyone, [channels, channels, 1], axis=1)
         total = tf.reduce_sum(counts)
@@ -142,30 +143,6 @@ def _moments_over_ranks(layer: Any, name: str) -> Any:
 def _wait() -> GraphWait:
     """One counter for all layers together: each one costs the watcher time."""
     return GraphWait("hvkit.batch_norm", "synchronised batch norm")
-
-
-def _gathered(mine: tf.Tensor, name: str) -> tf.Tensor:
-    """All ranks' vectors as rows, in rank order.
-
-    The gradient sums over the ranks' losses, because the gradients of the weights are averaged
-    later. Horovod's own gradient of an allgather would divide by the number of ranks.
-    """
-    wire = Wire("batch norm")
-
-    def concatenate(rows: tf.Tensor) -> tf.Tensor:
-        return wire.gather(rows, name)
-
-    def add(rows: tf.Tensor) -> tf.Tensor:
-        return wire.sum(rows, f"{name}.backward")
-
-    @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def gather(row: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        def gradient(rows: tf.Tensor) -> tf.Tensor:
-            return _wait().around(rows, add)[runtime.rank()]
-
-        return _wait().around(row[None], concatenate), gradient
-
-    return gather(mine)
 
 
 def _samples(layer: Any, inputs: tf.Tensor, mask: Any) -> tf.Tensor:

@@ -3,6 +3,7 @@
 ::
 
     graph_collectives      waits counted in graphs, sums in 16 bits
+    gather                 tensors of all ranks, with a backward pass
     wire                   tensors to the other ranks and back
     ops                    operations for compressions
 """

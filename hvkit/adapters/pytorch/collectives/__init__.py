@@ -2,6 +2,7 @@
 
 ::
 
+    gather                 tensors of all ranks, with a backward pass
     wire                   tensors to the other ranks and back
     ops                    operations for compressions
 """

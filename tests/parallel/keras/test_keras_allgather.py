@@ -1,0 +1,134 @@
+"""Gradients through ``hvkit.allgather``, in eager code, in graphs and in ``fit``."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from ranks import batches, error_of, largest_difference
+
+import hvkit
+
+SIZE, RANK = hvkit.size(), hvkit.rank()
+
+
+def part(x):
+    """This rank's rows, as ``tf.concat(hvkit.allgather(...), 0)`` puts them together."""
+    return np.split(x, SIZE)[RANK]
+
+
+def gathered(z):
+    return tf.concat(hvkit.allgather(z), axis=0)
+
+
+def clip(model, x, y, gather):
+    """CLIP: a rank's images and texts against all texts and images."""
+    image, text = (tf.math.l2_normalize(each, axis=1) for each in model(x, y))
+    rows = tf.shape(image)[0]
+    first = RANK * rows if gather is gathered else 0
+    truth = tf.range(first, first + rows)
+    scale = tf.exp(model.scale)
+    logits = scale * image @ tf.transpose(gather(text)), scale * text @ tf.transpose(gather(image))
+    losses = [tf.nn.sparse_softmax_cross_entropy_with_logits(truth, each) for each in logits]
+    return tf.reduce_mean(losses)
+
+
+def simclr(model, x, y, gather):
+    """SimCLR: every rank computes the loss of all pairs of views."""
+    views = [gather(each) for each in model(x, y)]
+    z = tf.math.l2_normalize(tf.concat(views, axis=0), axis=1)
+    rows = tf.shape(z)[0]
+    alike = z @ tf.transpose(z) * model.scale
+    alike = tf.linalg.set_diag(alike, tf.fill([rows], tf.constant(-1e9, alike.dtype)))
+    truth = tf.roll(tf.range(rows), rows // 2, 0)
+    return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(truth, alike))
+
+
+class Towers(keras.Model):
+    """Two encoders and a temperature, in float64; ``fit`` minimises the loss over all ranks."""
+
+    def __init__(self, loss, gather):
+        super().__init__(dtype="float64")
+        self.image = keras.layers.Dense(5, dtype="float64")
+        self.text = keras.layers.Dense(5, dtype="float64")
+        self.scale = self.add_weight(shape=(), initializer="ones")
+        self.image.build((None, 8))
+        self.text.build((None, 6))
+        self.built = True
+        self.terms = loss, gather
+
+    def call(self, x, y):
+        return self.image(x), self.text(y)
+
+    def train_step(self, data):
+        loss, gather = self.terms
+        x, y = data
+        with tf.GradientTape() as tape:
+            value = loss(self, x, y, gather)
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(value, variables), variables)
+        return {"loss": value}
+
+
+def eagerly(model, optimizer, x, y, batch):
+    model.compile(optimizer, run_eagerly=True)
+    model.fit(x, y, batch_size=batch, shuffle=False, verbose=0)
+
+
+def in_fit(model, optimizer, x, y, batch):
+    model.compile(optimizer)
+    model.fit(x, y, batch_size=batch, shuffle=False, verbose=0)
+
+
+@pytest.mark.parametrize("loss", [clip, simclr])
+@pytest.mark.parametrize("loop", [eagerly, in_fit])
+def test_a_contrastive_loss_over_all_ranks_trains_as_in_one_process(loss, loop):
+    found = [[each.astype(np.float64) for each in b] for b in batches(4, 4, (8,), (6,))]
+    keras.utils.set_random_seed(0)
+    reference = Towers(loss, lambda z: z)
+    x, y = (np.concatenate(each) for each in zip(*found, strict=True))
+    loop(reference, keras.optimizers.SGD(0.5, momentum=0.9), x, y, 4 * SIZE)
+    keras.utils.set_random_seed(RANK)
+    model = Towers(loss, gathered)
+    model, optimizer = hvkit.distribute(model, keras.optimizers.SGD(0.5, momentum=0.9))
+    x, y = (np.concatenate([part(b[i]) for b in found]) for i in (0, 1))
+    loop(model, optimizer, x, y, 4)
+    ours, theirs = ([w.numpy() for w in each.weights] for each in (model, reference))
+    assert largest_difference(ours, theirs) < 1e-9
+    assert abs(theirs[0] - 1) > 1e-3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_rows_may_differ_and_the_gradient_is_a_sum_over_ranks(compiled, dtype):
+    z = tf.Variable(tf.ones((RANK + 1, 3), dtype))
+
+    def gradient():
+        with tf.GradientTape() as tape:
+            everyone = hvkit.allgather(z * (RANK + 1))
+            loss = sum((i + 1) * (RANK + 1) * tf.reduce_sum(e) for i, e in enumerate(everyone))
+        return everyone, tape.gradient(loss, z)
+
+    everyone, found = (tf.function(gradient) if compiled else gradient)()
+    assert [each.shape.as_list() for each in everyone] == [[i + 1, 3] for i in range(SIZE)]
+    assert all((each.numpy() == i + 1).all() for i, each in enumerate(everyone))
+    assert (found.numpy() == (RANK + 1) ** 2 * sum(range(1, SIZE + 1))).all()
+
+
+def test_labels_numbers_and_flags_are_gathered_in_graphs():
+    @tf.function
+    def everyone(label, number, flag):
+        return hvkit.allgather(label), hvkit.allgather(number), hvkit.allgather(flag)
+
+    labels, numbers, flags = everyone(
+        tf.constant([RANK]), tf.constant(RANK + 0.5), tf.fill([2], RANK > 0)
+    )
+    assert [each.numpy().tolist() for each in labels] == [[i] for i in range(SIZE)]
+    assert [float(each) for each in numbers] == [i + 0.5 for i in range(SIZE)]
+    assert [each.numpy().tolist() for each in flags] == [[i > 0] * 2 for i in range(SIZE)]
+
+
+def test_a_function_that_xla_compiles_is_refused():
+    function = tf.function(lambda x: hvkit.allgather(x)[0], jit_compile=True)
+    error, text = error_of(lambda: function(tf.ones(2)))
+    assert error is ValueError
+    assert "hvkit.allgather is inside a tf.function with jit_compile=True" in text
