@@ -4,6 +4,7 @@ from setuptools import find_packages, setup
 
 PYTORCH = ["torch>=2.13", "numpy"]
 KERAS = ["keras>=3.5", "numpy"]
+COMPLETION = ["shtab>=1.13"]
 
 setup(
     name="hvkit",
@@ -33,7 +34,8 @@ setup(
         "bench": ["accelerate", "lightning", "matplotlib"],
         "monitor": ["nvidia-ml-py>=12", "tensorboard>=2.16"],
         "recipes": ["pooch>=1.8", "scikit-learn"],
-        "dev": ["hypothesis", "jsonschema", "mypy", "pytest", "pytest-xdist", "ruff"],
+        "completion": COMPLETION,
+        "dev": ["hypothesis", "jsonschema", "mypy", "pytest", "pytest-xdist", "ruff", *COMPLETION],
     },
     # A path instead of an import hook, which type checkers and editors do not follow.
     options={"editable_wheel": {"mode": "compat"}},

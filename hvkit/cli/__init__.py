@@ -8,34 +8,40 @@
     ├── manifest            hvkit manifest ...      hvkit.manifest
     ├── report              hvkit report            hvkit.monitor.report
     ├── top                 hvkit top               hvkit.launch.supervision.run_status
+    ├── completion          hvkit completion        shtab
     └── installation        hvkit doctor            hvkit.doctor
                             hvkit install-horovod   hvkit.build
     arguments               arguments and types that several of them take
+    command_parser          the parser's class: errors, examples
+    terminal                standard output, also if nobody reads it
+    foreign_options         what torchrun's, accelerate's and mpirun's options are here
 """
 
-import argparse
 import os
 import pwd
 import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from hvkit.cli import hosts, installation, manifest, report, run, top
+from hvkit.cli import completion, hosts, installation, manifest, report, run, top
+from hvkit.cli.command_parser import CommandParser
+from hvkit.cli.terminal import all_written
 from hvkit.errors import HvkitError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``hvkit`` and return its exit status: 0, 1 for a failure, 2 for wrong arguments."""
-    args = parser().parse_args(arguments)
-    _set_home()
-    try:
-        status: int = args.execute(args)
-    except HvkitError as error:
-        print(f"hvkit: {error}", file=sys.stderr)
-        return error.exit_status
-    except KeyboardInterrupt:
-        print("hvkit: interrupted", file=sys.stderr)
-        return 130
+    with all_written():
+        try:
+            args = parser().parse_args(arguments)
+            _set_home()
+            status: int = args.execute(args)
+        except HvkitError as error:
+            print(f"hvkit: {error}", file=sys.stderr)
+            return error.exit_status
+        except KeyboardInterrupt:
+            print("hvkit: interrupted", file=sys.stderr)
+            return 130
     return status
 
 
@@ -52,14 +58,17 @@ def _set_home() -> None:
         os.environ["HOME"] = "/"
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandParser:
     """The parser of the command line, with all subcommands."""
-    hvkit = argparse.ArgumentParser(
+    hvkit = CommandParser(
         prog="hvkit", description="Horovod's ring-allreduce for today's PyTorch and Keras."
     )
-    hvkit.add_argument("--version", action="version", version=f"hvkit {metadata.version('hvkit')}")
+    hvkit.add_argument(
+        "-V", "--version", action="version", version=f"hvkit {metadata.version('hvkit')}"
+    )
     commands = hvkit.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for add in (
+        completion.add_to,
         installation.add_doctor,
         hosts.add_to,
         installation.add_install_horovod,

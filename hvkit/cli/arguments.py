@@ -20,7 +20,14 @@ _GRACE = Request.grace
 _DAY = 86400.0
 
 
-def add_hosts_arguments(parser: argparse.ArgumentParser) -> None:
+def add_number_of_ranks(parser: argparse._ActionsContainer, default: str) -> None:
+    """Add ``-np`` under all of its names; ``default`` says what happens without it."""
+    parser.add_argument(
+        *("-np", "--np", "-n", "--num-proc"), type=positive, metavar="N", help=f"ranks ({default})"
+    )
+
+
+def add_hosts_arguments(parser: argparse._ActionsContainer) -> None:
     """Add ``--hostfile`` and ``-H``, which exclude each other."""
     group = parser.add_mutually_exclusive_group()
     group.add_argument(
@@ -78,7 +85,30 @@ def _merged(
 
 def add_watching(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``hvkit run`` that manifests accept and pass on: watching and output."""
-    parser.add_argument(
+    failing = parser.add_argument_group("when something fails")
+    failing.add_argument(
+        "--max-restarts",
+        type=whole,
+        default=0,
+        metavar="R",
+        help="start the ranks again after a failure, from the newest checkpoint, up to R times "
+        "in a row without a newer one (default: 0)",
+    )
+    failing.add_argument(
+        "--min-np",
+        type=positive,
+        metavar="M",
+        help="leave out hosts that are not ready, and go on with as few as M ranks "
+        "(default: all of them, on other hosts that have slots)",
+    )
+    failing.add_argument(
+        "--stall",
+        type=seconds_between(5, _DAY),
+        metavar="SECONDS",
+        help="end the run when others have waited this long in a call that a rank has not reached, "
+        "and show where it is (default: 1800)",
+    )
+    failing.add_argument(
         "--lost-after",
         type=seconds_between(2, _DAY),
         default=_LOST_AFTER,
@@ -86,7 +116,7 @@ def add_watching(parser: argparse.ArgumentParser) -> None:
         help="end the run when a host has given no sign of life for this long "
         f"(default: {_LOST_AFTER:g})",
     )
-    parser.add_argument(
+    failing.add_argument(
         "--grace",
         type=seconds_between(0, _DAY),
         default=_GRACE,
@@ -95,34 +125,13 @@ def add_watching(parser: argparse.ArgumentParser) -> None:
         "rank fails. Ctrl-C sends SIGINT first and waits as long again. A further signal cuts the "
         f"wait short (default: {_GRACE:g})",
     )
-    parser.add_argument(
-        "--max-restarts",
-        type=whole,
-        default=0,
-        metavar="R",
-        help="start the ranks again after a failure, from the newest checkpoint, up to R times "
-        "in a row without a newer one (default: 0)",
-    )
-    parser.add_argument(
-        "--min-np",
-        type=positive,
-        metavar="M",
-        help="leave out hosts that are not ready, and go on with as few as M ranks "
-        "(default: all of them, on other hosts that have slots)",
-    )
-    parser.add_argument(
-        "--stall",
-        type=seconds_between(5, _DAY),
-        metavar="SECONDS",
-        help="end the run when others have waited this long in a call that a rank has not reached, "
-        "and show where it is (default: 1800)",
-    )
-    parser.add_argument("--prefix", action="store_true", help="begin lines with rank and host")
-    parser.add_argument("--timestamps", action="store_true", help="begin lines with the time")
-    parser.add_argument(
+    output = parser.add_argument_group("output")
+    output.add_argument("--prefix", action="store_true", help="begin lines with rank and host")
+    output.add_argument("--timestamps", action="store_true", help="begin lines with the time")
+    output.add_argument(
         "--log-dir", type=Path, metavar="DIR", help="also write each rank's output to a file there"
     )
-    parser.add_argument(
+    output.add_argument(
         "--show",
         type=ranks,
         metavar="RANKS",

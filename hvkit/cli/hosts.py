@@ -10,6 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from hvkit.cli.arguments import hosts_of, refuse
+from hvkit.cli.command_parser import CommandParser
+from hvkit.cli.terminal import Terminal
 from hvkit.errors import UsageError
 from hvkit.launch.host_checks.hosts_check import Checked, check
 from hvkit.launch.hosts import Host
@@ -25,7 +27,7 @@ _FORMS: Mapping[str, Callable[[Sequence[Host]], str]] = {
 }
 
 
-def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_to(commands: "argparse._SubParsersAction[CommandParser]") -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
         "hosts",
@@ -58,7 +60,7 @@ def _execute(args: argparse.Namespace) -> int:
         print(_FORMS[args.form](hosts), end="")
         return 0
     # No highlighting: rich would colour every number.
-    console = Console(highlight=False)
+    console = Terminal(highlight=False)
     if not args.check:
         show_table(console, ("host", "slots", "max", "user", "ranks"), _rows(hosts))
         console.print(_total(hosts))

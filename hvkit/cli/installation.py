@@ -10,10 +10,12 @@ from hvkit.build import Options, install_horovod
 from hvkit.build.cuda import CHOICES
 from hvkit.build.frameworks import NAMES
 from hvkit.cli.arguments import positive
+from hvkit.cli.command_parser import CommandParser
+from hvkit.cli.terminal import Terminal
 from hvkit.doctor.report import examine, show
 
 
-def add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_doctor(commands: "argparse._SubParsersAction[CommandParser]") -> None:
     """Add ``hvkit doctor``."""
     parser = commands.add_parser(
         "doctor",
@@ -34,16 +36,16 @@ def add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    with Console(stderr=True).status("looking at this machine"):
-        report = examine(args.self_test)
+    with Console(stderr=True).status("looking at this machine") as status:
+        report = examine(args.self_test, status.update)
     if args.json:
         print(json.dumps(report, indent=2))
     else:
-        show(report, Console(highlight=False))
+        show(report, Terminal(highlight=False))
     return 1 if report["problems"] else 0
 
 
-def add_install_horovod(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_install_horovod(commands: "argparse._SubParsersAction[CommandParser]") -> None:
     """Add ``hvkit install-horovod``."""
     parser = commands.add_parser(
         "install-horovod",

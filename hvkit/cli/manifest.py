@@ -5,14 +5,21 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from hvkit.cli.arguments import COMMAND_MISSING, add_watching, positive, watching
+from hvkit.cli.arguments import (
+    COMMAND_MISSING,
+    add_number_of_ranks,
+    add_watching,
+    positive,
+    watching,
+)
+from hvkit.cli.command_parser import CommandParser
 from hvkit.manifest import MPIJob, Size, SlurmJob, fields
 from hvkit.manifest.mpijob import volume, yaml_text
 
 _T = TypeVar("_T")
 
 
-def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_to(commands: "argparse._SubParsersAction[CommandParser]") -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
         "manifest",
@@ -25,7 +32,7 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     _add_slurm(systems)
 
 
-def _add_mpijob(systems: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_mpijob(systems: "argparse._SubParsersAction[CommandParser]") -> None:
     parser = systems.add_parser(
         "mpijob",
         help="an MPIJob for the Kubeflow MPI operator, in YAML",
@@ -128,7 +135,7 @@ def _mpijob(args: argparse.Namespace) -> str:
     return yaml_text(job.document())
 
 
-def _add_slurm(systems: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_slurm(systems: "argparse._SubParsersAction[CommandParser]") -> None:
     parser = systems.add_parser(
         "slurm",
         help="a batch script for Slurm",
@@ -194,7 +201,7 @@ def _batch_script(args: argparse.Namespace) -> str:
 
 def _add_size(parser: argparse.ArgumentParser, host: str) -> None:
     """Add the numbers of ranks, slots and GPUs; ``host`` is the system's word for a host."""
-    parser.add_argument("-np", type=positive, metavar="N", help="ranks (required)")
+    add_number_of_ranks(parser, "required")
     parser.add_argument(
         "--slots",
         type=positive,

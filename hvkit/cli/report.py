@@ -3,14 +3,14 @@
 import argparse
 from pathlib import Path
 
-from rich.console import Console
-
+from hvkit.cli.command_parser import CommandParser
+from hvkit.cli.terminal import Terminal
 from hvkit.errors import HvkitError
 
 _PAGE = "report.html"
 
 
-def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_to(commands: "argparse._SubParsersAction[CommandParser]") -> None:
     """Add ``hvkit report``."""
     parser = commands.add_parser(
         "report",
@@ -41,7 +41,7 @@ def _report(args: argparse.Namespace) -> int:
         path.write_text(page(run), encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         problem = error
-    console = Console()
+    console = Terminal()
     report.show(run, console)
     if problem is not None:
         raise HvkitError(

@@ -1,17 +1,22 @@
 """``hvkit run``: start a command on every rank and watch it."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
 from hvkit.cli.arguments import (
     COMMAND_MISSING,
     add_hosts_arguments,
+    add_number_of_ranks,
     add_watching,
     hosts_of,
-    positive,
     refuse,
 )
+from hvkit.cli.command_parser import CommandParser
+from hvkit.cli.foreign_options import FOREIGN
+from hvkit.host.cpus import usable_cores
+from hvkit.host.gpus import visible_gpus
 from hvkit.launch.allocation import SAGEMAKER
 from hvkit.launch.launchers import NAMES
 from hvkit.launch.prepare import Request, prepared, shown
@@ -19,31 +24,46 @@ from hvkit.launch.rank_command import with_python
 from hvkit.launch.sagemaker import are_of_a_job, follow, starts_ranks
 from hvkit.launch.start import start
 from hvkit.launch.supervision.output import Style
+from hvkit.log import logger
+from hvkit.wording import counted
+
+# The most ranks on a host that -np alone starts: typing errors have more.
+_MOST_RANKS = 16
+_MOST_ON_A_CORE = 8
 
 
-def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_to(commands: "argparse._SubParsersAction[CommandParser]") -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
         "run",
         help="start a script on several ranks, here or on several hosts",
-        usage="hvkit run -np N [--hostfile FILE | -H HOST:SLOTS,...] [options] COMMAND ...",
+        usage="hvkit run [-np N] [-H HOST:SLOTS,... | --hostfile FILE] [options] COMMAND ...",
         description="Start COMMAND on every rank with the installed mpirun, watch all ranks, "
-        "and end everything on all hosts when one fails. Without hosts it takes the allocation of "
-        "Slurm, PBS, LSF, SageMaker or the Kubernetes MPI operator, or else starts all ranks on "
-        "this host.",
+        "and end everything on all hosts when one fails. A script train.py runs with this Python. "
+        "Without hosts, take the allocation of Slurm, PBS, LSF, SageMaker or the Kubernetes MPI "
+        "operator, or else start all ranks on this host.",
+        examples={
+            "hvkit run -np 4 train.py --epochs 3": "four ranks on this host",
+            "hvkit run -H node1:4,node2:4 train.py": "eight ranks on two hosts",
+            "hvkit run -np 4 --max-restarts 3 train.py": "goes on after a failure",
+            "hvkit run -np 2 --dry-run train.py": "checks all, and prints the mpirun command",
+        },
+        foreign=FOREIGN,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "-np", type=positive, metavar="N", help="ranks (default: one in each slot of the hosts)"
+    where = parser.add_argument_group("ranks and hosts")
+    add_number_of_ranks(
+        where,
+        "default: one in each slot of the hosts, or one for each GPU of this host",
     )
-    add_hosts_arguments(parser)
-    parser.add_argument(
-        "--launcher",
-        choices=NAMES,
-        default="mpirun",
-        help="mpirun (default), horovodrun over MPI, or gloo, which needs no MPI on the hosts",
+    add_hosts_arguments(where)
+    where.add_argument(
+        "--bind",
+        choices=("cores", "none"),
+        default="cores",
+        help="bind each rank to an equal share of its host's cores (default), or to none",
     )
-    parser.add_argument(
+    where.add_argument(
         "-x",
         dest="variables",
         action="append",
@@ -52,37 +72,43 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
         metavar="NAME[=VALUE]",
         help="pass this environment variable to ranks on other hosts, too; may be repeated",
     )
-    parser.add_argument(
+    where.add_argument(
         "--interfaces",
         type=_interfaces,
         default=(),
         metavar="NAME,...",
         help="interfaces or networks (10.0.0.0/24) to use between hosts (default: found by itself)",
     )
-    parser.add_argument(
-        "--bind",
-        choices=("cores", "none"),
-        default="cores",
-        help="bind each rank to an equal share of its host's cores (default), or to none",
+    where.add_argument(
+        "--launcher",
+        choices=NAMES,
+        default="mpirun",
+        help="mpirun (default), horovodrun over MPI, or gloo, which needs no MPI on the hosts",
     )
     add_watching(parser)
-    parser.add_argument(
+    looking = parser.add_argument_group("looking closer")
+    looking.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check the hosts and print the exact command, but start nothing",
+    )
+    looking.add_argument(
+        "--verbose",
+        action="store_true",
+        help="print the exact command and the variables that each rank sets, with reasons",
+    )
+    looking.add_argument(
         "--timeline",
         type=Path,
         metavar="FILE",
         help="write what all ranks do, and where they wait, as a Chrome trace for ui.perfetto.dev",
     )
     parser.add_argument(
-        "--verbose",
-        action="store_true",
-        help="print the exact command and the variables that each rank sets, with reasons",
+        "command",
+        nargs=argparse.REMAINDER,
+        metavar="COMMAND ...",
+        help="a script, or a program with its arguments; options after it are its own",
     )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="check the hosts and print the exact command, but start nothing",
-    )
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND ...")
     parser.set_defaults(execute=_execute, refuse=parser.error)
 
 
@@ -93,8 +119,7 @@ def _execute(args: argparse.Namespace) -> int:
     if args.min_np is not None and args.np is not None and args.min_np > args.np:
         args.refuse(f"--min-np {args.min_np} is more than -np {args.np}")
     hosts, allocation = hosts_of(args, refuse)
-    if not hosts and args.np is None:
-        args.refuse("-np is missing: give the number of ranks, or hosts with their slots")
+    size = args.np if hosts else _number_here(args)
     system = None if allocation is None else allocation.system
     if allocation is None and hosts and are_of_a_job(hosts):
         system = SAGEMAKER
@@ -105,7 +130,7 @@ def _execute(args: argparse.Namespace) -> int:
         command=with_python(command, _standard_input),
         hosts=hosts,
         system=system,
-        size=args.np,
+        size=size,
         launcher=args.launcher,
         variables=dict(args.variables),
         interfaces=args.interfaces,
@@ -123,6 +148,31 @@ def _execute(args: argparse.Namespace) -> int:
         print(shown(prepared(request, supervised=False)))
         return 0
     return start(request)
+
+
+def _number_here(args: argparse.Namespace) -> int:
+    """The number of ranks for this host: ``-np``, or that of its GPUs."""
+    cores = usable_cores()
+    has = f"this host has {counted(cores, 'core')}"
+    size: int | None = args.np
+    if size is None:
+        given = {name: value for name, value in args.variables if value is not None}
+        if size := visible_gpus({**os.environ, **given}):
+            logger.info("starts %s, one for each GPU", counted(size, "rank"))
+            return size
+        swallowed = any(word in ("-np", "--np") for word in args.command)
+        place = ", before COMMAND, which gets all options after it" if swallowed else ""
+        args.refuse(
+            f"-np is missing: {has} and no GPU; give the number of ranks{place}, "
+            f"such as -np {max(2, cores)}"
+        )
+    most = max(_MOST_RANKS, _MOST_ON_A_CORE * cores)
+    if size > most:
+        args.refuse(
+            f"-np {size} is beyond reason: {has}; start at most -np {most}, or write "
+            f"-H localhost:{size} if you mean it"
+        )
+    return size
 
 
 def _standard_input() -> str:

@@ -13,6 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from hvkit.cli.arguments import positive
+from hvkit.cli.command_parser import CommandParser
+from hvkit.cli.terminal import Terminal
 from hvkit.errors import HvkitError
 from hvkit.launch.supervision import run_status
 from hvkit.log import printable
@@ -33,7 +35,7 @@ _COMMAND = 40
 _WIDTH = 160
 
 
-def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_to(commands: "argparse._SubParsersAction[CommandParser]") -> None:
     """Add ``hvkit top``."""
     parser = commands.add_parser(
         "top",
@@ -60,7 +62,7 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
 def _top(args: argparse.Namespace) -> int:
     process, notes = _newest() if args.process is None else (args.process, [])
     on_terminal = sys.stdout.isatty()
-    console = Console() if on_terminal else Console(width=_WIDTH)
+    console = Terminal() if on_terminal else Console(width=_WIDTH)
     if args.once or not on_terminal:
         console.print(Group(*notes, _one_view(process)))
         return 0

@@ -6,12 +6,14 @@ A report leaves the host, in an issue or a mail: it hides the home directory and
 import getpass
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
 from rich.text import Text
 
 from hvkit.doctor.facts import Facts, gather
@@ -29,14 +31,18 @@ _INTERFACES_SHOWN = 4
 _UNITS = (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
 
 
-def examine(on_two_ranks: bool) -> dict[str, Any]:
+def examine(on_two_ranks: bool, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """Check this host and this Python, and return the report of ``json_report``.
 
     Args:
         on_two_ranks: whether to start two ranks for an allreduce, which takes a while.
+        say: called with what begins now.
     """
+    say("looking at hardware and software")
     facts = gather()
-    test = self_test(facts.horovod, facts.launchers, facts.cores.usable) if on_two_ranks else None
+    test = None
+    if on_two_ranks:
+        test = self_test(facts.horovod, facts.launchers, facts.cores.usable, say=say)
     return json_report(facts, test, findings(facts, test))
 
 
@@ -169,19 +175,30 @@ def _user() -> str | None:
 
 
 def show(report: dict[str, Any], console: Console) -> None:
-    """Print a report of ``json_report`` as text; in colours on a terminal."""
-    lines = [*_fact_lines(report), *_finding_lines(report)]
-    room = max(_LEAST_OUTPUT, _SCREEN - len(lines) - 2)
-    for line in [*lines, *_last_lines(report["self_test"], room), _result(report)]:
-        # Unbroken, so that pasted lines stay whole; a terminal wraps them.
+    """Print a report of ``json_report`` as text; in colours and within its width on a terminal."""
+    rows, findings = list(_rows(report)), list(_finding_lines(report))
+    room = max(_LEAST_OUTPUT, _SCREEN - len(rows) - len(findings) - 2)
+    lines = [*findings, *_last_lines(report["self_test"], room), _result(report)]
+    if console.is_terminal:
+        _show_wrapped(rows, lines, console)
+        return
+    # Unbroken, so that pasted lines stay whole.
+    width = max(len(label) for label, _ in rows)
+    for line in (*(Text(f"{label:{width}}  {text}") for label, text in rows), *lines):
         console.print(line, soft_wrap=True)
 
 
-def _fact_lines(report: dict[str, Any]) -> Iterator[Text]:
-    rows = list(_rows(report))
-    width = max(len(label) for label, _ in rows)
+def _show_wrapped(rows: Sequence[tuple[str, str]], lines: Sequence[Text], console: Console) -> None:
+    """Print both; what does not fit into a line goes on below its own beginning."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for label, text in rows:
-        yield Text(f"{label:{width}}  {text}")
+        table.add_row(Text(label), Text(text))
+    console.print(table)
+    for line in lines:
+        indent = len(line.plain) - len(line.plain.lstrip())
+        console.print(Padding(line[indent:], (0, 0, 0, indent), expand=False))
 
 
 def _finding_lines(report: dict[str, Any]) -> Iterator[Text]:

@@ -88,7 +88,11 @@ class Result:
 
 
 def self_test(
-    horovod: Horovod, launchers: Sequence[MpiLauncher], cores: int, seconds: float = _SECONDS
+    horovod: Horovod,
+    launchers: Sequence[MpiLauncher],
+    cores: int,
+    seconds: float = _SECONDS,
+    say: Callable[[str], None] = lambda _: None,
 ) -> SelfTest | None:
     """Start two ranks for each framework; ``None`` if none of Horovod's libraries loads.
 
@@ -97,6 +101,7 @@ def self_test(
         launchers: the MPI launchers of this host.
         cores: the number of usable cores.
         seconds: the time limit for each framework.
+        say: called with what begins now.
     """
     frameworks = [one.framework for one in horovod.libraries if one.error is None]
     if not frameworks:
@@ -105,8 +110,11 @@ def self_test(
         launcher = find_launcher(launcher_for(horovod, launchers))
     except LaunchError as error:
         return SelfTest(None, str(error), ())
-    results = tuple(_test(launcher, one, cores, seconds) for one in frameworks)
-    return SelfTest(launcher.name, None, results)
+    results = []
+    for number, one in enumerate(frameworks, start=1):
+        say(f"trying an allreduce on {RANKS} ranks with {one} ({number} of {len(frameworks)})")
+        results.append(_test(launcher, one, cores, seconds))
+    return SelfTest(launcher.name, None, tuple(results))
 
 
 def launcher_for(horovod: Horovod, launchers: Sequence[MpiLauncher]) -> str:

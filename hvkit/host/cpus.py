@@ -1,6 +1,7 @@
 """The CPUs of this host, each rank's share, and what a container may use of CPUs and memory."""
 
 import math
+import os
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -27,6 +28,12 @@ def cores(cpus: Collection[int], topology: Path = _CPUS) -> list[frozenset[int]]
         key = (package or 0, die or 0, cpu if core is None else core)
         found.setdefault(key, set()).add(cpu)
     return [frozenset(found[key]) for key in sorted(found)]
+
+
+def usable_cores() -> int:
+    """The cores that this process may use; in a container at most its CPU time limit."""
+    found, limit = len(cores(os.sched_getaffinity(0))), allowance().cpus
+    return found if limit is None else min(found, max(1, math.ceil(limit)))
 
 
 def share(

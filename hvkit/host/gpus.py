@@ -2,6 +2,7 @@
 
 import csv
 import ctypes
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hvkit.errors import LaunchError
@@ -56,6 +57,26 @@ def read_query(text: str) -> tuple[Gpu, ...]:
         for index, name, memory, driver in rows
         if index.isdecimal()
     )
+
+
+def visible_gpus(environ: Mapping[str, str]) -> int:
+    """How many GPUs of this host ranks with this environment may use.
+
+    Args:
+        environ: with ``CUDA_VISIBLE_DEVICES``, CUDA's list: numbers, or names of GPUs and of parts
+            of them; it ends before the first that does not exist.
+    """
+    found = len(gpus().found)
+    listed = environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is None or not found:
+        return found
+    visible = 0
+    for word in map(str.strip, listed.split(",")):
+        exists = int(word) < found if word.isdecimal() else word.startswith(("GPU-", "MIG-"))
+        if not exists:
+            break
+        visible += 1
+    return visible
 
 
 def _driver_cuda() -> str | None:

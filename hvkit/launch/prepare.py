@@ -151,8 +151,10 @@ def prepared(
         daemon_networks=site.daemon_networks,
         networks_asked_for=bool(request.interfaces),
         environ=environ,
-        crowded=site.crowded,
+        crowded=bool(site.crowded),
     )
+    if least is None and site.crowded:
+        logger.warning("more ranks than cores, which take turns: %s", _numbers(site.crowded))
     if least is None and request.size is not None and job.size < request.size:
         logger.warning("%d ranks, not %d: --min-np allows it", job.size, request.size)
     if least is None:
@@ -170,6 +172,11 @@ def prepared(
         here=here,
         style=request.style,
     )
+
+
+def _numbers(crowded: Mapping[str, tuple[int, int]]) -> str:
+    listed = (f"{ranks} on the {cpus} of {name}" for name, (ranks, cpus) in crowded.items())
+    return ", ".join(listed)
 
 
 def shown(run: Run) -> str:

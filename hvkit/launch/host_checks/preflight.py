@@ -45,7 +45,7 @@ class Site:
             interface of each host that the others reach it through; empty if unknown, or if the
             job runs on this host only and the user named none.
         daemon_networks: networks for connections between all of these hosts and this one.
-        crowded: whether a host has more ranks than logical CPUs.
+        crowded: by name, the hosts with more ranks than logical CPUs, and how many of each.
         here: whether all ranks run on this host.
         left_out: why hosts are not ready, by name, if the run goes on without them.
     """
@@ -54,7 +54,7 @@ class Site:
     addresses: tuple[str, ...]
     joining: tuple[Interface, ...]
     daemon_networks: tuple[str, ...]
-    crowded: bool
+    crowded: Mapping[str, tuple[int, int]]
     here: bool
     left_out: Mapping[str, str] = field(default_factory=dict)
 
@@ -96,7 +96,8 @@ def choose_hosts(
         hosts, facts, left_out = _of_ready(hosts, size, least, going, look)
     _refuse_same(facts)
     _refuse_few_open_files(hosts, facts)
-    crowded = any((host.slots or 0) > facts[host.name].cpus for host in hosts)
+    numbers = {host.name: (host.slots or 0, facts[host.name].cpus) for host in hosts}
+    crowded = {name: (ranks, cpus) for name, (ranks, cpus) in numbers.items() if ranks > cpus}
     of_hosts = {name: found.interfaces for name, found in facts.items()}
     by_user = named(names, of_hosts) if names else ()
     others = [host.name for host in hosts if not is_local(host.name)]

@@ -2,10 +2,16 @@
 
 import os
 import pwd
+import re
+import subprocess
+import sys
 
 import pytest
 
-from hvkit.cli import main
+from hvkit.cli import main, run
+from hvkit.launch.hosts import Host
+
+HVKIT = [sys.executable, "-m", "hvkit"]
 
 
 def test_home_is_set_where_it_is_missing_since_open_mpi_does_not_start_without(monkeypatch, capsys):
@@ -39,3 +45,105 @@ def status(words):
         return main(words)
     except SystemExit as end:
         return end.code
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The requests that ``hvkit run`` makes; it starts nothing on this host of four cores."""
+    requests = []
+    monkeypatch.setattr(run, "start", lambda request: requests.append(request) or 0)
+    monkeypatch.setattr(run, "hosts_of", lambda args, refuse: ((), None))
+    monkeypatch.setattr(run, "usable_cores", lambda: 4)
+    monkeypatch.setattr(run, "visible_gpus", lambda environ: 0)
+    return requests
+
+
+@pytest.mark.parametrize("words", [["-np", "3"], ["--np", "3"], ["-n3"], ["--num-proc=3"]])
+def test_the_number_of_ranks_has_the_names_of_other_launchers(started, words):
+    assert main(["run", *words, "train.py", "-n", "7"]) == 0
+    assert started[0].size == 3
+    assert started[0].command == (sys.executable, "train.py", "-n", "7")
+
+
+def test_without_a_number_there_is_a_rank_for_each_gpu(started, monkeypatch, capsys):
+    given = []
+    monkeypatch.setattr(run, "visible_gpus", lambda environ: given.append(environ) or 8)
+    assert main(["run", "-x", "CUDA_VISIBLE_DEVICES=1", "train.py"]) == 0
+    assert started[0].size == 8
+    assert given[0]["CUDA_VISIBLE_DEVICES"] == "1"
+    assert "hvkit: starts 8 ranks, one for each GPU\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train.py"], "-np is missing: this host has 4 cores and no GPU; .* such as -np 4"),
+        (["train.py", "-np", "2"], "before COMMAND, which gets all options after it, such as -np"),
+        (["-np", "33", "x"], "-np 33 is beyond reason: .* most -np 32, or write -H localhost:33"),
+        (["--nproc-per-node", "2", "x"], "--nproc-per-node is no option of hvkit: -np N is the n"),
+        (["--nproc_per_node=2", "x"], "--nproc_per_node is no option of hvkit: -np N is the num"),
+        (["--nnodes=2", "x"], "--nnodes is no option of hvkit: name hosts .* -H host1:4,host2:4"),
+        (["--num_processes", "2", "x"], "--num_processes is no option of hvkit: -np N is the num"),
+        (["-hostfile", "x"], "-hostfile is no option of hvkit: name the file with --hostfile"),
+        (["--max_restarts", "2", "x"], "--max_restarts is no option of hvkit: write --max-resta"),
+        (["--hostfle", "2", "x"], r"unrecognized arguments: --hostfle \(did you mean --hostfile\?"),
+        (["-np", "2"], "COMMAND is missing"),
+    ],
+)
+def test_errors_are_below_the_usage_of_hvkit_run_and_name_its_option(
+    started, capsys, words, message
+):
+    assert status(["run", *words]) == 2
+    usage, error = capsys.readouterr().err.splitlines()
+    assert usage.startswith("usage: hvkit run [-np N]")
+    assert re.search(f"^hvkit run: error: .*{message}", error)
+    assert started == []
+
+
+def test_a_number_of_ranks_beyond_reason_is_for_hosts_that_are_named(started, monkeypatch):
+    named = (Host("localhost", slots=500),)
+    monkeypatch.setattr(run, "hosts_of", lambda args, refuse: (named, None))
+    assert main(["run", "-np", "500", "-H", "localhost:500", "train.py"]) == 0
+    assert started[0].size == 500
+
+
+def test_versions_and_help(capsys):
+    for words in (["-V"], ["--version"]):
+        assert status(words) == 0
+        assert re.fullmatch(r"hvkit \d+\.\d+\.\d+\n", capsys.readouterr().out)
+    assert status(["run", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "\nwhen something fails:\n  --max-restarts R " in text
+    assert "\nexamples:\n  hvkit run -np 4 train.py --epochs 3\n      four ranks" in text
+    assert "nproc" not in text
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_a_shell_completes_commands_options_and_files(capsys, shell):
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert "--max-restarts" in script
+    assert "--nproc" not in script
+    if shell == "bash":
+        asked = "COMP_WORDS=(hvkit run --launcher g); COMP_CWORD=3; _shtab_hvkit; echo $COMPREPLY"
+        done = subprocess.run(["bash", "-c", f"{script}\n{asked}"], capture_output=True, text=True)
+        assert done.stdout == "gloo\n"
+
+
+@pytest.mark.parametrize(
+    "words", [["hosts", "-H", "node1:2"], ["manifest", "slurm", "-np", "2", "--slots", "1", "x"]]
+)
+def test_output_that_nobody_reads_ends_a_command_quietly(words):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as unread:
+        done = subprocess.run([*HVKIT, *words], stdout=unread, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_output_that_does_not_fit_on_a_disk_is_an_error():
+    with open("/dev/full", "wb") as full:
+        words = [*HVKIT, "hosts", "-H", "node1:2"]
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "hvkit: cannot write to standard output: No space left on device\n"

@@ -36,6 +36,14 @@ FAILED = SelfTest(
 )
 
 
+ON_TERMINAL: dict[str, Any] = {"force_terminal": True, "color_system": "standard"}
+
+
+def without_colours(text: str) -> list[str]:
+    """The lines of a text, without colours and without blanks at their ends."""
+    return [line.rstrip() for line in re.sub(r"\x1b\[[\d;]*m", "", text).splitlines()]
+
+
 def text_of(facts: Facts, test: SelfTest | None, **options: Any) -> str:
     screen = io.StringIO()
     show(json_report(facts, test, findings(facts, test)), Console(file=screen, **options))
@@ -70,9 +78,19 @@ class TestText:
     def test_is_plain_unless_on_a_terminal(self, bad: Facts) -> None:
         plain = text_of(bad, FAILED)
         assert "\x1b" not in plain
-        coloured = text_of(bad, FAILED, force_terminal=True, color_system="standard")
+        coloured = text_of(bad, FAILED, width=1000, **ON_TERMINAL)
         assert "\x1b[1;31mproblem:" in coloured
-        assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == plain
+        assert without_colours(coloured) == [line.rstrip() for line in plain.splitlines()]
+
+    def test_a_terminal_gets_lines_that_fit_and_go_on_below_their_beginning(
+        self, bad: Facts
+    ) -> None:
+        lines = without_colours(text_of(bad, FAILED, width=60, **ON_TERMINAL))
+        assert max(map(len, lines)) <= 60
+        number = next(n for n, line in enumerate(lines) if line.startswith("packages"))
+        start = lines[number].index("hvkit")
+        assert lines[number + 1][:start].isspace()
+        assert not lines[number + 1][start].isspace()
 
     def test_values_are_aligned(self, healthy: Facts) -> None:
         lines = text_of(healthy, PASSED).splitlines()

@@ -1,7 +1,8 @@
 import pytest
 
 from hvkit.errors import LaunchError
-from hvkit.host.gpus import gpu_of_rank
+from hvkit.host import gpus
+from hvkit.host.gpus import Gpu, Gpus, gpu_of_rank, visible_gpus
 
 
 @pytest.mark.parametrize(
@@ -21,3 +22,28 @@ def test_each_rank_takes_the_gpu_of_its_local_rank(local_rank, local_size, visib
 def test_more_ranks_than_gpus_is_an_error():
     with pytest.raises(LaunchError, match="8 ranks on a host with 4 GPUs"):
         gpu_of_rank(0, 8, 4)
+
+
+@pytest.mark.parametrize(
+    ("listed", "visible"),
+    [
+        (None, 4),
+        ("0,1", 2),
+        ("3", 1),
+        ("GPU-8932f937,MIG-1b2c", 2),
+        ("", 0),
+        ("-1", 0),
+        ("NoDevFiles", 0),
+        ("0,-1,1", 1),
+        ("1,9,2", 1),  # CUDA's list ends before the first that does not exist
+    ],
+)
+def test_ranks_may_use_the_gpus_that_cuda_shows_them(monkeypatch, listed, visible):
+    found = tuple(Gpu(number, "H100", None, "580") for number in range(4))
+    monkeypatch.setattr(gpus, "gpus", lambda: Gpus(found, None, "13.0"))
+    assert visible_gpus({} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}) == visible
+
+
+def test_a_host_without_gpus_shows_none_whatever_is_listed(monkeypatch):
+    monkeypatch.setattr(gpus, "gpus", lambda: Gpus((), None, None))
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}) == 0

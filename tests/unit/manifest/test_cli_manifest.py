@@ -108,7 +108,7 @@ def test_hvkit_run_gets_no_options_by_default(
         (f"{SLURM} --image a python", "unrecognized arguments: --image"),
         (f"{MPIJOB} --image A/b python", "argument --image: must be an image"),
         (f"{MPIJOB} --slots 0 python", "argument --slots: must be a positive integer, got '0'"),
-        (f"{MPIJOB} -np four python", "argument -np: must be a positive integer, got 'four'"),
+        (f"{MPIJOB} -np four python", "--num-proc: must be a positive integer, got 'four'"),
         (f"{MPIJOB} --gpus 0 python", "argument --gpus: must be a positive integer, got '0'"),
         (f"{MPIJOB} --name Big python", "argument --name: must be 1 to 63 lower-case"),
         (f"{MPIJOB} --namespace a_b python", "argument --namespace: must be 1 to 63"),

@@ -1,6 +1,5 @@
 """The resources that an MPIJob requests from the cluster, and its text in YAML."""
 
-import argparse
 import re
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 from mpijobs import COMMAND, container, full_job, job, read
 
 from hvkit.cli import run
+from hvkit.cli.command_parser import CommandParser
 from hvkit.manifest import Size
 from hvkit.manifest.fields import cpus, memory
 from hvkit.manifest.mpijob import Volume, literal, volume, yaml_text
@@ -109,7 +109,7 @@ def test_two_volumes_at_one_path_are_refused() -> None:
 @pytest.mark.parametrize("document", [read(job()), read(full_job())], ids=["minimal", "full"])
 def test_hvkit_run_accepts_the_launchers_command_line(document: dict[str, Any]) -> None:
     launcher = container(document, "Launcher")
-    parser = argparse.ArgumentParser()
+    parser = CommandParser()
     run.add_to(parser.add_subparsers())
     assert launcher["command"] == ["hvkit"]
     args = parser.parse_args(launcher["args"])
@@ -120,7 +120,7 @@ def test_hvkit_run_accepts_the_launchers_command_line(document: dict[str, Any]) 
 
 
 def test_the_launcher_passes_options_to_hvkit_run() -> None:
-    parser = argparse.ArgumentParser()
+    parser = CommandParser()
     run.add_to(parser.add_subparsers())
     args = parser.parse_args(container(read(full_job()), "Launcher")["args"])
     assert (args.lost_after, args.prefix, args.timestamps) == (45.0, True, True)

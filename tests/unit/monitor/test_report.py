@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 
 import pytest
@@ -260,8 +261,9 @@ def test_the_page_is_there_also_if_nobody_reads_the_text_to_its_end(folder, monk
         raise BrokenPipeError
 
     monkeypatch.setattr(report, "show", closed)
-    with pytest.raises(BrokenPipeError):
+    with pytest.raises(SystemExit) as end:
         main(["report", str(place)])
+    assert end.value.code == 128 + signal.SIGPIPE
     assert "<svg" in (place / "report.html").read_text()
 
 

@@ -1,0 +1,52 @@
+"""``hvkit completion``: what a shell needs to complete the arguments of ``hvkit``."""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+from hvkit.cli.command_parser import CommandParser
+from hvkit.errors import HvkitError
+
+SHELLS = ("bash", "zsh", "tcsh", "fish")
+
+
+def add_to(commands: "argparse._SubParsersAction[CommandParser]") -> None:
+    """Add ``hvkit completion``."""
+    parser = commands.add_parser(
+        "completion",
+        help="print what a shell needs to complete hvkit's arguments",
+        description="Print a script with which a shell completes the commands and options of "
+        "hvkit. It takes shtab: `pip install shtab`.",
+        examples={
+            'eval "$(hvkit completion bash)"': "in this shell, or in ~/.bashrc in all",
+            'hvkit completion zsh > "${fpath[1]}/_hvkit"': "in all shells of zsh",
+        },
+    )
+    parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help=f"{', '.join(SHELLS)}")
+    parser.set_defaults(execute=_completion)
+
+
+def _completion(args: argparse.Namespace) -> int:
+    from hvkit.cli import parser
+
+    try:
+        import shtab
+    except ModuleNotFoundError:
+        raise HvkitError(
+            "there is no shtab, which writes completions: `pip install shtab`"
+        ) from None
+    hvkit = parser()
+    for action in _actions(hvkit):
+        if action.type is Path or action.nargs == argparse.REMAINDER:
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
+    print(shtab.complete(hvkit, args.shell))
+    return 0
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """The actions of a parser and its subcommands."""
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for each in action.choices.values():
+                yield from _actions(each)
