@@ -22,6 +22,7 @@ from hvkit.adapters.keras.collectives.graph_collectives import GraphWait
 from hvkit.adapters.keras.collectives.wire import Wire
 from hvkit.adapters.keras.initial_state import tf_variable
 from hvkit.adapters.keras.optimizers import inner_optimizer, parts_of
+from hvkit.adapters.keras.trials import why_not_by_variable
 from hvkit.adapters.parameter_shares import pieces
 from hvkit.communication import one_by_one
 from hvkit.strategies import ShardedOptimizer
@@ -258,15 +259,21 @@ def unfolded(optimizer: Any) -> Iterator[None]:
 
 
 def refuse_joint_updates(strategy: ShardedOptimizer, optimizer: Any) -> None:
-    """Raise if an optimizer's state changes all weights, so that every rank would need it whole.
+    """Raise if an optimizer does not update each weight on its own.
 
     Raises:
-        ValueError: names the setting.
+        ValueError: names the optimizer, and what it does.
     """
     if type(optimizer).__name__ == "ScheduleFreeAdamW":
         raise ValueError(
             f"ScheduleFreeAdamW changes all weights when it is built, but with {strategy} no rank "
             "holds the state of all: use keras.optimizers.AdamW, or hvkit.Synchronous()"
+        )
+    if reason := why_not_by_variable(optimizer):
+        raise ValueError(
+            f"{type(optimizer).__name__} does not update each weight on its own, as {strategy} "
+            f"needs ({reason}): use an optimizer such as keras.optimizers.AdamW, or "
+            "hvkit.Synchronous()"
         )
     if optimizer.use_ema:
         raise ValueError(

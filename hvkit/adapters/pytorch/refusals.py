@@ -32,9 +32,6 @@ _WRAPPERS = {
 }
 _LIBRARIES = ("torch", "fairscale", "deepspeed")
 
-# Optimizers that compute with a whole parameter, or with several.
-_WHOLE_PARAMETERS = ("Adafactor", "Muon", "Rprop", "SparseAdam")
-
 _averaged: WeakSet[Optimizer] = WeakSet()
 # Optimizers that held no parameter of a distributed model, with their number of parameters then.
 _harmless: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
@@ -212,11 +209,6 @@ def _refuse_shared(strategy: FullyShard, models: Sequence[nn.Module]) -> None:
 
 
 def _refuse_optimizer(strategy: FullyShard, own: set[nn.Parameter], optimizer: Optimizer) -> None:
-    if type(optimizer).__name__ in _WHOLE_PARAMETERS:
-        raise ValueError(
-            f"{type(optimizer).__name__} computes with whole parameters, which no rank holds with "
-            f"{strategy}: use an optimizer such as torch.optim.AdamW, or hvkit.Synchronous()"
-        )
     others = [p for g in optimizer.param_groups for p in g["params"] if p not in own]
     if others:
         raise ValueError(

@@ -1,8 +1,11 @@
 """Keras: strategies that average gradients in every step."""
 
+import random
+
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from cases import MORE, cases
 from models import LOOPS, local, mlp, regression, weights
 from ranks import error_of, largest_difference, same_on_all_ranks
@@ -10,6 +13,7 @@ from ranks import error_of, largest_difference, same_on_all_ranks
 import hvkit
 from hvkit import main_rank
 from hvkit.adapters.keras.sharded import OptimizerShards
+from hvkit.adapters.keras.trials import why_not_by_variable
 
 
 def trained(strategy, loop="function", **options):
@@ -163,6 +167,53 @@ def test_state_that_is_not_of_single_weights_is_refused():
     )
     assert error is ValueError
     assert "ScheduleFreeAdamW changes all weights" in text
+
+
+class NormOfAll(keras.optimizers.SGD):
+    """One step of a length, for all weights together."""
+
+    def _backend_update_step(self, grads, trainable_variables, learning_rate):
+        norm = tf.linalg.global_norm(grads)
+        super()._backend_update_step([g / norm for g in grads], trainable_variables, learning_rate)
+
+
+class Counting(keras.optimizers.SGD):
+    def build(self, variables):
+        super().build(variables)
+        self.total = self.add_variable((), name="total")
+
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(gradient, variable, learning_rate)
+        self.total.assign_add(keras.ops.sum(gradient))
+
+
+class Unnamed(keras.optimizers.SGD):
+    """It cannot be made again from its settings."""
+
+    def __init__(self, needed):
+        super().__init__(0.1)
+
+
+class OwnAdam(keras.optimizers.Adam):
+    """A user's class, which updates each weight on its own."""
+
+
+def test_what_an_optimizer_does_decides_whether_ranks_can_divide_it():
+    random_state = random.getstate()
+    found = {
+        type(each): why_not_by_variable(each)
+        for each in (NormOfAll(0.1), Counting(0.1), Unnamed(1), OwnAdam(0.1))
+    }
+    assert random.getstate() == random_state
+    assert "depends on others" in found[NormOfAll]
+    assert "'total' from all weights together" in found[Counting]
+    assert "failed with TypeError" in found[Unnamed]
+    assert found[OwnAdam] == ""
+    error, text = error_of(
+        lambda: hvkit.distribute(large(), NormOfAll(0.1), strategy=hvkit.ShardedOptimizer())
+    )
+    assert error is ValueError
+    assert "NormOfAll does not update each weight on its own" in text
 
 
 def test_averages_of_the_weights_are_refused():

@@ -58,7 +58,21 @@ MAKE = {
     "amsgrad": lambda p: torch.optim.Adam(p, 0.01, amsgrad=True, foreach=False),
     "rmsprop": lambda p: torch.optim.RMSprop(p, 0.01, momentum=0.9, centered=True),
     "fused": lambda p: torch.optim.AdamW(p, 0.01, fused=True),
+    "own": lambda p: Own(p, 0.01),
 }
+
+
+class NormOfAll(torch.optim.SGD):
+    """One step of a length, for all parameters together."""
+
+    def step(self, closure=None):
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        nn.utils.clip_grad_norm_(held, 0.1)
+        return super().step(closure)
+
+
+class Own(torch.optim.AdamW):
+    """A user's class, which updates each parameter on its own."""
 
 
 def large(seed=0):
@@ -232,6 +246,10 @@ def test_updates_of_all_parameters_together_are_refused():
     )
     assert error is ValueError
     assert "LBFGS computes its step from all parameters together" in text
+    model = mlp()
+    error, text = error_of(lambda: both(NormOfAll))
+    assert error is ValueError
+    assert "NormOfAll does not update each parameter on its own" in text
     model, optimizer = both(MAKE["sgd"], steps=1)[2:]
     error, text = error_of(lambda: optimizer.step(lambda: 0.0))
     assert error is ValueError

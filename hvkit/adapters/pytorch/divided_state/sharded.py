@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from hvkit import runtime
 from hvkit.adapters.parameter_shares import pieces
 from hvkit.adapters.pytorch.collectives.wire import Wire
+from hvkit.adapters.pytorch.divided_state.trials import why_not_by_element, why_not_by_parameter
 from hvkit.adapters.pytorch.optimizers import (
     OutermostStep,
     closure_of,
@@ -24,7 +25,7 @@ from hvkit.adapters.pytorch.optimizers import (
     optimizers_inside,
 )
 from hvkit.communication import one_by_one
-from hvkit.strategies import ShardedOptimizer
+from hvkit.strategies import FullyShard, ShardedOptimizer
 from hvkit.strategies.strategy import Strategy
 from hvkit.watch.calls import call
 
@@ -48,12 +49,7 @@ class OptimizerShards:
         self._steps = itertools.count(1)
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Divide this optimizer's state from now on.
-
-        Raises:
-            ValueError: the optimizer does not update each parameter on its own.
-        """
-        refuse_joint_updates(self._strategy, optimizer)
+        """Divide this optimizer's state from now on."""
         # In the instance, so that it may refer to the optimizer; pickled ones leave it out.
         vars(optimizer)[_SHARDS] = shards = _Shards(self, optimizer)
         shards.keep_own_state()
@@ -245,16 +241,27 @@ def partial_state(what: str, of: object, argument: str) -> ValueError:
 
 
 def refuse_joint_updates(strategy: Strategy, optimizer: Optimizer) -> None:
-    """Raise if an optimizer is known not to update each parameter on its own.
+    """Raise if an optimizer does not update each parameter, or each part of one, on its own.
 
     Raises:
-        ValueError: names the optimizer.
+        ValueError: names the optimizer, and what it does.
     """
+    name = type(optimizer).__name__
+    instead = "use an optimizer such as torch.optim.AdamW, or hvkit.Synchronous()"
     if has_step_length(optimizer) or optimizers_inside(optimizer):
         raise ValueError(
-            f"{type(optimizer).__name__} computes its step from all parameters together, but "
-            f"{strategy} updates each on one rank: use an optimizer such as torch.optim.AdamW, or "
-            "hvkit.Synchronous()"
+            f"{name} computes its step from all parameters together, but {strategy} updates each "
+            f"on one rank: {instead}"
+        )
+    if isinstance(strategy, ShardedOptimizer) and (reason := why_not_by_parameter(optimizer)):
+        raise ValueError(
+            f"{name} does not update each parameter on its own, as {strategy} needs ({reason}): "
+            f"{instead}"
+        )
+    if isinstance(strategy, FullyShard) and (reason := why_not_by_element(optimizer)):
+        raise ValueError(
+            f"{name} computes with whole parameters, which no rank holds with {strategy} "
+            f"({reason}): {instead}"
         )
 
 

@@ -1,0 +1,256 @@
+"""Whether ranks can divide the work of an optimizer: tried on a few small parameters.
+
+An optimizer that looks at all parameters together, or changes weights outside of its steps, would
+train other weights than one process does, and other ones on each rank. What it does decides, not
+its name: a copy of it that updates all of some small parameters must change them as several copies
+do that update a part each, as on several ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+# Some warm up for several steps before they do what they are made for.
+_STEPS = 10
+_RANKS = 2
+# Elements along each dimension of a small parameter; even, so that two ranks have as many.
+_LENGTH = 4
+
+# PyTorch's own that compute each element from its own gradient and state.
+_BY_ELEMENT = frozenset(
+    {
+        torch.optim.ASGD,
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.SGD,
+    }
+)
+# Those that compute each parameter so.
+_BY_PARAMETER = _BY_ELEMENT | {
+    torch.optim.Adafactor,
+    torch.optim.Muon,
+    torch.optim.Rprop,
+    torch.optim.SparseAdam,
+}
+# Those that PyTorch cannot compute with parts of parameters.
+_WHOLE = (torch.optim.Rprop, torch.optim.SparseAdam)
+
+# Methods that change weights outside of a step, as those of schedule-free optimizers do.
+_MODES = ("eval", "train")
+_NOT_COPIED = frozenset(
+    {
+        "step",  # of the instance: patched by a scheduler
+        "state",
+        "param_groups",
+        "_optimizer_step_pre_hooks",
+        "_optimizer_step_post_hooks",
+        "_optimizer_state_dict_pre_hooks",
+        "_optimizer_state_dict_post_hooks",
+        "_optimizer_load_state_dict_pre_hooks",
+        "_optimizer_load_state_dict_post_hooks",
+    }
+)
+
+
+def why_not_by_parameter(optimizer: Optimizer) -> str:
+    """Why ranks cannot update some whole parameters each; empty if they can."""
+    if type(optimizer) in _BY_PARAMETER:
+        return ""
+    return _why_not(optimizer, halved=False)
+
+
+def why_not_by_element(optimizer: Optimizer) -> str:
+    """Why ranks cannot update a part of each parameter; empty if they can."""
+    if type(optimizer) in _BY_ELEMENT:
+        return ""
+    if isinstance(optimizer, _WHOLE):
+        return "PyTorch computes it with whole tensors only"
+    return _why_not(optimizer, halved=True)
+
+
+def _why_not(optimizer: Optimizer, *, halved: bool) -> str:
+    devices = {p.device for p in _parameters(optimizer) if p.is_cuda}
+    with torch.random.fork_rng(devices=list(devices)), torch.enable_grad():
+        try:
+            return _Trial(optimizer, halved=halved).run()
+        except Exception as error:
+            # Of any type: what optimizers of others do is not known.
+            return f"a trial on small parameters failed with {type(error).__name__}: {error}"
+
+
+class _Trial:
+    """Copies of an optimizer: one that updates everything, and one for each of two ranks.
+
+    Args:
+        optimizer: stays as it is.
+        halved: whether a rank has half of each parameter, or every second parameter.
+    """
+
+    def __init__(self, optimizer: Optimizer, *, halved: bool) -> None:
+        self._halved = halved
+        self._random = torch.Generator().manual_seed(0)
+        models = [list(_of_each_kind(group["params"])) for group in optimizer.param_groups]
+        values = [[self._like(p) for p in group] for group in models]
+        self._whole = _copied(optimizer, models, values)
+        self._ranks = [
+            _copied(optimizer, models, [[self._part(v, rank) for v in group] for group in values])
+            for rank in range(_RANKS)
+        ]
+
+    def run(self) -> str:
+        """Why the ranks' copies do not do together what the whole one does; empty if they do."""
+        everyone = [self._whole, *self._ranks]
+        for each in everyone:
+            if callable(train := getattr(each, "train", None)):
+                train()
+        # Of one direction, which those that estimate a step's length wait for.
+        slopes = [self._like(p) for p in _parameters(self._whole)]
+        for _ in range(_STEPS):
+            gradients = [slope + 0.1 * self._like(slope) for slope in slopes]
+            _step(self._whole, gradients)
+            for rank, each in enumerate(self._ranks):
+                _step(each, self._of_rank(gradients, rank))
+            self._send()
+            if not self._same():
+                unit = "part of a parameter" if self._halved else "parameter"
+                return f"its update of one {unit} depends on others, or is random"
+            if (key := self._other_number()) is not None:
+                return f"it computes {key!r} from all parameters together"
+        for name in _MODES:
+            if callable(getattr(self._whole, name, None)):
+                for each in everyone:
+                    getattr(each, name)()
+                if not self._same():
+                    return f"{name}() changes only weights whose state a rank holds"
+        return ""
+
+    def _like(self, p: torch.Tensor) -> torch.Tensor:
+        """A random tensor of the same kind, and small."""
+        shape = [_LENGTH if self._halved else min(length, _LENGTH) for length in p.shape]
+        # Halves are rounded in other places, as vectors of other lengths: by little in 64 bits.
+        wide = self._halved and not p.is_complex()
+        dtype = torch.float64 if wide else p.dtype
+        plain = torch.complex64 if p.is_complex() else torch.float32
+        return torch.randn(shape, generator=self._random, dtype=plain).to(p.device, dtype)
+
+    def _part(self, value: torch.Tensor, rank: int) -> torch.Tensor:
+        return value.chunk(_RANKS)[rank] if self._halved else value
+
+    def _of_rank(self, gradients: list[torch.Tensor], rank: int) -> list[torch.Tensor | None]:
+        if self._halved:
+            return [self._part(g, rank) for g in gradients]
+        return [g if i % _RANKS == rank else None for i, g in enumerate(gradients)]
+
+    @torch.no_grad()
+    def _send(self) -> None:
+        """Give each rank the parameters that the other has updated."""
+        if self._halved:
+            return
+        for i, held in enumerate(zip(*map(_parameters, self._ranks), strict=True)):
+            for p in held:
+                p.copy_(held[i % _RANKS])
+
+    @torch.no_grad()
+    def _same(self) -> bool:
+        """Whether each rank's parameters are the whole one's."""
+        return all(
+            torch.allclose(mine, self._part(p, rank), rtol=1e-12, atol=1e-12, equal_nan=True)
+            if self._halved
+            else torch.equal(mine.nan_to_num(), p.nan_to_num())
+            for rank, each in enumerate(self._ranks)
+            for mine, p in zip(_parameters(each), _parameters(self._whole), strict=True)
+        )
+
+    def _other_number(self) -> str | None:
+        """The name of a number in the groups that is another one on some rank; None if none is."""
+        for each in self._ranks:
+            for mine, whole in zip(each.param_groups, self._whole.param_groups, strict=True):
+                for key, value in whole.items():
+                    of_numbers = isinstance(value, int | float | torch.Tensor)
+                    if of_numbers and not _equal(value, mine.get(key)):
+                        return key
+        return None
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _of_each_kind(parameters: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """As many parameters of each dtype and number of dimensions as there are ranks in a trial."""
+    kinds = {(p.dtype, p.dim(), p.device): p for p in parameters}
+    for p in kinds.values():
+        yield from [p] * _RANKS
+
+
+def _copied(
+    optimizer: Optimizer, models: list[list[torch.Tensor]], values: list[list[torch.Tensor]]
+) -> Optimizer:
+    """A copy of an optimizer, which updates other parameters.
+
+    Args:
+        optimizer: stays as it is.
+        models: for each group, the parameters that the new ones take the place of.
+        values: of the new ones.
+    """
+    groups = [[torch.nn.Parameter(value.clone()) for value in group] for group in values]
+    # What the optimizer keeps of its parameters elsewhere becomes the first new one.
+    memo: dict[int, Any] = {
+        id(p): new[0]
+        for group, new in zip(optimizer.param_groups, groups, strict=True)
+        for p in group["params"]
+    }
+    twin: Any = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        if name not in _NOT_COPIED:
+            vars(twin)[name] = copy.deepcopy(value, memo)
+    for name in _NOT_COPIED - {"step", "state", "param_groups"}:
+        vars(twin)[name] = OrderedDict()
+    twin.state = defaultdict(dict)
+    for olds, news in zip(models, groups, strict=True):
+        for old, new in zip(olds, news, strict=True):
+            if old in optimizer.state:
+                # Two new ones may be like the same old one: each gets a state of its own.
+                twin.state[new] = _state_like(optimizer.state[old], old, new, dict(memo))
+    twin.param_groups = [
+        {k: v if k == "params" else copy.deepcopy(v, memo) for k, v in group.items()}
+        | {"params": new}
+        for group, new in zip(optimizer.param_groups, groups, strict=True)
+    ]
+    return twin  # type: ignore[no-any-return]
+
+
+def _state_like(
+    state: Any, old: torch.Tensor, new: torch.Tensor, memo: dict[int, Any]
+) -> dict[str, Any]:
+    """A copy of a parameter's state for another one, of another shape."""
+    return {
+        key: value.reshape(-1)[:1].to(new.dtype).expand(new.shape).clone()
+        if isinstance(value, torch.Tensor) and value.shape == old.shape and value.dim()
+        else copy.deepcopy(value, memo)
+        for key, value in state.items()
+    }
+
+
+def _equal(value: Any, other: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(value, other)
+    return bool(value == other)
+
+
+def _step(optimizer: Optimizer, gradients: Sequence[torch.Tensor | None]) -> None:
+    for p, gradient in zip(_parameters(optimizer), gradients, strict=True):
+        p.grad = None if gradient is None else gradient.clone()
+    optimizer.step()
