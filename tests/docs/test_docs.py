@@ -103,10 +103,23 @@ def test_code_runs(pages, ranks, tmp_path):
         timeout=300,
         check=False,
     )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    printed = ended.stdout + ended.stderr
+    assert ended.returncode == 0, printed
+    if ranks == 2:
+        said = [line for page in pages for line in outputs(page)]
+        assert said
+        assert not [line for line in said if not re.search(line, printed)]
     if ranks == 1 and "docs/tutorial.md" in pages:
         plain, ours = (tmp_path / f"docs-tutorial.md-{number}" / "model.pt" for number in (0, 1))
         assert plain.read_bytes() == ours.read_bytes()  # with one process the calls change nothing
+
+
+def outputs(page):
+    """Patterns for the page's lines of output; indented lines continue, and digits may differ."""
+    for block in blocks(page):
+        if 'title="output"' in block.options:
+            for line in re.sub(r"\n +", " ", block.text).splitlines():
+                yield re.sub(r"\d", r"\\d", re.escape(line))
 
 
 def commands(page):
