@@ -7,6 +7,7 @@
     ├── pytorch/             averages gradients before loss.backward() returns
     └── keras/               averages gradients inside optimizer.apply
     hvkit.allgather          objects of all ranks (allgather), tensors with gradients
+    hvkit.average_buffers    what forward passes learn outside of batch norm (buffers)
         both use
         ├── gradient_chunks  how many messages carry gradients or weights
         ├── nonfinite        the sentence about gradients that are NaN or infinite

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,19 +129,13 @@ def complaint(everyone: Rows, compared: Sequence[Compared], exact: bool) -> tupl
     Returns:
         The message, empty if all ranks hold the same, and whether it is an error.
     """
-    bits = everyone[:, :, 0]
-    differing = np.flatnonzero((bits != bits[0]).any(axis=0)).tolist()
-    if not differing:
+    distances = _distances(everyone)
+    if not distances:
         return "", False
-    distances = {i: _distance(everyone[:, i]) for i in differing}
-    beyond = [
-        i
-        for i, distance in distances.items()
-        if exact or not distance <= max(_ROUNDING, _UNITS * compared[i].unit)
-    ]
-    first = (beyond or differing)[0]
-    ranks = np.flatnonzero(bits[:, first] != bits[0, first]).tolist()
-    where = f"{compared[first].label} of {_named(ranks)} differs from that of rank 0"
+    beyond = list(distances) if exact else _beyond_rounding(distances, compared)
+    first = (beyond or list(distances))[0]
+    ranks = _unlike_rank_0(everyone[:, first])
+    where = f"{compared[first].label} of {named_ranks(ranks)} differs from that of rank 0"
     if beyond:
         return f"{where}{_by(distances[first])}; {_FIX}", True
     return (
@@ -151,10 +145,41 @@ def complaint(everyone: Rows, compared: Sequence[Compared], exact: bool) -> tupl
     )
 
 
+def unlike(everyone: Rows, compared: Sequence[Compared]) -> dict[str, list[int]]:
+    """What differs by more than rounding: the ranks that differ from rank 0, by label.
+
+    Args:
+        everyone: int64 of shape ``(ranks, len(compared), WIDTH)``.
+        compared: what the rows belong to.
+    """
+    beyond = _beyond_rounding(_distances(everyone), compared)
+    return {compared[i].label: _unlike_rank_0(everyone[:, i]) for i in beyond}
+
+
+def _distances(everyone: Rows) -> dict[int, float]:
+    """The distances of what differs, by number."""
+    bits = everyone[:, :, 0]
+    differing = np.flatnonzero((bits != bits[0]).any(axis=0)).tolist()
+    return {i: _distance(everyone[:, i]) for i in differing}
+
+
+def _beyond_rounding(distances: Mapping[int, float], compared: Sequence[Compared]) -> list[int]:
+    return [
+        i
+        for i, distance in distances.items()
+        if not distance <= max(_ROUNDING, _UNITS * compared[i].unit)
+    ]
+
+
+def _unlike_rank_0(rows: Rows) -> list[int]:
+    ranks: list[int] = np.flatnonzero(rows[:, 0] != rows[0, 0]).tolist()
+    return ranks
+
+
 _FIX = (
     "weights or an optimizer's state were loaded or changed on some ranks only, after "
-    "hvkit.distribute: load before the call, or on every rank, or with hvkit.Checkpoint (hvkit "
-    "does not compare buffers and non-trainable variables: keep values of a single rank there)"
+    "hvkit.distribute: load before the call, or on every rank, or with hvkit.Checkpoint "
+    "(buffers and non-trainable variables may differ: keep values of a single rank there)"
 )
 
 
@@ -173,7 +198,7 @@ def _by(distance: float) -> str:
     return f" by about {distance:.1g} times its norm" if np.isfinite(distance) else ""
 
 
-def _named(ranks: list[int]) -> str:
+def named_ranks(ranks: list[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     text = ", ".join(map(str, ranks[:_MOST_RANKS_NAMED]))

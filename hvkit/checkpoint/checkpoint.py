@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvkit import runtime
+from hvkit.adapters.buffers import warn_of_unlike
 from hvkit.adapters.fingerprints import Compared, Rows, require_same
 from hvkit.checkpoint import manifests, newest, ranks, resume, store
 from hvkit.checkpoint.choice import parts_of
@@ -164,6 +165,7 @@ class Checkpoint:
         kept: list[StrategyPart] = []
         compared: list[Compared] = []
         rows: list[Rows] = []
+        unlike: tuple[list[Compared], list[Rows]] = [], []
         try:
             progress = Progress(
                 epoch=checked_count("epoch", epoch),
@@ -190,10 +192,12 @@ class Checkpoint:
                 own = ranks.capture(parts)
             mine = ranks.digests(own)
             compared, rows = ranks.compared(parts)
+            unlike = ranks.may_differ(parts)
         except Exception as error:
             problem = error
         share(_SAVE, problem, None)
         require_same(_SAVE, compared, rows)
+        warn_of_unlike(_SAVE, *unlike)
         states = one_by_one.collect(_SAVE, ranks.unlike(own, mine, collectives.from_rank(0, mine)))
         del own
         name = store.name_of(progress.step)

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from hvkit.adapters.adapter import Record, record_of
 from hvkit.adapters.fingerprints import Compared, Rows
+from hvkit.adapters.keras import buffers
 from hvkit.adapters.keras.checks import compared_in
 from hvkit.adapters.keras.initial_state import has_weights, tf_variable
 from hvkit.adapters.keras.optimizers import inner_optimizer, parts_of
@@ -89,6 +90,9 @@ class ModelPart(Part):
 
     def compared(self) -> tuple[list[Compared], list[Rows]]:
         return compared_in(self.model)
+
+    def may_differ(self) -> tuple[list[Compared], list[Rows]]:
+        return buffers.compared_in(self.model)
 
     def _check_built(self) -> None:
         if not has_weights(self.model):

@@ -99,6 +99,10 @@ class Part(ABC):
         """The state that must be equal on all ranks, and its fingerprints."""
         return [], []
 
+    def may_differ(self) -> tuple[list[Compared], list[Rows]]:
+        """What ranks hold of the object that nothing keeps equal, and its fingerprints."""
+        return [], []
+
     def end_epoch(self) -> None:  # noqa: B027  # most objects count no epochs
         """Count the current epoch as done, even if a loop left the data before its end."""
 

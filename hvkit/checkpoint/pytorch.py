@@ -15,6 +15,8 @@ from torch.optim import Optimizer
 
 from hvkit.adapters.adapter import Record, Warmup, record_of
 from hvkit.adapters.fingerprints import Compared, Rows
+from hvkit.adapters.pytorch import buffers
+from hvkit.adapters.pytorch.adapter import is_distributed
 from hvkit.adapters.pytorch.checks import compared_in
 from hvkit.adapters.pytorch.gradients.reducer import is_averaged
 from hvkit.adapters.pytorch.refusals import is_divided
@@ -118,6 +120,9 @@ class TorchPart(Part):
 
     def compared(self) -> tuple[list[Compared], list[Rows]]:
         return compared_in(self._thing, is_averaged)
+
+    def may_differ(self) -> tuple[list[Compared], list[Rows]]:
+        return ([], []) if self.model is None else buffers.compared_in(self.model, is_distributed)
 
     def end_epoch(self) -> None:
         end_epoch_of(self._thing)

@@ -36,11 +36,23 @@ def compared(parts: Sequence[Part]) -> tuple[list[Compared], list[Rows]]:
 
     Nothing if there is only one rank.
     """
-    found = [(part.name, *part.compared()) for part in parts if runtime.size() > 1]
-    named = [
-        replace(each, label=f"{each.label} of {name}") for name, kinds, _ in found for each in kinds
-    ]
-    return named, [row for _, _, rows in found for row in rows]
+    return _labelled((part.name, *part.compared()) for part in parts if runtime.size() > 1)
+
+
+def may_differ(parts: Sequence[Part]) -> tuple[list[Compared], list[Rows]]:
+    """What ranks hold of all parts that nothing keeps equal, and its fingerprints."""
+    return _labelled((part.name, *part.may_differ()) for part in parts if runtime.size() > 1)
+
+
+def _labelled(
+    found: Iterable[tuple[str, list[Compared], list[Rows]]],
+) -> tuple[list[Compared], list[Rows]]:
+    named: list[Compared] = []
+    every: list[Rows] = []
+    for name, kinds, rows in found:
+        named += [replace(each, label=f"{each.label} of {name}") for each in kinds]
+        every += rows
+    return named, every
 
 
 def digests(own: Mapping[str, Arrays]) -> dict[str, bytes]:

@@ -10,6 +10,7 @@
     ├── weights/           for ranks that train alone: rounds, the parameter server
     ├── sharded            each rank updates the variables it owns, and sends them
     ├── batch_norm         statistics over ranks
+    ├── buffers            what else forward passes learn: means, and differences
     ├── fit                fit and evaluate: metrics of all ranks
     │   └── callbacks      all ranks stop together, only rank 0 writes files
     ├── refusals           updates by other optimizers, and inside XLA

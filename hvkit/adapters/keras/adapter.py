@@ -17,11 +17,13 @@ from keras.src.backend import in_stateless_scope
 
 from hvkit import runtime
 from hvkit.adapters.adapter import Keeper, Options, Record
+from hvkit.adapters.buffers import warn_of_unlike
 from hvkit.adapters.keras.batch_norm import (
     LastStatistics,
     average_statistics,
     synchronise_batch_norm,
 )
+from hvkit.adapters.keras.buffers import compared_of
 from hvkit.adapters.keras.checks import Checks, require_same_weights
 from hvkit.adapters.keras.collectives.graph_collectives import GraphWait
 from hvkit.adapters.keras.fit import share_results
@@ -224,9 +226,10 @@ class KerasAdapter:
                 self._divide_state(strategy)
             if (travels := strategy.travels(compression)) and travels.keeps_state:
                 keeper = AveragingKeeper(self.model, self.averagers, strategy, compression)
-        end_epoch = functools.partial(require_same_weights, "fit", self.model, self.optimizers)
+        wait = None
         if alone is None and self.options.batch_norm == "average":
-            end_epoch = functools.partial(self._end_epoch, GraphWait(f"hvkit.{next(_serial)}"))
+            wait = GraphWait(f"hvkit.{next(_serial)}")
+        end_epoch = functools.partial(self._end_epoch, wait)
         for model in self.models:  # which keep all that is here by this
             share_results(model, self.averagers, end_epoch, alone)
             vars(model)[_KEEPER] = keeper
@@ -246,12 +249,18 @@ class KerasAdapter:
         statistics = LastStatistics(self.model, averaged) if skips else None
         return NonFinite(self.options.on_nonfinite, name, statistics)
 
-    def _end_epoch(self, wait: GraphWait) -> None:
-        """Make the ranks alike also after batches that no update has followed yet."""
+    def _end_epoch(self, wait: GraphWait | None) -> None:
+        """Make the ranks alike also after batches that no update has followed yet; compare them.
+
+        Args:
+            wait: counts the waits for averaged statistics; None if they are not averaged here.
+        """
         steps = [each.gradient_accumulation_steps or 1 for each in self._updating()]
-        if any(int(o.iterations) % n for o, n in zip(self._updating(), steps, strict=True)):
+        left = any(int(o.iterations) % n for o, n in zip(self._updating(), steps, strict=True))
+        if wait is not None and left:
             average_statistics(self.model, wait)
         require_same_weights("fit", self.model, self.optimizers)
+        warn_of_unlike("fit", *compared_of(self.model))
 
     def _divide_state(self, strategy: ShardedOptimizer) -> None:
         held = [0] * runtime.size()

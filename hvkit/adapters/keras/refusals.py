@@ -151,7 +151,12 @@ def _forget(number: int, _: weakref.ref[Any]) -> None:
 def weights_of_distributed() -> set[int]:
     """The ids of the weights of distributed models that are the same on all ranks."""
     differing = {id(w) for model in _models if model in _differing for w in model.weights}
-    return ({id(w) for model in _models for w in model.weights} | _updated.keys()) - differing
+    return (weights_of_models() | _updated.keys()) - differing
+
+
+def weights_of_models() -> set[int]:
+    """The ids of all weights of distributed models."""
+    return {id(w) for model in _models for w in model.weights}
 
 
 @functools.cache

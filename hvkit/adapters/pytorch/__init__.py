@@ -10,6 +10,7 @@
     ├── divided_state/     each rank holds a part: sharded optimizers, fully_shard
     ├── checks             do all ranks hold the same weights, and different data?
     ├── batch_norm         statistics over ranks; averaged ones travel with the gradients
+    ├── buffers            what else forward passes learn: means, and differences
     ├── learning_rate      scaling and warm-up inside optimizer.step()
     ├── optimizers         closures, parent classes, wrappers: optimizers that step unusually
     ├── refusals           other wrappers, torch.distributed, what cannot be divided

@@ -20,6 +20,7 @@ from hvkit.adapters.pytorch.batch_norm import (
     batch_norm_of,
     synchronise_batch_norm,
 )
+from hvkit.adapters.pytorch.buffers import compared_of
 from hvkit.adapters.pytorch.checks import Checks
 from hvkit.adapters.pytorch.divided_state.sharded import (
     OptimizerShards,
@@ -133,7 +134,8 @@ class PyTorchAdapter:
         if self.options.batch_norm == "sync":
             synchronise_batch_norm(self.model)
         name = f"hvkit.{next(_serial)}"
-        checks = Checks(self.parameters, self.optimizers, self.options.check_every, name)
+        learnt = functools.partial(compared_of, self.models)
+        checks = Checks(self.parameters, self.optimizers, self.options.check_every, name, learnt)
         compression = self.options.compression
         statistics = self._averaged_statistics()
         if isinstance(self.options.strategy, FullyShard):
@@ -168,7 +170,7 @@ class PyTorchAdapter:
         records = []
         for optimizer in self.optimizers:
             stepping = [optimizer, *optimizers_inside(optimizer)]
-            refuse_other_optimizers(stepping, _is_distributed)
+            refuse_other_optimizers(stepping, is_distributed)
             self._follow(stepping, keeper)
             if shards:
                 shards.attach(optimizer)
@@ -186,7 +188,7 @@ class PyTorchAdapter:
         divided: Any = weakref.proxy(
             fully_shard.DividedModels(strategy, self.models, self.optimizers, name, statistics)
         )
-        refuse_other_optimizers(self.optimizers, _is_distributed)
+        refuse_other_optimizers(self.optimizers, is_distributed)
         records: list[tuple[Any, Record]] = []
         for number, model in enumerate(self.models):
             held: Any = weakref.proxy(model)
@@ -280,7 +282,7 @@ def _keep_as_long_as(parameters: Iterable[Any], thing: object) -> None:
         vars(p._backward_hooks).setdefault("_hvkit", []).append(thing)
 
 
-def _is_distributed(parameter: torch.Tensor) -> bool:
+def is_distributed(parameter: torch.Tensor) -> bool:
     """Whether a model that was passed to ``distribute`` has this parameter."""
     return is_averaged(parameter) or is_kept(parameter) or is_divided(parameter)
 
@@ -326,7 +328,7 @@ def _refuse_distributed(parameters: Mapping[str, torch.Tensor], *, several: bool
         ValueError: names the parameter.
     """
     for name, p in parameters.items():
-        if _is_distributed(p):
+        if is_distributed(p):
             part = name if "optimizer" in name or several else f"{name} of this model"
             raise ValueError(
                 f"parameter {part} was passed to hvkit.distribute before, with another model: pass "

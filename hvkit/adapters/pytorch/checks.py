@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hvkit.adapters import fingerprints
+from hvkit.adapters.buffers import warn_of_unlike
 from hvkit.adapters.fingerprints import BLOCK, PRIME, WIDTH, Compared, Rows
 from hvkit.adapters.pytorch.collectives.wire import Wire
 from hvkit.adapters.pytorch.divided_state.sharded import is_sharded
@@ -34,6 +35,7 @@ class Checks:
         optimizers: the ranks compare their state before the first update.
         every: optimizer steps from one comparison of weights to the next; None for the first only.
         name: the same on every rank, and no other model's.
+        learnt: returns fingerprints of what forward passes learn, of which ranks are warned.
     """
 
     def __init__(
@@ -42,12 +44,14 @@ class Checks:
         optimizers: Sequence[Optimizer],
         every: int | None,
         name: str,
+        learnt: Callable[[], tuple[list[Compared], list[Rows]]],
     ) -> None:
         self._wire = Wire("checks")
         self._name = name
         self._every = every
         self._labels = {parameter: f"parameter {name}" for name, parameter in names.items()}
         self._optimizers = list(optimizers)
+        self._learnt = learnt
         self._next: int | None = 0
         self._looked_at_gradients = False
         self._compared: list[Compared] = []
@@ -71,7 +75,9 @@ class Checks:
             Whether they hold the same bit for bit.
         """
         compared = [Compared(f"{self.label(i, p)}{note}", _unit(p)) for i, p, _ in held]
-        return fingerprints.require_same(point, compared, _rows([tensor for *_, tensor in held]))
+        return fingerprints.require_same(
+            point, compared, fingerprints_of([tensor for *_, tensor in held])
+        )
 
     def send(self, steps: int, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Start a comparison if one is due; call before this rank's gradients become means.
@@ -87,9 +93,10 @@ class Checks:
         for entry in (each for o in self._optimizers for each in _of_optimizer(o)):
             self._compared.append(Compared(entry.heading))
             rows.append(entry.in_one_row())
-        gradients = _rows([p.grad for p in parameters if p.grad is not None])
+        gradients = fingerprints_of([p.grad for p in parameters if p.grad is not None])
         head = [*fingerprints.of_gradients(gradients), processes_of_torch_distributed()]
-        mine = torch.from_numpy(np.stack([head, *rows]))
+        learnt = fingerprints.hashed(repr([row.tolist() for row in self._learnt()[1]]))
+        mine = torch.from_numpy(np.stack([head, learnt, *rows]))
         self._handle = self._wire.start_gather(mine, f"{self._name}.check")
 
     def receive(self, steps: int) -> None:
@@ -104,13 +111,15 @@ class Checks:
         gathered = self._wire.wait(self._handle)
         self._handle = None
         everyone = gathered.numpy().reshape(self._wire.size, -1, WIDTH)
-        heads, rows = everyone[:, 0], everyone[:, 1:]
+        heads, learnt, rows = everyone[:, 0], everyone[:, 1], everyone[:, 2:]
         if (processes := int(heads[:, 2].max())) > 1:
             raise mark_as_shown_by(RanksDisagreeError(two_at_once(processes)), 0)
         if text := fingerprints.judge(rows, self._compared, exact=steps == 0):
             raise mark_as_shown_by(RanksDisagreeError(text), 0)
         if not self._looked_at_gradients:
             self._looked_at_gradients = fingerprints.warn_of_equal_work(heads[:, :2])
+        if (learnt[:, 0] != learnt[0, 0]).any():
+            warn_of_unlike("backward()", *self._learnt())
         self._optimizers = []
         self._next = steps + self._every if self._every else None
 
@@ -143,7 +152,7 @@ def _of_parameters(
 ) -> tuple[list[Compared], list[Rows]]:
     held = list(parameters)
     compared = [Compared(_label(labels, i, p), _unit(p)) for i, p in enumerate(held)]
-    return compared, _rows(held)
+    return compared, fingerprints_of(held)
 
 
 def _label(labels: Mapping[torch.Tensor, str], number: int, parameter: torch.Tensor) -> str:
@@ -193,12 +202,12 @@ def _entry(heading: str, values: Mapping[str, Any]) -> _Entry:
                 numbers.append((key, float(each)))
     compared = [Compared(f"{key} in {heading}", _unit(tensor)) for key, tensor in tensors]
     compared += [Compared(f"{key} in {heading}") for key, _ in numbers]
-    rows = _rows([tensor for _, tensor in tensors])
+    rows = fingerprints_of([tensor for _, tensor in tensors])
     rows += [fingerprints.fingerprint(np.array(number)) for _, number in numbers]
     return _Entry(heading, compared, rows)
 
 
-def _rows(tensors: Sequence[torch.Tensor]) -> list[Rows]:
+def fingerprints_of(tensors: Sequence[torch.Tensor]) -> list[Rows]:
     """The fingerprints of tensors, computed on their devices and fetched together."""
     on_device: dict[torch.device, list[int]] = {}
     for i, tensor in enumerate(tensors):

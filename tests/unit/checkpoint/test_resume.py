@@ -69,7 +69,7 @@ def test_pytorch_rates_are_loaded_as_they_were_saved_and_a_warm_up_goes_on(tmp_p
         groups = [{"params": body.parameters(), "lr": rate / 10}, {"params": head.parameters()}]
         optimizer = torch.optim.SGD(groups, lr=torch.tensor(rate))
         warmup = WarmUp()
-        record(body, [(optimizer, Record(warmup))])
+        record([body], [(optimizer, Record(warmup))])
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
         return {"optimizer": optimizer, "scheduler": scheduler}, warmup
 

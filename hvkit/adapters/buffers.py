@@ -1,0 +1,117 @@
+"""``hvkit.average_buffers``, and a warning about what forward passes learn and nobody averages.
+
+Batch norm, codebooks and running means learn from the samples that a rank sees. hvkit averages the
+statistics of normalisation layers itself; of anything else it does not know what it means.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hvkit.adapters import fingerprints
+from hvkit.adapters.fingerprints import Compared, Rows
+from hvkit.communication import collectives
+from hvkit.main_rank import warn_once
+from hvkit.runtime import size
+from hvkit.watch.calls import named
+
+_MOST_NAMED = 5
+
+
+@named("hvkit.average_buffers")
+def average_buffers(module: Any) -> None:
+    """Average over ranks what the forward passes of a module learn; the same on all ranks then.
+
+    These are its buffers, and in Keras the non-trainable variables of its layers: codebooks of a
+    VQ-VAE, running means of your own, the batch norm of a model that was not passed to
+    ``distribute``, as after ``torch.optim.swa_utils.update_bn``. Parameters do not change. Call it
+    after each step, so that each step begins with the same ones everywhere:
+
+        optimizer.step()
+        hvkit.average_buffers(model.codebook)
+
+    A collective: every rank must call it. Only floating-point numbers have a mean. Others stay, and
+    if they differ between ranks, rank 0 names them. A buffer that is not a mean over samples, such
+    as a sum or a quotient of two, is not what one process has: add up inside the forward pass, with
+    ``hvkit.allreduce(counts, op="sum")``, or ``hvkit.allgather`` in a graph of TensorFlow.
+
+    Args:
+        module: a ``torch.nn.Module``, a Keras model or layer, or a list of them. In Keras also
+            inside a ``tf.function``.
+
+    Raises:
+        TypeError: it is none of these; on every rank.
+        RanksDisagreeError: the ranks' buffers differ in number, name, shape or dtype.
+    """
+    if size() == 1:
+        return
+    modules = list(module) if isinstance(module, list | tuple) else [module]
+    torch, keras = sys.modules.get("torch"), sys.modules.get("keras")
+    if torch is not None and all(isinstance(each, torch.nn.Module) for each in modules):
+        from hvkit.adapters.pytorch import buffers
+    elif keras is not None and all(isinstance(each, keras.layers.Layer) for each in modules):
+        from hvkit.adapters.keras import buffers  # type: ignore[no-redef,unused-ignore]
+    else:
+        problem = TypeError(
+            "average_buffers takes a torch.nn.Module, or a Keras model or layer, or a list of "
+            f"them, got {module!r} of type {type(module).__name__}"
+        )
+        collectives.raise_together(problem, "average_buffers")
+    buffers.average(modules)
+
+
+def require_same_buffers(facts: Sequence[str]) -> None:
+    """Raise on every rank unless all average the same buffers; a collective."""
+    collectives.raise_together(None, "average_buffers")
+    advice = "call average_buffers with the same module on every rank"
+    collectives.require_equal("module", facts, advice, "average_buffers")
+
+
+def warn_of_integers(compared: Sequence[Compared], rows: Sequence[Rows]) -> None:
+    """Name buffers that have no mean, if they differ between ranks; a collective."""
+    if found := _unlike("average_buffers", compared, rows):
+        warn_once(
+            "integer buffers",
+            f"average_buffers leaves {found} unlike rank 0's: integers and flags have no mean. Use "
+            'a floating-point dtype, or hvkit.allreduce(value, op="sum") in the forward pass',
+        )
+
+
+def warn_of_unlike(call: str, compared: Sequence[Compared], rows: Sequence[Rows]) -> None:
+    """Say once what differs between ranks although hvkit averages it nowhere; a collective.
+
+    Args:
+        call: the user's call.
+        compared: what the rows belong to.
+        rows: fingerprints of this rank's.
+    """
+    if found := _unlike(call, compared, rows):
+        warn_once(
+            "unlike buffers",
+            f"not the same on all ranks: {found}; a file would hold rank 0's. If the forward pass "
+            "learns it from a rank's samples, call hvkit.average_buffers(module) after each step. "
+            "If a module only follows the one that is trained, pass both, "
+            "hvkit.distribute([model, teacher], optimizer). If it is a single rank's, ignore this",
+        )
+
+
+def _unlike(call: str, compared: Sequence[Compared], rows: Sequence[Rows]) -> str:
+    """``buffer codebook of rank 1``, and how many more; empty if all ranks have the same."""
+    mine = np.array(rows, np.int64).tobytes()
+    if len(set(collectives.gather(call, hashlib.sha256(mine).digest()))) == 1:
+        return ""
+    # Labels of rank 0 only: Keras numbers layers, and a rank may have made more.
+    everyone = collectives.gather(call, mine)
+    if len({len(theirs) for theirs in everyone}) > 1:
+        return "the number of buffers"
+    shape = len(everyone), len(compared), fingerprints.WIDTH
+    table = np.frombuffer(b"".join(everyone), np.int64).reshape(shape)
+    found = fingerprints.unlike(table, compared)
+    texts = [f"{label} of {fingerprints.named_ranks(ranks)}" for label, ranks in found.items()]
+    more = f" and {len(texts) - _MOST_NAMED} more" if len(texts) > _MOST_NAMED else ""
+    return ", ".join(texts[:_MOST_NAMED]) + more

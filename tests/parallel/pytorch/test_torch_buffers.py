@@ -1,0 +1,150 @@
+"""Buffers that forward passes learn: averaged on request, and named where they differ."""
+
+import copy
+
+import pytest
+import torch
+from nets import arrays, local, my_part, raised_everywhere, regression
+from ranks import error_of, largest_difference, same_on_all_ranks, shared_folder
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import swa_utils
+
+import hvkit
+from hvkit import main_rank
+
+
+class Scaled(nn.Module):
+    """Divides by a running mean of the batch's size, as codebooks and normalisers do."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(width))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        if self.training:
+            self.scale.lerp_(x.detach().abs().mean(0), 0.3)
+            self.seen += len(x)
+        return x / self.scale
+
+
+def net(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 6), Scaled(6), nn.BatchNorm1d(6), nn.Linear(6, 4))
+
+
+def train(model, optimizer, data, average=lambda module: None):
+    for x, y in data:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        average(model[1])
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+@pytest.fixture(autouse=True)
+def _warns_again():
+    main_rank._logged.clear()
+
+
+def said(caplog):
+    """What rank 0 has warned of, on every rank."""
+    return hvkit.broadcast([each for each in caplog.messages if "same on all ranks" in each])
+
+
+def test_averaged_buffers_are_those_of_one_process_if_they_are_means():
+    data = regression(steps=1)
+    reference = net(0)
+    train(reference, sgd(reference), data)
+    model = net(hvkit.rank())
+    optimizer = sgd(model)
+    hvkit.distribute(model, optimizer, batch_norm="sync")
+    train(model, optimizer, local(data), hvkit.average_buffers)
+    assert largest_difference(arrays([model[1].scale]), arrays([reference[1].scale])) < 1e-6
+    train(model, optimizer, local(regression(steps=4)), hvkit.average_buffers)
+    assert same_on_all_ranks(arrays(model.state_dict().values()))
+
+
+def test_learnt_buffers_are_named_in_the_first_step(caplog):
+    model = net(0)
+    optimizer = sgd(model)
+    hvkit.distribute(model, optimizer)
+    train(model, optimizer, local(regression(steps=2)))
+    (text,) = said(caplog)
+    assert "buffer 1.scale of rank 1" in text
+    assert "hvkit.average_buffers(module)" in text
+    assert "running_mean" not in text
+
+
+def test_a_model_whose_buffers_are_alike_is_not_warned_of(caplog, tmp_path_factory):
+    model = net(0)[2:]
+    optimizer = sgd(model)
+    hvkit.distribute(model, optimizer, batch_norm="local")
+    batch = torch.randn(6, 6) + hvkit.rank()
+    train(nn.Sequential(*model, nn.Identity()), optimizer, [(batch, torch.randn(6, 4))])
+    folder = shared_folder(tmp_path_factory)
+    hvkit.Checkpoint(folder, model=model, optimizer=optimizer).save(epoch=0, step=1)
+    assert not said(caplog)
+
+
+def test_a_teacher_that_was_not_passed_is_named_at_a_save(caplog, tmp_path_factory):
+    model = nn.Linear(8, 4)
+    hvkit.distribute(model, optimizer := sgd(model))
+    torch.manual_seed(hvkit.rank())
+    teacher = nn.Linear(8, 4)
+    folder = shared_folder(tmp_path_factory)
+    kept = hvkit.Checkpoint(folder, model=model, teacher=teacher, optimizer=optimizer)
+    kept.save(epoch=0, step=1)
+    (text,) = said(caplog)
+    assert "parameter weight of teacher of rank 1" in text
+    assert "hvkit.distribute([model, teacher], optimizer)" in text
+
+
+def test_a_teacher_that_was_passed_follows_alike_on_all_ranks():
+    model, teacher = net(hvkit.rank()), net(hvkit.rank() + 7).requires_grad_(False)
+    hvkit.distribute([model, teacher], optimizer := sgd(model), check_every=1)
+    for batch in local(regression(steps=4)):
+        teacher(batch[0])
+        train(model, optimizer, [batch], hvkit.average_buffers)
+        hvkit.average_buffers(teacher)
+        with torch.no_grad():
+            for mine, theirs in zip(teacher.parameters(), model.parameters(), strict=True):
+                mine.lerp_(theirs, 0.1)
+    assert same_on_all_ranks(arrays(teacher.state_dict().values()))
+
+
+def test_statistics_of_averaged_weights_are_averaged():
+    model = net(0)[2:]
+    averaged = swa_utils.AveragedModel(model)
+    batches = [my_part(torch.randn(4 * hvkit.size(), 6)) for _ in range(3)]
+    swa_utils.update_bn(batches, averaged)
+    assert not same_on_all_ranks(arrays(averaged.buffers()))
+    hvkit.average_buffers(averaged)
+    assert same_on_all_ranks(arrays(averaged.buffers()))
+
+
+def test_integers_that_differ_are_named(caplog):
+    scaled = Scaled(2)
+    scaled.seen += hvkit.rank()
+    hvkit.average_buffers([scaled, copy.deepcopy(scaled)])
+    (text,) = hvkit.broadcast([t for t in caplog.messages if "average_buffers leaves" in t])
+    assert "buffer seen of model 0 of rank 1" in text
+
+
+def test_buffers_of_every_dtype_are_averaged():
+    module, rank = nn.Module(), hvkit.rank()
+    for number, dtype in enumerate((torch.float64, torch.bfloat16, torch.complex64)):
+        module.register_buffer(f"of_{number}", torch.full((2, 1), rank + 1).to(dtype))
+    hvkit.average_buffers(module)
+    assert all((each == (hvkit.size() + 1) / 2).all() for each in module.buffers())
+
+
+def test_other_modules_and_other_things_are_refused():
+    assert raised_everywhere(lambda: hvkit.average_buffers(Scaled(2 + hvkit.rank())), "(3,)")
+    error, text = error_of(lambda: hvkit.average_buffers(torch.ones(2)))
+    assert error is TypeError
+    assert "a torch.nn.Module, or a Keras model or layer" in text
