@@ -40,7 +40,9 @@ PARTS := lint unit parallel launched recipes examples pages cluster
 	machine clean-venv
 
 run: setup
-	horovodrun -np 2 python recipes/mnist_tf.py
+	hvkit run -np 2 recipes/mnist_tf.py
+	@printf '\nNext:\n%s\n%s\n%s\n' '  . $(VENV)/bin/activate' '  hvkit doctor' \
+		'  hvkit run -np 2 recipes/mnist_torch.py'
 
 # Runs the parts one after another, and prints their times.
 test: setup

@@ -4,13 +4,13 @@
 
     main                    parses the command line, turns HvkitError into a line and status 1
     ├── run                 hvkit run               hvkit.launch.start
-    ├── hosts               hvkit hosts             hvkit.launch.host_checks, hvkit.launch.hostfile
-    ├── manifest            hvkit manifest ...      hvkit.manifest
-    ├── report              hvkit report            hvkit.monitor.report
     ├── top                 hvkit top               hvkit.launch.supervision.run_status
-    ├── completion          hvkit completion        shtab
-    └── installation        hvkit doctor            hvkit.doctor
-                            hvkit install-horovod   hvkit.build
+    ├── report              hvkit report            hvkit.monitor.report
+    ├── hosts               hvkit hosts             hvkit.launch.host_checks, hvkit.launch.hostfile
+    ├── installation        hvkit doctor            hvkit.doctor
+    │                       hvkit install-horovod   hvkit.build
+    ├── manifest            hvkit manifest ...      hvkit.manifest
+    └── completion          hvkit completion        shtab
     arguments               arguments and types that several of them take
     command_parser          the parser's class: errors, examples
     terminal                standard output, also if nobody reads it
@@ -68,14 +68,14 @@ def parser() -> CommandParser:
     )
     commands = hvkit.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for add in (
-        completion.add_to,
-        installation.add_doctor,
+        run.add_to,
+        top.add_to,
+        report.add_to,
         hosts.add_to,
+        installation.add_doctor,
         installation.add_install_horovod,
         manifest.add_to,
-        report.add_to,
-        top.add_to,
-        run.add_to,
+        completion.add_to,
     ):
         add(commands)
     return hvkit

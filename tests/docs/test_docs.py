@@ -3,6 +3,7 @@
 import functools
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -21,7 +22,7 @@ PAGES = ["README.md", "CONTRIBUTING.md", *DOCS]
 BLOCK = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 # Programs of others, whose arguments are not checked.
-FOREIGN = {"/usr/sbin/sshd", "docker", "kubectl", "sbatch", "."}
+FOREIGN = {"/usr/sbin/sshd", "eval", "docker", "kubectl", "sbatch", "."}
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,21 @@ def outputs(page):
                 yield re.sub(r"\d", r"\\d", re.escape(line))
 
 
+def test_the_page_about_the_command_line_is_current():
+    written = runpy.run_path(str(ROOT / "docs" / "command_line.py"))["page"]()
+    assert written == (ROOT / "docs" / "cli.md").read_text(), "run python docs/command_line.py"
+
+
+def test_make_run_uses_hvkit_run_and_ends_with_what_to_type_next():
+    recipe = re.search(r"(?m)^run: setup\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text()).group(1)
+    started, following = recipe.split("\n", 1)
+    check_command(shlex.split(started))
+    lines = re.findall(r"'  (.+?)'", following.replace("$(VENV)", ".venv"))
+    assert [line.split()[0] for line in lines] == [".", "hvkit", "hvkit"]
+    for line in lines:
+        check_command(shlex.split(line))
+
+
 def commands(page):
     """The command lines of a page's shell blocks, as lists of words."""
     for block in blocks(page):
@@ -154,6 +170,8 @@ def check_command(words):
         check_command(arguments[2:])
     elif program == "-":
         assert not arguments
+    elif program.endswith(".py"):
+        check_python(words)
     elif program == "exec":
         check_command(arguments)
     elif program == "hvkit":
