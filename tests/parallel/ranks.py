@@ -6,6 +6,7 @@ import time
 import numpy as np
 
 import hvkit
+from hvkit.adapters.fingerprints import named_ranks
 
 
 def same_on_all_ranks(arrays):
@@ -107,6 +108,11 @@ def batches(steps, per_rank, *shapes, seed=0):
         tuple(rng.normal(size=(rows, *shape)).astype(np.float32) for shape in shapes)
         for _ in range(steps)
     ]
+
+
+def all_but_rank_0():
+    """How messages name them: ``rank 1``, or ``ranks 1, 2``."""
+    return named_ranks(list(range(1, hvkit.size())))
 
 
 def error_of(function):
