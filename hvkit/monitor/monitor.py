@@ -249,9 +249,10 @@ class Monitor:
             equal_steps: whether all ranks take equally many steps.
 
         Raises:
-            ValueError: other models were attached before.
+            ValueError: other models were attached before, or the monitor is closed.
             HvkitError: rank 0 cannot write into the folder; on every rank.
         """
+        self._require_open()
         if self._gradients is not None:
             raise ValueError(
                 "this monitor was passed to hvkit.distribute before: pass it with one model, or a "
@@ -339,13 +340,15 @@ class Monitor:
         atexit.unregister(self._at_exit)
         self._clock.close()
         if self._gradients is not None:
-            self._gradients.expect(self.due)
+            self._gradients.expect(False)
+            self._gradients = None  # a monitor that is kept holds no optimizer
         if self._file is not None:
             self._write_logs()
             self._file.rest(self._step, self._newest_metrics)
             well = LEAVING.left or (isinstance(error, SystemExit) and not error.code)
             text = "" if error is None or well else in_short(error)
             self._file.end(self._step, text, left=LEAVING.left)
+        self._callbacks.clear()
 
     def _newest_metrics(self) -> dict[str, float]:
         """This rank's metrics of the steps since the last record, or Keras's running means."""

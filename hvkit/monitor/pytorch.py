@@ -1,65 +1,158 @@
-"""The learning rate and the norm of the gradients of PyTorch's optimizers."""
+"""The learning rate and the norm of the gradients of PyTorch's optimizers.
+
+The norm is measured when ``backward()`` has ended and the gradients are averaged, so before the
+script clips them: a norm that a script clips to 1 is 1 in every step. It is measured once more when
+the update begins, to say what the script has made of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import weakref
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from hvkit import runtime
+from hvkit.adapters.pytorch.optimizers import after_unscaling, closure_of
 
 if TYPE_CHECKING:
     from hvkit.monitor.monitor import Monitor
 
+# Norms that differ by less are the same up to rounding.
+_ROUNDING = 1e-5
+
 
 class Gradients:
-    """Computes the norm in the steps that end with a record, just before the update.
+    """Computes norms in the steps that end with a record.
 
     Args:
         monitor: knows which steps those are.
         optimizers: those that update the models.
     """
 
-    def __init__(self, monitor: Monitor, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def __init__(self, monitor: Monitor, optimizers: Sequence[Optimizer]) -> None:
         self._monitor = monitor
         self._optimizers = list(optimizers)
-        self._norms: dict[int, torch.Tensor] = {}
+        # By the optimizer's number: after backward(), when its update began, and which have begun.
+        self._averaged: dict[int, torch.Tensor] = {}
+        self._applied: dict[int, torch.Tensor] = {}
+        self._stepped: set[int] = set()
+        # Autograd's number of the backward pass whose end is awaited.
+        self._passes: dict[int, int] = {}
+        self._hooks: list[RemovableHandle] = []
         for number, each in enumerate(self._optimizers):
-            each.register_step_pre_hook(lambda opt, *_, i=number: self._before_step(i, opt))
+            each.register_step_pre_hook(functools.partial(self._before_step, number))
+            after_unscaling(each, functools.partial(self._measure, number))
+        self.expect(monitor.due)
 
     def blocked(self) -> float:
         """Seconds in collectives of graphs: PyTorch's are all seen from Python."""
         return 0.0
 
     def expect(self, due: bool) -> None:
-        """Whether the next step ends with a record: ``_before_step`` looks itself."""
+        """Begin a step, and say whether it ends with a record: others have no hooks to run."""
+        for measured in (self._averaged, self._applied, self._stepped):
+            measured.clear()
+        if due == bool(self._hooks):
+            return
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if due:
+            for number, optimizer in enumerate(self._optimizers):
+                arrived = _arrival(weakref.ref(self), number)
+                for p in _parameters(optimizer):
+                    if p.requires_grad:
+                        hook = p.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+                        self._hooks.append(hook)
 
     def read(self) -> dict[str, float]:
-        """``learning_rate`` of the first parameter group, and ``gradient_norm`` over all."""
+        """``learning_rate`` of the first parameter group, and ``gradient_norm`` over all.
+
+        ``applied_gradient_norm`` is that of the updates, if the script has changed the gradients.
+        """
         values: dict[str, float] = {}
         groups = [group for each in self._optimizers for group in each.param_groups]
         if groups and groups[0].get("lr") is not None:
             values["learning_rate"] = float(groups[0]["lr"])
-        if self._norms:
-            values["gradient_norm"] = sum(float(n) ** 2 for n in self._norms.values()) ** 0.5
-            self._norms.clear()
+        # Steps that a GradScaler has left out had infinite gradients.
+        averaged = [self._averaged.get(i, self._applied.get(i)) for i in self._stepped]
+        applied = [self._applied.get(i, self._averaged.get(i)) for i in self._stepped]
+        if any(each is not None for each in averaged):
+            norm, used = _together(averaged), _together(applied)
+            values["gradient_norm"] = norm
+            if abs(norm - used) > _ROUNDING * max(norm, used):
+                values["applied_gradient_norm"] = used
         return values
 
-    @torch.no_grad()
-    def _before_step(self, number: int, optimizer: torch.optim.Optimizer) -> None:
+    def _begin_pass(self, number: int) -> None:
+        """In a backward pass that gives an optimizer gradients: measure them at its end."""
+        task = torch._C._current_graph_task_id()
+        if self._passes.get(number) != task:
+            self._passes[number] = task
+            queue: Callable[[Callable[[], None]], None] = (
+                torch.autograd.Variable._execution_engine.queue_callback
+            )
+            # Behind what is queued until the pass has ended, which averages the gradients.
+            queue(lambda: queue(lambda: self._measure(number)))
+
+    def _measure(self, number: int) -> None:
+        if self._monitor.due and number not in self._applied:
+            norm = _norm(self._optimizers[number])
+            if norm is not None:
+                self._averaged[number] = norm
+
+    def _before_step(self, number: int, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._monitor.due:
             return
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        divided = any(isinstance(each, DTensor) for each in gradients)
-        # Averaged gradients are the same on all ranks; the norm of divided ones is a collective.
-        if not gradients or (runtime.rank() != 0 and not divided):
+        self._stepped.add(number)
+        if closure_of(args, kwargs) is not None:  # it will compute gradients
             return
-        values = [each.coalesce().values() if each.is_sparse else each for each in gradients]
-        norm = torch.nn.utils.get_total_norm(values)
-        self._norms[number] = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm = _norm(optimizer)
+        if norm is None:
+            return
+        scale = getattr(optimizer, "grad_scale", None)  # of a fused update, which unscales
+        if scale is not None:
+            norm = norm / scale
+            if number in self._averaged:
+                self._averaged[number] = self._averaged[number] / scale
+        self._applied[number] = norm
+
+
+def _arrival(reference: weakref.ref[Gradients], number: int) -> Callable[[torch.Tensor], None]:
+    """The hook of an optimizer's parameters, which the garbage collector cannot look into."""
+
+    def arrived(parameter: torch.Tensor) -> None:
+        if (gradients := reference()) is not None:
+            gradients._begin_pass(number)
+
+    return arrived
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+@torch.no_grad()
+def _norm(optimizer: Optimizer) -> torch.Tensor | None:
+    """The norm of the gradients as they are; None if there are none, or on other ranks than 0."""
+    gradients = [p.grad for p in _parameters(optimizer) if p.grad is not None]
+    divided = any(isinstance(each, DTensor) for each in gradients)
+    # Averaged gradients are the same on all ranks; the norm of divided ones is a collective.
+    if not gradients or (runtime.rank() != 0 and not divided):
+        return None
+    values = [each.coalesce().values() if each.is_sparse else each for each in gradients]
+    norm = torch.nn.utils.get_total_norm(values)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def _together(norms: Sequence[torch.Tensor | None]) -> float:
+    return float(sum(float(each) ** 2 for each in norms if each is not None) ** 0.5)
 
 
 def watch(

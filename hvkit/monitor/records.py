@@ -12,7 +12,8 @@ from hvkit.monitor.step_shares import Shares
 
 RESERVED = frozenset((
     *("step", "time", "epoch", "steps", "skipped", "seconds", "sent", "host", "samples_per_second"),
-    *("slowest", "fastest", "ranks", "learning_rate", "gradient_norm", "start", "end", "logged"),
+    *("slowest", "fastest", "ranks", "learning_rate", "start", "end", "logged"),
+    *("gradient_norm", "applied_gradient_norm"),
 ))  # fmt: skip
 """Names in records that are not the script's."""
 

@@ -165,6 +165,28 @@ def _patch_scaler() -> None:
     torch.amp.GradScaler.step = step  # type: ignore[method-assign]
 
 
+_UNSCALED = "_hvkit_unscaled"
+
+
+def after_unscaling(optimizer: Optimizer, function: Callable[[], None]) -> None:
+    """Call a function each time a ``GradScaler`` has unscaled the gradients of this optimizer."""
+    vars(optimizer)[_UNSCALED] = function
+    _patch_unscaling()
+
+
+@functools.cache
+def _patch_unscaling() -> None:
+    unscale = torch.amp.GradScaler.unscale_
+
+    @functools.wraps(unscale)
+    def unscale_(self: Any, optimizer: Optimizer) -> None:
+        unscale(self, optimizer)
+        if self.is_enabled() and (function := vars(optimizer).get(_UNSCALED)):
+            function()
+
+    torch.amp.GradScaler.unscale_ = unscale_  # type: ignore[method-assign]
+
+
 def hook_steps_of_parents(kind: type[Any]) -> None:
     """Make the step hooks run around the steps of parent classes as well.
 

@@ -1,10 +1,12 @@
 """``hvkit.Monitor`` in one process."""
 
+import gc
 import json
 import re
 import subprocess
 import sys
 import time
+import weakref
 from types import SimpleNamespace
 
 import keras
@@ -173,6 +175,9 @@ def test_tensorboard_reads_the_event_files(tmp_path):
 
 def test_tensorboard_shows_each_step_once_when_a_restart_repeats_some(tmp_path):
     def run(begin, losses):
+        second = int(time.time())
+        while int(time.time()) == second:  # TensorBoard reads files in the order of these
+            time.sleep(0.01)
         with hvkit.Monitor(tmp_path, every=5) as monitor:
             monitor.load_state_dict({"step": begin})
             for loss in losses:
@@ -311,7 +316,33 @@ def test_a_monitor_that_is_closed_computes_no_norm(tmp_path, monkeypatch):
             monitor.step()
     inside = len(computed)
     optimizer.step()
-    assert (inside, len(computed)) == (2, 2)
+    assert (inside, len(computed)) == (4, 4)  # after backward() and at the update
+
+
+def test_a_closed_monitor_holds_neither_model_nor_optimizer(tmp_path):
+    monitors, gone = [], []
+    for kind in ("torch", "keras"):
+        monitors.append(hvkit.Monitor(tmp_path / kind, every=1))
+        if kind == "torch":
+            model = torch.nn.Linear(8, 4)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            with monitors[-1] as monitor:
+                hvkit.distribute(model, optimizer, monitor=monitor)
+                model(torch.ones(2, 8)).sum().backward()
+                optimizer.step()
+                monitor.step()
+        else:
+            model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+            optimizer = keras.optimizers.SGD(0.1)
+            with monitors[-1] as monitor:
+                hvkit.distribute(model, optimizer, monitor=monitor)
+                model.compile(optimizer, "mse")
+                model.fit(tf.ones((4, 8)), tf.ones((4, 4)), verbose=0)
+        gone += [weakref.ref(model), weakref.ref(optimizer)]
+        del model, optimizer
+    keras.utils.clear_session()
+    gc.collect()
+    assert [each() for each in gone] == [None] * 4
 
 
 def test_a_callback_list_for_fit_gets_the_monitor_first(tmp_path):
