@@ -1,6 +1,7 @@
-"""``hvkit report``: what a run's monitor has recorded, in the terminal and as an HTML page."""
+"""``hvkit report``: what monitors of runs have recorded, in the terminal and as an HTML page."""
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 from hvkit.cli.command_parser import CommandParser
@@ -8,41 +9,56 @@ from hvkit.cli.terminal import Terminal
 from hvkit.errors import HvkitError
 
 _PAGE = "report.html"
+_COMPARISON = "comparison.html"
 
 
 def add_to(commands: "argparse._SubParsersAction[CommandParser]") -> None:
     """Add ``hvkit report``."""
     parser = commands.add_parser(
         "report",
-        help="show what hvkit.Monitor has recorded of a run",
+        help="show what hvkit.Monitor has recorded of a run, or compare runs",
         description="Print what hvkit.Monitor has recorded in FOLDER: metrics, speed, the parts of "
         "a step's time, slow ranks, and restarts. Write the same, with curves, as one page that "
-        f"needs no network: FOLDER/{_PAGE}.",
+        f"needs no network: FOLDER/{_PAGE}. Of several folders, print their numbers side by side, "
+        f"and write {_COMPARISON} here, with the curves of all runs on each chart.",
     )
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="as passed to hvkit.Monitor")
     parser.add_argument(
-        "--html", type=Path, metavar="FILE", help=f"write the page here (default: FOLDER/{_PAGE})"
+        "folders", type=Path, nargs="+", metavar="FOLDER", help="as passed to hvkit.Monitor"
+    )
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help=f"write the page here (default: FOLDER/{_PAGE}; of several, {_COMPARISON})",
     )
     parser.set_defaults(execute=_report, refuse=parser.error)
 
 
 def _report(args: argparse.Namespace) -> int:
-    from hvkit.monitor import report
+    from hvkit.monitor import comparison, report
     from hvkit.monitor.recorded_run import read
-    from hvkit.monitor.report_page import page
+    from hvkit.monitor.report_page import page, page_of_several
 
-    if not args.folder.is_dir():
-        args.refuse(f"argument FOLDER: {args.folder} is no folder: name that of hvkit.Monitor")
-    run = read(args.folder)
-    path = args.html or args.folder / _PAGE
+    folders = args.folders
+    for each in folders:
+        if not each.is_dir():
+            args.refuse(f"argument FOLDER: {each} is no folder: name that of hvkit.Monitor")
+    names = comparison.told_apart(folders)
+    runs = [replace(read(each), name=name) for each, name in zip(folders, names, strict=True)]
+    single = len(runs) == 1
+    path = args.html or (folders[0] / _PAGE if single else Path(_COMPARISON))
     problem: OSError | None = None
     try:
         # First: whoever reads the terminal's text may end early, as head does.
-        path.write_text(page(run), encoding="utf-8", errors="backslashreplace")
+        text = page(runs[0]) if single else page_of_several(runs)
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         problem = error
     console = Terminal()
-    report.show(run, console)
+    if single:
+        report.show(runs[0], console)
+    else:
+        comparison.show(runs, console)
     if problem is not None:
         raise HvkitError(
             f"{path} cannot be written ({problem.strerror}): choose another file with --html"

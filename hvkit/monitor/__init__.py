@@ -2,7 +2,7 @@
 
 ``monitor`` has the public ``Monitor``; the other modules measure (``step_clock``, ``host_load``),
 do the arithmetic (``step_shares``), write (``run_file``, ``writers``), read (``recorded_run``) and
-show (``report``, ``report_page``).
+show (``report``, ``comparison``; ``report_page`` with ``curves`` and ``charts``).
 """
 
 from hvkit.monitor.monitor import Monitor as Monitor

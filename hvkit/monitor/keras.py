@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,7 @@ class FitCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._asked: float | None = None
         self._traced = False
         self._logs: Any = None
+        self._means = MeansOfSteps(model)
         # The step that these are of, in the monitor's count.
         self.newest_step = -1
         self._take_times(model)
@@ -113,6 +115,7 @@ class FitCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._asked = time.time()
         self._ended = time.monotonic()
         self._blocked = blocked_in_graphs.seconds()
+        self._means.begin_epoch()
 
     def _step(self, began: float, steps: int, logs: Any) -> None:
         """Count the steps of a call that began at this time; a collective at a record."""
@@ -126,15 +129,18 @@ class FitCallback(keras.callbacks.Callback):  # type: ignore[misc]
         # In the first call TensorFlow made the graph, which took most of its time.
         step = Step(took, data, waited, samples) if self._traced else None
         self._traced = True
+        due = self._monitor.due
+        metrics = self.newest_metrics() if due else {}
         for _ in range(steps):
-            metrics = _numbers(logs) if self._monitor.due else {}
-            if self._monitor.add_step(step, metrics):
+            if self._monitor.add_step(step, metrics if self._monitor.due else {}):
                 self._ended = time.monotonic()
+        if due:
+            self._means.begin_now()
         self.newest_step = self._monitor.steps
 
     def newest_metrics(self) -> dict[str, float]:
-        """Keras's running means after the newest step."""
-        return _numbers(self._logs)
+        """The metrics' means over the steps since the last record, or since the epoch began."""
+        return self._means.read(self._logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Record what Keras reports of all ranks: its metrics, and those of the validation."""
@@ -146,6 +152,67 @@ class FitCallback(keras.callbacks.Callback):  # type: ignore[misc]
         """Record the rest; a collective."""
         if not self._monitor.closed:
             self._monitor.flush(**self.newest_metrics())
+
+
+class MeansOfSteps:
+    """Means of Keras's metrics over some steps, where Keras shows those of the epoch so far.
+
+    A ``keras.metrics.Mean`` keeps a sum and a count, as losses and accuracies do; the difference to
+    an earlier state is that of the steps between. Metrics of other kinds, such as an AUC, keep
+    Keras's value of the epoch so far, and so does what a ``train_step`` of the script returns.
+
+    Args:
+        model: whose metrics these are.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        self._model = weakref.ref(model)
+        # By the id of a mean: its sum and count at the beginning.
+        self._before: dict[int, Any] = {}
+
+    def begin_now(self) -> None:
+        """Begin after the newest step."""
+        self._before = {
+            id(mean): tuple(quickly_read(each.value) for each in mean.variables)
+            for mean in _means_of(self._model())
+        }
+
+    def begin_epoch(self) -> None:
+        """Begin with an epoch, for which Keras has reset its metrics."""
+        self._before = {}
+
+    def read(self, logs: Any) -> dict[str, float]:
+        """The means since the beginning, by the names in ``logs``, which the newest step returned.
+
+        Without steps in between, those of the epoch so far.
+        """
+        model = self._model()
+        if model is None or not isinstance(logs, dict):
+            return _numbers(logs)
+        since: list[tuple[Any, Any]] = []
+        for mean in _means_of(model):
+            total, count = (quickly_read(each.value) for each in mean.variables)
+            old_total, old_count = self._before.get(id(mean), (0.0, 0.0))
+            if count > old_count:  # else somebody has reset it
+                total, count = total - old_total, count - old_count
+            since += zip(mean.variables, (total, count), strict=True)
+        with keras.StatelessScope(
+            state_mapping=[(variable, tf.constant(value)) for variable, value in since]
+        ):
+            results = model.get_metrics_result()
+        return _numbers(results if results.keys() == logs.keys() else logs)
+
+
+def _means_of(model: Any) -> list[Any]:
+    """The metrics of a model that are means, those inside others too."""
+    found, left = [], list(model.metrics)
+    while left:
+        metric = left.pop()
+        if isinstance(metric, keras.metrics.Mean) and len(metric.variables) == 2:
+            found.append(metric)
+        else:
+            left += getattr(metric, "metrics", None) or []
+    return found
 
 
 class Gradients:

@@ -58,7 +58,7 @@ def slow(batches):
         yield batch
 
 
-def keras_run(folder, *, executed=1, optimizer=None, **arguments):
+def keras_run(folder, *, executed=1, optimizer=None, metrics=(), **arguments):
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
     optimizer = optimizer or keras.optimizers.SGD(0.1)
@@ -66,7 +66,7 @@ def keras_run(folder, *, executed=1, optimizer=None, **arguments):
     x, y = (np.concatenate([my_part(batch) for batch in each]) for each in (x, y))
     with hvkit.Monitor(folder, every=4) as monitor:
         hvkit.distribute(model, optimizer, monitor=monitor, **arguments)
-        model.compile(optimizer, "mse", steps_per_execution=executed)
+        model.compile(optimizer, "mse", metrics=list(metrics), steps_per_execution=executed)
         model.fit(x, y, batch_size=ROWS, shuffle=False, epochs=2, verbose=0)
     return model
 
@@ -89,6 +89,61 @@ def test_a_record_is_the_mean_over_steps_and_ranks(folder):
     np.testing.assert_allclose([each["loss"] for each in found], everyone, rtol=1e-6)
     np.testing.assert_allclose([each["gradient_norm"] for each in found], norms[3::4], rtol=1e-6)
     assert {each["learning_rate"] for each in found} == {0.1}
+
+
+def clipped_run(folder, way, **arguments):
+    """Train with gradients that are clipped to 0.01 in every step; return the norms before."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=way == "fused")
+    scaler = torch.amp.GradScaler("cpu", enabled=way != "plain", init_scale=1024.0)
+    x, y = (torch.from_numpy(my_part(each[: 5 * hvkit.size()])) for each in data())
+    norms = []
+    with hvkit.Monitor(folder, every=2) as monitor:
+        hvkit.distribute(model, optimizer, monitor=monitor, **arguments)
+        for step in range(8):
+            loss = scaler.scale((model(x) - y).square().mean())
+            if step == 3 and way == "scaled":  # no update, so no norm
+                loss = loss * float("inf")
+            optimizer.zero_grad()
+            loss.backward()
+            if way != "fused":  # which unscales in the update
+                scaler.unscale_(optimizer)
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+                norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
+            else:
+                norms.append(
+                    float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
+                    / scaler.get_scale()
+                )
+            scaler.step(optimizer)
+            scaler.update()
+            monitor.step()
+    return norms
+
+
+CLIPPED = [
+    ("plain", {}),
+    ("scaled", {}),
+    ("fused", {}),
+    ("plain", {"strategy": hvkit.ShardedOptimizer()}),
+    ("plain", {"strategy": hvkit.FullyShard()}),
+]
+
+
+@pytest.mark.parametrize(("way", "arguments"), CLIPPED, ids=str)
+def test_the_norm_is_that_before_the_script_clips(folder, way, arguments):
+    norms = clipped_run(folder, way, **arguments)[1::2]
+    found = records(folder)
+    if way == "scaled":
+        assert "gradient_norm" not in found.pop(1)
+        del norms[1]
+    np.testing.assert_allclose([each["gradient_norm"] for each in found], norms, rtol=1e-5)
+    applied = [each.get("applied_gradient_norm") for each in found]
+    if way == "fused":  # not clipped
+        assert applied == [None] * 4
+    else:
+        np.testing.assert_allclose(applied, 0.01, rtol=1e-3)
 
 
 def test_a_record_says_what_was_sent_and_by_which_ranks_samples_went(folder):
@@ -186,6 +241,19 @@ def test_fit_is_recorded(folder, executed):
     )
     epochs = [line["logged"]["epoch_loss"] for line in lines(folder) if "logged" in line]
     assert epochs[1] < epochs[0]
+
+
+def test_a_record_of_fit_is_the_mean_over_its_steps_and_ranks_not_over_the_epoch(folder):
+    # With a rate of 0 a step's loss is that of its batch.
+    x, y = data()
+    model = keras_run(folder, optimizer=keras.optimizers.SGD(0.0), metrics=["mae", "r2_score"])
+    error = (model(x).numpy() - y).reshape(STEPS // 4, -1)
+    found = records(folder)
+    for epoch in (found[:3], found[3:]):
+        np.testing.assert_allclose([r["loss"] for r in epoch], (error**2).mean(1), rtol=1e-5)
+        np.testing.assert_allclose([r["mae"] for r in epoch], abs(error).mean(1), rtol=1e-5)
+    logged = [line["logged"] for line in lines(folder) if "logged" in line]
+    np.testing.assert_allclose([e["epoch_loss"] for e in logged], (error**2).mean(), rtol=1e-5)
 
 
 def test_in_fit_no_work_begins_before_it_is_noted_that_the_batch_is_there(folder):

@@ -290,7 +290,11 @@ def test_text_from_the_run_is_no_markup(folder):
     bad = "<script>alert(1)</script>"
     lines = [start(), record(10, **{bad: 1.0}), start(10, reason=bad, hosts=[bad]), record(20)]
     html = page(read(folder(*lines)))
-    assert "<script" not in html
+    assert bad not in html
+    assert re.findall("<script[^>]*>", html) == [
+        '<script type="application/json" id="data">',
+        "<script>",
+    ]
     assert "&lt;script&gt;" in html
 
 
@@ -305,6 +309,98 @@ def test_a_long_run_is_a_small_page_that_needs_no_network(folder):
     html = page(read(folder({"start": {"time": 0, "step": 0, "hosts": hosts}}, *lines)))
     assert len(html.encode()) < 300_000
     assert not re.search(r"(src|href|url|import|http)[=(:]", html)
+
+
+def charts_of(html):
+    """By title: the legend's names, and each line's points."""
+    (data,) = re.findall(r'id="data">(.*?)</script>', html)
+    numbers = iter(json.loads(data)["charts"])
+    found = {}
+    for each in re.findall(r'<div class="card"><h3>(.*?)</h3>(.*?)</svg>', html):
+        names = re.findall(r'<span class="key"[^>]*>(.*?) <b>', each[1])
+        lines = [list(zip(line[::2], line[1::2], strict=True)) for line in next(numbers)]
+        found[each[0]] = dict(zip(names, lines, strict=True))
+    return found
+
+
+def logged(step, **values):
+    return {"step": step, "time": 1e9 + step, "logged": values}
+
+
+def test_training_and_validation_are_on_one_chart(folder):
+    lines = [
+        start(),
+        record(10, 3.0, accuracy=0.1, test_accuracy=0.3),
+        record(20, 2.0, accuracy=0.2, gradient_norm=4.0, applied_gradient_norm=1.0),
+        logged(20, epoch_loss=2.5, epoch_val_loss=2.75),
+        logged(20, epoch_loss_of_rows=1.0),
+    ]
+    charts = charts_of(page(read(folder(*lines))))
+    assert charts["loss"] == {
+        "training": [(20, 2.5)],
+        "validation": [(20, 2.75)],
+        "batches": [(10, 3), (20, 2)],
+    }
+    assert {*charts["accuracy"]} == {"training", "test"}
+    assert {*charts["gradient_norm"]} == {"averaged", "applied"}
+    # A metric that has a chart for itself has its own name.
+    assert charts["epoch_loss_of_rows"] == {"": [(20, 1)]}
+
+
+def test_all_charts_of_a_page_have_one_range_of_steps(folder):
+    run = read(folder(start(), record(40), record(80), logged(60, val_loss=1.0), {"end": {}}))
+    html = page(run)
+    assert '"first":0,"last":80,' in html
+    (loss,) = re.findall(r"<h3>loss</h3>.*?</svg>", html)
+    training, validation = re.findall(r'points="(.*?)"', loss)[::-1]
+    middle, right = (float(point.split(",")[0]) for point in training.split())
+    left = 2 * middle - right
+    assert float(validation.split(",")[0]) == pytest.approx(left + 0.75 * (right - left), abs=0.1)
+
+
+def two_runs(tmp_path, *names, ranks=(1, 2)):
+    for name, size in zip(names, ranks, strict=True):
+        (tmp_path / name).mkdir(parents=True)
+        lines = [
+            start(hosts=HOSTS[:size]),
+            *(record(step, size / step, ranks=size) for step in (10, 20)),
+            logged(20, epoch_val_loss=0.5 * size) if size > 1 else logged(20, val_loss=0.25),
+            {"end": {}},
+        ]
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return [str(tmp_path / name) for name in names]
+
+
+def test_runs_are_compared_side_by_side(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", *two_runs(tmp_path, "alone", "both")]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"ranks +1 +2\n", text)
+    assert re.search(r"speedup over alone +1.00x +2.00x\n", text)
+    assert re.search(r"last loss +0.05 +0.1\n", text)
+    assert "wrote comparison.html" in text
+    html = (tmp_path / "comparison.html").read_text()
+    charts = charts_of(html)
+    assert charts["loss"] == {"alone": [(10, 0.1), (20, 0.05)], "both": [(10, 0.2), (20, 0.1)]}
+    # Under whatever names the scripts record it.
+    assert charts["val_loss"] == {"alone": [(20, 0.25)], "both": [(20, 1)]}
+    assert '<td>speedup over alone</td><td class="n">1.00x</td><td class="n">2.00x</td>' in html
+
+
+def test_without_a_run_of_one_rank_there_is_no_speedup(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", *two_runs(tmp_path, "few", "many", ranks=(2, 4))]) == 0
+    assert "speedup" not in capsys.readouterr().out
+    assert "speedup" not in (tmp_path / "comparison.html").read_text()
+
+
+def test_folders_of_one_name_are_told_apart_and_one_named_twice_is_an_error(tmp_path, capsys):
+    folders = two_runs(tmp_path, "a/run", "b/run")
+    out = ["--html", str(tmp_path / "page.html")]
+    assert main(["report", *folders, *out]) == 0
+    assert re.search(r"speedup over a/run +1.00x +2.00x\n", capsys.readouterr().out)
+    assert main(["report", folders[0], folders[0], *out]) == 1
+    assert "is named twice: name each run once" in capsys.readouterr().err
 
 
 def test_values_that_do_not_change_or_are_missing_have_a_chart(folder):
@@ -331,6 +427,24 @@ def test_a_browser_shows_the_page(folder, tmp_path):
         capture_output=True,
         timeout=90,
     )
+    # The script, under a pointer.
+    hover = (
+        "<script>const at = charts[0].drawn, box2 = at.getBoundingClientRect();"
+        "at.dispatchEvent(new PointerEvent('pointermove',"
+        "{clientX: box2.left + box2.width * 300 / 560}))</script></body>"
+    )
+    moved = tmp_path / "moved.html"
+    moved.write_text((tmp_path / "report.html").read_text().replace("</body>", hover))
+    dumped = subprocess.run(
+        [*command, profile, "--dump-dom", moved.as_uri()],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=90,
+    ).stdout
+    assert '<div id="step">step 244</div>' in dumped
+    assert "<b>0.4167</b>" in dumped  # the loss at step 240
+    assert dumped.count('visibility="visible"') == len(charts_of(page(read(tmp_path))))
     image = Image.open(picture).convert("RGB")
     counts = {colour: count for count, colour in image.getcolors(1 << 24)}
     # The bar with the parts of a step: half of it is compute, a tenth each data and allreduce.

@@ -1,0 +1,107 @@
+"""What several runs came to, beside each other; for the terminal and the page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from hvkit.errors import HvkitError
+from hvkit.log import printable
+from hvkit.monitor.charts import short
+from hvkit.monitor.recorded_run import Run
+from hvkit.monitor.report import troubles
+from hvkit.monitor.step_shares import PARTS
+from hvkit.wording import counted, duration
+
+
+def told_apart(folders: Sequence[Path]) -> list[str]:
+    """Names of folders: as much of the ends of their paths as tells them apart.
+
+    Raises:
+        HvkitError: one is named twice.
+    """
+    paths = [folder.resolve() for folder in folders]
+    for number, path in enumerate(paths):
+        if path in paths[:number]:
+            raise HvkitError(f"{folders[number]} is named twice: name each run once")
+    for length in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-length:]) for path in paths]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+Row = tuple[str, list[str]]
+"""What it is, and its value for each run."""
+
+
+def numbers(runs: Sequence[Run]) -> list[Row]:
+    """How large and how fast runs were."""
+    found = [
+        _row("ranks", runs, lambda run: f"{_ranks(run):,}"),
+        _row("hosts", runs, lambda run: f"{len(set(run.hosts)):,}"),
+        _row("steps", runs, lambda run: f"{run.taken:,}"),
+        _row("time", runs, lambda run: duration(run.seconds)),
+        _row("samples a second", runs, lambda run: f"{run.mean('samples_per_second'):,.0f}"),
+    ]
+    # What is measured: no run is compared with a rank that nobody has timed.
+    one_rank = next((run for run in runs if _ranks(run) == 1), None)
+    if one_rank is not None and len(runs) > 1:
+        base = one_rank.mean("samples_per_second") or float("nan")
+        found.append(
+            _row(
+                f"speedup over {one_rank.name}",
+                runs,
+                lambda run: f"{run.mean('samples_per_second') / base:.2f}x",
+            )
+        )
+    found.append(_row("ms a step", runs, lambda run: f"{1e3 * run.mean('seconds/step'):,.4g}"))
+    found += [(f"of it {part}", [_share(run, part) for run in runs]) for part in PARTS]
+    found.append(_row("restarts or resumptions", runs, lambda run: f"{len(run.starts) - 1}"))
+    return found
+
+
+def last_values(runs: Sequence[Run]) -> list[Row]:
+    """The last value of each metric."""
+    metrics = dict.fromkeys(name for run in runs for name in run.curves)
+    return [(f"last {metric}", [_last(run, metric) for run in runs]) for metric in metrics]
+
+
+def _row(what: str, runs: Sequence[Run], value: Callable[[Run], str]) -> Row:
+    return what, [value(run) for run in runs]
+
+
+def _ranks(run: Run) -> int:
+    return run.starts[-1].size
+
+
+def _share(run: Run, part: str) -> str:
+    parts = run.parts()
+    whole = sum(parts.values()) or 1.0
+    return f"{parts[part] / whole:.0%}"
+
+
+def _last(run: Run, metric: str) -> str:
+    points = run.curves.get(metric)
+    return short(points[-1][1]) if points else ""
+
+
+def show(runs: Sequence[Run], console: Console) -> None:
+    """Print runs beside each other."""
+    names = [printable(run.name) for run in runs]
+    for run, name in zip(runs, names, strict=True):
+        for line in troubles(run):
+            console.print(escape(f"{name}: {printable(line)}"), style="red", highlight=False)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("")
+    for name in names:
+        table.add_column(escape(name), justify="right")
+    for what, values in [*numbers(runs), *last_values(runs)]:
+        table.add_row(escape(printable(what)), *map(escape, values))
+    console.print(table)
+    if unreadable := sum(run.unreadable for run in runs):
+        console.print(f"{counted(unreadable, 'line')} without a record left out")
