@@ -43,7 +43,10 @@ def _report(args: argparse.Namespace) -> int:
     for each in folders:
         if not each.is_dir():
             args.refuse(f"argument FOLDER: {each} is no folder: name that of hvkit.Monitor")
-    names = comparison.told_apart(folders)
+    try:
+        names = comparison.told_apart(folders)
+    except ValueError as error:
+        args.refuse(f"argument FOLDER: {error}")
     runs = [replace(read(each), name=name) for each, name in zip(folders, names, strict=True)]
     single = len(runs) == 1
     path = args.html or (folders[0] / _PAGE if single else Path(_COMPARISON))

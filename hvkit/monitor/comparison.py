@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hvkit.errors import HvkitError
 from hvkit.log import printable
 from hvkit.monitor.charts import short
 from hvkit.monitor.recorded_run import Run
@@ -22,12 +21,12 @@ def told_apart(folders: Sequence[Path]) -> list[str]:
     """Names of folders: as much of the ends of their paths as tells them apart.
 
     Raises:
-        HvkitError: one is named twice.
+        ValueError: one is named twice.
     """
     paths = [folder.resolve() for folder in folders]
     for number, path in enumerate(paths):
         if path in paths[:number]:
-            raise HvkitError(f"{folders[number]} is named twice: name each run once")
+            raise ValueError(f"{folders[number]} is named twice: name each run once")
     for length in range(1, max(len(path.parts) for path in paths) + 1):
         names = ["/".join(path.parts[-length:]) for path in paths]
         if len(set(names)) == len(names):

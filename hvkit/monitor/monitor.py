@@ -29,7 +29,7 @@ from hvkit.monitor.step_clock import Step, StepClock
 from hvkit.monitor.writers import Hook, Writers
 from hvkit.watch.calls import named
 from hvkit.watch.leaving import LEAVING
-from hvkit.watch.spans import mark
+from hvkit.watch.spans import DATA, mark
 from hvkit.wording import in_short
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class Monitor:
                 return
             ended = time.monotonic()
             self._clock.loaded(ended - begun)
-            mark("data", begun, ended)
+            mark(DATA, begun, ended)
             self._samples += length_of(batch)
             yield batch
 

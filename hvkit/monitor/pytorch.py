@@ -18,7 +18,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from hvkit import runtime
+from hvkit.adapters.pytorch.gradients.nested_passes import outermost
 from hvkit.adapters.pytorch.optimizers import after_unscaling, closure_of
+from hvkit.watch.spans import REDUCTION, Span, observe
 
 if TYPE_CHECKING:
     from hvkit.monitor.monitor import Monitor
@@ -44,10 +46,14 @@ class Gradients:
         self._stepped: set[int] = set()
         # Autograd's number of the backward pass whose end is awaited.
         self._passes: dict[int, int] = {}
+        self._nested = False
         self._hooks: list[RemovableHandle] = []
         for number, each in enumerate(self._optimizers):
             each.register_step_pre_hook(functools.partial(self._before_step, number))
             after_unscaling(each, functools.partial(self._measure, number))
+        reduced = _after_reduction(weakref.ref(self))
+        observe(reduced)
+        weakref.finalize(self, observe, reduced, False)
         self.expect(monitor.due)
 
     def blocked(self) -> float:
@@ -95,11 +101,19 @@ class Gradients:
         task = torch._C._current_graph_task_id()
         if self._passes.get(number) != task:
             self._passes[number] = task
+            self._nested |= outermost(task) != task
             queue: Callable[[Callable[[], None]], None] = (
                 torch.autograd.Variable._execution_engine.queue_callback
             )
             # Behind what is queued until the pass has ended, which averages the gradients.
             queue(lambda: queue(lambda: self._measure(number)))
+
+    def _reduced(self) -> None:
+        """After a reduction: the end of a pass inside another came before it."""
+        if self._nested:
+            self._nested = False
+            for number in self._passes:
+                self._measure(number)
 
     def _measure(self, number: int) -> None:
         if self._monitor.due and number not in self._applied:
@@ -132,6 +146,14 @@ def _arrival(reference: weakref.ref[Gradients], number: int) -> Callable[[torch.
             gradients._begin_pass(number)
 
     return arrived
+
+
+def _after_reduction(reference: weakref.ref[Gradients]) -> Callable[[Span], None]:
+    def see(span: Span) -> None:
+        if span.name == REDUCTION and (gradients := reference()) is not None:
+            gradients._reduced()
+
+    return see
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:

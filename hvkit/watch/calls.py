@@ -127,7 +127,7 @@ def _this_thread() -> _Thread:
 
 
 @contextmanager
-def call(name: str, step: int | None = None, key: str = "") -> Iterator[None]:
+def call(name: str, step: int | None = None, key: str = "", *, span: str = "") -> Iterator[None]:
     """Wraps a call that all ranks make together; every wait inside belongs to it.
 
     Inside another call this has no effect: the outer one is the user's.
@@ -136,11 +136,12 @@ def call(name: str, step: int | None = None, key: str = "") -> Iterator[None]:
         name: as the user writes it: ``fit``, ``backward()``.
         step: its optimizer step, counted from 1 since the script began.
         key: calls wait for each other if both name and key are the same.
+        span: its name in a timeline, if this is only a part of the user's call.
     """
     if _this_thread().call:
         yield
         return
-    with _entered(name, step, key):
+    with _entered(name, step, key, span or name):
         yield
 
 
@@ -148,7 +149,8 @@ def call(name: str, step: int | None = None, key: str = "") -> Iterator[None]:
 def call_within(name: str) -> Iterator[None]:
     """Wraps a call that another may contain on all ranks or on none: ``evaluate in fit``."""
     outer = _this_thread().call
-    with _entered(f"{name} in {outer}" if outer else name, None, ""):
+    within = f"{name} in {outer}" if outer else name
+    with _entered(within, None, "", within):
         yield
 
 
@@ -164,7 +166,7 @@ def named(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         def in_call(*args: P.args, **kwargs: P.kwargs) -> R:
             if sys._getframe(1).f_code.co_filename.startswith(_OWN_FOLDER):
                 return function(*args, **kwargs)
-            with _entered(name, None, ""):
+            with _entered(name, None, "", name):
                 return function(*args, **kwargs)
 
         return in_call
@@ -173,7 +175,7 @@ def named(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 @contextmanager
-def _entered(name: str, step: int | None, key: str) -> Iterator[None]:
+def _entered(name: str, step: int | None, key: str, span: str) -> Iterator[None]:
     now = _this_thread()
     step = None if step is None else of_run(step)
     outer = now.call, now.step, now.key, now.handling
@@ -192,7 +194,7 @@ def _entered(name: str, step: int | None, key: str) -> Iterator[None]:
         now.before = now.key
         now.turns += 1
         now.call, now.step, now.key, now.handling = outer
-        mark(name, begun, time.monotonic(), step)
+        mark(span, begun, time.monotonic(), step)
 
 
 def is_failure(error: BaseException) -> bool:

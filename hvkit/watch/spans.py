@@ -13,7 +13,7 @@ class Span(NamedTuple):
     """Something that has passed in a thread of the script.
 
     Attributes:
-        name: of the user's call; ``WAITING`` for a wait for other ranks.
+        name: of the user's call, or one of the names below.
         begun: as of ``time.monotonic``.
         ended: as of ``time.monotonic``.
         step: the optimizer step, counted from 1, if it belongs to one.
@@ -26,6 +26,13 @@ class Span(NamedTuple):
 
 
 WAITING = "waiting"
+"""A wait for other ranks."""
+
+REDUCTION = "averaging gradients"
+"""What is left to average when a backward pass of PyTorch has computed its gradients."""
+
+DATA = "data"
+"""A batch, from when it is asked for until it is there."""
 
 _observers: list[Callable[[Span], None]] = []
 

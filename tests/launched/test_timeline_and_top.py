@@ -13,6 +13,7 @@ from rich.text import Text
 from hvkit.cli import top
 from hvkit.errors import HvkitError
 from hvkit.launch.supervision import run_status
+from hvkit.watch.spans import REDUCTION
 
 PYTORCH = """
 import sys, time
@@ -24,7 +25,9 @@ optimizer = torch.optim.SGD(model.parameters(), 0.1)
 hvkit.distribute(model, optimizer)
 with hvkit.Monitor(folder / "seen", every=5) as monitor:
     for x in monitor.batches(torch.randn(20, 6, 8)):
-        model(x).square().mean().backward()
+        output = model(x)
+        output.register_hook(lambda _: time.sleep(0.005))
+        output.square().mean().backward()
         optimizer.step()
         monitor.step()
         if fault == "kill" and hvkit.rank() == 1 and not (folder / "over").exists():
@@ -133,17 +136,32 @@ def drawn(events, name, rank):
     return [e for e in events if (e["ph"], e["name"], e["pid"]) == ("X", name, rank)]
 
 
-@pytest.mark.parametrize(("script", "name"), [(PYTORCH, "backward()"), (KERAS, "step")])
-def test_a_trace_shows_the_steps_of_all_ranks_on_one_clock(tmp_path, script, name):
+@pytest.mark.parametrize(
+    ("script", "names"), [(PYTORCH, ("backward()", "step")), (KERAS, ["step"])]
+)
+def test_a_trace_shows_the_steps_of_all_ranks_on_one_clock(tmp_path, script, names):
     events = trace(tmp_path, script)
-    steps = [{e["args"]["step"]: e for e in drawn(events, name, rank)} for rank in range(2)]
-    assert list(steps[0]) == list(steps[1]) == list(range(1, 21))
-    for mine, other in zip(*(each.values() for each in steps), strict=True):
-        # Neither rank leaves a step before the other has begun it.
-        assert mine["ts"] <= other["ts"] + other["dur"]
-        assert other["ts"] <= mine["ts"] + mine["dur"]
+    for name in names:
+        steps = [{e["args"]["step"]: e for e in drawn(events, name, rank)} for rank in range(2)]
+        assert list(steps[0]) == list(steps[1]) == list(range(1, 21))
+        for mine, other in zip(*(each.values() for each in steps), strict=True):
+            # Neither rank leaves a step before the other has begun it.
+            assert mine["ts"] <= other["ts"] + other["dur"]
+            assert other["ts"] <= mine["ts"] + mine["dur"]
     for rank in range(2):
         assert drawn(events, "waiting", rank)
+        if script == PYTORCH:
+            steps_with_all_that_is_in_them(events, rank)
+
+
+def steps_with_all_that_is_in_them(events, rank):
+    """A step holds its batch and the whole of backward(), which ends with averaging."""
+    kinds = [drawn(events, name, rank) for name in ("step", "data", "backward()", REDUCTION)]
+    for step, data, backward, reduction in zip(*kinds, strict=True):
+        assert step["ts"] == data["ts"] <= backward["ts"]
+        assert backward["ts"] + 5000 <= reduction["ts"]  # the script's own part of it takes 5 ms
+        for inner, outer in ((reduction, backward), (backward, step)):
+            assert inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] + 1
 
 
 def test_a_trace_holds_what_a_killed_rank_did_and_the_restart(tmp_path):

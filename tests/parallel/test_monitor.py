@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 import torch
+import torch.utils.checkpoint
 from ranks import my_part, shared_folder
 
 import hvkit
@@ -120,6 +121,26 @@ def clipped_run(folder, way, **arguments):
             scaler.update()
             monitor.step()
     return norms
+
+
+def test_the_norm_is_the_mean_gradients_where_a_pass_runs_inside_another(folder):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x, y = (torch.from_numpy(my_part(each[: 5 * hvkit.size()])) for each in data())
+    norms = []
+    with hvkit.Monitor(folder, every=1) as monitor:
+        hvkit.distribute(model, optimizer, monitor=monitor)
+        for _ in range(3):
+            optimizer.zero_grad()
+            inner = torch.utils.checkpoint.checkpoint(
+                model, x.clone().requires_grad_(), use_reentrant=True
+            )
+            (inner - y).square().mean().backward()
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)))
+            optimizer.step()
+            monitor.step()
+    np.testing.assert_allclose([each["gradient_norm"] for each in records(folder)], norms, 1e-5)
 
 
 CLIPPED = [

@@ -39,10 +39,12 @@ from hvkit.adapters.pytorch.refusals import (
     refuse_other_wrappers,
     refuse_what_cannot_be_divided,
 )
+from hvkit.adapters.pytorch.traced_steps import trace_steps
 from hvkit.adapters.pytorch.weights.parameter_server import ServedModel
 from hvkit.adapters.pytorch.weights.rounds import RoundKeeper
 from hvkit.adapters.pytorch.weights.weight_keeper import is_kept
 from hvkit.communication.collectives import require_equal
+from hvkit.host.run_reports import timeline_wanted
 from hvkit.learning_rate import Multiplier
 from hvkit.strategies import FullyShard, ParameterServer, ShardedOptimizer
 from hvkit.strategies.strategy import Averaging, Rounds
@@ -131,6 +133,12 @@ class PyTorchAdapter:
         ]
 
     def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
+        kept = self._kept_in_step()
+        if timeline_wanted():  # its hooks run after all others
+            trace_steps(self.optimizers)
+        return kept
+
+    def _kept_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
         if self.options.batch_norm == "sync":
             synchronise_batch_norm(self.model)
         name = f"hvkit.{next(_serial)}"

@@ -399,7 +399,8 @@ def test_folders_of_one_name_are_told_apart_and_one_named_twice_is_an_error(tmp_
     out = ["--html", str(tmp_path / "page.html")]
     assert main(["report", *folders, *out]) == 0
     assert re.search(r"speedup over a/run +1.00x +2.00x\n", capsys.readouterr().out)
-    assert main(["report", folders[0], folders[0], *out]) == 1
+    with pytest.raises(SystemExit, match="2"):
+        main(["report", folders[0], folders[0], *out])
     assert "is named twice: name each run once" in capsys.readouterr().err
 
 

@@ -45,6 +45,7 @@ from hvkit.compression import Compression
 from hvkit.errors import RanksDisagreeError
 from hvkit.strategies.strategy import Averaging
 from hvkit.watch.calls import call
+from hvkit.watch.spans import REDUCTION
 
 # By number, in the order of the calls of distribute, which is the same on every rank. A reducer
 # lives as long as its model or an optimizer.
@@ -399,7 +400,7 @@ def _end_pass(number: int) -> None:
     due = [reducer for reducer in taking_part if reducer._end_pass()]
     if not due:
         return
-    with call("backward()", due[0].step, due[0].name):
+    with call("backward()", due[0].step, due[0].name, span=REDUCTION):
         for reducer in due:
             reducer._send_rest()
         for reducer in due:
