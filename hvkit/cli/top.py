@@ -187,7 +187,7 @@ def _pace(each: Mapping[str, Any], before: dict[int, tuple[float, int]]) -> floa
         return 0.0
     rank, at, step = each["rank"], each["at"], each["step"]
     then, done = before.setdefault(rank, (at, step))
-    if at - then > _PACE_OVER or step < done:
+    if at - then > _PACE_OVER - 0.5 or step < done:  # reports are of full seconds
         before[rank] = at, step
     return (step - done) / (at - then) if at > then and step >= done else 0.0
 

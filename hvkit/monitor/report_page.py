@@ -103,7 +103,7 @@ def _filled(title: str, parts: Sequence[str], charts: Charts) -> str:
 
 
 def _head(run: Run) -> str:
-    busy = [(f"{run.busy():.0%}", "of the time ranks were busy, did not wait or exchange")]
+    busy = [(f"{run.busy():.0%}", "of the time ranks were busy")]
     numbers = [
         *(busy if run.starts[-1].size > 1 else []),
         (f"{run.mean('samples_per_second'):,.0f}", "samples a second, all ranks"),

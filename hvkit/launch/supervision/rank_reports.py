@@ -31,20 +31,23 @@ class RankReports:
         """The last report; empty before the first."""
         return self._kept[-1][1] if self._kept else {}
 
-    def take(self, report: Mapping[str, Any], made: float, arrived: float) -> None:
-        """Keep a report.
+    def take(
+        self, report: Mapping[str, Any], made: float, arrived: float, monotonic: float
+    ) -> None:
+        """Keep a report, with its second as ``at``, as of ``time.monotonic``.
 
         Args:
             report: where the rank was.
             made: when, by the clock of the rank's host; seconds since 1970.
             arrived: when it came, by this host's clock.
+            monotonic: the same moment, as of ``time.monotonic``.
         """
         self._delays.append(arrived - made)
         self._arrived = arrived
         second = round(made + min(self._delays))
         if self._kept and self._kept[-1][0] == second:
             self._kept.pop()
-        self._kept.append((second, report))
+        self._kept.append((second, {**report, "at": monotonic - (arrived - second)}))
 
     def newest_second(self, now: float) -> int | None:
         """The second of the last report; None if the rank has been silent for some seconds."""

@@ -157,8 +157,8 @@ class Supervisor:
     def state(self) -> dict[str, Any]:
         """The ranks, their number and the newest checkpoint, for ``hvkit top``.
 
-        All ranks that run are shown at one moment. A rank's ``at`` is when that report came, as of
-        ``time.monotonic``, and ``moved`` when the first one with its present step did. ``saved`` is
+        All ranks that run are shown at one moment: ``at``, as of ``time.monotonic``. A rank's
+        ``moved`` is when the first report with its present step came. ``saved`` is
         there only if the ranks have saved or resumed a checkpoint since they were started.
         """
         running = sorted(self._connected)
@@ -366,11 +366,11 @@ class Supervisor:
                     "made": int() | float() as made,
                 }
             } if abs(made) < _LATEST:
-                at, before = time.monotonic(), rank.reports.newest
-                moved = before["moved"] if before.get("step") == step else at
+                arrived, before = time.monotonic(), rank.reports.newest
+                moved = before["moved"] if before.get("step") == step else arrived
                 now = {"call": call, "waits": waits, "where": where, "step": step}
-                times = {"at": at, "moved": moved}
-                rank.reports.take({**now, **times, "speed": rank.speed}, made, time.time())
+                report = {**now, "moved": moved, "speed": rank.speed}
+                rank.reports.take(report, made, time.time(), arrived)
             case {"speed": int(speed) | float(speed)}:
                 rank.speed = speed
 

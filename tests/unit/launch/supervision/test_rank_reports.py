@@ -19,12 +19,12 @@ def steps(ranks, now):
 def test_all_ranks_are_shown_at_the_newest_second_that_all_have_reported():
     first, second = RankReports(), RankReports()
     for now in range(100, 104):
-        first.take({"step": now}, now + 0.001, now + 0.002)
+        first.take({"step": now}, now + 0.001, now + 0.002, 0.0)
         # The other's report of this second is on its way.
         assert steps([first, second], now + 0.01)[1:] == [now - 1 if now > 100 else None]
         if now > 100:
             assert steps([first, second], now + 0.01) == [now - 1, now - 1]
-        second.take({"step": now}, now, now + 0.4)
+        second.take({"step": now}, now, now + 0.4, 0.0)
         assert steps([first, second], now + 0.5) == [now, now]
 
 
@@ -32,24 +32,36 @@ def test_all_ranks_are_shown_at_the_newest_second_that_all_have_reported():
 def test_a_host_with_another_clock_reports_seconds_of_this_one(ahead):
     here, there = RankReports(), RankReports()
     for now in range(100, 104):
-        here.take({"step": now}, now, now + 0.01)
-        there.take({"step": now + 50}, now + ahead, now + (0.01 if now == 101 else 0.3))
-    here.take({"step": 104}, 104, 104.01)
+        here.take({"step": now}, now, now + 0.01, 0.0)
+        there.take({"step": now + 50}, now + ahead, now + (0.01 if now == 101 else 0.3), 0.0)
+    here.take({"step": 104}, 104, 104.01, 0.0)
     assert steps([here, there], 104.1) == [103, 153]
 
 
 def test_a_rank_that_is_silent_delays_no_other():
     silent, other = RankReports(), RankReports()
     for now in range(100, 110):
-        other.take({"step": now}, now, now)
+        other.take({"step": now}, now, now, 0.0)
         if now < 103:
-            silent.take({"step": now}, now, now)
+            silent.take({"step": now}, now, now, 0.0)
     assert steps([silent, other], 109.5) == [102, 109]
+
+
+def test_reports_of_one_second_have_one_time_however_late_they_came():
+    first, second = RankReports(), RankReports()
+    for now in (100, 101):
+        first.take({}, now, now + 0.01, 7.01 + now)
+        second.take(
+            {}, now, now + (0.01 if now == 100 else 0.4), 7.4 + now - (0.39 if now == 100 else 0)
+        )
+    assert [each["at"] for each in at_one_moment([first, second], 101.5)] == pytest.approx(
+        [108] * 2
+    )
 
 
 def test_a_rank_that_has_not_reported_is_shown_without_a_step():
     other = RankReports()
-    other.take({"step": 3}, 100, 100)
+    other.take({"step": 3}, 100, 100, 0.0)
     assert steps([RankReports(), other], 100.5) == [None, 3]
     assert steps([RankReports()], 100.5) == [None]
 
