@@ -153,10 +153,18 @@ class _Unsaved:
 
 def _acts_in_steps(callback: Any) -> bool:
     """Whether the callback has code of its own at the end of steps, which may stop training."""
+    return _acts(callback, "on_batch_end", "on_train_batch_end")
+
+
+def _acts_at_the_end(callback: Any) -> bool:
+    """Whether the callback has code of its own at the end of training, which may set weights."""
+    return _acts(callback, "on_train_end")
+
+
+def _acts(callback: Any, *hooks: str) -> bool:
     if _is_one_of(callback, _STEADY) or getattr(callback, "never_stops", False):
         return False
     base = keras.callbacks.Callback
-    hooks = ("on_batch_end", "on_train_batch_end")
     return any(
         hook in vars(callback) or getattr(type(callback), hook, None) is not getattr(base, hook)
         for hook in hooks
@@ -238,18 +246,19 @@ class InStep(keras.callbacks.Callback):  # type: ignore[misc]
         self._settled = settled
         # Only a callback that could stop training inside an epoch is worth a collective per step.
         self._every_step = any(_acts_in_steps(each) for each in others)
+        self._at_the_end = any(_acts_at_the_end(each) for each in others)
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Make sure that all ranks that know their number of steps have the same number."""
-        everyone = collectives.gather("fit", ((self.params or {}).get("steps"), self._every_step))
-        steps = [theirs for theirs, _ in everyone]
-        self._every_step = any(theirs for _, theirs in everyone)
+        mine = (self.params or {}).get("steps"), self._every_step, self._at_the_end
+        steps, every_step, at_the_end = zip(*collectives.gather("fit", mine), strict=True)
+        self._every_step, self._at_the_end = any(every_step), any(at_the_end)
         rounds = self._epoch.rounds
         may_differ = rounds is not None and not rounds.equal_steps and not self._every_step
         if not may_differ and len({count for count in steps if count is not None}) > 1:
             error = RanksDisagreeError(
-                f"fit has data of different length on each rank, {steps} steps per epoch in rank "
-                "order: every rank must take the same number of steps; use hvkit.shard(data)"
+                f"fit has data of different length on each rank, {list(steps)} steps per epoch in "
+                "rank order: every rank must take the same number of steps; use hvkit.shard(data)"
             )
             raise mark_as_shown_by(error, 0)
 
@@ -270,3 +279,8 @@ class InStep(keras.callbacks.Callback):  # type: ignore[misc]
         self.model.stop_training = any_rank(self.model.stop_training)
         if self._settled:
             self._settled.put_back()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Compare the weights that callbacks may have set: ``EarlyStopping`` those of an epoch."""
+        if self._at_the_end:
+            self._epoch.make_alike()

@@ -2,9 +2,8 @@
 
 ``train_on_batch`` reports this rank's; of it, hvkit only translates errors.
 
-Metrics keep sums (a total and a count, a confusion matrix). Added up over ranks, these give exactly
-the result of one process on all the data. Keras reads the metrics in one method, after each pass
-over the data and before callbacks see them; hvkit replaces that method on the model's instance.
+Keras reads the metrics in one method, after each pass over the data and before callbacks see them;
+hvkit replaces that method on the model's instance (``metric_results``).
 """
 
 from __future__ import annotations
@@ -16,15 +15,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 from keras.src.trainers.epoch_iterator import EpochIterator
 
 from hvkit import runtime
 from hvkit.adapters.keras.callbacks import Epoch, for_this_rank
 from hvkit.adapters.keras.gradients.averager import GradientAverager
+from hvkit.adapters.keras.metric_results import over_all_ranks
 from hvkit.adapters.keras.weights.parameter_server import ServedModel
 from hvkit.adapters.keras.weights.rounds import RoundKeeper
-from hvkit.communication import collectives
 from hvkit.watch.calls import call_within
 from hvkit.watch.rank_errors import translated
 
@@ -47,9 +45,13 @@ def share_results(
             ranks would agree on, with which they also leave ``fit``.
     """
     epoch = Epoch(averagers, make_alike, rounds)
-    model._get_metrics_result_or_logs = functools.partial(
-        _over_all_ranks, model, epoch, model._get_metrics_result_or_logs
-    )
+    read = model._get_metrics_result_or_logs
+
+    def read_from_all_ranks(logs: Mapping[str, Any]) -> Mapping[str, Any]:
+        epoch.end()
+        return over_all_ranks(model, read, logs)
+
+    model._get_metrics_result_or_logs = read_from_all_ranks
     model.fit = _on_this_rank(model, model.fit, epoch)
     model.train_on_batch = _translating(model.train_on_batch)
     evaluate = _in_settled(model.evaluate, rounds) if rounds else model.evaluate
@@ -146,82 +148,3 @@ def with_names(
     if len(names) < len(args) or not kwargs.keys().isdisjoint(names):
         return args, kwargs  # one too many, or one twice: Python raises the error
     return (), dict(zip(names, args, strict=True)) | kwargs
-
-
-def _over_all_ranks(
-    model: keras.Model, epoch: Epoch, read: Callable[[Any], Any], logs: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    """The metrics of one pass over the data, combined over all ranks; a collective.
-
-    Args:
-        model: its metrics have seen this rank's batches.
-        epoch: the state of ``fit``; this may be its end.
-        read: returns the metrics that Keras reports, from the metrics' states or from ``logs``.
-        logs: the return value of the last step; empty if this rank had no batch.
-    """
-    epoch.end()
-    # Without a batch, compiled metrics may have no state yet.
-    own: Mapping[str, Any] = read(logs) if logs else logs
-    # A train_step or test_step may return other numbers than the model's metrics.
-    from_state = own is not logs
-    variables = [v for metric in model.metrics for v in metric.variables]
-    state = [v.numpy() for v in variables] if from_state else None
-    numbers = None if from_state else {k: _as_float(v) for k, v in own.items()}
-    everyone = collectives.gather("fit or evaluate", (state, numbers))
-    states = [theirs for theirs, _ in everyone if theirs is not None]
-    if states and state is not None:
-        own = _result_of(variables, _combined(variables, states), state, lambda: read(logs))
-    elif not from_state and numbers:
-        own = _means(own, [theirs for _, theirs in everyone if theirs])
-    if all(theirs or numbers for theirs, numbers in everyone):
-        return own
-    return _result_of_first_with_data(own, [bool(t or n) for t, n in everyone])
-
-
-def _combined(variables: list[Any], states: list[list[Any]]) -> list[Any]:
-    """The states of all ranks' metrics in one, each variable by its own ``aggregation``."""
-    combined = []
-    for variable, values in zip(variables, zip(*states, strict=True), strict=True):
-        way = getattr(variable, "aggregation", "sum")
-        if way == "sum":
-            combined.append(np.sum(values, axis=0, dtype=values[0].dtype))
-        elif way == "mean":
-            combined.append(np.mean(values, axis=0).astype(values[0].dtype))
-        else:
-            combined.append(values[0])
-    return combined
-
-
-def _result_of(
-    variables: list[Any], combined: list[Any], own: list[Any], read: Callable[[], Any]
-) -> dict[str, float]:
-    """The result that the metrics report for the combined states; they keep their own states."""
-    for variable, value in zip(variables, combined, strict=True):
-        variable.assign(value)
-    result = {name: _as_float(value) for name, value in read().items()}
-    for variable, value in zip(variables, own, strict=True):
-        variable.assign(value)
-    return result
-
-
-def _means(own: Mapping[str, Any], numbers: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """Means over ranks of the numbers that all ranks have."""
-    return {
-        name: float(np.mean([theirs[name] for theirs in numbers]))
-        if all(isinstance(theirs.get(name), float) for theirs in numbers)
-        else value
-        for name, value in own.items()
-    }
-
-
-def _result_of_first_with_data(own: Mapping[str, Any], with_data: list[bool]) -> Mapping[str, Any]:
-    """The metrics of the first rank that had data, for ranks whose part was empty."""
-    if not any(with_data):
-        return own
-    return collectives.from_rank(with_data.index(True), dict(own))
-
-
-def _as_float(value: Any) -> Any:
-    """A number as a float; anything else as it is."""
-    array = np.asarray(value)
-    return float(array) if array.ndim == 0 and array.dtype.kind in "fiub" else value

@@ -1,0 +1,175 @@
+"""The results of metrics over all ranks: the same numbers on every rank.
+
+Metrics keep sums in variables (a total and a count, a confusion matrix). Added up over ranks, these
+give exactly the result of one process on all the data. A metric of a user's own may keep its state
+elsewhere, or in variables that do not add up; rank 0 then warns and names it. Callbacks decide by
+these numbers when to stop and which weights to keep, so all ranks must see the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvkit.communication import collectives
+from hvkit.main_rank import warn_once
+
+Number = np.ndarray[Any, Any] | float
+
+# Results whose relative difference is smaller differ by rounding.
+_ROUNDING = 1e-5
+# A result over all ranks that is so many times as large as any rank's own is no mean of these.
+_BEYOND = 1.25
+
+
+def over_all_ranks(
+    model: keras.Model, read: Callable[[Any], Any], logs: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """The metrics of one pass over the data, combined over all ranks; a collective.
+
+    Args:
+        model: its metrics have seen this rank's batches.
+        read: returns the metrics that Keras reports, from the metrics' states or from ``logs``.
+        logs: the return value of the last step; empty if this rank had no batch.
+    """
+    # Without a batch, compiled metrics may have no state yet.
+    own: Mapping[str, Any] = read(logs) if logs else logs
+    # A train_step or test_step may return other numbers than the model's metrics.
+    from_state = own is not logs
+    variables = [v for metric in model.metrics for v in metric.variables]
+    state = [v.numpy() for v in variables] if from_state else None
+    everyone = collectives.gather("fit or evaluate", (state, _numbers(own)))
+    states = [theirs for theirs, _ in everyone if theirs is not None]
+    results = [theirs for _, theirs in everyone if theirs]
+    if states:
+        if state is not None:
+            own = _result_of(variables, _combined(variables, states), state, lambda: read(logs))
+        _warn_of_sums(model, _numbers(own), results)
+        own = _agreed(own)
+    elif own:
+        own = _means(own, results)
+    with_data = [bool(theirs or numbers) for theirs, numbers in everyone]
+    return own if all(with_data) else _result_of_first_with_data(own, with_data)
+
+
+def _combined(variables: list[Any], states: list[list[Any]]) -> list[Any]:
+    """The states of all ranks' metrics in one, each variable by its own ``aggregation``."""
+    combined = []
+    for variable, values in zip(variables, zip(*states, strict=True), strict=True):
+        way = getattr(variable, "aggregation", "sum")
+        if way == "sum":
+            combined.append(np.sum(values, axis=0, dtype=values[0].dtype))
+        elif way == "mean":
+            combined.append(np.mean(values, axis=0).astype(values[0].dtype))
+        else:
+            combined.append(values[0])
+    return combined
+
+
+def _result_of(
+    variables: list[Any], combined: list[Any], own: list[Any], read: Callable[[], Any]
+) -> dict[str, Any]:
+    """The result that the metrics report for the combined states; they keep their own states."""
+    for variable, value in zip(variables, combined, strict=True):
+        variable.assign(value)
+    result = {name: _as_float(value) for name, value in read().items()}
+    for variable, value in zip(variables, own, strict=True):
+        variable.assign(value)
+    return result
+
+
+def _warn_of_sums(
+    model: keras.Model, combined: Mapping[str, Number], results: Sequence[Mapping[str, Number]]
+) -> None:
+    """Warn of a user's metric whose variables have been added up, although they are no sums.
+
+    A ratio of sums is between the ranks' own ratios; whole numbers are counts.
+    """
+    for name, value in combined.items():
+        if isinstance(value, float) and _is_users(model, name) and not value.is_integer():
+            largest = max(float(np.abs(theirs[name])) for theirs in results if name in theirs)
+            if abs(value) > _BEYOND * largest:
+                warn_once(
+                    f"sum {name}",
+                    f"metric {name!r} is {value:.4g} over all ranks, but at most {largest:.4g} on "
+                    "one: hvkit adds up a metric's variables, so they must be sums over samples "
+                    "(add_weight and assign_add), from which result() computes; give one that is "
+                    'no sum aggregation="mean" in add_variable',
+                )
+
+
+def _is_users(model: keras.Model, name: str) -> bool:
+    """Whether a result is that of a metric whose class is not Keras's own."""
+    metrics = [*model.metrics]
+    for each in metrics:
+        metrics += getattr(each, "metrics", ())  # those that ``compile`` got
+    own = {each.name for each in metrics if not type(each).__module__.startswith("keras.")}
+    return any(name == each or name.endswith(f"_{each}") for each in own)
+
+
+def _agreed(own: Mapping[str, Any]) -> dict[str, Any]:
+    """The results with the same numbers on every rank; a collective.
+
+    They differ if a metric keeps state outside of variables, which hvkit cannot combine.
+    """
+    mine = _numbers(own)
+    everyone = [theirs for theirs in collectives.gather("fit or evaluate", mine) if theirs]
+    agreed = dict(own)
+    for name in mine:
+        values = [np.asarray(theirs[name]) for theirs in everyone if name in theirs]
+        if not all(np.array_equal(values[0], each, equal_nan=True) for each in values):
+            agreed[name] = _as_float(_one_of(name, values))
+    return agreed
+
+
+def _one_of(name: str, values: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+    """The number that all ranks use, of ranks' results that differ: the mean, if possible."""
+    first = values[0]
+    alike = all(each.shape == first.shape for each in values)
+    if alike and all(np.allclose(first, v, _ROUNDING, 0.0, equal_nan=True) for v in values):
+        return first
+    shown = ", ".join(str(each) for each in values[:4])
+    warn_once(
+        f"own state {name}",
+        f"metric {name!r} differs between ranks ({shown}) although its variables were added up: it "
+        "keeps state elsewhere, where each rank has seen its own samples. All ranks report the "
+        f"{'mean' if alike else 'value of rank 0'}; keep the state in add_weight(...) for the "
+        "result of one process",
+    )
+    return np.asarray(np.mean(values, axis=0)) if alike else first
+
+
+def _means(own: Mapping[str, Any], numbers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Means over ranks of the numbers that all ranks have."""
+    return {
+        name: float(np.mean([theirs[name] for theirs in numbers]))
+        if all(isinstance(theirs.get(name), float) for theirs in numbers)
+        else value
+        for name, value in own.items()
+    }
+
+
+def _result_of_first_with_data(own: Mapping[str, Any], with_data: list[bool]) -> Mapping[str, Any]:
+    """The metrics of the first rank that had data, for ranks whose part was empty."""
+    if not any(with_data):
+        return own
+    return collectives.from_rank(with_data.index(True), dict(own))
+
+
+def _numbers(result: Mapping[str, Any]) -> dict[str, Number]:
+    """The numbers and arrays of numbers among the results."""
+    found = {name: np.asarray(_as_float(value)) for name, value in result.items()}
+    return {
+        name: float(each) if each.ndim == 0 else each
+        for name, each in found.items()
+        if each.dtype.kind in "fiub"
+    }
+
+
+def _as_float(value: Any) -> Any:
+    """A number as a float; anything else as it is."""
+    array = np.asarray(value)
+    return float(array) if array.ndim == 0 and array.dtype.kind in "fiub" else value
