@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from hvkit.adapters.keras.collectives.graph_collectives import blocked_in_graphs, quickly_read
 from hvkit.adapters.keras.fit import with_names
+from hvkit.adapters.keras.gradients.averager import is_overwritten
 from hvkit.adapters.keras.optimizers import inner_optimizer, parts_of
 from hvkit.monitor.step_clock import Step
 
@@ -259,7 +260,9 @@ class Gradients:
         @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
         def measured(grads: Sequence[Any], trainable_variables: Any = None) -> None:
             grads = list(grads)
-            held = [_values(each) for each in grads if each is not None]
+            if trainable_variables is not None:
+                trainable_variables = list(trainable_variables)
+            held = _gradients(grads, trainable_variables or optimizer._trainable_variables)
             if held and tf.executing_eagerly():
                 if self._due:
                     self._norms[number].assign(_norm(*held))
@@ -307,6 +310,12 @@ def _rows_of(data: Any) -> Any:
     if isinstance(first, tf.RaggedTensor):
         return first.nrows()
     return tf.shape(first)[0] if tf.is_tensor(first) and first.shape.rank else 0
+
+
+def _gradients(grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    """The values of gradients, without those that are no gradients but a variable's new value."""
+    pairs = zip(grads, variables, strict=False)  # Keras itself says if there are too few
+    return [_values(g) for g, v in pairs if g is not None and not is_overwritten(v)]
 
 
 def _norm(*tensors: Any) -> Any:

@@ -17,8 +17,9 @@ import tensorflow as tf
 
 from hvkit.adapters.keras.collectives.graph_collectives import GraphWait
 from hvkit.adapters.keras.collectives.wire import Wire
+from hvkit.adapters.keras.gradients.averager import is_overwritten
 from hvkit.adapters.keras.gradients.nonfinite import NonFinite
-from hvkit.adapters.keras.refusals import refuse_xla, remember_updated
+from hvkit.adapters.keras.refusals import refuse_tf_distribute, refuse_xla, remember_updated
 
 
 def inner_optimizer(optimizer: Any) -> Any:
@@ -77,6 +78,7 @@ def average_in_apply(
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def averaged_apply(grads: Sequence[Any], trainable_variables: Any = None) -> None:
         refuse_xla("optimizer.apply")
+        refuse_tf_distribute()
         grads = list(grads)
         known = trainable_variables is None and optimizer.built
         variables = optimizer._trainable_variables if known else trainable_variables
@@ -137,7 +139,10 @@ def _average_accumulated(
     average: Average, local: list[Any], variables: list[Any], accumulators: list[Any]
 ) -> list[Any]:
     held = [acc.value + 0 for acc in accumulators]
-    sums = [None if g is None else g + acc for g, acc in zip(local, held, strict=True)]
+    sums = [
+        None if g is None else tf.maximum(g, acc) if is_overwritten(v) else g + acc
+        for g, acc, v in zip(local, held, variables, strict=True)
+    ]
     with tf.control_dependencies([each for each in sums if each is not None] + held):
         for acc, zeros in zip(accumulators, _zeros(accumulators), strict=True):
             acc.assign(zeros)

@@ -20,8 +20,11 @@ import keras
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
+from hvkit.adapters.keras.gradients.averager import is_overwritten
 from hvkit.adapters.keras.initial_state import tf_variable
 from hvkit.main_rank import warn_once
+from hvkit.strategies.parameter_server import ParameterServer
+from hvkit.strategies.strategy import Rounds
 
 _models: WeakSet[Any] = WeakSet()
 _averaged: WeakSet[Any] = WeakSet()
@@ -52,6 +55,26 @@ def refuse_xla(call: str) -> None:
         )
 
 
+def refuse_tf_distribute(model: Any = None) -> None:
+    """Raise where a strategy of ``tf.distribute`` would divide the work, too.
+
+    Args:
+        model: one that may have been made in such a strategy's scope; None for the update of one.
+
+    Raises:
+        ValueError: names the strategy.
+    """
+    made_in = getattr(model, "_distribute_strategy", None)
+    if made_in is None and not tf.distribute.has_strategy():
+        return
+    found = type(made_in or tf.distribute.get_strategy()).__name__
+    raise ValueError(
+        f"{'an update' if model is None else f'model {model.name!r}'} is in the scope of "
+        f"tf.distribute.{found}, which would divide the work and average gradients, too: remove "
+        f"the strategy and `with strategy.scope():`, as hvkit starts one process for each device"
+    )
+
+
 def refuse_own_averages(strategy: object, optimizer: Any) -> None:
     """Raise for an optimizer that averages weights over steps where ranks train alone.
 
@@ -64,6 +87,23 @@ def refuse_own_averages(strategy: object, optimizer: Any) -> None:
             f"averages of its own weights under {strategy}: leave use_ema out, or use "
             "hvkit.Synchronous()"
         )
+
+
+def refuse_overwritten(strategy: object, variables: Sequence[Any]) -> None:
+    """Raise if ranks train alone and an update overwrites variables with their gradients.
+
+    Raises:
+        ValueError: names the first of them.
+    """
+    if not isinstance(strategy, Rounds | ParameterServer):
+        return
+    for each in variables:
+        if is_overwritten(each):
+            raise ValueError(
+                f"{each.path} is overwritten in each update, as the scales of float8 are: ranks "
+                f"need the largest of all ranks' values, and {strategy} would average them: use "
+                "hvkit.Synchronous()"
+            )
 
 
 def refuse_other_optimizers(model: Any, optimizers: Sequence[Any]) -> None:
@@ -126,6 +166,11 @@ def _largest_with(numbers: set[int], passed: set[int]) -> list[Any]:
 def let_differ(models: Sequence[Any], optimizers: Sequence[Any]) -> None:
     """Let the variables of models and their optimizers differ between ranks."""
     _differing.update([*models, *optimizers])
+
+
+def is_distributed(model: Any) -> bool:
+    """Whether the model was passed to ``distribute``."""
+    return model in _models
 
 
 def is_alike(optimizer: Any) -> bool:

@@ -204,3 +204,31 @@ def test_averages_of_a_ranks_own_weights_are_refused(strategy):
     )
     assert error is ValueError
     assert "use_ema=True" in text
+
+
+@pytest.mark.parametrize("made_in", cases(["the scope", "no scope"]))
+def test_a_strategy_of_tf_distribute_is_refused_with_the_fix(made_in):
+    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+    with strategy.scope():
+        inside = mlp()
+    if made_in == "the scope":
+        kind, text = error_of(lambda: hvkit.distribute(inside, sgd()))
+        assert f"model {inside.name!r} is in the scope of tf.distribute.MirroredStrategy" in text
+    else:
+        model, optimizer = hvkit.distribute(mlp(), sgd())
+        x, y = (tf.constant(each) for each in local(regression(steps=1))[0])
+
+        def step():
+            strategy.run(lambda: tape_step(model, optimizer, x, y))
+
+        kind, text = error_of(step)
+        assert "an update is in the scope of tf.distribute.MirroredStrategy" in text
+    assert kind is ValueError
+    assert "remove the strategy and `with strategy.scope():`" in text
+
+
+def test_the_default_strategy_of_tf_distribute_may_stay():
+    with tf.distribute.get_strategy().scope():
+        model, optimizer = hvkit.distribute(mlp(), sgd())
+        fit(model, optimizer, local(regression(steps=2)))
+    assert same_on_all_ranks(weights(model))

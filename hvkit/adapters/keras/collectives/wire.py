@@ -51,6 +51,10 @@ class Wire:
         """The minimum over ranks of each element."""
         return self._allreduce(tensor, name, self._hvd.Min)
 
+    def highest(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        """The maximum over ranks of each element."""
+        return self._allreduce(tensor, name, self._hvd.Max)
+
     def _allreduce(self, tensor: tf.Tensor, name: str, op: Any) -> tf.Tensor:
         self._counted(of_allreduce(_bytes(tensor), self.size))
         return self._hvd.allreduce(tensor, op=op, name=name, ignore_name_scope=True)

@@ -7,6 +7,8 @@ Before the gradients, the ranks exchange which of them they have: dense, row-spa
 cannot, because tracing has fixed which variables it updates; there, a difference between ranks is
 an error. Either way no rank waits for a gradient that another does not send. A graph starts this
 exchange when the first gradient is there, and it runs while backward computes the others.
+
+Of variables that an update overwrites with their gradient, ranks use the largest, not the mean.
 """
 
 from __future__ import annotations
@@ -185,9 +187,12 @@ class GradientAverager:
         """Average gradients that every rank has; positions stay, None stays None."""
         means: list[Any] = [None] * len(gradients)
         kinds: dict[Any, list[int]] = {}
+        overwriting: dict[Any, list[int]] = {}
         # Backward computes the last variables' gradients first.
         for i in reversed(range(len(gradients))):
-            if _is_sparse(gradients[i]):
+            if is_overwritten(variables[i]) and gradients[i] is not None:
+                overwriting.setdefault(gradients[i].dtype, []).append(i)
+            elif _is_sparse(gradients[i]):
                 name = f"{self._name}.{i}"
                 means[i] = average_rows(gradients[i], name, self._wire, self._compression)
             elif gradients[i] is not None:
@@ -201,7 +206,18 @@ class GradientAverager:
                 found = self._dense_means(sent, [variables[i] for i in together], name)
                 for i, mean in zip(together, found, strict=True):
                     means[i] = tf.cast(mean, dtype)
+        for dtype, positions in overwriting.items():
+            largest = self._largest([gradients[i] for i in positions], f"{self._name}.{dtype.name}")
+            for i, each in zip(positions, largest, strict=True):
+                means[i] = each
         return means
+
+    def _largest(self, gradients: list[tf.Tensor], name: str) -> list[tf.Tensor]:
+        """The elements' maxima over ranks, of tensors of one dtype."""
+        flat = tf.concat([tf.reshape(g, [-1]) for g in gradients], axis=0)
+        found = self._wire.highest(widened(flat), f"{name}.largest")
+        pieces = tf.split(tf.cast(found, flat.dtype), [g.shape.num_elements() for g in gradients])
+        return [tf.reshape(p, g.shape) for p, g in zip(pieces, gradients, strict=True)]
 
     def _dense_means(
         self, gradients: list[tf.Tensor], variables: list[Any], name: str
@@ -212,6 +228,14 @@ class GradientAverager:
             pieces = tf.split(mean, [g.shape.num_elements() for g in gradients])
             return [tf.reshape(p, g.shape) for p, g in zip(pieces, gradients, strict=True)]
         return self._wire.means(gradients, name)
+
+
+def is_overwritten(variable: Any) -> bool:
+    """Whether an update overwrites the variable with its gradient, as those of float8.
+
+    Keras then uses the largest of several gradients, so that a scale covers all values.
+    """
+    return getattr(variable, "overwrite_with_gradient", False)
 
 
 class AveragingKeeper:

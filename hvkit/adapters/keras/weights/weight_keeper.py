@@ -26,7 +26,7 @@ from hvkit.adapters.keras.collectives.graph_collectives import GraphWait, widene
 from hvkit.adapters.keras.collectives.wire import Wire
 from hvkit.adapters.keras.initial_state import tf_variable
 from hvkit.adapters.keras.optimizers import inner_optimizer
-from hvkit.adapters.keras.refusals import refuse_xla, remember_updated
+from hvkit.adapters.keras.refusals import refuse_tf_distribute, refuse_xla, remember_updated
 from hvkit.adapters.settled import AgreedView
 from hvkit.communication import collectives
 from hvkit.communication.engines import waiting_for_all_ranks
@@ -238,6 +238,7 @@ class Updates(ABC):
             update()
             return
         refuse_xla("optimizer.apply")
+        refuse_tf_distribute()
         self._keeper.refuse_step()
         remember_updated(variables)
         self._before_update(variables)
