@@ -112,10 +112,12 @@ class Compared:
     Attributes:
         label: ``"parameter 0.weight"``.
         unit: the distance from 1 to the next number of its dtype; 0 for dtypes that do not round.
+        fix: what to do if it differs; empty for what holds for weights.
     """
 
     label: str
     unit: float = 0.0
+    fix: str = ""
 
 
 def complaint(everyone: Rows, compared: Sequence[Compared], exact: bool) -> tuple[str, bool]:
@@ -137,7 +139,7 @@ def complaint(everyone: Rows, compared: Sequence[Compared], exact: bool) -> tupl
     ranks = _unlike_rank_0(everyone[:, first])
     where = f"{compared[first].label} of {named_ranks(ranks)} differs from that of rank 0"
     if beyond:
-        return f"{where}{_by(distances[first])}; {_FIX}", True
+        return f"{where}{_by(distances[first])}; {compared[first].fix or _FIX}", True
     return (
         f"{where}{_by(max(distances.values()))}: this is rounding, as between different kinds of "
         "processors or on GPUs; hvkit warns of it once",

@@ -4,6 +4,7 @@
 
     adapter                the steps of distribute
     ├── initial_state      copies rank 0's weights and optimizer state
+    ├── adapted            copies what rank 0's layers have learnt from data: vocabularies
     ├── optimizers         averaging in optimizer.apply, accumulation, loss scaling
     ├── learning_rate      scaling and warm-up in optimizer.apply
     ├── gradients/         the mean of a list of gradients (averager)

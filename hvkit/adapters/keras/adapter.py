@@ -18,6 +18,7 @@ from keras.src.backend import in_stateless_scope
 from hvkit import runtime
 from hvkit.adapters.adapter import Keeper, Options, Record
 from hvkit.adapters.buffers import warn_of_unlike
+from hvkit.adapters.keras.adapted import Learnt
 from hvkit.adapters.keras.batch_norm import (
     LastStatistics,
     average_statistics,
@@ -49,7 +50,9 @@ from hvkit.adapters.keras.refusals import (
     let_differ,
     refuse_left_out,
     refuse_other_optimizers,
+    refuse_overwritten,
     refuse_own_averages,
+    refuse_tf_distribute,
 )
 from hvkit.adapters.keras.sharded import (
     OptimizerShards,
@@ -101,6 +104,9 @@ class KerasAdapter:
                 "hvkit.ShardedOptimizer() divides the optimizer's state; a model that is too large "
                 "for one device needs PyTorch"
             )
+        if runtime.size() > 1:
+            for model in models:
+                refuse_tf_distribute(model)
         self.models = list(models)
         self.model = models[0] if len(models) == 1 else Together(models)
         self.options = options
@@ -136,7 +142,7 @@ class KerasAdapter:
         everyone = collectives.gather("distribute", [has_weights(each) for each in self.models])
         for model, built in zip(self.models, zip(*everyone, strict=True), strict=True):
             if all(built):
-                self._synchronise_model(model)
+                self._synchronise_before_it_computes(model)
             else:
                 self._synchronise_before_first_call(model)
 
@@ -145,6 +151,12 @@ class KerasAdapter:
         self._pending = [each for each in self._pending if each is not model]
         if not self._pending:
             self._synchronise_optimizers()
+
+    def _synchronise_before_it_computes(self, model: Any) -> None:
+        """Synchronise a model with all that it computes with, also beside its weights."""
+        learnt = Learnt(model)
+        self._synchronise_model(model)
+        learnt.take_from_rank_0()
 
     def _synchronise(self, weights: Sequence[Any]) -> None:
         self._synchronised.update((id(tf_variable(w)), w) for w in weights)
@@ -165,7 +177,7 @@ class KerasAdapter:
                 del model.call
                 self._synchronise_batch_norm()
                 if any(each is model for each in self._pending):
-                    self._synchronise_model(model)
+                    self._synchronise_before_it_computes(model)
             return call(*args, **kwargs)
 
         model.call = synchronise_and_call
@@ -180,6 +192,7 @@ class KerasAdapter:
         There are some if a ``train_step`` calls only parts of a model, and if the script uses a
         layer for the first time.
         """
+        refuse_overwritten(self.options.strategy, variables)
         for model in self._pending:
             if model.weights and have_values(model.weights):
                 self._synchronise_model(model)
@@ -209,7 +222,8 @@ class KerasAdapter:
             model.supports_jit = False
             if getattr(model, "compiled", False):
                 model.jit_compile = False
-                model.train_function = None  # the next fit makes it again
+            # Keras makes them again, without XLA, and with what layers have adapted to now.
+            model.train_function = model.test_function = model.predict_function = None
             refuse_other_optimizers(model, updating)
         alone: RoundKeeper | ServedModel | None = None
         keeper: Keeper | None = None

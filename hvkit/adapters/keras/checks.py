@@ -5,7 +5,8 @@ before they average gradients, in eager code and in ``tf.function`` graphs. NumP
 fingerprints in both, in a branch of the graph that other steps do not take. ``fit`` also compares
 at the end of each epoch, optimizers included.
 
-The checks cover weights that a layer made trainable, also while they are frozen. They leave out
+The checks cover weights that a layer made trainable, also while they are frozen, and what layers
+have adapted to. They leave out
 what may differ between ranks: the statistics of layers, the states of random generators, and
 gradients that an optimizer is still accumulating.
 """
@@ -23,11 +24,12 @@ import tensorflow as tf
 from hvkit import runtime
 from hvkit.adapters import fingerprints
 from hvkit.adapters.fingerprints import WIDTH, Compared, Rows
+from hvkit.adapters.keras.adapted import compared_in as adapted_in
 from hvkit.adapters.keras.collectives.graph_collectives import nothing
 from hvkit.adapters.keras.collectives.wire import Wire
 from hvkit.adapters.keras.initial_state import tf_variable
 from hvkit.adapters.keras.optimizers import inner_optimizer
-from hvkit.adapters.keras.refusals import is_alike, weights_of_distributed
+from hvkit.adapters.keras.refusals import is_alike, is_distributed, weights_of_distributed
 from hvkit.adapters.keras.sharded import ids_of_slots
 from hvkit.errors import RanksDisagreeError
 from hvkit.watch.rank_errors import for_graph, mark_as_shown_by
@@ -114,8 +116,9 @@ class Checks:
 
     def _fingerprint(self, labels: list[Compared], arrays: Sequence[Any]) -> Rows:
         frozen = self._frozen()
-        self._compared = [*labels, *_labels(frozen)]
-        return np.array(_rows([*arrays, *(v.numpy() for v in frozen)]))
+        adapted, rows = adapted_in(self._model)
+        self._compared = [*labels, *_labels(frozen), *adapted]
+        return np.array([*_rows([*arrays, *(v.numpy() for v in frozen)]), *rows])
 
     def _judge(self, everyone: Rows) -> bytes:
         rows = everyone.reshape(runtime.size(), -1, WIDTH)
@@ -148,16 +151,20 @@ def compared_in(thing: Any) -> tuple[list[Compared], list[Rows]]:
         thing: a model or an optimizer. If it was not distributed, only those of its weights count
             that a distributed model shares.
     """
+    adapted: list[Compared] = []
+    rows: list[Rows] = []
     if isinstance(thing, keras.Model):
         alike = weights_of_distributed()
         variables = [v for v in _made_trainable(thing) if id(v) in alike]
+        if is_distributed(thing):
+            adapted, rows = adapted_in(thing)
     elif not is_alike(inner_optimizer(thing)):
         variables = []
     else:
         local = {id(v) for v in _accumulators(thing)} | ids_of_slots([thing])
         variables = [v for v in thing.variables if id(v) not in local]
     with tf.init_scope():
-        return _labels(variables), _rows([v.numpy() for v in variables])
+        return [*_labels(variables), *adapted], [*_rows([v.numpy() for v in variables]), *rows]
 
 
 def require_same_weights(call: str, model: keras.Model, optimizers: Sequence[Any]) -> None:

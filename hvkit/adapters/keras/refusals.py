@@ -169,8 +169,8 @@ def let_differ(models: Sequence[Any], optimizers: Sequence[Any]) -> None:
 
 
 def is_distributed(model: Any) -> bool:
-    """Whether the model was passed to ``distribute``."""
-    return model in _models
+    """Whether the model was passed to ``distribute``, or contains one that was."""
+    return any(part in _models for part in model._flatten_layers())
 
 
 def is_alike(optimizer: Any) -> bool:
