@@ -18,7 +18,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvkit import runtime
 from hvkit.adapters.fingerprints import Compared, Rows, complaint, fingerprint, hashed
 from hvkit.communication import collectives
 from hvkit.communication.collectives import raise_together, require_equal
@@ -67,7 +66,9 @@ class _Adapted:
             weights = getattr(self.layer, "idf_weights", None)
             return [self._vocabulary(), None if weights is None else weights.numpy()]
         found = [getattr(self.layer, each) for each in self._constants]
-        return [None if each is None else np.asarray(each) for each in found]
+        # In a layer that a graph has built, they are values of that graph until derived again.
+        unknown = [each is None or tf.is_symbolic_tensor(each) for each in found]
+        return [None if u else np.asarray(v) for v, u in zip(found, unknown, strict=True)]
 
     def rows(self) -> list[Rows]:
         """Fingerprints of the values."""
@@ -218,10 +219,7 @@ class Learnt:
 
     def _take(self) -> None:
         """Take over what differs."""
-        problem = None
-        if runtime.rank():
-            problem = _problem_of(_Adapted.derive_again, *((each,) for each in self._layers))
-        raise_together(problem)
+        raise_together(_problem_of(_Adapted.derive_again, *((each,) for each in self._layers)))
         mine = [[row.tolist() for row in each.rows()] for each in self._layers]
         theirs = collectives.from_rank(0, mine)
         unlike = {i for i, rows in enumerate(mine) if rows != theirs[i]}

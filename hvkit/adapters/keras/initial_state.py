@@ -54,15 +54,22 @@ def synchronise(weights: Sequence[Any]) -> None:
         RanksDisagreeError: the ranks' weights differ in number, path, shape or dtype.
     """
     with tf.init_scope():
-        facts = [
-            f"{getattr(w, 'path', w.name)}: shape {tuple(w.shape)}, {w.dtype}" for w in weights
-        ]
+        facts = [f"{_name(w)}: shape {tuple(w.shape)}, {w.dtype}" for w in weights]
         advice = (
             "build the same model on every rank; if only numbers in names differ, some rank has "
             "made other models before: call keras.utils.clear_session() there, or name the layers"
         )
         require_equal("model", facts, advice)
         _broadcast(weights)
+
+
+def _name(weight: Any) -> str:
+    """The weight's name after that of its layer.
+
+    Not its whole path: that has the model's name only if the layer was built inside the model, and
+    rank 0's may have been built before, by ``adapt``.
+    """
+    return "/".join(getattr(weight, "path", weight.name).split("/")[-2:])
 
 
 def synchronise_optimizers(
