@@ -99,7 +99,11 @@ def distribute(
     ``hvkit.average`` before a scheduler or an early stop uses it. In Keras, ``fit`` and
     ``evaluate`` return the metrics of all ranks, and every rank must call them. They add up the
     states of metrics, such as totals, counts and confusion matrices. If a variable of your own
-    metric does not add up, give it another ``aggregation`` in ``add_variable``.
+    metric does not add up, give it another ``aggregation`` in ``add_variable``. Rank 0 warns of
+    results that differ between ranks even so, of which all use the mean.
+
+    **Layers that adapt** (Keras: ``Normalization``, ``StringLookup`` and the like) compute on all
+    ranks with what rank 0's have learnt. Adapt them to all of the data, before ``hvkit.shard``.
 
     **The learning rate** is yours. hvkit never changes the rate that you set in the optimizer, that
     schedulers and callbacks read and write, and that checkpoints hold. By default updates use it
