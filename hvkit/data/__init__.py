@@ -10,7 +10,8 @@
     │   ├── pytorch_datasets    Dataset and IterableDataset
     │   └── pytorch_workers     how workers start where MPI uses InfiniBand
     ├── tfdata              tf.data pipelines
-    │   └── tfbatching          finding out how a pipeline was batched
+    │   ├── tfbatching          finding out how a pipeline was batched
+    │   └── tfdata_files        files that a pipeline writes: one for each rank
     ├── keras_pydataset     keras.utils.PyDataset
     ├── order               the arithmetic all of them use: which samples of a step are this
     │                       rank's, seeds, and a loader's position

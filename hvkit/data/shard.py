@@ -106,6 +106,10 @@ def shard(
         RanksDisagreeError: the ranks passed different data or arguments.
     """
     share = Share(runtime.rank(), runtime.size(), exact is True)
+    if share.size > 1 and "tensorflow" in sys.modules:
+        from hvkit.data.tfdata_files import give_ranks_files_of_their_own
+
+        give_ranks_files_of_their_own()
     problem: Exception | None = None
     part: Any = None
     facts: list[str] = []

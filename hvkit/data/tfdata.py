@@ -19,17 +19,20 @@ import tensorflow as tf
 
 from hvkit.data.order import Queue, Share
 from hvkit.data.tfbatching import Batching, batching_of, stackable, whole
+from hvkit.data.tfdata_files import refuse_common_caches, steps_of, with_files_of_its_own
 
 
 def shard_tfdata(data: tf.data.Dataset, share: Share) -> tuple[tf.data.Dataset, list[str]]:
     """One rank's part of a pipeline, and the facts that must be equal on all ranks.
 
     Raises:
-        ValueError: ranks would read different orders, or the batches cannot be regrouped.
+        ValueError: ranks would read different orders, or write one file, or the batches cannot be
+            regrouped.
     """
     if share.size == 1:
         return data, []
     refuse_unordered(data)
+    refuse_common_caches(data)
     batching = batching_of(data)
     if batching is None:
         part = _elements(data, share)
@@ -39,7 +42,7 @@ def shard_tfdata(data: tf.data.Dataset, share: Share) -> tuple[tf.data.Dataset, 
         part = _rebatched(data, batching, share)
     ordered = tf.data.Options()
     ordered.deterministic = True
-    return part.with_options(ordered), _facts(data, batching, share)
+    return with_files_of_its_own(part.with_options(ordered)), _facts(data, batching, share)
 
 
 def dynamic_tfdata(data: tf.data.Dataset, share: Share) -> tuple[tf.data.Dataset, list[str]]:
@@ -48,9 +51,11 @@ def dynamic_tfdata(data: tf.data.Dataset, share: Share) -> tuple[tf.data.Dataset
     Every rank runs the whole pipeline, and skips what others have taken.
 
     Raises:
-        ValueError: ranks would read different orders.
+        ValueError: ranks would read different orders, or write one file.
     """
     refuse_unordered(data)
+    if share.size > 1:
+        refuse_common_caches(data)
     taken = _Taken()
 
     def epoch(_: tf.Tensor) -> tf.data.Dataset:
@@ -60,7 +65,10 @@ def dynamic_tfdata(data: tf.data.Dataset, share: Share) -> tuple[tf.data.Dataset
         )
         return mine.map(lambda _, element: element)
 
-    return tf.data.Dataset.range(1).flat_map(epoch), _facts(data, batching_of(data), share)
+    part = tf.data.Dataset.range(1).flat_map(epoch)
+    if share.size > 1:
+        part = with_files_of_its_own(part)
+    return part, _facts(data, batching_of(data), share)
 
 
 class _Taken:
@@ -199,7 +207,7 @@ def refuse_unordered(data: tf.data.Dataset) -> None:
     Raises:
         ValueError: a random step has no seed, or a step gives up the order for speed.
     """
-    for step in _steps(data):
+    for step in steps_of(data):
         if getattr(step, "_deterministic", None) == "false":
             raise ValueError(
                 f"{_name(step)} has deterministic=False, so every rank would read another order: "
@@ -217,10 +225,10 @@ def seeds_of(data: tf.data.Dataset) -> list[tuple[int, int]]:
     """The seeds of all random steps; (0, 0) for a step without seed."""
     found = [
         (int(step._seed), int(step._seed2))
-        for step in _steps(data)
+        for step in steps_of(data)
         if hasattr(step, "_seed") and hasattr(step, "_seed2")
     ]
-    return found + [seeds for step in _steps(data) for seeds in _seeds_inside(step)]
+    return found + [seeds for step in steps_of(data) for seeds in _seeds_inside(step)]
 
 
 def _seeds_inside(step: tf.data.Dataset) -> Iterator[tuple[int, int]]:
@@ -232,12 +240,6 @@ def _seeds_inside(step: tf.data.Dataset) -> Iterator[tuple[int, int]]:
                 seeds = [tf.get_static_value(each) for each in op.inputs[2:4]]
                 if None not in seeds:
                     yield int(seeds[0]), int(seeds[1])
-
-
-def _steps(data: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
-    yield data
-    for source in data._inputs():
-        yield from _steps(source)
 
 
 def _name(step: tf.data.Dataset) -> str:

@@ -1,0 +1,89 @@
+"""Files that ``tf.data`` pipelines write: one for each rank, or an error.
+
+All ranks run one script, so with ``cache("file")`` after ``hvkit.shard`` they would write their
+different parts into one file, which would be every rank's data in the next epoch. TensorFlow has no
+hook for the steps that follow on a dataset, nor for those on sharded arrays. So on several ranks
+``hvkit.shard`` replaces ``Dataset.cache`` and ``Dataset.save``.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from hvkit import runtime
+
+_PART = "_hvkit_part"
+
+
+def steps_of(data: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
+    """The steps of a pipeline, from the last one back to its sources."""
+    yield data
+    for source in data._inputs():
+        yield from steps_of(source)
+
+
+def with_files_of_its_own(part: tf.data.Dataset) -> tf.data.Dataset:
+    """The part of a rank, marked so that ``save`` does not mix it with those of other ranks."""
+    setattr(part, _PART, True)
+    return part
+
+
+def refuse_common_caches(data: tf.data.Dataset) -> None:
+    """Reject a pipeline in which every rank would write the same cache at once.
+
+    Raises:
+        ValueError: it caches into a file that is not complete.
+    """
+    for step in steps_of(data):
+        name = _static(step._filename) if type(step).__name__ == "CacheDataset" else None
+        if name and not name.endswith(_of_rank()) and not Path(f"{name}.index").exists():
+            raise ValueError(
+                f"the pipeline has cache({name!r}) before hvkit.shard, so all ranks would write "
+                "that file at once: call cache after hvkit.shard, so that each rank writes a file "
+                "of its own"
+            )
+
+
+@functools.cache
+def give_ranks_files_of_their_own() -> None:
+    """From now on ``cache`` into a file writes one for each rank; and ``save`` checks its path."""
+    cache, save = tf.data.Dataset.cache, tf.data.Dataset.save
+
+    @functools.wraps(cache)
+    def cache_of_rank(self: Any, filename: Any = "", name: Any = None) -> Any:
+        if _static(filename) != "":  # which is memory
+            filename = tf.strings.join([filename, _of_rank()])
+        return cache(self, filename, name)
+
+    @functools.wraps(save)
+    def save_of_rank(self: Any, path: Any, *arguments: Any, **options: Any) -> Any:
+        numbers = re.findall(r"\d+", str(path))
+        if _follows_a_part(self) and runtime.rank() not in map(int, numbers):
+            raise ValueError(
+                f"save({str(path)!r}) after hvkit.shard would write the parts of several ranks to "
+                f'one place: put hvkit.rank() into the path, as in f"{path}-{{hvkit.rank()}}", or '
+                "save the pipeline before hvkit.shard, on rank 0 alone"
+            )
+        return save(self, path, *arguments, **options)
+
+    tf.data.Dataset.cache, tf.data.Dataset.save = cache_of_rank, save_of_rank
+
+
+def _of_rank() -> str:
+    return f"-rank-{runtime.rank()}-of-{runtime.size()}"
+
+
+def _follows_a_part(data: tf.data.Dataset) -> bool:
+    return any(hasattr(step, _PART) for step in steps_of(data))
+
+
+def _static(filename: Any) -> str | None:
+    """The name of a file as text; None if it is known only when the pipeline runs."""
+    value = tf.get_static_value(filename) if tf.is_tensor(filename) else filename
+    return value.decode() if isinstance(value, bytes) else value
