@@ -33,19 +33,19 @@ Next: [Several hosts](hosts.md), [When ranks die](restarts.md),
 def page() -> str:
     """The text of the page."""
     hvkit = parser()
-    rows = (
-        f"| [`{name}`](#{_anchor(name)}) | {text} |" for name, text in _helps(hvkit)
-    )
+    rows = (f"| {link} | {text} |" for link, text in _helps(hvkit))
     sections = "".join(_section(each) for each in _commands(hvkit))
     return "\n".join([BEGIN, "| Command | |", "|---|---|", *rows, ""]) + sections + END
 
 
 def _helps(hvkit: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
-    """Each command with its line in ``hvkit --help``."""
+    """A link to each command, and its line in ``hvkit --help``."""
     for group in hvkit._actions:
         if isinstance(group, argparse._SubParsersAction):
             for choice in group._choices_actions:
-                yield f"{hvkit.prog} {choice.dest}", _text(choice.help)
+                first = next(_commands(group.choices[choice.dest]))
+                link = f"[`{hvkit.prog} {choice.dest}`](#{_anchor(first.prog)})"
+                yield link, _text(choice.help)
 
 
 def _commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
