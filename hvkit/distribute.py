@@ -152,7 +152,9 @@ def distribute(
             every update averages the running statistics over ranks, so all ranks evaluate and save
             the same model. ``"local"``: each rank keeps running statistics of its own. ``"sync"``:
             ranks normalise with the statistics of all ranks' batches together, as one process with
-            the larger batch would; for small batches, at the cost of a collective per layer.
+            the larger batch would; for small batches, at the cost of a collective per layer. Layers
+            made for it (``torch.nn.SyncBatchNorm``, ``BatchNormalization(synchronized=True)``) do
+            so with ``"average"``, too.
         check_every: compare the ranks' weights every this many optimizer steps, and raise if they
             differ. None: only before the first update, in ``hvkit.Checkpoint.save``, and in
             Keras at the end of each epoch of ``fit``.

@@ -17,6 +17,7 @@ import numpy as np
 
 from hvkit.compression import Compression
 from hvkit.learning_rate import Multiplier
+from hvkit.main_rank import warn_once
 from hvkit.strategies.strategy import Strategy
 
 BATCH_NORMS = ("average", "local", "sync")
@@ -161,6 +162,15 @@ def record(
     _models.update((_plain(model), of_keeper) for model in models)
     alone = keeper is not None and keeper.alone
     _records.update((_plain(thing), replace(each, alone=alone)) for thing, each in records)
+
+
+def warn_of_own_batches(layers: str, strategy: Strategy) -> None:
+    """Say that layers made to normalise over all ranks' batches cannot, where ranks train alone."""
+    warn_once(
+        "own batches",
+        f"{layers} normalise with each rank's own batch, since with {strategy} each trains at its "
+        "own pace: hvkit.Synchronous() normalises over all ranks' batches",
+    )
 
 
 def is_distributed(model_or_optimizer: Any) -> bool:

@@ -139,10 +139,13 @@ def complaint(everyone: Rows, compared: Sequence[Compared], exact: bool) -> tupl
     ranks = _unlike_rank_0(everyone[:, first])
     where = f"{compared[first].label} of {named_ranks(ranks)} differs from that of rank 0"
     if beyond:
-        return f"{where}{_by(distances[first])}; {compared[first].fix or _FIX}", True
+        rounded = distances[first] <= _UNITS * compared[first].unit < _ROUNDING
+        fix = compared[first].fix or (_ROUNDED if rounded else _FIX)
+        return f"{where}{_by(distances[first])}; {fix}", True
     return (
         f"{where}{_by(max(distances.values()))}: this is rounding, as between different kinds of "
-        "processors or on GPUs; hvkit warns of it once",
+        "processors, on GPUs, or where a rank adds something to weights and subtracts it again; "
+        "hvkit warns of it once",
         False,
     )
 
@@ -180,8 +183,16 @@ def _unlike_rank_0(rows: Rows) -> list[int]:
 
 _FIX = (
     "weights or an optimizer's state were loaded or changed on some ranks only, after "
-    "hvkit.distribute: load before the call, or on every rank, or with hvkit.Checkpoint "
-    "(buffers and non-trainable variables may differ: keep values of a single rank there)"
+    "hvkit.distribute: load before the call, or on every rank, or with hvkit.Checkpoint; run a "
+    "layer that sets weights from its first batch before the call; perturb weights equally on all "
+    "ranks, from averaged gradients (buffers and non-trainable variables may differ: keep values "
+    "of a single rank there)"
+)
+
+_ROUNDED = (
+    "this is rounding, as where a rank adds a perturbation of its own to weights and subtracts it "
+    "again (sharpness-aware methods, weight noise): put back a copy of the weights in place of "
+    "subtracting, so that all ranks begin the first update with the same bits"
 )
 
 

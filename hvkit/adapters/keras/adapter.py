@@ -16,12 +16,13 @@ import keras
 from keras.src.backend import in_stateless_scope
 
 from hvkit import runtime
-from hvkit.adapters.adapter import Keeper, Options, Record
+from hvkit.adapters.adapter import Keeper, Options, Record, warn_of_own_batches
 from hvkit.adapters.buffers import warn_of_unlike
 from hvkit.adapters.keras.adapted import Learnt
 from hvkit.adapters.keras.batch_norm import (
     LastStatistics,
     average_statistics,
+    made_synchronised,
     synchronise_batch_norm,
 )
 from hvkit.adapters.keras.buffers import compared_of
@@ -183,8 +184,13 @@ class KerasAdapter:
         model.call = synchronise_and_call
 
     def _synchronise_batch_norm(self) -> None:
-        if self.options.batch_norm == "sync":
-            synchronise_batch_norm(self.model)
+        if self.options.batch_norm == "local":
+            return
+        everything = self.options.batch_norm == "sync"
+        if everything or isinstance(self.options.strategy, Averaging):
+            synchronise_batch_norm(self.model, everything=everything)
+        elif made_synchronised(self.model):
+            warn_of_own_batches("BatchNormalization(synchronized=True)", self.options.strategy)
 
     def _before_update(self, variables: Sequence[Any]) -> None:
         """Synchronise the weights that no call of a model has synchronised yet.

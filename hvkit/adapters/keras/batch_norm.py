@@ -1,7 +1,8 @@
 """Batch norm on several ranks: which statistics a layer normalises with, and which it keeps.
 
 ``batch_norm="average"``: each update averages the layers' moving statistics over ranks.
-``batch_norm="sync"``: layers normalise with the statistics of all ranks' batches together.
+``batch_norm="sync"``: layers normalise with the statistics of all ranks' batches together. So do
+those with ``synchronized=True`` by default.
 """
 
 from __future__ import annotations
@@ -103,11 +104,21 @@ def _statistics_in(model: keras.Model) -> list[Any]:
     ]
 
 
-def synchronise_batch_norm(model: keras.Model) -> None:
-    """Make the model's batch-norm layers compute batch statistics over all ranks."""
-    for layer in _layers(model):
+def synchronise_batch_norm(model: keras.Model, *, everything: bool) -> None:
+    """Make the model's batch-norm layers compute batch statistics over all ranks.
+
+    Args:
+        model: may have no weights yet.
+        everything: all layers, or those with ``synchronized=True``.
+    """
+    for layer in _layers(model) if everything else made_synchronised(model):
         if "_moments" not in vars(layer):
             layer._moments = _moments_over_ranks(layer, f"hvkit.batch_norm.{next(_serial)}")
+
+
+def made_synchronised(model: keras.Model) -> list[Any]:
+    """The layers with ``synchronized=True``, as a script for ``tf.distribute`` makes them."""
+    return [layer for layer in _layers(model) if layer.synchronized]
 
 
 def _layers(model: keras.Model) -> list[Any]:

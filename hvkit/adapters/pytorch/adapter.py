@@ -14,10 +14,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hvkit.adapters.adapter import Keeper, Options, Record
+from hvkit.adapters.adapter import Keeper, Options, Record, warn_of_own_batches
 from hvkit.adapters.pytorch.batch_norm import (
     RunningStatistics,
     batch_norm_of,
+    made_synchronised,
     synchronise_batch_norm,
 )
 from hvkit.adapters.pytorch.buffers import compared_of
@@ -35,6 +36,7 @@ from hvkit.adapters.pytorch.modules import named_in, refuse_optimizers_of_others
 from hvkit.adapters.pytorch.optimizers import has_step_length, optimizers_inside, refuse_own_steps
 from hvkit.adapters.pytorch.refusals import (
     is_divided,
+    refuse_changes_in_forward,
     refuse_other_optimizers,
     refuse_other_wrappers,
     refuse_what_cannot_be_divided,
@@ -66,6 +68,7 @@ class PyTorchAdapter:
     ) -> None:
         for model in models:
             refuse_other_wrappers(model)
+            refuse_changes_in_forward(model)
         self.models = list(models)
         self.model = models[0] if len(models) == 1 else nn.ModuleList(models)
         self.optimizers: list[Optimizer] = list(map(_checked, optimizers))
@@ -139,8 +142,7 @@ class PyTorchAdapter:
         return kept
 
     def _kept_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
-        if self.options.batch_norm == "sync":
-            synchronise_batch_norm(self.model)
+        self._synchronise_batch_norm()
         name = f"hvkit.{next(_serial)}"
         learnt = functools.partial(compared_of, self.models)
         checks = Checks(self.parameters, self.optimizers, self.options.check_every, name, learnt)
@@ -222,6 +224,15 @@ class PyTorchAdapter:
     def _nonfinite(self) -> NonFinite | None:
         action = self.options.on_nonfinite
         return None if action == "ignore" else NonFinite(action, self.model)
+
+    def _synchronise_batch_norm(self) -> None:
+        if self.options.batch_norm == "sync":
+            synchronise_batch_norm(batch_norm_of(self.model))
+        elif self.options.batch_norm == "average" and (layers := made_synchronised(self.model)):
+            if isinstance(self.options.strategy, Averaging):
+                synchronise_batch_norm(layers)
+            elif not isinstance(self.options.strategy, FullyShard):  # which leaves it to PyTorch
+                warn_of_own_batches("SyncBatchNorm layers", self.options.strategy)
 
     def _averaged_statistics(self) -> RunningStatistics | None:
         statistics = RunningStatistics(self.model)

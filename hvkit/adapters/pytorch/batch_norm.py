@@ -4,13 +4,14 @@
 they are averaged along with the gradients. Every rank then holds the same ones after each step, and
 any rank can evaluate or save the model.
 ``batch_norm="sync"``: layers compute the statistics of each training batch over all ranks' batches,
-as one process with the larger batch does.
+as one process with the larger batch does. So do PyTorch's ``SyncBatchNorm`` layers by default.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -98,13 +99,15 @@ _synchronised: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 _serial = itertools.count()
 
 
-def synchronise_batch_norm(model: nn.Module) -> None:
-    """Make the model's batch-norm layers compute batch statistics over all ranks.
+def synchronise_batch_norm(layers: Sequence[nn.Module]) -> None:
+    """Make batch-norm layers compute batch statistics over all ranks.
 
     The classes' ``forward`` checks whether its module is one of these. The modules themselves do
     not change and pickle as before.
     """
-    for module in batch_norm_of(model):
+    if not layers:
+        return
+    for module in layers:
         _synchronised[module] = f"hvkit.batch_norm.{next(_serial)}"
     _patch_forward()
 
@@ -124,6 +127,13 @@ def batch_norm_of(model: nn.Module) -> list[_BatchNorm]:
                 'torch.nn.BatchNorm layers, or batch_norm="average"'
             )
     return found
+
+
+def made_synchronised(model: nn.Module) -> list[nn.Module]:
+    """The ``SyncBatchNorm`` layers, as a script for DDP makes them."""
+    kind = nn.SyncBatchNorm
+    found = [module for module in model.modules() if isinstance(module, kind)]
+    return [module for module in found if type(module).forward is kind.forward]
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from hvkit import runtime
 from hvkit.adapters.adapter import Options
 from hvkit.adapters.pytorch.divided_state import process_group
 from hvkit.adapters.pytorch.optimizers import optimizers_inside
@@ -65,6 +66,28 @@ def refuse_other_wrappers(model: nn.Module) -> None:
             )
     if (processes := processes_of_torch_distributed()) > 1:
         raise ValueError(two_at_once(processes))
+
+
+def refuse_changes_in_forward(model: nn.Module) -> None:
+    """Raise if the forward pass changes weights by what this rank's batch holds.
+
+    With one process it may.
+
+    Raises:
+        ValueError: names an embedding with ``max_norm``.
+    """
+    if runtime.size() == 1:
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            kind, limit = type(module).__name__, module.max_norm
+            raise ValueError(
+                f"{f'layer {name!r}' if name else 'the model'} is an {kind} with max_norm={limit}: "
+                "its forward pass changes the rows that a rank looks up, so the ranks' weights "
+                "would differ. Make it without max_norm, and on every rank call "
+                f"`with torch.no_grad(): layer.weight.renorm_({module.norm_type}, 0, {limit})` "
+                "after each optimizer.step()"
+            )
 
 
 def is_divided(tensor: torch.Tensor) -> bool:

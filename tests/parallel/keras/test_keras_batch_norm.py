@@ -28,6 +28,18 @@ def normalised(seed=0):
     )
 
 
+def made_synchronised():
+    """As ``normalised``, with layers made as for ``tf.distribute``."""
+    return keras.models.clone_model(normalised(), clone_function=_synchronised)
+
+
+def _synchronised(layer):
+    config = layer.get_config()
+    if isinstance(layer, keras.layers.BatchNormalization):
+        config["synchronized"] = True
+    return type(layer).from_config(config)
+
+
 def images(steps=8):
     return batches(steps, 6, (6, 6, 1), (4,))
 
@@ -48,6 +60,17 @@ def test_synchronised_layers_equal_one_process_with_all_ranks_batches(loop):
     LOOPS[loop](reference, keras.optimizers.SGD(0.05), data)
     model, optimizer = distributed(batch_norm="sync")
     LOOPS[loop](model, optimizer, local(data))
+    assert largest_difference(weights(model), weights(reference)) < 1e-5
+    assert same_on_all_ranks(weights(model))
+
+
+def test_layers_that_were_made_synchronised_stay_so():
+    data = images()
+    reference, model = normalised(), made_synchronised()
+    model.set_weights(reference.get_weights())
+    LOOPS["function"](reference, keras.optimizers.SGD(0.05), data)
+    model, optimizer = hvkit.distribute(model, keras.optimizers.SGD(0.05))
+    LOOPS["function"](model, optimizer, local(data))
     assert largest_difference(weights(model), weights(reference)) < 1e-5
     assert same_on_all_ranks(weights(model))
 

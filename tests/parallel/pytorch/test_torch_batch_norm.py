@@ -12,6 +12,7 @@ from ranks import largest_difference, same_on_all_ranks
 from torch import nn
 
 import hvkit
+from hvkit import main_rank
 
 
 def normalised(seed=0, **options):
@@ -46,6 +47,28 @@ def test_synchronised_layers_equal_one_process_with_all_ranks_batches(momentum):
     train(model, optimizer, local(data))
     assert largest_difference(state(model), state(reference)) < 1e-5
     assert same_on_all_ranks(state(model))
+
+
+@pytest.mark.parametrize("strategy", [hvkit.Synchronous(), hvkit.ShardedOptimizer()])
+def test_pytorchs_own_synchronised_layers_stay_synchronised(strategy):
+    data = images()
+    reference = normalised()
+    train(reference, torch.optim.SGD(reference.parameters(), lr=0.05), data)
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(normalised())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    hvkit.distribute(model, optimizer, strategy=strategy)
+    train(model, optimizer, local(data))
+    assert largest_difference(state(model), state(reference)) < 1e-5
+    assert same_on_all_ranks(state(model))
+
+
+def test_where_ranks_train_alone_synchronised_layers_are_said_to_be_local(caplog, monkeypatch):
+    monkeypatch.setattr(main_rank, "_logged", set())
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(normalised())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    hvkit.distribute(model, optimizer, strategy=hvkit.LocalSGD(2))
+    said = "SyncBatchNorm layers normalise with each rank's own batch" in caplog.text
+    assert said == (hvkit.rank() == 0)
 
 
 def test_ranks_with_unequal_batches_normalise_over_all_samples():

@@ -34,6 +34,43 @@ def test_weights_loaded_on_one_rank_after_the_call_are_an_error_in_the_first_ste
     )
 
 
+def test_a_perturbation_that_a_rank_adds_and_subtracts_is_called_rounding():
+    model, optimizer = distributed()
+    noise = torch.full_like(model[0].weight, 0.1 * hvkit.rank())
+    with torch.no_grad():
+        model[0].weight.add_(noise).sub_(noise)
+    assert raised_everywhere(
+        lambda: train(model, optimizer, local(regression(steps=1))),
+        "parameter 0.weight of rank",
+        "this is rounding",
+        "put back a copy of the weights",
+    )
+
+
+@pytest.mark.parametrize("make", [nn.Embedding, nn.EmbeddingBag])
+def test_an_embedding_whose_forward_pass_changes_weights_is_refused(make):
+    model = nn.Sequential(make(50, 4, max_norm=0.5), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    error, text = error_of(lambda: hvkit.distribute(model, optimizer))
+    assert error is ValueError
+    assert f"layer '0' is an {make.__name__} with max_norm=0.5" in text
+    assert "layer.weight.renorm_(2.0, 0, 0.5)" in text
+
+
+def test_rows_that_are_renormalised_after_each_step_are_the_same_on_all_ranks():
+    torch.manual_seed(hvkit.rank())
+    model = nn.Sequential(nn.Embedding(50, 4), nn.Linear(4, 4))
+    model, optimizer = hvkit.distribute(model, torch.optim.SGD(model.parameters(), 0.1))
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randint(0, 50, (6,))).square().mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            model[0].weight.renorm_(2.0, 0, 0.5)
+    assert same_on_all_ranks(arrays(model.parameters()))
+    assert model[0].weight.norm(dim=1).max() < 0.501
+
+
 def test_one_bit_is_seen_before_the_first_update():
     model, optimizer = distributed()
     last = model[2].bias.detach()

@@ -134,7 +134,10 @@ def test_the_message_names_the_first_difference_and_the_ranks():
 
 def test_rounding_is_an_error_before_the_first_update_only():
     next_to = np.nextafter(ONES, 2)
-    assert complaint_about([ONES], [next_to], exact=True)[1]
+    text, error = complaint_about([ONES], [next_to], exact=True)
+    assert "put back a copy of the weights" in text
+    assert error
+    assert "loaded or changed" in complaint_about([ONES], [ONES * 1.001], exact=True)[0]
     text, error = complaint_about([ONES], [next_to])
     assert "rounding" in text
     assert not error
