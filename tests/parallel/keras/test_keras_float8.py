@@ -39,7 +39,9 @@ def test_scales_of_float8_cover_the_values_of_all_ranks(loop, steps):
     expected = overwritten(alone)
     for name, value in overwritten(model).items():
         if not name.startswith("outputs"):
-            np.testing.assert_allclose(value, expected[name], rtol=1e-5)
+            # The kernel learns from gradients that each rank has rounded to 8 bits.
+            rtol = 1e-5 if name.startswith("inputs") else 1e-2
+            np.testing.assert_allclose(value, expected[name], rtol=rtol)
     np.testing.assert_allclose(model.weights[0], alone.weights[0], rtol=0.1, atol=1e-3)
 
 
