@@ -348,14 +348,20 @@ def test_training_and_validation_are_on_one_chart(folder):
 
 
 def test_all_charts_of_a_page_have_one_range_of_steps(folder):
-    run = read(folder(start(), record(40), record(80), logged(60, val_loss=1.0), {"end": {}}))
-    html = page(run)
+    lines = [start(), record(40), record(80), logged(60, val_loss=1.0, late=2.0), {"end": {}}]
+    html = page(read(folder(*lines)))
     assert '"first":0,"last":80,' in html
-    (loss,) = re.findall(r"<h3>loss</h3>.*?</svg>", html)
-    training, validation = re.findall(r'points="(.*?)"', loss)[::-1]
-    middle, right = (float(point.split(",")[0]) for point in training.split())
-    left = 2 * middle - right
-    assert float(validation.split(",")[0]) == pytest.approx(left + 0.75 * (right - left), abs=0.1)
+
+    def places(title):
+        (chart,) = re.findall(f"<h3>{title}</h3>.*?</svg>", html)
+        lines = re.findall(r'points="(.*?)"', chart)
+        return [[float(point.split(",")[0]) for point in line.split()] for line in lines]
+
+    validation, training = places("loss")
+    left = 2 * training[0] - training[1]
+    at_60 = left + 0.75 * (training[1] - left)
+    assert places("late") == [validation] == [[pytest.approx(at_60, abs=0.1)]]
+    assert places("samples a second, all ranks") == [training]
 
 
 def two_runs(tmp_path, *names, ranks=(1, 2)):
