@@ -35,3 +35,8 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60} s"
     return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def interrupted(rank: int, where: str) -> str:
+    """What Ctrl-C has done to a rank, and at which line of the script, if that is known."""
+    return f"rank {rank} was interrupted" + (f" ({where})" if where else "")

@@ -7,6 +7,7 @@ replaced.
 """
 
 import io
+import os
 import re
 import socket
 import subprocess
@@ -47,6 +48,7 @@ def main() -> None:
         ended = subprocess.run(
             words,
             cwd=folder,
+            env=os.environ | {"FORCE_COLOR": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -58,7 +60,7 @@ def main() -> None:
     output = re.sub(r"\n\s+\^+(?=\n)", "", output)
     console = Console(record=True, width=104, file=io.StringIO())
     console.print(Text.from_markup(f"[bold green]$[/] {COMMAND}"))
-    console.print(Text(output.rstrip()))
+    console.print(Text.from_ansi(output.rstrip()))
     console.print(Text.from_markup("[bold green]$[/] echo $?"))
     console.print(str(ended.returncode))
     svg = console.export_svg(title="four ranks on node1")

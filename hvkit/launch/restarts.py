@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hvkit.launch.supervision.supervised_run import Outcome
+from hvkit.launch.supervision.tracebacks import Raised
 
 # Seconds before a restart: of the first after progress, and of the longest.
 _FIRST_PAUSE = 1.0
@@ -19,17 +20,21 @@ class Restarts:
     again. So a run goes on for as long as it gets further, and a script that always fails stops
     soon. A try that goes back, because the host with the newest checkpoint was lost, uses up one
     restart until the run is further than before. Pauses grow in the same way. Ranks that have left
-    after SIGTERM have not failed.
+    after SIGTERM have not failed. A script that raises the same exception at the same line twice in
+    a row, before it has made a step, will do so again.
 
     Args:
         most: how many ends in a row without progress are followed by a restart; 0 for none.
 
     Attributes:
         made: how many restarts there were.
+        repeated: the exception that has ended two tries in a row before any step, if one has.
     """
 
     most: int
     made: int = 0
+    repeated: Raised | None = None
+    _raised: Raised | None = field(default=None, repr=False)
     _without_progress: int = field(default=0, repr=False)
     _newest: int = field(default=-1, repr=False)
     _best: int = field(default=-1, repr=False)
@@ -38,6 +43,10 @@ class Restarts:
     def again(self, outcome: Outcome) -> bool:
         """Whether to start the ranks again."""
         if outcome.status == 0 or not outcome.restartable:
+            return False
+        before, self._raised = self._raised, outcome.raised
+        if before is not None and before == outcome.raised:
+            self.repeated = before
             return False
         progress = outcome.saved is not None and outcome.saved > self._newest
         if outcome.saved is not None:
@@ -53,6 +62,13 @@ class Restarts:
         self._without_progress += not (outcome.preempted and progress)
         self.made += 1
         return True
+
+    @property
+    def end(self) -> str:
+        """For messages: why there is no further restart of a run that has failed."""
+        if self.repeated is None:
+            return f"gives up after {self.budget}"
+        return f"gives up: {self.repeated} again, before any step: another restart would not help"
 
     @property
     def pause(self) -> float:

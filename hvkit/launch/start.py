@@ -86,7 +86,7 @@ def _with_restarts(request: Request, run: Run) -> int:
             failed = outcome.status != 0
             if not restarts.again(outcome):
                 if request.max_restarts and outcome.restartable:
-                    logger.error("gives up after %s", restarts.budget)
+                    logger.error("%s", restarts.end)
                 return outcome.status
             _report_restart(run, restarts, outcome)
             said = {"restart": restarts.made, "reason": outcome.reason, "reached": reached}

@@ -5,18 +5,20 @@ Also translates Horovod's errors, which name neither the rank nor the line of th
 
 from __future__ import annotations
 
+import dis
 import re
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from traceback import format_exception
 from types import TracebackType
 from typing import Protocol, TypeVar
 
 from hvkit.errors import HvkitError, RankLostError, RanksDisagreeError
 from hvkit.watch import calls
 from hvkit.watch.verdict import SAME_STEPS
-from hvkit.wording import in_short
+from hvkit.wording import in_short, interrupted
 
 _UNKNOWN = (
     "another rank has ended: look for its error above, make the same calls of hvkit on every rank, "
@@ -57,7 +59,7 @@ def install(witness: Witness) -> None:
     """From now on, print an error that ended another rank first as one line."""
     global _witness
     _witness = witness
-    show = sys.excepthook
+    show = _show_at_once if sys.excepthook is sys.__excepthook__ else sys.excepthook
 
     def show_or_name(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
@@ -74,7 +76,7 @@ def install(witness: Witness) -> None:
             kind, traceback, line = type(another), another.__traceback__, None
             witness.failed(_failed_with(another), ends=True)
         if line is None:
-            if isinstance(meant, HvkitError | FloatingPointError):
+            if isinstance(meant, HvkitError | FloatingPointError) or _raised_by_hvkit(error):
                 traceback = _up_to_the_script(traceback)
             if meant is not error:  # TensorFlow's, with the trace of a graph in its text
                 kind, error = type(meant), meant
@@ -97,6 +99,14 @@ def install(witness: Witness) -> None:
 
     sys.excepthook = show_or_name
     threading.excepthook = show_and_note
+
+
+def _show_at_once(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """As Python does, but in one piece, which no line of another rank cuts."""
+    text = "".join(format_exception(kind, error, trace))
+    print(text, end="", file=sys.stderr, flush=True)
 
 
 def note_uncaught() -> None:
@@ -196,12 +206,11 @@ def _meant(error: BaseException) -> BaseException:
 def _line_for(error: BaseException, witness: Witness) -> str | None:
     """The line that refers to an error that another rank shows; None if this rank must show it."""
     other = getattr(error, "hvkit_shown_by", None)
-    if isinstance(error, KeyboardInterrupt) and witness.rank:  # Ctrl-C reaches all: one stack does
+    if isinstance(error, KeyboardInterrupt):  # which reaches all
         places = [
             each for each in _each(error.__traceback__) if _package_of(each) not in _EXPLAINED
         ]
-        where = f" ({calls.place(places[-1])})" if places else ""
-        return f"rank {witness.rank} was interrupted{where}"
+        return interrupted(witness.rank, calls.place(places[-1]) if places else "")
     if other is not None:
         return f"rank {witness.rank} ends with the same {type(error).__name__} as rank {other}"
     if not isinstance(error, RankLostError):
@@ -226,6 +235,19 @@ def _up_to_the_script(traceback: TracebackType | None) -> TracebackType | None:
     for each in reversed(places[: own[-1] + 1] if own else places):
         short = TracebackType(short, each.tb_frame, each.tb_lasti, each.tb_lineno)
     return short
+
+
+def _raised_by_hvkit(error: BaseException) -> bool:
+    """Whether hvkit has refused an argument with one of Python's own exceptions.
+
+    A mistake in hvkit's own code raises them, too, but in the middle of another instruction.
+    """
+    places = list(_each(error.__traceback__))
+    if not places or not isinstance(error, TypeError | ValueError):
+        return False
+    last = places[-1]
+    code, at = last.tb_frame.f_code.co_code, last.tb_lasti
+    return _package_of(last) == "hvkit" and dis.opname[code[at]] == "RAISE_VARARGS"
 
 
 def _package_of(place: TracebackType) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from hvkit.errors import ranks_text
+from hvkit.launch.supervision.tracebacks import Raised, raised
 from hvkit.wording import shortened
 
 # In the line of a rank whose error another one shows (``hvkit.watch.rank_errors``).
@@ -41,7 +42,8 @@ class Failure:
         status: exit status, negative for a signal; ``None`` if none arrived.
         at: when it ended, in seconds of this host's monotonic clock.
         problem: what went wrong, if not in the command itself.
-        last_lines: the last lines that it printed.
+        last_lines: the last lines that it printed, as far as they say why it ended.
+        all_last_lines: all of its last lines.
         stopped: whether it ended because something was ending it already.
         lost: whether its host stopped answering.
     """
@@ -52,25 +54,31 @@ class Failure:
     at: float
     problem: str | None = None
     last_lines: tuple[str, ...] = ()
+    all_last_lines: tuple[str, ...] = ()
     stopped: bool = False
     lost: bool = False
 
     @property
     def is_consequence(self) -> bool:
         """Whether its last lines blame another rank."""
-        text = "\n".join(self.last_lines)
+        text = "\n".join([*self.all_last_lines, *self.last_lines])
         return any(name in text for name in _CONSEQUENCES)
 
     def is_same_as(self, other: "Failure") -> bool:
         """Whether both ranks ended with one error, which one of them may have shown for both."""
         shown = re.compile(rf"{_SAME} \w+ as rank {other.rank}\b")
-        shown_there = any(map(shown.search, self.last_lines))
+        shown_there = any(map(shown.search, [*self.all_last_lines, *self.last_lines]))
         return shown_there or (bool(self.error) and self.error == other.error)
 
     @property
     def error(self) -> str:
         """The last line that names an exception; empty if there is none."""
         return next((line for line in reversed(self.last_lines) if _EXCEPTION.match(line)), "")
+
+    @property
+    def raised(self) -> Raised | None:
+        """The exception that ended it, with its place; None if none did."""
+        return None if self.violent or self.is_consequence else raised(self.last_lines)
 
     @property
     def violent(self) -> bool:
@@ -137,6 +145,20 @@ def report(failures: Sequence[Failure], other_hosts: Collection[str] = (), cause
     if rest := [rank for rank in others if rank not in same]:
         lines.append(f"hvkit run: after that, {ranks_text(rest)} failed too")
     return "\n".join(lines)
+
+
+def reported(failures: Sequence[Failure], cause: str = "") -> set[int]:
+    """The ranks whose tracebacks a report makes needless: those in it, and their consequences.
+
+    Args:
+        failures, cause: as for ``report``.
+    """
+    first = first_failure(failures)
+    if first is None:
+        return set()
+    named = set() if cause and first.is_consequence else {first.rank}
+    more = (each for each in failures if each.is_consequence or each.is_same_as(first))
+    return {*named, *(each.rank for each in more if each is not first)}
 
 
 def in_one_line(

@@ -1,17 +1,15 @@
 """What ranks print: shown here, written to log files, and the last lines kept for a report.
 
-A ``RankOutput`` turns the bytes of one rank into whole lines. The one ``Writer`` of a run
-does the writing on a thread of its own, so that a slow terminal blocks the ranks that print and
-nothing else.
+A ``RankOutput`` turns the bytes of one rank into whole lines and whole tracebacks. The one
+``Writer`` of a run does the writing on a thread of its own, so that a slow terminal blocks the
+ranks that print and nothing else.
 """
 
 import asyncio
 import contextlib
 import itertools
-import os
 import queue
-import select
-from collections import deque
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
@@ -19,17 +17,26 @@ from pathlib import Path
 from typing import BinaryIO
 
 from hvkit import threads
+from hvkit.launch.supervision.last_lines import LastLines, last_state
 from hvkit.launch.supervision.protocol import Kind
+from hvkit.launch.supervision.tracebacks import (
+    beginning,
+    interrupted_at,
+    is_of_traceback,
+    separated,
+    starts_a_line,
+)
+from hvkit.wording import interrupted
 
-LAST_LINES = 20
-"""Number of a rank's last lines that the report of a failure shows."""
-
-# Bytes: a longer line is shown in parts.
+# Bytes: a longer line is shown in parts, and with more a traceback is not held back.
 _LONGEST_LINE = 1 << 16
-# Bytes kept of each last line.
-_KEPT_BYTES = 2000
+# Seconds to hold a traceback back, and what follows it: a rank that ends with it gets it into the
+# report, once.
+_HELD = 5.0
 
 _LOG = "rank-{}.log"
+LAUNCHER_LOG = "launcher.log"
+"""Name of the log file with what the launcher itself prints."""
 
 _Work = tuple[Callable[[], None], asyncio.AbstractEventLoop, "asyncio.Future[None]"]
 
@@ -41,7 +48,8 @@ class Style:
     Attributes:
         prefix: whether lines begin with rank and host.
         timestamps: whether lines begin with the time at which they arrived here.
-        log_dir: folder for one log file per rank, see ``make_room``; ``None`` for none.
+        log_dir: folder for one log file per rank, and one of the launcher, see ``make_room``;
+            ``None`` for none.
         ranks: the ranks whose output is shown; ``None`` for all. Output of the others goes to
             their log files, and their last lines to the report of a failure.
     """
@@ -67,6 +75,9 @@ class RankOutput:
     The unfinished line of a progress bar is shown as far as it has come, see ``flush``. The log
     file gets both streams; on this process each keeps its own.
 
+    A traceback, with all that follows, is held back for some seconds: if the rank ends with it,
+    the report of the run's failure shows it, or ``close`` does.
+
     Args:
         rank: its number.
         host: where it runs.
@@ -78,62 +89,124 @@ class RankOutput:
     """
 
     def __init__(self, rank: int, host: str, style: Style, show: Callable[[Kind, bytes], None]):
+        self._rank = rank
         self._label = f"[{rank} {host}] ".encode() if style.prefix else b""
         self._style = style
         self._show = show if style.shows(rank) else _show_nothing
         self._log = _log_file(style.log_dir, rank)
         self._unfinished = {Kind.STDOUT: b"", Kind.STDERR: b""}
-        self._last: deque[bytes] = deque(maxlen=LAST_LINES)
-        self._last_unfinished = b""
+        self._last = LastLines()
+        # The streams whose unfinished line has been shown.
+        self._begun: set[Kind] = set()
+        # What is held back: the output as it came, and as it is shown.
+        self._held: list[tuple[Kind, bytes, bytes]] = []
+        self._held_since = 0.0
 
     def write(self, kind: Kind, data: bytes) -> None:
         """Show the lines that ``data`` completes, and keep the rest."""
-        self._remember(data)
-        lines, end, rest = (self._unfinished[kind] + data).rpartition(b"\n")
+        self._last.add(data)
+        if kind in self._begun and not self._unfinished[kind] and starts_a_line(data):
+            data = b"\n" + data
+        lines, end, rest = separated(self._unfinished[kind] + data).rpartition(b"\n")
         if end:
-            self._put(kind, self._decorated(lines) + end)
+            self._take(kind, lines + end)
+            self._begun.discard(kind)
         if self._style.by_line:
-            rest = _last_state(rest)
+            rest = last_state(rest)
         if len(rest) > _LONGEST_LINE:
-            self._put(kind, self._decorated(rest) + (b"\n" if self._style.by_line else b""))
+            self._put(kind, rest, b"\n" if self._style.by_line else b"")
             rest = b""
         self._unfinished[kind] = rest
+        if sum(len(raw) for _, raw, _ in self._held) > _LONGEST_LINE:
+            self._release()
 
     def flush(self) -> None:
-        """Show unfinished lines, unless lines must be shown whole."""
+        """Show unfinished lines, unless lines must be shown whole, and what was held too long."""
+        if self._held and time.monotonic() - self._held_since > _HELD:
+            self._release()
         if not self._style.by_line:
             self._show_unfinished()
 
-    def close(self) -> None:
-        """Show unfinished lines, and close the log file."""
+    def close(self, *, drop: bool = False) -> None:
+        """Show unfinished lines and what is held back, and close the log file.
+
+        Args:
+            drop: whether to show no traceback that is held back: a report has it.
+        """
         self._show_unfinished(b"\n" if self._style.by_line else b"")
+        if drop:
+            self._held = []
+        self._release()
         if self._log is not None:
             self._log.close()
             self._log = None
 
+    def close_interrupted(self) -> None:
+        """As ``close``, after Ctrl-C: one line stands for the tracebacks that it has left."""
+        where = interrupted_at(self._held_lines())
+        if where is None:
+            self.close()
+            return
+        held = self._held
+        self.close(drop=True)
+        for kind, raw, shown in held:
+            for line, as_shown in zip(raw.split(b"\n"), shown.split(b"\n"), strict=True):
+                if not is_of_traceback(line.decode(errors="replace")):
+                    self._show(kind, as_shown + b"\n")
+        said = f"hvkit: {interrupted(self._rank, where)}"
+        if not any(line.startswith(said.partition(" (")[0]) for line in self._last.all()):
+            self._show(Kind.STDERR, self._decorated(said.encode()) + b"\n")
+
     def last_lines(self) -> list[str]:
+        """The last lines of both streams that say why the rank ends: a traceback is whole."""
+        return [line for line in self._held_lines() if line] or self._last.telling()
+
+    def all_last_lines(self) -> list[str]:
         """The last lines of both streams in the order in which they came, without empty ones."""
-        lines = [*self._last, self._last_unfinished]
-        return [line.decode(errors="replace").rstrip() for line in lines if line.strip()]
+        return self._last.all()
+
+    def _held_lines(self) -> list[str]:
+        """The lines that are held back, beginning with a traceback."""
+        if not self._held:
+            return []
+        came = b"".join([*(raw for _, raw, _ in self._held), *self._unfinished.values()])
+        return [line.rstrip() for line in came.decode(errors="replace").split("\n")]
+
+    def _take(self, kind: Kind, lines: bytes) -> None:
+        """Show whole lines, or hold them back from the beginning of a traceback on."""
+        begins = None if self._held else beginning(lines)
+        if begins is None:
+            self._put(kind, lines)
+            return
+        if begins:
+            self._put(kind, lines[:begins])
+        self._held_since = time.monotonic()
+        self._put(kind, lines[begins:], hold=True)
 
     def _show_unfinished(self, end: bytes = b"") -> None:
         for kind, rest in self._unfinished.items():
             if rest:
-                self._put(kind, self._decorated(rest) + end)
+                self._put(kind, rest, end)
                 self._unfinished[kind] = b""
+                self._begun.add(kind)
 
     def _decorated(self, lines: bytes) -> bytes:
         if not self._style.by_line:
             return lines
-        time = b""
+        now = b""
         if self._style.timestamps:
-            time = datetime.now().isoformat(" ", "milliseconds").encode() + b" "
-        start = time + self._label
-        shown = (_last_state(line).rstrip(b"\r") for line in lines.split(b"\n"))
-        return b"\n".join(start + line for line in shown)
+            now = datetime.now().isoformat(" ", "milliseconds").encode() + b" "
+        start = now + self._label
+        *whole, rest = lines.split(b"\n")
+        shown = [start + last_state(line).rstrip(b"\r") + b"\n" for line in whole]
+        return b"".join([*shown, start + last_state(rest).rstrip(b"\r")] if rest else shown)
 
-    def _put(self, kind: Kind, data: bytes) -> None:
-        self._show(kind, data)
+    def _put(self, kind: Kind, raw: bytes, end: bytes = b"", *, hold: bool = False) -> None:
+        data = self._decorated(raw) + end
+        if self._held or hold:
+            self._held.append((kind, raw + end, data))
+        else:
+            self._show(kind, data)
         if self._log is not None:
             try:
                 self._log.write(data)
@@ -141,27 +214,10 @@ class RankOutput:
             except OSError as error:
                 raise OSError(error.errno, error.strerror, self._log.name) from error
 
-    def _remember(self, data: bytes) -> None:
-        *lines, self._last_unfinished = (self._last_unfinished + data).split(b"\n")
-        self._last.extend(line[-_KEPT_BYTES:] for line in lines)
-        # A line without an end may be as long as a file.
-        self._last_unfinished = self._last_unfinished[-_KEPT_BYTES:]
-
-
-def _last_state(line: bytes) -> bytes:
-    """The line as a terminal shows it after the last carriage return of a progress bar."""
-    state = line.rstrip(b"\r")
-    return state.rpartition(b"\r")[2] + line[len(state) :]
-
-
-def show(kind: Kind, data: bytes) -> None:
-    """Write bytes to this process's standard output or error, unchanged."""
-    file = 1 if kind is Kind.STDOUT else 2
-    while data:
-        try:
-            data = data[os.write(file, data) :]
-        except BlockingIOError:
-            select.select([], [file], [])
+    def _release(self) -> None:
+        held, self._held = self._held, []
+        for kind, _, shown in held:
+            self._show(kind, shown)
 
 
 def _show_nothing(kind: Kind, data: bytes) -> None:
@@ -175,7 +231,7 @@ def make_room(folder: Path) -> None:
         OSError: the folder cannot be created, or a file cannot be moved.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if logs := list(folder.glob(_LOG.format("*"))):
+    if logs := [*folder.glob(_LOG.format("*")), *folder.glob(LAUNCHER_LOG)]:
         numbers = itertools.count(1)
         earlier = next(path for n in numbers if not (path := folder / f"earlier-{n}").exists())
         earlier.mkdir()

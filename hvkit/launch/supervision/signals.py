@@ -42,15 +42,19 @@ class EndedBySignal(SystemExit):
     code: int
 
 
-def ended_text(number: signal.Signals, saved: int | None) -> str:
+def ended_text(number: signal.Signals, saved: int | None, *, resumes: bool = True) -> str:
     """What ``hvkit run`` prints after a signal that ends it.
 
     Args:
         number: the signal.
         saved: the step of the newest checkpoint; ``None`` if there is none.
+        resumes: whether the script begins with ``Checkpoint.restore()``.
     """
-    newest = "" if saved is None else f"; newest checkpoint: step {saved}"
-    return f"hvkit run: ended by {number.name}{newest}"
+    text = f"hvkit run: ended by {number.name}"
+    if saved is None:
+        return text
+    again = "the same command resumes" if resumes else "resume it with Checkpoint.restore()"
+    return f"{text}; step {saved} is saved; {again}"
 
 
 @contextlib.contextmanager

@@ -2,15 +2,23 @@
 
 import asyncio
 import contextlib
+import os
 import secrets
 import signal
 import socket
-import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hvkit.errors import LEFT, ranks_text
-from hvkit.launch.supervision.first_failure import first_failure, in_one_line, report
+from hvkit.launch.supervision.first_failure import (
+    Failure,
+    first_failure,
+    in_one_line,
+    report,
+    reported,
+)
+from hvkit.launch.supervision.launcher_output import LauncherOutput
 from hvkit.launch.supervision.output import Style
 from hvkit.launch.supervision.processes import (
     adopt_orphans,
@@ -23,6 +31,7 @@ from hvkit.launch.supervision.protocol import (
     KEY_VARIABLE,
     SUPERVISOR_VARIABLE,
     AgentSettings,
+    Kind,
 )
 from hvkit.launch.supervision.run_status import RunStatus
 from hvkit.launch.supervision.signals import (
@@ -33,6 +42,7 @@ from hvkit.launch.supervision.signals import (
 )
 from hvkit.launch.supervision.supervisor import Supervisor
 from hvkit.launch.supervision.timeline import Timeline
+from hvkit.launch.supervision.tracebacks import Raised
 
 # All in seconds.
 # After the first failure, other ranks fail by themselves, with errors that help to find the cause.
@@ -45,6 +55,11 @@ _AGENTS_END = 3.0
 _AGENTS_END_BUT_LOST = 1.0
 # For the launcher to end by itself after its ranks, and for agents after their launcher.
 _LAUNCHER_ENDS = 1.5
+# For what a launcher has printed to arrive after its end.
+_LAUNCHER_PRINTS = 0.3
+# A try that ends sooner, and without a step of hvkit's, has not begun to train. Ranks that train
+# without hvkit report no steps.
+_BEGINS = 600.0
 # For a launcher to notice that all ranks have ended well.
 _LAUNCHER_NOTICES = 5.0
 
@@ -101,6 +116,7 @@ class Outcome:
         terminated: the ranks that got that SIGTERM.
         saved: the step of the newest checkpoint; None if the run has saved or resumed none.
         replicas: whether hosts hold copies of it in memory.
+        raised: the exception that ended it before any step; None for anything else.
     """
 
     status: int
@@ -110,6 +126,7 @@ class Outcome:
     terminated: frozenset[int] = frozenset()
     saved: int | None = None
     replicas: bool = False
+    raised: Raised | None = None
 
 
 def supervise(run: Run) -> Outcome:
@@ -142,6 +159,10 @@ class _Supervision:
         self.supervisor = Supervisor(run.size, self.key, run.style, run.lost_after, self.failed.set)
         self.supervisor.timeline = run.timeline
         self.supervisor.saved_in = run.saved_in
+        self.screen = self.supervisor.screen
+        writer, log_dir = self.supervisor.writer, run.style.log_dir
+        self.launcher_output = LauncherOutput(writer, self.screen.show, lambda: self.ends, log_dir)
+        self.begun = time.monotonic()
 
     async def supervise(self) -> Outcome:
         only_address = self.run.addresses[0] if len(self.run.addresses) == 1 else None
@@ -162,6 +183,7 @@ class _Supervision:
                 *([self.supervisor.ask_for_clocks()] if self.run.timeline else []),
             )
         ]
+        status: int | None = None
         try:
             await self.wait(launcher)
             status = launcher.returncode
@@ -171,7 +193,8 @@ class _Supervision:
                 each.cancel()
             self.show_now()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.supervisor.close(), 0.5 if self.hurried else None)
+                await asyncio.wait_for(self.close(status), 0.5 if self.hurried else None)
+        self.screen.end_line()
         if status is not None and status < 0 and not self.hurried:
             outcome = self.blame_launcher(launcher.pid, -status)
         else:
@@ -195,16 +218,50 @@ class _Supervision:
             variables=run.here,
         )
         own = {SUPERVISOR_VARIABLE: settings.to_json(), KEY_VARIABLE: self.key.hex()}
-        return await asyncio.create_subprocess_exec(
-            *run.command,
-            env={**run.environ, **own},
-            # What stands on standard input is for whoever comes after this run, as in a loop of a
-            # shell; and Open MPI 5 does not pass on its end.
-            stdin=asyncio.subprocess.DEVNULL,
-            # Ctrl-C in a terminal must reach this process only, which then ends the ranks.
-            process_group=0,
-            preexec_fn=ends_with_parent(signal.SIGTERM),
-        )
+        streams = [await self.launcher_output.pipe(kind) for kind in (Kind.STDOUT, Kind.STDERR)]
+        try:
+            return await asyncio.create_subprocess_exec(
+                *run.command,
+                env={**run.environ, **own},
+                # What stands on standard input is for whoever comes after this run, as in a loop of
+                # a shell; and Open MPI 5 does not pass on its end.
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=streams[0],
+                stderr=streams[1],
+                # Ctrl-C in a terminal must reach this process only, which then ends the ranks.
+                process_group=0,
+                preexec_fn=ends_with_parent(signal.SIGTERM),
+            )
+        finally:
+            for stream in streams:
+                os.close(stream)
+
+    async def close(self, status: int | None) -> None:
+        """Show what was not shown yet, but for what the report of a failure makes needless.
+
+        Args:
+            status: as for ``conclude``.
+        """
+        await self.launcher_output.finish(_LAUNCHER_PRINTS)
+        if self.is_of_launcher(status):
+            await self.launcher_output.show_kept()
+        about = self.supervisor.failures, self.supervisor.cause
+        await self.supervisor.close(reported(*about))
+
+    def is_of_launcher(self, status: int | None) -> bool:
+        """Whether the launcher, or what it says, explains the end of the run."""
+        if self.hurried or self.supervisor.left or status == 0:
+            return False
+        first = first_failure(self.supervisor.failures)
+        if first is None:
+            return status is not None or not self.supervisor.all_ended.is_set()
+        return (status is not None and status < 0) or (first.status is None and not first.lost)
+
+    @property
+    def ends(self) -> bool:
+        """Whether the run ends, for whatever reason."""
+        ended = self.failed, self.signalled, self.supervisor.all_ended
+        return self.stopping or any(event.is_set() for event in ended)
 
     async def show(self) -> None:
         """Show the ranks in ``hvkit top`` every second; never returns."""
@@ -288,7 +345,7 @@ class _Supervision:
         """Report that the launcher was killed, from which all other failures follow."""
         name = signal.Signals(number).name
         reason = f"{self.run.launcher} (process {launcher}) was killed by {name}"
-        _print(f"hvkit run: {reason}")
+        self.screen.say(f"hvkit run: {reason}", failed=True)
         return self.ended(128 + number, reason)
 
     def left(self) -> Outcome:
@@ -297,7 +354,7 @@ class _Supervision:
         hosts = ", ".join(sorted(set(got.values())))
         who = f"{ranks_text(sorted(got))} on {hosts} got SIGTERM" if got else "after SIGTERM"
         reason = f"{who}; all ranks have saved step {self.supervisor.saved} and left"
-        _print(f"hvkit run: {reason}")
+        self.screen.say(f"hvkit run: {reason}")
         return replace(self.ended(LEFT, reason), preempted=True, terminated=frozenset(got))
 
     def conclude(self, status: int | None) -> Outcome:
@@ -307,10 +364,11 @@ class _Supervision:
             status: exit status of the launcher; ``None`` if it did not end by itself.
         """
         if self.ended_by is not None:
-            _print(ended_text(self.ended_by, self.supervisor.newest))
+            resumes = self.supervisor.resumed is not None
+            self.screen.say(ended_text(self.ended_by, self.supervisor.newest, resumes=resumes))
             return Outcome(128 + self.ended_by)
         if (problem := self.supervisor.writer.problem) is not None:
-            return Outcome(_report_write_error(problem))
+            return Outcome(self.report_write_error(problem))
         failures = self.supervisor.failures
         others = [each for each in failures if each.rank not in self.supervisor.left]
         if self.supervisor.left and all(each.stopped for each in others):
@@ -318,11 +376,12 @@ class _Supervision:
         first = first_failure(failures)
         about = failures, self.supervisor.other_hosts, self.supervisor.cause
         if text := report(*about):
-            _print(text)
+            self.screen.say(text, failed=True)
         if first:
             outcome = self.ended(first.exit_status, in_one_line(*about))
             cannot_run = first.problem is not None and first.status == CANNOT_RUN
-            return replace(outcome, restartable=outcome.restartable and not cannot_run)
+            restartable = outcome.restartable and not cannot_run
+            return replace(outcome, restartable=restartable, raised=self.raised_early(first))
         if status is None and self.supervisor.all_ended.is_set():
             return Outcome(0)
         if status is None:
@@ -330,8 +389,28 @@ class _Supervision:
         if status == 0:
             return Outcome(0)
         reason = self.launcher_failed(status)
-        _print(f"hvkit run: {reason}")
+        self.screen.say(f"hvkit run: {reason}", failed=True)
         return self.ended(status, reason)
+
+    def raised_early(self, first: Failure) -> Raised | None:
+        """The exception that ended the run before it made a step; None for anything else."""
+        steps = self.supervisor.step > (self.supervisor.resumed or 0)
+        soon = time.monotonic() - self.begun < _BEGINS
+        if steps or not soon:
+            return None
+        if first.is_consequence:  # of an exception of a rank that was ended while it ended
+            return next(filter(None, (each.raised for each in self.supervisor.failures)), None)
+        return first.raised
+
+    def report_write_error(self, problem: OSError) -> int:
+        """Report why output could not be written, and return the exit status."""
+        if isinstance(problem, BrokenPipeError):
+            # Silent, like any program whose output is piped into `head`.
+            return 128 + signal.SIGPIPE
+        where = f" to {problem.filename}" if problem.filename else ""
+        text = f"hvkit run: cannot write output{where}: {problem.strerror}"
+        self.screen.say(text, failed=True)
+        return 1
 
     def launcher_failed(self, status: int) -> str:
         """Why the launcher ended with this status, although no rank has failed by itself."""
@@ -357,18 +436,3 @@ async def _reap(launcher: int) -> None:
     while True:
         await asyncio.sleep(1)
         reap_adopted(launcher)
-
-
-def _report_write_error(problem: OSError) -> int:
-    """Report why output could not be written, and return the exit status."""
-    if isinstance(problem, BrokenPipeError):
-        # Silent, like any program whose output is piped into `head`.
-        return 128 + signal.SIGPIPE
-    where = f" to {problem.filename}" if problem.filename else ""
-    _print(f"hvkit run: cannot write output{where}: {problem.strerror}")
-    return 1
-
-
-def _print(text: str) -> None:
-    with contextlib.suppress(BrokenPipeError):
-        print(text, file=sys.stderr, flush=True)

@@ -6,7 +6,7 @@ import json
 import math
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,9 +14,10 @@ from hvkit import threads
 from hvkit.handshake import Listener
 from hvkit.launch.supervision import protocol
 from hvkit.launch.supervision.first_failure import Failure
-from hvkit.launch.supervision.output import RankOutput, Style, Writer, show
+from hvkit.launch.supervision.output import RankOutput, Style, Writer
 from hvkit.launch.supervision.protocol import Kind, keep_alive, probe_interval, silent_for
 from hvkit.launch.supervision.rank_reports import RankReports, at_one_moment
+from hvkit.launch.supervision.screen import Screen
 from hvkit.launch.supervision.timeline import HostClock, Timeline
 from hvkit.log import logger
 
@@ -67,6 +68,9 @@ class Supervisor:
         saved: the step of the newest checkpoint that the run has saved or resumed; None for none.
         saved_in: the step that was saved or resumed last, by a short name of the directory; also
             by the tries before.
+        resumed: the step at which the ranks have resumed, 0 for the beginning; None if they have
+            not looked for a checkpoint.
+        step: the last step that a rank has begun.
         replicas: whether hosts hold checkpoints in memory.
         cause: why the ranks have ended the run together; empty if they have not.
         terminated: the ranks that got SIGTERM, with their hosts.
@@ -84,6 +88,8 @@ class Supervisor:
     failures: list[Failure] = field(default_factory=list)
     saved: int | None = None
     saved_in: dict[str, int] = field(default_factory=dict)
+    resumed: int | None = None
+    step: int = 0
     replicas: bool = False
     cause: str = ""
     terminated: dict[int, str] = field(default_factory=dict)
@@ -99,6 +105,7 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         self.writer = Writer(self.on_failure)
+        self.screen = Screen()
 
     def listen(self, address: str | None) -> int:
         """Listen on an address, ``None`` for all, and return the port. Needs a running loop."""
@@ -199,13 +206,21 @@ class Supervisor:
             return False
         return True
 
-    async def close(self) -> None:
-        """Admit no more agents, show unfinished lines, and close the log files."""
+    async def close(self, reported: Collection[int] = ()) -> None:
+        """Admit no more agents, show what was not shown yet, and close the log files.
+
+        Args:
+            reported: the ranks whose tracebacks need not be shown, if that has not happened yet.
+        """
         self._closed = True
         self._listener.close()
         try:
             for rank in self._ranks.values():
-                await self.writer.do(rank.output.close)
+                if self._interrupted:
+                    await self.writer.do(rank.output.close_interrupted)
+                else:
+                    drop = rank.number in reported
+                    await self.writer.do(functools.partial(rank.output.close, drop=drop))
         finally:
             self.writer.close()
 
@@ -277,6 +292,7 @@ class Supervisor:
         if number in self._ranks or number not in range(self.size) or host is None:
             return None
         try:
+            show = functools.partial(self.screen.show, writer=number)
             output = RankOutput(number, host, self.style, show)
         except OSError as problem:
             self.writer.fail(problem)
@@ -333,14 +349,15 @@ class Supervisor:
         try:
             values = json.loads(line)
         except (ValueError, RecursionError):  # the script has written to a pipe of hvkit's
-            logger.warning("a rank's report is no JSON: %r", line[:80])
+            self._warn("a rank's report is no JSON: %r", line[:80])
             return
         match values:
             case {"saved": int(step)} if step >= 0:
                 self.saved = max(step, self.saved or 0)
                 self.saved_in[str(values.get("directory"))] = step
             case {"resumes": int() | None as step, "directory": str(directory)}:
-                _warn_if_older(step, self.saved_in.get(directory))
+                self.resumed = max(step or 0, self.resumed or 0)
+                self._warn_if_older(step, self.saved_in.get(directory))
             case {"starting": bool(starting)}:
                 rank.starting = starting
                 self._fail_if_missed()
@@ -351,9 +368,7 @@ class Supervisor:
             case {"terminated": True} if not self.left:  # else by the launcher, as others end
                 if not (self.terminated or self.failures or self._grace is not None):
                     who = f"rank {rank.number} on {rank.host} got SIGTERM"
-                    logger.warning(
-                        "%s: all ranks leave as soon as they have saved a checkpoint", who
-                    )
+                    self._warn("%s: all ranks leave as soon as they have saved a checkpoint", who)
                 self.terminated[rank.number] = rank.host
             case {"left": True}:
                 self.left.add(rank.number)
@@ -368,6 +383,7 @@ class Supervisor:
             } if abs(made) < _LATEST:
                 arrived, before = time.monotonic(), rank.reports.newest
                 moved = before["moved"] if before.get("step") == step else arrived
+                self.step = max(step, self.step)
                 now = {"call": call, "waits": waits, "where": where, "step": step}
                 report = {**now, "moved": moved, "speed": rank.speed}
                 rank.reports.take(report, made, time.time(), arrived)
@@ -404,22 +420,26 @@ class Supervisor:
                 at=time.monotonic() if at is None else at,
                 problem=problem,
                 last_lines=tuple(rank.output.last_lines()),
+                all_last_lines=tuple(rank.output.all_last_lines()),
                 stopped=rank.stopped or self._interrupted or self._grace is not None,
                 lost=lost,
             )
         )
         self.on_failure()
 
+    def _warn_if_older(self, step: int | None, saved: int | None) -> None:
+        """Say that ranks resume an older checkpoint than they could if a host was not lost."""
+        if saved is None or (step is not None and step >= saved):
+            return
+        self._warn(
+            "the ranks go on from %s, although step %d was saved: no host that has ranks now has "
+            "that checkpoint, complete, on disk or in memory",
+            *("the beginning" if step is None else f"step {step}", saved),
+        )
 
-def _warn_if_older(step: int | None, saved: int | None) -> None:
-    """Say that ranks resume an older checkpoint than they could if a host was not lost."""
-    if saved is None or (step is not None and step >= saved):
-        return
-    logger.warning(
-        "the ranks go on from %s, although step %d was saved: no host that has ranks now has that "
-        "checkpoint, complete, on disk or in memory",
-        *("the beginning" if step is None else f"step {step}", saved),
-    )
+    def _warn(self, text: str, *values: object) -> None:
+        self.screen.end_line()
+        logger.warning(text, *values)
 
 
 async def _read_frame(reader: asyncio.StreamReader) -> tuple[Kind, bytes]:

@@ -6,6 +6,7 @@ import pytest
 
 from hvkit.launch.restarts import Restarts
 from hvkit.launch.supervision.supervised_run import Outcome
+from hvkit.launch.supervision.tracebacks import Raised
 
 FAILED = Outcome(1, "rank 1 on node2 ended with exit status 1", restartable=True)
 
@@ -18,6 +19,31 @@ def test_a_script_that_always_fails_stops_soon():
     restarts = Restarts(3)
     assert [restarts.again(FAILED) for _ in range(5)] == [True, True, True, False, False]
     assert restarts.made == 3
+
+
+WRONG = Raised("SyntaxError", (("train.py", 3),))
+
+
+def test_the_same_exception_of_the_same_line_before_any_step_ends_the_run():
+    restarts = Restarts(9)
+    assert restarts.again(replace(FAILED, raised=WRONG))
+    assert not restarts.again(replace(FAILED, raised=WRONG))
+    assert restarts.end == (
+        "gives up: SyntaxError at train.py:3 again, before any step: another restart would not help"
+    )
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        None,
+        Raised("OSError", (("train.py", 3),)),
+        Raised("SyntaxError", (("train.py", 4),)),
+    ],
+)
+def test_another_exception_between_two_of_a_line_allows_more_restarts(other):
+    restarts = Restarts(9)
+    assert all(restarts.again(replace(FAILED, raised=each)) for each in [WRONG, other] * 3)
 
 
 def test_a_run_that_gets_further_goes_on():

@@ -128,7 +128,9 @@ def ended(run, number):
 @pytest.mark.parametrize("stage", [*PHASES, "check"])
 def test_between_two_tries_a_signal_ends_the_run_and_frees_memory(running, stage, number):
     output, errors = ended(running(stage), number)
-    assert f"hvkit run: ended by {number.name}; newest checkpoint: step 7\n" in errors
+    assert (
+        f"hvkit run: ended by {number.name}; step 7 is saved; the same command resumes\n" in errors
+    )
     assert "Traceback" not in errors
     folder = output.strip()
     assert folder.startswith("/dev/shm/hvkit-run-")
@@ -196,5 +198,5 @@ def test_a_later_signal_ends_a_run_whose_end_takes_too_long():
     ended = subprocess.run(
         [sys.executable, "-c", SLOW_END], capture_output=True, text=True, timeout=60
     )
-    said = "hvkit run: ended by SIGTERM; newest checkpoint: step 7\n"
+    said = "hvkit run: ended by SIGTERM; step 7 is saved; the same command resumes\n"
     assert (ended.returncode, ended.stderr) == (128 + signal.SIGTERM, said)

@@ -7,10 +7,12 @@ import sys
 import threading
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch.utils._pytree import tree_map
 
+import hvkit
 from hvkit.errors import LaunchError, RankLostError
 from hvkit.watch import rank_errors, verdict, watcher
 from hvkit.watch.verdict import Limits
@@ -47,6 +49,25 @@ def test_the_traceback_of_an_explained_error_ends_at_the_line_of_the_script(said
     sys.excepthook(type(error), error, error.__traceback__)
     # A library that calls the script, or is it, stays.
     assert files_of(error)[-2:] == ["decoder.py", "test_rank_errors.py"]
+
+
+def test_an_argument_that_hvkit_refuses_is_shown_where_the_script_passes_it(said):
+    error = caught(lambda: hvkit.LocalSGD(every=0))
+    assert isinstance(error, ValueError)
+    assert {*files_of(error)} > {"test_rank_errors.py"}
+    sys.excepthook(type(error), error, error.__traceback__)
+    assert {*files_of(error)} == {"test_rank_errors.py"}
+
+
+def test_a_traceback_is_written_in_one_piece(said, monkeypatch):
+    written = []
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=written.append, flush=lambda: None))
+    error = caught(lambda: [1, 2][3])
+    sys.excepthook(type(error), error, error.__traceback__)
+    first, *rest = written
+    assert first.startswith("Traceback (most recent call last):\n")
+    assert first.endswith("\nIndexError: list index out of range\n")
+    assert rest in ([], [""])
 
 
 @pytest.mark.parametrize(
@@ -91,7 +112,7 @@ def test_an_error_that_a_signal_raises_while_another_is_shown_explains_it(
     assert printed.endswith("RuntimeError: worker 7 was killed\n")
 
 
-def test_after_ctrl_c_rank_0_alone_shows_where_it_was(said, capsys):
+def test_after_ctrl_c_each_rank_shows_in_one_line_where_it_was(said, capsys):
     error = caught_interrupt()
     sys.excepthook(type(error), error, error.__traceback__)
     printed = capsys.readouterr().err

@@ -1,8 +1,12 @@
 """The output of ranks reaches the terminal and the log files."""
 
+import time
+
 import pytest
 
-from hvkit.launch.supervision.output import LAST_LINES, RankOutput, Style, make_room
+from hvkit.launch.supervision import output as supervision_output
+from hvkit.launch.supervision.last_lines import LAST_LINES
+from hvkit.launch.supervision.output import RankOutput, Style, make_room
 from hvkit.launch.supervision.protocol import Kind
 
 
@@ -147,3 +151,96 @@ def test_logs_of_earlier_runs_are_kept(tmp_path):
         "earlier-2/rank-0000.log": "run 1\n",
         **{f"rank-000{rank}.log": "run 2\n" for rank in range(2)},
     }
+
+
+TRACEBACK = b"""Traceback (most recent call last):
+  File "/a/train.py", line 3, in <module>
+    import torch
+  File "/v/site-packages/torch/__init__.py", line 9, in <module>
+    load()
+%s: x
+"""
+
+
+def test_a_traceback_is_shown_whole_whatever_else_the_rank_prints_meanwhile(shown):
+    rank = output(shown)
+    for number in range(0, len(text := TRACEBACK % b"ValueError"), 40):
+        rank.write(Kind.STDERR, text[number : number + 40])
+        rank.flush()
+    rank.write(Kind.STDOUT, b"after that\n")
+    assert shown == []
+    assert rank.last_lines() == [*text.decode().splitlines(), "after that"]
+    rank.close()
+    assert b"".join(data for _, data in shown) == text + b"after that\n"
+    assert {kind for kind, data in shown if b"after" in data} == {Kind.STDOUT}
+
+
+def test_a_traceback_that_a_report_has_is_not_shown_but_logged(shown, tmp_path):
+    rank = output(shown, log_dir=tmp_path)
+    rank.write(Kind.STDERR, b"before\n" + TRACEBACK % b"ValueError")
+    rank.close(drop=True)
+    assert shown == [(Kind.STDERR, b"before\n")]
+    assert (tmp_path / "rank-0003.log").read_bytes().endswith(b"ValueError: x\n")
+
+
+def test_a_traceback_of_a_rank_that_goes_on_is_shown_after_some_seconds(shown, monkeypatch):
+    monkeypatch.setattr(supervision_output, "_HELD", 0.0)
+    rank = output(shown)
+    rank.write(Kind.STDERR, TRACEBACK % b"ValueError")
+    rank.flush()
+    assert len(shown) == 1
+    rank.write(Kind.STDERR, b"goes on\n")
+    assert len(shown) == 2
+
+
+@pytest.mark.parametrize("flushed", [True, False])
+def test_a_traceback_behind_a_progress_bar_begins_on_a_line_of_its_own(shown, flushed):
+    rank = output(shown)
+    rank.write(Kind.STDERR, b"\r 50%")
+    if flushed:
+        rank.flush()
+    rank.write(Kind.STDERR, TRACEBACK % b"ValueError")
+    assert rank.last_lines()[0] == "Traceback (most recent call last):"
+    rank.close()
+    assert b"".join(data for _, data in shown) == b"\r 50%\n" + TRACEBACK % b"ValueError"
+
+
+@pytest.mark.parametrize("style", [{}, {"prefix": True}])
+def test_after_ctrl_c_a_line_stands_for_the_tracebacks_and_nothing_else_is_lost(shown, style):
+    rank = output(shown, **style)
+    rank.write(Kind.STDERR, b"Process Worker-1:\n" + TRACEBACK % b"KeyboardInterrupt")
+    rank.write(Kind.STDERR, b"\n" + TRACEBACK % b"RuntimeError")
+    rank.write(Kind.STDOUT, b"saved\n")
+    rank.close_interrupted()
+    begin = b"[3 node2] " if style else b""
+    assert shown == [
+        (Kind.STDERR, begin + b"Process Worker-1:\n"),
+        (Kind.STDOUT, begin + b"saved\n"),
+        (Kind.STDERR, begin + b"hvkit: rank 3 was interrupted (/a/train.py:3)\n"),
+    ]
+
+
+def test_a_rank_that_says_itself_where_ctrl_c_came_says_it_once(shown):
+    rank = output(shown)
+    said = b"hvkit: rank 3 was interrupted (train.py:7)\n"
+    rank.write(Kind.STDERR, TRACEBACK % b"KeyboardInterrupt" + said)
+    rank.close_interrupted()
+    assert shown == [(Kind.STDERR, said)]
+
+
+def test_greetings_warnings_and_old_lines_do_not_say_why_a_rank_ends(shown, monkeypatch):
+    rank = output(shown)
+    rank.write(Kind.STDOUT, b"reads shard 7\n")
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 100)
+    rank.write(
+        Kind.STDERR,
+        b"WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\n"
+        b"I0000 00:00:1795685351.176964   27122 port.cc:153] oneDNN custom operations are on.\n"
+        b"2026-11-26 10:00:00.000000: I tensorflow/core/util/port.cc:153] oneDNN\n"
+        b"train.py:26: UserWarning: Converting a tensor\nto a scalar\n  float(loss)\n",
+    )
+    assert rank.last_lines() == []
+    rank.write(Kind.STDERR, b"\r 1%\r 2%")
+    assert rank.last_lines() == [" 2%"]
+    assert "reads shard 7" in rank.all_last_lines()

@@ -16,6 +16,7 @@ import psutil
 import pytest
 from supervised import LAUNCHER, RUN, below, command_line, run, sleeping
 
+from hvkit.launch.supervision.output import Style
 from hvkit.launch.supervision.protocol import KEY_VARIABLE, AgentSettings, Kind, frame
 
 
@@ -78,6 +79,41 @@ def test_what_is_on_standard_input_is_left_to_the_next_command(tmp_path):
         assert (
             subprocess.run(["cat"], stdin=given, capture_output=True).stdout == b"first\nsecond\n"
         )
+
+
+WORDY = LAUNCHER.replace("sys.exit(next", "print('ten lines', file=sys.stderr); sys.exit(next")
+
+
+@pytest.mark.parametrize("status", [0, 7])
+def test_what_the_launcher_says_about_a_rank_that_failed_is_logged_only(status, tmp_path):
+    style = f"from pathlib import Path\nstyle = Style(log_dir=Path({str(tmp_path)!r}))\n"
+    program = RUN.replace("run = Run(", f"from {Style.__module__} import Style\n{style}run = Run(")
+    program = program.replace("bind=True", "bind=True, style=style")
+    words = [sys.executable, "-c", program, WORDY, "1", "bash", "-c", f"exit {status}"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == status
+    assert "ten lines" not in done.stderr
+    assert (tmp_path / "launcher.log").read_text() == "ten lines\n"
+
+
+@pytest.mark.parametrize("when", ["begins", "fails"])
+def test_what_the_launcher_says_is_shown_if_no_rank_has_failed(when):
+    begins = "import sys; print('no such interface', file=sys.stderr, flush=True)\n"
+    launcher = begins + (LAUNCHER if when == "begins" else "sys.exit(213)")
+    words = [sys.executable, "-c", RUN, launcher, "1", "bash", "-c", "sleep 1; exit 5"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == (5 if when == "begins" else 213)
+    assert done.stderr.startswith("no such interface\nhvkit run: ")
+
+
+def test_of_a_traceback_of_all_ranks_one_is_shown_with_the_verdict():
+    done = run(f"exec {sys.executable} -c 'import time; time.sleep(0.3); [][7]'")
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback (most recent call last):") == 1
+    lines = done.stderr.splitlines()
+    assert "ended with exit status 1; its last lines:" in lines[0]
+    assert lines[1] == "    Traceback (most recent call last):"
+    assert "    IndexError: list index out of range" in lines
 
 
 def test_a_missing_command_is_named():

@@ -1,0 +1,77 @@
+"""The last lines of a rank, which the report of a failure reads and shows."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import deque
+
+LAST_LINES = 20
+"""Number of a rank's last lines that are kept."""
+
+# Seconds: an older line does not say why a rank has ended.
+_OLD = 60.0
+# Bytes kept of each last line.
+_KEPT_BYTES = 2000
+
+# What libraries print when they are loaded.
+_GREETING = re.compile(
+    r"[IW]\d{4} \d\d:\d\d:\d\d|[IWE]0000 00:00:\d|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [IW] "
+    r"|WARNING: All log messages before absl|To enable the following instructions|NCCL version "
+)
+# One of Python's warnings begins so, and ends with the line of code.
+_WARNING = re.compile(r"\S+:\d+: \w*Warning: ")
+_WARNING_ENDS = re.compile(r"  \S")
+
+
+class LastLines:
+    """Keeps the last lines of both streams of a rank in the order in which they come."""
+
+    def __init__(self) -> None:
+        self._lines: deque[tuple[float, bytes]] = deque(maxlen=LAST_LINES)
+        self._unfinished = b""
+        self._changed = 0.0
+
+    def add(self, data: bytes) -> None:
+        """Keep what the rank has printed."""
+        self._changed = time.monotonic()
+        *lines, self._unfinished = (self._unfinished + data).split(b"\n")
+        self._lines.extend((self._changed, line[-_KEPT_BYTES:]) for line in lines)
+        # A line without an end may be as long as a file.
+        self._unfinished = self._unfinished[-_KEPT_BYTES:]
+
+    def all(self) -> list[str]:
+        """The lines as a terminal shows them, without empty ones."""
+        return [text for _, text in self._texts()]
+
+    def telling(self) -> list[str]:
+        """Those that may say why the rank ends now: no old ones, no greetings, no warnings."""
+        recent = time.monotonic() - _OLD
+        return _without_chatter([text for at, text in self._texts() if at > recent])
+
+    def _texts(self) -> list[tuple[float, str]]:
+        lines = [*self._lines, (self._changed, self._unfinished)]
+        texts = [(at, last_state(line).decode(errors="replace").rstrip()) for at, line in lines]
+        return [(at, text) for at, text in texts if text.strip()]
+
+
+def last_state(line: bytes) -> bytes:
+    """The line as a terminal shows it after the last carriage return of a progress bar."""
+    state = line.rstrip(b"\r")
+    return state.rpartition(b"\r")[2] + line[len(state) :]
+
+
+def _without_chatter(lines: list[str]) -> list[str]:
+    kept: list[str] = []
+    warning: list[str] = []
+    for line in lines:
+        if _WARNING.match(line):
+            kept += warning
+            warning = [line]
+        elif warning:
+            warning.append(line)
+            if _WARNING_ENDS.match(line):
+                warning = []
+        elif not _GREETING.match(line):
+            kept.append(line)
+    return kept + warning[1:]

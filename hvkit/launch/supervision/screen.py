@@ -1,0 +1,100 @@
+"""What this process writes to its terminal or files: ranks' output, and its own lines between it.
+
+A progress bar has no end of line until it is full. What another rank, the launcher or ``hvkit run``
+itself writes meanwhile begins on a line of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import sys
+import threading
+
+from hvkit.launch.supervision.protocol import Kind
+
+# Bars and the like begin so, to draw over what is there.
+_DRAWS_OVER = re.compile(rb"[\b]*\r")
+_FAILURE = "\x1b[1;31m{}\x1b[0m"
+
+
+class Screen:
+    """Standard output and error of this process; several threads may write."""
+
+    def __init__(self) -> None:
+        # A terminal, and `2>&1`, are one place: what one stream leaves open, the other finds.
+        self._one = _same_file(1, 2)
+        self._locks = {1: threading.Lock(), 2: threading.Lock()}
+        # By place: who has left a line unfinished, and in which file.
+        self._open: dict[int, tuple[object, int]] = {}
+
+    def show(self, kind: Kind, data: bytes, writer: object = None) -> None:
+        """Write bytes unchanged.
+
+        Args:
+            kind: the stream to write to.
+            data: the bytes.
+            writer: whose output that is: a line that somebody else has begun gets its end before.
+        """
+        file = 1 if kind is Kind.STDOUT else 2
+        place = self._place(file)
+        with self._locks[place]:
+            before = self._open.get(place)
+            if before not in (None, (writer, file)) and not _DRAWS_OVER.match(data):
+                self._end_line(place)
+            _write(file, data)
+            if data.endswith(b"\n"):
+                self._open.pop(place, None)
+            elif data:
+                self._open[place] = (writer, file)
+
+    def end_line(self) -> None:
+        """Begin a line of this process's own on standard error."""
+        place = self._place(2)
+        with self._locks[place]:
+            self._end_line(place)
+
+    def say(self, text: str, *, failed: bool = False) -> None:
+        """Write lines of this process's own to standard error.
+
+        Args:
+            text: the lines.
+            failed: whether the first one says what has failed: in colour on a terminal.
+        """
+        first, *rest = text.split("\n")
+        lines = [_FAILURE.format(first) if failed and in_colour() else first, *rest]
+        with contextlib.suppress(BrokenPipeError):
+            self.show(Kind.STDERR, "".join(f"{line}\n" for line in lines).encode())
+
+    def _end_line(self, place: int) -> None:
+        if place in self._open:
+            _write(self._open.pop(place)[1], b"\n")
+
+    def _place(self, file: int) -> int:
+        return 1 if self._one else file
+
+
+def in_colour() -> bool:
+    """Whether standard error takes colours: a terminal, unless NO_COLOR or FORCE_COLOR is set."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR"):
+        return True
+    return os.environ.get("TERM") != "dumb" and sys.stderr is not None and sys.stderr.isatty()
+
+
+def _same_file(one: int, other: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(one), os.fstat(other))
+    except OSError:  # this process was started without one of them
+        return False
+
+
+def _write(file: int, data: bytes) -> None:
+    while data:
+        try:
+            data = data[os.write(file, data) :]
+        except BlockingIOError:
+            select.select([], [file], [])
