@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from hvkit.errors import LaunchError as LaunchError
     from hvkit.errors import RankLostError as RankLostError
     from hvkit.errors import RanksDisagreeError as RanksDisagreeError
+    from hvkit.gradients import reduce_gradients as reduce_gradients
     from hvkit.main_rank import is_main as is_main
     from hvkit.main_rank import main_first as main_first
     from hvkit.metrics import EarlyStopping as EarlyStopping
@@ -64,6 +65,7 @@ _NAMES_BY_MODULE = {
         "BuildError HorovodNotFoundError HostfileError HvkitError LaunchError RankLostError "
         "RanksDisagreeError"
     ),
+    "gradients": "reduce_gradients",
     "main_rank": "is_main main_first",
     "metrics": "EarlyStopping any_rank average",
     "monitor": "Monitor",

@@ -77,7 +77,8 @@ def distribute(
 
     **Gradients.** In PyTorch they are averaged when ``loss.backward()`` returns. A parameter that
     only some ranks used counts as zero on the others; one that no rank used keeps a gradient of
-    None. In Keras they are averaged inside ``optimizer.apply``, which ``fit`` and
+    None. If the script then changes them differently on each rank, call ``hvkit.reduce_gradients``
+    before ``step()``. In Keras they are averaged inside ``optimizer.apply``, which ``fit`` and
     ``apply_gradients`` call. A Keras model without weights gets rank 0's in its first call, which
     every rank must make.
 
@@ -137,7 +138,8 @@ def distribute(
             little in every step, and ``hvkit.Centralized()`` is for comparison.
         accumulate: PyTorch only: the number of backward passes before each ``optimizer.step()``.
             Gradients add up locally and are averaged over ranks in the last pass. As without
-            hvkit, the script divides the loss by this number. In Keras, set
+            hvkit, the script divides the loss by this number. A step after fewer passes averages
+            itself; if the script clips before it, see ``hvkit.reduce_gradients``. In Keras, set
             ``gradient_accumulation_steps`` on the optimizer.
         compression: how gradients, or the changes of the weights in a round, travel between ranks;
             they are still summed in 32 bits. ``"bf16"`` and ``"fp16"`` halve the bytes: bf16 has

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from hvkit import runtime
+from hvkit.adapters.pytorch.gradients.windows import last_batch
 from hvkit.data.order import Position, Queue, Share, seed_from
 from hvkit.data.pytorch_datasets import DatasetPart, StreamShard, contents
 from hvkit.data.pytorch_workers import adapter_that_forbids_forks, started
@@ -122,14 +124,18 @@ class ShardedLoader(DataLoader[Any]):
     def _counted(
         self, iteration: object, epoch: Epoch, begun_after: int, batches: Iterator[Any]
     ) -> Iterator[Any]:
+        trains = self._share.size > 1 and not self._share.exact
+        steps = self._order.steps_after(begun_after) if trains else None
         try:
             for number, batch in enumerate(batches, 1):
                 # Also ranks that agree when they begin may take other numbers of steps.
-                if number == 2 and self._share.size > 1 and not self._share.exact:
+                if number == 2 and trains:
                     self._order.require_same_position(begun_after)
                 self._order.compare(epoch, number)
                 self._position.advance(iteration, epoch.steps.popleft())
-                yield batch
+                # One rank alone may look at the first batch.
+                with last_batch() if 1 < number == steps else nullcontext():
+                    yield batch
             self._order.compare(epoch)
         except GeneratorExit:
             self._position.leave(iteration)

@@ -291,6 +291,16 @@ class Order(Sampler[Any]):
         mine = share.count(length, group=samples * share.size, drop_last=self.drop_last)
         return -(-mine // samples) if self.batched else mine
 
+    def steps_after(self, done: int) -> int | None:
+        """How many steps follow the first ``done`` samples of an epoch; None if that is unknown."""
+        source, samples = self._cut.source, self._cut.samples
+        if not hasattr(source, "__len__") or (samples is None and done):
+            return None
+        if samples is None:
+            return self._share.count(len(source))
+        group, rest = samples * self._share.size, max(0, len(source) - done)
+        return rest // group if self.drop_last else -(-rest // group)
+
     def facts(self) -> list[str]:
         """The facts that must be equal on all ranks."""
         source, unit = self._cut.source, "samples" if self._cut.samples else "batches"

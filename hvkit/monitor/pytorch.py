@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hvkit import runtime
 from hvkit.adapters.pytorch.gradients.nested_passes import outermost
-from hvkit.adapters.pytorch.optimizers import after_unscaling, closure_of
+from hvkit.adapters.pytorch.optimizers import after_unscaling, closure_of, stepping_in
 from hvkit.watch.spans import REDUCTION, Span, observe
 
 if TYPE_CHECKING:
@@ -49,8 +49,9 @@ class Gradients:
         self._nested = False
         self._hooks: list[RemovableHandle] = []
         for number, each in enumerate(self._optimizers):
-            each.register_step_pre_hook(functools.partial(self._before_step, number))
-            after_unscaling(each, functools.partial(self._measure, number))
+            stepping, *_ = stepping_in(each)
+            stepping.register_step_pre_hook(functools.partial(self._before_step, number))
+            after_unscaling(stepping, functools.partial(self._measure, number))
         reduced = _after_reduction(weakref.ref(self))
         observe(reduced)
         weakref.finalize(self, observe, reduced, False)

@@ -29,11 +29,11 @@ from hvkit.adapters.pytorch.divided_state.sharded import (
     refuse_joint_updates,
 )
 from hvkit.adapters.pytorch.gradients.nonfinite import NonFinite
-from hvkit.adapters.pytorch.gradients.reducer import GradientReducer, is_averaged
+from hvkit.adapters.pytorch.gradients.reducer import GradientReducer, is_averaged, reducers_of
 from hvkit.adapters.pytorch.initial_state import broadcast_optimizer, broadcast_tensors, move_to
 from hvkit.adapters.pytorch.learning_rate import RateInStep
 from hvkit.adapters.pytorch.modules import named_in, refuse_optimizers_of_others
-from hvkit.adapters.pytorch.optimizers import has_step_length, optimizers_inside, refuse_own_steps
+from hvkit.adapters.pytorch.optimizers import has_step_length, refuse_own_steps, stepping_in
 from hvkit.adapters.pytorch.refusals import (
     is_divided,
     refuse_changes_in_forward,
@@ -179,7 +179,7 @@ class PyTorchAdapter:
         shards = OptimizerShards(strategy, name) if isinstance(strategy, ShardedOptimizer) else None
         records = []
         for optimizer in self.optimizers:
-            stepping = [optimizer, *optimizers_inside(optimizer)]
+            stepping = stepping_in(optimizer)
             refuse_other_optimizers(stepping, is_distributed)
             self._follow(stepping, keeper)
             if shards:
@@ -205,7 +205,7 @@ class PyTorchAdapter:
             gather = functools.partial(fully_shard.DividedModels.gathered, divided, number, held)
             records.append((model, Record(gathered=gather)))
         for each in self.optimizers:
-            rate = self._multiply_rate(each, [each])
+            rate = self._multiply_rate(each, stepping_in(each))
             whole = functools.partial(fully_shard.gathered, weakref.proxy(each))
             records.append((each, Record(warmup=rate, gathered=whole)))
         return records
@@ -301,6 +301,17 @@ def _keep_as_long_as(parameters: Iterable[Any], thing: object) -> None:
         vars(p._backward_hooks).setdefault("_hvkit", []).append(thing)
 
 
+def reduce_gradients(parameters: Sequence[torch.Tensor]) -> bool:
+    """Average what the gradients of the models with these parameters hold now; a collective.
+
+    Returns:
+        Whether ``distribute`` got a model with one of them.
+    """
+    for reducer in reducers_of(parameters):
+        reducer.reduce()
+    return any(map(is_distributed, parameters))
+
+
 def is_distributed(parameter: torch.Tensor) -> bool:
     """Whether a model that was passed to ``distribute`` has this parameter."""
     return is_averaged(parameter) or is_kept(parameter) or is_divided(parameter)
@@ -312,6 +323,12 @@ def _checked(optimizer: Any) -> Optimizer:
             "optimizer of a PyTorch model must be a torch.optim.Optimizer, or a list of them, "
             f"got {type(optimizer).__module__}.{type(optimizer).__qualname__}: pass the one whose "
             "step() updates this model; a script that updates weights by hand needs one, too"
+        )
+    if not stepping_in(optimizer):
+        raise TypeError(
+            f"optimizer {type(optimizer).__name__} does not call super().__init__(parameters, "
+            "defaults), so it calls no hooks around its step, and holds no optimizer that does: "
+            "add the call, or pass the optimizer that it was made from"
         )
     if type(optimizer).__module__.startswith("horovod."):
         raise TypeError(

@@ -21,8 +21,15 @@ from hvkit.adapters.fingerprints import BLOCK, PRIME, WIDTH, Compared, Rows
 from hvkit.adapters.pytorch.collectives.wire import Wire
 from hvkit.adapters.pytorch.divided_state.sharded import is_sharded
 from hvkit.adapters.pytorch.refusals import processes_of_torch_distributed, two_at_once
+from hvkit.communication import collectives
 from hvkit.errors import RanksDisagreeError
 from hvkit.watch.rank_errors import mark_as_shown_by
+
+_CHANGED = (
+    "the script changed it after backward() had averaged it, differently on each rank: call "
+    "hvkit.reduce_gradients(model) after the change and before step(), or make the same change on "
+    "every rank (random numbers from a torch.Generator with the same seed everywhere)"
+)
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -78,6 +85,27 @@ class Checks:
         return fingerprints.require_same(
             point, compared, fingerprints_of([tensor for *_, tensor in held])
         )
+
+    def require_same_gradients(
+        self, used: Mapping[int, Rows], parameters: Sequence[nn.Parameter]
+    ) -> None:
+        """Raise on every rank unless all ranks' steps used the same gradients; a collective.
+
+        Args:
+            used: results of ``rows_of_gradients``, by the parameter's number.
+            parameters: all averaged ones.
+
+        Raises:
+            RanksDisagreeError: names the first gradient that differs by more than rounding.
+        """
+        numbers = sorted(used)
+        labels = [f"the gradient of {self.label(i, p)}" for i, p in enumerate(parameters)]
+        if unlike := fingerprints.first_unlike(collectives.gather("backward()", numbers)):
+            i, has, lacks = unlike
+            text = f"{labels[i]} is None on rank {lacks}, but not on rank {has}; {_CHANGED}"
+            raise mark_as_shown_by(RanksDisagreeError(text), 0)
+        compared = [Compared(labels[i], _unit(parameters[i]), _CHANGED) for i in numbers]
+        fingerprints.require_same("backward()", compared, [used[i] for i in numbers])
 
     def send(self, steps: int, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Start a comparison if one is due; call before this rank's gradients become means.
@@ -205,6 +233,18 @@ def _entry(heading: str, values: Mapping[str, Any]) -> _Entry:
     rows = fingerprints_of([tensor for _, tensor in tensors])
     rows += [fingerprints.fingerprint(np.array(number)) for _, number in numbers]
     return _Entry(heading, compared, rows)
+
+
+def rows_of_gradients(gradients: Sequence[torch.Tensor]) -> list[Rows]:
+    """Fingerprints; those of gradients with NaN or infinite values are all zero.
+
+    An allreduce may leave other bits of NaN on each rank.
+    """
+    found = fingerprints_of(gradients)
+    for row in found:
+        if not np.isfinite(row[2:].view(np.float64)).all():
+            row[:] = 0
+    return found
 
 
 def fingerprints_of(tensors: Sequence[torch.Tensor]) -> list[Rows]:

@@ -21,6 +21,8 @@ from hvkit.adapters.adapter import Options
 Closure = Callable[[], Any]
 
 _SCALED_STEP = "_hvkit_scaled_step"
+_UNSCALING = "_hvkit_unscaling"
+_UNSCALED = "_hvkit_unscaled"
 
 
 def has_step_length(optimizer: Optimizer) -> bool:
@@ -57,6 +59,16 @@ def optimizers_inside(optimizer: Optimizer) -> list[Optimizer]:
         for each in held
         if isinstance(each, Optimizer) and any(id(group) in groups for group in each.param_groups)
     ]
+
+
+def stepping_in(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizer and those inside it, as far as functions can be called around their steps.
+
+    Those of Opacus and Accelerate leave out ``Optimizer.__init__``, which makes the lists of hooks;
+    their steps call that of the optimizer inside.
+    """
+    everyone = [optimizer, *optimizers_inside(optimizer)]
+    return [each for each in everyone if hasattr(each, "_optimizer_step_pre_hooks")]
 
 
 def closure_of(args: Any, kwargs: Any) -> Closure | None:
@@ -152,38 +164,43 @@ def around_scaled_steps(
     _patch_scaler()
 
 
-@functools.cache
-def _patch_scaler() -> None:
-    scaled_step = torch.amp.GradScaler.step
-
-    @functools.wraps(scaled_step)
-    def step(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        plain = functools.partial(scaled_step, self, optimizer, *args, **kwargs)
-        function = vars(optimizer).get(_SCALED_STEP)
-        return plain() if function is None else function(self, plain)
-
-    torch.amp.GradScaler.step = step  # type: ignore[method-assign]
-
-
-_UNSCALED = "_hvkit_unscaled"
+def before_unscaling(optimizer: Optimizer, function: Callable[[], None]) -> None:
+    """Call a function before a ``GradScaler`` looks at the gradients of this optimizer."""
+    vars(optimizer)[_UNSCALING] = function
+    _patch_scaler()
 
 
 def after_unscaling(optimizer: Optimizer, function: Callable[[], None]) -> None:
     """Call a function each time a ``GradScaler`` has unscaled the gradients of this optimizer."""
     vars(optimizer)[_UNSCALED] = function
-    _patch_unscaling()
+    _patch_scaler()
 
 
 @functools.cache
-def _patch_unscaling() -> None:
-    unscale = torch.amp.GradScaler.unscale_
+def _patch_scaler() -> None:
+    scaled_step, unscale = torch.amp.GradScaler.step, torch.amp.GradScaler.unscale_
+
+    def prepare(scaler: Any, optimizer: Optimizer) -> None:
+        function = vars(optimizer).get(_UNSCALING)
+        if function is not None and scaler.is_enabled():
+            function()
 
     @functools.wraps(unscale)
     def unscale_(self: Any, optimizer: Optimizer) -> None:
+        prepare(self, optimizer)
         unscale(self, optimizer)
         if self.is_enabled() and (function := vars(optimizer).get(_UNSCALED)):
             function()
 
+    # It looks at the gradients itself if the optimizer unscales them.
+    @functools.wraps(scaled_step)
+    def step(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        prepare(self, optimizer)
+        plain = functools.partial(scaled_step, self, optimizer, *args, **kwargs)
+        function = vars(optimizer).get(_SCALED_STEP)
+        return plain() if function is None else function(self, plain)
+
+    torch.amp.GradScaler.step = step  # type: ignore[method-assign]
     torch.amp.GradScaler.unscale_ = unscale_  # type: ignore[method-assign]
 
 

@@ -8,8 +8,8 @@ def report(dense=(), sparse=(), outdated=(), trained=(0, 1, 2, 3)):
     return StepReport(*map(frozenset, (dense, sparse, outdated, trained)))
 
 
-def encoded(steps, rates=5, **kinds):
-    return ReportVector(4).encode(report(**kinds), rates, steps).copy()
+def encoded(steps, checksum=5, **kinds):
+    return ReportVector(4).encode(report(**kinds), checksum, steps).copy()
 
 
 def decoded(mean, size):
@@ -48,7 +48,7 @@ def test_one_rank_that_differs_is_noticed_among_many(size):
 
     assert seen(encoded(6)) == Disagreement(steps=True)
     assert seen(encoded(7, trained=(0, 1, 3))) == Disagreement(frozen=True)
-    assert seen(encoded(7, rates=5 + (1 << 20))) == Disagreement(rates=True)
+    assert seen(encoded(7, checksum=5 + (1 << 20))) == Disagreement(checksums=True)
     assert seen(usual) == Disagreement()
 
 
@@ -60,4 +60,4 @@ def test_a_report_that_all_ranks_share_is_not_read_again():
         assert found is usual
         assert disagreement == Disagreement()
     other = vector.encode(report(dense={2}), 6, 3).copy()
-    assert (other == encoded(3, rates=6, dense={2})).all()
+    assert (other == encoded(3, checksum=6, dense={2})).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -9,9 +10,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from hvkit.adapters.pytorch.gradients.nested_passes import running_pass
 from hvkit.adapters.pytorch.gradients.nonfinite import WithoutGradients
+from hvkit.adapters.pytorch.gradients.windows import Window
 from hvkit.adapters.pytorch.optimizers import (
     Closure,
+    before_unscaling,
     closure_of,
     with_averaged_loss,
     with_closure,
@@ -24,8 +28,9 @@ class AveragedSteps:
 
     Args:
         name: of the model's reducer.
-        waiting: returns whether gradients wait for a reduction that no backward pass has made.
+        window: the passes that count for a step.
         reduce: averages the gradients; a collective.
+        using: called with an optimizer whose step uses the gradients as they are now.
         used: called after a step.
         skips: returns whether the steps that follow the last reduction change nothing.
 
@@ -37,16 +42,18 @@ class AveragedSteps:
     def __init__(
         self,
         name: str,
-        waiting: Callable[[], bool],
+        window: Window,
         reduce: Callable[[], None],
+        using: Callable[[Optimizer], None],
         used: Callable[[], None],
         skips: Callable[[], bool],
     ) -> None:
         self.done = 0
         self.optimizers: list[Optimizer] = []
         self._name = name
-        self._waiting = waiting
+        self._window = window
         self._reduce = reduce
+        self._using = using
         self._used = used
         self._skips = skips
         self._without = WithoutGradients()
@@ -70,27 +77,38 @@ class AveragedSteps:
         self.optimizers.append(optimizer)
         self._reduced_for[key] = False
 
+        def average(point: str) -> None:
+            if adopt() or self._window.waiting or not self._reduced_for[key]:
+                with call(point, self.done + 1, self._name):
+                    self._reduce()
+            self._window.end()
+
         def before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
             if key in self._stepping:  # a step that calls the step of its parent class
                 self._inside[key] += 1
                 return None
-            self._stepping.add(key)
             closure = closure_of(args, kwargs)
-            if torch._C._current_graph_task_id() != -1:
+            if running_pass() != -1:
                 raise ValueError(
                     f"{type(optimizer).__name__}.step() was called while backward() was running, "
                     "before the gradients were averaged: call it after backward()"
                 )
-            overlooked = adopt() or self._waiting() or not self._reduced_for[key]
-            if overlooked and closure is None:
-                with call(f"{type(optimizer).__name__}.step()", self.done + 1, self._name):
-                    self._reduce()
-            self._reduced_for[key] = False
             if closure is None:
-                if self._skips():
-                    self._without.begin(optimizer)
+                average(f"{type(optimizer).__name__}.step()")
+                self._reduced_for[key] = False
+                self._stepping.add(key)
+                self._begin(optimizer)
                 return None
-            return with_closure(self._leaving_out(closure, optimizer), args, kwargs)
+
+            def averaging() -> Any:
+                loss = closure()
+                average(f"{type(optimizer).__name__}.step()")
+                self._reduced_for[key] = False
+                return loss
+
+            adopt()
+            self._stepping.add(key)
+            return with_closure(self._leaving_out(averaging, optimizer), args, kwargs)
 
         def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if self._inside[key]:
@@ -103,7 +121,10 @@ class AveragedSteps:
             self.done += not self._counted
             self._counted = True
 
-        optimizer.register_step_pre_hook(before)
+        before_unscaling(optimizer, functools.partial(average, "GradScaler.unscale_()"))
+        # Not compiled with a step that is: what it looks at differs from step to step.
+        uncompiled: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.compiler.disable
+        optimizer.register_step_pre_hook(uncompiled(before))
         optimizer.register_step_post_hook(after)
 
     def _leaving_out(self, closure: Closure, optimizer: Optimizer) -> Closure:
@@ -112,11 +133,16 @@ class AveragedSteps:
 
         def run() -> Any:
             loss = averaged()
-            if self._skips():
-                self._without.begin(optimizer)
+            self._begin(optimizer)
             return loss
 
         return run
+
+    def _begin(self, optimizer: Optimizer) -> None:
+        """Before an update from the gradients as they are now."""
+        self._using(optimizer)
+        if self._skips():
+            self._without.begin(optimizer)
 
     def reduced(self) -> None:
         """Note that the gradients are averaged now."""

@@ -15,6 +15,12 @@ from hvkit.communication.exchanges import Exchange
 from hvkit.compression import Compression
 from hvkit.compression.compression import Reduction, Shape, State
 
+_ACCUMULATE = (
+    "pass accumulate=, the number of backward passes before each step, to hvkit.distribute, and do "
+    "not skip steps; where gradients pass through one model to train another, as in a GAN, set "
+    "requires_grad_(False) on the first"
+)
+
 
 class CompressionState:
     """What a compression keeps of each parameter.
@@ -82,19 +88,21 @@ class CompressionState:
         self.kept.update({i: state for i, state in self.pending.items() if i in used})
         self.pending.clear()
 
-    def refuse_another_mean(self) -> None:
+    def refuse_another_mean(self, point: str = "backward()", fix: str = _ACCUMULATE) -> None:
         """Raise if a residual counts for a mean that no update has used.
+
+        Args:
+            point: what the script called.
+            fix: the end of the error's message.
 
         Raises:
             ValueError: the compression keeps residuals, and this is a second reduction in a step.
         """
         if self.compression.keeps_state and self.pending:
             raise ValueError(
-                f"backward() again before optimizer.step(): {self.compression} has already "
+                f"{point} again before optimizer.step(): {self.compression} has already "
                 "averaged the gradients of this step, and keeps what it has not sent for the next "
-                "one: pass accumulate=, the number of backward passes before each step, to "
-                "hvkit.distribute, and do not skip steps; where gradients pass through one "
-                "model to train another, as in a GAN, set requires_grad_(False) on the first"
+                f"one: {fix}"
             )
 
     def refuse_scaled_step(self, scaler: Any, step: Callable[[], Any]) -> Any:

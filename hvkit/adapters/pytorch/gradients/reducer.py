@@ -36,10 +36,19 @@ from hvkit.adapters.pytorch.gradients.arrivals import Arrivals
 from hvkit.adapters.pytorch.gradients.averaged_steps import AveragedSteps
 from hvkit.adapters.pytorch.gradients.bucket_layout import Layout, Layouts
 from hvkit.adapters.pytorch.gradients.buckets import NO_PARAMETER, Bucket, average_rows
+from hvkit.adapters.pytorch.gradients.changed_gradients import (
+    ChangedGradients,
+    refuse_early_changes,
+)
 from hvkit.adapters.pytorch.gradients.compressed_buckets import CompressionState
-from hvkit.adapters.pytorch.gradients.nested_passes import outermost, watch_nested_passes
+from hvkit.adapters.pytorch.gradients.nested_passes import (
+    outermost,
+    running_pass,
+    watch_nested_passes,
+)
 from hvkit.adapters.pytorch.gradients.nonfinite import NonFinite
 from hvkit.adapters.pytorch.gradients.step_report import ReportVector, StepReport, checksum_of_rates
+from hvkit.adapters.pytorch.gradients.windows import Window
 from hvkit.adapters.pytorch.optimizers import around_scaled_steps
 from hvkit.compression import Compression
 from hvkit.errors import RanksDisagreeError
@@ -51,6 +60,11 @@ from hvkit.watch.spans import REDUCTION
 # lives as long as its model or an optimizer.
 _reducers: WeakValueDictionary[int, GradientReducer] = WeakValueDictionary()
 _numbers = itertools.count()
+
+_ONE_MORE_PASS = (
+    "pass accumulate= one more than the backward passes of a step to hvkit.distribute, so that "
+    "only this call averages"
+)
 
 
 class GradientReducer:
@@ -88,7 +102,6 @@ class GradientReducer:
         self._wire = Wire("gradients")
         self.name = name
         self._checks = checks
-        self._accumulate = accumulate
         self._statistics = statistics
         self._number: dict[torch.Tensor, int] = {}
         self._parameters: list[torch.nn.Parameter] = []
@@ -99,7 +112,9 @@ class GradientReducer:
         self._layout: Layout | None = None
         # Numbers of the parameters to which the last reduction has given means.
         self._averaged: Set[int] = frozenset()
-        self._passes = 0
+        keeps_state = self._state is not None and self._state.compression.keeps_state
+        self._window = Window(accumulate, ends_with_epoch=not keeps_state)
+        self._changes = ChangedGradients(self._parameters)
         # Numbers of the parameters whose gradients stay the same tensors.
         self._kept: set[int] = set()
         # What this rank reports if it has all gradients, and none is sparse.
@@ -107,7 +122,12 @@ class GradientReducer:
         self._nonfinite = nonfinite
         self._any_nonfinite = False
         self._steps = AveragedSteps(
-            name, lambda: self._passes > 0, self._reduce, self._used, self._skips
+            name,
+            self._window,
+            self._reduce_late,
+            self._using,
+            self._used,
+            self._skips,
         )
         # Parameters on several devices have their hooks called from several threads.
         self._lock = threading.RLock()
@@ -187,6 +207,10 @@ class GradientReducer:
     def _label(self, i: int) -> str:
         return self._checks.label(i, self._parameters[i])
 
+    def _using(self, optimizer: Optimizer) -> None:
+        held = (p for group in optimizer.param_groups for p in group["params"])
+        self._changes.use(id(optimizer), (self._number[p] for p in held if p in self._number))
+
     def _skips(self) -> bool:
         return self._nonfinite is not None and self._nonfinite.skip_step()
 
@@ -211,11 +235,11 @@ class GradientReducer:
             if task == whole:
                 engine = torch.autograd.Variable._execution_engine
                 engine.queue_callback(lambda: _end_pass(task))
-            if not self._passes and self._state:
+            if not self._window.passes and self._state:
                 self._state.refuse_another_mean()
             self._arrange()
             self._kept |= self._gradients_to_keep()
-            self._arrivals.begin(task, whole, accumulates=self._passes + 1 < self._accumulate)
+            self._arrivals.begin(task, whole, accumulates=not self._window.begin_pass())
 
     def _gradients_to_keep(self) -> set[int]:
         """Numbers of the parameters whose gradients must stay the same tensors.
@@ -229,8 +253,10 @@ class GradientReducer:
     def _end_pass(self) -> bool:
         """Count the pass; return whether a reduction is due after it."""
         self._arrivals.end()
-        self._passes += 1
-        return self._passes >= self._accumulate
+        reduces = self._window.end_pass()
+        if not reduces:
+            self._changes.remember()
+        return reduces
 
     def _arrange(self) -> None:
         """Lay the buckets out again if the parameters changed and no bucket is on its way."""
@@ -248,6 +274,30 @@ class GradientReducer:
     def _laid_out(self) -> Layout:
         assert self._layout is not None
         return self._layout
+
+    def _reduce_late(self) -> None:
+        """Average in a step, if that is not too late; a collective."""
+        self._changes.early = self._window.waiting and self._changes.changed()
+        self._reduce()
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Average what the gradients hold now; a collective.
+
+        Raises:
+            ValueError: a compression has averaged those of this step, and keeps what it left out;
+                or a backward pass is running.
+        """
+        if running_pass() != -1:
+            raise ValueError(
+                "hvkit.reduce_gradients was called while backward() was running, whose gradients "
+                "are not complete yet: call it after backward()"
+            )
+        if self._state:
+            self._state.refuse_another_mean("hvkit.reduce_gradients()", _ONE_MORE_PASS)
+        with call("hvkit.reduce_gradients", self.step, self.name):
+            self._reduce()
+        self._window.end()
 
     def _reduce(self) -> None:
         """Average everything since the last reduction, where no pass does; a collective."""
@@ -289,7 +339,8 @@ class GradientReducer:
                 self._statistics.write(layout.statistics.numbers)
             self._arrivals.outdated.clear()
             self._kept = set()
-            self._passes = 0
+            self._window.reduced()
+            self._changes.remember()
             self._steps.reduced()
             if self._nonfinite:
                 bad = self._any_nonfinite
@@ -299,8 +350,9 @@ class GradientReducer:
         """Wait for the last bucket, the only one that every rank is sure to send.
 
         Raises:
-            RanksDisagreeError: the ranks are at different steps, train different parameters, or
-                use different learning rates.
+            RanksDisagreeError: the ranks are at different steps, train different parameters, use
+                different learning rates, or have used different gradients.
+            ValueError: a rank has changed gradients that were still to be averaged.
         """
         try:
             last.wait(self._wire)
@@ -317,8 +369,12 @@ class GradientReducer:
         if disagreement.frozen:
             self._refuse_other_parameters()
         self._any_nonfinite = disagreement.nonfinite
-        if disagreement.rates:
+        if disagreement.checksums:
             step_report.refuse_other_rates(self._steps.optimizers)
+            self._checks.require_same_gradients(self._changes.used, self._parameters)
+        if disagreement.changes.early:
+            refuse_early_changes(self._window.length)
+        self._changes.reported(disagreement.changes)
         return report
 
     def _refuse_other_parameters(self) -> None:
@@ -338,9 +394,10 @@ class GradientReducer:
                 self._nonfinite.look_at_rows({i: self._parameters[i] for i in report.sparse})
             mine = self._report.encode(
                 report,
-                checksum_of_rates(self._steps.optimizers),
+                checksum_of_rates(self._steps.optimizers) ^ self._changes.checksum(),
                 self._steps.done,
                 self._nonfinite is not None and self._nonfinite.found(self._parameters),
+                self._changes.report(),
             )
             layout.report.numbers.copy_(torch.from_numpy(mine))
         bucket.launch(self._wire)
@@ -381,6 +438,12 @@ class GradientReducer:
             rows = average_rows(p.grad, p, f"{self.name}.{i}", self._wire, self.compression)
             p.grad = rows.to_dense() if i in report.dense else rows
         self._sparse = (self._sparse | report.sparse) - (report.dense - report.sparse)
+
+
+def reducers_of(parameters: Iterable[torch.Tensor]) -> list[GradientReducer]:
+    """Those that average gradients of these parameters, in the same order on every rank."""
+    held = set(parameters)
+    return [each for _, each in sorted(_reducers.items()) if not held.isdisjoint(each._number)]
 
 
 def is_averaged(parameter: torch.Tensor) -> bool:

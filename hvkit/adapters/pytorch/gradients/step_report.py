@@ -1,8 +1,9 @@
 """The few numbers that travel along with the gradients, and the errors when ranks disagree.
 
-Every rank reports which gradients it has, how many steps it has done, and a checksum of its
-learning rates. The numbers are averaged like gradients, at the end of the last bucket. All ranks
-read the same report from the mean and so decide alike what to do with the gradients.
+Every rank reports which gradients it has, how many steps it has done, a checksum of its learning
+rates, and what the script has done to gradients. The numbers are averaged like gradients, at the
+end of the last bucket. All ranks read the same report from the mean and so decide alike what to do
+with the gradients.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from hvkit.watch.rank_errors import mark_as_shown_by
 
 # Ranks compare their steps modulo this. Small numbers keep the comparison exact in float32.
 _STEP_CYCLE = 8
-# Bits of the checksum of the learning rates that travel.
+# Bits of the checksum that travel.
 _BITS = 24
-# Numbers behind these: whether a gradient is not finite, the step, and its square.
-_TAIL = 3
+# Numbers behind these: whether a gradient is not finite; whether gradients have changed too early,
+# since the last reduction, and in a new way; the step, and its square.
+_TAIL = 6
 
 
 @dataclass(frozen=True)
@@ -47,20 +49,40 @@ class StepReport:
 
 
 @dataclass(frozen=True)
+class Changes:
+    """What the script has done to gradients after ``backward()``, on one rank or on any.
+
+    Attributes:
+        early: whether it has changed some before they were averaged.
+        changed: whether an optimizer has used some that were changed after they were averaged.
+        new: whether they were changed in a way that has not been compared yet.
+    """
+
+    early: bool = False
+    changed: bool = False
+    new: bool = False
+
+
+@dataclass(frozen=True)
 class Disagreement:
     """How the ranks differ.
 
     Attributes:
         frozen: whether some ranks train parameters that others do not.
-        rates: whether they use different learning rates.
+        checksums: whether they use different learning rates, or have used different gradients.
         steps: whether they have done different numbers of optimizer steps.
         nonfinite: whether any has a gradient that is NaN or infinite.
+        changes: what any has done to gradients.
     """
 
     frozen: bool = False
-    rates: bool = False
+    checksums: bool = False
     steps: bool = False
     nonfinite: bool = False
+    changes: Changes = Changes()
+
+
+_NO_CHANGES = Changes()
 
 
 class ReportVector:
@@ -75,19 +97,25 @@ class ReportVector:
     def __init__(self, parameters: int) -> None:
         self.length = 4 * parameters + _BITS + _TAIL
         self._report: StepReport | None = None
-        self._rates: int | None = None
+        self._checksum: int | None = None
         self._vector = np.zeros(self.length, np.float32)
 
     def encode(
-        self, report: StepReport, rates: int, steps: int, nonfinite: bool = False
+        self,
+        report: StepReport,
+        checksum: int,
+        steps: int,
+        nonfinite: bool = False,
+        changes: Changes = _NO_CHANGES,
     ) -> NDArray[np.float32]:
         """This rank's report as a float32 array of shape ``(length,)``, valid until the next call.
 
         Args:
             report: of this rank.
-            rates: a checksum of the learning rates.
+            checksum: of what must be equal on all ranks.
             steps: optimizer steps done.
             nonfinite: whether a gradient is NaN or infinite.
+            changes: what the script has done to gradients.
         """
         vector = self._vector
         if report is not self._report:
@@ -97,11 +125,12 @@ class ReportVector:
             for row, numbers in zip(rows, kinds, strict=True):
                 row[list(numbers)] = 1
             self._report = report
-        if rates != self._rates:
-            vector[-_BITS - _TAIL : -_TAIL] = [rates >> b & 1 for b in range(_BITS)]
-            self._rates = rates
+        if checksum != self._checksum:
+            vector[-_BITS - _TAIL : -_TAIL] = [checksum >> b & 1 for b in range(_BITS)]
+            self._checksum = checksum
         step = steps % _STEP_CYCLE
-        vector[-_TAIL:] = nonfinite, step, step * step
+        flags = nonfinite, changes.early, changes.changed, changes.new
+        vector[-_TAIL:] = *flags, step, step * step
         return vector
 
     def decode(self, mean: NDArray[Any], size: int) -> tuple[StepReport, Disagreement]:
@@ -114,16 +143,19 @@ class ReportVector:
         # All are whole numbers, so a mean is either this rank's number or at least 1 / size off. If
         # one rank's number is another one, then it is off on every rank; for steps, their squares'.
         if self._report is not None and np.abs(mean - self._vector).max() < 0.25 / size:
-            return self._report, Disagreement(nonfinite=bool(self._vector[-_TAIL]))
+            nonfinite, *changes = (bool(flag) for flag in self._vector[-_TAIL:-2])
+            return self._report, Disagreement(nonfinite=nonfinite, changes=Changes(*changes))
         values = mean.astype(np.float64)
         rows = values[: -_BITS - _TAIL].reshape(4, -1)
-        nonfinite, step, square = values[-_TAIL:]
+        nonfinite, *changes = (bool(flag > 0.5 / size) for flag in values[-_TAIL:-2])
+        step, square = values[-2:]
         found = StepReport(*(_numbers(row > 0.5 / size) for row in rows))
         return found, Disagreement(
             frozen=bool(_on_some(rows[3], size).any()),
-            rates=bool(_on_some(values[-_BITS - _TAIL : -_TAIL], size).any()),
+            checksums=bool(_on_some(values[-_BITS - _TAIL : -_TAIL], size).any()),
             steps=bool(square - step * step > 0.25 / size),
-            nonfinite=bool(nonfinite > 0.5 / size),
+            nonfinite=nonfinite,
+            changes=Changes(*changes),
         )
 
 
