@@ -65,9 +65,12 @@ def train(distribute):
     for _ in range(10):
         optimizer.zero_grad()
         model(torch.randn(6, 8)).square().mean().backward()
+        if distribute is not plainly:
+            hvkit.reduce_gradients(model)
         optimizer.step()
     return torch.cat([p.flatten() for p in model.parameters()])
-plain = train(lambda model, optimizer: (model, optimizer))
+plainly = lambda model, optimizer: (model, optimizer)
+plain = train(plainly)
 options = {"lr_scaling": "linear", "warmup_steps": 5, "accumulate": 2, "check_every": 1}
 assert torch.equal(plain, train(lambda m, o: hvkit.distribute(m, o, **options)))
 for strategy in (*STRATEGIES, hvkit.FullyShard()):
