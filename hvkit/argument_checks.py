@@ -1,9 +1,57 @@
-"""Checks of numbers that users pass."""
+"""Checks of arguments that users pass."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
+import os
+from collections.abc import Callable
 from numbers import Integral, Real
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def advise_on_extra_arguments(advice: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorator of a public function: an argument too many without a name gets this advice.
+
+    Args:
+        advice: what the function takes, and what else there is.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        kinds = [each.kind for each in inspect.signature(function).parameters.values()]
+        most = kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            if len(args) > most:
+                extra = ", ".join(type(each).__name__ for each in args[most:])
+                raise TypeError(f"{advice}; got also {extra}")
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
+def check_path(name: str, value: object, example: str) -> Path:
+    """The value as a path.
+
+    Args:
+        name: of the argument.
+        value: what the user passed.
+        example: a call that is right.
+
+    Raises:
+        TypeError: it is neither text nor a path.
+    """
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError(f"{name} must be a path, got {value!r}: {example}")
+    return Path(value)
 
 
 def check_count(name: str, value: object, least: int = 1) -> int:

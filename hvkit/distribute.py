@@ -13,6 +13,7 @@ from hvkit import runtime, strategies
 from hvkit.adapters.adapter import (
     BATCH_NORMS,
     Adapter,
+    BatchNorm,
     Keeper,
     Options,
     Record,
@@ -22,11 +23,11 @@ from hvkit.adapters.adapter import (
     record,
     record_of,
 )
-from hvkit.adapters.nonfinite import ACTIONS
-from hvkit.argument_checks import check_count
+from hvkit.adapters.nonfinite import ACTIONS, OnNonfinite
+from hvkit.argument_checks import advise_on_extra_arguments, check_count
 from hvkit.communication.collectives import raise_together, require_equal
-from hvkit.compression import BY_NAME, Compression
-from hvkit.learning_rate import Multiplier, describe, length_of_warmup, make_multiplier
+from hvkit.compression import BY_NAME, Compression, CompressionName
+from hvkit.learning_rate import LRScaling, Multiplier, describe, length_of_warmup, make_multiplier
 from hvkit.log import logger
 from hvkit.main_rank import warn_once
 from hvkit.monitor.monitor import Monitor
@@ -43,20 +44,25 @@ SYNCHRONOUS = Synchronous()
 
 
 @named("hvkit.distribute")
+@advise_on_extra_arguments(
+    "hvkit.distribute takes a model and an optimizer, or lists of them: distribute([encoder, "
+    "decoder], [first, second]). Data goes through hvkit.shard(loader), schedulers and losses stay "
+    'as they are, and options need their names: lr_scaling="linear"'
+)
 def distribute(
     model: Model,
     optimizer: Optimizers,
     *,
-    lr_scaling: str = "none",
+    lr_scaling: LRScaling = "none",
     warmup_steps: int = 0,
     warmup_epochs: float = 0,
     steps_per_epoch: int | None = None,
     strategy: Strategy = SYNCHRONOUS,
     accumulate: int = 1,
-    compression: str | Compression = "none",
-    batch_norm: str = "average",
+    compression: CompressionName | Compression = "none",
+    batch_norm: BatchNorm = "average",
     check_every: int | None = None,
-    on_nonfinite: str = "ignore",
+    on_nonfinite: OnNonfinite = "ignore",
     monitor: Monitor | None = None,
 ) -> tuple[Model, Optimizers]:
     """Train this model with its optimizer on all ranks together.

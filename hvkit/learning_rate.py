@@ -12,10 +12,12 @@ convolutional neural networks" (2014).
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from hvkit.argument_checks import check_count, check_number
 
-LR_SCALINGS = ("none", "linear", "sqrt")
+LRScaling = Literal["none", "linear", "sqrt"]
+LR_SCALINGS = get_args(LRScaling)
 
 
 @dataclass(frozen=True)

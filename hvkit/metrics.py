@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 from hvkit.communication.collectives import share
 from hvkit.errors import RanksDisagreeError
@@ -112,7 +112,9 @@ class EarlyStopping:
         ValueError: ``patience``, ``min_delta`` or ``mode`` has a wrong value.
     """
 
-    def __init__(self, patience: int, *, min_delta: float = 0.0, mode: str = "min") -> None:
+    def __init__(
+        self, patience: int, *, min_delta: float = 0.0, mode: Literal["min", "max"] = "min"
+    ) -> None:
         if isinstance(patience, bool) or not isinstance(patience, int):
             raise TypeError(f"patience must be an int, got {patience!r}")
         if patience < 1:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 from weakref import WeakKeyDictionary, ref
 
 import numpy as np
@@ -20,7 +20,8 @@ from hvkit.learning_rate import Multiplier
 from hvkit.main_rank import warn_once
 from hvkit.strategies.strategy import Strategy
 
-BATCH_NORMS = ("average", "local", "sync")
+BatchNorm = Literal["average", "local", "sync"]
+BATCH_NORMS = get_args(BatchNorm)
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
-ACTIONS = ("ignore", "skip", "stop")
+OnNonfinite = Literal["ignore", "skip", "stop"]
+ACTIONS = get_args(OnNonfinite)
 
 _SHOWN = 3
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from hvkit import runtime
 from hvkit.adapters.buffers import warn_of_unlike
 from hvkit.adapters.fingerprints import Compared, Rows, require_same
+from hvkit.argument_checks import advise_on_extra_arguments, check_path
 from hvkit.checkpoint import manifests, newest, ranks, resume, store
 from hvkit.checkpoint.choice import parts_of
 from hvkit.checkpoint.part import Part
@@ -106,6 +107,10 @@ class Checkpoint:
             cannot be a file's.
     """
 
+    @advise_on_extra_arguments(
+        "hvkit.Checkpoint takes a directory, and what it saves by name: "
+        'Checkpoint("runs/a", model=model, optimizer=optimizer)'
+    )
     def __init__(
         self,
         directory: str | Path,
@@ -115,7 +120,9 @@ class Checkpoint:
         replicas: int = 0,
         **parts: Any,
     ) -> None:
-        self.directory = Path(directory)
+        self.directory = check_path(
+            "directory", directory, 'Checkpoint("runs/a", model=model, optimizer=optimizer)'
+        )
         if not isinstance(background, bool):
             raise TypeError(f"background must be True or False, got {background!r}")
         self.background = background
@@ -403,7 +410,7 @@ class Checkpoint:
             self._writer.start(lambda: self._replicas.send(folder))
         return folder
 
-    def callback(self, every: str | int = "epoch") -> keras.callbacks.Callback:
+    def callback(self, every: Literal["epoch"] | int = "epoch") -> keras.callbacks.Callback:
         """A callback for ``fit`` that saves. Put it last in ``callbacks``, on every rank.
 
             start = checkpoint.restore()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar, overload
+from typing import Any, Literal, TypeVar, get_args, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,8 @@ from hvkit.watch.rank_errors import mark_as_shown_by
 
 Tensor = TypeVar("Tensor")
 
-_OPS = ("mean", "sum", "min", "max")
+Operation = Literal["mean", "sum", "min", "max"]
+_OPS = get_args(Operation)
 
 # Elements in one allreduce: MPI counts them in a C int, and each piece is copied once.
 _PIECE = 1 << 26
@@ -62,15 +63,15 @@ class _Value:
 
 
 @overload
-def allreduce(value: float, op: str = "mean") -> float: ...
+def allreduce(value: float, op: Operation = "mean") -> float: ...
 
 
 @overload
-def allreduce(value: Tensor, op: str = "mean") -> Tensor: ...
+def allreduce(value: Tensor, op: Operation = "mean") -> Tensor: ...
 
 
 @named("hvkit.allreduce")
-def allreduce(value: Any, op: str = "mean") -> Any:
+def allreduce(value: Any, op: Operation = "mean") -> Any:
     """Reduce each element over the ranks; every rank gets the same result.
 
     ``correct = hvkit.allreduce(correct, op="sum")``. A collective: every rank must call it, with

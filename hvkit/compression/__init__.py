@@ -13,10 +13,14 @@ adapter has the functions on tensors that it uses.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from hvkit.compression.compression import Compression
 from hvkit.compression.power_sgd import PowerSGD
 from hvkit.compression.rounding import BFloat16, Float16, Int8, Rounding
 from hvkit.compression.top_k import TopK
+
+CompressionName = Literal["none", "fp16", "bf16", "int8"]
 
 BY_NAME: dict[str, Compression | None] = {
     "none": None,
@@ -38,6 +42,7 @@ __all__ = [
     "BY_NAME",
     "BFloat16",
     "Compression",
+    "CompressionName",
     "Float16",
     "Int8",
     "PowerSGD",

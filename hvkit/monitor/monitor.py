@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from hvkit import runtime
 from hvkit.adapters.adapter import framework_of
 from hvkit.adapters.nonfinite import skipped_steps
-from hvkit.argument_checks import check_count
+from hvkit.argument_checks import advise_on_extra_arguments, check_count, check_path
 from hvkit.communication import collectives
 from hvkit.errors import HvkitError
 from hvkit.host.run_reports import report
@@ -85,6 +85,10 @@ class Monitor:
             ``tensorboard=True`` and it is not installed.
     """
 
+    @advise_on_extra_arguments(
+        'hvkit.Monitor takes a folder, and options by name: Monitor("runs/a", every=5). Model and '
+        "optimizer go to hvkit.distribute(model, optimizer, monitor=monitor)"
+    )
     def __init__(
         self,
         folder: str | Path,
@@ -98,7 +102,11 @@ class Monitor:
                 f"hook must be a function that takes a dict and step=, got {hook!r}: for "
                 "instance hook=mlflow.log_metrics"
             )
-        self.folder = Path(folder)
+        self.folder = check_path(
+            "folder",
+            folder,
+            'Monitor("runs/a", every=5) makes a record every 5 steps',
+        )
         self._every = None if every is None else check_count("every", every)
         self._tensorboard = tensorboard
         self._hook = hook

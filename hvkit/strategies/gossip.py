@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from hvkit.communication.exchanges import Mean, Neighbours, Place
 from hvkit.compression import Compression
 from hvkit.strategies.strategy import Agreement, Rounds, Settlement, State, Vector
 
-TOPOLOGIES = ("ring", "exponential", "complete")
+Topology = Literal["ring", "exponential", "complete"]
+TOPOLOGIES = get_args(Topology)
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Gossip(Rounds):
     """
 
     every: int = 1
-    topology: str = "ring"
+    topology: Topology = "ring"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,9 +1,12 @@
 """Arguments of distribute that are checked before anything else happens."""
 
+from typing import get_args
+
 import pytest
 import torch
 
 import hvkit
+from hvkit.compression import BY_NAME, CompressionName
 
 
 def distribute(**options):
@@ -35,6 +38,38 @@ def distribute(**options):
 def test_wrong_arguments_are_named_with_what_is_accepted(options, kind, message):
     with pytest.raises(kind, match=message):
         distribute(**options)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda model, optimizer: hvkit.distribute(
+                model, optimizer, [], torch.optim.lr_scheduler.StepLR(optimizer, 1)
+            ),
+            r"hvkit.shard\(loader\), schedulers .* stay as they are.*; got also list, StepLR$",
+        ),
+        (
+            lambda model, optimizer: hvkit.Checkpoint("d", model, optimizer),
+            r"by name: Checkpoint\(\"runs/a\", model=model, optimizer=optimizer\); got also Linear",
+        ),
+        (
+            lambda model, optimizer: hvkit.Checkpoint(model),
+            r"directory must be a path, got Linear.*: Checkpoint\(\"runs/a\", model=model",
+        ),
+        (lambda *_: hvkit.Monitor(5), r"a path, got 5: Monitor\(\"runs/a\", every=5\)"),
+        (lambda *_: hvkit.Monitor("d", 5), r"by name: Monitor\(\"runs/a\", every=5\).*also int$"),
+    ],
+    ids=["distribute", "Checkpoint", "Checkpoint without a directory", "Monitor", "Monitor, every"],
+)
+def test_an_argument_without_its_name_gets_the_right_call(call, message):
+    model = torch.nn.Linear(2, 1)
+    with pytest.raises(TypeError, match=message):
+        call(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_types_list_the_words_that_compression_takes():
+    assert get_args(CompressionName) == tuple(BY_NAME)
 
 
 @pytest.mark.parametrize("epochs", [0, 0.5, 5])
