@@ -79,6 +79,12 @@ PRELUDES = {
     "docs/index.md": PYTORCH,
     "docs/tutorial.md": "",
     "docs/script.md": PYTORCH + KERAS,
+    "docs/unusual-scripts.md": PYTORCH
+    + KERAS
+    + """
+loader = hvkit.shard(loader)
+model, optimizer = hvkit.distribute(model, optimizer)
+""",
     "docs/data.md": PYTORCH,
     "docs/strategies.md": PYTORCH
     + """

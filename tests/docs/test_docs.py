@@ -57,6 +57,7 @@ def scripts(page):
 # `make test-all` alone runs the code of these.
 LATER = (
     *("docs/from-ddp.md", "docs/from-horovod.md", "docs/script.md"),
+    *("docs/unusual-scripts.md", "docs/mixed-precision.md"),
     *("docs/strategies.md", "docs/compression.md"),
     *(page for page in DOCS if page.startswith("docs/strategies/")),
 )
