@@ -15,6 +15,9 @@ COMMAND_MISSING = (
     "COMMAND is missing: give the program that every rank runs, such as `python script.py`"
 )
 
+NUMBER_OF_RANKS = ("-np", "--np", "-n", "--num-proc")
+"""All names of the option for the number of ranks."""
+
 _LOST_AFTER = Request.lost_after
 _GRACE = Request.grace
 _DAY = 86400.0
@@ -23,7 +26,7 @@ _DAY = 86400.0
 def add_number_of_ranks(parser: argparse._ActionsContainer, default: str) -> None:
     """Add ``-np`` under all of its names; ``default`` says what happens without it."""
     parser.add_argument(
-        *("-np", "--np", "-n", "--num-proc"), type=positive, metavar="N", help=f"ranks ({default})"
+        *NUMBER_OF_RANKS, type=_number_of_ranks, metavar="N", help=f"ranks ({default})"
     )
 
 
@@ -167,6 +170,11 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
     return int(text)
+
+
+def _number_of_ranks(text: str) -> int:
+    """A positive integer, also after a ``p``: for argparse, ``-np2`` is ``-n p2``."""
+    return positive(text.removeprefix("p"))
 
 
 def whole(text: str) -> int:

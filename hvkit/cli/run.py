@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hvkit.cli.arguments import (
     COMMAND_MISSING,
+    NUMBER_OF_RANKS,
     add_hosts_arguments,
     add_number_of_ranks,
     add_watching,
@@ -160,7 +161,7 @@ def _number_here(args: argparse.Namespace) -> int:
         if size := visible_gpus({**os.environ, **given}):
             logger.info("starts %s, one for each GPU", counted(size, "rank"))
             return size
-        swallowed = any(word in ("-np", "--np") for word in args.command)
+        swallowed = any(word.partition("=")[0] in NUMBER_OF_RANKS for word in args.command)
         place = ", before COMMAND, which gets all options after it" if swallowed else ""
         args.refuse(
             f"-np is missing: {has} and no GPU; give the number of ranks{place}, "
@@ -169,14 +170,18 @@ def _number_here(args: argparse.Namespace) -> int:
     most = max(_MOST_RANKS, _MOST_ON_A_CORE * cores)
     if size > most:
         args.refuse(
-            f"-np {size} is beyond reason: {has}; start at most -np {most}, or write "
+            f"-np {size} is too many: {has}; start at most -np {most}, or write "
             f"-H localhost:{size} if you mean it"
         )
     return size
 
 
 def _standard_input() -> str:
-    return sys.stdin.read() if sys.stdin else ""
+    if not sys.stdin:
+        return ""
+    if sys.stdin.isatty():
+        logger.info("reads the script from the terminal: Ctrl-D on a line of its own ends it")
+    return sys.stdin.read()
 
 
 def _variable(text: str) -> tuple[str, str | None]:

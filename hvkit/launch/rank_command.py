@@ -20,9 +20,13 @@ NOT_EXECUTABLE = 126
 """Exit status where a shell finds the command and cannot start it."""
 
 _SCRIPT = ".py"
+# How the first line of a script begins that names its interpreter.
+_INTERPRETER = b"#!"
 _PYTHON = re.compile(r"python(\d(\.\d+)?t?)?")
-# Options of Python's with a value.
-_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
+# Options of Python's: with a value, and with the code or module that takes a script's place.
+_WITH_VALUE = "WX"
+_LONG_WITH_VALUE = "--check-hash-based-pycs"
+_IN_PLACE_OF_SCRIPT = "cm"
 # Bytes: Linux takes no longer word in a command.
 _LONGEST_WORD = (1 << 17) - 1
 
@@ -31,29 +35,38 @@ def with_python(words: Sequence[str], read_script: Callable[[], str]) -> tuple[s
     """The command, with this Python before a script ``train.py``.
 
     A program on PATH whose name ends with ``.py`` stays as it is, unless the working directory has
-    a file of that name. With ``-`` in place of the script, all ranks run what ``read_script``
-    returns.
+    a file of that name; so does a path to an executable file whose first line names its
+    interpreter. With ``-`` in place of the script, all ranks run what ``read_script`` returns.
 
     Args:
         words: the command.
         read_script: reads standard input to its end.
 
     Raises:
-        UsageError: that script is too long.
+        UsageError: that script is empty or too long.
     """
     first = words[0]
-    of_path = os.sep not in first and not os.path.exists(first) and shutil.which(first)
-    if first == "-" or (first.endswith(_SCRIPT) and not of_path):
+    if first == "-" or (first.endswith(_SCRIPT) and not _starts_itself(first)):
         words = (sys.executable, *words)
     place = _place_of_script(words)
     if place is None or words[place] != "-":
         return tuple(words)
     source = read_script()
+    if not source.strip():
+        raise UsageError("the script on standard input is empty")
     if len(source.encode()) > _LONGEST_WORD:
         raise UsageError(
             f"the script on standard input is longer than {_LONGEST_WORD} bytes: write it to a file"
         )
     return (*words[:place], "-c", source, *words[place + 1 :])
+
+
+def _starts_itself(name: str) -> bool:
+    """Whether a shell would start this file without the name of an interpreter."""
+    if os.sep in name:
+        start = _first_line(Path(name)) if os.access(name, os.X_OK) else None
+        return start is not None and start.startswith(_INTERPRETER)
+    return not os.path.exists(name) and shutil.which(name) is not None
 
 
 def _place_of_script(words: Sequence[str]) -> int | None:
@@ -62,12 +75,18 @@ def _place_of_script(words: Sequence[str]) -> int | None:
         return None
     numbered = enumerate(words[1:], start=1)
     for place, word in numbered:
-        if word in _WITH_VALUE:
-            next(numbered, None)
-        elif word == "-" or not word.startswith("-"):
+        if word == "-" or not word.startswith("-"):
             return place
-        elif word.startswith("-") and not word.startswith("--") and word[-1] in "cm":
-            return None  # -c CODE, -um MODULE
+        if word == _LONG_WITH_VALUE:
+            next(numbered, None)
+        elif not word.startswith("--"):
+            # One letter each: -um MODULE is -u -m MODULE. The first with a value ends the word.
+            letters = word[1:]
+            valued = re.search(f"[{_WITH_VALUE}{_IN_PLACE_OF_SCRIPT}]", letters)
+            if valued and valued[0] in _IN_PLACE_OF_SCRIPT:
+                return None
+            if valued and valued.end() == len(letters):
+                next(numbered, None)
     return None
 
 
@@ -157,12 +176,10 @@ def _in(name: str, folder: str) -> str:
 
 def _no_program(file: Path) -> str | None:
     """Why Linux does not start an executable file; ``None`` if it does."""
-    try:
-        with file.open("rb") as opened:
-            start = opened.readline(256)
-    except OSError:  # programs need not be readable
+    start = _first_line(file)
+    if start is None:
         return None
-    if start.startswith(b"#!"):
+    if start.startswith(_INTERPRETER):
         # A line that ends with \r\n names a program whose name ends with \r.
         interpreter = os.fsdecode(start[2:]).rstrip("\n").strip(" \t").split(" ")[0]
         if interpreter and not os.path.exists(interpreter):
@@ -170,3 +187,15 @@ def _no_program(file: Path) -> str | None:
     elif b"\0" not in start:
         return "it is text, and its first line names no program such as #!/bin/sh"
     return None
+
+
+def _first_line(file: Path) -> bytes | None:
+    """The first line of a file, or its first 256 bytes; ``None`` if it cannot be read.
+
+    Programs need not be readable.
+    """
+    try:
+        with file.open("rb") as opened:
+            return opened.readline(256)
+    except OSError:
+        return None

@@ -1,5 +1,6 @@
 """What all subcommands of ``hvkit`` have in common."""
 
+import io
 import os
 import pwd
 import re
@@ -58,7 +59,9 @@ def started(monkeypatch):
     return requests
 
 
-@pytest.mark.parametrize("words", [["-np", "3"], ["--np", "3"], ["-n3"], ["--num-proc=3"]])
+@pytest.mark.parametrize(
+    "words", [["-np", "3"], ["--np", "3"], ["-n3"], ["-np3"], ["--num-proc=3"]]
+)
 def test_the_number_of_ranks_has_the_names_of_other_launchers(started, words):
     assert main(["run", *words, "train.py", "-n", "7"]) == 0
     assert started[0].size == 3
@@ -79,7 +82,9 @@ def test_without_a_number_there_is_a_rank_for_each_gpu(started, monkeypatch, cap
     [
         (["train.py"], "-np is missing: this host has 4 cores and no GPU; .* such as -np 4"),
         (["train.py", "-np", "2"], "before COMMAND, which gets all options after it, such as -np"),
-        (["-np", "33", "x"], "-np 33 is beyond reason: .* most -np 32, or write -H localhost:33"),
+        (["train.py", "-n", "2"], "before COMMAND, which gets all options after it, such as -np"),
+        (["train.py", "--np=2"], "before COMMAND, which gets all options after it, such as -np"),
+        (["-np", "33", "x"], "-np 33 is too many: .* most -np 32, or write -H localhost:33"),
         (["--nproc-per-node", "2", "x"], "--nproc-per-node is no option of hvkit: -np N is the n"),
         (["--nproc_per_node=2", "x"], "--nproc_per_node is no option of hvkit: -np N is the num"),
         (["--nnodes=2", "x"], "--nnodes is no option of hvkit: name hosts .* -H host1:4,host2:4"),
@@ -100,11 +105,20 @@ def test_errors_are_below_the_usage_of_hvkit_run_and_name_its_option(
     assert started == []
 
 
-def test_a_number_of_ranks_beyond_reason_is_for_hosts_that_are_named(started, monkeypatch):
+def test_a_number_of_ranks_that_is_too_many_is_for_hosts_that_are_named(started, monkeypatch):
     named = (Host("localhost", slots=500),)
     monkeypatch.setattr(run, "hosts_of", lambda args, refuse: (named, None))
     assert main(["run", "-np", "500", "-H", "localhost:500", "train.py"]) == 0
     assert started[0].size == 500
+
+
+def test_a_script_from_the_terminal_is_announced(started, monkeypatch, capsys):
+    terminal = io.StringIO("print(1)")
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdin", terminal)
+    assert main(["run", "-np", "2", "-"]) == 0
+    assert started[0].command == (sys.executable, "-c", "print(1)")
+    assert "hvkit: reads the script from the terminal: Ctrl-D on a line" in capsys.readouterr().err
 
 
 def test_versions_and_help(capsys):

@@ -15,6 +15,7 @@ def folder(tmp_path, monkeypatch):
     programs = tmp_path / "bin"
     programs.mkdir()
     _program(programs / "tool.py")
+    _program(programs / "no_line.py", "print(1)\n")
     _program(programs / "tool")
     monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
     (tmp_path / "train.py").write_text("print(1)\n")
@@ -42,8 +43,12 @@ def _nothing():
         (["./train.py"], [sys.executable, "./train.py"]),
         (["missing.py"], [sys.executable, "missing.py"]),
         (["tool.py"], ["tool.py"]),
+        (["bin/tool.py", "-"], ["bin/tool.py", "-"]),
+        (["bin/no_line.py"], [sys.executable, "bin/no_line.py"]),
         (["python", "train.py", "-"], ["python", "train.py", "-"]),
         (["sh", "-"], ["sh", "-"]),
+        (["python", "-mjson.tool", "-"], ["python", "-mjson.tool", "-"]),
+        (["python", "-Ic1", "-"], ["python", "-Ic1", "-"]),
     ],
 )
 def test_a_script_runs_with_this_python(folder, words, expected):
@@ -55,10 +60,17 @@ def test_a_script_runs_with_this_python(folder, words, expected):
     [
         (["-", "a"], [sys.executable, "-c", "print(2)", "a"]),
         (["python3", "-u", "-W", "error", "-"], ["python3", "-u", "-W", "error", "-c", "print(2)"]),
+        (["python3", "-uW", "c", "-"], ["python3", "-uW", "c", "-c", "print(2)"]),
+        (["python3", "-Wmodule", "-"], ["python3", "-Wmodule", "-c", "print(2)"]),
     ],
 )
 def test_all_ranks_run_a_script_on_standard_input(words, expected):
     assert with_python(words, lambda: "print(2)") == tuple(expected)
+
+
+def test_an_empty_script_on_standard_input_is_refused():
+    with pytest.raises(UsageError, match="the script on standard input is empty"):
+        with_python(["-"], lambda: "\n")
 
 
 def test_a_script_on_standard_input_that_fits_in_no_command_is_refused():
@@ -74,6 +86,8 @@ def test_a_script_on_standard_input_that_fits_in_no_command_is_refused():
         (["python3", "train.py"], None, ""),
         (["python3", "-c", "missing.py"], None, ""),
         (["python3", "-um", "missing.py"], None, ""),
+        (["python3", "-cprint(1)", "missing.py"], None, ""),
+        (["python3", "-mtimeit", "-n1", "pass"], None, ""),
         (["sh", "missing.py"], None, ""),
         (["nothing"], NOT_FOUND, "cannot run nothing: there is no such program on PATH"),
         (["run.sh"], NOT_FOUND, "there is no such program on PATH: write ./run.sh for the file in"),
