@@ -48,6 +48,18 @@ class CommandParser(argparse.ArgumentParser):
             self.error(self._explained(unknown))
         return found, []
 
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        """What an abbreviation may stand for.
+
+        argparse completes options with one dash whatever ``allow_abbrev`` says; here, it completes
+        none of the hidden ones. ``-N2`` still is ``-N 2``.
+        """
+        return [
+            found
+            for found in super()._get_option_tuples(option_string)
+            if not isinstance(found[0], _Foreign) or found[1] == option_string[:2]
+        ]
+
     def _explained(self, unknown: Sequence[str]) -> str:
         known = [
             option
@@ -71,7 +83,7 @@ class _Foreign(argparse.Action):
         option_string: str | None = None,
     ) -> NoReturn:
         """Refuse it."""
-        parser.error(f"{option_string} is no option of hvkit: {self.const}")
+        parser.error(f"{option_string} is not an option of {parser.prog}: {self.const}")
 
 
 class _HelpFormatter(argparse.HelpFormatter):

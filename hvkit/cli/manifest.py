@@ -13,6 +13,7 @@ from hvkit.cli.arguments import (
     watching,
 )
 from hvkit.cli.command_parser import CommandParser
+from hvkit.cli.foreign_options import FOREIGN_IN_MANIFESTS
 from hvkit.manifest import MPIJob, Size, SlurmJob, fields
 from hvkit.manifest.mpijob import volume, yaml_text
 
@@ -39,6 +40,7 @@ def _add_mpijob(systems: "argparse._SubParsersAction[CommandParser]") -> None:
         usage="hvkit manifest mpijob --image IMAGE -np N --slots N [options] COMMAND ...",
         description="Write an MPIJob (kubeflow.org/v2beta1) that runs COMMAND on every rank, for "
         "`kubectl apply -f -`. The image must be built from hvkit's Dockerfile.",
+        foreign=FOREIGN_IN_MANIFESTS,
         allow_abbrev=False,
     )
     parser.add_argument("--image", type=_checked(fields.image), help="of all pods (required)")
@@ -142,6 +144,7 @@ def _add_slurm(systems: "argparse._SubParsersAction[CommandParser]") -> None:
         usage="hvkit manifest slurm -np N --slots N [options] COMMAND ...",
         description="Write a script for `sbatch` that runs COMMAND on every rank, in the folder "
         "from which it is submitted and with the Python environment of this hvkit.",
+        foreign=FOREIGN_IN_MANIFESTS,
         allow_abbrev=False,
     )
     _add_size(parser, "host")

@@ -85,13 +85,40 @@ def test_without_a_number_there_is_a_rank_for_each_gpu(started, monkeypatch, cap
         (["train.py", "-n", "2"], "before COMMAND, which gets all options after it, such as -np"),
         (["train.py", "--np=2"], "before COMMAND, which gets all options after it, such as -np"),
         (["-np", "33", "x"], "-np 33 is too many: .* most -np 32, or write -H localhost:33"),
-        (["--nproc-per-node", "2", "x"], "--nproc-per-node is no option of hvkit: -np N is the n"),
-        (["--nproc_per_node=2", "x"], "--nproc_per_node is no option of hvkit: -np N is the num"),
-        (["--nnodes=2", "x"], "--nnodes is no option of hvkit: name hosts .* -H host1:4,host2:4"),
-        (["--num_processes", "2", "x"], "--num_processes is no option of hvkit: -np N is the num"),
-        (["-hostfile", "x"], "-hostfile is no option of hvkit: name the file with --hostfile"),
-        (["--max_restarts", "2", "x"], "--max_restarts is no option of hvkit: write --max-resta"),
+        (
+            ["--nproc-per-node", "2", "x"],
+            "--nproc-per-node is not an option of hvkit run: -np N is the n",
+        ),
+        (
+            ["--nproc_per_node=2", "x"],
+            "--nproc_per_node is not an option of hvkit run: -np N is the num",
+        ),
+        (
+            ["--nnodes=2", "x"],
+            "--nnodes is not an option of hvkit run: name hosts .* -H host1:4,host2:4",
+        ),
+        (
+            ["--num_processes", "2", "x"],
+            "--num_processes is not an option of hvkit run: -np N is the num",
+        ),
+        (
+            ["-hostfile", "x"],
+            "-hostfile is not an option of hvkit run: name the file with --hostfile",
+        ),
+        (
+            ["--max_restarts", "2", "x"],
+            "--max_restarts is not an option of hvkit run: write --max-resta",
+        ),
         (["--hostfle", "2", "x"], r"unrecognized arguments: --hostfle \(did you mean --hostfile\?"),
+        (["--slots-per-host", "2", "x"], "--slots-per-host is not .*: name hosts with their ranks"),
+        (["--min-num-proc", "2", "x"], "--min-num-proc is not .*: write --min-np$"),
+        (["--check-build"], "--check-build is not .*: run `hvkit doctor`$"),
+        (["--fusion-threshold-mb=4", "x"], r"variable HOROVOD_FUSION_THRESHOLD \(in bytes\)"),
+        (["-p", "22", "x"], "-p is not .*: for horovodrun's --ssh-port, set Port for the host in"),
+        (["-bind", "x"], "unrecognized arguments: -bind"),
+        (["-N2", "x"], "-N is not .*: name hosts with their ranks"),
+        (["-t", "10:00", "x"], "for srun's --time, the time limit belongs in `hvkit manifest slu"),
+        (["--mca", "plm_x", "y", "x"], "plm, ras, rmaps, prte.*, PRTE_MCA_NAME=VALUE"),
         (["-np", "2"], "COMMAND is missing"),
     ],
 )
@@ -103,6 +130,13 @@ def test_errors_are_below_the_usage_of_hvkit_run_and_name_its_option(
     assert usage.startswith("usage: hvkit run [-np N]")
     assert re.search(f"^hvkit run: error: .*{message}", error)
     assert started == []
+
+
+@pytest.mark.parametrize("system", ["slurm", "mpijob"])
+def test_manifests_have_advice_for_the_options_of_other_launchers(capsys, system):
+    assert status(["manifest", system, "--nodes", "2", "-np", "4", "--slots", "2", "x"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert f"--nodes is not an option of hvkit manifest {system}: --slots N is the" in error
 
 
 def test_a_number_of_ranks_that_is_too_many_is_for_hosts_that_are_named(started, monkeypatch):
