@@ -39,10 +39,11 @@ def _report(args: argparse.Namespace) -> int:
     from hvkit.monitor.recorded_run import read
     from hvkit.monitor.report_page import page, page_of_several
 
-    folders = args.folders
+    # With `hvkit report *`, FOLDER is also the comparison.html of the last time.
+    folders = [each for each in args.folders if not each.is_file()] or args.folders
     for each in folders:
         if not each.is_dir():
-            args.refuse(f"argument FOLDER: {each} is no folder: name that of hvkit.Monitor")
+            args.refuse(f"argument FOLDER: {each} is not a folder: name that of hvkit.Monitor")
     try:
         names = comparison.told_apart(folders)
     except ValueError as error:

@@ -16,6 +16,9 @@ from hvkit.monitor.report import troubles
 from hvkit.monitor.step_shares import PARTS
 from hvkit.wording import counted, duration
 
+# Between runs, speeds and the size of a mean batch differ by less without a reason.
+_ALLOWANCE = 1.1
+
 
 def told_apart(folders: Sequence[Path]) -> list[str]:
     """Names of folders: as much of the ends of their paths as tells them apart.
@@ -47,21 +50,36 @@ def numbers(runs: Sequence[Run]) -> list[Row]:
         _row("time", runs, lambda run: duration(run.seconds)),
         _row("samples a second", runs, lambda run: f"{run.mean('samples_per_second'):,.0f}"),
     ]
-    # What is measured: no run is compared with a rank that nobody has timed.
-    one_rank = next((run for run in runs if _ranks(run) == 1), None)
-    if one_rank is not None and len(runs) > 1:
-        base = one_rank.mean("samples_per_second") or float("nan")
+    if (base := _one_rank(runs)) is not None:
         found.append(
-            _row(
-                f"speedup over {one_rank.name}",
-                runs,
-                lambda run: f"{run.mean('samples_per_second') / base:.2f}x",
-            )
+            _row(f"speedup over {base.name}", runs, lambda run: f"{_speedup(run, base):.2f}x")
         )
     found.append(_row("ms a step", runs, lambda run: f"{1e3 * run.mean('seconds/step'):,.4g}"))
-    found += [(f"of it {part}", [_share(run, part) for run in runs]) for part in PARTS]
+    found += [(f"{part}, of a step", [_share(run, part) for run in runs]) for part in PARTS]
     found.append(_row("restarts or resumptions", runs, lambda run: f"{len(run.starts) - 1}"))
     return found
+
+
+def remarks(runs: Sequence[Run]) -> list[str]:
+    """Sentences about speedups that do not come from the number of ranks alone."""
+    base = _one_rank(runs)
+    if base is None:
+        return []
+    said = []
+    for run in runs:
+        ranks, speedup = _ranks(run), _speedup(run, base)
+        batch, base_batch = _batch(run), _batch(base)
+        if speedup > _ALLOWANCE * ranks:
+            said.append(
+                f"{run.name}: a speedup of {speedup:.2f}x is more than {counted(ranks, 'rank')} "
+                f"explain: {base.name} was measured under other conditions"
+            )
+        if batch and base_batch and not 1 / _ALLOWANCE < batch / base_batch < _ALLOWANCE:
+            said.append(
+                f"{run.name}: a rank takes {batch:,.4g} samples a step, in {base.name} "
+                f"{base_batch:,.4g}: the speedup compares different batch sizes"
+            )
+    return said
 
 
 def last_values(runs: Sequence[Run]) -> list[Row]:
@@ -76,6 +94,25 @@ def _row(what: str, runs: Sequence[Run], value: Callable[[Run], str]) -> Row:
 
 def _ranks(run: Run) -> int:
     return run.starts[-1].size
+
+
+def _one_rank(runs: Sequence[Run]) -> Run | None:
+    """The run that speedups are over, which is measured; ``None`` without one to compare."""
+    return next((run for run in runs if _ranks(run) == 1), None) if len(runs) > 1 else None
+
+
+def _speedup(run: Run, base: Run) -> float:
+    return run.mean("samples_per_second") / (base.mean("samples_per_second") or float("nan"))
+
+
+def _batch(run: Run) -> float:
+    """Samples of a rank in a step, on average."""
+    samples, steps = 0.0, 0
+    for each in run.records:
+        of_a_rank = each["samples_per_second"] / len(each["ranks"]["samples_per_second"])
+        samples += of_a_rank * each["seconds"].get("step", 0.0) * each["steps"]
+        steps += each["steps"]
+    return samples / max(steps, 1)
 
 
 def _share(run: Run, part: str) -> str:
@@ -95,6 +132,8 @@ def show(runs: Sequence[Run], console: Console) -> None:
     for run, name in zip(runs, names, strict=True):
         for line in troubles(run):
             console.print(escape(f"{name}: {printable(line)}"), style="red", highlight=False)
+    for line in remarks(runs):
+        console.print(escape(printable(line)), style="yellow", highlight=False)
     table = Table(box=None, pad_edge=False)
     table.add_column("")
     for name in names:

@@ -71,6 +71,7 @@ def page_of_several(runs: Sequence[Run]) -> str:
         for run in runs
     )
     said = [f"{run.name}: {line}" for run in runs for line in troubles(run)]
+    said += comparison.remarks(runs)
     title = ", ".join(run.name for run in runs)
     parts = [
         f"<h1>{escape(title)}</h1>{about}",

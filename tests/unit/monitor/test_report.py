@@ -393,6 +393,36 @@ def test_runs_are_compared_side_by_side(tmp_path, monkeypatch, capsys):
     assert '<td>speedup over alone</td><td class="n">1.00x</td><td class="n">2.00x</td>' in html
 
 
+def test_a_speedup_that_more_ranks_do_not_explain_has_a_remark(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    alone, both = two_runs(tmp_path, "alone", "both")
+    file = tmp_path / "alone" / "metrics.jsonl"
+    single = re.sub(r'"ranks": {.*?}, ', "", file.read_text())  # as a single rank writes it
+    file.write_text(single)
+    file = tmp_path / "both" / "metrics.jsonl"
+    text = file.read_text()
+    faster = text.replace(": 200.0,", ": 430.0,").replace("[100.0, 100.0]", "[215.0, 215.0]")
+    file.write_text(faster)
+    assert main(["report", alone, both]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "both: a speedup of 4.30x is more than 2 ranks explain: alone was measured" in said
+    assert "both: a rank takes 21.5 samples a step, in alone 10: the speedup compares" in said
+    assert "<p>Both: a speedup of 4.30x" in (tmp_path / "comparison.html").read_text()
+    file.write_text(text)
+    assert main(["report", alone, both]) == 0
+    assert "a rank takes" not in capsys.readouterr().out
+
+
+def test_files_beside_the_folders_of_runs_are_no_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    two_runs(tmp_path, "alone", "both")
+    for _ in range(2):
+        assert main(["report", *sorted(each.name for each in tmp_path.iterdir())]) == 0
+    with pytest.raises(SystemExit, match="2"):
+        main(["report", "comparison.html"])
+    assert "comparison.html is not a folder" in capsys.readouterr().err
+
+
 def test_without_a_run_of_one_rank_there_is_no_speedup(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["report", *two_runs(tmp_path, "few", "many", ranks=(2, 4))]) == 0
