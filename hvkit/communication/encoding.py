@@ -97,10 +97,19 @@ def _to_array(parts: Any) -> np.ndarray[Any, Any]:
     return np.frombuffer(data, np.dtype(dtype)).reshape(shape).copy()
 
 
+def bytes_of(tensor: Any) -> Any:
+    """The numbers of a PyTorch tensor as uint8, of shape (n,), on its device; may share its memory.
+
+    Of a tensor with one number, ``contiguous()`` keeps the stride, such as the 0 of an expanded
+    one, and PyTorch views only tensors of stride 1 as another dtype.
+    """
+    whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return whole.as_strided((whole.numel(),), (1,)).view(sys.modules["torch"].uint8)
+
+
 def _of_tensor(tensor: Any) -> Any:
-    torch = sys.modules["torch"]
-    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), flat.numpy().tobytes()]
+    data = bytes_of(tensor).cpu().numpy().tobytes()
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), data]
 
 
 def _to_tensor(parts: Any) -> Any:

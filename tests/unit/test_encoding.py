@@ -85,6 +85,12 @@ def test_tensors_arrive(dtype, shape):
     assert torch.equal(found, tensor)
 
 
+def test_tensors_arrive_whatever_their_strides():
+    one, many = torch.arange(4.0), torch.arange(6.0).reshape(2, 3)
+    for tensor in (one[::4], one[1].expand(1), one[:1].expand(3), many.t(), (1j * many).conj()):
+        assert torch.equal(arrived(tensor), tensor)
+
+
 def test_records_paths_and_errors_arrive():
     point = Point(3, ["a"])
     assert arrived(point) == point

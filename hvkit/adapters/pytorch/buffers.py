@@ -12,6 +12,7 @@ from hvkit.adapters.buffers import require_same_buffers, warn_of_integers
 from hvkit.adapters.fingerprints import Compared, Rows
 from hvkit.adapters.pytorch.checks import fingerprints_of
 from hvkit.adapters.pytorch.collectives.wire import Wire
+from hvkit.adapters.pytorch.initial_state import own_elements
 from hvkit.adapters.pytorch.modules import named_in
 from hvkit.adapters.pytorch.weights.weight_keeper import flat_copy, write
 
@@ -28,7 +29,7 @@ def average(modules: Sequence[nn.Module]) -> None:
     groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for each in held.values():
         if each.is_floating_point() or each.is_complex():
-            groups.setdefault((each.dtype, each.device), []).append(each.data)
+            groups.setdefault((each.dtype, each.device), []).append(own_elements(each.data))
     for number, group in enumerate(groups.values()):
         flats = [flat_copy(each) for each in group]
         mean = wire.wait(wire.start_mean(torch.cat(flats), f"hvkit.average_buffers.{number}"))

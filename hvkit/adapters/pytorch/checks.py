@@ -269,7 +269,7 @@ def _row(tensor: torch.Tensor) -> torch.Tensor:
         tensor = torch.cat([coo.indices().reshape(-1).to(coo.dtype), coo.values().reshape(-1)])
     flat = tensor.reshape(-1)
     if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
+        flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
     words = flat.view(_INTEGERS[flat.element_size()])
     factors, weights = _factors(flat.device)
     bits = torch.zeros((), dtype=torch.int64, device=flat.device)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from hvkit import runtime
 from hvkit.communication import collectives
+from hvkit.communication.encoding import bytes_of
 
 # How many bytes of tensors travel together; bounds the memory for copies of them.
 _RUN = 64 << 20
@@ -33,7 +34,7 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor]) -> None:
             continue
         if not tensor.numel():  # which has no bytes to view as another dtype
             continue
-        target = _own_elements(tensor.detach())
+        target = own_elements(tensor.detach())
         run.append(target)
         size += target.numel() * target.element_size()
         if size > _RUN:
@@ -42,7 +43,7 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor]) -> None:
     _broadcast_run(run)
 
 
-def _own_elements(tensor: torch.Tensor) -> torch.Tensor:
+def own_elements(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor without the repetitions that ``expand`` made; nothing can write to those."""
     return tensor[tuple(slice(1) if step == 0 else slice(None) for step in tensor.stride())]
 
@@ -50,19 +51,14 @@ def _own_elements(tensor: torch.Tensor) -> torch.Tensor:
 def _broadcast_run(targets: list[torch.Tensor]) -> None:
     if not targets:
         return
-    received = collectives.broadcast_state(np.concatenate([_as_bytes(t) for t in targets]))
+    mine = np.concatenate([bytes_of(each).cpu().numpy() for each in targets])
+    received = collectives.broadcast_state(mine)
     start = 0
     for target in targets:
         stop = start + target.numel() * target.element_size()
         piece = torch.from_numpy(received[start:stop].copy())
         target.copy_(piece.view(target.dtype).view(target.shape))
         start = stop
-
-
-def _as_bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    flat = tensor.cpu().contiguous().view(-1).view(torch.uint8)
-    array: np.ndarray[Any, Any] = flat.numpy()
-    return array
 
 
 def broadcast_optimizer(optimizer: Optimizer) -> None:

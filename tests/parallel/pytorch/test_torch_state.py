@@ -108,9 +108,14 @@ def test_sparse_and_expanded_buffers_start_as_rank_0_has_them():
     rank = float(hvkit.rank())
     model.register_buffer("edges", torch.eye(3).mul(rank + 1).to_sparse())
     model.register_buffer("mask", torch.full((1, 4), rank).expand(4, 4))
+    model.register_buffer("last", torch.full((1,), rank).expand(4))
+    model.register_buffer("all", torch.full((), rank).expand(2, 3))
+    model.register_buffer("one_of_many", torch.full((4,), rank)[::4])
+    model.register_buffer("conjugate", torch.full((2,), rank * 1j).conj())
     hvkit.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    hvkit.average_buffers(model)
     assert torch.equal(model.edges.to_dense(), torch.eye(3))
-    assert torch.equal(model.mask, torch.zeros(4, 4))
+    assert not any(each.any() for each in model.buffers() if not each.is_sparse)
 
 
 def test_an_empty_parameter_is_no_obstacle():

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from hvkit.adapters.pytorch.collectives.wire import Wire
 from hvkit.adapters.pytorch.gradients.buckets import like, wire_dtype
+from hvkit.communication.encoding import bytes_of
 from hvkit.watch.calls import call
 
 # Names of collectives return after so many calls: Horovod remembers a limited number of them.
@@ -48,10 +49,8 @@ class _Gather(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.wire, ctx.name = Wire("objects"), name
         ctx.sizes = [math.prod(shape) for shape in shapes]
-        sent = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-        sent = torch.view_as_real(sent).view(-1) if sent.is_complex() else sent
         # As bytes: Horovod does not have every dtype.
-        everyone = ctx.wire.gather(sent.view(torch.uint8), name).view(tensor.dtype)
+        everyone = ctx.wire.gather(bytes_of(tensor), name).view(tensor.dtype)
         pieces = zip(everyone.split(ctx.sizes), shapes, strict=True)
         return tuple(piece.clone().view(shape) for piece, shape in pieces)
 

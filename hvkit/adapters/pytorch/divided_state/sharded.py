@@ -25,6 +25,7 @@ from hvkit.adapters.pytorch.optimizers import (
     optimizers_inside,
 )
 from hvkit.communication import one_by_one
+from hvkit.communication.encoding import bytes_of
 from hvkit.strategies import FullyShard, ShardedOptimizer
 from hvkit.strategies.strategy import Strategy
 from hvkit.watch.calls import call
@@ -81,7 +82,7 @@ class OptimizerShards:
         with call(step, next(self._steps), self._name):
             started: list[tuple[int, list[list[int]]]] = []
             for number, piece in enumerate(plan):
-                mine = [_as_bytes(parameters[i]) for i in piece[runtime.rank()]]
+                mine = [bytes_of(parameters[i]) for i in piece[runtime.rank()]]
                 device = parameters[0].device
                 sent = torch.cat(mine) if mine else torch.empty(0, dtype=torch.uint8, device=device)
                 handle = self._wire.start_gather(sent, f"{self._name}.shares.{number}")
@@ -263,10 +264,6 @@ def refuse_joint_updates(strategy: Strategy, optimizer: Optimizer) -> None:
             f"{name} computes with whole parameters, which no rank holds with {strategy} "
             f"({reason}): {instead}"
         )
-
-
-def _as_bytes(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _from_bytes(data: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -169,7 +169,7 @@ def flat_copy(parameter: torch.Tensor) -> torch.Tensor:
     """A copy as a vector, in the dtype in which it travels."""
     plain = parameter.detach()
     if plain.is_complex():
-        plain = torch.view_as_real(plain)
+        plain = torch.view_as_real(plain.resolve_conj())
     return plain.reshape(-1).to(wire_dtype(parameter.dtype), copy=True)
 
 
