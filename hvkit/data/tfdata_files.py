@@ -9,7 +9,7 @@ hook for the steps that follow on a dataset, nor for those on sharded arrays. So
 from __future__ import annotations
 
 import functools
-import re
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvkit import runtime
+from hvkit.communication.collectives import gather
 
 _PART = "_hvkit_part"
 
@@ -52,7 +53,7 @@ def refuse_common_caches(data: tf.data.Dataset) -> None:
 
 @functools.cache
 def give_ranks_files_of_their_own() -> None:
-    """From now on ``cache`` into a file writes one for each rank; and ``save`` checks its path."""
+    """From now on ``cache`` into a file writes one for each rank; and ``save`` compares paths."""
     cache, save = tf.data.Dataset.cache, tf.data.Dataset.save
 
     @functools.wraps(cache)
@@ -63,16 +64,22 @@ def give_ranks_files_of_their_own() -> None:
 
     @functools.wraps(save)
     def save_of_rank(self: Any, path: Any, *arguments: Any, **options: Any) -> Any:
-        numbers = re.findall(r"\d+", str(path))
-        if _follows_a_part(self) and runtime.rank() not in map(int, numbers):
-            raise ValueError(
-                f"save({str(path)!r}) after hvkit.shard would write the parts of several ranks to "
-                f'one place: put hvkit.rank() into the path, as in f"{path}-{{hvkit.rank()}}", or '
-                "save the pipeline before hvkit.shard, on rank 0 alone"
-            )
+        if _follows_a_part(self):
+            _require_own_path(str(path))
         return save(self, path, *arguments, **options)
 
     tf.data.Dataset.cache, tf.data.Dataset.save = cache_of_rank, save_of_rank
+
+
+def _require_own_path(path: str) -> None:
+    """Raise on every rank if several would save into one folder; a collective."""
+    everyone = gather("Dataset.save", os.path.realpath(path))
+    if len(set(everyone)) < len(everyone):
+        raise ValueError(
+            f"save({path!r}) after hvkit.shard would write the parts of several ranks to one "
+            f'place: put hvkit.rank() into the path, as in f"{path}-{{hvkit.rank()}}", or save the '
+            "pipeline before hvkit.shard, on rank 0 alone"
+        )
 
 
 def _of_rank() -> str:

@@ -49,10 +49,13 @@ def test_a_file_that_all_ranks_would_write_is_an_error_with_the_fix(file, monkey
     error, text = error_of(lambda: shard(plain(WHOLE, file).batch(4)))
     assert error is ValueError
     assert "call cache after hvkit.shard" in text
-    monkeypatch.chdir(Path(file).parent)  # whose name may have numbers
-    error, text = error_of(lambda: shard(WHOLE).batch(4).save("file"))
-    assert error is ValueError
-    assert "put hvkit.rank() into the path" in text
+    monkeypatch.chdir(Path(file).parent)
+    # One folder, although each rank finds its number in the path.
+    for folder in ("file", f"v{'.'.join(map(str, range(hvkit.size())))}/file"):
+        error, text = error_of(lambda folder=folder: shard(WHOLE).batch(4).save(folder))
+        assert error is ValueError
+        assert "put hvkit.rank() into the path" in text
+        assert not Path(folder).exists()
     own = f"{file}-{hvkit.rank()}"
     shard(WHOLE).save(own)
     mine = [int(number) for number in tf.data.Dataset.load(own)]
