@@ -15,7 +15,8 @@ PAGE = Path(__file__).parent / "cli.md"
 BEGIN = """# Command line
 
 `hvkit` and `python -m hvkit` are the same. The exit status is 0 if all went well, 1
-after a failure or if there are problems, and 2 for wrong arguments.
+after a failure or if there are problems, 2 for wrong arguments, 130 after Ctrl-C, and
+141 if the reader of the output, such as `head`, has ended.
 
 `hvkit run` ends with the status of the rank that failed first. It ends with 127 if a
 host lacks the command, with 126 if one cannot start it, and with 128 plus a signal's
@@ -82,9 +83,8 @@ def _section(command: argparse.ArgumentParser) -> str:
 
 def _usage(command: argparse.ArgumentParser) -> str:
     positionals = [action for action in command._actions if not action.option_strings]
-    words = (
-        f"[{a.metavar}]" if a.nargs == "?" else str(a.metavar) for a in positionals
-    )
+    forms = {"?": "[{}]", "+": "{} ..."}
+    words = (forms.get(str(a.nargs), "{}").format(a.metavar) for a in positionals)
     return " ".join([command.prog, "[options]", *words])
 
 

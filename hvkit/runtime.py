@@ -163,7 +163,7 @@ def _another_size(announced: Launched, seen: int) -> str:
     if announced.launcher == "srun":
         return (
             f"{counts}the MPI below it does not take its ranks from this srun. Start the script "
-            f"with `hvkit run` instead, as in `salloc -n {announced.size} hvkit run python "
+            f"with `hvkit run` instead, as in `salloc -n {announced.size} hvkit run "
             "train.py`, or in a batch script (`hvkit manifest slurm` writes one)"
         )
     return (
@@ -215,7 +215,7 @@ os.register_at_fork(after_in_child=_became_child)
 # What a script has to leave to its launcher.
 _STARTS_PROCESSES = (
     "through torch.multiprocessing.spawn, multiprocessing or subprocess: call the function that "
-    "trains directly, and start the script with `hvkit run -np N python ...`"
+    "trains directly, and start the script with `hvkit run -np N script.py`"
 )
 
 

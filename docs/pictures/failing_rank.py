@@ -37,7 +37,7 @@ for step in range(1, 101):
     if hvkit.is_main() and step % 20 == 0:
         print(f"step {step}: loss {loss.item():.3f}")
 """
-COMMAND = "hvkit run -np 4 python train.py"
+COMMAND = "hvkit run -np 4 train.py"
 
 
 def main() -> None:

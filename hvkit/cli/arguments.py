@@ -12,8 +12,9 @@ from hvkit.launch.hosts import Entry, Host, merged, read_hosts_option, repeated
 from hvkit.launch.prepare import Request
 
 COMMAND_MISSING = (
-    "COMMAND is missing: give the program that every rank runs, such as `python script.py`"
+    "COMMAND is missing: give the script or program that every rank runs, such as `script.py`"
 )
+COMMAND_BEGINS = "COMMAND must begin with a script or program, such as `script.py`"
 
 NUMBER_OF_RANKS = ("-np", "--np", "-n", "--num-proc")
 """All names of the option for the number of ranks."""
@@ -116,8 +117,7 @@ def add_watching(parser: argparse.ArgumentParser) -> None:
         type=seconds_between(2, _DAY),
         default=_LOST_AFTER,
         metavar="SECONDS",
-        help="end the run when a host has given no sign of life for this long "
-        f"(default: {_LOST_AFTER:g})",
+        help=f"end the run when a host has not answered for this long (default: {_LOST_AFTER:g})",
     )
     failing.add_argument(
         "--grace",

@@ -16,10 +16,10 @@ def add_to(commands: "argparse._SubParsersAction[CommandParser]") -> None:
         "completion",
         help="print what a shell needs to complete hvkit's arguments",
         description="Print a script with which a shell completes the commands and options of "
-        "hvkit. It takes shtab: `pip install shtab`.",
+        "hvkit. It needs shtab: `pip install shtab`.",
         examples={
-            'eval "$(hvkit completion bash)"': "in this shell, or in ~/.bashrc in all",
-            'hvkit completion zsh > "${fpath[1]}/_hvkit"': "in all shells of zsh",
+            'eval "$(hvkit completion bash)"': "for this shell (in ~/.bashrc: for all)",
+            'hvkit completion zsh > "${fpath[1]}/_hvkit"': "for every zsh",
         },
     )
     parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help=f"{', '.join(SHELLS)}")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from hvkit.cli.arguments import (
+    COMMAND_BEGINS,
     COMMAND_MISSING,
     add_number_of_ranks,
     add_watching,
@@ -236,7 +237,7 @@ def _add_command(
         "command",
         nargs=argparse.REMAINDER,
         metavar="COMMAND ...",
-        help="program that every rank runs; options after it are its own",
+        help="a script, or a program with its arguments; options after it are its own",
     )
     parser.set_defaults(execute=_execute, manifest=manifest, refuse=parser.error)
 
@@ -297,9 +298,7 @@ def _command_of(args: argparse.Namespace) -> tuple[str, ...]:
     if not command:
         raise ValueError(COMMAND_MISSING)
     if not command[0] or command[0].startswith("-"):
-        raise ValueError(
-            f"COMMAND must begin with a program, such as `python script.py`, got {command[0]!r}"
-        )
+        raise ValueError(f"{COMMAND_BEGINS}, got {command[0]!r}")
     return tuple(map(fields.utf8, command))
 
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from hvkit.cli.arguments import (
+    COMMAND_BEGINS,
     COMMAND_MISSING,
     NUMBER_OF_RANKS,
     add_hosts_arguments,
@@ -40,14 +41,14 @@ def add_to(commands: "argparse._SubParsersAction[CommandParser]") -> None:
         help="start a script on several ranks, here or on several hosts",
         usage="hvkit run [-np N] [-H HOST:SLOTS,... | --hostfile FILE] [options] COMMAND ...",
         description="Start COMMAND on every rank with the installed mpirun, watch all ranks, "
-        "and end everything on all hosts when one fails. A script train.py runs with this Python. "
-        "Without hosts, take the allocation of Slurm, PBS, LSF, SageMaker or the Kubernetes MPI "
-        "operator, or else start all ranks on this host.",
+        "and end everything on all hosts when one fails. A script such as train.py runs with "
+        "hvkit's Python. Without hosts, take the allocation of Slurm, PBS, LSF, SageMaker or the "
+        "Kubernetes MPI operator, or else start all ranks on this host.",
         examples={
             "hvkit run -np 4 train.py --epochs 3": "four ranks on this host",
             "hvkit run -H node1:4,node2:4 train.py": "eight ranks on two hosts",
-            "hvkit run -np 4 --max-restarts 3 train.py": "goes on after a failure",
-            "hvkit run -np 2 --dry-run train.py": "checks all, and prints the mpirun command",
+            "hvkit run -np 4 --max-restarts 3 train.py": "go on after a failure",
+            "hvkit run -np 2 --dry-run train.py": "check everything and print the command",
         },
         foreign=FOREIGN,
         allow_abbrev=False,
@@ -78,7 +79,7 @@ def add_to(commands: "argparse._SubParsersAction[CommandParser]") -> None:
         type=_interfaces,
         default=(),
         metavar="NAME,...",
-        help="interfaces or networks (10.0.0.0/24) to use between hosts (default: found by itself)",
+        help="interfaces or networks (10.0.0.0/24) to use between hosts (default: detected)",
     )
     where.add_argument(
         "--launcher",
@@ -117,6 +118,8 @@ def _execute(args: argparse.Namespace) -> int:
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         args.refuse(COMMAND_MISSING)
+    if not command[0]:
+        args.refuse(f"{COMMAND_BEGINS}, got ''")
     if args.min_np is not None and args.np is not None and args.min_np > args.np:
         args.refuse(f"--min-np {args.min_np} is more than -np {args.np}")
     hosts, allocation = hosts_of(args, refuse)

@@ -1,4 +1,4 @@
-"""``hvkit top``: the ranks of a running ``hvkit run``, live in the terminal."""
+"""``hvkit top``: the ranks of a run of ``hvkit run``, live in the terminal."""
 
 import argparse
 import contextlib
@@ -39,8 +39,8 @@ def add_to(commands: "argparse._SubParsersAction[CommandParser]") -> None:
     """Add ``hvkit top``."""
     parser = commands.add_parser(
         "top",
-        help="watch the ranks of a running hvkit run",
-        description="Show the ranks of a `hvkit run` of yours on this host, every second: their "
+        help="watch the ranks of a run, live",
+        description="Show the ranks of your `hvkit run` on this host, every second: their "
         "step, samples a second (with hvkit.Monitor), and in which call they wait; between two "
         "tries, why they ended. Ctrl-C ends this view, not the run.",
     )

@@ -63,7 +63,7 @@ def launched(environ: Mapping[str, str]) -> Launched | None:
         if who := "torchrun" if "TORCHELASTIC_RUN_ID" in environ else other:
             raise LaunchError(
                 f"{who} started this process (WORLD_SIZE={size}), but hvkit's ranks communicate "
-                "over MPI: start the script with `hvkit run -np N python ...`, `mpirun -np N ...` "
+                "over MPI: start the script with `hvkit run -np N script.py`, `mpirun -np N ...` "
                 "or `horovodrun -np N ...`; or unset WORLD_SIZE to train in one process"
             )
     return None

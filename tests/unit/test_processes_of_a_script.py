@@ -60,7 +60,7 @@ def test_processes_that_pytorch_spawns_do_not_train_apart():
     assert "Process 1 terminated with the following error" in done.stderr
     said = "LaunchError: processes that the script has started train separately"
     assert said in done.stderr
-    assert "start the script with `hvkit run -np N python ...`" in done.stderr
+    assert "start the script with `hvkit run -np N script.py`" in done.stderr
 
 
 def test_other_processes_may_train_apart_and_one_says_so():

@@ -20,6 +20,7 @@ from hvkit.launch.host_checks.routes import joining, named, source_address, span
 from hvkit.launch.hosts import Host
 from hvkit.launch.rank_command import RankCommand
 from hvkit.launch.ssh import remote_shell, run_on_hosts
+from hvkit.wording import counted
 
 # Seconds for each host to answer.
 _ANSWER = 30.0
@@ -133,8 +134,8 @@ def placed(hosts: Sequence[Host], size: int | None) -> tuple[Host, ...]:
     if left > slots:
         listed = ", ".join(f"{host.name} {host.slots}" for host in hosts)
         raise UsageError(
-            f"-np {left} is more than the {slots} slots of the hosts ({listed}): start at most "
-            f"-np {slots}, or add slots"
+            f"-np {left} is more than the {counted(slots, 'slot')} of the hosts ({listed}): "
+            f"start at most -np {slots}, or add slots"
         )
     chosen: list[Host] = []
     for host in hosts:

@@ -120,6 +120,7 @@ def test_without_a_number_there_is_a_rank_for_each_gpu(started, monkeypatch, cap
         (["-t", "10:00", "x"], "for srun's --time, the time limit belongs in `hvkit manifest slu"),
         (["--mca", "plm_x", "y", "x"], "plm, ras, rmaps, prte.*, PRTE_MCA_NAME=VALUE"),
         (["-np", "2"], "COMMAND is missing"),
+        (["-np", "2", ""], "COMMAND must begin with a script or program, such as `script.py`"),
     ],
 )
 def test_errors_are_below_the_usage_of_hvkit_run_and_name_its_option(

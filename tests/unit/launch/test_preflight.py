@@ -30,6 +30,8 @@ def test_a_job_has_as_many_ranks_as_were_placed():
 def test_more_ranks_than_slots_are_refused_with_both_numbers():
     with pytest.raises(LaunchError, match=r"-np 4 is more than the 3 slots .*node1 2, node2 1"):
         placed(TWO_AND_ONE, 4)
+    with pytest.raises(LaunchError, match="-np 2 is more than the 1 slot of the hosts"):
+        placed([Host("node1", slots=1)], 2)
 
 
 def test_a_host_keeps_its_user():
