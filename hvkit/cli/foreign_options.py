@@ -106,7 +106,7 @@ _OPTIONS = {
     ),
     "leave it out: more ranks than cores may start": ("--oversubscribe", "-oversubscribe"),
     "leave it out: root may start ranks": ("--allow-run-as-root",),
-    _MCA: ("--mca", "-mca", "--prtemca", "--pmixmca"),
+    _MCA: ("--mca", "-mca", "--prtemca"),
     f"write the options of hvkit run that do the same; for --mca, {_MCA}": ("--mpi-args",),
     "write -x NAME=VALUE": ("-genv", "-env", "--env", "--export"),
     "`cd` there first": ("--wdir", "-wdir", "--chdir"),
