@@ -76,6 +76,25 @@ def test_a_shorter_last_accumulation_is_reduced_by_the_step():
     assert same_on_all_ranks([p.grad.numpy() for p in model.parameters()])
 
 
+def test_a_compiled_function_may_call_backward():
+    def steps(model, optimizer, data):
+        @torch.compile(backend="eager")
+        def step(x, y):
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+
+        for x, y in data:
+            step(x, y)
+
+    data = regression(steps=3)
+    reference = mlp()
+    steps(reference, torch.optim.SGD(reference.parameters(), lr=0.1), data)
+    model = mlp()
+    steps(*hvkit.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1)), local(data))
+    assert largest_difference(arrays(model.parameters()), arrays(reference.parameters())) < 1e-6
+
+
 def test_clipping_acts_on_the_mean():
     def steps(model, optimizer, data):
         for x, y in data:

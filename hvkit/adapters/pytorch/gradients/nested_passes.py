@@ -62,6 +62,8 @@ def watch_nested_passes(end: Callable[[int], None]) -> None:
     """
     run = torch.autograd.backward
 
+    # A compiled function may call backward(): the hooks on parameters are not to be traced.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @functools.wraps(run)
     def backward(*args: Any, **kwargs: Any) -> None:
         if (number := running_pass()) == -1:
