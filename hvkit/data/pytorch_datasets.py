@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, ge
 from hvkit.data.arrays import digest_of_rows
 from hvkit.data.order import Share, seed_from
 from hvkit.data.randomness import FixedRandomness
+from hvkit.data.sampler_kinds import length_of
 
 # The attributes of the parts themselves; all others are those of the dataset.
 _OWN = frozenset({"dataset", "_share", "_known"})
@@ -35,12 +36,13 @@ def shard_dataset(dataset: Dataset[Any], share: Share, seed: int | None) -> tupl
             return dataset, ["IterableDataset"]
         stream = StreamShard(dataset, share, group=share.size, drop_last=False, seed=seed or 0)
         return stream, ["IterableDataset"]
-    if not hasattr(dataset, "__len__"):
+    length = length_of(dataset)
+    if length is None:
         raise TypeError(
             f"{type(dataset).__qualname__} has no __len__, so it cannot be divided into equal "
             "parts: add __len__, or make it an IterableDataset"
         )
-    facts = [f"Dataset of {len(dataset)} samples", *contents(dataset)]
+    facts = [f"Dataset of {length} samples", *contents(dataset)]
     return DatasetPart(dataset, share), facts
 
 

@@ -23,7 +23,7 @@ from hvkit.data.order import Position, Queue, Share, seed_from
 from hvkit.data.pytorch_datasets import DatasetPart, StreamShard, contents
 from hvkit.data.pytorch_workers import adapter_that_forbids_forks, started
 from hvkit.data.randomness import FixedRandomness, Generators, begins_an_epoch, from_text
-from hvkit.data.sampler_kinds import drawn_workers_seed, whole_order
+from hvkit.data.sampler_kinds import drawn_workers_seed, length_of, whole_order
 from hvkit.data.samplers import Epoch, Order
 
 
@@ -93,7 +93,7 @@ class ShardedLoader(DataLoader[Any]):
             options |= {"sampler": order, "batch_size": loader.batch_size}
             options["drop_last"] = order.drop_last
         dataset: Any = loader.dataset
-        if share.size > 1 and hasattr(dataset, "__len__"):
+        if share.size > 1 and length_of(dataset) is not None:
             dataset, order.of_part = DatasetPart(dataset, share), True
         # On several ranks the seeds of its workers are not those of other ranks' workers.
         generator = loader.generator if order.as_without_hvkit else torch.Generator()

@@ -33,6 +33,17 @@ class Cut(NamedTuple):
     lazy: bool
 
 
+def length_of(data: Any) -> int | None:
+    """The length of a sampler or dataset; None if it has none.
+
+    A ``BatchSampler`` has a ``__len__``, which fails if its sampler has none.
+    """
+    try:
+        return len(data)
+    except (TypeError, NotImplementedError):
+        return None
+
+
 def cut_of(loader: DataLoader[Any]) -> Cut:
     """How a loader cuts its batches."""
     batches = loader.batch_sampler
@@ -58,6 +69,18 @@ def reads_each_once(source: Any) -> bool:
     if type(source) is RandomSampler:
         return not source.replacement and len(source) == len(source.data_source)
     return type(source) is SequentialSampler
+
+
+def needs_comparison(source: Any, *, exact: bool) -> bool:
+    """Whether ranks must compare what it returns: a sampler, or a batch sampler of the user's own.
+
+    PyTorch's draw from the generators that all ranks begin alike, but two of them hold indices or
+    weights, which may differ. In evaluation these are not compared, so that one rank may run it
+    alone.
+    """
+    holding = () if exact else (SubsetRandomSampler, WeightedRandomSampler)
+    pytorchs = {RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler}
+    return type(source) not in pytorchs.difference(holding)
 
 
 def draws_at_once(source: Any) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import DataLoader, Sampler, SequentialSampler
 
 from hvkit.communication.collectives import from_rank, raise_together, require_equal
 from hvkit.data.order import Position, Share, seed_from
@@ -32,6 +32,8 @@ from hvkit.data.sampler_kinds import (
     cut_of,
     drawn_workers_seed,
     draws_at_once,
+    length_of,
+    needs_comparison,
     reads_each_once,
     whole_order,
 )
@@ -92,8 +94,8 @@ class Order(Sampler[Any]):
         # In exact parts the last batch of some ranks is smaller and must be kept.
         all_kept = share.exact and not self.as_without_hvkit
         self.drop_last = self._cut.drop_last and not all_kept
-        of_pytorch = type(self._cut.source) in (RandomSampler, SequentialSampler)
-        self._compared = share.size > 1 and not share.exact and not of_pytorch
+        compared = needs_comparison(self._cut.source, exact=share.exact)
+        self._compared = share.size > 1 and compared
         self._fixed: Epoch | None = None
         self.position = Position()
         self.of_part = False
@@ -107,7 +109,8 @@ class Order(Sampler[Any]):
     def begin(self) -> tuple[object, Epoch]:
         """Begin an epoch: the position's identifier for it, and this rank's reading.
 
-        A collective in training, unless the order needs no random numbers.
+        A collective in training, unless the order needs no random numbers, and with a sampler of
+        the user's own also in evaluation.
         """
         iteration = self.position.begin()
         number = 0 if self._share.exact else self.position.epoch
@@ -223,7 +226,7 @@ class Order(Sampler[Any]):
         return self._keys(epoch, self._steps(source, self.position.samples))
 
     def _keys(self, epoch: Epoch, steps: Iterator[Sequence[Any]]) -> Iterator[Any]:
-        digest, number, seen = hashlib.sha256(), 0, 0
+        digest, number, seen, ended = hashlib.sha256(), 0, 0, False
         epoch.steps.clear()
         randomness = epoch.randomness
         while True:
@@ -235,15 +238,19 @@ class Order(Sampler[Any]):
                 randomness = nullcontext()  # entering the other takes a while
             samples = len(step) if self._cut.samples else sum(map(len, step))
             number, seen = number + 1, seen + samples
+            mine = self._part(step)
+            # Ranks that get nothing of the last step compare it where they end, and the others
+            # before they deliver it: a loop may leave there.
+            ended = self._share.exact and len(step) < self._share.size
             if self._compared:
                 digest.update(str(step).encode())
-                if number.bit_count() == 1:
+                if ended or number.bit_count() == 1:
                     begin = f"{seen} samples, the last step's begin with {str(step)[:100]}"
-                    epoch.digests[number] = [begin, digest.hexdigest()]
-            if mine := self._part(step):
+                    epoch.digests[number if mine else _END] = [begin, digest.hexdigest()]
+            if mine:
                 epoch.steps.append(samples)
                 yield from mine
-        if self._compared:
+        if self._compared and not ended:
             epoch.digests[_END] = [f"{seen} samples in all", digest.hexdigest()]
 
     def _steps(self, source: Iterator[Any] | None, done: int) -> Iterator[Sequence[Any]]:
@@ -293,19 +300,20 @@ class Order(Sampler[Any]):
 
     def steps_after(self, done: int) -> int | None:
         """How many steps follow the first ``done`` samples of an epoch; None if that is unknown."""
-        source, samples = self._cut.source, self._cut.samples
-        if not hasattr(source, "__len__") or (samples is None and done):
+        length, samples = length_of(self._cut.source), self._cut.samples
+        if length is None or (samples is None and done):
             return None
         if samples is None:
-            return self._share.count(len(source))
-        group, rest = samples * self._share.size, max(0, len(source) - done)
+            return self._share.count(length)
+        group, rest = samples * self._share.size, max(0, length - done)
         return rest // group if self.drop_last else -(-rest // group)
 
     def facts(self) -> list[str]:
         """The facts that must be equal on all ranks."""
         source, unit = self._cut.source, "samples" if self._cut.samples else "batches"
-        length = f"{len(source)} {unit}" if hasattr(source, "__len__") else "unknown length"
-        return [f"DataLoader with a {type(source).__qualname__} of {length}"]
+        length = length_of(source)
+        text = "unknown length" if length is None else f"{length} {unit}"
+        return [f"DataLoader with a {type(source).__qualname__} of {text}"]
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and the states of the generators that the order of samples needs."""
@@ -341,4 +349,4 @@ def _after(batches: Iterator[list[Any]], done: int) -> Iterator[list[Any]]:
 
 
 def _sized(batch: Any) -> Any:
-    return batch if hasattr(batch, "__len__") else list(batch)
+    return list(batch) if length_of(batch) is None else batch

@@ -34,7 +34,8 @@ def shard(
     For evaluation, pass ``exact=True``: every sample is on exactly one rank, in the original
     order, even with a DataLoader's ``drop_last`` (samples that ``drop_remainder`` dropped in
     tf.data stay dropped). Parts may differ by one sample, by one element of tf.data, or by one
-    batch of a batch sampler, and may be empty.
+    batch of a batch sampler, and may be empty. One rank may evaluate alone, but not with a sampler
+    of your own, since ranks compare what it returns.
 
     With one rank the result reads what ``data`` reads, bit for bit, unless there is a ``seed``.
 

@@ -65,6 +65,7 @@ DIFFERENT = {
     "shuffle": lambda: shard(shuffled()),
     "exact shuffle": lambda: shard(shuffled(), exact=True),
     "order": lambda: iter(shard(loader(sampler=Mine()))),
+    "exact order": lambda: list(shard(loader(sampler=Mine()), exact=True)),
 }  # fmt: skip
 
 
@@ -116,6 +117,35 @@ def test_exact_parts_count_every_sample_once():
     for length in (0, 1, 7, 101):
         seen = [int(i) for (batch,) in shard(loader(length), exact=True) for i in batch]
         assert sorted(itertools.chain(*hvkit.allgather(seen))) == list(range(length))
+
+
+class Listed(Sampler):
+    def __init__(self, order):
+        self.order = order
+
+    def __len__(self):
+        return len(self.order)
+
+    def __iter__(self):
+        return iter(self.order)
+
+
+def test_exact_parts_of_a_sampler_of_the_users_count_every_sample_once():
+    for length in (0, 1, 7, 4 * hvkit.size() + 1):
+        part = shard(loader(length, sampler=Listed(range(length)[::-1])), exact=True)
+        seen = [int(i) for (batch,) in part for i in batch]
+        assert sorted(itertools.chain(*hvkit.allgather(seen))) == list(range(length))
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_a_loop_may_leave_an_evaluation_where_only_some_ranks_have_another_batch(limit):
+    length = 4 * hvkit.size() + 1  # two batches for each rank, and one more for rank 0
+    part = shard(loader(length, sampler=Listed(range(length))), exact=True)
+    for number, _ in enumerate(part):
+        if number == limit:
+            break
+    assert number == min(limit, len(part) - 1)
+    hvkit.barrier()
 
 
 def test_sums_divided_by_the_length_of_the_dataset_are_right():

@@ -114,8 +114,10 @@ class EndsEarly(Sampler):
 
 
 @pytest.mark.parametrize("sampler", [DriftsApart, EndsEarly])
-def test_a_sampler_that_differs_later_in_the_epoch_is_an_error_on_all(sampler):
-    error, text = error_of(lambda: list(shard(DataLoader(DATA, 1, sampler=sampler()))))
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_sampler_that_differs_later_in_the_epoch_is_an_error_on_all(sampler, exact):
+    loader = DataLoader(DATA, 1, sampler=sampler())
+    error, text = error_of(lambda: list(shard(loader, exact=exact)))
     assert error is hvkit.RanksDisagreeError
     assert f"order of {sampler.__name__} in epoch 0" in text
     assert set(hvkit.allgather(text)) == {text}

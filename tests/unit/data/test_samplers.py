@@ -232,6 +232,23 @@ def test_of_a_sampler_without_an_end_only_what_is_needed_is_read(kind, size, see
         assert steps == [sorted(i % 50 for i in each) for each in drawn]
 
 
+class Reversed(BatchSampler):
+    """Has a ``__len__``, which fails if its sampler has none."""
+
+    def __iter__(self):
+        return (batch[::-1] for batch in super().__iter__())
+
+
+@every_size
+def test_a_batch_sampler_over_a_sampler_without_a_length_is_read(size):
+    def make():
+        return DataLoader(Counting(50), batch_sampler=Reversed(Endless(), 4, False))
+
+    first = [numbers(itertools.islice(part, 3)) for part in parts(make, size)]
+    batches = [list(range(4 * k, 4 * k + 4))[::-1] for k in range(3 * size)]
+    assert first == [[[i % 50 for i in each] for each in batches[r::size]] for r in range(size)]
+
+
 def test_a_sampler_without_a_length_makes_a_loader_without_a_length():
     with pytest.raises(TypeError, match="no len"):
         len(parts(loader(9, sampler=Endless()), 2)[0])
