@@ -20,8 +20,9 @@ class Restarts:
     again. So a run goes on for as long as it gets further, and a script that always fails stops
     soon. A try that goes back, because the host with the newest checkpoint was lost, uses up one
     restart until the run is further than before. Pauses grow in the same way. Ranks that have left
-    after SIGTERM have not failed. A script that raises the same exception at the same line twice in
-    a row, before it has made a step, will do so again.
+    after SIGTERM have not failed. A script whose code is wrong raises the same exception at the
+    same line twice in a row, before it has made a step, and will do so again; what comes from
+    files, networks or memory may pass.
 
     Args:
         most: how many ends in a row without progress are followed by a restart; 0 for none.
@@ -45,7 +46,7 @@ class Restarts:
         if outcome.status == 0 or not outcome.restartable:
             return False
         before, self._raised = self._raised, outcome.raised
-        if before is not None and before == outcome.raised:
+        if before is not None and before.lasts and before == outcome.raised:
             self.repeated = before
             return False
         progress = outcome.saved is not None and outcome.saved > self._newest

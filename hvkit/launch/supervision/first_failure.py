@@ -19,8 +19,9 @@ _CONSEQUENCES = (
     *("after it should have ended", "it cannot reach rank 0"),
 )
 
-# The last line of a traceback.
-_EXCEPTION = re.compile(r"[\w.]+(Error|Exception|Interrupt|Exit)\b")
+# The last line of a traceback, and any line of its messages.
+_EXCEPTION = re.compile(r"(?:\s+\| )?([\w.]+(?:Error|Exception|Interrupt|Exit|Group)\b.*)")
+_MESSAGE = re.compile(r"(?:\s+\| )?\S")
 
 # Signals that a partner's failure does not cause.
 _VIOLENT = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
@@ -44,6 +45,7 @@ class Failure:
         problem: what went wrong, if not in the command itself.
         last_lines: the last lines that it printed, as far as they say why it ended.
         all_last_lines: all of its last lines.
+        traceback: the one that is the last of its standard error; empty if something else is.
         stopped: whether it ended because something was ending it already.
         lost: whether its host stopped answering.
     """
@@ -55,14 +57,14 @@ class Failure:
     problem: str | None = None
     last_lines: tuple[str, ...] = ()
     all_last_lines: tuple[str, ...] = ()
+    traceback: tuple[str, ...] = ()
     stopped: bool = False
     lost: bool = False
 
     @property
     def is_consequence(self) -> bool:
         """Whether its last lines blame another rank."""
-        text = "\n".join([*self.all_last_lines, *self.last_lines])
-        return any(name in text for name in _CONSEQUENCES)
+        return _blames_another([*self.all_last_lines, *self.last_lines])
 
     def is_same_as(self, other: "Failure") -> bool:
         """Whether both ranks ended with one error, which one of them may have shown for both."""
@@ -73,12 +75,17 @@ class Failure:
     @property
     def error(self) -> str:
         """The last line that names an exception; empty if there is none."""
-        return next((line for line in reversed(self.last_lines) if _EXCEPTION.match(line)), "")
+        found = map(_EXCEPTION.match, reversed(self.last_lines))
+        return next((error[1] for error in found if error), "")
 
     @property
     def raised(self) -> Raised | None:
-        """The exception that ended it, with its place; None if none did."""
-        return None if self.violent or self.is_consequence else raised(self.last_lines)
+        """The exception that ended it, with its place; None if none did.
+
+        Python ends with status 1 then, unless the rank was ended while it ended.
+        """
+        ended = self.status == 1 or (self.stopped and not self.violent)
+        return raised(self.traceback) if ended and not self.is_consequence else None
 
     @property
     def violent(self) -> bool:
@@ -148,7 +155,7 @@ def report(failures: Sequence[Failure], other_hosts: Collection[str] = (), cause
 
 
 def reported(failures: Sequence[Failure], cause: str = "") -> set[int]:
-    """The ranks whose tracebacks a report makes needless: those in it, and their consequences.
+    """The ranks whose tracebacks a report makes needless: one in it, its like, its consequences.
 
     Args:
         failures, cause: as for ``report``.
@@ -156,9 +163,22 @@ def reported(failures: Sequence[Failure], cause: str = "") -> set[int]:
     first = first_failure(failures)
     if first is None:
         return set()
-    named = set() if cause and first.is_consequence else {first.rank}
-    more = (each for each in failures if each.is_consequence or each.is_same_as(first))
-    return {*named, *(each.rank for each in more if each is not first)}
+    # Not if its last lines are too many others: then it is shown as it came.
+    whole = first.last_lines[: len(first.traceback)] == first.traceback
+    shown = () if (cause and first.is_consequence) or not whole else first.traceback
+
+    def is_needless(failure: Failure) -> bool:
+        traceback = failure.traceback
+        if not traceback:
+            return False
+        if failure is first:
+            return bool(shown)
+        if shown and _messages(traceback) == _messages(shown):
+            return True
+        # Lines behind that of the exception may be the script's own.
+        return bool(_EXCEPTION.match(traceback[-1])) and _blames_another(traceback)
+
+    return {failure.rank for failure in failures if is_needless(failure)}
 
 
 def in_one_line(
@@ -176,6 +196,16 @@ def in_one_line(
         return cause
     error = f": {shortened(first.error, _ERROR)}" if first.error and not first.violent else ""
     return f"{_described(first, failures, other_hosts)}{error}"
+
+
+def _blames_another(lines: Sequence[str]) -> bool:
+    text = "\n".join(lines)
+    return any(name in text for name in _CONSEQUENCES)
+
+
+def _messages(traceback: Sequence[str]) -> list[str]:
+    """A traceback without its places."""
+    return [line for line in traceback if _MESSAGE.match(line)]
 
 
 def _described(first: Failure, failures: Sequence[Failure], other_hosts: Collection[str]) -> str:

@@ -6,6 +6,9 @@ import re
 import time
 from collections import deque
 
+from hvkit.launch.supervision.protocol import Kind
+from hvkit.launch.supervision.tracebacks import separated
+
 LAST_LINES = 20
 """Number of a rank's last lines that are kept."""
 
@@ -14,6 +17,8 @@ _OLD = 60.0
 # Bytes kept of each last line.
 _KEPT_BYTES = 2000
 
+# What draws over a progress bar, or ends its line.
+_DRAWS = re.compile(rb"[\r\n\b\x1b]|$")
 # What libraries print when they are loaded.
 _GREETING = re.compile(
     r"[IW]\d{4} \d\d:\d\d:\d\d|[IWE]0000 00:00:\d|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [IW] "
@@ -29,16 +34,28 @@ class LastLines:
 
     def __init__(self) -> None:
         self._lines: deque[tuple[float, bytes]] = deque(maxlen=LAST_LINES)
-        self._unfinished = b""
+        # By stream: the line without an end, and the progress bar that stands before it there.
+        self._unfinished = dict.fromkeys((Kind.STDOUT, Kind.STDERR), b"")
+        self._bars = dict.fromkeys((Kind.STDOUT, Kind.STDERR), b"")
         self._changed = 0.0
 
-    def add(self, data: bytes) -> None:
+    def add(self, kind: Kind, data: bytes) -> None:
         """Keep what the rank has printed."""
         self._changed = time.monotonic()
-        *lines, self._unfinished = (self._unfinished + data).split(b"\n")
-        self._lines.extend((self._changed, line[-_KEPT_BYTES:]) for line in lines)
+        before = self._unfinished[kind]
+        if _is_bar(before) and not _DRAWS.match(data):
+            self._bars[kind], before = before, b""
+        lines = separated(before + data).split(b"\n")
+        if bar := self._bars[kind]:
+            drawn_over = b"\r" in lines[0].rstrip(b"\r")
+            if drawn_over or len(lines) > 1:
+                self._bars[kind] = b""
+            if not drawn_over and len(lines) > 1:
+                lines.insert(0, bar)
+        *whole, rest = lines
+        self._lines.extend((self._changed, line[-_KEPT_BYTES:]) for line in whole)
         # A line without an end may be as long as a file.
-        self._unfinished = self._unfinished[-_KEPT_BYTES:]
+        self._unfinished[kind] = rest[-_KEPT_BYTES:]
 
     def all(self) -> list[str]:
         """The lines as a terminal shows them, without empty ones."""
@@ -50,15 +67,24 @@ class LastLines:
         return _without_chatter([text for at, text in self._texts() if at > recent])
 
     def _texts(self) -> list[tuple[float, str]]:
-        lines = [*self._lines, (self._changed, self._unfinished)]
-        texts = [(at, last_state(line).decode(errors="replace").rstrip()) for at, line in lines]
-        return [(at, text) for at, text in texts if text.strip()]
+        rest = [self._bars[kind] + line for kind, line in self._unfinished.items()]
+        lines = [*self._lines, *((self._changed, line) for line in rest)]
+        return [(at, text) for at, line in lines if (text := as_kept(line)).strip()]
+
+
+def as_kept(line: bytes) -> str:
+    """The line as a terminal shows it; of a very long one, the end."""
+    return last_state(line[-_KEPT_BYTES:]).decode(errors="replace").rstrip()
 
 
 def last_state(line: bytes) -> bytes:
     """The line as a terminal shows it after the last carriage return of a progress bar."""
     state = line.rstrip(b"\r")
     return state.rpartition(b"\r")[2] + line[len(state) :]
+
+
+def _is_bar(line: bytes) -> bool:
+    return b"\r" in line and bool(last_state(line).strip())
 
 
 def _without_chatter(lines: list[str]) -> list[str]:

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 from hvkit import threads
-from hvkit.launch.supervision.last_lines import LastLines, last_state
+from hvkit.launch.supervision.last_lines import LastLines, as_kept, last_state
 from hvkit.launch.supervision.protocol import Kind
 from hvkit.launch.supervision.tracebacks import (
+    Traceback,
     beginning,
     interrupted_at,
-    is_of_traceback,
     separated,
     starts_a_line,
 )
@@ -30,9 +30,8 @@ from hvkit.wording import interrupted
 
 # Bytes: a longer line is shown in parts, and with more a traceback is not held back.
 _LONGEST_LINE = 1 << 16
-# Seconds to hold a traceback back, and what follows it: a rank that ends with it gets it into the
-# report, once.
-_HELD = 5.0
+# Seconds to hold a traceback back: a rank that ends with it gets it into the report, once.
+_HELD = 2.0
 
 _LOG = "rank-{}.log"
 LAUNCHER_LOG = "launcher.log"
@@ -75,8 +74,12 @@ class RankOutput:
     The unfinished line of a progress bar is shown as far as it has come, see ``flush``. The log
     file gets both streams; on this process each keeps its own.
 
-    A traceback, with all that follows, is held back for some seconds: if the rank ends with it,
-    the report of the run's failure shows it, or ``close`` does.
+    Standard output is shown as it comes. On standard error a traceback is held back until something
+    else follows there, for two seconds at most: if the rank ends with it, the report of the run's
+    failure shows it, or ``close`` does.
+
+    Attributes:
+        interrupted: whether Ctrl-C has ended the run: one line stands for its tracebacks.
 
     Args:
         rank: its number.
@@ -98,31 +101,46 @@ class RankOutput:
         self._last = LastLines()
         # The streams whose unfinished line has been shown.
         self._begun: set[Kind] = set()
-        # What is held back: the output as it came, and as it is shown.
-        self._held: list[tuple[Kind, bytes, bytes]] = []
+        # The last traceback on standard error, and whether nothing has followed it there.
+        self._traceback = Traceback()
+        self._in_traceback = False
+        # What of it is held back, as it is shown.
+        self._held = b""
         self._held_since = 0.0
+        self.interrupted = False
+        self._interrupted_at: str | None = None
 
     def write(self, kind: Kind, data: bytes) -> None:
         """Show the lines that ``data`` completes, and keep the rest."""
-        self._last.add(data)
+        self._last.add(kind, data)
         if kind in self._begun and not self._unfinished[kind] and starts_a_line(data):
             data = b"\n" + data
         lines, end, rest = separated(self._unfinished[kind] + data).rpartition(b"\n")
         if end:
-            self._take(kind, lines + end)
+            if kind is Kind.STDERR:
+                self._take_errors(lines + end)
+            else:
+                self._put(kind, lines + end)
             self._begun.discard(kind)
+        if kind is Kind.STDERR and self._in_traceback:
+            if b"\r" in rest or len(rest) + len(self._traceback.text) > _LONGEST_LINE:
+                self._end_traceback()
+            elif not rest:
+                self._traceback.end_piece()
         if self._style.by_line:
             rest = last_state(rest)
         if len(rest) > _LONGEST_LINE:
             self._put(kind, rest, b"\n" if self._style.by_line else b"")
             rest = b""
         self._unfinished[kind] = rest
-        if sum(len(raw) for _, raw, _ in self._held) > _LONGEST_LINE:
-            self._release()
 
-    def flush(self) -> None:
-        """Show unfinished lines, unless lines must be shown whole, and what was held too long."""
-        if self._held and time.monotonic() - self._held_since > _HELD:
+    def flush(self, *, failed: bool = False) -> None:
+        """Show unfinished lines, unless lines must be shown whole, and what was held too long.
+
+        Args:
+            failed: whether the rank has failed: a report may show what is held.
+        """
+        if self._held and not failed and time.monotonic() - self._held_since > _HELD:
             self._release()
         if not self._style.by_line:
             self._show_unfinished()
@@ -133,59 +151,69 @@ class RankOutput:
         Args:
             drop: whether to show no traceback that is held back: a report has it.
         """
-        self._show_unfinished(b"\n" if self._style.by_line else b"")
         if drop:
-            self._held = []
+            self._held = b""
         self._release()
+        self._show_unfinished(b"\n" if self._style.by_line else b"")
         if self._log is not None:
             self._log.close()
             self._log = None
 
     def close_interrupted(self) -> None:
         """As ``close``, after Ctrl-C: one line stands for the tracebacks that it has left."""
-        where = interrupted_at(self._held_lines())
-        if where is None:
-            self.close()
+        self.interrupted = True
+        self.close()
+        if self._interrupted_at is None:
             return
-        held = self._held
-        self.close(drop=True)
-        for kind, raw, shown in held:
-            for line, as_shown in zip(raw.split(b"\n"), shown.split(b"\n"), strict=True):
-                if not is_of_traceback(line.decode(errors="replace")):
-                    self._show(kind, as_shown + b"\n")
-        said = f"hvkit: {interrupted(self._rank, where)}"
+        said = f"hvkit: {interrupted(self._rank, self._interrupted_at)}"
         if not any(line.startswith(said.partition(" (")[0]) for line in self._last.all()):
             self._show(Kind.STDERR, self._decorated(said.encode()) + b"\n")
 
     def last_lines(self) -> list[str]:
         """The last lines of both streams that say why the rank ends: a traceback is whole."""
-        return [line for line in self._held_lines() if line] or self._last.telling()
+        lines, whole = self._last.telling(), self._lines_of_traceback()
+        if not whole or whole[-1] not in lines:
+            return lines
+        behind = lines[::-1].index(whole[-1])
+        return [*whole, *lines[len(lines) - behind :]]
 
     def all_last_lines(self) -> list[str]:
         """The last lines of both streams in the order in which they came, without empty ones."""
         return self._last.all()
 
-    def _held_lines(self) -> list[str]:
-        """The lines that are held back, beginning with a traceback."""
-        if not self._held:
-            return []
-        came = b"".join([*(raw for _, raw, _ in self._held), *self._unfinished.values()])
-        return [line.rstrip() for line in came.decode(errors="replace").split("\n")]
+    def last_traceback(self) -> list[str]:
+        """The traceback that is the last on standard error; empty if something else is."""
+        return self._lines_of_traceback() if self._in_traceback else []
 
-    def _take(self, kind: Kind, lines: bytes) -> None:
-        """Show whole lines, or hold them back from the beginning of a traceback on."""
-        begins = None if self._held else beginning(lines)
-        if begins is None:
-            self._put(kind, lines)
-            return
-        if begins:
-            self._put(kind, lines[:begins])
-        self._held_since = time.monotonic()
-        self._put(kind, lines[begins:], hold=True)
+    def _lines_of_traceback(self) -> list[str]:
+        lines = map(as_kept, self._traceback.text.split(b"\n"))
+        return [line for line in lines if line.strip()]
+
+    def _take_errors(self, lines: bytes) -> None:
+        """Show whole lines of standard error, or hold them back if they are of a traceback."""
+        while lines:
+            if not self._in_traceback:
+                begins = beginning(lines)
+                if begins != 0:
+                    self._put(Kind.STDERR, lines[:begins])
+                if begins is None:
+                    return
+                lines = lines[begins:]
+                self._traceback, self._in_traceback = Traceback(), True
+            taken = self._traceback.take(lines)
+            if taken:
+                self._put(Kind.STDERR, lines[:taken], hold=True)
+            lines = lines[taken:]
+            if lines:
+                self._end_traceback()
+
+    def _end_traceback(self) -> None:
+        self._in_traceback = False
+        self._release()
 
     def _show_unfinished(self, end: bytes = b"") -> None:
         for kind, rest in self._unfinished.items():
-            if rest:
+            if rest and not (self._held and kind is Kind.STDERR):
                 self._put(kind, rest, end)
                 self._unfinished[kind] = b""
                 self._begun.add(kind)
@@ -203,8 +231,9 @@ class RankOutput:
 
     def _put(self, kind: Kind, raw: bytes, end: bytes = b"", *, hold: bool = False) -> None:
         data = self._decorated(raw) + end
-        if self._held or hold:
-            self._held.append((kind, raw + end, data))
+        if hold:
+            self._held_since = self._held_since if self._held else time.monotonic()
+            self._held += data
         else:
             self._show(kind, data)
         if self._log is not None:
@@ -215,9 +244,14 @@ class RankOutput:
                 raise OSError(error.errno, error.strerror, self._log.name) from error
 
     def _release(self) -> None:
-        held, self._held = self._held, []
-        for kind, _, shown in held:
-            self._show(kind, shown)
+        held, self._held = self._held, b""
+        if self.interrupted and held:
+            where = interrupted_at(self._lines_of_traceback())
+            if where is not None:
+                self._interrupted_at = where
+                return
+        if held:
+            self._show(Kind.STDERR, held)
 
 
 def _show_nothing(kind: Kind, data: bytes) -> None:

@@ -192,6 +192,8 @@ class Supervisor:
     def interrupt(self) -> None:
         """Have all agents send their commands SIGINT."""
         self._interrupted = True
+        for rank in self._ranks.values():
+            rank.output.interrupted = True
         self._send_all(Kind.INTERRUPT, 0)
 
     def signal(self, number: int) -> None:
@@ -231,8 +233,9 @@ class Supervisor:
         return silent_for(connection)
 
     def _flush(self) -> None:
+        failed = {failure.rank for failure in self.failures}
         for rank in list(self._ranks.values()):
-            rank.output.flush()
+            rank.output.flush(failed=rank.number in failed)
 
     def _send_all(self, kind: Kind, number: int) -> None:
         for rank in self._connected:
@@ -421,6 +424,7 @@ class Supervisor:
                 problem=problem,
                 last_lines=tuple(rank.output.last_lines()),
                 all_last_lines=tuple(rank.output.all_last_lines()),
+                traceback=tuple(rank.output.last_traceback()),
                 stopped=rank.stopped or self._interrupted or self._grace is not None,
                 lost=lost,
             )

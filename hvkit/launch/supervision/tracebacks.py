@@ -2,30 +2,97 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# A traceback, or the error of a file that is no Python, which comes without that line.
+_HEADS = (
+    "Traceback (most recent call last):",
+    "  + Exception Group Traceback (most recent call last):",
+)
+_HEAD = "|".join(map(re.escape, _HEADS))
+_IN_THREAD = "Exception in thread "
+# A traceback, or the error of a file that is no Python, which comes without a head.
 _BEGIN = re.compile(
-    rb'^(?:Exception in thread [^\n]*\n)?Traceback \(most recent call last\):|^  File "[^"\n]+", '
-    rb"line \d+\n",
+    rf'^(?:{_IN_THREAD}[^\n]*\n)?(?:{_HEAD})|^  File "[^"\n]+", line \d+\n'.encode(),
     re.MULTILINE,
 )
 # The same behind the unfinished line of a progress bar, and lines of hvkit's there.
-_GLUED = re.compile(rb"(\r[^\r\n]+?)(Traceback \(most recent call last\):|hvkit: )")
-_HEAD = "Traceback (most recent call last):"
+_GLUED = re.compile(rf"(\r[^\r\n]+?)({_HEAD}|hvkit: )".encode())
 _FRAME = re.compile(r'\s*(?:\| +)?File "(.+?)", line (\d+)')
-_ERROR = re.compile(r"[A-Za-z_][\w.]*(?=:|$)")
+_ERROR = re.compile(r"[A-Za-z_][\w.<>]*(?=:|$)")
+_LINK = re.compile(r"(During handling of the above|The above exception was) .*:$")
+_OF_GROUP = re.compile(r"\s+[|+]")
+_GROUP_ENDS = re.compile(r"\s+\+-+$")
+# What begins so is no further line of an exception's message.
+_NO_MESSAGE = (*_HEADS, _IN_THREAD, "hvkit: ", "\r")
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ")
 _INTERRUPT = "KeyboardInterrupt"
-# What Python prints around tracebacks.
-_AROUND = re.compile(
-    r"Traceback \(most|\s|$|During handling of|The above exception|Process \S+:$|Exception ignored "
-    r"|Exception in thread|Fatal Python error|Python runtime state|KeyboardInterrupt"
-    r"|[\w.]+(Error|Exception|Exit)\b"
-)
+# Of code that is wrong. Others may come from files, networks or memory, and not come again.
+_LASTING = {
+    *("SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"),
+    *("NameError", "UnboundLocalError", "TypeError", "AttributeError"),
+}
+
+
+class _At(enum.Enum):
+    """Where in a traceback its last line was."""
+
+    START = enum.auto()
+    FRAMES = enum.auto()
+    MESSAGE = enum.auto()
+    END = enum.auto()
+    LINK = enum.auto()
+
+
+class Traceback:
+    """A traceback as it comes, with those that follow because of it.
+
+    It ends with the exception's message. That may have several lines, which come in one piece.
+
+    Attributes:
+        text: its whole lines so far.
+    """
+
+    def __init__(self) -> None:
+        self.text = b""
+        self._at = _At.START
+
+    def take(self, lines: bytes) -> int:
+        """Take the first of these whole lines as far as they belong to it; return their length."""
+        taken = 0
+        for line in lines.split(b"\n")[:-1]:
+            at = self._after(line.decode(errors="replace").rstrip())
+            if at is None:
+                break
+            self._at = at
+            taken += len(line) + 1
+        self.text += lines[:taken]
+        return taken
+
+    def end_piece(self) -> None:
+        """Note that a piece of output ends with the end of a line."""
+        if self._at is _At.MESSAGE:
+            self._at = _At.END
+
+    def _after(self, line: str) -> _At | None:
+        """Where it is after this line; None if the line does not belong to it."""
+        at = self._at
+        if at is _At.START:
+            return at if line.startswith(_IN_THREAD) else _At.FRAMES
+        if at is _At.LINK:
+            return _At.FRAMES if line.startswith(_HEADS) else None if line else at
+        if line.startswith(_NO_MESSAGE):
+            return None
+        if at is _At.FRAMES:
+            if _GROUP_ENDS.match(line):
+                return _At.END
+            return at if line[:1].isspace() else _At.MESSAGE if _ERROR.match(line) else None
+        if _LINK.match(line):
+            return _At.LINK
+        return at if at is _At.MESSAGE or not line or _OF_GROUP.match(line) else None
 
 
 @dataclass(frozen=True)
@@ -41,9 +108,13 @@ class Raised:
     lines: tuple[tuple[str, int], ...]
 
     def __str__(self) -> str:
-        """``SyntaxError at train.py:3``."""
-        file, line = self.lines[-1]
-        return f"{self.kind} at {_near(file)}:{line}"
+        """``SyntaxError at train.py:3``: the script's innermost line."""
+        return f"{self.kind} at {_place(self.lines)}"
+
+    @property
+    def lasts(self) -> bool:
+        """Whether the code is wrong, so that the exception will come again."""
+        return self.kind in _LASTING
 
 
 def beginning(text: bytes) -> int | None:
@@ -59,7 +130,7 @@ def separated(text: bytes) -> bytes:
 
 def starts_a_line(data: bytes) -> bool:
     """Whether what a rank writes begins with a traceback, or a line of hvkit's."""
-    return data.startswith((_HEAD.encode(), b"hvkit: "))
+    return data.startswith(tuple(each.encode() for each in (*_HEADS, "hvkit: ")))
 
 
 def raised(lines: Sequence[str]) -> Raised | None:
@@ -67,7 +138,7 @@ def raised(lines: Sequence[str]) -> Raised | None:
     found = None
     frames: list[tuple[str, int]] = []
     for line in lines:
-        if line.startswith(_HEAD):
+        if line.startswith(_HEADS):
             frames = []
         elif frame := _FRAME.match(line):
             frames.append((frame[1], int(frame[2])))
@@ -81,14 +152,22 @@ def interrupted_at(lines: Sequence[str]) -> str | None:
     """The script's line at which Ctrl-C came, empty if unknown; None without a traceback of it."""
     if not any(line.startswith(_INTERRUPT) for line in lines):
         return None
-    frames = [frame for line in lines if (frame := _FRAME.match(line))]
-    own = [frame for frame in frames if not any(each in frame[1] for each in _LIBRARIES)]
-    return f"{_near(own[-1][1])}:{own[-1][2]}" if own else ""
+    frames = [(frame[1], int(frame[2])) for line in lines if (frame := _FRAME.match(line))]
+    return _place(frames, own=True)
 
 
-def is_of_traceback(line: str) -> bool:
-    """Whether this line, behind the beginning of a traceback, is a part of one."""
-    return _AROUND.match(line) is not None
+def _place(frames: Sequence[tuple[str, int]], *, own: bool = False) -> str:
+    """The innermost of these lines that is of no library, or the innermost of all.
+
+    Args:
+        frames: files and lines.
+        own: whether to return an empty text if all are of libraries.
+    """
+    of_script = [each for each in frames if not any(name in each[0] for name in _LIBRARIES)]
+    if not of_script and own:
+        return ""
+    file, line = (of_script or frames)[-1]
+    return f"{_near(file)}:{line}"
 
 
 def _near(file: str) -> str:

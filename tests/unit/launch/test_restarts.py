@@ -33,6 +33,13 @@ def test_the_same_exception_of_the_same_line_before_any_step_ends_the_run():
     )
 
 
+@pytest.mark.parametrize("kind", ["ConnectionRefusedError", "RuntimeError", "MemoryError"])
+def test_an_exception_that_may_pass_does_not_end_the_run(kind):
+    restarts = Restarts(5)
+    passing = replace(FAILED, raised=Raised(kind, (("train.py", 3), ("/lib/socket.py", 836))))
+    assert [restarts.again(passing) for _ in range(6)] == [True] * 5 + [False]
+
+
 @pytest.mark.parametrize(
     "other",
     [

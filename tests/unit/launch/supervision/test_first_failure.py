@@ -2,7 +2,13 @@
 
 import pytest
 
-from hvkit.launch.supervision.first_failure import Failure, first_failure, in_one_line, report
+from hvkit.launch.supervision.first_failure import (
+    Failure,
+    first_failure,
+    in_one_line,
+    report,
+    reported,
+)
 
 
 def failure(rank, host, status, at=0.0, **others):
@@ -40,6 +46,68 @@ def test_ranks_that_raise_equal_errors_have_the_same():
     error = ("Traceback", "ValueError: 7")
     failures = [failure(rank, "node1", 1, last_lines=error) for rank in (0, 1)]
     assert report(failures).splitlines()[-1] == "hvkit run: rank 1 ended with the same error"
+
+
+HEAD = ("Traceback (most recent call last):", '  File "train.py", line 3, in <module>', "    f()")
+
+
+def raising(rank, error, at=0.0, **others):
+    """A rank that ends with a traceback, which its last lines have."""
+    whole = (*HEAD, *error.split("\n"))
+    return failure(
+        rank, "a", **{"status": 1, "at": at, "last_lines": whole} | others, traceback=whole
+    )
+
+
+def test_only_tracebacks_that_a_report_shows_or_that_follow_from_it_are_not_shown_again():
+    first = raising(0, "ValueError: 7")
+    same, lost = raising(1, "ValueError: 7", at=1), raising(2, "RankLostError: rank 0", at=1)
+    other = raising(3, "KeyError: 'x'", at=1)
+    assert reported([first, same, lost, other]) == {0, 1, 2}
+
+
+def test_a_handled_traceback_is_shown_though_the_rank_ends_because_of_another():
+    lost = ("hvkit: RankLostError: rank 1 has ended",)
+    handled = raising(0, "ValueError: handled", last_lines=lost)
+    behind = raising(2, "RankLostError: x\nRESULT 42", at=1)
+    assert reported([handled, raising(1, "KeyError: 'x'", at=1), behind]) == {1}
+
+
+def test_a_traceback_that_has_no_room_in_the_report_is_shown():
+    assert reported([raising(0, "ValueError: 7", last_lines=("1", "2"))]) == set()
+
+
+def test_what_ranks_raise_in_groups_is_compared_and_named():
+    group = "  | ExceptionGroup: two", "  +-+---- 1 ----", "    | ValueError: 7", "    +--------"
+    one, other = (failure(r, "a", 1, last_lines=group, traceback=group) for r in (0, 1))
+    assert reported([one, other]) == {0, 1}
+    assert in_one_line([one]).endswith("exit status 1: ValueError: 7")
+
+
+@pytest.mark.parametrize(
+    ("how", "raises"),
+    [
+        ({}, True),
+        ({"status": 3}, False),
+        ({"status": -15}, False),
+        ({"status": -15, "stopped": True}, True),
+        ({"status": -9, "stopped": True}, False),
+    ],
+)
+def test_a_traceback_does_not_end_a_rank_whose_status_is_not_pythons(how, raises):
+    assert (raising(0, "ValueError: 7", **how).raised is not None) == raises
+
+
+def test_a_traceback_that_is_not_the_last_of_standard_error_does_not_end_a_rank():
+    whole = (*HEAD, "ValueError: 7")
+    assert failure(0, "a", 1, last_lines=(*whole, "more")).raised is None
+
+
+def test_an_exception_is_named_with_the_innermost_line_of_the_script():
+    library = '  File "/usr/lib/python3.12/socket.py", line 836, in create_connection'
+    whole = (*HEAD, library, "    raise", "ConnectionRefusedError: [Errno 111]")
+    raised = failure(0, "a", 1, traceback=whole).raised
+    assert str(raised) == "ConnectionRefusedError at train.py:3"
 
 
 @pytest.mark.parametrize(

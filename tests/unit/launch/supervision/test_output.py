@@ -162,17 +162,123 @@ TRACEBACK = b"""Traceback (most recent call last):
 """
 
 
+GROUP = b"""  + Exception Group Traceback (most recent call last):
+  |   File "/a/train.py", line 3, in <module>
+  |     raise ExceptionGroup("two", [ValueError(1), KeyError(2)])
+  | ExceptionGroup: two (2 sub-exceptions)
+  +-+---------------- 1 ----------------
+    | ValueError: 1
+    +---------------- 2 ----------------
+    | KeyError: 2
+    +------------------------------------
+"""
+LINK = b"\nDuring handling of the above exception, another exception occurred:\n\n"
+
+
 def test_a_traceback_is_shown_whole_whatever_else_the_rank_prints_meanwhile(shown):
     rank = output(shown)
     for number in range(0, len(text := TRACEBACK % b"ValueError"), 40):
         rank.write(Kind.STDERR, text[number : number + 40])
         rank.flush()
-    rank.write(Kind.STDOUT, b"after that\n")
     assert shown == []
+    rank.write(Kind.STDOUT, b"after that\n")
+    assert shown == [(Kind.STDOUT, b"after that\n")]
     assert rank.last_lines() == [*text.decode().splitlines(), "after that"]
     rank.close()
-    assert b"".join(data for _, data in shown) == text + b"after that\n"
-    assert {kind for kind, data in shown if b"after" in data} == {Kind.STDOUT}
+    assert shown[1:] == [(Kind.STDERR, text)]
+
+
+@pytest.mark.parametrize("drop", [True, False])
+def test_standard_output_behind_a_traceback_appears_at_once_and_is_never_dropped(shown, drop):
+    rank = output(shown)
+    rank.write(Kind.STDERR, TRACEBACK % b"ValueError")
+    prints = [(Kind.STDOUT, b"%d\n" % number) for number in range(900)]
+    for kind, data in prints:
+        rank.write(kind, data)
+    rank.write(Kind.STDOUT, b"\r 50%")
+    rank.flush()
+    assert shown == [*prints, (Kind.STDOUT, b"\r 50%")]
+    assert rank.last_lines() == [*(f"{number}" for number in range(880, 900)), " 50%"]
+    rank.close(drop=drop)
+    assert shown[901:] == [(Kind.STDERR, TRACEBACK % b"ValueError")] * (not drop)
+
+
+@pytest.mark.parametrize("follows", [b"goes on\n", b"\r 50%", b"hvkit: rank 0 failed\n"])
+@pytest.mark.parametrize("text", [TRACEBACK % b"ValueError", GROUP])
+def test_a_traceback_is_shown_as_soon_as_anything_else_follows_on_standard_error(
+    shown, text, follows
+):
+    rank = output(shown)
+    rank.write(Kind.STDERR, b"ERROR:root:skip sample\n" + text)
+    assert shown == [(Kind.STDERR, b"ERROR:root:skip sample\n")]
+    assert rank.last_traceback() == text.decode().splitlines()
+    rank.write(Kind.STDERR, follows)
+    assert rank.last_traceback() == []
+    rank.flush()
+    rank.close(drop=True)
+    assert b"".join(data for _, data in shown[1:]) == text + follows
+
+
+@pytest.mark.parametrize("piece", [7, 1000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        TRACEBACK % b"ValueError" + LINK + TRACEBACK % b"torch.OutOfMemoryError",
+        TRACEBACK % b"f.<locals>.Own",
+        b'  File "/a/train.py", line 3\n    x = = 1\n        ^\nSyntaxError: invalid syntax\n',
+        GROUP,
+    ],
+)
+def test_a_traceback_with_all_that_belongs_to_it_is_held_and_reported(shown, text, piece):
+    rank = output(shown)
+    for number in range(0, len(text), piece):
+        rank.write(Kind.STDERR, text[number : number + piece])
+    whole = [line for line in text.decode().splitlines() if line]
+    assert rank.last_traceback() == rank.last_lines() == whole
+    rank.close(drop=True)
+    assert shown == []
+
+
+def test_a_message_of_several_lines_that_come_in_one_piece_is_of_the_traceback(shown):
+    rank = output(shown)
+    rank.write(Kind.STDERR, text := TRACEBACK % b"RuntimeError" + b"of two\nlines\n")
+    assert rank.last_traceback() == text.decode().splitlines()
+    rank.write(Kind.STDERR, b"no more of it\n")
+    assert rank.last_traceback() == []
+
+
+def test_a_report_has_the_last_lines_and_a_whole_traceback_among_them(shown):
+    rank = output(shown)
+    long = TRACEBACK.replace(b"    load()\n", b"".join(b"    %d\n" % n for n in range(50)))
+    long %= b"ValueError"
+    rank.write(Kind.STDERR, b"".join(b"%d\n" % n for n in range(90)) + long)
+    rank.write(Kind.STDERR, b"at exit\n")
+    assert rank.last_lines() == [*long.decode().splitlines(), "at exit"]
+
+
+def test_the_traceback_of_a_rank_that_has_failed_waits_for_the_report(shown, monkeypatch):
+    monkeypatch.setattr(supervision_output, "_HELD", 0.0)
+    rank = output(shown)
+    rank.write(Kind.STDERR, TRACEBACK % b"ValueError")
+    rank.flush(failed=True)
+    assert shown == []
+
+
+def test_the_last_words_do_not_stand_behind_a_progress_bar_in_the_report(shown):
+    rank = output(shown)
+    for data in (b"\r 10%", b"\r 80%"):
+        rank.write(Kind.STDERR, data)
+    rank.write(Kind.STDOUT, b"epoch 1\n")
+    for data in (b"all wrong", b"\n"):
+        rank.write(Kind.STDERR, data)
+    assert rank.last_lines() == ["epoch 1", " 80%", "all wrong"]
+
+
+def test_what_a_progress_bar_draws_over_is_not_in_the_report(shown):
+    rank = output(shown)
+    for data in (b"\rstep", b" 3", b"\rstep", b" 4", b"\r\x1b[K", b"done\n"):
+        rank.write(Kind.STDERR, data)
+    assert not any("3" in line for line in rank.last_lines())
 
 
 def test_a_traceback_that_a_report_has_is_not_shown_but_logged(shown, tmp_path):
@@ -209,7 +315,7 @@ def test_a_traceback_behind_a_progress_bar_begins_on_a_line_of_its_own(shown, fl
 def test_after_ctrl_c_a_line_stands_for_the_tracebacks_and_nothing_else_is_lost(shown, style):
     rank = output(shown, **style)
     rank.write(Kind.STDERR, b"Process Worker-1:\n" + TRACEBACK % b"KeyboardInterrupt")
-    rank.write(Kind.STDERR, b"\n" + TRACEBACK % b"RuntimeError")
+    rank.write(Kind.STDERR, LINK + TRACEBACK % b"RuntimeError")
     rank.write(Kind.STDOUT, b"saved\n")
     rank.close_interrupted()
     begin = b"[3 node2] " if style else b""
@@ -222,10 +328,25 @@ def test_after_ctrl_c_a_line_stands_for_the_tracebacks_and_nothing_else_is_lost(
 
 def test_a_rank_that_says_itself_where_ctrl_c_came_says_it_once(shown):
     rank = output(shown)
+    rank.interrupted = True
     said = b"hvkit: rank 3 was interrupted (train.py:7)\n"
     rank.write(Kind.STDERR, TRACEBACK % b"KeyboardInterrupt" + said)
     rank.close_interrupted()
     assert shown == [(Kind.STDERR, said)]
+
+
+def test_after_ctrl_c_all_that_a_script_says_itself_is_shown(shown):
+    rank = output(shown)
+    rank.interrupted = True
+    rank.write(Kind.STDERR, TRACEBACK % b"KeyboardInterrupt")
+    said = b"summary:\n", b"  best accuracy 0.93\n", b"ValueError counts: 3\n"
+    for kind in (Kind.STDOUT, Kind.STDERR):
+        for line in said:
+            rank.write(kind, line)
+    rank.close_interrupted()
+    own = [(kind, line) for kind in (Kind.STDOUT, Kind.STDERR) for line in said]
+    where = (Kind.STDERR, b"hvkit: rank 3 was interrupted (/a/train.py:3)\n")
+    assert shown == [*own, where]
 
 
 def test_greetings_warnings_and_old_lines_do_not_say_why_a_rank_ends(shown, monkeypatch):
