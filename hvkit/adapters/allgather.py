@@ -13,9 +13,9 @@ its own samples against all others.
 
 from __future__ import annotations
 
-import importlib
 import sys
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeVar
 
 from hvkit.communication.collectives import gather, pickled, unpickled
 from hvkit.errors import RanksDisagreeError
@@ -24,6 +24,16 @@ from hvkit.watch.calls import named
 from hvkit.watch.rank_errors import mark_as_shown_by
 
 Object = TypeVar("Object")
+
+
+class _Tensors(Protocol):
+    """The module that gathers the tensors of a framework."""
+
+    def needs_gradients(self, tensor: Any) -> bool:
+        """Whether a backward pass may come back to this tensor."""
+
+    def gather(self, tensor: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
+        """The tensors of all ranks, of these shapes, with a backward pass."""
 
 
 @named("hvkit.allgather")
@@ -42,8 +52,8 @@ def allgather(obj: Object) -> list[Object]:
     all others. Every rank must run the same backward passes, which are collectives, too. They
     cannot be differentiated again.
 
-    In TensorFlow it also works in graphs, such as that of ``fit``, there for tensors only, whose
-    shapes may differ in the first dimension.
+    In TensorFlow it also works in graphs, such as that of ``fit``, there for tensors of numbers
+    only, whose shapes may differ in the first dimension. Of a variable all ranks get the values.
 
     Args:
         obj: any object that pickles. A tensor that needs gradients may have another shape on each
@@ -53,33 +63,39 @@ def allgather(obj: Object) -> list[Object]:
         RanksDisagreeError: another rank makes another collective call, or only some ranks pass a
             tensor that needs gradients, or of another dtype.
         RankLostError: another rank has ended, or waits in another call.
-        TypeError: the object of a rank does not pickle; on every rank.
+        TypeError: the object of a rank does not pickle, on every rank; or it is a tensor of
+            something else than numbers, in a graph.
     """
-    if size() == 1:
-        return [obj]
-    tensors: Any = _tensors_of(obj)
-    if tensors and tensors.in_graph():
-        return tensors.gather_in_graph(obj)  # type: ignore[no-any-return]
-    needed = tensors is not None and tensors.needs_gradients(obj)
-    everyone = gather("allgather", _facts(obj) if needed else ("", (), pickled(obj)))
-    _require_same([theirs for theirs, _, _ in everyone])
-    if needed:
-        return tensors.gather(obj, [shape for _, shape, _ in everyone])  # type: ignore[no-any-return]
-    return [unpickled(theirs, source) for source, (_, _, theirs) in enumerate(everyone)]
+    return [obj] if size() == 1 else _gathered(obj)
+
+
+def _gathered(obj: Any) -> list[Any]:
+    # keras.Variable itself is a subclass of the class of weights in Keras 3.5.
+    torch, tf, keras = map(sys.modules.get, ("torch", "tensorflow", "keras.src.backend"))
+    if keras is not None and isinstance(obj, keras.Variable):
+        obj = obj.value
+    tensors: _Tensors | None = None
+    if torch is not None and isinstance(obj, torch.Tensor):
+        from hvkit.adapters.pytorch.collectives import gather as tensors
+    elif tf is not None and isinstance(obj, tf.Tensor | tf.Variable):
+        from hvkit.adapters.keras.collectives import gather as tensors_of_tf
+
+        tensors, obj = tensors_of_tf, tf.convert_to_tensor(obj)
+        if not tf.executing_eagerly():
+            found: list[Any] = tensors_of_tf.gather_in_graph(obj)
+            return found
+    if tensors is None or not tensors.needs_gradients(obj):
+        everyone = gather("allgather", ("", (), pickled(obj)))
+        _require_same([theirs for theirs, _, _ in everyone])
+        return [unpickled(theirs, source) for source, (_, _, theirs) in enumerate(everyone)]
+    shapes = gather("allgather", _facts(obj))
+    _require_same([theirs for theirs, _, _ in shapes])
+    return tensors.gather(obj, [shape for _, shape, _ in shapes])
 
 
 def _facts(tensor: Any) -> tuple[str, tuple[int, ...], bytes]:
     dtype = getattr(tensor.dtype, "name", tensor.dtype)
     return str(dtype), tuple(map(int, tensor.shape)), b""
-
-
-def _tensors_of(obj: Any) -> Any:
-    """The module for the tensors of a framework; None for any other object."""
-    if (torch := sys.modules.get("torch")) is not None and isinstance(obj, torch.Tensor):
-        return importlib.import_module("hvkit.adapters.pytorch.collectives.gather")
-    if (tf := sys.modules.get("tensorflow")) is not None and isinstance(obj, tf.Tensor):
-        return importlib.import_module("hvkit.adapters.keras.collectives.gather")
-    return None
 
 
 def _require_same(everyone: list[str]) -> None:

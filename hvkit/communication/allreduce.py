@@ -184,7 +184,9 @@ def _reduced_piece(piece: NDArray[Any], dtype: str, op: str) -> NDArray[Any]:
 
 def _taken(value: Any) -> _Value:
     """The value as an array; imports no framework that the script has not imported."""
-    if (keras := sys.modules.get("keras")) is not None and isinstance(value, keras.Variable):
+    # keras.Variable itself is a subclass of the class of weights in Keras 3.5.
+    keras = sys.modules.get("keras.src.backend")
+    if keras is not None and isinstance(value, keras.Variable):
         return _taken(value.value)
     if (torch := sys.modules.get("torch")) is not None and isinstance(value, torch.Tensor):
         return _from_torch(value)

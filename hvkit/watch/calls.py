@@ -169,6 +169,9 @@ def named(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             with _entered(name, None, "", name):
                 return function(*args, **kwargs)
 
+        # TensorFlow's own mark: AutoGraph calls the function in a graph without rewriting it, of
+        # which it would warn. Its decorator would import TensorFlow.
+        in_call.autograph_info__ = None  # type: ignore[attr-defined]
         return in_call
 
     return decorate

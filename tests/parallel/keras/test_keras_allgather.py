@@ -127,6 +127,36 @@ def test_labels_numbers_and_flags_are_gathered_in_graphs():
     assert [each.numpy().tolist() for each in flags] == [[i > 0] * 2 for i in range(SIZE)]
 
 
+@pytest.mark.parametrize("kind", [tf.Variable, keras.Variable])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_flow_to_a_variable_that_is_passed_itself(compiled, kind):
+    z = kind([1.0 + RANK, 2.0])
+
+    def gradient():
+        with tf.GradientTape() as tape:
+            everyone = hvkit.allgather(z)
+            loss = (RANK + 1) * tf.reduce_sum(tf.concat(everyone, 0) ** 2)
+        return everyone, tape.gradient(loss, z.value if kind is keras.Variable else z)
+
+    everyone, found = (tf.function(gradient) if compiled else gradient)()
+    assert [each.numpy().tolist() for each in everyone] == [[1 + i, 2] for i in range(SIZE)]
+    factor = 2 * sum(range(1, SIZE + 1))
+    assert found.numpy().tolist() == [factor * (1 + RANK), factor * 2]
+
+
+def test_strings_in_a_graph_are_refused_and_autograph_rewrites_nothing_of_hvkit():
+    @tf.function
+    def everyone(x):
+        return tf.concat(hvkit.allgather(x), axis=0)
+
+    error, text = error_of(lambda: everyone(tf.constant(["a"])))
+    assert error is TypeError
+    # TensorFlow puts a star after functions that AutoGraph has rewritten.
+    assert "in everyone  *\n" in text
+    assert "in allgather\n" in text
+    assert "int64, got one of string: gather numbers" in text
+
+
 def test_a_function_that_xla_compiles_is_refused():
     function = tf.function(lambda x: hvkit.allgather(x)[0], jit_compile=True)
     error, text = error_of(lambda: function(tf.ones(2)))

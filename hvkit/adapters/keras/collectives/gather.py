@@ -19,6 +19,11 @@ from hvkit.adapters.keras.refusals import refuse_xla
 # Names of collectives in eager code return after so many calls: Horovod remembers some only.
 _NAMES = 64
 
+_IN_GRAPHS = (
+    *("float16", "bfloat16", "float32", "float64", "bool"),
+    *("int8", "uint8", "int16", "uint16", "int32", "int64"),
+)
+
 _serial = itertools.count()
 # Numbers the calls in each graph: one rank may trace a graph again when others do not.
 _in_graphs: WeakKeyDictionary[Any, itertools.count[int]] = WeakKeyDictionary()
@@ -59,11 +64,6 @@ def gather_rows(
     return gather(rows)
 
 
-def in_graph() -> bool:
-    """Whether values are not there yet."""
-    return not tf.executing_eagerly()
-
-
 def needs_gradients(tensor: tf.Tensor) -> bool:
     """Whether a backward pass may come back to this tensor: a tape records what is done to it."""
     return bool(record.should_record_backprop([tensor]))
@@ -89,10 +89,19 @@ def gather_in_graph(tensor: tf.Tensor) -> list[tf.Tensor]:
 
     Args:
         tensor: this rank's; the others' may have another first dimension.
+
+    Raises:
+        TypeError: Horovod has no numbers of its dtype.
     """
     refuse_xla("hvkit.allgather")
-    wire, name = Wire("objects"), _name_in_graph()
     kind, shape = tensor.dtype, tensor.shape
+    if kind.name not in _IN_GRAPHS:
+        raise TypeError(
+            f"in a graph hvkit.allgather takes tensors of {', '.join(_IN_GRAPHS)}, got one of "
+            f"{kind.name}: gather numbers, such as the indices of strings, or call it outside of "
+            "tf.function"
+        )
+    wire, name = Wire("objects"), _name_in_graph()
     rows = tf.cast(tensor, tf.int32) if kind == tf.bool else tensor
     rows = rows if shape.rank else tf.reshape(rows, [1])
     length = tf.shape(rows)[:1]

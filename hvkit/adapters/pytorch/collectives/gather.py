@@ -21,11 +21,6 @@ _NAMES = 64
 _serial = itertools.count()
 
 
-def in_graph() -> bool:
-    """Whether values are not there yet."""
-    return False
-
-
 def needs_gradients(tensor: torch.Tensor) -> bool:
     """Whether a backward pass may come back to this tensor."""
     return tensor.requires_grad and torch.is_grad_enabled()
