@@ -21,7 +21,7 @@ from hvkit.adapters.pytorch.checks import compared_in
 from hvkit.adapters.pytorch.gradients.reducer import is_averaged
 from hvkit.adapters.pytorch.refusals import is_divided
 from hvkit.checkpoint.part import ALONE, NOT_IN_FILE, Arrays, ContentReader, Part, end_epoch_of
-from hvkit.communication.encoding import bytes_of
+from hvkit.communication.encoding import copied_bytes
 
 # The name of the array with the steps of the warm-up that a rank which trains alone has done.
 _WARMUP = f"{ALONE}warmup-steps"
@@ -84,9 +84,7 @@ class TorchPart(Part):
 
     def own(self) -> Arrays:
         if not self.alone:
-            return {
-                name: bytes_of(buffer).cpu().numpy() for name, buffer in self._buffers().items()
-            }
+            return {name: copied_bytes(buffer) for name, buffer in self._buffers().items()}
         content = io.BytesIO()
         torch.save(_without_numpy_scalars(self._thing.state_dict()), content)
         found = {self._whole(): np.frombuffer(content.getvalue(), np.uint8)}

@@ -211,7 +211,8 @@ def _from_torch(value: Any) -> _Value:
     if value.layout is not torch.strided or dtype not in _SENT_AS:
         _require_defined(dtype, "sum")
         raise TypeError(f"allreduce takes dense tensors, got layout {value.layout}")
-    here = value.detach().cpu().resolve_conj().resolve_neg()
+    # A copy: an array with the memory of the tensor would keep that from being resized.
+    here = value.detach().to("cpu", copy=True).resolve_conj().resolve_neg()
     array = (here.float() if dtype == "bfloat16" else here).numpy()
     return _Value(
         dtype, array, lambda new: torch.from_numpy(new).to(dtype=value.dtype, device=value.device)

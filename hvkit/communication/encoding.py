@@ -107,8 +107,18 @@ def bytes_of(tensor: Any) -> Any:
     return whole.as_strided((whole.numel(),), (1,)).view(sys.modules["torch"].uint8)
 
 
+def copied_bytes(tensor: Any) -> np.ndarray[Any, Any]:
+    """The numbers of a PyTorch tensor as uint8, of shape (n,), in host memory of their own.
+
+    A NumPy array with a tensor's own memory would keep that from growing, as buffers do that a
+    forward pass resizes.
+    """
+    copied: np.ndarray[Any, Any] = bytes_of(tensor).to("cpu", copy=True).numpy()
+    return copied
+
+
 def _of_tensor(tensor: Any) -> Any:
-    data = bytes_of(tensor).cpu().numpy().tobytes()
+    data = copied_bytes(tensor).tobytes()
     return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), data]
 
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from hvkit import runtime
 from hvkit.communication import collectives
-from hvkit.communication.encoding import bytes_of
+from hvkit.communication.encoding import copied_bytes
 
 # How many bytes of tensors travel together; bounds the memory for copies of them.
 _RUN = 64 << 20
@@ -51,7 +51,7 @@ def own_elements(tensor: torch.Tensor) -> torch.Tensor:
 def _broadcast_run(targets: list[torch.Tensor]) -> None:
     if not targets:
         return
-    mine = np.concatenate([bytes_of(each).cpu().numpy() for each in targets])
+    mine = np.concatenate([copied_bytes(each) for each in targets])
     received = collectives.broadcast_state(mine)
     start = 0
     for target in targets:

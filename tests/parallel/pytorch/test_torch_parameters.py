@@ -166,6 +166,15 @@ def test_parameters_added_to_the_optimizer_later_are_averaged():
     equals_one_process(build)
 
 
+def test_buffers_may_be_resized_after_hvkit_has_read_them():
+    model = nn.BatchNorm1d(4)
+    hvkit.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    hvkit.allreduce(model.running_mean)
+    hvkit.broadcast(model.running_var)
+    for buffer in model.buffers():
+        buffer.resize_(8)
+
+
 def test_parameters_put_into_a_group_by_hand_are_averaged():
     def build(distribute):
         model = mlp()

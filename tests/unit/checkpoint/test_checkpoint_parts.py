@@ -275,3 +275,11 @@ def test_wrong_arguments_of_the_callback(every, error, tmp_path):
     checkpoint = Checkpoint(tmp_path, model=keras_parts()[0])
     with pytest.raises(error, match="every must be"):
         checkpoint.callback(every)
+
+
+def test_buffers_may_be_resized_after_a_save(tmp_path):
+    model = torch.nn.BatchNorm1d(4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    Checkpoint(tmp_path, model=model, optimizer=optimizer).save(epoch=0, step=1)
+    for buffer in model.buffers():
+        buffer.resize_(8)
