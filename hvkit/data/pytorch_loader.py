@@ -133,8 +133,9 @@ class ShardedLoader(DataLoader[Any]):
                     self._order.require_same_position(begun_after)
                 self._order.compare(epoch, number)
                 self._position.advance(iteration, epoch.steps.popleft())
-                # One rank alone may look at the first batch.
-                with last_batch() if 1 < number == steps else nullcontext():
+                # One rank alone may look at the first batch of an epoch.
+                is_last = number == steps and (number > 1 or begun_after > 0)
+                with last_batch() if is_last else nullcontext():
                     yield batch
             self._order.compare(epoch)
         except GeneratorExit:

@@ -205,7 +205,7 @@ def test_clipping_in_a_short_window_is_an_error_unless_the_window_is_ended():
         lambda: windows(model, optimizer, local(data[4:]), {1}, lambda model: None)
     )
     assert error is ValueError
-    assert "accumulate=4" in text
+    assert "accumulate=4 averages once in 4 passes" in text
     assert "hvkit.reduce_gradients(model)" in text
     assert largest_difference(arrays(model.parameters()), between) == 0
     model, optimizer = distributed(sgd, accumulate=4)
@@ -243,6 +243,31 @@ def test_windows_over_a_sharded_loader_may_end_with_the_epoch(ends):
     model, optimizer = distributed(sgd, accumulate=4)
     batches = (batch for _ in range(2) for batch in loader)
     windows(model, optimizer, batches, ends, lambda model: None)
+    assert largest_difference(arrays(model.parameters()), arrays(reference.parameters())) < 1e-5
+
+
+def test_passes_over_parts_of_the_last_batch_may_end_a_short_window():
+    data = regression(steps=3, per_rank=12)
+    model, optimizer = distributed(sgd, accumulate=4)
+    x, y = (torch.cat(each) for each in zip(*data, strict=True))
+    loader = hvkit.shard(DataLoader(TensorDataset(x, y), batch_size=12))
+    parts = (part for x, y in loader for part in zip(x.chunk(2), y.chunk(2), strict=True))
+    windows(model, optimizer, parts, {3, 5}, lambda model: None)
+    assert alike(model)
+
+
+@pytest.mark.parametrize("done", [2, 4])
+def test_the_rest_of_an_epoch_may_end_with_a_short_window(done):
+    """Also if it is one batch."""
+    data = regression(steps=5)
+    reference = mlp()
+    ends = set(range(1, 5 - done, 2)) | {4 - done}
+    windows(reference, sgd(reference.parameters()), data[done:], ends, lambda model: None)
+    x, y = (torch.cat(each) for each in zip(*data, strict=True))
+    loader = hvkit.shard(DataLoader(TensorDataset(x, y), batch_size=6))
+    loader.load_state_dict({"epoch": 1, "samples": 6 * hvkit.size() * done})
+    model, optimizer = distributed(sgd, accumulate=2)
+    windows(model, optimizer, loader, ends, lambda model: None)
     assert largest_difference(arrays(model.parameters()), arrays(reference.parameters())) < 1e-5
 
 

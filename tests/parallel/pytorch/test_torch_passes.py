@@ -1,5 +1,8 @@
 """Backward passes and what follows before the step: accumulation, clipping, scaling, closures."""
 
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from nets import arrays, local, mean_over_ranks, mlp, regression, train, train_with_closure
@@ -7,6 +10,7 @@ from ranks import largest_difference, same_on_all_ranks
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
 import hvkit
 from hvkit.adapters.pytorch.gradients.buckets import Bucket
@@ -93,6 +97,74 @@ def test_a_compiled_function_may_call_backward():
     model = mlp()
     steps(*hvkit.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1)), local(data))
     assert largest_difference(arrays(model.parameters()), arrays(reference.parameters())) < 1e-6
+
+
+def sharded(data):
+    """A loader whose batches are this rank's parts of those of ``data``."""
+    x, y = (torch.cat(each) for each in zip(*data, strict=True))
+    return hvkit.shard(DataLoader(TensorDataset(x, y), batch_size=6))
+
+
+def fetched_ahead(batches, depth, fetch):
+    """The batches, each when those up to ``depth`` later have been fetched."""
+    there, iterator = deque(), iter(batches)
+    while True:
+        while iterator and len(there) <= depth:
+            if (batch := fetch(next, iterator, None)) is None:
+                iterator = None
+            else:
+                there.append(batch)
+        if not there:
+            return
+        yield there.popleft()
+
+
+def accumulated(model, optimizer, batches, ends):
+    for i, (x, y) in enumerate(batches):
+        F.mse_loss(model(x), y).backward()
+        if i in ends:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("by", ["a thread", "the loop"])
+def test_batches_may_be_fetched_ahead(by):
+    """Threads of different ranks are at the last batch in different passes."""
+    data, ends = regression(steps=5), {3, 4, 8, 9}
+    reference = mlp()
+    accumulated(reference, torch.optim.SGD(reference.parameters(), lr=0.1), data + data, ends)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hvkit.distribute(model, optimizer, accumulate=4)
+    loader = sharded(data)
+    with ThreadPoolExecutor(1) as thread:
+        if by == "a thread":
+            depth = 0 if hvkit.rank() else 2
+
+            def fetch(*call):
+                return thread.submit(*call).result()
+        else:
+            depth = 1
+
+            def fetch(function, *arguments):
+                return function(*arguments)
+
+        batches = (b for _ in range(2) for b in fetched_ahead(loader, depth, fetch))
+        accumulated(model, optimizer, batches, ends)
+    assert same_on_all_ranks(arrays(model.parameters()))
+    assert largest_difference(arrays(model.parameters()), arrays(reference.parameters())) < 1e-5
+
+
+def test_a_loader_that_rests_at_its_last_batch_leaves_accumulation_on(launches):
+    data = regression(steps=8)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hvkit.distribute(model, optimizer, accumulate=2)
+    resting = iter(sharded(data[:2]))
+    assert len([next(resting), next(resting)]) == 2
+    accumulated(model, optimizer, local(data), {1, 3, 5, 7})
+    # Both passes of the first window, and the last of the other three.
+    assert len(launches) == 5
 
 
 def test_clipping_acts_on_the_mean():

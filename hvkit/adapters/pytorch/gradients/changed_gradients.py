@@ -137,9 +137,10 @@ def refuse_early_changes(accumulate: int) -> None:
     """
     error = ValueError(
         "gradients were changed (clipped, say) after backward(), but before they were averaged: "
-        f"accumulate={accumulate} averages in every {accumulate}th pass, and step() came after "
+        f"accumulate={accumulate} averages once in {accumulate} passes, and step() came after "
         "fewer. Call hvkit.reduce_gradients(model) after the last backward() before step(), or "
-        "train from a DataLoader that hvkit.shard returned, whose last batch is known"
+        "take each batch, just before its backward(), from a DataLoader of several batches that "
+        "hvkit.shard returned"
     )
     raise mark_as_shown_by(error, 0)
 

@@ -9,6 +9,7 @@ script's pass counts, only at the end of the outermost one.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,16 @@ class _Nested:
 _nested: list[_Nested] = []
 # The numbers of outermost passes whose end is awaited.
 _awaited: set[int] = set()
+# The threads in which the script's own calls of ``backward()`` run.
+_callers: list[int] = []
+
+
+def calling_thread() -> int:
+    """Identifies the thread in which the script has called ``backward()``.
+
+    Gradients on GPUs are computed in other threads.
+    """
+    return _callers[-1] if _callers else threading.get_ident()
 
 
 def outermost(number: int) -> int:
@@ -67,7 +78,12 @@ def watch_nested_passes(end: Callable[[int], None]) -> None:
     @functools.wraps(run)
     def backward(*args: Any, **kwargs: Any) -> None:
         if (number := running_pass()) == -1:
-            run(*args, **kwargs)
+            thread = threading.get_ident()
+            _callers.append(thread)
+            try:
+                run(*args, **kwargs)
+            finally:
+                _callers.remove(thread)
             return
         whole = outermost(number)
         if number == whole and whole not in _awaited:

@@ -42,6 +42,7 @@ from hvkit.adapters.pytorch.gradients.changed_gradients import (
 )
 from hvkit.adapters.pytorch.gradients.compressed_buckets import CompressionState
 from hvkit.adapters.pytorch.gradients.nested_passes import (
+    calling_thread,
     outermost,
     running_pass,
     watch_nested_passes,
@@ -239,7 +240,8 @@ class GradientReducer:
                 self._state.refuse_another_mean()
             self._arrange()
             self._kept |= self._gradients_to_keep()
-            self._arrivals.begin(task, whole, accumulates=not self._window.begin_pass())
+            reduces = self._window.begin_pass(calling_thread())
+            self._arrivals.begin(task, whole, accumulates=not reduces)
 
     def _gradients_to_keep(self) -> set[int]:
         """Numbers of the parameters whose gradients must stay the same tensors.

@@ -1,27 +1,48 @@
 """Counts the backward passes of a step: a window of ``accumulate`` passes, or fewer.
 
 ``accumulate`` may not divide the number of batches of an epoch. Gradients of a shorter last window
-are averaged in the pass over the last batch, if they come from a DataLoader that ``hvkit.shard``
+are averaged in the pass over the last batch, if it comes from a DataLoader that ``hvkit.shard``
 returned. Otherwise the step averages them.
+
+All ranks must reduce in the same passes. A thread that fetches batches ahead may have the last one
+at other passes on other ranks, so only batches count that the thread of ``backward()`` has taken. A
+script that itself fetches one batch ahead reduces one pass too early, on all ranks, and again in
+the step.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_loaders_at_end = 0
+
+class _LastBatch:
+    """The last batch of an epoch, which the script has now.
+
+    Attributes:
+        thread: identifies the one that has taken it.
+        done: windows that have ended with a pass over it. An iterator that the script advances by
+            hand may rest here for long.
+    """
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.done: set[Window] = set()
+
+
+_last_batches: list[_LastBatch] = []
 
 
 @contextmanager
 def last_batch() -> Iterator[None]:
     """Surrounds the time in which the script has the last batch of an epoch."""
-    global _loaders_at_end
-    _loaders_at_end += 1
+    batch = _LastBatch()
+    _last_batches.append(batch)
     try:
         yield
     finally:
-        _loaders_at_end -= 1
+        _last_batches.remove(batch)
 
 
 class Window:
@@ -42,12 +63,19 @@ class Window:
         self.passes = 0
         self.waiting = False
         self._ends_with_epoch = ends_with_epoch
+        self._last_batches: list[_LastBatch] = []
         self._reduces = True
 
-    def begin_pass(self) -> bool:
-        """Whether the pass that begins now ends with a reduction."""
-        at_end = self._ends_with_epoch and _loaders_at_end > 0
-        self._reduces = at_end or self.passes + 1 >= self.length
+    def begin_pass(self, thread: int) -> bool:
+        """Whether the pass that begins now ends with a reduction.
+
+        Args:
+            thread: identifies the one that has called ``backward()``.
+        """
+        if self._ends_with_epoch:
+            held = [each for each in list(_last_batches) if each.thread == thread]
+            self._last_batches = [each for each in held if self not in each.done]
+        self._reduces = bool(self._last_batches) or self.passes + 1 >= self.length
         return self._reduces
 
     def end_pass(self) -> bool:
@@ -65,3 +93,6 @@ class Window:
     def end(self) -> None:
         """The next pass is the first of a new window."""
         self.passes = 0
+        for each in self._last_batches:
+            each.done.add(self)
+        self._last_batches = []
