@@ -99,6 +99,31 @@ def test_a_compiled_function_may_call_backward():
     assert largest_difference(arrays(model.parameters()), arrays(reference.parameters())) < 1e-6
 
 
+def test_gradients_that_a_step_reduces_are_views_of_the_bucket():
+    model = mlp()
+    model, optimizer = hvkit.distribute(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), accumulate=4
+    )
+    (x, y), *_ = local(regression(steps=1))
+    F.mse_loss(model(x), y).backward()
+    optimizer.step()
+    assert len({p.grad.untyped_storage().data_ptr() for p in model.parameters()}) == 1
+
+
+def test_gradients_that_a_step_reduces_keep_their_graph():
+    model = mlp()
+    model, optimizer = hvkit.distribute(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), accumulate=4
+    )
+    (x, y), *_ = local(regression(steps=1))
+    F.mse_loss(model(x), y).backward(create_graph=True)
+    graphs = [p.grad.grad_fn for p in model.parameters()]
+    assert None not in graphs
+    optimizer.step()
+    assert [p.grad.grad_fn for p in model.parameters()] == graphs
+    assert same_on_all_ranks(arrays(p.grad for p in model.parameters()))
+
+
 def sharded(data):
     """A loader whose batches are this rank's parts of those of ``data``."""
     x, y = (torch.cat(each) for each in zip(*data, strict=True))

@@ -282,7 +282,6 @@ class GradientReducer:
         self._changes.early = self._window.waiting and self._changes.changed()
         self._reduce()
 
-    @torch.no_grad()
     def reduce(self) -> None:
         """Average what the gradients hold now; a collective.
 
@@ -301,6 +300,7 @@ class GradientReducer:
             self._reduce()
         self._window.end()
 
+    @torch.no_grad()
     def _reduce(self) -> None:
         """Average everything since the last reduction, where no pass does; a collective."""
         with self._lock:
