@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Protocol, TypeVar
 
 from hvkit.errors import HvkitError, RankLostError, RanksDisagreeError
+from hvkit.host.run_reports import report
 from hvkit.watch import calls
 from hvkit.watch.verdict import SAME_STEPS
 from hvkit.wording import in_short, interrupted
@@ -76,7 +77,10 @@ def install(witness: Witness) -> None:
             kind, traceback, line = type(another), another.__traceback__, None
             witness.failed(_failed_with(another), ends=True)
         if line is None:
-            if isinstance(meant, HvkitError | FloatingPointError) or _raised_by_hvkit(error):
+            refused = _raised_by_hvkit(error)
+            if refused:  # an argument of the script, which a restart does not change
+                report(refused=True)
+            if isinstance(meant, HvkitError | FloatingPointError) or refused:
                 traceback = _up_to_the_script(traceback)
             if meant is not error:  # TensorFlow's, with the trace of a graph in its text
                 kind, error = type(meant), meant

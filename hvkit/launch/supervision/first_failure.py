@@ -3,7 +3,7 @@
 import re
 import signal
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hvkit.errors import ranks_text
 from hvkit.launch.supervision.tracebacks import Raised, raised
@@ -46,6 +46,7 @@ class Failure:
         last_lines: the last lines that it printed, as far as they say why it ended.
         all_last_lines: all of its last lines.
         traceback: the one that is the last of its standard error; empty if something else is.
+        refused: whether it raises because hvkit has refused an argument.
         stopped: whether it ended because something was ending it already.
         lost: whether its host stopped answering.
     """
@@ -58,6 +59,7 @@ class Failure:
     last_lines: tuple[str, ...] = ()
     all_last_lines: tuple[str, ...] = ()
     traceback: tuple[str, ...] = ()
+    refused: bool = False
     stopped: bool = False
     lost: bool = False
 
@@ -85,7 +87,8 @@ class Failure:
         Python ends with status 1 then, unless the rank was ended while it ended.
         """
         ended = self.status == 1 or (self.stopped and not self.violent)
-        return raised(self.traceback) if ended and not self.is_consequence else None
+        found = raised(self.traceback) if ended and not self.is_consequence else None
+        return None if found is None else replace(found, refused=self.refused)
 
     @property
     def violent(self) -> bool:

@@ -37,6 +37,7 @@ class _Rank:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     stopped: bool = False
+    refused: bool = False
     starting: bool | None = None
     status: int | None = None
     clock: HostClock = field(default_factory=HostClock)
@@ -364,6 +365,8 @@ class Supervisor:
             case {"starting": bool(starting)}:
                 rank.starting = starting
                 self._fail_if_missed()
+            case {"refused": True}:
+                rank.refused = True
             case {"replica": True}:
                 self.replicas = True
             case {"cause": str(text)}:
@@ -425,6 +428,7 @@ class Supervisor:
                 last_lines=tuple(rank.output.last_lines()),
                 all_last_lines=tuple(rank.output.all_last_lines()),
                 traceback=tuple(rank.output.last_traceback()),
+                refused=rank.refused,
                 stopped=rank.stopped or self._interrupted or self._grace is not None,
                 lost=lost,
             )

@@ -102,10 +102,12 @@ class Raised:
     Attributes:
         kind: the exception's class.
         lines: files and lines, the innermost last.
+        refused: whether it is hvkit's, about an argument.
     """
 
     kind: str
     lines: tuple[tuple[str, int], ...]
+    refused: bool = False
 
     def __str__(self) -> str:
         """``SyntaxError at train.py:3``: the script's innermost line."""
@@ -114,7 +116,7 @@ class Raised:
     @property
     def lasts(self) -> bool:
         """Whether the code is wrong, so that the exception will come again."""
-        return self.kind in _LASTING
+        return self.refused or self.kind in _LASTING
 
 
 def beginning(text: bytes) -> int | None:

@@ -23,7 +23,8 @@ from hvkit.watch.watcher import Reporter
 def said(monkeypatch):
     """What rank 1 says to ``hvkit run``."""
     said = []
-    monkeypatch.setattr(watcher, "report", lambda **values: said.append(values))
+    for module in (watcher, rank_errors):
+        monkeypatch.setattr(module, "report", lambda **values: said.append(values))
     monkeypatch.setattr(rank_errors, "_witness", None)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)
@@ -57,6 +58,7 @@ def test_an_argument_that_hvkit_refuses_is_shown_where_the_script_passes_it(said
     assert {*files_of(error)} > {"test_rank_errors.py"}
     sys.excepthook(type(error), error, error.__traceback__)
     assert {*files_of(error)} == {"test_rank_errors.py"}
+    assert {"refused": True} in said
 
 
 def test_a_traceback_is_written_in_one_piece(said, monkeypatch):

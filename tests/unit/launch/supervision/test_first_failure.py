@@ -98,6 +98,11 @@ def test_a_traceback_does_not_end_a_rank_whose_status_is_not_pythons(how, raises
     assert (raising(0, "ValueError: 7", **how).raised is not None) == raises
 
 
+@pytest.mark.parametrize("refused", [True, False])
+def test_an_exception_keeps_whether_hvkit_has_refused_an_argument(refused):
+    assert raising(0, "ValueError: 7", refused=refused).raised.lasts == refused
+
+
 def test_a_traceback_that_is_not_the_last_of_standard_error_does_not_end_a_rank():
     whole = (*HEAD, "ValueError: 7")
     assert failure(0, "a", 1, last_lines=(*whole, "more")).raised is None
