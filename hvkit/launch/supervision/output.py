@@ -31,7 +31,7 @@ from hvkit.wording import interrupted
 # Bytes: a longer line is shown in parts, and with more a traceback is not held back.
 _LONGEST_LINE = 1 << 16
 # Seconds to hold a traceback back: a rank that ends with it gets it into the report, once.
-_HELD = 2.0
+_HELD = 3.0
 
 _LOG = "rank-{}.log"
 LAUNCHER_LOG = "launcher.log"
@@ -75,7 +75,7 @@ class RankOutput:
     file gets both streams; on this process each keeps its own.
 
     Standard output is shown as it comes. On standard error a traceback is held back until something
-    else follows there, for two seconds at most: if the rank ends with it, the report of the run's
+    else follows there, for three seconds at most: if the rank ends with it, the report of the run's
     failure shows it, or ``close`` does.
 
     Attributes:
