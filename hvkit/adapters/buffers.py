@@ -36,9 +36,10 @@ def average_buffers(module: Any) -> None:
         hvkit.average_buffers(model.codebook)
 
     A collective: every rank must call it. Only floating-point numbers have a mean. Others stay, and
-    if they differ between ranks, rank 0 names them. A buffer that is not a mean over samples, such
-    as a sum or a quotient of two, is not what one process has: add up inside the forward pass, with
-    ``hvkit.allreduce(counts, op="sum")``, or ``hvkit.allgather`` in a graph of TensorFlow.
+    if they differ between ranks in the first call, rank 0 names them. A buffer that is not a mean
+    over samples, such as a sum or a quotient of two, is not what one process has: add up inside the
+    forward pass, with ``hvkit.allreduce(counts, op="sum")``, or ``hvkit.allgather`` in a graph of
+    TensorFlow.
 
     Args:
         module: a ``torch.nn.Module``, a Keras model or layer, or a list of them. In Keras also
@@ -48,8 +49,6 @@ def average_buffers(module: Any) -> None:
         TypeError: it is none of these; on every rank.
         RanksDisagreeError: the ranks' buffers differ in number, name, shape or dtype.
     """
-    if size() == 1:
-        return
     modules = list(module) if isinstance(module, list | tuple) else [module]
     torch, keras = sys.modules.get("torch"), sys.modules.get("keras")
     if torch is not None and all(isinstance(each, torch.nn.Module) for each in modules):
@@ -62,14 +61,27 @@ def average_buffers(module: Any) -> None:
             f"them, got {module!r} of type {type(module).__name__}"
         )
         collectives.raise_together(problem, "average_buffers")
-    buffers.average(modules)
+    if size() > 1:
+        buffers.average(modules)
 
 
-def require_same_buffers(facts: Sequence[str]) -> None:
-    """Raise on every rank unless all average the same buffers; a collective."""
-    collectives.raise_together(None, "average_buffers")
-    advice = "call average_buffers with the same module on every rank"
-    collectives.require_equal("module", facts, advice, "average_buffers")
+# Digests of the lists of buffers that have been averaged; the same on every rank.
+_averaged: set[bytes] = set()
+
+
+def require_same_buffers(facts: Sequence[str]) -> bool:
+    """Raise on every rank unless all average the same buffers; a collective, in one message.
+
+    Returns:
+        Whether these are averaged for the first time; the same on every rank.
+    """
+    digest = hashlib.sha256("\n".join(facts).encode()).digest()
+    if len(set(collectives.share("average_buffers", None, digest))) > 1:
+        advice = "call average_buffers with the same module on every rank"
+        collectives.require_equal("module", facts, advice, "average_buffers")
+    first = digest not in _averaged
+    _averaged.add(digest)
+    return first
 
 
 def warn_of_integers(compared: Sequence[Compared], rows: Sequence[Rows]) -> None:

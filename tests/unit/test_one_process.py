@@ -35,6 +35,11 @@ for op in ("mean", "sum", "min", "max"):
     reduced = hvkit.allreduce(array, op)
     assert reduced is not array and reduced.tobytes() == array.tobytes()
 try:
+    hvkit.average_buffers(42)
+    raise AssertionError
+except TypeError as error:
+    assert "got 42 of type int" in str(error)
+try:
     hvkit.allreduce(0.1, "product")
 except ValueError as error:
     assert "'product'" in str(error)

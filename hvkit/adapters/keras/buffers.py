@@ -21,9 +21,9 @@ from hvkit.adapters.keras.refusals import refuse_xla, weights_of_models
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def average(layers: Sequence[keras.layers.Layer]) -> None:
     """Average the non-trainable variables of layers over ranks, also in a graph; a collective."""
-    held = learnt_in(layers, with_batch_norm=True)
+    held, first = learnt_in(layers, with_batch_norm=True), False
     if tf.executing_eagerly():
-        require_same_buffers([f"{v.name}: {tuple(v.shape)}, {v.dtype}" for v in held])
+        first = require_same_buffers([f"{v.name}: {tuple(v.shape)}, {v.dtype}" for v in held])
     else:
         refuse_xla("hvkit.average_buffers")
     kinds: dict[str, list[Any]] = {}
@@ -39,7 +39,7 @@ def average(layers: Sequence[keras.layers.Layer]) -> None:
         sizes = [tf_variable(v).shape.num_elements() for v in together]
         for v, piece in zip(together, tf.split(mean, sizes), strict=True):
             v.assign(tf.cast(tf.reshape(piece, v.shape), v.dtype))
-    if tf.executing_eagerly():
+    if first:
         rest = [v for v in held if not tf.as_dtype(v.dtype).is_floating]
         warn_of_integers(*_compared(rest))
 

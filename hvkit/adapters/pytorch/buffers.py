@@ -24,7 +24,9 @@ def average(modules: Sequence[nn.Module]) -> None:
     This writes through ``data``, because a graph that still needs its backward pass may hold them.
     """
     held = {n: b for n, b in named_in(modules, _buffers).items() if b.layout is torch.strided}
-    require_same_buffers([f"buffer {n}: {tuple(b.shape)}, {b.dtype}" for n, b in held.items()])
+    first = require_same_buffers(
+        [f"buffer {n}: {tuple(b.shape)}, {b.dtype}" for n, b in held.items()]
+    )
     wire = Wire("batch norm")
     groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for each in held.values():
@@ -35,8 +37,9 @@ def average(modules: Sequence[nn.Module]) -> None:
         mean = wire.wait(wire.start_mean(torch.cat(flats), f"hvkit.average_buffers.{number}"))
         for each, piece in zip(group, torch.split(mean, list(map(len, flats))), strict=True):
             write(each, piece)
-    rest = {n: b for n, b in held.items() if not (b.is_floating_point() or b.is_complex())}
-    warn_of_integers(*_compared(rest))
+    if first:
+        rest = {n: b for n, b in held.items() if not (b.is_floating_point() or b.is_complex())}
+        warn_of_integers(*_compared(rest))
 
 
 def compared_in(

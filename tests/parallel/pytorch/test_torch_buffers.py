@@ -12,6 +12,7 @@ from torch.optim import swa_utils
 
 import hvkit
 from hvkit import main_rank
+from hvkit.adapters.pytorch import buffers
 
 
 class Scaled(nn.Module):
@@ -133,6 +134,17 @@ def test_integers_that_differ_are_named(caplog):
     hvkit.average_buffers([scaled, copy.deepcopy(scaled)])
     (text,) = hvkit.broadcast([t for t in caplog.messages if "average_buffers leaves" in t])
     assert f"buffer seen of model 0 of {all_but_rank_0()}" in text
+
+
+def test_integers_are_compared_in_the_first_call_and_modules_in_each(monkeypatch):
+    compared, scaled = [], Scaled(5)
+    monkeypatch.setattr(buffers, "fingerprints_of", lambda each: compared.append(len(each)) or [])
+    for _ in range(3):
+        hvkit.average_buffers(scaled)
+    assert compared == [1]
+    other = scaled if hvkit.rank() else nn.BatchNorm1d(7)
+    assert raised_everywhere(lambda: hvkit.average_buffers(other), "running_mean: (7,)")
+    hvkit.average_buffers(scaled)
 
 
 def test_buffers_of_every_dtype_are_averaged():
