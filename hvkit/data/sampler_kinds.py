@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import length_hint
 from typing import Any, NamedTuple
 
 import torch
@@ -86,6 +87,21 @@ def needs_comparison(source: Any, *, exact: bool) -> bool:
 def draws_at_once(source: Any) -> bool:
     """Whether it is a sampler of PyTorch's that draws no more numbers after its first index."""
     return reads_each_once(source) or type(source) in (SubsetRandomSampler, WeightedRandomSampler)
+
+
+_PYTHONS = tuple(type(iter(each)) for each in ([], (), range(0), range(2**64)))
+
+
+def only_reads_a_list(items: Any, count: int) -> bool:
+    """Whether the next ``count`` items come from a list, tuple or range, so no code draws.
+
+    Args:
+        items: the iterator of a sampler; a generator may stand at ``yield from`` such a list.
+        count: how many items are read.
+    """
+    if (inner := getattr(items, "gi_yieldfrom", None)) is not None:
+        return isinstance(inner, _PYTHONS) and length_hint(inner) >= count
+    return isinstance(items, _PYTHONS)
 
 
 def whole_order(source: Any, *, original: bool = False) -> Any:

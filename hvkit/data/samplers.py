@@ -34,6 +34,7 @@ from hvkit.data.sampler_kinds import (
     draws_at_once,
     length_of,
     needs_comparison,
+    only_reads_a_list,
     reads_each_once,
     whole_order,
 )
@@ -223,19 +224,12 @@ class Order(Sampler[Any]):
         """What this rank reads of the epoch, after the samples that are done."""
         with epoch.randomness:
             source = None if self._cut.lazy else iter(self._cut.source)
-        return self._keys(epoch, self._steps(source, self.position.samples))
+        return self._keys(epoch, self._steps(epoch, source, self.position.samples))
 
     def _keys(self, epoch: Epoch, steps: Iterator[Sequence[Any]]) -> Iterator[Any]:
         digest, number, seen, ended = hashlib.sha256(), 0, 0, False
         epoch.steps.clear()
-        randomness = epoch.randomness
-        while True:
-            with randomness:
-                step = next(steps, None)
-            if step is None:
-                break
-            if draws_at_once(self._cut.source):
-                randomness = nullcontext()  # entering the other takes a while
+        for step in steps:
             samples = len(step) if self._cut.samples else sum(map(len, step))
             number, seen = number + 1, seen + samples
             mine = self._part(step)
@@ -253,27 +247,45 @@ class Order(Sampler[Any]):
         if self._compared and not ended:
             epoch.digests[_END] = [f"{seen} samples in all", digest.hexdigest()]
 
-    def _steps(self, source: Iterator[Any] | None, done: int) -> Iterator[Sequence[Any]]:
+    def _steps(
+        self, epoch: Epoch, source: Iterator[Any] | None, done: int
+    ) -> Iterator[Sequence[Any]]:
         """The samples of each step on all ranks together, or the batches if they stay whole."""
-        cut = self._cut
-        group = self._share.size * (cut.samples or 1)
+        group = self._share.size * (self._cut.samples or 1)
         order = None
         if not self.as_without_hvkit:
-            order = whole_order(cut.source, original=self._share.exact)
+            with epoch.randomness:
+                order = whole_order(self._cut.source, original=self._share.exact)
         steps: Iterator[Sequence[Any]]
         if order is not None:
             steps = (order[start : start + group] for start in range(done, len(order), group))
         else:
-            items = iter(cut.source) if source is None else source
-            if cut.samples is None:
-                # The dataset gets what the user's sampler returns; other ranks need to compare it.
-                items = _after(map(_sized if self.as_without_hvkit else list, items), done)
-            else:
-                deque(islice(items, done), maxlen=0)
-            steps = iter(lambda: list(islice(items, group)), [])
+            steps = self._drawn(epoch, source, done, group)
         for step in steps:
             if len(step) == group or not self.drop_last:
                 yield step
+
+    def _drawn(
+        self, epoch: Epoch, source: Iterator[Any] | None, done: int, group: int
+    ) -> Iterator[list[Any]]:
+        """The steps as the sampler's code returns them, drawing the epoch's random numbers."""
+        cut, randomness = self._cut, epoch.randomness
+        with randomness:
+            items = read = iter(cut.source) if source is None else source
+            if cut.samples is None:
+                # The dataset gets what the user's sampler returns; other ranks need to compare it.
+                items = _after(map(_sized if self.as_without_hvkit else list, read), done)
+            else:
+                deque(islice(items, done), maxlen=0)
+        while True:
+            # To enter the epoch's randomness takes longer than to read a step.
+            with nullcontext() if only_reads_a_list(read, group) else randomness:
+                step = list(islice(items, group))
+            if not step:
+                return
+            yield step
+            if draws_at_once(cut.source):
+                randomness = nullcontext()
 
     def _part(self, step: Sequence[Any]) -> list[Any]:
         """This rank's part of a step: samples, or at most one batch."""

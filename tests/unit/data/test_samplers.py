@@ -28,6 +28,7 @@ from torch.utils.data import (
 )
 
 from hvkit import RanksDisagreeError
+from hvkit.data.randomness import Generators
 
 
 class ByPython(Backwards):
@@ -79,6 +80,30 @@ def test_a_random_sampler_gives_every_rank_the_same_order_and_every_epoch_anothe
     after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     assert after == before
     check_exact(epoch(parts(make, 1, exact=True)), flat(epoch(parts(make, 1, exact=True))[0]))
+
+
+class FromLists(Backwards):
+    """Draws an order for each 20 samples, and reads it from a list."""
+
+    def __iter__(self):
+        for _ in range(3):
+            yield from np.random.permutation(20).tolist()
+
+
+@pytest.mark.parametrize(("kind", "times"), [(ByNumpy, 1), (FromLists, 4)])
+def test_generators_are_exchanged_only_where_a_sampler_may_draw(kind, times, monkeypatch):
+    """The exchange takes longer than a step."""
+    (one,) = parts(lambda: DataLoader(Counting(60), 1, sampler=kind(60)), 1)
+    ranks = parts(lambda: DataLoader(Counting(60), 2, sampler=kind(60)), 2)
+    order = flat(numbers(one))
+    exchanges, states = [], Generators.states
+    monkeypatch.setattr(Generators, "states", lambda self: exchanges.append(1) or states(self))
+    seen = []
+    for batch in zip(*ranks, strict=True):
+        np.random.rand()  # as a training step may
+        seen += sorted(flat(numbers(batch)))
+    assert seen == flat(sorted(order[k : k + 4]) for k in range(0, 60, 4))
+    assert len(exchanges) == len(ranks) * times * 2  # before the sampler's code runs, and after
 
 
 class WithEpoch(Backwards):
