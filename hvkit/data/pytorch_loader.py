@@ -95,9 +95,7 @@ class ShardedLoader(DataLoader[Any]):
         dataset: Any = loader.dataset
         if share.size > 1 and length_of(dataset) is not None:
             dataset, order.of_part = DatasetPart(dataset, share), True
-        # On several ranks the seeds of its workers are not those of other ranks' workers.
-        generator = loader.generator if order.as_without_hvkit else torch.Generator()
-        super().__init__(dataset, generator=generator, **options)
+        super().__init__(dataset, generator=loader.generator, **options)
 
     def __iter__(self) -> Any:
         iteration, epoch = self._order.begin()
@@ -107,8 +105,15 @@ class ShardedLoader(DataLoader[Any]):
                 with epoch.randomness:
                     batches = started(super().__iter__, self._adapter)
             else:
-                self.generator.manual_seed(seed_from(epoch.workers_seed, self._share.rank))
-                batches = started(super().__iter__, self._adapter)
+                # The seeds of its workers are not those of other ranks' workers.
+                of_user = self.generator
+                self.generator = torch.Generator().manual_seed(
+                    seed_from(epoch.workers_seed, self._share.rank)
+                )
+                try:
+                    batches = started(super().__iter__, self._adapter)
+                finally:
+                    self.generator = of_user
         return self._counted(iteration, epoch, begun_after, self._read(epoch, batches))
 
     def _read(self, epoch: Epoch, batches: Iterator[Any]) -> Iterator[Any]:

@@ -89,7 +89,7 @@ def draws_at_once(source: Any) -> bool:
     return reads_each_once(source) or type(source) in (SubsetRandomSampler, WeightedRandomSampler)
 
 
-_PYTHONS = tuple(type(iter(each)) for each in ([], (), range(0), range(2**64)))
+_PYTHONS: tuple[type, ...] = (type(iter([0])), type(iter((0,))), type(iter(range(0))))
 
 
 def only_reads_a_list(items: Any, count: int) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler, SequentialSampler
 
-from hvkit.communication.collectives import from_rank, raise_together, require_equal
+from hvkit.communication.collectives import from_rank, gather, raise_together, require_equal
 from hvkit.data.order import Position, Share, seed_from
 from hvkit.data.pytorch_datasets import in_whole
 from hvkit.data.randomness import (
@@ -71,7 +71,7 @@ class Order(Sampler[Any]):
 
     Its own loader begins an epoch with ``begin`` and iterates over it inside ``fixed_to``.
     In any other loader, each iteration is the next epoch and moves the position at its end.
-    Other attributes are those of the user's sampler or batch sampler.
+    Other attributes are those of the user's sampler or batch sampler, also when they are set.
 
     Without a seed, one process draws as it would without hvkit, and N ranks draw what rank 0 would.
 
@@ -84,8 +84,8 @@ class Order(Sampler[Any]):
     def __init__(self, loader: DataLoader[Any], share: Share, seed: int | None) -> None:
         self._cut, self._share, self._seed = cut_of(loader), share, seed
         batches = loader.batch_sampler if loader.batch_size is None else None
-        self._of_user: Any = loader.sampler if batches is None else batches
-        several = (self._of_user, self._cut.source, getattr(self._of_user, "sampler", None))
+        of_user: Any = loader.sampler if batches is None else batches
+        several = (of_user, self._cut.source, getattr(of_user, "sampler", None))
         self._samplers = list({id(each): each for each in several if each is not None}.values())
         self._loaders_generator = loader.generator
         own = (loader.generator, *(getattr(each, "generator", None) for each in self._samplers))
@@ -101,6 +101,7 @@ class Order(Sampler[Any]):
         self.position = Position()
         self.of_part = False
         """Whether the loader's dataset is a ``DatasetPart``."""
+        self._of_user = of_user  # at the end: from here on it gets what is set
 
     @property
     def batched(self) -> bool:
@@ -134,12 +135,18 @@ class Order(Sampler[Any]):
             return FixedRandomness(seed_from(self._seed or 0, number), self._generators)
         if exact and not self.as_without_hvkit and not reads_each_once(self._cut.source):
             return FixedRandomness(seed_from(0, number), self._generators)
-        position.random = as_text(self._generators.states())
+        states = self._generators.states()
+        position.random = as_text(states)
         if self._share.size == 1 or exact or type(self._cut.source) is SequentialSampler:
             return nullcontext()
-        self.require_same_position(0)
-        position.random = from_rank(0, position.random)
-        return FixedRandomness(from_text(position.random), self._generators)
+        digest = hashlib.sha256(str(position.random).encode()).hexdigest()
+        everyone: list[Any] = gather(_LOOP, [position.epoch, digest])
+        if len({epoch for epoch, _ in everyone}) > 1:
+            self.require_same_position(0)
+        if len({theirs for _, theirs in everyone}) > 1:
+            position.random = from_rank(0, position.random)
+            states = from_text(position.random)
+        return FixedRandomness(states, self._generators)
 
     def _begin_reading(self, epoch: Epoch) -> None:
         """Read the first step, and compare it with the other ranks'."""
@@ -350,6 +357,18 @@ class Order(Sampler[Any]):
         if name.startswith("_"):  # while it is being unpickled, or copied
             raise AttributeError(name)
         return getattr(self._of_user, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_") or name == "of_part" or "_of_user" not in vars(self):
+            super().__setattr__(name, value)
+            return
+        cut_by_pytorch = self._of_user is not self._cut.source
+        if cut_by_pytorch and name in ("batch_size", "drop_last", "sampler"):
+            raise ValueError(
+                f"{name} of {type(self._of_user).__qualname__} cannot change after hvkit.shard, "
+                f"which has read it; got {value!r}: set it before"
+            )
+        setattr(self._of_user, name, value)
 
 
 def _after(batches: Iterator[list[Any]], done: int) -> Iterator[list[Any]]:

@@ -15,6 +15,7 @@ from shards import (
     flat,
     numbers,
     parts,
+    steps,
 )
 from torch.utils.data import (
     BatchSampler,
@@ -80,6 +81,25 @@ def test_a_random_sampler_gives_every_rank_the_same_order_and_every_epoch_anothe
     after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     assert after == before
     check_exact(epoch(parts(make, 1, exact=True)), flat(epoch(parts(make, 1, exact=True))[0]))
+
+
+def with_a_generator(batch=4):
+    return DataLoader(Counting(48), batch, shuffle=True, generator=torch.Generator())
+
+
+@every_size
+def test_a_loaders_generator_is_the_users(size):
+    whole, ranks = with_a_generator(4 * size), parts(with_a_generator, size, seed=None)
+    for number in (5, 6, 5):
+        for each in (whole, *ranks):
+            each.generator.manual_seed(number)
+        check_training(epoch(ranks), flat(numbers(whole)), 4)
+
+
+def test_ranks_whose_generators_are_equal_send_none(monkeypatch):
+    monkeypatch.delattr("hvkit.data.samplers.from_rank")
+    ranks = parts(with_a_generator, 2, seed=None)
+    assert sorted(flat(flat(epoch(ranks)))) == list(range(48))
 
 
 class FromLists(Backwards):
@@ -194,6 +214,41 @@ def test_a_loader_without_batches_returns_single_samples(size):
     check_training(seen, list(range(7)), 1)
 
 
+class ByAttribute(WithEpoch):
+    epoch = 0
+
+    def __iter__(self):
+        return iter(np.random.default_rng(self.epoch).permutation(self.length).tolist())
+
+
+class BatchesByAttribute(ByAttribute):
+    def __iter__(self):
+        return ([number] * 2 for number in super().__iter__())
+
+
+@every_size
+def test_what_a_script_sets_on_a_sampler_reaches_it(size):
+    samples = parts(lambda: DataLoader(Counting(30), 5, sampler=ByAttribute(30)), size, seed=None)
+    batches = parts(
+        lambda: DataLoader(Counting(30), batch_sampler=BatchesByAttribute(30)), size, seed=None
+    )
+    for number in (3, 2):
+        for one, other in zip(samples, batches, strict=True):
+            one.sampler.epoch = other.batch_sampler.epoch = number
+        order = np.random.default_rng(number).permutation(30).tolist()
+        check_training(epoch(samples), order, 5)
+        assert steps(epoch(batches)) == [
+            [each for each in order[k : k + size] for _ in range(2)] for k in range(0, 30, size)
+        ]
+
+
+def test_how_pytorch_cuts_batches_cannot_change_later():
+    batches = BatchSampler(SequentialSampler(range(23)), 4, False)
+    (part,) = parts(lambda: DataLoader(Counting(23), batch_sampler=batches), 1)
+    with pytest.raises(ValueError, match="batch_size of BatchSampler cannot change"):
+        part.batch_sampler.batch_size = 8
+
+
 class Whole(Dataset):
     def __len__(self):
         return 23
@@ -251,10 +306,10 @@ def test_of_a_sampler_without_an_end_only_what_is_needed_is_read(kind, size, see
     step = size * (ranks[0].batch_size or 1)
     sources = [part.batch_sampler if kind == "batches" else part.sampler for part in ranks]
     assert [source.read for source in sources] == [3 * step] * size
-    steps = [sorted(flat(batches)) for batches in zip(*first, strict=True)]
+    seen = [sorted(flat(batches)) for batches in zip(*first, strict=True)]
     if kind != "batches":
         drawn = [range(step * k, step * (k + 1)) for k in range(3)]
-        assert steps == [sorted(i % 50 for i in each) for each in drawn]
+        assert seen == [sorted(i % 50 for i in each) for each in drawn]
 
 
 class Reversed(BatchSampler):
