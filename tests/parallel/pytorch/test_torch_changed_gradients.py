@@ -76,14 +76,33 @@ def test_gradients_that_ranks_change_differently_are_an_error(kind):
     )
 
 
-def test_a_change_that_differs_is_an_error_also_later():
+@pytest.mark.parametrize("clipped", [0, 4])
+def test_a_change_that_differs_is_an_error_also_later(clipped):
+    """Before the comparison after 8 steps: a first change, and one after 4 steps with changes."""
     model, optimizer = distributed(sgd)
-    data = local(regression(steps=12))
-    train(model, optimizer, data[:7], lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1))
+    data = local(regression(steps=8))
+    begin = 6 if clipped else 5
+    train(model, optimizer, data[: begin - clipped])
+    train(model, optimizer, data[begin - clipped : begin], CHANGES["clip_grad_norm_"])
     assert alike(model)
     change = in_place(noise())
     assert raised_everywhere(
-        lambda: train(model, optimizer, data[7:], change), "the gradient of parameter 0.weight"
+        lambda: train(model, optimizer, data[begin:], change), "the gradient of parameter 0.weight"
+    )
+
+
+def through_numpy(draw):
+    return on_all(lambda p: p.grad.numpy().__iadd__(draw(p).numpy()))
+
+
+@pytest.mark.parametrize("kind", [through_data, through_numpy])
+def test_a_change_that_no_counter_shows_is_found_in_the_next_comparison(kind):
+    """In the step after 4 steps."""
+    model, optimizer = distributed(sgd)
+    data = local(regression(steps=6))
+    train(model, optimizer, data[:3])
+    assert raised_everywhere(
+        lambda: train(model, optimizer, data[3:], kind(noise())), "parameter 0.weight"
     )
 
 
@@ -153,8 +172,8 @@ def test_changes_that_are_the_same_on_all_ranks_are_compared_rarely(name, monkey
     )
     model, optimizer = distributed(sgd)
     train(model, optimizer, local(regression(steps=20)), CHANGES[name])
-    # In the first step, and in the steps after 1, 2, 4, 8 and 16 with changes.
-    assert len(compared) == (1 if name == "nothing" else 6)
+    # In the first step, and in the steps after 1, 2, 4, 8 and 16, with or without changes.
+    assert len(compared) == 6
     assert alike(model)
 
 

@@ -2,9 +2,10 @@
 
 A reduction leaves the same gradients on every rank. Clipping, unscaling and the like change them in
 the same way everywhere, so the weights stay the same. Noise that each rank draws for itself does
-not. Ranks compare the gradients that an optimizer uses in its first step. Later they look at the
-version counters of the gradients, which costs next to nothing, and compare again if a rank has
-changed its gradients in a way that is new to it, and after 1, 2, 4, 8, ... steps with changes.
+not. Ranks compare the gradients that an optimizer uses in its first step, and after 1, 2, 4, 8, ...
+steps. In between they look at the version counters of the gradients, which costs next to nothing,
+and compare again if a rank has changed its gradients in a way that is new to it, and after 1, 2, 4,
+8, ... steps with changes. Changes through ``data`` or a NumPy array do not move the counters.
 
 A comparison is a checksum in the report of the next reduction (``step_report``). Only if it differs
 do the ranks send fingerprints.
@@ -96,15 +97,16 @@ class ChangedGradients:
         rows = [(i, row.tolist()) for i, row in sorted(self.used.items())]
         return zlib.crc32(repr(rows).encode())
 
-    def reported(self, on_any_rank: Changes) -> None:
+    def reported(self, on_any_rank: Changes, steps: int) -> None:
         """Decide, as all ranks do, whether the next step's gradients are compared.
 
         Args:
             on_any_rank: what any rank has reported.
+            steps: how many each rank has done.
         """
         self._steps_with_changes += on_any_rank.changed
-        n = self._steps_with_changes
-        again = on_any_rank.new or (on_any_rank.changed and n & (n - 1) == 0)
+        counts = [steps, self._steps_with_changes if on_any_rank.changed else 0]
+        again = on_any_rank.new or any(n.bit_count() == 1 for n in counts)
         self._due = again or (self._due and not self.used)
         self.used.clear()
         self.early = self._changed = self._new = False

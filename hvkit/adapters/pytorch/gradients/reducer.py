@@ -376,7 +376,7 @@ class GradientReducer:
             self._checks.require_same_gradients(self._changes.used, self._parameters)
         if disagreement.changes.early:
             refuse_early_changes(self._window.length)
-        self._changes.reported(disagreement.changes)
+        self._changes.reported(disagreement.changes, self._steps.done)
         return report
 
     def _refuse_other_parameters(self) -> None:
