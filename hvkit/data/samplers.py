@@ -139,11 +139,7 @@ class Order(Sampler[Any]):
         position.random = as_text(states)
         if self._share.size == 1 or exact or type(self._cut.source) is SequentialSampler:
             return nullcontext()
-        digest = hashlib.sha256(str(position.random).encode()).hexdigest()
-        everyone: list[Any] = gather(_LOOP, [position.epoch, digest])
-        if len({epoch for epoch, _ in everyone}) > 1:
-            self.require_same_position(0)
-        if len({theirs for _, theirs in everyone}) > 1:
+        if not self.require_same_position(0, str(position.random)):
             position.random = from_rank(0, position.random)
             states = from_text(position.random)
         return FixedRandomness(states, self._generators)
@@ -167,15 +163,28 @@ class Order(Sampler[Any]):
             raise problem
         epoch.keys = chain(first, keys)
 
-    def require_same_position(self, begun_after: int) -> None:
-        """Raise on every rank unless all are in the same epoch; a collective."""
-        require_equal(
-            "epoch of a sharded DataLoader",
-            [f"epoch {self.position.epoch}, begun after {begun_after} samples"],
-            "iterate over it equally often on every rank, and look at samples in the original "
-            "DataLoader",
-            _LOOP,
-        )
+    def require_same_position(self, begun_after: int, random: str = "") -> bool:
+        """Raise on every rank unless all are in the same epoch; a collective.
+
+        Args:
+            begun_after: the samples of the epoch that were done when this iteration began.
+            random: the states of the generators.
+
+        Returns:
+            Whether ``random`` is equal on all ranks.
+        """
+        place = f"epoch {self.position.epoch}, begun after {begun_after} samples"
+        digest = hashlib.sha256(random.encode()).hexdigest()
+        everyone: list[Any] = gather(_LOOP, [place, digest])
+        if len({theirs for theirs, _ in everyone}) > 1:
+            require_equal(
+                "epoch of a sharded DataLoader",
+                [place],
+                "iterate over it equally often on every rank, and look at samples in the original "
+                "DataLoader",
+                _LOOP,
+            )
+        return len({theirs for _, theirs in everyone}) == 1
 
     def compare(self, epoch: Epoch, steps: int = _END) -> None:
         """Raise on every rank if the sampler has returned something else on another.
