@@ -104,6 +104,15 @@ def only_reads_a_list(items: Any, count: int) -> bool:
     return isinstance(items, _PYTHONS)
 
 
+def draws_at_end(source: Any) -> bool:
+    """Whether it draws an order once more after its last index, of which it returns nothing.
+
+    PyTorch's does for a number of samples that is a multiple of the dataset's, so of each once. It
+    matters if the generator is the user's, and so the next epoch's.
+    """
+    return type(source) is RandomSampler and source.generator is not None
+
+
 def whole_order(source: Any, *, original: bool = False) -> Any:
     """The order of an epoch as an array or a range, from PyTorch's samplers of each sample once.
 

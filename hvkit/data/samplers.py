@@ -31,6 +31,7 @@ from hvkit.data.randomness import (
 from hvkit.data.sampler_kinds import (
     cut_of,
     drawn_workers_seed,
+    draws_at_end,
     draws_at_once,
     length_of,
     needs_comparison,
@@ -280,6 +281,9 @@ class Order(Sampler[Any]):
         for step in steps:
             if len(step) == group or not self.drop_last:
                 yield step
+        if order is not None and draws_at_end(self._cut.source):
+            with epoch.randomness:
+                whole_order(self._cut.source)
 
     def _drawn(
         self, epoch: Epoch, source: Iterator[Any] | None, done: int, group: int

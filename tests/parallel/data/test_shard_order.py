@@ -58,11 +58,11 @@ SAMPLERS = {
 }
 
 
-def read(loader, test_loader):
-    """The samples of the steps of two epochs, with an evaluation after each."""
+def read(loader, test_loader, steps=8):
+    """The samples of the steps of two epochs, with an evaluation after each; None for all steps."""
     seen = []
     for _ in range(2):
-        seen += [each.tolist() for (each,) in itertools.islice(loader, 8)]
+        seen += [each.tolist() for (each,) in itertools.islice(loader, steps)]
         assert list(test_loader)
     return seen
 
@@ -77,13 +77,16 @@ def loader(kind, rank, batch):
     return DataLoader(DATA, batch, **SAMPLERS[kind](rank))
 
 
-@pytest.mark.parametrize("kind", SAMPLERS)
-def test_n_ranks_read_what_one_process_reads_without_hvkit(kind):
+@pytest.mark.parametrize(
+    ("kind", "steps"),
+    [(kind, 8) for kind in SAMPLERS] + [(kind, None) for kind in SAMPLERS if kind != "lazy"],
+)
+def test_n_ranks_read_what_one_process_reads_without_hvkit(kind, steps):
     seed(0)
-    whole = read(loader(kind, 0, 4 * hvkit.size()), DataLoader(DATA, 10, shuffle=True))
+    whole = read(loader(kind, 0, 4 * hvkit.size()), DataLoader(DATA, 10, shuffle=True), steps)
     seed(hvkit.rank())
     test = shard(DataLoader(DATA, 10, shuffle=True), exact=True)
-    mine = read(shard(loader(kind, hvkit.rank(), 4)), test)
+    mine = read(shard(loader(kind, hvkit.rank(), 4)), test, steps)
     for ours, reference in zip(zip(*hvkit.allgather(mine), strict=True), whole, strict=True):
         assert sorted(itertools.chain(*ours)) == sorted(reference)
 
