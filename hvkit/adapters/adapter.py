@@ -174,6 +174,16 @@ def warn_of_own_batches(layers: str, strategy: Strategy) -> None:
     )
 
 
+def warn_of_own_models(optimizer: str) -> None:
+    """Say that ranks train apart what an optimizer updates that was not passed, nor its model."""
+    warn_once(
+        "own models",
+        f"optimizer {optimizer} updates a model, but neither was passed to hvkit.distribute: each "
+        "rank trains a model of its own. Pass both, also where the model is a copy or was loaded "
+        "from a file",
+    )
+
+
 def is_distributed(model_or_optimizer: Any) -> bool:
     """Whether this object was passed to ``hvkit.distribute``."""
     return _plain(model_or_optimizer) in _models or model_or_optimizer in _records

@@ -54,6 +54,35 @@ keras_model = build_model()
 keras_optimizer = keras.optimizers.SGD(0.1)
 """
 
+GAN = """
+generator, discriminator = (keras.Sequential([keras.layers.Dense(8)]) for _ in range(2))
+g_optimizer, d_optimizer = keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.1)
+
+
+class GAN(keras.Model):
+    def __init__(self, generator, discriminator):
+        super().__init__()
+        self.generator, self.discriminator = generator, discriminator
+
+    def compile(self, g_optimizer, d_optimizer):
+        super().compile()
+        self.g_optimizer, self.d_optimizer = g_optimizer, d_optimizer
+
+    def train_step(self, data):
+        images, _ = data
+        with tf.GradientTape(persistent=True) as tape:
+            d_loss = tf.reduce_mean(self.discriminator(images))
+            g_loss = tf.reduce_mean(self.discriminator(self.generator(images)))
+        for part, optimizer, loss in (
+            (self.generator, self.g_optimizer, g_loss),
+            (self.discriminator, self.d_optimizer, d_loss),
+        ):
+            variables = part.trainable_variables
+            gradients = tape.gradient(loss, variables)
+            optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        return {"d_loss": d_loss, "g_loss": g_loss}
+"""
+
 STRATEGIES = (
     "centralized",
     "decoupled-momentum",
@@ -81,6 +110,7 @@ PRELUDES = {
     "docs/script.md": PYTORCH + KERAS,
     "docs/unusual-scripts.md": PYTORCH
     + KERAS
+    + GAN
     + """
 loader = hvkit.shard(loader)
 model, optimizer = hvkit.distribute(model, optimizer)

@@ -3,8 +3,9 @@
 An optimizer that was not passed to ``distribute`` averages nothing, so the ranks would silently
 train apart: ``compile`` may get another optimizer, a second phase of training may make a new one,
 and a ``train_step`` may have its own. All of them call the ``apply`` of the base class, so the
-check is there. The other updates refused are those that XLA compiles: it has no kernels for
-Horovod's operations.
+check is there. In the same way, ``fit`` of the base class refuses a model that was not passed but
+contains one that was: nothing would share its metrics, files and decisions. The other updates
+refused are those that XLA compiles: it has no kernels for Horovod's operations.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import keras
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
+from hvkit.adapters.adapter import warn_of_own_models
 from hvkit.adapters.keras.gradients.averager import is_overwritten
 from hvkit.adapters.keras.initial_state import tf_variable
 from hvkit.main_rank import warn_once
@@ -111,6 +113,7 @@ def refuse_other_optimizers(model: Any, optimizers: Sequence[Any]) -> None:
     _models.add(model)
     _averaged.update(optimizers)
     _check_who_applies()
+    _check_who_fits()
 
 
 def refuse_left_out(
@@ -212,7 +215,7 @@ def _check_who_applies() -> None:
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def apply_if_averaged(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
         if self not in _averaged:
-            variables = trainable_variables or getattr(self, "_trainable_variables", ())
+            variables = list(trainable_variables or getattr(self, "_trainable_variables", ()))
             mine = {id(v) for v in variables}
             of = [m for m in _models if any(id(w) in mine for w in m.trainable_variables)]
             if of or not mine.isdisjoint(_updated):
@@ -223,6 +226,55 @@ def _check_who_applies() -> None:
                     "that was passed, and pass those of later phases in the same call: "
                     "distribute(model, [first, second])"
                 )
+            # Variables that no layer has made, such as an input that is optimised, have no folder.
+            if any("/" in getattr(v, "path", "") for v in variables):
+                warn_of_own_models(f"{self.name!r} ({type(self).__name__})")
         return apply(self, grads, trainable_variables)
 
     base.apply = apply_if_averaged
+
+
+@functools.cache
+def _check_who_fits() -> None:
+    base = keras.Model
+    fit, evaluate = base.fit, base.evaluate
+
+    @functools.wraps(fit)
+    def fit_if_passed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if names := _names_of_distributed(self, self.trainable_variables):
+            raise ValueError(
+                f"fit of model {self.name!r} would train {names}, passed to hvkit.distribute, but "
+                f"{self.name!r} was not passed: each rank would report metrics of its own, write "
+                "the same files and stop by itself. Pass the model that fits, with all optimizers, "
+                "in place of its parts: hvkit.distribute(gan, [g_optimizer, d_optimizer])"
+            )
+        return fit(self, *args, **kwargs)
+
+    @functools.wraps(evaluate)
+    def evaluate_with_warning(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if names := _names_of_distributed(self, self.weights):
+            warn_once(
+                "evaluate of a model around",
+                f"evaluate of model {self.name!r} reports the metrics of each rank's own data: it "
+                f"uses {names}, passed to hvkit.distribute, but {self.name!r} was not passed. Pass "
+                "it instead, or average what evaluate returns with hvkit.average",
+            )
+        return evaluate(self, *args, **kwargs)
+
+    base.fit, base.evaluate = fit_if_passed, evaluate_with_warning
+
+
+def _names_of_distributed(model: Any, variables: Sequence[Any]) -> str:
+    """The distributed models with some of these variables of a model that was not passed.
+
+    Also those that the model contains and that have no weights yet.
+    """
+    if model in _models:
+        return ""
+    own, parts = {id(v) for v in variables}, {id(part) for part in model._flatten_layers()}
+    found = [
+        each.name
+        for each in _models
+        if any(id(w) in own for w in each.weights) or (id(each) in parts and not each.weights)
+    ]
+    return ", ".join(map(repr, sorted(found)))

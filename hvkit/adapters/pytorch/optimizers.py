@@ -51,14 +51,19 @@ def refuse_own_steps(options: Options, optimizers: Sequence[Optimizer]) -> None:
 def optimizers_inside(optimizer: Optimizer) -> list[Optimizer]:
     """The optimizers that this one wraps and shares groups with, as SAM and Lookahead do."""
     groups = {id(group) for group in optimizer.param_groups}
+    return [
+        each
+        for each in optimizers_held(optimizer)
+        if any(id(group) in groups for group in each.param_groups)
+    ]
+
+
+def optimizers_held(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers among this one's attributes, also those with groups of their own."""
     held: list[Any] = []
     for value in vars(optimizer).values():
         held.extend(value if isinstance(value, list | tuple) else [value])
-    return [
-        each
-        for each in held
-        if isinstance(each, Optimizer) and any(id(group) in groups for group in each.param_groups)
-    ]
+    return [each for each in held if isinstance(each, Optimizer)]
 
 
 def stepping_in(optimizer: Optimizer) -> list[Optimizer]:

@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvkit import runtime
-from hvkit.adapters.adapter import Options
+from hvkit.adapters.adapter import Options, warn_of_own_models
 from hvkit.adapters.pytorch.divided_state import process_group
-from hvkit.adapters.pytorch.optimizers import optimizers_inside
+from hvkit.adapters.pytorch.optimizers import optimizers_held, optimizers_inside
 from hvkit.strategies.fully_shard import FullyShard
 
 # Class names, so that looking for them imports nothing, and what to do instead.
@@ -142,15 +142,20 @@ def _refuse_if_distributed(
     if _harmless.get(optimizer) == held:
         return
     around_one_of_ours = any(each in _averaged for each in optimizers_inside(optimizer))
-    if not around_one_of_ours and any(
-        is_averaged(p) for group in optimizer.param_groups for p in group["params"]
-    ):
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if not around_one_of_ours and any(map(is_averaged, parameters)):
         raise ValueError(
             f"optimizer {type(optimizer).__name__} updates parameters of a model that was passed "
             "to hvkit.distribute, but was not passed itself, so nothing keeps it equal on all "
             "ranks: use the optimizer that was passed, and pass those of later phases in the same "
             "call: distribute(model, [first, second])"
         )
+    # One of ours may update copies, such as master weights, with an optimizer that it holds.
+    held_by_ours = any(optimizer is each for ours in _averaged for each in optimizers_held(ours))
+    # Tensors that are no parameters may be inputs or codes, of which each rank has its own.
+    of_model = any(isinstance(p, nn.Parameter) for p in parameters)
+    if of_model and not around_one_of_ours and not held_by_ours:
+        warn_of_own_models(type(optimizer).__name__)
     _harmless[optimizer] = held
 
 

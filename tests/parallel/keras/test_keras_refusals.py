@@ -16,11 +16,13 @@ from models import (
     refit,
     regression,
     tape_step,
+    unbuilt,
     weights,
 )
 from ranks import error_of, largest_difference, my_part, same_on_all_ranks
 
 import hvkit
+from hvkit import main_rank
 
 pytestmark = pytest.mark.two_ranks
 
@@ -119,6 +121,102 @@ def test_an_update_by_an_optimizer_that_was_not_distributed_is_refused(loop):
     train = LOOPS.get(loop, fit)
     with pytest.raises(ValueError, match=r"'adam.*' .* was not passed to hvkit.distribute"):
         train(model, keras.optimizers.Adam(), local(regression(steps=1)))
+
+
+class Gan(keras.Model):
+    """Two models, each with an optimizer of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator, self.discriminator = mlp(), mlp()
+        self.error = keras.metrics.Mean(name="error")
+
+    def compile(self, g_optimizer, d_optimizer):
+        super().compile()
+        self.g_optimizer, self.d_optimizer = g_optimizer, d_optimizer
+
+    def train_step(self, data):
+        tape_step(self.generator, self.g_optimizer, *data)
+        tape_step(self.discriminator, self.d_optimizer, *data)
+        return self.test_step(data)
+
+    def test_step(self, data):
+        x, y = data
+        self.error.update_state(tf.reduce_mean((self.generator(x) - y) ** 2))
+        return {"error": self.error.result()}
+
+
+@pytest.fixture
+def warned(caplog):
+    """The warnings with these words, on rank 0."""
+    for kind in ("own models", "evaluate of a model around"):
+        main_rank._logged.discard(kind)
+    return lambda words: hvkit.broadcast([each for each in caplog.messages if words in each])
+
+
+@pytest.mark.parametrize("calls", cases(["one each", "a list"]))
+def test_fit_of_a_model_whose_parts_were_distributed_is_refused_with_the_fix(calls):
+    gan, optimizers = Gan(), [sgd(), sgd()]
+    parts = [gan.generator, gan.discriminator]
+    if calls == "a list":
+        hvkit.distribute(parts, optimizers)
+    else:
+        for model, optimizer in zip(parts, optimizers, strict=True):
+            hvkit.distribute(model, optimizer)
+    gan.compile(*optimizers)
+    before = weights(gan)
+    error, text = error_of(lambda: refit(gan, local(regression(steps=1))))
+    assert error is ValueError
+    names = ", ".join(sorted(repr(each.name) for each in parts))
+    assert f"fit of model {gan.name!r} would train {names}, passed to hvkit.distribute" in text
+    assert "hvkit.distribute(gan, [g_optimizer, d_optimizer])" in text
+    assert largest_difference(weights(gan), before) == 0
+
+
+def test_a_part_that_has_no_weights_yet_counts_as_well():
+    outer = keras.Sequential([inner := unbuilt()])
+    hvkit.distribute(inner, optimizer := sgd())
+    with pytest.raises(ValueError, match=f"would train {inner.name!r}"):
+        fit(outer, optimizer, local(regression(steps=1)))
+
+
+def test_fit_of_the_outer_model_that_was_passed_reports_metrics_of_all_ranks(warned):
+    gan, optimizers = Gan(), [sgd(), sgd()]
+    hvkit.distribute(gan, optimizers)
+    gan.compile(*optimizers)
+    x, y = local(regression(steps=1))[0]
+    errors = gan.fit(x, y, verbose=0).history["error"]
+    assert len({*hvkit.allgather(errors[0])}) == 1
+    assert warned("neither was passed") == warned("each rank's own data") == []
+
+
+def test_evaluate_of_a_model_around_a_distributed_one_warns_of_its_metrics(warned):
+    model, _ = hvkit.distribute(mlp(), sgd())
+    outer = keras.Sequential([model, keras.layers.Softmax()])
+    outer.compile(loss="mse")
+    x, y = local(regression(steps=1))[0]
+    outer.predict(x, verbose=0)
+    assert warned("each rank's own data") == []
+    for _ in range(2):
+        outer.evaluate(x, y, verbose=0)
+    assert len(warned(f"evaluate of model {outer.name!r} reports the metrics of each rank's")) == 1
+
+
+def test_training_a_frozen_distributed_model_with_a_new_head_alone_gives_one_warning(warned):
+    model, _ = hvkit.distribute(mlp(), sgd())
+    model.trainable = False
+    for _ in range(2):
+        probe = keras.Sequential([model, keras.layers.Dense(4)])
+        fit(probe, sgd(), local(regression(steps=2)))
+    (said,) = warned("each rank trains a model of its own")
+    assert "(SGD) updates a model, but neither was passed to hvkit.distribute" in said
+
+
+def test_an_input_that_is_optimised_alone_gives_no_warning(warned):
+    hvkit.distribute(mlp(), sgd())
+    picture = keras.Variable(np.ones(4, np.float32), name="picture")
+    sgd().apply([tf.ones(4)], [picture])
+    assert warned("each rank trains a model of its own") == []
 
 
 @MORE

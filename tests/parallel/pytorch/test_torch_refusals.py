@@ -1,5 +1,7 @@
 """Models and optimizers that hvkit refuses, because something else would train them as well."""
 
+import copy
+
 import pytest
 import torch
 from nets import arrays, distributed, local, mlp, raised_everywhere, regression, train
@@ -8,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hvkit
+from hvkit import main_rank
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -52,6 +55,63 @@ def test_optimizers_of_other_models_still_step(compiled):
     F.mse_loss(plain(x), y).backward()
     step()
     assert not torch.equal(plain[0].weight, before)
+
+
+@pytest.fixture
+def own_models(caplog):
+    """The warnings of models that each rank trains for itself, on rank 0."""
+    main_rank._logged.discard("own models")
+    return lambda: hvkit.broadcast(
+        [each for each in caplog.messages if "each rank trains a model of its own" in each]
+    )
+
+
+def test_a_copy_that_trains_without_distribute_is_named_in_one_warning(own_models):
+    model, _ = distributed()
+    for each in (copy.deepcopy(model), mlp()):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        train(each, optimizer, local(regression(steps=2)))
+    (said,) = own_models()
+    assert said.startswith("optimizer SGD updates a model, but neither was passed to hvkit")
+
+
+class MySGD(torch.optim.SGD):
+    """One that hvkit tries before it divides its state."""
+
+
+class WithMasterWeights(torch.optim.Optimizer):
+    """Updates copies of the parameters, with an optimizer of its own for them."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+        (group,) = self.param_groups
+        self.copies = [nn.Parameter(p.detach().double()) for p in group["params"]]
+        self.base = torch.optim.SGD(self.copies, lr=0.1)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p, master in zip(self.param_groups[0]["params"], self.copies, strict=True):
+            master.grad = p.grad.double()
+        self.base.step()
+        for p, master in zip(self.param_groups[0]["params"], self.copies, strict=True):
+            p.copy_(master)
+
+
+@pytest.mark.parametrize("kind", ["around", "inside", "of inputs", "in a trial"])
+def test_optimizers_that_train_no_other_model_give_no_warning(kind, own_models):
+    batches = local(regression(steps=2))
+    if kind == "inside":
+        train(*distributed(WithMasterWeights), batches)
+    elif kind == "in a trial":
+        distributed()
+        distributed(MySGD, strategy=hvkit.ShardedOptimizer())
+    else:
+        model, optimizer = distributed()
+        x = batches[0][0].clone().requires_grad_()
+        other = Around(optimizer) if kind == "around" else torch.optim.Adam([x], lr=0.1)
+        model(x).sum().backward()
+        other.step()
+    assert own_models() == []
 
 
 def test_an_optimizer_inside_the_one_that_was_passed_may_step():

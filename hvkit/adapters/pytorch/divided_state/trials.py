@@ -205,7 +205,8 @@ def _copied(
         models: for each group, the parameters that the new ones take the place of.
         values: of the new ones.
     """
-    groups = [[torch.nn.Parameter(value.clone()) for value in group] for group in values]
+    # Not parameters: rank 0 warns of those that an optimizer which was not passed updates.
+    groups = [[value.clone().requires_grad_() for value in group] for group in values]
     # What the optimizer keeps of its parameters elsewhere becomes the first new one.
     memo: dict[int, Any] = {
         id(p): new[0]
