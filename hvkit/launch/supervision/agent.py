@@ -156,6 +156,8 @@ class _Agent:
         try:
             return subprocess.Popen(
                 self.command,
+                # The launcher's, of rank 0, is a pipe that Open MPI never ends.
+                stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 # MPICH's ranks reach their launcher through an inherited file descriptor.

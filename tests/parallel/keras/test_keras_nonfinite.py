@@ -95,7 +95,7 @@ def test_fit_numbers_steps_on_after_a_resumption_with_skipped_ones(folder, monke
         # As in a new process.
         for name in ("_resumed", "_last_step"):
             monkeypatch.setattr(calls, name, 0)
-        monkeypatch.setattr(calls, "_graphs", [])
+        monkeypatch.setattr(calls, "_graphs", {})
         monkeypatch.setattr(skipped_steps, "number", 0)
         model, optimizer = distributed("skip", sgd())
         model.compile(optimizer, "mse")
