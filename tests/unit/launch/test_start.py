@@ -225,12 +225,12 @@ def test_all_problems_of_all_hosts_are_in_one_error(hosts):
     assert any(line.startswith("  node1: has no folder") for line in lines)
 
 
-MISSING = Problem(NOT_FOUND, "cannot run x.py: there is no such file in /work")
+MISSING = Problem(NOT_FOUND, "cannot run x.py: there is no such file in /data")
 
 
 def test_a_host_without_the_script_is_named_before_anything_starts(hosts):
     hosts["node2"] = facts(2, command=MISSING)
-    with pytest.raises(CannotRunError, match=r"^cannot run x\.py: .* in /work on node2$") as caught:
+    with pytest.raises(CannotRunError, match=r"^cannot run x\.py: .* in /data on node2$") as caught:
         prepared(request())
     assert caught.value.exit_status == 127
     assert prepared(request(), least=1).hosts == ("node1", "node1")
