@@ -64,13 +64,15 @@ LATER = (
 
 WITH_CODE = [page for page in PAGES if scripts(page)]
 
-# Runs scripts one after another, each in a folder and with names of its own: importing the
-# frameworks takes longer than all of them.
+# Runs scripts one after another, each in a folder, with names and Keras's settings of its own:
+# importing the frameworks takes longer than all of them.
 IN_ONE_PROCESS = """
 import os, runpy, sys
 for script in sys.argv[1:]:
     os.chdir(os.path.dirname(script))
     runpy.run_path(script, run_name="__main__")
+    if "keras" in sys.modules:
+        sys.modules["keras"].config.set_dtype_policy("float32")
 """
 
 

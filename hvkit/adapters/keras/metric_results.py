@@ -13,6 +13,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from hvkit.communication import collectives
 from hvkit.main_rank import warn_once
@@ -161,7 +162,7 @@ def _result_of_first_with_data(own: Mapping[str, Any], with_data: list[bool]) ->
 
 def _numbers(result: Mapping[str, Any]) -> dict[str, Number]:
     """The numbers and arrays of numbers among the results."""
-    found = {name: np.asarray(_as_float(value)) for name, value in result.items()}
+    found = {name: _as_array(value) for name, value in result.items()}
     return {
         name: float(each) if each.ndim == 0 else each
         for name, each in found.items()
@@ -171,5 +172,12 @@ def _numbers(result: Mapping[str, Any]) -> dict[str, Number]:
 
 def _as_float(value: Any) -> Any:
     """A number as a float; anything else as it is."""
-    array = np.asarray(value)
+    array = _as_array(value)
     return float(array) if array.ndim == 0 and array.dtype.kind in "fiub" else value
+
+
+def _as_array(value: Any) -> np.ndarray[Any, Any]:
+    # NumPy's own conversion fails for one bfloat16 of TensorFlow.
+    if isinstance(value, tf.Tensor) and value.dtype == tf.bfloat16:
+        value = tf.cast(value, tf.float32)
+    return np.asarray(value)

@@ -122,3 +122,20 @@ def test_variables_that_are_averaged_are_not_named(capsys):
     _, history = trained([Assigned(aggregation="mean")])
     assert history["ratio"][0] == pytest.approx(0.8)
     assert "metric" not in said(capsys)
+
+
+class OwnNumbers(keras.Sequential):
+    """Its ``train_step`` returns half-precision numbers of this rank."""
+
+    def train_step(self, data):
+        super().train_step(data)
+        return {"own": keras.ops.cast(1.0 + hvkit.rank(), "bfloat16")}
+
+
+def test_numbers_in_bfloat16_of_a_train_step_are_averaged():
+    model = OwnNumbers(mlp().layers)
+    model, optimizer = hvkit.distribute(model, keras.optimizers.SGD(0.01))
+    model.compile(optimizer, "mse")
+    x, y = (np.concatenate(part) for part in zip(*regression(steps=3), strict=True))
+    history = model.fit(*map(my_part, (x, y)), batch_size=6, verbose=0)
+    assert history.history["own"] == [(1 + hvkit.size()) / 2]
