@@ -164,8 +164,8 @@ def distribute(
             made for it (``torch.nn.SyncBatchNorm``, ``BatchNormalization(synchronized=True)``) do
             so with ``"average"``, too.
         check_every: compare the ranks' weights every this many optimizer steps, and raise if they
-            differ. None: only before the first update, in ``hvkit.Checkpoint.save``, and in
-            Keras at the end of each epoch of ``fit``.
+            differ. None: before the first update, after 1, 2, 4, 8, ... updates, in
+            ``hvkit.Checkpoint.save``, and in Keras at the end of each epoch of ``fit``.
         on_nonfinite: what follows a gradient with NaN or infinite values on any rank, before it
             spoils the mean. ``"stop"``: every rank raises FloatingPointError, which names the rank
             and the parameter. ``"skip"``: no rank takes the step, rank 0 logs the same sentence,

@@ -306,7 +306,7 @@ class KerasAdapter:
             compression = self.options.compression
             keeper = RoundKeeper(strategy, self.model, name, compression, with_statistics)
         for each in optimizers:
-            checks = Checks(f"hvkit.{next(_serial)}", self.model, None)
+            checks = Checks(f"hvkit.{next(_serial)}", self.model, first_only=True)
             keeper.watch(each, checks, self._before_update)
         return keeper
 

@@ -1,9 +1,9 @@
 """Checks while training: that all ranks hold the same weights, and that they do different work.
 
-Before the first update, and then every ``check_every`` updates, the ranks exchange fingerprints
-before they average gradients, in eager code and in ``tf.function`` graphs. NumPy computes the
-fingerprints in both, in a branch of the graph that other steps do not take. ``fit`` also compares
-at the end of each epoch, optimizers included.
+Before the first update, after 1, 2, 4, 8, ... updates or every ``check_every``, the ranks exchange
+fingerprints before they average gradients, in eager code and in ``tf.function`` graphs. NumPy
+computes the fingerprints in both, in a branch of the graph that other steps do not take. ``fit``
+also compares at the end of each epoch, optimizers included.
 
 The checks cover weights that a layer made trainable, also while they are frozen, and what layers
 have adapted to. They leave out
@@ -34,8 +34,8 @@ from hvkit.adapters.keras.sharded import ids_of_slots
 from hvkit.errors import RanksDisagreeError
 from hvkit.watch.rank_errors import for_graph, mark_as_shown_by
 
-# More updates than any training takes.
-_NEVER = np.iinfo(np.int64).max
+# More updates than any training takes; twice as many still are an int64.
+_NEVER = 2**62
 
 # The distance from 1 to the next number.
 _UNITS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
@@ -50,17 +50,21 @@ class Checks:
     Args:
         name: the same on every rank, and no other optimizer's.
         model: a distributed one.
-        every: updates from one comparison of weights to the next; None for the first only.
+        every: updates from one comparison of weights to the next; None after 1, 2, 4, 8, ...
+        first_only: compare before the first update, and never again.
     """
 
-    def __init__(self, name: str, model: keras.Model, every: int | None) -> None:
+    def __init__(
+        self, name: str, model: keras.Model, every: int | None = None, *, first_only: bool = False
+    ) -> None:
         self._wire = Wire("checks")
         self._name = name
         self._model = model
-        self._every = every
+        self._every = _NEVER if first_only else every
         self._compared: list[Compared] = []
         with tf.init_scope(), tf.device("CPU:0"):
-            self._left = tf.Variable(0, dtype=tf.int64, trainable=False)
+            self._done = tf.Variable(0, dtype=tf.int64, trainable=False)
+            self._next = tf.Variable(0, dtype=tf.int64, trainable=False)
             self._gradients_due = tf.Variable(True, trainable=False)
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
@@ -81,16 +85,14 @@ class Checks:
         held = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
         held = [g for g in held if g is not None]
         tf.cond(self._gradients_due, lambda: self._compare_gradients(held), nothing)
-        return [
-            tf.cond(self._left <= 0, lambda: self._compare_weights(variables), self._count_down)
-        ]
+        due = self._done >= self._next
+        compared = tf.cond(due, lambda: self._compare_weights(variables), nothing)
+        with tf.control_dependencies([compared]):
+            return [self._done.assign_add(1)]
 
     def skip_weights(self) -> None:
         """Never compare weights: those of ranks that resume in a round differ."""
-        self._left.assign(_NEVER)
-
-    def _count_down(self) -> tf.Tensor:
-        return self._left.assign_sub(1) if self._every else tf.identity(self._left)
+        self._next.assign(_NEVER)
 
     def _compare_weights(self, variables: Sequence[Any]) -> tf.Tensor:
         # Passed as inputs, so that TensorFlow reads them between the last update and this one.
@@ -112,7 +114,9 @@ class Checks:
             reason = tf.strings.join([for_graph(RanksDisagreeError(), on_every_rank=True), text])
             alike = tf.debugging.Assert(tf.equal(text, ""), [reason])
         with tf.control_dependencies([alike]):
-            return self._left.assign(self._every - 1 if self._every else _NEVER)
+            planned = self._next.assign(self._done + (self._every or tf.maximum(self._done, 1)))
+        with tf.control_dependencies([planned]):
+            return nothing()
 
     def _fingerprint(self, labels: list[Compared], arrays: Sequence[Any]) -> Rows:
         frozen = self._frozen()

@@ -1,7 +1,7 @@
 """Checks while training: that all ranks hold the same weights, and that they do different work.
 
-Before the first update, and then every ``check_every`` steps, the ranks exchange fingerprints in
-one small message beside the gradients, where they wait for each other anyway.
+Before the first update, after 1, 2, 4, 8, ... steps or every ``check_every``, the ranks exchange
+fingerprints in one small message beside the gradients, where they wait for each other anyway.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Checks:
     Args:
         names: the parameters by name.
         optimizers: the ranks compare their state before the first update.
-        every: optimizer steps from one comparison of weights to the next; None for the first only.
+        every: optimizer steps from one comparison of weights to the next; None after 1, 2, 4, ...
         name: the same on every rank, and no other model's.
         learnt: returns fingerprints of what forward passes learn, of which ranks are warned.
     """
@@ -59,7 +59,7 @@ class Checks:
         self._labels = {parameter: f"parameter {name}" for name, parameter in names.items()}
         self._optimizers = list(optimizers)
         self._learnt = learnt
-        self._next: int | None = 0
+        self._next = 0
         self._looked_at_gradients = False
         self._compared: list[Compared] = []
         self._handle: int | None = None
@@ -114,7 +114,7 @@ class Checks:
             steps: optimizer steps done so far, the same number on every rank.
             parameters: all averaged ones, with this rank's own gradients.
         """
-        due = self._next is not None and steps >= self._next
+        due = steps >= self._next
         if self._looked_at_gradients and not due:
             return
         self._compared, rows = _of_parameters(parameters, self._labels)
@@ -149,7 +149,7 @@ class Checks:
         if (learnt[:, 0] != learnt[0, 0]).any():
             warn_of_unlike("backward()", *self._learnt())
         self._optimizers = []
-        self._next = steps + self._every if self._every else None
+        self._next = steps + (self._every or max(1, steps))
 
 
 def compared_in(

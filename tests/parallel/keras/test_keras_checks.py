@@ -152,7 +152,7 @@ def test_weights_changed_inside_an_epoch_are_an_error_at_its_end():
 
     class Change(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
-            if batch == 1:
+            if batch == 2:  # the next comparison inside is after four updates
                 on_rank(1, lambda: kernel.assign_add(tf.ones(kernel.shape)))
 
         def on_epoch_end(self, epoch, logs=None):
@@ -307,19 +307,38 @@ def test_zero_and_infinite_gradients_are_not_the_same_work(factor, capsys):
 
 
 @pytest.mark.parametrize("loop", [eager_tape, graph_tape])
-def test_without_check_every_nothing_is_hashed_after_the_first_step(loop, monkeypatch):
-    hashed = []
+def test_without_check_every_weights_are_compared_in_updates_1_2_3_5_9(loop, monkeypatch):
+    hashed, begun = [], []
     fingerprint = fingerprints.fingerprint
     monkeypatch.setattr(
-        fingerprints, "fingerprint", lambda array: (hashed.append(1), fingerprint(array))[1]
+        fingerprints,
+        "fingerprint",
+        lambda array: (hashed.append(len(begun)), fingerprint(array))[1],
     )
     model, optimizer = distributed()
-    data = local(regression(steps=5))
-    loop(model, optimizer, data[:1])
-    first = len(hashed)
-    assert first >= 8
-    loop(model, optimizer, data[1:])
-    assert len(hashed) == first
+
+    def data():
+        for batch in local(regression(steps=12)):
+            begun.append(batch)
+            yield batch
+
+    loop(model, optimizer, data())
+    assert sorted(set(hashed)) == [1, 2, 3, 5, 9]
+
+
+class OwnBatch(keras.optimizers.SGD):
+    """Scales its update by something that it computes from the rank's own batch."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(gradient * (1 + hvkit.rank()), variable, learning_rate)
+
+
+@pytest.mark.parametrize("loop", [eager_tape, graph_tape])
+def test_an_optimizer_that_uses_the_ranks_own_batch_is_an_error_after_its_first_step(loop):
+    model, optimizer = hvkit.distribute(mlp(), OwnBatch(0.01))
+    assert raised_everywhere(
+        lambda: loop(model, optimizer, local(regression(steps=2))), "kernel of rank"
+    )
 
 
 def test_a_rank_without_gradients_compares_with_the_others():

@@ -6,6 +6,7 @@ from nets import arrays, distributed, local, mlp, raised_everywhere, regression,
 from ranks import error_of, same_on_all_ranks
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 import hvkit
 from hvkit import main_rank
@@ -183,21 +184,50 @@ def test_weights_changed_in_mid_training_are_an_error_within_check_every_steps(r
     )
 
 
-def test_without_check_every_nothing_is_sent_after_the_first_step(monkeypatch):
+@pytest.mark.parametrize(("every", "steps"), [(None, [0, 1, 2, 4, 8]), (3, [0, 3, 6, 9])])
+def test_weights_are_compared_after_1_2_4_8_steps_or_every_so_many(every, steps, monkeypatch):
     from hvkit import runtime
 
-    sent = []
+    sent, done = [], []
     hvd = runtime.engine("torch").hvd
     allgather = hvd.allgather_async
     monkeypatch.setattr(
-        hvd, "allgather_async", lambda *a, **k: (sent.append(k["name"]), allgather(*a, **k))[1]
+        hvd, "allgather_async", lambda *a, **k: (sent.append(len(done)), allgather(*a, **k))[1]
     )
+    model, optimizer = distributed(check_every=every)
+    for batch in local(regression(steps=12)):
+        train(model, optimizer, [batch])
+        done.append(batch)
+    assert sent == steps
+
+
+class OwnBatch(torch.optim.SGD):
+    """Scales its update by something that it computes from the rank's own batch."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.sub_(p.grad, alpha=0.01 * (1 + hvkit.rank()))
+
+
+def test_an_optimizer_that_uses_the_ranks_own_batch_is_an_error_after_its_first_step():
+    model = mlp()
+    model, optimizer = hvkit.distribute(model, OwnBatch(model.parameters(), lr=0.01))
+    data = local(regression(steps=2))
+    train(model, optimizer, data[:1])
+    assert raised_everywhere(
+        lambda: train(model, optimizer, data[1:]), "parameter 0.weight of rank"
+    )
+
+
+def test_masks_that_each_rank_draws_after_the_call_are_named(capsys):
     model, optimizer = distributed()
-    train(model, optimizer, local(regression(steps=5)))
-    assert len(sent) == 1
-    model, optimizer = distributed(check_every=2)
-    train(model, optimizer, local(regression(steps=5)))
-    assert len(sent) == 1 + 3
+    data = local(regression(steps=2))
+    train(model, optimizer, data[:1])
+    torch.manual_seed(hvkit.rank())
+    prune.random_unstructured(model[0], "weight", 0.5)
+    train(model, optimizer, data[1:])
+    assert ("0.weight_mask" in capsys.readouterr().err) == hvkit.is_main()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -244,7 +274,7 @@ def test_rounding_after_the_start_is_one_warning(tmp_path, capsys):
     train(model, optimizer, data[2:])
     checkpoint.save(epoch=0, step=4)
     logged = capsys.readouterr().err
-    assert logged.count("parameter 0.weight of rank 1 differs") == (hvkit.rank() == 0)
+    assert logged.count("parameter 0.weight of rank") == (hvkit.rank() == 0)
     assert logged.count("rounding") == (hvkit.rank() == 0)
 
 
