@@ -1,7 +1,8 @@
 """What this process writes to its terminal or files: ranks' output, and its own lines between it.
 
 A progress bar has no end of line until it is full. What another rank, the launcher or ``hvkit run``
-itself writes meanwhile begins on a line of its own.
+itself writes meanwhile begins on a line of its own. Other output goes into files and pipes byte for
+byte: it may be cut anywhere, and need not be text.
 """
 
 from __future__ import annotations
@@ -29,26 +30,29 @@ class Screen:
         self._locks = {1: threading.Lock(), 2: threading.Lock()}
         # By place: who has left a line unfinished, and in which file.
         self._open: dict[int, tuple[object, int]] = {}
+        # Of these, places where what is unfinished is a progress bar.
+        self._bars: set[int] = set()
 
     def show(self, kind: Kind, data: bytes, writer: object = None) -> None:
-        """Write bytes unchanged.
+        """Write bytes.
 
         Args:
             kind: the stream to write to.
             data: the bytes.
-            writer: whose output that is: a line that somebody else has begun gets its end before.
+            writer: whose output that is: a line that somebody else has begun gets its end before,
+                on a terminal or if it is a progress bar. None: this process, which always begins
+                on a line of its own.
         """
         file = 1 if kind is Kind.STDOUT else 2
         place = self._place(file)
         with self._locks[place]:
-            before = self._open.get(place)
-            if before not in (None, (writer, file)) and not _DRAWS_OVER.match(data):
+            of_another = self._open.get(place) not in (None, (writer, file))
+            apart = writer is None or place in self._bars or os.isatty(file)
+            if of_another and apart and not _DRAWS_OVER.match(data):
                 self._end_line(place)
             _write(file, data)
-            if data.endswith(b"\n"):
-                self._open.pop(place, None)
-            elif data:
-                self._open[place] = (writer, file)
+            if data:
+                self._note_end(place, (writer, file), data)
 
     def end_line(self) -> None:
         """Begin a line of this process's own on standard error."""
@@ -68,9 +72,21 @@ class Screen:
         with contextlib.suppress(BrokenPipeError):
             self.show(Kind.STDERR, "".join(f"{line}\n" for line in lines).encode())
 
+    def _note_end(self, place: int, whose: tuple[object, int], data: bytes) -> None:
+        """Note what the written bytes have left unfinished."""
+        _, end_of_line, rest = data.rpartition(b"\n")
+        if end_of_line or self._open.get(place) != whose:
+            self._open.pop(place, None)
+            self._bars.discard(place)
+        if rest:
+            self._open[place] = whose
+            if b"\r" in rest:
+                self._bars.add(place)
+
     def _end_line(self, place: int) -> None:
         if place in self._open:
             _write(self._open.pop(place)[1], b"\n")
+            self._bars.discard(place)
 
     def _place(self, file: int) -> int:
         return 1 if self._one else file

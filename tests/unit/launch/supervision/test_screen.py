@@ -40,6 +40,32 @@ def test_a_line_of_another_does_not_stand_behind_a_progress_bar():
     assert in_terminal(BARS) == ("\r 50%\r 60%\nepoch 1\n\r 70%\r 7%\nhvkit run: ended by SIGINT\n")
 
 
+def in_pipes(code):
+    """What two pipes get from code."""
+    return subprocess.run(
+        [sys.executable, "-c", BEGIN + code], capture_output=True, check=True, timeout=60
+    )
+
+
+def test_a_pipe_gets_bars_on_lines_of_their_own():
+    got = in_pipes(BARS)
+    assert (got.stdout, got.stderr) == (
+        b"epoch 1\n",
+        b"\r 50%\r 60%\r 70%\r 7%\nhvkit run: ended by SIGINT\n",
+    )
+
+
+def test_a_pipe_gets_other_output_byte_for_byte():
+    got = in_pipes(
+        """
+for writer in (0, 1, 0, "launcher"):
+    screen.show(Kind.STDOUT, bytes(4), writer)
+screen.say("hvkit run: ended")
+"""
+    )
+    assert (got.stdout, got.stderr) == (bytes(16), b"hvkit run: ended\n")
+
+
 @pytest.mark.parametrize(
     ("environ", "coloured"),
     [
