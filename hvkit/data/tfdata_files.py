@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
@@ -43,7 +42,7 @@ def refuse_common_caches(data: tf.data.Dataset) -> None:
     """
     for step in steps_of(data):
         name = _static(step._filename) if type(step).__name__ == "CacheDataset" else None
-        if name and not name.endswith(_of_rank()) and not Path(f"{name}.index").exists():
+        if name and not name.endswith(_of_rank()) and not tf.io.gfile.exists(f"{name}.index"):
             raise ValueError(
                 f"the pipeline has cache({name!r}) before hvkit.shard, so all ranks would write "
                 "that file at once: call cache after hvkit.shard, so that each rank writes a file "

@@ -305,11 +305,15 @@ def test_adopted_processes_that_ended_are_reaped():
     assert done.stdout == "0\n"
 
 
-def test_a_rank_that_ends_well_before_the_others_is_named_if_the_launcher_minds():
+def test_a_rank_that_ends_well_before_the_others_is_named_if_the_launcher_minds(tmp_path):
     """Open MPI does, if it has not called MPI_Finalize."""
     strict = LAUNCHER.replace("any(rank.poll() for", "any(rank.poll() is not None for")
     strict = strict.replace("sys.exit(next", "sys.exit(1 if len({*statuses}) > 1 else next")
-    words = command_line("[ $OMPI_COMM_WORLD_RANK = 1 ] || exec sleep 60")
+    begun = tmp_path / "rank 0 has begun"
+    words = command_line(
+        f"if [ $OMPI_COMM_WORLD_RANK = 0 ]; then touch '{begun}'; exec sleep 60; fi; "
+        f"until [ -e '{begun}' ]; do sleep 0.1; done"
+    )
     words = [strict if word == LAUNCHER else word for word in words]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
