@@ -162,3 +162,30 @@ def test_a_function_that_xla_compiles_is_refused():
     error, text = error_of(lambda: function(tf.ones(2)))
     assert error is ValueError
     assert "hvkit.allgather is inside a tf.function with jit_compile=True" in text
+
+
+def test_a_rank_may_trace_a_graph_while_the_others_do_something_else():
+    """The numbers of rows are constants of which TensorFlow wants to know the sum at once."""
+    z = tf.ones((RANK + 1, 3))
+    total = tf.function(lambda: tf.reduce_sum(gathered(tf.identity(z))))
+    if RANK == 0:
+        total.get_concrete_function()
+    hvkit.barrier()
+    assert total() == 3 * SIZE * (SIZE + 1) / 2
+
+
+def test_gradients_that_are_constants_are_averaged_in_each_step():
+    """A rank that traces a graph anew finds the others also where their graphs are old."""
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, use_bias=False)])
+    model, optimizer = hvkit.distribute(model, keras.optimizers.SGD(1.0))
+    variable = model.trainable_variables[0]
+    variable.assign(np.zeros((3, 1), np.float32))
+
+    @tf.function
+    def step(traced):
+        optimizer.apply([tf.fill((3, 1), 1.0 + RANK)], [variable])
+
+    step(0)
+    step(RANK)
+    step(0)
+    assert variable.numpy() == pytest.approx(-3 * (SIZE + 1) / 2)

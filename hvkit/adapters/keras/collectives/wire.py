@@ -57,11 +57,12 @@ class Wire:
 
     def _allreduce(self, tensor: tf.Tensor, name: str, op: Any) -> tf.Tensor:
         self._counted(of_allreduce(_bytes(tensor), self.size))
-        return self._hvd.allreduce(tensor, op=op, name=name, ignore_name_scope=True)
+        return self._hvd.allreduce(_not_constant(tensor), op=op, name=name, ignore_name_scope=True)
 
     def means(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         """The means over ranks of tensors of one dtype, which travel together."""
         self._counted(of_allreduce(sum(map(_bytes, tensors)), self.size))
+        tensors = [_not_constant(tensor) for tensor in tensors]
         means: list[tf.Tensor] = self._hvd.grouped_allreduce(
             tensors, op=self._hvd.Average, name=name, ignore_name_scope=True
         )
@@ -75,7 +76,7 @@ class Wire:
             name: of the collective.
         """
         self._counted(of_allgather(_bytes(tensor), self.size))
-        return self._hvd.allgather(tensor, name=name, ignore_name_scope=True)
+        return self._hvd.allgather(_not_constant(tensor), name=name, ignore_name_scope=True)
 
     def shares(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         """This rank's share of every rank's tensor, in rank order.
@@ -85,7 +86,7 @@ class Wire:
             name: of the collective.
         """
         self._counted(of_alltoall(_bytes(tensor), self.size))
-        return self._hvd.alltoall(tensor, name=name, ignore_name_scope=True)
+        return self._hvd.alltoall(_not_constant(tensor), name=name, ignore_name_scope=True)
 
     def messages(self, messages: Messages, name: str) -> tf.Tensor:
         """The messages of other ranks to this one, in rank order."""
@@ -93,7 +94,10 @@ class Wire:
         size = _bytes(rows) // max(rows.shape[0], 1)
         self._counted(*of_messages(size, sent, self.rank))
         received, counts = self._hvd.alltoall(
-            rows, splits=tf.constant(sent, tf.int32), name=name, ignore_name_scope=True
+            _not_constant(rows),
+            splits=tf.constant(sent, tf.int32),
+            name=name,
+            ignore_name_scope=True,
         )
         # Also keeps the operation in a graph on ranks that receive nothing.
         expected = tf.constant(messages.received, tf.int32)
@@ -111,6 +115,25 @@ class Wire:
                 return _with_rows(self.shares(rows, name), rows.shape[0])
             case Messages():
                 return self.messages(exchange, name)
+
+
+def _not_constant(tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor itself, of which TensorFlow believes in a graph that it may change.
+
+    Horovod's operations do not say that they have effects. TensorFlow would run one on a constant
+    while it builds or optimises the graph, on this rank alone, and never again.
+    """
+    if tf.executing_eagerly():
+        return tensor
+    same = tf.cond(_true(), lambda: tensor, lambda: tensor)  # without a copy
+    same.set_shape(tensor.shape)
+    return same
+
+
+@functools.cache
+def _true() -> tf.Variable:
+    with tf.init_scope(), tf.device("CPU:0"):
+        return tf.Variable(True, trainable=False)
 
 
 def _with_rows(tensor: tf.Tensor, rows: int) -> tf.Tensor:
