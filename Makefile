@@ -34,9 +34,11 @@ SIDE_BY_SIDE := -n 3
 # a busy machine adds.
 ALONE := tests/cluster/test_recipes_on_hosts.py tests/cluster/test_traffic.py
 
+GOLDEN = tests/golden $(if $(RENEW),--renew "$(RENEW)")
+
 PARTS := lint unit parallel launched recipes examples pages cluster
 
-.PHONY: run test test-all $(PARTS) more-ranks docs chaos bench accuracy oldest image gpu-build nccl-operations setup \
+.PHONY: run test test-all $(PARTS) golden more-ranks docs chaos bench accuracy oldest image gpu-build nccl-operations setup \
 	machine clean-venv
 
 run: setup
@@ -75,6 +77,16 @@ more-ranks: setup
 	$(call RANKS,4) $(addprefix tests/parallel/pytorch/test_torch_,averaging.py rounds.py settled.py)
 	$(call RANKS,2) --without-averaging tests/parallel/pytorch/test_torch_equals_one_process.py \
 		tests/parallel/keras/test_keras_equals_one_process.py
+
+# Every strategy with every compression, and checkpoints of long ago, against weights on record: with
+# kernels that compute alike on all processors. RENEW="Gossip |" writes those records anew.
+golden: export ATEN_CPU_CAPABILITY := default
+golden: export MKL_CBWR := COMPATIBLE
+golden: export TF_ENABLE_ONEDNN_OPTS := 0
+golden: setup
+	python -m pytest $(GOLDEN)
+	$(call RANKS,2) $(GOLDEN)
+	$(call RANKS,3) $(GOLDEN)
 
 # Scripts that fail, each on ranks of its own.
 launched: setup
