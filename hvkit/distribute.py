@@ -67,113 +67,35 @@ def distribute(
 ) -> tuple[Model, Optimizers]:
     """Train this model with its optimizer on all ranks together.
 
-    Call it on every rank, once the model and the optimizer exist (and have loaded their checkpoint,
-    if any) and before the first step. Each update then uses the mean over ranks of the ranks'
-    gradients, so N ranks with batch size B train the model that one process trains with batch size
-    N*B. With one process it changes nothing. ``strategy`` chooses another way to keep the ranks in
-    step; what follows on gradients and weights is for the default.
-
-    **Losses.** A loss that is a sum over samples (``reduction="sum"``) grows with the batch, and
-    the mean of N ranks' sums is 1/N of the sum that one process computes. Take a mean, or multiply
-    the sum by the number of ranks: ``(loss * hvkit.size()).backward()`` in PyTorch,
-    ``model.compile(..., loss_weights=float(hvkit.size()))`` in Keras. Adam hardly notices; SGD,
-    clipping and weight decay do. A loss that divides by something other than the number of samples
-    (class weights, unmasked tokens) becomes a mean of means. If that matters, sum it, and divide
-    by the mean of the divisor over ranks, ``hvkit.average``.
-
-    **Gradients.** In PyTorch they are averaged when ``loss.backward()`` returns. A parameter that
-    only some ranks used counts as zero on the others; one that no rank used keeps a gradient of
-    None. If the script then changes them differently on each rank, call ``hvkit.reduce_gradients``
-    before ``step()``. In Keras they are averaged inside ``optimizer.apply``, which ``fit`` and
-    ``apply_gradients`` call. A Keras model without weights gets rank 0's in its first call, which
-    every rank must make.
-
-    **Random numbers** differ between ranks if you seed with ``seed + hvkit.rank()``: dropout,
-    augmentation and environments should differ. Weights need no equal seeds, since every rank
-    starts with rank 0's. Rank 0 warns if all ranks compute the same gradients in the first step.
-
-    **Several models** that one optimizer updates go into one call, and so do all optimizers of a
-    model: ``models, optimizer = hvkit.distribute([encoder, decoder], optimizer)``. A parameter that
-    belongs to no module, such as SAC's ``log_alpha``, needs only its optimizer: ``distribute(actor,
-    [actor_optimizer, alpha_optimizer])``.
-
-    **Weights** must stay the same on all ranks: loading or changing them on some ranks after the
-    call is an error. Keep values of a single rank in a buffer or a non-trainable variable. A copy
-    of the model (``copy.deepcopy``) is not distributed. In PyTorch, an optimizer that was not
-    passed must not update the model, and ``torch.distributed`` must not train it as well.
-
-    **Metrics** that a rank computes in its own loop are its own: average a validation loss with
-    ``hvkit.average`` before a scheduler or an early stop uses it. In Keras, ``fit`` and
-    ``evaluate`` return the metrics of all ranks, and every rank must call them. They add up the
-    states of metrics, such as totals, counts and confusion matrices. If a variable of your own
-    metric does not add up, give it another ``aggregation`` in ``add_variable``. Rank 0 warns of
-    results that differ between ranks even so, of which all use the mean.
-
-    **Layers that adapt** (Keras: ``Normalization``, ``StringLookup`` and the like) compute on all
-    ranks with what rank 0's have learnt. Adapt them to all of the data, before ``hvkit.shard``.
-
-    **The learning rate** is yours. hvkit never changes the rate that you set in the optimizer, that
-    schedulers and callbacks read and write, and that checkpoints hold. By default updates use it
-    unchanged, as one process with the N times larger batch would. Scaling and warm-up multiply it
-    inside the update only. Rank 0 logs the rate that a step uses.
+    Call it on every rank before the first step, once both have loaded their checkpoint, if any.
+    Each update then uses the mean over ranks of the ranks' gradients, so N ranks with batch size B
+    train the model that one process trains with batch size N*B. One process trains as without it.
+    PyTorch's gradients are averaged when ``backward()`` returns, Keras's inside
+    ``optimizer.apply``, which ``fit`` calls. Take the mean over samples as the loss; multiply a sum
+    by ``hvkit.size()``. All ranks begin with rank 0's weights; do not change them on some later.
 
     Args:
-        model: a ``torch.nn.Module`` or a ``keras.Model`` (Keras 3 on TensorFlow), or a list or
-            tuple of them.
-        optimizer: a ``torch.optim.Optimizer`` or ``keras.optimizers.Optimizer`` that updates the
-            model, or a list or tuple of all of them, including those of later training phases.
-        lr_scaling: the factor on the learning rate: 1 for ``"none"``, the world size for
-            ``"linear"``, its square root for ``"sqrt"``. The last two suit a rate that was chosen
-            for one process and one rank's batch. The ``lr`` of LBFGS is never scaled: it is a step
-            length, which suits batches of any size.
-        warmup_steps: the number of optimizer steps in which the rate grows linearly from that of a
-            single process to the full one; 0 for none. With ``lr_scaling`` it begins with your
-            rate, and without with your rate divided by the number of ranks. Schedulers and
-            ``LearningRateSchedule`` objects run undisturbed underneath.
-        warmup_epochs: the same in epochs, possibly a fraction; needs ``steps_per_epoch``.
+        model: a ``torch.nn.Module`` or a ``keras.Model`` (Keras 3 on TensorFlow), or a list of them
+            that train together.
+        optimizer: the one that updates the model, or a list of all, also of later phases. It may
+            hold parameters of no module, such as SAC's ``log_alpha``.
+        lr_scaling: the factor on the learning rate inside an update: 1 for ``"none"``, the world
+            size for ``"linear"``, its square root for ``"sqrt"``. The rate you set stays yours.
+        warmup_steps: optimizer steps in which the rate grows to the full one; 0 for none.
+        warmup_epochs: the same in epochs, also a fraction; needs ``steps_per_epoch``.
         steps_per_epoch: each rank's optimizer steps in an epoch.
-        strategy: how the ranks are kept in step. ``hvkit.Synchronous()`` averages the gradients in
-            every step; ``hvkit.ShardedOptimizer()`` and, in PyTorch, ``hvkit.FullyShard()`` do so
-            too, and divide the memory among the ranks. ``hvkit.LocalSGD(every=16)`` and
-            ``hvkit.DiLoCo(every=50)`` let each rank take so many steps alone, then agree on the
-            weights; ``hvkit.Gossip()`` agrees with neighbours. Their ranks' weights differ:
-            evaluate and save under ``with hvkit.settled(model):`` (``fit``'s validation,
-            ``evaluate`` and ``hvkit.Checkpoint`` do). They exclude ``batch_norm="sync"`` and
-            ``check_every``, and so does ``hvkit.ParameterServer(staleness=3)``, with which ranks
-            exchange weights with rank 0 without waiting for each other. ``hvkit.DeMo()`` sends
-            little in every step, and ``hvkit.Centralized()`` is for comparison.
-        accumulate: PyTorch only: the number of backward passes before each ``optimizer.step()``.
-            Gradients add up locally and are averaged over ranks in the last pass. As without
-            hvkit, the script divides the loss by this number. A step after fewer passes averages
-            itself; if the script clips before it, see ``hvkit.reduce_gradients``. In Keras, set
+        strategy: how the ranks are kept in step, such as ``hvkit.DiLoCo(every=50)``. Where ranks'
+            weights differ between agreements, evaluate under ``with hvkit.settled(model):``.
+        accumulate: backward passes before each ``optimizer.step()``, in PyTorch; in Keras, set
             ``gradient_accumulation_steps`` on the optimizer.
-        compression: how gradients, or the changes of the weights in a round, travel between ranks;
-            they are still summed in 32 bits. ``"bf16"`` and ``"fp16"`` halve the bytes: bf16 has
-            the range of float32 and 8 bits of precision; fp16 has 11, but turns values beyond 65504
-            into infinity and those below 6e-8 into zero. ``"int8"`` sends a quarter: blocks of 256
-            values, each with a scale of its own. ``hvkit.TopK(ratio=0.01)`` sends the largest
-            values and ``hvkit.PowerSGD(rank=4)`` low-rank factors; what they leave out counts in
-            the next step, so they take ``accumulate`` for several backward passes in a step, and
-            exclude a ``GradScaler`` in PyTorch. Only float32 is compressed, and the rows of sparse
-            gradients only to 16 bits.
-        batch_norm: ``"average"``: each rank normalises with the statistics of its own batch, and
-            every update averages the running statistics over ranks, so all ranks evaluate and save
-            the same model. ``"local"``: each rank keeps running statistics of its own. ``"sync"``:
-            ranks normalise with the statistics of all ranks' batches together, as one process with
-            the larger batch would; for small batches, at the cost of a collective per layer. Layers
-            made for it (``torch.nn.SyncBatchNorm``, ``BatchNormalization(synchronized=True)``) do
-            so with ``"average"``, too.
-        check_every: compare the ranks' weights every this many optimizer steps, and raise if they
-            differ. None: before the first update, after 1, 2, 4, 8, ... updates, in
-            ``hvkit.Checkpoint.save``, and in Keras at the end of each epoch of ``fit``.
-        on_nonfinite: what follows a gradient with NaN or infinite values on any rank, before it
-            spoils the mean. ``"stop"``: every rank raises FloatingPointError, which names the rank
-            and the parameter. ``"skip"``: no rank takes the step, rank 0 logs the same sentence,
-            and batch norm keeps finite running statistics. ``"ignore"``: nothing; the check costs a
-            pass over the gradients. For strategies that average gradients, without a ``GradScaler``
-            or ``LossScaleOptimizer``, which skip such steps themselves.
-        monitor: records the learning rate and the norm of the gradients, and in Keras every step
-            of ``fit``.
+        compression: how float32 gradients, or a round's changes of weights, travel: ``"bf16"``,
+            ``"fp16"``, ``"int8"``, ``hvkit.TopK(ratio=0.01)`` or ``hvkit.PowerSGD(rank=4)``.
+        batch_norm: ``"average"`` averages running statistics over ranks; ``"sync"`` normalises with
+            the batches of all ranks together; ``"local"`` leaves each rank its own.
+        check_every: compare the ranks' weights every this many steps; None after 0, 1, 2, 4, 8, ...
+        on_nonfinite: after NaN or infinite gradients on any rank, ``"stop"`` raises
+            FloatingPointError on all, ``"skip"`` leaves the step out; both name the rank.
+        monitor: records the learning rate and gradients' norm, and each step of Keras's ``fit``.
 
     Returns:
         The same model and optimizer objects (or the lists) that were passed in.
@@ -181,12 +103,11 @@ def distribute(
     Raises:
         TypeError: the model or optimizer has an unsupported type, or they belong to different
             frameworks.
-        ValueError: an argument has a wrong value, the optimizer does not hold the model's
-            parameters, or updates a module with buffers or batch norm that was not passed, an
-            earlier call got one of them, or a layer cannot be synchronised.
+        ValueError: an argument has a wrong value; the optimizer does not hold the model's
+            parameters, or updates a module with buffers or batch norm that was not passed; an
+            earlier call got one of them; or a layer cannot be synchronised.
         RanksDisagreeError: the ranks' models, optimizers or arguments differ. Later, in
-            ``backward``, an update, ``fit`` or a save: their weights differ, because some ranks
-            loaded or changed theirs alone; in PyTorch, also their rates or frozen parameters.
+            ``backward``, an update, ``fit`` or a save: their weights, rates or frozen parameters.
         HorovodNotFoundError: several ranks were launched, but there is no usable Horovod.
         LaunchError: Horovod sees another number of ranks than were launched, this host has more
             ranks than GPUs, or the script itself has started several processes that train.

@@ -29,75 +29,21 @@ def shard(
     together all samples. A batch size is that of one rank: step k of N ranks reads what one
     process with an N times larger batch would read in step k. If the samples of the last step
     cannot be divided evenly, fewer than N of them are repeated; with ``drop_last`` the step is
-    left out instead.
+    left out instead. With one rank the result reads what ``data`` reads, bit for bit.
 
-    For evaluation, pass ``exact=True``: every sample is on exactly one rank, in the original
-    order, even with a DataLoader's ``drop_last`` (samples that ``drop_remainder`` dropped in
-    tf.data stay dropped). Parts may differ by one sample, by one element of tf.data, or by one
-    batch of a batch sampler, and may be empty. One rank may evaluate alone, but not with a sampler
-    of your own, since ranks compare what it returns.
-
-    With one rank the result reads what ``data`` reads, bit for bit, unless there is a ``seed``.
-
-    - **DataLoader**: keeps its collate function, workers, pinning and ``drop_last``. Every
-      iteration is a new epoch. Your sampler or batch sampler, or that of ``shuffle=True``, runs on
-      every rank. It begins with the states of rank 0's random generators (Python's, NumPy's,
-      PyTorch's, and its ``generator``), so N ranks read what rank 0 would read in one process, and
-      must return the same order everywhere. It is read step by step, and may have no end and no
-      length. The batches of a batch sampler of your own stay whole, whatever their sizes: each
-      rank takes one of N. If fewer than N are left for the last step, some ranks repeat one.
-      The loader has ``state_dict()`` and ``load_state_dict()`` for its position, to resume on any
-      number of ranks. Every rank must iterate over it equally often. ``loader.dataset`` is this
-      rank's part, as for a Dataset below: ``correct / len(loader.dataset)`` is the accuracy on it;
-      average it with ``weight=len(loader.dataset)``. Another loader made from ``loader.dataset``
-      and ``loader.batch_sampler`` reads the same batches; the position then moves only when an
-      epoch ends.
-      If MPI may use InfiniBand, where forks are not safe, ``forkserver`` starts the workers unless
-      the loader has a ``multiprocessing_context``. The script then needs
-      ``if __name__ == "__main__"``, and the dataset and functions must pickle.
-    - **DataLoader of an IterableDataset**: every rank reads the whole stream, which must be the
-      same everywhere, and keeps its part. With workers, the dataset must split itself among them,
-      as without hvkit. It has no position to resume from.
-    - **Dataset**: every N-th sample, repeated to equal length: a ``Subset`` that has the
-      attributes of the dataset.
-    - **Arrays** of shape (n, ...): every N-th row, repeated to equal length; views if nothing is
-      repeated.
-    - **tf.data.Dataset**: a pipeline that ends in batches is regrouped into the batches of N
-      ranks. If a ``map``, ``filter`` or other function follows the last batch, elements stay whole
-      (a batch, or a sequence cut by ``batch``), and this rank takes every N-th element, as from a
-      pipeline without batches; that is cheapest right after the source. If ``batch`` cuts
-      sequences, call shard after the ``map`` that follows it, not between the two. Shuffles need a
-      seed, and the same ``tf.random.set_seed`` on every rank. Infinite pipelines stay infinite.
-    - **PyDataset**: batch i of this rank is batch i*N + rank; the last N are divided evenly, or if
-      their samples have different shapes, stay whole, and some are repeated. ``on_epoch_end`` runs
-      on every rank with the states of rank 0's random generators. It has ``state_dict()`` and
-      ``load_state_dict()``, which call ``on_epoch_end`` once for each saved epoch. ``fit`` shuffles
-      the batches with Python's ``random`` unless ``shuffle=False``: each rank still sees its part
-      once in an epoch, but steps match those of one process only if all ranks seed ``random``
-      alike.
-
-    For training, every rank must call it with the same data in the same order: split and permute
-    data with a seed that all ranks share. Ranks compare lengths, rows of arrays, the indices of a
-    ``Subset`` and the labels of a PyDataset's first batch. They must also iterate equally often, so
-    look at samples in the original data.
-
-    With ``dynamic=True`` a rank gets no part: each batch goes to the rank that wants one next, so
-    fast ranks take more, and together they read each sample once in an epoch. This is for training
-    with ``hvkit.ParameterServer``, whose ranks may take different numbers of steps, and which hands
-    out the batches; ``staleness=None`` lets fast ranks go ahead. It takes a DataLoader with a
-    ``batch_size`` and PyTorch's own samplers, whose length is then the mean over ranks, or a
-    ``tf.data.Dataset``, whose elements every rank reads and skips. Workers take batches ahead: a
-    run that is resumed in the middle of an epoch leaves out those that they had not delivered.
+    Every rank must call it with the same data in the same order, and iterate equally often: split
+    and permute data with a seed that all ranks share.
 
     Args:
-        data: one of the kinds above.
-        exact: True for evaluation.
-        seed: None for the order that rank 0 would read in one process. With a number, not
-            negative and the same on every rank, the random numbers of an epoch (of samplers and of
-            ``on_epoch_end``) begin with a seed computed from ``seed`` and the epoch, also with one
-            rank, and draw none from the global generators; ``set_epoch`` of your sampler is called.
-            An ``IterableDataset`` on several ranks, and ``dynamic=True``, use 0 for None.
-        dynamic: whether each batch goes to the rank that wants one next; not with ``exact``.
+        data: a ``DataLoader``, a ``torch.utils.data.Dataset``, a ``tf.data.Dataset``, a Keras
+            ``PyDataset``; or arrays of shape (n, ...), and tuples, lists and dicts of them.
+        exact: True for evaluation: every sample is on exactly one rank, in the original order.
+            Parts may differ by one sample (or one element or batch), and may be empty.
+        seed: None for the order that rank 0 would read in one process. With a number, the same on
+            every rank and not negative, the random numbers of an epoch begin with a seed computed
+            from it and the epoch, also with one rank.
+        dynamic: give no part: each batch goes to the rank that wants one next, for
+            ``hvkit.ParameterServer``; not with ``exact``.
 
     Raises:
         TypeError: ``data`` is of another kind, or an argument of another type.
