@@ -13,7 +13,11 @@ setup(
     description="Horovod's ring-allreduce for today's PyTorch and Keras, with one call",
     python_requires=">=3.11",
     packages=find_packages(include=["hvkit", "hvkit.*"]),
-    package_data={"hvkit": ["py.typed"], "hvkit.monitor": ["report.html"]},
+    package_data={
+        "hvkit": ["py.typed"],
+        "hvkit.manifest": ["mpijob.yaml", "slurm_job.sh"],
+        "hvkit.monitor": ["report.html"],
+    },
     # 4.1: the first mpi4py that comes as a wheel for every MPI.
     install_requires=[
         "filelock>=4.0",

@@ -27,7 +27,7 @@ _DAY = 86400.0
 def add_number_of_ranks(parser: argparse._ActionsContainer, default: str) -> None:
     """Add ``-np`` under all of its names; ``default`` says what happens without it."""
     parser.add_argument(
-        *NUMBER_OF_RANKS, type=_number_of_ranks, metavar="N", help=f"ranks ({default})"
+        *NUMBER_OF_RANKS, type=number_of_ranks, metavar="N", help=f"ranks ({default})"
     )
 
 
@@ -172,7 +172,7 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def _number_of_ranks(text: str) -> int:
+def number_of_ranks(text: str) -> int:
     """A positive integer, also after a ``p``: for argparse, ``-np2`` is ``-n p2``."""
     return positive(text.removeprefix("p"))
 

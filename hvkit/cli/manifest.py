@@ -1,24 +1,154 @@
-"""``hvkit manifest``: ``mpijob`` and ``slurm``."""
+"""``hvkit manifest``: ``mpijob`` and ``slurm``.
+
+The tables of options say everything about an option. Its value gets into the written text where
+the template, ``hvkit/manifest/mpijob.yaml`` or ``slurm_job.sh``, has the option's name.
+"""
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from hvkit.cli.arguments import (
     COMMAND_BEGINS,
     COMMAND_MISSING,
-    add_number_of_ranks,
+    NUMBER_OF_RANKS,
     add_watching,
+    number_of_ranks,
     positive,
     watching,
 )
 from hvkit.cli.command_parser import CommandParser
 from hvkit.cli.foreign_options import FOREIGN_IN_MANIFESTS
-from hvkit.manifest import MPIJob, Size, SlurmJob, fields
-from hvkit.manifest.mpijob import volume, yaml_text
+from hvkit.manifest import fields, mpijob, slurm_job
+from hvkit.manifest.fields import HvkitRun, Size
 
-_T = TypeVar("_T")
+
+@dataclass(frozen=True)
+class _Option:
+    """An option of ``hvkit manifest``."""
+
+    name: str  # with a word for the value
+    check: Callable[[str], Any]  # makes the value from the text, or says what it accepts
+    help: str = ""  # {host} and {noun} are the format's words
+    default: str | None = None  # as a user would write it
+    required: bool = False
+    repeated: bool = False
+    aliases: tuple[str, ...] = ()
+
+
+_SIZE = (
+    _Option("-np N", number_of_ranks, "ranks", required=True, aliases=NUMBER_OF_RANKS[1:]),
+    _Option(
+        "--slots N",
+        positive,
+        "ranks per {host}, at most; the last {host} may have fewer",
+        required=True,
+    ),
+    _Option("--gpus N", positive, "GPUs for each rank"),
+)
+_ENV = _Option(
+    "--env NAME=VALUE",
+    fields.assignment,
+    "environment variable for all ranks, readable in the {noun}: no secrets",
+    repeated=True,
+)
+_OF_MPIJOB = (
+    _Option("--image IMAGE", fields.image, "of all pods", required=True),
+    _Option("--name NAME", fields.job_name, "of the job", "hvkit"),
+    _Option("--namespace NAMESPACE", fields.label, "(default: kubectl's)"),
+    *_SIZE,
+    _Option(
+        "--cpus CORES",
+        fields.cpus,
+        "cores for each rank, such as 4, 0.5 or 500m (default: no limit)",
+    ),
+    _Option(
+        "--memory AMOUNT", fields.memory, "memory for each rank, such as 16Gi (default: no limit)"
+    ),
+    _Option(
+        "--shm-size AMOUNT",
+        fields.memory,
+        "shared memory of each worker, a part of its memory",
+        "2Gi",
+    ),
+    _Option(
+        "--volume CLAIM:PATH",
+        fields.volume,
+        "mount this PersistentVolumeClaim at PATH in the workers and the launcher, for data, "
+        "checkpoints and logs: files elsewhere disappear with their pod. Pods on several nodes "
+        "need a claim of access mode ReadWriteMany",
+        repeated=True,
+    ),
+    _Option("--launcher-cpus CORES", fields.cpus, "cores for the pod that watches the ranks", "1"),
+    _Option(
+        "--launcher-memory AMOUNT",
+        fields.memory,
+        "memory for the pod that watches the ranks",
+        "1Gi",
+    ),
+    _Option(
+        "--retries N",
+        fields.count,
+        "times to start again after a failure, for scripts that resume",
+        "0",
+    ),
+    _ENV,
+)
+_OF_SLURM = (
+    *_SIZE,
+    _Option("--job-name NAME", fields.slurm_name, default="hvkit"),
+    _Option("--cpus N", positive, "cores for each rank"),
+    _Option("--memory AMOUNT", fields.slurm_memory, "memory for each rank, such as 16G"),
+    _Option("--time HH:MM:SS", fields.duration, "time limit"),
+    _Option("--partition NAME", fields.slurm_names, "where to run"),
+    _Option("--account NAME", fields.slurm_name, "account to charge"),
+    _Option(
+        "--sbatch OPTION",
+        fields.sbatch_option,
+        "a further option of sbatch, with an equals sign: `--sbatch=--qos=high`",
+        repeated=True,
+    ),
+    _ENV,
+)
+
+
+@dataclass(frozen=True)
+class _Format:
+    """What ``hvkit manifest`` can write."""
+
+    name: str  # the subcommand
+    options: tuple[_Option, ...]
+    write: Callable[[Mapping[str, Any], HvkitRun], str]  # from the values of options, by name
+    host: str  # the word for a host
+    noun: str  # the word for what is written
+    help: str
+    description: str
+
+
+_FORMATS = (
+    _Format(
+        "mpijob",
+        _OF_MPIJOB,
+        mpijob.manifest,
+        host="worker",
+        noun="manifest",
+        help="an MPIJob for the Kubeflow MPI operator, in YAML",
+        description="Write an MPIJob (kubeflow.org/v2beta1) that runs COMMAND on every rank, for "
+        "`kubectl apply -f -`. The image must be built from hvkit's Dockerfile.",
+    ),
+    _Format(
+        "slurm",
+        _OF_SLURM,
+        slurm_job.script,
+        host="host",
+        noun="script",
+        help="a batch script for Slurm",
+        description="Write a script for `sbatch` that runs COMMAND on every rank, in the folder "
+        "from which it is submitted and with the Python environment of this hvkit.",
+    ),
+)
 
 
 def add_to(commands: "argparse._SubParsersAction[CommandParser]") -> None:
@@ -30,225 +160,69 @@ def add_to(commands: "argparse._SubParsersAction[CommandParser]") -> None:
         allow_abbrev=False,
     )
     systems = parser.add_subparsers(title="systems", required=True, metavar="SYSTEM")
-    _add_mpijob(systems)
-    _add_slurm(systems)
+    for form in _FORMATS:
+        _add_format(systems, form)
 
 
-def _add_mpijob(systems: "argparse._SubParsersAction[CommandParser]") -> None:
+def _add_format(systems: "argparse._SubParsersAction[CommandParser]", form: _Format) -> None:
+    required = [option.name for option in form.options if option.required]
     parser = systems.add_parser(
-        "mpijob",
-        help="an MPIJob for the Kubeflow MPI operator, in YAML",
-        usage="hvkit manifest mpijob --image IMAGE -np N --slots N [options] COMMAND ...",
-        description="Write an MPIJob (kubeflow.org/v2beta1) that runs COMMAND on every rank, for "
-        "`kubectl apply -f -`. The image must be built from hvkit's Dockerfile.",
+        form.name,
+        help=form.help,
+        usage=f"hvkit manifest {form.name} {' '.join(required)} [options] COMMAND ...",
+        description=form.description,
         foreign=FOREIGN_IN_MANIFESTS,
         allow_abbrev=False,
     )
-    parser.add_argument("--image", type=_checked(fields.image), help="of all pods (required)")
-    parser.add_argument(
-        "--name",
-        type=_checked(fields.job_name),
-        default="hvkit",
-        help="of the job (default: hvkit)",
-    )
-    parser.add_argument("--namespace", type=_checked(fields.label), help="(default: kubectl's)")
-    _add_size(parser, "worker")
-    _add_worker_options(parser)
-    _add_launcher_options(parser)
-    _add_run_options(parser, "manifest")
-    _add_command(parser, _mpijob)
-
-
-def _add_worker_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--cpus",
-        type=_checked(fields.cpus),
-        metavar="CORES",
-        help="cores for each rank, such as 4, 0.5 or 500m (default: no limit)",
-    )
-    parser.add_argument(
-        "--memory",
-        type=_checked(fields.memory),
-        metavar="AMOUNT",
-        help="memory for each rank, such as 16Gi (default: no limit)",
-    )
-    parser.add_argument(
-        "--shm-size",
-        type=_checked(fields.memory),
-        default="2Gi",
-        metavar="AMOUNT",
-        help="shared memory of each worker, a part of its memory (default: 2Gi)",
-    )
-    parser.add_argument(
-        "--volume",
-        dest="volumes",
-        action="append",
-        default=[],
-        type=_checked(volume),
-        metavar="CLAIM:PATH",
-        help="mount this PersistentVolumeClaim at PATH in the workers and the launcher, for data, "
-        "checkpoints and logs: files elsewhere disappear with their pod. Pods on several nodes "
-        "need a claim of access mode ReadWriteMany; may be repeated",
-    )
-
-
-def _add_launcher_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--launcher-cpus",
-        type=_checked(fields.cpus),
-        default="1",
-        metavar="CORES",
-        help="cores for the pod that watches the ranks (default: 1)",
-    )
-    parser.add_argument(
-        "--launcher-memory",
-        type=_checked(fields.memory),
-        default="1Gi",
-        metavar="AMOUNT",
-        help="memory for the pod that watches the ranks (default: 1Gi)",
-    )
-    parser.add_argument(
-        "--retries",
-        type=_count,
-        default=0,
-        metavar="N",
-        help="times to start again after a failure, for scripts that resume (default: 0)",
-    )
-
-
-def _mpijob(args: argparse.Namespace) -> str:
-    job = MPIJob(
-        image=args.image,
-        command=_command_of(args),
-        size=_size_of(args),
-        name=args.name,
-        namespace=args.namespace,
-        gpus=args.gpus,
-        cpus=args.cpus,
-        memory=args.memory,
-        shared_memory=args.shm_size,
-        launcher_cpus=args.launcher_cpus,
-        launcher_memory=args.launcher_memory,
-        retries=args.retries,
-        grace=args.grace,
-        variables=_variables_of(args),
-        volumes=tuple(args.volumes),
-        run_options=_run_options_of(args),
-    )
-    return yaml_text(job.document())
-
-
-def _add_slurm(systems: "argparse._SubParsersAction[CommandParser]") -> None:
-    parser = systems.add_parser(
-        "slurm",
-        help="a batch script for Slurm",
-        usage="hvkit manifest slurm -np N --slots N [options] COMMAND ...",
-        description="Write a script for `sbatch` that runs COMMAND on every rank, in the folder "
-        "from which it is submitted and with the Python environment of this hvkit.",
-        foreign=FOREIGN_IN_MANIFESTS,
-        allow_abbrev=False,
-    )
-    _add_size(parser, "host")
-    parser.add_argument(
-        "--job-name",
-        type=_checked(fields.slurm_name),
-        default="hvkit",
-        metavar="NAME",
-        help="(default: hvkit)",
-    )
-    parser.add_argument("--cpus", type=positive, metavar="N", help="cores for each rank")
-    parser.add_argument(
-        "--memory",
-        type=_checked(fields.slurm_memory),
-        metavar="AMOUNT",
-        help="memory for each rank, such as 16G",
-    )
-    parser.add_argument(
-        "--time", type=_checked(fields.duration), metavar="HH:MM:SS", help="time limit"
-    )
-    parser.add_argument(
-        "--partition", type=_checked(fields.slurm_names), metavar="NAME", help="where to run"
-    )
-    parser.add_argument(
-        "--account", type=_checked(fields.slurm_name), metavar="NAME", help="account to charge"
-    )
-    parser.add_argument(
-        "--sbatch",
-        dest="sbatch_options",
-        action="append",
-        default=[],
-        type=_checked(fields.sbatch_option),
-        metavar="OPTION",
-        help="a further option of sbatch, with an equals sign: `--sbatch=--qos=high`; "
-        "may be repeated",
-    )
-    _add_run_options(parser, "script")
-    _add_command(parser, _batch_script)
-
-
-def _batch_script(args: argparse.Namespace) -> str:
-    return SlurmJob(
-        command=_command_of(args),
-        size=_size_of(args),
-        name=args.job_name,
-        gpus=args.gpus,
-        cpus=args.cpus,
-        memory=args.memory,
-        time=args.time,
-        partition=args.partition,
-        account=args.account,
-        variables=_variables_of(args),
-        sbatch_options=tuple(args.sbatch_options),
-        run_options=_run_options_of(args),
-    ).script()
-
-
-def _add_size(parser: argparse.ArgumentParser, host: str) -> None:
-    """Add the numbers of ranks, slots and GPUs; ``host`` is the system's word for a host."""
-    add_number_of_ranks(parser, "required")
-    parser.add_argument(
-        "--slots",
-        type=positive,
-        metavar="N",
-        help=f"ranks per {host}, at most; the last {host} may have fewer (required)",
-    )
-    parser.add_argument("--gpus", type=positive, default=0, metavar="N", help="GPUs for each rank")
-
-
-def _add_run_options(parser: argparse.ArgumentParser, manifest: str) -> None:
-    """Add the options that go on to ``hvkit run``; ``manifest`` names the text that is written."""
-    parser.add_argument(
-        "--env",
-        action="append",
-        default=[],
-        type=_checked(fields.assignment),
-        metavar="NAME=VALUE",
-        help=f"environment variable for all ranks, readable in the {manifest}: no secrets; "
-        "may be repeated",
-    )
+    for option in form.options:
+        name, metavar = option.name.split()
+        parser.add_argument(
+            name,
+            *option.aliases,
+            type=_argument_type(option.check),
+            metavar=metavar,
+            help=_help(option, form),
+            default=[] if option.repeated else option.default,
+            action="append" if option.repeated else "store",
+        )
     add_watching(parser)
-
-
-def _add_command(
-    parser: argparse.ArgumentParser, manifest: Callable[[argparse.Namespace], str]
-) -> None:
-    """Add the command that ranks run; ``manifest`` turns the arguments into the text to print."""
     parser.add_argument(
         "command",
         nargs=argparse.REMAINDER,
         metavar="COMMAND ...",
         help="a script, or a program with its arguments; options after it are its own",
     )
-    parser.set_defaults(execute=_execute, manifest=manifest, refuse=parser.error)
+    parser.set_defaults(execute=_execute, form=form, refuse=parser.error)
+
+
+def _help(option: _Option, form: _Format) -> str:
+    text = option.help.format(host=form.host, noun=form.noun)
+    if option.required:
+        text += " (required)"
+    if option.default is not None:
+        text += f" (default: {option.default})"
+    return text.strip() + ("; may be repeated" if option.repeated else "")
+
+
+def _argument_type(check: Callable[[str], Any]) -> Callable[[str], Any]:
+    """An argparse type that reports the ``ValueError`` of ``check`` with its own message."""
+
+    def converted(text: str) -> Any:
+        try:
+            return check(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return converted
 
 
 def _execute(args: argparse.Namespace) -> int:
     try:
-        _check_required(args)
-        text = args.manifest(args)
+        run = _run_of(args)
+        text = args.form.write(vars(args), run)
     except ValueError as error:
         args.refuse(str(error))
-    size = _size_of(args)
+    size = run.size
     if size.idle:
         print(
             f"hvkit: note: {size.ranks} ranks on {size.hosts} x {size.slots} slots; idle slots on "
@@ -259,15 +233,29 @@ def _execute(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_required(args: argparse.Namespace) -> None:
-    """Require options here: argparse would complain about a missing one before an unknown one."""
-    for option, name in (("--image", "image"), ("-np", "np"), ("--slots", "slots")):
-        if getattr(args, name, "not an option") is None:
-            raise ValueError(f"{option} is missing")
+def _run_of(args: argparse.Namespace) -> HvkitRun:
+    """The ``hvkit run`` that the arguments describe; refuses those that do not go together."""
+    # Not by argparse, which would complain about a missing option before an unknown one.
+    for name in (option.name.split()[0] for option in args.form.options if option.required):
+        if getattr(args, name.strip("-")) is None:
+            raise ValueError(f"{name} is missing")
+    return HvkitRun(
+        size=Size.of(args.np, args.slots),
+        command=_command_of(args),
+        variables=_variables_of(args),
+        options=_run_options_of(args),
+    )
 
 
-def _size_of(args: argparse.Namespace) -> Size:
-    return Size.of(args.np, args.slots)
+def _command_of(args: argparse.Namespace) -> tuple[str, ...]:
+    """The command, without a ``--`` before it."""
+    words: Sequence[str] = args.command
+    command = words[1:] if words[:1] == ["--"] else words
+    if not command:
+        raise ValueError(COMMAND_MISSING)
+    if not command[0] or command[0].startswith("-"):
+        raise ValueError(f"{COMMAND_BEGINS}, got {command[0]!r}")
+    return tuple(map(fields.utf8, command))
 
 
 def _variables_of(args: argparse.Namespace) -> dict[str, str]:
@@ -289,33 +277,3 @@ def _run_options_of(args: argparse.Namespace) -> tuple[str, ...]:
                 f"{args.np - 1}"
             )
     return tuple(map(fields.utf8, watching(args)))
-
-
-def _command_of(args: argparse.Namespace) -> tuple[str, ...]:
-    """The command, without a ``--`` before it."""
-    words: Sequence[str] = args.command
-    command = words[1:] if words[:1] == ["--"] else words
-    if not command:
-        raise ValueError(COMMAND_MISSING)
-    if not command[0] or command[0].startswith("-"):
-        raise ValueError(f"{COMMAND_BEGINS}, got {command[0]!r}")
-    return tuple(map(fields.utf8, command))
-
-
-def _checked(check: Callable[[str], _T]) -> Callable[[str], _T]:
-    """An argparse type that reports the ``ValueError`` of ``check`` with its own message."""
-
-    def converted(text: str) -> _T:
-        try:
-            return check(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return converted
-
-
-def _count(text: str) -> int:
-    """An integer, 0 or more."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be 0 or a positive integer, got {text!r}")
-    return int(text)

@@ -2,16 +2,10 @@
 
 ::
 
-    hvkit.cli.manifest          reads the options, builds one of these, prints its text
-    ├── mpijob.MPIJob           a Kubernetes resource for the MPI operator, as YAML
-    ├── slurm_job.SlurmJob      a script for sbatch
-    └── fields                  what both consist of: size, names, amounts; each checks its text
+    hvkit.cli.manifest          the table of options; reads them, prints one of these
+    ├── mpijob                  a Kubernetes resource for the MPI operator: values for mpijob.yaml
+    ├── slurm_job               a script for sbatch: values for slurm_job.sh
+    └── fields                  what options accept: names, amounts; what ``hvkit run`` starts
 
 Both start ``hvkit run``, which finds the hosts in the environment of the operator or of Slurm.
 """
-
-from hvkit.manifest.fields import Size
-from hvkit.manifest.mpijob import MPIJob
-from hvkit.manifest.slurm_job import SlurmJob
-
-__all__ = ["MPIJob", "Size", "SlurmJob"]

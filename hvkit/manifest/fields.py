@@ -1,30 +1,14 @@
-"""The values in a manifest: the size of the run, names, and amounts of CPU and memory.
+"""What is in a manifest: the command that it starts, and the values of its options.
 
-A function here takes the text that a user wrote, checks it, and returns the value. All raise
-``ValueError`` for text they do not accept, and name in the message what they accept and what they
-got.
+A check takes the text that a user wrote and returns the value. All raise ``ValueError`` for text
+they do not accept, and name in the message what they accept and what they got.
 """
 
 import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
-
-_LABEL = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
-_PART_OF_SUBDOMAIN = r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?"
-_SUBDOMAIN = re.compile(rf"{_PART_OF_SUBDOMAIN}(?:\.{_PART_OF_SUBDOMAIN})*", re.ASCII)
-_LONGEST_SUBDOMAIN = 253
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
-_SLURM_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+@-]*", re.ASCII)
-_SBATCH_OPTION = re.compile(r"--[a-z][a-z0-9-]*(?:[= ].+)?", re.ASCII)
-_DURATION = re.compile(r"(?:\d+-)?\d{1,3}:[0-5]\d:[0-5]\d", re.ASCII)
-
-# registry.example.com:5000/team/hvkit:1.0@sha256:...
-# The part before the first slash is a host only if it has a dot or a port.
-_DOMAIN = r"[A-Za-z0-9-]+(?:(?:\.[A-Za-z0-9-]+)+(?::\d+)?|:\d+)"
-_PART = r"[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*"
-_TAG = r":\w[\w.-]{0,127}"
-_DIGEST = r"@[A-Za-z][A-Za-z0-9]*(?:[+._-][A-Za-z0-9]+)*:[0-9a-fA-F]{32,}"
-_IMAGE = re.compile(rf"(?:{_DOMAIN}/)?{_PART}(?:/{_PART})*(?:{_TAG})?(?:{_DIGEST})?", re.ASCII)
+from pathlib import PurePosixPath
 
 _PREFIXES = "kMGTPE"
 _UNITS = {
@@ -33,10 +17,24 @@ _UNITS = {
     **{prefix: Decimal(1000) ** power for power, prefix in enumerate(_PREFIXES, 1)},
     **{f"{prefix.upper()}i": Decimal(1024) ** n for n, prefix in enumerate(_PREFIXES, 1)},
 }
-_NUMBER = r"(?P<number>\d{1,12}(?:\.\d{1,9})?)"
-_CPUS = re.compile(rf"{_NUMBER}(?P<unit>m?)", re.ASCII)
-_MEMORY = re.compile(rf"{_NUMBER}(?P<unit>[kMGTPE]|[KMGTPE]i)", re.ASCII)
-_SLURM_MEMORY = re.compile(r"(?P<number>\d{1,12})(?P<unit>[KMGT])", re.ASCII)
+
+# registry.example.com:5000/team/hvkit:1.0@sha256:...
+# The part before the first slash is a host only if it has a dot or a port.
+_DOMAIN = r"[A-Za-z0-9-]+(?:(?:\.[A-Za-z0-9-]+)+(?::\d+)?|:\d+)"
+_PART = r"[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*"
+_TAG = r":\w[\w.-]{0,127}"
+_DIGEST = r"@[A-Za-z][A-Za-z0-9]*(?:[+._-][A-Za-z0-9]+)*:[0-9a-fA-F]{32,}"
+
+_PART_OF_SUBDOMAIN = r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?"
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+_SBATCH_OPTION = re.compile(r"--[a-z][a-z0-9-]*(?:[= ].+)?", re.ASCII)
+
+# Mounted by the operator or by the pods themselves; needed by the image; the kernel's.
+_TAKEN_PATHS = (
+    *("/home/hvkit/.ssh", "/etc/mpi", "/dev/shm"),
+    *("/opt/venv", "/usr/bin", "/home/hvkit/.sshd_config"),
+    *("/proc", "/sys"),
+)
 
 
 @dataclass(frozen=True)
@@ -71,6 +69,28 @@ class Size:
 
 
 @dataclass(frozen=True)
+class HvkitRun:
+    """The ``hvkit run`` that a manifest starts.
+
+    Attributes:
+        size: ranks, and ranks per host.
+        command: the program that every rank runs, with its arguments.
+        variables: environment variables for all ranks.
+        options: of ``hvkit run``, one word each.
+    """
+
+    size: Size
+    command: tuple[str, ...]
+    variables: Mapping[str, str]
+    options: tuple[str, ...]
+
+    def words(self, variables: Iterable[str]) -> list[str]:
+        """The arguments of ``hvkit``; ``variables`` are the values of ``-x``."""
+        passed = [word for variable in variables for word in ("-x", variable)]
+        return ["run", "-np", str(self.size.ranks), *passed, *self.options, *self.command]
+
+
+@dataclass(frozen=True)
 class Quantity:
     """A number with the unit it was written in."""
 
@@ -91,50 +111,106 @@ class Quantity:
         return Quantity(self.number * count, self.unit)
 
 
-def cpus(text: str) -> Quantity:
-    """A number of cores in Kubernetes' notation, no finer than a thousandth of a core."""
-    quantity = _quantity(_CPUS, text)
-    if quantity is None or quantity.value % _UNITS["m"]:
-        raise ValueError(f"must be a number of cores such as 4, 0.5 or 500m, got {text!r}")
-    return quantity
+@dataclass(frozen=True)
+class Volume:
+    """A PersistentVolumeClaim that all pods mount.
+
+    Attributes:
+        claim: the name of the claim, in the job's namespace.
+        path: where pods mount it, absolute.
+    """
+
+    claim: str
+    path: PurePosixPath
 
 
-def memory(text: str) -> Quantity:
-    """An amount of memory in Kubernetes' notation, with a unit."""
-    quantity = _quantity(_MEMORY, text)
-    if quantity is None or quantity.value % 1:
-        raise ValueError(
-            "must be a number and a unit of Kubernetes such as 512Mi or 16Gi (or k, M, G, T for "
-            f"powers of 1000), got {text!r}"
-        )
-    return quantity
+def _matching(pattern: str, accepted: str) -> Callable[[str], str]:
+    """A check for text that the whole pattern matches; ``accepted`` describes it in words."""
+    compiled = re.compile(pattern, re.ASCII)
+
+    def check(text: str) -> str:
+        if not compiled.fullmatch(text):
+            raise ValueError(f"must be {accepted}, got {text!r}")
+        return text
+
+    return check
 
 
-def slurm_memory(text: str) -> Quantity:
-    """An amount of memory in Slurm's notation, with a unit; units are powers of 1024."""
-    quantity = _quantity(_SLURM_MEMORY, text)
-    if quantity is None:
-        raise ValueError(
-            f"must be a whole number and K, M, G or T such as 512M or 16G, got {text!r}"
-        )
-    return quantity
+def _amount(
+    number: str, unit: str, accepted: str, step: Decimal | None = None
+) -> Callable[[str], Quantity]:
+    """A check for a positive amount, a multiple of ``step``; ``accepted`` describes it in words."""
+    compiled = re.compile(f"(?P<number>{number})(?P<unit>{unit})", re.ASCII)
+
+    def check(text: str) -> Quantity:
+        if found := compiled.fullmatch(text):
+            quantity = Quantity(Decimal(found["number"]), found["unit"])
+            if quantity.number and (step is None or not quantity.value % step):
+                return quantity
+        raise ValueError(f"must be {accepted}, got {text!r}")
+
+    return check
 
 
-def _quantity(pattern: re.Pattern[str], text: str) -> Quantity | None:
-    """The quantity if all of ``text`` matches the pattern and is more than zero."""
-    found = pattern.fullmatch(text)
-    if found is None or not (number := Decimal(found["number"])):
-        return None
-    return Quantity(number, found["unit"])
+_DECIMAL = r"\d{1,12}(?:\.\d{1,9})?"
+
+cpus = _amount(_DECIMAL, "m?", "a number of cores such as 4, 0.5 or 500m", _UNITS["m"])
+"""A number of cores in Kubernetes' notation, no finer than a thousandth of a core."""
+
+memory = _amount(
+    _DECIMAL,
+    "[kMGTPE]|[KMGTPE]i",
+    "a number and a unit of Kubernetes such as 512Mi or 16Gi (or k, M, G, T for powers of 1000)",
+    Decimal(1),
+)
+"""An amount of memory in Kubernetes' notation, with a unit."""
+
+slurm_memory = _amount(r"\d{1,12}", "[KMGT]", "a whole number and K, M, G or T such as 512M or 16G")
+"""An amount of memory in Slurm's notation, with a unit; units are powers of 1024."""
+
+label = _matching(
+    "[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?",
+    "1 to 63 lower-case letters, digits and `-`, with a letter or digit at both ends",
+)
+"""The name of a Kubernetes namespace: a label of RFC 1123."""
+
+subdomain = _matching(
+    rf"(?=.{{1,253}}$){_PART_OF_SUBDOMAIN}(?:\.{_PART_OF_SUBDOMAIN})*",
+    "at most 253 lower-case letters, digits, `-` and `.`, with a letter or digit at both ends and "
+    "beside each dot",
+)
+"""The name of most Kubernetes objects, such as a PersistentVolumeClaim (RFC 1123)."""
+
+image = _matching(
+    rf"(?:{_DOMAIN}/)?{_PART}(?:/{_PART})*(?:{_TAG})?(?:{_DIGEST})?",
+    "an image such as registry.example.com/team/hvkit:1.0, in lower case except for the tag",
+)
+"""A reference to a container image."""
+
+slurm_name = _matching(
+    "[A-Za-z0-9_][A-Za-z0-9_.+@-]*",
+    "letters, digits and `_.+@-`, and not begin with one of `.+@-`",
+)
+"""The name of a Slurm job, account or partition."""
+
+duration = _matching(
+    r"(?=.*[1-9])(?:\d+-)?\d{1,3}:[0-5]\d:[0-5]\d",
+    "HH:MM:SS or DAYS-HH:MM:SS, longer than zero",
+)
+"""The time limit of a Slurm job, in the form that has only one reading (30 means minutes)."""
 
 
-def label(text: str) -> str:
-    """The name of a Kubernetes namespace: a label of RFC 1123."""
-    if not _LABEL.fullmatch(text):
-        raise ValueError(
-            "must be 1 to 63 lower-case letters, digits and `-`, with a letter or digit at both "
-            f"ends, got {text!r}"
-        )
+def sbatch_option(text: str) -> str:
+    """A long option of ``sbatch`` on one line."""
+    if not _SBATCH_OPTION.fullmatch(text) or not text.isprintable():
+        raise ValueError(f"must be one option on one line, such as --qos=high, got {text!r}")
+    return text
+
+
+def slurm_names(text: str) -> str:
+    """Names of Slurm partitions, separated by commas."""
+    for name in text.split(","):
+        slurm_name(name)
     return text
 
 
@@ -148,24 +224,11 @@ def job_name(text: str) -> str:
     return text
 
 
-def subdomain(text: str) -> str:
-    """The name of most Kubernetes objects, such as a PersistentVolumeClaim (RFC 1123)."""
-    if len(text) > _LONGEST_SUBDOMAIN or not _SUBDOMAIN.fullmatch(text):
-        raise ValueError(
-            f"must be at most {_LONGEST_SUBDOMAIN} lower-case letters, digits, `-` and `.`, with "
-            f"a letter or digit at both ends and beside each dot, got {text!r}"
-        )
-    return text
-
-
-def image(text: str) -> str:
-    """A reference to a container image."""
-    if not _IMAGE.fullmatch(text):
-        raise ValueError(
-            "must be an image such as registry.example.com/team/hvkit:1.0, in lower case except "
-            f"for the tag, got {text!r}"
-        )
-    return text
+def count(text: str) -> int:
+    """An integer, 0 or more."""
+    if not text.isdecimal():
+        raise ValueError(f"must be 0 or a positive integer, got {text!r}")
+    return int(text)
 
 
 def assignment(text: str) -> tuple[str, str]:
@@ -188,31 +251,27 @@ def utf8(text: str) -> str:
     return text
 
 
-def slurm_name(text: str) -> str:
-    """The name of a Slurm job, account or partition."""
-    if not _SLURM_NAME.fullmatch(text):
+def volume(text: str) -> Volume:
+    """A volume from ``CLAIM:PATH``, at a path that the pods do not need for something else."""
+    claim, sign, path = text.partition(":")
+    if not sign:
+        raise ValueError(f"must be CLAIM:PATH, such as datasets:/data, got {text!r}")
+    return Volume(subdomain(claim), _mount_point(path))
+
+
+def _mount_point(text: str) -> PurePosixPath:
+    path = PurePosixPath(text)
+    # Kubernetes refuses colons.
+    if path.root != "/" or str(path) != text or ".." in path.parts or ":" in text:
         raise ValueError(
-            f"must be letters, digits and `_.+@-`, and not begin with one of `.+@-`, got {text!r}"
+            "PATH must be absolute, such as /data, without `:`, `..`, `//` or a `/` at the end, "
+            f"got {text!r}"
         )
-    return text
-
-
-def slurm_names(text: str) -> str:
-    """Names of Slurm partitions, separated by commas."""
-    for name in text.split(","):
-        slurm_name(name)
-    return text
-
-
-def sbatch_option(text: str) -> str:
-    """A long option of ``sbatch`` on one line."""
-    if not _SBATCH_OPTION.fullmatch(text) or not text.isprintable():
-        raise ValueError(f"must be one option on one line, such as --qos=high, got {text!r}")
-    return text
-
-
-def duration(text: str) -> str:
-    """The time limit of a Slurm job, in the form that has only one reading (30 means minutes)."""
-    if not _DURATION.fullmatch(text) or not text.strip("0:-"):
-        raise ValueError(f"must be HH:MM:SS or DAYS-HH:MM:SS, longer than zero, got {text!r}")
-    return text
+    if not text.isprintable():
+        raise ValueError(f"PATH must be printable, got {text!r}")
+    for taken in map(PurePosixPath, _TAKEN_PATHS):
+        if taken.is_relative_to(path) or path.is_relative_to(taken):
+            raise ValueError(
+                f"PATH {text} overlaps {taken}, which the pods need: use another, such as /data"
+            )
+    return path

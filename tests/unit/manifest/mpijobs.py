@@ -4,51 +4,59 @@ from typing import Any
 
 import yaml
 
-from hvkit.manifest import MPIJob, Size
-from hvkit.manifest.fields import cpus, memory
-from hvkit.manifest.mpijob import volume, yaml_text
+from hvkit.manifest.fields import HvkitRun, Size, cpus, memory, volume
+from hvkit.manifest.mpijob import manifest
 
+SIZE = Size.of(8, 4)
 COMMAND = ("python", "recipes/mnist_torch.py", "--epochs", "2")
 
 
-def job(**changes: Any) -> MPIJob:
-    """A job of 8 ranks on 2 workers, everything else at its default."""
+def job(
+    *,
+    size: Size = SIZE,
+    command: tuple[str, ...] = COMMAND,
+    variables: dict[str, str] | None = None,
+    run_options: tuple[str, ...] = (),
+    **changes: Any,
+) -> str:
+    """A job of 8 ranks on 2 workers as text, everything else at its default."""
     defaults: dict[str, Any] = {
         "image": "hvkit:1",
-        "command": COMMAND,
-        "size": Size.of(8, 4),
         "name": "mnist",
         "namespace": None,
-        "gpus": 0,
+        "gpus": None,
         "cpus": None,
         "memory": None,
-        "shared_memory": memory("2Gi"),
+        "shm_size": memory("2Gi"),
+        "volume": [],
         "launcher_cpus": cpus("1"),
         "launcher_memory": memory("1Gi"),
         "retries": 0,
         "grace": 10.0,
     }
-    return MPIJob(**{**defaults, **changes})
+    assert changes.keys() <= defaults.keys()
+    run = HvkitRun(size, command, variables or {}, run_options)
+    return manifest({**defaults, **changes}, run)
 
 
-def full_job() -> MPIJob:
+def full_job() -> str:
     """A job with every option set."""
     return job(
         namespace="teaching",
         gpus=1,
         cpus=cpus("500m"),
         memory=memory("1.5Gi"),
-        shared_memory=memory("512M"),
+        shm_size=memory("512M"),
         retries=3,
         variables={"HVKIT_DATA_DIR": "/data", "RATE": "1e-3"},
-        volumes=tuple(map(volume, ("datasets:/data", "results.a:/out", "datasets:/more"))),
+        volume=list(map(volume, ("datasets:/data", "results.a:/out", "datasets:/more"))),
         run_options=("--lost-after", "45", "--prefix", "--timestamps", "--log-dir=/out/logs"),
     )
 
 
-def read(job: MPIJob) -> dict[str, Any]:
+def read(job: str) -> dict[str, Any]:
     """The document as a cluster reads it from the YAML text."""
-    document: dict[str, Any] = yaml.safe_load(yaml_text(job.document()))
+    document: dict[str, Any] = yaml.safe_load(job)
     return document
 
 

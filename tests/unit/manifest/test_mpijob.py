@@ -12,9 +12,8 @@ from mpijobs import COMMAND, container, full_job, job, read
 
 from hvkit.cli import run
 from hvkit.cli.command_parser import CommandParser
-from hvkit.manifest import Size
-from hvkit.manifest.fields import cpus, memory
-from hvkit.manifest.mpijob import Volume, literal, volume, yaml_text
+from hvkit.manifest.fields import Size, Volume, cpus, memory, volume
+from hvkit.manifest.mpijob import literal, yaml_text
 
 
 def replicas(document: dict[str, Any], which: str) -> dict[str, Any]:
@@ -101,9 +100,9 @@ def test_without_volumes_nothing_is_mounted_and_no_group_set(which: str) -> None
 
 
 def test_two_volumes_at_one_path_are_refused() -> None:
-    volumes = (volume("a:/data"), volume("b:/data"))
+    volumes = [volume("a:/data"), volume("b:/data")]
     with pytest.raises(ValueError, match="--volume: /data is used 2 times: give each its own"):
-        job(volumes=volumes)
+        job(volume=volumes)
 
 
 @pytest.mark.parametrize("document", [read(job()), read(full_job())], ids=["minimal", "full"])

@@ -11,31 +11,41 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hvkit.manifest import Size, SlurmJob
-from hvkit.manifest.fields import slurm_memory
+from hvkit.manifest import slurm_job
+from hvkit.manifest.fields import HvkitRun, Size, slurm_memory
 
+SIZE = Size.of(8, 4)
 COMMAND = ("python", "recipes/mnist_torch.py", "--epochs", "2")
 
 
-def job(**changes: Any) -> SlurmJob:
-    """A job of 8 ranks on 2 hosts, everything else at its default."""
+def job(
+    *,
+    size: Size = SIZE,
+    command: tuple[str, ...] = COMMAND,
+    variables: dict[str, str] | None = None,
+    run_options: tuple[str, ...] = (),
+    **changes: Any,
+) -> str:
+    """The script of a job of 8 ranks on 2 hosts, everything else at its default."""
     defaults: dict[str, Any] = {
-        "command": COMMAND,
-        "size": Size.of(8, 4),
-        "name": "mnist",
-        "gpus": 0,
+        "job_name": "mnist",
+        "gpus": None,
         "cpus": None,
         "memory": None,
         "time": None,
         "partition": None,
         "account": None,
+        "sbatch": [],
+        "max_restarts": 0,
     }
-    return SlurmJob(**{**defaults, **changes})
+    assert changes.keys() <= defaults.keys()
+    run = HvkitRun(size, command, variables or {}, run_options)
+    return slurm_job.script({**defaults, **changes}, run)
 
 
-def options(job: SlurmJob) -> dict[str, str]:
+def options(job: str) -> dict[str, str]:
     """The script's options as Slurm reads them: up to the first command."""
-    first, *lines = job.script().splitlines()
+    first, *lines = job.splitlines()
     assert first == "#!/bin/bash"
     found = {}
     for line in lines:
@@ -93,23 +103,23 @@ def test_there_are_as_few_hosts_as_possible(
 
 
 def test_with_restarts_the_job_outlives_a_host_and_gets_sigterm_before_its_end() -> None:
-    script = job(run_options=("--max-restarts", "3")).script()
+    script = job(max_restarts=3)
     assert "#SBATCH --no-kill\n" in script
     assert "#SBATCH --signal=B:TERM@60\n" in script
-    assert "--no-kill" not in job().script()
+    assert "--no-kill" not in job()
 
 
 def test_programs_of_this_python_come_first_on_path() -> None:
     folder = Path(sys.executable).parent
-    assert f'export PATH={folder}:"$PATH"\n' in job().script()
+    assert f'export PATH={folder}:"$PATH"\n' in job()
 
 
-def executed(job: SlurmJob, folder: Path) -> list[str]:
+def executed(job: str, folder: Path) -> list[str]:
     """The arguments that ``hvkit`` gets when bash runs the script."""
     fake = folder / "hvkit"
     fake.write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n", encoding="utf-8")
     fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
-    script = job.script().replace(f"export PATH={Path(sys.executable).parent}:", f"PATH={folder}:")
+    script = job.replace(f"export PATH={Path(sys.executable).parent}:", f"PATH={folder}:")
     assert f"PATH={folder}:" in script
     ran = subprocess.run(
         ["bash"],
@@ -123,7 +133,7 @@ def executed(job: SlurmJob, folder: Path) -> list[str]:
 
 
 def test_further_sbatch_options_come_last() -> None:
-    script = job(sbatch_options=("--qos=high", "--exclusive", "--constraint=a&b")).script()
+    script = job(sbatch=["--qos=high", "--exclusive", "--constraint=a&b"])
     lines = [line for line in script.splitlines() if line.startswith("#SBATCH")]
     assert lines[-3:] == ["#SBATCH --qos=high", "#SBATCH --exclusive", "#SBATCH --constraint=a&b"]
     assert len(lines) == len(options(job())) + 3
@@ -131,12 +141,12 @@ def test_further_sbatch_options_come_last() -> None:
 
 def test_options_that_the_script_has_already_are_refused() -> None:
     with pytest.raises(ValueError, match="--sbatch --nodes=3: the script already has --nodes=2"):
-        job(sbatch_options=("--nodes=3",))
+        job(sbatch=["--nodes=3"])
     with pytest.raises(
         ValueError, match="--sbatch --gres x:1: the script already has --gres=gpu:4"
     ):
-        job(gpus=1, sbatch_options=("--gres x:1",))
-    assert "#SBATCH --gres=x:1\n" in job(sbatch_options=("--gres=x:1",)).script()
+        job(gpus=1, sbatch=["--gres x:1"])
+    assert "#SBATCH --gres=x:1\n" in job(sbatch=["--gres=x:1"])
 
 
 def test_it_runs_hvkit_run_in_the_allocation(tmp_path: Path) -> None:
@@ -174,7 +184,7 @@ def test_words_of_the_command_reach_it_unchanged(
 @given(words=WORDS)
 @settings(max_examples=25)
 def test_bash_accepts_it(words: list[str]) -> None:
-    script = job(command=("python", *words), gpus=1, time="1:00:00").script()
+    script = job(command=("python", *words), gpus=1, time="1:00:00")
     checked = subprocess.run(
         ["bash", "-n"], input=script.encode(), capture_output=True, check=False, timeout=60
     )
@@ -183,6 +193,6 @@ def test_bash_accepts_it(words: list[str]) -> None:
 
 
 def test_it_ends_at_the_first_error() -> None:
-    lines = [line for line in job().script().splitlines() if not line.startswith("#")]
+    lines = [line for line in job().splitlines() if not line.startswith("#")]
     assert lines[0] == "set -euo pipefail"
     assert lines[-1].startswith("exec hvkit run ")
