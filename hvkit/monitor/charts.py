@@ -157,6 +157,23 @@ def section(title: str, cards: Iterable[str]) -> str:
     return f'<h2>{escape(title)}</h2><div class="charts">{inside}</div>' if inside else ""
 
 
+def table(columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[str]]) -> str:
+    """A table of texts.
+
+    Args:
+        columns: their titles, each with the class of its cells: ``n`` for numbers, or none.
+        rows: a text for each column.
+    """
+    classes = [f' class="{kind}"' if kind else "" for _, kind in columns]
+
+    def row(tag: str, texts: Iterable[str]) -> str:
+        cells = zip(classes, texts, strict=True)
+        return f"<tr>{''.join(f'<{tag}{kind}>{escape(text)}</{tag}>' for kind, text in cells)}</tr>"
+
+    heads = row("th", (title for title, _ in columns))
+    return f"<table>{heads}{''.join(row('td', each) for each in rows)}</table>"
+
+
 def thinned(points: Points) -> list[tuple[float, float]]:
     """At most ``_POINTS`` points: means over equal numbers of them; finite ones only."""
     found = [(float(x), float(y)) for x, y in points if abs(x) < _MOST and abs(y) < _MOST]

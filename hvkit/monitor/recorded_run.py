@@ -123,6 +123,10 @@ class Run:
         """The part of the time in which ranks were not blocked."""
         return busy(self.parts())
 
+    def host_of(self, rank: int) -> str:
+        """The host of a rank, as of the last start; ``?`` if no record names it."""
+        return self.hosts[rank] if rank < len(self.hosts) else "?"
+
     def last(self) -> list[tuple[int, float]]:
         """By rank, the part of the steps in which it came last, most often first."""
         counts: dict[int, int] = {}

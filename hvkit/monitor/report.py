@@ -93,9 +93,8 @@ def slow_ranks(run: Run) -> list[str]:
     for number, (rank, share) in enumerate(run.last()[:3]):
         if share * len(run.hosts) <= 1:
             break
-        host = run.hosts[rank] if rank < len(run.hosts) else "?"
         why = f": {run.last_reason}" if run.last_reason and not number else ""
-        said.append(f"rank {rank} on {host} was last in {share:.0%} of steps{why}")
+        said.append(f"rank {rank} on {run.host_of(rank)} was last in {share:.0%} of steps{why}")
     return said
 
 

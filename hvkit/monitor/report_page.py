@@ -13,9 +13,9 @@ from html import escape
 from importlib.resources import files
 
 from hvkit.monitor import comparison
-from hvkit.monitor.charts import COLOURS, Charts, Line, Points, card, section
+from hvkit.monitor.charts import COLOURS, Charts, Line, Points, card, section, table
 from hvkit.monitor.curves import Name, name_of, together
-from hvkit.monitor.recorded_run import Run, Start
+from hvkit.monitor.recorded_run import Run
 from hvkit.monitor.report import clock, headline, size_of, troubles
 from hvkit.monitor.step_shares import PARTS
 from hvkit.monitor.writers import flattened
@@ -199,16 +199,10 @@ def _time(run: Run, charts: Charts) -> str:
         )
         for name in PARTS
     ]
-    sent = "".join(
-        f'<tr><td>{escape(purpose)}</td><td class="n">{size_of(size)}</td></tr>'
-        for purpose, size in run.sent().items()
-    )
-    table = (
-        f'<table><tr><th>sent for</th><th class="n">by a rank, a step</th></tr>{sent}</table>'
-        if sent
-        else "<p>Nothing was sent.</p>"
-    )
-    cards = [charts.card("parts of a step, ms", lines), card("bytes", table)]
+    sent = [(purpose, size_of(size)) for purpose, size in run.sent().items()]
+    columns = [("sent for", ""), ("by a rank, a step", "n")]
+    bytes_sent = table(columns, sent) if sent else "<p>Nothing was sent.</p>"
+    cards = [charts.card("parts of a step, ms", lines), card("bytes", bytes_sent)]
     return (
         f'<h2>Where the time went</h2><div class="card">{_bar(parts)}</div>'
         f'<div class="charts" style="margin-top:14px">{"".join(cards)}</div>'
@@ -225,15 +219,9 @@ def _times_of_several(runs: Sequence[Run]) -> str:
 
 
 def _numbers_of_several(runs: Sequence[Run]) -> str:
-    heads = "".join(f'<th class="n">{escape(run.name)}</th>' for run in runs)
-    lines = "".join(
-        f"<tr><td>{escape(what)}</td>"
-        + "".join(f'<td class="n">{escape(value)}</td>' for value in values)
-        + "</tr>"
-        for what, values in comparison.numbers(runs)
-    )
-    table = f"<table><tr><th></th>{heads}</tr>{lines}</table>"
-    return f'<h2>Numbers</h2><div class="card wide">{table}</div>'
+    columns = [("", ""), *((run.name, "n") for run in runs)]
+    rows = [(what, *values) for what, values in comparison.numbers(runs)]
+    return f'<h2>Numbers</h2><div class="card wide">{table(columns, rows)}</div>'
 
 
 def _slow_ranks(run: Run) -> str:
@@ -242,7 +230,6 @@ def _slow_ranks(run: Run) -> str:
         return ""
     rows = []
     for rank, share in last[:_RANKS]:
-        host = run.hosts[rank] if rank < len(run.hosts) else "?"
         speeds = [
             each["ranks"]["samples_per_second"][rank]
             for each in run.records
@@ -250,9 +237,9 @@ def _slow_ranks(run: Run) -> str:
         ]
         speed = sum(speeds) / len(speeds) if speeds else 0.0
         rows.append(
-            f'<tr><td class="n">{rank}</td><td>{escape(host)}</td><td class="n">{speed:,.0f}</td>'
-            f'<td class="n">{share:.0%}</td><td style="width:45%"><div class="track">'
-            f'<i style="width:{100 * share:.1f}%"></i></div></td></tr>'
+            f'<tr><td class="n">{rank}</td><td>{escape(run.host_of(rank))}</td>'
+            f'<td class="n">{speed:,.0f}</td><td class="n">{share:.0%}</td><td style="width:45%">'
+            f'<div class="track"><i style="width:{100 * share:.1f}%"></i></div></td></tr>'
         )
     more = f"<p>{len(last) - _RANKS} more ranks</p>" if len(last) > _RANKS else ""
     return (
@@ -272,18 +259,12 @@ def _speed(run: Run, charts: Charts) -> str:
     scaling = run.scaling()
     if len(scaling) > 1:
         first = min(scaling)
-        rows = "".join(
-            f'<tr><td class="n">{ranks}</td><td class="n">{speed:,.0f}</td>'
-            f'<td class="n">{speed / (scaling[first] or 1.0) * first / ranks:.0%}</td></tr>'
+        columns = [("ranks", "n"), ("samples a second", "n"), (f"of {first} ranks' pace", "n")]
+        rows = [
+            (f"{ranks}", f"{speed:,.0f}", f"{speed / (scaling[first] or 1.0) * first / ranks:.0%}")
             for ranks, speed in scaling.items()
-        )
-        cards.append(
-            card(
-                "scaling",
-                '<table><tr><th class="n">ranks</th><th class="n">samples a second</th>'
-                f'<th class="n">of {first} ranks\' pace</th></tr>{rows}</table>',
-            )
-        )
+        ]
+        cards.append(card("scaling", table(columns, rows)))
     return section("Speed", cards)
 
 
@@ -307,17 +288,11 @@ def _hosts(run: Run, charts: Charts) -> str:
 def _starts(run: Run) -> str:
     if len(run.starts) < 2:
         return ""
-    rows = "".join(map(_start_row, run.starts))
-    return (
-        '<h2>Starts</h2><div class="card"><table><tr><th>time</th><th class="n">after step</th>'
-        '<th class="n">steps lost</th><th class="n">ranks</th><th>reason</th></tr>'
-        f"{rows}</table></div>"
-    )
-
-
-def _start_row(start: Start) -> str:
-    return (
-        f'<tr><td>{escape(clock(start.time))}</td><td class="n">{start.step:,}</td>'
-        f'<td class="n">{start.lost:,}</td><td class="n">{start.size}</td>'
-        f"<td>{escape(start.reason)}</td></tr>"
-    )
+    columns = [
+        *(("time", ""), ("after step", "n"), ("steps lost", "n"), ("ranks", "n"), ("reason", "")),
+    ]
+    rows = [
+        (clock(each.time), f"{each.step:,}", f"{each.lost:,}", f"{each.size}", each.reason)
+        for each in run.starts
+    ]
+    return f'<h2>Starts</h2><div class="card">{table(columns, rows)}</div>'

@@ -11,6 +11,8 @@ calls each rank is in. When a wait has lasted some seconds, a thread of that ran
     leaving        after SIGTERM: all ranks save at the end of the same step, and end
     channel        authenticated sockets between rank 0 and the others
     rank_errors    one traceback from the rank that failed, one line from each of the others
+    spans          when calls and waits began and ended, for monitors and timelines
+    pulse          every second, what this rank does, for ``hvkit top`` and ``hvkit run --timeline``
 
 From a wait to the last line: ``calls.waiting`` marks the wait. The rank's ``Reporter`` sends it to
 rank 0's ``Hub``. ``verdict.decide`` finds that the ranks' calls do not match. Rank 0 prints the

@@ -100,12 +100,12 @@ class Watcher:
         if ends:
             self._fails = True
             report_now(self._status())
-            report(cause=shortened(f"{ranks_text([self.rank])} {how}", _CAUSE))
+            _report_cause(f"{ranks_text([self.rank])} {how}")
 
     def thread_failed(self, how: str) -> None:
         """Report to the others that a thread of hvkit's ends this process now."""
         self._own_end = how
-        report(cause=shortened(f"{ranks_text([self.rank])} {how}", _CAUSE))
+        _report_cause(f"{ranks_text([self.rank])} {how}")
         self._report_end()
 
     def _report_end(self) -> None:
@@ -171,8 +171,9 @@ class Watcher:
         """Another rank has ended, and Horovod will end with it."""
         self._ended[rank] = how
         report_now(self._status())
-        report(cause=shortened(f"{ranks_text([rank])} {how}", _CAUSE))
-        self._explain(f"{ranks_text([rank])} {how}", shown_by, verdict=False)
+        cause = f"{ranks_text([rank])} {how}"
+        _report_cause(cause)
+        self._explain(cause, shown_by, verdict=False)
 
 
 class Reporter(Watcher):
@@ -228,9 +229,9 @@ class Reporter(Watcher):
 
     def _end_without_verdict(self, now: Status) -> None:
         """Rank 0, which would end this wait, is stopped, or its host is."""
-        text = f"rank {self.rank} waits in {now.call} ({now.where}) for {now.seconds:.0f} s"
         limit = f"the limit is {self._limits.end:g} s ({LIMIT_SET_BY})"
-        os.write(2, f"hvkit: RankLostError: {text}; rank 0 does not answer; {limit}\n".encode())
+        text = f"{self._waits(now)}; rank 0 does not answer; {limit}"
+        os.write(2, f"hvkit: RankLostError: {text}\n".encode())
         os._exit(1)
 
     def _watch_alone(self, addresses: Sequence[str]) -> None:
@@ -238,10 +239,12 @@ class Reporter(Watcher):
         while not self._stopped.wait(_TICK):
             now = self._status()
             if now.waits and now.seconds >= self._limits.report:
-                text = f"rank {self.rank} waits in {now.call} ({now.where}) for {now.seconds:.0f} s"
                 why = f"it cannot reach rank 0 at {' or '.join(addresses)} to find the reason"
-                os.write(2, f"hvkit: {text}; {why}\n".encode())
+                os.write(2, f"hvkit: {self._waits(now)}; {why}\n".encode())
                 return
+
+    def _waits(self, now: Status) -> str:
+        return f"rank {self.rank} waits in {now.call} ({now.where}) for {now.seconds:.0f} s"
 
     def _take(self, hub: Connection, message: dict[str, Any]) -> None:
         if "verdict" in message:
@@ -417,7 +420,7 @@ class Hub(Watcher):
                 os.write(2, f"hvkit: {verdict.text}\n".encode())
             return
         os.write(2, f"hvkit: RankLostError: {verdict.text}\n".encode())
-        report(cause=shortened(verdict.text.split("\n")[0], _CAUSE))
+        _report_cause(verdict.text.split("\n")[0])
         self._printed = True
         seconds = _GRACE if verdict.answered else _GRACE_FOR_STOPPED
         self._tell_all({"verdict": verdict.text, "shown_by": 0, "within": seconds})
@@ -426,6 +429,11 @@ class Hub(Watcher):
         self._stopped.wait(_TICK)  # so that the others read it before their waits end
         self._shut_down()
         self._over.set()
+
+
+def _report_cause(text: str) -> None:
+    """Report to ``hvkit run`` why the run ends."""
+    report(cause=shortened(text, _CAUSE))
 
 
 def _send(connection: Connection, message: dict[str, Any]) -> None:
