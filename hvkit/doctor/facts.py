@@ -1,10 +1,8 @@
 """The state of this host and this Python, without judgement: ``hvkit.doctor.findings`` judges.
 
-Of environment variables, facts hold names only, never values. The only values are numbers of
-threads.
+Facts are one dict, which can become JSON: what ``hvkit doctor --json`` prints. Of environment
+variables, it holds names only, never values. The only values are numbers of threads.
 """
-
-from __future__ import annotations
 
 import os
 import platform
@@ -15,21 +13,31 @@ import socket
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import psutil
 
-from hvkit.doctor.horovod import Horovod, horovod
-from hvkit.doctor.software import MpiLauncher, Packages, compilers, mpi_launchers_here, packages
+from hvkit.doctor.horovod import horovod
+from hvkit.doctor.software import (
+    compilers,
+    mpi_launchers_here,
+    tensorflows,
+    torch_cuda,
+    unmet_requirements,
+    versions,
+)
 from hvkit.errors import LaunchError
 from hvkit.host.commands import run
 from hvkit.host.cpus import allowance, free_memory
-from hvkit.host.gpus import Gpus, gpus
+from hvkit.host.gpus import gpus
 from hvkit.host.launcher_variables import launched
-from hvkit.host.network import Interface, addresses_of, interfaces
-from hvkit.host.rank_settings import RankSetting, rank_settings
+from hvkit.host.network import addresses_of, interfaces
+from hvkit.host.rank_settings import rank_settings
+
+FORMAT = 1
 
 _THREADS = (
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"),
@@ -50,114 +58,19 @@ _SECONDS_TO_RESOLVE = 2.0
 _SBIN = "/usr/sbin:/usr/local/sbin:/sbin"
 
 
-@dataclass(frozen=True)
-class Facts:
-    """The state of this host and this Python.
+def gather() -> dict[str, Any]:
+    """Collect all facts; the slow ones, which start programs, in parallel.
 
-    Attributes:
-        python: the interpreter.
-        addresses: the addresses of the hostname.
-        threads: numbers of threads that environment variables set.
-        environment: names of other variables that change how ranks run.
-        set_by_ranks: what ranks started here set themselves.
-        launched: why hvkit takes this process for a rank; ``None`` if it does not.
+    ``hvkit.doctor.report.json_report`` describes them. It leaves out those whose names start with
+    ``_``, which only the findings need:
+
+    - ``_tensorflows``: every package that contains TensorFlow, with its version.
+    - ``_unmet``: requirements of packages that are not met.
+    - ``_cannot_build``: why hvkit cannot build Horovod here; ``None`` if it can.
+    - ``_gpu_failure``: the error of an nvidia-smi that fails.
+    - ``_launched``: why hvkit takes this process for a rank; ``None`` if it does not.
+    - ``_first_line`` of a launcher: what its ``--version`` prints, if that does not show its MPI.
     """
-
-    hostname: str
-    python: str
-    system: System
-    packages: Packages
-    horovod: Horovod
-    launchers: tuple[MpiLauncher, ...]
-    compilers: dict[str, str | None]
-    cores: Cores
-    memory: Memory
-    shared_memory: SharedMemory | None
-    limits: Limits
-    gpus: Gpus
-    addresses: tuple[str, ...]
-    interfaces: tuple[Interface, ...]
-    ssh: Ssh
-    threads: dict[str, str]
-    environment: tuple[str, ...]
-    set_by_ranks: tuple[RankSetting, ...]
-    launched: str | None
-
-
-@dataclass(frozen=True)
-class System:
-    """The operating system, its kernel, processor and C library."""
-
-    system: str
-    kernel: str
-    machine: str
-    libc: str
-
-
-@dataclass(frozen=True)
-class Cores:
-    """Numbers of logical CPUs.
-
-    Attributes:
-        usable: those that this process may run on.
-        host: all of the host's.
-        limit: the CPU time that the container or batch system grants, as a number of CPUs;
-            ``None`` without a limit.
-    """
-
-    usable: int
-    host: int
-    limit: float | None
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of memory that this process may use, and how many of them are free."""
-
-    total: int
-    available: int
-
-
-@dataclass(frozen=True)
-class SharedMemory:
-    """Size of /dev/shm in bytes, and how many of them are free."""
-
-    size: int
-    free: int
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of a process; ``None`` for no limit.
-
-    Attributes:
-        open_files: files open at once.
-        locked_memory: bytes locked into memory, which InfiniBand needs.
-        infiniband: whether this host has InfiniBand.
-    """
-
-    open_files: int | None
-    locked_memory: int | None
-    infiniband: bool
-
-
-@dataclass(frozen=True)
-class Ssh:
-    """OpenSSH on this host.
-
-    Attributes:
-        client: its version; ``None`` if there is none.
-        server: the path of sshd; ``None`` if it is not installed.
-        running: whether an sshd runs.
-    """
-
-    client: str | None
-    server: str | None
-    running: bool
-
-
-def gather() -> Facts:
-    """Collect all facts; the slow ones, which start programs, in parallel."""
     with ThreadPoolExecutor() as pool:
         found_horovod = pool.submit(horovod)
         found_gpus = pool.submit(gpus)
@@ -165,68 +78,77 @@ def gather() -> Facts:
         found_compilers = pool.submit(compilers)
         found_addresses = pool.submit(own_addresses)
         found_ssh = pool.submit(ssh)
-        return Facts(
-            hostname=socket.gethostname(),
-            python=sys.executable,
-            system=system(),
-            packages=packages(),
-            horovod=found_horovod.result(),
-            launchers=found_launchers.result(),
-            compilers=found_compilers.result(),
-            cores=cores(),
-            memory=memory(),
-            shared_memory=shared_memory(),
-            limits=limits(),
-            gpus=found_gpus.result(),
-            addresses=found_addresses.result(),
-            interfaces=tuple(interfaces()),
-            ssh=found_ssh.result(),
-            threads=thread_settings(os.environ),
-            environment=setting_names(os.environ),
-            set_by_ranks=tuple(rank_settings(os.environ)),
-            launched=rank_of(os.environ),
-        )
+        total = int(psutil.virtual_memory().total)
+        return {
+            "format": FORMAT,
+            "hostname": socket.gethostname(),
+            "versions": versions(),
+            "python": sys.executable,
+            "platform": system(),
+            "horovod": found_horovod.result()[0],
+            "mpi": next(iter(found_launchers.result()), None),
+            "launchers": found_launchers.result(),
+            "compilers": found_compilers.result(),
+            "cores": {
+                "usable": len(os.sched_getaffinity(0)),
+                "host": os.cpu_count() or 1,
+                "limit": allowance().cpus,
+            },
+            "memory": {
+                "total": min(total, allowance().memory or total),
+                "available": free_memory(),
+            },
+            "shared_memory": shared_memory(),
+            "gpus": [asdict(gpu) for gpu in found_gpus.result().found],
+            "driver_cuda": found_gpus.result().driver_cuda,
+            "torch_cuda": torch_cuda(),
+            "ssh": found_ssh.result(),
+            "addresses": found_addresses.result(),
+            "interfaces": [asdict(one) for one in interfaces()],
+            "threads": thread_settings(os.environ),
+            "environment": setting_names(os.environ),
+            "set_by_ranks": [asdict(each) for each in rank_settings(os.environ)],
+            "limits": {
+                "open_files": _soft_limit(resource.RLIMIT_NOFILE),
+                "locked_memory": _soft_limit(resource.RLIMIT_MEMLOCK),
+            },
+            "infiniband": infiniband(),
+            "_tensorflows": tensorflows(),
+            "_unmet": unmet_requirements(),
+            "_cannot_build": found_horovod.result()[1],
+            "_gpu_failure": found_gpus.result().failure,
+            "_launched": rank_of(os.environ),
+        }
 
 
-def system() -> System:
-    """The operating system."""
+def system() -> dict[str, str]:
+    """The operating system, its kernel, processor and C library."""
     try:
         name = platform.freedesktop_os_release()["PRETTY_NAME"]
     except (OSError, KeyError):
         name = platform.system()
-    kernel = f"{platform.system()} {platform.release()}"
-    return System(name, kernel, platform.machine(), " ".join(platform.libc_ver()))
+    return {
+        "system": name,
+        "kernel": f"{platform.system()} {platform.release()}",
+        "machine": platform.machine(),
+        "libc": " ".join(platform.libc_ver()),
+    }
 
 
-def cores() -> Cores:
-    """The logical CPUs."""
-    return Cores(len(os.sched_getaffinity(0)), os.cpu_count() or 1, allowance().cpus)
-
-
-def memory() -> Memory:
-    """The memory."""
-    total = int(psutil.virtual_memory().total)
-    return Memory(min(total, allowance().memory or total), free_memory())
-
-
-def shared_memory(folder: Path = Path("/dev/shm")) -> SharedMemory | None:
+def shared_memory(folder: Path = Path("/dev/shm")) -> dict[str, int] | None:
     """The file system through which processes of a host share memory; ``None`` if missing."""
     if not folder.is_dir():
         return None
     found = os.statvfs(folder)
-    return SharedMemory(found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize)
+    return {"size": found.f_blocks * found.f_frsize, "free": found.f_bavail * found.f_frsize}
 
 
-def limits(devices: Path = Path("/sys/class/infiniband")) -> Limits:
-    """The limits that matter to ranks."""
-    return Limits(
-        open_files=_soft_limit(resource.RLIMIT_NOFILE),
-        locked_memory=_soft_limit(resource.RLIMIT_MEMLOCK),
-        infiniband=devices.is_dir() and any(devices.iterdir()),
-    )
+def infiniband(devices: Path = Path("/sys/class/infiniband")) -> bool:
+    """Whether this host has InfiniBand."""
+    return devices.is_dir() and any(devices.iterdir())
 
 
-def own_addresses() -> tuple[str, ...]:
+def own_addresses() -> list[str]:
     """The addresses of this host's name; empty if it does not resolve within two seconds."""
     found: list[str] = []
 
@@ -237,16 +159,19 @@ def own_addresses() -> tuple[str, ...]:
     resolver = Thread(target=resolve, daemon=True)
     resolver.start()
     resolver.join(_SECONDS_TO_RESOLVE)
-    return tuple(found)
+    return list(found)
 
 
-def ssh() -> Ssh:
+def ssh() -> dict[str, Any]:
     """OpenSSH's client and server."""
     output = run(["ssh", "-V"])
     version = re.match(r"[^\s,]+", output.text) if output else None
-    server = shutil.which("sshd") or shutil.which("sshd", path=_SBIN)
     names = (process.info["name"] for process in psutil.process_iter(["name"]))
-    return Ssh(version[0] if version else None, server, any(name == "sshd" for name in names))
+    return {
+        "client": version[0] if version else None,
+        "server": shutil.which("sshd") or shutil.which("sshd", path=_SBIN),
+        "running": any(name == "sshd" for name in names),
+    }
 
 
 def thread_settings(environ: Mapping[str, str]) -> dict[str, str]:
@@ -258,14 +183,12 @@ def thread_settings(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def setting_names(environ: Mapping[str, str]) -> tuple[str, ...]:
+def setting_names(environ: Mapping[str, str]) -> list[str]:
     """Names of the other variables that change how ranks start or communicate."""
-    return tuple(
-        sorted(
-            name
-            for name in environ
-            if (name in _SETTINGS or name.startswith(_PREFIXES)) and name not in _THREADS
-        )
+    return sorted(
+        name
+        for name in environ
+        if (name in _SETTINGS or name.startswith(_PREFIXES)) and name not in _THREADS
     )
 
 

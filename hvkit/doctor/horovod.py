@@ -1,14 +1,14 @@
 """The installed Horovod: the frameworks, MPI and options of its build, and whether it loads."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import sys
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from hvkit.build.cuda import toolkit_for
 from hvkit.build.frameworks import NAMES
@@ -35,82 +35,43 @@ _TITLES = {"edits": "hvkit's edits of its source"}
 _SHOWN = {*NAMES, "horovod", "python", "libc", "cpu", "mpi", "compiler", "gpu"}
 
 
-@dataclass(frozen=True)
-class Horovod:
-    """The installed Horovod.
+def horovod() -> tuple[dict[str, Any] | None, str | None]:
+    """The Horovod of this Python, and why hvkit cannot build one here.
 
-    Attributes:
-        version: its version; ``None`` if none is installed.
-        libraries: one for each framework that it was built for.
-        fits: whether hvkit would make the same build here and now; ``None`` if unknown.
-        differences: the known differences from that build.
-        cannot_build: the reason why hvkit cannot build one here; ``None`` if it can.
+    Returns:
+        ``horovod`` of ``hvkit.doctor.report.json_report``, ``None`` if none is installed; and the
+        reason, ``None`` if hvkit can build one.
     """
-
-    version: str | None
-    libraries: tuple[Library, ...]
-    fits: bool | None
-    differences: tuple[str, ...]
-    cannot_build: str | None
-
-
-@dataclass(frozen=True)
-class Library:
-    """Horovod's library for one framework.
-
-    Attributes:
-        framework: ``torch`` or ``tensorflow``.
-        built_for: the version of the framework; ``None`` if unknown.
-        error: why it does not load; ``None`` if it loads.
-        controllers: those that it can use to agree on the order of operations: ``mpi``, ``gloo``.
-        operations: those that it can use to carry them out: ``nccl``, ``ddl``, ``ccl``, ``mpi``,
-            ``gloo``.
-        mpi: the MPI that it loads; ``None`` if it needs none.
-    """
-
-    framework: str
-    built_for: str | None
-    error: str | None
-    controllers: tuple[str, ...] = ()
-    operations: tuple[str, ...] = ()
-    mpi: MpiVersion | None = None
-
-
-def horovod() -> Horovod:
-    """The Horovod of this Python."""
     version = installed_version()
     with ThreadPoolExecutor() as pool:
-        libraries = tuple(pool.map(_library, built_for() if version else ()))
-    nccl = any("nccl" in one.operations for one in libraries)
-    left_out = [
-        name
-        for name in NAMES
-        if libraries and all(one.framework != _MODULES[name] for one in libraries)
-    ]
+        libraries = list(pool.map(_library, built_for() if version else ()))
+    found = {"version": version, "libraries": libraries, "fits": None, "differences": []}
+    built = {one["framework"] for one in libraries}
+    left_out = [name for name in NAMES if libraries and _MODULES[name] not in built]
     try:
         toolchain = find_toolchain(left_out)
-        if nccl:
+        if any("nccl" in one["operations"] for one in libraries):
             toolchain = replace(toolchain, cuda=toolkit_for("nccl", toolchain.frameworks))
     except BuildError as error:
-        return Horovod(version, libraries, None, (), str(error))
+        return (found if version else None), str(error)
     if version is None:
-        return Horovod(None, (), None, (), None)
+        return None, None
     fits, differences = _compare(version, toolchain)
-    return Horovod(version, libraries, fits, differences, None)
+    return found | {"fits": fits, "differences": differences}, None
 
 
-def changes(before: dict[str, str], now: dict[str, str]) -> tuple[str, ...]:
+def changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
     """The ingredients that differ between two builds, with their values where these are safe."""
     names = [n for n in dict.fromkeys([*before, *now]) if before.get(n) != now.get(n)]
-    return tuple(
+    return [
         f"{name}: {before.get(name, 'none')} -> {now.get(name, 'none')}"
         if name in _SHOWN
         else _TITLES.get(name, name)
         for name in names
-    )
+    ]
 
 
-def library_from(framework: str, version: str | None, output: Output | None) -> Library:
+def library_from(framework: str, version: str | None, output: Output | None) -> dict[str, Any]:
     """The library that ``hvkit.doctor.load_library`` has tried to load.
 
     Args:
@@ -121,39 +82,49 @@ def library_from(framework: str, version: str | None, output: Output | None) -> 
     lines = output.stdout.splitlines() if output else []
     line = next((line for line in lines if line.startswith("hvkit:")), None)
     if line is None:
-        return Library(framework, version, _load_error(output))
+        return _library_keys(framework, version, _load_error(output))
     found = json.loads(line.removeprefix("hvkit:"))
-    return Library(
-        framework,
-        version,
-        None,
-        tuple(name for name in _CONTROLLERS if name in found["features"]),
-        tuple(name for name in _OPERATIONS if name in found["features"]),
-        identify(found["mpi"] or ""),
-    )
+    return _library_keys(framework, version, None, found["features"], identify(found["mpi"] or ""))
 
 
-def _compare(version: str, toolchain: Toolchain) -> tuple[bool, tuple[str, ...]]:
+def _library_keys(
+    framework: str,
+    built_for: str | None,
+    error: str | None,
+    features: Collection[str] = (),
+    mpi: MpiVersion | None = None,
+) -> dict[str, Any]:
+    return {
+        "framework": framework,
+        "built_for": built_for,
+        "error": error,
+        "controllers": [name for name in _CONTROLLERS if name in features],
+        "operations": [name for name in _OPERATIONS if name in features],
+        "mpi": asdict(mpi) if mpi else None,
+    }
+
+
+def _compare(version: str, toolchain: Toolchain) -> tuple[bool, list[str]]:
     key = key_of(toolchain)
     if key.version == version:
-        return True, ()
+        return True, []
     before = stored_ingredients(version)
-    return False, changes(before, dict(key.ingredients)) if before else ()
+    return False, changes(before, dict(key.ingredients)) if before else []
 
 
-def _library(framework: str) -> Library:
+def _library(framework: str) -> dict[str, Any]:
     place = folder_of("horovod")
     assert place is not None
     file = next(Path(place, framework).glob("mpi_lib*"))
-    versions = _versions_built_for(place)
+    version = _versions_built_for(place).get(framework)
     package = folder_of(framework)
     if package is None:
-        return Library(framework, versions.get(framework), f"{framework} is not installed")
+        return _library_keys(framework, version, f"{framework} is not installed")
     folders = [str(package / _LIBRARIES[framework]), os.environ.get("LD_LIBRARY_PATH", "")]
     environ = {**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(filter(None, folders))}
     command = [sys.executable, "-I", str(Path(load_library.__file__)), str(file)]
     output = run(command, _SECONDS_TO_LOAD, environ)
-    return library_from(framework, versions.get(framework), output)
+    return library_from(framework, version, output)
 
 
 def _load_error(output: Output | None) -> str:

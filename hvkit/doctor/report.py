@@ -6,8 +6,7 @@ A report leaves the host, in an issue or a mail: it hides the home directory and
 import getpass
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from hvkit.doctor.facts import Facts, gather
-from hvkit.doctor.findings import Finding, findings
-from hvkit.doctor.horovod import Horovod
-from hvkit.doctor.self_test import SelfTest, self_test
-from hvkit.doctor.software import MpiLauncher
-
-FORMAT = 1
+from hvkit.doctor.facts import gather
+from hvkit.doctor.findings import findings
+from hvkit.doctor.self_test import self_test
 
 _PROBLEM, _NOTE, _FINE = "bold red", "yellow", "green"
 _SCREEN = 44
@@ -40,14 +35,12 @@ def examine(on_two_ranks: bool, say: Callable[[str], None] = lambda _: None) -> 
     """
     say("looking at hardware and software")
     facts = gather()
-    test = None
-    if on_two_ranks:
-        test = self_test(facts.horovod, facts.launchers, facts.cores.usable, say=say)
-    return json_report(facts, test, findings(facts, test))
+    test = self_test(facts, say=say) if on_two_ranks else None
+    return json_report({**facts, "self_test": test})
 
 
-def json_report(facts: Facts, test: SelfTest | None, findings: Sequence[Finding]) -> dict[str, Any]:
-    """The report that ``hvkit doctor --json`` prints.
+def json_report(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The report that ``hvkit doctor --json`` prints: facts, and the findings about them.
 
     Later versions may add keys, but remove none. Sizes are in bytes, times in seconds; a thing that
     does not exist is null.
@@ -78,63 +71,8 @@ def json_report(facts: Facts, test: SelfTest | None, findings: Sequence[Finding]
       failure), ``seconds`` of one allreduce (median), and ``bandwidth``, bytes per second.
     - ``problems`` and ``notes``: each ``what`` and ``fix``.
     """
-    launchers = [_launcher_keys(one) for one in facts.launchers]
-    limits = asdict(facts.limits)
-    contents = {
-        "format": FORMAT,
-        "hostname": facts.hostname,
-        "versions": facts.packages.versions,
-        "python": facts.python,
-        "platform": asdict(facts.system),
-        "horovod": _horovod_keys(facts.horovod),
-        "mpi": launchers[0] if launchers else None,
-        "launchers": launchers,
-        "compilers": facts.compilers,
-        "cores": asdict(facts.cores),
-        "memory": asdict(facts.memory),
-        "shared_memory": asdict(facts.shared_memory) if facts.shared_memory else None,
-        "gpus": [asdict(gpu) for gpu in facts.gpus.found],
-        "driver_cuda": facts.gpus.driver_cuda,
-        "torch_cuda": facts.packages.torch_cuda,
-        "ssh": asdict(facts.ssh),
-        "addresses": facts.addresses,
-        "interfaces": [asdict(one) for one in facts.interfaces],
-        "threads": facts.threads,
-        "environment": facts.environment,
-        "set_by_ranks": [asdict(each) for each in facts.set_by_ranks],
-        "limits": {name: limits[name] for name in ("open_files", "locked_memory")},
-        "infiniband": facts.limits.infiniband,
-        "self_test": _self_test_keys(test) if test else None,
-        **{
-            f"{severity}s": [
-                {"what": one.what, "fix": one.fix} for one in findings if one.severity == severity
-            ]
-            for severity in ("problem", "note")
-        },
-    }
-    hidden: dict[str, Any] = without_user(contents)
-    return hidden
-
-
-def _launcher_keys(launcher: MpiLauncher) -> dict[str, Any]:
-    return {
-        "flavour": launcher.mpi.flavour if launcher.mpi else None,
-        "version": launcher.mpi.version if launcher.mpi else None,
-        "program": launcher.program,
-        "on_path": launcher.on_path,
-    }
-
-
-def _horovod_keys(horovod: Horovod) -> dict[str, Any] | None:
-    if horovod.version is None:
-        return None
-    values = asdict(horovod)
-    return {key: values[key] for key in ("version", "libraries", "fits", "differences")}
-
-
-def _self_test_keys(test: SelfTest) -> dict[str, Any]:
-    results = [asdict(one) | {"bandwidth": one.bandwidth} for one in test.results]
-    return asdict(test) | {"results": results}
+    report: dict[str, Any] = without_user({**facts, **findings(facts)})
+    return report
 
 
 def without_user(value: Any) -> Any:
@@ -148,7 +86,8 @@ def without_user(value: Any) -> Any:
 
 def _hidden(value: Any, home: str | None, user: str | None) -> Any:
     if isinstance(value, dict):
-        return {key: _hidden(one, home, user) for key, one in value.items()}
+        shown = (key for key in value if not key.startswith("_"))
+        return {key: _hidden(value[key], home, user) for key in shown}
     if isinstance(value, list | tuple):
         return [_hidden(one, home, user) for one in value]
     if not isinstance(value, str):

@@ -17,15 +17,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
 
 from hvkit.communication.engines import ENGINES, waiting_for_all_ranks
-from hvkit.doctor.horovod import Horovod
-from hvkit.doctor.software import MpiLauncher
 from hvkit.errors import HvkitError, LaunchError
 from hvkit.launch.hosts import Host
 from hvkit.launch.launchers import Job, Launcher, find_launcher
@@ -45,96 +42,67 @@ _SECONDS_TO_END = 5.0
 _LINES_SHOWN = 8
 
 
-@dataclass(frozen=True)
-class SelfTest:
-    """The results on two ranks.
-
-    Attributes:
-        launcher: the launcher that started them; ``None`` if there is none.
-        error: why no rank was started; ``None`` if they were.
-        results: one for each framework whose library loads.
-    """
-
-    launcher: str | None
-    error: str | None
-    results: tuple[Result, ...]
-    ranks: int = RANKS
-    bytes: int = BYTES
-    rounds: int = ROUNDS
-
-
-@dataclass(frozen=True)
-class Result:
-    """The result of one framework.
-
-    Attributes:
-        framework: ``torch`` or ``tensorflow``.
-        command: a command line that repeats the test.
-        error: why it failed; ``None`` if the sums were right.
-        output: the last lines, if it failed.
-        seconds: the median time of one allreduce.
-    """
-
-    framework: str
-    command: str
-    error: str | None
-    output: tuple[str, ...] = ()
-    seconds: float | None = None
-
-    @property
-    def bandwidth(self) -> float | None:
-        """Bytes of one rank's array, divided by the time: the algorithm bandwidth in bytes/s."""
-        return BYTES / self.seconds if self.seconds else None
-
-
 def self_test(
-    horovod: Horovod,
-    launchers: Sequence[MpiLauncher],
-    cores: int,
+    facts: Mapping[str, Any],
     seconds: float = _SECONDS,
     say: Callable[[str], None] = lambda _: None,
-) -> SelfTest | None:
-    """Start two ranks for each framework; ``None`` if none of Horovod's libraries loads.
+) -> dict[str, Any] | None:
+    """Start two ranks for each framework.
 
     Args:
-        horovod: the installed Horovod.
-        launchers: the MPI launchers of this host.
-        cores: the number of usable cores.
+        facts: from ``hvkit.doctor.facts.gather``.
         seconds: the time limit for each framework.
         say: called with what begins now.
+
+    Returns:
+        ``self_test`` of ``hvkit.doctor.report.json_report``; ``None`` if none of Horovod's
+        libraries loads.
     """
-    frameworks = [one.framework for one in horovod.libraries if one.error is None]
+    frameworks = [one["framework"] for one in _usable_libraries(facts)]
     if not frameworks:
         return None
+    test = {"ranks": RANKS, "bytes": BYTES, "rounds": ROUNDS}
     try:
-        launcher = find_launcher(launcher_for(horovod, launchers))
+        launcher = find_launcher(launcher_for(facts))
     except LaunchError as error:
-        return SelfTest(None, str(error), ())
+        return {"launcher": None, "error": str(error), "results": [], **test}
     results = []
     for number, one in enumerate(frameworks, start=1):
         say(f"trying an allreduce on {RANKS} ranks with {one} ({number} of {len(frameworks)})")
-        results.append(_test(launcher, one, cores, seconds))
-    return SelfTest(launcher.name, None, tuple(results))
+        results.append(_test(launcher, one, facts["cores"]["usable"], seconds))
+    return {"launcher": launcher.name, "error": None, "results": results, **test}
 
 
-def launcher_for(horovod: Horovod, launchers: Sequence[MpiLauncher]) -> str:
+def launcher_for(facts: Mapping[str, Any]) -> str:
     """``mpirun`` where Horovod can use MPI and there is one, else ``gloo`` if Horovod has it."""
-    usable = [set(one.controllers) for one in horovod.libraries if one.error is None]
+    usable = [one["controllers"] for one in _usable_libraries(facts)]
     with_mpi = all("mpi" in controllers for controllers in usable)
     with_gloo = all("gloo" in controllers for controllers in usable)
-    return "mpirun" if (with_mpi and launchers) or not with_gloo else "gloo"
+    return "mpirun" if (with_mpi and facts["launchers"]) or not with_gloo else "gloo"
 
 
-def _test(launcher: Launcher, framework: str, cores: int, seconds: float) -> Result:
+def _usable_libraries(facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+    libraries = facts["horovod"]["libraries"] if facts["horovod"] else []
+    return [one for one in libraries if one["error"] is None]
+
+
+def _test(launcher: Launcher, framework: str, cores: int, seconds: float) -> dict[str, Any]:
     program = (sys.executable, "-m", "hvkit.doctor.self_test", framework)
     job = Job((Host("localhost", RANKS),), program, crowded=cores < RANKS)
     status, output = _run(launcher.command(job), _environment(os.environ), seconds)
-    command = f"{os.path.basename(launcher.path)} -np {RANKS} python {' '.join(program[1:])}"
     timing = re.search(r"hvkit:(\{.*\})", output)
-    if status == 0 and timing:
-        return Result(framework, command, None, seconds=json.loads(timing[1])["seconds"])
-    lines = tuple(line for line in output.splitlines() if line.strip())[-_LINES_SHOWN:]
-    return Result(framework, command, _error(status, output, seconds), lines)
+    time_of_one = json.loads(timing[1])["seconds"] if status == 0 and timing else None
+    passed = time_of_one is not None
+    lines = [line for line in output.splitlines() if line.strip()][-_LINES_SHOWN:]
+    return {
+        "framework": framework,
+        "command": f"{os.path.basename(launcher.path)} -np {RANKS} python {' '.join(program[1:])}",
+        "error": None if passed else _error(status, output, seconds),
+        "output": [] if passed else lines,
+        "seconds": time_of_one,
+        # The algorithm bandwidth: the bytes of one rank's array, divided by the time.
+        "bandwidth": BYTES / time_of_one if time_of_one else None,
+    }
 
 
 def _environment(environ: Mapping[str, str]) -> dict[str, str]:

@@ -1,7 +1,5 @@
 """Installed Python packages, compilers and MPI launchers. Nothing imports a framework here."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import platform
@@ -9,95 +7,48 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 
 from hvkit.build.cuda import DEFAULT_HOME
 from hvkit.build.frameworks import DISTRIBUTIONS, cuda_version
 from hvkit.host.commands import run
-from hvkit.launch.launchers import MpiVersion, identify
+from hvkit.launch.launchers import identify
 
 # Packages whose requirements are checked. TensorFlow comes as one of several packages.
 _CHECKED = ("hvkit", "torch", "keras", "horovod", *DISTRIBUTIONS["tensorflow"])
 
 
-@dataclass(frozen=True)
-class Packages:
-    """The installed packages.
-
-    Attributes:
-        versions: by name; ``None`` for a package that is not installed.
-        tensorflows: every package that contains TensorFlow, with its version.
-        torch_cuda: the CUDA version that PyTorch was built for; ``None`` for its CPU version.
-        unmet: requirements that are not met.
-    """
-
-    versions: dict[str, str | None]
-    tensorflows: tuple[str, ...]
-    torch_cuda: str | None
-    unmet: tuple[Unmet, ...]
+def versions() -> dict[str, str | None]:
+    """Versions of Python and of packages; ``None`` for a package that is not installed."""
+    names = ("hvkit", "torch", "tensorflow", "keras", "numpy", "horovod", "mpi4py")
+    found = {name: _version(name) for name in names}
+    found["tensorflow"] = next((one.split()[1] for one in tensorflows()), None)
+    return {"python": platform.python_version(), **found}
 
 
-@dataclass(frozen=True)
-class Unmet:
-    """A requirement that is not met.
-
-    Attributes:
-        package: the package that requires it, with its version.
-        requirement: ``keras>=3.12``.
-        installed: the installed version; ``None`` for none.
-    """
-
-    package: str
-    requirement: str
-    installed: str | None
+def tensorflows() -> list[str]:
+    """Every package that contains TensorFlow, with its version."""
+    found = {name: _version(name) for name in DISTRIBUTIONS["tensorflow"]}
+    return [f"{name} {version}" for name, version in found.items() if version is not None]
 
 
-@dataclass(frozen=True)
-class MpiLauncher:
-    """An ``mpirun`` or ``mpiexec``.
-
-    Attributes:
-        mpi: the MPI that it belongs to; ``None`` if its ``--version`` does not show that.
-        program: its path.
-        on_path: whether it is on PATH; otherwise it is beside this Python.
-        first_line: the first line of its ``--version``, if that does not show the MPI.
-    """
-
-    mpi: MpiVersion | None
-    program: str
-    on_path: bool
-    first_line: str | None = None
-
-    @property
-    def folder(self) -> str:
-        """The folder of the program."""
-        return os.path.dirname(self.program)
-
-
-def packages() -> Packages:
-    """The packages of this Python, from their metadata."""
-    found = {name: _version(name) for name in _CHECKED}
-    tensorflows = {n: v for n in DISTRIBUTIONS["tensorflow"] if (v := found[n]) is not None}
+def torch_cuda() -> str | None:
+    """The CUDA version that PyTorch was built for; ``None`` for its CPU version."""
     torch = folder_of("torch")
-    return Packages(
-        versions={
-            "python": platform.python_version(),
-            "hvkit": found["hvkit"],
-            "torch": found["torch"],
-            "tensorflow": next(iter(tensorflows.values()), None),
-            "keras": found["keras"],
-            "numpy": _version("numpy"),
-            "horovod": found["horovod"],
-            "mpi4py": _version("mpi4py"),
-        },
-        tensorflows=tuple(f"{name} {version}" for name, version in tensorflows.items()),
-        torch_cuda=cuda_version("pytorch", torch.parent) if torch else None,
-        unmet=tuple(unmet for name in _CHECKED if found[name] for unmet in _unmet(name)),
-    )
+    return cuda_version("pytorch", torch.parent) if torch else None
+
+
+def unmet_requirements() -> list[dict[str, str | None]]:
+    """The requirements that are not met.
+
+    Each has the ``package`` that requires it, with its version; the ``requirement``,
+    ``keras>=3.12``; and the version ``installed``, ``None`` for none.
+    """
+    return [unmet for name in _CHECKED if _version(name) for unmet in _unmet(name)]
 
 
 def folder_of(module: str) -> Path | None:
@@ -116,12 +67,12 @@ def compilers() -> dict[str, str | None]:
     }
 
 
-def mpi_launchers_here() -> tuple[MpiLauncher, ...]:
+def mpi_launchers_here() -> list[dict[str, Any]]:
     """The launchers on this process's PATH and beside its Python."""
     return mpi_launchers(os.environ.get("PATH", os.defpath), os.path.dirname(sys.executable))
 
 
-def mpi_launchers(path: str, beside: str) -> tuple[MpiLauncher, ...]:
+def mpi_launchers(path: str, beside: str) -> list[dict[str, Any]]:
     """The launchers of each MPI, in the order of PATH; one for each MPI in a folder.
 
     Args:
@@ -129,15 +80,20 @@ def mpi_launchers(path: str, beside: str) -> tuple[MpiLauncher, ...]:
         beside: the folder to search after those of PATH.
     """
     folders = [folder for folder in path.split(os.pathsep) if folder]
-    found: dict[tuple[str, MpiVersion | None], MpiLauncher] = {}
+    found: dict[object, dict[str, Any]] = {}
     for folder in [*folders, beside]:
         for program in _launchers_in(folder):
             text = output.text if (output := run([program, "--version"])) else ""
             mpi = identify(text)
-            first_line = None if mpi else next(iter(text.splitlines()), "nothing")
-            launcher = MpiLauncher(mpi, program, folder in folders, first_line)
+            launcher = {
+                "flavour": mpi.flavour if mpi else None,
+                "version": mpi.version if mpi else None,
+                "program": program,
+                "on_path": folder in folders,
+                "_first_line": None if mpi else next(iter(text.splitlines()), "nothing"),
+            }
             found.setdefault((os.path.realpath(folder), mpi), launcher)
-    return tuple(found.values())
+    return list(found.values())
 
 
 def _version(name: str) -> str | None:
@@ -147,8 +103,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _unmet(name: str) -> list[Unmet]:
-    unmet = []
+def _unmet(name: str) -> Iterable[dict[str, str | None]]:
     for text in metadata.requires(name) or ():
         try:
             requirement = Requirement(text)
@@ -159,9 +114,11 @@ def _unmet(name: str) -> list[Unmet]:
             continue
         installed = _version(requirement.name)
         if installed is None or not requirement.specifier.contains(installed, prereleases=True):
-            needed = f"{requirement.name}{requirement.specifier}"
-            unmet.append(Unmet(f"{name} {_version(name)}", needed, installed))
-    return unmet
+            yield {
+                "package": f"{name} {_version(name)}",
+                "requirement": f"{requirement.name}{requirement.specifier}",
+                "installed": installed,
+            }
 
 
 def _first_version(*commands: Sequence[str]) -> str | None:

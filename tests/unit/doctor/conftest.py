@@ -2,71 +2,83 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prepared import Environment, make_environment
 
-from hvkit.doctor.facts import Cores, Facts, Limits, Memory, SharedMemory, Ssh, System
-from hvkit.doctor.horovod import Horovod, Library
-from hvkit.doctor.software import MpiLauncher, Packages
-from hvkit.host.gpus import Gpus
-from hvkit.host.network import Interface
-from hvkit.launch.launchers import MpiVersion
-
 GIB = 1024**3
-OPEN_MPI = MpiVersion("Open MPI", "5.0.11")
+OPEN_MPI = {"flavour": "Open MPI", "version": "5.0.11"}
+LAUNCHER = {**OPEN_MPI, "program": "/opt/venv/bin/mpirun", "on_path": True, "_first_line": None}
+
+
+def library(framework: str, built_for: str) -> dict[str, Any]:
+    return {
+        "framework": framework,
+        "built_for": built_for,
+        "error": None,
+        "controllers": ["mpi", "gloo"],
+        "operations": ["mpi", "gloo"],
+        "mpi": OPEN_MPI,
+    }
 
 
 @pytest.fixture
-def healthy() -> Facts:
+def healthy() -> dict[str, Any]:
     """Facts of a machine without problems."""
-    return Facts(
-        hostname="node1",
-        python="/opt/venv/bin/python",
-        system=System("Debian GNU/Linux 12", "Linux 6.1.0", "x86_64", "glibc 2.36"),
-        packages=Packages(
-            versions={
-                "python": "3.11.2",
-                "hvkit": "0.1.0",
-                "torch": "2.13.0",
-                "tensorflow": "2.21.0",
-                "keras": "3.15.1",
-                "numpy": "2.4.6",
-                "horovod": "0.28.1+hvkit0",
-                "mpi4py": "4.1.2",
-            },
-            tensorflows=("tensorflow 2.21.0",),
-            torch_cuda="13.0",
-            unmet=(),
-        ),
-        horovod=Horovod(
-            version="0.28.1+hvkit0",
-            libraries=(
-                Library("torch", "2.13.0", None, ("mpi", "gloo"), ("mpi", "gloo"), OPEN_MPI),
-                Library("tensorflow", "2.21.0", None, ("mpi", "gloo"), ("mpi", "gloo"), OPEN_MPI),
-            ),
-            fits=True,
-            differences=(),
-            cannot_build=None,
-        ),
-        launchers=(MpiLauncher(OPEN_MPI, "/opt/venv/bin/mpirun", True),),
-        compilers={"c++": "12.2.0", "cmake": "3.31.6", "nvcc": None},
-        cores=Cores(8, 8, None),
-        memory=Memory(32 * GIB, 30 * GIB),
-        shared_memory=SharedMemory(16 * GIB, 16 * GIB),
-        limits=Limits(4096, None, False),
-        gpus=Gpus((), None, None),
-        addresses=("10.0.0.1",),
-        interfaces=(
-            Interface("lo", "127.0.0.1", "127.0.0.0/8"),
-            Interface("eth0", "10.0.0.1", "10.0.0.0/24"),
-        ),
-        ssh=Ssh("OpenSSH_9.2p1", "/usr/sbin/sshd", True),
-        threads={},
-        environment=(),
-        set_by_ranks=(),
-        launched=None,
-    )
+    return {
+        "format": 1,
+        "hostname": "node1",
+        "versions": {
+            "python": "3.11.2",
+            "hvkit": "0.1.0",
+            "torch": "2.13.0",
+            "tensorflow": "2.21.0",
+            "keras": "3.15.1",
+            "numpy": "2.4.6",
+            "horovod": "0.28.1+hvkit0",
+            "mpi4py": "4.1.2",
+        },
+        "python": "/opt/venv/bin/python",
+        "platform": {
+            "system": "Debian GNU/Linux 12",
+            "kernel": "Linux 6.1.0",
+            "machine": "x86_64",
+            "libc": "glibc 2.36",
+        },
+        "horovod": {
+            "version": "0.28.1+hvkit0",
+            "libraries": [library("torch", "2.13.0"), library("tensorflow", "2.21.0")],
+            "fits": True,
+            "differences": [],
+        },
+        "mpi": LAUNCHER,
+        "launchers": [LAUNCHER],
+        "compilers": {"c++": "12.2.0", "cmake": "3.31.6", "nvcc": None},
+        "cores": {"usable": 8, "host": 8, "limit": None},
+        "memory": {"total": 32 * GIB, "available": 30 * GIB},
+        "shared_memory": {"size": 16 * GIB, "free": 16 * GIB},
+        "gpus": [],
+        "driver_cuda": None,
+        "torch_cuda": "13.0",
+        "ssh": {"client": "OpenSSH_9.2p1", "server": "/usr/sbin/sshd", "running": True},
+        "addresses": ["10.0.0.1"],
+        "interfaces": [
+            {"name": "lo", "address": "127.0.0.1", "network": "127.0.0.0/8"},
+            {"name": "eth0", "address": "10.0.0.1", "network": "10.0.0.0/24"},
+        ],
+        "threads": {},
+        "environment": [],
+        "set_by_ranks": [],
+        "limits": {"open_files": 4096, "locked_memory": None},
+        "infiniband": False,
+        "_tensorflows": ["tensorflow 2.21.0"],
+        "_unmet": [],
+        "_cannot_build": None,
+        "_gpu_failure": None,
+        "_launched": None,
+        "self_test": None,
+    }
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +13,36 @@ from rich.console import Console
 
 from hvkit import cli
 from hvkit.doctor import report
-from hvkit.doctor.facts import Cores, Facts, Limits, Memory, SharedMemory, Ssh
-from hvkit.doctor.findings import findings
 from hvkit.doctor.report import json_report, show
-from hvkit.doctor.self_test import Result, SelfTest
-from hvkit.host.gpus import Gpu, Gpus
-from hvkit.host.network import Interface
 
-PASSED = SelfTest(
-    "Open MPI 5.0.11",
-    None,
-    (Result("torch", "mpirun x", None, seconds=0.05), Result("tensorflow", "y", None, seconds=0.1)),
+Facts = dict[str, Any]
+
+
+def self_test(*results: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "launcher": "Open MPI 5.0.11",
+        "error": None,
+        "results": results,
+        "ranks": 2,
+        "bytes": 64 * 1024**2,
+        "rounds": 9,
+    }
+
+
+def result(framework: str, **values: Any) -> dict[str, Any]:
+    empty = {"command": "mpirun x", "error": None, "output": [], "seconds": None, "bandwidth": None}
+    return {"framework": framework, **empty, **values}
+
+
+PASSED = self_test(
+    result("torch", seconds=0.05, bandwidth=64 * 1024**2 / 0.05),
+    result("tensorflow", seconds=0.1, bandwidth=64 * 1024**2 / 0.1),
 )
-FAILED = SelfTest(
-    "Open MPI 5.0.11",
-    None,
-    tuple(
-        Result(name, "mpirun x", "it ended with status 3", (f"line of {name}", *"1234567"))
+FAILED = self_test(
+    *(
+        result(name, error="it ended with status 3", output=[f"line of {name}", *"1234567"])
         for name in ("torch", "tensorflow")
-    ),
+    )
 )
 
 
@@ -44,30 +54,34 @@ def without_colours(text: str) -> list[str]:
     return [line.rstrip() for line in re.sub(r"\x1b\[[\d;]*m", "", text).splitlines()]
 
 
-def text_of(facts: Facts, test: SelfTest | None, **options: Any) -> str:
+def text_of(facts: Facts, test: dict[str, Any] | None, **options: Any) -> str:
     screen = io.StringIO()
-    show(json_report(facts, test, findings(facts, test)), Console(file=screen, **options))
+    show(json_report(facts | {"self_test": test}), Console(file=screen, **options))
     return screen.getvalue()
 
 
 @pytest.fixture
 def bad(healthy: Facts) -> Facts:
     """A machine with many problems at once."""
-    gpus = tuple(Gpu(number, "NVIDIA H200", 141 * 1024**3, "535.1") for number in range(8))
-    nets = [Interface(f"veth{n}", f"10.0.{n}.1", f"10.0.{n}.0/24") for n in range(30)]
-    return replace(
-        healthy,
-        addresses=(),
-        launchers=(),
-        shared_memory=SharedMemory(64 * 1024**2, 0),
-        cores=Cores(8, 16, 1.5),
-        memory=Memory(1024**3, 1024**2),
-        limits=Limits(256, 65536, True),
-        gpus=Gpus(gpus, None, "12.0"),
-        interfaces=tuple(nets),
-        ssh=Ssh(None, None, False),
-        launched="one of 2, started by mpirun",
-    )
+    gpu = {"name": "NVIDIA H200", "memory": 141 * 1024**3, "driver": "535.1"}
+    return healthy | {
+        "addresses": [],
+        "mpi": None,
+        "launchers": [],
+        "shared_memory": {"size": 64 * 1024**2, "free": 0},
+        "cores": {"usable": 8, "host": 16, "limit": 1.5},
+        "memory": {"total": 1024**3, "available": 1024**2},
+        "limits": {"open_files": 256, "locked_memory": 65536},
+        "infiniband": True,
+        "gpus": [{"index": number, **gpu} for number in range(8)],
+        "driver_cuda": "12.0",
+        "interfaces": [
+            {"name": f"veth{n}", "address": f"10.0.{n}.1", "network": f"10.0.{n}.0/24"}
+            for n in range(30)
+        ],
+        "ssh": {"client": None, "server": None, "running": False},
+        "_launched": "one of 2, started by mpirun",
+    }
 
 
 class TestText:
@@ -115,7 +129,7 @@ class TestText:
         assert text.endswith("2 problems, no notes\n")
 
     def test_brackets_are_shown_as_they_are(self, healthy: Facts) -> None:
-        assert "[red]host" in text_of(replace(healthy, hostname="[red]host"), None)
+        assert "[red]host" in text_of(healthy | {"hostname": "[red]host"}, None)
 
     def test_gpus_and_interfaces_are_summed_up(self, bad: Facts) -> None:
         text = text_of(bad, None)
@@ -126,7 +140,7 @@ class TestText:
 class TestJson:
     def test_every_key_is_described(self, healthy: Facts) -> None:
         described = json_report.__doc__ or ""
-        contents = json_report(healthy, PASSED, ())
+        contents = json_report(healthy | {"self_test": PASSED})
         parts = ("horovod", "platform", "cores", "memory", "shared_memory", "limits", "ssh")
         nested = [contents[part] for part in (*parts, "mpi", "self_test")]
         lists = [contents["horovod"]["libraries"], contents["interfaces"]]
@@ -135,13 +149,17 @@ class TestJson:
             assert [key for key in keys if f"``{key}``" not in described] == []
 
     def test_findings_are_problems_and_notes(self, bad: Facts) -> None:
-        contents = json_report(bad, FAILED, findings(bad, FAILED))
+        contents = json_report(bad | {"self_test": FAILED})
         for severity in ("problems", "notes"):
             assert contents[severity]
             assert all(one.keys() == {"what", "fix"} for one in contents[severity])
 
+    def test_facts_for_the_findings_alone_are_left_out(self, healthy: Facts) -> None:
+        assert "_first_line" not in str(json_report(healthy))
+        assert not [key for key in json_report(healthy) if key.startswith("_")]
+
     def test_is_what_json_can_hold(self, healthy: Facts) -> None:
-        contents = json_report(healthy, PASSED, ())
+        contents = json_report(healthy | {"self_test": PASSED})
         assert json.loads(json.dumps(contents)) == contents
 
 
@@ -154,8 +172,8 @@ def test_the_exit_status_is_1_for_problems(
     status: int,
 ) -> None:
     # A note does not count.
-    facts = replace(healthy, ssh=Ssh(None, None, False))
-    found = facts if hostname == "resolves" else replace(facts, addresses=())
+    facts = healthy | {"ssh": {"client": None, "server": None, "running": False}}
+    found = facts if hostname == "resolves" else facts | {"addresses": []}
     monkeypatch.setattr(report, "gather", lambda: found)
     assert cli.main(["doctor", "--no-self-test", "--json"]) == status
     assert len(json.loads(capsys.readouterr().out)["problems"]) == status

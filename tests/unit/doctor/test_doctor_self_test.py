@@ -4,8 +4,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -13,11 +13,9 @@ import pytest
 from cases import cases
 
 from hvkit.communication.engines import built_for
-from hvkit.doctor.facts import Facts
-from hvkit.doctor.horovod import Horovod, horovod
+from hvkit.doctor.horovod import horovod
 from hvkit.doctor.self_test import (
     BYTES,
-    SelfTest,
     contribution,
     launcher_for,
     require_sum,
@@ -26,6 +24,7 @@ from hvkit.doctor.self_test import (
 from hvkit.doctor.software import mpi_launchers_here
 
 Program = Callable[[str, str], Path]
+Facts = dict[str, Any]
 
 OPEN_MPI = """case "$1" in
 --version) echo "mpirun (Open MPI) 5.0.11"; exit;;
@@ -33,20 +32,24 @@ esac"""
 
 
 @pytest.fixture
-def torch_only(healthy: Facts) -> Horovod:
-    return replace(healthy.horovod, libraries=healthy.horovod.libraries[:1])
+def torch_only(healthy: Facts) -> Facts:
+    return with_libraries(healthy, healthy["horovod"]["libraries"][:1])
+
+
+def with_libraries(facts: Facts, libraries: list[dict[str, Any]]) -> Facts:
+    return facts | {"horovod": facts["horovod"] | {"libraries": libraries}}
 
 
 @pytest.fixture
 def started_by(
-    program: Program, monkeypatch: pytest.MonkeyPatch, torch_only: Horovod, healthy: Facts
-) -> Callable[..., SelfTest]:
+    program: Program, monkeypatch: pytest.MonkeyPatch, torch_only: Facts
+) -> Callable[..., dict[str, Any]]:
     """Run the self-test with an mpirun that runs a script."""
 
-    def run(script: str, seconds: float = 60) -> SelfTest:
+    def run(script: str, seconds: float = 60) -> dict[str, Any]:
         mpirun = program("mpirun", f"{OPEN_MPI}\n{script}")
         monkeypatch.setenv("PATH", f"{mpirun.parent}:/bin:/usr/bin")
-        test = self_test(torch_only, healthy.launchers, 2, seconds)
+        test = self_test(torch_only, seconds)
         assert test is not None
         return test
 
@@ -55,17 +58,22 @@ def started_by(
 
 @pytest.mark.parametrize("framework", cases(built_for()))
 def test_each_framework_sums_over_two_real_ranks(framework: str) -> None:
-    installed = horovod()
-    libraries = tuple(one for one in installed.libraries if one.framework == framework)
-    only = replace(installed, libraries=libraries)
-    test = self_test(only, mpi_launchers_here(), len(os.sched_getaffinity(0)))
+    installed, _ = horovod()
+    assert installed is not None
+    libraries = [one for one in installed["libraries"] if one["framework"] == framework]
+    facts = {
+        "horovod": installed | {"libraries": libraries},
+        "launchers": mpi_launchers_here(),
+        "cores": {"usable": len(os.sched_getaffinity(0))},
+    }
+    test = self_test(facts)
     assert test is not None
-    assert test.error is None
-    assert [one.framework for one in test.results] == [framework]
-    for result in test.results:
-        assert result.error is None, result.output
-        assert result.seconds is not None
-        assert result.bandwidth == BYTES / result.seconds > 0
+    assert test["error"] is None
+    assert [one["framework"] for one in test["results"]] == [framework]
+    for result in test["results"]:
+        assert result["error"] is None, result["output"]
+        assert result["seconds"] is not None
+        assert result["bandwidth"] == BYTES / result["seconds"] > 0
 
 
 def test_an_element_that_is_wrong_is_named() -> None:
@@ -102,52 +110,58 @@ def test_ranks_that_do_not_see_each_other_name_the_cause() -> None:
     )
 
 
-def test_the_time_of_rank_0_is_the_result(started_by: Callable[..., SelfTest]) -> None:
+def test_the_time_of_rank_0_is_the_result(started_by: Callable[..., dict[str, Any]]) -> None:
     test = started_by("""echo noise; echo '[0]<stdout>:hvkit:{"seconds": 0.5}'""")
-    (result,) = test.results
-    assert (result.error, result.seconds, result.bandwidth) == (None, 0.5, BYTES / 0.5)
-    assert test.launcher == "Open MPI 5.0.11"
+    (result,) = test["results"]
+    assert (result["error"], result["seconds"], result["bandwidth"]) == (None, 0.5, BYTES / 0.5)
+    assert test["launcher"] == "Open MPI 5.0.11"
 
 
 def test_ranks_see_no_gpus(
-    started_by: Callable[..., SelfTest], monkeypatch: pytest.MonkeyPatch
+    started_by: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    (result,) = started_by('echo "gpus:$CUDA_VISIBLE_DEVICES:"; echo "$@"').results
-    assert result.output[0] == "gpus::"
-    assert result.output[1].endswith("-m hvkit.doctor.self_test torch")
-    assert result.command == "mpirun -np 2 python -m hvkit.doctor.self_test torch"
+    (result,) = started_by('echo "gpus:$CUDA_VISIBLE_DEVICES:"; echo "$@"')["results"]
+    assert result["output"][0] == "gpus::"
+    assert result["output"][1].endswith("-m hvkit.doctor.self_test torch")
+    assert result["command"] == "mpirun -np 2 python -m hvkit.doctor.self_test torch"
 
 
-def test_a_failure_is_shown_with_its_last_lines(started_by: Callable[..., SelfTest]) -> None:
-    (result,) = started_by("for i in 1 2 3 4 5 6 7 8 9 10; do echo line $i; done; exit 3").results
-    assert result.error == "it ended with status 3"
-    assert result.output == tuple(f"line {i}" for i in range(3, 11))
+def test_a_failure_is_shown_with_its_last_lines(started_by: Callable[..., dict[str, Any]]) -> None:
+    (result,) = started_by("for i in 1 2 3 4 5 6 7 8 9 10; do echo line $i; done; exit 3")[
+        "results"
+    ]
+    assert result["error"] == "it ended with status 3"
+    assert result["output"] == [f"line {i}" for i in range(3, 11)]
 
 
-def test_the_reason_that_a_rank_prints_is_the_error(started_by: Callable[..., SelfTest]) -> None:
-    (result,) = started_by("echo start; echo 'hvkit: an allreduce is wrong'; exit 1").results
-    assert result.error == "an allreduce is wrong"
+def test_the_reason_that_a_rank_prints_is_the_error(
+    started_by: Callable[..., dict[str, Any]],
+) -> None:
+    (result,) = started_by("echo start; echo 'hvkit: an allreduce is wrong'; exit 1")["results"]
+    assert result["error"] == "an allreduce is wrong"
 
 
-def test_no_result_is_an_error(started_by: Callable[..., SelfTest]) -> None:
-    assert started_by("exit 0").results[0].error == "it printed no result"
+def test_no_result_is_an_error(started_by: Callable[..., dict[str, Any]]) -> None:
+    assert started_by("exit 0")["results"][0]["error"] == "it printed no result"
 
 
 def test_a_rank_that_fails_after_the_result_is_an_error(
-    started_by: Callable[..., SelfTest],
+    started_by: Callable[..., dict[str, Any]],
 ) -> None:
-    (result,) = started_by("""echo 'hvkit:{"seconds": 0.5}'; exit 139""").results
-    assert (result.error, result.seconds) == ("it ended with status 139", None)
+    (result,) = started_by("""echo 'hvkit:{"seconds": 0.5}'; exit 139""")["results"]
+    assert (result["error"], result["seconds"]) == ("it ended with status 139", None)
 
 
-def test_ranks_that_hang_are_ended(started_by: Callable[..., SelfTest], tmp_path: Path) -> None:
+def test_ranks_that_hang_are_ended(
+    started_by: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
     file = tmp_path / "pids"
     # The child ignores SIGTERM.
     hang = f"(trap '' TERM; echo $$ > {file}; echo waiting; sleep 600 & wait; sleep 600) & wait"
-    (result,) = started_by(hang, seconds=5).results
-    assert result.error == "it did not end within 5 s"
-    assert result.output == ("waiting",)
+    (result,) = started_by(hang, seconds=5)["results"]
+    assert result["error"] == "it did not end within 5 s"
+    assert result["output"] == ["waiting"]
     pid = int(file.read_text())
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     ours = [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(p.info["cmdline"])]
@@ -157,19 +171,23 @@ def test_ranks_that_hang_are_ended(started_by: Callable[..., SelfTest], tmp_path
 
 
 def test_without_a_launcher_the_error_is_its_reason(
-    torch_only: Horovod, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    torch_only: Facts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    test = self_test(torch_only, (), 2)
+    test = self_test(torch_only | {"launchers": []})
     assert test is not None
-    assert test.results == ()
-    assert "no horovodrun on PATH" in (test.error or "")
+    assert test["results"] == []
+    assert "no horovodrun on PATH" in test["error"]
 
 
-def test_no_ranks_without_a_library_that_loads(torch_only: Horovod, healthy: Facts) -> None:
-    broken = replace(torch_only.libraries[0], error="undefined symbol")
-    assert self_test(replace(torch_only, libraries=(broken,)), healthy.launchers, 2) is None
+def test_no_ranks_without_a_library_that_loads(torch_only: Facts) -> None:
+    broken = torch_only["horovod"]["libraries"][0] | {"error": "undefined symbol"}
+    assert self_test(with_libraries(torch_only, [broken])) is None
+
+
+def test_no_ranks_without_horovod(healthy: Facts) -> None:
+    assert self_test(healthy | {"horovod": None}) is None
 
 
 @pytest.mark.parametrize(
@@ -184,12 +202,11 @@ def test_no_ranks_without_a_library_that_loads(torch_only: Horovod, healthy: Fac
     ],
 )
 def test_gloo_starts_ranks_where_mpi_cannot(
-    torch_only: Horovod,
-    healthy: Facts,
+    torch_only: Facts,
     controllers: tuple[str, ...],
     mpi_is_there: bool,
     launcher: str,
 ) -> None:
-    library = replace(torch_only.libraries[0], controllers=controllers)
-    found = replace(torch_only, libraries=(library,))
-    assert launcher_for(found, healthy.launchers if mpi_is_there else ()) == launcher
+    library = torch_only["horovod"]["libraries"][0] | {"controllers": controllers}
+    facts = with_libraries(torch_only, [library])
+    assert launcher_for(facts if mpi_is_there else facts | {"launchers": []}) == launcher

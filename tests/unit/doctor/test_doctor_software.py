@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from hvkit.doctor import software
-from hvkit.doctor.software import MpiLauncher, Unmet, compilers, mpi_launchers, packages
+from hvkit.doctor.software import (
+    compilers,
+    mpi_launchers,
+    tensorflows,
+    torch_cuda,
+    unmet_requirements,
+    versions,
+)
 from hvkit.launch.launchers import MpiVersion, identify
 
 Program = Callable[[str, str], Path]
@@ -45,10 +52,22 @@ def test_every_mpi_on_path_is_found_once(program: Program, tmp_path: Path) -> No
     beside.mkdir()
     (beside / "mpiexec").symlink_to(program("broken", "echo no home >&2; exit 1"))
     path = os.pathsep.join(["", str(tmp_path / "not there"), str(mpirun.parent), str(alias)])
-    assert mpi_launchers(path, str(beside)) == (
-        MpiLauncher(MpiVersion("Open MPI", "4.1.4"), str(mpirun), True),
-        MpiLauncher(None, str(beside / "mpiexec"), False, "no home"),
-    )
+    assert mpi_launchers(path, str(beside)) == [
+        {
+            "flavour": "Open MPI",
+            "version": "4.1.4",
+            "program": str(mpirun),
+            "on_path": True,
+            "_first_line": None,
+        },
+        {
+            "flavour": None,
+            "version": None,
+            "program": str(beside / "mpiexec"),
+            "on_path": False,
+            "_first_line": "no home",
+        },
+    ]
 
 
 def test_versions_of_compilers(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,16 +105,15 @@ class TestPackages:
         install(
             "tensorflow_cpu", "2.21.0", "keras>=3.12.0", "numpy>=1.26", "x; python_version < '3'"
         )
-        found = packages()
-        assert found.unmet == (
-            Unmet("hvkit 0.1.0", "mpi4py>=4.2", "4.1.2"),
-            Unmet("keras 3.3.0", "absl-py", None),
-            Unmet("tensorflow-cpu 2.21.0", "keras>=3.12.0", "3.3.0"),
-        )
-        assert found.versions["tensorflow"] == "2.21.0"
-        assert found.versions["torch"] is None
-        assert found.versions["mpi4py"] == "4.1.2"
-        assert found.tensorflows == ("tensorflow-cpu 2.21.0",)
+        assert [tuple(one.values()) for one in unmet_requirements()] == [
+            ("hvkit 0.1.0", "mpi4py>=4.2", "4.1.2"),
+            ("keras 3.3.0", "absl-py", None),
+            ("tensorflow-cpu 2.21.0", "keras>=3.12.0", "3.3.0"),
+        ]
+        assert versions()["tensorflow"] == "2.21.0"
+        assert versions()["torch"] is None
+        assert versions()["mpi4py"] == "4.1.2"
+        assert tensorflows() == ["tensorflow-cpu 2.21.0"]
 
     @pytest.mark.parametrize(
         ("line", "cuda"),
@@ -113,4 +131,4 @@ class TestPackages:
         folder.mkdir()
         (folder / "version.py").write_text(f"debug = False\n{line}\nhip = None\n")
         monkeypatch.setattr(software, "folder_of", lambda module: folder)
-        assert packages().torch_cuda == cuda
+        assert torch_cuda() == cuda
