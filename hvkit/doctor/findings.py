@@ -2,13 +2,13 @@
 
 import ipaddress
 import itertools
-import math
 import os
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hvkit.doctor.rules import NOTES, PROBLEMS, Rule
+from hvkit.host.cpus import within_limit
 from hvkit.host.network import Interface
 
 _TITLES = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
@@ -43,10 +43,8 @@ def _found(rules: Iterable[Rule], values: Mapping[str, Any]) -> Iterable[dict[st
 def _values(facts: Mapping[str, Any]) -> dict[str, Any]:
     """The facts, and what rules need to know beyond them."""
     shared = facts["shared_memory"] or {"size": 0, "free": 0}
-    locked, limit = facts["limits"]["locked_memory"], facts["cores"]["limit"]
+    locked = facts["limits"]["locked_memory"]
     driver, torch = (_major(facts[name]) for name in ("driver_cuda", "torch_cuda"))
-    # A container may see more CPUs than it has the time of.
-    cpus = min(facts["cores"]["usable"], math.inf if limit is None else max(1, math.ceil(limit)))
     return {
         **facts,
         **_about_horovod(facts),
@@ -58,7 +56,7 @@ def _values(facts: Mapping[str, Any]) -> dict[str, Any]:
         "free_shm_mib": shared["free"] / _MIB,
         "free_mib": facts["memory"]["available"] / _MIB,
         "lockable_kib": None if locked is None else locked / 1024,
-        "usable_cpus": cpus,
+        "usable_cpus": within_limit(facts["cores"]["usable"], facts["cores"]["limit"]),
         "thread_counts": [
             {"name": name, "value": value, "count": _threads(value)}
             for name, value in facts["threads"].items()
@@ -164,8 +162,7 @@ def _mismatch(first: Mapping[str, Any] | None, horovods: Mapping[str, Any] | Non
 def _about_addresses(facts: Mapping[str, Any]) -> dict[str, Any]:
     addresses = [ipaddress.ip_address(address) for address in facts["addresses"]]
     own = [Interface(**one) for one in facts["interfaces"]]
-    outer = [one for one in own if not one.loopback and not one.link_local]
-    outer.sort(key=lambda one: one.version)
+    outer = sorted((one for one in own if one.outward), key=lambda one: one.version)
     of_this_host = {one.address for one in own}
     return {
         "outer_address": outer[0].address if outer else "127.0.1.1",

@@ -32,8 +32,22 @@ def cores(cpus: Collection[int], topology: Path = _CPUS) -> list[frozenset[int]]
 
 def usable_cores() -> int:
     """The cores that this process may use; in a container at most its CPU time limit."""
-    found, limit = len(cores(os.sched_getaffinity(0))), allowance().cpus
-    return found if limit is None else min(found, max(1, math.ceil(limit)))
+    return within_limit(len(cores(os.sched_getaffinity(0))), allowance().cpus)
+
+
+def usable_cpus() -> int:
+    """The logical CPUs that this process may use; in a container at most its CPU time limit."""
+    return within_limit(len(os.sched_getaffinity(0)), allowance().cpus)
+
+
+def within_limit(cpus: int, limit: float | None) -> int:
+    """That number of CPUs, or what a limit of CPU time leaves of it: at least 1.
+
+    Args:
+        cpus: the number of CPUs.
+        limit: CPU time per wall-clock time, for instance 1.5; ``None`` for no limit.
+    """
+    return cpus if limit is None else min(cpus, max(1, math.ceil(limit)))
 
 
 def share(
@@ -163,4 +177,4 @@ def threads_of_rank(local_size: int, usable_cpus: int, host_cpus: int, limit: fl
             1.5; ``None`` for no limit.
     """
     share = usable_cpus if usable_cpus < host_cpus else max(1, usable_cpus // local_size)
-    return share if limit is None else min(share, max(1, math.ceil(limit / local_size)))
+    return within_limit(share, None if limit is None else limit / local_size)

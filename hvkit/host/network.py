@@ -41,6 +41,11 @@ class Interface:
         """Whether the address is valid on one link only."""
         return ipaddress.ip_address(self.address).is_link_local
 
+    @property
+    def outward(self) -> bool:
+        """Whether other hosts may reach it: it is neither loopback nor valid on one link only."""
+        return not self.loopback and not self.link_local
+
 
 def interfaces() -> list[Interface]:
     """The addresses of this host's interfaces that are up, including loopback."""
@@ -74,7 +79,7 @@ def within_host() -> list[str]:
 def addresses_for_others() -> tuple[str, ...]:
     """This host's addresses that other hosts may reach, likely ones first."""
     inside = set(within_host())
-    usable = [each for each in interfaces() if not each.loopback and not each.link_local]
+    usable = [each for each in interfaces() if each.outward]
     usable.sort(key=lambda each: (each.name in inside, each.version))
     return tuple(each.address for each in usable) or ("127.0.0.1",)
 

@@ -8,7 +8,7 @@
         └── routes         the networks between the hosts, from these facts
 
     hvkit hosts --check
-    └── check              the problems of hosts, from two sources:
+    └── hosts_check        the problems of hosts, from two sources:
         ├── host_reports   `hvkit doctor` on every host
         └── reachability   every host connects to every other one
                            (python -m hvkit.launch.host_checks.reachability on each)

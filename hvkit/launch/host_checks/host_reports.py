@@ -2,12 +2,12 @@
 
 import ipaddress
 import json
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hvkit.host.cpus import within_limit
 from hvkit.launch.hosts import Host
 from hvkit.launch.ssh import Answer, RemoteShell, last_line, run_on_hosts
 
@@ -107,12 +107,11 @@ def _examined(answer: Answer) -> Examined:
 def _report(values: Mapping[str, Any]) -> HostReport:
     mpi, cores = values["mpi"], values["cores"]
     mpi_version = f"{mpi['flavour']} {mpi['version']}" if mpi else None
-    limit = math.inf if cores["limit"] is None else max(1, math.ceil(cores["limit"]))
     addresses = (interface["address"] for interface in values["interfaces"])
     return HostReport(
         hostname=values["hostname"],
         versions={**values["versions"], "MPI": mpi_version},
-        cores=int(min(cores["usable"], limit)),
+        cores=within_limit(cores["usable"], cores["limit"]),
         memory=values["memory"]["available"],
         gpus=len(values["gpus"]),
         own_addresses=tuple(values["addresses"]),

@@ -2,7 +2,7 @@
 
 ``probe`` runs on every host that gets ranks. Its facts show whether hvkit and the working directory
 are there, and ``routes`` finds in them the networks between the hosts. All problems are reported at
-once. The thorough check is in ``check``.
+once. The thorough check is in ``hosts_check``.
 """
 
 import functools
@@ -307,11 +307,7 @@ def _own_addresses(others: Sequence[str]) -> tuple[str, ...]:
     sources = [source for name in others if (source := source_address(name)) is not None]
     if not sources:
         inside = within_host()
-        sources = [
-            one.address
-            for one in interfaces()
-            if not (one.loopback or one.link_local or one.name in inside)
-        ]
+        sources = [one.address for one in interfaces() if one.outward and one.name not in inside]
     if not sources:
         raise LaunchError(
             "this host has no address that others could reach: connect it to their network"

@@ -10,7 +10,6 @@ print a greeting before it, with or without an end of line.
 
 import contextlib
 import json
-import math
 import os
 import resource
 import socket
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import hvkit
-from hvkit.host.cpus import allowance
+from hvkit.host.cpus import usable_cpus
 from hvkit.host.network import Interface, interfaces
 from hvkit.launch.rank_command import Problem, RankCommand
 
@@ -71,7 +70,7 @@ class Facts:
         return cls(
             hostname=socket.gethostname(),
             version=hvkit.__version__,
-            cpus=_usable_cpus(),
+            cpus=usable_cpus(),
             interfaces=tuple(interfaces()),
             has_folder=os.path.isdir(folder),
             open_files=_open_files(),
@@ -117,11 +116,6 @@ def read_line(line: str) -> dict[str, Any] | None:
         return None
     values: dict[str, Any] = json.JSONDecoder().raw_decode(found + rest)[0]["hvkit"]
     return values
-
-
-def _usable_cpus() -> int:
-    usable, limit = len(os.sched_getaffinity(0)), allowance().cpus
-    return usable if limit is None else min(usable, max(1, math.ceil(limit)))
 
 
 def _open_files() -> int | None:

@@ -40,7 +40,7 @@ def joining(
         reached_at: by host, the addresses that it is reached at, the best first.
     """
     chosen = [
-        next((i for at in reached_at[host] for i in _outward(found) if i.address == at), None)
+        next((i for at in reached_at[host] for i in found if i.outward and i.address == at), None)
         for host, found in interfaces.items()
     ]
     known = tuple(interface for interface in chosen if interface is not None)
@@ -112,12 +112,12 @@ def _matches(name: str, interface: Interface) -> bool:
 
 
 def _listed(interfaces: Iterable[Interface]) -> str:
-    usable = (i for i in interfaces if not (i.loopback or i.link_local))
+    usable = (i for i in interfaces if i.outward)
     return ", ".join(dict.fromkeys(f"{i.name} ({i.network})" for i in usable)) or "loopback only"
 
 
 def _in_common_network(interfaces: Mapping[str, Sequence[Interface]]) -> tuple[Interface, ...]:
-    outward = {host: _outward(found) for host, found in interfaces.items()}
+    outward = {host: [i for i in found if i.outward] for host, found in interfaces.items()}
     times = Counter(i.address for found in outward.values() for i in found)
     own = {host: [i for i in found if times[i.address] == 1] for host, found in outward.items()}
     shared = set.intersection(*({i.network for i in found} for found in own.values()))
@@ -129,7 +129,3 @@ def _in_common_network(interfaces: Mapping[str, Sequence[Interface]]) -> tuple[I
         next(interface for interface in found if interface.network == network)
         for found in own.values()
     )
-
-
-def _outward(interfaces: Sequence[Interface]) -> list[Interface]:
-    return [i for i in interfaces if not (i.loopback or i.link_local)]
