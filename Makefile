@@ -2,6 +2,7 @@
 # make test       the same set-up, then lint, types and tests on two ranks
 # make test-all   further launchers, recipes and hosts, three ranks, without averaging, and docs
 # make docs       the documentation, into build/docs
+# make golden     all weights on record, after a change of how ranks are kept in step
 # make chaos      training runs that faults hit at random; FAULTS=30 SEED=1
 # make bench      hvkit's speed beside its peers; hours, with nothing else running
 #
@@ -34,12 +35,13 @@ SIDE_BY_SIDE := -n 3
 # a busy machine adds.
 ALONE := tests/cluster/test_recipes_on_hosts.py tests/cluster/test_traffic.py
 
+ALIKE := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE TF_ENABLE_ONEDNN_OPTS=0
 GOLDEN = tests/golden $(if $(RENEW),--renew "$(RENEW)")
 
 PARTS := lint unit parallel launched recipes examples pages cluster
 
-.PHONY: run test test-all $(PARTS) golden more-ranks docs chaos bench accuracy oldest image gpu-build nccl-operations setup \
-	machine clean-venv
+.PHONY: run test test-all $(PARTS) golden records more-ranks docs chaos bench accuracy oldest image gpu-build \
+	nccl-operations setup machine clean-venv
 
 run: setup
 	hvkit run -np 2 recipes/mnist_tf.py
@@ -54,7 +56,7 @@ test: setup
 	printf "\n$$times"
 
 test-all: export PYTEST_ADDOPTS := -m "not accuracy"
-test-all: PARTS += more-ranks docs
+test-all: PARTS += records more-ranks docs
 test-all: test
 
 lint: setup
@@ -79,14 +81,15 @@ more-ranks: setup
 		tests/parallel/keras/test_keras_equals_one_process.py
 
 # Every strategy with every compression, and checkpoints of long ago, against weights on record: with
-# kernels that compute alike on all processors. RENEW="Gossip |" writes those records anew.
-golden: export ATEN_CPU_CAPABILITY := default
-golden: export MKL_CBWR := COMPATIBLE
-golden: export TF_ENABLE_ONEDNN_OPTS := 0
+# kernels that compute alike on all processors. Ten minutes; `make records` takes some of them, for
+# `make test-all`. RENEW="Gossip |" writes the records whose names contain this anew.
 golden: setup
-	python -m pytest $(GOLDEN)
-	$(call RANKS,2) $(GOLDEN)
-	$(call RANKS,3) $(GOLDEN)
+	$(ALIKE) python -m pytest $(GOLDEN)
+	$(ALIKE) $(call RANKS,2) $(GOLDEN)
+	$(ALIKE) $(call RANKS,3) $(GOLDEN)
+
+records: setup
+	$(ALIKE) $(call RANKS,2) tests/golden -k "torch or graph and none"
 
 # Scripts that fail, each on ranks of its own.
 launched: setup

@@ -1,5 +1,7 @@
 """Which cases of a test `make test` leaves to `make test-all`."""
 
+import itertools
+
 import pytest
 
 MORE = pytest.mark.every_combination
@@ -15,6 +17,8 @@ def cases(everything, first=1, name=None):
     """
     everything = list(everything)
     first = everything[:first] if isinstance(first, int) else first
+    if unknown := [case for case in first if case not in everything]:
+        raise ValueError(f"first has {unknown}, which are no cases")
     return [
         pytest.param(
             *(case if isinstance(case, tuple) else (case,)),
@@ -23,3 +27,16 @@ def cases(everything, first=1, name=None):
         )
         for case in everything
     ]
+
+
+def each_once(*choices):
+    """Tuples in which each value of each choice occurs, and few pairs twice; not all products.
+
+    For choices that do not act on each other.
+
+    Args:
+        choices: lists of values.
+    """
+    longest = max(map(len, choices))
+    turns = [itertools.cycle(choice) for choice in choices]
+    return [tuple(map(next, turns)) for _ in range(longest)]

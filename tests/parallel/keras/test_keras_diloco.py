@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import MORE, cases
+from cases import MORE, cases, each_once
 from models import LOOPS, alike, fit, in_rounds, local, mse, refit, regression, weights
 from ranks import diloco_by_hand, largest_difference, shared_folder, wait_for
 
@@ -66,7 +66,7 @@ def test_an_agreement_runs_beside_training(loop, tmp_path_factory):
 @pytest.mark.two_ranks
 @pytest.mark.parametrize(
     ("loop", "compression"),
-    itertools.product(["function", "eager"], ["int8", hvkit.PowerSGD(4)]),
+    each_once(["function", "eager"], ["int8", hvkit.PowerSGD(4)]),
 )
 def test_settled_beside_an_agreement_leaves_no_trace(loop, compression):
     data = local(regression(steps=12))

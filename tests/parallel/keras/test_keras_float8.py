@@ -10,6 +10,8 @@ from ranks import error_of
 
 import hvkit
 
+pytestmark = pytest.mark.two_ranks
+
 
 def float8(seed=0):
     keras.utils.set_random_seed(seed)

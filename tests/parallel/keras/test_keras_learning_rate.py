@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import MORE, cases
+from cases import MORE, cases, each_once
 from ranks import same_on_all_ranks
 
 import hvkit
@@ -143,8 +143,16 @@ def each_has(rates, optimizers=1):
 CONSTANT = [RATE] * STEPS
 
 
-@pytest.mark.parametrize("loop", cases(LOOPS, ["function"]))
-@pytest.mark.parametrize(("scaling", "warmup"), [("linear", 0), ("linear", 4), ("none", 4)])
+@pytest.mark.parametrize(
+    ("loop", "scaling", "warmup"),
+    cases(
+        [
+            *((graph, *each) for each in (("linear", 0), ("linear", 4), ("none", 4))),
+            *((loop, "linear", 4) for loop in (fit, eager)),
+        ],
+        3,
+    ),
+)
 def test_updates_use_the_multiplied_rate_and_scripts_see_the_users(loop, scaling, warmup):
     seen = compare(sgd, loop, CONSTANT, scaling=scaling, warmup=warmup)
     assert seen == each_has(CONSTANT)
@@ -177,8 +185,7 @@ OPTIMIZERS = {
 
 
 @MORE
-@pytest.mark.parametrize("loop", [fit, graph])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "loop"), each_once(list(OPTIMIZERS), [fit, graph]))
 def test_optimizers(name, loop):
     if name == "MultiOptimizer" and not hasattr(keras.optimizers, name):
         pytest.skip("this Keras has no MultiOptimizer")
@@ -187,7 +194,7 @@ def test_optimizers(name, loop):
     assert seen == each_has(CONSTANT, optimizers)
 
 
-@pytest.mark.parametrize("loop", cases(LOOPS, ["function"]))
+@pytest.mark.parametrize("loop", cases(LOOPS, [graph]))
 @pytest.mark.parametrize("how", cases(["attribute", "assign"]))
 def test_rates_that_a_script_sets_in_absolute_numbers(loop, how):
     rates = [RATE, *(0.3 / (i + 1) for i in range(1, STEPS))]
@@ -229,7 +236,7 @@ def test_the_plateau_callback_lowers_the_users_rate():
     assert seen == each_has(rates)
 
 
-@pytest.mark.parametrize("loop", cases(LOOPS, ["function"]))
+@pytest.mark.parametrize("loop", cases(LOOPS, [graph]))
 @pytest.mark.parametrize("warmup", [0, 4])
 def test_schedules_and_functions(loop, warmup):
     schedule = keras.optimizers.schedules.ExponentialDecay(RATE, 2, 0.5, staircase=True)

@@ -12,6 +12,8 @@ from ranks import error_of, largest_difference, shared_folder
 
 import hvkit
 
+pytestmark = pytest.mark.two_ranks
+
 
 def test_weights_that_the_script_sets_before_fit_are_no_training():
     data = local(regression(steps=4))
