@@ -15,6 +15,7 @@ setup(
     packages=find_packages(include=["hvkit", "hvkit.*"]),
     package_data={
         "hvkit": ["py.typed"],
+        "hvkit.build": ["patches/*.patch"],
         "hvkit.manifest": ["mpijob.yaml", "slurm_job.sh"],
         "hvkit.monitor": ["report.html"],
     },

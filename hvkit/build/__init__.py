@@ -7,8 +7,8 @@
     │   ├── frameworks      finds PyTorch and TensorFlow
     │   └── cuda            finds GPUs, and a CUDA toolkit for a build for NCCL
     ├── wheel_cache         built wheels, each under the key of all that changes it
-    └── builder             source -> edits -> compilation -> wheel
-        ├── edits/          the changes to Horovod's source, with their reasons
+    └── builder             source -> patches -> compilation -> wheel
+        ├── horovod_patches applies the changes to Horovod's source that are in patches/
         ├── build_variables the environment variables that Horovod's build reads
         └── build_output    progress and causes of failure, from what the build prints
 

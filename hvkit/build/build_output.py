@@ -1,7 +1,8 @@
 """The output of build commands: progress from make's lines, causes from a failed command's.
 
-A compilation prints thousands of lines. ``BuildProgress`` reduces them to a bar;
-``explain`` reduces those of a failure to the few that matter, with the remedy.
+A compilation prints thousands of lines. ``BuildProgress`` reduces them to a bar; ``explain``
+reduces those of a failure to the few that matter, with the remedy. The last lines would not do:
+they are the traceback of Horovod's setup.py, and the cause is somewhere above.
 """
 
 import re
@@ -10,10 +11,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from hvkit.errors import BuildError
 
@@ -27,43 +26,25 @@ def announce(message: str) -> None:
 
 
 class BuildProgress:
-    """A bar on a terminal; elsewhere a line every ten per cent."""
+    """A bar on a terminal; elsewhere a line every ten per cent.
+
+    Attributes:
+        bar: shows itself while its context is entered.
+    """
 
     def __init__(self) -> None:
+        self.bar = Progress(disable=not sys.stdout.isatty())
         self._percent = 0
-        self._bar: Progress | None = None
-        if sys.stdout.isatty():
-            self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                TextColumn("{task.percentage:>3.0f}%"),
-                TimeElapsedColumn(),
-            )
-            self._task = self._bar.add_task("hvkit: compiling Horovod", total=100)
-
-    def __enter__(self) -> Self:
-        if self._bar:
-            self._bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._bar:
-            self._bar.stop()
+        self._task = self.bar.add_task("hvkit: compiling Horovod", total=100)
 
     def read(self, line: str) -> None:
         """Show the progress that a line of make's output reports, if any."""
         percent = percent_in(line)
         if percent is None or percent <= self._percent:
             return
-        if self._bar:
-            self._bar.update(self._task, completed=percent)
-        elif percent // 10 > self._percent // 10:
+        if self.bar.disable and percent // 10 > self._percent // 10:
             announce(f"compiling Horovod: {percent}%")
+        self.bar.update(self._task, completed=percent)
         self._percent = percent
 
 
@@ -159,12 +140,6 @@ FAILURES = (
         r"|Cannot allocate memory|std::bad_alloc",
         "a compiler process ran out of memory",
         "compile fewer files at once with `--jobs 1` (each needs up to 2 GiB)",
-    ),
-    Failure(
-        r"Python\.h: No such file or directory|'Python\.h' file not found",
-        "the C headers of this Python are missing",
-        "install them (Debian and Ubuntu: `apt install python3-dev`; Fedora: "
-        "`dnf install python3-devel`), or use a Python that includes them",
     ),
     Failure(
         r"cannot execute .*cc1plus|No CMAKE_CXX_COMPILER could be found"

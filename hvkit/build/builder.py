@@ -1,4 +1,4 @@
-"""Builds Horovod's wheel: fetches the official source, edits it, compiles it, caches the wheel."""
+"""Builds Horovod's wheel: fetches the official source, patches and compiles it, keeps the wheel."""
 
 import hashlib
 import os
@@ -15,8 +15,7 @@ from pathlib import Path
 from hvkit.build.build_output import BuildProgress, announce, explain, run_pip
 from hvkit.build.build_variables import build_environment
 from hvkit.build.cuda import fetch_toolkit
-from hvkit.build.edits.horovod_edits import EDITS
-from hvkit.build.edits.source_edits import VERSION, apply_edits
+from hvkit.build.horovod_patches import PATCHES, VERSION, apply_patches
 from hvkit.build.toolchain import Toolchain, find_cmake
 from hvkit.build.wheel_cache import Key, store_wheel
 from hvkit.errors import BuildError
@@ -42,7 +41,7 @@ def build(toolchain: Toolchain, key: Key, jobs: int) -> Path:
         jobs: files compiled at once.
 
     Raises:
-        BuildError: fetching, editing or compiling failed; the message gives the cause, the remedy
+        BuildError: fetching, patching or compiling failed; the message gives the cause, the remedy
             and the path of the full log.
     """
     with tempfile.TemporaryDirectory(prefix="hvkit-build-") as folder:
@@ -50,14 +49,14 @@ def build(toolchain: Toolchain, key: Key, jobs: int) -> Path:
         if toolchain.cuda:
             fetch_toolkit(toolchain.cuda)
         root = unpack(fetch_source(), Path(folder))
-        made = apply_edits(EDITS, root, toolchain)
+        applied = apply_patches(PATCHES, root, toolchain)
         scratch = Path(folder, "scratch")
         scratch.mkdir()
         environ = build_environment(toolchain, jobs, find_cmake(), scratch)
         environ["HOROVOD_LOCAL_VERSION"] = key.local_version
         log = _new_log(key)
         announce(f"building Horovod {VERSION} for {toolchain}")
-        announce(f"{len(made)} edits to its source, {jobs} files compiled at once; log: {log}")
+        announce(f"{len(applied)} patches applied, {jobs} files compiled at once; log: {log}")
         return store_wheel(_compile(root, environ, log), key)
 
 
@@ -119,7 +118,8 @@ def _sha256(path: Path) -> str:
 def _compile(root: Path, environ: Mapping[str, str], log: Path) -> Path:
     started = time.monotonic()
     command = [sys.executable, "setup.py", "bdist_wheel", "--dist-dir", "wheel"]
-    with log.open("w", encoding="utf-8") as full, BuildProgress() as progress:
+    progress = BuildProgress()
+    with log.open("w", encoding="utf-8") as full, progress.bar:
         full.write(f"$ {' '.join(command)}\n")
         with subprocess.Popen(
             command,

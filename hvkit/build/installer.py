@@ -13,7 +13,7 @@ from pathlib import Path
 from hvkit.build.build_output import announce, explain, run_pip
 from hvkit.build.builder import build, default_jobs
 from hvkit.build.cuda import toolkit_for
-from hvkit.build.edits.source_edits import VERSION
+from hvkit.build.horovod_patches import VERSION
 from hvkit.build.toolchain import Toolchain, find_toolchain
 from hvkit.build.wheel_cache import Key, find_wheel, key_of, lock
 from hvkit.errors import BuildError

@@ -20,9 +20,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from hvkit.build.build_variables import run_time_paths, user_build_options
-from hvkit.build.edits.horovod_edits import EDITS
-from hvkit.build.edits.source_edits import VERSION, edits_digest
 from hvkit.build.frameworks import NAMES
+from hvkit.build.horovod_patches import PATCHES, VERSION, patches_digest
 from hvkit.build.toolchain import Toolchain
 from hvkit.host.cache import cache_dir
 
@@ -60,7 +59,7 @@ def key_of(toolchain: Toolchain, environ: Mapping[str, str] = os.environ) -> Key
     return Key(
         {
             "horovod": VERSION,
-            "edits": edits_digest(EDITS),
+            "patches": patches_digest(PATCHES),
             "python": str(sysconfig.get_config_var("SOABI")),
             "platform": sysconfig.get_platform(),
             "libc": " ".join(platform.libc_ver()),

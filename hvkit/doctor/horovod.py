@@ -30,7 +30,7 @@ _MODULES = {"pytorch": "torch", "tensorflow": "tensorflow"}
 _LIBRARIES = {"torch": "lib", "tensorflow": ""}
 # A cold disk takes long to read a gigabyte of libraries.
 _SECONDS_TO_LOAD = 60
-_TITLES = {"edits": "hvkit's edits of its source"}
+_TITLES = {"patches": "hvkit's patches to its source"}
 # Ingredients whose values are safe to show: no paths, and no variables of the user's.
 _SHOWN = {*NAMES, "horovod", "python", "libc", "cpu", "mpi", "compiler", "gpu"}
 

@@ -36,7 +36,7 @@ def setup_py(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     root.mkdir()
     monkeypatch.setattr(builder, "fetch_source", lambda: root)
     monkeypatch.setattr(builder, "unpack", lambda archive, folder: root)
-    monkeypatch.setattr(builder, "EDITS", ())
+    monkeypatch.setattr(builder, "apply_patches", lambda folder, source, toolchain: [])
     monkeypatch.setattr(builder, "find_cmake", lambda: "cmake")
     return root / "setup.py"
 

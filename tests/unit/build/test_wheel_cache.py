@@ -102,9 +102,14 @@ def test_run_time_options_in_the_environment_do_not(toolchain: Toolchain) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("VERSION", "0.29.0"), ("EDITS", ()), ("cpu_features", lambda: ["sse"])]
+    ("name", "value"),
+    [
+        ("VERSION", "0.29.0"),
+        ("patches_digest", lambda folder: "another"),
+        ("cpu_features", lambda: ["sse"]),
+    ],
 )
-def test_source_edits_and_cpu_change_the_key(
+def test_source_patches_and_cpu_change_the_key(
     toolchain: Toolchain, monkeypatch: pytest.MonkeyPatch, name: str, value: object
 ) -> None:
     before = key_of(toolchain, NOTHING)

@@ -1,0 +1,387 @@
+"""Patches fit exactly or stop the build; hvkit's own fit the official source in the cache."""
+
+import os
+import re
+import shutil
+import subprocess
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hvkit.build import builder
+from hvkit.build.horovod_patches import (
+    CONDITIONS,
+    PATCHES,
+    VERSION,
+    XLA_OPS,
+    apply_patches,
+    find_patches,
+    patches_digest,
+    read_hunks,
+    split_reasons,
+    tensorflow_lacks_xla_headers,
+)
+from hvkit.build.toolchain import Compiler, Toolchain
+from hvkit.errors import BuildError
+from hvkit.host.cache import cache_dir
+
+# Read before the tests' own cache replaces the user's.
+ARCHIVE = cache_dir() / "source" / builder.ARCHIVE
+needs_source = pytest.mark.skipif(not ARCHIVE.is_file(), reason=f"no {ARCHIVE}")
+NAMES = [patch.name for patch in find_patches(PATCHES)]
+FILES = {hunk.file for patch in find_patches(PATCHES) for hunk in read_hunks(patch)}
+
+
+@pytest.fixture
+def original(tmp_path: Path) -> Path:
+    """The files that the patches and their conditions read, as upstream made them."""
+    root = tmp_path / f"horovod-{VERSION}"
+    with tarfile.open(ARCHIVE) as package:
+        package.extraction_filter = getattr(tarfile, "data_filter", None)
+        files = [package.getmember(f"{root.name}/{file}") for file in {XLA_OPS, *FILES}]
+        package.extractall(tmp_path, files)
+    return root
+
+
+@pytest.fixture
+def patched(original: Path, toolchain: Toolchain) -> Path:
+    apply_patches(PATCHES, original, toolchain)
+    return original
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_patch_says_what_it_changes_why_and_what_the_cause_is(name: str) -> None:
+    reasons, _ = split_reasons(PATCHES / name)
+    assert re.fullmatch(r"What: .+\n\nWhy: .+\n\nUpstream: .+", reasons, re.DOTALL)
+
+
+def test_every_condition_is_that_of_a_patch() -> None:
+    assert set(CONDITIONS) <= set(NAMES)
+
+
+@needs_source
+def test_all_patches_fit_the_official_source(original: Path, toolchain: Toolchain) -> None:
+    # The toolchain's TensorFlow has no headers at all, so every patch applies.
+    assert apply_patches(PATCHES, original, toolchain) == NAMES
+
+
+@needs_source
+def test_patches_fit_where_tensorflow_has_xla_headers(
+    original: Path, toolchain: Toolchain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(CONDITIONS, "02-no-xla-ops.patch", lambda toolchain, source: False)
+    applied = apply_patches(PATCHES, original, toolchain)
+    assert applied == [name for name in NAMES if name not in CONDITIONS]
+    assert "xla_mpi_ops.cc" in (original / "horovod/tensorflow/CMakeLists.txt").read_text()
+
+
+@needs_source
+def test_a_second_application_is_refused(patched: Path, toolchain: Toolchain) -> None:
+    with pytest.raises(BuildError, match=r"patch 01-cxx17.patch, CMakeLists.txt: hunk 1 expects"):
+        apply_patches(PATCHES, patched, toolchain)
+
+
+@needs_source
+def test_mpirun_gets_long_options_with_two_dashes(patched: Path) -> None:
+    for launcher in ("horovod/runner/mpi_run.py", "horovod/spark/mpi_run.py"):
+        text = (patched / launcher).read_text()
+        assert "--mca " in text
+        assert not re.search(r"(?<!-)-(?:mca|bind-to|map-by|rank-by) ", text)
+
+
+@needs_source
+def test_patched_python_still_compiles(patched: Path) -> None:
+    for file in {file for file in FILES if file.endswith(".py")}:
+        compile((patched / file).read_text(), file, "exec")
+
+
+@needs_source
+def test_optimizer_without_gradient_methods_is_refused(patched: Path) -> None:
+    text = (patched / "horovod/_keras/__init__.py").read_text()
+    function = re.search(r"def _require_gradient_methods.*?(?=\n\n\n)", text, re.DOTALL)
+    assert function is not None
+    scope: dict[str, object] = {}
+    exec(function[0], scope)
+    require = scope["_require_gradient_methods"]
+    assert callable(require)
+    keras_2 = type("SGD", (), {"compute_gradients": None})
+    keras_3 = type("SGD", (), {"apply": None})
+    require(keras_2)
+    with pytest.raises(NotImplementedError, match=r"hvkit\.distribute"):
+        require(keras_3)
+
+
+@needs_source
+def test_horovodrun_reads_comments_blank_lines_and_max_slots(patched: Path, tmp_path: Path) -> None:
+    parse = _parse_host_files(patched)
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text(
+        "# two hosts\n\nnode1 max_slots=8 slots=2  # big\nnode2\tslots = 1 max-slots=3\n"
+    )
+    assert parse(str(hostfile)) == "node1:2,node2:1"
+
+
+@needs_source
+@pytest.mark.parametrize("line", ["node1", "node1 max_slots=4", "node1 slots=four"])
+def test_horovodrun_names_a_host_without_slots(patched: Path, tmp_path: Path, line: str) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text(f"{line}\n")
+    with pytest.raises(ValueError, match=f"'{line}' names no slots: write `node1 slots=N`"):
+        _parse_host_files(patched)(str(hostfile))
+
+
+def _parse_host_files(source: Path) -> Callable[[str], str]:
+    scope: dict[str, Any] = {}
+    exec((source / "horovod/runner/common/util/hosts.py").read_text(), scope)
+    function: Callable[[str], str] = scope["parse_host_files"]
+    return function
+
+
+@needs_source
+def test_horovod_without_gpus_refuses_a_tensor_on_one(patched: Path) -> None:
+    text = (patched / "horovod/torch/mpi_ops.py").read_text()
+    function = re.search(r"def _check_function.*?(?=\n\n\n)", text, re.DOTALL)
+    assert function is not None
+    library = SimpleNamespace(allreduce=None)
+    scope: dict[str, Any] = {"mpi_lib": library, "rocm_built": lambda: False}
+    exec(function[0], scope)
+    on_gpu = SimpleNamespace(is_cuda=True, device="cuda:0", is_contiguous=lambda: True)
+    on_cpu = SimpleNamespace(is_cuda=False, device="cpu", is_contiguous=lambda: True)
+
+    scope["cuda_built"] = lambda: False
+    assert scope["_check_function"](lambda tensor: "allreduce", on_cpu) == "allreduce"
+    with pytest.raises(ValueError, match=r"on cuda:0.*hvkit install-horovod --gpu nccl"):
+        scope["_check_function"](lambda tensor: "allreduce", on_gpu)
+    scope["cuda_built"] = lambda: True
+    assert scope["_check_function"](lambda tensor: "allreduce", on_gpu) == "allreduce"
+
+
+@needs_source
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake on PATH")
+class TestCuda:
+    """CMake looks for CUDA in builds for GPUs only."""
+
+    @pytest.mark.parametrize(("operations", "called"), [("", False), ("NCCL", True)])
+    def test_nvcc_is_called_for_gpu_operations_only(
+        self, patched: Path, tmp_path: Path, operations: str, called: bool
+    ) -> None:
+        calls = tmp_path / "calls"
+        nvcc = _program(tmp_path / "bin" / "nvcc", f'echo "$*" >> {calls}; exit 1')
+        text = (patched / "CMakeLists.txt").read_text()
+        start, end = text.index("if(DEFINED ENV{HOROVOD_CUDA_HOME})"), text.index("macro(ADD_CUDA)")
+        _configure(
+            tmp_path / "project",
+            f"set(HOROVOD_GPU_OPERATIONS {operations})\n{text[start:end]}",
+            PATH=f"{nvcc.parent}:{os.environ['PATH']}",
+        )
+        assert calls.exists() is called
+
+    @pytest.mark.parametrize(("operations", "expected"), [("", "FALSE"), ("NCCL", "TRUE")])
+    def test_pytorch_for_cuda_makes_no_build_for_gpus(
+        self, patched: Path, tmp_path: Path, operations: str, expected: str
+    ) -> None:
+        # PyTorch's answers beside a CUDA toolkit.
+        answers = (
+            'case "$2" in *__version__*) echo 2.13.0;; *CUDA_HOME*) echo True;; *) echo x;; esac'
+        )
+        python = _program(tmp_path / "bin" / "python", answers)
+        output = _configure(
+            tmp_path / "project",
+            f"set(HOROVOD_GPU_OPERATIONS {operations})\nset(PY_EXE {python})\n"
+            f"include({patched / 'cmake/Modules/FindPytorch.cmake'})\n"
+            'message(STATUS "built for CUDA: ${Pytorch_CUDA}, ${Pytorch_EXT}")\n',
+        )
+        kind = {"FALSE": "CppExtension", "TRUE": "CUDAExtension"}[expected]
+        assert f"built for CUDA: {expected}, {kind}" in output
+
+
+def _program(path: Path, body: str) -> Path:
+    path.parent.mkdir()
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return path
+
+
+def _configure(folder: Path, commands: str, **environ: str) -> str:
+    """Run CMake on a project of these commands, and return its output."""
+    folder.mkdir()
+    (folder / "CMakeLists.txt").write_text(
+        # The tests include FindPytorch directly; without these two lines CMake warns about that.
+        "cmake_minimum_required(VERSION 3.13)\nproject(tried NONE)\n"
+        f"set(FPHSA_NAME_MISMATCHED TRUE)\nset(CMAKE_FIND_PACKAGE_NAME Pytorch)\n{commands}"
+    )
+    done = subprocess.run(
+        ["cmake", "-S", str(folder), "-B", str(folder / "build")],
+        env={**os.environ, **environ},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=300,
+    )
+    return done.stdout
+
+
+class TestXlaHeaders:
+    """TensorFlow's headers decide whether the XLA ops are compiled."""
+
+    @pytest.fixture
+    def root(self, tmp_path: Path) -> Path:
+        (tmp_path / XLA_OPS).parent.mkdir(parents=True)
+        (tmp_path / XLA_OPS).write_text(
+            '#include <cuda.h>\n#include "tensorflow/xla.h"\n#include "../common/common.h"\n'
+        )
+        return tmp_path
+
+    @pytest.fixture
+    def header(self, tmp_path: Path) -> Path:
+        path = tmp_path / "tensorflow" / "include" / "tensorflow" / "xla.h"
+        path.parent.mkdir(parents=True)
+        return path
+
+    def test_all_there(self, root: Path, header: Path, toolchain: Toolchain) -> None:
+        header.write_text("")
+        assert not tensorflow_lacks_xla_headers(toolchain, root)
+
+    def test_one_missing(self, root: Path, toolchain: Toolchain) -> None:
+        assert tensorflow_lacks_xla_headers(toolchain, root)
+
+    def test_one_missing_behind_another(
+        self, root: Path, header: Path, toolchain: Toolchain
+    ) -> None:
+        header.write_text('#include "highwayhash/arch_specific.h"\n')
+        assert tensorflow_lacks_xla_headers(toolchain, root)
+
+    def test_no_tensorflow(self, root: Path, toolchain: Toolchain) -> None:
+        alone = Toolchain(toolchain.frameworks[:1], toolchain.mpi, Compiler(("false",), ""))
+        assert not tensorflow_lacks_xla_headers(alone, root)
+
+
+PATCH = """\
+What: the second standard, and the end.
+
+--- a/CMakeLists.txt
++++ b/CMakeLists.txt
+@@ -1,3 +1,4 @@
+ project(x)
++# with sums
+-set(STANDARD 14)
++set(STANDARD 17)
+ set(EXTENSIONS OFF)
+@@ -5 +6 @@
+--- end
++++ the end
+diff --git a/setup.py b/setup.py
+index 83b2e7a..c2e5f1d 100644
+--- a/setup.py
++++ b/setup.py
+@@ -1,2 +1 @@
+-setup()
+ # end
+"""
+BEFORE = "project(x)\nset(STANDARD 14)\nset(EXTENSIONS OFF)\n\n-- end\n"
+AFTER = "project(x)\n# with sums\nset(STANDARD 17)\nset(EXTENSIONS OFF)\n\n++ the end\n"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    (folder / "CMakeLists.txt").write_text(BEFORE)
+    (folder / "setup.py").write_text("setup()\n# end")
+    return folder
+
+
+@pytest.fixture
+def patches(tmp_path: Path) -> Path:
+    folder = tmp_path / "patches"
+    folder.mkdir()
+    (folder / "1-standard.patch").write_text(PATCH)
+    return folder
+
+
+def test_replaces_the_lines_of_every_hunk(
+    patches: Path, source: Path, toolchain: Toolchain
+) -> None:
+    assert apply_patches(patches, source, toolchain) == ["1-standard.patch"]
+    assert (source / "CMakeLists.txt").read_text() == AFTER
+    assert (source / "setup.py").read_text() == "# end"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", r"hunk 1 expects 'project\(x\)' in line 1, found ''"),
+        (AFTER, r"hunk 1 expects 'set\(STANDARD 14\)' in line 2, found '# with sums'"),
+        (f"# new\n{BEFORE}", r"hunk 1 expects 'project\(x\)' in line 1, found '# new'"),
+        (BEFORE.replace("\n\n", "\n"), "hunk 2 expects '-- end' in line 6, found ''"),
+        (BEFORE.replace("\n", "\r\n"), r"hunk 1 expects 'project\(x\)' in line 1, found .*\\r"),
+    ],
+)
+def test_changed_source_names_the_patch_the_file_and_the_hunk(
+    patches: Path, source: Path, toolchain: Toolchain, text: str, problem: str
+) -> None:
+    (source / "CMakeLists.txt").write_bytes(text.encode())
+    with pytest.raises(BuildError, match=f"patch 1-standard.patch, CMakeLists.txt: {problem}"):
+        apply_patches(patches, source, toolchain)
+
+
+def test_missing_file_names_the_patch(patches: Path, source: Path, toolchain: Toolchain) -> None:
+    (source / "setup.py").unlink()
+    message = r"patch 1-standard.patch, setup.py: hunk 1 is for a file that is not in the source"
+    with pytest.raises(BuildError, match=message):
+        apply_patches(patches, source, toolchain)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("\n # end\n", "\n", r"setup.py: hunk 1 does not have as many lines as @@ -1,2 \+1 @@"),
+        ("-1,3", "-1,2", r"CMakeLists.txt: hunk 1 does not have as many lines as @@ -1,2 "),
+        ("-1,2 +1 @@\n-setup()\n # end", "-0,0 +1 @@\n+setup()", "hunk 1 has no line that stays"),
+        ("\n # end\n", "\n # end\n+\n", r"setup.py: hunk 1 is followed by '\+', which is no diff"),
+        ("--- a/setup.py", "new file mode 100644", r"is followed by 'new file mode 100644'"),
+        (PATCH[PATCH.index("--- a/") :], "", "1-standard.patch: not a text with reasons and"),
+        (PATCH[: PATCH.index("--- a/")], "", "1-standard.patch: not a text with reasons and"),
+    ],
+)
+def test_damaged_patch_is_refused(
+    patches: Path, source: Path, toolchain: Toolchain, old: str, new: str, problem: str
+) -> None:
+    file = patches / "1-standard.patch"
+    file.write_text(file.read_text().replace(old, new))
+    with pytest.raises(BuildError, match=problem):
+        apply_patches(patches, source, toolchain)
+
+
+def test_patches_apply_in_order_and_as_their_conditions_say(
+    patches: Path, source: Path, toolchain: Toolchain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second = "What: back.\n\n--- a/setup.py\n+++ b/setup.py\n@@ -1 +1,2 @@\n+setup()\n # end\n"
+    (patches / "2-setup.patch").write_text(second)
+    monkeypatch.setitem(CONDITIONS, "2-setup.patch", lambda toolchain, source: False)
+    assert apply_patches(patches, source, toolchain) == ["1-standard.patch"]
+    assert (source / "setup.py").read_text() == "# end"
+
+    (source / "CMakeLists.txt").write_text(BEFORE)
+    (source / "setup.py").write_text("setup()\n# end")
+    monkeypatch.setitem(CONDITIONS, "2-setup.patch", lambda toolchain, source: True)
+    assert apply_patches(patches, source, toolchain) == ["1-standard.patch", "2-setup.patch"]
+    assert (source / "setup.py").read_text() == "setup()\n# end"
+
+
+def test_no_patches_at_all_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match=f"no patches of Horovod in {tmp_path}"):
+        patches_digest(tmp_path)
+
+
+def test_digest_follows_the_diff_and_not_the_reasons(patches: Path) -> None:
+    file = patches / "1-standard.patch"
+    before, text = patches_digest(patches), file.read_text()
+    file.write_text(text.replace("the second standard", "another"))
+    assert patches_digest(patches) == before
+    file.write_text(text.replace("STANDARD 17", "STANDARD 20"))
+    assert patches_digest(patches) != before
