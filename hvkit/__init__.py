@@ -16,7 +16,7 @@ from hvkit import log as log
 
 if TYPE_CHECKING:
     from hvkit.adapters.allgather import allgather as allgather
-    from hvkit.adapters.buffers import average_buffers as average_buffers
+    from hvkit.buffers import average_buffers as average_buffers
     from hvkit.checkpoint import Checkpoint as Checkpoint
     from hvkit.checkpoint import Progress as Progress
     from hvkit.communication.allreduce import allreduce as allreduce
@@ -53,7 +53,7 @@ __version__ = "0.1.0"
 
 _NAMES_BY_MODULE = {
     "adapters.allgather": "allgather",
-    "adapters.buffers": "average_buffers",
+    "buffers": "average_buffers",
     "checkpoint": "Checkpoint Progress",
     "communication.allreduce": "allreduce",
     "communication.collectives": "barrier broadcast",

@@ -6,9 +6,9 @@
     ├── adapter              those steps as a protocol; a record of what was distributed
     ├── pytorch/             averages gradients before loss.backward() returns
     └── keras/               averages gradients inside optimizer.apply
-    hvkit.allgather          objects of all ranks (allgather), tensors with gradients
-    hvkit.average_buffers    what forward passes learn outside of batch norm (buffers)
+    allgather                hvkit.allgather: objects of all ranks, tensors with gradients
         both use
+        ├── buffers          what forward passes learn: do ranks differ, and is it averaged?
         ├── gradient_chunks  how many messages carry gradients or weights
         ├── nonfinite        the sentence about gradients that are NaN or infinite
         ├── settled          hvkit.settled, for strategies whose ranks train alone

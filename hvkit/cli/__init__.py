@@ -75,7 +75,7 @@ def parser() -> CommandParser:
         installation.add_doctor,
         installation.add_install_horovod,
         manifest.add_to,
-        completion.add_to,
     ):
         add(commands)
+    completion.add_to(commands, parser)
     return hvkit

@@ -1,7 +1,8 @@
 """``hvkit completion``: what a shell needs to complete the arguments of ``hvkit``."""
 
 import argparse
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hvkit.cli.command_parser import CommandParser
@@ -10,8 +11,15 @@ from hvkit.errors import HvkitError
 SHELLS = ("bash", "zsh", "tcsh", "fish")
 
 
-def add_to(commands: "argparse._SubParsersAction[CommandParser]") -> None:
-    """Add ``hvkit completion``."""
+def add_to(
+    commands: "argparse._SubParsersAction[CommandParser]", whole: Callable[[], CommandParser]
+) -> None:
+    """Add ``hvkit completion``.
+
+    Args:
+        commands: those of ``hvkit``.
+        whole: returns the parser of ``hvkit``.
+    """
     parser = commands.add_parser(
         "completion",
         help="print what a shell needs to complete hvkit's arguments",
@@ -23,19 +31,17 @@ def add_to(commands: "argparse._SubParsersAction[CommandParser]") -> None:
         },
     )
     parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help=f"{', '.join(SHELLS)}")
-    parser.set_defaults(execute=_completion)
+    parser.set_defaults(execute=functools.partial(_completion, whole))
 
 
-def _completion(args: argparse.Namespace) -> int:
-    from hvkit.cli import parser
-
+def _completion(whole: Callable[[], CommandParser], args: argparse.Namespace) -> int:
     try:
         import shtab
     except ModuleNotFoundError:
         raise HvkitError(
             "there is no shtab, which writes completions: `pip install shtab`"
         ) from None
-    hvkit = parser()
+    hvkit = whole()
     for action in _actions(hvkit):
         if action.type is Path or action.nargs == argparse.REMAINDER:
             action.complete = shtab.FILE  # type: ignore[attr-defined]

@@ -10,9 +10,11 @@
     ├── gradients/         the mean of a list of gradients (averager)
     ├── weights/           for ranks that train alone: rounds, the parameter server
     ├── sharded            each rank updates the variables it owns, and sends them
+    │   └── trials         an optimizer of a user's own, tried on a few small variables
     ├── batch_norm         statistics over ranks
     ├── buffers            what else forward passes learn: means, and differences
-    ├── fit                fit and evaluate: metrics of all ranks
+    ├── fit                fit and evaluate on all ranks
+    │   ├── metric_results the results of metrics over all ranks
     │   └── callbacks      all ranks stop together, only rank 0 writes files
     ├── refusals           updates by other optimizers, and inside XLA
     ├── checks             do all ranks hold the same weights, and different data?

@@ -13,6 +13,7 @@
     ├── buffers            what else forward passes learn: means, and differences
     ├── learning_rate      scaling and warm-up inside optimizer.step()
     ├── optimizers         closures, parent classes, wrappers: optimizers that step unusually
+    ├── traced_steps       steps and backward passes in the timeline of a run
     ├── refusals           other wrappers, torch.distributed, what cannot be divided
     └── collectives/       tensors to the other ranks and back; operations for compressions
 """
