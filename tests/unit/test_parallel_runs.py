@@ -36,7 +36,7 @@ def run_on_two_ranks(test: str, folder: Path) -> subprocess.CompletedProcess:
     ]  # fmt: skip
     return subprocess.run(
         command,
-        env=os.environ | {"PYTHONPATH": str(PARALLEL)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (PARALLEL, PARALLEL.parent)))},
         capture_output=True, text=True, timeout=150, check=False,
     )  # fmt: skip
 
