@@ -77,7 +77,7 @@ OPTIONS = {
     ("option", "loop"),
     cases(
         [(option, "fit") for option in OPTIONS]
-        + [(option, "eager") for option in OPTIONS if option != "loss_scale_factor"],
+        + [(option, "eager") for option in ("global_clipnorm", "ema")],
         first=[("global_clipnorm", "fit")],
     ),
 )

@@ -1,12 +1,10 @@
 """Keras: weights that the script and callbacks set, and variables beside the model's."""
 
-import itertools
-
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import MORE, cases
+from cases import MORE, cases, each_once
 from models import LOOPS, alike, fit, in_rounds, local, mse, refit, regression, weights
 from ranks import error_of, largest_difference, shared_folder
 
@@ -81,8 +79,11 @@ def distance_from(value, model):
 @pytest.mark.parametrize(
     ("strategy", "epoch"),
     cases(
-        itertools.product(STRATEGIES, [0, 1]),
-        [(hvkit.DiLoCo(3, 1.0, 0.0), 0), (hvkit.ParameterServer(2), 1)],
+        [
+            *((hvkit.DiLoCo(3, 1.0, 0.0), 0), (hvkit.ParameterServer(2), 1)),
+            *each_once(STRATEGIES, [1, 0]),
+        ],
+        2,
     ),
 )
 def test_weights_that_a_callback_sets_are_kept(strategy, epoch):
@@ -95,8 +96,10 @@ def test_weights_that_a_callback_sets_are_kept(strategy, epoch):
 @pytest.mark.parametrize(
     ("strategy", "event"),
     cases(
-        itertools.product(STRATEGIES, ["on_epoch_begin", "on_train_begin"]),
-        [(hvkit.ElasticAveraging(3), "on_epoch_begin")],
+        [
+            (hvkit.ElasticAveraging(3), "on_epoch_begin"),
+            *each_once(STRATEGIES, ["on_train_begin", "on_epoch_begin"]),
+        ],
     ),
 )
 def test_weights_that_a_callback_sets_before_training_are_where_it_begins(strategy, event):
