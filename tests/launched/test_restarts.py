@@ -106,9 +106,7 @@ CASES = [
     (PYTORCH, TERMINATE, "DiLoCo(4)"),
     (PYTORCH, RAISE, "Synchronous()"),
     (PYTORCH, LEAVE, "Synchronous()"),
-    (PYTORCH, KILL, "LocalSGD(3)"),
-    (KERAS, KILL, "Synchronous()"),
-    (KERAS, RAISE, "LocalSGD(3)"),
+    (KERAS, KILL, "LocalSGD(3)"),
 ]
 
 
