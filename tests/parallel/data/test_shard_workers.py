@@ -59,7 +59,7 @@ def read(loader):
     return [(numbers.tolist(), set(parents.tolist())) for numbers, parents in loader]
 
 
-@pytest.mark.parametrize("options", [{"num_workers": 2}, {"num_workers": 1}])
+@pytest.mark.parametrize("options", cases([{"num_workers": 2}, {"num_workers": 1}]))
 @pytest.mark.parametrize("persistent", cases([False, True]))
 def test_no_worker_is_a_fork_of_its_rank_and_the_data_is_the_same(infiniband, options, persistent):
     options = {**options, "shuffle": True, "persistent_workers": persistent}

@@ -93,7 +93,7 @@ def computed(model, data):
     return model.predict([tf.constant(inputs), np.ones((len(data), 1))], verbose=0)[0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", cases(KINDS, 4))
 def test_ranks_compute_with_what_rank_0s_layer_has_learnt(kind, capsys):
     make, data = KINDS[kind]
     layer = make()

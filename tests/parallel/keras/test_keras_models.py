@@ -52,6 +52,7 @@ def test_batch_norm_and_dropout_train_on_every_rank():
 
 
 OPTIONS = {
+    "plain": {},
     "skip": {"on_nonfinite": "skip", "batch_norm": "sync"},
     "residuals": {"compression": hvkit.TopK(0.1), "warmup_steps": 2},
     "sharded": {"strategy": hvkit.ShardedOptimizer(), "check_every": 1},
@@ -64,13 +65,15 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize(
-    ("steps", "options"),
-    [(eager_tape, {}), (graph_tape, {}), (fit, {}), *((fit, each) for each in OPTIONS.values())],
-    ids=["eager", "graph", "fit", *OPTIONS],
+    ("steps", "name"),
+    cases(
+        [(eager_tape, "plain"), (graph_tape, "plain"), *((fit, name) for name in OPTIONS)],
+        first=[(graph_tape, "plain"), (fit, "plain"), (fit, "residuals"), (fit, "beside")],
+    ),
 )
-def test_a_model_that_a_script_drops_is_freed(steps, options):
+def test_a_model_that_a_script_drops_is_freed(steps, name):
     def train():
-        model, optimizer = hvkit.distribute(mlp(0), sgd(), **options)
+        model, optimizer = hvkit.distribute(mlp(0), sgd(), **OPTIONS[name])
         steps(model, optimizer, local(regression(steps=2)))
         return weakref.ref(model), weakref.ref(optimizer)
 
