@@ -1,6 +1,5 @@
 """The MNIST recipes on several hosts train what they train on one."""
 
-import itertools
 import sys
 from pathlib import Path
 
@@ -77,8 +76,14 @@ def assert_equal(found, expected):
     assert (found.ranks, found.epochs) == (expected.ranks, expected.epochs)
 
 
-LAUNCHERS = ("hvkit", "mpirun", "horovodrun")
-WAYS = cases(itertools.product(LAUNCHERS, RECIPES))
+# Each recipe and each launcher.
+WAYS = cases(
+    [
+        *(("hvkit", recipe) for recipe in RECIPES),
+        ("mpirun", "mnist_keras"),
+        ("horovodrun", "mnist_tf"),
+    ]
+)
 
 
 @pytest.mark.parametrize(("name", "recipe"), WAYS)
@@ -88,9 +93,8 @@ def test_on_an_uneven_pair_of_hosts(rig, on_one_host, tmp_path, recipe, name):
     assert_equal(trained(hosts.host("node1"), launcher, recipe, tmp_path), on_one_host(recipe, 4))
 
 
-# Each launcher and each recipe once: two hosts show every pair of them.
 @MORE
-@pytest.mark.parametrize(("name", "recipe"), zip(LAUNCHERS, RECIPES, strict=True))
+@pytest.mark.parametrize(("name", "recipe"), [("hvkit", "mnist_torch")])
 def test_on_four_hosts_with_uneven_slots(rig, on_one_host, tmp_path, recipe, name):
     hosts = rig(["node1", "node2", "node3", "node4"])
     hostfile = tmp_path / "hosts"
