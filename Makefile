@@ -81,7 +81,7 @@ more-ranks: setup
 		tests/parallel/keras/test_keras_equals_one_process.py
 
 # Every strategy with every compression, and checkpoints of long ago, against weights on record: with
-# kernels that compute alike on all processors. Ten minutes; `make records` takes some of them, for
+# kernels that compute alike on all processors. `make records` takes some of them, for
 # `make test-all`. RENEW="Gossip |" writes the records whose names contain this anew.
 golden: setup
 	$(ALIKE) python -m pytest $(GOLDEN)

@@ -107,7 +107,8 @@ def distribute(
             parameters, or updates a module with buffers or batch norm that was not passed; an
             earlier call got one of them; or a layer cannot be synchronised.
         RanksDisagreeError: the ranks' models, optimizers or arguments differ. Later, in
-            ``backward``, an update, ``fit`` or a save: their weights, rates or frozen parameters.
+            ``backward``, an update, ``fit`` or a save: their weights; in PyTorch also their rates
+            or frozen parameters.
         HorovodNotFoundError: several ranks were launched, but there is no usable Horovod.
         LaunchError: Horovod sees another number of ranks than were launched, this host has more
             ranks than GPUs, or the script itself has started several processes that train.

@@ -1,8 +1,8 @@
 """What forward passes learn outside of normalisation layers: do ranks average it, and is it alike?
 
 Batch norm, codebooks and running means learn from the samples that a rank sees. hvkit averages the
-statistics of normalisation layers itself; of anything else it does not know what it means, so rank
-0 names what differs and ``hvkit.average_buffers`` does not average.
+statistics of normalisation layers itself; of anything else it does not know what it means.
+``hvkit.average_buffers`` averages that, and rank 0 names what differs otherwise.
 """
 
 from __future__ import annotations

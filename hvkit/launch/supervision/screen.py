@@ -47,8 +47,7 @@ class Screen:
         place = self._place(file)
         with self._locks[place]:
             of_another = self._open.get(place) not in (None, (writer, file))
-            apart = writer is None or place in self._bars or os.isatty(file)
-            if of_another and apart and not _DRAWS_OVER.match(data):
+            if of_another and self._stands_apart(place, file, writer, data):
                 self._end_line(place)
             _write(file, data)
             if data:
@@ -71,6 +70,11 @@ class Screen:
         lines = [_FAILURE.format(first) if failed and in_colour() else first, *rest]
         with contextlib.suppress(BrokenPipeError):
             self.show(Kind.STDERR, "".join(f"{line}\n" for line in lines).encode())
+
+    def _stands_apart(self, place: int, file: int, writer: object, data: bytes) -> bool:
+        """Whether data gets a line of its own after what somebody else has left unfinished."""
+        apart = writer is None or place in self._bars or os.isatty(file)
+        return apart and not _DRAWS_OVER.match(data)
 
     def _note_end(self, place: int, whose: tuple[object, int], data: bytes) -> None:
         """Note what the written bytes have left unfinished."""
