@@ -301,8 +301,8 @@ def status() -> Status:
 
 def stack_of_script() -> tuple[str, ...]:
     """Where the main thread is: ``train.py:41 in load``, the innermost call last; no own code."""
-    # As for ``line_of_script``: hold no frame while lines are formatted.
-    places = _places(_frames().get(_MAIN))
+    with _frames() as frames:
+        places = _places(frames.get(_MAIN))
     return tuple(f"{_line(file, line)} in {name}" for file, line, name in reversed(places))
 
 
@@ -319,7 +319,8 @@ def _places(frame: FrameType | None) -> list[tuple[str, int, str]]:
 
 def _thread_that_counts(threads: list[_Thread]) -> _Thread:
     """The thread that has waited longest; if none waits, the one that called hvkit last."""
-    running = _frames()
+    with _frames() as frames:
+        running = set(frames)
     alive = [each for each in threads if each.ident in running] or threads
     if waiting := [each for each in alive if each.waits]:
         return min(waiting, key=lambda each: each.since)
@@ -328,17 +329,18 @@ def _thread_that_counts(threads: list[_Thread]) -> _Thread:
 
 def _inside_tensorflow() -> int | None:
     """A thread that runs a graph, preferably the main one; None if there is none."""
-    frames = _frames()
-    for ident in sorted(frames, key=lambda each: each != _MAIN):
-        if f"{os.sep}tensorflow{os.sep}" in frames[ident].f_code.co_filename:
+    with _frames() as frames:
+        files = {ident: frame.f_code.co_filename for ident, frame in frames.items()}
+    for ident in sorted(files, key=lambda each: each != _MAIN):
+        if f"{os.sep}tensorflow{os.sep}" in files[ident]:
             return ident
     return None
 
 
 def inside(package: str) -> bool:
     """Whether the main thread runs code of an installed package."""
-    frame = _frames().get(_MAIN)
-    name = "" if frame is None else str(frame.f_globals.get("__name__", ""))
+    with _frames() as frames:
+        name = str(frames[_MAIN].f_globals.get("__name__", "")) if _MAIN in frames else ""
     return name.partition(".")[0] == package
 
 
@@ -347,25 +349,30 @@ def place(trace: TracebackType) -> str:
     return _line(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
 
 
-def _frames() -> dict[int, FrameType]:
+@contextmanager
+def _frames() -> Iterator[dict[int, FrameType]]:
     """The innermost frame of each thread; of this one, the frame that called the caller's function.
 
-    A frame that refers to itself would keep the local variables of every function below it, such as
-    a batch on a GPU or a loader with workers, until Python collects garbage.
+    Up to Python 3.11, three things must not meet, or a thread reads what has taken a frame's place:
+    somebody holds a frame of a running thread, that thread leaves the function, and a garbage
+    collection lets other threads run while Python makes a frame object. A collection at that moment
+    can also hang (python/cpython issue 106883). So nothing is collected here, the look begins with
+    a fresh turn of this thread, which is longer than the look, and no frame outlives it. A frame
+    would keep local variables alive, too, such as a batch on a GPU.
     """
-    # Allocating frames may start a garbage collection. Up to Python 3.11 that happens while Python
-    # holds a lock that freeing a ``threading.local`` needs, too: the process would hang
-    # (python/cpython issue 106883).
     with _looking:
         collects = gc.isenabled()
         gc.disable()
         try:
+            time.sleep(0)  # waits for the fresh turn
             frames = sys._current_frames()
+            # Not this function's caller: a frame that refers to itself stays until it is collected.
+            frames[threading.get_ident()] = sys._getframe(3)
+            yield frames
         finally:
+            frames.clear()
             if collects:
                 gc.enable()
-    frames[threading.get_ident()] = sys._getframe(2)
-    return frames
 
 
 # A handler of a signal may look while its own thread does.
@@ -384,8 +391,11 @@ def line_of_script(thread: int | None = None) -> str:
     """
     own = threading.get_ident()
     thread = own if thread is None else thread
-    # Other threads may run while the line is formatted: hold no frame of theirs by then.
-    return _line(*_place({own: sys._getframe(1)} if thread == own == _MAIN else _frames(), thread))
+    if thread == own == _MAIN:
+        return _line(*_place({own: sys._getframe(1)}, thread))
+    with _frames() as frames:
+        found = _place(frames, thread)
+    return _line(*found)
 
 
 def _place(frames: dict[int, FrameType], thread: int) -> tuple[str, int]:

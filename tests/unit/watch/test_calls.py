@@ -255,9 +255,49 @@ assert not gc.isenabled()
 """
 
 
-def test_looking_at_threads_while_garbage_waits_does_not_hang():
-    repository = str(Path(calls.__file__).parents[2])
-    script = LOOK_WHILE_GARBAGE_WAITS.replace("REPOSITORY", repository)
+# Threads take turns often, and everything collects garbage whose destructors let others run.
+LOOK_AT_A_BUSY_THREAD = """
+import faulthandler, gc, sys, threading, time
+sys.path.insert(0, "REPOSITORY")
+from hvkit.watch import calls
+
+faulthandler.dump_traceback_later(20, exit=True)
+gc.set_threshold(3)
+sys.setswitchinterval(1e-4)
+end = time.monotonic() + 4
+looks = []
+
+class Garbage:
+    def __init__(self):
+        self.itself = self
+
+    def __del__(self):
+        time.sleep(0)
+
+def look():
+    while time.monotonic() < end:
+        Garbage()
+        looks.append(calls.line_of_script(threading.main_thread().ident))
+
+def nested(depth, text=""):
+    longer = text + "x"
+    more = [longer, longer + "y"]
+    if depth:
+        sorted("a", key=lambda _: nested(depth - 1, longer))
+    return len(more)
+
+looker = threading.Thread(target=look)
+looker.start()
+while time.monotonic() < end:
+    nested(8)
+looker.join()
+assert len(looks) > 100 and all(each.startswith("<string>:") for each in looks), set(looks)
+"""
+
+
+@pytest.mark.parametrize("script", [LOOK_WHILE_GARBAGE_WAITS, LOOK_AT_A_BUSY_THREAD])
+def test_looking_at_threads_beside_garbage_collections_is_safe(script):
+    script = script.replace("REPOSITORY", str(Path(calls.__file__).parents[2]))
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
 
