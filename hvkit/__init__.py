@@ -15,8 +15,6 @@ from hvkit import errors as errors
 from hvkit import log as log
 
 if TYPE_CHECKING:
-    from hvkit.adapters.allgather import allgather as allgather
-    from hvkit.buffers import average_buffers as average_buffers
     from hvkit.checkpoint import Checkpoint as Checkpoint
     from hvkit.checkpoint import Progress as Progress
     from hvkit.communication.allreduce import allreduce as allreduce
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
     from hvkit.errors import LaunchError as LaunchError
     from hvkit.errors import RankLostError as RankLostError
     from hvkit.errors import RanksDisagreeError as RanksDisagreeError
-    from hvkit.gradients import reduce_gradients as reduce_gradients
     from hvkit.main_rank import is_main as is_main
     from hvkit.main_rank import main_first as main_first
     from hvkit.metrics import EarlyStopping as EarlyStopping
@@ -48,12 +45,13 @@ if TYPE_CHECKING:
     from hvkit.runtime import rank as rank
     from hvkit.runtime import size as size
     from hvkit.strategies import *  # noqa: F403
+    from hvkit.tensors import allgather as allgather
+    from hvkit.tensors import average_buffers as average_buffers
+    from hvkit.tensors import reduce_gradients as reduce_gradients
 
 __version__ = "0.1.0"
 
 _NAMES_BY_MODULE = {
-    "adapters.allgather": "allgather",
-    "buffers": "average_buffers",
     "checkpoint": "Checkpoint Progress",
     "communication.allreduce": "allreduce",
     "communication.collectives": "barrier broadcast",
@@ -65,11 +63,11 @@ _NAMES_BY_MODULE = {
         "BuildError HorovodNotFoundError HostfileError HvkitError LaunchError RankLostError "
         "RanksDisagreeError"
     ),
-    "gradients": "reduce_gradients",
     "main_rank": "is_main main_first",
     "metrics": "EarlyStopping any_rank average",
     "monitor": "Monitor",
     "runtime": "init local_rank local_size rank size",
+    "tensors": "allgather average_buffers reduce_gradients",
 }
 _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
 

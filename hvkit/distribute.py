@@ -1,4 +1,4 @@
-"""The one call: checks its arguments, picks the adapter, and runs the steps that all share.
+"""The one call: checks its arguments, picks the port, and runs the steps that all share.
 
 ``settled`` is for strategies whose ranks differ between two agreements.
 """
@@ -10,20 +10,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn, TypeVar
 
 from hvkit import runtime, strategies
-from hvkit.adapters.adapter import (
-    BATCH_NORMS,
-    Adapter,
-    BatchNorm,
-    Keeper,
-    Options,
-    Record,
-    framework_of,
-    is_distributed,
-    keepers_of,
-    record,
-    record_of,
-)
-from hvkit.adapters.nonfinite import ACTIONS, OnNonfinite
 from hvkit.argument_checks import advise_on_extra_arguments, check_count
 from hvkit.communication.collectives import raise_together, require_equal
 from hvkit.compression import BY_NAME, Compression, CompressionName
@@ -35,6 +21,20 @@ from hvkit.strategies.fully_shard import FullyShard
 from hvkit.strategies.parameter_server import ParameterServer
 from hvkit.strategies.strategy import Averaging, Rounds, Strategy, strategies_in
 from hvkit.strategies.synchronous import Synchronous
+from hvkit.sync.nonfinite import ACTIONS, OnNonfinite
+from hvkit.sync.port import (
+    BATCH_NORMS,
+    BatchNorm,
+    Keeper,
+    Options,
+    Port,
+    Record,
+    framework_of,
+    is_distributed,
+    keepers_of,
+    record,
+    record_of,
+)
 from hvkit.watch.calls import call_within, named
 
 Model = TypeVar("Model")
@@ -117,7 +117,7 @@ def distribute(
     optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     runtime.init(framework_of(models[0]) if models else None)
     runtime.refuse_separate_training()
-    adapter: Adapter | None = None
+    port: Port | None = None
     options: Options | None = None
     problem: Exception | None = None
     multiplier = Multiplier()
@@ -141,11 +141,11 @@ def distribute(
             raise ValueError(f"optimizer must hold at least one optimizer, got {optimizer!r}")
         framework = _framework_of_all(models)
         _refuse_second_call(models, optimizers)
-        adapter = _adapter_for(framework, models, optimizers, options)
+        port = _port_for(framework, models, optimizers, options)
     except Exception as error:  # of any type: the other ranks must not wait for this one
         problem = error
     raise_together(problem)
-    assert adapter is not None
+    assert port is not None
     assert options is not None
     records = [(each, Record()) for each in optimizers]
     keeper: Keeper | None = None
@@ -154,22 +154,22 @@ def distribute(
         arguments = f"lr_scaling={lr_scaling}, {options}{monitored}"
         require_equal(
             "model or call",
-            [*(type(each).__name__ for each in models), arguments, *adapter.facts()],
+            [*(type(each).__name__ for each in models), arguments, *port.facts()],
             "build the same model and optimizer, and pass the same arguments, on every rank",
         )
     if monitor is not None:  # before averaging wraps the optimizers: it looks at the means
         paced = not isinstance(strategy, ParameterServer)
         monitor.attach(models, optimizers, equal_steps=paced)
     if runtime.size() > 1:
-        if options.strategy.has_momentum and (found := adapter.more_than_sgd()):
+        if options.strategy.has_momentum and (found := port.more_than_sgd()):
             warn_once(
                 "momentum",
                 f"{options.strategy} has a momentum of its own, and takes the place of what "
                 f"{', '.join(found)} adds to SGD: use SGD without momentum, and a small rate",
             )
-        adapter.synchronise()
-        rates = adapter.scale_learning_rate(multiplier)
-        records, keeper = adapter.keep_in_step()
+        port.synchronise()
+        rates = port.scale_learning_rate(multiplier)
+        records, keeper = port.keep_in_step()
         if runtime.rank() == 0:
             said = describe(rates, lr_scaling, runtime.size())
             logger.info(f"{runtime.size()} ranks; {said}")
@@ -309,22 +309,22 @@ def _framework_of_all(models: Sequence[Any]) -> str:
     return frameworks[0]
 
 
-def _adapter_for(
+def _port_for(
     framework: str, models: Sequence[Any], optimizers: Sequence[Any], options: Options
-) -> Adapter:
-    """Make the adapter for models of PyTorch or Keras; imports no other framework.
+) -> Port:
+    """Make the port for models of PyTorch or Keras; imports no other framework.
 
     Raises:
         TypeError: an optimizer belongs to another framework.
         ValueError: an argument has a wrong value.
     """
     if framework == "tensorflow":
-        from hvkit.adapters.keras import KerasAdapter
+        from hvkit.frameworks.keras import KerasPort
 
-        return KerasAdapter(models, optimizers, options)
-    from hvkit.adapters.pytorch import PyTorchAdapter
+        return KerasPort(models, optimizers, options)
+    from hvkit.frameworks.pytorch import PyTorchPort
 
-    return PyTorchAdapter(models, optimizers, options)
+    return PyTorchPort(models, optimizers, options)
 
 
 def _refuse(model: Any) -> NoReturn:

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from hvkit import runtime
-from hvkit.adapters.buffers import warn_of_unlike
-from hvkit.adapters.fingerprints import Compared, Rows, require_same
 from hvkit.argument_checks import advise_on_extra_arguments, check_path
 from hvkit.checkpoint import manifests, newest, ranks, resume, store
 from hvkit.checkpoint.choice import parts_of
@@ -29,6 +27,8 @@ from hvkit.communication.collectives import share
 from hvkit.errors import HvkitError
 from hvkit.host.run_reports import report, run_name
 from hvkit.log import logger
+from hvkit.sync.buffers import warn_of_unlike
+from hvkit.sync.fingerprints import Compared, Rows, require_same
 from hvkit.watch.calls import last_step, named, resume_at
 from hvkit.watch.leaving import LEAVING
 

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hvkit.adapters.adapter import framework_of
 from hvkit.checkpoint.part import JsonPart, MonitorPart, Part
 from hvkit.monitor.monitor import Monitor
+from hvkit.sync.port import framework_of
 
 # Every checkpoint has files manifest.json and ranks.npz, and the latter an entry "random".
 _RESERVED = ("manifest", "random", "ranks")

@@ -8,12 +8,12 @@ from typing import Any
 
 import keras
 
-from hvkit.adapters.adapter import keepers_of
-from hvkit.adapters.keras.optimizers import inner_optimizer, leaves_out_updates
-from hvkit.adapters.nonfinite import skipped_steps
 from hvkit.checkpoint.keras import OptimizerPart
 from hvkit.checkpoint.part import Part
 from hvkit.communication import collectives
+from hvkit.frameworks.keras.optimizers import inner_optimizer, leaves_out_updates
+from hvkit.sync.nonfinite import skipped_steps
+from hvkit.sync.port import keepers_of
 from hvkit.watch.leaving import LEAVING
 
 

@@ -14,14 +14,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvkit.adapters.adapter import Record, record_of
-from hvkit.adapters.fingerprints import Compared, Rows
-from hvkit.adapters.keras import buffers
-from hvkit.adapters.keras.checks import compared_in
-from hvkit.adapters.keras.initial_state import has_weights, tf_variable
-from hvkit.adapters.keras.optimizers import inner_optimizer, parts_of
-from hvkit.adapters.keras.sharded import gathered, unfolded
 from hvkit.checkpoint.part import ALONE, NOT_IN_FILE, SEED, Arrays, ContentReader, Part
+from hvkit.frameworks.keras import buffers
+from hvkit.frameworks.keras.checks import compared_in
+from hvkit.frameworks.keras.initial_state import has_weights, tf_variable
+from hvkit.frameworks.keras.optimizers import inner_optimizer, parts_of
+from hvkit.frameworks.keras.sharded import gathered, unfolded
+from hvkit.sync.fingerprints import Compared, Rows
+from hvkit.sync.port import Record, record_of
 
 # By class of callback: the attributes to save.
 _COUNTERS: Mapping[type[Any], tuple[str, ...]] = {

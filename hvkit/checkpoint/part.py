@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from hvkit.adapters.adapter import Record
-from hvkit.adapters.fingerprints import Compared, Rows
+from hvkit.sync.fingerprints import Compared, Rows
+from hvkit.sync.port import Record
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 

@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from hvkit.adapters.adapter import Record, Warmup, record_of
-from hvkit.adapters.fingerprints import Compared, Rows
-from hvkit.adapters.pytorch import buffers
-from hvkit.adapters.pytorch.adapter import is_distributed
-from hvkit.adapters.pytorch.checks import compared_in
-from hvkit.adapters.pytorch.gradients.reducer import is_averaged
-from hvkit.adapters.pytorch.refusals import is_divided
 from hvkit.checkpoint.part import ALONE, NOT_IN_FILE, Arrays, ContentReader, Part, end_epoch_of
 from hvkit.communication.encoding import copied_bytes
+from hvkit.frameworks.pytorch import buffers
+from hvkit.frameworks.pytorch.checks import compared_in
+from hvkit.frameworks.pytorch.gradients.reducer import is_averaged
+from hvkit.frameworks.pytorch.port import is_distributed
+from hvkit.frameworks.pytorch.refusals import is_divided
+from hvkit.sync.fingerprints import Compared, Rows
+from hvkit.sync.port import Record, Warmup, record_of
 
 # The name of the array with the steps of the warm-up that a rank which trains alone has done.
 _WARMUP = f"{ALONE}warmup-steps"
@@ -155,7 +155,7 @@ def _like(value: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     """The value where the rank's own tensor is, and divided as it is."""
     if not is_divided(own):
         return value.to(own.device)
-    from hvkit.adapters.pytorch.divided_state.fully_shard import part_like
+    from hvkit.frameworks.pytorch.divided_state.fully_shard import part_like
 
     return part_like(value, own)
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from hvkit import random_states, runtime
-from hvkit.adapters.fingerprints import Compared, Rows
 from hvkit.checkpoint.part import ALONE, NOT_IN_FILE, SEED, Arrays, Part
+from hvkit.sync.fingerprints import Compared, Rows
 
 FILE = "ranks.npz"
 

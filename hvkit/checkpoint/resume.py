@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 
 from hvkit import runtime
-from hvkit.adapters.nonfinite import kept_statistics
 from hvkit.checkpoint import ranks
 from hvkit.checkpoint.manifests import Manifest
 from hvkit.checkpoint.newest import Found
@@ -20,6 +19,7 @@ from hvkit.communication import collectives, one_by_one
 from hvkit.communication.collectives import share
 from hvkit.errors import RanksDisagreeError
 from hvkit.log import logger
+from hvkit.sync.nonfinite import kept_statistics
 
 _CALL = "Checkpoint.restore"
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from hvkit import runtime
-from hvkit.adapters.adapter import Keeper, keepers_of
 from hvkit.checkpoint.part import NOT_IN_FILE, Arrays, ContentReader, Part
 from hvkit.log import logger
+from hvkit.sync.port import Keeper, keepers_of
 
 
 class StrategyPart(Part):

@@ -1,7 +1,7 @@
 """The one place that imports Horovod's collectives: for PyTorch and for TensorFlow.
 
 An engine starts one of the two and offers the collectives on NumPy arrays that the rest of hvkit
-needs. Adapters reach the library itself through ``Engine.hvd``.
+needs. Ports reach the library itself through ``Engine.hvd``.
 
 A Horovod built without GPU support takes only tensors on the CPU. ``HostMemory`` copies tensors
 there and back: training gives the same result but takes longer, because nothing overlaps with the

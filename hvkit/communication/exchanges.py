@@ -1,6 +1,6 @@
 """What compressions and strategies may ask of the other ranks; every rank asks for the same.
 
-``collectives/wire.py`` of each adapter carries it out.
+``collectives/wire.py`` of each port carries it out.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
     power_sgd      low-rank factors
 
 A compression is a frozen dataclass. It holds the mathematics; ``collectives/ops.py`` of each
-adapter has the functions on tensors that it uses.
+port has the functions on tensors that it uses.
 """
 
 from __future__ import annotations

@@ -163,12 +163,12 @@ class Queue:
             iteration: each rank's count of its iterations over the data.
         """
         # Only ranks with a parameter server need it.
-        from hvkit.adapters.weight_exchange import take_batch
+        from hvkit.parameter_server.client import take_batch
 
         return take_batch(self._number, iteration)
 
     def next(self, iteration: int) -> int:
         """The number of the batch that is taken next."""
-        from hvkit.adapters.weight_exchange import take_batch
+        from hvkit.parameter_server.client import take_batch
 
         return take_batch(self._number, iteration, 0)

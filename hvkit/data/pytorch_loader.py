@@ -18,13 +18,13 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from hvkit import runtime
-from hvkit.adapters.pytorch.gradients.windows import last_batch
 from hvkit.data.order import Position, Queue, Share, seed_from
 from hvkit.data.pytorch_datasets import DatasetPart, StreamShard, contents
 from hvkit.data.pytorch_workers import adapter_that_forbids_forks, started
 from hvkit.data.randomness import FixedRandomness, Generators, begins_an_epoch, from_text
 from hvkit.data.sampler_kinds import drawn_workers_seed, length_of, whole_order
 from hvkit.data.samplers import Epoch, Order
+from hvkit.frameworks.pytorch.gradients.windows import last_batch
 
 
 def dynamic_loader(

@@ -12,10 +12,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvkit.adapters.keras.collectives.graph_collectives import blocked_in_graphs, quickly_read
-from hvkit.adapters.keras.fit import with_names
-from hvkit.adapters.keras.gradients.averager import is_overwritten
-from hvkit.adapters.keras.optimizers import inner_optimizer, parts_of
+from hvkit.frameworks.keras.collectives.graph_collectives import blocked_in_graphs, quickly_read
+from hvkit.frameworks.keras.fit import with_names
+from hvkit.frameworks.keras.gradients.averager import is_overwritten
+from hvkit.frameworks.keras.optimizers import inner_optimizer, parts_of
 from hvkit.monitor.step_clock import Step
 
 if TYPE_CHECKING:

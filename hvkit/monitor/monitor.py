@@ -15,8 +15,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hvkit import runtime
-from hvkit.adapters.adapter import framework_of
-from hvkit.adapters.nonfinite import skipped_steps
 from hvkit.argument_checks import advise_on_extra_arguments, check_count, check_path
 from hvkit.communication import collectives
 from hvkit.errors import HvkitError
@@ -27,6 +25,8 @@ from hvkit.monitor.records import Means, detached, length_of
 from hvkit.monitor.run_file import RunFile
 from hvkit.monitor.step_clock import Step, StepClock
 from hvkit.monitor.writers import Hook, Writers
+from hvkit.sync.nonfinite import skipped_steps
+from hvkit.sync.port import framework_of
 from hvkit.watch.calls import named
 from hvkit.watch.leaving import LEAVING
 from hvkit.watch.spans import DATA, mark

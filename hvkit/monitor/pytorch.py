@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from hvkit import runtime
-from hvkit.adapters.pytorch.gradients.nested_passes import outermost
-from hvkit.adapters.pytorch.optimizers import after_unscaling, closure_of, stepping_in
+from hvkit.frameworks.pytorch.gradients.nested_passes import outermost
+from hvkit.frameworks.pytorch.optimizers import after_unscaling, closure_of, stepping_in
 from hvkit.watch.spans import REDUCTION, Span, observe
 
 if TYPE_CHECKING:

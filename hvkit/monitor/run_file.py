@@ -8,13 +8,13 @@ from contextlib import suppress
 from typing import Any
 
 from hvkit import runtime
-from hvkit.adapters.nonfinite import skipped_steps
 from hvkit.communication.traffic import traffic
 from hvkit.host.run_reports import restart_of_this_run
 from hvkit.monitor.records import described
 from hvkit.monitor.step_clock import Step
 from hvkit.monitor.step_shares import Totals, shares
 from hvkit.monitor.writers import Writers, flattened
+from hvkit.sync.nonfinite import skipped_steps
 
 
 class RunFile:

@@ -1,7 +1,7 @@
 """Asynchronous training with a parameter server that bounds staleness.
 
 ``ParameterServer`` is what a script chooses. ``ServedWeights`` and ``Attendance`` are what the
-server does, on NumPy vectors and without messages; ``hvkit/adapters/weight_server.py`` carries the
+server does, on NumPy vectors and without messages; ``hvkit/parameter_server/server.py`` carries the
 messages.
 """
 

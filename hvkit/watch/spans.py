@@ -1,6 +1,6 @@
 """What has passed in the threads of a script: calls of hvkit, waits, loaded batches.
 
-``calls`` and adapters mark spans; a monitor and the timeline of a run observe them.
+``calls`` and the frameworks' ports mark spans; a monitor and the timeline of a run observe them.
 """
 
 from __future__ import annotations

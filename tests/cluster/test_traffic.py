@@ -196,7 +196,7 @@ def test_a_large_sum_is_right_and_sends_little_wherever_ranks_are(rig, slots, ex
 # result is right.
 ROWS = """
 import json, torch, hvkit
-from hvkit.adapters.pytorch.collectives.wire import Wire
+from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.communication.exchanges import Messages
 
 hvkit.init("torch")

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from trainings import STEPS, data, start
 
 import hvkit
-from hvkit.adapters.pytorch.divided_state import process_group
+from hvkit.frameworks.pytorch.divided_state import process_group
 
 
 class Training:

@@ -41,10 +41,10 @@ def pytest_collection_modifyitems(config, items):
 def _averaging_taken_out(request, monkeypatch):
     if not request.config.option.without_averaging:
         return
-    from hvkit.adapters import fingerprints
-    from hvkit.adapters.keras.gradients.averager import GradientAverager
-    from hvkit.adapters.keras.weights.agreements import Network
-    from hvkit.adapters.pytorch.gradients.buckets import Bucket
+    from hvkit.frameworks.keras.gradients.averager import GradientAverager
+    from hvkit.frameworks.keras.weights.agreements import Network
+    from hvkit.frameworks.pytorch.gradients.buckets import Bucket
+    from hvkit.sync import fingerprints
 
     monkeypatch.setattr(GradientAverager, "__call__", lambda self, gradients, *_: gradients)
     monkeypatch.setattr(Network, "_mean", lambda self, vector, *_: vector)

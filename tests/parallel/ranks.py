@@ -6,7 +6,7 @@ import time
 import numpy as np
 
 import hvkit
-from hvkit.adapters.fingerprints import named_ranks
+from hvkit.sync.fingerprints import named_ranks
 
 
 def same_on_all_ranks(arrays):

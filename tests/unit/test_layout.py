@@ -44,6 +44,15 @@ def test_no_module_imports_one_that_imports_it():
     assert sorted(imports) == []
 
 
+@pytest.mark.parametrize("folder", ["sync", "parameter_server", "strategies", "compression"])
+def test_what_all_frameworks_share_imports_none(folder):
+    for file in (ROOT / "hvkit" / folder).glob("*.py"):
+        for node in imports_in(ast.parse(file.read_text())):
+            from_module = [node.module] if isinstance(node, ast.ImportFrom) else []
+            found = from_module or [alias.name for alias in node.names]
+            assert not any(re.match(r"torch|tensorflow|keras|hvkit\.frameworks", n) for n in found)
+
+
 def module_of(file):
     return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 

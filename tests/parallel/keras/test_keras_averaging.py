@@ -12,8 +12,8 @@ from ranks import error_of, largest_difference, same_on_all_ranks
 
 import hvkit
 from hvkit import main_rank
-from hvkit.adapters.keras.sharded import OptimizerShards
-from hvkit.adapters.keras.trials import why_not_by_variable
+from hvkit.frameworks.keras.sharded import OptimizerShards
+from hvkit.frameworks.keras.trials import why_not_by_variable
 
 
 def trained(strategy, loop="function", **options):

@@ -22,7 +22,7 @@ from ranks import error_of, same_on_all_ranks
 
 import hvkit
 from hvkit import main_rank
-from hvkit.adapters import fingerprints
+from hvkit.sync import fingerprints
 
 # The comparison itself is the one that PyTorch's tests run on three ranks.
 pytestmark = pytest.mark.two_ranks

@@ -12,7 +12,7 @@ from models import LOOPS, alike, fit, in_rounds, local, mse, refit, regression, 
 from ranks import diloco_by_hand, largest_difference, shared_folder, wait_for
 
 import hvkit
-from hvkit.adapters.keras.weights import agreements
+from hvkit.frameworks.keras.weights import agreements
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from cases import MORE, cases
 from models import LOOPS, TokensAndPositions, embedded, equals_one_process, texts
 
 import hvkit
-from hvkit.adapters.keras.gradients.averager import GradientAverager
-from hvkit.adapters.keras.gradients.sparse import Origin, origin
+from hvkit.frameworks.keras.gradients.averager import GradientAverager
+from hvkit.frameworks.keras.gradients.sparse import Origin, origin
 
 
 def transformer(seed=0):

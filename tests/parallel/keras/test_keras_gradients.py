@@ -50,7 +50,7 @@ def test_embedding_gradients_stay_sparse_and_equal_one_process(loop, optimizer):
 
 
 def test_the_mean_of_indexed_slices_is_not_made_dense():
-    from hvkit.adapters.keras.gradients.averager import GradientAverager
+    from hvkit.frameworks.keras.gradients.averager import GradientAverager
 
     variable = keras.Variable(np.zeros((10, 2), np.float32))
     rank = hvkit.rank()
@@ -64,7 +64,7 @@ def test_the_mean_of_indexed_slices_is_not_made_dense():
 @pytest.mark.parametrize("kinds", [["dense", None], ["slices", None], ["slices", "dense"]])
 def test_eager_ranks_may_differ_in_the_gradients_they_have(kinds):
     """Rank 0 has the first kind, other ranks the second; no rank uses the third variable."""
-    from hvkit.adapters.keras.gradients.averager import GradientAverager
+    from hvkit.frameworks.keras.gradients.averager import GradientAverager
 
     gradients = {
         "dense": tf.ones((4, 2)),
@@ -109,7 +109,7 @@ def test_graphs_of_ranks_that_lack_a_gradient_are_an_error_not_a_hang(accumulate
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 def test_gradients_of_every_dtype_are_averaged(dtype):
-    from hvkit.adapters.keras.gradients.averager import GradientAverager
+    from hvkit.frameworks.keras.gradients.averager import GradientAverager
 
     variable = keras.Variable(np.zeros(3, np.float32), dtype=dtype)
     (mean,) = GradientAverager(f"hvkit.test.{dtype}", hvkit.Synchronous())(
@@ -121,7 +121,7 @@ def test_gradients_of_every_dtype_are_averaged(dtype):
 
 
 def test_autograph_translates_the_users_code_alone(monkeypatch):
-    from hvkit.adapters.keras.gradients.averager import GradientAverager
+    from hvkit.frameworks.keras.gradients.averager import GradientAverager
 
     translated = []
     average = GradientAverager.__call__

@@ -9,7 +9,7 @@ from models import LOOPS, alike, local, mlp, regression, sgd, weights
 from ranks import error_of, shared_folder
 
 import hvkit
-from hvkit.adapters.nonfinite import skipped_steps
+from hvkit.sync.nonfinite import skipped_steps
 from hvkit.watch import calls
 
 

@@ -110,7 +110,7 @@ def test_gradient_accumulation_equals_the_k_times_larger_batch(loop):
 
 
 def test_gradient_accumulation_reduces_once_in_k_steps(monkeypatch):
-    from hvkit.adapters.keras.gradients.averager import GradientAverager
+    from hvkit.frameworks.keras.gradients.averager import GradientAverager
 
     calls = []
     average = GradientAverager.__call__

@@ -26,8 +26,8 @@ from models import (
 from ranks import error_of, largest_difference, same_on_all_ranks, shared_folder
 
 import hvkit
-from hvkit.adapters import weight_server
-from hvkit.adapters.keras.weights.parameter_server import ServedModel
+from hvkit.frameworks.keras.weights.parameter_server import ServedModel
+from hvkit.parameter_server import server
 from hvkit.strategies.parameter_server import add
 
 
@@ -40,7 +40,7 @@ def settled_weights(model):
 def log(monkeypatch):
     """What the server adds, on rank 0."""
     updates = []
-    monkeypatch.setattr(weight_server, "log_of_next", updates)
+    monkeypatch.setattr(server, "log_of_next", updates)
     return updates
 
 

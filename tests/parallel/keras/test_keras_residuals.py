@@ -9,7 +9,7 @@ from models import LOOPS, local, mlp, mse, regression, weights
 from ranks import largest_difference, same_on_all_ranks
 
 import hvkit
-from hvkit.adapters.keras.collectives.graph_collectives import CompressedMeans
+from hvkit.frameworks.keras.collectives.graph_collectives import CompressedMeans
 
 pytestmark = pytest.mark.two_ranks
 

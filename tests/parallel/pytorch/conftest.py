@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from hvkit.adapters.pytorch.divided_state import process_group
+from hvkit.frameworks.pytorch.divided_state import process_group
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 import hvkit
 from hvkit import main_rank
-from hvkit.adapters.pytorch.divided_state.sharded import OptimizerShards
 from hvkit.communication.traffic import Sent
+from hvkit.frameworks.pytorch.divided_state.sharded import OptimizerShards
 
 
 def trained(strategy, make=torch.optim.SGD, dtype=torch.float32, steps=20, **options):

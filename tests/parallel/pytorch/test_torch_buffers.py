@@ -12,7 +12,7 @@ from torch.optim import swa_utils
 
 import hvkit
 from hvkit import main_rank
-from hvkit.adapters.pytorch import buffers
+from hvkit.frameworks.pytorch import buffers
 
 
 class Scaled(nn.Module):

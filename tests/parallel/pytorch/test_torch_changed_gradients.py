@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import hvkit
-from hvkit.adapters.pytorch.gradients import changed_gradients
+from hvkit.frameworks.pytorch.gradients import changed_gradients
 
 
 def sgd(parameters):

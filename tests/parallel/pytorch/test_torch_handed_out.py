@@ -8,7 +8,7 @@ from ranks import Busy, error_of
 from torch.utils.data import DataLoader, TensorDataset
 
 import hvkit
-from hvkit.adapters import weight_exchange
+from hvkit.parameter_server import client
 
 
 def rows_in_batches(length=40, batch_size=2, **options):
@@ -83,7 +83,7 @@ def test_what_cannot_be_handed_out_is_refused(data, options, kind, text):
 
 
 def test_batches_are_handed_out_by_a_parameter_server_alone(monkeypatch):
-    monkeypatch.setattr(weight_exchange, "_service", None)
+    monkeypatch.setattr(client, "_service", None)
     loader = hvkit.shard(rows_in_batches(), dynamic=True)
     with pytest.raises(ValueError, match=r"pass strategy=hvkit\.ParameterServer"):
         next(iter(loader))

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hvkit
-from hvkit.adapters.pytorch.divided_state import process_group
+from hvkit.frameworks.pytorch.divided_state import process_group
 
 
 class Encoder(nn.Module):

@@ -8,7 +8,7 @@ from ranks import error_of, shared_folder
 from torch.nn import functional as F
 
 import hvkit
-from hvkit.adapters.nonfinite import skipped_steps
+from hvkit.sync.nonfinite import skipped_steps
 from hvkit.watch import calls
 
 

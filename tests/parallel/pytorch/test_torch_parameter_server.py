@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hvkit
-from hvkit.adapters import weight_exchange, weight_server
+from hvkit.parameter_server import client, server
 from hvkit.strategies.parameter_server import add
 
 
@@ -27,7 +27,7 @@ def settled_weights(model):
 def log(monkeypatch):
     """What the server adds, on rank 0."""
     updates = []
-    monkeypatch.setattr(weight_server, "log_of_next", updates)
+    monkeypatch.setattr(server, "log_of_next", updates)
     return updates
 
 
@@ -303,11 +303,11 @@ def test_a_model_that_is_dropped_is_freed_also_on_the_server():
     model, optimizer = served(2)
     train(model, optimizer, local(regression(steps=3)))
     held = weakref.ref(model[0].weight)
-    server = weight_exchange._service.server
-    newest = max(server._models) if server else None
+    running = client._service.server
+    newest = max(running._models) if running else None
     del model, optimizer
     gc.collect()
     assert held() is None
     hvkit.barrier()
     hvkit.barrier()
-    assert server is None or newest not in server._models
+    assert running is None or newest not in running._models

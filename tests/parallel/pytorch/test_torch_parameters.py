@@ -64,7 +64,7 @@ def test_parameters_thawed_after_the_call_are_averaged():
 
 
 def test_freezing_and_thawing_in_turns_comes_back_to_the_same_buckets(monkeypatch):
-    from hvkit.adapters.pytorch.gradients import bucket_layout
+    from hvkit.frameworks.pytorch.gradients import bucket_layout
 
     made = []
     make_buckets = bucket_layout.make_buckets

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import hvkit
-from hvkit.adapters.pytorch.gradients.buckets import Bucket
-from hvkit.adapters.pytorch.gradients.compressed_buckets import CompressedBucket
+from hvkit.frameworks.pytorch.gradients.buckets import Bucket
+from hvkit.frameworks.pytorch.gradients.compressed_buckets import CompressedBucket
 
 
 @pytest.mark.parametrize("passed", [True, False], ids=["accumulate=k", "not passed"])

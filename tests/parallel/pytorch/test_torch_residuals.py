@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import hvkit
-from hvkit.adapters.pytorch.gradients.compressed_buckets import CompressionState
 from hvkit.communication.traffic import Sent
+from hvkit.frameworks.pytorch.gradients.compressed_buckets import CompressionState
 
 
 def sgd(parameters):

@@ -11,8 +11,8 @@ import pytest
 import torch
 from cases import MORE
 
-from hvkit.adapters.adapter import Record, record
 from hvkit.checkpoint import Checkpoint, manifests
+from hvkit.sync.port import Record, record
 
 ONES = np.ones((8, 4), "float32")
 

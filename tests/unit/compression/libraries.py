@@ -20,7 +20,7 @@ class Torch:
 
     def __init__(self):
         self.torch = pytest.importorskip("torch")
-        from hvkit.adapters.pytorch.collectives import ops
+        from hvkit.frameworks.pytorch.collectives import ops
 
         self.ops = ops
 
@@ -39,7 +39,7 @@ class TensorFlow:
 
     def __init__(self):
         self.tf = pytest.importorskip("tensorflow")
-        from hvkit.adapters.keras.collectives import ops
+        from hvkit.frameworks.keras.collectives import ops
 
         self.ops = ops
 

@@ -1,0 +1,250 @@
+"""What layers compute with beside their weights: vocabularies, boundaries, constants.
+
+``adapt`` of ``StringLookup``, ``IntegerLookup`` and ``TextVectorization`` fills a table, that of
+``Discretization`` a list. ``Normalization`` has variables, but computes with constants that it
+derives from them. With rank 0's weights alone, such layers would still differ between ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvkit.communication import collectives
+from hvkit.communication.collectives import raise_together, require_equal
+from hvkit.main_rank import warn_once
+from hvkit.sync.fingerprints import Compared, Rows, complaint, fingerprint, hashed
+
+_LOOKUPS = (keras.layers.StringLookup, keras.layers.IntegerLookup)
+# By kind of layer: the attributes that it computes with.
+_CONSTANTS = {
+    keras.layers.Normalization: ("mean", "variance"),
+    keras.layers.Discretization: ("bin_boundaries",),
+    keras.layers.Rescaling: ("scale", "offset"),
+}
+
+ADAPT = (
+    "adapt layers to all of the data, before hvkit.shard divides it: on every rank, or on rank 0 "
+    "before hvkit.distribute, which sends to all ranks what they have learnt"
+)
+# Of layers that derive something from their variables: what Keras calls after it has changed them.
+_DERIVES = ("finalize_state", "load_own_variables")
+
+# The fingerprint of a vocabulary by its table, which a layer replaces as a whole.
+_of_tables: WeakKeyDictionary[Any, Rows] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class _Adapted:
+    """A layer that computes with more than its weights.
+
+    Attributes:
+        layer: of Keras.
+        name: the same on every rank.
+    """
+
+    layer: Any
+    name: str
+
+    @property
+    def labels(self) -> list[str]:
+        """What ``values`` and ``rows`` hold."""
+        names = ("vocabulary", "idf_weights") if self._looks_up else self._constants
+        return [f"{each} of layer {self.name}" for each in names]
+
+    def values(self) -> list[Any]:
+        """Arrays, and a list of tokens; None for what the layer does not have."""
+        if self._looks_up:
+            weights = getattr(self.layer, "idf_weights", None)
+            return [self._vocabulary(), None if weights is None else weights.numpy()]
+        found = [getattr(self.layer, each) for each in self._constants]
+        # In a layer that a graph has built, they are values of that graph until derived again.
+        unknown = [each is None or tf.is_symbolic_tensor(each) for each in found]
+        return [None if u else np.asarray(v) for v, u in zip(found, unknown, strict=True)]
+
+    def rows(self) -> list[Rows]:
+        """Fingerprints of the values."""
+        if not self._looks_up:
+            return [hashed("") if each is None else fingerprint(each) for each in self.values()]
+        table = self.layer.lookup_table
+        if table not in _of_tables:
+            _of_tables[table] = hashed(repr(self._vocabulary()))
+        weights = getattr(self.layer, "idf_weights", None)
+        return [_of_tables[table], hashed("") if weights is None else fingerprint(weights.numpy())]
+
+    def has_learnt(self) -> bool:
+        """Whether the layer has seen data, or was made with what others learn from data."""
+        if self._looks_up:
+            return int(self.layer.lookup_table.size().numpy()) > 0
+        values = self.values()
+        if isinstance(self.layer, keras.layers.Normalization):  # before ``adapt``: 0 and 1
+            mean, variance = values
+            return mean is not None and bool(mean.any() or (variance != 1).any())
+        return all(each is not None for each in values)
+
+    def derive_again(self) -> None:
+        """Renew what the layer derives from its variables."""
+        kind = type(self.layer)
+        if self._looks_up or not self.layer.built:
+            return
+        if isinstance(self.layer, keras.layers.Normalization) or _is_users(kind, _DERIVES[0]):
+            self.layer.finalize_state()
+        if _is_users(kind, _DERIVES[1]):
+            store: dict[str, Any] = {}
+            self.layer.save_own_variables(store)
+            self.layer.load_own_variables(store)
+
+    def take(self, values: list[Any]) -> None:
+        """Compute with these values from now on.
+
+        Raises:
+            Exception: of Keras, if the layer was built for a vocabulary of another size.
+        """
+        if self._looks_up:
+            tokens, weights = values
+            self.layer.set_vocabulary(tokens, None if weights is None else weights[: len(tokens)])
+            return
+        for name, value in zip(self._constants, values, strict=True):
+            is_tensor = tf.is_tensor(getattr(self.layer, name))
+            setattr(self.layer, name, tf.constant(value) if is_tensor else value.tolist())
+
+    @property
+    def _looks_up(self) -> bool:
+        return isinstance(self.layer, _LOOKUPS)
+
+    @property
+    def _constants(self) -> tuple[str, ...]:
+        kinds = (names for kind, names in _CONSTANTS.items() if isinstance(self.layer, kind))
+        return next(kinds, ())
+
+    def _vocabulary(self) -> list[Any]:
+        # Keras reads integers as those of NumPy.
+        tokens = self.layer.get_vocabulary() if self.has_learnt() else []
+        return [each if isinstance(each, str) else int(each) for each in tokens]
+
+
+def _adapted_in(model: Any) -> list[_Adapted]:
+    """The layers, in an order that is the same on every rank."""
+    names: Counter[str] = Counter()
+    found = []
+    layers = model._flatten_layers()
+    text = keras.layers.TextVectorization
+    # The vocabulary of such a layer is in one inside it.
+    outer = {id(each._lookup_layer): each.name for each in layers if isinstance(each, text)}
+    for layer in layers:
+        derives = any(_is_users(type(layer), each) for each in _DERIVES)
+        if not (derives or isinstance(layer, (*_LOOKUPS, *_CONSTANTS))):
+            continue
+        # Keras numbers the layers of a process, which may have made others on some ranks.
+        name = re.sub(r"_\d+$", "", outer.get(id(layer), layer.name))
+        names[name] += 1
+        number = f" number {names[name]}" if names[name] > 1 else ""
+        found.append(_Adapted(layer, f"{name!r}{number}"))
+    return found
+
+
+def compared_in(model: Any) -> tuple[list[Compared], list[Rows]]:
+    """What the model's layers compute with beside their weights, and fingerprints of it."""
+    with tf.init_scope():
+        found = _adapted_in(model)
+        labels = [Compared(label, fix=ADAPT) for each in found for label in each.labels]
+        return labels, [row for each in found for row in each.rows()]
+
+
+class Learnt:
+    """What the layers of a model have learnt on this rank, before it gets rank 0's weights.
+
+    Args:
+        model: with its weights.
+    """
+
+    def __init__(self, model: Any) -> None:
+        with tf.init_scope():
+            self._layers = _adapted_in(model)
+            self._has_learnt = [each.has_learnt() for each in self._layers]
+            self._compared, self._rows = compared_in(model)
+
+    def take_from_rank_0(self) -> None:
+        """Make the layers compute with what rank 0's do; a collective.
+
+        The model holds rank 0's weights by now.
+
+        Raises:
+            RanksDisagreeError: the ranks' models have other layers.
+            ValueError: a layer has learnt on another rank only, or was built for a vocabulary of
+                another size.
+        """
+        labels = [each.label for each in self._compared]
+        require_equal("model", labels, "build the same model on every rank")
+        if not self._layers:
+            return
+        with tf.init_scope():
+            everyone = collectives.gather("distribute", (self._has_learnt, self._rows))
+            raise_together(self._problem([learnt for learnt, _ in everyone]))
+            self._warn(everyone)
+            self._take()
+
+    def _problem(self, everyone: list[list[bool]]) -> Exception | None:
+        for i, each in enumerate(self._layers):
+            ranks = [rank for rank, learnt in enumerate(everyone) if learnt[i]]
+            if ranks and ranks[0] != 0:
+                return ValueError(
+                    f"layer {each.name} has adapted to data on rank {ranks[0]}, but not on rank 0: "
+                    f"{ADAPT}"
+                )
+        return None
+
+    def _warn(self, everyone: list[tuple[list[bool], list[Rows]]]) -> None:
+        """Warn if several ranks have adapted a layer, each to other data."""
+        owners = [i for i, each in enumerate(self._layers) for _ in each.labels]
+        first = everyone[0][1]
+        rows = [
+            [
+                mine if learnt[i] else of_0
+                for i, mine, of_0 in zip(owners, theirs, first, strict=True)
+            ]
+            for learnt, theirs in everyone
+        ]
+        text, differ = complaint(np.array(rows), self._compared, exact=False) if first else ("", 0)
+        if differ:
+            warn_once("adapted", f"all ranks use what rank 0's layers have learnt: {text}")
+
+    def _take(self) -> None:
+        """Take over what differs."""
+        raise_together(_problem_of(_Adapted.derive_again, *((each,) for each in self._layers)))
+        mine = [[row.tolist() for row in each.rows()] for each in self._layers]
+        theirs = collectives.from_rank(0, mine)
+        unlike = {i for i, rows in enumerate(mine) if rows != theirs[i]}
+        wanted = sorted(set().union(*collectives.gather("distribute", sorted(unlike))))
+        values = collectives.from_rank(0, [self._layers[i].values() for i in wanted])
+        taken = (
+            (self._layers[i], each) for i, each in zip(wanted, values, strict=True) if i in unlike
+        )
+        raise_together(_problem_of(_Adapted.take, *taken))
+
+
+def _problem_of(function: Callable[..., None], *arguments: tuple[Any, ...]) -> Exception | None:
+    """Call a method of layers; return why one of them cannot take over rank 0's state."""
+    for layer, *given in arguments:
+        try:
+            function(layer, *given)
+        except Exception as error:  # of any type: rank 0 must not go on alone
+            return ValueError(
+                f"layer {layer.name} cannot take over what that of rank 0 has learnt ({error}): "
+                f"{ADAPT}"
+            )
+    return None
+
+
+def _is_users(kind: type[Any], method: str) -> bool:
+    """Whether a method of a layer's class is not Keras's own."""
+    owner = next((each for each in kind.__mro__ if method in vars(each)), None)
+    return owner is not None and not owner.__module__.startswith("keras.")

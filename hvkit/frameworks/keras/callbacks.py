@@ -1,0 +1,286 @@
+"""Keras callbacks on several ranks: all ranks stop together, and only rank 0 writes files."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+
+from hvkit import runtime
+from hvkit.communication import collectives
+from hvkit.errors import RanksDisagreeError
+from hvkit.frameworks.keras.collectives.graph_collectives import blocked_in_graphs
+from hvkit.frameworks.keras.gradients.averager import GradientAverager
+from hvkit.frameworks.keras.weights.parameter_server import ServedModel
+from hvkit.frameworks.keras.weights.rounds import RoundKeeper
+from hvkit.host.run_reports import timeline_wanted
+from hvkit.metrics import any_rank
+from hvkit.watch.rank_errors import mark_as_shown_by
+from hvkit.watch.spans import WAITING, mark
+
+# These only write files and messages.
+_WRITERS = ("CSVLogger", "TensorBoard", "RemoteMonitor", "OrbaxCheckpoint", "ProgbarLogger")
+# These never end training in the middle of an epoch.
+_STEADY = ("ModelCheckpoint", "ProgbarLogger", "CSVLogger", "TensorBoard", "History")
+
+
+class Epoch:
+    """Whether ``fit`` is inside an epoch; all ranks have to end it after the same step.
+
+    Args:
+        averagers: of the optimizers that update the model.
+        make_alike: ends an epoch; raises on every rank if the ranks differ; a collective.
+        rounds: for strategies whose ranks train alone.
+    """
+
+    def __init__(
+        self,
+        averagers: Sequence[GradientAverager],
+        make_alike: Callable[[], None],
+        rounds: RoundKeeper | ServedModel | None = None,
+    ) -> None:
+        self._averagers = averagers
+        self.make_alike = make_alike
+        self.rounds = rounds
+        self._begun = False
+
+    def begin(self) -> None:
+        """Begin a pass over the training data."""
+        self._begun = True
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Wrap a pass over other data, in the middle of the epoch or after it."""
+        begun, self._begun = self._begun, False
+        try:
+            yield
+        finally:
+            self._begun = begun
+
+    def end(self) -> None:
+        """End the pass; a collective. Does nothing after a pass over the validation data.
+
+        Raises:
+            RanksDisagreeError: another rank is still inside the epoch.
+        """
+        if self._begun:
+            self._begun = False
+            for each in self._averagers:
+                each.end_of_epoch()
+
+
+def for_this_rank(callbacks: Any, epoch: Epoch | None, model: keras.Model) -> Any:
+    """The callbacks that this rank runs, in their order.
+
+    Args:
+        callbacks: the user's: None, a callback, a list of callbacks or a ``CallbackList``.
+        epoch: the state of ``fit``; None for other methods.
+        model: whose method it is.
+
+    Raises:
+        ValueError: ``BackupAndRestore`` is among them, or they are in a ``CallbackList`` with
+            methods of its own.
+    """
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        if epoch is None:  # perhaps that of a fit which evaluates
+            return callbacks
+        if type(callbacks) is not keras.callbacks.CallbackList:
+            raise ValueError(
+                f"callbacks is a {type(callbacks).__name__}, to which hvkit cannot add callbacks "
+                "of its own: pass a list, or a keras.callbacks.CallbackList"
+            )
+        mine = for_this_rank(callbacks.callbacks, epoch, model)
+        return keras.callbacks.CallbackList(mine, model=model, **callbacks.params or {})
+    given = _as_list(callbacks)
+    _refuse_restoring(given)
+    if runtime.rank() != 0:
+        given = [_without_output(each) for each in given if not _is_one_of(each, _WRITERS)]
+    if epoch is None:
+        return given
+    first = [Settled(epoch.rounds)] if epoch.rounds else []
+    marked = [Marked()] if timeline_wanted() else []
+    return [*first, *given, InStep(given, epoch, *first), *marked]
+
+
+def _as_list(callbacks: Any) -> list[Any]:
+    if callbacks is None:
+        return []
+    return list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
+
+
+def _is_one_of(callback: Any, names: tuple[str, ...]) -> bool:
+    kinds = tuple(getattr(keras.callbacks, name, ()) or () for name in names)
+    return any(isinstance(callback, kind) for kind in kinds if isinstance(kind, type))
+
+
+def _refuse_restoring(callbacks: list[Any]) -> None:
+    for each in callbacks:
+        if _is_one_of(each, ("BackupAndRestore",)):
+            raise ValueError(
+                "keras.callbacks.BackupAndRestore does not work on several ranks: all would write "
+                "the same files, and each would restore by itself: use hvkit.Checkpoint(directory, "
+                "model=model, optimizer=optimizer), its restore() and its callback()"
+            )
+
+
+def _without_output(callback: Any) -> Any:
+    """The same callback, without messages and without saving the model; its decisions stay."""
+    if hasattr(callback, "verbose"):
+        callback.verbose = 0
+    if _is_one_of(callback, ("ModelCheckpoint",)):
+        set_model = type(callback).set_model
+        callback.set_model = lambda model: set_model(callback, _Unsaved(model))
+    return callback
+
+
+class _Unsaved:
+    """A model that cannot be saved; everything else goes to the model itself."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def save(self, *args: Any, **kwargs: Any) -> None:
+        """Save nothing: rank 0 does."""
+
+    save_weights = save
+
+
+def _acts_in_steps(callback: Any) -> bool:
+    """Whether the callback has code of its own at the end of steps, which may stop training."""
+    return _acts(callback, "on_batch_end", "on_train_batch_end")
+
+
+def _acts_at_the_end(callback: Any) -> bool:
+    """Whether the callback has code of its own at the end of training, which may set weights."""
+    return _acts(callback, "on_train_end")
+
+
+def _acts(callback: Any, *hooks: str) -> bool:
+    if _is_one_of(callback, _STEADY) or getattr(callback, "never_stops", False):
+        return False
+    base = keras.callbacks.Callback
+    return any(
+        hook in vars(callback) or getattr(type(callback), hook, None) is not getattr(base, hook)
+        for hook in hooks
+    )
+
+
+class Settled(keras.callbacks.Callback):  # type: ignore[misc]
+    """Lets callbacks see the weights that the ranks agree on; Keras calls this one before them.
+
+    At the end of an epoch a callback may evaluate or save the model, remember its weights, or set
+    others. At the end of training the rounds end, and all ranks leave ``fit`` with one model.
+
+    Args:
+        rounds: of the model.
+    """
+
+    never_stops = True
+
+    def __init__(self, rounds: RoundKeeper | ServedModel) -> None:
+        super().__init__()
+        self._rounds = rounds
+
+    def rebase(self) -> None:
+        """Begin with the weights that the script and callbacks may have set."""
+        self._rounds.rebase()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Hold the agreed weights until ``put_back``."""
+        self._rounds.show_callbacks()
+
+    def put_back(self) -> None:
+        """Hold this rank's own weights again, except where a callback has set others."""
+        self._rounds.keep_what_callbacks_set()
+        self._rounds.put_back()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """End the rounds that have begun."""
+        self._rounds.end_rounds()
+
+
+class Marked(keras.callbacks.Callback):  # type: ignore[misc]
+    """Marks steps, and the waits inside their graph, in the timeline of the run."""
+
+    never_stops = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocked_in_graphs.measure()
+        self._begun = 0.0
+        self._blocked = blocked_in_graphs.seconds()
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Remember when the step begins."""
+        self._begun = time.monotonic()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Mark the step, and its waits as one at the end of the last of them."""
+        now, blocked = time.monotonic(), blocked_in_graphs.seconds()
+        step = int(self.model.optimizer.iterations.numpy()) if self.model.optimizer else None
+        if waited := blocked - self._blocked:
+            ended = blocked_in_graphs.ended() - time.time() + now
+            mark(WAITING, ended - waited, ended, step)
+        mark("step", self._begun, now, step)
+        self._blocked = blocked
+
+
+class InStep(keras.callbacks.Callback):  # type: ignore[misc]
+    """Makes all ranks take the same number of steps, and stop when any rank stops.
+
+    Args:
+        others: the user's callbacks; Keras calls this one after them.
+        epoch: the state of ``fit``, for when an epoch begins and ends.
+        settled: what Keras calls before the user's callbacks, for strategies with rounds.
+    """
+
+    def __init__(self, others: list[Any], epoch: Epoch, settled: Settled | None = None) -> None:
+        super().__init__()
+        self._epoch = epoch
+        self._settled = settled
+        # Only a callback that could stop training inside an epoch is worth a collective per step.
+        self._every_step = any(_acts_in_steps(each) for each in others)
+        self._at_the_end = any(_acts_at_the_end(each) for each in others)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Make sure that all ranks that know their number of steps have the same number."""
+        mine = (self.params or {}).get("steps"), self._every_step, self._at_the_end
+        steps, every_step, at_the_end = zip(*collectives.gather("fit", mine), strict=True)
+        self._every_step, self._at_the_end = any(every_step), any(at_the_end)
+        rounds = self._epoch.rounds
+        may_differ = rounds is not None and not rounds.equal_steps and not self._every_step
+        if not may_differ and len({count for count in steps if count is not None}) > 1:
+            error = RanksDisagreeError(
+                f"fit has data of different length on each rank, {list(steps)} steps per epoch in "
+                "rank order: every rank must take the same number of steps; use hvkit.shard(data)"
+            )
+            raise mark_as_shown_by(error, 0)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Begin a pass over the training data."""
+        if self._settled:
+            self._settled.rebase()
+        self._epoch.begin()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Stop if any rank stops."""
+        if self._every_step:
+            self.model.stop_training = any_rank(self.model.stop_training)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Compare the ranks' weights, and stop if any rank stops."""
+        self._epoch.make_alike()
+        self.model.stop_training = any_rank(self.model.stop_training)
+        if self._settled:
+            self._settled.put_back()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Compare the weights that callbacks may have set: ``EarlyStopping`` those of an epoch."""
+        if self._at_the_end:
+            self._epoch.make_alike()

@@ -1,0 +1,240 @@
+"""Checks while training: that all ranks hold the same weights, and that they do different work.
+
+Before the first update, after 1, 2, 4, 8, ... updates or every ``check_every``, the ranks exchange
+fingerprints before they average gradients, in eager code and in ``tf.function`` graphs. NumPy
+computes the fingerprints in both, in a branch of the graph that other steps do not take. ``fit``
+also compares at the end of each epoch, optimizers included.
+
+The checks cover weights that a layer made trainable, also while they are frozen, and what layers
+have adapted to. They leave out
+what may differ between ranks: the statistics of layers, the states of random generators, and
+gradients that an optimizer is still accumulating.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakMethod, WeakSet
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvkit import runtime
+from hvkit.errors import RanksDisagreeError
+from hvkit.frameworks.keras.adapted import compared_in as adapted_in
+from hvkit.frameworks.keras.collectives.graph_collectives import nothing
+from hvkit.frameworks.keras.collectives.wire import Wire
+from hvkit.frameworks.keras.initial_state import tf_variable
+from hvkit.frameworks.keras.optimizers import inner_optimizer
+from hvkit.frameworks.keras.refusals import is_alike, is_distributed, weights_of_distributed
+from hvkit.frameworks.keras.sharded import ids_of_slots
+from hvkit.sync import fingerprints
+from hvkit.sync.fingerprints import WIDTH, Compared, Rows
+from hvkit.watch.rank_errors import for_graph, mark_as_shown_by
+
+# More updates than any training takes; twice as many still are an int64.
+_NEVER = 2**62
+
+# The distance from 1 to the next number.
+_UNITS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+
+# Models whose weights were compared before their first update.
+_updated: WeakSet[Any] = WeakSet()
+
+
+class Checks:
+    """Compares the ranks at the updates of one optimizer.
+
+    Args:
+        name: the same on every rank, and no other optimizer's.
+        model: a distributed one.
+        every: updates from one comparison of weights to the next; None after 1, 2, 4, 8, ...
+        first_only: compare before the first update, and never again.
+    """
+
+    def __init__(
+        self, name: str, model: keras.Model, every: int | None = None, *, first_only: bool = False
+    ) -> None:
+        self._wire = Wire("checks")
+        self._name = name
+        self._model = model
+        self._every = _NEVER if first_only else every
+        self._compared: list[Compared] = []
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._done = tf.Variable(0, dtype=tf.int64, trainable=False)
+            self._next = tf.Variable(0, dtype=tf.int64, trainable=False)
+            self._gradients_due = tf.Variable(True, trainable=False)
+
+    def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Compare if a comparison is due; a collective, once every rank has reached the update.
+
+        Args:
+            gradients: this rank's own: ``tf.Tensor``, ``tf.IndexedSlices`` or None.
+            variables: those that the update will change.
+
+        Returns:
+            The operations that must run before the update, in a graph. The comparison of gradients
+            is not among them, so that averaging can begin while backward computes the last ones.
+
+        Raises:
+            RanksDisagreeError: in eager code, if the ranks hold different weights.
+            tf.errors.InvalidArgumentError: the same in a graph, which ``fit`` translates.
+        """
+        held = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+        held = [g for g in held if g is not None]
+        tf.cond(self._gradients_due, lambda: self._compare_gradients(held), nothing)
+        due = self._done >= self._next
+        compared = tf.cond(due, lambda: self._compare_weights(variables), nothing)
+        with tf.control_dependencies([compared]):
+            return [self._done.assign_add(1)]
+
+    def skip_weights(self) -> None:
+        """Never compare weights: those of ranks that resume in a round differ."""
+        self._next.assign(_NEVER)
+
+    def _compare_weights(self, variables: Sequence[Any]) -> tf.Tensor:
+        # Passed as inputs, so that TensorFlow reads them between the last update and this one.
+        values = [tf_variable(v).value() for v in variables]
+        labels = _labels(variables)
+        # TensorFlow never frees a graph's NumPy functions: they must not keep the model.
+        fingerprint: Callable[[], Any] = WeakMethod(self._fingerprint)
+        judge: Callable[[], Any] = WeakMethod(self._judge)
+        rows = _in_numpy(
+            lambda *arrays: fingerprint()(labels, arrays), values, tf.int64, [None, WIDTH]
+        )
+        everyone = self._of_all_ranks(rows, "weights")
+        text = _in_numpy(lambda rows: judge()(rows), [everyone], tf.string, [])
+        if tf.executing_eagerly():
+            if text.numpy():
+                raise mark_as_shown_by(RanksDisagreeError(text.numpy().decode()), 0)
+            alike = tf.no_op()
+        else:
+            reason = tf.strings.join([for_graph(RanksDisagreeError(), on_every_rank=True), text])
+            alike = tf.debugging.Assert(tf.equal(text, ""), [reason])
+        with tf.control_dependencies([alike]):
+            planned = self._next.assign(self._done + (self._every or tf.maximum(self._done, 1)))
+        with tf.control_dependencies([planned]):
+            return nothing()
+
+    def _fingerprint(self, labels: list[Compared], arrays: Sequence[Any]) -> Rows:
+        frozen = self._frozen()
+        adapted, rows = adapted_in(self._model)
+        self._compared = [*labels, *_labels(frozen), *adapted]
+        return np.array([*_rows([*arrays, *(v.numpy() for v in frozen)]), *rows])
+
+    def _judge(self, everyone: Rows) -> bytes:
+        rows = everyone.reshape(runtime.size(), -1, WIDTH)
+        text = fingerprints.judge(rows, self._compared, exact=self._model not in _updated)
+        _updated.add(self._model)
+        return text.encode()
+
+    def _compare_gradients(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
+        def hashed(*arrays: Any) -> Rows:
+            return fingerprints.of_gradients(_rows(arrays))[None]
+
+        mine = _in_numpy(hashed, gradients, tf.int64, [1, 2])
+        everyone = self._of_all_ranks(mine, "work")
+        done = _in_numpy(fingerprints.warn_of_equal_work, [everyone], tf.bool, [])
+        return self._gradients_due.assign(tf.logical_not(done))
+
+    def _of_all_ranks(self, rows: tf.Tensor, what: str) -> tf.Tensor:
+        with tf.device("CPU:0"):
+            return self._wire.gather(rows, f"{self._name}.check.{what}")
+
+    def _frozen(self) -> list[Any]:
+        """The model's weights that are frozen now, so that nothing writes to them meanwhile."""
+        return [v for v in _made_trainable(self._model) if not v.trainable]
+
+
+def compared_in(thing: Any) -> tuple[list[Compared], list[Rows]]:
+    """The variables of a model or optimizer that must be equal on all ranks, and fingerprints.
+
+    Args:
+        thing: a model or an optimizer. If it was not distributed, only those of its weights count
+            that a distributed model shares.
+    """
+    adapted: list[Compared] = []
+    rows: list[Rows] = []
+    if isinstance(thing, keras.Model):
+        alike = weights_of_distributed()
+        variables = [v for v in _made_trainable(thing) if id(v) in alike]
+        if is_distributed(thing):
+            adapted, rows = adapted_in(thing)
+    elif not is_alike(inner_optimizer(thing)):
+        variables = []
+    else:
+        local = {id(v) for v in _accumulators(thing)} | ids_of_slots([thing])
+        variables = [v for v in thing.variables if id(v) not in local]
+    with tf.init_scope():
+        return [*_labels(variables), *adapted], [*_rows([v.numpy() for v in variables]), *rows]
+
+
+def require_same_weights(call: str, model: keras.Model, optimizers: Sequence[Any]) -> None:
+    """Raise on every rank unless all hold the same weights, up to rounding; a collective.
+
+    Args:
+        call: the name of the call that the user made.
+        model: a distributed one.
+        optimizers: those that ``distribute`` got with it.
+
+    Raises:
+        RanksDisagreeError: names the first variable that differs, and the ranks.
+    """
+    found = [compared_in(each) for each in (model, *optimizers)]
+    compared = [each for theirs, _ in found for each in theirs]
+    fingerprints.require_same(call, compared, [row for _, theirs in found for row in theirs])
+
+
+def require_same(call: str, labels: Sequence[str], variables: Sequence[tf.Variable]) -> bool:
+    """Raise on every rank unless all hold the same values, up to rounding; a collective.
+
+    Args:
+        call: the name of the call that the user made.
+        labels: the variables' names in the error message.
+        variables: the same ones on every rank.
+
+    Returns:
+        Whether they hold the same bit for bit.
+
+    Raises:
+        RanksDisagreeError: names the first variable that differs, and the ranks.
+    """
+    compared = [Compared(each, _unit(v)) for each, v in zip(labels, variables, strict=True)]
+    return fingerprints.require_same(call, compared, _rows([v.numpy() for v in variables]))
+
+
+def _made_trainable(model: Any) -> list[Any]:
+    """The model's weights, without the state that layers keep for themselves; each once."""
+    layers = model._flatten_layers()
+    return list({id(v): v for each in layers for v in each._trainable_variables}.values())
+
+
+def _accumulators(optimizer: Any) -> list[Any]:
+    """The gradients accumulated since the last update: each rank's own, not averaged yet."""
+    inner = inner_optimizer(optimizer)
+    parts = [inner, *getattr(inner, "optimizers", ())]
+    return [v for part in parts for v in getattr(part, "_accumulated_gradients", ())]
+
+
+def _labels(variables: Sequence[Any]) -> list[Compared]:
+    return [Compared(getattr(v, "path", v.name), _unit(v)) for v in variables]
+
+
+def _unit(variable: Any) -> float:
+    return _UNITS.get(tf.as_dtype(variable.dtype).name, 0.0)
+
+
+def _rows(arrays: Sequence[Any]) -> list[Rows]:
+    return [fingerprints.fingerprint(array) for array in arrays]
+
+
+def _in_numpy(
+    function: Callable[..., Any], inputs: Sequence[Any], dtype: tf.DType, shape: list[int | None]
+) -> tf.Tensor:
+    """The result of a function of NumPy arrays, in eager code and in graphs."""
+    result = tf.numpy_function(function, inputs, dtype)
+    if not tf.executing_eagerly():
+        result.set_shape(shape)
+    return result

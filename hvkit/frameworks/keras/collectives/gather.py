@@ -1,0 +1,127 @@
+"""Gathers tensors of TensorFlow of all ranks, with a backward pass, in eager code and in graphs."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import tensorflow as tf
+from tensorflow.python.eager import record
+
+from hvkit.frameworks.keras.collectives.graph_collectives import GraphWait, widened
+from hvkit.frameworks.keras.collectives.wire import Wire
+from hvkit.frameworks.keras.refusals import refuse_xla
+
+# Names of collectives in eager code return after so many calls: Horovod remembers some only.
+_NAMES = 64
+
+_IN_GRAPHS = (
+    *("float16", "bfloat16", "float32", "float64", "bool"),
+    *("int8", "uint8", "int16", "uint16", "int32", "int64"),
+)
+
+_serial = itertools.count()
+# Numbers the calls in each graph: one rank may trace a graph again when others do not.
+_in_graphs: WeakKeyDictionary[Any, itertools.count[int]] = WeakKeyDictionary()
+
+
+def gather_rows(
+    rows: tf.Tensor, counts: Sequence[Any], name: str, wait: GraphWait, wire: Wire
+) -> tf.Tensor:
+    """All ranks' rows below each other, in rank order; a collective, as is its backward pass.
+
+    The gradient sums over the ranks' losses, because the gradients of the weights are averaged
+    later. Horovod's own gradient of an allgather would divide by the number of ranks.
+
+    Args:
+        rows: of shape (n, ...), with each rank's own n.
+        counts: the numbers of rows of all ranks.
+        name: of the collective.
+        wait: counts the waits in it.
+        wire: counts the bytes.
+    """
+    start = sum(counts[: wire.rank])
+
+    def concatenate(tensor: tf.Tensor) -> tf.Tensor:
+        return wire.gather(tensor, name)
+
+    def add(tensor: tf.Tensor) -> tf.Tensor:
+        return wire.sum(tensor, f"{name}.backward")
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def gather(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        def gradient(upstream: Any) -> tf.Tensor:
+            total = wait.around(widened(tf.convert_to_tensor(upstream)), add)
+            return tf.cast(total[start : start + counts[wire.rank]], upstream.dtype)
+
+        # Horovod has no bfloat16.
+        return tf.cast(wait.around(widened(tensor), concatenate), tensor.dtype), gradient
+
+    return gather(rows)
+
+
+def needs_gradients(tensor: tf.Tensor) -> bool:
+    """Whether a backward pass may come back to this tensor: a tape records what is done to it."""
+    return bool(record.should_record_backprop([tensor]))
+
+
+def gather(tensor: tf.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[tf.Tensor]:
+    """The tensors of all ranks, in eager code.
+
+    Args:
+        tensor: this rank's.
+        shapes: of the tensors of all ranks, which have one dtype.
+    """
+    sizes = [math.prod(shape) for shape in shapes]
+    name = f"hvkit.allgather.{next(_serial) % _NAMES}"
+    everyone = gather_rows(tf.reshape(tensor, [-1]), sizes, name, _wait(), Wire("objects"))
+    pieces = zip(tf.split(everyone, sizes), shapes, strict=True)
+    return [tf.reshape(piece, shape) for piece, shape in pieces]
+
+
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def gather_in_graph(tensor: tf.Tensor) -> list[tf.Tensor]:
+    """The tensors of all ranks, while TensorFlow traces a graph.
+
+    Args:
+        tensor: this rank's; the others' may have another first dimension.
+
+    Raises:
+        TypeError: Horovod has no numbers of its dtype.
+    """
+    refuse_xla("hvkit.allgather")
+    kind, shape = tensor.dtype, tensor.shape
+    if kind.name not in _IN_GRAPHS:
+        raise TypeError(
+            f"in a graph hvkit.allgather takes tensors of {', '.join(_IN_GRAPHS)}, got one of "
+            f"{kind.name}: gather numbers, such as the indices of strings, or call it outside of "
+            "tf.function"
+        )
+    wire, name = Wire("objects"), _name_in_graph()
+    rows = tf.cast(tensor, tf.int32) if kind == tf.bool else tensor
+    rows = rows if shape.rank else tf.reshape(rows, [1])
+    length = tf.shape(rows)[:1]
+    counts = _wait().around(length, lambda sent: wire.gather(sent, f"{name}.rows"))
+    counts = tf.ensure_shape(counts, [wire.size])
+    everyone = gather_rows(rows, tf.unstack(counts), name, _wait(), wire)
+    pieces = tf.split(everyone, counts, num=wire.size)
+    for piece in pieces if shape.rank else ():
+        piece.set_shape([None, *shape[1:]])
+    return [tf.cast(p if shape.rank else tf.reshape(p, []), kind) for p in pieces]
+
+
+def _name_in_graph() -> str:
+    graph = tf.compat.v1.get_default_graph()
+    while isinstance(outer := getattr(graph, "outer_graph", None), type(graph)):
+        graph = outer
+    return f"hvkit.allgather.graph.{next(_in_graphs.setdefault(graph, itertools.count()))}"
+
+
+@functools.cache
+def _wait() -> GraphWait:
+    """One counter for all calls together: each one costs the watcher time."""
+    return GraphWait("hvkit.allgather", "hvkit.allgather")

@@ -1,0 +1,150 @@
+"""``fit`` and ``evaluate`` on several ranks: every rank gets the metrics of all ranks.
+
+``train_on_batch`` reports this rank's; of it, hvkit only translates errors.
+
+Keras reads the metrics in one method, after each pass over the data and before callbacks see them;
+hvkit replaces that method on the model's instance (``metric_results``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+from keras.src.trainers.epoch_iterator import EpochIterator
+
+from hvkit import runtime
+from hvkit.frameworks.keras.callbacks import Epoch, for_this_rank
+from hvkit.frameworks.keras.gradients.averager import GradientAverager
+from hvkit.frameworks.keras.metric_results import over_all_ranks
+from hvkit.frameworks.keras.weights.parameter_server import ServedModel
+from hvkit.frameworks.keras.weights.rounds import RoundKeeper
+from hvkit.watch.calls import call_within
+from hvkit.watch.rank_errors import translated
+
+
+def share_results(
+    model: keras.Model,
+    averagers: Sequence[GradientAverager],
+    make_alike: Callable[[], None],
+    rounds: RoundKeeper | ServedModel | None = None,
+) -> None:
+    """Make ``fit`` and ``evaluate`` of this model report the metrics of all ranks.
+
+    Both become collectives. Only rank 0 shows progress and writes files.
+
+    Args:
+        model: a distributed one.
+        averagers: of the optimizers that update it.
+        make_alike: ends an epoch; raises on every rank if the ranks differ; a collective.
+        rounds: for strategies whose ranks train alone. ``evaluate`` then uses the weights that the
+            ranks would agree on, with which they also leave ``fit``.
+    """
+    epoch = Epoch(averagers, make_alike, rounds)
+    read = model._get_metrics_result_or_logs
+
+    def read_from_all_ranks(logs: Mapping[str, Any]) -> Mapping[str, Any]:
+        epoch.end()
+        return over_all_ranks(model, read, logs)
+
+    model._get_metrics_result_or_logs = read_from_all_ranks
+    model.fit = _on_this_rank(model, model.fit, epoch)
+    model.train_on_batch = _translating(model.train_on_batch)
+    evaluate = _in_settled(model.evaluate, rounds) if rounds else model.evaluate
+    for method in (evaluate, model.predict):
+        setattr(model, method.__name__, _on_this_rank(model, method, epoch, trains=False))
+
+
+def _in_settled(
+    evaluate: Callable[..., Any], rounds: RoundKeeper | ServedModel
+) -> Callable[..., Any]:
+    @functools.wraps(evaluate)
+    def settled(*args: Any, **kwargs: Any) -> Any:
+        with rounds.settled():
+            return evaluate(*args, **kwargs)
+
+    return settled
+
+
+def _translating(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def translating(*args: Any, **kwargs: Any) -> Any:
+        with translated():
+            return method(*args, **kwargs)
+
+    return translating
+
+
+def _on_this_rank(
+    model: keras.Model, method: Callable[..., Any], epoch: Epoch, *, trains: bool = True
+) -> Callable[..., Any]:
+    """The method, with callbacks and verbosity adapted to this rank."""
+
+    @functools.wraps(method)
+    def on_this_rank(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = with_names(method, args, kwargs)
+        if _takes(method, "verbose") and runtime.rank() != 0:
+            kwargs["verbose"] = 0
+        if _takes(method, "callbacks"):
+            given = kwargs.get("callbacks")
+            kwargs["callbacks"] = for_this_rank(given, epoch if trains else None, model)
+        aside = _each_epoch_to_its_end(epoch.rounds) if trains else epoch.set_aside()
+        with aside, call_within(method.__name__), translated():
+            try:
+                return method(*args, **kwargs)
+            finally:
+                if trains and epoch.rounds:  # an error may have come while callbacks ran
+                    epoch.rounds.put_back()
+
+    return on_this_rank
+
+
+@contextlib.contextmanager
+def _each_epoch_to_its_end(rounds: RoundKeeper | ServedModel | None) -> Iterator[None]:
+    """Let ``fit`` read data of unknown length to its end in every epoch.
+
+    Keras takes no more steps than in the first epoch. Where ranks may take different numbers of
+    steps, and each batch goes to the rank that has time, that would leave batches behind.
+    """
+    if rounds is None or rounds.equal_steps:
+        yield
+        return
+    before = vars(EpochIterator).get("_num_batches")
+    EpochIterator._num_batches = property(
+        lambda self: self.data_adapter.num_batches, lambda self, learned: None
+    )
+    try:
+        yield
+    finally:
+        if before is None:
+            del EpochIterator._num_batches
+        else:  # a fit inside a fit
+            EpochIterator._num_batches = before
+
+
+def _takes(method: Callable[..., Any], name: str) -> bool:
+    """Whether the method, possibly the user's own, takes an argument of this name."""
+    parameters = inspect.signature(method).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def with_names(
+    method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments, passed by name if the method's signature allows it."""
+    parameters = inspect.signature(method).parameters.values()
+    kinds = {p.kind for p in parameters}
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        if inspect.Parameter.VAR_KEYWORD not in kinds:
+            return args, kwargs
+        # A user's method that passes its remaining arguments on to Keras's.
+        keras_method = functools.partial(getattr(keras.Model, method.__name__), None)
+        parameters = inspect.signature(keras_method).parameters.values()
+    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][: len(args)]
+    if len(names) < len(args) or not kwargs.keys().isdisjoint(names):
+        return args, kwargs  # one too many, or one twice: Python raises the error
+    return (), dict(zip(names, args, strict=True)) | kwargs

@@ -1,0 +1,343 @@
+"""The mean over ranks of a list of gradients, in eager code and in ``tf.function`` graphs.
+
+``hvkit.frameworks.keras.optimizers`` calls it inside ``optimizer.apply``.
+
+Before the gradients, the ranks exchange which of them they have: dense, row-sparse
+(``IndexedSlices``) or none. Eager code then fills in the gradients that this rank lacks. A graph
+cannot, because tracing has fixed which variables it updates; there, a difference between ranks is
+an error. Either way no rank waits for a gradient that another does not send. A graph starts this
+exchange when the first gradient is there, and it runs while backward computes the others.
+
+Of variables that an update overwrites with their gradient, ranks use the largest, not the mean.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import numpy as np
+import tensorflow as tf
+
+from hvkit import runtime
+from hvkit.communication.engines import waiting_for_all_ranks
+from hvkit.compression import Compression
+from hvkit.errors import RanksDisagreeError
+from hvkit.frameworks.keras.collectives.graph_collectives import CompressedMeans, GraphWait, widened
+from hvkit.frameworks.keras.collectives.wire import Wire
+from hvkit.frameworks.keras.gradients.sparse import average_rows
+from hvkit.frameworks.keras.initial_state import tf_variable
+from hvkit.strategies.strategy import Averaging
+from hvkit.sync.chunking import chunks
+from hvkit.watch.calls import call
+from hvkit.watch.rank_errors import for_graph
+
+# A rank at the end of its epoch sends this instead of zeros and ones.
+_AT_THE_END = 1 << 15
+_UNEVEN = (
+    "some ranks ran out of data while others go on: give every rank the same number of batches, "
+    "as hvkit.shard(data) does"
+)
+_PARTIAL = "only some ranks have a gradient, or a gradient of this kind, for"
+
+
+class GradientAverager:
+    """Averages the gradients of one optimizer over ranks.
+
+    Args:
+        name: the same on every rank, and no other averager's.
+        strategy: what mean of the gradients updates use.
+        compression: how float32 gradients travel; None for as they are.
+        check: compares the ranks when all have reached the update; returns the operations that a
+            graph must run before it averages.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        strategy: Averaging,
+        compression: Compression | None = None,
+        check: Callable[[Sequence[Any], Sequence[Any]], list[Any]] = lambda *_: [],
+    ) -> None:
+        self._wire = Wire("gradients")
+        self._flags = Wire("checks")
+        self._name = name
+        travels = strategy.travels(compression)
+        self.compressed = CompressedMeans(travels, self._wire) if travels else None
+        self._compression = compression
+        self._check = check
+        # Added to constants that are sent: TensorFlow would compute the operation only once.
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._zero = tf.Variable(0, trainable=False)
+        self._wait = GraphWait(name)
+        self._exchange_in_graph: Any = None
+        self._width: int | None = None
+        self._eager = False
+
+    def __call__(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        absent: Sequence[Any] | None = None,
+    ) -> list[Any]:
+        """Return the means, with None where no rank has a gradient; a collective.
+
+        Args:
+            gradients: ``tf.Tensor``, ``tf.IndexedSlices`` or None, one for each variable.
+            variables: the Keras or TensorFlow variables they belong to.
+            absent: what this rank contributes, in eager code, for a variable whose gradient
+                only other ranks have; zeros by default.
+
+        Raises:
+            RanksDisagreeError: in eager code, if another rank has ended its epoch.
+            tf.errors.InvalidArgumentError: the same in a graph, which ``fit`` translates, or if
+                only some ranks have a gradient for a variable.
+        """
+        gradients = list(gradients)
+        if self.compressed and self.compressed.compression.exclusive:
+            gradients = [tf.convert_to_tensor(g) if _is_sparse(g) else g for g in gradients]
+        dense = [g is not None and not _is_sparse(g) for g in gradients]
+        sparse = [_is_sparse(g) for g in gradients]
+        self._width, self._eager = len(gradients), tf.executing_eagerly()
+        present = tf.constant(np.array([dense, sparse], np.int32))
+        if tf.executing_eagerly():
+            with call("optimizer.apply()"), waiting_for_all_ranks():
+                had = self._exchange(present).numpy()
+                return self._eager_means(gradients, variables, absent, had)
+        # Wait for the gradient that backward computes first: a step that runs out of data must not
+        # start this collective.
+        own = [_values(g) for g in gradients if g is not None]
+        with tf.control_dependencies([self._wait.enter(own[-1:], last=own)]):
+            had = self._exchange(present)
+        with tf.control_dependencies([self._assert_alike(had, variables)]):
+            checked = self._check(gradients, variables)
+        with tf.control_dependencies(checked):
+            means = self._mean(list(map(_of_known_shape, gradients, variables)), variables)
+        self._wait.leave([_values(mean) for mean in means if mean is not None])
+        return means
+
+    def _eager_means(
+        self,
+        gradients: list[Any],
+        variables: Sequence[Any],
+        absent: Sequence[Any] | None,
+        had: np.ndarray[Any, Any],
+    ) -> list[Any]:
+        if np.any(had >= _AT_THE_END):
+            raise RanksDisagreeError(_UNEVEN)
+        self._check(gradients, variables)
+        any_dense, any_sparse = had.astype(bool)
+        absent = absent or [None] * len(gradients)
+        gradients = [
+            _filled_in(*each)
+            for each in zip(gradients, variables, absent, any_dense, any_sparse, strict=True)
+        ]
+        return self._mean(gradients, variables)
+
+    def end_of_epoch(self) -> None:
+        """Make sure that every rank is at the end of its epoch; a collective.
+
+        It is the same collective as the first one of an update, with other numbers. A rank that
+        begins another step receives these numbers and raises as well.
+
+        Raises:
+            RanksDisagreeError: another rank takes a further step.
+        """
+        if self._width is not None:
+            # Horovod identifies an eager operation by its kind, one in a graph by its name.
+            if not self._eager and self._exchange_in_graph is None:
+                # Trace once for all widths: TensorFlow would warn of repeated tracing if each
+                # averager called a tf.function of its own.
+                self._exchange_in_graph = tf.function(
+                    self._exchange, autograph=False
+                ).get_concrete_function(tf.TensorSpec((2, None), tf.int32))
+            exchange = self._exchange if self._eager else self._exchange_in_graph
+            with waiting_for_all_ranks():
+                had = exchange(tf.fill((2, self._width), _AT_THE_END))
+            if np.any(had.numpy() != _AT_THE_END * runtime.size()):
+                raise RanksDisagreeError(_UNEVEN)
+
+    def _exchange(self, numbers: tf.Tensor) -> tf.Tensor:
+        """The sum over ranks of two rows of numbers, one for each gradient."""
+        with tf.device("CPU:0"):
+            return self._flags.sum(numbers + self._zero, f"{self._name}.present")
+
+    def _assert_alike(self, had: tf.Tensor, variables: Sequence[Any]) -> tf.Operation:
+        goes_on = tf.reduce_all(had < _AT_THE_END)
+        # A rank at the end of its epoch has left the graph, and raises at another line.
+        ended = for_graph(RanksDisagreeError(_UNEVEN), on_every_rank=False)
+        uneven = tf.debugging.Assert(goes_on, [ended])
+        with tf.control_dependencies([uneven]):
+            had = tf.identity(had)
+        paths = tf.constant([getattr(v, "path", v.name) for v in variables])
+        partial = tf.reduce_any((had > 0) & (had < runtime.size()), axis=0)
+        return tf.debugging.Assert(
+            tf.logical_not(tf.reduce_any(partial)),
+            [
+                for_graph(RanksDisagreeError(_PARTIAL), on_every_rank=True),
+                tf.boolean_mask(paths, partial),
+                "inside a tf.function: use the variable in the loss on every rank, or run eagerly",
+            ],
+            summarize=8,
+        )
+
+    def _mean(self, gradients: list[Any], variables: Sequence[Any]) -> list[Any]:
+        """Average gradients that every rank has; positions stay, None stays None."""
+        means: list[Any] = [None] * len(gradients)
+        kinds: dict[Any, list[int]] = {}
+        overwriting: dict[Any, list[int]] = {}
+        # Backward computes the last variables' gradients first.
+        for i in reversed(range(len(gradients))):
+            if is_overwritten(variables[i]) and gradients[i] is not None:
+                overwriting.setdefault(gradients[i].dtype, []).append(i)
+            elif _is_sparse(gradients[i]):
+                name = f"{self._name}.{i}"
+                means[i] = average_rows(gradients[i], name, self._wire, self._compression)
+            elif gradients[i] is not None:
+                kinds.setdefault(gradients[i].dtype, []).append(i)
+        for dtype, positions in kinds.items():
+            sizes = [_bytes(gradients[i]) for i in positions]
+            for run in chunks(sizes):
+                together = [positions[p] for p in run]
+                sent = [widened(gradients[i]) for i in together]
+                name = f"{self._name}.{dtype.name}.{together[0]}"
+                found = self._dense_means(sent, [variables[i] for i in together], name)
+                for i, mean in zip(together, found, strict=True):
+                    means[i] = tf.cast(mean, dtype)
+        for dtype, positions in overwriting.items():
+            largest = self._largest([gradients[i] for i in positions], f"{self._name}.{dtype.name}")
+            for i, each in zip(positions, largest, strict=True):
+                means[i] = each
+        return means
+
+    def _largest(self, gradients: list[tf.Tensor], name: str) -> list[tf.Tensor]:
+        """The elements' maxima over ranks, of tensors of one dtype."""
+        flat = tf.concat([tf.reshape(g, [-1]) for g in gradients], axis=0)
+        found = self._wire.highest(widened(flat), f"{name}.largest")
+        pieces = tf.split(tf.cast(found, flat.dtype), [g.shape.num_elements() for g in gradients])
+        return [tf.reshape(p, g.shape) for p, g in zip(pieces, gradients, strict=True)]
+
+    def _dense_means(
+        self, gradients: list[tf.Tensor], variables: list[Any], name: str
+    ) -> list[tf.Tensor]:
+        if self.compressed and self.compressed.suits(gradients[0].dtype):
+            flat = tf.concat([tf.reshape(g, [-1]) for g in gradients], axis=0)
+            mean = self.compressed.mean(flat, variables, name)
+            pieces = tf.split(mean, [g.shape.num_elements() for g in gradients])
+            return [tf.reshape(p, g.shape) for p, g in zip(pieces, gradients, strict=True)]
+        return self._wire.means(gradients, name)
+
+
+def is_overwritten(variable: Any) -> bool:
+    """Whether an update overwrites the variable with its gradient, as those of float8.
+
+    Keras then uses the largest of several gradients, so that a scale covers all values.
+    """
+    return getattr(variable, "overwrite_with_gradient", False)
+
+
+class AveragingKeeper:
+    """What the compression keeps for the optimizers of one model.
+
+    It is a ``hvkit.sync.port.Keeper``.
+
+    Args:
+        model: a distributed one.
+        averagers: of its optimizers.
+        strategy: as passed to ``distribute``.
+        compression: as passed to ``distribute``.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        averagers: Sequence[GradientAverager],
+        strategy: Averaging,
+        compression: Compression | None,
+    ) -> None:
+        self.strategy = strategy
+        self.compression = compression
+        self.alone, self.equal_steps = False, True
+        # Weak: hvkit keeps this object as long as the model.
+        self._model = weakref.ref(model)
+        self._compressed = [each.compressed for each in averagers if each.compressed]
+
+    def arrive(self) -> None:
+        """No agreement runs beside training."""
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """The weights are the same on all ranks at any time."""
+        yield
+
+    unsettled = settled
+
+    def begin_anew(self) -> None:
+        """Forget what the compression keeps."""
+        for each in self._compressed:
+            each.begin_anew()
+
+    def state(self) -> dict[str, np.ndarray[Any, Any]]:
+        """What a checkpoint saves, the same on every rank."""
+        return self._arrays("common")
+
+    def load_state(self, arrays: dict[str, np.ndarray[Any, Any]], *, in_round: bool) -> None:
+        """Set what ``state`` returned."""
+        self.begin_anew()
+        self.load_own_state(arrays)
+
+    def own_state(self) -> dict[str, np.ndarray[Any, Any]]:
+        """What a checkpoint saves for each rank: residuals."""
+        return self._arrays("own")
+
+    def load_own_state(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
+        """Set what ``own_state`` returned on this rank."""
+        for number, each in enumerate(self._compressed):
+            mine = {k.partition("-")[2]: a for k, a in arrays.items() if k.startswith(f"{number}-")}
+            each.load(mine, self._weights())
+
+    def _arrays(self, which: Literal["common", "own"]) -> dict[str, np.ndarray[Any, Any]]:
+        return {
+            f"{number}-{key}": array
+            for number, each in enumerate(self._compressed)
+            for key, array in each.arrays(getattr(each.compression, which), self._weights()).items()
+        }
+
+    def _weights(self) -> list[tf.Variable]:
+        model = self._model()
+        return [] if model is None else [tf_variable(w) for w in model.weights]
+
+
+def _values(gradient: Any) -> Any:
+    return gradient.values if _is_sparse(gradient) else gradient
+
+
+def _is_sparse(gradient: Any) -> bool:
+    return isinstance(gradient, tf.IndexedSlices)
+
+
+def _filled_in(gradient: Any, variable: Any, absent: Any, any_dense: bool, any_sparse: bool) -> Any:
+    """This rank's gradient in the form in which all ranks send it."""
+    if any_dense:
+        if gradient is None:
+            return tf.zeros(variable.shape, variable.dtype) if absent is None else absent
+        return tf.convert_to_tensor(gradient)
+    if any_sparse and gradient is None:
+        row = tf.zeros((0, *variable.shape[1:]), variable.dtype)
+        return tf.IndexedSlices(row, tf.zeros(0, tf.int64), tf.constant(variable.shape))
+    return gradient
+
+
+def _of_known_shape(gradient: Any, variable: Any) -> Any:
+    """A copy with its variable's shape; a graph for batches of any size may not know the shape."""
+    if gradient is None:
+        return None
+    if _is_sparse(gradient):
+        return tf.identity(gradient)
+    return tf.ensure_shape(gradient, variable.shape)
+
+
+def _bytes(tensor: tf.Tensor) -> int:
+    return int(np.prod(tensor.shape.as_list() or [1])) * int(tensor.dtype.size)

@@ -1,0 +1,280 @@
+"""Refuses updates of a distributed model that cannot work.
+
+An optimizer that was not passed to ``distribute`` averages nothing, so the ranks would silently
+train apart: ``compile`` may get another optimizer, a second phase of training may make a new one,
+and a ``train_step`` may have its own. All of them call the ``apply`` of the base class, so the
+check is there. In the same way, ``fit`` of the base class refuses a model that was not passed but
+contains one that was: nothing would share its metrics, files and decisions. The other updates
+refused are those that XLA compiles: it has no kernels for Horovod's operations.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+from weakref import WeakSet
+
+import keras
+import tensorflow as tf
+from tensorflow.python.ops import control_flow_util
+
+from hvkit.frameworks.keras.gradients.averager import is_overwritten
+from hvkit.frameworks.keras.initial_state import tf_variable
+from hvkit.main_rank import warn_once
+from hvkit.strategies.parameter_server import ParameterServer
+from hvkit.strategies.strategy import Rounds
+from hvkit.sync.port import warn_of_own_models
+
+_models: WeakSet[Any] = WeakSet()
+_averaged: WeakSet[Any] = WeakSet()
+# Models and optimizers whose variables differ between ranks until a round ends.
+_differing: WeakSet[Any] = WeakSet()
+# Weights that an averaged optimizer has updated, by id. They may outlive their model, in another
+# one. A WeakSet cannot hold them: variables compare by value.
+_updated: dict[int, weakref.ref[Any]] = {}
+
+
+def refuse_xla(call: str) -> None:
+    """Raise if XLA will compile the code that TensorFlow is tracing, or a function around it.
+
+    Args:
+        call: the call that needs the other ranks.
+
+    Raises:
+        ValueError: XLA will compile it.
+    """
+    if tf.executing_eagerly():
+        return
+    if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+        raise ValueError(
+            f"{call} is inside a tf.function with jit_compile=True, but XLA cannot compile the "
+            "communication between ranks: remove jit_compile=True from the tf.function that "
+            f"contains {call}. A separate tf.function with the forward and backward pass may keep "
+            "it"
+        )
+
+
+def refuse_tf_distribute(model: Any = None) -> None:
+    """Raise where a strategy of ``tf.distribute`` would divide the work, too.
+
+    Args:
+        model: one that may have been made in such a strategy's scope; None for the update of one.
+
+    Raises:
+        ValueError: names the strategy.
+    """
+    made_in = getattr(model, "_distribute_strategy", None)
+    if made_in is None and not tf.distribute.has_strategy():
+        return
+    found = type(made_in or tf.distribute.get_strategy()).__name__
+    raise ValueError(
+        f"{'an update' if model is None else f'model {model.name!r}'} is in the scope of "
+        f"tf.distribute.{found}, which would divide the work and average gradients, too: remove "
+        f"the strategy and `with strategy.scope():`, as hvkit starts one process for each device"
+    )
+
+
+def refuse_own_averages(strategy: object, optimizer: Any) -> None:
+    """Raise for an optimizer that averages weights over steps where ranks train alone.
+
+    Raises:
+        ValueError: ``use_ema`` is set.
+    """
+    if optimizer.use_ema:
+        raise ValueError(
+            f"{type(optimizer).__name__} has use_ema=True, with which each rank would end fit with "
+            f"averages of its own weights under {strategy}: leave use_ema out, or use "
+            "hvkit.Synchronous()"
+        )
+
+
+def refuse_overwritten(strategy: object, variables: Sequence[Any]) -> None:
+    """Raise if ranks train alone and an update overwrites variables with their gradients.
+
+    Raises:
+        ValueError: names the first of them.
+    """
+    if not isinstance(strategy, Rounds | ParameterServer):
+        return
+    for each in variables:
+        if is_overwritten(each):
+            raise ValueError(
+                f"{each.path} is overwritten in each update, as the scales of float8 are: ranks "
+                f"need the largest of all ranks' values, and {strategy} would average them: use "
+                "hvkit.Synchronous()"
+            )
+
+
+def refuse_other_optimizers(model: Any, optimizers: Sequence[Any]) -> None:
+    """Let only these optimizers, and those of earlier calls, update the model from now on."""
+    _models.add(model)
+    _averaged.update(optimizers)
+    _check_who_applies()
+    _check_who_fits()
+
+
+def refuse_left_out(
+    models: Sequence[Any], optimizers: Sequence[Any], variables: Sequence[Any]
+) -> None:
+    """Raise for variables of a layer or model that was not passed and has a state of its own.
+
+    Where it has none, rank 0 only warns. A variable does not know its layer, so this looks at all
+    objects of the process: call it for new variables only.
+
+    Args:
+        models: all that train together.
+        optimizers: of the models; one of them updates the variables.
+        variables: some of them may be weights of the models.
+
+    Raises:
+        ValueError: names the layer or model.
+    """
+    own = {id(tf_variable(w)) for model in models for w in model.weights}
+    others = {id(tf_variable(v)) for v in variables} - own
+    if not others:
+        return
+    names = ", ".join(repr(each.name) for each in optimizers)
+    passed = {id(part) for model in models for part in model._flatten_layers()}
+    for layer in _largest_with(others, passed):
+        kind, parts = type(layer).__name__, layer._flatten_layers()
+        text = (
+            f"optimizer {names} also updates {kind} {layer.name!r}, which was not passed "
+            "to hvkit.distribute"
+        )
+        fix = "pass all models that it updates: hvkit.distribute([encoder, decoder], optimizer)"
+        if any(part._non_trainable_variables for part in parts):
+            raise ValueError(
+                f"{text}, so that nothing takes care of its batch norm or other statistics: {fix}"
+            )
+        warn_once(f"left out {kind}", f"{text} with it; {fix}")
+
+
+def _largest_with(numbers: set[int], passed: set[int]) -> list[Any]:
+    """The largest layers or models with any of these variables that contain none of the passed."""
+    layers = (each for each in gc.get_objects() if issubclass(type(each), keras.layers.Layer))
+    living = [each for each in layers if hasattr(each, "_layers")]  # not before its __init__
+    apart = [each for each in living if passed.isdisjoint(map(id, each._flatten_layers()))]
+    inside = {id(part) for each in apart for part in each._flatten_layers(include_self=False)}
+    return [
+        each
+        for each in apart
+        if id(each) not in inside
+        and not numbers.isdisjoint(id(tf_variable(v)) for v in each.trainable_variables)
+    ]
+
+
+def let_differ(models: Sequence[Any], optimizers: Sequence[Any]) -> None:
+    """Let the variables of models and their optimizers differ between ranks."""
+    _differing.update([*models, *optimizers])
+
+
+def is_distributed(model: Any) -> bool:
+    """Whether the model was passed to ``distribute``, or contains one that was."""
+    return any(part in _models for part in model._flatten_layers())
+
+
+def is_alike(optimizer: Any) -> bool:
+    """Whether every update keeps this optimizer the same on all ranks.
+
+    Not for one that scales the loss.
+    """
+    return optimizer in _averaged and optimizer not in _differing
+
+
+def remember_updated(variables: Iterable[Any]) -> None:
+    """Let only averaged optimizers update these variables, also once their model is gone."""
+    for each in variables:
+        if id(each) not in _updated:
+            forget = functools.partial(_forget, id(each))
+            _updated[id(each)] = weakref.ref(each, forget)
+
+
+def _forget(number: int, _: weakref.ref[Any]) -> None:
+    _updated.pop(number, None)
+
+
+def weights_of_distributed() -> set[int]:
+    """The ids of the weights of distributed models that are the same on all ranks."""
+    differing = {id(w) for model in _models if model in _differing for w in model.weights}
+    return (weights_of_models() | _updated.keys()) - differing
+
+
+def weights_of_models() -> set[int]:
+    """The ids of all weights of distributed models."""
+    return {id(w) for model in _models for w in model.weights}
+
+
+@functools.cache
+def _check_who_applies() -> None:
+    base = keras.optimizers.Optimizer
+    apply = base.apply
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def apply_if_averaged(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        if self not in _averaged:
+            variables = list(trainable_variables or getattr(self, "_trainable_variables", ()))
+            mine = {id(v) for v in variables}
+            of = [m for m in _models if any(id(w) in mine for w in m.trainable_variables)]
+            if of or not mine.isdisjoint(_updated):
+                model = f"model {of[0].name!r}" if of else "weights of a distributed model"
+                raise ValueError(
+                    f"optimizer {self.name!r} ({type(self).__name__}) updates {model}, but was not "
+                    "passed to hvkit.distribute, so the ranks would train apart: use the optimizer "
+                    "that was passed, and pass those of later phases in the same call: "
+                    "distribute(model, [first, second])"
+                )
+            # Variables that no layer has made, such as an input that is optimised, have no folder.
+            if any("/" in getattr(v, "path", "") for v in variables):
+                warn_of_own_models(f"{self.name!r} ({type(self).__name__})")
+        return apply(self, grads, trainable_variables)
+
+    base.apply = apply_if_averaged
+
+
+@functools.cache
+def _check_who_fits() -> None:
+    base = keras.Model
+    fit, evaluate = base.fit, base.evaluate
+
+    @functools.wraps(fit)
+    def fit_if_passed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if names := _names_of_distributed(self, self.trainable_variables):
+            raise ValueError(
+                f"fit of model {self.name!r} would train {names}, passed to hvkit.distribute, but "
+                f"{self.name!r} was not passed: each rank would report metrics of its own, write "
+                "the same files and stop by itself. Pass the model that fits, with all optimizers, "
+                "in place of its parts: hvkit.distribute(gan, [g_optimizer, d_optimizer])"
+            )
+        return fit(self, *args, **kwargs)
+
+    @functools.wraps(evaluate)
+    def evaluate_with_warning(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if names := _names_of_distributed(self, self.weights):
+            warn_once(
+                "evaluate of a model around",
+                f"evaluate of model {self.name!r} reports the metrics of each rank's own data: it "
+                f"uses {names}, passed to hvkit.distribute, but {self.name!r} was not passed. Pass "
+                "it instead, or average what evaluate returns with hvkit.average",
+            )
+        return evaluate(self, *args, **kwargs)
+
+    base.fit, base.evaluate = fit_if_passed, evaluate_with_warning
+
+
+def _names_of_distributed(model: Any, variables: Sequence[Any]) -> str:
+    """The distributed models with some of these variables of a model that was not passed.
+
+    Also those that the model contains and that have no weights yet.
+    """
+    if model in _models:
+        return ""
+    own, parts = {id(v) for v in variables}, {id(part) for part in model._flatten_layers()}
+    found = [
+        each.name
+        for each in _models
+        if any(id(w) in own for w in each.weights) or (id(each) in parts and not each.weights)
+    ]
+    return ", ".join(map(repr, sorted(found)))

@@ -1,0 +1,63 @@
+"""Gathers tensors of PyTorch of all ranks, with a backward pass: for ``hvkit.allgather``."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from hvkit.communication.encoding import bytes_of
+from hvkit.frameworks.pytorch.collectives.wire import Wire
+from hvkit.frameworks.pytorch.gradients.buckets import like, wire_dtype
+from hvkit.watch.calls import call
+
+# Names of collectives return after so many calls: Horovod remembers a limited number of them.
+_NAMES = 64
+
+_serial = itertools.count()
+
+
+def needs_gradients(tensor: torch.Tensor) -> bool:
+    """Whether a backward pass may come back to this tensor."""
+    return tensor.requires_grad and torch.is_grad_enabled()
+
+
+def gather(tensor: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+    """The tensors of all ranks, in rank order; a collective, as is its backward pass.
+
+    Args:
+        tensor: this rank's.
+        shapes: of the tensors of all ranks, which have one dtype.
+    """
+    apply: Any = _Gather.apply
+    return list(apply(tensor, list(shapes), f"hvkit.allgather.{next(_serial) % _NAMES}"))
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, shapes: list[tuple[int, ...]], name: str
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.wire, ctx.name = Wire("objects"), name
+        ctx.sizes = [math.prod(shape) for shape in shapes]
+        # As bytes: Horovod does not have every dtype.
+        everyone = ctx.wire.gather(bytes_of(tensor), name).view(tensor.dtype)
+        pieces = zip(everyone.split(ctx.sizes), shapes, strict=True)
+        return tuple(piece.clone().view(shape) for piece, shape in pieces)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        flat = torch.cat([each.reshape(-1) for each in gradients])
+        own = gradients[ctx.wire.rank]
+        start = sum(ctx.sizes[: ctx.wire.rank])
+        sent = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+        with call("the backward pass of hvkit.allgather"):
+            total = ctx.wire.sum(sent.to(wire_dtype(flat.dtype)), f"{ctx.name}.backward")
+        width = total.numel() // max(flat.numel(), 1)  # 2 for complex numbers
+        mine = total[start * width : (start + own.numel()) * width]
+        return like(own, mine).to(own.dtype), None, None

@@ -1,0 +1,381 @@
+"""Models that PyTorch's ``fully_shard`` divides among the ranks.
+
+PyTorch makes new parameters, which are ``DTensor`` objects. An optimizer that was made before holds
+the old ones, and would update nothing: it gets the new ones of the same names. Loading takes whole
+tensors, and saving gives them, so files stay those of the plain model.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from hvkit import runtime
+from hvkit.communication.engines import waiting_for_all_ranks
+from hvkit.communication.traffic import count, of_allgather, of_allreduce, of_alltoall
+from hvkit.errors import RanksDisagreeError
+from hvkit.frameworks.pytorch.batch_norm import RunningStatistics
+from hvkit.frameworks.pytorch.collectives.wire import Wire
+from hvkit.frameworks.pytorch.divided_state import process_group
+from hvkit.frameworks.pytorch.divided_state.sharded import PartOfState, partial_state
+from hvkit.frameworks.pytorch.optimizers import OutermostStep
+from hvkit.strategies.fully_shard import FullyShard
+from hvkit.watch.calls import call
+
+_SHARDS = "_hvkit_full_shards"
+
+
+class DividedModels:
+    """Models whose parameters are divided among the ranks, and their optimizers.
+
+    Args:
+        strategy: when weights are dropped.
+        models: the same on every rank, with the same weights; changed in place.
+        optimizers: of the models; they update the new parameters, each rank its part.
+        name: the same on every rank, and no other models'.
+        statistics: of normalisation layers, averaged after each step.
+    """
+
+    def __init__(
+        self,
+        strategy: FullyShard,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        name: str,
+        statistics: RunningStatistics | None,
+    ) -> None:
+        process_group.start()
+        models = list(map(_plain, models))
+        self._name = name
+        self._checks = Wire("checks")
+        # The parts gathered since the last step, in order.
+        self._order: list[int] = []
+        self._statistics = statistics
+        self._steps = itertools.count(1)
+        before = [dict(model.named_parameters()) for model in models]
+        self._device = next(iter(before[0].values())).device
+        mesh = init_device_mesh(self._device.type, (runtime.size(),))
+        parts = [part for model in models for part in (*_units(model), model)]
+        for number, part in enumerate(parts):
+            each: Any = fully_shard(
+                part, mesh=mesh, reshard_after_forward=strategy.reshard_after_forward
+            )
+            each.set_custom_all_gather(_Gather(name, functools.partial(self._order.append, number)))
+            each.set_custom_reduce_scatter(_Scatter(name))
+        after = [dict(model.named_parameters()) for model in models]
+        new: dict[torch.Tensor, nn.Parameter] = {
+            p: now[n] for held, now in zip(before, after, strict=True) for n, p in held.items()
+        }
+        for optimizer in optimizers:
+            self._attach(optimizer, new)
+        # The whole state by model and name, on rank 0 inside ``gathered``.
+        self._whole: dict[int, dict[str, torch.Tensor]] = {}
+        for number, model in enumerate(models):
+            for path, module in model.named_modules():
+                hooked: Any = module
+                give = functools.partial(self._give_whole, number, f"{path}." if path else "")
+                hooked.register_state_dict_post_hook(give)
+                hooked.register_load_state_dict_pre_hook(_take_parts)
+
+    def _attach(self, optimizer: Optimizer, new: Mapping[torch.Tensor, torch.nn.Parameter]) -> None:
+        """Make an optimizer update new parameters in place of old ones."""
+        for group in optimizer.param_groups:
+            group["params"] = [new[p] for p in group["params"]]
+        for p in [p for p in optimizer.state if p in new]:
+            optimizer.state[new[p]] = _parts_of(optimizer.state.pop(p), new[p])
+        vars(optimizer)[_SHARDS] = shards = _DividedState(optimizer)
+        optimizer.register_state_dict_pre_hook(shards.refuse_partial_state)
+        optimizer.register_load_state_dict_pre_hook(_take_state)
+        vars(optimizer)["__getstate__"] = shards.refuse_copy
+
+        def before() -> None:
+            _require_gradients(optimizer)
+            self._require_same_order()
+
+        OutermostStep(before, self._average_statistics).attach(optimizer)
+
+    def _require_same_order(self) -> None:
+        """Raise on every rank unless all have computed the same parts; a collective.
+
+        Each part is gathered when it computes. PyTorch would put together what it is given.
+
+        Raises:
+            RanksDisagreeError: the ranks have gathered different parts, or in another order.
+        """
+        mine = torch.tensor([hash(tuple(self._order)), len(self._order)])
+        self._order.clear()
+        step = next(self._steps)
+        with call("optimizer.step()", step, self._name):
+            everyone = self._checks.gather(mine, f"{self._name}.order").view(-1, 2)
+        for rank, theirs in enumerate(everyone.tolist()):
+            if theirs != everyone[0].tolist():
+                raise RanksDisagreeError(
+                    f"rank {rank} has computed other layers than rank 0 since the last step, or in "
+                    "another order, and PyTorch has mixed up their weights: with FullyShard every "
+                    "rank must use the same layers in each pass"
+                )
+
+    @torch.no_grad()
+    def _average_statistics(self) -> None:
+        if self._statistics is None:
+            return
+        mean = torch.zeros(self._statistics.length, device=self._device)
+        self._statistics.read_into(mean)
+        wire = Wire("batch norm")
+        with call("optimizer.step()", key=self._name):
+            wire.wait(wire.start_mean(mean, f"{self._name}.statistics"))
+        self._statistics.write(mean)
+
+    @contextmanager
+    def gathered(self, number: int, model: nn.Module) -> Iterator[None]:
+        """Let ``state_dict`` of a model return whole tensors on rank 0 for a while; a collective.
+
+        Args:
+            number: of the model, among those that are divided together.
+            model: that one.
+        """
+        named = _plain(model).named_parameters(remove_duplicate=False)
+        whole = {n: _whole(p) for n, p in named}
+        if runtime.rank() == 0:
+            self._whole[number] = whole
+        try:
+            yield
+        finally:
+            self._whole.pop(number, None)
+
+    def _give_whole(
+        self,
+        number: int,
+        path: str,
+        module: nn.Module,
+        state: dict[str, Any],
+        prefix: str,
+        _: dict[str, Any],
+    ) -> None:
+        """After ``state_dict`` of the module at this path of a model: its own parameters, whole."""
+        for name, _parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if isinstance(state.get(prefix + name), DTensor):
+                if number not in self._whole:
+                    raise partial_state("state_dict()", module, "model")
+                state[prefix + name] = self._whole[number][path + name]
+
+
+def _plain(model: Any) -> nn.Module:
+    """The module inside what ``torch.compile`` returns."""
+    plain: nn.Module = getattr(model, "_orig_mod", model)
+    return plain
+
+
+class _DividedState(PartOfState):
+    """An optimizer whose state is divided like the parameters."""
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Hold the whole state on rank 0 for a while; a collective."""
+        state = self._optimizer.state
+        before = dict(state)
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        whole = {
+            p: {key: _whole(value) for key, value in before[p].items()}
+            for p in parameters
+            if p in before
+        }
+        if runtime.rank() == 0:
+            state.update(whole)
+            self._whole = True
+        try:
+            yield
+        finally:
+            self._whole = False
+            state.update(before)
+
+
+class _Gather(DefaultAllGather):
+    """Gathers the weights of a part, counts the bytes, and lets the watcher see the wait.
+
+    Args:
+        name: the model's.
+        note: called for each gathering.
+    """
+
+    def __init__(self, name: str, note: Callable[[], None]) -> None:
+        super().__init__()
+        self._name = name
+        self._note = note
+        self._calls = itertools.count(1)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Any:
+        self._note()
+        count("weights", of_allgather(input_tensor.nbytes, group.size()))
+        start = functools.partial(
+            super().__call__, output_tensor, input_tensor, group, async_op=async_op
+        )
+        return _waited(start, next(self._calls), f"{self._name}.weights", input_tensor)
+
+
+class _Scatter(DefaultReduceScatter):
+    """Sums gradients, counts the bytes, and lets the watcher see the wait."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+        self._calls = itertools.count(1)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        # Half of an allreduce sends as much as an all-to-all; gloo does all of it.
+        of = of_alltoall if input_tensor.is_cuda else of_allreduce
+        count("gradients", of(input_tensor.nbytes, group.size()))
+        start = functools.partial(
+            super().__call__, output_tensor, input_tensor, group, op, async_op=async_op
+        )
+        return _waited(start, next(self._calls), f"{self._name}.gradients", input_tensor)
+
+
+def _waited(start: Callable[[], Any], number: int, key: str, sent: torch.Tensor) -> Any:
+    """Start a collective; in host memory also wait for it, so that the watcher knows of the wait.
+
+    On a GPU the host does not wait.
+    """
+    if sent.is_cuda:
+        return start()
+    with call("the model's forward or backward pass", number, key), waiting_for_all_ranks():
+        work = start()
+        if work is not None:
+            work.wait()
+        return work
+
+
+def gathered(optimizer: Optimizer) -> Any:
+    """A context in which rank 0 holds the optimizer's whole state; a collective."""
+    return vars(optimizer)[_SHARDS].gathered()
+
+
+def part_like(value: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """A whole tensor divided like another one; as it is, on its device, if that is not divided."""
+    if isinstance(own, DTensor) and not isinstance(value, DTensor):
+        return _part(value.to(own.device), own.device_mesh, own)
+    return value.to(own.device)
+
+
+def _part(whole: torch.Tensor, mesh: DeviceMesh, like: DTensor) -> DTensor:
+    # Every rank has the whole tensor, and takes its own part without a message.
+    return distribute_tensor(whole.detach(), mesh, like.placements, src_data_rank=None)
+
+
+def _parts_of(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    """The state of a parameter, with what has its shape divided like it."""
+    return {
+        key: part_like(value, parameter)
+        if isinstance(value, torch.Tensor) and value.shape == parameter.shape
+        else value
+        for key, value in state.items()
+    }
+
+
+def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before loading: take this rank's parts of whole tensors."""
+    for name, held in module.named_parameters(recurse=False, remove_duplicate=False):
+        value = state.get(prefix + name)
+        if (
+            isinstance(held, DTensor)
+            and isinstance(value, torch.Tensor)
+            and value.shape == held.shape
+        ):
+            state[prefix + name] = part_like(value, held)
+
+
+def _take_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Before loading: take this rank's parts of a whole state."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    divided = {
+        i: _parts_of(values, parameters[i])
+        if isinstance(i, int) and i < len(parameters) and isinstance(values, dict)
+        else values
+        for i, values in state["state"].items()
+    }
+    return {**state, "state": divided}
+
+
+def _whole(value: Any) -> Any:
+    """The whole of a divided tensor in rank 0's host memory; anything else as it is."""
+    if not isinstance(value, DTensor):
+        return value
+    own = value.to_local()
+    count("objects", of_allgather(own.nbytes, runtime.size()))
+    with call("hvkit.settled"), waiting_for_all_ranks():
+        whole = value.full_tensor()
+    return whole.detach().cpu() if runtime.rank() == 0 else None
+
+
+def _require_gradients(optimizer: Optimizer) -> None:
+    """Raise if a step would change nothing.
+
+    Raises:
+        ValueError: no parameter has a gradient.
+    """
+    held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    # A rank may have no part of a small parameter.
+    held = [p for p in held if not isinstance(p, DTensor) or p.to_local().numel()]
+    if held and all(p.grad is None for p in held):
+        raise ValueError(
+            f"{type(optimizer).__name__}.step() without a gradient: with FullyShard, gradients "
+            "come from loss.backward() without inputs=, and not from torch.autograd.grad; "
+            "hvkit.FullyShard(reshard_after_forward=False) takes inputs=, too"
+        )
+
+
+def _units(model: nn.Module) -> list[nn.Module]:
+    """The parts that are gathered one at a time: elements of lists and sequences of layers.
+
+    Not those that share a parameter with the rest of the model, and none inside another.
+    """
+    uses: dict[nn.Parameter, int] = {}
+    for module in model.modules():
+        for p in module.parameters(recurse=False):
+            uses[p] = uses.get(p, 0) + 1
+    found: list[nn.Module] = []
+
+    def search(module: nn.Module) -> None:
+        holds = isinstance(module, nn.ModuleList | nn.Sequential)
+        for child in module.children():
+            own = list(child.parameters())
+            inside = dict.fromkeys(own, 0)
+            for part in child.modules():
+                for p in part.parameters(recurse=False):
+                    inside[p] += 1
+            alone = all(uses[p] == inside[p] for p in own)
+            if holds and own and alone and not isinstance(child, nn.ModuleList):
+                found.append(child)
+            else:
+                search(child)
+
+    search(model)
+    return found

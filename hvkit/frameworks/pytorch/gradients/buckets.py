@@ -1,0 +1,349 @@
+"""How gradients travel between ranks: many dense ones in one allreduce, row-sparse ones by row.
+
+A bucket holds the gradients of some parameters, one after the other, in one contiguous tensor that
+Horovod reduces in place. One call copies them in once the last is ready. Once the mean has arrived,
+the parameters' ``grad`` become views of the bucket: nothing is copied back, and the memory of the
+rank's own gradients is freed.
+
+Some gradients are copied back instead: float16 and bfloat16 ones, which travel in float32; those of
+parameters that are complex or not contiguous; and those that the script has made itself or holds
+elsewhere, as slices of a flat tensor. A script may also keep a mean for later. Its bucket then gets
+new memory.
+
+The gradients of ``torch.nn.Embedding(sparse=True)`` have values in few rows. Ranks gather the rows
+that they touched instead of summing dense tensors: a table of millions of rows costs as much as the
+rows of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence, Set
+from operator import attrgetter
+from sys import getrefcount
+from types import NoneType
+
+import torch
+
+from hvkit.compression import Compression, for_rows
+from hvkit.compression.compression import Shape
+from hvkit.frameworks.pytorch.collectives import ops
+from hvkit.frameworks.pytorch.collectives.wire import Wire
+
+# Horovod's allreduce has no bfloat16, and a sum in float16 may overflow although the mean fits.
+_WIRE_DTYPE = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+}
+
+# Bytes of gradients that are worth a call each, which copies and scales in one pass.
+_LARGE = 1 << 17
+
+NO_PARAMETER = -1
+"""The number of the only member of a bucket that carries nothing but extra numbers."""
+
+
+class _Memory:
+    """What a bucket holds its gradients in.
+
+    Args:
+        lengths: of the members' gradients and the extra numbers.
+        shapes: of the members' gradients.
+        like: a tensor of the same dtype on the same device.
+
+    Attributes:
+        flat: all gradients and the extra numbers, one after the other.
+        views: of the members' gradients; nobody else has these tensors.
+        given: other tensors with the same memory, for parameters.
+    """
+
+    def __init__(self, lengths: list[int], shapes: Sequence[Shape], like: torch.Tensor) -> None:
+        self.flat = like.new_zeros(sum(lengths))
+        pieces = torch.split(self.flat, lengths)
+        # Real ones: a view of complex numbers cannot begin at an odd place.
+        self.views = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=False)]
+        # Not views to autograd, which lets nobody detach or change those in place.
+        self.given = [view.data for view in self.views]
+        self.extra = pieces[-1]
+        del pieces  # they are not to count
+        self._places = list(map(_data_ptr, self.given))
+        self._tensors = _tensors_with_memory_of(self.flat)
+        self._references = getrefcount(self.given[0])
+
+    @property
+    def shared(self) -> bool:
+        """Whether others have this memory: a slice, a NumPy array, or another process."""
+        in_process = _tensors_with_memory_of(self.flat) > self._tensors
+        return in_process or bool(self.flat.is_shared())  # type: ignore[no-untyped-call]
+
+    @property
+    def free(self) -> bool:
+        """Whether no parameter has a tensor of ``given``, and the script has nothing of it.
+
+        Nor may the script have set the ``data`` of one, as ``model.double()`` does, or have
+        computed with it so that it belongs to a graph.
+        """
+        return (
+            max(map(getrefcount, self.given)) <= self._references
+            and list(map(_data_ptr, self.given)) == self._places
+            and not any(map(_requires_grad, self.given))
+            and not self.shared
+        )
+
+    def held_beside(self, at: int) -> bool:
+        """Whether the script, too, holds the tensor that is a parameter's gradient."""
+        return getrefcount(self.given[at]) > self._references + 1 or self.shared
+
+
+_data_ptr = torch.Tensor.data_ptr
+_requires_grad = attrgetter("requires_grad")
+
+
+class Bucket:
+    """The gradients of a few parameters with one wire dtype on one device.
+
+    Args:
+        name: the same on every rank, and no other bucket's.
+        members: numbers and parameters, at least one.
+        extra: how many numbers to append; the caller fills them in through ``extra``.
+
+    Attributes:
+        numbers: of the parameters.
+        left: how many gradients are still to come in this pass. At zero the bucket goes out; one
+            that comes later, and so changes a gradient again, makes it negative.
+        complete: whether the gradients that it was packed with were all there and dense.
+        handle: of the collective that is running.
+    """
+
+    def __init__(
+        self, name: str, members: Sequence[tuple[int, torch.Tensor]], extra: int = 0
+    ) -> None:
+        self.name = name
+        self.numbers = [i for i, _ in members]
+        self.left = len(members)
+        self.complete = False
+        self.handle: int | None = None
+        self._parameters = [p for _, p in members]
+        self._lengths = [p.numel() * (2 if p.is_complex() else 1) for _, p in members] + [extra]
+        self._shapes = [shape_of(p) for _, p in members]
+        self._complex = any(p.is_complex() for _, p in members)
+        dtype = wire_dtype(members[0][1].dtype)
+        # Members whose gradients cannot be views of the bucket.
+        self._apart = {i for i, p in members if p.dtype is not dtype or not p.is_contiguous()}
+        # Whether the gradients are large enough to scale them while they are copied, rather than
+        # their sum in another pass, and the factor if so.
+        self._large = not self._apart and sum(p.nbytes for _, p in members) >= _LARGE * len(members)
+        self._factor: float | None = None
+        like = torch.empty(0, dtype=dtype, device=members[0][1].device)
+        self._memory = _Memory(self._lengths, self._shapes, like)
+        self._spare: _Memory | None = None
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """All gradients and the extra numbers, one after the other."""
+        return self._memory.flat
+
+    @property
+    def views(self) -> list[torch.Tensor]:
+        """Each member's gradient in ``flat``."""
+        return self._memory.views
+
+    @property
+    def extra(self) -> torch.Tensor:
+        """The extra numbers; take them after ``pack``, which may use other memory."""
+        return self._memory.extra
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        """The gradients that the members have now."""
+        return [p.grad for p in self._parameters]
+
+    def kept(self) -> set[int]:
+        """Numbers of the members whose gradients the script holds, too."""
+        gradients = self.gradients()
+        if set(map(type, gradients)) == {NoneType}:  # as zero_grad() leaves them
+            return set()
+        there = [at for at, g in enumerate(gradients) if g is not None]
+        del gradients  # it would count as a holder
+        return {self.numbers[at] for at in there if self._is_held(at)}
+
+    def _is_held(self, at: int) -> bool:
+        """Whether the script holds a member's gradient, too."""
+        p = self._parameters[at]
+        is_view = p.grad is self._memory.given[at]
+        return self._memory.held_beside(at) if is_view else is_held_elsewhere(p)
+
+    @torch.no_grad()
+    def pack(self, gradients: Sequence[torch.Tensor | None], part: float | None = None) -> None:
+        """Copy the members' gradients in; one that is missing or sparse counts as zero.
+
+        Args:
+            gradients: of the members.
+            part: of a sum over ranks that is the mean, if gradients may be scaled before.
+        """
+        if not self._memory.free:
+            # Gradients that were not reset, or means that the script keeps. The first may change
+            # again before the bucket is back.
+            spare, self._spare = self._spare, self._memory
+            if spare is None or not spare.free:
+                spare = _Memory(self._lengths, self._shapes, self.flat)
+            self._memory = spare
+        views: list[torch.Tensor] = self._memory.views
+        self.complete = are_dense(gradients)
+        if not self.complete:
+            torch._foreach_zero_(views)
+            pairs = zip(views, gradients, strict=True)
+            there = [(v, g) for v, g in pairs if g is not None and not g.is_sparse]
+            views, gradients = [v for v, _ in there], [g for _, g in there]
+        dense: list[torch.Tensor] = gradients  # type: ignore[assignment]
+        if self._complex:
+            dense = [torch.view_as_real(g.resolve_conj()) if g.is_complex() else g for g in dense]
+        self._factor = part if self._large else None
+        if self._factor is not None:
+            for view, gradient in zip(views, dense, strict=True):
+                torch.mul(gradient, self._factor, out=view)
+        elif dense:
+            torch._foreach_copy_(views, dense)
+
+    def give(self, wanted: Set[int] | None, kept: Set[int]) -> None:
+        """Make the means the members' gradients.
+
+        Args:
+            wanted: numbers of the members that get theirs; None for all.
+            kept: numbers of those whose gradients stay the same tensors.
+        """
+        given = self._memory.given
+        if wanted is None and not kept and not self._apart:
+            for p, mean in zip(self._parameters, given, strict=True):
+                p.grad = mean
+            return
+        members = zip(self.numbers, self._parameters, given, self._memory.views, strict=True)
+        for i, p, own, view in members:
+            if wanted is not None and i not in wanted:
+                continue
+            if i not in self._apart and (p.grad is None or i not in kept):
+                p.grad = own
+                continue
+            mean = torch.complex(*view.unbind(-1)) if p.is_complex() else view
+            if p.grad is None:
+                p.grad = torch.empty_like(p).copy_(mean)
+            else:
+                p.grad.detach().copy_(mean)
+
+    def launch(self, wire: Wire) -> None:
+        """Start averaging over ranks; returns at once."""
+        self.left = 0
+        if self._factor is not None:
+            self.extra.mul_(self._factor)
+            self.handle = wire.start_sum(self.flat, self.name)
+        else:
+            self.handle = wire.start_mean(self.flat, self.name)
+
+    def exchange(self, wire: Wire) -> None:
+        """Start the second collective of buckets that need two; call after ``launch``."""
+
+    def wait(self, wire: Wire) -> None:
+        """Wait for the mean; call after ``exchange``."""
+        assert self.handle is not None
+        wire.wait(self.handle)
+        self.handle = None
+
+    def reset(self) -> None:
+        """Begin the next reduction."""
+        self.left = len(self.numbers)
+
+
+def are_dense(gradients: Iterable[torch.Tensor | None]) -> bool:
+    """Whether all are there, and none is sparse."""
+    return NoneType not in set(map(type, gradients)) and not any(map(_is_sparse, gradients))
+
+
+_is_sparse = attrgetter("is_sparse")
+
+
+def _tensors_with_memory_of(tensor: torch.Tensor) -> int:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def is_held_elsewhere(parameter: torch.Tensor) -> bool:
+    """Whether anyone but the parameter holds its gradient, or another tensor with its memory."""
+    gradient = parameter.grad
+    if gradient is None or gradient.is_sparse:  # sparse ones have no memory of one piece
+        return gradient is not None
+    del gradient
+    references, tensors = _holders_of_gradient(parameter)
+    return references > _UNHELD[0] or tensors > _UNHELD[1]
+
+
+def _holders_of_gradient(parameter: torch.Tensor) -> tuple[int, int]:
+    gradient = parameter.grad
+    assert gradient is not None
+    return getrefcount(gradient), _tensors_with_memory_of(gradient)
+
+
+def _holders_of_new_gradient() -> tuple[int, int]:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    return _holders_of_gradient(parameter)
+
+
+# What counts as held by the parameter alone depends on the versions of Python and PyTorch.
+_UNHELD = _holders_of_new_gradient()
+
+
+def shape_of(parameter: torch.Tensor) -> Shape:
+    """The shape of its numbers; a complex one is two."""
+    return (*parameter.shape, 2) if parameter.is_complex() else tuple(parameter.shape)
+
+
+def like(parameter: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Numbers, as many as in ``shape_of``, in the parameter's shape."""
+    numbers = numbers.view(shape_of(parameter))
+    return torch.complex(*numbers.unbind(-1)) if parameter.is_complex() else numbers
+
+
+def wire_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which gradients of ``dtype`` travel and are summed."""
+    return _WIRE_DTYPE.get(dtype, dtype)
+
+
+def average_rows(
+    gradient: torch.Tensor | None,
+    parameter: torch.Tensor,
+    name: str,
+    wire: Wire,
+    compression: Compression | None = None,
+) -> torch.Tensor:
+    """Average a gradient that is sparse in its first dimension over ranks; a collective.
+
+    Args:
+        gradient: sparse or dense tensor of the parameter's shape; None counts as zero.
+        parameter: of shape (rows, ...).
+        name: the same on every rank, and no other parameter's.
+        wire: counts the bytes.
+        compression: one that rounds value by value is used for float32 values; others are not.
+
+    Returns:
+        A coalesced sparse tensor of the parameter's shape and dtype.
+    """
+    if gradient is None:
+        rows = torch.empty(0, dtype=torch.int64, device=parameter.device)
+        values = parameter.new_empty((0, *parameter.shape[1:]))
+    else:
+        by_row = gradient if gradient.is_sparse else gradient.to_sparse(1)
+        by_row = by_row.coalesce()
+        rows, values = by_row.indices()[0].contiguous(), by_row.values().contiguous()
+    values = values.to(wire_dtype(values.dtype))
+    rounding = for_rows(compression) if values.dtype is torch.float32 else None
+    sent = rounding.encode(values.view(-1), ops).view_as(values) if rounding else values
+    handles = [
+        wire.start_gather(rows, f"{name}.rows"),
+        wire.start_gather(sent, f"{name}.values"),
+    ]
+    all_rows, all_values = (wire.wait(handle) for handle in handles)
+    if rounding:
+        all_values = rounding.decode(all_values.view(-1, 1), ops).view_as(all_values)
+    mean = torch.sparse_coo_tensor(
+        all_rows[None], all_values / wire.size, parameter.shape, check_invariants=False
+    )
+    return mean.coalesce().to(parameter.dtype)

@@ -1,0 +1,184 @@
+"""Finds gradients that are NaN or infinite before they become means, and skips or stops then.
+
+Each rank looks at its own gradients once they are in a bucket, while they are in a cache. Whether
+any rank has found something travels in the report of the step, so ranks decide alike without a
+further message; only then do they tell each other what they have found.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from hvkit import runtime
+from hvkit.communication import collectives
+from hvkit.frameworks.pytorch.batch_norm import LastStatistics
+from hvkit.frameworks.pytorch.gradients.buckets import Bucket
+from hvkit.log import logger
+from hvkit.sync.nonfinite import describe, skipped_steps
+from hvkit.watch.calls import of_run
+from hvkit.watch.rank_errors import mark_as_shown_by
+
+# Of all models. If they are of several classes, messages name them.
+_all: weakref.WeakSet[NonFinite] = weakref.WeakSet()
+
+
+class NonFinite:
+    """What a rank has found in the gradients of one model.
+
+    Args:
+        action: ``"skip"`` or ``"stop"``.
+        model: its statistics must survive a step that is skipped.
+    """
+
+    def __init__(self, action: str, model: torch.nn.Module) -> None:
+        self._action = action
+        self._model = type(model).__name__
+        self._statistics = LastStatistics(model) if action == "skip" else None
+        self._found: set[int] = set()
+        # Of them those that are not merely left of an earlier backward pass.
+        self._new: list[int] = []
+        # The means that the last reduction has spoilt, by parameter, with the tensor's version.
+        self._spoilt: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        # The sentence for a step that is skipped.
+        self._text = ""
+        self._skips = False
+        # On a GPU: the numbers of parameters with their largest values, read at the end.
+        self._unread: list[tuple[Sequence[int], torch.Tensor]] = []
+        _all.add(self)
+
+    def look(self, bucket: Bucket) -> None:
+        """Look at this rank's gradients in a bucket that is not sent yet."""
+        numbers, views = bucket.numbers, bucket.views
+        self._found.difference_update(numbers)
+        if bucket.flat.device.type != "cpu":
+            largest = torch._foreach_norm(views, float("inf"))
+            self._unread.append((numbers, torch.stack(list(largest))))
+            return
+        # One pass over all of them. A sum may overflow although each value is finite.
+        length = sum(view.numel() for view in views)
+        if not torch.isfinite(bucket.flat[:length].sum()):
+            pairs = zip(numbers, views, strict=True)
+            self._found.update(i for i, view in pairs if not torch.isfinite(view).all())
+
+    def look_at_rows(self, parameters: Mapping[int, torch.Tensor]) -> None:
+        """Look at this rank's row-sparse gradients, which are in no bucket.
+
+        Args:
+            parameters: those with such a gradient, by number.
+        """
+        for i, p in parameters.items():
+            assert p.grad is not None
+            if not torch.isfinite(p.grad._values()).all():
+                self._found.add(i)
+
+    def found(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
+        """Whether this rank has any among the gradients of these parameters, before the means."""
+        for numbers, largest in self._unread:
+            finite = torch.isfinite(largest).tolist()
+            self._found.update(i for i, fine in zip(numbers, finite, strict=True) if not fine)
+        self._unread.clear()
+        self._new = [i for i in sorted(self._found) if not self._is_left(i, parameters[i].grad)]
+        return bool(self._found)
+
+    def _is_left(self, i: int, gradient: torch.Tensor | None) -> bool:
+        """Whether a gradient is the mean of an earlier pass, to which this one has added."""
+        if i not in self._spoilt or gradient is None:
+            return False
+        before, version = self._spoilt[i]
+        return before() is gradient and gradient._version <= version + 1
+
+    def end(
+        self,
+        on_any_rank: bool,
+        step: int,
+        parameters: Sequence[torch.nn.Parameter],
+        label: Callable[[int], str],
+    ) -> None:
+        """End a reduction: skip the step or stop if a rank has found some; then a collective.
+
+        Args:
+            on_any_rank: whether one has.
+            step: the number of the optimizer's step since the script began.
+            parameters: those of the model, which have the means.
+            label: gives the name of a parameter from its number.
+
+        Raises:
+            FloatingPointError: on every rank, with ``"stop"``.
+        """
+        self._skips = on_any_rank
+        if not on_any_rank:
+            self._text = ""
+            self._spoilt.clear()
+            if self._statistics is not None:
+                self._statistics.keep()
+            return
+        self._found.clear()
+        everyone = collectives.gather("backward()", self._new)
+        named = [[label(i).removeprefix("parameter ") for i in numbers] for numbers in everyone]
+        of_model = f" of {self._model}" if len({each._model for each in _all}) > 1 else ""
+        if any(everyone):
+            self._text = f"step {of_run(step)}{of_model}: {describe(named)}"
+        elif not self._text:
+            self._text = (
+                f"step {of_run(step)}{of_model}: the gradients still hold NaN or infinite values "
+                "of an earlier step: call zero_grad() in each step"
+            )
+        if self._statistics is None:
+            raise mark_as_shown_by(FloatingPointError(f"in {self._text}"), 0)
+        self._statistics.put_back()
+        for i in {*self._spoilt, *itertools.chain(*everyone)}:
+            if (mean := parameters[i].grad) is not None:
+                self._spoilt[i] = weakref.ref(mean), mean._version
+
+    def skip_step(self) -> bool:
+        """Whether the optimizer's step that begins now changes nothing; rank 0 logs that it does.
+
+        A backward pass may also leave gradients that no optimizer uses, as a generator's loss does
+        in a discriminator.
+        """
+        if self._skips and self._text:
+            skipped_steps.add()
+            if not runtime.rank():
+                logger.warning("skipped %s", self._text)
+            self._text = ""
+        return self._skips
+
+    def refuse_scaled_step(self, scaler: Any, step: Callable[[], Any]) -> Any:
+        """Raise if gradients overflow on purpose; otherwise step.
+
+        Raises:
+            ValueError: a ``GradScaler`` finds the largest scale by overflows.
+        """
+        if scaler.is_enabled():
+            raise ValueError(
+                f'on_nonfinite="{self._action}": GradScaler skips steps whose gradients overflow, '
+                'and needs them to set its scale: use on_nonfinite="ignore"'
+            )
+        return step()
+
+
+class WithoutGradients:
+    """Takes the gradients of an optimizer away for one step, so that the step changes nothing."""
+
+    def __init__(self) -> None:
+        self._held: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """Before the step."""
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._held.append((p, p.grad))
+                    p.grad = None
+
+    def end(self) -> None:
+        """After the step."""
+        for p, gradient in self._held:
+            p.grad = gradient
+        self._held.clear()

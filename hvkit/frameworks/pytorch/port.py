@@ -1,0 +1,392 @@
+"""The steps of ``distribute`` for PyTorch modules and their optimizers."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from hvkit.communication.collectives import require_equal
+from hvkit.frameworks.pytorch.batch_norm import (
+    RunningStatistics,
+    batch_norm_of,
+    made_synchronised,
+    synchronise_batch_norm,
+)
+from hvkit.frameworks.pytorch.buffers import compared_of
+from hvkit.frameworks.pytorch.checks import Checks
+from hvkit.frameworks.pytorch.divided_state.sharded import (
+    OptimizerShards,
+    gathered,
+    refuse_joint_updates,
+)
+from hvkit.frameworks.pytorch.gradients.nonfinite import NonFinite
+from hvkit.frameworks.pytorch.gradients.reducer import GradientReducer, is_averaged, reducers_of
+from hvkit.frameworks.pytorch.initial_state import broadcast_optimizer, broadcast_tensors, move_to
+from hvkit.frameworks.pytorch.learning_rate import RateInStep
+from hvkit.frameworks.pytorch.modules import named_in, refuse_optimizers_of_others
+from hvkit.frameworks.pytorch.optimizers import has_step_length, refuse_own_steps, stepping_in
+from hvkit.frameworks.pytorch.refusals import (
+    is_divided,
+    refuse_changes_in_forward,
+    refuse_other_optimizers,
+    refuse_other_wrappers,
+    refuse_what_cannot_be_divided,
+)
+from hvkit.frameworks.pytorch.traced_steps import trace_steps
+from hvkit.frameworks.pytorch.weights.parameter_server import ServedModel
+from hvkit.frameworks.pytorch.weights.rounds import RoundKeeper
+from hvkit.frameworks.pytorch.weights.weight_keeper import is_kept
+from hvkit.host.run_reports import timeline_wanted
+from hvkit.learning_rate import Multiplier
+from hvkit.strategies import FullyShard, ParameterServer, ShardedOptimizer
+from hvkit.strategies.strategy import Averaging, Rounds
+from hvkit.sync.port import Keeper, Options, Record, warn_of_own_batches
+
+# Numbers the reducers; ranks call distribute in the same order.
+_serial = itertools.count()
+
+# Bytes of parameters after which it is worth looking for models that the script has dropped.
+_MUCH = 1 << 25
+
+
+class PyTorchPort:
+    """Some modules and the optimizers that update them."""
+
+    framework = "torch"
+
+    def __init__(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Any], options: Options
+    ) -> None:
+        for model in models:
+            refuse_other_wrappers(model)
+            refuse_changes_in_forward(model)
+        self.models = list(models)
+        self.model = models[0] if len(models) == 1 else nn.ModuleList(models)
+        self.optimizers: list[Optimizer] = list(map(_checked, optimizers))
+        self.options = options
+        refuse_optimizers_of_others(models, self.optimizers)
+        self.parameters = _named_parameters(self.models, self.optimizers)
+        _refuse_distributed(self.parameters, several=len(models) > 1)
+        self.multiplier = Multiplier()
+        if options.batch_norm == "sync":
+            batch_norm_of(self.model)
+        strategy = options.strategy
+        if options.on_nonfinite != "ignore":
+            refuse_own_steps(options, self.optimizers)
+        if isinstance(strategy, FullyShard | ShardedOptimizer):
+            for each in self.optimizers:
+                refuse_joint_updates(strategy, each)
+        if isinstance(strategy, FullyShard):
+            refuse_what_cannot_be_divided(strategy, options, self.models, self.optimizers)
+        for name, tensor in (self.parameters | self._named_buffers()).items():
+            _refuse_uninitialised(name, tensor)
+
+    def _named_buffers(self) -> dict[str, torch.Tensor]:
+        return named_in(self.models, lambda model: model.named_buffers())
+
+    def facts(self) -> list[str]:
+        buffers = {f"buffer {name}": b for name, b in self._named_buffers().items()}
+        tensors = {f"parameter {name}": p for name, p in self.parameters.items()} | buffers
+        groups = [
+            f"{type(each).__name__} with parameter groups of "
+            f"{[len(group['params']) for group in each.param_groups]}"
+            for each in self.optimizers
+        ]
+        return [
+            *(f"{name}: shape {tuple(t.shape)}, {t.dtype}" for name, t in tensors.items()),
+            *groups,
+        ]
+
+    def more_than_sgd(self) -> list[str]:
+        return [
+            type(each).__name__
+            for each in self.optimizers
+            if not isinstance(each, torch.optim.SGD)
+            or any(group["momentum"] for group in each.param_groups)
+        ]
+
+    def synchronise(self) -> None:
+        _free_dropped_models(sum(p.nbytes for p in self.parameters.values()))
+        if torch.cuda.is_available():
+            device = torch.device("cuda", torch.cuda.current_device())
+            move_to(device, self.model, self.optimizers, self.parameters.values())
+        broadcast_tensors([*self.parameters.values(), *self.model.buffers()])
+        for optimizer in self.optimizers:
+            broadcast_optimizer(optimizer)
+
+    def scale_learning_rate(self, multiplier: Multiplier) -> list[tuple[float, Multiplier | None]]:
+        self.multiplier = multiplier
+        return [
+            (
+                float(torch.as_tensor(group["lr"]).detach()),
+                None if has_step_length(each) else multiplier,
+            )
+            for each in self.optimizers
+            for group in each.param_groups
+            if group.get("lr") is not None
+        ]
+
+    def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
+        kept = self._kept_in_step()
+        if timeline_wanted():  # its hooks run after all others
+            trace_steps(self.optimizers)
+        return kept
+
+    def _kept_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
+        self._synchronise_batch_norm()
+        name = f"hvkit.{next(_serial)}"
+        learnt = functools.partial(compared_of, self.models)
+        checks = Checks(self.parameters, self.optimizers, self.options.check_every, name, learnt)
+        compression = self.options.compression
+        statistics = self._averaged_statistics()
+        if isinstance(self.options.strategy, FullyShard):
+            return self._divided(self.options.strategy, name, statistics), None
+        keeper: GradientReducer | RoundKeeper | ServedModel
+        keeps_state = True
+        if isinstance(strategy := self.options.strategy, Rounds):
+            keeper = RoundKeeper(
+                strategy, self.parameters.values(), name, checks, compression, statistics
+            )
+        elif isinstance(strategy, ParameterServer):
+            parameters = self.parameters.values()
+            keeper = ServedModel(strategy, parameters, name, checks, statistics)
+        else:
+            assert isinstance(strategy, Averaging)
+            travels = strategy.travels(compression)
+            keeps_state = bool(travels and travels.keeps_state)
+            keeper = GradientReducer(
+                self.parameters.values(),
+                row_sparse=_sparse_embeddings(self.model),
+                accumulate=self.options.accumulate,
+                name=name,
+                checks=checks,
+                strategy=strategy,
+                compression=compression,
+                statistics=statistics,
+                nonfinite=self._nonfinite(),
+            )
+        firsts = [p for model in self.models for p in itertools.islice(model.parameters(), 1)]
+        _keep_as_long_as(firsts or itertools.islice(self.parameters.values(), 1), keeper)
+        shards = OptimizerShards(strategy, name) if isinstance(strategy, ShardedOptimizer) else None
+        records = []
+        for optimizer in self.optimizers:
+            stepping = stepping_in(optimizer)
+            refuse_other_optimizers(stepping, is_distributed)
+            self._follow(stepping, keeper)
+            if shards:
+                shards.attach(optimizer)
+            rate = self._multiply_rate(optimizer, stepping)
+            whole = functools.partial(gathered, weakref.proxy(optimizer)) if shards else None
+            records.append((optimizer, Record(warmup=rate, gathered=whole)))
+        return records, keeper if keeps_state else None
+
+    def _divided(
+        self, strategy: FullyShard, name: str, statistics: RunningStatistics | None
+    ) -> list[tuple[Any, Record]]:
+        from hvkit.frameworks.pytorch.divided_state import fully_shard
+
+        # A proxy: records must not lead to the models, whose hooks keep the object.
+        divided: Any = weakref.proxy(
+            fully_shard.DividedModels(strategy, self.models, self.optimizers, name, statistics)
+        )
+        refuse_other_optimizers(self.optimizers, is_distributed)
+        records: list[tuple[Any, Record]] = []
+        for number, model in enumerate(self.models):
+            held: Any = weakref.proxy(model)
+            gather = functools.partial(fully_shard.DividedModels.gathered, divided, number, held)
+            records.append((model, Record(gathered=gather)))
+        for each in self.optimizers:
+            rate = self._multiply_rate(each, stepping_in(each))
+            whole = functools.partial(fully_shard.gathered, weakref.proxy(each))
+            records.append((each, Record(warmup=rate, gathered=whole)))
+        return records
+
+    def _multiply_rate(
+        self, optimizer: Optimizer, stepping: Sequence[Optimizer]
+    ) -> RateInStep | None:
+        """Let updates use multiplied rates; ``stepping`` is the optimizer and those inside it."""
+        if self.multiplier.changes_nothing or has_step_length(optimizer):
+            return None
+        rate = RateInStep(self.multiplier)
+        for each in stepping:
+            rate.attach(each)
+        return rate
+
+    def _nonfinite(self) -> NonFinite | None:
+        action = self.options.on_nonfinite
+        return None if action == "ignore" else NonFinite(action, self.model)
+
+    def _synchronise_batch_norm(self) -> None:
+        if self.options.batch_norm == "sync":
+            synchronise_batch_norm(batch_norm_of(self.model))
+        elif self.options.batch_norm == "average" and (layers := made_synchronised(self.model)):
+            if isinstance(self.options.strategy, Averaging):
+                synchronise_batch_norm(layers)
+            elif not isinstance(self.options.strategy, FullyShard):  # which leaves it to PyTorch
+                warn_of_own_batches("SyncBatchNorm layers", self.options.strategy)
+
+    def _averaged_statistics(self) -> RunningStatistics | None:
+        statistics = RunningStatistics(self.model)
+        wanted = self.options.batch_norm != "local" and statistics.length > 0
+        return statistics if wanted else None
+
+    def _follow(
+        self,
+        optimizers: Sequence[Optimizer],
+        keeper: GradientReducer | RoundKeeper | ServedModel,
+    ) -> None:
+        """Keep parameters in step that the script adds to an optimizer later, too.
+
+        This replaces ``add_param_group`` on the instance only; pickled optimizers leave it out.
+        """
+
+        def adopt() -> bool:
+            groups = [group for each in optimizers for group in each.param_groups]
+            held = dict.fromkeys(p for group in groups for p in group["params"])
+            new = [p for p in held if p not in keeper]
+            if new:
+                facts = [f"parameter {tuple(p.shape)}, {p.dtype}" for p in new]
+                require_equal("new parameter group", facts, "add the same group on every rank")
+                broadcast_tensors(new)
+                keeper.add(new)
+            return bool(new)
+
+        def add_and_adopt(add: Callable[[Any], None], param_group: dict[str, Any]) -> None:
+            add(param_group)
+            adopt()
+
+        for each in optimizers:
+            each.add_param_group = functools.partial(  # type: ignore[method-assign]
+                add_and_adopt, each.add_param_group
+            )
+        keeper.watch(optimizers, adopt)
+
+
+_bytes_not_looked_for = 0
+
+
+def _free_dropped_models(size: int) -> None:
+    """Free earlier models that the script has dropped, from time to time.
+
+    Each is a cycle of few objects with much memory, which Python alone would leave for long.
+
+    Args:
+        size: bytes of the parameters of the model that is distributed now.
+    """
+    global _bytes_not_looked_for
+    if _bytes_not_looked_for > _MUCH:
+        gc.collect()
+        _bytes_not_looked_for = 0
+    _bytes_not_looked_for += size
+
+
+def _keep_as_long_as(parameters: Iterable[Any], thing: object) -> None:
+    """Let something live as long as any of these parameters, also without the optimizers.
+
+    It goes beside the hooks of a parameter: pickles and copies leave those out, and the garbage
+    collector sees them, so that models are freed although the thing refers to their parameters.
+    """
+    for p in parameters:
+        if p._backward_hooks is None:
+            p._backward_hooks = OrderedDict()
+        vars(p._backward_hooks).setdefault("_hvkit", []).append(thing)
+
+
+def reduce_gradients(parameters: Sequence[torch.Tensor]) -> bool:
+    """Average what the gradients of the models with these parameters hold now; a collective.
+
+    Returns:
+        Whether ``distribute`` got a model with one of them.
+    """
+    for reducer in reducers_of(parameters):
+        reducer.reduce()
+    return any(map(is_distributed, parameters))
+
+
+def is_distributed(parameter: torch.Tensor) -> bool:
+    """Whether a model that was passed to ``distribute`` has this parameter."""
+    return is_averaged(parameter) or is_kept(parameter) or is_divided(parameter)
+
+
+def _checked(optimizer: Any) -> Optimizer:
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            "optimizer of a PyTorch model must be a torch.optim.Optimizer, or a list of them, "
+            f"got {type(optimizer).__module__}.{type(optimizer).__qualname__}: pass the one whose "
+            "step() updates this model; a script that updates weights by hand needs one, too"
+        )
+    if not stepping_in(optimizer):
+        raise TypeError(
+            f"optimizer {type(optimizer).__name__} does not call super().__init__(parameters, "
+            "defaults), so it calls no hooks around its step, and holds no optimizer that does: "
+            "add the call, or pass the optimizer that it was made from"
+        )
+    if type(optimizer).__module__.startswith("horovod."):
+        raise TypeError(
+            "optimizer is already wrapped by Horovod's DistributedOptimizer: pass the plain "
+            "torch.optim optimizer, hvkit.distribute does the averaging"
+        )
+    return optimizer
+
+
+def _named_parameters(
+    models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+) -> dict[str, nn.Parameter]:
+    """The parameters of the models, and those that only an optimizer holds; each once."""
+    named: dict[str, nn.Parameter] = {}
+    seen: set[int] = set()
+    for name, p in named_in(models, lambda model: model.named_parameters()).items():
+        if id(p) not in seen:  # not again in a model that shares it
+            seen.add(id(p))
+            named[name] = p
+    for o, optimizer in enumerate(optimizers):
+        for g, group in enumerate(optimizer.param_groups):
+            for i, p in enumerate(group["params"]):
+                if id(p) not in seen:
+                    seen.add(id(p))
+                    named[f"optimizer {o} group {g} parameter {i}"] = p
+    return named
+
+
+def _refuse_distributed(parameters: Mapping[str, torch.Tensor], *, several: bool) -> None:
+    """Raise if an earlier call got one of the parameters, with another model.
+
+    Raises:
+        ValueError: names the parameter.
+    """
+    for name, p in parameters.items():
+        if is_distributed(p):
+            part = name if "optimizer" in name or several else f"{name} of this model"
+            raise ValueError(
+                f"parameter {part} was passed to hvkit.distribute before, with another model: pass "
+                "models that share parameters or an optimizer in one call, "
+                "hvkit.distribute([encoder, decoder], [first, second])"
+            )
+
+
+def _refuse_uninitialised(name: str, tensor: torch.Tensor) -> None:
+    if torch.nn.parameter.is_lazy(tensor):
+        raise ValueError(
+            f"{name} has no shape yet (a lazy module): run one batch through the model, then make "
+            "the optimizer, then call hvkit.distribute"
+        )
+    if tensor.is_meta:
+        raise ValueError(f"{name} is on the meta device: load or initialise the weights first")
+
+
+def _sparse_embeddings(model: nn.Module) -> set[torch.Tensor]:
+    """The weights whose gradients will be row-sparse."""
+    return {
+        module.weight
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+    }

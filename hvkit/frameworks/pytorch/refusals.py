@@ -1,0 +1,245 @@
+"""Refuses models and optimizers that would train without hvkit, or beside it.
+
+These are wrappers and ``torch.distributed``, which average gradients as well, and optimizers that
+were not passed to ``distribute``: nothing keeps their state, rate and steps equal on all ranks.
+Beside these, what PyTorch's ``fully_shard`` cannot divide.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from hvkit import runtime
+from hvkit.frameworks.pytorch.divided_state import process_group
+from hvkit.frameworks.pytorch.optimizers import optimizers_held, optimizers_inside
+from hvkit.strategies.fully_shard import FullyShard
+from hvkit.sync.port import Options, warn_of_own_models
+
+# Class names, so that looking for them imports nothing, and what to do instead.
+_WRAPPERS = {
+    "DistributedDataParallel": "pass the plain module (model.module) and its optimizer",
+    "FullyShardedDataParallel": "pass the module as it was before it was wrapped",
+    "ShardedDataParallel": "pass the module as it was before it was wrapped",
+    "FSDPModule": "pass the module without fully_shard",
+    "DeepSpeedEngine": "pass the plain module (engine.module) and a plain optimizer",
+}
+_LIBRARIES = ("torch", "fairscale", "deepspeed")
+
+_averaged: WeakSet[Optimizer] = WeakSet()
+# Optimizers that held no parameter of a distributed model, with their number of parameters then.
+_harmless: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+
+
+def refuse_other_wrappers(model: nn.Module) -> None:
+    """Raise if another library already distributes this model.
+
+    Raises:
+        TypeError: a part of the model is wrapped, or a parameter is a ``DTensor``.
+        ValueError: ``torch.distributed`` runs with several processes.
+    """
+    if isinstance(model, nn.DataParallel):
+        raise TypeError(
+            "model is wrapped in DataParallel, which itself divides batches: pass the plain module "
+            "(model.module) and its optimizer"
+        )
+    for name, module in model.named_modules():
+        for kind in type(module).__mro__:
+            if kind.__name__ in _WRAPPERS and kind.__module__.split(".")[0] in _LIBRARIES:
+                part = f"model part {name!r}" if name else "model"
+                raise TypeError(
+                    f"{part} is wrapped in {kind.__name__}, which itself distributes training: "
+                    f"{_WRAPPERS[kind.__name__]}"
+                )
+    for name, parameter in model.named_parameters():
+        if is_divided(parameter):
+            raise TypeError(
+                f"parameter {name} is a DTensor, which torch.distributed divides among processes: "
+                "pass the module as it was before fully_shard or parallelize_module"
+            )
+    if (processes := processes_of_torch_distributed()) > 1:
+        raise ValueError(two_at_once(processes))
+
+
+def refuse_changes_in_forward(model: nn.Module) -> None:
+    """Raise if the forward pass changes weights by what this rank's batch holds.
+
+    With one process it may.
+
+    Raises:
+        ValueError: names an embedding with ``max_norm``.
+    """
+    if runtime.size() == 1:
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            kind, limit = type(module).__name__, module.max_norm
+            raise ValueError(
+                f"{f'layer {name!r}' if name else 'the model'} is an {kind} with max_norm={limit}: "
+                "its forward pass changes the rows that a rank looks up, so the ranks' weights "
+                "would differ. Make it without max_norm, and on every rank call "
+                f"`with torch.no_grad(): layer.weight.renorm_({module.norm_type}, 0, {limit})` "
+                "after each optimizer.step()"
+            )
+
+
+def is_divided(tensor: torch.Tensor) -> bool:
+    """Whether processes of ``torch.distributed`` hold parts of this tensor."""
+    return type(tensor).__name__ == "DTensor"  # its class takes half a second to import
+
+
+def processes_of_torch_distributed() -> int:
+    """The number of processes of ``torch.distributed``; 1 if only hvkit has started it."""
+    distributed = torch.distributed
+    initialised = distributed.is_available() and distributed.is_initialized()
+    return distributed.get_world_size() if initialised and not process_group.started() else 1
+
+
+def two_at_once(processes: int) -> str:
+    """The error message for ``torch.distributed`` with several processes beside hvkit."""
+    return (
+        f"torch.distributed is initialised with {processes} processes beside hvkit: both would "
+        "divide the data and average the gradients. Train with one of them: remove "
+        "torch.distributed.init_process_group and whatever calls it (under mpirun, Hugging Face's "
+        "Accelerator and Trainer do), or remove hvkit.distribute"
+    )
+
+
+def refuse_other_optimizers(
+    optimizers: Sequence[Optimizer], is_averaged: Callable[[torch.Tensor], bool]
+) -> None:
+    """Let only these optimizers, and those of earlier calls, update distributed models.
+
+    Args:
+        optimizers: those that ``distribute`` got.
+        is_averaged: whether any distributed model has the parameter.
+    """
+    _averaged.update(optimizers)
+    _check_who_steps(is_averaged)
+
+
+@functools.cache
+def _check_who_steps(is_averaged: Callable[[torch.Tensor], bool]) -> None:
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer not in _averaged:
+            _refuse_if_distributed(optimizer, is_averaged)
+
+    register_optimizer_step_pre_hook(before)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _refuse_if_distributed(
+    optimizer: Optimizer, is_averaged: Callable[[torch.Tensor], bool]
+) -> None:
+    held = sum(len(group["params"]) for group in optimizer.param_groups)
+    if _harmless.get(optimizer) == held:
+        return
+    around_one_of_ours = any(each in _averaged for each in optimizers_inside(optimizer))
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if not around_one_of_ours and any(map(is_averaged, parameters)):
+        raise ValueError(
+            f"optimizer {type(optimizer).__name__} updates parameters of a model that was passed "
+            "to hvkit.distribute, but was not passed itself, so nothing keeps it equal on all "
+            "ranks: use the optimizer that was passed, and pass those of later phases in the same "
+            "call: distribute(model, [first, second])"
+        )
+    # One of ours may update copies, such as master weights, with an optimizer that it holds.
+    held_by_ours = any(optimizer is each for ours in _averaged for each in optimizers_held(ours))
+    # Tensors that are no parameters may be inputs or codes, of which each rank has its own.
+    of_model = any(isinstance(p, nn.Parameter) for p in parameters)
+    if of_model and not around_one_of_ours and not held_by_ours:
+        warn_of_own_models(type(optimizer).__name__)
+    _harmless[optimizer] = held
+
+
+def refuse_what_cannot_be_divided(
+    strategy: FullyShard,
+    options: Options,
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer],
+) -> None:
+    """Raise for what PyTorch's ``fully_shard`` leaves no room for.
+
+    Raises:
+        ValueError: names the option, the parameter or layer of a model, or the optimizer.
+    """
+    _refuse_options(strategy, options)
+    for model in models:
+        _refuse_model(strategy, model)
+    _refuse_shared(strategy, models)
+    own = {p for model in models for p in model.parameters()}
+    for each in optimizers:
+        _refuse_optimizer(strategy, own, each)
+
+
+def _refuse_options(strategy: FullyShard, options: Options) -> None:
+    if options.batch_norm == "sync":
+        raise ValueError(
+            f'batch_norm="sync" exchanges statistics inside layers that {strategy} divides: use '
+            'batch_norm="average", or layers without batch statistics'
+        )
+    if options.check_every is not None:
+        raise ValueError(
+            f"check_every={options.check_every} compares the ranks' weights, but with {strategy} "
+            "each rank holds another part of them: leave check_every out"
+        )
+    if options.accumulate != 1:
+        raise ValueError(
+            f"accumulate={options.accumulate} is not needed with {strategy}: each backward pass "
+            "adds the mean of all ranks to the gradients, so leave accumulate out"
+        )
+
+
+def _refuse_model(strategy: FullyShard, model: nn.Module) -> None:
+    if isinstance(model, nn.ModuleList | nn.ModuleDict):
+        raise ValueError(
+            f"{type(model).__name__} has no forward, in which {strategy} gathers weights: pass the "
+            "module that calls its elements"
+        )
+    first: tuple[str, torch.dtype] | None = None
+    for name, p in model.named_parameters():
+        if p.dim() == 0:
+            raise ValueError(
+                f"parameter {name} is a single number, which {strategy} cannot divide: give it the "
+                "shape (1,)"
+            )
+        first = first or (name, p.dtype)
+        if p.dtype is not first[1]:
+            raise ValueError(
+                f"parameter {name} is of {p.dtype}, {first[0]} of {first[1]}: {strategy} takes one "
+                "dtype; use torch.autocast for mixed precision"
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ValueError(
+                f"{name} has row-sparse gradients, which {strategy} cannot divide: make it with "
+                "sparse=False"
+            )
+
+
+def _refuse_shared(strategy: FullyShard, models: Sequence[nn.Module]) -> None:
+    """Raise if two models share a parameter: each gathers and drops its own."""
+    owner: dict[torch.Tensor, int] = {}
+    for number, model in enumerate(models):
+        for name, p in model.named_parameters():
+            if owner.setdefault(p, number) != number:
+                raise ValueError(
+                    f"models {owner[p]} and {number} share the parameter {name}, but {strategy} "
+                    "divides each model for itself: pass one module that contains both"
+                )
+
+
+def _refuse_optimizer(strategy: FullyShard, own: set[nn.Parameter], optimizer: Optimizer) -> None:
+    others = [p for g in optimizer.param_groups for p in g["params"] if p not in own]
+    if others:
+        raise ValueError(
+            f"{type(optimizer).__name__} holds {len(others)} parameters that are not the model's, "
+            f"and {strategy} divides a model only: make them parameters of the model"
+        )

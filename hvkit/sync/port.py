@@ -1,0 +1,224 @@
+"""The interface between ``hvkit.distribute`` and the frameworks.
+
+``distribute`` makes a port for each call. Afterwards ``record`` remembers the models and their
+optimizers, so that a second call is refused, and checkpoints find the step count of a warm-up.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol, get_args
+from weakref import WeakKeyDictionary, ref
+
+import numpy as np
+
+from hvkit.compression import Compression
+from hvkit.learning_rate import Multiplier
+from hvkit.main_rank import warn_once
+from hvkit.strategies.strategy import Strategy
+
+BatchNorm = Literal["average", "local", "sync"]
+BATCH_NORMS = get_args(BatchNorm)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The keyword arguments of ``hvkit.distribute`` that ports act on."""
+
+    accumulate: int
+    warmup_steps: int
+    compression: Compression | None
+    batch_norm: str
+    check_every: int | None
+    on_nonfinite: str
+    strategy: Strategy
+
+
+class Warmup(Protocol):
+    """A warm-up that counts optimizer steps itself."""
+
+    steps_done: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """What ``distribute`` attached to one optimizer, or to a model."""
+
+    warmup: Warmup | None = None
+    """The step counter of its warm-up; None without a warm-up, or if the optimizer counts steps."""
+    gathered: Callable[[], AbstractContextManager[None]] | None = None
+    """A context in which rank 0 has its whole state, if it is divided; a collective."""
+    alone: bool = False
+    """Whether the ranks train alone for rounds, so that its state differs; ``record`` sets it."""
+
+
+class Keeper(Protocol):
+    """What a strategy or a compression keeps of models that train together, from step to step."""
+
+    @property
+    def strategy(self) -> Strategy:
+        """As passed to ``distribute``."""
+
+    @property
+    def compression(self) -> Compression | None:
+        """As passed to ``distribute``."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether the ranks train alone for rounds, so that their weights differ."""
+
+    @property
+    def equal_steps(self) -> bool:
+        """Whether all ranks must take equally many steps."""
+
+    def arrive(self) -> None:
+        """Wait for agreements that run beside training; a collective."""
+
+    def settled(self) -> AbstractContextManager[None]:
+        """Hold the weights that the ranks would agree on now; a collective if ``alone``."""
+
+    def unsettled(self) -> AbstractContextManager[None]:
+        """Hold this rank's own weights for a while, inside ``settled``."""
+
+    def begin_anew(self) -> None:
+        """Forget the state; begin with the weights that the ranks hold now, the same on all."""
+
+    def state(self) -> dict[str, np.ndarray[Any, Any]]:
+        """What a checkpoint saves, the same on every rank."""
+
+    def load_state(self, arrays: dict[str, np.ndarray[Any, Any]], *, in_round: bool) -> None:
+        """Set what ``state`` returned.
+
+        Args:
+            arrays: from ``state``.
+            in_round: whether each rank will hold its own weights again. If not, a new round begins,
+                with the weights that all hold now.
+        """
+
+    def own_state(self) -> dict[str, np.ndarray[Any, Any]]:
+        """What a checkpoint saves for each rank: residuals."""
+
+    def load_own_state(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
+        """Set what ``own_state`` returned on this rank."""
+
+
+class Port(Protocol):
+    """The steps of ``hvkit.distribute`` that depend on the framework, in calling order.
+
+    The constructor checks its arguments and raises TypeError or ValueError; it uses no collective.
+    """
+
+    framework: str
+    """``"torch"`` or ``"tensorflow"``: the engine it runs on."""
+
+    def facts(self) -> Sequence[str]:
+        """One line for each parameter and optimizer; they must be equal on all ranks."""
+
+    def more_than_sgd(self) -> list[str]:
+        """The classes of the optimizers other than SGD without momentum."""
+
+    def synchronise(self) -> None:
+        """Copy rank 0's weights and optimizer state to every rank, bit for bit."""
+
+    def scale_learning_rate(self, multiplier: Multiplier) -> list[tuple[float, Multiplier | None]]:
+        """Make every update from now on use multiplied learning rates.
+
+        Returns the user's rates, each with its multiplier, or with None for a step length.
+        """
+
+    def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
+        """Keep the ranks in step from now on, as the strategy says.
+
+        Returns each optimizer with its record, and what keeps state that a checkpoint saves.
+        """
+
+
+def framework_of(model: object) -> str | None:
+    """``"torch"`` or ``"tensorflow"`` for one of their models, None for any other object."""
+    keras = sys.modules.get("keras")
+    if keras is not None and isinstance(model, keras.Model):
+        return "tensorflow"
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(model, torch.nn.Module):
+        return "torch"
+    return None
+
+
+# Weak on both sides: a keeper leads to weights, and hooks on these may lead to the model.
+_models: WeakKeyDictionary[Any, ref[Keeper] | None] = WeakKeyDictionary()
+_records: WeakKeyDictionary[Any, Record] = WeakKeyDictionary()
+
+
+def record(
+    models: Iterable[Any], records: Iterable[tuple[Any, Record]], keeper: Keeper | None = None
+) -> None:
+    """Remember models that train together, and their optimizers, as distributed.
+
+    The models must keep their keeper.
+    """
+    of_keeper = None if keeper is None else ref(keeper)
+    _models.update((_plain(model), of_keeper) for model in models)
+    alone = keeper is not None and keeper.alone
+    _records.update((_plain(thing), replace(each, alone=alone)) for thing, each in records)
+
+
+def warn_of_own_batches(layers: str, strategy: Strategy) -> None:
+    """Say that layers made to normalise over all ranks' batches cannot, where ranks train alone."""
+    warn_once(
+        "own batches",
+        f"{layers} normalise with each rank's own batch, since with {strategy} each trains at its "
+        "own pace: hvkit.Synchronous() normalises over all ranks' batches",
+    )
+
+
+def warn_of_own_models(optimizer: str) -> None:
+    """Say that ranks train apart what an optimizer updates that was not passed, nor its model."""
+    warn_once(
+        "own models",
+        f"optimizer {optimizer} updates a model, but neither was passed to hvkit.distribute: each "
+        "rank trains a model of its own. Pass both, also where the model is a copy or was loaded "
+        "from a file",
+    )
+
+
+def is_distributed(model_or_optimizer: Any) -> bool:
+    """Whether this object was passed to ``hvkit.distribute``."""
+    return _plain(model_or_optimizer) in _models or model_or_optimizer in _records
+
+
+def keepers_of(model: Any) -> list[Keeper]:
+    """What strategies and compressions keep of a model; nothing if they keep nothing.
+
+    A model that was not distributed itself may be a part of one, or contain some.
+    """
+    plain = _plain(model)
+    if plain in _models:
+        found = [_models[plain]]
+    else:
+        own = set(map(id, _weights_of(plain)))
+        found = [
+            keeper
+            for whole, keeper in list(_models.items())
+            if not own.isdisjoint(map(id, _weights_of(whole)))
+        ]
+    return [keeper for each in found if each is not None and (keeper := each()) is not None]
+
+
+def _weights_of(model: Any) -> list[Any]:
+    return list(model.parameters() if framework_of(model) == "torch" else model.weights)
+
+
+def _plain(model: Any) -> Any:
+    """The model inside one that ``torch.compile`` has wrapped."""
+    return getattr(model, "_orig_mod", model)
+
+
+def record_of(thing: Any) -> Record | None:
+    """The record of an optimizer, and of a model that has one; None for anything else."""
+    try:
+        return _records.get(_plain(thing))
+    except TypeError:  # a list, for example, has no weak references
+        return None

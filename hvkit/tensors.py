@@ -1,0 +1,219 @@
+"""Calls on the tensors of a framework: ``allgather``, ``reduce_gradients``, ``average_buffers``.
+
+Gradients flow back through ``allgather``. A loss over the samples of all ranks, as in contrastive
+learning, needs the embeddings of all of them. With N ranks, rank s computes a loss ``L_s`` of all
+embeddings ``z_0 ... z_{N-1}``, and the gradients of the weights become means over ranks. So that
+they are those of ``mean_s L_s``, rank r must continue its backward pass with ``sum_s dL_s/dz_r``:
+
+    d(mean_s L_s)/dw = 1/N sum_r (sum_s dL_s/dz_r) dz_r/dw
+
+That is one process's gradient, whether each rank computes the loss of all samples, or each that of
+its own samples against all others.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeVar
+
+from hvkit.communication.collectives import gather, pickled, raise_together, unpickled
+from hvkit.errors import RanksDisagreeError
+from hvkit.runtime import size
+from hvkit.watch.calls import named
+from hvkit.watch.rank_errors import mark_as_shown_by
+
+Object = TypeVar("Object")
+
+
+class _Tensors(Protocol):
+    """The module that gathers the tensors of a framework."""
+
+    def needs_gradients(self, tensor: Any) -> bool:
+        """Whether a backward pass may come back to this tensor."""
+
+    def gather(self, tensor: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
+        """The tensors of all ranks, of these shapes, with a backward pass."""
+
+
+@named("hvkit.allgather")
+def allgather(obj: Object) -> list[Object]:
+    """Return the objects of all ranks, in rank order, on every rank.
+
+    Gradients flow through a tensor that needs them, so a loss over the samples of all ranks trains
+    as in one process:
+
+        z = torch.cat(hvkit.allgather(model(x)))
+        loss = contrastive(z)
+
+    In the backward pass each rank gets the sum of what all ranks' losses say about its own part.
+    Gradients of weights are then averaged over ranks, so what is minimised is the mean of the
+    ranks' losses. Each rank may compute the loss of all samples, or that of its own samples against
+    all others. Every rank must run the same backward passes, which are collectives, too. They
+    cannot be differentiated again.
+
+    In TensorFlow it also works in graphs, such as that of ``fit``, there for tensors of numbers
+    only, whose shapes may differ in the first dimension. Of a variable all ranks get the values.
+
+    Args:
+        obj: any object that pickles. A tensor that needs gradients may have another shape on each
+            rank. Gradients do not flow through tensors inside of lists and dicts.
+
+    Raises:
+        RanksDisagreeError: another rank makes another collective call, or only some ranks pass a
+            tensor that needs gradients, or of another dtype.
+        RankLostError: another rank has ended, or waits in another call.
+        TypeError: the object of a rank does not pickle, on every rank; or it is a tensor of
+            something else than numbers, in a graph.
+    """
+    return [obj] if size() == 1 else _gathered(obj)
+
+
+def _gathered(obj: Any) -> list[Any]:
+    # keras.Variable itself is a subclass of the class of weights in Keras 3.5.
+    torch, tf, keras = map(sys.modules.get, ("torch", "tensorflow", "keras.src.backend"))
+    if keras is not None and isinstance(obj, keras.Variable):
+        obj = obj.value
+    tensors: _Tensors | None = None
+    if torch is not None and isinstance(obj, torch.Tensor):
+        from hvkit.frameworks.pytorch.collectives import gather as tensors
+    elif tf is not None and isinstance(obj, tf.Tensor | tf.Variable):
+        from hvkit.frameworks.keras.collectives import gather as tensors_of_tf
+
+        tensors, obj = tensors_of_tf, tf.convert_to_tensor(obj)
+        if not tf.executing_eagerly():
+            found: list[Any] = tensors_of_tf.gather_in_graph(obj)
+            return found
+    if tensors is None or not tensors.needs_gradients(obj):
+        everyone = gather("allgather", ("", (), pickled(obj)))
+        _require_same([theirs for theirs, _, _ in everyone])
+        return [unpickled(theirs, source) for source, (_, _, theirs) in enumerate(everyone)]
+    shapes = gather("allgather", _facts(obj))
+    _require_same([theirs for theirs, _, _ in shapes])
+    return tensors.gather(obj, [shape for _, shape, _ in shapes])
+
+
+def _facts(tensor: Any) -> tuple[str, tuple[int, ...], bytes]:
+    dtype = getattr(tensor.dtype, "name", tensor.dtype)
+    return str(dtype), tuple(map(int, tensor.shape)), b""
+
+
+def _require_same(everyone: list[str]) -> None:
+    """Raise on every rank unless all pass tensors of one dtype, or none passes one."""
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            said = [
+                f"a {dtype} tensor that needs gradients" if dtype else "something else"
+                for dtype in (theirs, everyone[0])
+            ]
+            error = RanksDisagreeError(
+                f"rank {rank} passes {said[0]} to allgather, rank 0 {said[1]}: all ranks must pass "
+                "tensors that need gradients, of one dtype, or none: detach() them"
+            )
+            raise mark_as_shown_by(error, 0)
+
+
+@named("hvkit.reduce_gradients")
+def reduce_gradients(model_or_optimizer: Any) -> None:
+    """Average over ranks what the gradients of a PyTorch model hold now.
+
+        loss.backward()  # averages
+        for p in model.parameters():
+            p.grad.add_(torch.randn_like(p.grad), alpha=0.01)  # each rank draws its own noise
+        hvkit.reduce_gradients(model)
+        optimizer.step()
+
+    ``backward()`` averages gradients itself. Call this before ``step()`` if the script then changes
+    them differently on each rank: adds noise, sets ``p.grad`` to a sum of clipped gradients of its
+    own samples, or rounds at random. The step then uses the mean of what the ranks made of them.
+    Changes that are the same on every rank, such as clipping and unscaling, need no call.
+
+    It also ends a series of passes that is shorter than ``accumulate``, as at the end of an epoch:
+    call it after the last ``backward()`` and before clipping. For a DataLoader that ``hvkit.shard``
+    returned there is no need to.
+
+    It averages all gradients of the model that was passed to ``hvkit.distribute``, also if you pass
+    a part of it; a gradient that is None counts as zero, unless it is None on all ranks. Averaging
+    twice is the same as once. A compression that keeps what it has not sent (``TopK``,
+    ``PowerSGD``, ``DeMo``) can average once in a step only: pass ``accumulate`` one more than the
+    backward passes of a step, so that this call does. With one process it does nothing, and nor
+    does it with strategies that do not average whole gradients: ``LocalSGD`` and the like, where
+    each rank changes its own, and ``FullyShard``, where each gradient is on one rank.
+
+    Args:
+        model_or_optimizer: a ``torch.nn.Module`` or ``torch.optim.Optimizer`` that was passed to
+            ``hvkit.distribute``.
+
+    Raises:
+        TypeError: it is neither; Keras averages inside ``optimizer.apply``, so change gradients
+            before.
+        ValueError: it was not passed to ``hvkit.distribute``; a backward pass is running; or a
+            compression has averaged the gradients of this step already.
+        RankLostError: another rank has ended, or waits in another call.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(model_or_optimizer, torch.nn.Module):
+        parameters = list(model_or_optimizer.parameters())
+    elif torch is not None and isinstance(model_or_optimizer, torch.optim.Optimizer):
+        parameters = [p for group in model_or_optimizer.param_groups for p in group["params"]]
+    else:
+        raise TypeError(
+            "hvkit.reduce_gradients takes a torch.nn.Module or a torch.optim.Optimizer, got "
+            f"{type(model_or_optimizer).__module__}.{type(model_or_optimizer).__qualname__}; Keras "
+            "averages inside optimizer.apply: change gradients before that"
+        )
+    if size() == 1:
+        return
+    from hvkit.frameworks.pytorch import port
+
+    if not port.reduce_gradients(parameters):
+        raise ValueError(
+            f"{type(model_or_optimizer).__name__} was not passed to hvkit.distribute, so no "
+            "gradients of it are averaged: pass the model or optimizer that was"
+        )
+
+
+@named("hvkit.average_buffers")
+def average_buffers(module: Any) -> None:
+    """Average over ranks what the forward passes of a module learn; the same on all ranks then.
+
+    These are its buffers, and in Keras the non-trainable variables of its layers: codebooks of a
+    VQ-VAE, running means of your own, the batch norm of a model that was not passed to
+    ``distribute``, as after ``torch.optim.swa_utils.update_bn``. Parameters do not change. Call it
+    after each step, so that each step begins with the same ones everywhere:
+
+        optimizer.step()
+        hvkit.average_buffers(model.codebook)
+
+    A collective: every rank must call it. Only floating-point numbers have a mean. Others stay, and
+    if they differ between ranks in the first call, rank 0 names them. A buffer that is not a mean
+    over samples, such as a sum or a quotient of two, is not what one process has: add up inside the
+    forward pass, with ``hvkit.allreduce(counts, op="sum")``, or ``hvkit.allgather`` in a graph of
+    TensorFlow.
+
+    Args:
+        module: a ``torch.nn.Module``, a Keras model or layer, or a list of them. In Keras also
+            inside a ``tf.function``.
+
+    Raises:
+        TypeError: it is none of these; on every rank.
+        RanksDisagreeError: the ranks' buffers differ in number, name, shape or dtype.
+    """
+    modules = list(module) if isinstance(module, list | tuple) else [module]
+    torch, keras = sys.modules.get("torch"), sys.modules.get("keras")
+    if torch is not None and all(isinstance(each, torch.nn.Module) for each in modules):
+        from hvkit.frameworks.pytorch import buffers
+    elif keras is not None and all(isinstance(each, keras.layers.Layer) for each in modules):
+        from hvkit.frameworks.keras import buffers  # type: ignore[no-redef,unused-ignore]
+    else:
+        problem = TypeError(
+            "average_buffers takes a torch.nn.Module, or a Keras model or layer, or a list of "
+            f"them, got {module!r} of type {type(module).__name__}"
+        )
+        raise_together(problem, "average_buffers")
+    if size() > 1:
+        buffers.average(modules)
+
+
+if (_torch := sys.modules.get("torch")) is not None:  # a compiled loss may contain the call
+    allgather = _torch.compiler.disable(allgather)

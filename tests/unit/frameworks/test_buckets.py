@@ -1,0 +1,147 @@
+import pytest
+import torch
+
+from hvkit.frameworks.pytorch.gradients.bucket_layout import make_buckets
+from hvkit.frameworks.pytorch.gradients.buckets import Bucket
+
+
+def numbered(*tensors):
+    return list(enumerate(tensors))
+
+
+def parameter(*shape):
+    return torch.nn.Parameter(torch.zeros(*shape))
+
+
+def reduced(bucket, gradients):
+    """Set the members' gradients, which nobody else holds then, and make them the bucket's."""
+    for p in bucket._parameters:
+        p.grad = gradients.pop(0)
+    kept = bucket.kept()
+    bucket.pack(bucket.gradients())
+    bucket.give(None, kept)
+
+
+def test_gradients_lie_in_their_bucket_one_after_the_other_last_first():
+    members = numbered(torch.zeros(2, 3), torch.zeros(4))
+    (bucket,), report, statistics = make_buckets("b", "last", members, report=2, statistics=1)
+    assert bucket.numbers == [1, 0]
+    bucket.pack([torch.arange(4.0), torch.ones(2, 3)])
+    report.numbers.fill_(7)
+    statistics.numbers.fill_(8)
+    assert bucket.complete
+    assert bucket.flat.tolist() == [0, 1, 2, 3, 1, 1, 1, 1, 1, 1, 7, 7, 8]
+
+
+def test_a_missing_gradient_counts_as_zero_also_after_a_step_that_had_one():
+    bucket = Bucket("b", numbered(torch.zeros(2), torch.zeros(1)))
+    bucket.pack([torch.ones(2), torch.ones(1)])
+    bucket.pack([None, torch.ones(1)])
+    assert bucket.flat.tolist() == [0, 0, 1]
+    assert not bucket.complete
+
+
+def test_means_are_views_and_the_next_gradients_take_their_place():
+    bucket = Bucket("b", numbered(parameter(2), parameter(1)))
+    memory = bucket.flat.data_ptr()
+    for value in (1.0, 2.0):
+        reduced(bucket, [torch.full((2,), value), torch.full((1,), value)])
+        assert [p.grad.tolist() for p in bucket._parameters] == [[value] * 2, [value]]
+        assert bucket._parameters[0].grad.data_ptr() == bucket.flat.data_ptr() == memory
+
+
+@pytest.mark.parametrize("keep", [lambda g: g, torch.Tensor.detach, torch.Tensor.numpy])
+def test_a_mean_that_the_script_keeps_does_not_change(keep):
+    bucket = Bucket("b", numbered(parameter(2)))
+    reduced(bucket, [torch.ones(2)])
+    held = keep(bucket._parameters[0].grad)
+    reduced(bucket, [torch.full((2,), 5.0)])
+    assert held.tolist() == [1, 1]
+    assert bucket._parameters[0].grad.tolist() == [5, 5]
+    memory = bucket.flat.data_ptr()
+    del held
+    reduced(bucket, [torch.full((2,), 6.0)])
+    reduced(bucket, [torch.full((2,), 7.0)])
+    assert bucket.flat.data_ptr() == memory  # and later ones need no more memory
+
+
+def test_a_mean_whose_data_the_script_has_replaced_is_not_given_again():
+    bucket = Bucket("b", numbered(parameter(2), parameter(1)))
+    reduced(bucket, [torch.ones(2), torch.ones(1)])
+    for p in bucket._parameters:
+        p.grad.data = p.grad.double().float()
+    reduced(bucket, [torch.full((2,), 3.0), torch.full((1,), 3.0)])
+    assert bucket.flat.tolist() == [3, 3, 3]
+    assert [p.grad.tolist() for p in bucket._parameters] == [[3, 3], [3]]
+    assert bucket._parameters[0].grad.data_ptr() == bucket.flat.data_ptr()
+
+
+def test_gradients_that_are_not_reset_go_on_beside_the_bucket():
+    bucket = Bucket("b", numbered(parameter(2)))
+    reduced(bucket, [torch.ones(2)])
+    (p,) = bucket._parameters
+    for total in (2, 3, 4):
+        p.grad += 1
+        bucket.pack(bucket.gradients())
+        p.grad += 100  # too late for this reduction, which must not see half of it
+        assert bucket.flat.tolist() == [total, total]
+        bucket.give(None, set())
+        assert p.grad.tolist() == [total, total]
+
+
+@pytest.mark.parametrize("reset", [torch.Tensor.zero_, lambda g: None])
+def test_gradients_in_the_scripts_own_memory_stay_there(reset):
+    bucket = Bucket("b", numbered(parameter(2), parameter(2)))
+    own = torch.zeros(4)
+    for _ in range(2):
+        reset(own)
+        reduced(bucket, [own[:2], own[2:]])
+        bucket.flat.fill_(3)
+        bucket.give(None, bucket.kept())
+        assert own.tolist() == [3] * 4
+
+
+def test_narrow_gradients_are_copied_back():
+    bucket = Bucket("b", numbered(torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))))
+    reduced(bucket, [torch.ones(2, dtype=torch.bfloat16)])
+    assert bucket._parameters[0].grad.dtype is torch.bfloat16
+    assert bucket._parameters[0].grad.tolist() == [1, 1]
+
+
+def test_dtypes_do_not_share_buckets_and_narrow_ones_travel_in_float32():
+    tensors = numbered(
+        torch.zeros(2, dtype=torch.float64),
+        torch.zeros(2, dtype=torch.bfloat16),
+        torch.zeros(2, dtype=torch.float16),
+        torch.zeros(2),
+        torch.zeros(2, dtype=torch.complex64),
+    )
+    buckets, *_ = make_buckets("b", "last", tensors, report=0)
+    assert {tuple(sorted(b.numbers)): b.flat.dtype for b in buckets} == {
+        (0,): torch.float64,
+        (1, 2, 3, 4): torch.float32,
+    }
+
+
+def test_names_differ_and_only_the_last_bucket_has_the_extra_numbers():
+    tensors = numbered(*(torch.zeros(1 << 18) for _ in range(8)))
+    buckets, *_ = make_buckets("b", "last", tensors, report=5)
+    assert len({b.name for b in buckets}) == len(buckets) > 1
+    assert [b.extra.numel() for b in buckets] == [0] * (len(buckets) - 1) + [5]
+    assert 0 in buckets[-1].numbers
+
+
+def test_the_report_on_gradients_of_another_device_travels_in_the_hosts_memory():
+    tensors = numbered(torch.zeros(2, device="meta"), torch.zeros(3, device="meta"))
+    buckets, report, statistics = make_buckets("b", "last", tensors, report=5, statistics=2)
+    assert [b.flat.device.type for b in buckets] == ["meta", "meta", "cpu"]
+    assert (report.numbers.device.type, report.numbers.numel()) == ("cpu", 5)
+    assert (statistics.numbers.device.type, statistics.numbers.numel()) == ("meta", 2)
+
+
+def test_large_gradients_are_scaled_while_they_are_copied():
+    large, small = (Bucket("b", numbered(parameter(n), parameter(2))) for n in (1 << 18, 4))
+    for bucket, expected in (large, [0.5, 1]), (small, [1, 2]):
+        gradients = [torch.full_like(p, i + 1.0) for i, p in enumerate(bucket._parameters)]
+        bucket.pack(gradients, 0.5)
+        assert [bucket.flat[0].item(), bucket.flat[-1].item()] == expected

@@ -1,0 +1,63 @@
+import numpy as np
+import pytest
+
+from hvkit.frameworks.pytorch.gradients.step_report import Disagreement, ReportVector, StepReport
+
+
+def report(dense=(), sparse=(), outdated=(), trained=(0, 1, 2, 3)):
+    return StepReport(*map(frozenset, (dense, sparse, outdated, trained)))
+
+
+def encoded(steps, checksum=5, **kinds):
+    return ReportVector(4).encode(report(**kinds), checksum, steps).copy()
+
+
+def decoded(mean, size):
+    """As by a rank whose own report is another one."""
+    return ReportVector(4).decode(mean, size)
+
+
+@pytest.mark.parametrize("steps", [[3, 3, 3], [7, 8, 7], [0, 0, 1]])
+def test_the_report_holds_what_any_rank_had(steps):
+    ranks = [
+        encoded(steps[0], dense={0}),
+        encoded(steps[1], dense={0, 1}, sparse={2}, outdated={1}),
+        encoded(steps[2], sparse={2}),
+    ]
+    assert len(ranks[0]) == ReportVector(4).length
+    found, disagreement = decoded(np.mean(ranks, axis=0), size=3)
+    assert found == report(dense={0, 1}, sparse={2}, outdated={1})
+    assert disagreement == Disagreement(steps=len(set(steps)) > 1)
+
+
+@pytest.mark.parametrize("size", [2, 3, 7, 100, 1000])
+def test_one_rank_that_differs_is_noticed_among_many(size):
+    usual = encoded(7)
+
+    def seen(odd):
+        """What all ranks see: those that are as usual, and the one that is not."""
+        # As Horovod computes it.
+        mean = (usual * (size - 1) + odd) * np.float32(1 / size)
+        everyone = []
+        for steps in (7, 6):
+            vector = ReportVector(4)
+            vector.encode(report(), 5, steps)
+            everyone.append(vector.decode(mean, size))
+        assert everyone[0] == everyone[1]
+        return everyone[0][1]
+
+    assert seen(encoded(6)) == Disagreement(steps=True)
+    assert seen(encoded(7, trained=(0, 1, 3))) == Disagreement(frozen=True)
+    assert seen(encoded(7, checksum=5 + (1 << 20))) == Disagreement(checksums=True)
+    assert seen(usual) == Disagreement()
+
+
+def test_a_report_that_all_ranks_share_is_not_read_again():
+    vector, usual = ReportVector(4), report(dense={0, 1})
+    for steps in range(20):
+        mine = vector.encode(usual, 5, steps)
+        found, disagreement = vector.decode(mine.copy(), size=2)
+        assert found is usual
+        assert disagreement == Disagreement()
+    other = vector.encode(report(dense={2}), 6, 3).copy()
+    assert (other == encoded(3, checksum=6, dense={2})).all()

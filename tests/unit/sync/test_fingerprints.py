@@ -1,0 +1,173 @@
+"""Which tensors fingerprints distinguish, and the messages when those of the ranks differ."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from hvkit.frameworks.pytorch import checks
+from hvkit.sync import fingerprints
+from hvkit.sync.fingerprints import Compared, complaint, fingerprint, of_gradients
+
+
+def in_torch(array):
+    if array.dtype == ml_dtypes.bfloat16:
+        tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    else:
+        tensor = torch.from_numpy(array)
+    return checks._row(tensor).numpy()
+
+
+WAYS = pytest.mark.parametrize("row_of", [fingerprint, in_torch])
+DTYPES = ["float32", "float64", "float16", "complex64", "complex128", "int64", "int8", "bool"]
+
+
+def values(dtype, n=100):
+    return np.random.default_rng(0).normal(size=n).astype(dtype)
+
+
+@WAYS
+@pytest.mark.parametrize("dtype", [*DTYPES, ml_dtypes.bfloat16])
+def test_every_element_counts(row_of, dtype):
+    array = values(dtype)
+    rows = {row_of(array).tobytes()}
+    for i in range(len(array)):
+        other = array.copy()
+        other.view(np.uint8)[i * array.itemsize] ^= 1
+        rows.add(row_of(other).tobytes())
+    assert len(rows) == len(array) + 1
+
+
+@WAYS
+def test_exchanged_elements_and_rows_change_the_hash(row_of):
+    array = values("float32", 64).reshape(8, 8)
+    others = [array[::-1], array.T, array[:, ::-1], np.roll(array, 1)]
+    bits = {row_of(np.ascontiguousarray(each))[0] for each in [array, *others]}
+    assert len(bits) == 5
+
+
+@WAYS
+def test_exchanged_blocks_change_the_hash(row_of, monkeypatch):
+    for module in (fingerprints, checks):
+        monkeypatch.setattr(module, "BLOCK", 16)
+    array = values("float32", 64)
+    exchanged = np.concatenate([array[16:32], array[:16], array[32:]])
+    assert row_of(array)[0] != row_of(exchanged)[0]
+    assert np.isclose(row_of(array)[2:].view(np.float64)[0], (array.astype(float) ** 2).sum())
+
+
+@WAYS
+def test_equal_bits_have_equal_hashes_also_of_nan(row_of):
+    array = np.array([np.nan, np.inf, -0.0], np.float32)
+    assert (row_of(array) == row_of(array.copy())).all()
+    assert row_of(array)[0] != row_of(np.array([np.nan, np.inf, 0.0], np.float32))[0]
+    assert (row_of(np.empty(0, np.float32)) == 0).all()
+
+
+@WAYS
+@pytest.mark.parametrize("distance", [1e-6, 1e-3, 1.0])
+def test_the_projections_estimate_the_distance_of_tensors(row_of, distance):
+    random = np.random.default_rng(1)
+    array = values("float64", 1000)
+    estimates = []
+    for _ in range(200):
+        step = random.normal(size=array.shape)
+        step *= distance * np.linalg.norm(array) / np.linalg.norm(step)
+        rows = np.stack([row_of(array), row_of(array + step)])
+        estimates.append(fingerprints._distance(rows))
+    assert 0.8 < np.sqrt(np.mean(np.square(estimates))) / distance < 1.2
+
+
+@WAYS
+@pytest.mark.parametrize("n", [*range(1, 40), 1000])
+def test_the_same_change_of_every_element_is_not_rounding(row_of, n):
+    array = values("float32", n)
+    rows = np.array([[row_of(array)], [row_of(array + 1)]])
+    assert complaint(rows, [Compared("bias", 2.0**-23)], exact=False)[1]
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_tensors_are_compared_by_indices_and_values(layout):
+    one, two, three = torch.zeros(4, 4), torch.zeros(4, 4), torch.zeros(4, 4)
+    one[1, 2], two[2, 1], three[1, 2] = 1, 1, 2
+    kinds = [each.to_sparse(layout=layout) for each in (one, two, three, one.clone())]
+    rows = [checks._row(each).numpy().tobytes() for each in kinds]
+    assert len(set(rows)) == 3
+    assert rows[3] == rows[0]
+
+
+def test_expanded_and_strided_tensors_equal_contiguous_ones():
+    plain = torch.ones(4, 3)
+    for alike in (torch.ones(1, 3).expand(4, 3), torch.ones(3, 4).t(), torch.ones(8, 3)[::2]):
+        assert torch.equal(checks._row(alike), checks._row(plain))
+
+
+# Messages.
+
+
+def complaint_about(*ranks, exact=False, unit=2.0**-23):
+    """The complaint about tensors "a", "b"... that the ranks hold."""
+    everyone = np.array([[fingerprint(np.asarray(each)) for each in held] for held in ranks])
+    compared = [Compared(label, unit) for label, _ in zip("abcd", ranks[0], strict=False)]
+    return complaint(everyone, compared, exact)
+
+
+ONES = np.ones(50, np.float32)
+
+
+def test_equal_tensors_give_no_message():
+    assert complaint_about([ONES, ONES * 2], [ONES, ONES * 2], [ONES, ONES * 2], exact=True) == (
+        "",
+        False,
+    )
+
+
+def test_the_message_names_the_first_difference_and_the_ranks():
+    text, error = complaint_about(
+        [ONES, ONES, ONES], [ONES, ONES * 2, ONES], [ONES, ONES, ONES * 3]
+    )
+    assert error
+    assert text.startswith("b of rank 1 differs from that of rank 0 by about ")
+    text, _ = complaint_about([ONES], *[[ONES * 2]] * 7)
+    assert text.startswith("a of ranks 1, 2, 3, 4 and 3 more differs")
+
+
+def test_rounding_is_an_error_before_the_first_update_only():
+    next_to = np.nextafter(ONES, 2)
+    text, error = complaint_about([ONES], [next_to], exact=True)
+    assert "put back a copy of the weights" in text
+    assert error
+    assert "loaded or changed" in complaint_about([ONES], [ONES * 1.001], exact=True)[0]
+    text, error = complaint_about([ONES], [next_to])
+    assert "rounding" in text
+    assert not error
+
+
+def test_the_message_names_an_error_before_rounding():
+    text, error = complaint_about([ONES, ONES], [np.nextafter(ONES, 2), ONES * 1.01])
+    assert error
+    assert text.startswith("b of rank 1")
+
+
+def test_dtypes_with_few_digits_round_further():
+    array = values(ml_dtypes.bfloat16)
+    next_to = (array.view(np.uint16) + 1).view(array.dtype)
+    assert complaint_about([array], [next_to], unit=2.0**-23)[1]
+    assert not complaint_about([array], [next_to], unit=2.0**-7)[1]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_an_unknown_distance_is_an_error(value):
+    other = ONES.copy()
+    other[3] = value
+    text, error = complaint_about([ONES], [other])
+    assert error
+    assert "by about" not in text
+    assert complaint_about([ONES * 0], [ONES])[1]
+    assert complaint_about([np.arange(5)], [np.arange(5) + 1])[1]
+
+
+def test_zero_and_infinite_gradients_are_not_compared():
+    assert of_gradients([fingerprint(ONES), fingerprint(ONES * 0)])[1] == 1
+    for silent in ([], [ONES * 0], [ONES, ONES * np.nan], [ONES, ONES * np.inf]):
+        assert of_gradients([fingerprint(each) for each in silent])[1] == 0

@@ -1,0 +1,18 @@
+"""The sentence about gradients that are not finite, the same in PyTorch and in Keras."""
+
+import pytest
+
+from hvkit.sync.nonfinite import describe
+
+
+@pytest.mark.parametrize(
+    ("names", "listed"),
+    [
+        ("a", "parameter a"),
+        ("ab", "parameters a, b"),
+        ("abc", "parameters a, b, c"),
+        ("abcde", "parameters a, b, c and 2 more"),
+    ],
+)
+def test_up_to_three_parameters_are_named(names, listed):
+    assert describe([[], list(names)]) == f"rank 1 has a NaN or infinite gradient of {listed}"
