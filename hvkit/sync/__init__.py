@@ -3,7 +3,11 @@
 ::
 
     port           the steps of hvkit.distribute as a protocol; a record of what was distributed
-    shown_weights  hvkit.settled, for strategies whose ranks train alone
+    rounds         ends rounds of strategies that agree on weights
+    ├── round_ends     do all ranks end the same round, in the same way?
+    └── round_state    what a strategy keeps of each weight, as vectors
+    local_weights  the weights of ranks that train alone, as a port shows them, around each step
+    shown_weights  hvkit.settled: the weights that these ranks would agree on
     fingerprints   whether all ranks hold the same tensors
     buffers        what forward passes learn: do ranks differ, and is it averaged?
     nonfinite      the sentence about gradients that are NaN or infinite

@@ -12,7 +12,7 @@ from hvkit.frameworks.pytorch.checks import fingerprints_of
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.initial_state import own_elements
 from hvkit.frameworks.pytorch.modules import named_in
-from hvkit.frameworks.pytorch.weights.weight_keeper import flat_copy, write
+from hvkit.frameworks.pytorch.weights.parameters import flat_copy, set_flat
 from hvkit.sync.buffers import require_same_buffers, warn_of_integers
 from hvkit.sync.fingerprints import Compared, Rows
 
@@ -36,7 +36,7 @@ def average(modules: Sequence[nn.Module]) -> None:
         flats = [flat_copy(each) for each in group]
         mean = wire.wait(wire.start_mean(torch.cat(flats), f"hvkit.average_buffers.{number}"))
         for each, piece in zip(group, torch.split(mean, list(map(len, flats))), strict=True):
-            write(each, piece)
+            set_flat(each, piece)
     if first:
         rest = {n: b for n, b in held.items() if not (b.is_floating_point() or b.is_complex())}
         warn_of_integers(*_compared(rest))

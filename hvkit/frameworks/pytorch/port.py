@@ -42,14 +42,15 @@ from hvkit.frameworks.pytorch.refusals import (
     refuse_what_cannot_be_divided,
 )
 from hvkit.frameworks.pytorch.traced_steps import trace_steps
-from hvkit.frameworks.pytorch.weights.parameter_server import ServedModel
-from hvkit.frameworks.pytorch.weights.rounds import RoundKeeper
-from hvkit.frameworks.pytorch.weights.weight_keeper import is_kept
+from hvkit.frameworks.pytorch.weights.agreements import Agreements
+from hvkit.frameworks.pytorch.weights.parameters import Parameters, SteppedOptimizer, is_kept
 from hvkit.host.run_reports import timeline_wanted
 from hvkit.learning_rate import Multiplier
+from hvkit.parameter_server.worker import ServedModel
 from hvkit.strategies import FullyShard, ParameterServer, ShardedOptimizer
 from hvkit.strategies.strategy import Averaging, Rounds
 from hvkit.sync.port import Keeper, Options, Record, warn_of_own_batches
+from hvkit.sync.rounds import RoundKeeper
 
 # Numbers the reducers; ranks call distribute in the same order.
 _serial = itertools.count()
@@ -153,12 +154,12 @@ class PyTorchPort:
         keeper: GradientReducer | RoundKeeper | ServedModel
         keeps_state = True
         if isinstance(strategy := self.options.strategy, Rounds):
-            keeper = RoundKeeper(
-                strategy, self.parameters.values(), name, checks, compression, statistics
-            )
+            weights = Parameters(self.parameters.values(), checks, statistics)
+            agreements = Agreements(weights, name, compression)
+            keeper = RoundKeeper(strategy, weights, name, agreements, compression)
         elif isinstance(strategy, ParameterServer):
-            parameters = self.parameters.values()
-            keeper = ServedModel(strategy, parameters, name, checks, statistics)
+            weights = Parameters(self.parameters.values(), checks, statistics)
+            keeper = ServedModel(strategy, weights, name)
         else:
             assert isinstance(strategy, Averaging)
             travels = strategy.travels(compression)
@@ -268,7 +269,11 @@ class PyTorchPort:
             each.add_param_group = functools.partial(  # type: ignore[method-assign]
                 add_and_adopt, each.add_param_group
             )
-        keeper.watch(optimizers, adopt)
+        if isinstance(keeper, GradientReducer):
+            keeper.watch(optimizers, adopt)
+        else:
+            assert isinstance(keeper.weights, Parameters)
+            keeper.watch(SteppedOptimizer(optimizers, keeper.weights), adopt)
 
 
 _bytes_not_looked_for = 0

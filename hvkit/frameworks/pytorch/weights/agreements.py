@@ -2,53 +2,101 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Container, Generator
 from typing import Any
 
+import numpy as np
 import torch
 
-from hvkit.communication.exchanges import Mean, Messages, Neighbours, by_rank, circle
+from hvkit.communication.exchanges import Mean, Messages, Neighbours, Place, by_rank, circle
+from hvkit.compression import Compression
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.gradients.buckets import Bucket
 from hvkit.frameworks.pytorch.gradients.compressed_buckets import CompressedBucket, CompressionState
+from hvkit.frameworks.pytorch.weights.parameters import Parameters
+
+Flow = Generator[Mean | Neighbours, Any, Any]
 
 
-class Agreement:
-    """An agreement that has begun on some weights of one dtype.
+class Agreements:
+    """Agreements on the weights of one model; implements ``hvkit.sync.rounds.Agreements``.
+
+    Args:
+        parameters: of the model.
+        name: the same on every rank, and no other model's.
+        compression: of float32 vectors, if there is one.
+    """
+
+    def __init__(
+        self, parameters: Parameters, name: str, compression: Compression | None = None
+    ) -> None:
+        self._wire = Wire("weights")
+        self.place: Place = self._wire
+        self._parameters = parameters
+        self._name = name
+        self._sent = CompressionState(compression) if compression else None
+
+    def start(self, flow: Flow, values: torch.Tensor, numbers: list[int]) -> _Agreement:
+        parameters = self._parameters.in_order
+        members: list[tuple[int, torch.Tensor]] = [(i, parameters[i]) for i in numbers]
+        name = f"{self._name}.weights.{numbers[0]}"
+
+        def bucket(dtype: torch.dtype) -> Bucket:
+            if self._sent and self._sent.suits(dtype):
+                return CompressedBucket(name, members, self._sent)
+            return Bucket(name, members)
+
+        return _Agreement(flow, values, numbers, name, bucket, self._wire)
+
+    def commit(self, numbers: Container[int]) -> None:
+        if self._sent:
+            self._sent.commit(numbers)
+
+    def clear(self) -> None:
+        if self._sent:
+            self._sent.kept.clear()
+
+    def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
+        return self._sent.arrays(self._sent.compression.common) if self._sent else {}
+
+    def own_arrays(self) -> dict[str, np.ndarray[Any, Any]]:
+        return self._sent.arrays(self._sent.compression.own) if self._sent else {}
+
+    def load(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
+        if self._sent:
+            self._sent.load(arrays, self._parameters.in_order)
+
+
+class _Agreement:
+    """An agreement that has begun.
 
     Args:
         flow: the strategy's generator.
-        weights: this rank's, one after the other, as the flow has them.
-        members: numbers and parameters of the weights.
+        values: of the weights, one after the other, as the flow has them.
+        numbers: of the weights.
         name: the same on every rank, and no other agreement's that runs at the same time.
+        bucket: makes one that carries a mean of vectors of some dtype.
         wire: counts the bytes.
-        sent: of the compression of float32 vectors, if there is one.
-
-    Attributes:
-        numbers: of the parameters.
-        weights: as given.
     """
 
     def __init__(
         self,
-        flow: Generator[Mean | Neighbours, Any, Any],
-        weights: torch.Tensor,
-        members: Sequence[tuple[int, torch.Tensor]],
+        flow: Flow,
+        values: torch.Tensor,
+        numbers: list[int],
         name: str,
+        bucket: Callable[[torch.dtype], Bucket],
         wire: Wire,
-        sent: CompressionState | None,
     ) -> None:
-        self.numbers = [number for number, _ in members]
-        self.weights = weights
+        self.numbers = numbers
+        self.values = values
         self._flow = flow
-        self._wire = wire
         self._name = name
-        self._members = members
-        self._sent = sent
+        self._bucket = bucket
+        self._wire = wire
         self._running = self._start(next(flow))
 
     def result(self) -> Any:
-        """Wait for the other ranks, and return what the strategy returns."""
         while True:
             try:
                 self._running = self._start(self._flow.send(self._running.result()))
@@ -58,11 +106,7 @@ class Agreement:
     def _start(self, exchange: Mean | Neighbours) -> _RunningMean | _RunningMessages:
         match exchange:
             case Mean(vector):
-                if self._sent and self._sent.suits(vector.dtype):
-                    bucket: Bucket = CompressedBucket(self._name, self._members, self._sent)
-                else:
-                    bucket = Bucket(self._name, self._members)
-                return _RunningMean(vector, bucket, self._wire)
+                return _RunningMean(vector, self._bucket(vector.dtype), self._wire)
             case Neighbours():
                 return _RunningMessages(exchange, self._wire, self._name)
 

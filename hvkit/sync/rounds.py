@@ -1,44 +1,24 @@
 """Ends rounds of a strategy that agrees on weights: after so many steps of an optimizer.
 
-A step that ``GradScaler`` skips counts, too: an overflow on one rank must not move the ends of its
-rounds against those of the others.
-
-With ``overlap`` the agreement runs beside the first steps of the next round. What it then adds to
-the weights is how it has changed those at the end of the round, so no step in between is lost.
+With ``overlap`` the agreement runs while the next round begins. What it then adds to the weights is
+how it has changed those at the end of the round, so no step in between is lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Container, Generator, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from hvkit.communication import collectives
+from hvkit.communication.exchanges import Mean, Neighbours, Place
 from hvkit.compression import Compression
 from hvkit.errors import RanksDisagreeError
-from hvkit.frameworks.pytorch.batch_norm import RunningStatistics
-from hvkit.frameworks.pytorch.checks import Checks
-from hvkit.frameworks.pytorch.collectives.wire import Wire
-from hvkit.frameworks.pytorch.gradients.compressed_buckets import CompressionState
-from hvkit.frameworks.pytorch.gradients.step_report import checksum_of_rates
-from hvkit.frameworks.pytorch.weights.agreements import Agreement
-from hvkit.frameworks.pytorch.weights.round_ends import (
-    STEP,
-    RoundEnd,
-    require_same_end,
-    require_same_trained,
-)
-from hvkit.frameworks.pytorch.weights.round_state import RoundState
-from hvkit.frameworks.pytorch.weights.weight_keeper import (
-    WeightKeeper,
-    parameters_of,
-    write,
-)
-from hvkit.strategies.strategy import Rounds
+from hvkit.strategies.strategy import Rounds, Vector
+from hvkit.sync.local_weights import LocalWeights, SteppedOptimizer, Weights, pieces
+from hvkit.sync.round_ends import RoundEnd, require_same_end, require_same_trained
+from hvkit.sync.round_state import RoundState
 from hvkit.sync.shown_weights import arrive_before_exit, require_equal_steps
 from hvkit.watch.calls import call
 
@@ -46,28 +26,75 @@ from hvkit.watch.calls import call
 _SENT = "sent-"
 
 
+class Agreement(Protocol):
+    """An agreement that has begun on some weights.
+
+    Attributes:
+        numbers: of the weights.
+        values: of the weights when it began.
+    """
+
+    numbers: list[int]
+    values: Vector
+
+    def result(self) -> Any:
+        """Wait for the other ranks, and return what the strategy returns."""
+
+
+class Agreements(Protocol):
+    """Carries out what strategies need from the other ranks."""
+
+    place: Place
+    """This rank's among all ranks."""
+
+    def start(
+        self, flow: Generator[Mean | Neighbours, Any, Any], values: Vector, numbers: list[int]
+    ) -> Agreement:
+        """Begin an agreement; every rank must begin and wait for the same ones, in the same order.
+
+        Args:
+            flow: the strategy's generator.
+            values: of some weights of one kind.
+            numbers: of these.
+        """
+
+    def commit(self, numbers: Container[int]) -> None:
+        """Keep what the compression has not sent of these weights; forget it of all others."""
+
+    def clear(self) -> None:
+        """Forget what the compression keeps."""
+
+    def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
+        """What the compression keeps that is the same on every rank, for a checkpoint."""
+
+    def own_arrays(self) -> dict[str, np.ndarray[Any, Any]]:
+        """What it keeps on this rank, for a checkpoint."""
+
+    def load(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
+        """Set what ``arrays`` or ``own_arrays`` returned."""
+
+
 class _Round(NamedTuple):
-    """A round that ends beside training.
+    """A round whose agreements overlap with the next one.
 
     Attributes:
         end: how this rank ends it.
-        agreements: on all its parameters, some at a time.
+        agreements: on all its weights, some at a time.
     """
 
     end: RoundEnd
     agreements: list[Agreement]
 
 
-class RoundKeeper(WeightKeeper):
+class RoundKeeper(LocalWeights):
     """Ends the rounds of the optimizers of one model.
 
     Args:
         strategy: what the ranks agree on.
-        parameters: in the same order on every rank.
-        name: the same on every rank, and no other keeper's.
-        checks: what the ranks compare before their first step.
+        weights: of the model.
+        name: the same on every rank, and no other model's.
+        agreements: carries out what the strategy needs.
         compression: how float32 vectors travel; None for as they are.
-        statistics: of normalisation layers, averaged where ranks agree on the same weights.
     """
 
     equal_steps = True
@@ -75,21 +102,21 @@ class RoundKeeper(WeightKeeper):
     def __init__(
         self,
         strategy: Rounds,
-        parameters: Iterable[nn.Parameter],
+        weights: Weights,
         name: str,
-        checks: Checks,
+        agreements: Agreements,
         compression: Compression | None = None,
-        statistics: RunningStatistics | None = None,
     ) -> None:
+        super().__init__(weights, name)
         self.strategy = strategy
         self.compression = compression
-        self._wire = Wire("weights")
-        self._sent = CompressionState(compression) if compression else None
+        self._agreements = agreements
+        self._state = RoundState(strategy, weights)
         # Numbers of those that may differ between ranks.
         self._trained: set[int] = set()
         # Numbers of those that the script has set on this rank between two rounds.
         self._rebased: set[int] = set()
-        # Agreements that run beside training.
+        # Rounds whose agreements overlap with the one that trains.
         self._running: list[_Round] = []
         # Steps that each optimizer has taken in this round, rounds that it has ended, and steps
         # since the script began, which no checkpoint holds.
@@ -97,37 +124,35 @@ class RoundKeeper(WeightKeeper):
         self._rounds: list[int] = []
         self._taken: list[int] = []
         self._begun = False
-        super().__init__(parameters, name, checks, statistics)
-        self._state = RoundState(strategy, self._parameters)
 
-    def add(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Agree on more parameters; the same ones on every rank, with the same values."""
-        known = len(self._parameters)
-        super().add(parameters)
-        for i in range(known, len(self._parameters)) if self._begun else ():
+    def add(self, weights: Iterable[Any]) -> None:
+        """Agree on more weights; the same ones on every rank, with the same values."""
+        known = len(self.weights)
+        super().add(weights)
+        for i in range(known, len(self.weights)) if self._begun else ():
             self._state.begin(i)
 
-    def watch(self, optimizers: Sequence[Optimizer], adopt: Callable[[], bool]) -> None:
+    def watch(self, optimizer: SteppedOptimizer, adopt: Callable[[], bool]) -> None:
         """End a round after every so many steps of an optimizer.
 
         Args:
-            optimizers: one that updates some of the parameters, and those inside it.
-            adopt: adds parameters that are new in the optimizers.
+            optimizer: one that updates some of the weights.
+            adopt: adds weights that are new in the optimizer.
         """
         self._steps.append(0)
         self._rounds.append(0)
         self._taken.append(0)
-        super().watch(optimizers, adopt)
+        super().watch(optimizer, adopt)
 
     def _before_step(self, number: int) -> None:
         self._begin_all()
         if not self._steps[number]:
-            self._rebase({self._number[p] for p in parameters_of(self._optimizer(number))})
+            self._rebase(self._optimizers[number].held())
 
     def _rebase(self, numbers: Iterable[int]) -> None:
         """Begin the round with weights that the script has set since the last agreement.
 
-        The ranks compare them when they meet next: this is no collective.
+        The ranks compare them at the next agreement: this is no collective.
         """
         if not self.strategy.alike:
             return  # where they count as a change like any other
@@ -136,7 +161,6 @@ class RoundKeeper(WeightKeeper):
                 self._state.rebase(i)
                 self._rebased.add(i)
 
-    @torch.no_grad()
     def _make_rebased_same(self, point: str, rebased: Iterable[Iterable[int]]) -> None:
         """Make the weights that ranks have set between rounds the same on all; a collective.
 
@@ -151,32 +175,29 @@ class RoundKeeper(WeightKeeper):
         if not numbers:
             return
         anchors = {i: anchor for i in numbers if (anchor := self._state.anchor(i)) is not None}
-        held = [(i, self._parameters[i], anchor) for i, anchor in anchors.items()]
-        if not self._checks.require_same(point, ", set between two rounds,", held):
-            for together in self._state.pieces(numbers):
-                mean = torch.cat([anchors[i] for i in together])
-                name = f"{self._name}.anchor.{together[0]}"
-                self._wire.wait(self._wire.start_mean(mean, name))
+        if not self.weights.require_close(point, ", set between two rounds,", anchors):
+            for together in pieces(self.weights, numbers):
+                own = self.weights.join([anchors[i] for i in together])
+                mean = self.weights.mean(own, f"{self._name}.anchor.{together[0]}")
                 for i, anchor in self._state.split(together, mean):
                     self._state.rebase(i, anchor)
                     if i not in self._trained:  # the end of the round does not set it
-                        write(self._parameters[i], anchor)
+                        self.weights.write(i, anchor)
         self._rebased.difference_update(numbers)
 
     def _begin_all(self) -> None:
-        """Before the first step: make sure that the ranks are alike, and begin; a collective."""
+        """Before the first step: make sure that the ranks are equal, and begin; a collective."""
         if self._begun:
             return
-        self._require_alike(_label(self._living()[0]))
+        self._require_equal(self._optimizers[0].call)
         self._begun = True
-        for i in range(len(self._parameters)):
+        for i in range(len(self.weights)):
             self._state.begin(i)
 
-    def _require_alike(self, label: str) -> None:
+    def _require_equal(self, point: str) -> None:
         """Raise on every rank unless all hold the same weights; a collective."""
-        with call(label, 1, self._name):
-            self._checks.send(0, self._parameters)
-            self._checks.receive(0)
+        with call(point, 1, self._name):
+            self.weights.require_equal()
 
     def begin_anew(self) -> None:
         """Begin with the weights that the ranks hold now, the same on all; forget all rounds."""
@@ -184,37 +205,30 @@ class RoundKeeper(WeightKeeper):
         self._state.clear()
         self._trained.clear()
         self._rebased.clear()
-        if self._sent:
-            self._sent.kept.clear()
+        self._agreements.clear()
         self._steps = [0] * len(self._steps)
         self._begun = False
 
     def _end_step(self, number: int) -> None:
-        optimizer = self._optimizer(number)
-        # Momentum moves a parameter that was frozen, as long as it has a gradient.
-        self._trained.update(
-            self._number[p]
-            for p in parameters_of(optimizer)
-            if p.requires_grad or p.grad is not None
-        )
+        optimizer = self._optimizers[number]
+        held = optimizer.held()
+        self._trained.update(optimizer.trained())
         self._steps[number] += 1
         self._taken[number] += 1
-        held = {self._number[p] for p in parameters_of(optimizer)}
         step = self._taken[number]
         if self.strategy.overlap and self._steps[number] == self.strategy.overlap:
-            with call(_label(optimizer), step, self._name):
-                self._add_due(held)
+            with call(optimizer.call, step, self._name):
+                self._add_pending(held)
         if self._steps[number] < self.strategy.every:
             return
         self._rounds[number] += 1
-        with call(_label(optimizer), step, self._name):
+        with call(optimizer.call, step, self._name):
             changed = sorted(held & self._trained)
-            self._add_due(changed)  # that other optimizers change, too
+            self._add_pending(changed)  # of rounds of other optimizers, too
             end = self._end_of_round(number, held, changed)
             if self.strategy.overlap:
-                self._running.append(
-                    _Round(end, list(map(self._start, self._state.pieces(changed))))
-                )
+                begun = [self._start(together) for together in pieces(self.weights, changed)]
+                self._running.append(_Round(end, begun))
                 arrive_before_exit(self)
             else:
                 self._require_same_round(end)
@@ -227,28 +241,25 @@ class RoundKeeper(WeightKeeper):
 
     def _end_of_round(self, number: int, held: set[int], changed: list[int]) -> RoundEnd:
         # Of this optimizer alone: whether others are gone already depends on the rank.
-        rates = checksum_of_rates([self._optimizer(number)])
+        rates = self._optimizers[number].checksum_of_rates()
         rebased = sorted(held & self._rebased)
         return RoundEnd(self._name, number, self._rounds[number], changed, rates, rebased)
 
     def _require_same_round(self, end: RoundEnd) -> None:
         """Raise on every rank unless all end the same round in the same way; a collective."""
-        stepping = self._optimizers[end.number]()
-        everyone = require_same_end(end, stepping, self._parameters, self._checks.label)
-        self._make_rebased_same(STEP, [theirs.rebased for theirs in everyone])
+        everyone = require_same_end(end, self._optimizers[end.number], self.weights)
+        self._make_rebased_same(self.weights.step_call, [theirs.rebased for theirs in everyone])
 
-    @torch.no_grad()
     def _agree(self, numbers: Sequence[int]) -> None:
-        """End the round of some parameters; a collective."""
-        for together in self._state.pieces(numbers):
+        """End the round of some weights; a collective."""
+        for together in pieces(self.weights, numbers):
             self._state.write(together, self._end(self._start(together)))
 
-    @torch.no_grad()
     def arrive(self, numbers: Container[int] | None = None) -> None:
-        """Wait for the agreements that run beside training; a collective.
+        """Wait for the agreements that overlap with training; a collective.
 
         Args:
-            numbers: of parameters, for the agreements on any of these; None for all.
+            numbers: of weights, for the agreements on any of these; None for all.
         """
         for each in list(self._running):
             agreements = each.agreements
@@ -257,56 +268,49 @@ class RoundKeeper(WeightKeeper):
                 self._running.remove(each)
                 self._require_same_round(each.end)
                 for agreement in agreements:
-                    change = self._end(agreement) - agreement.weights
-                    self._state.due.update(self._state.split(agreement.numbers, change))
+                    change = self._end(agreement) - agreement.values
+                    self._state.pending.update(self._state.split(agreement.numbers, change))
 
-    @torch.no_grad()
-    def _add_due(self, numbers: Collection[int]) -> None:
-        """Wait, and add what the agreements have changed to the weights of some parameters."""
+    def _add_pending(self, numbers: Collection[int]) -> None:
+        """Wait, and add what the agreements have changed to some weights."""
         self.arrive(numbers)
-        self._state.add_due(numbers)
+        self._state.add_pending(numbers)
 
-    @torch.no_grad()
     def _show_agreed(self) -> None:
         self.arrive()
         # Also what an optimizer has changed that the script no longer has.
-        for together in self._state.pieces(sorted(self._trained)):
-            settled = self._start(together, self.strategy.settle).result()
-            for i, weights in self._state.split(together, settled):
-                write(self._parameters[i].data, weights)
-        if self._sent:
-            self._sent.commit(())
+        for together in pieces(self.weights, sorted(self._trained)):
+            agreed = self._start(together, self.strategy.settle).result()
+            for i, values in self._state.split(together, agreed):
+                self.weights.show(i, values)
+        self._agreements.commit(())
         self._average_statistics(keep=False)
 
-    @torch.no_grad()
     def _start(self, together: list[int], flow: Callable[..., Any] | None = None) -> Agreement:
-        """Begin what the strategy's ``agree``, or another flow of it, does to some parameters."""
-        weights = self._state.weights(together)
-        begun = (flow or self.strategy.agree)(weights, self._state.kept(together), self._wire)
-        members: list[tuple[int, torch.Tensor]] = [(i, self._parameters[i]) for i in together]
-        name = f"{self._name}.weights.{together[0]}"
-        return Agreement(begun, weights, members, name, self._wire, self._sent)
+        """Begin what the strategy's ``agree``, or another flow of it, does to some weights."""
+        values = self._state.values(together)
+        agree = flow or self.strategy.agree
+        begun = agree(values, self._state.kept(together), self._agreements.place)
+        return self._agreements.start(begun, values, together)
 
-    def _end(self, agreement: Agreement) -> torch.Tensor:
-        """Wait for an agreement, keep its state, and return the weights of the next round."""
-        weights: torch.Tensor
-        weights, state = agreement.result()
+    def _end(self, agreement: Agreement) -> Vector:
+        """Wait for an agreement, keep its state, and return the values of the next round."""
+        values, state = agreement.result()
         self._state.keep(agreement.numbers, state)
-        if self._sent:
-            self._sent.commit(agreement.numbers)
-        return weights
+        self._agreements.commit(agreement.numbers)
+        return values
 
     def _meet(self) -> bool:
         require_equal_steps(self._steps)
         if self._begun:
-            self._rebase(range(len(self._parameters)))
+            self._rebase(range(len(self.weights)))
         mine = sorted(self._trained), sorted(self._rebased)
         trained, rebased = zip(*collectives.gather("hvkit.settled", mine), strict=True)
-        require_same_trained(trained, self._parameters, self._checks.label)
+        require_same_trained(trained, self.weights)
         self._make_rebased_same("hvkit.settled", rebased)
         if not self._begun:  # the script may have changed weights without an optimizer
             try:
-                self._require_alike("hvkit.settled")
+                self._require_equal("hvkit.settled")
             except RanksDisagreeError as error:
                 error.add_note(
                     "No optimizer that was passed to hvkit.distribute has taken a step, so the "
@@ -316,13 +320,11 @@ class RoundKeeper(WeightKeeper):
         return any(self._steps) or not self.strategy.alike
 
     def state(self) -> dict[str, np.ndarray[Any, Any]]:
-        """What a checkpoint saves, the same on every rank: by state and parameter, and counts."""
-        arrays = self._state.arrays()
-        if self._sent:
-            sent = self._sent.arrays(self._sent.compression.common)
-            arrays |= {f"{_SENT}{key}": array for key, array in sent.items()}
+        """What a checkpoint saves, the same on every rank: by state and weight, and counts."""
+        sent = {f"{_SENT}{key}": array for key, array in self._agreements.arrays().items()}
         counts = np.array([self._steps, self._rounds], np.int64)
-        return {**arrays, "counts": counts, "trained": np.array(sorted(self._trained), np.int64)}
+        trained = np.array(sorted(self._trained), np.int64)
+        return {**self._state.arrays(), **sent, "counts": counts, "trained": trained}
 
     def load_state(self, arrays: dict[str, np.ndarray[Any, Any]], *, in_round: bool) -> None:
         """Set what ``state`` returned.
@@ -336,13 +338,10 @@ class RoundKeeper(WeightKeeper):
         counts = arrays["counts"].tolist()
         if len(counts[0]) != len(self._optimizers):
             raise ValueError(f"it has {len(counts[0])} optimizers, here are {len(self._steps)}")
-        if self._sent:
-            sent = {k.removeprefix(_SENT): a for k, a in arrays.items() if k.startswith(_SENT)}
-            self._sent.load(sent, self._parameters)
-        counted = ("counts", "trained")
-        self._state.load(
-            {k: a for k, a in arrays.items() if k not in counted and not k.startswith(_SENT)}
-        )
+        sent = {key for key in arrays if key.startswith(_SENT)}
+        self._agreements.load({key.removeprefix(_SENT): arrays[key] for key in sent})
+        others = sent | {"counts", "trained"}
+        self._state.load({key: array for key, array in arrays.items() if key not in others})
         if in_round:
             self._steps, self._rounds = counts
             self._trained = set(arrays["trained"].tolist())
@@ -352,20 +351,13 @@ class RoundKeeper(WeightKeeper):
         # Each rank has its own optimizer state again, and in a round also its own weights.
         self._begun = in_round
         if in_round:
-            for i in range(len(self._parameters)):
+            for i in range(len(self.weights)):
                 self._state.begin(i)
 
     def own_state(self) -> dict[str, np.ndarray[Any, Any]]:
-        """What a checkpoint saves for each rank: residuals, and what is due to its weights."""
-        sent = self._sent.arrays(self._sent.compression.own) if self._sent else {}
-        return self._state.own_arrays() | sent
+        """What a checkpoint saves for each rank: residuals, and what is pending for its weights."""
+        return self._state.own_arrays() | self._agreements.own_arrays()
 
     def load_own_state(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
         """Set what ``own_state`` returned on this rank."""
-        sent = self._state.load_own(arrays)
-        if self._sent:
-            self._sent.load(sent, self._parameters)
-
-
-def _label(optimizer: Optimizer) -> str:
-    return f"{type(optimizer).__name__}.step()"
+        self._agreements.load(self._state.load_own(arrays))

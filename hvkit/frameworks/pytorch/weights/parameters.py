@@ -1,0 +1,224 @@
+"""The parameters of a PyTorch model as vectors, and its optimizers' steps, for local training."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from hvkit.frameworks.pytorch.batch_norm import RunningStatistics
+from hvkit.frameworks.pytorch.checks import Checks
+from hvkit.frameworks.pytorch.collectives.wire import Wire
+from hvkit.frameworks.pytorch.gradients import step_report
+from hvkit.frameworks.pytorch.gradients.buckets import like, wire_dtype
+from hvkit.frameworks.pytorch.optimizers import OutermostStep, around_scaled_steps
+
+
+class Parameters:
+    """The parameters of a model, by number; implements ``hvkit.sync.local_weights.Weights``.
+
+    Args:
+        parameters: in the same order on every rank.
+        checks: what the ranks compare before their first step.
+        statistics: of normalisation layers, averaged with the weights.
+    """
+
+    step_call = "optimizer.step()"
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        checks: Checks,
+        statistics: RunningStatistics | None,
+    ) -> None:
+        self._checks = checks
+        self._statistics = statistics
+        self._wire = Wire("weights")
+        self._number: dict[torch.Tensor, int] = {}
+        self.in_order: list[nn.Parameter] = []
+        self.add(parameters)
+
+    def add(self, weights: Iterable[nn.Parameter]) -> None:
+        for p in weights:
+            self._number[p] = len(self.in_order)
+            self.in_order.append(p)
+
+    def __len__(self) -> int:
+        return len(self.in_order)
+
+    def __contains__(self, weight: torch.Tensor) -> bool:
+        return weight in self._number
+
+    def number(self, parameter: torch.Tensor) -> int:
+        return self._number[parameter]
+
+    def label(self, i: int) -> str:
+        return self._checks.label(i, self.in_order[i])
+
+    def length(self, i: int) -> int:
+        return self.in_order[i].numel() * (2 if self.in_order[i].is_complex() else 1)
+
+    def nbytes(self, i: int) -> int:
+        return self.in_order[i].nbytes
+
+    def kinds(self, numbers: Iterable[int]) -> list[list[int]]:
+        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for i in numbers:
+            p = self.in_order[i]
+            if p.is_floating_point() or p.is_complex():
+                kinds.setdefault((wire_dtype(p.dtype), p.device), []).append(i)
+        return list(kinds.values())
+
+    def read(self, i: int) -> torch.Tensor:
+        return flat_copy(self.in_order[i])
+
+    def write(self, i: int, vector: torch.Tensor) -> None:
+        set_flat(self.in_order[i], vector)
+
+    def show(self, i: int, vector: torch.Tensor) -> None:
+        # Not known to autograd: a graph that still needs its backward pass may hold the parameter.
+        set_flat(self.in_order[i].data, vector)
+
+    def holds(self, i: int, vector: torch.Tensor) -> bool:
+        p = self.in_order[i].detach()
+        return torch.equal(p, like(p, vector).to(p.dtype))
+
+    def join(self, vectors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(list(vectors))
+
+    def split(self, vector: torch.Tensor, numbers: Sequence[int]) -> Sequence[torch.Tensor]:
+        return torch.split(vector, [self.length(i) for i in numbers])
+
+    def to_numpy(self, vector: torch.Tensor) -> np.ndarray[Any, Any]:
+        array: np.ndarray[Any, Any] = vector.cpu().numpy()
+        return array
+
+    def from_numpy(self, array: np.ndarray[Any, Any], i: int) -> torch.Tensor:
+        return torch.tensor(array, device=self.in_order[i].device)
+
+    def mean(self, vector: torch.Tensor, name: str) -> torch.Tensor:
+        return self._wire.wait(self._wire.start_mean(vector, name))
+
+    def values(self) -> list[tuple[Any, Any]]:
+        values: list[tuple[Any, Any]] = [(p, p.detach().clone()) for p in self.in_order]
+        if self._statistics:
+            values.append((self._statistics, self._read_statistics(self._statistics)))
+        return values
+
+    def set_values(self, values: list[tuple[Any, Any]]) -> None:
+        for thing, value in values:
+            if isinstance(thing, RunningStatistics):
+                thing.write(value, also_in_evaluation=True)
+            else:
+                thing.data.copy_(value)
+
+    def average_statistics(self, name: str, *, keep: bool) -> None:
+        if self._statistics:
+            mean, wire = self._read_statistics(self._statistics), Wire("batch norm")
+            wire.wait(wire.start_mean(mean, name))
+            self._statistics.write(mean, also_in_evaluation=not keep)
+
+    def _read_statistics(self, statistics: RunningStatistics) -> torch.Tensor:
+        vector = torch.zeros(statistics.length, device=self.in_order[0].device)
+        statistics.read_into(vector)
+        return vector
+
+    def require_equal(self) -> None:
+        self._checks.send(0, self.in_order)
+        self._checks.receive(0)
+
+    def require_close(self, call: str, note: str, vectors: Mapping[int, torch.Tensor]) -> bool:
+        held = [(i, self.in_order[i], vector) for i, vector in vectors.items()]
+        return self._checks.require_same(call, note, held)
+
+    def refuse_others(self, optimizers: Sequence[Optimizer], call: str) -> None:
+        """Raise if ranks train other parameters, or at other rates; a collective."""
+        step_report.refuse_other_parameters(self.in_order, self._checks.label, call)
+        step_report.refuse_other_rates(optimizers, call)
+
+
+class SteppedOptimizer:
+    """An optimizer whose steps change parameters that ranks train alone.
+
+    Implements ``hvkit.sync.local_weights.SteppedOptimizer``. It refers to the optimizer weakly,
+    because hooks of the optimizer lead here.
+
+    Args:
+        optimizers: one that updates some of the parameters, and those inside it.
+        parameters: of the model.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], parameters: Parameters) -> None:
+        self.call = f"{type(optimizers[0]).__name__}.step()"
+        self._parameters = parameters
+        self._optimizers = [weakref.ref(each) for each in optimizers]
+        self._steps_ended = 0
+
+    def attach(self, before: Callable[[], None], after: Callable[[], None]) -> None:
+        def ended() -> None:
+            self._steps_ended += 1
+            after()
+
+        def count_scaled_step(scaler: Any, step: Callable[[], Any]) -> Any:
+            """Let ``GradScaler`` step or skip, and count both."""
+            count = self._steps_ended
+            result = step()
+            if self._steps_ended == count:
+                before()
+                ended()
+            return result
+
+        _in_local_training.add(self._parameters)
+        step = OutermostStep(before, ended)
+        for reference in self._optimizers:
+            if (optimizer := reference()) is not None:
+                step.attach(optimizer)
+                around_scaled_steps(optimizer, count_scaled_step)
+
+    def held(self) -> set[int]:
+        return {self._parameters.number(p) for p in self._updated()}
+
+    def trained(self) -> set[int]:
+        # Momentum moves a parameter that was frozen, as long as it has a gradient.
+        trained = (p for p in self._updated() if p.requires_grad or p.grad is not None)
+        return {self._parameters.number(p) for p in trained}
+
+    def checksum_of_rates(self) -> int:
+        return step_report.checksum_of_rates(self._living())
+
+    def refuse_differences(self, call: str) -> None:
+        self._parameters.refuse_others(self._living(), call)
+
+    def _living(self) -> list[Optimizer]:
+        """The optimizer, if the script still has it."""
+        optimizer = self._optimizers[0]()
+        return [] if optimizer is None else [optimizer]
+
+    def _updated(self) -> Iterator[torch.Tensor]:
+        return (p for each in self._living() for g in each.param_groups for p in g["params"])
+
+
+_in_local_training: weakref.WeakSet[Parameters] = weakref.WeakSet()
+
+
+def is_kept(parameter: torch.Tensor) -> bool:
+    """Whether a model whose ranks train alone has this parameter."""
+    return any(parameter in parameters for parameters in _in_local_training)
+
+
+def flat_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy as a vector, in the dtype in which it travels."""
+    plain = tensor.detach()
+    if plain.is_complex():
+        plain = torch.view_as_real(plain.resolve_conj())
+    return plain.reshape(-1).to(wire_dtype(tensor.dtype), copy=True)
+
+
+def set_flat(tensor: torch.Tensor, vector: torch.Tensor) -> None:
+    """Set a tensor from a vector that ``flat_copy`` has made."""
+    tensor.detach().copy_(like(tensor, vector))

@@ -1,0 +1,170 @@
+"""Exchanges the weights of a model with a parameter server, after each step.
+
+All weights that train are exchanged, whichever of the model's optimizers steps. A weight that
+begins to train later, or that the script adds later, joins in a collective before the first step
+that changes it. A step that a loss scale skips counts as a step without a change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hvkit.communication import collectives
+from hvkit.communication.collectives import require_equal
+from hvkit.parameter_server.client import Exchange, compare_iterations
+from hvkit.strategies.parameter_server import ParameterServer
+from hvkit.sync.local_weights import LocalWeights, Weights
+from hvkit.watch.calls import call
+
+Array = np.ndarray[Any, Any]
+
+# Begins the names of the server's weights in a checkpoint.
+_SERVED = "served."
+
+
+class _Vector(NamedTuple):
+    """Weights that travel together.
+
+    Attributes:
+        numbers: of the weights.
+        read: their values as this rank holds them since its last exchange, one after the other.
+    """
+
+    numbers: list[int]
+    read: Array
+
+
+class ServedModel(LocalWeights):
+    """Exchanges the weights of one model with the server. Making it is a collective.
+
+    Args:
+        strategy: how far ranks may be ahead.
+        weights: of the model.
+        name: the same on every rank, and no other model's.
+    """
+
+    compression = None
+    equal_steps = False
+
+    def __init__(self, strategy: ParameterServer, weights: Weights, name: str) -> None:
+        super().__init__(weights, name)
+        self.strategy = strategy
+        self._exchange = Exchange(strategy)
+        self._vectors: list[_Vector] = []
+        # The mean over ranks of what scripts have changed since the last exchange, by vector, as of
+        # the last collective.
+        self._unsent: list[Array] = []
+        self._served: set[int] = set()
+        # The server's weights by number: those of a checkpoint until the first step, and those that
+        # were shown last.
+        self._resumed: dict[int, Array] = {}
+        self._shown: dict[int, Array] = {}
+
+    def _before_step(self, number: int) -> None:
+        """Have the server hold the weights that this step is the first to train.
+
+        A collective if there are any; before the first step also a comparison of the ranks.
+        """
+        trained = dict.fromkeys(i for each in self._optimizers for i in sorted(each.trained()))
+        new = [i for i in trained if i not in self._served]
+        if not new and self._exchange.begun:
+            return
+        with call(self._optimizers[number].call, self._steps_ended + 1, self._name):
+            self._require_same(new)
+            if not self._exchange.begun and not self._resumed:
+                self.weights.require_equal()
+            kinds = self.weights.kinds(new)
+            values = [[self._served_value(i) for i in kind] for kind in kinds]
+            self._exchange.add([np.concatenate(each) for each in values])
+        self._vectors += [_Vector(kind, self._held(kind)) for kind in kinds]
+        self._served.update(new)
+        self._resumed.clear()
+
+    def _require_same(self, new: list[int]) -> None:
+        advice = "train the same parameters on every rank"
+        facts = [self.weights.label(i) for i in new]
+        require_equal("list of parameters to train", facts, advice, self.weights.step_call)
+
+    def _served_value(self, i: int) -> Array:
+        return self._resumed.get(i, self.weights.to_numpy(self.weights.read(i)))
+
+    def _held(self, numbers: Sequence[int]) -> Array:
+        return np.concatenate([self.weights.to_numpy(self.weights.read(i)) for i in numbers])
+
+    def _changes(self) -> list[Array]:
+        """What this rank has changed since its last exchange, by vector."""
+        return [self._held(each.numbers) - each.read for each in self._vectors]
+
+    def _end_step(self, number: int) -> None:
+        """Send what the step has changed, and go on from the server's weights."""
+        with call(self._optimizers[number].call, self._steps_ended, self._name):
+            served = self._exchange.exchange(self._changes())
+        for at, (vector, values) in enumerate(zip(self._vectors, served, strict=True)):
+            for i, value in self._split(vector, values).items():
+                self.weights.write(i, self.weights.from_numpy(value, i))
+            # Weights of 16 bits hold these values rounded.
+            self._vectors[at] = vector._replace(read=self._held(vector.numbers))
+
+    def _split(self, vector: _Vector, values: Array) -> dict[int, Array]:
+        """A vector of the server's, by the weight's number."""
+        ends = np.cumsum([self.weights.length(i) for i in vector.numbers])
+        return dict(zip(vector.numbers, np.split(values, ends[:-1]), strict=True))
+
+    def _meet(self) -> bool:
+        compare_iterations()
+        self._unsent = self._changes()
+        if any(collectives.gather("hvkit.settled", any(each.any() for each in self._unsent))):
+            for n, (vector, own) in enumerate(zip(self._vectors, self._unsent, strict=True)):
+                of_weights = self.weights.from_numpy(own, vector.numbers[0])
+                mean = self.weights.mean(of_weights, f"{self._name}.unsent.{n}")
+                self._unsent[n] = self.weights.to_numpy(mean)
+        return self._exchange.begun or bool(self._resumed)
+
+    def _show_agreed(self) -> None:
+        self._shown = dict(self._resumed)
+        if self._exchange.begun:
+            served = zip(self._vectors, self._exchange.read(), self._unsent, strict=True)
+            for vector, values, unsent in served:
+                self._shown.update(self._split(vector, values + unsent))
+        for i, value in self._shown.items():
+            self.weights.show(i, self.weights.from_numpy(value, i))
+        self._average_statistics(keep=False)
+
+    def put_back(self) -> None:
+        """Hold this rank's own weights again."""
+        super().put_back()
+        self._shown = {}
+
+    def begin_anew(self) -> None:
+        """Begin with the weights that the ranks hold now, the same on all."""
+        self._exchange.close()
+        self._exchange = Exchange(self.strategy)
+        self._vectors = []
+        self._served.clear()
+        self._resumed.clear()
+
+    def state(self) -> dict[str, Array]:
+        """What a checkpoint saves: the server's weights, as shown now, the same on every rank."""
+        return {f"{_SERVED}{i}": np.array(value) for i, value in self._shown.items()}
+
+    def load_state(self, arrays: dict[str, Array], *, in_round: bool) -> None:
+        """Set what ``state`` returned.
+
+        Args:
+            arrays: from ``state``.
+            in_round: whether each rank holds its own weights again. If not, the server begins with
+                the weights that all hold now.
+        """
+        self.begin_anew()
+        if in_round:
+            self._resumed = {int(key.removeprefix(_SERVED)): a for key, a in arrays.items()}
+
+    def own_state(self) -> dict[str, Array]:
+        """What a checkpoint saves for each rank besides the model: nothing."""
+        return {}
+
+    def load_own_state(self, arrays: dict[str, Array]) -> None:
+        """Set what ``own_state`` returned."""

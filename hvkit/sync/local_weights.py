@@ -1,0 +1,210 @@
+"""What ranks that train alone do with a model's weights around each step of its optimizers.
+
+A framework's port shows the weights as vectors by number (``Weights``), and the optimizers that
+change them (``SteppedOptimizer``).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from hvkit.strategies.strategy import Vector
+from hvkit.sync.chunking import chunks
+from hvkit.sync.shown_weights import AgreedView
+
+
+class Weights(Protocol):
+    """The weights of models that train together, by number, in the same order on every rank.
+
+    A vector has one dimension, and the dtype in which the weights travel: float32 for weights of 16
+    bits. Complex weights are vectors of twice as many numbers.
+    """
+
+    step_call: str
+    """The user's call that changes them: ``optimizer.step()``."""
+
+    def add(self, weights: Iterable[Any]) -> None:
+        """Number more weights; the same ones on every rank, with the same values."""
+
+    def __len__(self) -> int: ...
+
+    def __contains__(self, weight: Any) -> bool: ...
+
+    def label(self, i: int) -> str:
+        """The name of a weight in messages: ``parameter 0.weight``."""
+
+    def length(self, i: int) -> int:
+        """The length of its vector."""
+
+    def nbytes(self, i: int) -> int:
+        """Its size."""
+
+    def kinds(self, numbers: Iterable[int]) -> list[list[int]]:
+        """The numbers of floating-point weights, in lists of those that fit into one vector."""
+
+    def read(self, i: int) -> Vector:
+        """A copy of a weight."""
+
+    def write(self, i: int, vector: Vector) -> None:
+        """Set a weight."""
+
+    def show(self, i: int, vector: Vector) -> None:
+        """Set a weight for a while: a backward pass may come that needs its value of before."""
+
+    def holds(self, i: int, vector: Vector) -> bool:
+        """Whether a weight is what ``write`` makes of a vector."""
+
+    def join(self, vectors: Sequence[Vector]) -> Vector:
+        """Vectors of one kind, one after the other."""
+
+    def split(self, vector: Vector, numbers: Sequence[int]) -> Sequence[Vector]:
+        """Cut what ``join`` made of the vectors of these weights."""
+
+    def to_numpy(self, vector: Vector) -> np.ndarray[Any, Any]:
+        """The same vector for NumPy."""
+
+    def from_numpy(self, array: np.ndarray[Any, Any], i: int) -> Vector:
+        """A copy of an array as a vector beside a weight."""
+
+    def mean(self, vector: Vector, name: str) -> Vector:
+        """The mean over ranks; a collective.
+
+        Args:
+            vector: may be overwritten.
+            name: the same on every rank, and no other collective's.
+        """
+
+    def values(self) -> list[tuple[Any, Any]]:
+        """Everything that an agreement changes, and a copy of its value: statistics, too."""
+
+    def set_values(self, values: list[tuple[Any, Any]]) -> None:
+        """Set what ``values`` returned."""
+
+    def average_statistics(self, name: str, *, keep: bool) -> None:
+        """Average the statistics of normalisation layers over ranks; a collective.
+
+        Args:
+            name: the same on every rank, and no other collective's.
+            keep: whether training goes on with them. If not, this is a view for evaluation, which
+                has to change layers that are in evaluation mode.
+        """
+
+    def require_equal(self) -> None:
+        """Raise on every rank unless all hold the same weights and optimizers; a collective."""
+
+    def require_close(self, call: str, note: str, vectors: Mapping[int, Vector]) -> bool:
+        """Raise on every rank unless vectors of weights differ by rounding; a collective.
+
+        Args:
+            call: the user's.
+            note: for the error message, after the name of a weight.
+            vectors: by number, the same ones on every rank.
+
+        Returns:
+            Whether they are the same bit for bit.
+        """
+
+
+class SteppedOptimizer(Protocol):
+    """An optimizer that updates some of the weights, as long as the script has it."""
+
+    call: str
+    """The user's call that makes a step: ``SGD.step()``."""
+
+    def attach(self, before: Callable[[], None], after: Callable[[], None]) -> None:
+        """Call functions around each step, also around one that a loss scale skips."""
+
+    def held(self) -> set[int]:
+        """Numbers of the weights that it updates; none if the script no longer has it."""
+
+    def trained(self) -> set[int]:
+        """Numbers of those that a step changes now."""
+
+    def checksum_of_rates(self) -> int:
+        """A number that differs, in all likelihood, if the learning rates do."""
+
+    def refuse_differences(self, call: str) -> None:
+        """Raise if ranks train other weights, or at other rates; a collective.
+
+        Args:
+            call: the user's.
+        """
+
+
+class LocalWeights(AgreedView):
+    """What exchanges the weights of one model after its optimizers' steps.
+
+    A step that a loss scale skips counts, too: an overflow on one rank must not move the ends of
+    its rounds against those of the others.
+
+    Args:
+        weights: of the model.
+        name: the same on every rank, and no other model's.
+    """
+
+    alone = True
+
+    def __init__(self, weights: Weights, name: str) -> None:
+        super().__init__()
+        self.weights = weights
+        self._name = name
+        self._optimizers: list[SteppedOptimizer] = []
+        self._steps_ended = 0
+
+    def __contains__(self, weight: Any) -> bool:
+        return weight in self.weights
+
+    def add(self, weights: Iterable[Any]) -> None:
+        """Exchange more weights; the same ones on every rank, with the same values."""
+        self.weights.add(weights)
+
+    def watch(self, optimizer: SteppedOptimizer, adopt: Callable[[], bool]) -> None:
+        """Surround the steps of an optimizer.
+
+        Args:
+            optimizer: one that updates some of the weights.
+            adopt: adds weights that are new in the optimizer.
+        """
+        number = len(self._optimizers)
+        self._optimizers.append(optimizer)
+
+        def before() -> None:
+            self.refuse_step()
+            adopt()
+            self._before_step(number)
+
+        def after() -> None:
+            self._steps_ended += 1
+            self._end_step(number)
+
+        optimizer.attach(before, after)
+
+    @abstractmethod
+    def _before_step(self, number: int) -> None:
+        """What comes before each step of an optimizer."""
+
+    @abstractmethod
+    def _end_step(self, number: int) -> None:
+        """What comes after each step of an optimizer."""
+
+    def _values(self) -> list[tuple[Any, Any]]:
+        return self.weights.values()
+
+    def _set_values(self, values: list[tuple[Any, Any]]) -> None:
+        self.weights.set_values(values)
+
+    def _average_statistics(self, *, keep: bool) -> None:
+        self.weights.average_statistics(f"{self._name}.statistics", keep=keep)
+
+
+def pieces(weights: Weights, numbers: Iterable[int]) -> list[list[int]]:
+    """Numbers of weights of one kind, some at a time to bound the memory for copies."""
+    return [
+        [kind[at] for at in run]
+        for kind in weights.kinds(numbers)
+        for run in chunks([weights.nbytes(i) for i in kind])
+    ]
