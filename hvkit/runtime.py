@@ -20,7 +20,7 @@ from hvkit.host.launcher_variables import Launched, launch_id, launched, rank_id
 from hvkit.host.rank_settings import rank_settings
 from hvkit.host.run_reports import report
 from hvkit.log import logger
-from hvkit.watch import pulse
+from hvkit.watch import heartbeat
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def _join(framework: str | None = None) -> _World:
         return _world
     announced = launched(os.environ)
     if announced is None or announced.size == 1:
-        pulse.begin()
+        heartbeat.begin()
         _world = _World(rank=0, size=1, local_rank=0, local_size=1)
         return _world
     _refuse_second_process()
@@ -141,7 +141,7 @@ def _join(framework: str | None = None) -> _World:
     if hvd.size() != announced.size:
         raise LaunchError(_another_size(announced, hvd.size()))
     report(pid=os.getpid())
-    pulse.begin()
+    heartbeat.begin()
     _world = _World(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
     engine.take_device(_world.local_rank, _world.local_size)
     _engines[framework] = engine

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hvkit import runtime
 from hvkit.argument_checks import advise_on_extra_arguments, check_path
-from hvkit.checkpoint import manifests, newest, ranks, resume, store
-from hvkit.checkpoint.choice import parts_of
-from hvkit.checkpoint.part import Part
+from hvkit.checkpoint import manifests, newest_checkpoint, rank_states, resume, store
+from hvkit.checkpoint.object_kinds import parts_of
 from hvkit.checkpoint.progress import (
     Progress,
     checked_count,
@@ -20,9 +19,10 @@ from hvkit.checkpoint.progress import (
     require_same_progress,
 )
 from hvkit.checkpoint.replicas import Replicas
+from hvkit.checkpoint.saved_object import Part
 from hvkit.checkpoint.strategies import StrategyPart, parts_of_strategies, together
 from hvkit.checkpoint.writing import MemoryFolder, Writer, explained, fill_folder, seal
-from hvkit.communication import collectives, one_by_one
+from hvkit.communication import collectives, large_objects
 from hvkit.communication.collectives import share
 from hvkit.errors import HvkitError
 from hvkit.host.run_reports import report, run_name
@@ -30,7 +30,7 @@ from hvkit.log import logger
 from hvkit.sync.buffers import warn_of_unlike
 from hvkit.sync.fingerprints import Compared, Rows, require_same
 from hvkit.watch.calls import last_step, named, resume_at
-from hvkit.watch.leaving import LEAVING
+from hvkit.watch.preemption import PREEMPTION
 
 if TYPE_CHECKING:
     import keras
@@ -186,7 +186,7 @@ class Checkpoint:
         except Exception as error:  # any error: the other ranks must not wait for this one
             problem = error
         # From here on no rank trains, so that what they count together stands still.
-        mine_now = (progress.epoch, progress.step), LEAVING.requested
+        mine_now = (progress.epoch, progress.step), PREEMPTION.requested
         agreed, leaving = zip(*share(_SAVE, problem, mine_now), strict=True)
         require_same_progress(agreed)
         self._replicas.open(_SAVE)
@@ -196,16 +196,17 @@ class Checkpoint:
         mine: dict[str, bytes] = {}
         try:
             with together(each.keeper.unsettled() for each in kept):
-                own = ranks.capture(parts)
-            mine = ranks.digests(own)
-            compared, rows = ranks.compared(parts)
-            unlike = ranks.may_differ(parts)
+                own = rank_states.capture(parts)
+            mine = rank_states.digests(own)
+            compared, rows = rank_states.compared(parts)
+            unlike = rank_states.may_differ(parts)
         except Exception as error:
             problem = error
         share(_SAVE, problem, None)
         require_same(_SAVE, compared, rows)
         warn_of_unlike(_SAVE, *unlike)
-        states = one_by_one.collect(_SAVE, ranks.unlike(own, mine, collectives.from_rank(0, mine)))
+        own = rank_states.unlike(own, mine, collectives.from_rank(0, mine))
+        states = large_objects.collect(_SAVE, own)
         del own
         name = store.name_of(progress.step)
         with together(each.keeper.settled() for each in kept), ExitStack() as stack:
@@ -226,7 +227,7 @@ class Checkpoint:
             self.wait()
             if runtime.rank() == 0:
                 logger.info("saved %s after SIGTERM: all ranks leave", self.directory / name)
-            LEAVING.leave()
+            PREEMPTION.leave()
         return self.directory / name
 
     @named("Checkpoint.end_step")
@@ -264,8 +265,8 @@ class Checkpoint:
         """
         wanted = every is not None and step % checked_every(every) == 0
         if self._may_leave():
-            LEAVING.handle_sigterm()
-            wanted |= LEAVING.due()
+            PREEMPTION.handle_sigterm()
+            wanted |= PREEMPTION.at_last_step()
         if not wanted:
             return None
         return self.save(epoch=epoch, step=step, batches=batches, extras=extras)
@@ -316,7 +317,7 @@ class Checkpoint:
 
             self._put(name, fill, progress)
             return
-        copy = MemoryFolder([*(part.file for part in parts), ranks.FILE])
+        copy = MemoryFolder([*(part.file for part in parts), rank_states.FILE])
         try:
             filled = fill_folder(copy.path, parts, states)
         except BaseException:
@@ -366,19 +367,21 @@ class Checkpoint:
         self.wait()
         parts = [*self.parts, *parts_of_strategies(self.parts)]
         resume.require_same_parts(parts)
-        found = newest.find(self.directory, self._replicas, _RESTORE)
+        found = newest_checkpoint.find(self.directory, self._replicas, _RESTORE)
         if runtime.rank() == 0:
             step = found[0].manifest.step if found is not None else None
             report(resumes=step, directory=store.id_of(self.directory))
         if found is None:
             return Progress()
-        source, folder, bringing = found
-        if bringing is None:
+        source, is_here = found
+        written = source.manifest
+        if is_here:
+            folder = self.directory / source.folder.name
             resume.load(source, parts)
         else:
-            with bringing:
-                resume.load(source, parts, bringing.take)
-        written = source.manifest
+            folder = self.directory / store.name_of(written.step)
+            with resume.RemoteCopy(source, self.directory) as copy:
+                resume.load(source, parts, copy.take)
         folder = self._go_on_from(folder, written)
         self._saves = written.saves if written.run == run_name() else 0
         self._restored = Progress(
@@ -403,7 +406,7 @@ class Checkpoint:
         Returns:
             Its folder from now on.
         """
-        folder = collectives.from_rank(0, newest.adopt(folder, manifest))
+        folder = collectives.from_rank(0, newest_checkpoint.adopt(folder, manifest))
         self._replicas.open(_RESTORE)
         # Where it could not be written, another one of this name may lie there.
         if runtime.rank() == 0 and self.replicas and manifests.describes(folder, manifest):

@@ -9,12 +9,12 @@ from typing import Any
 import keras
 
 from hvkit.checkpoint.keras import OptimizerPart
-from hvkit.checkpoint.part import Part
+from hvkit.checkpoint.saved_object import Part
 from hvkit.communication import collectives
 from hvkit.frameworks.keras.optimizers import inner_optimizer, leaves_out_updates
 from hvkit.sync.nonfinite import skipped_steps
 from hvkit.sync.port import keepers_of
-from hvkit.watch.leaving import LEAVING
+from hvkit.watch.preemption import PREEMPTION
 
 
 class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
@@ -76,10 +76,10 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._saved = self._step()
         self._together = all(keeper.equal_steps for keeper in keepers_of(self.model))
         if self._together:
-            LEAVING.handle_sigterm()
+            PREEMPTION.handle_sigterm()
 
     def on_train_end(self, logs: Any = None) -> None:
-        LEAVING.stop_handling()
+        PREEMPTION.stop_handling()
         self._wait_for_writer()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -95,7 +95,7 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._batches += self.model.steps_per_execution
         if self._train is None:
             self._trained += self.model.steps_per_execution
-        leaves = self._together and LEAVING.due()
+        leaves = self._together and PREEMPTION.at_last_step()
         if self._batches >= ((self.params or {}).get("steps") or math.inf):
             # The end of the epoch saves. A run that resumed here would end this epoch without a
             # batch, and so without metrics.

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvkit.checkpoint.part import ALONE, NOT_IN_FILE, SEED, Arrays, ContentReader, Part
+from hvkit.checkpoint.saved_object import ALONE, NOT_IN_FILE, SEED, Arrays, ContentReader, Part
 from hvkit.frameworks.keras import buffers
 from hvkit.frameworks.keras.checks import compared_in
 from hvkit.frameworks.keras.initial_state import has_weights, tf_variable

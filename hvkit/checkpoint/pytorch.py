@@ -13,7 +13,14 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from hvkit.checkpoint.part import ALONE, NOT_IN_FILE, Arrays, ContentReader, Part, end_epoch_of
+from hvkit.checkpoint.saved_object import (
+    ALONE,
+    NOT_IN_FILE,
+    Arrays,
+    ContentReader,
+    Part,
+    end_epoch_of,
+)
 from hvkit.communication.encoding import copied_bytes
 from hvkit.frameworks.pytorch import buffers
 from hvkit.frameworks.pytorch.checks import compared_in

@@ -1,27 +1,36 @@
-"""Loading a checkpoint on all ranks: ``Checkpoint.restore``."""
+"""Loading a checkpoint on all ranks: ``Checkpoint.restore``.
+
+One that rank 0's directory lacks is written there meanwhile.
+"""
 
 from __future__ import annotations
 
+import errno
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 import numpy as np
 
 from hvkit import runtime
-from hvkit.checkpoint import ranks
+from hvkit.checkpoint import rank_states, store
 from hvkit.checkpoint.manifests import Manifest
-from hvkit.checkpoint.newest import Found
-from hvkit.checkpoint.part import Part
+from hvkit.checkpoint.newest_checkpoint import FoundCheckpoint
+from hvkit.checkpoint.saved_object import Part
 from hvkit.checkpoint.strategies import StrategyPart
-from hvkit.communication import collectives, one_by_one
+from hvkit.communication import collectives, large_objects
 from hvkit.communication.collectives import share
 from hvkit.errors import RanksDisagreeError
 from hvkit.log import logger
 from hvkit.sync.nonfinite import kept_statistics
 
 _CALL = "Checkpoint.restore"
+# Bytes of a broadcast.
+_PIECE = 1 << 24
 
 
 def require_same_parts(parts: Sequence[Part]) -> None:
@@ -42,7 +51,9 @@ def require_same_parts(parts: Sequence[Part]) -> None:
 
 
 def load(
-    found: Found, parts: Sequence[Part], take: Callable[[str, memoryview], None] | None = None
+    found: FoundCheckpoint,
+    parts: Sequence[Part],
+    take: Callable[[str, memoryview], None] | None = None,
 ) -> None:
     """Load the files of one rank into every rank's parts; a collective.
 
@@ -83,14 +94,14 @@ def load(
         with ExitStack() as stack:
 
             @functools.cache
-            def saved() -> ranks.Saved:  # on the rank that reads
-                path = folder / ranks.FILE
-                opened = ranks.Saved(path, same_size=same_size, in_round=in_round)
+            def saved() -> rank_states.Saved:  # on the rank that reads
+                path = folder / rank_states.FILE
+                opened = rank_states.Saved(path, same_size=same_size, in_round=in_round)
                 return stack.enter_context(closing(opened))
 
-            own = one_by_one.scatter(_CALL, lambda rank: saved().of(rank), found.rank)
+            own = large_objects.scatter(_CALL, lambda rank: saved().of(rank), found.rank)
         if problem is None:
-            ranks.put_back(own, parts)
+            rank_states.put_back(own, parts)
     except Exception as error:
         problem = problem or error
     share(_CALL, problem, None)
@@ -121,7 +132,7 @@ def _require_parts(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> N
 
 
 def _content(
-    found: Found, file: str, problem: Exception | None
+    found: FoundCheckpoint, file: str, problem: Exception | None
 ) -> tuple[memoryview, Exception | None]:
     """The bytes of one rank's file on every rank, and the first problem so far.
 
@@ -149,7 +160,7 @@ def _explained(error: Exception, part: Part, folder: Path) -> Exception:
     )
 
 
-def _log_resumed(found: Found, parts: Sequence[Part]) -> None:
+def _log_resumed(found: FoundCheckpoint, parts: Sequence[Part]) -> None:
     folder, manifest = found.folder, found.manifest
     left = [name for name in manifest.parts if name not in {part.name for part in parts}]
     if left:
@@ -166,3 +177,136 @@ def _log_resumed(found: Found, parts: Sequence[Part]) -> None:
 
 def _ranks(size: int) -> str:
     return "1 rank" if size == 1 else f"{size} ranks"
+
+
+class RemoteCopy:
+    """Writes a checkpoint that the ranks load into rank 0's directory, as its newest.
+
+    Its files travel once: rank 0 writes those that it gets to load, and at the end of the block,
+    which is a collective, the ranks send it the rest. If rank 0 cannot write, it logs that, and the
+    run resumes all the same. After an error of the block the directory is as it was.
+
+    Args:
+        found: the checkpoint, the same on every rank.
+        directory: rank 0's directory of checkpoints.
+
+    Raises:
+        OSError: at the end of the block, on every rank: a rank cannot read the checkpoint.
+    """
+
+    def __init__(self, found: FoundCheckpoint, directory: Path) -> None:
+        self._found, self._directory = found, directory
+        self._stack = ExitStack()
+        self._folder: Path | None = None
+        self._serial = found.manifest.serial
+        self._taken: set[str] = set()
+        # Why rank 0 cannot write.
+        self._problem: Exception | None = None
+
+    def __enter__(self) -> RemoteCopy:
+        if runtime.rank() == 0:
+            try:
+                # Those of other runs that are there may have larger serials.
+                numbers = store.prepare(self._directory)
+                self._serial = max(self._serial, numbers.serial + 1)
+                name = store.name_of(self._found.manifest.step)
+                folder = store.new_folder(self._directory, name)
+                self._folder = self._stack.enter_context(folder)
+            except Exception as error:  # any error: the other ranks must not wait for this one
+                self._problem = error
+        return self
+
+    def take(self, name: str, content: memoryview) -> None:
+        """Keep a file that every rank has got; on every rank."""
+        self._taken.add(name)
+        length = self._found.manifest.files[name]["bytes"]
+        if len(content) != length:
+            self._problem = OSError(errno.EIO, f"{name} has {len(content)} of {length} bytes")
+        self._append(name, content)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self._stack.__exit__(kind, error, trace)
+            return
+        unreadable: OSError | None = None
+        try:
+            for name, piece in _rest_of(self._found, self._taken):
+                self._append(name, piece)
+        except OSError as failed:  # on every rank
+            unreadable = failed
+        problem = self._finish(unreadable)
+        share(_CALL, problem, None)
+
+    def _append(self, name: str, content: Any) -> None:
+        if self._folder is None or self._problem is not None:
+            return
+        try:
+            with (self._folder / name).open("ab") as file:
+                file.write(content)
+        except OSError as error:
+            self._problem = error
+
+    def _finish(self, unreadable: OSError | None) -> Exception | None:
+        """Make the folder a checkpoint, on rank 0, unless something has failed.
+
+        Returns:
+            What all ranks must raise.
+        """
+        if runtime.rank():
+            return unreadable
+        try:
+            with self._stack:
+                if failed := unreadable or self._problem:
+                    raise failed
+                assert self._folder is not None
+                replace(self._found.manifest, serial=self._serial).write(self._folder)
+                for each in self._folder.iterdir():
+                    store.flush(each)
+        except Exception as error:  # any error: the other ranks must not wait for this one
+            if unreadable is not None or not isinstance(error, OSError):
+                return error
+            logger.warning(
+                "cannot write %s into %s: %s; the run resumes from it all the same",
+                *(self._found, self._directory, error.strerror or error),
+            )
+        return None
+
+
+def _rest_of(found: FoundCheckpoint, taken: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """Yield a checkpoint's files in pieces, each with the file's name: on rank 0, of any rank's.
+
+    Args:
+        found: the checkpoint.
+        taken: the names of files that rank 0 has.
+
+    Raises:
+        OSError: its rank cannot read it; on every rank.
+    """
+    for name, facts in found.manifest.files.items():
+        if name in taken:
+            continue
+        for start in range(0, max(facts["bytes"], 1), _PIECE):
+            piece, error = np.empty(0, np.uint8), None
+            if runtime.rank() == found.rank:
+                piece, error = _read(found.folder / name, start, facts["bytes"])
+            if found.rank != 0:
+                error = collectives.from_rank(found.rank, error)
+            if error is not None:
+                raise error
+            yield name, piece if found.rank == 0 else collectives.broadcast_bytes(piece, found.rank)
+
+
+def _read(path: Path, start: int, length: int) -> tuple[np.ndarray[Any, Any], OSError | None]:
+    """A piece of a file of this length, or why it cannot be read."""
+    try:
+        piece = np.fromfile(path, np.uint8, _PIECE, offset=start)
+    except OSError as error:
+        return np.empty(0, np.uint8), OSError(error.errno, error.strerror, str(path))
+    if start + piece.size != min(start + _PIECE, length):
+        return piece, OSError(errno.EIO, f"it is shorter than {length} bytes", str(path))
+    return piece, None

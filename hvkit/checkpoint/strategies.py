@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hvkit import runtime
-from hvkit.checkpoint.part import NOT_IN_FILE, Arrays, ContentReader, Part
+from hvkit.checkpoint.saved_object import NOT_IN_FILE, Arrays, ContentReader, Part
 from hvkit.log import logger
 from hvkit.sync.port import Keeper, keepers_of
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hvkit.checkpoint import manifests, ranks, store
-from hvkit.checkpoint.part import Part
+from hvkit.checkpoint import manifests, rank_states, store
 from hvkit.checkpoint.progress import Progress
+from hvkit.checkpoint.saved_object import Part
 from hvkit.errors import HvkitError
 from hvkit.host.run_reports import run_name
 from hvkit.log import logger
@@ -104,7 +104,7 @@ def fill_folder(
     for part in parts:
         facts[part.name] = {**part.facts(), "file": part.file}
         part.save(folder / part.file)
-    return facts, ranks.save(folder / ranks.FILE, states)
+    return facts, rank_states.save(folder / rank_states.FILE, states)
 
 
 def seal(

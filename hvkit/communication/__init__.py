@@ -3,7 +3,7 @@
 ::
 
     collectives            Python objects between ranks; errors that all ranks raise together
-    one_by_one             large objects of all ranks to rank 0 and back, for checkpoints
+    large_objects          large objects of all ranks to rank 0 and back, for checkpoints
     allreduce              hvkit.allreduce: arrays of any library
     mailbox                messages that a rank polls for, for the parameter server
     exchanges              the collectives that compressions and strategies use, as data

@@ -23,8 +23,8 @@ from hvkit.errors import HvkitError, RanksDisagreeError
 from hvkit.runtime import any_engine, rank, size
 from hvkit.watch import calls
 from hvkit.watch.calls import named
+from hvkit.watch.diagnosis import SAME_CALLS
 from hvkit.watch.rank_errors import mark_as_shown_by
-from hvkit.watch.verdict import SAME_CALLS
 
 Object = TypeVar("Object")
 

@@ -28,7 +28,7 @@ from hvkit.monitor.writers import Hook, Writers
 from hvkit.sync.nonfinite import skipped_steps
 from hvkit.sync.port import framework_of
 from hvkit.watch.calls import named
-from hvkit.watch.leaving import LEAVING
+from hvkit.watch.preemption import PREEMPTION
 from hvkit.watch.spans import DATA, mark
 from hvkit.wording import in_short
 
@@ -327,7 +327,7 @@ class Monitor:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        together = LEAVING.left and self._equal_steps  # all ranks leave after SIGTERM
+        together = PREEMPTION.left and self._equal_steps  # all ranks leave after SIGTERM
         if error is None or together:
             self.close()
         elif not self.closed:
@@ -353,9 +353,9 @@ class Monitor:
         if self._file is not None:
             self._write_logs()
             self._file.rest(self._step, self._newest_metrics)
-            well = LEAVING.left or (isinstance(error, SystemExit) and not error.code)
+            well = PREEMPTION.left or (isinstance(error, SystemExit) and not error.code)
             text = "" if error is None or well else in_short(error)
-            self._file.end(self._step, text, left=LEAVING.left)
+            self._file.end(self._step, text, left=PREEMPTION.left)
         self._callbacks.clear()
 
     def _newest_metrics(self) -> dict[str, float]:

@@ -25,7 +25,7 @@ from hvkit.strategies.parameter_server import (
     ServedWeights,
     Update,
 )
-from hvkit.watch.verdict import LIMIT_SET_BY, Limits
+from hvkit.watch.diagnosis import LIMIT_SET_BY, Limits
 
 # Kinds of messages: requests, an answer, and what ends a wait without one.
 PUSH, LEAVE, END, DROP, TAKE, ANSWER, LOST, KINDS = range(8)

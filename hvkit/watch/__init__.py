@@ -7,15 +7,15 @@ calls each rank is in. When a wait has lasted some seconds, a thread of that ran
 
     calls          this rank's current call, whether it waits there, and its line of the script
     watcher        a thread on each rank: reports waits, and on rank 0 collects and judges them
-    verdict        turns the reports of all ranks into a sentence, and decides whether the run ends
-    leaving        after SIGTERM: all ranks save at the end of the same step, and end
+    diagnosis      turns the reports of all ranks into a sentence, and decides whether the run ends
+    preemption     after SIGTERM: all ranks save at the end of the same step, and end
     channel        authenticated sockets between rank 0 and the others
     rank_errors    one traceback from the rank that failed, one line from each of the others
     spans          when calls and waits began and ended, for monitors and timelines
-    pulse          every second, what this rank does, for ``hvkit top`` and ``hvkit run --timeline``
+    heartbeat      every second, what this rank does, for ``hvkit top`` and ``hvkit run --timeline``
 
 From a wait to the last line: ``calls.waiting`` marks the wait. The rank's ``Reporter`` sends it to
-rank 0's ``Hub``. ``verdict.decide`` finds that the ranks' calls do not match. Rank 0 prints the
+rank 0's ``Hub``. ``diagnosis.diagnose`` finds that the ranks' calls do not match. Rank 0 prints the
 sentence, sends it to all ranks, and shuts Horovod down. Every wait then raises
 ``hvkit.RankLostError`` with that sentence.
 """
@@ -29,8 +29,8 @@ from contextlib import contextmanager
 
 from hvkit import threads
 from hvkit.watch import calls, channel, rank_errors
-from hvkit.watch.leaving import LEAVING
-from hvkit.watch.verdict import SAME_CALLS, Limits
+from hvkit.watch.diagnosis import SAME_CALLS, Limits
+from hvkit.watch.preemption import PREEMPTION
 from hvkit.watch.watcher import Hub, Reporter
 
 
@@ -98,7 +98,7 @@ def start(
         reporter.start(channel.Meeting.from_json(bytes(from_rank_0(None)).decode()))
     rank_errors.install(watcher)
     threads.before_end.append(watcher.thread_failed)
-    LEAVING.several_ranks()
+    PREEMPTION.several_ranks()
     # Registered after Horovod's own function, so it runs before: the others get the reason first.
     atexit.register(_end, watcher)
 

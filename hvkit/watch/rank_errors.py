@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar
 from hvkit.errors import HvkitError, RankLostError, RanksDisagreeError
 from hvkit.host.run_reports import report
 from hvkit.watch import calls
-from hvkit.watch.verdict import SAME_STEPS
+from hvkit.watch.diagnosis import SAME_STEPS
 from hvkit.wording import in_short, interrupted
 
 _UNKNOWN = (

@@ -17,9 +17,9 @@ from hvkit.errors import ranks_text
 from hvkit.host.run_reports import report
 from hvkit.watch import calls, channel
 from hvkit.watch.calls import Status
-from hvkit.watch.leaving import LEAVING, Agreement
-from hvkit.watch.pulse import report_now
-from hvkit.watch.verdict import LIMIT_SET_BY, SAME_CALLS, SAME_STEPS, Limits, Verdict, decide
+from hvkit.watch.diagnosis import LIMIT_SET_BY, SAME_CALLS, SAME_STEPS, Diagnosis, Limits, diagnose
+from hvkit.watch.heartbeat import report_now
+from hvkit.watch.preemption import PREEMPTION, StepAgreement
 from hvkit.wording import shortened
 
 # All in seconds.
@@ -31,10 +31,10 @@ _WORTH_REPORTING = 2.0
 _FRESH = 3.0
 # A rank that has not answered for this long counts as unreachable.
 _NO_ANSWER = 10.0
-# After a verdict, ranks have this long to end by themselves.
+# After a diagnosis, ranks have this long to end by themselves.
 _GRACE = 30.0
 _GRACE_FOR_STOPPED = 3.0
-# Characters of a verdict that `hvkit run` repeats at its end.
+# Characters of a diagnosis that `hvkit run` repeats at its end.
 _CAUSE = 500
 # Rank 0 asks all ranks for their steps within this time after one got SIGTERM.
 _HOLDS_WITHIN = 5.0
@@ -59,7 +59,7 @@ class Watcher:
         self._shut_down = shut_down
         self._explained = threading.Event()
         self._reason = ""
-        self._verdict = False
+        self._diagnosis = False
         self._shown_by = 0
         self._printed = False
         self._stopped = threading.Event()
@@ -75,7 +75,7 @@ class Watcher:
     def reason(self) -> str:
         """Why this rank's current wait ended; empty if no reason arrives within some seconds."""
         self._explained.wait(_EXPLAINED_WITHIN)
-        if self._verdict or not self._reason:
+        if self._diagnosis or not self._reason:
             return self._reason
         call, line = calls.current_call() or "a collective", calls.line_of_script()
         here = f"rank {self.rank} waits in {call}{f' ({line})' if line else ''}"
@@ -123,13 +123,13 @@ class Watcher:
 
     # Called by the watcher's thread.
 
-    def _explain(self, text: str, shown_by: int, *, verdict: bool) -> None:
-        """Keep the first explanation: rank 0's verdict, or how another rank ended."""
+    def _explain(self, text: str, shown_by: int, *, diagnosis: bool) -> None:
+        """Keep the first explanation: rank 0's diagnosis, or how another rank ended."""
         if self._explained.is_set():
             return
-        self._reason, self._shown_by, self._verdict = text, shown_by, verdict
+        self._reason, self._shown_by, self._diagnosis = text, shown_by, diagnosis
         self._explained.set()
-        LEAVING.other_ended()
+        PREEMPTION.other_ended()
 
     def _status(self, *, with_stack: bool = False) -> Status:
         """This rank's status; with where its main thread is, if asked and it does not wait."""
@@ -173,11 +173,11 @@ class Watcher:
         report_now(self._status())
         cause = f"{ranks_text([rank])} {how}"
         _report_cause(cause)
-        self._explain(cause, shown_by, verdict=False)
+        self._explain(cause, shown_by, diagnosis=False)
 
 
 class Reporter(Watcher):
-    """Any rank but 0: reports to rank 0 and follows its verdict."""
+    """Any rank but 0: reports to rank 0 and follows its diagnosis."""
 
     def __init__(self, rank: int, limits: Limits, shut_down: Callable[[], None]) -> None:
         super().__init__(rank, limits, shut_down)
@@ -213,21 +213,21 @@ class Reporter(Watcher):
             except (OSError, EOFError, ValueError):
                 self._learn_of_end(0, "died without reporting an error", shown_by=1)
                 return
-            if LEAVING.requested and not told:
+            if PREEMPTION.requested and not told:
                 told = time.monotonic()
                 _send(hub, {"leaving": True})
             late = told and not self._agreeing and time.monotonic() - told > _HOLDS_WITHIN
             if late and not channel.is_acknowledged(hub):
-                LEAVING.give_up()  # rank 0 is not just busy
+                PREEMPTION.give_up()  # rank 0 is not just busy
             now = self._status()
             if now.waits and now.seconds >= self._limits.end + _NO_ANSWER:
-                self._end_without_verdict(now)
+                self._end_without_diagnosis(now)
             began = time.monotonic() - now.seconds
             if now.waits and now.seconds >= _WORTH_REPORTING and began > reported + 0.1:
                 reported = began
                 _send(hub, {"status": asdict(now)})
 
-    def _end_without_verdict(self, now: Status) -> None:
+    def _end_without_diagnosis(self, now: Status) -> None:
         """Rank 0, which would end this wait, is stopped, or its host is."""
         limit = f"the limit is {self._limits.end:g} s ({LIMIT_SET_BY})"
         text = f"{self._waits(now)}; rank 0 does not answer; {limit}"
@@ -247,18 +247,18 @@ class Reporter(Watcher):
         return f"rank {self.rank} waits in {now.call} ({now.where}) for {now.seconds:.0f} s"
 
     def _take(self, hub: Connection, message: dict[str, Any]) -> None:
-        if "verdict" in message:
-            self._explain(message["verdict"], message["shown_by"], verdict=True)
+        if "diagnosis" in message:
+            self._explain(message["diagnosis"], message["shown_by"], diagnosis=True)
             self._must_end(message["within"])
         elif "ended" in message:
             self._learn_of_end(message["rank"], message["ended"], message.get("shown_by", 1))
         elif "hold" in message:
             self._agreeing = True
-            _send(hub, {"step": LEAVING.hold()})
+            _send(hub, {"step": PREEMPTION.hold()})
         elif "leave_at" in message:
-            LEAVING.leave_at(message["leave_at"])
+            PREEMPTION.leave_at(message["leave_at"])
         elif "lost" in message:
-            LEAVING.give_up()
+            PREEMPTION.give_up()
         else:
             _send(hub, {"status": asdict(self._status(with_stack=True))})
 
@@ -286,7 +286,7 @@ class Hub(Watcher):
         self._reported: set[tuple[str, int]] = set()
         self._next_look = 0.0
         self._over = threading.Event()
-        self._agreement = Agreement(size)
+        self._agreement = StepAgreement(size)
         self._somebody_leaves = False
 
     def start(self) -> None:
@@ -299,7 +299,7 @@ class Hub(Watcher):
         self._listener.close()
         self._admit_new()  # a script that ends within a second is ahead of the watcher's thread
         super().stop()
-        if self._verdict:
+        if self._diagnosis:
             self._over.wait(_GRACE)
 
     def _admit(self, rank: int, connection: Connection) -> None:
@@ -312,9 +312,9 @@ class Hub(Watcher):
         while not self._stopped.is_set():
             self._admit_new()
             self._read_messages()
-            self._agree_on_leaving()
+            self._agree_on_last_step()
             if not self._explained.is_set() or self._ended:
-                self._judge()
+                self._diagnose()
         self._end_after_error()
 
     def _admit_new(self) -> None:
@@ -351,27 +351,27 @@ class Hub(Watcher):
                 self._answered[rank] = time.monotonic()
                 self._asked.pop(rank, None)
 
-    def _agree_on_leaving(self) -> None:
+    def _agree_on_last_step(self) -> None:
         """If a rank got SIGTERM, choose the step at whose end all leave.
 
         A rank that holds Python's lock for long may answer too late: then try again.
         """
-        wanted = self._somebody_leaves or LEAVING.requested
+        wanted = self._somebody_leaves or PREEMPTION.requested
         all_here = len(self._peers) == self._size - 1
         if wanted and all_here and not self._agreement.begun and not self._explained.is_set():
             self._agreement.begin()
-            self._agreement.take(0, LEAVING.hold())
+            self._agreement.take(0, PREEMPTION.hold())
             self._tell_all({"hold": True})
         if self._agreement.settled:
             step, missing = self._agreement.step, self._agreement.missing & self._peers.keys()
             if any(not channel.is_acknowledged(self._peers[rank]) for rank in missing):
-                LEAVING.give_up()
+                PREEMPTION.give_up()
                 self._tell_all({"lost": True})
                 return
-            LEAVING.leave_at(step)
+            PREEMPTION.leave_at(step)
             self._tell_all({"leave_at": step})
             if step is None:
-                self._agreement = Agreement(self._size)
+                self._agreement = StepAgreement(self._size)
 
     def _tell_all(self, message: dict[str, Any]) -> None:
         for peer in list(self._peers.values()):
@@ -386,8 +386,8 @@ class Hub(Watcher):
         if first:
             self._tell_all({"ended": how, "rank": rank, "shown_by": 0})
 
-    def _judge(self) -> None:
-        """If a rank waits, collect all ranks' statuses, and act on the verdict."""
+    def _diagnose(self) -> None:
+        """If a rank waits, collect all ranks' statuses, and act on the diagnosis."""
         now = time.monotonic()
         if now < self._next_look:
             return
@@ -409,22 +409,22 @@ class Hub(Watcher):
             if not fresh and silent < _NO_ANSWER:
                 return  # wait for its answer
             everyone[rank] = self._statuses[rank] if fresh else Status()
-        verdict = decide(everyone, self._ended, self._limits.report, self._limits.end)
-        if verdict is not None:
-            self._act_on(verdict)
+        diagnosis = diagnose(everyone, self._ended, self._limits.report, self._limits.end)
+        if diagnosis is not None:
+            self._act_on(diagnosis)
 
-    def _act_on(self, verdict: Verdict) -> None:
-        if not verdict.ends:
-            if verdict.about not in self._reported:
-                self._reported.add(verdict.about)
-                os.write(2, f"hvkit: {verdict.text}\n".encode())
+    def _act_on(self, diagnosis: Diagnosis) -> None:
+        if not diagnosis.ends:
+            if diagnosis.about not in self._reported:
+                self._reported.add(diagnosis.about)
+                os.write(2, f"hvkit: {diagnosis.text}\n".encode())
             return
-        os.write(2, f"hvkit: RankLostError: {verdict.text}\n".encode())
-        _report_cause(verdict.text.split("\n")[0])
+        os.write(2, f"hvkit: RankLostError: {diagnosis.text}\n".encode())
+        _report_cause(diagnosis.text.split("\n")[0])
         self._printed = True
-        seconds = _GRACE if verdict.answered else _GRACE_FOR_STOPPED
-        self._tell_all({"verdict": verdict.text, "shown_by": 0, "within": seconds})
-        self._explain(verdict.text, 0, verdict=True)
+        seconds = _GRACE if diagnosis.answered else _GRACE_FOR_STOPPED
+        self._tell_all({"diagnosis": diagnosis.text, "shown_by": 0, "within": seconds})
+        self._explain(diagnosis.text, 0, diagnosis=True)
         self._must_end(seconds)
         self._stopped.wait(_TICK)  # so that the others read it before their waits end
         self._shut_down()

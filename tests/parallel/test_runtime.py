@@ -15,7 +15,7 @@ from ranks import error_of
 
 import hvkit
 from hvkit import runtime
-from hvkit.communication import collectives, engines, one_by_one, point_to_point
+from hvkit.communication import collectives, engines, large_objects, point_to_point
 from hvkit.communication.encoding import sendable
 
 
@@ -148,7 +148,7 @@ def test_collect_brings_the_objects_to_rank_0_only_and_in_pieces(sent, monkeypat
     send = point_to_point.send
     monkeypatch.setattr(point_to_point, "send", lambda *a: (pieces.append(a[0].size), send(*a)))
     mine = {"rank": hvkit.rank(), "much": np.full(length * hvkit.rank(), hvkit.rank(), np.uint8)}
-    everyone = list(one_by_one.collect("test", mine))
+    everyone = list(large_objects.collect("test", mine))
     if hvkit.rank() == 0:
         assert [each["rank"] for each in everyone] == list(range(hvkit.size()))
         for rank, each in enumerate(everyone):
@@ -162,7 +162,7 @@ def test_collect_brings_the_objects_to_rank_0_only_and_in_pieces(sent, monkeypat
 
 def test_rank_0_holds_one_collected_object_at_a_time():
     held = []
-    for each in one_by_one.collect("test", np.zeros(10)):
+    for each in large_objects.collect("test", np.zeros(10)):
         assert all(reference() is None for reference in held[1:-1])  # its own it keeps
         held.append(weakref.ref(each))
     assert len(held) == (hvkit.size() if hvkit.rank() == 0 else 0)
@@ -175,7 +175,7 @@ def test_scatter_gives_each_rank_its_own_object_in_pieces(sent, monkeypatch, by_
     pieces = []
     send = point_to_point.send
     monkeypatch.setattr(point_to_point, "send", lambda *a: (pieces.append(a), send(*a)))
-    own = one_by_one.scatter("test", lambda rank: np.full(length * rank, rank, np.uint8))
+    own = large_objects.scatter("test", lambda rank: np.full(length * rank, rank, np.uint8))
     assert own.tolist() == [hvkit.rank()] * length * hvkit.rank()
     assert max(sent) <= 1000
     targets = range(1, hvkit.size()) if by_mpi and hvkit.rank() == 0 else ()
@@ -189,18 +189,18 @@ def test_an_object_that_rank_0_cannot_make_is_an_error_on_all():
             raise ValueError("no such file")
         return "x" * 5000
 
-    error, text = error_of(lambda: one_by_one.scatter("test", make))
+    error, text = error_of(lambda: large_objects.scatter("test", make))
     assert error is ValueError
     assert text.endswith("no such file")
     hvkit.barrier()
 
 
 def test_an_object_that_a_rank_cannot_read_is_an_error_on_all():
-    error, text = error_of(lambda: one_by_one.scatter("test", lambda rank: Poison()))
+    error, text = error_of(lambda: large_objects.scatter("test", lambda rank: Poison()))
     assert error is hvkit.HvkitError
     assert "ValueError" in text
     assert "of rank 0" in text
-    assert one_by_one.scatter("test", lambda rank: rank) == hvkit.rank()
+    assert large_objects.scatter("test", lambda rank: rank) == hvkit.rank()
 
 
 @sendable
@@ -222,16 +222,16 @@ def test_what_rank_0_cannot_read_is_an_error_on_all_and_leaves_nothing_in_the_wa
 ):
     monkeypatch.setattr(point_to_point, "can_send", lambda engine: by_mpi)
     mine = [Poison() if hvkit.rank() == 1 else "fine", "x" * 5000]
-    error, text = error_of(lambda: list(one_by_one.collect("test", mine)))
+    error, text = error_of(lambda: list(large_objects.collect("test", mine)))
     assert error is hvkit.HvkitError
     assert "rank 0 cannot collect the objects of all ranks: ValueError" in text
     assert "bytes of rank 1" in text
-    everyone = list(one_by_one.collect("test", hvkit.rank()))
+    everyone = list(large_objects.collect("test", hvkit.rank()))
     assert everyone == (list(range(hvkit.size())) if hvkit.rank() == 0 else [])
 
 
 def test_collect_notices_a_rank_that_calls_something_else():
-    call = (lambda: list(one_by_one.collect("save", 1))) if hvkit.rank() == 0 else hvkit.barrier
+    call = (lambda: list(large_objects.collect("save", 1))) if hvkit.rank() == 0 else hvkit.barrier
     error, text = error_of(call)
     assert error is hvkit.RanksDisagreeError
     assert re.search(r"rank 1 calls hvkit.barrier \(.*\) while rank 0 calls save \(", text), text

@@ -12,8 +12,8 @@ import json, sys
 import {framework}
 import hvkit
 from hvkit import runtime
-from hvkit.communication import one_by_one, point_to_point
-everyone = list(one_by_one.collect("test", "x" * 100 * hvkit.rank()))
+from hvkit.communication import large_objects, point_to_point
+everyone = list(large_objects.collect("test", "x" * 100 * hvkit.rank()))
 engine = runtime.engine("{framework}")
 before = point_to_point.can_send(engine)
 imported = "mpi4py" in sys.modules
@@ -57,9 +57,9 @@ WITHOUT = """
 import sys
 sys.modules["mpi4py"] = None
 import torch, hvkit
-from hvkit.communication import one_by_one
-assert list(one_by_one.collect("test", hvkit.rank())) == ([0, 1] if hvkit.rank() == 0 else [])
-assert list(one_by_one.collect("test", hvkit.rank())) == ([0, 1] if hvkit.rank() == 0 else [])
+from hvkit.communication import large_objects
+assert list(large_objects.collect("test", hvkit.rank())) == ([0, 1] if hvkit.rank() == 0 else [])
+assert list(large_objects.collect("test", hvkit.rank())) == ([0, 1] if hvkit.rank() == 0 else [])
 """
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvkit import runtime
-from hvkit.communication import one_by_one
+from hvkit.communication import large_objects
 from hvkit.frameworks.keras.collectives.graph_collectives import GraphWait
 from hvkit.frameworks.keras.collectives.wire import Wire
 from hvkit.frameworks.keras.initial_state import tf_variable
@@ -210,7 +210,7 @@ class OptimizerShards:
         with ExitStack() as stack:
             if runtime.rank() == 0:
                 stack.enter_context(self.unfolded())
-            for theirs in one_by_one.collect("hvkit.settled", own):  # on rank 0
+            for theirs in large_objects.collect("hvkit.settled", own):  # on rank 0
                 for i, array in theirs.items():
                     self._slots[i][0].assign(array)
             yield

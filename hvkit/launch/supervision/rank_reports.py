@@ -1,7 +1,7 @@
 """The ranks at one moment, from reports that come one after another.
 
-Ranks report where they are at each full second of the clock (``hvkit.watch.pulse``), and so at the
-same instant, as far as their hosts' clocks agree. The supervisor keeps the last reports of each
+Ranks report where they are at each full second of the clock (``hvkit.watch.heartbeat``), and so at
+the same instant, as far as their hosts' clocks agree. The supervisor keeps the last reports of each
 rank, and ``hvkit top`` shows all ranks at the newest second that all of them have reported: a rank
 whose report came first does not seem to be steps behind.
 """

@@ -4,7 +4,7 @@ import zipfile
 import numpy as np
 import pytest
 
-from hvkit.checkpoint.part import ContentReader
+from hvkit.checkpoint.saved_object import ContentReader
 
 
 @pytest.fixture

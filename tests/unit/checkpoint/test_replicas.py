@@ -121,9 +121,9 @@ LEAVES = """
 import multiprocessing, sys, threading
 from pathlib import Path
 from hvkit.checkpoint.replicas import Replicas
-from hvkit.watch import leaving
-leaving._SAME = 0.0
-leaving.LEAVING.handle_sigterm()
+from hvkit.watch import preemption
+preemption._SAME = 0.0
+preemption.PREEMPTION.handle_sigterm()
 copies = Replicas(Path("saved"), 1)
 copies._hosts = {1: "node2"}
 copies._links[1], other = multiprocessing.Pipe()

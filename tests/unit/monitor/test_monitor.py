@@ -381,7 +381,7 @@ def test_what_was_not_recorded_is_recorded_when_all_ranks_leave(tmp_path, monkey
         with hvkit.Monitor(tmp_path, every=3) as monitor:
             for _ in range(4):
                 monitor.step(loss=1.0)
-            monkeypatch.setattr(monitor_module, "LEAVING", SimpleNamespace(left=True))
+            monkeypatch.setattr(monitor_module, "PREEMPTION", SimpleNamespace(left=True))
             raise SystemExit(143)
 
     with pytest.raises(SystemExit):

@@ -9,7 +9,7 @@ import pytest
 
 from hvkit.errors import LaunchError
 from hvkit.watch import channel
-from hvkit.watch.verdict import Limits
+from hvkit.watch.diagnosis import Limits
 
 
 @pytest.fixture
@@ -37,8 +37,8 @@ def test_a_rank_that_knows_the_secret_is_let_in_and_messages_go_both_ways(listen
     assert rank == 3
     channel.send(there, {"status": {"call": "fit"}})
     assert channel.receive(here) == {"status": {"call": "fit"}}
-    channel.send(here, {"verdict": "ends"})
-    assert channel.receive(there) == {"verdict": "ends"}
+    channel.send(here, {"diagnosis": "ends"})
+    assert channel.receive(there) == {"diagnosis": "ends"}
 
 
 def test_strangers_are_hung_up_on_and_hold_up_no_rank(listener, admitted):

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_map
 
 import hvkit
 from hvkit.errors import LaunchError, RankLostError
-from hvkit.watch import rank_errors, verdict, watcher
-from hvkit.watch.verdict import Limits
+from hvkit.watch import diagnosis, rank_errors, watcher
+from hvkit.watch.diagnosis import Limits
 from hvkit.watch.watcher import Reporter
 
 
@@ -43,10 +43,10 @@ def test_an_error_of_all_ranks_is_each_ones_reason_and_shown_by_one(said, capsys
 
 def test_the_traceback_of_an_explained_error_ends_at_the_line_of_the_script(said, monkeypatch):
     monkeypatch.setenv("X", "no number")
-    seconds = functools.partial(verdict._seconds, default=1.0)
+    seconds = functools.partial(diagnosis._seconds, default=1.0)
     error = caught(lambda: json.loads('{"a": 1}', object_hook=lambda _: tree_map(seconds, ["X"])))
     assert isinstance(error, LaunchError)
-    assert {"_pytree.py", "verdict.py"} < {*files_of(error)}
+    assert {"_pytree.py", "diagnosis.py"} < {*files_of(error)}
     sys.excepthook(type(error), error, error.__traceback__)
     # A library that calls the script, or is it, stays.
     assert files_of(error)[-2:] == ["decoder.py", "test_rank_errors.py"]
@@ -74,7 +74,10 @@ def test_a_traceback_is_written_in_one_piece(said, monkeypatch):
 
 @pytest.mark.parametrize(
     ("fails", "in_file"),
-    [(lambda: verdict._seconds("", None), "verdict.py"), (lambda: json.loads("["), "decoder.py")],
+    [
+        (lambda: diagnosis._seconds("", None), "diagnosis.py"),
+        (lambda: json.loads("["), "decoder.py"),
+    ],
 )
 def test_the_traceback_of_a_bug_stays_whole(said, fails, in_file):
     error = caught(fails)

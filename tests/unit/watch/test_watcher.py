@@ -11,8 +11,8 @@ import pytest
 
 from hvkit.watch import channel, watcher
 from hvkit.watch.calls import Status
-from hvkit.watch.leaving import Agreement, Leaving
-from hvkit.watch.verdict import Limits
+from hvkit.watch.diagnosis import Limits
+from hvkit.watch.preemption import Preemption, StepAgreement
 from hvkit.watch.watcher import Hub, Reporter
 
 WAITS = Status("hvkit.average", "average", 3, "", True, 6.0, "train.py:41")
@@ -60,12 +60,12 @@ def test_calls_that_do_not_match_are_printed_sent_to_all_and_end_horovod(hub, mo
     monkeypatch.setattr(rank_0, "_status", lambda **_: WAITS)
     other = channel.connect(rank_0.meeting, 1)
     elsewhere = Status("backward()", "backward", 3, "", True, 6.0, "train.py:33")
-    (verdict,), _ = answer(other, elsewhere, seconds=60)
-    assert "rank 0 waits in hvkit.average (train.py:41); rank 1 waits in" in verdict["verdict"]
+    (diagnosis,), _ = answer(other, elsewhere, seconds=60)
+    assert "rank 0 waits in hvkit.average (train.py:41); rank 1 waits in" in diagnosis["diagnosis"]
     assert rank_0._over.wait(60)
     assert shut_down == [True]
-    assert printed == [f"hvkit: RankLostError: {verdict['verdict']}\n"]
-    assert rank_0.reason() == verdict["verdict"]
+    assert printed == [f"hvkit: RankLostError: {diagnosis['diagnosis']}\n"]
+    assert rank_0.reason() == diagnosis["diagnosis"]
 
 
 def test_a_rank_that_leaves_explains_why_the_wait_of_this_one_ended(hub):
@@ -103,22 +103,22 @@ def test_a_rank_that_dies_without_a_word_is_said_to_have(hub):
 
 @pytest.fixture
 def reporter(monkeypatch):
-    """Rank 1's leaving, and the connection to it of a rank 0."""
+    """Rank 1's preemption, and the connection to it of a rank 0."""
     listener = channel.Listener(one_host=True)
     admitted = queue.SimpleQueue()
     threading.Thread(target=listener.serve, args=(lambda *who: admitted.put(who),)).start()
-    leaving = Leaving()
-    leaving.several_ranks()
-    monkeypatch.setattr(watcher, "LEAVING", leaving)
+    preemption = Preemption()
+    preemption.several_ranks()
+    monkeypatch.setattr(watcher, "PREEMPTION", preemption)
     monkeypatch.setattr(watcher, "_HOLDS_WITHIN", 1.5)
     decisions = queue.SimpleQueue()
-    monkeypatch.setattr(leaving, "leave_at", decisions.put)
-    monkeypatch.setattr(leaving, "give_up", lambda: decisions.put("gives up"))
+    monkeypatch.setattr(preemption, "leave_at", decisions.put)
+    monkeypatch.setattr(preemption, "give_up", lambda: decisions.put("gives up"))
     rank_1 = Reporter(1, Limits(60, 1800), lambda: None)
     rank_1.start(listener.meeting)
     rank, connection = admitted.get(timeout=10)
     assert rank == 1
-    yield leaving, connection, decisions
+    yield preemption, connection, decisions
     rank_1.stop()
     listener.close()
 
@@ -131,16 +131,16 @@ def requests_to_leave(connection):
 
 
 def test_a_rank_that_should_leave_goes_if_rank_0s_host_is_lost(reporter, monkeypatch):
-    leaving, connection, decisions = reporter
+    preemption, connection, decisions = reporter
     monkeypatch.setattr(channel, "is_acknowledged", lambda _: False)
-    leaving.requested = True
+    preemption.requested = True
     assert requests_to_leave(connection)
     assert decisions.get(timeout=10) == "gives up"
 
 
 def test_a_rank_that_should_leave_waits_for_a_rank_0_that_is_busy(reporter):
-    leaving, connection, decisions = reporter
-    leaving.requested = True
+    preemption, connection, decisions = reporter
+    preemption.requested = True
     assert requests_to_leave(connection)
     with pytest.raises(queue.Empty):
         decisions.get(timeout=4)
@@ -151,15 +151,15 @@ def test_a_rank_that_should_leave_waits_for_a_rank_0_that_is_busy(reporter):
 
 @pytest.mark.parametrize(("lost", "decision"), [(False, None), (True, "gives up")])
 def test_rank_0_waits_for_a_busy_rank_but_not_for_a_lost_host(hub, monkeypatch, lost, decision):
-    leaving, decisions = Leaving(), queue.SimpleQueue()
-    leaving.several_ranks()
-    monkeypatch.setattr(watcher, "LEAVING", leaving)
-    monkeypatch.setattr(Agreement, "PATIENCE", 0.5)
-    monkeypatch.setattr(leaving, "leave_at", decisions.put)
-    monkeypatch.setattr(leaving, "give_up", lambda: decisions.put("gives up"))
+    preemption, decisions = Preemption(), queue.SimpleQueue()
+    preemption.several_ranks()
+    monkeypatch.setattr(watcher, "PREEMPTION", preemption)
+    monkeypatch.setattr(StepAgreement, "PATIENCE", 0.5)
+    monkeypatch.setattr(preemption, "leave_at", decisions.put)
+    monkeypatch.setattr(preemption, "give_up", lambda: decisions.put("gives up"))
     monkeypatch.setattr(channel, "is_acknowledged", lambda _: not lost)
     other = channel.connect(hub[0].meeting, 1)
-    leaving.requested = True
+    preemption.requested = True
     assert decisions.get(timeout=30) == decision
     messages = [channel.receive(other) for _ in range(2)]
     assert messages == [{"hold": True}, {"lost": True} if lost else {"leave_at": None}]

@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from hvkit import runtime
-from hvkit.communication import one_by_one
+from hvkit.communication import large_objects
 from hvkit.communication.encoding import bytes_of
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.divided_state.trials import why_not_by_element, why_not_by_parameter
@@ -199,7 +199,7 @@ class _Shards(PartOfState):
         state = self._optimizer.state
         before = dict(state)
         everything = dict(before)
-        for theirs in one_by_one.collect("hvkit.settled", own):
+        for theirs in large_objects.collect("hvkit.settled", own):
             everything.update({parameters[i]: values for i, values in theirs.items()})
         # In the order in which one process holds them.
         state.clear()

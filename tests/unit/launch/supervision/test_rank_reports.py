@@ -8,7 +8,7 @@ import pytest
 from hvkit.launch.supervision.output import Style
 from hvkit.launch.supervision.rank_reports import RankReports, at_one_moment
 from hvkit.launch.supervision.supervisor import Supervisor, _Rank
-from hvkit.watch import pulse
+from hvkit.watch import heartbeat
 from hvkit.watch.calls import Status
 
 
@@ -71,12 +71,12 @@ def test_the_state_of_a_run_shows_running_ranks_at_one_moment_and_ended_ones_at_
 ):
     """Reports as ranks make them, of the same seconds, that come one after another."""
     sent = []
-    monkeypatch.setattr(pulse, "report", lambda **values: sent.append(values))
+    monkeypatch.setattr(heartbeat, "report", lambda **values: sent.append(values))
 
     def report(supervisor, rank, now, step):
-        monkeypatch.setattr(pulse.time, "time", lambda: now)
-        monkeypatch.setattr(pulse.calls, "last_step", lambda: step)
-        pulse.report_now(Status())
+        monkeypatch.setattr(heartbeat.time, "time", lambda: now)
+        monkeypatch.setattr(heartbeat.calls, "last_step", lambda: step)
+        heartbeat.report_now(Status())
         supervisor._take_report(supervisor._ranks[rank], json.dumps(sent.pop()).encode())
 
     async def states():
@@ -103,4 +103,4 @@ def test_the_state_of_a_run_shows_running_ranks_at_one_moment_and_ended_ones_at_
 
 @pytest.mark.parametrize(("now", "left"), [(1e9 + 0.25, 0.75), (1e9, 1.0), (1e9 + 0.999, 0.001)])
 def test_ranks_report_at_the_full_seconds_of_the_clock(now, left):
-    assert pulse._until_next(now) == pytest.approx(left, abs=1e-6)
+    assert heartbeat._until_next(now) == pytest.approx(left, abs=1e-6)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hvkit.checkpoint.part import JsonPart, MonitorPart, Part
+from hvkit.checkpoint.saved_object import JsonPart, MonitorPart, Part
 from hvkit.monitor.monitor import Monitor
 from hvkit.sync.port import framework_of
 

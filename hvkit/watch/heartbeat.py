@@ -29,7 +29,7 @@ def begin() -> None:
     """Report from now on, in a thread, if ``hvkit run`` has started this rank."""
     if listened_to():
         recorder = Recorder() if timeline_wanted() else None
-        threads.start("hvkit-pulse", _run, recorder)
+        threads.start("hvkit-heartbeat", _run, recorder)
 
 
 def _run(recorder: Recorder | None) -> None:

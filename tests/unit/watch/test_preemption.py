@@ -8,12 +8,12 @@ import threading
 
 import pytest
 
-from hvkit.watch import leaving
-from hvkit.watch.leaving import Agreement, Leaving
+from hvkit.watch import preemption
+from hvkit.watch.preemption import Preemption, StepAgreement
 
 
 def test_the_ranks_leave_one_step_after_the_last_that_any_has_ended():
-    agreement = Agreement(3)
+    agreement = StepAgreement(3)
     assert not agreement.begun
     agreement.begin()
     for rank, step in enumerate((7, 9, 8)):
@@ -25,23 +25,23 @@ def test_the_ranks_leave_one_step_after_the_last_that_any_has_ended():
 
 
 def test_without_an_answer_of_every_rank_there_is_no_step(monkeypatch):
-    agreement = Agreement(2)
+    agreement = StepAgreement(2)
     agreement.begin()
     agreement.take(0, 7)
     assert not agreement.settled
-    monkeypatch.setattr(Agreement, "PATIENCE", 0.0)
+    monkeypatch.setattr(StepAgreement, "PATIENCE", 0.0)
     assert agreement.settled
     assert agreement.step is None
 
 
 def steps_until_due(rank):
-    return next(step for step in range(1, 100) if rank.due())
+    return next(step for step in range(1, 100) if rank.at_last_step())
 
 
 def test_a_rank_holds_until_the_step_is_known_and_goes_on_to_it():
-    rank = Leaving()
+    rank = Preemption()
     rank.several_ranks()
-    assert not rank.due()
+    assert not rank.at_last_step()
     assert rank.hold() == 1
     threading.Timer(0.2, rank.leave_at, [4]).start()
     assert steps_until_due(rank) == 3
@@ -49,47 +49,47 @@ def test_a_rank_holds_until_the_step_is_known_and_goes_on_to_it():
 
 
 def test_a_rank_goes_on_if_there_is_no_agreement_and_may_agree_later():
-    rank = Leaving()
+    rank = Preemption()
     rank.several_ranks()
     rank.hold()
     threading.Timer(0.2, rank.leave_at, [None]).start()
-    assert not rank.due()
-    assert not rank.due()
+    assert not rank.at_last_step()
+    assert not rank.at_last_step()
     rank.hold()
     rank.leave_at(3)
-    assert rank.due()
+    assert rank.at_last_step()
 
 
 def test_one_process_leaves_at_the_end_of_its_step():
-    rank = Leaving()
-    assert not rank.due()
+    rank = Preemption()
+    assert not rank.at_last_step()
     assert not rank.take_sigterm()
-    assert rank.due()
+    assert rank.at_last_step()
 
 
 def test_the_same_sigterm_may_come_several_times_but_a_later_one_ends_the_process(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(leaving.time, "monotonic", lambda: now[0])
-    rank = Leaving()
+    monkeypatch.setattr(preemption.time, "monotonic", lambda: now[0])
+    rank = Preemption()
     assert [rank.take_sigterm() for _ in range(3)] == [False] * 3
     now[0] += 3
     assert rank.take_sigterm()
 
 
 def test_sigterm_ends_a_rank_at_once_when_another_has_ended():
-    rank = Leaving()
+    rank = Preemption()
     rank.other_ended()
     assert rank.take_sigterm()
 
 
 def test_leaving_ends_the_script_with_status_143():
     with pytest.raises(SystemExit) as ended:
-        Leaving().leave()
+        Preemption().leave()
     assert ended.value.code == 143
 
 
 def test_handling_sigterm_again_and_again_takes_no_further_files_and_threads():
-    rank = Leaving()
+    rank = Preemption()
     for _ in range(3):
         rank.handle_sigterm()
         rank.stop_handling()
@@ -106,17 +106,17 @@ def test_sigterm_counts_also_with_an_event_loop_of_the_script(when):
     """A loop takes the wakeup descriptor for its own signals, and leaves none behind."""
     code = f"""
 import asyncio, os, signal, time
-from hvkit.watch.leaving import LEAVING
+from hvkit.watch.preemption import PREEMPTION
 async def main():
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, print)
     if {when == "during"}:
         os.kill(os.getpid(), signal.SIGTERM)
-LEAVING.handle_sigterm()
+PREEMPTION.handle_sigterm()
 asyncio.run(main())
 if {when == "after"}:
     os.kill(os.getpid(), signal.SIGTERM)
 time.sleep(0.5)
-print(LEAVING.requested)
+print(PREEMPTION.requested)
 """
     words = [sys.executable, "-c", code]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from hvkit import random_states, runtime
-from hvkit.checkpoint.part import ALONE, NOT_IN_FILE, SEED, Arrays, Part
+from hvkit.checkpoint.saved_object import ALONE, NOT_IN_FILE, SEED, Arrays, Part
 from hvkit.sync.fingerprints import Compared, Rows
 
 FILE = "ranks.npz"

@@ -10,7 +10,7 @@ import torch
 from hosts import as_if_on, begin, state, train
 
 import hvkit
-from hvkit.checkpoint import manifests, newest, store
+from hvkit.checkpoint import manifests, newest_checkpoint, resume, store
 from hvkit.checkpoint.replicas import Replicas
 from hvkit.host import run_reports
 
@@ -72,9 +72,9 @@ def test_files_that_are_loaded_travel_once(disk, monkeypatch):
     save(disk, 1)
     move(disk, 1)
     travelled = []
-    read = newest._read
+    read = resume._read
     monkeypatch.setattr(
-        newest, "_read", lambda path, *rest: (travelled.append(path.name), read(path, *rest))[1]
+        resume, "_read", lambda path, *rest: (travelled.append(path.name), read(path, *rest))[1]
     )
     assert begin(disk)[2].restore().step == 1
     assert travelled == (["ranks.npz"] if hvkit.rank() == 1 else [])
@@ -316,7 +316,8 @@ def test_saves_after_a_failed_write_are_newer_than_the_copy(disk, memory, monkey
 def test_a_checkpoint_that_cannot_be_read_is_an_error_on_every_rank(problem, disk, monkeypatch):
     save(disk, 1)
     move(disk, 1)
-    found, _, bringing = newest.find(disk, Replicas(disk, 0), "test")
+    found, is_here = newest_checkpoint.find(disk, Replicas(disk, 0), "test")
+    assert not is_here
     path = found.folder / "optimizer.pt"
     if hvkit.rank() == 1 and problem == "short":
         os.truncate(path, 10)
@@ -330,7 +331,7 @@ def test_a_checkpoint_that_cannot_be_read_is_an_error_on_every_rank(problem, dis
 
         monkeypatch.setattr(np, "fromfile", failing)
     said = {"unreadable": "Input/output error", "short": "it is shorter than"}[problem]
-    with pytest.raises(OSError, match=said) as raised, bringing:
+    with pytest.raises(OSError, match=said) as raised, resume.RemoteCopy(found, disk):
         pass  # nothing is loaded, so all files travel at its end
     assert raised.value.filename == str(path)
     assert hvkit.allgather(hvkit.rank()) == list(range(hvkit.size()))

@@ -54,7 +54,7 @@ def _seconds(name: str, default: float) -> float:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Diagnosis:
     """A judgement about ranks that wait.
 
     Attributes:
@@ -70,12 +70,12 @@ class Verdict:
     answered: bool = True
 
 
-def decide(
+def diagnose(
     ranks: Mapping[int, Status],
     ended: Mapping[int, str],
     report_after: float,
     end_after: float,
-) -> Verdict | None:
+) -> Diagnosis | None:
     """Judge the ranks' reports; None if all is well.
 
     Args:
@@ -89,10 +89,12 @@ def decide(
     if not waiting:
         return None
     if ended:
-        return Verdict(f"{_waits(waiting)}; {_ended(ended)}: {SAME_CALLS}, and {SAME_STEPS}", True)
+        return Diagnosis(
+            f"{_waits(waiting)}; {_ended(ended)}: {SAME_CALLS}, and {SAME_STEPS}", True
+        )
     mixed = len({s.key for s in waiting.values()}) > 1
     if mixed and not _on_their_way(waiting, report_after):
-        return Verdict(f"{_waits(waiting)}: {SAME_CALLS}", True)
+        return Diagnosis(f"{_waits(waiting)}: {SAME_CALLS}", True)
     longest = max(waiting.values(), key=lambda s: s.seconds)
     others = {rank: s for rank, s in ranks.items() if rank not in waiting}
     # A rank whose wait has just begun has arrived after all.
@@ -107,14 +109,14 @@ def decide(
         else:
             why = SAME_CALLS if mixed else "the exchange between them does not end"
             text = f"{_waits(waiting)}: {why}; {limit}"
-        return Verdict(text, True, about, answered=all(s.where for s in missing.values()))
+        return Diagnosis(text, True, about, answered=all(s.where for s in missing.values()))
     if longest.seconds >= report_after:
         if missing:
-            return Verdict(_missing(missing, longest), False, about)
+            return Diagnosis(_missing(missing, longest), False, about)
         if mixed:  # some seconds later it is clear that they make different calls
             return None
         text = f"{_waits(waiting)} for {longest.seconds:.0f} s: a slow network, or exchanges "
-        return Verdict(text + "that do not match", False, about)
+        return Diagnosis(text + "that do not match", False, about)
     return None
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from hvkit.errors import ranks_text
 from hvkit.watch.calls import Status
-from hvkit.watch.verdict import SAME_CALLS, SETTLED, decide
+from hvkit.watch.diagnosis import SAME_CALLS, SETTLED, diagnose
 
 LONG = SETTLED + 1
 
@@ -18,7 +18,7 @@ def busy(where="data.py:88", call=""):
 
 
 def judge(*ranks, ended=None, report=60.0, end=1800.0):
-    return decide(dict(enumerate(ranks)), ended or {}, report, end)
+    return diagnose(dict(enumerate(ranks)), ended or {}, report, end)
 
 
 def test_ranks_in_calls_that_do_not_match_end_the_run_with_both_lines():
@@ -60,7 +60,7 @@ def test_a_rank_that_has_gone_on_without_another_is_no_slow_network():
 
 
 def test_a_rank_that_has_ended_will_not_come():
-    found = decide({0: waits("Checkpoint.save")}, {1: "failed with ValueError: x"}, 60, 1800)
+    found = diagnose({0: waits("Checkpoint.save")}, {1: "failed with ValueError: x"}, 60, 1800)
     assert found.ends
     assert "rank 0 waits in Checkpoint.save (train.py:33); rank 1 failed with" in found.text
 
@@ -101,7 +101,7 @@ def test_ranks_that_wait_in_one_call_are_reported_but_not_ended():
 
 def test_nothing_is_said_while_nobody_waits():
     assert judge(busy(), busy()) is None
-    assert decide({0: busy()}, {1: "has ended its script"}, 60, 1800) is None
+    assert diagnose({0: busy()}, {1: "has ended its script"}, 60, 1800) is None
 
 
 @pytest.mark.parametrize(

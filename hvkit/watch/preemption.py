@@ -1,4 +1,4 @@
-"""Leaving after SIGTERM: all ranks save at the end of the same step, and end.
+"""Preemption after SIGTERM: all ranks save at the end of the same step, and end.
 
 Batch systems and clouds send SIGTERM before they take a host away. The ranks of that host may be
 the only ones to get it, and no two get it in the same step. So they agree over the watcher's
@@ -33,7 +33,7 @@ _AGREES = 20.0
 _SAME = 2.0
 
 
-class Leaving:
+class Preemption:
     """What this rank knows of the end that SIGTERM demands.
 
     Attributes:
@@ -91,7 +91,7 @@ class Leaving:
                 signal.set_wakeup_fd(other)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    def due(self) -> bool:
+    def at_last_step(self) -> bool:
         """Whether to save and leave at the end of this step; the same on all ranks.
 
         Every rank calls this at the end of each step. Holds while the ranks agree on the step.
@@ -158,7 +158,7 @@ class Leaving:
             if not self._left and calls.status().waits:
                 os._exit(1)
 
-        threads.later(seconds, "hvkit-leaving", end)
+        threads.later(seconds, "hvkit-preemption", end)
 
     # Called in the main thread by SIGTERM, and by a thread that sees it sooner.
 
@@ -183,7 +183,7 @@ class Leaving:
         return False
 
 
-LEAVING = Leaving()
+PREEMPTION = Preemption()
 """Of this process."""
 
 _process = os.getpid()
@@ -191,9 +191,9 @@ _process = os.getpid()
 
 def _on_sigterm(number: int, _: FrameType | None) -> None:
     # Python's handler would count it once more, and late if the main thread was inside C code.
-    if os.getpid() == _process and LEAVING.take_signals():
+    if os.getpid() == _process and PREEMPTION.take_signals():
         return
-    if os.getpid() != _process or LEAVING.take_sigterm():
+    if os.getpid() != _process or PREEMPTION.take_sigterm():
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
@@ -208,7 +208,7 @@ def _became_child() -> None:
 os.register_at_fork(after_in_child=_became_child)
 
 
-class Agreement:
+class StepAgreement:
     """Rank 0's part: collects the ranks' steps, and chooses the one to leave at.
 
     Args:
