@@ -6,15 +6,15 @@ Importing hvkit is cheap: each public name is resolved on first use. The strateg
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hvkit import errors as errors
 from hvkit import log as log
 
 if TYPE_CHECKING:
+    from hvkit.api import distribute as distribute
+    from hvkit.api import settled as settled
     from hvkit.checkpoint import Checkpoint as Checkpoint
     from hvkit.checkpoint import Progress as Progress
     from hvkit.communication.allreduce import allreduce as allreduce
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from hvkit.compression import PowerSGD as PowerSGD
     from hvkit.compression import TopK as TopK
     from hvkit.data.shard import shard as shard
-    from hvkit.distribute import distribute as distribute
-    from hvkit.distribute import settled as settled
     from hvkit.errors import BuildError as BuildError
     from hvkit.errors import HorovodNotFoundError as HorovodNotFoundError
     from hvkit.errors import HostfileError as HostfileError
@@ -52,13 +50,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _NAMES_BY_MODULE = {
+    "api": "distribute settled",
     "checkpoint": "Checkpoint Progress",
     "communication.allreduce": "allreduce",
     "communication.collectives": "barrier broadcast",
     "communication.traffic": "traffic",
     "compression": "PowerSGD TopK",
     "data.shard": "shard",
-    "distribute": "distribute settled",
     "errors": (
         "BuildError HorovodNotFoundError HostfileError HvkitError LaunchError RankLostError "
         "RanksDisagreeError"
@@ -97,14 +95,3 @@ def _public_names() -> list[str]:
 def _strategies() -> dict[str, Any]:
     strategies = import_module(f"{__name__}.strategies")
     return dict(strategies.strategy.strategies_in(strategies))
-
-
-class _Package(ModuleType):
-    """Keeps ``hvkit.distribute`` the function, although a module of that name is imported too."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _MODULE_OF and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

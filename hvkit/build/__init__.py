@@ -15,6 +15,6 @@
     pytorch_index           for the Makefile: the pip options that install PyTorch for CPUs
 """
 
-from hvkit.build.installer import Options, install_horovod
+from hvkit.build.installer import BuildOptions, install_horovod
 
-__all__ = ["Options", "install_horovod"]
+__all__ = ["BuildOptions", "install_horovod"]

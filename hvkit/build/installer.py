@@ -29,7 +29,7 @@ print("hvkit:" + json.dumps(built))
 
 
 @dataclass(frozen=True)
-class Options:
+class BuildOptions:
     """The options of ``hvkit install-horovod``.
 
     Attributes:
@@ -48,7 +48,7 @@ class Options:
     wheel_dir: Path | None = None
 
 
-def install_horovod(options: Options) -> None:
+def install_horovod(options: BuildOptions) -> None:
     """Install the Horovod that fits this Python's frameworks and the MPI found.
 
     Raises:
@@ -73,7 +73,7 @@ def installed_version() -> str | None:
         return None
 
 
-def _install_horovod(options: Options) -> None:
+def _install_horovod(options: BuildOptions) -> None:
     toolchain = find_toolchain(options.without)
     toolchain = replace(toolchain, cuda=toolkit_for(options.gpu, toolchain.frameworks))
     key = key_of(toolchain)
@@ -92,7 +92,7 @@ def _install_horovod(options: Options) -> None:
     announce(f"Horovod {VERSION} is installed for {toolchain}")
 
 
-def _wheel(toolchain: Toolchain, key: Key, options: Options) -> Path:
+def _wheel(toolchain: Toolchain, key: Key, options: BuildOptions) -> Path:
     cached = find_wheel(key)
     if cached and not options.force:
         announce(f"using the cached wheel: {cached}")

@@ -21,7 +21,7 @@ from hvkit.checkpoint.progress import (
 from hvkit.checkpoint.replicas import Replicas
 from hvkit.checkpoint.saved_object import Part
 from hvkit.checkpoint.strategies import StrategyPart, parts_of_strategies, together
-from hvkit.checkpoint.writing import MemoryFolder, Writer, explained, fill_folder, seal
+from hvkit.checkpoint.writing import BackgroundWriter, MemoryFolder, explained, fill_folder, seal
 from hvkit.communication import collectives, large_objects
 from hvkit.communication.collectives import share
 from hvkit.errors import HvkitError
@@ -126,7 +126,7 @@ class Checkpoint:
         if not isinstance(background, bool):
             raise TypeError(f"background must be True or False, got {background!r}")
         self.background = background
-        self._writer = Writer()
+        self._writer = BackgroundWriter()
         if keep is not None and checked_count("keep", keep) < 1:
             raise ValueError(f"keep must be at least 1, or None to keep all, got {keep}")
         self.keep = keep

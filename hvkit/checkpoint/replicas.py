@@ -50,7 +50,7 @@ class Replicas:
         self._hosts: dict[int, str] = {}
         self._links: dict[int, Connection] = {}
         self._late: set[int] | None = None
-        self._listener: channel.Listener | None = None
+        self._listener: channel.RankListener | None = None
         # Guards these.
         self._changed = threading.Condition()
 
@@ -96,7 +96,7 @@ class Replicas:
         problem, meeting = None, ""
         if runtime.rank() == 0:
             try:
-                self._listener = channel.Listener(one_host=False, patience=transfer.PATIENCE)
+                self._listener = channel.RankListener(one_host=False, patience=transfer.PATIENCE)
                 meeting = self._listener.meeting.to_json()
                 threads.start("hvkit-replicas", self._listener.serve, self._admit)
             except OSError as error:

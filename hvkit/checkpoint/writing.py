@@ -61,7 +61,7 @@ class MemoryFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-class Writer:
+class BackgroundWriter:
     """Writes one checkpoint at a time in a thread. A process that ends waits for it."""
 
     def __init__(self) -> None:

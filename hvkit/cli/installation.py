@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hvkit.build import Options, install_horovod
+from hvkit.build import BuildOptions, install_horovod
 from hvkit.build.cuda import CHOICES
 from hvkit.build.frameworks import NAMES
 from hvkit.cli.arguments import positive
@@ -83,7 +83,7 @@ def add_install_horovod(commands: "argparse._SubParsersAction[CommandParser]") -
 
 def _install_horovod(args: argparse.Namespace) -> int:
     install_horovod(
-        Options(
+        BuildOptions(
             force=args.force,
             jobs=args.jobs,
             without=args.without,

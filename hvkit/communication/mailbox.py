@@ -29,7 +29,7 @@ _LONGEST_PAUSE = 5e-3
 _PART = 0.03
 
 
-class Found(NamedTuple):
+class Envelope(NamedTuple):
     """A message that has come, or its first piece."""
 
     source: int
@@ -78,15 +78,15 @@ class Mailbox:
             self.require_mpi()
             self._finish(self._communicator.Irecv([piece, self._mpi.BYTE], source=source, tag=tag))
 
-    def look(self) -> Found | None:
+    def look(self) -> Envelope | None:
         """The next message that has come; None if there is none."""
         self.require_mpi()
         status = self._mpi.Status()
         if not self._communicator.Iprobe(self._mpi.ANY_SOURCE, self._mpi.ANY_TAG, status):
             return None
-        return Found(status.Get_source(), status.Get_tag(), status.Get_count(self._mpi.BYTE))
+        return Envelope(status.Get_source(), status.Get_tag(), status.Get_count(self._mpi.BYTE))
 
-    def wait(self) -> Found:
+    def wait(self) -> Envelope:
         """Wait for the next message."""
         for pause in pauses():
             if (found := self.look()) is not None:

@@ -23,7 +23,7 @@ from hvkit.data.pytorch_datasets import DatasetPart, StreamShard, contents
 from hvkit.data.pytorch_workers import adapter_that_forbids_forks, started
 from hvkit.data.randomness import FixedRandomness, Generators, begins_an_epoch, from_text
 from hvkit.data.sampler_kinds import drawn_workers_seed, length_of, whole_order
-from hvkit.data.samplers import Epoch, Order
+from hvkit.data.samplers import Order, SampledEpoch
 from hvkit.frameworks.pytorch.gradients.windows import last_batch
 
 
@@ -116,7 +116,7 @@ class ShardedLoader(DataLoader[Any]):
                     self.generator = of_user
         return self._counted(iteration, epoch, begun_after, self._read(epoch, batches))
 
-    def _read(self, epoch: Epoch, batches: Iterator[Any]) -> Iterator[Any]:
+    def _read(self, epoch: SampledEpoch, batches: Iterator[Any]) -> Iterator[Any]:
         while True:
             # PyTorch's iterator reads the sampler only inside next().
             with self._order.fixed_to(epoch):
@@ -127,7 +127,7 @@ class ShardedLoader(DataLoader[Any]):
             yield batch
 
     def _counted(
-        self, iteration: object, epoch: Epoch, begun_after: int, batches: Iterator[Any]
+        self, iteration: object, epoch: SampledEpoch, begun_after: int, batches: Iterator[Any]
     ) -> Iterator[Any]:
         trains = self._share.size > 1 and not self._share.exact
         steps = self._order.steps_after(begun_after) if trains else None
@@ -189,7 +189,7 @@ class DynamicLoader(DataLoader[Any]):
         self._batches: int | None = None  # of the iteration that runs
         self._adapter = adapter_that_forbids_forks(loader)
         options = _options(loader, self._adapter)
-        batches = _Taken(self._take)
+        batches = _TakenBatches(self._take)
         super().__init__(
             loader.dataset, batch_sampler=batches, generator=torch.Generator(), **options
         )
@@ -259,7 +259,7 @@ class DynamicLoader(DataLoader[Any]):
         self._batches = None
 
 
-class _Taken(Sampler[list[Any]]):
+class _TakenBatches(Sampler[list[Any]]):
     """A batch sampler: the batches that this rank takes."""
 
     def __init__(self, take: Callable[[], Iterator[list[Any]]]) -> None:

@@ -46,7 +46,7 @@ _LOOP = "the loop over a sharded DataLoader"
 _END = -1  # The key of what ranks compare at the end of an epoch.
 
 
-class Epoch:
+class SampledEpoch:
     """One rank's reading of an epoch, or of the rest of one.
 
     Args:
@@ -98,7 +98,7 @@ class Order(Sampler[Any]):
         self.drop_last = self._cut.drop_last and not all_kept
         compared = needs_comparison(self._cut.source, exact=share.exact)
         self._compared = share.size > 1 and compared
-        self._fixed: Epoch | None = None
+        self._fixed: SampledEpoch | None = None
         self.position = Position()
         self.of_part = False
         """Whether the loader's dataset is a ``DatasetPart``."""
@@ -109,7 +109,7 @@ class Order(Sampler[Any]):
         """Whether it returns lists of indices."""
         return self._cut.batched
 
-    def begin(self) -> tuple[object, Epoch]:
+    def begin(self) -> tuple[object, SampledEpoch]:
         """Begin an epoch: the position's identifier for it, and this rank's reading.
 
         A collective in training, unless the order needs no random numbers, and with a sampler of
@@ -117,7 +117,7 @@ class Order(Sampler[Any]):
         """
         iteration = self.position.begin()
         number = 0 if self._share.exact else self.position.epoch
-        epoch = Epoch(number, self._randomness(number))
+        epoch = SampledEpoch(number, self._randomness(number))
         if self._seed is not None:
             epoch.workers_seed = seed_from(self._seed, number)
             for sampler in self._samplers:
@@ -145,7 +145,7 @@ class Order(Sampler[Any]):
             states = from_text(position.random)
         return FixedRandomness(states, self._generators)
 
-    def _begin_reading(self, epoch: Epoch) -> None:
+    def _begin_reading(self, epoch: SampledEpoch) -> None:
         """Read the first step, and compare it with the other ranks'."""
         problem: Exception | None = None
         keys, first = iter(()), []
@@ -187,7 +187,7 @@ class Order(Sampler[Any]):
             )
         return len({theirs for _, theirs in everyone}) == 1
 
-    def compare(self, epoch: Epoch, steps: int = _END) -> None:
+    def compare(self, epoch: SampledEpoch, steps: int = _END) -> None:
         """Raise on every rank if the sampler has returned something else on another.
 
         A collective after 1, 2, 4, 8, ... steps and at the epoch's end, and nothing at other times.
@@ -208,7 +208,7 @@ class Order(Sampler[Any]):
         )
 
     @contextmanager
-    def fixed_to(self, epoch: Epoch) -> Iterator[None]:
+    def fixed_to(self, epoch: SampledEpoch) -> Iterator[None]:
         """Inside it, each iteration reads this epoch."""
         self._fixed = epoch
         try:
@@ -237,13 +237,13 @@ class Order(Sampler[Any]):
         """Mark the key as an index, or indices, in the whole dataset."""
         return [in_whole(index) for index in key] if self.batched else in_whole(key)
 
-    def _reading(self, epoch: Epoch) -> Iterator[Any]:
+    def _reading(self, epoch: SampledEpoch) -> Iterator[Any]:
         """What this rank reads of the epoch, after the samples that are done."""
         with epoch.randomness:
             source = None if self._cut.lazy else iter(self._cut.source)
         return self._keys(epoch, self._steps(epoch, source, self.position.samples))
 
-    def _keys(self, epoch: Epoch, steps: Iterator[Sequence[Any]]) -> Iterator[Any]:
+    def _keys(self, epoch: SampledEpoch, steps: Iterator[Sequence[Any]]) -> Iterator[Any]:
         digest, number, seen, ended = hashlib.sha256(), 0, 0, False
         epoch.steps.clear()
         for step in steps:
@@ -265,7 +265,7 @@ class Order(Sampler[Any]):
             epoch.digests[_END] = [f"{seen} samples in all", digest.hexdigest()]
 
     def _steps(
-        self, epoch: Epoch, source: Iterator[Any] | None, done: int
+        self, epoch: SampledEpoch, source: Iterator[Any] | None, done: int
     ) -> Iterator[Sequence[Any]]:
         """The samples of each step on all ranks together, or the batches if they stay whole."""
         group = self._share.size * (self._cut.samples or 1)
@@ -286,7 +286,7 @@ class Order(Sampler[Any]):
                 whole_order(self._cut.source)
 
     def _drawn(
-        self, epoch: Epoch, source: Iterator[Any] | None, done: int, group: int
+        self, epoch: SampledEpoch, source: Iterator[Any] | None, done: int, group: int
     ) -> Iterator[list[Any]]:
         """The steps as the sampler's code returns them, drawing the epoch's random numbers."""
         cut, randomness = self._cut, epoch.randomness

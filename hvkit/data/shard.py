@@ -81,7 +81,7 @@ def shard(
     return part  # type: ignore[no-any-return]
 
 
-class Part(NamedTuple):
+class ShardedData(NamedTuple):
     """One rank's part of the data, and the facts that must be equal on all ranks.
 
     For evaluation there are facts only if ranks could disagree about the order: evaluation on one
@@ -92,7 +92,7 @@ class Part(NamedTuple):
     facts: list[str]
 
 
-def shard_for(data: Any, share: Share, seed: int | None) -> Part:
+def shard_for(data: Any, share: Share, seed: int | None) -> ShardedData:
     """The part of one rank; not a collective.
 
     Raises:
@@ -103,25 +103,25 @@ def shard_for(data: Any, share: Share, seed: int | None) -> Part:
     if torch is not None and isinstance(data, torch.utils.data.DataLoader):
         from hvkit.data.pytorch_loader import shard_loader
 
-        part = Part(*shard_loader(data, share, seed))
+        part = ShardedData(*shard_loader(data, share, seed))
     elif torch is not None and isinstance(data, torch.utils.data.Dataset):
         from hvkit.data.pytorch_datasets import shard_dataset
 
-        part = Part(*shard_dataset(data, share, seed))
+        part = ShardedData(*shard_dataset(data, share, seed))
     elif tensorflow is not None and isinstance(data, tensorflow.data.Dataset):
         from hvkit.data.tfdata import shard_tfdata
 
-        return Part(*shard_tfdata(data, share))
+        return ShardedData(*shard_tfdata(data, share))
     elif keras is not None and isinstance(data, keras.utils.PyDataset):
         from hvkit.data.keras_pydataset import ShardedPyDataset, facts_of
 
-        part = Part(ShardedPyDataset(data, share, seed), facts_of(data, share, seed))
+        part = ShardedData(ShardedPyDataset(data, share, seed), facts_of(data, share, seed))
     elif is_arrays(data):
         facts = [f"arrays of {rows_of(data)} rows", f"rows of sha256 {digest_of_rows(data)}"]
-        part = Part(shard_arrays(data, share), facts)
+        part = ShardedData(shard_arrays(data, share), facts)
     else:
         raise TypeError(_refusal(data))
-    return Part(part.data, [] if share.exact else [*part.facts, f"seed {seed}"])
+    return ShardedData(part.data, [] if share.exact else [*part.facts, f"seed {seed}"])
 
 
 def _is_dynamic(dynamic: object, share: Share) -> bool:
@@ -135,7 +135,7 @@ def _is_dynamic(dynamic: object, share: Share) -> bool:
     return dynamic
 
 
-def _dynamic(data: Any, share: Share, seed: int | None) -> Part:
+def _dynamic(data: Any, share: Share, seed: int | None) -> ShardedData:
     """The batches that a rank takes; not a collective.
 
     Raises:
@@ -145,18 +145,18 @@ def _dynamic(data: Any, share: Share, seed: int | None) -> Part:
     if torch is not None and isinstance(data, torch.utils.data.DataLoader):
         from hvkit.data.pytorch_loader import dynamic_loader
 
-        part = Part(*dynamic_loader(data, share, seed))
+        part = ShardedData(*dynamic_loader(data, share, seed))
     elif tensorflow is not None and isinstance(data, tensorflow.data.Dataset):
         from hvkit.data.tfdata import dynamic_tfdata
 
-        part = Part(*dynamic_tfdata(data, share))
+        part = ShardedData(*dynamic_tfdata(data, share))
     else:
         raise TypeError(
             "dynamic=True takes a torch DataLoader or a tf.data.Dataset, got "
             f"{type(data).__module__}.{type(data).__qualname__}: convert it to one of these, or "
             "leave dynamic out, and each rank gets its part"
         )
-    return Part(part.data, [*part.facts, f"seed {seed}", "dynamic"])
+    return ShardedData(part.data, [*part.facts, f"seed {seed}", "dynamic"])
 
 
 def _checked(exact: object, seed: object) -> int | None:

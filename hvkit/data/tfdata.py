@@ -56,7 +56,7 @@ def dynamic_tfdata(data: tf.data.Dataset, share: Share) -> tuple[tf.data.Dataset
     refuse_unordered(data)
     if share.size > 1:
         refuse_common_caches(data)
-    taken = _Taken()
+    taken = _TakenElements()
 
     def epoch(_: tf.Tensor) -> tf.data.Dataset:
         iteration = tf.numpy_function(taken.begin, [], tf.int64)
@@ -71,7 +71,7 @@ def dynamic_tfdata(data: tf.data.Dataset, share: Share) -> tuple[tf.data.Dataset
     return part, _facts(data, batching_of(data), share)
 
 
-class _Taken:
+class _TakenElements:
     """Which elements of a pipeline are this rank's; each iteration is an epoch."""
 
     def __init__(self) -> None:

@@ -75,7 +75,7 @@ def _in_a_shell_of_srun(environ: Mapping[str, str]) -> bool:
 
 
 @dataclass(frozen=True)
-class Place:
+class LaunchedRank:
     """A launched process's rank, local rank, and the number of ranks on its host."""
 
     rank: int
@@ -83,11 +83,11 @@ class Place:
     local_size: int
 
 
-def place(environ: Mapping[str, str]) -> Place | None:
+def place(environ: Mapping[str, str]) -> LaunchedRank | None:
     """The place that a launcher announced, or None."""
     for variables in _PLACE_VARIABLES:
         if all(environ.get(variable, "").isdecimal() for variable in variables):
-            return Place(*(int(environ[variable]) for variable in variables))
+            return LaunchedRank(*(int(environ[variable]) for variable in variables))
     return None
 
 

@@ -31,7 +31,7 @@ _OTHER_KEYWORDS = {
 
 
 @dataclass(frozen=True)
-class Line:
+class HostfileLine:
     """A line with a host.
 
     Attributes:
@@ -82,7 +82,7 @@ def parse_hostfile(text: str, name: str) -> tuple[Entry, ...]:
     Raises:
         HostfileError: a line is invalid, or the file has no host.
     """
-    lines: dict[int, Line] = {}
+    lines: dict[int, HostfileLine] = {}
     for number, line_text in enumerate(text.split("\n"), start=1):
         try:
             line = read_line(line_text.removesuffix("\r"))
@@ -99,7 +99,7 @@ def parse_hostfile(text: str, name: str) -> tuple[Entry, ...]:
     )
 
 
-def read_line(text: str) -> Line | None:
+def read_line(text: str) -> HostfileLine | None:
     """Read a line; ``None`` if it is blank or a comment.
 
     Raises:
@@ -113,8 +113,8 @@ def read_line(text: str) -> Line | None:
         raise HostfileError(f"a line starts with a host, got {shown(words[0])}")
     host = host_word(words[0])
     if host.slots is not None:
-        return Line(_mpich(host, words[1:]), "MPICH's")
-    return Line(_openmpi(host, words[1:]), "Open MPI's" if len(words) > 1 else None)
+        return HostfileLine(_mpich(host, words[1:]), "MPICH's")
+    return HostfileLine(_openmpi(host, words[1:]), "Open MPI's" if len(words) > 1 else None)
 
 
 def _mpich(host: HostWord, words: list[str]) -> Host:
@@ -168,7 +168,7 @@ def _unknown(word: str) -> str:
     return f"unknown keyword {shown(keyword)}: {advice}"
 
 
-def _form(lines: dict[int, Line], name: str) -> Form | None:
+def _form(lines: dict[int, HostfileLine], name: str) -> Form | None:
     forms = {number: line.form for number, line in lines.items() if line.form is not None}
     if not forms:
         return None

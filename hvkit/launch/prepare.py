@@ -31,7 +31,7 @@ from hvkit.launch.launchers import Job, find_launcher
 from hvkit.launch.rank_command import RankCommand
 from hvkit.launch.supervision.output import Style
 from hvkit.launch.supervision.protocol import KEY_VARIABLE, SUPERVISOR_VARIABLE
-from hvkit.launch.supervision.supervised_run import Run
+from hvkit.launch.supervision.supervised_run import SupervisedRun
 from hvkit.log import logger
 
 _AGENT = "hvkit.launch.supervision.agent"
@@ -93,7 +93,7 @@ def prepared(
     supervised: bool = True,
     least: int | None = None,
     going: Collection[str] = (),
-) -> Run:
+) -> SupervisedRun:
     """Find the launcher, check the hosts, and make the command line.
 
     Args:
@@ -159,7 +159,7 @@ def prepared(
         logger.warning("%d ranks, not %d: --min-np allows it", job.size, request.size)
     if least is None:
         _refuse_absent_ranks(request.style, job.size)
-    return Run(
+    return SupervisedRun(
         command=launcher.command(job),
         environ=environ,
         launcher=launcher.name,
@@ -179,7 +179,7 @@ def _numbers(crowded: Mapping[str, tuple[int, int]]) -> str:
     return ", ".join(listed)
 
 
-def shown(run: Run) -> str:
+def shown(run: SupervisedRun) -> str:
     """The launcher's command line for a shell, with the variables that hvkit adds and removes.
 
     Secrets are left out: ``NAME=...``.

@@ -91,7 +91,7 @@ def _place_of_script(words: Sequence[str]) -> int | None:
 
 
 @dataclass(frozen=True)
-class Problem:
+class CommandProblem:
     """Why a host cannot start a command.
 
     Attributes:
@@ -123,7 +123,7 @@ class RankCommand:
         place = _place_of_script(words)
         return cls(words[0], "" if place is None else words[place], path)
 
-    def problem(self, folder: str) -> Problem | None:
+    def problem(self, folder: str) -> CommandProblem | None:
         """Why this host cannot start the command in ``folder``; ``None`` if it can."""
         if problem := self._problem_of_program(folder):
             return problem
@@ -131,35 +131,35 @@ class RankCommand:
             return None
         script = Path(folder, self.script)
         if not script.exists():
-            return Problem(
+            return CommandProblem(
                 NOT_FOUND,
                 f"cannot run {self.script}: there is no such file{_in(self.script, folder)}",
             )
         if not os.access(script, os.R_OK):
-            return Problem(NOT_EXECUTABLE, f"cannot run {self.script}: you may not read it")
+            return CommandProblem(NOT_EXECUTABLE, f"cannot run {self.script}: you may not read it")
         return None
 
-    def _problem_of_program(self, folder: str) -> Problem | None:
+    def _problem_of_program(self, folder: str) -> CommandProblem | None:
         name = self.program
         if os.sep not in name:
             if shutil.which(name, path=self.path):
                 return None
-            return Problem(
+            return CommandProblem(
                 NOT_FOUND, f"cannot run {name}: there is no such program on PATH{self._fix(folder)}"
             )
         file = Path(folder, name)
         if not file.exists():
-            return Problem(
+            return CommandProblem(
                 NOT_FOUND, f"cannot run {name}: there is no such file{_in(name, folder)}"
             )
         if file.is_dir():
-            return Problem(NOT_EXECUTABLE, f"cannot run {name}: it is a folder")
+            return CommandProblem(NOT_EXECUTABLE, f"cannot run {name}: it is a folder")
         if not os.access(file, os.X_OK):
-            return Problem(
+            return CommandProblem(
                 NOT_EXECUTABLE, f"cannot run {name}: it is not executable: `chmod +x {name}`"
             )
         if reason := _no_program(file):
-            return Problem(NOT_EXECUTABLE, f"cannot run {name}: {reason}")
+            return CommandProblem(NOT_EXECUTABLE, f"cannot run {name}: {reason}")
         return None
 
     def _fix(self, folder: str) -> str:

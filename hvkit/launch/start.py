@@ -20,7 +20,7 @@ from hvkit.launch.supervision import run_status
 from hvkit.launch.supervision.output import make_room
 from hvkit.launch.supervision.run_status import RunStatus
 from hvkit.launch.supervision.signals import EndedBySignal, end_on_signals, undisturbed
-from hvkit.launch.supervision.supervised_run import Outcome, Run, supervise
+from hvkit.launch.supervision.supervised_run import Outcome, SupervisedRun, supervise
 from hvkit.launch.supervision.timeline import Timeline
 from hvkit.log import logger
 
@@ -73,7 +73,7 @@ def _start(request: Request, status: RunStatus) -> int:
         timeline.close()
 
 
-def _with_restarts(request: Request, run: Run) -> int:
+def _with_restarts(request: Request, run: SupervisedRun) -> int:
     restarts = Restarts(request.max_restarts)
     least = request.min_size or run.size
     replicas, failed = False, True
@@ -105,7 +105,7 @@ def _with_restarts(request: Request, run: Run) -> int:
                 _free_memory(request, failed=failed)
 
 
-def _report_restart(run: Run, restarts: Restarts, outcome: Outcome) -> None:
+def _report_restart(run: SupervisedRun, restarts: Restarts, outcome: Outcome) -> None:
     # A try that has ended before it resumed has saved nothing itself.
     saved = outcome.saved
     if saved is None:
@@ -143,7 +143,7 @@ def _free_memory(request: Request, *, failed: bool) -> None:
             logger.warning("%s may still hold checkpoints in %s: %s", answer.host.name, folder, why)
 
 
-def _going(run: Run, terminated: Collection[int], *, replicas: bool) -> set[str]:
+def _going(run: SupervisedRun, terminated: Collection[int], *, replicas: bool) -> set[str]:
     """The hosts that are probably taken away: those of ranks that got SIGTERM.
 
     Not rank 0's: its disk may be the only one with the checkpoints. Copies in memory change that.
@@ -153,8 +153,8 @@ def _going(run: Run, terminated: Collection[int], *, replicas: bool) -> set[str]
 
 
 def _prepared_again(
-    request: Request, before: Run, least: int, restarts: Restarts, going: Collection[str]
-) -> Run:
+    request: Request, before: SupervisedRun, least: int, restarts: Restarts, going: Collection[str]
+) -> SupervisedRun:
     """Pause, and prepare a restart as soon as enough hosts are ready.
 
     Args:
@@ -190,7 +190,7 @@ def _prepared_again(
         return replace(run, status=status, timeline=before.timeline, saved_in=before.saved_in)
 
 
-def _supervised(request: Request, run: Run) -> Outcome:
+def _supervised(request: Request, run: SupervisedRun) -> Outcome:
     if run.style.log_dir is not None:
         try:
             make_room(run.style.log_dir)

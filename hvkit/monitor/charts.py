@@ -30,7 +30,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 10, 26
 
 
 @dataclass(frozen=True)
-class Line:
+class ChartLine:
     """A line of a chart.
 
     Attributes:
@@ -69,7 +69,7 @@ class Charts:
         inner = {"left": _LEFT, "right": _WIDTH - _RIGHT, "width": _WIDTH}
         return {"first": self.first, "last": self.last, **inner, "charts": self._numbers}
 
-    def card(self, title: str, lines: Sequence[Line], *, from_zero: bool = False) -> str:
+    def card(self, title: str, lines: Sequence[ChartLine], *, from_zero: bool = False) -> str:
         """A card with a title, a legend and a chart.
 
         Args:
@@ -91,7 +91,7 @@ class Charts:
         return card(title, f'<div class="keys">{keys}</div>{self._drawn(kept, from_zero)}')
 
     def _drawn(
-        self, kept: Sequence[tuple[Line, list[tuple[float, float]]]], from_zero: bool
+        self, kept: Sequence[tuple[ChartLine, list[tuple[float, float]]]], from_zero: bool
     ) -> str:
         values = [value for _, points in kept for _, value in points]
         low, high = (min(0.0, min(values)) if from_zero else min(values)), max(values)

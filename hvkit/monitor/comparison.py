@@ -11,7 +11,7 @@ from rich.table import Table
 
 from hvkit.log import printable
 from hvkit.monitor.charts import short
-from hvkit.monitor.recorded_run import Run
+from hvkit.monitor.recorded_run import RecordedRun
 from hvkit.monitor.report import troubles
 from hvkit.monitor.step_shares import PARTS
 from hvkit.wording import counted, duration
@@ -41,7 +41,7 @@ Row = tuple[str, list[str]]
 """What it is, and its value for each run."""
 
 
-def numbers(runs: Sequence[Run]) -> list[Row]:
+def numbers(runs: Sequence[RecordedRun]) -> list[Row]:
     """How large and how fast runs were."""
     found = [
         _row("ranks", runs, lambda run: f"{_ranks(run):,}"),
@@ -60,7 +60,7 @@ def numbers(runs: Sequence[Run]) -> list[Row]:
     return found
 
 
-def remarks(runs: Sequence[Run]) -> list[str]:
+def remarks(runs: Sequence[RecordedRun]) -> list[str]:
     """Sentences about speedups that do not come from the number of ranks alone."""
     base = _one_rank(runs)
     if base is None:
@@ -82,30 +82,30 @@ def remarks(runs: Sequence[Run]) -> list[str]:
     return said
 
 
-def last_values(runs: Sequence[Run]) -> list[Row]:
+def last_values(runs: Sequence[RecordedRun]) -> list[Row]:
     """The last value of each metric."""
     metrics = dict.fromkeys(name for run in runs for name in run.curves)
     return [(f"last {metric}", [_last(run, metric) for run in runs]) for metric in metrics]
 
 
-def _row(what: str, runs: Sequence[Run], value: Callable[[Run], str]) -> Row:
+def _row(what: str, runs: Sequence[RecordedRun], value: Callable[[RecordedRun], str]) -> Row:
     return what, [value(run) for run in runs]
 
 
-def _ranks(run: Run) -> int:
+def _ranks(run: RecordedRun) -> int:
     return run.starts[-1].size
 
 
-def _one_rank(runs: Sequence[Run]) -> Run | None:
+def _one_rank(runs: Sequence[RecordedRun]) -> RecordedRun | None:
     """The run that speedups are over, which is measured; ``None`` without one to compare."""
     return next((run for run in runs if _ranks(run) == 1), None) if len(runs) > 1 else None
 
 
-def _speedup(run: Run, base: Run) -> float:
+def _speedup(run: RecordedRun, base: RecordedRun) -> float:
     return run.mean("samples_per_second") / (base.mean("samples_per_second") or float("nan"))
 
 
-def _batch(run: Run) -> float:
+def _batch(run: RecordedRun) -> float:
     """Samples of a rank in a step, on average."""
     samples, steps = 0.0, 0
     for each in run.records:
@@ -115,18 +115,18 @@ def _batch(run: Run) -> float:
     return samples / max(steps, 1)
 
 
-def _share(run: Run, part: str) -> str:
+def _share(run: RecordedRun, part: str) -> str:
     parts = run.parts()
     whole = sum(parts.values()) or 1.0
     return f"{parts[part] / whole:.0%}"
 
 
-def _last(run: Run, metric: str) -> str:
+def _last(run: RecordedRun, metric: str) -> str:
     points = run.curves.get(metric)
     return short(points[-1][1]) if points else ""
 
 
-def show(runs: Sequence[Run], console: Console) -> None:
+def show(runs: Sequence[RecordedRun], console: Console) -> None:
     """Print runs beside each other."""
     names = [printable(run.name) for run in runs]
     for run, name in zip(runs, names, strict=True):

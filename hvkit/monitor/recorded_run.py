@@ -48,7 +48,7 @@ class Start:
 
 
 @dataclass
-class Run:
+class RecordedRun:
     """What a folder holds of a run.
 
     Attributes:
@@ -75,7 +75,7 @@ class Run:
     left: bool = False
     reached: tuple[int, float] = (0, 0.0)
     last_reason: str = ""
-    before: Run | None = None
+    before: RecordedRun | None = None
     later: str = ""
     unreadable: int = 0
     _means: dict[str, float] = field(default_factory=dict, repr=False)
@@ -154,7 +154,7 @@ class Run:
         return {name: found for name in names if (found := self.mean(f"sent/{name}")) >= 0.5}
 
 
-def read(folder: Path) -> Run:
+def read(folder: Path) -> RecordedRun:
     """The run that a monitor has recorded in this folder.
 
     Raises:
@@ -168,7 +168,7 @@ def read(folder: Path) -> Run:
             f"{path} cannot be read ({error.strerror}): name the folder that was passed to "
             "hvkit.Monitor"
         ) from None
-    run = Run(folder.resolve().name)
+    run = RecordedRun(folder.resolve().name)
     for line in filter(bytes.strip, lines):
         try:
             run = _with(run, json.loads(line, parse_constant=lambda _: None))
@@ -195,7 +195,7 @@ def read(folder: Path) -> Run:
     return run
 
 
-def _end_without_record(run: Run) -> str:
+def _end_without_record(run: RecordedRun) -> str:
     if run.end is None:
         return ""
     bad = [name for name, steps in run.not_finite.items() if steps]
@@ -205,7 +205,7 @@ def _end_without_record(run: Run) -> str:
     return f"; it ended{after}{error}{nan}"
 
 
-def _with(run: Run, record: Any) -> Run:
+def _with(run: RecordedRun, record: Any) -> RecordedRun:
     """The run with a line of its file; another one if that begins another one.
 
     Raises:
@@ -232,14 +232,14 @@ def _with(run: Run, record: Any) -> Run:
     return run
 
 
-def _with_start(run: Run, start: dict[str, Any]) -> Run:
+def _with_start(run: RecordedRun, start: dict[str, Any]) -> RecordedRun:
     step, at = int(start["step"]), float(start["time"])
     hosts = tuple(str(host) for host in start["hosts"]) or ("?",)
     size = int(start.get("size", len(hosts)))
     reason, reached = str(start.get("reason", "")), int(start.get("reached", 0))
     if step == 0 and not reason:  # another run in the same folder
         before = run if run.records else run.before
-        run = Run(run.name, before=before, unreadable=run.unreadable)
+        run = RecordedRun(run.name, before=before, unreadable=run.unreadable)
     newest = run.steps
     run.end, run.left, run.reached = None, False, (0, 0.0)
     while run.records and run.records[-1]["step"] > step:

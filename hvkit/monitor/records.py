@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from hvkit.monitor.step_shares import Shares
+from hvkit.monitor.step_shares import StepShares
 
 RESERVED = frozenset((
     *("step", "time", "epoch", "steps", "skipped", "seconds", "sent", "host", "samples_per_second"),
@@ -50,7 +50,7 @@ class Means:
 
 def described(
     about: Mapping[str, Any],
-    found: Shares,
+    found: StepShares,
     metrics: Sequence[Mapping[str, float]],
     optimizer: Mapping[str, float],
     sent: Mapping[str, int],

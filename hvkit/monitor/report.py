@@ -11,12 +11,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from hvkit.log import printable
-from hvkit.monitor.recorded_run import Run
+from hvkit.monitor.recorded_run import RecordedRun
 from hvkit.monitor.writers import FILE
 from hvkit.wording import counted, duration
 
 
-def show(run: Run, console: Console) -> None:
+def show(run: RecordedRun, console: Console) -> None:
     """Print the run for a terminal."""
     run = _printable(run)
     console.print(f"[bold]{escape(run.name)}[/bold]: {headline(run)}", highlight=False)
@@ -52,7 +52,7 @@ def show(run: Run, console: Console) -> None:
         console.print(f"{counted(run.unreadable, 'line')} of {FILE} {verb} left out")
 
 
-def _printable(run: Run) -> Run:
+def _printable(run: RecordedRun) -> RecordedRun:
     """The run without what would command a terminal: names and reasons are the script's."""
     starts = [
         replace(s, hosts=tuple(map(printable, s.hosts)), reason=printable(s.reason))
@@ -72,7 +72,7 @@ def _printable(run: Run) -> Run:
     )
 
 
-def headline(run: Run) -> str:
+def headline(run: RecordedRun) -> str:
     """The run in one line."""
     steps = counted(run.taken, "step")
     until = f", up to step {run.steps:,}," if run.taken < run.steps else ""
@@ -87,7 +87,7 @@ def headline(run: Run) -> str:
     )
 
 
-def slow_ranks(run: Run) -> list[str]:
+def slow_ranks(run: RecordedRun) -> list[str]:
     """Sentences about the ranks that came last more often than others."""
     said = []
     for number, (rank, share) in enumerate(run.last()[:3]):
@@ -98,7 +98,7 @@ def slow_ranks(run: Run) -> list[str]:
     return said
 
 
-def troubles(run: Run) -> list[str]:
+def troubles(run: RecordedRun) -> list[str]:
     """Sentences about what a reader must know before the numbers: NaN, an error, another run."""
     said = []
     if run.end is None:
@@ -125,7 +125,7 @@ def troubles(run: Run) -> list[str]:
     return said
 
 
-def _sent_lines(run: Run) -> Iterable[str]:
+def _sent_lines(run: RecordedRun) -> Iterable[str]:
     for purpose, size in run.sent().items():
         yield f"a rank sends {size_of(size)} a step: {purpose}"
 

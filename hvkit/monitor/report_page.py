@@ -13,9 +13,9 @@ from html import escape
 from importlib.resources import files
 
 from hvkit.monitor import comparison
-from hvkit.monitor.charts import COLOURS, Charts, Line, Points, card, section, table
+from hvkit.monitor.charts import COLOURS, ChartLine, Charts, Points, card, section, table
 from hvkit.monitor.curves import Name, name_of, together
-from hvkit.monitor.recorded_run import Run
+from hvkit.monitor.recorded_run import RecordedRun
 from hvkit.monitor.report import clock, headline, size_of, troubles
 from hvkit.monitor.step_shares import PARTS
 from hvkit.monitor.writers import flattened
@@ -45,7 +45,7 @@ _LOADS = {
 }
 
 
-def page(run: Run) -> str:
+def page(run: RecordedRun) -> str:
     """The page of a run, as HTML."""
     marks = [start.step for start in run.starts[1:]]
     charts = Charts(run.starts[0].step, run.steps, marks)
@@ -62,7 +62,7 @@ def page(run: Run) -> str:
     return _filled(run.name, parts, charts)
 
 
-def page_of_several(runs: Sequence[Run]) -> str:
+def page_of_several(runs: Sequence[RecordedRun]) -> str:
     """The page that compares runs, as HTML; their names tell them apart."""
     first = min(run.starts[0].step for run in runs)
     charts = Charts(first, max(run.steps for run in runs))
@@ -103,7 +103,7 @@ def _filled(title: str, parts: Sequence[str], charts: Charts) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda place: values[place[1]], template)
 
 
-def _head(run: Run) -> str:
+def _head(run: RecordedRun) -> str:
     busy = [(f"{run.busy():.0%}", "of the time ranks were busy")]
     numbers = [
         *(busy if run.starts[-1].size > 1 else []),
@@ -128,7 +128,7 @@ def _troubles(said: Sequence[str]) -> str:
     return f'<div class="card note">{lines}</div>' if lines else ""
 
 
-def _curves(run: Run, charts: Charts) -> str:
+def _curves(run: RecordedRun, charts: Charts) -> str:
     drawn = {name: points for name, points in run.curves.items() if points}
     cards = [
         charts.card(
@@ -139,14 +139,14 @@ def _curves(run: Run, charts: Charts) -> str:
     return section("Metrics over steps", cards)
 
 
-def _line(kind: str, points: Points, kinds: Collection[str]) -> Line:
+def _line(kind: str, points: Points, kinds: Collection[str]) -> ChartLine:
     """A metric's line; that of batches is faint behind that of whole epochs."""
     faint = kind == "batches" and "training" in kinds
     name = "training" if kind == "batches" and not faint else kind
-    return Line(name, points, _KIND_COLOURS.get(kind, COLOURS[0]), faint)
+    return ChartLine(name, points, _KIND_COLOURS.get(kind, COLOURS[0]), faint)
 
 
-def _curves_of_several(runs: Sequence[Run], charts: Charts) -> str:
+def _curves_of_several(runs: Sequence[RecordedRun], charts: Charts) -> str:
     order = together(dict.fromkeys(name for run in runs for name in run.curves))
     titles: dict[Name, str] = {}
     for metric in (metric for kinds in order.values() for metric in kinds):
@@ -159,14 +159,14 @@ def _curves_of_several(runs: Sequence[Run], charts: Charts) -> str:
     return section("Metrics over steps", cards)
 
 
-def _curve(run: Run, name: Name) -> Points:
+def _curve(run: RecordedRun, name: Name) -> Points:
     """The run's points of what has this name, whatever the script calls it."""
     return next((some for metric, some in run.curves.items() if name_of(metric) == name), ())
 
 
-def _by_run(runs: Sequence[Run], curves: Sequence[Points]) -> list[Line]:
+def _by_run(runs: Sequence[RecordedRun], curves: Sequence[Points]) -> list[ChartLine]:
     return [
-        Line(run.name, points, COLOURS[number % len(COLOURS)])
+        ChartLine(run.name, points, COLOURS[number % len(COLOURS)])
         for number, (run, points) in enumerate(zip(runs, curves, strict=True))
     ]
 
@@ -187,12 +187,12 @@ def _bar(parts: Mapping[str, float]) -> str:
     return f'<div class="bar">{pieces}</div>{keys}'
 
 
-def _time(run: Run, charts: Charts) -> str:
+def _time(run: RecordedRun, charts: Charts) -> str:
     parts = run.parts()
     if not sum(parts.values()):
         return ""
     lines = [
-        Line(
+        ChartLine(
             name,
             [(each["step"], 1e3 * each["seconds"].get(name, 0.0)) for each in run.records],
             _PART_COLOURS[name],
@@ -209,7 +209,7 @@ def _time(run: Run, charts: Charts) -> str:
     )
 
 
-def _times_of_several(runs: Sequence[Run]) -> str:
+def _times_of_several(runs: Sequence[RecordedRun]) -> str:
     bars = "".join(
         f'<h3 style="margin-top:10px">{escape(run.name)}, {1e3 * run.mean("seconds/step"):.3g} ms '
         f"a step</h3>{_bar(run.parts())}"
@@ -218,13 +218,13 @@ def _times_of_several(runs: Sequence[Run]) -> str:
     return f'<h2>Where the time went</h2><div class="card">{bars}</div>'
 
 
-def _numbers_of_several(runs: Sequence[Run]) -> str:
+def _numbers_of_several(runs: Sequence[RecordedRun]) -> str:
     columns = [("", ""), *((run.name, "n") for run in runs)]
     rows = [(what, *values) for what, values in comparison.numbers(runs)]
     return f'<h2>Numbers</h2><div class="card wide">{table(columns, rows)}</div>'
 
 
-def _slow_ranks(run: Run) -> str:
+def _slow_ranks(run: RecordedRun) -> str:
     last = run.last()
     if not last:
         return ""
@@ -249,13 +249,13 @@ def _slow_ranks(run: Run) -> str:
     )
 
 
-def _speeds(run: Run) -> Points:
+def _speeds(run: RecordedRun) -> Points:
     return [(each["step"], each["samples_per_second"]) for each in run.records]
 
 
-def _speed(run: Run, charts: Charts) -> str:
+def _speed(run: RecordedRun, charts: Charts) -> str:
     title = "samples a second, all ranks"
-    cards = [charts.card(title, [Line(title, _speeds(run))], from_zero=True)]
+    cards = [charts.card(title, [ChartLine(title, _speeds(run))], from_zero=True)]
     scaling = run.scaling()
     if len(scaling) > 1:
         first = min(scaling)
@@ -268,7 +268,7 @@ def _speed(run: Run, charts: Charts) -> str:
     return section("Speed", cards)
 
 
-def _hosts(run: Run, charts: Charts) -> str:
+def _hosts(run: RecordedRun, charts: Charts) -> str:
     curves: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for each in run.records:
         for name, value in flattened({"host": each["host"]}).items():
@@ -277,7 +277,7 @@ def _hosts(run: Run, charts: Charts) -> str:
     cards = []
     for load, (name, unit) in _LOADS.items():
         lines = [
-            Line(host, points, COLOURS[number % len(COLOURS)])
+            ChartLine(host, points, COLOURS[number % len(COLOURS)])
             for number, (host, points) in enumerate(curves.get(load, {}).items())
         ]
         if any(value for line in lines for _, value in line.points):
@@ -285,7 +285,7 @@ def _hosts(run: Run, charts: Charts) -> str:
     return section("Hosts", cards)
 
 
-def _starts(run: Run) -> str:
+def _starts(run: RecordedRun) -> str:
     if len(run.starts) < 2:
         return ""
     columns = [

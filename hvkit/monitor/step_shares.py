@@ -30,7 +30,7 @@ _BEYOND_CHANCE = 1.5
 
 
 @dataclass(frozen=True)
-class Shares:
+class StepShares:
     """The time of some steps.
 
     Attributes:
@@ -52,7 +52,7 @@ class Shares:
     late_by: NDArray[np.float64]
 
 
-def shares(ranks: Sequence[Sequence[Step]]) -> Shares:
+def shares(ranks: Sequence[Sequence[Step]]) -> StepShares:
     """Where the time went in the steps of all ranks.
 
     Args:
@@ -94,7 +94,7 @@ def shares(ranks: Sequence[Sequence[Step]]) -> Shares:
         "waiting": waiting.sum() / steps,
         "allreduce": (blocked - waiting).sum() / steps,
     }
-    return Shares(
+    return StepShares(
         steps=max(counts),
         seconds=float(duration.sum() / steps),
         parts={name: float(value) for name, value in means.items()},
@@ -131,7 +131,7 @@ class Totals:
     _last: Any = 0
     _late_by: Any = 0
 
-    def add(self, more: Shares) -> None:
+    def add(self, more: StepShares) -> None:
         """Add the shares of further steps."""
         self.steps += more.steps
         self.seconds += more.steps * more.seconds

@@ -28,7 +28,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class GraphWait(Protocol):
+class GraphCounters(Protocol):
     """Collectives inside a TensorFlow graph, which no Python code surrounds.
 
     Attributes:
@@ -71,7 +71,7 @@ class Status:
     stack: tuple[str, ...] = ()
 
 
-class _Thread:
+class _ThreadRecord:
     """The current call of a thread of the script; only that thread writes it."""
 
     def __init__(self, ident: int) -> None:
@@ -104,7 +104,7 @@ class _Seen:
 class _Graph:
     """The collectives of a graph, for as long as the graph exists."""
 
-    def __init__(self, wait: GraphWait) -> None:
+    def __init__(self, wait: GraphCounters) -> None:
         self.wait = weakref.ref(wait, functools.partial(_forget, id(wait)))
         self.seen = _Seen((0, 0), time.monotonic(), -1)
 
@@ -113,17 +113,17 @@ class _Graph:
 _STACK = 12
 _MAIN = threading.main_thread().ident or 0
 # By thread number. The system reuses numbers: a new thread then continues an ended one's record.
-_threads: dict[int, _Thread] = {_MAIN: _Thread(_MAIN)}
+_threads: dict[int, _ThreadRecord] = {_MAIN: _ThreadRecord(_MAIN)}
 # By the id of the wait. An entry goes with its graph, in whichever thread that happens.
 _graphs: dict[int, _Graph] = {}
 
 
-def _this_thread() -> _Thread:
+def _this_thread() -> _ThreadRecord:
     ident = threading.get_ident()
     try:
         return _threads[ident]
     except KeyError:
-        return _threads.setdefault(ident, _Thread(ident))
+        return _threads.setdefault(ident, _ThreadRecord(ident))
 
 
 @contextmanager
@@ -259,12 +259,12 @@ def resume_at(step: int, done: int) -> None:
     _last_step = step
 
 
-def watch_graph(wait: GraphWait) -> None:
+def watch_graph(wait: GraphCounters) -> None:
     """Count waits in these collectives of a graph as waits of this rank, while the graph exists."""
     _graphs[id(wait)] = _Graph(wait)
 
 
-def _forget(graph: int, _: weakref.ref[GraphWait]) -> None:
+def _forget(graph: int, _: weakref.ref[GraphCounters]) -> None:
     _graphs.pop(graph, None)
 
 
@@ -317,7 +317,7 @@ def _places(frame: FrameType | None) -> list[tuple[str, int, str]]:
     return found
 
 
-def _thread_that_counts(threads: list[_Thread]) -> _Thread:
+def _thread_that_counts(threads: list[_ThreadRecord]) -> _ThreadRecord:
     """The thread that has waited longest; if none waits, the one that called hvkit last."""
     with _frames() as frames:
         running = set(frames)

@@ -50,7 +50,7 @@ class Meeting:
         return cls(tuple(addresses), port, bytes.fromhex(secret))
 
 
-class Listener:
+class RankListener:
     """Rank 0's end: the port to which the other ranks connect.
 
     Args:

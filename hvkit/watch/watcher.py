@@ -276,7 +276,7 @@ class Hub(Watcher):
     ) -> None:
         super().__init__(0, limits, shut_down)
         self._size = size
-        self._listener = channel.Listener(one_host=one_host)
+        self._listener = channel.RankListener(one_host=one_host)
         self.meeting = self._listener.meeting
         self._new: queue.SimpleQueue[tuple[int, Connection]] = queue.SimpleQueue()
         self._met: set[int] = set()

@@ -44,6 +44,18 @@ def test_no_module_imports_one_that_imports_it():
     assert sorted(imports) == []
 
 
+def test_a_class_name_means_one_thing():
+    """Modules for two frameworks may name alike what is alike."""
+    found = {}
+    for file in sorted((ROOT / "hvkit").rglob("*.py")):
+        framework = re.search(r"pytorch|keras", str(file.relative_to(ROOT)))
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(framework and framework[0])
+    several = {name: of for name, of in found.items() if len(of) > 1}
+    assert [n for n, of in several.items() if None in of or len(set(of)) < len(of)] == []
+
+
 @pytest.mark.parametrize("folder", ["sync", "parameter_server", "strategies", "compression"])
 def test_what_all_frameworks_share_imports_none(folder):
     for file in (ROOT / "hvkit" / folder).glob("*.py"):

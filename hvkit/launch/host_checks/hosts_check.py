@@ -24,7 +24,7 @@ _BUILD_MARK = "+hvkit"
 
 
 @dataclass(frozen=True)
-class Problem:
+class HostProblem:
     """A problem that keeps ranks from running, or from running right.
 
     Attributes:
@@ -52,7 +52,7 @@ class Checked:
 
     examined: tuple[Examined, ...]
     interfaces: dict[str, str]
-    problems: tuple[Problem, ...]
+    problems: tuple[HostProblem, ...]
 
 
 def check(hosts: Sequence[Host], system: str | None = None) -> Checked:
@@ -74,7 +74,7 @@ def check(hosts: Sequence[Host], system: str | None = None) -> Checked:
     return Checked(tuple(examined), interfaces, tuple(problems(examined, met)))
 
 
-def problems(examined: Sequence[Examined], met: Met) -> list[Problem]:
+def problems(examined: Sequence[Examined], met: Met) -> list[HostProblem]:
     """All problems; the same text for several hosts is one problem.
 
     Args:
@@ -84,7 +84,11 @@ def problems(examined: Sequence[Examined], met: Met) -> list[Problem]:
     reports = {one.host.name: one.facts for one in examined if one.facts is not None}
     hosts = [one.host for one in examined]
     found = [
-        *(Problem((one.host.name,), one.problem) for one in examined if one.problem is not None),
+        *(
+            HostProblem((one.host.name,), one.problem)
+            for one in examined
+            if one.problem is not None
+        ),
         *_localhost(hosts),
         *_same_host(reports),
         *_versions(reports),
@@ -93,34 +97,34 @@ def problems(examined: Sequence[Examined], met: Met) -> list[Problem]:
         *_own_names(reports),
         *_connections(met),
         *_clocks(met.ahead),
-        *(Problem((name,), text) for name, one in reports.items() for text in one.problems),
+        *(HostProblem((name,), text) for name, one in reports.items() for text in one.problems),
     ]
     together: dict[str, list[str]] = {}
     for problem in found:
         names = together.setdefault(problem.text, [])
         names.extend(name for name in problem.hosts if name not in names)
-    return [Problem(tuple(names), text) for text, names in together.items()]
+    return [HostProblem(tuple(names), text) for text, names in together.items()]
 
 
-def _localhost(hosts: Sequence[Host]) -> Iterator[Problem]:
+def _localhost(hosts: Sequence[Host]) -> Iterator[HostProblem]:
     for host in hosts:
         if len(hosts) > 1 and _is_localhost(host.name):
-            yield Problem(
+            yield HostProblem(
                 (host.name,),
                 "means a different host on every host: use the name that the others reach it by",
             )
 
 
-def _same_host(reports: Mapping[str, HostReport]) -> Iterator[Problem]:
+def _same_host(reports: Mapping[str, HostReport]) -> Iterator[HostProblem]:
     seen: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for name, report in reports.items():
         seen.setdefault((report.hostname, tuple(sorted(report.outward))), []).append(name)
     for names in seen.values():
         if len(names) > 1:
-            yield Problem(tuple(names), "are one host: name it once, with all its slots")
+            yield HostProblem(tuple(names), "are one host: name it once, with all its slots")
 
 
-def _versions(reports: Mapping[str, HostReport]) -> Iterator[Problem]:
+def _versions(reports: Mapping[str, HostReport]) -> Iterator[HostProblem]:
     packages = dict.fromkeys(name for report in reports.values() for name in report.versions)
     for package in packages:
         hosts: dict[str, list[str]] = {}
@@ -128,7 +132,7 @@ def _versions(reports: Mapping[str, HostReport]) -> Iterator[Problem]:
             hosts.setdefault(_version(package, report.versions.get(package)), []).append(name)
         if len(hosts) > 1:
             listed = "; ".join(f"{version} on {', '.join(at)}" for version, at in hosts.items())
-            yield Problem(
+            yield HostProblem(
                 tuple(reports),
                 f"{package} differs ({listed}): install the same version on all hosts",
             )
@@ -143,23 +147,23 @@ def _version(package: str, version: str | None) -> str:
     return version.partition(_BUILD_MARK)[0]
 
 
-def _room(host: Host, report: HostReport) -> Iterator[Problem]:
+def _room(host: Host, report: HostReport) -> Iterator[HostProblem]:
     """More slots than cores, GPUs or memory."""
     slots = host.slots or report.cores
     if slots > report.cores:
-        yield Problem(
+        yield HostProblem(
             (host.name,),
             f"{slots} slots but {counted(report.cores, 'core')}: ranks would share cores, use at "
             f"most {counted(report.cores, 'slot')}",
         )
     if 0 < report.gpus < slots:
-        yield Problem(
+        yield HostProblem(
             (host.name,),
             f"{slots} slots but {counted(report.gpus, 'GPU')}: each rank needs its own GPU, use at "
             f"most {counted(report.gpus, 'slot')}",
         )
     if report.memory < slots * _MEMORY_OF_RANK:
-        yield Problem(
+        yield HostProblem(
             (host.name,),
             f"{report.memory >> 20} MiB of free memory for {counted(slots, 'rank')}, but each "
             f"takes at least {_MEMORY_OF_RANK >> 20} MiB: end other programs there or use fewer "
@@ -167,22 +171,22 @@ def _room(host: Host, report: HostReport) -> Iterator[Problem]:
         )
 
 
-def _gpus(reports: Mapping[str, HostReport]) -> Iterator[Problem]:
+def _gpus(reports: Mapping[str, HostReport]) -> Iterator[HostProblem]:
     without = tuple(name for name, report in reports.items() if report.gpus == 0)
     if without and len(without) < len(reports):
-        yield Problem(
+        yield HostProblem(
             without,
             "no GPU found there, but other hosts have some: run `nvidia-smi` there, or remove the "
             "host",
         )
 
 
-def _own_names(reports: Mapping[str, HostReport]) -> Iterator[Problem]:
+def _own_names(reports: Mapping[str, HostReport]) -> Iterator[HostProblem]:
     if len(reports) < 2:
         return
     for name, report in reports.items():
         if report.own_addresses and all(map(_is_loopback, report.own_addresses)):
-            yield Problem(
+            yield HostProblem(
                 (name,),
                 f"its own name, {report.hostname}, resolves to {report.own_addresses[0]} there, "
                 "which no other host can reach: in its /etc/hosts map the name to its address in "
@@ -190,15 +194,15 @@ def _own_names(reports: Mapping[str, HostReport]) -> Iterator[Problem]:
             )
 
 
-def _connections(met: Met) -> Iterator[Problem]:
+def _connections(met: Met) -> Iterator[HostProblem]:
     """Hosts that cannot reach each other."""
     for name in met.absent:
-        yield Problem(
+        yield HostProblem(
             (name,), "did not try to reach the others in time: is it overloaded? Check again"
         )
     for reach in met.reaches:
         if reach.reached is None and not _is_localhost(reach.target):
-            yield Problem((reach.source,), f"cannot reach {reach.target}{_reason(reach)}")
+            yield HostProblem((reach.source,), f"cannot reach {reach.target}{_reason(reach)}")
 
 
 def _reason(reach: Reach) -> str:
@@ -215,11 +219,11 @@ def _reason(reach: Reach) -> str:
     )
 
 
-def _clocks(ahead: Mapping[str, float]) -> Iterator[Problem]:
+def _clocks(ahead: Mapping[str, float]) -> Iterator[HostProblem]:
     for name, seconds in ahead.items():
         if abs(seconds) > _CLOCK:
             direction = "ahead of" if seconds > 0 else "behind"
-            yield Problem(
+            yield HostProblem(
                 (name,),
                 f"its clock is {abs(seconds):.0f} s {direction} this host's: set all clocks by NTP",
             )

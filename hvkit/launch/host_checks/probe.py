@@ -23,7 +23,7 @@ from typing import Any
 import hvkit
 from hvkit.host.cpus import usable_cpus
 from hvkit.host.network import Interface, interfaces
-from hvkit.launch.rank_command import Problem, RankCommand
+from hvkit.launch.rank_command import CommandProblem, RankCommand
 
 _LINE_START = '{"hvkit": '
 
@@ -57,7 +57,7 @@ class Facts:
     has_folder: bool
     open_files: int | None = None
     temporary: str | None = None
-    command: Problem | None = None
+    command: CommandProblem | None = None
 
     @classmethod
     def here(cls, folder: str, command: RankCommand) -> "Facts":
@@ -96,7 +96,7 @@ class Facts:
         if values.get("version") != hvkit.__version__:
             raise ValueError(f"it has hvkit {values.get('version')}, not {hvkit.__version__}")
         found = tuple(Interface(**interface) for interface in values["interfaces"])
-        command = None if values["command"] is None else Problem(**values["command"])
+        command = None if values["command"] is None else CommandProblem(**values["command"])
         return cls(**{**values, "interfaces": found, "command": command})
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from hvkit.launch.supervision.output import LAUNCHER_LOG, Writer
+from hvkit.launch.supervision.output import LAUNCHER_LOG, OutputWriter
 from hvkit.launch.supervision.protocol import Kind
 
 _READ = 1 << 16
@@ -35,7 +35,7 @@ class LauncherOutput:
 
     def __init__(
         self,
-        writer: Writer,
+        writer: OutputWriter,
         show: Callable[..., None],
         ends: Callable[[], bool],
         log_dir: Path | None,

@@ -1,8 +1,8 @@
 """What ranks print: shown here, written to log files, and the last lines kept for a report.
 
 A ``RankOutput`` turns the bytes of one rank into whole lines and whole tracebacks. The one
-``Writer`` of a run does the writing on a thread of its own, so that a slow terminal blocks the
-ranks that print and nothing else.
+``OutputWriter`` of a run does the writing on a thread of its own, so that a slow terminal blocks
+the ranks that print and nothing else.
 """
 
 import asyncio
@@ -277,7 +277,7 @@ def _log_file(folder: Path | None, rank: int) -> BinaryIO | None:
     return None if folder is None else (folder / _LOG.format(f"{rank:04}")).open("wb")
 
 
-class Writer:
+class OutputWriter:
     """A thread that writes output in order. After an error it writes nothing more.
 
     It is a daemon thread, so a write that blocks for ever does not keep this process alive.

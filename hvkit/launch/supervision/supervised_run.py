@@ -65,7 +65,7 @@ _LAUNCHER_NOTICES = 5.0
 
 
 @dataclass(frozen=True)
-class Run:
+class SupervisedRun:
     """A launcher's command line, and how to watch its ranks.
 
     Attributes:
@@ -129,7 +129,7 @@ class Outcome:
     raised: Raised | None = None
 
 
-def supervise(run: Run) -> Outcome:
+def supervise(run: SupervisedRun) -> Outcome:
     """Run it to its end.
 
     SIGINT, SIGTERM and SIGHUP end everything; the exit status is then 128 plus the signal's number.
@@ -146,7 +146,7 @@ def supervise(run: Run) -> Outcome:
 
 
 class _Supervision:
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: SupervisedRun) -> None:
         self.run = run
         self.key = secrets.token_bytes(32)
         self.failed = asyncio.Event()

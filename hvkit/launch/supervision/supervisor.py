@@ -14,7 +14,7 @@ from hvkit import threads
 from hvkit.handshake import Listener
 from hvkit.launch.supervision import protocol
 from hvkit.launch.supervision.first_failure import Failure
-from hvkit.launch.supervision.output import RankOutput, Style, Writer
+from hvkit.launch.supervision.output import OutputWriter, RankOutput, Style
 from hvkit.launch.supervision.protocol import Kind, keep_alive, probe_interval, silent_for
 from hvkit.launch.supervision.rank_reports import RankReports, at_one_moment
 from hvkit.launch.supervision.screen import Screen
@@ -105,7 +105,7 @@ class Supervisor:
     _closed: bool = False
 
     def __post_init__(self) -> None:
-        self.writer = Writer(self.on_failure)
+        self.writer = OutputWriter(self.on_failure)
         self.screen = Screen()
 
     def listen(self, address: str | None) -> int:

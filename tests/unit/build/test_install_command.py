@@ -5,28 +5,28 @@ from pathlib import Path
 import pytest
 
 from hvkit import cli
-from hvkit.build import Options
+from hvkit.build import BuildOptions
 from hvkit.cli import installation as command
 from hvkit.errors import BuildError
 
 
 @pytest.fixture
-def passed(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
+def passed(monkeypatch: pytest.MonkeyPatch) -> list[BuildOptions]:
     """The options that reach the installer."""
-    options: list[Options] = []
+    options: list[BuildOptions] = []
     monkeypatch.setattr(command, "install_horovod", options.append)
     return options
 
 
-def test_defaults(passed: list[Options]) -> None:
+def test_defaults(passed: list[BuildOptions]) -> None:
     assert cli.main(["install-horovod"]) == 0
-    assert passed == [Options(without=[], gpu="auto")]
+    assert passed == [BuildOptions(without=[], gpu="auto")]
 
 
-def test_all_options(passed: list[Options]) -> None:
+def test_all_options(passed: list[BuildOptions]) -> None:
     line = "install-horovod --force --jobs 3 --without tensorflow --gpu nccl --wheel-dir out"
     assert cli.main(line.split()) == 0
-    assert passed == [Options(True, 3, ["tensorflow"], "nccl", Path("out"))]
+    assert passed == [BuildOptions(True, 3, ["tensorflow"], "nccl", Path("out"))]
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_all_options(passed: list[Options]) -> None:
     ],
 )
 def test_wrong_arguments_are_named(
-    passed: list[Options], capsys: pytest.CaptureFixture[str], line: str, complaint: str
+    passed: list[BuildOptions], capsys: pytest.CaptureFixture[str], line: str, complaint: str
 ) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(line.split())
@@ -53,7 +53,7 @@ def test_wrong_arguments_are_named(
 def test_failure_is_one_message_and_status_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(options: Options) -> None:
+    def fail(options: BuildOptions) -> None:
         raise BuildError("no C++ compiler")
 
     monkeypatch.setattr(command, "install_horovod", fail)

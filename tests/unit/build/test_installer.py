@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hvkit.build import Options, install_horovod, installer, wheel_cache
+from hvkit.build import BuildOptions, install_horovod, installer, wheel_cache
 from hvkit.build.cuda import Toolkit
 from hvkit.build.toolchain import Toolchain
 from hvkit.build.wheel_cache import Key
@@ -35,10 +35,10 @@ class Machine:
     def check(self, toolchain: Toolchain) -> None:
         self.done.append("check")
 
-    def run(self, options: Options | None = None) -> list[str]:
+    def run(self, options: BuildOptions | None = None) -> list[str]:
         """Run the command and return the steps that it took."""
         self.done = []
-        install_horovod(options or Options())
+        install_horovod(options or BuildOptions())
         return self.done
 
 
@@ -86,14 +86,14 @@ def test_changed_framework_rebuilds(machine: Machine) -> None:
 
 def test_builds_with_and_without_nccl_are_kept_apart(machine: Machine) -> None:
     machine.run()
-    assert machine.run(Options(gpu="nccl")) == ["build", "install", "check"]
-    assert machine.run(Options(gpu="none")) == ["install", "check"]
-    assert machine.run(Options(gpu="nccl")) == ["install", "check"]
+    assert machine.run(BuildOptions(gpu="nccl")) == ["build", "install", "check"]
+    assert machine.run(BuildOptions(gpu="none")) == ["install", "check"]
+    assert machine.run(BuildOptions(gpu="nccl")) == ["install", "check"]
 
 
 def test_force_rebuilds(machine: Machine) -> None:
     machine.run()
-    assert machine.run(Options(force=True)) == ["build", "install", "check"]
+    assert machine.run(BuildOptions(force=True)) == ["build", "install", "check"]
 
 
 def test_wheel_dir_gets_the_wheel_also_when_it_is_installed_already(
@@ -101,7 +101,7 @@ def test_wheel_dir_gets_the_wheel_also_when_it_is_installed_already(
 ) -> None:
     machine.run()
     folder = tmp_path / "a" / "b"
-    assert machine.run(Options(wheel_dir=folder)) == []
+    assert machine.run(BuildOptions(wheel_dir=folder)) == []
     (wheel,) = folder.iterdir()
     assert wheel.name == f"horovod-{machine.version}-cp311-cp311-linux_x86_64.whl"
 

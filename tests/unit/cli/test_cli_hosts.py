@@ -10,7 +10,7 @@ from hvkit.cli import arguments, main
 from hvkit.cli import hosts as command
 from hvkit.cli.hosts import show_table
 from hvkit.launch.host_checks.host_reports import Examined, HostReport
-from hvkit.launch.host_checks.hosts_check import Checked, Problem
+from hvkit.launch.host_checks.hosts_check import Checked, HostProblem
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def _checked(hosts, system, *problems: Problem) -> Checked:
+def _checked(hosts, system, *problems: HostProblem) -> Checked:
     facts = HostReport("node1", {}, 8, 2**34, 2, (), (), ())
     examined = (Examined(hosts[0], facts, None), *(Examined(h, None, "away") for h in hosts[1:]))
     return Checked(examined, {hosts[0].name: "eth0 10.0.0.1"}, problems)
@@ -144,7 +144,10 @@ def test_a_check_without_problems_ends_with_0(capsys, monkeypatch):
 
 
 def test_a_check_with_problems_ends_with_1_and_a_line_for_each(capsys, monkeypatch):
-    wrong = (Problem(("node2",), "[away]: is it on?"), Problem(("node1", "node2"), "torch differs"))
+    wrong = (
+        HostProblem(("node2",), "[away]: is it on?"),
+        HostProblem(("node1", "node2"), "torch differs"),
+    )
     monkeypatch.setattr(command, "check", lambda hosts, system: _checked(hosts, system, *wrong))
     assert main(["hosts", "-H", "node1:2,node2:2", "--check"]) == 1
     assert capsys.readouterr().out == (

@@ -18,7 +18,7 @@ from hvkit.launch.host_checks.probe import Facts
 from hvkit.launch.hosts import Host
 from hvkit.launch.launchers import Launcher
 from hvkit.launch.prepare import Request, prepared, shown
-from hvkit.launch.rank_command import NOT_FOUND, Problem
+from hvkit.launch.rank_command import NOT_FOUND, CommandProblem
 from hvkit.launch.ssh import Answer
 from hvkit.launch.supervision.output import Style
 from hvkit.launch.supervision.supervised_run import Outcome
@@ -225,7 +225,7 @@ def test_all_problems_of_all_hosts_are_in_one_error(hosts):
     assert any(line.startswith("  node1: has no folder") for line in lines)
 
 
-MISSING = Problem(NOT_FOUND, "cannot run x.py: there is no such file in /data")
+MISSING = CommandProblem(NOT_FOUND, "cannot run x.py: there is no such file in /data")
 
 
 def test_a_host_without_the_script_is_named_before_anything_starts(hosts):

@@ -23,7 +23,7 @@ from hvkit.launch import restarts, start
 from hvkit.launch.hosts import Host
 from hvkit.launch.prepare import Request
 from hvkit.launch.ssh import run_on_hosts
-from hvkit.launch.supervision.supervised_run import Run
+from hvkit.launch.supervision.supervised_run import SupervisedRun
 
 launcher, stage, rank = sys.argv[1:]
 # As in a terminal: a shell may have started the tests in the background, ignoring these signals.
@@ -40,7 +40,8 @@ def prepared(request, least=None, going=()):
     agent = [sys.executable, "-m", "hvkit.launch.supervision.agent"]
     command = [sys.executable, "-c", launcher, "1", *agent, sys.executable, "-c", rank]
     environ = {**os.environ, **request.variables}
-    return Run(command, environ, "The launcher", 1, ("127.0.0.1",), None, 10.0, bind=False)
+    hosts = ("127.0.0.1",)
+    return SupervisedRun(command, environ, "The launcher", 1, hosts, None, 10.0, bind=False)
 
 def freed_while_signals_come(*given, **options):
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -14,7 +14,7 @@ from hvkit.watch.diagnosis import Limits
 
 @pytest.fixture
 def listener():
-    listener = channel.Listener(one_host=True)
+    listener = channel.RankListener(one_host=True)
     yield listener
     listener.close()
 
@@ -59,9 +59,9 @@ def test_a_rank_that_no_address_leads_to_rank_0_goes_without(listener):
 
 
 def test_one_host_listens_to_itself_alone_and_several_name_their_addresses():
-    several = channel.Listener(one_host=False)
+    several = channel.RankListener(one_host=False)
     try:
-        assert channel.Listener(one_host=True).meeting.addresses == ("127.0.0.1",)
+        assert channel.RankListener(one_host=True).meeting.addresses == ("127.0.0.1",)
         assert several.meeting.addresses
     finally:
         several.close()

@@ -104,7 +104,7 @@ def test_a_rank_that_dies_without_a_word_is_said_to_have(hub):
 @pytest.fixture
 def reporter(monkeypatch):
     """Rank 1's preemption, and the connection to it of a rank 0."""
-    listener = channel.Listener(one_host=True)
+    listener = channel.RankListener(one_host=True)
     admitted = queue.SimpleQueue()
     threading.Thread(target=listener.serve, args=(lambda *who: admitted.put(who),)).start()
     preemption = Preemption()
@@ -166,7 +166,7 @@ def test_rank_0_waits_for_a_busy_rank_but_not_for_a_lost_host(hub, monkeypatch, 
 
 
 def test_what_a_busy_process_has_not_read_is_acknowledged():
-    listener = channel.Listener(one_host=True)
+    listener = channel.RankListener(one_host=True)
     admitted = queue.SimpleQueue()
     serve = functools.partial(listener.serve, lambda *who: admitted.put(who))
     threading.Thread(target=serve).start()

@@ -75,7 +75,9 @@ class DividedModels:
             each: Any = fully_shard(
                 part, mesh=mesh, reshard_after_forward=strategy.reshard_after_forward
             )
-            each.set_custom_all_gather(_Gather(name, functools.partial(self._order.append, number)))
+            each.set_custom_all_gather(
+                _CountedGather(name, functools.partial(self._order.append, number))
+            )
             each.set_custom_reduce_scatter(_Scatter(name))
         after = [dict(model.named_parameters()) for model in models]
         new: dict[torch.Tensor, nn.Parameter] = {
@@ -205,7 +207,7 @@ class _DividedState(PartOfState):
             state.update(before)
 
 
-class _Gather(DefaultAllGather):
+class _CountedGather(DefaultAllGather):
     """Gathers the weights of a part, counts the bytes, and lets the watcher see the wait.
 
     Args:

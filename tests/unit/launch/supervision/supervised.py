@@ -30,14 +30,14 @@ sys.exit(next((status for status in statuses if status), 0) % 256)
 
 RUN = """
 import os, signal, sys
-from hvkit.launch.supervision.supervised_run import Run, supervise
+from hvkit.launch.supervision.supervised_run import SupervisedRun, supervise
 # As in a terminal: a shell may have started the tests in the background, ignoring these signals.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 agent = [sys.executable, "-m", "hvkit.launch.supervision.agent"]
 launcher, size, *command = sys.argv[1:]
 command = [sys.executable, "-c", launcher, size, *agent, *command]
-run = Run(command, dict(os.environ), "The launcher",
+run = SupervisedRun(command, dict(os.environ), "The launcher",
           int(size), ("127.0.0.1",), None, float(os.environ.get("GRACE", 10)), bind=True)
 sys.exit(supervise(run).status)
 """

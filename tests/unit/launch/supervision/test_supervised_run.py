@@ -334,5 +334,5 @@ def test_a_signal_that_comes_once_the_outcome_is_known_allows_no_restart(monkeyp
 
     monkeypatch.setattr(supervised_run._Supervision, "supervise", supervise)
     monkeypatch.setattr(supervised_run, "adopt_orphans", lambda: None)
-    made = supervised_run.Run((), {}, "x", 1, ("127.0.0.1",), None, 10.0, bind=False)
+    made = supervised_run.SupervisedRun((), {}, "x", 1, ("127.0.0.1",), None, 10.0, bind=False)
     assert not supervised_run.supervise(made).restartable

@@ -87,7 +87,9 @@ WORDY = LAUNCHER.replace("sys.exit(next", "print('ten lines', file=sys.stderr); 
 @pytest.mark.parametrize("status", [0, 7])
 def test_what_the_launcher_says_about_a_rank_that_failed_is_logged_only(status, tmp_path):
     style = f"from pathlib import Path\nstyle = Style(log_dir=Path({str(tmp_path)!r}))\n"
-    program = RUN.replace("run = Run(", f"from {Style.__module__} import Style\n{style}run = Run(")
+    program = RUN.replace(
+        "run = SupervisedRun(", f"from {Style.__module__} import Style\n{style}run = SupervisedRun("
+    )
     program = program.replace("bind=True", "bind=True, style=style")
     words = [sys.executable, "-c", program, WORDY, "1", "bash", "-c", f"exit {status}"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
