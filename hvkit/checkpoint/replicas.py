@@ -93,17 +93,17 @@ class Replicas:
             _log_fewer(self.number, len(others), restarts=restarts)
         if not self._hosts:
             return
-        problem, meeting = None, ""
+        problem, endpoint = None, ""
         if runtime.rank() == 0:
             try:
                 self._listener = channel.RankListener(one_host=False, patience=transfer.PATIENCE)
-                meeting = self._listener.meeting.to_json()
+                endpoint = self._listener.endpoint.to_json()
                 threads.start("hvkit-replicas", self._listener.serve, self._admit)
             except OSError as error:
                 problem = error
-        meeting = collectives.share(call, problem, meeting)[0]
+        endpoint = collectives.share(call, problem, endpoint)[0]
         if runtime.rank() in self._hosts and self.folder is not None:
-            rank_0 = channel.Meeting.from_json(meeting)
+            rank_0 = channel.Endpoint.from_json(endpoint)
             threads.start("hvkit-replicas", _hold, rank_0, self.folder)
 
     def send(self, folder: Path) -> None:
@@ -194,9 +194,9 @@ def _log_fewer(wanted: int, others: int, *, restarts: bool) -> None:
         )
 
 
-def _hold(meeting: channel.Meeting, folder: Path) -> None:
+def _hold(endpoint: channel.Endpoint, folder: Path) -> None:
     """Keep what rank 0 sends, until it ends; on a holder."""
     transfer.delete_abandoned(folder.parent)
-    while (connection := channel.connect(meeting, runtime.rank(), transfer.PATIENCE)) is None:
+    while (connection := channel.connect(endpoint, runtime.rank(), transfer.PATIENCE)) is None:
         time.sleep(_AGAIN)
     transfer.keep(connection, folder)

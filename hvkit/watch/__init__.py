@@ -91,11 +91,11 @@ def start(
     watcher: Hub | Reporter
     if rank == 0:
         watcher = hub = Hub(size, limits, shut_down, one_host=one_host)
-        from_rank_0(hub.meeting.to_json().encode())
+        from_rank_0(hub.endpoint.to_json().encode())
         hub.start()
     else:
         watcher = reporter = Reporter(rank, limits, shut_down)
-        reporter.start(channel.Meeting.from_json(bytes(from_rank_0(None)).decode()))
+        reporter.start(channel.Endpoint.from_json(bytes(from_rank_0(None)).decode()))
     rank_errors.install(watcher)
     threads.before_end.append(watcher.thread_failed)
     PREEMPTION.several_ranks()

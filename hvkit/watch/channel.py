@@ -1,4 +1,4 @@
-"""Sockets between rank 0 and the other ranks, for a few small JSON messages.
+"""Sockets between rank 0 and the other ranks, and the few small messages that watchers send.
 
 MPI cannot carry them: it ends with the first rank, and Horovod over Gloo has none. Rank 0
 broadcasts a secret over Horovod, and both ends of a connection prove that they hold it
@@ -14,19 +14,98 @@ import socket
 import struct
 import termios
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, get_args
 
 from hvkit import handshake
 from hvkit.host.network import addresses_for_others
+from hvkit.watch.calls import Status
 
 PATIENCE = 5
 """Seconds for the rest of a message to arrive, and for a rank that ends at once to reach rank 0."""
 
 
 @dataclass(frozen=True)
-class Meeting:
+class StatusRequest:
+    """Rank 0 asks a rank for its ``Status``, which answers with that."""
+
+
+@dataclass(frozen=True)
+class RankEnded:
+    """A rank has ended: that rank says so to rank 0, and rank 0 to the others.
+
+    Attributes:
+        rank: which.
+        how: ``has ended its script``, ``failed with ValueError: x``.
+        shown_by: the rank that prints this.
+    """
+
+    rank: int
+    how: str
+    shown_by: int = 1
+
+
+@dataclass(frozen=True)
+class EndRun:
+    """Rank 0 ends the run.
+
+    Attributes:
+        diagnosis: the reason.
+        within: seconds in which a rank has to end by itself.
+    """
+
+    diagnosis: str
+    within: float
+
+
+@dataclass(frozen=True)
+class GotSigterm:
+    """A rank has got SIGTERM, after which all save and end."""
+
+
+@dataclass(frozen=True)
+class HoldStep:
+    """Rank 0 has a rank hold at the end of its current step, which answers ``StepHeld``."""
+
+
+@dataclass(frozen=True)
+class StepHeld:
+    """How many steps a rank has ended."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class LeaveAt:
+    """Rank 0 has chosen the last step; None: not all ranks have answered, go on."""
+
+    step: int | None
+
+
+@dataclass(frozen=True)
+class HostLost:
+    """No step will end any more, as a rank's host is lost."""
+
+
+Message = (
+    Status
+    | StatusRequest
+    | RankEnded
+    | EndRun
+    | GotSigterm
+    | HoldStep
+    | StepHeld
+    | LeaveAt
+    | HostLost
+)
+"""What watchers send each other."""
+
+_KINDS = {kind.__name__: kind for kind in get_args(Message)}
+
+
+@dataclass(frozen=True)
+class Endpoint:
     """How ranks reach rank 0's socket.
 
     Attributes:
@@ -44,7 +123,7 @@ class Meeting:
         return json.dumps([self.addresses, self.port, self.secret.hex()])
 
     @classmethod
-    def from_json(cls, text: str) -> Meeting:
+    def from_json(cls, text: str) -> Endpoint:
         """The inverse of ``to_json``."""
         addresses, port, secret = json.loads(text)
         return cls(tuple(addresses), port, bytes.fromhex(secret))
@@ -63,7 +142,7 @@ class RankListener:
         secret = secrets.token_bytes(32)
         self._listener = handshake.Listener("127.0.0.1" if one_host else None, secret)
         addresses = ("127.0.0.1",) if one_host else addresses_for_others()
-        self.meeting = Meeting(addresses, self._listener.port, secret)
+        self.endpoint = Endpoint(addresses, self._listener.port, secret)
 
     def serve(self, admit: Callable[[int, Connection], None]) -> None:
         """Until closed, call ``admit(rank, connection)`` for each rank that holds the secret.
@@ -88,10 +167,10 @@ class RankListener:
         self._listener.close()
 
 
-def connect(meeting: Meeting, rank: int, patience: int = PATIENCE) -> Connection | None:
+def connect(endpoint: Endpoint, rank: int, patience: int = PATIENCE) -> Connection | None:
     """Connect to rank 0; None if none of its addresses can be reached."""
     try:
-        connected = handshake.connect(meeting.addresses, meeting.port, meeting.secret)
+        connected = handshake.connect(endpoint.addresses, endpoint.port, endpoint.secret)
         connection = _connection(connected, patience)
         send(connection, {"rank": rank})
     except OSError:
@@ -99,26 +178,51 @@ def connect(meeting: Meeting, rank: int, patience: int = PATIENCE) -> Connection
     return connection
 
 
-def send(connection: Connection, message: dict[str, Any]) -> None:
-    """Send one message.
+def send_message(connection: Connection, message: Message) -> None:
+    """Send one message of a watcher.
 
     Raises:
         OSError: the other end is gone.
     """
-    connection.send_bytes(json.dumps(message).encode())
+    send(connection, {"kind": type(message).__name__, **asdict(message)})
 
 
-def receive(connection: Connection) -> dict[str, Any]:
-    """Wait for one message.
+def receive_message(connection: Connection) -> Message:
+    """Wait for one message of a watcher.
 
     Raises:
         OSError, EOFError: the other end is gone.
         ValueError: it sent something else.
     """
-    message = json.loads(connection.recv_bytes(1 << 20))
-    if not isinstance(message, dict):
-        raise ValueError(f"a message must be an object, got {type(message).__name__}")
+    values = receive(connection)
+    values = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+    try:
+        message: Message = _KINDS[values.pop("kind")](**values)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"no message of a watcher: {error}") from None
     return message
+
+
+def send(connection: Connection, values: dict[str, Any]) -> None:
+    """Send one JSON object.
+
+    Raises:
+        OSError: the other end is gone.
+    """
+    connection.send_bytes(json.dumps(values).encode())
+
+
+def receive(connection: Connection) -> dict[str, Any]:
+    """Wait for one JSON object.
+
+    Raises:
+        OSError, EOFError: the other end is gone.
+        ValueError: it sent something else.
+    """
+    values = json.loads(connection.recv_bytes(1 << 20))
+    if not isinstance(values, dict):
+        raise ValueError(f"a message must be an object, got {type(values).__name__}")
+    return values
 
 
 def is_acknowledged(connection: Connection) -> bool:

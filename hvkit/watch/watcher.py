@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -17,6 +17,17 @@ from hvkit.errors import ranks_text
 from hvkit.host.run_reports import report
 from hvkit.watch import calls, channel
 from hvkit.watch.calls import Status
+from hvkit.watch.channel import (
+    EndRun,
+    GotSigterm,
+    HoldStep,
+    HostLost,
+    LeaveAt,
+    Message,
+    RankEnded,
+    StatusRequest,
+    StepHeld,
+)
 from hvkit.watch.diagnosis import LIMIT_SET_BY, SAME_CALLS, SAME_STEPS, Diagnosis, Limits, diagnose
 from hvkit.watch.heartbeat import report_now
 from hvkit.watch.preemption import PREEMPTION, StepAgreement
@@ -110,7 +121,7 @@ class Watcher:
 
     def _report_end(self) -> None:
         for peer in list(self._peers.values()):
-            _send(peer, {"ended": self._own_end, "rank": self.rank})
+            _send(peer, RankEnded(self.rank, self._own_end))
 
     def stop(self) -> None:
         """Report this rank's end to the others, before Horovod shuts down."""
@@ -189,33 +200,33 @@ class Reporter(Watcher):
         self._tried.wait(channel.PATIENCE)
         super().stop()
 
-    def start(self, meeting: channel.Meeting) -> None:
+    def start(self, endpoint: channel.Endpoint) -> None:
         """Watch from now on."""
-        threads.start("hvkit-watch", self._run, meeting)
+        threads.start("hvkit-watch", self._run, endpoint)
 
-    def _run(self, meeting: channel.Meeting) -> None:
-        self._watch(meeting)
+    def _run(self, endpoint: channel.Endpoint) -> None:
+        self._watch(endpoint)
         self._end_after_error()
 
-    def _watch(self, meeting: channel.Meeting) -> None:
-        hub = channel.connect(meeting, self.rank)
+    def _watch(self, endpoint: channel.Endpoint) -> None:
+        hub = channel.connect(endpoint, self.rank)
         if hub is not None:
             self._peers[0] = hub
         self._tried.set()
         if hub is None:
-            self._watch_alone(meeting.addresses)
+            self._watch_alone(endpoint.addresses)
             return
         reported, told = -1.0, 0.0
         while not self._stopped.is_set():
             try:
                 if hub.poll(_TICK):
-                    self._take(hub, channel.receive(hub))
+                    self._take(hub, channel.receive_message(hub))
             except (OSError, EOFError, ValueError):
                 self._learn_of_end(0, "died without reporting an error", shown_by=1)
                 return
             if PREEMPTION.requested and not told:
                 told = time.monotonic()
-                _send(hub, {"leaving": True})
+                _send(hub, GotSigterm())
             late = told and not self._agreeing and time.monotonic() - told > _HOLDS_WITHIN
             if late and not channel.is_acknowledged(hub):
                 PREEMPTION.give_up()  # rank 0 is not just busy
@@ -225,7 +236,7 @@ class Reporter(Watcher):
             began = time.monotonic() - now.seconds
             if now.waits and now.seconds >= _WORTH_REPORTING and began > reported + 0.1:
                 reported = began
-                _send(hub, {"status": asdict(now)})
+                _send(hub, now)
 
     def _end_without_diagnosis(self, now: Status) -> None:
         """Rank 0, which would end this wait, is stopped, or its host is."""
@@ -246,21 +257,22 @@ class Reporter(Watcher):
     def _waits(self, now: Status) -> str:
         return f"rank {self.rank} waits in {now.call} ({now.where}) for {now.seconds:.0f} s"
 
-    def _take(self, hub: Connection, message: dict[str, Any]) -> None:
-        if "diagnosis" in message:
-            self._explain(message["diagnosis"], message["shown_by"], diagnosis=True)
-            self._must_end(message["within"])
-        elif "ended" in message:
-            self._learn_of_end(message["rank"], message["ended"], message.get("shown_by", 1))
-        elif "hold" in message:
-            self._agreeing = True
-            _send(hub, {"step": PREEMPTION.hold()})
-        elif "leave_at" in message:
-            PREEMPTION.leave_at(message["leave_at"])
-        elif "lost" in message:
-            PREEMPTION.give_up()
-        else:
-            _send(hub, {"status": asdict(self._status(with_stack=True))})
+    def _take(self, hub: Connection, message: Message) -> None:
+        match message:
+            case EndRun(diagnosis, within):
+                self._explain(diagnosis, 0, diagnosis=True)
+                self._must_end(within)
+            case RankEnded(rank, how, shown_by):
+                self._learn_of_end(rank, how, shown_by)
+            case HoldStep():
+                self._agreeing = True
+                _send(hub, StepHeld(PREEMPTION.hold()))
+            case LeaveAt(step):
+                PREEMPTION.leave_at(step)
+            case HostLost():
+                PREEMPTION.give_up()
+            case StatusRequest():
+                _send(hub, self._status(with_stack=True))
 
 
 class Hub(Watcher):
@@ -277,7 +289,7 @@ class Hub(Watcher):
         super().__init__(0, limits, shut_down)
         self._size = size
         self._listener = channel.RankListener(one_host=one_host)
-        self.meeting = self._listener.meeting
+        self.endpoint = self._listener.endpoint
         self._new: queue.SimpleQueue[tuple[int, Connection]] = queue.SimpleQueue()
         self._met: set[int] = set()
         self._statuses: dict[int, Status] = {}
@@ -335,21 +347,21 @@ class Hub(Watcher):
         for connection in ready:
             rank = by_connection[id(connection)]
             try:
-                message = channel.receive(connection)
+                message = channel.receive_message(connection)
             except (OSError, EOFError, ValueError):
                 self._end_of(rank, "died without reporting an error")
                 continue
-            if "ended" in message:
-                self._end_of(rank, message["ended"])
-            elif "leaving" in message:
-                self._somebody_leaves = True
-            elif "step" in message:
-                self._agreement.take(rank, message["step"])
-            else:
-                status = message["status"]
-                self._statuses[rank] = Status(**{**status, "stack": tuple(status["stack"])})
-                self._answered[rank] = time.monotonic()
-                self._asked.pop(rank, None)
+            match message:
+                case RankEnded(how=how):
+                    self._end_of(rank, how)
+                case GotSigterm():
+                    self._somebody_leaves = True
+                case StepHeld(step):
+                    self._agreement.take(rank, step)
+                case Status():
+                    self._statuses[rank] = message
+                    self._answered[rank] = time.monotonic()
+                    self._asked.pop(rank, None)
 
     def _agree_on_last_step(self) -> None:
         """If a rank got SIGTERM, choose the step at whose end all leave.
@@ -361,19 +373,19 @@ class Hub(Watcher):
         if wanted and all_here and not self._agreement.begun and not self._explained.is_set():
             self._agreement.begin()
             self._agreement.take(0, PREEMPTION.hold())
-            self._tell_all({"hold": True})
+            self._send_to_all(HoldStep())
         if self._agreement.settled:
             step, missing = self._agreement.step, self._agreement.missing & self._peers.keys()
             if any(not channel.is_acknowledged(self._peers[rank]) for rank in missing):
                 PREEMPTION.give_up()
-                self._tell_all({"lost": True})
+                self._send_to_all(HostLost())
                 return
             PREEMPTION.leave_at(step)
-            self._tell_all({"leave_at": step})
+            self._send_to_all(LeaveAt(step))
             if step is None:
                 self._agreement = StepAgreement(self._size)
 
-    def _tell_all(self, message: dict[str, Any]) -> None:
+    def _send_to_all(self, message: Message) -> None:
         for peer in list(self._peers.values()):
             _send(peer, message)
 
@@ -384,7 +396,7 @@ class Hub(Watcher):
         first = not self._ended
         self._learn_of_end(rank, how, shown_by=0)
         if first:
-            self._tell_all({"ended": how, "rank": rank, "shown_by": 0})
+            self._send_to_all(RankEnded(rank, how, shown_by=0))
 
     def _diagnose(self) -> None:
         """If a rank waits, collect all ranks' statuses, and act on the diagnosis."""
@@ -399,7 +411,7 @@ class Hub(Watcher):
         for rank, peer in list(self._peers.items()):
             if rank not in self._asked:
                 self._asked[rank] = now
-                _send(peer, {"question": "status"})
+                _send(peer, StatusRequest())
         everyone = {0: self._status(with_stack=True)}
         for rank in range(1, self._size):
             if rank in self._ended:
@@ -423,7 +435,7 @@ class Hub(Watcher):
         _report_cause(diagnosis.text.split("\n")[0])
         self._printed = True
         seconds = _GRACE if diagnosis.answered else _GRACE_FOR_STOPPED
-        self._tell_all({"diagnosis": diagnosis.text, "shown_by": 0, "within": seconds})
+        self._send_to_all(EndRun(diagnosis.text, seconds))
         self._explain(diagnosis.text, 0, diagnosis=True)
         self._must_end(seconds)
         self._stopped.wait(_TICK)  # so that the others read it before their waits end
@@ -436,8 +448,8 @@ def _report_cause(text: str) -> None:
     report(cause=shortened(text, _CAUSE))
 
 
-def _send(connection: Connection, message: dict[str, Any]) -> None:
+def _send(connection: Connection, message: Message) -> None:
     try:
-        channel.send(connection, message)
+        channel.send_message(connection, message)
     except (OSError, ValueError):
         return  # it has gone, which its end of the connection says

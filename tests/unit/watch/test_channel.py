@@ -9,6 +9,7 @@ import pytest
 
 from hvkit.errors import LaunchError
 from hvkit.watch import channel
+from hvkit.watch.calls import Status
 from hvkit.watch.diagnosis import Limits
 
 
@@ -32,21 +33,31 @@ def admitted(listener):
 
 
 def test_a_rank_that_knows_the_secret_is_let_in_and_messages_go_both_ways(listener, admitted):
-    there = channel.connect(listener.meeting, 3)
+    there = channel.connect(listener.endpoint, 3)
     rank, here = admitted.get(timeout=20)
     assert rank == 3
-    channel.send(there, {"status": {"call": "fit"}})
-    assert channel.receive(here) == {"status": {"call": "fit"}}
-    channel.send(here, {"diagnosis": "ends"})
-    assert channel.receive(there) == {"diagnosis": "ends"}
+    status = Status("fit", stack=("train.py:41 in load",))
+    channel.send_message(there, status)
+    assert channel.receive_message(here) == status
+    channel.send_message(here, channel.EndRun("it waits", 30.0))
+    assert channel.receive_message(there) == channel.EndRun("it waits", 30.0)
+
+
+@pytest.mark.parametrize("values", [{"kind": "Fetch"}, {"kind": "StepHeld"}, {"step": 3}])
+def test_what_is_no_message_of_a_watcher_is_an_error(listener, admitted, values):
+    there = channel.connect(listener.endpoint, 3)
+    _, here = admitted.get(timeout=20)
+    channel.send(there, values)
+    with pytest.raises(ValueError, match="no message of a watcher"):
+        channel.receive_message(here)
 
 
 def test_strangers_are_hung_up_on_and_hold_up_no_rank(listener, admitted):
-    assert channel.connect(replace(listener.meeting, secret=b"a guess"), 1) is None
-    silent = [socket.create_connection(("127.0.0.1", listener.meeting.port)) for _ in range(5)]
-    noisy = socket.create_connection(("127.0.0.1", listener.meeting.port))
+    assert channel.connect(replace(listener.endpoint, secret=b"a guess"), 1) is None
+    silent = [socket.create_connection(("127.0.0.1", listener.endpoint.port)) for _ in range(5)]
+    noisy = socket.create_connection(("127.0.0.1", listener.endpoint.port))
     noisy.sendall(b"GET / HTTP/1.1\r\n\r\n")
-    assert channel.connect(listener.meeting, 2) is not None
+    assert channel.connect(listener.endpoint, 2) is not None
     assert admitted.get(timeout=20)[0] == 2
     assert admitted.empty()
     for stranger in [*silent, noisy]:
@@ -55,14 +66,14 @@ def test_strangers_are_hung_up_on_and_hold_up_no_rank(listener, admitted):
 
 def test_a_rank_that_no_address_leads_to_rank_0_goes_without(listener):
     listener.close()
-    assert channel.connect(listener.meeting, 1) is None
+    assert channel.connect(listener.endpoint, 1) is None
 
 
 def test_one_host_listens_to_itself_alone_and_several_name_their_addresses():
     several = channel.RankListener(one_host=False)
     try:
-        assert channel.RankListener(one_host=True).meeting.addresses == ("127.0.0.1",)
-        assert several.meeting.addresses
+        assert channel.RankListener(one_host=True).endpoint.addresses == ("127.0.0.1",)
+        assert several.endpoint.addresses
     finally:
         several.close()
 

@@ -5,7 +5,6 @@ import os
 import queue
 import threading
 import time
-from dataclasses import asdict
 
 import pytest
 
@@ -35,10 +34,10 @@ def answer(connection, status, seconds):
     others, questions, end = [], 0, time.monotonic() + seconds
     while time.monotonic() < end and not others:
         if connection.poll(0.1):
-            message = channel.receive(connection)
-            if "question" in message:
+            message = channel.receive_message(connection)
+            if message == channel.StatusRequest():
                 questions += 1
-                channel.send(connection, {"status": asdict(status)})
+                channel.send_message(connection, status)
             else:
                 others.append(message)
     return others, questions
@@ -47,7 +46,7 @@ def answer(connection, status, seconds):
 def test_a_wait_that_lasts_is_looked_at_once_a_second_however_fast_the_answers(hub, monkeypatch):
     rank_0, shut_down, printed = hub
     monkeypatch.setattr(rank_0, "_status", lambda **_: WAITS)
-    other = channel.connect(rank_0.meeting, 1)
+    other = channel.connect(rank_0.endpoint, 1)
     others, questions = answer(other, WAITS, seconds=4)
     assert not others
     assert 1 <= questions <= 5
@@ -58,46 +57,46 @@ def test_a_wait_that_lasts_is_looked_at_once_a_second_however_fast_the_answers(h
 def test_calls_that_do_not_match_are_printed_sent_to_all_and_end_horovod(hub, monkeypatch):
     rank_0, shut_down, printed = hub
     monkeypatch.setattr(rank_0, "_status", lambda **_: WAITS)
-    other = channel.connect(rank_0.meeting, 1)
+    other = channel.connect(rank_0.endpoint, 1)
     elsewhere = Status("backward()", "backward", 3, "", True, 6.0, "train.py:33")
-    (diagnosis,), _ = answer(other, elsewhere, seconds=60)
-    assert "rank 0 waits in hvkit.average (train.py:41); rank 1 waits in" in diagnosis["diagnosis"]
+    (end,), _ = answer(other, elsewhere, seconds=60)
+    assert "rank 0 waits in hvkit.average (train.py:41); rank 1 waits in" in end.diagnosis
     assert rank_0._over.wait(60)
     assert shut_down == [True]
-    assert printed == [f"hvkit: RankLostError: {diagnosis['diagnosis']}\n"]
-    assert rank_0.reason() == diagnosis["diagnosis"]
+    assert printed == [f"hvkit: RankLostError: {end.diagnosis}\n"]
+    assert rank_0.reason() == end.diagnosis
 
 
 def test_a_rank_that_leaves_explains_why_the_wait_of_this_one_ended(hub):
     rank_0, *_ = hub
-    other = channel.connect(rank_0.meeting, 1)
-    channel.send(other, {"ended": "failed with ValueError: x", "rank": 1})
+    other = channel.connect(rank_0.endpoint, 1)
+    channel.send_message(other, channel.RankEnded(1, "failed with ValueError: x"))
     assert rank_0.reason().endswith("; rank 1 failed with ValueError: x")
 
 
 def test_rank_0_says_how_it_ends_also_within_its_first_second(hub):
     rank_0, *_ = hub
-    other = channel.connect(rank_0.meeting, 1)
+    other = channel.connect(rank_0.endpoint, 1)
     while not rank_0._met:  # the connection is there, and the watcher's thread sleeps
         time.sleep(0.001)
     rank_0.failed("failed with ValueError: x", ends=False)
     rank_0.stop()
-    assert channel.receive(other) == {"ended": "failed with ValueError: x", "rank": 0}
+    assert channel.receive_message(other) == channel.RankEnded(0, "failed with ValueError: x")
 
 
 def test_a_thread_of_hvkit_that_fails_on_rank_0_is_the_reason_on_the_others(hub):
     rank_0, *_ = hub
-    other = channel.connect(rank_0.meeting, 1)
+    other = channel.connect(rank_0.endpoint, 1)
     while not rank_0._peers:
         time.sleep(0.001)
     rank_0.thread_failed("failed in its thread hvkit-watch with ValueError: x")
-    reason = {"ended": "failed in its thread hvkit-watch with ValueError: x", "rank": 0}
-    assert channel.receive(other) == reason
+    how = "failed in its thread hvkit-watch with ValueError: x"
+    assert channel.receive_message(other) == channel.RankEnded(0, how)
 
 
 def test_a_rank_that_dies_without_a_word_is_said_to_have(hub):
     rank_0, *_ = hub
-    channel.connect(rank_0.meeting, 1).close()
+    channel.connect(rank_0.endpoint, 1).close()
     assert rank_0.reason().endswith("; rank 1 died without reporting an error")
 
 
@@ -115,7 +114,7 @@ def reporter(monkeypatch):
     monkeypatch.setattr(preemption, "leave_at", decisions.put)
     monkeypatch.setattr(preemption, "give_up", lambda: decisions.put("gives up"))
     rank_1 = Reporter(1, Limits(60, 1800), lambda: None)
-    rank_1.start(listener.meeting)
+    rank_1.start(listener.endpoint)
     rank, connection = admitted.get(timeout=10)
     assert rank == 1
     yield preemption, connection, decisions
@@ -125,7 +124,7 @@ def reporter(monkeypatch):
 
 def requests_to_leave(connection):
     while connection.poll(10):
-        if "leaving" in channel.receive(connection):
+        if channel.receive_message(connection) == channel.GotSigterm():
             return True
     return False
 
@@ -144,8 +143,8 @@ def test_a_rank_that_should_leave_waits_for_a_rank_0_that_is_busy(reporter):
     assert requests_to_leave(connection)
     with pytest.raises(queue.Empty):
         decisions.get(timeout=4)
-    channel.send(connection, {"hold": True})
-    channel.send(connection, {"leave_at": 7})
+    channel.send_message(connection, channel.HoldStep())
+    channel.send_message(connection, channel.LeaveAt(7))
     assert decisions.get(timeout=10) == 7
 
 
@@ -158,11 +157,12 @@ def test_rank_0_waits_for_a_busy_rank_but_not_for_a_lost_host(hub, monkeypatch, 
     monkeypatch.setattr(preemption, "leave_at", decisions.put)
     monkeypatch.setattr(preemption, "give_up", lambda: decisions.put("gives up"))
     monkeypatch.setattr(channel, "is_acknowledged", lambda _: not lost)
-    other = channel.connect(hub[0].meeting, 1)
+    other = channel.connect(hub[0].endpoint, 1)
     preemption.requested = True
     assert decisions.get(timeout=30) == decision
-    messages = [channel.receive(other) for _ in range(2)]
-    assert messages == [{"hold": True}, {"lost": True} if lost else {"leave_at": None}]
+    messages = [channel.receive_message(other) for _ in range(2)]
+    last = channel.HostLost() if lost else channel.LeaveAt(None)
+    assert messages == [channel.HoldStep(), last]
 
 
 def test_what_a_busy_process_has_not_read_is_acknowledged():
@@ -170,9 +170,9 @@ def test_what_a_busy_process_has_not_read_is_acknowledged():
     admitted = queue.SimpleQueue()
     serve = functools.partial(listener.serve, lambda *who: admitted.put(who))
     threading.Thread(target=serve).start()
-    connection = channel.connect(listener.meeting, 1)
+    connection = channel.connect(listener.endpoint, 1)
     _, other = admitted.get(timeout=10)
-    channel.send(connection, {"leaving": True})
+    channel.send_message(connection, channel.GotSigterm())
     for _ in range(100):
         if channel.is_acknowledged(connection):
             break
