@@ -17,6 +17,7 @@ from hvkit.cli.command_parser import CommandParser
 from hvkit.cli.terminal import Terminal
 from hvkit.errors import HvkitError
 from hvkit.launch.supervision import run_status
+from hvkit.launch.supervision.run_status import RankState
 from hvkit.log import printable
 from hvkit.wording import counted, duration, shortened
 
@@ -154,7 +155,7 @@ def view(process: int, state: Mapping[str, Any], before: dict[int, tuple[float, 
     return Group(*lines, _table(ranks, before))
 
 
-def _table(ranks: Sequence[Mapping[str, Any]], before: dict[int, tuple[float, int]]) -> Table:
+def _table(ranks: Sequence[RankState], before: dict[int, tuple[float, int]]) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in ("rank", "step", "steps/s", "samples/s"):
         table.add_column(name, justify="right")
@@ -181,7 +182,7 @@ def _table(ranks: Sequence[Mapping[str, Any]], before: dict[int, tuple[float, in
     return table
 
 
-def _pace(each: Mapping[str, Any], before: dict[int, tuple[float, int]]) -> float:
+def _pace(each: RankState, before: dict[int, tuple[float, int]]) -> float:
     """Steps a second of a rank since an earlier report, some seconds ago; 0 if unknown."""
     if "at" not in each or each["ended"] or _silent(each):
         return 0.0
@@ -192,14 +193,14 @@ def _pace(each: Mapping[str, Any], before: dict[int, tuple[float, int]]) -> floa
     return (step - done) / (at - then) if at > then and step >= done else 0.0
 
 
-def _speed(each: Mapping[str, Any]) -> float:
+def _speed(each: RankState) -> float:
     """Samples a second of a rank that makes steps; 0 if unknown."""
     moved = each.get("moved")
     still = moved is not None and time.monotonic() - moved > _STILL
     return 0.0 if each.get("ended") or still or _silent(each) else each.get("speed") or 0.0
 
 
-def _silent(each: Mapping[str, Any]) -> float:
+def _silent(each: RankState) -> float:
     """Seconds since the last report of a rank; 0 if it reports, has ended or never reported."""
     if "at" not in each or each.get("ended"):
         return 0.0

@@ -8,8 +8,7 @@
         └── routes         the networks between the hosts, from these facts
 
     hvkit hosts --check
-    └── hosts_check        the problems of hosts, from two sources:
-        ├── host_reports   `hvkit doctor` on every host
+    └── hosts_check        the problems of hosts, from `hvkit doctor` on each, and from:
         └── reachability   every host connects to every other one
                            (python -m hvkit.launch.host_checks.reachability on each)
 """

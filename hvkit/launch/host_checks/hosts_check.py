@@ -1,26 +1,73 @@
 """``hvkit hosts --check``: whether hosts are ready for ranks.
 
-``check`` collects the doctor's report of every host (``host_reports``), lets all hosts connect to
-each other (``reachability``), and finds the problems in the results. Each kind of problem has a
-plain function.
+``check`` collects the report of ``hvkit doctor`` from every host, lets all hosts connect to each
+other (``reachability``), and finds the problems in the results. Each kind of problem has a plain
+function.
 """
 
 import ipaddress
+import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from hvkit.launch.host_checks.host_reports import Examined, HostReport, collect_reports
-from hvkit.launch.host_checks.reachability import ANOTHER_ANSWERS, Met, Reach, meet
+from hvkit.host.cpus import within_limit
+from hvkit.launch.host_checks.reachability import ANOTHER_ANSWERS, Connections, Reach, connect_all
 from hvkit.launch.hosts import Host
-from hvkit.launch.ssh import remote_shell
+from hvkit.launch.ssh import Answer, RemoteShell, last_line, remote_shell, run_on_hosts
 from hvkit.wording import counted
 
+# Seconds. Python starts slowly from a cold network file system.
+_TIMEOUT = 60.0
+# The format of the doctor's report that is read here.
+_FORMAT = 1
 # A rank with a framework loaded takes some hundred MiB before it has any data.
 _MEMORY_OF_RANK = 512 * 2**20
 # Seconds. A clock that differs by less may be right: the program that prints it starts slowly.
 _CLOCK = 20.0
 # Horovod's version ends in a mark of its build, which may differ with the compiler.
 _BUILD_MARK = "+hvkit"
+
+
+@dataclass(frozen=True)
+class HostReport:
+    """The parts of ``hvkit doctor --json`` that matter to other hosts.
+
+    Attributes:
+        hostname: the host's own name.
+        versions: of Python, hvkit, Horovod, the frameworks and MPI; ``None`` for a missing one.
+        cores: logical CPUs that ranks can use.
+        memory: free memory in bytes.
+        gpus: the number of GPUs that the driver shows.
+        own_addresses: the addresses that the host's own name resolves to there.
+        outward: addresses of its interfaces other than loopback.
+        problems: the problems that the doctor found, each with the fix.
+    """
+
+    hostname: str
+    versions: Mapping[str, str | None]
+    cores: int
+    memory: int
+    gpus: int
+    own_addresses: tuple[str, ...]
+    outward: tuple[str, ...]
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A host and its report.
+
+    Attributes:
+        host: the host.
+        facts: its report; ``None`` if there is none.
+        problem: why there is no report, with the fix.
+    """
+
+    host: Host
+    facts: HostReport | None
+    problem: str | None
 
 
 @dataclass(frozen=True)
@@ -65,21 +112,84 @@ def check(hosts: Sequence[Host], system: str | None = None) -> Checked:
     shell = remote_shell(system)
     examined = collect_reports(hosts, shell)
     running = [one.host for one in examined if one.facts is not None]
-    met = meet(running, shell) if len(running) > 1 else Met()
+    connections = connect_all(running, shell) if len(running) > 1 else Connections()
     interfaces = {
         reach.source: f"{reach.interface} {reach.own_address}"
-        for reach in reversed(met.reaches)
+        for reach in reversed(connections.reaches)
         if reach.interface is not None
     }
-    return Checked(tuple(examined), interfaces, tuple(problems(examined, met)))
+    return Checked(tuple(examined), interfaces, tuple(problems(examined, connections)))
 
 
-def problems(examined: Sequence[Examined], met: Met) -> list[HostProblem]:
+def collect_reports(hosts: Sequence[Host], shell: RemoteShell) -> list[Examined]:
+    """Run ``hvkit doctor`` on all hosts at once, with the path of this process's Python.
+
+    Args:
+        hosts: the hosts.
+        shell: the way to the hosts.
+    """
+    command = [sys.executable, "-P", "-m", "hvkit.cli", "doctor", "--json", "--no-self-test"]
+    return [_examined(answer) for answer in run_on_hosts(hosts, command, _TIMEOUT, shell)]
+
+
+def read_report(output: str) -> HostReport:
+    """The report in the output of ``hvkit doctor --json``.
+
+    The start and logout files of a shell may print text around it.
+
+    Raises:
+        ValueError: there is no report, or it has another format.
+    """
+    start = output.find("{\n")
+    if start < 0:
+        raise ValueError("it printed no report")
+    try:
+        report, _ = json.JSONDecoder().raw_decode(output, start)
+        if report["format"] != _FORMAT:
+            raise ValueError(f"its report has format {report['format']!r}, not {_FORMAT}")
+        return _report(report)
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"its report is invalid ({type(error).__name__}: {error})") from None
+
+
+def _examined(answer: Answer) -> Examined:
+    if answer.problem is not None:
+        return Examined(answer.host, None, answer.problem)
+    try:
+        return Examined(answer.host, read_report(answer.stdout), None)
+    except ValueError as error:
+        # The last line of a traceback explains more than "printed no report".
+        why = last_line(answer.stderr) or str(error)
+        return Examined(
+            answer.host,
+            None,
+            f"hvkit does not run there as it does here ({why}): every host needs the same "
+            f"environment at the same path, {sys.prefix}",
+        )
+
+
+def _report(values: Mapping[str, Any]) -> HostReport:
+    mpi, cores = values["mpi"], values["cores"]
+    mpi_version = f"{mpi['flavour']} {mpi['version']}" if mpi else None
+    addresses = (interface["address"] for interface in values["interfaces"])
+    return HostReport(
+        hostname=values["hostname"],
+        versions={**values["versions"], "MPI": mpi_version},
+        cores=within_limit(cores["usable"], cores["limit"]),
+        memory=values["memory"]["available"],
+        gpus=len(values["gpus"]),
+        own_addresses=tuple(values["addresses"]),
+        outward=tuple(a for a in addresses if not ipaddress.ip_address(a).is_loopback),
+        problems=tuple(f"{one['what']}: {one['fix']}" for one in values["problems"]),
+    )
+
+
+def problems(examined: Sequence[Examined], connections: Connections) -> list[HostProblem]:
     """All problems; the same text for several hosts is one problem.
 
     Args:
         examined: the report of each host.
-        met: the attempts of the hosts to reach each other.
+        connections: the attempts of the hosts to reach each other.
     """
     reports = {one.host.name: one.facts for one in examined if one.facts is not None}
     hosts = [one.host for one in examined]
@@ -95,8 +205,8 @@ def problems(examined: Sequence[Examined], met: Met) -> list[HostProblem]:
         *(p for host in hosts if host.name in reports for p in _room(host, reports[host.name])),
         *_gpus(reports),
         *_own_names(reports),
-        *_connections(met),
-        *_clocks(met.ahead),
+        *_connections(connections),
+        *_clocks(connections.ahead),
         *(HostProblem((name,), text) for name, one in reports.items() for text in one.problems),
     ]
     together: dict[str, list[str]] = {}
@@ -194,13 +304,13 @@ def _own_names(reports: Mapping[str, HostReport]) -> Iterator[HostProblem]:
             )
 
 
-def _connections(met: Met) -> Iterator[HostProblem]:
+def _connections(connections: Connections) -> Iterator[HostProblem]:
     """Hosts that cannot reach each other."""
-    for name in met.absent:
+    for name in connections.absent:
         yield HostProblem(
             (name,), "did not try to reach the others in time: is it overloaded? Check again"
         )
-    for reach in met.reaches:
+    for reach in connections.reaches:
         if reach.reached is None and not _is_localhost(reach.target):
             yield HostProblem((reach.source,), f"cannot reach {reach.target}{_reason(reach)}")
 

@@ -19,7 +19,7 @@ from hvkit.launch.host_checks.probe import Facts
 from hvkit.launch.host_checks.routes import joining, named, source_address, spanning
 from hvkit.launch.hosts import Host
 from hvkit.launch.rank_command import RankCommand
-from hvkit.launch.ssh import remote_shell, run_on_hosts
+from hvkit.launch.ssh import last_line, remote_shell, run_on_hosts
 from hvkit.wording import counted
 
 # Seconds for each host to answer.
@@ -229,7 +229,7 @@ def _facts(
         if answer.problem is not None:
             problems[name] = answer.problem
         elif answer.status != 0:
-            last = (answer.stderr.strip().splitlines() or [f"exit status {answer.status}"])[-1]
+            last = last_line(answer.stderr) or f"exit status {answer.status}"
             problems[name] = (
                 f"{sys.executable} there cannot import this hvkit ({last}): install the same "
                 "environment in the same place on all hosts"

@@ -1,8 +1,8 @@
 """Whether the hosts reach each other: every host opens TCP connections to every other one.
 
 Each host listens on a free port, as ranks do, so a firewall that blocks unknown ports is found.
-Every host runs ``python -m hvkit.launch.host_checks.reachability``, and ``meet`` on this host
-exchanges lines of JSON with all of them:
+Every host runs ``python -m hvkit.launch.host_checks.reachability``, and ``connect_all`` on this
+host exchanges lines of JSON with all of them:
 
 1. each host prints its port, a random token and its time;
 2. it reads a line with the names, ports and tokens of the others;
@@ -67,7 +67,7 @@ class Reach:
 
 
 @dataclass(frozen=True)
-class Met:
+class Connections:
     """The attempts of all hosts.
 
     Attributes:
@@ -81,17 +81,17 @@ class Met:
     absent: tuple[str, ...] = ()
 
 
-def meet(hosts: Sequence[Host], shell: RemoteShell) -> Met:
+def connect_all(hosts: Sequence[Host], shell: RemoteShell) -> Connections:
     """Let every host try to reach every other one.
 
     Args:
         hosts: the hosts.
         shell: the way to the hosts.
     """
-    return asyncio.run(_meet(hosts, shell))
+    return asyncio.run(_connect_all(hosts, shell))
 
 
-async def _meet(hosts: Sequence[Host], shell: RemoteShell) -> Met:
+async def _connect_all(hosts: Sequence[Host], shell: RemoteShell) -> Connections:
     programs: dict[Host, asyncio.subprocess.Process] = {}
     logins = asyncio.Semaphore(AT_ONCE)
 
@@ -111,7 +111,7 @@ async def _meet(hosts: Sequence[Host], shell: RemoteShell) -> Met:
     finally:
         await asyncio.gather(*map(_end, programs.values()))
     took_part = {host.name for host, reaches in zip(started, tried, strict=True) if reaches}
-    return Met(
+    return Connections(
         tuple(reach for reaches in tried if reaches for reach in reaches),
         {host.name: line["time"] - line["arrived"] for host, line in started.items()},
         tuple(host.name for host in hosts if host.name not in took_part),
@@ -180,7 +180,7 @@ async def _end(program: asyncio.subprocess.Process) -> None:
         await program.wait()
 
 
-async def _meet_others() -> None:
+async def _connect_to_others() -> None:
     """The program on each host."""
     token = secrets.token_hex(8)
 
@@ -245,4 +245,4 @@ def _print(values: Mapping[str, Any]) -> None:
 
 if __name__ == "__main__":
     signal.alarm(_LIFETIME)
-    asyncio.run(_meet_others())
+    asyncio.run(_connect_to_others())

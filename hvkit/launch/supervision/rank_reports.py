@@ -9,12 +9,31 @@ whose report came first does not seem to be steps behind.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TypedDict
 
 # Seconds for which reports are kept, and without one after which nobody waits for a rank's next.
 _KEPT = 8
 _ANSWERS_WITHIN = 3.0
+
+
+class RankReport(TypedDict, total=False):
+    """Where a rank is; moments are as of ``time.monotonic``."""
+
+    call: str
+    """The call of hvkit that it is in; empty outside of any."""
+    waits: float
+    """For how many seconds it has waited there."""
+    where: str
+    """The line of the script."""
+    step: int
+    """The last optimizer step."""
+    moved: float
+    """When the first report with this step came."""
+    speed: float | None
+    """Samples a second, with ``hvkit.Monitor``."""
+    at: float
+    """When it was there."""
 
 
 class RankReports:
@@ -23,17 +42,15 @@ class RankReports:
     def __init__(self) -> None:
         # The host's clock may be another one: the quickest of the last reports says which.
         self._delays: deque[float] = deque(maxlen=_KEPT)
-        self._kept: deque[tuple[int, Mapping[str, Any]]] = deque(maxlen=_KEPT)
+        self._kept: deque[tuple[int, RankReport]] = deque(maxlen=_KEPT)
         self._arrived = 0.0
 
     @property
-    def newest(self) -> Mapping[str, Any]:
+    def newest(self) -> RankReport:
         """The last report; empty before the first."""
         return self._kept[-1][1] if self._kept else {}
 
-    def take(
-        self, report: Mapping[str, Any], made: float, arrived: float, monotonic: float
-    ) -> None:
+    def take(self, report: RankReport, made: float, arrived: float, monotonic: float) -> None:
         """Keep a report, with its second as ``at``, as of ``time.monotonic``.
 
         Args:
@@ -53,13 +70,13 @@ class RankReports:
         """The second of the last report; None if the rank has been silent for some seconds."""
         return self._kept[-1][0] if self._kept and now - self._arrived < _ANSWERS_WITHIN else None
 
-    def at(self, second: int) -> Mapping[str, Any]:
+    def at(self, second: int) -> RankReport:
         """The last report up to this second, or the oldest one that is kept."""
         before = [report for made, report in self._kept if made <= second]
         return before[-1] if before else self._kept[0][1] if self._kept else {}
 
 
-def at_one_moment(running: Sequence[RankReports], now: float) -> list[Mapping[str, Any]]:
+def at_one_moment(running: Sequence[RankReports], now: float) -> list[RankReport]:
     """The reports of ranks at the newest second that all have reported.
 
     Args:

@@ -15,18 +15,27 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Required
 
 from hvkit import threads
 from hvkit.errors import HvkitError
+from hvkit.launch.supervision.rank_reports import RankReport
 from hvkit.log import logger
 
 _ANSWERS_WITHIN = 5.0
 # Seconds until the thread accepts clients again, if this process has too many open files.
 _PAUSE = 0.5
+
+
+class RankState(RankReport):
+    """A rank, and its report at the moment of all that run; empty before its first."""
+
+    rank: Required[int]
+    host: Required[str]
+    ended: Required[bool]
 
 
 @dataclass(frozen=True)
@@ -40,7 +49,7 @@ class RunState:
         reason: why they ended last; empty if they have not, or have ended well.
         size: the number of ranks to start; ``None`` before the hosts are chosen.
         saved: the step of the newest checkpoint; ``None`` if the run has saved or resumed none.
-        ranks: as ``hvkit.launch.supervision.supervisor`` describes them.
+        ranks: in their order.
     """
 
     command: str = ""
@@ -49,7 +58,7 @@ class RunState:
     reason: str = ""
     size: int | None = None
     saved: int | None = None
-    ranks: Sequence[Mapping[str, Any]] = ()
+    ranks: Sequence[RankState] = ()
 
 
 class RunStatus:

@@ -16,7 +16,8 @@ from hvkit.launch.supervision import protocol
 from hvkit.launch.supervision.first_failure import Failure
 from hvkit.launch.supervision.output import OutputWriter, RankOutput, Style
 from hvkit.launch.supervision.protocol import Kind, keep_alive, probe_interval, silent_for
-from hvkit.launch.supervision.rank_reports import RankReports, at_one_moment
+from hvkit.launch.supervision.rank_reports import RankReport, RankReports, at_one_moment
+from hvkit.launch.supervision.run_status import RankState
 from hvkit.launch.supervision.screen import Screen
 from hvkit.launch.supervision.timeline import HostClock, Timeline
 from hvkit.log import logger
@@ -163,16 +164,15 @@ class Supervisor:
             await asyncio.sleep(_BETWEEN_CLOCKS if self.started == self.size else 0.2)
 
     def state(self) -> dict[str, Any]:
-        """The ranks, their number and the newest checkpoint, for ``hvkit top``.
+        """The ranks, their number and the newest checkpoint, for the ``RunState``.
 
-        All ranks that run are shown at one moment: ``at``, as of ``time.monotonic``. A rank's
-        ``moved`` is when the first report with its present step came. ``saved`` is
-        there only if the ranks have saved or resumed a checkpoint since they were started.
+        ``saved`` is there only if the ranks have saved or resumed a checkpoint since they were
+        started.
         """
         running = sorted(self._connected)
         reports = at_one_moment([self._ranks[each].reports for each in running], time.time())
         shown = dict(zip(running, reports, strict=True))
-        ranks = [
+        ranks: list[RankState] = [
             {
                 "rank": rank.number,
                 "host": rank.host,
@@ -390,8 +390,14 @@ class Supervisor:
                 arrived, before = time.monotonic(), rank.reports.newest
                 moved = before["moved"] if before.get("step") == step else arrived
                 self.step = max(step, self.step)
-                now = {"call": call, "waits": waits, "where": where, "step": step}
-                report = {**now, "moved": moved, "speed": rank.speed}
+                report: RankReport = {
+                    "call": call,
+                    "waits": waits,
+                    "where": where,
+                    "step": step,
+                    "moved": moved,
+                    "speed": rank.speed,
+                }
                 rank.reports.take(report, made, time.time(), arrived)
             case {"speed": int(speed) | float(speed)}:
                 rank.speed = speed

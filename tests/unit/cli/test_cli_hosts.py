@@ -9,8 +9,7 @@ from rich.console import Console
 from hvkit.cli import arguments, main
 from hvkit.cli import hosts as command
 from hvkit.cli.hosts import show_table
-from hvkit.launch.host_checks.host_reports import Examined, HostReport
-from hvkit.launch.host_checks.hosts_check import Checked, HostProblem
+from hvkit.launch.host_checks.hosts_check import Checked, Examined, HostProblem, HostReport
 
 
 @pytest.fixture

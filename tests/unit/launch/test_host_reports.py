@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hvkit.launch.host_checks.host_reports import HostReport, read_report
+from hvkit.launch.host_checks.hosts_check import HostReport, read_report
 
 
 def _report(**changes: Any) -> dict[str, Any]:

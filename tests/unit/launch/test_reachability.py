@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from hvkit.launch.host_checks.reachability import meet
+from hvkit.launch.host_checks.reachability import connect_all
 from hvkit.launch.hosts import Host
 from hvkit.launch.ssh import SSH, remote_shell
 
@@ -17,14 +17,16 @@ _PROGRAM = [sys.executable, "-m", "hvkit.launch.host_checks.reachability"]
 
 def test_all_reach_all_and_know_their_interface():
     names = ["localhost", "127.0.0.1", "127.0.0.2"]
-    met = meet([Host(name) for name in names], SSH)
-    assert met.absent == ()
-    assert {(reach.source, reach.target) for reach in met.reaches} == {
+    connections = connect_all([Host(name) for name in names], SSH)
+    assert connections.absent == ()
+    assert {(reach.source, reach.target) for reach in connections.reaches} == {
         (source, target) for source in names for target in names if source != target
     }
-    assert all(reach.reached for reach in met.reaches)
-    assert {reach.interface for reach in met.reaches if reach.target == "127.0.0.1"} == {"lo"}
-    assert all(abs(seconds) < 20 for seconds in met.ahead.values())
+    assert all(reach.reached for reach in connections.reaches)
+    assert {reach.interface for reach in connections.reaches if reach.target == "127.0.0.1"} == {
+        "lo"
+    }
+    assert all(abs(seconds) < 20 for seconds in connections.ahead.values())
     assert not [
         child for child in psutil.Process().children() if "reachability" in str(child.cmdline())
     ]
@@ -35,9 +37,9 @@ def test_a_host_without_an_answer_is_absent_and_the_others_go_on(tmp_path: Path,
     ssh.write_text("#!/bin/sh\nexit 255\n")
     ssh.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    met = meet([Host("localhost"), Host("away.invalid"), Host("127.0.0.1")], SSH)
-    assert met.absent == ("away.invalid",)
-    assert {(reach.source, reach.target) for reach in met.reaches} == {
+    connections = connect_all([Host("localhost"), Host("away.invalid"), Host("127.0.0.1")], SSH)
+    assert connections.absent == ("away.invalid",)
+    assert {(reach.source, reach.target) for reach in connections.reaches} == {
         ("localhost", "127.0.0.1"),
         ("127.0.0.1", "localhost"),
     }
@@ -75,9 +77,9 @@ def test_the_program_ends_when_its_standard_input_ends():
 
 def test_in_slurm_hosts_are_reached_over_srun(srun: Path):
     names = ["node1.invalid", "node2.invalid"]
-    met = meet([Host(name) for name in names], remote_shell("Slurm"))
-    assert met.absent == ()
-    assert {(reach.source, reach.target) for reach in met.reaches} == {
+    connections = connect_all([Host(name) for name in names], remote_shell("Slurm"))
+    assert connections.absent == ()
+    assert {(reach.source, reach.target) for reach in connections.reaches} == {
         ("node1.invalid", "node2.invalid"),
         ("node2.invalid", "node1.invalid"),
     }

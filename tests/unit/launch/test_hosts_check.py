@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from hvkit.launch.host_checks import hosts_check as checks
-from hvkit.launch.host_checks.host_reports import Examined, HostReport
-from hvkit.launch.host_checks.hosts_check import problems
-from hvkit.launch.host_checks.reachability import Met, Reach
+from hvkit.launch.host_checks.hosts_check import Examined, HostReport, problems
+from hvkit.launch.host_checks.reachability import Connections, Reach
 from hvkit.launch.hosts import Host
 from hvkit.launch.ssh import SRUN, SSH
 
@@ -38,13 +37,15 @@ def _reach(source: str, target: str, **changes: object) -> Reach:
     return replace(Reach(source, target, (address,), (), address, "eth0", own), **changes)
 
 
-def _found(*examined: Examined, met: Met | None = None) -> list[str]:
-    return [str(problem) for problem in problems(examined, met or Met())]
+def _found(*examined: Examined, connections: Connections | None = None) -> list[str]:
+    return [str(problem) for problem in problems(examined, connections or Connections())]
 
 
 def test_right_hosts_have_no_problems():
-    met = Met((_reach("node1", "node2"), _reach("node2", "node1")), {"node1": 0.1, "node2": -1.5})
-    assert _found(_examined("node1"), _examined("node2"), met=met) == []
+    connections = Connections(
+        (_reach("node1", "node2"), _reach("node2", "node1")), {"node1": 0.1, "node2": -1.5}
+    )
+    assert _found(_examined("node1"), _examined("node2"), connections=connections) == []
 
 
 def test_a_host_without_a_report_is_a_problem():
@@ -135,7 +136,7 @@ def test_localhost_matters_only_among_several_hosts(name):
     here = Examined(Host(name, 2), _facts("node1"), None)
     away = _reach("node2", name, reached=None, addresses=("127.0.0.1",), failures=("refused",))
     assert _found(here) == []
-    assert _found(here, _examined("node2"), met=Met((away,))) == [
+    assert _found(here, _examined("node2"), connections=Connections((away,))) == [
         f"{name}: means a different host on every host: use the name that the others reach it by"
     ]
 
@@ -166,13 +167,17 @@ def test_localhost_matters_only_among_several_hosts(name):
     ],
 )
 def test_a_host_that_cannot_reach_another_is_a_problem_with_the_reason(changes, reason):
-    met = Met((_reach("node1", "node2", reached=None, **changes), _reach("node2", "node1")))
-    found = _found(_examined("node1"), _examined("node2"), met=met)
+    connections = Connections(
+        (_reach("node1", "node2", reached=None, **changes), _reach("node2", "node1"))
+    )
+    found = _found(_examined("node1"), _examined("node2"), connections=connections)
     assert found == [f"node1: cannot reach node2{reason}"]
 
 
 def test_a_host_that_did_not_try_in_time_is_a_problem():
-    found = _found(_examined("node1"), _examined("node2"), met=Met(absent=("node2",)))
+    found = _found(
+        _examined("node1"), _examined("node2"), connections=Connections(absent=("node2",))
+    )
     assert found == [
         "node2: did not try to reach the others in time: is it overloaded? Check again"
     ]
@@ -180,7 +185,9 @@ def test_a_host_that_did_not_try_in_time_is_a_problem():
 
 @pytest.mark.parametrize(("seconds", "text"), [(61.4, "61 s ahead of"), (-90, "90 s behind")])
 def test_a_wrong_clock_is_a_problem(seconds, text):
-    found = _found(_examined("node1"), _examined("node2"), met=Met(ahead={"node2": seconds}))
+    found = _found(
+        _examined("node1"), _examined("node2"), connections=Connections(ahead={"node2": seconds})
+    )
     assert found == [f"node2: its clock is {text} this host's: set all clocks by NTP"]
 
 
