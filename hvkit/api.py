@@ -288,11 +288,11 @@ def _refuse_nonfinite(options: Options) -> None:
             f"{asked} looks at gradients before they are averaged, but with {options.strategy} "
             'they are not averaged as a whole: use on_nonfinite="ignore"'
         )
-    travels = options.strategy.travels(options.compression)
-    if options.on_nonfinite == "skip" and travels and travels.keeps_state:
+    compression = options.strategy.travels(options.compression)
+    if options.on_nonfinite == "skip" and compression and compression.keeps_state:
         raise ValueError(
-            f"{asked}: {travels} keeps what it has not sent of each step's gradients, and would "
-            'keep NaN: use on_nonfinite="stop", or another compression'
+            f"{asked}: {compression} keeps what it has not sent of each step's gradients, and "
+            'would keep NaN: use on_nonfinite="stop", or another compression'
         )
 
 

@@ -172,7 +172,7 @@ class Checkpoint:
         kept: list[StrategyPart] = []
         compared: list[Compared] = []
         rows: list[Rows] = []
-        unlike: tuple[list[Compared], list[Rows]] = [], []
+        may_differ: tuple[list[Compared], list[Rows]] = [], []
         try:
             progress = Progress(
                 epoch=checked_count("epoch", epoch),
@@ -199,13 +199,13 @@ class Checkpoint:
                 own = rank_states.capture(parts)
             mine = rank_states.digests(own)
             compared, rows = rank_states.compared(parts)
-            unlike = rank_states.may_differ(parts)
+            may_differ = rank_states.may_differ(parts)
         except Exception as error:
             problem = error
         share(_SAVE, problem, None)
         require_same(_SAVE, compared, rows)
-        warn_of_unlike(_SAVE, *unlike)
-        own = rank_states.unlike(own, mine, collectives.from_rank(0, mine))
+        warn_of_unlike(_SAVE, *may_differ)
+        own = rank_states.differing(own, mine, collectives.from_rank(0, mine))
         states = large_objects.collect(_SAVE, own)
         del own
         name = store.name_of(progress.step)

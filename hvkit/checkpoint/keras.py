@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvkit.checkpoint.saved_object import ALONE, NOT_IN_FILE, SEED, Arrays, ContentReader, Part
+from hvkit.checkpoint.saved_object import LOCAL, NOT_IN_FILE, SEED, Arrays, ContentReader, Part
 from hvkit.frameworks.keras import buffers
 from hvkit.frameworks.keras.checks import compared_in
 from hvkit.frameworks.keras.initial_state import has_weights, tf_variable
@@ -74,7 +74,7 @@ class ModelPart(Part):
 
     def _own(self) -> dict[str, Any]:
         self._check_built()
-        return (self._all() if self.alone else self._statistics()) | self._seeds()
+        return (self._all() if self.is_local else self._statistics()) | self._seeds()
 
     def _all(self) -> dict[str, Any]:
         return {f"{NOT_IN_FILE}weight-{i}": w for i, w in enumerate(self.model.weights)}
@@ -192,10 +192,10 @@ class OptimizerPart(Part):
         _assign(self._all() | self._accumulators(), arrays)
 
     def _own(self) -> dict[str, Any]:
-        return self._all() if self.alone else self._accumulators()
+        return self._all() if self.is_local else self._accumulators()
 
     def _all(self) -> dict[str, Any]:
-        return {f"{ALONE}variable-{i}": v for i, v in enumerate(self.optimizer.variables)}
+        return {f"{LOCAL}variable-{i}": v for i, v in enumerate(self.optimizer.variables)}
 
     def _accumulators(self) -> dict[str, Any]:
         found = [

@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from hvkit.checkpoint.saved_object import (
-    ALONE,
+    LOCAL,
     NOT_IN_FILE,
     Arrays,
     ContentReader,
@@ -31,7 +31,7 @@ from hvkit.sync.fingerprints import Compared, Rows
 from hvkit.sync.port import Record, Warmup, record_of
 
 # The name of the array with the steps of the warm-up that a rank which trains alone has done.
-_WARMUP = f"{ALONE}warmup-steps"
+_WARMUP = f"{LOCAL}warmup-steps"
 
 
 class TorchPart(Part):
@@ -90,7 +90,7 @@ class TorchPart(Part):
         return self.record.warmup if self.record else None
 
     def own(self) -> Arrays:
-        if not self.alone:
+        if not self.is_local:
             return {name: copied_bytes(buffer) for name, buffer in self._buffers().items()}
         content = io.BytesIO()
         torch.save(_without_numpy_scalars(self._thing.state_dict()), content)
@@ -100,7 +100,7 @@ class TorchPart(Part):
 
     def _whole(self) -> str:
         """The name of the array with the whole state of a rank that trains alone."""
-        return f"{ALONE if self.model is None else NOT_IN_FILE}state"
+        return f"{LOCAL if self.model is None else NOT_IN_FILE}state"
 
     def load_own(self, arrays: Arrays) -> None:
         rest = dict(arrays)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from hvkit import random_states, runtime
-from hvkit.checkpoint.saved_object import ALONE, NOT_IN_FILE, SEED, Arrays, Part
+from hvkit.checkpoint.saved_object import LOCAL, NOT_IN_FILE, SEED, Arrays, Part
 from hvkit.sync.fingerprints import Compared, Rows
 
 FILE = "ranks.npz"
@@ -56,7 +56,7 @@ def _labelled(
 
 
 def digests(own: Mapping[str, Arrays]) -> dict[str, bytes]:
-    """A digest of each of the parts' arrays that a part's file may hold, for ``unlike``."""
+    """A digest of each of the parts' arrays that a part's file may hold, for ``differing``."""
     return {
         f"{part}{_SEPARATOR}{name}": hashlib.sha256(_bytes_of(array)).digest()
         for part, arrays in own.items()
@@ -65,7 +65,7 @@ def digests(own: Mapping[str, Arrays]) -> dict[str, bytes]:
     }
 
 
-def unlike(
+def differing(
     own: Mapping[str, Arrays], mine: Mapping[str, bytes], first: Mapping[str, bytes]
 ) -> dict[str, Arrays]:
     """``own`` without the arrays equal to rank 0's, which the parts' own files hold.
@@ -148,7 +148,7 @@ class Saved:
     def _is_wanted(self, name: str) -> bool:
         if name.startswith(SEED):
             return True
-        return self._in_round if name.startswith(ALONE) else self._same_size
+        return self._in_round if name.startswith(LOCAL) else self._same_size
 
     def close(self) -> None:
         self._values.close()

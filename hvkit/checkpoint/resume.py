@@ -76,7 +76,7 @@ def load(
         and all(part.matches(manifest.parts.get(part.name, {})) for part in kept)
     )
     for each in kept:
-        each.goes_on = in_round
+        each.in_round = in_round
         each.keeper.arrive()
     for part in parts:
         if part.name not in manifest.parts:

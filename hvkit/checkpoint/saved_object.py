@@ -20,10 +20,10 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 SEED = "seed-"
 """What begins the names of seeds, which a rank keeps also if another number of ranks resumes."""
 
-ALONE = "alone-"
+LOCAL = "alone-"
 """What begins the names of what ranks that train alone save, to go on in the middle of a round."""
 
-NOT_IN_FILE = f"{ALONE}own-"
+NOT_IN_FILE = f"{LOCAL}own-"
 """The same, where the part's file holds something else: the weights that the ranks agree on."""
 
 
@@ -41,7 +41,7 @@ class Part(ABC):
     def __init__(self, name: str, suffix: str) -> None:
         self.name = name
         self.file = f"{name}{suffix}"
-        self.alone = False
+        self.is_local = False
         """Whether the ranks train alone for a round, so that their objects differ."""
 
     @abstractmethod
@@ -82,7 +82,7 @@ class Part(ABC):
         return {}
 
     def own(self) -> Arrays:
-        """The arrays that may differ between ranks: layer statistics, seeds; all if ``alone``."""
+        """The arrays that may differ between ranks: statistics, seeds; all if ``is_local``."""
         return {}
 
     def load_own(self, arrays: Arrays) -> None:  # noqa: B027  # no own arrays by default

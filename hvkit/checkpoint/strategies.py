@@ -28,7 +28,7 @@ class StrategyPart(Part):
     def __init__(self, model: str, keeper: Keeper) -> None:
         super().__init__(f"{model}-strategy", ".npz")
         self.keeper = keeper
-        self.goes_on = True
+        self.in_round = True
         """Whether ``load`` goes on in the saved round, with each rank's own weights."""
 
     def facts(self) -> dict[str, Any]:
@@ -55,11 +55,11 @@ class StrategyPart(Part):
         if not self.matches(facts):
             self.begin_anew(f"saved with {facts['strategy']}, compression {facts['compression']}")
             return
-        if not self.goes_on:
+        if not self.in_round:
             self._log("begins a new round: on other ranks, or beside a model of another strategy")
         with np.load(ContentReader(content)) as values:
             arrays = {name: values[name] for name in values.files}
-        self.keeper.load_state(arrays, in_round=self.goes_on)
+        self.keeper.load_state(arrays, in_round=self.in_round)
 
     def begin_anew(self, reason: str) -> None:
         """Begin with the weights that all ranks have loaded."""
@@ -83,9 +83,9 @@ def parts_of_strategies(parts: Sequence[Part]) -> list[StrategyPart]:
     }
     for part in parts:
         if part.model is None and part.record:
-            part.alone = part.record.alone
+            part.is_local = part.record.alone
         else:  # a scheduler, for example, follows any of the models
-            part.alone = any(keeper.alone for keeper in models.get(part, names))
+            part.is_local = any(keeper.alone for keeper in models.get(part, names))
     return [StrategyPart(name, keeper) for keeper, name in names.items()]
 
 

@@ -154,8 +154,8 @@ def share(call: str, problem: Exception | None, value: Object) -> list[Object]:
         if theirs is None:
             continue
         if problem is not None:
-            alike = str(theirs) == str(_portable(problem))
-            raise mark_as_shown_by(problem, source) if alike else problem
+            same = str(theirs) == str(_portable(problem))
+            raise mark_as_shown_by(problem, source) if same else problem
         raise mark_as_shown_by(_on(source, theirs), source)
     return [each for _, each in everyone]
 

@@ -100,7 +100,7 @@ class PyTorchEngine:
         count(purpose, of_alltoall(array.nbytes, self.hvd.size()))
         import torch
 
-        with torch.inference_mode(False), _meeting():
+        with torch.inference_mode(False), _for_all_ranks():
             sent = torch.from_numpy(array.copy())
             return _numpy(self.hvd.broadcast_(sent, root_rank=root, name="hvkit.broadcast"))
 
@@ -109,7 +109,7 @@ class PyTorchEngine:
         import torch
 
         how = getattr(self.hvd, op.capitalize())
-        with torch.inference_mode(False), _meeting():
+        with torch.inference_mode(False), _for_all_ranks():
             sent = torch.from_numpy(array.copy())
             return _numpy(self.hvd.allreduce_(sent, op=how, name="hvkit.allreduce"))
 
@@ -117,7 +117,7 @@ class PyTorchEngine:
         count("objects", of_allgather(array.nbytes, self.hvd.size()))
         import torch
 
-        with torch.inference_mode(False), _meeting():
+        with torch.inference_mode(False), _for_all_ranks():
             sent = torch.from_numpy(array.copy())
             return _numpy(self.hvd.allgather(sent, name="hvkit.allgather"))
 
@@ -158,7 +158,7 @@ class TensorFlowEngine:
         count(purpose, of_alltoall(array.nbytes, self.hvd.size()))
         import tensorflow as tf
 
-        with _meeting(), tf.init_scope(), tf.device("CPU:0"):
+        with _for_all_ranks(), tf.init_scope(), tf.device("CPU:0"):
             return _numpy(self.hvd.broadcast(tf.constant(array), root, name="hvkit.broadcast"))
 
     def allreduce(self, array: NDArray[Any], op: str) -> NDArray[Any]:
@@ -166,7 +166,7 @@ class TensorFlowEngine:
         import tensorflow as tf
 
         how = getattr(self.hvd, op.capitalize())
-        with _meeting(), tf.init_scope(), tf.device("CPU:0"):
+        with _for_all_ranks(), tf.init_scope(), tf.device("CPU:0"):
             reduced = self.hvd.allreduce(tf.constant(array), op=how, name="hvkit.allreduce")
             return _numpy(reduced).copy()
 
@@ -174,7 +174,7 @@ class TensorFlowEngine:
         count("objects", of_allgather(array.nbytes, self.hvd.size()))
         import tensorflow as tf
 
-        with _meeting(), tf.init_scope(), tf.device("CPU:0"):
+        with _for_all_ranks(), tf.init_scope(), tf.device("CPU:0"):
             return _numpy(self.hvd.allgather(tf.constant(array), name="hvkit.allgather"))
 
 
@@ -226,7 +226,7 @@ def waiting_for_all_ranks() -> Iterator[None]:
         yield
 
 
-before_meeting: list[Callable[[], None]] = []
+before_collective: list[Callable[[], None]] = []
 """Called before an engine's collectives, for ranks that would wait for this one elsewhere.
 
 Every rank makes these collectives equally often, and leaves one only after all have entered it.
@@ -234,8 +234,8 @@ Every rank makes these collectives equally often, and leaves one only after all 
 
 
 @contextmanager
-def _meeting() -> Iterator[None]:
-    for function in before_meeting:
+def _for_all_ranks() -> Iterator[None]:
+    for function in before_collective:
         function()
     with waiting_for_all_ranks():
         yield

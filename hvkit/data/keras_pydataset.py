@@ -77,7 +77,7 @@ class ShardedPyDataset(keras.utils.PyDataset):  # type: ignore[misc]
         """This rank's part of the last group of batches; None if it has none."""
         rank, start = self._share.rank, (total - 1) // self._share.size * self._share.size
         batches = [_map(_as_numpy, self._inner[index]) for index in range(start, total)]
-        if not _are_alike(batches):
+        if not _have_one_shape(batches):
             if self._share.exact and rank >= len(batches):
                 return None
             return batches[rank % len(batches)]
@@ -194,7 +194,7 @@ def _shapes(batch: Any) -> list[tuple[int, ...]]:
     return found
 
 
-def _are_alike(batches: list[Any]) -> bool:
+def _have_one_shape(batches: list[Any]) -> bool:
     """Whether samples have one shape, and batches one size, except for a smaller last one."""
     of_samples = [[shape[1:] for shape in _shapes(batch)] for batch in batches]
     sizes = [_shapes(batch)[0][0] for batch in batches]

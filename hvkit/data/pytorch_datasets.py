@@ -170,9 +170,9 @@ class StreamShard(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         # A worker's generators are already seeded alike on every rank, by its loader.
-        alone = get_worker_info() is None
+        in_main_process = get_worker_info() is None
         epoch = 0 if self._share.exact else self._epoch
-        fixed = FixedRandomness(seed_from(self._seed, epoch)) if alone else nullcontext()
+        fixed = FixedRandomness(seed_from(self._seed, epoch)) if in_main_process else nullcontext()
         self._epoch += 1
         with fixed:
             stream = iter(self._inner)

@@ -124,7 +124,7 @@ class Order(Sampler[Any]):
                 if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                     set_epoch(number)
         if not self.as_without_hvkit:
-            self._begin_reading(epoch)
+            self._read_first_step(epoch)
         return iteration, epoch
 
     def _randomness(self, number: int) -> AbstractContextManager[None]:
@@ -145,13 +145,13 @@ class Order(Sampler[Any]):
             states = from_text(position.random)
         return FixedRandomness(states, self._generators)
 
-    def _begin_reading(self, epoch: SampledEpoch) -> None:
+    def _read_first_step(self, epoch: SampledEpoch) -> None:
         """Read the first step, and compare it with the other ranks'."""
         problem: Exception | None = None
         keys, first = iter(()), []
         try:
             with epoch.randomness:
-                keys = self._reading(epoch)
+                keys = self._keys_of_rank(epoch)
                 if self._seed is None:
                     epoch.workers_seed = drawn_workers_seed(self._loaders_generator)
                 first = list(islice(keys, 1))
@@ -221,13 +221,13 @@ class Order(Sampler[Any]):
             keys = self._next()
         else:
             # One process opens the sampler whenever PyTorch does.
-            keys = self._reading(epoch) if epoch.keys is None else epoch.keys
+            keys = self._keys_of_rank(epoch) if epoch.keys is None else epoch.keys
         return map(self._mark, keys) if self.of_part else keys
 
     def _next(self) -> Iterator[Any]:
         iteration, epoch = self.begin()
         try:
-            yield from self._reading(epoch) if epoch.keys is None else epoch.keys
+            yield from self._keys_of_rank(epoch) if epoch.keys is None else epoch.keys
         except GeneratorExit:
             self.position.leave(iteration)
             raise
@@ -237,7 +237,7 @@ class Order(Sampler[Any]):
         """Mark the key as an index, or indices, in the whole dataset."""
         return [in_whole(index) for index in key] if self.batched else in_whole(key)
 
-    def _reading(self, epoch: SampledEpoch) -> Iterator[Any]:
+    def _keys_of_rank(self, epoch: SampledEpoch) -> Iterator[Any]:
         """What this rank reads of the epoch, after the samples that are done."""
         with epoch.randomness:
             source = None if self._cut.lazy else iter(self._cut.source)

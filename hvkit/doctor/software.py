@@ -72,16 +72,16 @@ def mpi_launchers_here() -> list[dict[str, Any]]:
     return mpi_launchers(os.environ.get("PATH", os.defpath), os.path.dirname(sys.executable))
 
 
-def mpi_launchers(path: str, beside: str) -> list[dict[str, Any]]:
+def mpi_launchers(path: str, last: str) -> list[dict[str, Any]]:
     """The launchers of each MPI, in the order of PATH; one for each MPI in a folder.
 
     Args:
         path: PATH.
-        beside: the folder to search after those of PATH.
+        last: the folder to search after those of PATH.
     """
     folders = [folder for folder in path.split(os.pathsep) if folder]
     found: dict[object, dict[str, Any]] = {}
-    for folder in [*folders, beside]:
+    for folder in [*folders, last]:
         for program in _launchers_in(folder):
             text = output.text if (output := run([program, "--version"])) else ""
             mpi = identify(text)

@@ -92,7 +92,7 @@ def prepared(
     *,
     supervised: bool = True,
     least: int | None = None,
-    going: Collection[str] = (),
+    preempted: Collection[str] = (),
 ) -> SupervisedRun:
     """Find the launcher, check the hosts, and make the command line.
 
@@ -100,7 +100,7 @@ def prepared(
         request: the request.
         supervised: whether the ranks connect to a supervisor; not if a user types the line.
         least: the fewest ranks for a restart: a host that was ready before may be lost now.
-        going: hosts to leave out of a restart if the others suffice.
+        preempted: hosts to leave out of a restart if the others suffice.
 
     Raises:
         LaunchError: the request cannot be met.
@@ -118,7 +118,7 @@ def prepared(
         request.system,
         request.interfaces,
         least=least or request.min_size,
-        going=going,
+        preempted=preempted,
         connect=_CONNECT if least is None else CONNECT_AGAIN,
     )
     for name, problem in site.left_out.items():

@@ -93,8 +93,8 @@ def _with_restarts(request: Request, run: SupervisedRun) -> int:
             variables = {**request.variables, RESTART: json.dumps(said)}
             request = replace(request, variables=variables)
             try:
-                going = _going(run, outcome.terminated, replicas=replicas)
-                run = _prepared_again(request, run, least, restarts, going)
+                preempted = _preempted(run, outcome.terminated, replicas=replicas)
+                run = _prepared_again(request, run, least, restarts, preempted)
             except LaunchError as error:
                 logger.error("gives up: %s", error)
                 return outcome.status
@@ -143,17 +143,21 @@ def _free_memory(request: Request, *, failed: bool) -> None:
             logger.warning("%s may still hold checkpoints in %s: %s", answer.host.name, folder, why)
 
 
-def _going(run: SupervisedRun, terminated: Collection[int], *, replicas: bool) -> set[str]:
+def _preempted(run: SupervisedRun, terminated: Collection[int], *, replicas: bool) -> set[str]:
     """The hosts that are probably taken away: those of ranks that got SIGTERM.
 
     Not rank 0's: its disk may be the only one with the checkpoints. Copies in memory change that.
     """
-    going = {run.hosts[rank] for rank in terminated}
-    return going if replicas else going.difference(run.hosts[:1])
+    preempted = {run.hosts[rank] for rank in terminated}
+    return preempted if replicas else preempted.difference(run.hosts[:1])
 
 
 def _prepared_again(
-    request: Request, before: SupervisedRun, least: int, restarts: Restarts, going: Collection[str]
+    request: Request,
+    before: SupervisedRun,
+    least: int,
+    restarts: Restarts,
+    preempted: Collection[str],
 ) -> SupervisedRun:
     """Pause, and prepare a restart as soon as enough hosts are ready.
 
@@ -162,7 +166,7 @@ def _prepared_again(
         before: the try that has ended.
         least: the fewest ranks to go on with.
         restarts: how many there were, with this one, and the pause before the first look at hosts.
-        going: hosts to leave out if the others suffice.
+        preempted: hosts to leave out if the others suffice.
 
     Raises:
         LaunchError: there were not enough for ten minutes.
@@ -174,7 +178,7 @@ def _prepared_again(
     while True:
         time.sleep(pause)
         try:
-            run = prepared(request, least=least, going=going)
+            run = prepared(request, least=least, preempted=preempted)
         except LaunchError as error:
             if time.monotonic() > deadline:
                 raise

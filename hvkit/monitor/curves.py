@@ -64,8 +64,8 @@ def together(metrics: Iterable[str]) -> dict[str, dict[str, str]]:
         base, kind = names[metric]
         charts.setdefault(base, {})[metric] = kind or "batches"
     # A chart of one line has the name that the script gave it.
-    alone = {base: next(iter(some)) for base, some in charts.items() if len(some) == 1}
+    single = {base: next(iter(some)) for base, some in charts.items() if len(some) == 1}
     return {
-        alone.get(base, base): {alone[base]: alone[base]} if base in alone else some
+        single.get(base, base): {single[base]: single[base]} if base in single else some
         for base, some in charts.items()
     }

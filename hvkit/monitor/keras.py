@@ -130,12 +130,12 @@ class FitCallback(keras.callbacks.Callback):  # type: ignore[misc]
         # In the first call TensorFlow made the graph, which took most of its time.
         step = Step(took, data, waited, samples) if self._traced else None
         self._traced = True
-        due = self._monitor.due
-        metrics = self.newest_metrics() if due else {}
+        pending = self._monitor.record_pending
+        metrics = self.newest_metrics() if pending else {}
         for _ in range(steps):
-            if self._monitor.add_step(step, metrics if self._monitor.due else {}):
+            if self._monitor.add_step(step, metrics if self._monitor.record_pending else {}):
                 self._ended = time.monotonic()
-        if due:
+        if pending:
             self._means.begin_now()
         self.newest_step = self._monitor.steps
 
@@ -230,7 +230,7 @@ class Gradients:
         with tf.init_scope(), tf.device("CPU:0"):
             self._norms = [tf.Variable(0.0, trainable=False) for _ in self._optimizers]
             self._wanted = tf.Variable(True, trainable=False)
-        self._due = True
+        self._record_pending = True
         blocked_in_graphs.measure()
         for number, each in enumerate(self._optimizers):
             self._measure_in_apply(number, each)
@@ -240,17 +240,17 @@ class Gradients:
         before, self._blocked = self._blocked, blocked_in_graphs.seconds()
         return self._blocked - before
 
-    def expect(self, due: bool) -> None:
+    def expect(self, pending: bool) -> None:
         """Say whether the next step ends with a record."""
-        if due != self._due:
-            self._due = due
-            self._wanted.assign(due)
+        if pending != self._record_pending:
+            self._record_pending = pending
+            self._wanted.assign(pending)
 
     def read(self) -> dict[str, float]:
         """``learning_rate``, of the first optimizer, and ``gradient_norm`` over all of them."""
         rate = parts_of(self._optimizers[0])[0].learning_rate
         values = {"learning_rate": float(keras.ops.convert_to_numpy(rate))}
-        if self._due:
+        if self._record_pending:
             values["gradient_norm"] = float(np.linalg.norm([each.numpy() for each in self._norms]))
         return values
 
@@ -264,7 +264,7 @@ class Gradients:
                 trainable_variables = list(trainable_variables)
             held = _gradients(grads, trainable_variables or optimizer._trainable_variables)
             if held and tf.executing_eagerly():
-                if self._due:
+                if self._record_pending:
                     self._norms[number].assign(_norm(*held))
             elif held:
                 self._norms[number].assign(_if(self._wanted, _norm, _none, held), read_value=False)

@@ -175,7 +175,7 @@ class Monitor:
         counted = self._samples if samples is None else float(samples)
         if skipped_steps.number > self._skipped:  # a loss without a step, and probably NaN
             self._skipped, metrics = skipped_steps.number, {}
-        if self.due:  # a GPU may still be at work: wait for it inside the step
+        if self.record_pending:  # a GPU may still be at work: wait for it inside the step
             metrics = {name: float(detached(name, value)) for name, value in metrics.items()}
         self.add_step(self._clock.end(counted), metrics)
 
@@ -195,7 +195,7 @@ class Monitor:
         recorded = self._step >= self._next
         if recorded:
             # Else a rank that is late after backward() would delay the others outside of any step.
-            waited = self._meet()
+            waited = self._wait_for_all()
             step = step and step.waiting(waited)
         if step is not None:
             self._rows.append(step)
@@ -203,7 +203,7 @@ class Monitor:
             self._record()
             self._clock.begin()
         if self._gradients is not None:
-            self._gradients.expect(self.due)
+            self._gradients.expect(self.record_pending)
         return recorded
 
     @property
@@ -212,7 +212,7 @@ class Monitor:
         return self._step
 
     @property
-    def due(self) -> bool:
+    def record_pending(self) -> bool:
         """Whether the step that goes on now ends with a record."""
         return not self.closed and self._step + self.stride >= self._next
 
@@ -291,7 +291,7 @@ class Monitor:
             self._gradients.expect(False)  # the steps that are left measured no norm
         self._record()
         if self._gradients is not None:
-            self._gradients.expect(self.due)
+            self._gradients.expect(self.record_pending)
         if self._file is not None:
             self._file.flush()
 
@@ -365,7 +365,7 @@ class Monitor:
                 return dict(callback.newest_metrics())
         return self._means.read()
 
-    def _meet(self) -> float:
+    def _wait_for_all(self) -> float:
         """Wait for all ranks; return for how many seconds."""
         if not self._equal_steps or runtime.size() == 1:
             return 0.0
@@ -411,7 +411,7 @@ class Monitor:
             except ModuleNotFoundError as error:
                 problem = HvkitError(str(error))
         hosts = [socket.gethostname()]
-        # A parameter server's ranks meet only when the script has them meet.
+        # A parameter server's ranks wait for each other only where the script has them do so.
         if self._equal_steps:
             hosts = collectives.share("Monitor.step", problem, hosts[0])
         elif problem is not None:

@@ -55,22 +55,22 @@ class Gradients:
         reduced = _after_reduction(weakref.ref(self))
         observe(reduced)
         weakref.finalize(self, observe, reduced, False)
-        self.expect(monitor.due)
+        self.expect(monitor.record_pending)
 
     def blocked(self) -> float:
         """Seconds in collectives of graphs: PyTorch's are all seen from Python."""
         return 0.0
 
-    def expect(self, due: bool) -> None:
+    def expect(self, pending: bool) -> None:
         """Begin a step, and say whether it ends with a record: others have no hooks to run."""
         for measured in (self._averaged, self._applied, self._stepped):
             measured.clear()
-        if due == bool(self._hooks):
+        if pending == bool(self._hooks):
             return
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        if due:
+        if pending:
             for number, optimizer in enumerate(self._optimizers):
                 arrived = _arrival(weakref.ref(self), number)
                 for p in _parameters(optimizer):
@@ -117,13 +117,13 @@ class Gradients:
                 self._measure(number)
 
     def _measure(self, number: int) -> None:
-        if self._monitor.due and number not in self._applied:
+        if self._monitor.record_pending and number not in self._applied:
             norm = _norm(self._optimizers[number])
             if norm is not None:
                 self._averaged[number] = norm
 
     def _before_step(self, number: int, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._monitor.due:
+        if not self._monitor.record_pending:
             return
         self._stepped.add(number)
         if closure_of(args, kwargs) is not None:  # it will compute gradients

@@ -78,12 +78,12 @@ def shares(ranks: Sequence[Sequence[Step]]) -> StepShares:
         shortest = spent.min(0)
         waiting = (spent - shortest).sum(1)
         who = spent.argmin(0)
-        met = spent.max(0) > 0
-        last = np.bincount(who[met], minlength=size)
+        waited = spent.max(0) > 0
+        last = np.bincount(who[waited], minlength=size)
         # All ranks end a step together: the one that began last took the shortest.
         own = np.stack([loading, took - loading - spent, -took], axis=-1)
         beyond = own - np.median(own, axis=0)
-        for step in np.flatnonzero(met):
+        for step in np.flatnonzero(waited):
             late_by[who[step]] += beyond[who[step], step]
     steps = sum(counts)
     with np.errstate(invalid="ignore", divide="ignore"):

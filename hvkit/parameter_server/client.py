@@ -131,7 +131,7 @@ class Service:
             self._reach = Client(self._mailbox)
         # Models that this rank has dropped, which the server does not know yet.
         self._dropped: deque[int] = deque()
-        engines.before_meeting.append(self.leave)
+        engines.before_collective.append(self.leave)
         # Registered after Horovod's own function and the watcher's, so it runs before them.
         atexit.register(self._end)
 
@@ -159,7 +159,7 @@ class Service:
 
     def _end(self) -> None:
         """Wait at the end of the script for the others, unless this rank has failed."""
-        engines.before_meeting.remove(self.leave)
+        engines.before_collective.remove(self.leave)
         if getattr(sys, "last_value", None) is not None:
             if self.server:
                 self.server.stop()

@@ -20,7 +20,7 @@ SAME_STEPS = "take the same number of steps (hvkit.shard gives equal parts)"
 LIMIT_SET_BY = "--stall, HVKIT_STALL_LIMIT_SECONDS"
 """What sets the limit of a wait."""
 
-SETTLED = 5.0
+MISMATCH_AFTER = 5.0
 """Seconds after which ranks that wait in different calls are not merely out of step."""
 
 
@@ -85,7 +85,7 @@ def diagnose(
         report_after: seconds after which to report a rank that others wait for.
         end_after: seconds after which such a rank ends the run.
     """
-    waiting = {rank: s for rank, s in ranks.items() if s.waits and s.seconds >= SETTLED}
+    waiting = {rank: s for rank, s in ranks.items() if s.waits and s.seconds >= MISMATCH_AFTER}
     if not waiting:
         return None
     if ended:

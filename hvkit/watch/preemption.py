@@ -46,7 +46,7 @@ class Preemption:
         # Whether another rank has ended, so that no step will; whether this one has saved.
         self._over = False
         self._left = False
-        self._alone = True
+        self._one_rank = True
         self._holds = False
         self._last: int | None = None
         self._step = 0
@@ -97,7 +97,7 @@ class Preemption:
         Every rank calls this at the end of each step. Holds while the ranks agree on the step.
         """
         self._step += 1
-        if self.requested and self._alone:
+        if self.requested and self._one_rank:
             return True
         if not self._holds:
             return False
@@ -143,7 +143,7 @@ class Preemption:
 
     def several_ranks(self) -> None:
         """Agree with other ranks."""
-        self._alone = False
+        self._one_rank = False
 
     def other_ended(self) -> None:
         """Another rank has ended: end soon if this one should leave, because no step will end."""
@@ -238,7 +238,7 @@ class StepAgreement:
         self._steps[rank] = step
 
     @property
-    def settled(self) -> bool:
+    def decided(self) -> bool:
         """Whether the result is known, for the first time."""
         if self._began is None or self._ended:
             return False

@@ -214,7 +214,7 @@ class Reporter(Watcher):
             self._peers[0] = hub
         self._tried.set()
         if hub is None:
-            self._watch_alone(endpoint.addresses)
+            self._watch_without_rank_0(endpoint.addresses)
             return
         reported, told = -1.0, 0.0
         while not self._stopped.is_set():
@@ -245,7 +245,7 @@ class Reporter(Watcher):
         os.write(2, f"hvkit: RankLostError: {text}\n".encode())
         os._exit(1)
 
-    def _watch_alone(self, addresses: Sequence[str]) -> None:
+    def _watch_without_rank_0(self, addresses: Sequence[str]) -> None:
         """Without a connection to rank 0, print a long wait of this rank."""
         while not self._stopped.wait(_TICK):
             now = self._status()
@@ -291,7 +291,7 @@ class Hub(Watcher):
         self._listener = channel.RankListener(one_host=one_host)
         self.endpoint = self._listener.endpoint
         self._new: queue.SimpleQueue[tuple[int, Connection]] = queue.SimpleQueue()
-        self._met: set[int] = set()
+        self._connected: set[int] = set()
         self._statuses: dict[int, Status] = {}
         self._answered: dict[int, float] = {}
         self._asked: dict[int, float] = {}
@@ -316,8 +316,8 @@ class Hub(Watcher):
 
     def _admit(self, rank: int, connection: Connection) -> None:
         self._new.put((rank, connection))
-        self._met.add(rank)
-        if len(self._met) == self._size - 1:
+        self._connected.add(rank)
+        if len(self._connected) == self._size - 1:
             self._listener.close()
 
     def _run(self) -> None:
@@ -374,7 +374,7 @@ class Hub(Watcher):
             self._agreement.begin()
             self._agreement.take(0, PREEMPTION.hold())
             self._send_to_all(HoldStep())
-        if self._agreement.settled:
+        if self._agreement.decided:
             step, missing = self._agreement.step, self._agreement.missing & self._peers.keys()
             if any(not channel.is_acknowledged(self._peers[rank]) for rank in missing):
                 PREEMPTION.give_up()

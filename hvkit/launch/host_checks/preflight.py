@@ -67,7 +67,7 @@ def choose_hosts(
     system: str | None = None,
     names: Sequence[str] = (),
     least: int | None = None,
-    going: Collection[str] = (),
+    preempted: Collection[str] = (),
     connect: float = 10.0,
 ) -> Site:
     """Choose the hosts for the ranks, and check that each is ready.
@@ -80,7 +80,7 @@ def choose_hosts(
         names: interfaces or networks to use between hosts, instead of those found.
         least: the fewest ranks; hosts that are not ready are then left out. ``None`` if all hosts
             with ranks must be ready.
-        going: with ``least``, names of hosts that got SIGTERM: left out if the others suffice.
+        preempted: with ``least``, names of hosts that got SIGTERM: left out if the others suffice.
         connect: seconds to connect to each host.
 
     Raises:
@@ -94,7 +94,7 @@ def choose_hosts(
     if least is None:
         hosts, facts = _with_ranks(hosts, size, look)
     else:
-        hosts, facts, left_out = _of_ready(hosts, size, least, going, look)
+        hosts, facts, left_out = _of_ready(hosts, size, least, preempted, look)
     _refuse_same(facts)
     _refuse_few_open_files(hosts, facts)
     numbers = {host.name: (host.slots or 0, facts[host.name].cpus) for host in hosts}
@@ -164,7 +164,7 @@ def _of_ready(
     hosts: Sequence[Host],
     size: int | None,
     least: int,
-    going: Collection[str],
+    preempted: Collection[str],
     look: Callable[[Sequence[Host]], _Found],
 ) -> tuple[tuple[Host, ...], dict[str, Facts], dict[str, str]]:
     """The same among the hosts that are ready; and why the others are not, by name."""
@@ -172,9 +172,9 @@ def _of_ready(
     ready = _with_slots([host for host in hosts if host.name not in problems], facts)
     if not problems:
         placed(ready, size)  # more ranks than slots are an error, not a host that is lost
-    staying = [host for host in ready if host.name not in going]
+    staying = [host for host in ready if host.name not in preempted]
     if sum(host.slots or 0 for host in staying) >= least:
-        problems = dict.fromkeys(going, "it got SIGTERM") | problems
+        problems = dict.fromkeys(preempted, "it got SIGTERM") | problems
         ready = staying
     slots = sum(host.slots or 0 for host in ready)
     if slots < least:

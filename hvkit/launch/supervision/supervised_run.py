@@ -174,7 +174,7 @@ class _Supervision:
         for number in COMMAND_SIGNALS:
             loop.add_signal_handler(number, self.supervisor.signal, number)
         launcher = await self.start(port)
-        beside = [
+        helpers = [
             asyncio.create_task(each)
             for each in (
                 self.supervisor.show_unfinished_lines(),
@@ -189,7 +189,7 @@ class _Supervision:
             status = launcher.returncode
             await self.end(launcher)
         finally:
-            for each in beside:
+            for each in helpers:
                 each.cancel()
             self.show_now()
             with contextlib.suppress(TimeoutError):

@@ -30,7 +30,7 @@ launcher, stage, rank = sys.argv[1:]
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-def prepared(request, least=None, going=()):
+def prepared(request, least=None, preempted=()):
     if stage == "first check":
         run_on_hosts([Host("node2")], ["true"], 600)
     if least and stage == "check":

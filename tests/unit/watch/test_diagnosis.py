@@ -4,9 +4,9 @@ import pytest
 
 from hvkit.errors import ranks_text
 from hvkit.watch.calls import Status
-from hvkit.watch.diagnosis import SAME_CALLS, SETTLED, diagnose
+from hvkit.watch.diagnosis import MISMATCH_AFTER, SAME_CALLS, diagnose
 
-LONG = SETTLED + 1
+LONG = MISMATCH_AFTER + 1
 
 
 def waits(call, *, key=None, serial=5, before="", seconds=LONG, where="train.py:33"):

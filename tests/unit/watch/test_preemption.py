@@ -17,20 +17,20 @@ def test_the_ranks_leave_one_step_after_the_last_that_any_has_ended():
     assert not agreement.begun
     agreement.begin()
     for rank, step in enumerate((7, 9, 8)):
-        assert not agreement.settled
+        assert not agreement.decided
         agreement.take(rank, step)
-    assert agreement.settled
+    assert agreement.decided
     assert agreement.step == 10
-    assert not agreement.settled  # the result is sent once
+    assert not agreement.decided  # the result is sent once
 
 
 def test_without_an_answer_of_every_rank_there_is_no_step(monkeypatch):
     agreement = StepAgreement(2)
     agreement.begin()
     agreement.take(0, 7)
-    assert not agreement.settled
+    assert not agreement.decided
     monkeypatch.setattr(StepAgreement, "PATIENCE", 0.0)
-    assert agreement.settled
+    assert agreement.decided
     assert agreement.step is None
 
 

@@ -77,7 +77,7 @@ def test_a_rank_that_leaves_explains_why_the_wait_of_this_one_ended(hub):
 def test_rank_0_says_how_it_ends_also_within_its_first_second(hub):
     rank_0, *_ = hub
     other = channel.connect(rank_0.endpoint, 1)
-    while not rank_0._met:  # the connection is there, and the watcher's thread sleeps
+    while not rank_0._connected:  # the connection is there, and the watcher's thread sleeps
         time.sleep(0.001)
     rank_0.failed("failed with ValueError: x", ends=False)
     rank_0.stop()
