@@ -103,7 +103,7 @@ def alone(model, optimizer):
 
 def alone_with_memory_kept(model, optimizer):
     """The limit for hvkit, whose ranks keep the memory that they free."""
-    from hvkit.host.freed_memory import keep_freed_memory, variables_to_keep_freed_memory
+    from hvkit.host.allocator import keep_freed_memory, variables_to_keep_freed_memory
 
     keep_freed_memory(dict(variables_to_keep_freed_memory({})))
     return alone(model, optimizer)

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from hvkit import watch
 from hvkit.communication.engines import ENGINES, Engine, broadcast_message, built_for
 from hvkit.errors import LaunchError
-from hvkit.host.claims import claim
 from hvkit.host.launcher_variables import Launched, launch_id, launched, rank_id
+from hvkit.host.process_lock import claim
 from hvkit.host.rank_settings import rank_settings
 from hvkit.host.run_reports import report
 from hvkit.log import logger

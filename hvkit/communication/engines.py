@@ -23,8 +23,8 @@ import numpy as np
 
 from hvkit.communication.traffic import count, of_allgather, of_allreduce, of_alltoall
 from hvkit.errors import HorovodNotFoundError, LaunchError
+from hvkit.host.allocator import keep_freed_memory
 from hvkit.host.cpus import allowance, threads_of_rank
-from hvkit.host.freed_memory import keep_freed_memory
 from hvkit.host.gpus import gpu_of_rank
 from hvkit.log import logger
 from hvkit.watch.calls import waiting

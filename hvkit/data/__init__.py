@@ -10,12 +10,12 @@
     │   ├── pytorch_datasets    Dataset and IterableDataset
     │   └── pytorch_workers     how workers start where MPI uses InfiniBand
     ├── tfdata              tf.data pipelines
-    │   ├── tfbatching          finding out how a pipeline was batched
+    │   ├── tfdata_batches      finding out how a pipeline was batched
     │   └── tfdata_files        files that a pipeline writes: one for each rank
     ├── keras_pydataset     keras.utils.PyDataset
-    ├── order               the arithmetic all of them use: which samples of a step are this
+    ├── rank_samples        the arithmetic all of them use: which samples of a step are this
     │                       rank's, seeds, and a loader's position
-    └── randomness          random numbers that begin in the same state on every rank
+    └── random_generators   random numbers that begin in the same state on every rank
 
 To shard another kind of data, write a module that returns one rank's part and the facts that must
 be equal on all ranks, and call it in ``shard.shard_for``.

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hvkit.data.order import Positions, Share
+from hvkit.data.rank_samples import Positions, Share
 
 
 def shard_arrays(data: Any, share: Share) -> Any:

@@ -11,8 +11,8 @@ import numpy as np
 
 from hvkit.communication.collectives import from_rank, require_equal
 from hvkit.data.arrays import digest_of_rows
-from hvkit.data.order import Share, seed_from
-from hvkit.data.randomness import FixedRandomness, Generators, as_text, from_text
+from hvkit.data.random_generators import FixedRandomness, Generators, as_text, from_text
+from hvkit.data.rank_samples import Share, seed_from
 from hvkit.random_states import equal
 
 

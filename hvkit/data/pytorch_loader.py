@@ -18,12 +18,12 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from hvkit import runtime
-from hvkit.data.order import Position, Queue, Share, seed_from
 from hvkit.data.pytorch_datasets import DatasetPart, StreamShard, contents
 from hvkit.data.pytorch_workers import adapter_that_forbids_forks, started
-from hvkit.data.randomness import FixedRandomness, Generators, begins_an_epoch, from_text
+from hvkit.data.random_generators import FixedRandomness, Generators, begins_an_epoch, from_text
+from hvkit.data.rank_samples import Position, Queue, Share, seed_from
 from hvkit.data.sampler_kinds import drawn_workers_seed, length_of, whole_order
-from hvkit.data.samplers import Order, SampledEpoch
+from hvkit.data.samplers import RankSampler, SampledEpoch
 from hvkit.frameworks.pytorch.gradients.windows import last_batch
 
 
@@ -64,7 +64,7 @@ def shard_loader(loader: DataLoader[Any], share: Share, seed: int | None) -> tup
         options = {**_options(loader, adapter), "generator": torch.Generator()}
         part = StreamLoader(stream, seed, loader.generator, kept | options, adapter)
         return part, ["IterableDataset", *facts]
-    order = Order(loader, share, seed)
+    order = RankSampler(loader, share, seed)
     facts += contents(loader.dataset)
     return ShardedLoader(loader, order, share), [*order.facts(), *facts]
 
@@ -80,7 +80,7 @@ class ShardedLoader(DataLoader[Any]):
     batches of that loader are not counted: the position then moves only at the end of an epoch.
     """
 
-    def __init__(self, loader: DataLoader[Any], order: Order, share: Share) -> None:
+    def __init__(self, loader: DataLoader[Any], order: RankSampler, share: Share) -> None:
         self._order, self._share = order, share
         self._position = order.position
         self._adapter = adapter_that_forbids_forks(loader)

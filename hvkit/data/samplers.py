@@ -18,9 +18,8 @@ import torch
 from torch.utils.data import DataLoader, Sampler, SequentialSampler
 
 from hvkit.communication.collectives import from_rank, gather, raise_together, require_equal
-from hvkit.data.order import Position, Share, seed_from
 from hvkit.data.pytorch_datasets import in_whole
-from hvkit.data.randomness import (
+from hvkit.data.random_generators import (
     FixedRandomness,
     Generators,
     as_text,
@@ -28,6 +27,7 @@ from hvkit.data.randomness import (
     from_text,
     own_in,
 )
+from hvkit.data.rank_samples import Position, Share, seed_from
 from hvkit.data.sampler_kinds import (
     cut_of,
     drawn_workers_seed,
@@ -67,7 +67,7 @@ class SampledEpoch:
         """What the sampler has returned up to a step, for ranks to compare after that step."""
 
 
-class Order(Sampler[Any]):
+class RankSampler(Sampler[Any]):
     """A sampler of one rank's indices, epoch after epoch.
 
     Its own loader begins an epoch with ``begin`` and iterates over it inside ``fixed_to``.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 from hvkit import runtime
 from hvkit.communication.collectives import raise_together, require_equal
 from hvkit.data.arrays import digest_of_rows, is_arrays, rows_of, shard_arrays
-from hvkit.data.order import Share
+from hvkit.data.rank_samples import Share
 from hvkit.watch.calls import named
 
 Data = TypeVar("Data")

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvkit.data.order import Queue, Share
-from hvkit.data.tfbatching import Batching, batching_of, stackable, whole
+from hvkit.data.rank_samples import Queue, Share
+from hvkit.data.tfdata_batches import Batching, batching_of, stackable, whole
 from hvkit.data.tfdata_files import refuse_common_caches, steps_of, with_files_of_its_own
 
 

@@ -3,10 +3,10 @@
 ::
 
     launcher_variables   whether a launcher started this process, and as which rank
-    claims               names that one process at a time holds
+    process_lock         names that one process at a time holds
     rank_settings        the environment variables that a rank sets, with reasons
     run_reports          what a rank reports to hvkit run, through a pipe
-    freed_memory         how much freed memory the C library keeps for a rank
+    allocator            how much freed memory the C library keeps for a rank
     cpus                 cores, containers' limits, and a rank's share of them
     gpus                 what NVIDIA's driver reports, and which GPU a rank takes
     network              interfaces, and which names mean this host

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from hvkit.host import mca
+from hvkit.host.allocator import variables_to_keep_freed_memory
 from hvkit.host.commands import program
-from hvkit.host.freed_memory import variables_to_keep_freed_memory
 from hvkit.host.network import within_host
 
 _STALL = "HOROVOD_STALL_"

@@ -1,9 +1,21 @@
 """Records how a training run goes, and shows it: numbers a step, where its time goes, slow ranks.
 
-``monitor`` has the public ``Monitor``, ``keras`` and ``pytorch`` what it does in each; the others
-measure (``step_clock``, ``host_load``), do the arithmetic (``step_shares``), write
-(``records``, ``run_file``, ``writers``), read (``recorded_run``) and show (``report``,
-``comparison``; ``report_page`` with ``curves`` and ``charts``).
+::
+
+    monitor           Monitor: measures a script's steps, and records them
+    ├── keras         ... of fit, and the gradients of Keras optimizers
+    ├── pytorch       the gradients of PyTorch optimizers
+    ├── step_times    how long steps take, and where the time of all ranks goes
+    ├── host_load     the load of this host
+    ├── records       what a record holds
+    ├── run_file      what rank 0 writes of a run
+    └── writers       where to: metrics.jsonl, TensorBoard, the script's hook
+
+    recorded_run      reads what was written
+    ├── report        shows a run in the terminal
+    ├── comparison    shows several runs beside each other
+    └── report_page   the page of hvkit report --html
+        └── charts    its charts, and which numbers belong on one
 """
 
 from hvkit.monitor.monitor import Monitor as Monitor

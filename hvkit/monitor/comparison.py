@@ -13,7 +13,7 @@ from hvkit.log import printable
 from hvkit.monitor.charts import short
 from hvkit.monitor.recorded_run import RecordedRun
 from hvkit.monitor.report import troubles
-from hvkit.monitor.step_shares import PARTS
+from hvkit.monitor.step_times import PARTS
 from hvkit.wording import counted, duration
 
 # Between runs, speeds and the size of a mean batch differ by less without a reason.

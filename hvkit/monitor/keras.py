@@ -16,7 +16,7 @@ from hvkit.frameworks.keras.collectives.graph_collectives import blocked_in_grap
 from hvkit.frameworks.keras.fit import with_names
 from hvkit.frameworks.keras.gradients.averager import is_overwritten
 from hvkit.frameworks.keras.optimizers import inner_optimizer, parts_of
-from hvkit.monitor.step_clock import Step
+from hvkit.monitor.step_times import Step
 
 if TYPE_CHECKING:
     from hvkit.monitor.monitor import Monitor

@@ -23,7 +23,7 @@ from hvkit.log import logger
 from hvkit.monitor.host_load import HostLoad
 from hvkit.monitor.records import Means, detached, length_of
 from hvkit.monitor.run_file import RunFile
-from hvkit.monitor.step_clock import Step, StepClock
+from hvkit.monitor.step_times import Step, StepClock
 from hvkit.monitor.writers import Hook, Writers
 from hvkit.sync.nonfinite import skipped_steps
 from hvkit.sync.port import framework_of

@@ -16,7 +16,7 @@ from typing import Any
 from hvkit.errors import HvkitError
 from hvkit.log import printable
 from hvkit.monitor.records import RESERVED
-from hvkit.monitor.step_shares import PARTS, busy
+from hvkit.monitor.step_times import PARTS, busy
 from hvkit.monitor.writers import FILE, flattened
 from hvkit.wording import counted
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from hvkit.monitor.step_shares import StepShares
+from hvkit.monitor.step_times import StepShares
 
 RESERVED = frozenset((
     *("step", "time", "epoch", "steps", "skipped", "seconds", "sent", "host", "samples_per_second"),

@@ -13,11 +13,21 @@ from html import escape
 from importlib.resources import files
 
 from hvkit.monitor import comparison
-from hvkit.monitor.charts import COLOURS, ChartLine, Charts, Points, card, section, table
-from hvkit.monitor.curves import Name, name_of, together
+from hvkit.monitor.charts import (
+    COLOURS,
+    ChartLine,
+    Charts,
+    Name,
+    Points,
+    card,
+    name_of,
+    numbers_by_chart,
+    section,
+    table,
+)
 from hvkit.monitor.recorded_run import RecordedRun
 from hvkit.monitor.report import clock, headline, size_of, troubles
-from hvkit.monitor.step_shares import PARTS
+from hvkit.monitor.step_times import PARTS
 from hvkit.monitor.writers import flattened
 from hvkit.wording import duration
 
@@ -134,7 +144,7 @@ def _curves(run: RecordedRun, charts: Charts) -> str:
         charts.card(
             title, [_line(kind, drawn[name], kinds.values()) for name, kind in kinds.items()]
         )
-        for title, kinds in list(together(drawn).items())[:_CURVES]
+        for title, kinds in list(numbers_by_chart(drawn).items())[:_CURVES]
     ]
     return section("Metrics over steps", cards)
 
@@ -147,7 +157,7 @@ def _line(kind: str, points: Points, kinds: Collection[str]) -> ChartLine:
 
 
 def _curves_of_several(runs: Sequence[RecordedRun], charts: Charts) -> str:
-    order = together(dict.fromkeys(name for run in runs for name in run.curves))
+    order = numbers_by_chart(dict.fromkeys(name for run in runs for name in run.curves))
     titles: dict[Name, str] = {}
     for metric in (metric for kinds in order.values() for metric in kinds):
         titles.setdefault(name_of(metric), metric)

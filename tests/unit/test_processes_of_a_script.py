@@ -7,8 +7,8 @@ import uuid
 
 import pytest
 
-from hvkit.host.claims import claim
 from hvkit.host.launcher_variables import rank_id
+from hvkit.host.process_lock import claim
 
 # The second process calls hvkit while the first still trains, which a test may end.
 TWO = """
@@ -85,7 +85,7 @@ def test_of_the_processes_of_a_rank_one_is_the_rank():
 def test_what_a_process_claims_is_free_as_soon_as_it_has_ended(ends):
     name = str(uuid.uuid4())
     code = (
-        "import os, sys, time\nfrom hvkit.host.claims import claim\n"
+        "import os, sys, time\nfrom hvkit.host.process_lock import claim\n"
         "assert claim(sys.argv[1]) and claim(sys.argv[1])\n"
         # A fork that lives on, as a worker would.
         "read, write = os.pipe()\n"

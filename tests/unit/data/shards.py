@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from hvkit.data.order import Share
+from hvkit.data.rank_samples import Share
 from hvkit.data.shard import shard_for
 
 

@@ -29,7 +29,7 @@ from torch.utils.data import (
 )
 
 from hvkit import RanksDisagreeError
-from hvkit.data.randomness import Generators
+from hvkit.data.random_generators import Generators
 
 
 class ByPython(Backwards):

@@ -344,7 +344,7 @@ def test_tensorflows_global_seed_is_a_seed():
 
 
 def test_seeds_are_among_the_facts_that_ranks_compare():
-    from hvkit.data.order import Share
+    from hvkit.data.rank_samples import Share
     from hvkit.data.shard import shard_for
 
     facts = [

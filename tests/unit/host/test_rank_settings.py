@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hvkit.host import freed_memory, mca, rank_settings
+from hvkit.host import allocator, mca, rank_settings
 from hvkit.host.cpus import Allowance
 
 
@@ -84,8 +84,8 @@ def test_a_rank_keeps_a_part_of_the_memory_that_it_may_use(
     site: Path, monkeypatch: pytest.MonkeyPatch, limit: int, kept: int
 ) -> None:
     pages = {"SC_PHYS_PAGES": 1 << 50, "SC_PAGE_SIZE": 4096}
-    monkeypatch.setattr(freed_memory.os, "sysconf", pages.__getitem__)
-    monkeypatch.setattr(freed_memory, "allowance", lambda: Allowance(None, limit))
+    monkeypatch.setattr(allocator.os, "sysconf", pages.__getitem__)
+    monkeypatch.setattr(allocator, "allowance", lambda: Allowance(None, limit))
     assert found(site)["MALLOC_TRIM_THRESHOLD_"] == str(kept)
 
 

@@ -19,7 +19,7 @@ import hvkit
 from hvkit.monitor import monitor as monitor_module
 from hvkit.monitor.recorded_run import read
 from hvkit.monitor.records import Means
-from hvkit.monitor.step_clock import Step
+from hvkit.monitor.step_times import Step
 
 
 def train(folder, steps=20, watched=True, **options):

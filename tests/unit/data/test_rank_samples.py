@@ -3,7 +3,7 @@
 import pytest
 from shards import every_length, every_size, flat
 
-from hvkit.data.order import Share, seed_from
+from hvkit.data.rank_samples import Share, seed_from
 
 
 @every_size

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from hvkit.monitor.step_clock import Step
-from hvkit.monitor.step_shares import Totals, shares
+from hvkit.monitor.step_times import Step, Totals, shares
 
 
 def steps(*rows, samples=8.0):

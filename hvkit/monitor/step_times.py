@@ -1,20 +1,24 @@
-"""Where the steps' time went, over all ranks; plain arithmetic.
+"""How long each step of a rank takes, and where the time of all ranks' steps went.
 
-In a step that all ranks end together, the rank that came last to the collectives waited for nobody:
-the time that it was blocked is what the collectives took. What other ranks were blocked beyond that
-is time that they waited for it. This needs no common clock.
+A clock on each rank observes hvkit's own waits (``hvkit.watch.spans``). A wait holds two things
+that one rank cannot tell apart: others that are late, and the collective itself. Arithmetic on the
+steps of all ranks separates them. In a step that all ranks end together, the rank that came last to
+the collectives waited for nobody: the time that it was blocked is what the collectives took. What
+other ranks were blocked beyond that is time that they waited for it. This needs no common clock.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hvkit.monitor.step_clock import Step
+from hvkit.watch.spans import WAITING, Span, observe
 
 PARTS = ("data", "compute", "waiting", "allreduce")
 """A step's time: until the batch was there; forward, backward, update and the script's own code;
@@ -27,6 +31,65 @@ REASONS = ("data", "compute", "between steps")
 # more often than chance would have it.
 _WORTH_NAMING = 0.05
 _BEYOND_CHANCE = 1.5
+
+
+class Step(NamedTuple):
+    """One step of one rank, in seconds.
+
+    Attributes:
+        duration: from the end of the step before.
+        data: of it, until the batch was there.
+        blocked: of it, in collectives.
+        samples: in the batch.
+    """
+
+    duration: float
+    data: float
+    blocked: float
+    samples: float
+
+    def waiting(self, seconds: float) -> Step:
+        """The step with so many further seconds in a collective at its end."""
+        return self._replace(duration=self.duration + seconds, blocked=self.blocked + seconds)
+
+
+class StepClock:
+    """Takes the time of this thread's steps."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._blocked = 0.0
+        self.begin()
+        observe(self._see)
+
+    def begin(self) -> None:
+        """Begin the next step now; what has passed since the last one counts for none."""
+        self._since = time.monotonic()
+        self._data = self._blocked = 0.0
+
+    def loaded(self, seconds: float) -> None:
+        """Count time that passed until a batch was there."""
+        self._data += seconds
+
+    def blocked(self, seconds: float) -> None:
+        """Count time in collectives of a graph, which no wait of Python surrounds."""
+        self._blocked += seconds
+
+    def end(self, samples: float) -> Step:
+        """End the step, and begin the next one."""
+        now = time.monotonic()
+        step = Step(now - self._since, self._data, self._blocked, samples)
+        self._since, self._data, self._blocked = now, 0.0, 0.0
+        return step
+
+    def close(self) -> None:
+        """Observe no more waits."""
+        observe(self._see, False)
+
+    def _see(self, span: Span) -> None:
+        # Agreements beside training, and checkpoints in the background, have threads of their own.
+        if span.name == WAITING and threading.get_ident() == self._thread:
+            self._blocked += span.ended - span.begun
 
 
 @dataclass(frozen=True)
