@@ -401,7 +401,7 @@ class Checkpoint:
     def _go_on_from(self, folder: Path, manifest: manifests.Manifest) -> Path:
         """Let further restarts find a checkpoint that was loaded, on whichever host; a collective.
 
-        It becomes one of this run, and other hosts get copies of it, beside training.
+        It becomes one of this run, and other hosts get copies of it during training.
 
         Returns:
             Its folder from now on.

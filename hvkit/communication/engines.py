@@ -39,7 +39,7 @@ CHUNK = 1 << 28
 """Bytes that one message holds at most: MPI counts elements in a C int."""
 
 PIECE = 1 << 25
-"""Bytes of a broadcast that travel at a time, and that a rank holds beside the whole."""
+"""Bytes of a broadcast that travel at a time, and that a rank holds besides the whole."""
 
 
 class Engine(Protocol):
@@ -189,7 +189,7 @@ def broadcast_in_pieces(
 ) -> NDArray[np.uint8]:
     """Fill ``data`` with rank ``root``'s bytes on the other ranks, and return it.
 
-    Beside it a rank holds one piece at a time.
+    Besides it a rank holds one piece at a time.
 
     Args:
         engine: the started Horovod.

@@ -40,7 +40,7 @@ def traffic() -> dict[str, Sent]:
 
     ``"gradients"`` are averaged in every step, ``"weights"`` agreed on at the end of a round or
     exchanged with a parameter server. ``"batch norm"`` are statistics, ``"checks"`` fingerprints
-    and flags that show whether the ranks are alike. ``"start"`` is rank 0's state at the start.
+    and flags that show whether the ranks agree. ``"start"`` is rank 0's state at the start.
     ``"objects"`` are Python objects and arrays: metrics, checkpoints, and what
     ``hvkit.allgather``, ``allreduce`` and ``broadcast`` send. The difference of two calls is what
     the steps between them have sent. Nothing is sent with one process.

@@ -169,7 +169,7 @@ class StreamShard(IterableDataset[Any]):
         return self._share.exact
 
     def __iter__(self) -> Iterator[Any]:
-        # A worker's generators are already seeded alike on every rank, by its loader.
+        # A worker's generators already have the same seed on every rank, from its loader.
         in_main_process = get_worker_info() is None
         epoch = 0 if self._share.exact else self._epoch
         fixed = FixedRandomness(seed_from(self._seed, epoch)) if in_main_process else nullcontext()

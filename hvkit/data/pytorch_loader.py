@@ -270,7 +270,7 @@ class _TakenBatches(Sampler[list[Any]]):
 
 
 def _pytorchs_batches(loader: DataLoader[Any]) -> BatchSampler:
-    """PyTorch's own batch sampler of a loader, whose order every rank draws alike.
+    """PyTorch's own batch sampler of a loader, whose order is the same on every rank.
 
     Raises:
         TypeError: the loader has a sampler of the user's own, or none.

@@ -75,7 +75,7 @@ def reads_each_once(source: Any) -> bool:
 def needs_comparison(source: Any, *, exact: bool) -> bool:
     """Whether ranks must compare what it returns: a sampler, or a batch sampler of the user's own.
 
-    PyTorch's draw from the generators that all ranks begin alike, but two of them hold indices or
+    PyTorch's draw from generators that begin equal on all ranks, but two of them hold indices or
     weights, which may differ. In evaluation these are not compared, so that one rank may run it
     alone.
     """

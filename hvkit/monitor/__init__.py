@@ -13,7 +13,7 @@
 
     recorded_run      reads what was written
     ├── report        shows a run in the terminal
-    ├── comparison    shows several runs beside each other
+    ├── comparison    shows several runs side by side
     └── report_page   the page of hvkit report --html
         └── charts    its charts, and which numbers belong on one
 """

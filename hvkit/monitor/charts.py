@@ -19,7 +19,7 @@ Points = Sequence[tuple[float, float]]
 COLOURS = tuple(
     f"var(--{name})" for name in ("blue", "orange", "green", "red", "violet", "teal", "pink")
 )
-"""Of lines that stand beside each other."""
+"""Of the lines of a chart."""
 
 # Points of a curve.
 _POINTS = 220
@@ -219,7 +219,7 @@ def card(title: str, body: str) -> str:
 
 
 def section(title: str, cards: Iterable[str]) -> str:
-    """A heading, and cards beside each other; nothing without cards."""
+    """A heading, and cards side by side; nothing without cards."""
     inside = "".join(cards)
     return f'<h2>{escape(title)}</h2><div class="charts">{inside}</div>' if inside else ""
 

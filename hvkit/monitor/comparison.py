@@ -1,4 +1,4 @@
-"""What several runs came to, beside each other; for the terminal and the page."""
+"""What several runs came to, side by side; for the terminal and the page."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _last(run: RecordedRun, metric: str) -> str:
 
 
 def show(runs: Sequence[RecordedRun], console: Console) -> None:
-    """Print runs beside each other."""
+    """Print runs side by side."""
     names = [printable(run.name) for run in runs]
     for run, name in zip(runs, names, strict=True):
         for line in troubles(run):

@@ -431,7 +431,7 @@ class Monitor:
         self._logs.clear()
 
     def _pace(self, everyone: Sequence[Mapping[str, Any]]) -> None:
-        """Set when the next record comes, alike on all ranks: they compute it from the same."""
+        """Set when the next record comes: all ranks compute it from the same values."""
         every = self._every
         if every is None:
             took = [row[0] for each in everyone for row in each["rows"]]

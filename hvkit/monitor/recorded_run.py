@@ -20,7 +20,7 @@ from hvkit.monitor.step_times import PARTS, busy
 from hvkit.monitor.writers import FILE, flattened
 from hvkit.wording import counted
 
-# What a record has beside the curves of the script's metrics, the rate and the norm.
+# What a record has besides the curves of the script's metrics, the rate and the norm.
 _OWN = RESERVED - {"learning_rate", "gradient_norm", "applied_gradient_norm"}
 # Beyond what a 32-bit float holds.
 _LARGEST = 1e39

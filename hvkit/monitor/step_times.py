@@ -87,7 +87,7 @@ class StepClock:
         observe(self._see, False)
 
     def _see(self, span: Span) -> None:
-        # Agreements beside training, and checkpoints in the background, have threads of their own.
+        # Agreements that overlap training, and background checkpoints, have threads of their own.
         if span.name == WAITING and threading.get_ident() == self._thread:
             self._blocked += span.ended - span.begun
 

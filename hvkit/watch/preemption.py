@@ -2,7 +2,7 @@
 
 Batch systems and clouds send SIGTERM before they take a host away. The ranks of that host may be
 the only ones to get it, and no two get it in the same step. So they agree over the watcher's
-sockets, beside training: rank 0 has every rank hold at the end of its current step and name that
+sockets, during training: rank 0 has every rank hold at the end of its current step and name that
 step, and chooses the one after the last. Nobody can have passed that one; all go on to it. A step
 without SIGTERM costs a look at two fields.
 
