@@ -25,7 +25,7 @@ from hvkit.launch.prepare import Request, prepared, shown
 from hvkit.launch.rank_command import with_python
 from hvkit.launch.sagemaker import are_of_a_job, follow, starts_ranks
 from hvkit.launch.start import start
-from hvkit.launch.supervision.output import Style
+from hvkit.launch.supervision.rank_output import Style
 from hvkit.log import logger
 from hvkit.wording import counted
 

@@ -18,7 +18,7 @@ from hvkit.host.launcher_variables import without_place
 from hvkit.host.mca import without_interfaces
 from hvkit.host.run_reports import RUN_NAME
 from hvkit.launch.allocation import SLURM
-from hvkit.launch.forwarding import (
+from hvkit.launch.forwarded_variables import (
     GPU_LISTS,
     forwarded,
     is_secret,
@@ -29,8 +29,8 @@ from hvkit.launch.host_checks.preflight import choose_hosts
 from hvkit.launch.hosts import Host
 from hvkit.launch.launchers import Job, find_launcher
 from hvkit.launch.rank_command import RankCommand
-from hvkit.launch.supervision.output import Style
 from hvkit.launch.supervision.protocol import KEY_VARIABLE, SUPERVISOR_VARIABLE
+from hvkit.launch.supervision.rank_output import Style
 from hvkit.launch.supervision.supervised_run import SupervisedRun
 from hvkit.log import logger
 

@@ -17,7 +17,7 @@ from hvkit.launch.restarts import Restarts
 from hvkit.launch.sagemaker import wait_for_hosts
 from hvkit.launch.ssh import last_line, remote_shell, run_on_hosts
 from hvkit.launch.supervision import run_status
-from hvkit.launch.supervision.output import make_room
+from hvkit.launch.supervision.rank_output import make_room
 from hvkit.launch.supervision.run_status import RunStatus
 from hvkit.launch.supervision.signals import EndedBySignal, end_on_signals, undisturbed
 from hvkit.launch.supervision.supervised_run import Outcome, SupervisedRun, supervise

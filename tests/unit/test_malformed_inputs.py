@@ -28,9 +28,9 @@ from hvkit.launch.allocation import allocation
 from hvkit.launch.hostfile import parse_hostfile, read_hostfile
 from hvkit.launch.hosts import read_hosts_option
 from hvkit.launch.supervision import protocol
-from hvkit.launch.supervision.output import Style
 from hvkit.launch.supervision.protocol import Connection, ConnectionLost, Kind
-from hvkit.launch.supervision.rank_reports import RankReports
+from hvkit.launch.supervision.rank_output import Style
+from hvkit.launch.supervision.run_status import RankReports
 from hvkit.launch.supervision.supervisor import Supervisor
 from hvkit.monitor.recorded_run import read
 from hvkit.monitor.report_page import page

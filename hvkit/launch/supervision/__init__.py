@@ -3,15 +3,14 @@
 ::
 
     hvkit.launch.start
-    ├── run_status                  what hvkit top shows, over all restarts
+    ├── run_status                  what hvkit top shows: where all ranks are at one moment
     ├── signals                     what ends hvkit run while it has no ranks
     └── supervised_run              starts the launcher, decides when all ends, reports the result
         ├── supervisor              accepts the agents, collects output and failures
-        │   ├── output              shows whole lines and tracebacks, writes log files
+        │   ├── rank_output         shows whole lines and tracebacks, writes log files
         │   │   ├── last_lines      the last lines of a rank, and which of them say why it ended
         │   │   └── tracebacks      where a traceback begins, and what it says
         │   ├── screen              keeps lines apart on the terminal, colours a failure
-        │   ├── rank_reports        where all ranks are at one moment
         │   ├── timeline            the trace of all ranks, on one clock
         │   └── first_failure       which rank failed first, and the lines about it
         ├── launcher_output         what the launcher itself prints, but for its last words

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from hvkit.launch.supervision.output import LAUNCHER_LOG, OutputWriter
 from hvkit.launch.supervision.protocol import Kind
+from hvkit.launch.supervision.rank_output import LAUNCHER_LOG, OutputWriter
 
 _READ = 1 << 16
 # Bytes kept of what comes at the end.

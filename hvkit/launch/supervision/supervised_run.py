@@ -19,7 +19,6 @@ from hvkit.launch.supervision.first_failure import (
     reported,
 )
 from hvkit.launch.supervision.launcher_output import LauncherOutput
-from hvkit.launch.supervision.output import Style
 from hvkit.launch.supervision.processes import (
     adopt_orphans,
     end_descendants,
@@ -33,6 +32,7 @@ from hvkit.launch.supervision.protocol import (
     AgentSettings,
     Kind,
 )
+from hvkit.launch.supervision.rank_output import Style
 from hvkit.launch.supervision.run_status import RunStatus
 from hvkit.launch.supervision.signals import (
     COMMAND_SIGNALS,

@@ -14,10 +14,9 @@ from hvkit import threads
 from hvkit.handshake import Listener
 from hvkit.launch.supervision import protocol
 from hvkit.launch.supervision.first_failure import Failure
-from hvkit.launch.supervision.output import OutputWriter, RankOutput, Style
 from hvkit.launch.supervision.protocol import Kind, keep_alive, probe_interval, silent_for
-from hvkit.launch.supervision.rank_reports import RankReport, RankReports, at_one_moment
-from hvkit.launch.supervision.run_status import RankState
+from hvkit.launch.supervision.rank_output import OutputWriter, RankOutput, Style
+from hvkit.launch.supervision.run_status import RankReport, RankReports, RankState, at_one_moment
 from hvkit.launch.supervision.screen import Screen
 from hvkit.launch.supervision.timeline import HostClock, Timeline
 from hvkit.log import logger

@@ -20,7 +20,7 @@ from hvkit.launch.launchers import Launcher
 from hvkit.launch.prepare import Request, prepared, shown
 from hvkit.launch.rank_command import NOT_FOUND, CommandProblem
 from hvkit.launch.ssh import Answer
-from hvkit.launch.supervision.output import Style
+from hvkit.launch.supervision.rank_output import Style
 from hvkit.launch.supervision.supervised_run import Outcome
 
 NODES = (Host("node1", slots=2), Host("node2", slots=2))

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from hvkit.launch.supervision.output import Style
-from hvkit.launch.supervision.rank_reports import RankReports, at_one_moment
+from hvkit.launch.supervision.rank_output import Style
+from hvkit.launch.supervision.run_status import RankReports, at_one_moment
 from hvkit.launch.supervision.supervisor import Supervisor, _Rank
 from hvkit.watch import heartbeat
 from hvkit.watch.calls import Status

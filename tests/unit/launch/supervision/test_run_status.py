@@ -14,7 +14,7 @@ from rich.console import Console
 from hvkit.cli import main, top
 from hvkit.errors import HvkitError
 from hvkit.launch.supervision import run_status
-from hvkit.launch.supervision.output import Style
+from hvkit.launch.supervision.rank_output import Style
 from hvkit.launch.supervision.run_status import RunStatus
 from hvkit.launch.supervision.supervisor import Supervisor
 

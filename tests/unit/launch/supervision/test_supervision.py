@@ -16,8 +16,8 @@ import psutil
 import pytest
 from supervised import LAUNCHER, RUN, below, command_line, run, sleeping
 
-from hvkit.launch.supervision.output import Style
 from hvkit.launch.supervision.protocol import KEY_VARIABLE, AgentSettings, Kind, frame
+from hvkit.launch.supervision.rank_output import Style
 
 
 def test_output_and_success_of_the_ranks_are_passed_on():
@@ -28,7 +28,7 @@ def test_output_and_success_of_the_ranks_are_passed_on():
 
 
 def test_a_rank_that_is_not_shown_is_reported_if_it_fails():
-    style = "from hvkit.launch.supervision.output import Style\n"
+    style = "from hvkit.launch.supervision.rank_output import Style\n"
     program = style + RUN.replace("bind=True", "bind=True, style=Style(ranks=(range(1),))")
     done = run("echo out $OMPI_COMM_WORLD_RANK; echo err >&2", program=program)
     assert (done.stdout, done.stderr) == ("out 0\n", "err\n")
@@ -159,7 +159,7 @@ def test_a_closed_pipe_ends_the_run_silently():
 def test_a_full_disk_is_named_with_the_log_file(tmp_path):
     (tmp_path / "rank-0000.log").symlink_to("/dev/full")
     logging = RUN.replace("bind=True", f"bind=True, style=Style(log_dir=Path({str(tmp_path)!r}))")
-    imports = "from pathlib import Path\nfrom hvkit.launch.supervision.output import Style\n"
+    imports = "from pathlib import Path\nfrom hvkit.launch.supervision.rank_output import Style\n"
     words = [sys.executable, "-c", imports + logging, LAUNCHER, "1", "sh", "-c", "echo x; sleep 60"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1

@@ -4,10 +4,10 @@ import time
 
 import pytest
 
-from hvkit.launch.supervision import output as supervision_output
+from hvkit.launch.supervision import rank_output as supervision_output
 from hvkit.launch.supervision.last_lines import LAST_LINES
-from hvkit.launch.supervision.output import RankOutput, Style, make_room
 from hvkit.launch.supervision.protocol import Kind
+from hvkit.launch.supervision.rank_output import RankOutput, Style, make_room
 
 
 @pytest.fixture

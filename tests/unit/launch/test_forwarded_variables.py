@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvkit.launch.forwarding import forwarded
+from hvkit.launch.forwarded_variables import forwarded
 
 
 @pytest.mark.parametrize(
