@@ -66,7 +66,7 @@ class Kind(IntEnum):
     REPORT = 6
     """What the rank reports, as ``hvkit.host.run_reports``: a line of JSON."""
     SPANS = 11
-    """What the rank has done, as ``hvkit.watch.timeline``: a line of JSON. Counts as output."""
+    """What the rank has done, as ``hvkit.watch.heartbeat``: a line of JSON. Counts as output."""
     CLOCK = 12
     """The number of an ASK, and this host's ``time.monotonic()``, in JSON."""
     TAKEN = 7
