@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvkit.host.cpus import within_limit
-from hvkit.launch.host_checks.reachability import ANOTHER_ANSWERS, Connections, Reach, connect_all
+from hvkit.launch.host_checks.reachability import ANOTHER_ANSWERS, Reach, Reachability, connect_all
 from hvkit.launch.hosts import Host
 from hvkit.launch.ssh import Answer, RemoteShell, last_line, remote_shell, run_on_hosts
 from hvkit.wording import counted
@@ -112,7 +112,7 @@ def check(hosts: Sequence[Host], system: str | None = None) -> Checked:
     shell = remote_shell(system)
     examined = collect_reports(hosts, shell)
     running = [one.host for one in examined if one.facts is not None]
-    connections = connect_all(running, shell) if len(running) > 1 else Connections()
+    connections = connect_all(running, shell) if len(running) > 1 else Reachability()
     interfaces = {
         reach.source: f"{reach.interface} {reach.own_address}"
         for reach in reversed(connections.reaches)
@@ -184,7 +184,7 @@ def _report(values: Mapping[str, Any]) -> HostReport:
     )
 
 
-def problems(examined: Sequence[Examined], connections: Connections) -> list[HostProblem]:
+def problems(examined: Sequence[Examined], connections: Reachability) -> list[HostProblem]:
     """All problems; the same text for several hosts is one problem.
 
     Args:
@@ -304,7 +304,7 @@ def _own_names(reports: Mapping[str, HostReport]) -> Iterator[HostProblem]:
             )
 
 
-def _connections(connections: Connections) -> Iterator[HostProblem]:
+def _connections(connections: Reachability) -> Iterator[HostProblem]:
     """Hosts that cannot reach each other."""
     for name in connections.absent:
         yield HostProblem(

@@ -67,8 +67,8 @@ class Reach:
 
 
 @dataclass(frozen=True)
-class Connections:
-    """The attempts of all hosts.
+class Reachability:
+    """The attempts of all hosts to reach each other.
 
     Attributes:
         reaches: one for every ordered pair of hosts, without the absent ones.
@@ -81,7 +81,7 @@ class Connections:
     absent: tuple[str, ...] = ()
 
 
-def connect_all(hosts: Sequence[Host], shell: RemoteShell) -> Connections:
+def connect_all(hosts: Sequence[Host], shell: RemoteShell) -> Reachability:
     """Let every host try to reach every other one.
 
     Args:
@@ -91,7 +91,7 @@ def connect_all(hosts: Sequence[Host], shell: RemoteShell) -> Connections:
     return asyncio.run(_connect_all(hosts, shell))
 
 
-async def _connect_all(hosts: Sequence[Host], shell: RemoteShell) -> Connections:
+async def _connect_all(hosts: Sequence[Host], shell: RemoteShell) -> Reachability:
     programs: dict[Host, asyncio.subprocess.Process] = {}
     logins = asyncio.Semaphore(AT_ONCE)
 
@@ -111,7 +111,7 @@ async def _connect_all(hosts: Sequence[Host], shell: RemoteShell) -> Connections
     finally:
         await asyncio.gather(*map(_end, programs.values()))
     took_part = {host.name for host, reaches in zip(started, tried, strict=True) if reaches}
-    return Connections(
+    return Reachability(
         tuple(reach for reaches in tried if reaches for reach in reaches),
         {host.name: line["time"] - line["arrived"] for host, line in started.items()},
         tuple(host.name for host in hosts if host.name not in took_part),

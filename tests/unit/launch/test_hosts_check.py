@@ -6,7 +6,7 @@ import pytest
 
 from hvkit.launch.host_checks import hosts_check as checks
 from hvkit.launch.host_checks.hosts_check import Examined, HostReport, problems
-from hvkit.launch.host_checks.reachability import Connections, Reach
+from hvkit.launch.host_checks.reachability import Reach, Reachability
 from hvkit.launch.hosts import Host
 from hvkit.launch.ssh import SRUN, SSH
 
@@ -37,12 +37,12 @@ def _reach(source: str, target: str, **changes: object) -> Reach:
     return replace(Reach(source, target, (address,), (), address, "eth0", own), **changes)
 
 
-def _found(*examined: Examined, connections: Connections | None = None) -> list[str]:
-    return [str(problem) for problem in problems(examined, connections or Connections())]
+def _found(*examined: Examined, connections: Reachability | None = None) -> list[str]:
+    return [str(problem) for problem in problems(examined, connections or Reachability())]
 
 
 def test_right_hosts_have_no_problems():
-    connections = Connections(
+    connections = Reachability(
         (_reach("node1", "node2"), _reach("node2", "node1")), {"node1": 0.1, "node2": -1.5}
     )
     assert _found(_examined("node1"), _examined("node2"), connections=connections) == []
@@ -136,7 +136,7 @@ def test_localhost_matters_only_among_several_hosts(name):
     here = Examined(Host(name, 2), _facts("node1"), None)
     away = _reach("node2", name, reached=None, addresses=("127.0.0.1",), failures=("refused",))
     assert _found(here) == []
-    assert _found(here, _examined("node2"), connections=Connections((away,))) == [
+    assert _found(here, _examined("node2"), connections=Reachability((away,))) == [
         f"{name}: means a different host on every host: use the name that the others reach it by"
     ]
 
@@ -167,7 +167,7 @@ def test_localhost_matters_only_among_several_hosts(name):
     ],
 )
 def test_a_host_that_cannot_reach_another_is_a_problem_with_the_reason(changes, reason):
-    connections = Connections(
+    connections = Reachability(
         (_reach("node1", "node2", reached=None, **changes), _reach("node2", "node1"))
     )
     found = _found(_examined("node1"), _examined("node2"), connections=connections)
@@ -176,7 +176,7 @@ def test_a_host_that_cannot_reach_another_is_a_problem_with_the_reason(changes, 
 
 def test_a_host_that_did_not_try_in_time_is_a_problem():
     found = _found(
-        _examined("node1"), _examined("node2"), connections=Connections(absent=("node2",))
+        _examined("node1"), _examined("node2"), connections=Reachability(absent=("node2",))
     )
     assert found == [
         "node2: did not try to reach the others in time: is it overloaded? Check again"
@@ -186,7 +186,7 @@ def test_a_host_that_did_not_try_in_time_is_a_problem():
 @pytest.mark.parametrize(("seconds", "text"), [(61.4, "61 s ahead of"), (-90, "90 s behind")])
 def test_a_wrong_clock_is_a_problem(seconds, text):
     found = _found(
-        _examined("node1"), _examined("node2"), connections=Connections(ahead={"node2": seconds})
+        _examined("node1"), _examined("node2"), connections=Reachability(ahead={"node2": seconds})
     )
     assert found == [f"node2: its clock is {text} this host's: set all clocks by NTP"]
 
