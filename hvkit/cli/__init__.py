@@ -5,7 +5,7 @@
     main                    parses the command line, turns HvkitError into a line and status 1
     ├── run                 hvkit run               hvkit.launch.start
     ├── top                 hvkit top               hvkit.launch.supervision.run_status
-    ├── report              hvkit report            hvkit.monitor.report
+    ├── report              hvkit report            hvkit.monitor.terminal_report
     ├── hosts               hvkit hosts             hvkit.launch.host_checks, hvkit.launch.hostfile
     ├── installation        hvkit doctor            hvkit.doctor
     │                       hvkit install-horovod   hvkit.build

@@ -35,7 +35,7 @@ def add_to(commands: "argparse._SubParsersAction[CommandParser]") -> None:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from hvkit.monitor import comparison, report
+    from hvkit.monitor import comparison, terminal_report
     from hvkit.monitor.recorded_run import read
     from hvkit.monitor.report_page import page, page_of_several
 
@@ -60,7 +60,7 @@ def _report(args: argparse.Namespace) -> int:
         problem = error
     console = Terminal()
     if single:
-        report.show(runs[0], console)
+        terminal_report.show(runs[0], console)
     else:
         comparison.show(runs, console)
     if problem is not None:

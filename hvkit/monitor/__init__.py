@@ -2,20 +2,20 @@
 
 ::
 
-    monitor           Monitor: measures a script's steps, and records them
-    ├── keras         ... of fit, and the gradients of Keras optimizers
-    ├── pytorch       the gradients of PyTorch optimizers
-    ├── step_times    how long steps take, and where the time of all ranks goes
-    ├── host_load     the load of this host
-    ├── records       what a record holds
-    ├── run_file      what rank 0 writes of a run
-    └── writers       where to: metrics.jsonl, TensorBoard, the script's hook
+    monitor               Monitor: measures a script's steps, and records them
+    ├── keras             in Keras: the steps of fit, and gradients
+    ├── pytorch           in PyTorch: gradients
+    ├── step_times        how long steps take, and where the time of all ranks goes
+    ├── host_load         the load of this host
+    ├── records           what a record holds
+    ├── run_file          what rank 0 writes of a run
+    └── writers           where to: metrics.jsonl, TensorBoard, the script's hook
 
-    recorded_run      reads what was written
-    ├── report        shows a run in the terminal
-    ├── comparison    shows several runs side by side
-    └── report_page   the page of hvkit report --html
-        └── charts    its charts, and which numbers belong on one
+    recorded_run          reads what was written
+    ├── terminal_report   shows a run in the terminal
+    ├── comparison        shows several runs side by side
+    └── report_page       the page of hvkit report --html
+        └── charts        its charts, and which numbers belong on one
 """
 
 from hvkit.monitor.monitor import Monitor as Monitor

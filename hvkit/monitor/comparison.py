@@ -12,8 +12,8 @@ from rich.table import Table
 from hvkit.log import printable
 from hvkit.monitor.charts import short
 from hvkit.monitor.recorded_run import RecordedRun
-from hvkit.monitor.report import troubles
 from hvkit.monitor.step_times import PARTS
+from hvkit.monitor.terminal_report import troubles
 from hvkit.wording import counted, duration
 
 # Between runs, speeds and the size of a mean batch differ by less without a reason.

@@ -26,8 +26,8 @@ from hvkit.monitor.charts import (
     table,
 )
 from hvkit.monitor.recorded_run import RecordedRun
-from hvkit.monitor.report import clock, headline, size_of, troubles
 from hvkit.monitor.step_times import PARTS
+from hvkit.monitor.terminal_report import clock, headline, size_of, troubles
 from hvkit.monitor.writers import flattened
 from hvkit.wording import duration
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from hvkit.cli import main
 from hvkit.errors import HvkitError
-from hvkit.monitor import report
+from hvkit.monitor import terminal_report
 from hvkit.monitor.recorded_run import read
 from hvkit.monitor.report_page import page
 
@@ -90,7 +90,7 @@ def test_what_a_reader_must_know_comes_with_the_numbers(folder):
         {"end": {"error": "ValueError: <boom>"}},
     ]
     run = read(folder(*lines))
-    assert report.troubles(run) == [
+    assert terminal_report.troubles(run) == [
         "the run ended with ValueError: <boom>",
         "val_loss was NaN or infinite in 1 record, at step 20 first",
         "loss was NaN or infinite in 1 record, at step 20 first",
@@ -99,13 +99,13 @@ def test_what_a_reader_must_know_comes_with_the_numbers(folder):
     ]
     assert "<p>The run ended with ValueError: &lt;boom&gt;.</p>" in page(run)
     console = Console(record=True, width=120, file=open(os.devnull, "w"))  # noqa: SIM115
-    report.show(run, console)
+    terminal_report.show(run, console)
     assert "the run ended with ValueError: <boom>" in console.export_text()
 
 
 def shown(run):
     console = Console(record=True, width=120, file=open(os.devnull, "w"))  # noqa: SIM115
-    report.show(run, console)
+    terminal_report.show(run, console)
     return console.export_text()
 
 
@@ -116,7 +116,7 @@ def test_troubles_come_before_the_numbers(folder):
 
 def test_leaving_after_sigterm_is_no_error(folder):
     run = read(folder(start(), record(10), {"end": {"left": True}}))
-    assert report.troubles(run) == ["the run left after SIGTERM, with a checkpoint"]
+    assert terminal_report.troubles(run) == ["the run left after SIGTERM, with a checkpoint"]
 
 
 def test_a_run_that_failed_before_its_first_record_says_how(folder):
@@ -129,7 +129,7 @@ def test_a_later_run_without_a_record_hides_no_earlier_one(folder):
     run = read(folder(*lines))
     assert run.steps == 30
     said = "a later run in this folder has no record of all ranks; it ended with E: x"
-    assert report.troubles(run) == [said]
+    assert terminal_report.troubles(run) == [said]
 
 
 def test_text_of_a_run_commands_no_terminal(folder):
@@ -157,7 +157,7 @@ def test_steps_without_a_record_before_an_error_count_and_show_a_nan(folder):
     end = {"end": {"time": 1e9 + 14, "step": 14, "error": "FloatingPointError: NaN"}}
     run = read(folder(start(), record(10), logged, end))
     assert (run.steps, run.seconds) == (14, 14.0)
-    assert "loss was NaN or infinite in 1 record, at step 14 first" in report.troubles(run)
+    assert "loss was NaN or infinite in 1 record, at step 14 first" in terminal_report.troubles(run)
     run = read(folder(start(), record(10), logged, end, start(10, reason="x"), record(20)))
     assert (run.steps, run.seconds, run.starts[1].lost) == (20, 20.0, 4)
 
@@ -172,40 +172,40 @@ def test_a_run_that_was_resumed_shows_its_starts(folder):
 def test_with_a_parameter_server_the_report_is_about_rank_0(folder):
     lines = [start(hosts=["node1"], size=4), record(10, ranks=1), {"end": {}}]
     run = read(folder(*lines))
-    assert report.headline(run) == (
+    assert terminal_report.headline(run) == (
         "10 steps in 10 s on rank 0 of 4 ranks; 100 samples a second; busy 60%"
     )
 
 
 def test_steps_before_a_monitor_joined_do_not_count(folder):
     run = read(folder(start(300), record(310)))
-    assert report.headline(run).startswith("10 steps, up to step 310, in 10 s")
+    assert terminal_report.headline(run).startswith("10 steps, up to step 310, in 10 s")
     assert "<b>10</b><span>steps in 10 s</span>" in page(run)
 
 
 def test_a_run_that_ended_well_has_no_troubles(folder):
     run = read(folder(start(), record(10), {"end": {}}))
-    assert report.troubles(run) == []
+    assert terminal_report.troubles(run) == []
     assert 'class="card note"' not in page(run)
 
 
 def test_a_run_without_an_end_says_so_until_it_has_one(folder):
     lines = [start(), record(10), {"end": {}}, start(10, reason="rank 1 was killed"), record(20)]
-    (said,) = report.troubles(read(folder(*lines)))
+    (said,) = terminal_report.troubles(read(folder(*lines)))
     assert said.startswith("no end is recorded")
-    assert report.troubles(read(folder(*lines, {"end": {}}))) == []
+    assert terminal_report.troubles(read(folder(*lines, {"end": {}}))) == []
 
 
 def test_what_a_restart_repeats_was_not_nan(folder):
     lines = [start(), record(20, None), start(10, reason="rank 1 left"), record(20), {"end": {}}]
-    assert report.troubles(read(folder(*lines))) == []
+    assert terminal_report.troubles(read(folder(*lines))) == []
 
 
 def test_a_metric_without_any_value_is_no_error_of_the_report(folder):
     logged = {"step": 20, "time": 1e9, "logged": {"val_loss": 9.0}}
     run = read(folder(start(), record(10), logged, start(10, reason="x"), record(20)))
     console = Console(record=True, width=120, file=open(os.devnull, "w"))  # noqa: SIM115
-    report.show(run, console)
+    terminal_report.show(run, console)
     assert "val_loss" not in console.export_text()
 
 
@@ -260,7 +260,7 @@ def test_the_page_is_there_also_if_nobody_reads_the_text_to_its_end(folder, monk
     def closed(*_):
         raise BrokenPipeError
 
-    monkeypatch.setattr(report, "show", closed)
+    monkeypatch.setattr(terminal_report, "show", closed)
     with pytest.raises(SystemExit) as end:
         main(["report", str(place)])
     assert end.value.code == 128 + signal.SIGPIPE
@@ -276,7 +276,7 @@ def test_text_that_is_no_utf_8_is_shown(folder):
 def test_the_terminal_shows_speed_parts_and_restarts(folder):
     run = read(folder(start(), record(10), start(5, reason="rank 1 [x] left"), record(20)))
     console = Console(record=True, width=120, file=open(os.devnull, "w"))  # noqa: SIM115
-    report.show(run, console)
+    terminal_report.show(run, console)
     text = console.export_text()
     assert "20 steps in 20 s on 4 ranks of 2 hosts" in text
     assert "400 samples a second; ranks busy 60%\n" in text
