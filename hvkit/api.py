@@ -1,6 +1,6 @@
-"""The one call: checks its arguments, picks the port, and runs the steps that all share.
+"""``hvkit.distribute``: checks its arguments, picks a port, and runs the steps that all share.
 
-``settled`` is for strategies whose ranks differ between two agreements.
+``hvkit.settled`` is for strategies whose ranks differ between two agreements.
 """
 
 from __future__ import annotations
