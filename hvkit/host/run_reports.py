@@ -10,7 +10,7 @@ import os
 import re
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 VARIABLE = "HVKIT_REPORTS"
 """Environment variable with the pipe's file descriptor and inode: a process that a rank starts
@@ -33,16 +33,58 @@ LONGEST = 4096
 _MEMORY = Path("/dev/shm")
 
 
+class Whereabouts(TypedDict, total=False):
+    """Where a rank is in its script."""
+
+    call: str
+    """The call of hvkit that it is in; empty outside of any."""
+    waits: float
+    """For how many seconds it has waited there."""
+    where: str
+    """The line of the script."""
+    step: int
+    """The last optimizer step."""
+    made: float
+    """When it was there, by its host's clock; seconds since 1970."""
+
+
+class RunReport(TypedDict, total=False):
+    """What a rank may report; ``hvkit.launch.supervision`` reads it."""
+
+    starting: bool
+    """Whether it waits for Horovod to start."""
+    pid: int
+    """Its process, once Horovod runs."""
+    now: Whereabouts
+    spans: list[list[Any]]
+    """For the timeline, as ``hvkit.watch.heartbeat`` has them."""
+    speed: float
+    """Samples a second."""
+    saved: int
+    """The step of a checkpoint that was saved or resumed, in ``directory``."""
+    resumes: int | None
+    """The step of the checkpoint that was found in ``directory``; None for none."""
+    directory: str
+    """A short name of it."""
+    replica: bool
+    """Whether its host keeps checkpoints in memory."""
+    cause: str
+    """Why the ranks end the run together."""
+    refused: bool
+    """Whether it ends as hvkit has refused an argument."""
+    terminated: bool
+    """Whether it got SIGTERM."""
+    left: bool
+    """Whether it has saved after that, and ends."""
+
+
 def address_of(descriptor: int) -> str:
     """The value of the variable for a pipe."""
     return f"{descriptor}:{os.fstat(descriptor).st_ino}"
 
 
-def report(**values: Any) -> None:
+def report(**values: Unpack[RunReport]) -> None:
     """Send values to ``hvkit run``, if that has started this rank.
-
-    Args:
-        values: those that ``hvkit.launch.supervision.supervisor`` reads, of types that JSON holds.
 
     Raises:
         ValueError: they are longer than ``LONGEST``.

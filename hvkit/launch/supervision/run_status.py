@@ -24,10 +24,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Required, TypedDict
+from typing import Any, Required
 
 from hvkit import threads
 from hvkit.errors import HvkitError
+from hvkit.host.run_reports import Whereabouts
 from hvkit.log import logger
 
 _ANSWERS_WITHIN = 5.0
@@ -38,17 +39,9 @@ _SILENT_AFTER = 3.0
 _PAUSE = 0.5
 
 
-class RankReport(TypedDict, total=False):
+class RankReport(Whereabouts, total=False):
     """Where a rank is; moments are as of ``time.monotonic``."""
 
-    call: str
-    """The call of hvkit that it is in; empty outside of any."""
-    waits: float
-    """For how many seconds it has waited there."""
-    where: str
-    """The line of the script."""
-    step: int
-    """The last optimizer step."""
     moved: float
     """When the first report with this step came."""
     speed: float | None
