@@ -103,7 +103,7 @@ examples: setup
 
 # The code, commands and links in README and docs.
 pages: setup
-	python -m pytest $(SIDE_BY_SIDE) tests/docs
+	python -m pytest $(SIDE_BY_SIDE) --dist loadgroup tests/docs
 
 # On several hosts, which the tests make on this machine; skipped unless root runs them.
 cluster: setup

@@ -1,6 +1,7 @@
 """The code in README and docs runs, its commands parse, and its links lead somewhere."""
 
 import functools
+import json
 import os
 import re
 import runpy
@@ -131,6 +132,7 @@ def test_the_page_about_the_command_line_is_current():
     assert written == (ROOT / "docs" / "cli.md").read_text(), "run python docs/command_line.py"
 
 
+@pytest.mark.xdist_group("flags")
 def test_make_run_uses_hvkit_run_and_ends_with_what_to_type_next():
     recipe = re.search(r"(?m)^run: setup\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text()).group(1)
     started, following = recipe.split("\n", 1)
@@ -154,8 +156,10 @@ def commands(page):
                     yield words[: min(ends, default=len(words))]
 
 
+# One worker runs scripts for their flags.
+FOR_FLAGS = pytest.mark.xdist_group("flags")
 WITH_COMMANDS = [
-    pytest.param(page, words, id=f"{page}: {shlex.join(words)[:60]}")
+    pytest.param(page, words, id=f"{page}: {shlex.join(words)[:60]}", marks=FOR_FLAGS)
     for page in PAGES
     for words in commands(page)
 ]
@@ -205,21 +209,44 @@ def check_python(arguments):
     if script == "train.py":  # the tutorial's
         return
     assert (ROOT / script).is_file()
-    assert {word for word in options if word.startswith("--")} <= flags_of(script)
+    assert {word for word in options if word.startswith("--")} <= flags()[str(ROOT / script)]
+
+
+# The help of scripts, which import the same frameworks for seconds.
+HELP = """
+import contextlib, io, json, os, runpy, sys
+
+texts = {}
+for script in sys.argv[1:]:
+    sys.argv = [script, "--help"]
+    sys.path.insert(0, os.path.dirname(script))
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        assert not end.code, (script, end.code)
+    texts[script] = printed.getvalue()
+print(json.dumps(texts))
+"""
 
 
 @functools.cache
-def flags_of(script):
-    """The flags that a script's help lists; the script imports its framework first, for seconds."""
-    text = subprocess.run(
-        [sys.executable, str(ROOT / script), "--help"],
+def flags():
+    """The flags that the help of each script in the pages' commands lists."""
+    words = {word for page in PAGES for words in commands(page) for word in words}
+    scripts = [
+        str(ROOT / word) for word in words if word.endswith(".py") and (ROOT / word).is_file()
+    ]
+    printed = subprocess.run(
+        [sys.executable, "-c", HELP, *scripts],
         capture_output=True,
         text=True,
         timeout=120,
         check=True,
         env=os.environ | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"},
     ).stdout
-    return set(re.findall(r"--[\w-]+", text))
+    helps = json.loads(printed.splitlines()[-1])
+    return {script: set(re.findall(r"--[\w-]+", text)) for script, text in helps.items()}
 
 
 # What docs/site.css makes room for, in a window 1280 pixels wide; Python is formatted to it.

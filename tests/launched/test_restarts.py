@@ -1,26 +1,48 @@
 """``hvkit run --max-restarts``: a run that fails goes on, and ends as if it had not failed."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 
 import psutil
 import pytest
-from cases import cases
+from cases import MORE, cases
 
-# Trains 30 steps, saves every 5, and prints a digest of the weights at the end. At step 12 of the
-# first try, rank 1 suffers a fault.
-PYTORCH = """
+# Trains 30 steps, saves every 5, and prints a digest of the weights at the end. Faults are steps,
+# each with the rank that suffers and the code that it runs, once.
+COMMON = """
 import hashlib, os, signal, sys, time
 from pathlib import Path
-import numpy as np, torch, hvkit
+import numpy as np, hvkit
 
-folder, fault = Path(sys.argv[1]), sys.argv[2]
+folder, faults, strategy = Path(sys.argv[1]), eval(sys.argv[2]), eval("hvkit." + sys.argv[3])
+
+
+def after(step):
+    for at, rank, code in faults:
+        once = folder / f"fault-{at}"
+        if (step, hvkit.rank()) == (at, rank) and not once.exists():
+            once.touch()
+            exec(code, globals())
+    if "slow" in sys.argv:
+        print("step", step, flush=True)
+        time.sleep(0.1)
+
+
+def finish(start, weights):
+    if hvkit.rank() == 0:
+        print("result", start, hashlib.sha256(b"".join(weights)).hexdigest()[:8], flush=True)
+"""
+PYTORCH = (
+    COMMON
+    + """
+import torch
+
 torch.manual_seed(1)
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 4))
 optimizer = torch.optim.Adam(model.parameters(), 0.01)
-strategy = eval("hvkit." + sys.argv[3])
 hvkit.distribute(model, optimizer, strategy=strategy)
 checkpoint = hvkit.Checkpoint(folder, model=model, optimizer=optimizer)
 start = checkpoint.restore().step
@@ -31,63 +53,48 @@ for step, batch in enumerate(batches[start:], start + 1):
     torch.nn.functional.mse_loss(model(x), x[:, :4]).backward()
     optimizer.step()
     checkpoint.end_step(epoch=0, step=step, every=5)
-    if step == 12 and hvkit.rank() == 1 and not (folder / "over").exists():
-        (folder / "over").touch()
-        exec(fault)
-    if fault == "wait":
-        print("step", step, flush=True)
-        time.sleep(0.1)
+    after(step)
 with hvkit.settled(model):
-    weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
-if hvkit.rank() == 0:
-    print("result", start, hashlib.sha256(weights).hexdigest()[:8], flush=True)
+    finish(start, [p.detach().numpy().tobytes() for p in model.parameters()])
 """
-KERAS = """
-import hashlib, os, signal, sys, time
-from pathlib import Path
-import keras, numpy as np, hvkit
+)
+KERAS = (
+    COMMON
+    + """
+import keras
 
-folder, fault = Path(sys.argv[1]), sys.argv[2]
 keras.utils.set_random_seed(1)
 layers = [keras.layers.Dense(16), keras.layers.Dropout(0.2), keras.layers.Dense(4)]
 model = keras.Sequential([keras.Input((8,)), *layers])
 optimizer = keras.optimizers.Adam(0.01)
-strategy = eval("hvkit." + sys.argv[3])
 hvkit.distribute(model, optimizer, strategy=strategy)
 model.compile(optimizer, "mse")
 checkpoint = hvkit.Checkpoint(folder, model=model, optimizer=optimizer)
 start = checkpoint.restore()
 
 
-class Fault(keras.callbacks.Callback):
+class After(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
-        if batch == 11 and hvkit.rank() == 1 and not (folder / "over").exists():
-            (folder / "over").touch()
-            exec(fault)
-        if fault == "wait":
-            print("step", batch + 1, flush=True)
-            time.sleep(0.1)
+        after(batch + 1)
 
 
 x = np.random.default_rng(hvkit.rank()).normal(size=(180, 8)).astype(np.float32)
-callbacks = [Fault(), checkpoint.callback(every=5)]
+callbacks = [After(), checkpoint.callback(every=5)]
 model.fit(x, x[:, :4], batch_size=6, shuffle=False, verbose=0, callbacks=callbacks)
-if hvkit.rank() == 0:
-    weights = b"".join(w.numpy().tobytes() for w in model.weights)
-    print("result", start.step, hashlib.sha256(weights).hexdigest()[:8], flush=True)
+finish(start.step, [w.numpy().tobytes() for w in model.weights])
 """
+)
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 RAISE = "raise ValueError('a fault')"
 STOP = "os.kill(os.getpid(), signal.SIGSTOP)"
 LEAVE = "sys.exit(0)"
 TERMINATE = "os.kill(os.getpid(), signal.SIGTERM)"
-NONE = "pass"
 HVKIT = [sys.executable, "-m", "hvkit.cli", "run"]
 OPTIONS = ["--max-restarts", "1"]
 
 
-def words(script, folder, fault, strategy="Synchronous()", options=OPTIONS):
-    command = [sys.executable, "-c", script, str(folder), fault, strategy]
+def words(script, folder, faults=(), strategy="Synchronous()", *more, options=OPTIONS):
+    command = [sys.executable, "-c", script, str(folder), repr(faults), strategy, *more]
     return [*HVKIT, "-np", "2", *options, *command]
 
 
@@ -100,57 +107,54 @@ def run(*args, **more):
     return done.returncode, results, done.stderr
 
 
-CASES = [
-    (PYTORCH, KILL, "Synchronous()"),
-    (KERAS, TERMINATE, "Synchronous()"),
-    (PYTORCH, TERMINATE, "DiLoCo(4)"),
-    (PYTORCH, RAISE, "Synchronous()"),
-    (PYTORCH, LEAVE, "Synchronous()"),
-    (KERAS, KILL, "LocalSGD(3)"),
-]
+def restarts(printed):
+    return [line for line in printed.splitlines() if line.startswith("hvkit: restart")]
 
 
-@pytest.mark.parametrize(("script", "fault", "strategy"), cases(CASES, 3))
-def test_a_run_that_fails_goes_on_as_if_nothing_had_happened(script, fault, strategy, tmp_path):
+# Each fault, and what the restart after it says.
+CASES = {
+    "torch": (
+        *(PYTORCH, "DiLoCo(4)"),
+        [(7, TERMINATE), (12, KILL), (17, RAISE), (22, LEAVE)],
+        [
+            "rank 1 on .* got SIGTERM",
+            "from step 10: rank 1 on .* was killed by signal 9",
+            "from step 15: rank 1 on .* ended with exit status 1: ValueError: a fault$",
+            "from step 20: rank 1 has ended its script",
+        ],
+    ),
+    "keras": (
+        *(KERAS, "LocalSGD(3)"),
+        [(7, KILL), (12, TERMINATE)],
+        ["from step 5: rank 1 on .* was killed by signal 9", "rank 1 on .* got SIGTERM"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", cases(CASES))
+def test_a_run_with_faults_goes_on_as_if_nothing_had_happened(case, tmp_path):
+    script, strategy, faults, reasons = CASES[case]
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    status, undisturbed, printed = run(script, tmp_path / "a", NONE, strategy)
+    status, undisturbed, printed = run(script, tmp_path / "a", [], strategy)
     assert status == 0, printed
-    status, result, printed = run(script, tmp_path / "b", fault, strategy)
+    suffered = [(step, 1, fault) for step, fault in faults]
+    status, result, printed = run(script, tmp_path / "b", suffered, strategy)
     assert status == 0, printed
+    last, fault = faults[-1]
     # SIGTERM: at the end of the step in which it comes, or of one of the next.
     resumed = int(result[0].split()[1])
-    assert resumed >= 12 if fault == TERMINATE else resumed == 10
+    assert resumed >= last if fault == TERMINATE else resumed == last - 2
     assert result == [undisturbed[0].replace(" 0 ", f" {resumed} ", 1)]
-    assert printed.count("hvkit: restart 1 ") == 1
-
-
-def test_without_restarts_a_failure_ends_the_run(tmp_path):
-    status, result, printed = run(PYTORCH, tmp_path, RAISE, options=[])
-    assert status == 1, printed
-    assert result == []
-    assert "restart" not in printed
+    for number, (line, reason) in enumerate(zip(restarts(printed), reasons, strict=True), 1):
+        assert line.startswith(f"hvkit: restart {number} ")
+        assert re.search(reason, line), line
 
 
 def test_a_script_that_always_fails_stops_with_its_error(tmp_path):
-    status, _, printed = run("raise SystemExit(7)", tmp_path, NONE)
+    status, _, printed = run("raise SystemExit(7)", tmp_path)
     assert status == 7, printed
     assert "gives up after restart 1 (1 of at most 1 without a newer checkpoint)" in printed
-
-
-def test_the_reason_for_a_restart_names_the_error(tmp_path):
-    status, _, printed = run(PYTORCH, tmp_path, RAISE)
-    assert status == 0, printed
-    (line,) = (line for line in printed.splitlines() if line.startswith("hvkit: restart"))
-    assert "from step 10: rank 1 on " in line
-    assert line.endswith("ended with exit status 1: ValueError: a fault")
-
-
-def test_a_rank_that_ends_early_is_named_and_not_those_that_wait_for_it(tmp_path):
-    status, _, printed = run(PYTORCH, tmp_path, LEAVE)
-    assert status == 0, printed
-    (line,) = (line for line in printed.splitlines() if line.startswith("hvkit: restart"))
-    assert "rank 1 has ended its script" in line
 
 
 def test_status_143_of_a_shell_is_no_checkpoint(tmp_path):
@@ -169,16 +173,18 @@ WORKERS = PYTORCH.replace(
 )
 
 
-@pytest.mark.parametrize("number", [1, 2], ids=["once", "twice"])
 @pytest.mark.parametrize(
-    ("script", "first"),
-    cases([(WORKERS, 7), (KERAS, 7), (PYTORCH, 1)], name=lambda case: f"step-{case[1]}"),
+    ("script", "first", "number"),
+    cases(
+        [(WORKERS, 7, 2), (KERAS, 7, 1), (PYTORCH, 1, 1)],
+        name=lambda case: f"step {case[1]}, {case[2]} signals",
+    ),
 )
 def test_a_run_that_gets_sigterm_saves_and_leaves(script, first, number, tmp_path):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
     process = subprocess.Popen(
-        words(script, tmp_path, "wait"), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, env=environment,
+        words(script, tmp_path, [], "Synchronous()", "slow"), stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, env=environment,
     )  # fmt: skip
     # A rank handles SIGTERM from the end of its first step on: of both ranks.
     reached = (line for line in process.stdout if line.startswith(f"step {first}"))
@@ -197,13 +203,14 @@ def test_a_run_that_gets_sigterm_saves_and_leaves(script, first, number, tmp_pat
     assert "restart" not in printed
 
 
+@MORE
 def test_sigterm_during_a_long_step_is_counted_once(tmp_path):
     """Python's handler runs when the main thread is back from C code, seconds later."""
     slow = "import hashlib\n" + PYTORCH.replace(
-        "time.sleep(0.1)", "hashlib.pbkdf2_hmac('sha256', b'a', b'b', 12_000_000)"
+        "time.sleep(0.1)", "hashlib.pbkdf2_hmac('sha256', b'a', b'b', 6_000_000)"
     )
     process = subprocess.Popen(
-        words(slow, tmp_path, "wait", options=["--grace", "50"]),
+        words(slow, tmp_path, [], "Synchronous()", "slow", options=["--grace", "50"]),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -224,7 +231,7 @@ def test_a_signal_while_a_failed_run_ends_is_not_followed_by_a_restart(tmp_path)
         "while True: time.sleep(0.1)"
     )
     process = subprocess.Popen(
-        words(script, tmp_path, NONE), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        words(script, tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout.readline() == "got it\n"
     process.send_signal(signal.SIGTERM)
@@ -235,38 +242,37 @@ def test_a_signal_while_a_failed_run_ends_is_not_followed_by_a_restart(tmp_path)
 
 @pytest.mark.parametrize("rank", cases([1, 0]))
 def test_a_rank_that_is_stopped_is_named_and_the_run_goes_on(rank, tmp_path):
-    script = PYTORCH.replace("hvkit.rank() == 1", f"hvkit.rank() == {rank}")
     options = [*OPTIONS, "--stall", "15"]
-    status, result, printed = run(script, tmp_path, STOP, options=options)
+    status, result, printed = run(PYTORCH, tmp_path, [(12, rank, STOP)], options=options)
     assert status == 0, printed
     assert result[0].startswith("result 10 ")
     assert f"rank {rank} " in next(line for line in printed.splitlines() if "RankLost" in line)
     assert printed.count("hvkit: restart 1 ") == 1
 
 
-def test_a_rank_that_sleeps_is_shown_where_it_is(tmp_path):
-    options = ["--stall", "12"]
-    status, _, printed = run(PYTORCH, tmp_path, "time.sleep(1000)", options=options)
+def test_without_restarts_a_rank_that_sleeps_is_shown_where_it_is_and_ends_the_run(tmp_path):
+    faults = [(12, 1, "time.sleep(1000)")]
+    status, result, printed = run(PYTORCH, tmp_path, faults, options=["--stall", "12"])
     assert status == 1, printed
+    assert result == []
+    assert "restart" not in printed
     assert "rank 1 is here:\n    <string>:" in printed
     assert "rank 1 has not reached" in printed
 
 
 # Fails once more before it resumes.
-FAILS_EARLY = PYTORCH.replace(
-    "start = checkpoint.restore().step",
+FAILS_EARLY = (
+    "import sys\n"
     "from hvkit.host.run_reports import restart_of_this_run\n"
-    "if restart_of_this_run().get('restart') == 1: sys.exit(5)\n"
-    "start = checkpoint.restore().step",
+    "if restart_of_this_run().get('restart') == 1: sys.exit(5)\n" + PYTORCH
 )
 
 
-@pytest.mark.parametrize(
-    ("lost", "resumed"), [("10", "step 5"), ("", "the beginning")], ids=["newest", "all"]
-)
+@pytest.mark.parametrize(("lost", "resumed"), cases([("10", "step 5"), ("", "the beginning")]))
 def test_a_restart_from_an_older_checkpoint_is_a_warning(lost, resumed, tmp_path):
     lose = f"import shutil; [shutil.rmtree(each) for each in folder.glob('step-*{lost}')]; {RAISE}"
-    status, result, printed = run(FAILS_EARLY, tmp_path, lose, options=["--max-restarts", "2"])
+    options = ["--max-restarts", "2"]
+    status, result, printed = run(FAILS_EARLY, tmp_path, [(12, 1, lose)], options=options)
     assert status == 0, printed
     assert result[0].split()[1] == ("5" if lost else "0")
     lines = [line for line in printed.splitlines() if "go on from" in line]
@@ -274,5 +280,4 @@ def test_a_restart_from_an_older_checkpoint_is_a_warning(lost, resumed, tmp_path
         f"hvkit: the ranks go on from {resumed}, although step 10 was saved: no host that has "
         "ranks now has that checkpoint, complete, on disk or in memory"
     ]
-    restarts = [line for line in printed.splitlines() if line.startswith("hvkit: restart")]
-    assert ["from step 10" in line for line in restarts] == [True, True]
+    assert ["from step 10" in line for line in restarts(printed)] == [True, True]

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import psutil
 import pytest
+from cases import MORE, cases
 from rich.text import Text
 
 from hvkit.cli import top
@@ -137,7 +138,8 @@ def drawn(events, name, rank):
 
 
 @pytest.mark.parametrize(
-    ("script", "names"), [(PYTORCH, ("backward()", "step")), (KERAS, ["step"])]
+    ("script", "names"),
+    cases([(PYTORCH, ("backward()", "step")), (KERAS, ["step"])], name=lambda it: it[1][0]),
 )
 def test_a_trace_shows_the_steps_of_all_ranks_on_one_clock(tmp_path, script, names):
     events = trace(tmp_path, script)
@@ -213,7 +215,7 @@ def running(words, *files):
     assert process.returncode == 0
 
 
-def test_top_shows_ranks_their_steps_and_who_waits(tmp_path):
+def test_top_shows_who_waits_and_that_a_stopped_rank_does_not_answer(tmp_path):
     def waits(state):
         first, *_ = state["ranks"] or [{}]
         return all_at(20)(state) and first["call"] == "hvkit.barrier" and "speed" in first
@@ -230,11 +232,6 @@ def test_top_shows_ranks_their_steps_and_who_waits(tmp_path):
         assert "hvkit.barrier" in first
         assert "in the script" in second
 
-
-def test_top_shows_that_a_stopped_rank_does_not_answer(tmp_path):
-    with running(command(PYTORCH, tmp_path, "wait"), tmp_path / "go") as run:
-        assert run.stdout.readline() == "trained\n"
-        until(run, all_at(20))
         ranks = [
             each
             for each in psutil.Process(run.pid).children(recursive=True)
@@ -261,15 +258,12 @@ def age(rank):
 
 
 CASES = [
-    (RESUMED, "Synchronous()", 17),
-    (RESUMED_KERAS, "Synchronous()", 17),
     (RESUMED, "LocalSGD(4)", 16),  # the end of the last round
+    (RESUMED_KERAS, "Synchronous()", 17),
 ]
 
 
-@pytest.mark.parametrize(
-    ("script", "strategy", "last"), CASES, ids=["pytorch", "keras", "pytorch-LocalSGD"]
-)
+@pytest.mark.parametrize(("script", "strategy", "last"), cases(CASES, name=lambda case: case[1]))
 def test_top_shows_a_run_between_two_tries_and_counts_its_steps_on(
     tmp_path, script, strategy, last
 ):
@@ -297,6 +291,7 @@ def test_top_shows_a_run_between_two_tries_and_counts_its_steps_on(
             assert last.endswith(f"hvkit run {run.pid} has ended")
 
 
+@MORE
 def test_top_counts_on_the_steps_of_an_earlier_run(tmp_path):
     words = command(RESUMED, tmp_path, "Synchronous()")
     assert subprocess.run(words, capture_output=True, timeout=120).returncode != 0  # killed

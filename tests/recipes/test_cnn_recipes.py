@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from cases import MORE, cases
+from cases import MORE
 from launching import ALONE, HOROVODRUN, MPIRUN, python, run
 from monitored import Monitored
 
@@ -75,7 +75,8 @@ runpy.run_path(script, run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("recipe", cases(["cnn_torch", "cnn_tf", "cnn_keras"]))
+@MORE
+@pytest.mark.parametrize("recipe", ["cnn_torch", "cnn_tf", "cnn_keras"])
 def test_an_epoch_is_tested_before_it_is_saved(tmp_path, cifar, recipe):
     command = [sys.executable, "-c", KILLED_IN_SAVE, python(recipe)[-1]]
     flags = "--data-dir", str(cifar), "--epochs", "2", "--batch-size", "32"

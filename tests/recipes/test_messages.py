@@ -31,7 +31,7 @@ LAUNCHERS = {
     "gloo": (["horovodrun", "--gloo", "-np", "2"], False),
 }
 FIRST = [("mpirun, 2", "torch"), ("gloo", "torch")]
-MORE = [("mpirun, 2", "tensorflow"), ("mpirun, 3", "torch"), ("gloo", "tensorflow")]
+MORE = [("mpirun, 3", "tensorflow")]
 
 
 @pytest.mark.parametrize(("launcher", "framework"), cases([*FIRST, *MORE], FIRST))

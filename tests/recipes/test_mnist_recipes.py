@@ -12,8 +12,7 @@ DIGITS = ("--dataset", "digits")
     ("launcher", "recipe"),
     [
         (MPIRUN, "mnist_torch"),
-        pytest.param(MPIRUN, "mnist_keras", marks=MORE),
-        pytest.param(HOROVODRUN, "mnist_tf", marks=MORE),
+        pytest.param(HOROVODRUN, "mnist_keras", marks=MORE),
     ],
 )
 def test_two_ranks_learn_the_digits_with_default_settings(start, launcher, recipe):
@@ -56,8 +55,8 @@ def test_a_dry_run_alone_trains_tests_and_records_all(start, recipe):
 
 
 def test_hvkit_report_shows_the_last_run_in_the_folder(start, tmp_path):
-    for _ in range(2):
-        start(MPIRUN, "mnist_torch", *DIGITS, "--dry-run", "--log-interval", "1")
+    for launcher in (ALONE, MPIRUN):
+        start(launcher, "mnist_torch", *DIGITS, "--dry-run", "--log-interval", "1")
     status, out, err = run([*HVKIT, "report", str(tmp_path / "run")], 60)
     assert status == 0, err
     assert "run: 3 steps" in out
@@ -68,6 +67,7 @@ def test_hvkit_report_shows_the_last_run_in_the_folder(start, tmp_path):
     assert "no end is recorded" not in out
 
 
+@MORE
 def test_an_output_dir_that_cannot_be_written_ends_all_ranks_with_one_reason(start, tmp_path):
     (tmp_path / "run").write_text("")
     run = start(MPIRUN, "mnist_torch", *DIGITS, "--dry-run", fails=True)
@@ -92,6 +92,7 @@ def test_a_wrong_flag_is_told_once_for_all_ranks(start):
     assert run.err.count("--lr: must be a positive number, got '-1'") == 1
 
 
+@MORE
 def test_missing_files_are_told_once_for_all_ranks(start, tmp_path):
     run = start(MPIRUN, "mnist_torch", "--data-dir", str(tmp_path), fails=True)
     assert run.err.count(f"error on rank 0: {tmp_path}: no train-images-idx3-ubyte") == 1
@@ -114,6 +115,7 @@ def write_mnist(folder, seed=0):
     return folder
 
 
+@MORE
 def test_two_ranks_train_on_the_files_of_a_data_dir(start, tmp_path):
     folder = write_mnist(tmp_path / "files")
     run = start(MPIRUN, "mnist_tf", "--data-dir", str(folder), "--dry-run")

@@ -1,0 +1,31 @@
+"""Leaves PyTorch's compiler out of a script until the script uses it.
+
+PyTorch imports it as soon as an optimizer is made, for two seconds: half of a rank's start. Python
+imports this file at its own start if the folder is on ``PYTHONPATH``.
+"""
+
+import importlib
+import sys
+from types import ModuleType
+
+
+class Compiler(ModuleType):
+    """What PyTorch calls of ``torch._dynamo`` while it compiles nothing."""
+
+    @staticmethod
+    def disable(function, *args, **kwargs):
+        return function
+
+    @staticmethod
+    def graph_break():
+        pass
+
+    def __getattr__(self, name):
+        if name != "__path__" and name.startswith("__"):
+            raise AttributeError(name)
+        if sys.modules[self.__name__] is self:
+            del sys.modules[self.__name__]
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+sys.modules["torch._dynamo"] = Compiler("torch._dynamo")
