@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 
+from cases import MORE
 from rig import Host, Rig
 
 _Rig = Callable[[Sequence[str]], Rig]
@@ -77,6 +78,7 @@ def test_each_host_that_cannot_be_asked_is_told_with_what_to_do(rig: _Rig) -> No
     assert first.run(["ls", "-A"]).stdout.split() == [], "ssh kept something in the home folder"
 
 
+@MORE
 def test_hosts_that_cannot_reach_each_other_are_told(rig: _Rig) -> None:
     names = ["node1", "node2", "node3", "node4"]
     hosts = rig(names)

@@ -40,6 +40,7 @@ def test_open_mpis_own_settings_count_and_interfaces_that_are_asked_for_win(host
     assert (done.returncode, done.stdout) == (0, "2\n2\n"), done.stderr
 
 
+@MORE
 def test_ranks_may_be_started_from_another_network(hosts):
     must(hosts.host("node2"), "ip route add 10.99.0.0/24 dev eth0")
     move = (

@@ -49,6 +49,7 @@ def script(*arguments: str) -> str:
     ).stdout
 
 
+@pytest.mark.every_combination
 def test_ranks_start_on_all_hosts_of_the_allocation(slurm: Slurm, tmp_path: Path) -> None:
     asked = ["--cpus", "1", "--memory", "500M", "--time", "00:05:00", "--partition", "main"]
     job = slurm.run(
