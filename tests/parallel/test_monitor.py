@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint
+from cases import cases
 from ranks import my_part, shared_folder
 
 import hvkit
@@ -244,7 +245,8 @@ def test_training_gives_the_same_bits(folder, monkeypatch):
     assert torch.equal(watched.weight, torch_run(folder)[0].weight)
 
 
-@pytest.mark.parametrize("executed", [1, 3])
+@pytest.mark.two_ranks
+@pytest.mark.parametrize("executed", cases([1, 3]))
 def test_fit_is_recorded(folder, executed):
     keras_run(folder, executed=executed)
     found = records(folder)
@@ -277,6 +279,7 @@ def test_a_record_of_fit_is_the_mean_over_its_steps_and_ranks_not_over_the_epoch
     np.testing.assert_allclose([e["epoch_loss"] for e in logged], (error**2).mean(), rtol=1e-5)
 
 
+@pytest.mark.two_ranks
 def test_in_fit_no_work_begins_before_it_is_noted_that_the_batch_is_there(folder):
     """Else much of the work would count as waiting for data, wherever it keeps all threads busy."""
     before = set()
@@ -311,14 +314,17 @@ def test_the_norm_in_fit_is_that_of_the_mean_gradient(folder):
     assert records(folder)[0]["gradient_norm"] == pytest.approx(np.linalg.norm(gradient), rel=1e-5)
 
 
+@pytest.mark.two_ranks
 @pytest.mark.parametrize(
     "arguments",
-    [
-        {"compression": "fp16"},
-        {"strategy": hvkit.LocalSGD(every=3)},
-        {"strategy": hvkit.ShardedOptimizer()},
-        {"strategy": hvkit.ParameterServer(staleness=2)},
-    ],
+    cases(
+        [
+            {"strategy": hvkit.LocalSGD(every=3)},
+            {"compression": "fp16"},
+            {"strategy": hvkit.ShardedOptimizer()},
+            {"strategy": hvkit.ParameterServer(staleness=2)},
+        ]
+    ),
     ids=str,
 )
 def test_fit_is_recorded_under_every_kind_of_strategy(folder, arguments):
@@ -328,13 +334,15 @@ def test_fit_is_recorded_under_every_kind_of_strategy(folder, arguments):
     assert all(each["loss"] > 0 for each in found if "loss" in each)
 
 
-@pytest.mark.parametrize("executed", [1, 2])
+@pytest.mark.two_ranks
+@pytest.mark.parametrize("executed", cases([2, 1]))
 def test_fit_that_accumulates_gradients_is_recorded(folder, executed):
     optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=4)
     keras_run(folder, executed=executed, optimizer=optimizer)
     assert records(folder)[-1]["step"] == 2 * STEPS
 
 
+@pytest.mark.two_ranks
 def test_a_callback_of_its_own_counts_each_step_once(folder):
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
     optimizer = keras.optimizers.SGD(0.1)
@@ -348,6 +356,7 @@ def test_a_callback_of_its_own_counts_each_step_once(folder):
     assert records(folder)[-1]["step"] == 2 * STEPS
 
 
+@pytest.mark.two_ranks
 def test_the_steps_after_the_last_record_of_fit_have_no_norm(folder):
     """Not even where the step after them would have measured it."""
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
@@ -362,6 +371,7 @@ def test_the_steps_after_the_last_record_of_fit_have_no_norm(folder):
     assert "gradient_norm" not in last
 
 
+@pytest.mark.two_ranks
 def test_batches_outside_of_fit_count(folder):
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
     optimizer = keras.optimizers.SGD(0.1)

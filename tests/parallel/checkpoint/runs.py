@@ -48,14 +48,16 @@ class TorchRun:
 
 
 class KerasRun:
-    """The same with Keras, in ``fit``."""
+    """The same with Keras, in ``fit``, step by step: making a graph takes longer than the steps."""
+
+    eager = True
 
     def __init__(self, folder, seed, strategy=DILOCO, compression="none"):
         keras.utils.set_random_seed(seed * 10 + hvkit.rank())
         self.model = self.make()
         self.optimizer = keras.optimizers.Adam(0.01)
         hvkit.distribute(self.model, self.optimizer, strategy=strategy, compression=compression)
-        self.model.compile(self.optimizer, "mse")
+        self.model.compile(self.optimizer, "mse", run_eagerly=self.eager)
         self.checkpoint = hvkit.Checkpoint(folder, model=self.model, optimizer=self.optimizer)
         self.ends = []
 
@@ -91,6 +93,12 @@ class KerasRun:
     def state(self):
         """Before the end of ``fit`` has ended the round."""
         return self.ends
+
+
+class KerasGraphRun(KerasRun):
+    """The same in graphs."""
+
+    eager = False
 
 
 class Past:

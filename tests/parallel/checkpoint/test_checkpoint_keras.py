@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import MORE, cases
+from cases import MORE, cases, each_once
 from models import mse
 from ranks import same_on_all_ranks, shared_folder
 
@@ -88,12 +88,13 @@ class Data(keras.utils.PyDataset):
 def run_fit(folder, seed, epochs, compiled_first, every="epoch"):
     net, optimizer = model(seed), keras.optimizers.Adam(0.01)
     net, optimizer = hvkit.distribute(net, optimizer)
+    compiled = {"optimizer": optimizer, "loss": "mse", "metrics": ["mae"], "run_eagerly": True}
     if compiled_first:
-        net.compile(optimizer=optimizer, loss="mse", metrics=["mae"])
+        net.compile(**compiled)
     checkpoint = Checkpoint(folder, model=net, optimizer=optimizer)
     start = checkpoint.restore()
     if not compiled_first:
-        net.compile(optimizer=optimizer, loss="mse", metrics=["mae"])
+        net.compile(**compiled)
     net.fit(
         Data(), epochs=epochs, initial_epoch=start.epoch, verbose=0, shuffle=True,
         callbacks=[checkpoint.callback(every)],
@@ -117,7 +118,7 @@ def test_fit_resumed_at_the_end_of_an_epoch_is_the_one_that_was_never_stopped(
 def run_watched(folder, seed, file):
     """Fit until it stops early; no epoch counts as better than the first."""
     net, optimizer = hvkit.distribute(model(seed), keras.optimizers.Adam(0.01))
-    net.compile(optimizer=optimizer, loss="mse")
+    net.compile(optimizer=optimizer, loss="mse", run_eagerly=True)
     watching = [
         keras.callbacks.ReduceLROnPlateau("loss", patience=2, cooldown=1, min_delta=1e9),
         keras.callbacks.EarlyStopping("loss", 1e9, patience=5, restore_best_weights=True),
@@ -190,10 +191,9 @@ def dataset():
     return tf.data.Dataset.from_tensor_slices(tuple(arrays)).batch(6)
 
 
-@pytest.mark.parametrize("make_data", cases([Data, dataset]))
-@pytest.mark.parametrize("stop_after", cases([8, 10]))
+@pytest.mark.parametrize(("make_data", "stop_after"), cases(each_once([Data, dataset], [8, 10])))
 def test_fit_resumed_in_the_middle_of_an_epoch_is_the_one_that_was_never_stopped(
-    folder, stop_after, make_data, unbroken
+    folder, make_data, stop_after, unbroken
 ):
     """Step 10 ends an epoch, and the end of the epoch would have saved it."""
     with pytest.raises(KeyboardInterrupt):
@@ -205,7 +205,7 @@ def test_fit_resumed_in_the_middle_of_an_epoch_is_the_one_that_was_never_stopped
 
 def test_the_callback_may_be_in_a_callback_list(folder):
     net, optimizer = hvkit.distribute(model(1), keras.optimizers.Adam(0.01))
-    net.compile(optimizer=optimizer, loss="mse")
+    net.compile(optimizer=optimizer, loss="mse", run_eagerly=True)
     checkpoint = Checkpoint(folder, keep=None, model=net, optimizer=optimizer)
     saves = checkpoint.callback(every=2)
     given = keras.callbacks.CallbackList([saves], add_history=True, model=net)
@@ -224,7 +224,7 @@ class StopsInValidation(keras.callbacks.Callback):
 def test_an_epoch_that_is_repeated_after_a_stop_in_its_validation_has_metrics(folder):
     def run(*callbacks):
         net, optimizer = hvkit.distribute(model(1), keras.optimizers.Adam(0.01))
-        net.compile(optimizer=optimizer, loss="mse")
+        net.compile(optimizer=optimizer, loss="mse", run_eagerly=True)
         checkpoint = Checkpoint(folder, model=net, optimizer=optimizer)
         start = checkpoint.restore()
         history = net.fit(
@@ -261,7 +261,8 @@ def test_a_resumed_fit_takes_the_steps_that_are_left(
     checkpoint.save(epoch=1, step=5 + batches, batches=batches)
     callback = checkpoint.callback()  # before restore: it must see the restored progress later
     start = checkpoint.restore()
-    net.compile(optimizer=optimizer, loss="mse", metrics=["mae"], steps_per_execution=at_once)
+    options = {"steps_per_execution": at_once, "run_eagerly": make_data is infinite}
+    net.compile(optimizer=optimizer, loss="mse", metrics=["mae"], **options)
     seen = CountSteps()
     net.fit(
         make_data(), epochs=4, initial_epoch=start.epoch, verbose=0, callbacks=[callback, seen],
@@ -324,7 +325,7 @@ class Shuffled(keras.utils.PyDataset):
 def test_a_sharded_pydataset_continues_in_its_own_order(folder):
     def run(seed, name):
         net, optimizer = hvkit.distribute(model(seed), keras.optimizers.SGD(0.001))
-        net.compile(optimizer=optimizer, loss="mse")
+        net.compile(optimizer=optimizer, loss="mse", run_eagerly=True)
         data = hvkit.shard(Shuffled())
         checkpoint = Checkpoint(folder / name, model=net, optimizer=optimizer, data=data)
         start = checkpoint.restore()

@@ -131,6 +131,19 @@ def weights(model):
     return [w.numpy().copy() for w in model.weights]
 
 
+def distributed(model, optimizer, **options):
+    """``hvkit.distribute``, and the optimizer's state: graphs that make it are traced twice."""
+    hvkit.distribute(model, optimizer, **options)
+    return with_state(model, optimizer)
+
+
+def with_state(model, optimizer):
+    """Both, after the optimizer has made its state, if the model has its weights."""
+    if model.built:
+        optimizer.build(model.trainable_variables)
+    return model, optimizer
+
+
 def equals_one_process(
     make_model, make_optimizer, loop, data=None, tolerance=1e-5, lr_scaling="linear", **options
 ):
@@ -139,12 +152,12 @@ def equals_one_process(
     ``make_model(seed)`` and ``make_optimizer(lr_factor)``. Returns the distributed model.
     """
     data = data or regression(steps=8)
-    reference = make_model(0)
     factor = {"none": 1, "linear": hvkit.size()}[lr_scaling]
-    loop(reference, make_optimizer(factor), data)
+    reference, optimizer = with_state(make_model(0), make_optimizer(factor))
+    loop(reference, optimizer, data)
     # Another seed on every rank but rank 0: the start is rank 0's.
     model = make_model(hvkit.rank())
-    model, optimizer = hvkit.distribute(model, make_optimizer(1), lr_scaling=lr_scaling, **options)
+    model, optimizer = distributed(model, make_optimizer(1), lr_scaling=lr_scaling, **options)
     loop(model, optimizer, local(data))
     identical = same_on_all_ranks(weights(model))
     assert largest_difference(weights(model), weights(reference)) < tolerance
@@ -157,7 +170,7 @@ def sgd(**options):
 
 
 def in_rounds(strategy, optimizer=None, model=None, **options):
-    return hvkit.distribute(model or mlp(), optimizer or sgd(), strategy=strategy, **options)
+    return distributed(model or mlp(), optimizer or sgd(), strategy=strategy, **options)
 
 
 def alike(model):
@@ -165,5 +178,4 @@ def alike(model):
 
 
 def served(staleness, optimizer=None, model=None, **options):
-    strategy = hvkit.ParameterServer(staleness)
-    return hvkit.distribute(model or mlp(), optimizer or sgd(), strategy=strategy, **options)
+    return in_rounds(hvkit.ParameterServer(staleness), optimizer, model, **options)

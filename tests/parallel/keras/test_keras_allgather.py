@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from cases import cases
 from ranks import batches, error_of, largest_difference
 
 import hvkit
@@ -79,8 +80,13 @@ def in_fit(model, optimizer, x, y, batch):
     model.fit(x, y, batch_size=batch, shuffle=False, verbose=0)
 
 
-@pytest.mark.parametrize("loss", [clip, simclr])
-@pytest.mark.parametrize("loop", [eagerly, in_fit])
+@pytest.mark.parametrize(
+    ("loss", "loop"),
+    cases(
+        [(clip, in_fit), (simclr, eagerly), (clip, eagerly), (simclr, in_fit)],
+        2,
+    ),
+)
 def test_a_contrastive_loss_over_all_ranks_trains_as_in_one_process(loss, loop):
     found = [[each.astype(np.float64) for each in b] for b in batches(4, 4, (8,), (6,))]
     keras.utils.set_random_seed(0)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from cases import MORE, cases, each_once
-from models import LOOPS, local, mlp, regression, weights
+from models import LOOPS, distributed, local, mlp, regression, weights
 from ranks import error_of, largest_difference, same_on_all_ranks
 
 import hvkit
@@ -18,7 +18,7 @@ from hvkit.frameworks.keras.trials import why_not_by_variable
 
 def trained(strategy, loop="function", **options):
     before = hvkit.traffic().get("gradients", (0, 0))[0]
-    model, optimizer = hvkit.distribute(
+    model, optimizer = distributed(
         mlp(hvkit.rank()), keras.optimizers.SGD(0.05), strategy=strategy, **options
     )
     LOOPS[loop](model, optimizer, local(regression(steps=20)))
@@ -56,7 +56,7 @@ def both(make, loop, steps=10, model=large, **options):
     """Models and optimizers, trained with the state whole and with the state sharded."""
     found = []
     for strategy in (hvkit.Synchronous(), hvkit.ShardedOptimizer()):
-        each, optimizer = hvkit.distribute(model(), make(), strategy=strategy, **options)
+        each, optimizer = distributed(model(), make(), strategy=strategy, **options)
         loop(each, optimizer, local(regression(steps)))
         found += [each, optimizer]
     return found
@@ -105,10 +105,11 @@ def test_ranks_differ_if_the_parts_are_not_sent(monkeypatch):
     assert not same_on_all_ranks(weights(model))
 
 
-@pytest.mark.parametrize("name", cases(["adamw", "scaled"]))
-def test_the_state_is_saved_whole(name, tmp_path):
+@pytest.mark.two_ranks
+@pytest.mark.parametrize(("name", "loop"), cases([("adamw", "function"), ("scaled", "eager")]))
+def test_the_state_is_saved_whole(name, loop, tmp_path):
     folder = hvkit.broadcast(tmp_path)
-    loop = LOOPS["function"]
+    loop = LOOPS[loop]
     whole, reference, model, optimizer = both(MAKE[name], loop)
     with hvkit.settled(optimizer):
         if hvkit.rank() == 0:
@@ -142,14 +143,13 @@ def test_fit_with_a_sharded_optimizer_in_half_precision():
     assert all(map(np.array_equal, weights(model), weights(whole)))
 
 
-@pytest.mark.parametrize("loop", cases(["function", "fit"]))
-def test_one_rank_may_own_everything(loop):
+def test_one_rank_may_own_everything():
     def make_model():
         keras.utils.set_random_seed(0)
         dense = keras.layers.Dense(4, use_bias=False)
         return keras.Sequential([keras.Input((8,)), dense])
 
-    whole, _, model, _ = both(MAKE["momentum"], LOOPS[loop], model=make_model)
+    whole, _, model, _ = both(MAKE["momentum"], LOOPS["function"], model=make_model)
     assert all(map(np.array_equal, weights(model), weights(whole)))
 
 
@@ -224,7 +224,8 @@ def test_averages_of_the_weights_are_refused():
     assert "use_ema=True" in text
 
 
-@pytest.mark.parametrize("loop", cases(LOOPS, ["function"]))
+@pytest.mark.two_ranks
+@pytest.mark.parametrize("loop", cases(LOOPS, ["eager"]))
 def test_decoupled_momentum_that_sends_everything_is_the_mean(loop):
     everything = hvkit.DeMo(top_k=16, chunk=4, decay=0.0, sign=False)
     expected, _ = trained(hvkit.Synchronous(), loop)

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import cases
+from cases import MORE, cases
 from models import LOOPS, local, weights
 from ranks import batches, largest_difference, same_on_all_ranks
 
@@ -64,6 +64,8 @@ def test_synchronised_layers_equal_one_process_with_all_ranks_batches(loop):
     assert same_on_all_ranks(weights(model))
 
 
+@MORE
+@pytest.mark.two_ranks
 def test_layers_that_were_made_synchronised_stay_so():
     data = images()
     reference, model = normalised(), made_synchronised()
@@ -89,6 +91,7 @@ def test_moving_statistics_are_averaged_with_every_update(loop):
     assert not same_on_all_ranks(statistics(twin))
 
 
+@pytest.mark.two_ranks
 def test_moving_statistics_stay_each_ranks_own_on_request():
     model, optimizer = distributed(batch_norm="local")
     LOOPS["function"](model, optimizer, local(images()))
@@ -96,6 +99,7 @@ def test_moving_statistics_stay_each_ranks_own_on_request():
     assert not same_on_all_ranks(statistics(model))
 
 
+@pytest.mark.two_ranks
 def test_frozen_layers_keep_their_statistics_bit_for_bit():
     model, optimizer = distributed()
     LOOPS["eager"](model, optimizer, local(images(steps=2)))
@@ -107,6 +111,7 @@ def test_frozen_layers_keep_their_statistics_bit_for_bit():
     assert same_on_all_ranks(weights(model))
 
 
+@pytest.mark.two_ranks
 @pytest.mark.parametrize("steps", cases([3, 4]))
 def test_statistics_are_alike_after_accumulated_gradients(steps):
     """Also if no update has followed the last batch."""
@@ -130,6 +135,7 @@ def test_masked_entries_do_not_count_in_synchronised_layers():
     assert largest_difference(statistics(model), expected) < 1e-5
 
 
+@pytest.mark.two_ranks
 def test_models_with_synchronised_layers_save_as_plain_ones(tmp_path):
     model, optimizer = distributed(batch_norm="sync")
     LOOPS["fit"](model, optimizer, local(images(steps=1)))

@@ -80,6 +80,7 @@ def test_variables_that_layers_assign_are_named_at_an_epochs_end_and_at_a_save(
     assert f"scale of model of {all_but_rank_0()}" in said(caplog)[0]
 
 
+@pytest.mark.two_ranks
 def test_a_callback_averages_them_so_that_nothing_is_said(caplog):
     model, optimizer = hvkit.distribute(net(0), sgd())
     average = keras.callbacks.LambdaCallback(
@@ -92,6 +93,7 @@ def test_a_callback_averages_them_so_that_nothing_is_said(caplog):
     assert same_on_all_ranks([w.numpy() for w in model.weights])
 
 
+@pytest.mark.two_ranks
 def test_a_recurrent_layers_states_are_its_ranks_own(caplog):
     keras.utils.set_random_seed(0)
     layers = [keras.layers.SimpleRNN(3, stateful=True), keras.layers.Dense(4)]

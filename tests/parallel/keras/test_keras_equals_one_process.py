@@ -24,6 +24,7 @@ def test_twenty_steps_give_the_weights_of_one_process(loop, optimizer, lr_scalin
     equals_one_process(mlp, OPTIMIZERS[optimizer], LOOPS[loop], data, lr_scaling=lr_scaling)
 
 
+@pytest.mark.two_ranks
 @pytest.mark.parametrize("loop", cases(LOOPS))
 @pytest.mark.parametrize("make", cases([unbuilt, subclassed]))
 def test_models_that_their_first_batch_builds(make, loop):
@@ -54,7 +55,7 @@ def double_precision():
             *((loop, "nesterov", hvkit.LocalSGD(1)) for loop in LOOPS),
             *each_once(list(LOOPS), list(LINEAR_UPDATES), [hvkit.DiLoCo(1, 1.0, 0.0)]),
         ],
-        len(LOOPS),
+        first=[("function", "nesterov", hvkit.LocalSGD(1))],
     ),
 )
 def test_rounds_of_one_step_give_the_weights_of_one_process(loop, optimizer, strategy):

@@ -73,6 +73,7 @@ def test_evaluate_gives_what_one_process_measures_also_with_empty_parts(rows, re
         assert list(result) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.two_ranks
 def test_a_models_own_metrics_keep_their_local_state():
     model = compiled(metrics=["accuracy"])
     data = samples(8, seed=hvkit.rank())
@@ -126,6 +127,8 @@ def test_ranks_with_different_local_losses_stop_at_the_same_epoch():
     assert same_on_all_ranks(weights(model))
 
 
+@MORE
+@pytest.mark.two_ranks
 def test_the_rate_is_lowered_on_all_ranks_alike():
     model = compiled(lr=0.5)
     lower = keras.callbacks.ReduceLROnPlateau(patience=1, factor=0.5)
@@ -151,13 +154,14 @@ class StopAtEpoch(keras.callbacks.Callback):
             self.model.stop_training = True
 
 
-@pytest.mark.parametrize(("callback", "steps"), [(StopAtBatch, 3), (StopAtEpoch, 12)])
+@pytest.mark.parametrize(("callback", "steps"), cases([(StopAtBatch, 3), (StopAtEpoch, 12)]))
 def test_one_rank_that_stops_stops_all_at_the_same_step(callback, steps):
     model = compiled()
     fit(model, mine(samples(24 * hvkit.size())), epochs=5, callbacks=[callback()])
     assert hvkit.allgather(int(model.optimizer.iterations.numpy())) == [steps] * hvkit.size()
 
 
+@pytest.mark.two_ranks
 def test_a_callback_list_stops_all_ranks_too_and_stays_as_it_is():
     model = compiled()
     given = keras.callbacks.CallbackList([StopAtBatch()], add_history=True, model=model)
@@ -171,6 +175,8 @@ def test_a_callback_list_stops_all_ranks_too_and_stays_as_it_is():
     assert given.callbacks == before
 
 
+@MORE
+@pytest.mark.two_ranks
 def test_a_function_as_a_callback_stops_all_ranks_too():
     def stop(batch, logs):
         if hvkit.rank() == 1 and batch == 2:
@@ -182,6 +188,7 @@ def test_a_function_as_a_callback_stops_all_ranks_too():
     assert hvkit.allgather(int(model.optimizer.iterations.numpy())) == [3] * hvkit.size()
 
 
+@pytest.mark.two_ranks
 def test_rank_0_may_have_callbacks_that_others_lack():
     model = compiled()
     callbacks = [StopAtBatch()] if hvkit.rank() == 0 else []
@@ -204,6 +211,7 @@ class TakesAny(keras.Sequential):
         return super().fit(*data, epochs=2, verbose=0)
 
 
+@pytest.mark.two_ranks
 @pytest.mark.parametrize(
     ("kind", "fit_it"),
     cases(
@@ -251,6 +259,7 @@ def test_a_nan_on_one_rank_stops_all_and_is_seen_by_all():
     assert steps == [2] * hvkit.size()
 
 
+@pytest.mark.two_ranks
 def test_only_rank_0_writes_files_and_shows_progress(tmp_path, capfd):
     own = tmp_path / f"rank{hvkit.rank()}"
     own.mkdir()
@@ -284,7 +293,8 @@ def test_parts_of_different_length_are_refused_before_the_first_step():
     assert "[2, 4" in text
 
 
-@pytest.mark.parametrize("eagerly", [False, True], ids=["graph", "eager"])
+@pytest.mark.two_ranks
+@pytest.mark.parametrize("eagerly", cases([False, True]), ids=["graph", "eager"])
 def test_a_generator_that_ends_early_on_one_rank_ends_all_with_the_reason(eagerly):
     model = compiled(run_eagerly=eagerly)
     x, y = samples(4)
@@ -301,6 +311,8 @@ def test_backup_and_restore_is_refused_with_the_fix(tmp_path):
         fit(compiled(), samples(8), callbacks=[backup])
 
 
+@MORE
+@pytest.mark.two_ranks
 def test_positional_arguments_reach_fit_and_evaluate():
     model = compiled(metrics=["accuracy"])
     x, y = samples(8)

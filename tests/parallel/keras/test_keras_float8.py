@@ -26,7 +26,7 @@ def overwritten(model):
     return {v.name: v.numpy() for v in model.variables if v.overwrite_with_gradient}
 
 
-@pytest.mark.parametrize("steps", [None, 2])
+@pytest.mark.parametrize("steps", cases([2, None]))
 @pytest.mark.parametrize("loop", cases(["fit", "function"]))
 def test_scales_of_float8_cover_the_values_of_all_ranks(loop, steps):
     """Those of outputs belong to gradients, which each rank has of its own samples."""

@@ -30,7 +30,7 @@ def spoiled(data, at):
     return data
 
 
-@pytest.mark.parametrize("loop", cases(["function", "eager", "fit"], 2))
+@pytest.mark.parametrize("loop", cases(["function", "eager", "fit"]))
 def test_an_update_that_is_skipped_changes_nothing(loop, capfd):
     data = local(regression(steps=5))
     model, optimizer = distributed("skip", keras.optimizers.Adam(0.01))
@@ -46,9 +46,10 @@ def test_an_update_that_is_skipped_changes_nothing(loop, capfd):
     )
 
 
+@pytest.mark.two_ranks
 @pytest.mark.parametrize(
     ("loop", "batch_norm"),
-    cases([("function", "average"), ("eager", "sync"), ("fit", "average")], 2),
+    cases([("function", "average"), ("eager", "sync"), ("fit", "average")]),
 )
 def test_statistics_of_batch_norm_survive_a_skipped_update(loop, batch_norm):
     layers = [keras.layers.Dense(4), keras.layers.BatchNormalization(), keras.layers.Dense(4)]
@@ -70,11 +71,14 @@ def test_statistics_of_batch_norm_survive_a_skipped_update(loop, batch_norm):
 
 @pytest.mark.parametrize(
     ("loop", "kind"),
-    [
-        ("function", tf.errors.InvalidArgumentError),
-        ("eager", FloatingPointError),
-        ("fit", FloatingPointError),
-    ],
+    cases(
+        [
+            ("function", tf.errors.InvalidArgumentError),
+            ("eager", FloatingPointError),
+            ("fit", FloatingPointError),
+        ],
+        2,
+    ),
 )
 def test_stop_names_rank_and_variable_on_every_rank(loop, kind):
     model, optimizer = distributed("stop", sgd())
@@ -91,6 +95,7 @@ def folder(tmp_path_factory):
     return shared_folder(tmp_path_factory)
 
 
+@pytest.mark.two_ranks
 def test_fit_numbers_steps_on_after_a_resumption_with_skipped_ones(folder, monkeypatch, capfd):
     data = local(regression(steps=5))
     for at, number in ((2, 3), (1, 7)):
@@ -113,6 +118,7 @@ def test_fit_numbers_steps_on_after_a_resumption_with_skipped_ones(folder, monke
         assert (f"skipped step {number}: rank 1 has" in logged) == (hvkit.rank() == 0)
 
 
+@pytest.mark.two_ranks
 def test_stop_in_train_on_batch_is_hvkits_own_error():
     model, optimizer = distributed("stop", sgd())
     model.compile(optimizer, "mse")
@@ -123,6 +129,7 @@ def test_stop_in_train_on_batch_is_hvkits_own_error():
     assert text.startswith("in step 102: rank 1 has a NaN or infinite gradient of ")
 
 
+@pytest.mark.two_ranks
 @pytest.mark.parametrize(
     ("optimizer", "text"),
     [

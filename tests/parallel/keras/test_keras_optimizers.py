@@ -11,7 +11,6 @@ from models import (
     embedded,
     equals_one_process,
     fit,
-    graph_tape,
     local,
     mlp,
     regression,
@@ -43,7 +42,7 @@ def test_the_list_of_built_in_optimizers_is_not_empty():
 def test_every_built_in_optimizer_equals_one_process(name):
     make = getattr(keras.optimizers, name)
     equals_one_process(
-        embedded, lambda factor: make(learning_rate=0.003 * factor), graph_tape, texts(5)
+        embedded, lambda factor: make(learning_rate=0.003 * factor), eager_tape, texts(5)
     )
 
 
@@ -76,9 +75,9 @@ OPTIONS = {
 @pytest.mark.parametrize(
     ("option", "loop"),
     cases(
-        [(option, "fit") for option in OPTIONS]
-        + [(option, "eager") for option in ("global_clipnorm", "ema")],
-        first=[("global_clipnorm", "fit")],
+        [(option, "fit") for option in ("global_clipnorm", "ema", "loss_scale_factor")]
+        + [(option, "eager") for option in OPTIONS if option != "loss_scale_factor"],
+        first=[("global_clipnorm", "eager")],
     ),
 )
 def test_options_of_optimizers_act_on_the_mean(option, loop):

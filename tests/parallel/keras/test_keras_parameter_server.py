@@ -59,6 +59,7 @@ def fit_unevenly(model, optimizer, data, **more):
     return model.fit(x, y, callbacks=[SlowLastRank()], **options, **more)
 
 
+@pytest.mark.two_ranks
 @pytest.mark.parametrize("loop", cases(["function", "fit", "eager"]))
 def test_staleness_0_is_synchronous(loop):
     data = [(x.astype(np.float64), y.astype(np.float64)) for x, y in local(regression())]
@@ -264,6 +265,7 @@ def test_compression_is_refused():
     assert "leave compression out" in text
 
 
+@pytest.mark.two_ranks
 def test_a_step_inside_settled_is_refused():
     model, optimizer = served(2)
     data = local(regression(steps=2))
@@ -284,6 +286,7 @@ def test_a_model_that_is_dropped_is_freed():
     assert [each() for each in held] == [None, None]
 
 
+@pytest.mark.two_ranks
 @pytest.mark.parametrize("scaled", cases([False, True]))
 def test_a_graph_that_builds_the_model_begins_with_rank_0s_weights(scaled):
     adam = keras.optimizers.Adam(0.01)
@@ -307,6 +310,7 @@ def test_the_callback_saves_ranks_that_have_taken_different_numbers_of_steps(tmp
     assert checkpoint.restore().step == steps
 
 
+@pytest.mark.two_ranks
 def test_two_optimizers_in_one_graph_take_turns(monkeypatch):
     """As in a GAN: TensorFlow runs what does not depend on each other at the same time."""
     inside, together = [], []

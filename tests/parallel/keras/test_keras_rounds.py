@@ -1,6 +1,7 @@
 """Keras: strategies that let ranks train alone for a round, and then agree on weights."""
 
 import gc
+import itertools
 import weakref
 
 import keras
@@ -14,6 +15,7 @@ from ranks import as_vector, error_of, gossip_matrix, largest_difference
 import hvkit
 
 
+@pytest.mark.two_ranks
 @pytest.mark.parametrize("loop", cases(["eager", "function"]))
 def test_rounds_of_two_steps_are_not_synchronous(loop):
     synchronous, optimizer = in_rounds(hvkit.Synchronous())
@@ -23,8 +25,10 @@ def test_rounds_of_two_steps_are_not_synchronous(loop):
     assert largest_difference(weights(model), weights(synchronous)) > 1e-2
 
 
-@pytest.mark.parametrize("loop", ["eager", "function"])
-@pytest.mark.parametrize("strategy", cases([hvkit.LocalSGD(5), hvkit.DiLoCo(5)]))
+@pytest.mark.parametrize(
+    ("loop", "strategy"),
+    cases(itertools.product(["function", "eager"], [hvkit.LocalSGD(5), hvkit.DiLoCo(5)])),
+)
 def test_ranks_differ_in_a_round_and_are_alike_after_it(loop, strategy):
     model, optimizer = in_rounds(strategy)
     data = local(regression(steps=10))
@@ -101,6 +105,7 @@ class Seen(keras.callbacks.Callback):
         self.epochs.append((alike(self.model), weights(self.model), logs))
 
 
+@pytest.mark.two_ranks
 def test_fit_validates_and_shows_callbacks_the_agreed_weights():
     data = local(regression(steps=8))
     x, y = (np.concatenate(part) for part in zip(*data, strict=True))
@@ -135,6 +140,8 @@ def test_looking_does_not_change_the_training():
     assert all(map(np.array_equal, *found))
 
 
+@MORE
+@pytest.mark.two_ranks
 def test_early_stopping_restores_weights_that_all_ranks_hold():
     data = local(regression(steps=8))
     x, y = (np.concatenate(part) for part in zip(*data, strict=True))
@@ -164,7 +171,8 @@ def test_batch_norm_statistics_are_averaged_at_each_agreement():
     assert alike(model)
 
 
-@pytest.mark.parametrize("loop", ["eager", "function"])
+@pytest.mark.two_ranks
+@pytest.mark.parametrize("loop", cases(["function", "eager"]))
 def test_an_overflow_on_one_rank_does_not_shift_its_rounds(loop):
     scaler = keras.optimizers.LossScaleOptimizer(sgd(), initial_scale=2.0)
     model, optimizer = in_rounds(hvkit.LocalSGD(3), scaler)
@@ -183,6 +191,7 @@ def test_an_overflow_on_one_rank_does_not_shift_its_rounds(loop):
         assert alike(model) == (number % 3 == 2)
 
 
+@pytest.mark.two_ranks
 def test_accumulated_gradients_count_as_one_step():
     model, optimizer = in_rounds(hvkit.LocalSGD(2), sgd(gradient_accumulation_steps=2))
     for number, batch in enumerate(local(regression(steps=8))):
@@ -239,6 +248,7 @@ def test_compiled_before_and_fit_again():
     assert alike(model)
 
 
+@pytest.mark.two_ranks
 def test_contradictions_are_refused():
     error, text = error_of(lambda: in_rounds(hvkit.LocalSGD(4), batch_norm="sync"))
     assert error is ValueError
@@ -254,6 +264,7 @@ def test_contradictions_are_refused():
     assert "was not passed" in text
 
 
+@pytest.mark.two_ranks
 def test_an_error_in_fit_leaves_each_rank_its_own_weights():
     class Fails(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -274,7 +285,8 @@ def test_an_error_in_fit_leaves_each_rank_its_own_weights():
         assert alike(model)
 
 
-@pytest.mark.parametrize("loop", ["eager", "function"])
+@pytest.mark.two_ranks
+@pytest.mark.parametrize("loop", cases(["function", "eager"]))
 def test_variables_that_are_updated_in_turn_have_their_own_rounds(loop):
     model, optimizer = in_rounds(hvkit.LocalSGD(2))
     halves = model.trainable_variables[:2], model.trainable_variables[2:]
@@ -294,6 +306,8 @@ def test_variables_that_are_updated_in_turn_have_their_own_rounds(loop):
     assert alike(model)
 
 
+@MORE
+@pytest.mark.two_ranks
 def test_layers_that_are_frozen_in_the_middle_of_a_round_are_agreed_on():
     model, optimizer = in_rounds(hvkit.LocalSGD(3))
     data = local(regression(steps=5))
@@ -318,6 +332,7 @@ def test_layers_that_are_frozen_on_the_way_count_once_where_ranks_are_never_alik
     assert all(np.allclose(w, v + 0.5 * mean) for w, v in zip(shown, start, strict=True))
 
 
+@pytest.mark.two_ranks
 def test_a_model_that_is_dropped_is_freed():
     model, optimizer = in_rounds(hvkit.DiLoCo(2))
     LOOPS["eager"](model, optimizer, local(regression(steps=3)))
@@ -337,6 +352,7 @@ def test_a_step_inside_settled_is_refused():
     assert "hvkit.settled" in text
 
 
+@pytest.mark.two_ranks
 def test_settled_after_the_optimizer_is_gone():
     model, optimizer = in_rounds(hvkit.LocalSGD(4))
     LOOPS["eager"](model, optimizer, local(regression(steps=2)))

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from cases import MORE, cases, each_once
-from models import LOOPS, alike, fit, in_rounds, local, mse, refit, regression, weights
+from models import LOOPS, alike, fit, in_rounds, local, mlp, mse, refit, regression, weights
 from ranks import error_of, largest_difference, shared_folder
 
 import hvkit
@@ -13,6 +13,7 @@ import hvkit
 pytestmark = pytest.mark.two_ranks
 
 
+@MORE
 def test_weights_that_the_script_sets_before_fit_are_no_training():
     data = local(regression(steps=4))
     x, y = (np.concatenate(part) for part in zip(*data, strict=True))
@@ -61,9 +62,9 @@ STRATEGIES = [
 ]
 
 
-def begun(strategy):
+def begun(strategy, eager=True):
     model, optimizer = in_rounds(strategy, keras.optimizers.SGD(0.05))
-    model.compile(optimizer, "mse")
+    model.compile(optimizer, "mse", run_eagerly=eager)
     return model
 
 
@@ -77,17 +78,17 @@ def distance_from(value, model):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "epoch"),
+    ("strategy", "epoch", "eager"),
     cases(
         [
-            *((hvkit.DiLoCo(3, 1.0, 0.0), 0), (hvkit.ParameterServer(2), 1)),
-            *each_once(STRATEGIES, [1, 0]),
+            *((hvkit.DiLoCo(3, 1.0, 0.0), 0, False), (hvkit.ParameterServer(2), 1, False)),
+            *each_once(STRATEGIES, [1, 0], [True]),
         ],
         2,
     ),
 )
-def test_weights_that_a_callback_sets_are_kept(strategy, epoch):
-    model = begun(strategy)
+def test_weights_that_a_callback_sets_are_kept(strategy, epoch, eager):
+    model = begun(strategy, eager)
     train_on(model, Sets(epoch=epoch), epochs=2)
     assert distance_from(0.25, model) < 1e-6
     assert alike(model)
@@ -204,7 +205,7 @@ def test_ranks_that_round_differently_between_two_fits_become_alike():
 @pytest.mark.parametrize("strategy", [hvkit.LocalSGD(8), hvkit.ParameterServer(2)])
 @pytest.mark.parametrize("loop", cases(["function", "eager"]))
 def test_looking_leaves_variables_beside_the_model_alone(strategy, loop):
-    model, optimizer = in_rounds(strategy, keras.optimizers.SGD(0.01))
+    model, optimizer = hvkit.distribute(mlp(), keras.optimizers.SGD(0.01), strategy=strategy)
     beside = keras.Variable(1.0)
 
     def step(x, y, slope):
@@ -228,7 +229,8 @@ def test_looking_leaves_variables_beside_the_model_alone(strategy, loop):
 
 
 def test_a_variable_beside_the_model_that_the_script_sets_is_where_the_next_round_begins():
-    model, optimizer = in_rounds(hvkit.DiLoCo(2, 0.5, 0.0), keras.optimizers.SGD(0.05))
+    strategy = hvkit.DiLoCo(2, 0.5, 0.0)
+    model, optimizer = hvkit.distribute(mlp(), keras.optimizers.SGD(0.05), strategy=strategy)
     beside = keras.Variable(1.0)
     for step, (x, y) in enumerate(local(regression(steps=4))):
         if step == 2:
