@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cases import MORE
 
 import hvkit
 from hvkit import handshake
@@ -86,6 +87,7 @@ FLAGS = [
 ]
 
 
+@MORE
 def test_command_lines(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "FILE").write_text("node1 slots=2\nnode2 slots=2\n")

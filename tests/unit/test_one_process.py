@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cases import cases
+from cases import MORE, cases
 
 ABSENT = """
 import sys
@@ -152,6 +152,7 @@ def diffs_of_readme():
     return found
 
 
+@MORE
 def test_the_readmes_calls_change_nothing_in_one_process():
     """Each side of its diffs trains the same weights, and leaves the generators in one state."""
     done = run(f"{ABSENT}\nDIFFS = {diffs_of_readme()!r}\n{README}")

@@ -6,6 +6,7 @@ import sys
 import uuid
 
 import pytest
+from cases import MORE
 
 from hvkit.host.launcher_variables import rank_id
 from hvkit.host.process_lock import claim
@@ -63,6 +64,7 @@ def test_processes_that_pytorch_spawns_do_not_train_apart():
     assert "start the script with `hvkit run -np N script.py`" in done.stderr
 
 
+@MORE
 def test_other_processes_may_train_apart_and_one_says_so():
     done = run(SEPARATE)
     assert (done.returncode, done.stdout) == (0, "trains 0\ntrains 1\n")

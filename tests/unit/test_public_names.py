@@ -3,6 +3,7 @@ import subprocess
 import sys
 
 import pytest
+from cases import MORE
 
 import hvkit
 
@@ -44,6 +45,7 @@ def test_importing_hvkit_imports_nothing_that_takes_time():
     assert printed.stdout == "set()\n"
 
 
+@MORE
 def test_type_checkers_see_what_make_has_installed(tmp_path):
     (tmp_path / "train.py").write_text("import hvkit\nreveal_type(hvkit.shard([1]))\n")
     # PyTorch takes mypy half a minute.

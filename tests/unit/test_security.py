@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cases import MORE
 
 import hvkit
 from hvkit.checkpoint import manifests
@@ -22,6 +23,7 @@ SECRETS = {
     )
 }
 ROOT = Path(__file__).parents[2]
+SLURM = "manifest", "slurm", "-np", "2", "--slots", "2"
 
 
 class Evil:
@@ -70,24 +72,29 @@ def test_a_checkpoint_runs_no_code_when_it_is_loaded(attack, tmp_path):
     assert not (tmp_path / "attacked").exists()
 
 
-def run(*words, folder, **more):
+def more(*words):
+    """One more command, for ``make test-all``."""
+    return pytest.param(words, marks=MORE)
+
+
+def run(*words, folder):
     return subprocess.run(
         [sys.executable, "-m", "hvkit.cli", *words],
-        env=os.environ | SECRETS, capture_output=True, text=True, cwd=folder, timeout=60, **more,
+        env=os.environ | SECRETS, capture_output=True, text=True, cwd=folder, timeout=60,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        ("run", "-np", "2", "--dry-run", "true"),
+        more("run", "-np", "2", "--dry-run", "true"),
         ("run", "-np", "2", "--dry-run", "-x", "HF_TOKEN", "true"),
         ("run", "-np", "2", "--dry-run", "-x", f"MY_SECRET={PLANTED}", "true"),
-        ("run", "-np", "1", "--verbose", "true"),
+        more("run", "-np", "1", "--verbose", "true"),
         ("doctor", "--json", "--no-self-test"),
-        ("doctor", "--no-self-test"),
-        ("hosts", "-H", "localhost:2"),
-        ("manifest", "slurm", "-np", "2", "--slots", "2", "true"),
+        more("doctor", "--no-self-test"),
+        more("hosts", "-H", "localhost:2"),
+        (*SLURM, "true"),
     ],
     ids=lambda words: " ".join(words).replace(PLANTED, "..."),
 )
@@ -102,12 +109,12 @@ def test_what_hvkit_prints_has_no_secrets(words, tmp_path):
     [
         ("run", "-np", "1", "-H", "node1;touch attacked", "true"),
         ("run", "-np", "1", "-H", "-oProxyCommand=touch attacked", "true"),
-        ("run", "-np", "1", "-H", "$(touch attacked):1", "true"),
+        more("run", "-np", "1", "-H", "$(touch attacked):1", "true"),
         ("run", "-np", "1", "--hostfile", "hosts", "true"),
         ("run", "-np", "1", "-x", "A;touch attacked=1", "true"),
-        ("run", "-np", "1", "--interfaces", "eth0;touch attacked", "true"),
-        ("manifest", "slurm", "-np", "2", "--slots", "2", "--name", "a\ntouch attacked", "true"),
-        ("manifest", "slurm", "-np", "2", "--slots", "2", "--time", "1:00\ntouch attacked", "true"),
+        more("run", "-np", "1", "--interfaces", "eth0;touch attacked", "true"),
+        (*SLURM, "--name", "a\ntouch attacked", "true"),
+        more(*SLURM, "--time", "1:00\ntouch attacked", "true"),
     ],
     ids=lambda words: repr(words[-2]),
 )

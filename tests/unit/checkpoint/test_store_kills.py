@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from cases import MORE, cases
 
 COMMON = """
 import json, os, random, signal, sys, time
@@ -129,7 +130,7 @@ def run(script, *arguments):
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("kind", ["new", "replace"])
+@pytest.mark.parametrize("kind", cases(["new", "replace"]))
 def test_killed_before_any_operation_on_files_the_run_resumes_with_the_old_or_the_new(
     kind, tmp_path
 ):
@@ -140,6 +141,7 @@ def test_killed_before_any_operation_on_files_the_run_resumes_with_the_old_or_th
     assert outcomes == sorted(outcomes), "once the new one is in place, it stays"
 
 
+@MORE
 def test_killed_at_random_moments_the_run_resumes_with_the_last_complete_step(tmp_path):
     last, _ = run(RANDOM_MOMENTS, tmp_path, 1)
     assert last > 20

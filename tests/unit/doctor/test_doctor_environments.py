@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cases import cases
 from prepared import Environment, rest_of_path
 
 from hvkit.communication.engines import built_for
@@ -70,7 +71,7 @@ def test_horovod_without_torch(environment: Environment) -> None:
     assert [one["framework"] for one in report.contents["horovod"]["libraries"]] == ["tensorflow"]
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["the other first", "the other last"])
+@pytest.mark.parametrize("first", cases([True, False]), ids=["the other first", "the other last"])
 def test_two_mpis_on_path(environment: Environment, program: Program, first: bool) -> None:
     other = program("mpirun", "echo 'mpirun (Open MPI) 3.1.6'").parent
     own = [str(environment.folder / "bin"), *rest_of_path()]

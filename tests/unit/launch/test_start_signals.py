@@ -8,6 +8,7 @@ import sys
 
 import psutil
 import pytest
+from cases import each_once
 from supervision.supervised import LAUNCHER, wait_until
 
 from hvkit.errors import HvkitError
@@ -125,8 +126,10 @@ def ended(run, number):
     return printed
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("stage", [*PHASES, "check"])
+@pytest.mark.parametrize(
+    ("stage", "number"),
+    each_once([*PHASES, "check"], [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]),
+)
 def test_between_two_tries_a_signal_ends_the_run_and_frees_memory(running, stage, number):
     output, errors = ended(running(stage), number)
     assert (

@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+from cases import MORE, cases
 
 from hvkit.watch import channel, watcher
 from hvkit.watch.calls import Status
@@ -43,6 +44,7 @@ def answer(connection, status, seconds):
     return others, questions
 
 
+@MORE
 def test_a_wait_that_lasts_is_looked_at_once_a_second_however_fast_the_answers(hub, monkeypatch):
     rank_0, shut_down, printed = hub
     monkeypatch.setattr(rank_0, "_status", lambda **_: WAITS)
@@ -148,7 +150,7 @@ def test_a_rank_that_should_leave_waits_for_a_rank_0_that_is_busy(reporter):
     assert decisions.get(timeout=10) == 7
 
 
-@pytest.mark.parametrize(("lost", "decision"), [(False, None), (True, "gives up")])
+@pytest.mark.parametrize(("lost", "decision"), cases([(True, "gives up"), (False, None)]))
 def test_rank_0_waits_for_a_busy_rank_but_not_for_a_lost_host(hub, monkeypatch, lost, decision):
     preemption, decisions = Preemption(), queue.SimpleQueue()
     preemption.several_ranks()

@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+from cases import MORE
 from supervised import LAUNCHER, RUN, below, command_line, run, sleeping, wait_until
 
 from hvkit.launch.supervision import supervised_run
@@ -48,7 +49,8 @@ def test_a_signal_ends_everything(started, mark, number):
     assert sleeping(mark) == []
 
 
-def test_processes_that_ignore_sigterm_are_killed(started, mark):
+def test_processes_that_ignore_sigterm_are_killed(started, mark, monkeypatch):
+    monkeypatch.setenv("GRACE", "1")
     running = started("trap '' TERM; (trap '' TERM; sleep MARK & wait; wait) & wait; wait")
     running.terminate()
     running.communicate(timeout=30)
@@ -99,6 +101,7 @@ def test_no_process_of_a_command_outlives_it(mark):
     assert sleeping(mark) == []
 
 
+@MORE
 def test_restarts_leave_no_thread_or_file_behind():
     counted = """
 import gc, psutil, threading, time
@@ -118,6 +121,7 @@ print(*sorted(set(held)))
     assert done.stdout.count("(") == 1
 
 
+@MORE
 def test_a_launcher_that_does_not_notice_the_end_of_its_ranks_is_ended(monkeypatch):
     waits = LAUNCHER.replace("sys.exit(", "time.sleep(600), sys.exit(")
     words = [sys.executable, "-c", RUN, waits, "2", "sh", "-c", "echo done"]
@@ -125,6 +129,7 @@ def test_a_launcher_that_does_not_notice_the_end_of_its_ranks_is_ended(monkeypat
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\ndone\n", "")
 
 
+@MORE
 def test_a_signal_ends_a_run_whose_output_nobody_reads(mark):
     script = f"sleep {mark} & yes"
     running = subprocess.Popen(
@@ -174,6 +179,7 @@ def test_a_ctrl_c_in_a_terminal_reaches_every_rank_as_an_interrupt(mark, interru
         os.close(terminal)
 
 
+@MORE
 def test_a_rank_that_ends_at_the_interrupt_does_not_cut_short_the_others(started, interruptible):
     first = "if os.environ['OMPI_COMM_WORLD_RANK'] == '1': raise"
     running = started(interruptible(f"{first}\n    time.sleep(4); print('saved')"))
@@ -279,6 +285,7 @@ def test_signals_for_commands_reach_them(started, number):
     assert running.returncode == 0
 
 
+@MORE
 def test_a_rank_that_is_slow_to_end_is_not_blamed():
     done = run(
         "if [ $OMPI_COMM_WORLD_RANK = 1 ]; then sleep 1; exit 7; fi;"
@@ -296,6 +303,7 @@ def test_processes_left_by_a_killed_agent_are_ended(started, mark):
     wait_until(lambda: sleeping(mark) == [])
 
 
+@MORE
 def test_adopted_processes_that_ended_are_reaped():
     done = run(
         "for i in 1 2 3 4 5 6 7 8; do (true &); done; sleep 2;"

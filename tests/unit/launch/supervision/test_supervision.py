@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection, answer_challenge
 
 import psutil
 import pytest
+from cases import MORE, cases
 from supervised import LAUNCHER, RUN, below, command_line, run, sleeping
 
 from hvkit.launch.supervision.protocol import KEY_VARIABLE, AgentSettings, Kind, frame
@@ -54,7 +55,7 @@ def test_the_rank_that_failed_first_is_named_with_status_and_last_lines():
     assert "failed too" not in done.stderr
 
 
-@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("first", cases([0, 1]))
 def test_a_rank_that_ends_well_but_never_starts_horovod_is_not_waited_for(first):
     """Whether another rank starts it before or after that."""
     start = "from hvkit.host import run_reports; run_reports.report(starting=True)"
@@ -98,7 +99,7 @@ def test_what_the_launcher_says_about_a_rank_that_failed_is_logged_only(status, 
     assert (tmp_path / "launcher.log").read_text() == "ten lines\n"
 
 
-@pytest.mark.parametrize("when", ["begins", "fails"])
+@pytest.mark.parametrize("when", cases(["begins", "fails"]))
 def test_what_the_launcher_says_is_shown_if_no_rank_has_failed(when):
     begins = "import sys; print('no such interface', file=sys.stderr, flush=True)\n"
     launcher = begins + (LAUNCHER if when == "begins" else "sys.exit(213)")
@@ -136,6 +137,7 @@ def test_output_of_python_ranks_is_unbuffered():
     assert done.stdout == "1\n"
 
 
+@MORE
 def test_no_output_is_lost_if_it_is_read_late():
     script = "head -c 4000000 /dev/zero | tr '\\0' x; echo END"
     running = subprocess.Popen(command_line(script, size=1), stdout=subprocess.PIPE)
@@ -177,6 +179,7 @@ def test_commands_do_not_get_the_key():
     assert KEY_VARIABLE not in run("env", size=1).stdout
 
 
+@MORE
 def test_a_stranger_with_another_key_cannot_pose_as_an_agent(started, mark):
     running = started()
     environment = psutil.Process(below(running)["agent"][0].pid).environ()
