@@ -178,4 +178,5 @@ def alike(model):
 
 
 def served(staleness, optimizer=None, model=None, **options):
-    return in_rounds(hvkit.ParameterServer(staleness), optimizer, model, **options)
+    strategy = hvkit.ParameterServer(staleness)
+    return hvkit.distribute(model or mlp(), optimizer or sgd(), strategy=strategy, **options)
