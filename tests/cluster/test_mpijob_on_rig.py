@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from cases import cases
+from quick_start import WITHOUT_COMPILER
 
 WHO = (
     "import json, os, socket; print(json.dumps([socket.gethostname(), "
@@ -91,7 +93,10 @@ for step in range(start + 1, start + 400):
 """
 
 
-@pytest.mark.parametrize("around", [(), ("sh", "-c", 'trap : TERM; "$@"', "sh")], ids=["", "shell"])
+SHELL = ["sh", "-c", 'trap : TERM; "$@"', "sh"]
+
+
+@pytest.mark.parametrize("around", cases([SHELL, []], name=lambda words: "".join(words[:1])))
 def test_ranks_save_when_a_pod_is_taken_away(rig, tmp_path, around):
     spec = manifest(
         *("--name", "mnist", "-np", "2", "--slots", "1", "--max-restarts", "1"),
@@ -111,7 +116,7 @@ def test_ranks_save_when_a_pod_is_taken_away(rig, tmp_path, around):
     assert leave.returncode == 0, leave.stderr  # no ranks yet
     arguments = [word.replace("$$", "$") for word in container["args"]]  # as Kubernetes does
     run = launcher.popen(
-        [*container["command"], *arguments], env=OPERATORS, text=True,
+        [*container["command"], *arguments], env=OPERATORS | WITHOUT_COMPILER, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     lines = []

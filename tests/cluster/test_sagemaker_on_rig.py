@@ -7,6 +7,8 @@ import subprocess
 import sys
 
 import pytest
+from cases import cases
+from quick_start import WITHOUT_COMPILER
 
 NAMES = ["algo-1", "algo-2"]
 # Rank 1 is killed once.
@@ -35,14 +37,17 @@ def hosts(rig):
     return rig(NAMES)
 
 
-@pytest.mark.parametrize("named", [[], ["-H", "algo-1:1,algo-2:1"]], ids=["", "by-hand"])
+@pytest.mark.parametrize("named", cases([[], ["-H", "algo-1:1,algo-2:1"]], name=" ".join))
 def test_the_first_host_starts_ranks_on_all_and_the_others_wait(hosts, tmp_path, named):
     command = [sys.executable, "-m", "hvkit.cli", "run", "-np", "2", "--max-restarts", "1", *named]
     command += [sys.executable, "-c", SCRIPT, str(tmp_path / "saved")]
     running = {}
     for name in reversed(NAMES):
         environ = {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": name}
-        environ |= {"SM_NUM_GPUS": "1", "SM_CHANNEL_TRAINING": f"/data/of/{name}"}
+        environ |= WITHOUT_COMPILER | {
+            "SM_NUM_GPUS": "1",
+            "SM_CHANNEL_TRAINING": f"/data/of/{name}",
+        }
         running[name] = hosts.host(name).popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ
         )
