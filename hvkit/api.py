@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn, TypeVar
@@ -24,11 +25,13 @@ from hvkit.strategies.synchronous import Synchronous
 from hvkit.sync.nonfinite import ACTIONS, OnNonfinite
 from hvkit.sync.port import (
     BATCH_NORMS,
+    KERAS_BACKENDS,
     BatchNorm,
     Keeper,
     Options,
     Port,
     Record,
+    engine_of,
     framework_of,
     is_distributed,
     keepers_of,
@@ -75,8 +78,8 @@ def distribute(
     by ``hvkit.size()``. All ranks begin with rank 0's weights; do not change them on some later.
 
     Args:
-        model: a ``torch.nn.Module`` or a ``keras.Model`` (Keras 3 on TensorFlow), or a list of them
-            that train together.
+        model: a ``torch.nn.Module`` or a ``keras.Model`` (Keras 3 on TensorFlow or
+            PyTorch), or a list of them that train together.
         optimizer: the one that updates the model, or a list of all, also of later phases. It may
             hold parameters of no module, such as SAC's ``log_alpha``.
         lr_scaling: the factor on the learning rate inside an update: 1 for ``"none"``, the world
@@ -115,7 +118,7 @@ def distribute(
     """
     models = list(model) if isinstance(model, list | tuple) else [model]
     optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-    runtime.init(framework_of(models[0]) if models else None)
+    runtime.init(engine_of(framework_of(models[0])) if models else None)
     runtime.refuse_separate_training()
     port: Port | None = None
     options: Options | None = None
@@ -297,7 +300,7 @@ def _refuse_nonfinite(options: Options) -> None:
 
 
 def _framework_of_all(models: Sequence[Any]) -> str:
-    """``"torch"`` or ``"tensorflow"``.
+    """``"torch"`` or ``"keras"``.
 
     Raises:
         TypeError: one is no model, or they are of both.
@@ -318,13 +321,32 @@ def _port_for(
         TypeError: an optimizer belongs to another framework.
         ValueError: an argument has a wrong value.
     """
-    if framework == "tensorflow":
-        from hvkit.frameworks.keras import KerasPort
-
-        return KerasPort(models, optimizers, options)
+    if framework == "keras":
+        return _port_for_keras(models, optimizers, options)
     from hvkit.frameworks.pytorch import PyTorchPort
 
     return PyTorchPort(models, optimizers, options)
+
+
+def _port_for_keras(models: Sequence[Any], optimizers: Sequence[Any], options: Options) -> Port:
+    """Make the port for the backend that Keras runs on.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if engine_of("keras") == "tensorflow":
+        from hvkit.frameworks.keras.port import KerasPort
+
+        return KerasPort(models, optimizers, options)
+    if engine_of("keras") == "torch":
+        from hvkit.frameworks.keras.on_pytorch import KerasOnPyTorchPort
+
+        return KerasOnPyTorchPort(models, optimizers, options)
+    backend = sys.modules["keras"].backend.backend()
+    raise ValueError(
+        f"Keras runs on the {backend!r} backend, for which hvkit has no port: set KERAS_BACKEND to "
+        f"{' or '.join(KERAS_BACKENDS)} before Keras is imported"
+    )
 
 
 def _refuse(model: Any) -> NoReturn:

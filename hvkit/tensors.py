@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 from hvkit.communication.collectives import gather, pickled, raise_together, unpickled
 from hvkit.errors import RanksDisagreeError
 from hvkit.runtime import size
+from hvkit.sync.port import engine_of
 from hvkit.watch.calls import named
 from hvkit.watch.rank_errors import mark_as_shown_by
 
@@ -141,8 +142,8 @@ def reduce_gradients(model_or_optimizer: Any) -> None:
     each rank changes its own, and ``FullyShard``, where each gradient is on one rank.
 
     Args:
-        model_or_optimizer: a ``torch.nn.Module`` or ``torch.optim.Optimizer`` that was passed to
-            ``hvkit.distribute``.
+        model_or_optimizer: a ``torch.nn.Module``, such as a Keras model on PyTorch, or a
+            ``torch.optim.Optimizer`` that was passed to ``hvkit.distribute``.
 
     Raises:
         TypeError: it is neither; Keras averages inside ``optimizer.apply``, so change gradients
@@ -201,10 +202,14 @@ def average_buffers(module: Any) -> None:
     """
     modules = list(module) if isinstance(module, list | tuple) else [module]
     torch, keras = sys.modules.get("torch"), sys.modules.get("keras")
-    if torch is not None and all(isinstance(each, torch.nn.Module) for each in modules):
+    in_keras = keras is not None and all(isinstance(each, keras.layers.Layer) for each in modules)
+    buffers: Any
+    if in_keras and engine_of("keras") == "torch":
+        from hvkit.frameworks.keras import on_pytorch as buffers
+    elif in_keras:
+        from hvkit.frameworks.keras import buffer_means as buffers
+    elif torch is not None and all(isinstance(each, torch.nn.Module) for each in modules):
         from hvkit.frameworks.pytorch import buffers
-    elif keras is not None and all(isinstance(each, keras.layers.Layer) for each in modules):
-        from hvkit.frameworks.keras import buffers  # type: ignore[no-redef,unused-ignore]
     else:
         problem = TypeError(
             "average_buffers takes a torch.nn.Module, or a Keras model or layer, or a list of "

@@ -19,7 +19,7 @@ from hvkit.checkpoint.progress import (
     require_same_progress,
 )
 from hvkit.checkpoint.replicas import Replicas
-from hvkit.checkpoint.saved_object import Part
+from hvkit.checkpoint.saved_object import Arrays, Part
 from hvkit.checkpoint.strategies import StrategyPart, parts_of_strategies, together
 from hvkit.checkpoint.writing import BackgroundWriter, MemoryFolder, explained, fill_folder, seal
 from hvkit.communication import collectives, large_objects
@@ -134,6 +134,7 @@ class Checkpoint:
         self._replicas = Replicas(self.directory, self.replicas)
         self.parts = parts_of(parts)
         self._restored = Progress()
+        self._random: Arrays | None = None
         self._epoch = 0
         self._saves = 0
         self._together: bool | None = None
@@ -396,6 +397,7 @@ class Checkpoint:
         resume_at(written.step, collectives.from_rank(0, last_step()))
         if runtime.rank() == 0:
             report(saved=written.step, directory=store.id_of(self.directory))
+        self._random = rank_states.random_state()
         return self._restored
 
     def _go_on_from(self, folder: Path, manifest: manifests.Manifest) -> Path:
@@ -434,8 +436,20 @@ class Checkpoint:
 
         steps = None if every == "epoch" else checked_every(every)
         return SaveCallback(
-            self.save, self.wait, self.parts, self._take_batches, lambda: self._restored.step, steps
+            self.save,
+            self.wait,
+            self.parts,
+            self._take_batches,
+            self._put_back_random,
+            lambda: self._restored.step,
+            steps,
         )
+
+    def _put_back_random(self) -> None:
+        """Set the random generators to their states of the last ``restore``, once."""
+        if self._random is not None:
+            rank_states.set_random_state(self._random)
+            self._random = None
 
     def _take_batches(self, epoch: int) -> int:
         """The batches of this epoch to skip after ``restore``; 0 at the next call."""

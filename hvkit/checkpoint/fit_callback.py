@@ -16,6 +16,9 @@ from hvkit.sync.nonfinite import skipped_steps
 from hvkit.sync.port import keepers_of
 from hvkit.watch.preemption import PREEMPTION
 
+# On PyTorch dropout draws from the generator that ``fit`` draws from when it begins an epoch.
+_DRAWS_FROM_GLOBAL_GENERATOR = keras.backend.backend() == "torch"
+
 
 class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Saves, and makes ``fit`` skip the batches that the saved run trained on.
@@ -25,6 +28,7 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
         wait: ``Checkpoint.wait``.
         parts: the checkpoint's parts.
         batches_to_skip: returns how many batches of an epoch to skip, at the epoch's first call.
+        put_back_random: sets the random generators to their restored states.
         restored_step: returns the step of the checkpoint that was restored, or 0.
         every: steps from one save to the next; None to save only when an epoch ends.
     """
@@ -38,6 +42,7 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
         wait: Callable[[], None],
         parts: Sequence[Part],
         batches_to_skip: Callable[[int], int],
+        put_back_random: Callable[[], None],
         restored_step: Callable[[], int],
         every: int | None,
     ) -> None:
@@ -46,6 +51,7 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._wait_for_writer = wait
         self._optimizers = [part.optimizer for part in parts if isinstance(part, OptimizerPart)]
         self._batches_to_skip = batches_to_skip
+        self._put_back_random = put_back_random
         self._restored_step = restored_step
         self._every = every
         self._epoch = 0
@@ -89,6 +95,8 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
         if batches:
             self._train = self.model.train_function
             self.model.train_function = self._skipping(batches)
+        elif _DRAWS_FROM_GLOBAL_GENERATOR:
+            self._put_back_random()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         # Not the argument: Keras counts differently when it does not know the data's length.
@@ -125,14 +133,17 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
         at_once = self.model.steps_per_execution
         calls = batches // at_once
 
-        def train_after(iterator: Any) -> Any:
+        def train_after(data: Any) -> Any:  # TensorFlow's is an iterator, PyTorch's a list
             nonlocal calls
             if calls == 0:
                 self._train_again()
-                return self.model.train_function(iterator)
+                if _DRAWS_FROM_GLOBAL_GENERATOR:
+                    self._put_back_random()
+                return self.model.train_function(data)
             calls -= 1
+            batches = iter(data)
             for _ in range(at_once):
-                batch = next(iterator)
+                batch = next(batches)
             return _metrics_before_training(self.model, batch)
 
         return train_after

@@ -12,14 +12,14 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from hvkit.checkpoint.saved_object import LOCAL, NOT_IN_FILE, SEED, Arrays, ContentReader, Part
 from hvkit.frameworks.keras import buffers
-from hvkit.frameworks.keras.checks import compared_in
-from hvkit.frameworks.keras.initial_state import has_weights, tf_variable
+from hvkit.frameworks.keras.backends import backend_variable, numpy_dtype, outside_graphs
+from hvkit.frameworks.keras.comparisons import compared_in
+from hvkit.frameworks.keras.divided_state import gathered, unfolded
+from hvkit.frameworks.keras.initial_state import has_weights
 from hvkit.frameworks.keras.optimizers import inner_optimizer, parts_of
-from hvkit.frameworks.keras.sharded import gathered, unfolded
 from hvkit.sync.fingerprints import Compared, Rows
 from hvkit.sync.port import Record, record_of
 
@@ -143,14 +143,11 @@ class OptimizerPart(Part):
 
     def facts(self) -> dict[str, Any]:
         self._check_not_wrapped()
-        weights = [id(tf_variable(w)) for w in self._weights()]
+        weights = [id(w) for w in map(backend_variable, self._weights())]
         trained = None
         if self.optimizer.built:
-            updated = inner_optimizer(self.optimizer)._trainable_variables
-            trained = [
-                weights.index(id(tf_variable(v))) if id(tf_variable(v)) in weights else None
-                for v in updated
-            ]
+            updated = map(backend_variable, inner_optimizer(self.optimizer)._trainable_variables)
+            trained = [weights.index(id(v)) if id(v) in weights else None for v in updated]
         return {"trained": trained, "shapes": _shapes_of(self.optimizer.variables)}
 
     def save(self, path: Path) -> None:
@@ -160,9 +157,9 @@ class OptimizerPart(Part):
 
     def load(self, content: memoryview, facts: Mapping[str, Any]) -> None:
         self._check_not_wrapped()
-        with tf.init_scope():
+        with outside_graphs():
             self._build(facts["trained"])
-        with tf.init_scope(), unfolded(self.optimizer):
+        with outside_graphs(), unfolded(self.optimizer):
             variables = self.optimizer.variables
             _require_shapes("variables", facts["shapes"], _shapes_of(variables))
             with np.load(ContentReader(content)) as values:
@@ -339,5 +336,5 @@ def _as_dtype_of(variable: Any, array: np.ndarray[Any, Any]) -> np.ndarray[Any, 
 
 def _as_dtype(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """The array in the dtype of this name: a file holds bfloat16 as plain bytes."""
-    dtype = tf.as_dtype(name).as_numpy_dtype
+    dtype = numpy_dtype(name)
     return array.view(dtype) if array.dtype.kind == "V" else array

@@ -8,7 +8,7 @@ from typing import Any
 
 from hvkit.checkpoint.saved_object import JsonPart, MonitorPart, Part
 from hvkit.monitor.monitor import Monitor
-from hvkit.sync.port import framework_of
+from hvkit.sync.port import engine_of, framework_of
 
 # Every checkpoint has files manifest.json and ranks.npz, and the latter an entry "random".
 _RESERVED = ("manifest", "random", "ranks")
@@ -70,8 +70,8 @@ def part_for(name: str, thing: Any, models: list[Any]) -> Part:
             "with state_dict() and load_state_dict(), and lists and dicts of these; pass numbers "
             "and text to save(..., extras={...})"
         )
-    in_keras = any(framework_of(model) == "tensorflow" for model in models)
-    if "torch" in sys.modules and not in_keras:
+    on_tensorflow = any(engine_of(framework_of(model)) == "tensorflow" for model in models)
+    if "torch" in sys.modules and not on_tensorflow:
         from hvkit.checkpoint.pytorch import TorchPart
 
         return TorchPart(name, thing)

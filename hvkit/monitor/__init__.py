@@ -3,7 +3,9 @@
 ::
 
     monitor               Monitor: measures a script's steps, and records them
-    ├── keras             in Keras: the steps of fit, and gradients
+    ├── keras             in Keras: epochs and metrics of fit
+    │   ├── keras_graphs      its steps in graphs of TensorFlow, and gradients
+    │   └── keras_on_pytorch  the same on PyTorch
     ├── pytorch           in PyTorch: gradients
     ├── step_times        how long steps take, and where the time of all ranks goes
     ├── host_load         the load of this host

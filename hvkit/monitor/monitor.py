@@ -26,7 +26,7 @@ from hvkit.monitor.run_file import RunFile
 from hvkit.monitor.step_times import Step, StepClock
 from hvkit.monitor.writers import Hook, Writers
 from hvkit.sync.nonfinite import skipped_steps
-from hvkit.sync.port import framework_of
+from hvkit.sync.port import engine_of, framework_of
 from hvkit.watch.calls import named
 from hvkit.watch.preemption import PREEMPTION
 from hvkit.watch.spans import DATA, mark
@@ -154,6 +154,10 @@ class Monitor:
             self._samples += length_of(batch)
             yield batch
 
+    def loaded(self) -> None:
+        """Count what has passed since the last step as loading a batch."""
+        self._clock.loaded_until_now()
+
     @named("Monitor.step")
     def step(self, *, samples: float | None = None, **metrics: Any) -> None:
         """End a step, after the optimizer's.
@@ -238,10 +242,8 @@ class Monitor:
 
     def callback(self, model: keras.Model) -> keras.callbacks.Callback:
         """The callback for ``fit`` of this model, which records every step."""
-        from hvkit.monitor.keras import FitCallback
-
         if model not in self._callbacks:
-            self._callbacks[model] = FitCallback(self, model)
+            self._callbacks[model] = _module_for_keras().fit_recorder(self, model)
         return self._callbacks[model]
 
     def attach(
@@ -269,10 +271,11 @@ class Monitor:
             )
         self._equal_steps = equal_steps
         self._open()
-        if framework_of(models[0]) == "tensorflow":
-            from hvkit.monitor import keras as framework
+        framework: Any
+        if framework_of(models[0]) == "keras":
+            framework = _module_for_keras()
         else:
-            from hvkit.monitor import pytorch as framework  # type: ignore[no-redef]
+            from hvkit.monitor import pytorch as framework
         self._gradients = framework.watch(self, models, optimizers)
 
     @named("Monitor.flush")
@@ -445,3 +448,14 @@ def _end_with_script(reference: weakref.ref[Monitor]) -> None:
     monitor, error = reference(), getattr(sys, "last_value", None)
     if monitor is not None and error not in (None, monitor._old_error):
         monitor._finish(error)
+
+
+def _module_for_keras() -> Any:
+    """The module for the backend of Keras."""
+    if engine_of("keras") == "tensorflow":
+        from hvkit.monitor import keras_graphs
+
+        return keras_graphs
+    from hvkit.monitor import keras_on_pytorch
+
+    return keras_on_pytorch

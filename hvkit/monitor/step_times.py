@@ -71,6 +71,10 @@ class StepClock:
         """Count time that passed until a batch was there."""
         self._data += seconds
 
+    def loaded_until_now(self) -> None:
+        """Count all time of this step so far as that until its batch was there."""
+        self._data = time.monotonic() - self._since
+
     def blocked(self, seconds: float) -> None:
         """Count time in collectives of a graph, which no wait of Python surrounds."""
         self._blocked += seconds

@@ -16,6 +16,7 @@ from hvkit.communication import collectives
 from hvkit.communication.collectives import require_equal
 from hvkit.parameter_server.client import Exchange, compare_iterations
 from hvkit.strategies.parameter_server import ParameterServer
+from hvkit.strategies.strategy import Vector
 from hvkit.sync.local_weights import LocalWeights, Weights
 from hvkit.watch.calls import call
 
@@ -132,6 +133,26 @@ class ServedModel(LocalWeights):
         for i, value in self._shown.items():
             self.weights.show(i, self.weights.from_numpy(value, i))
         self._average_statistics(keep=False)
+
+    def _replaced(self, i: int, own: Vector, agreed: Vector, chosen: Vector) -> Vector:
+        if i not in self._served:
+            return chosen
+        # All ranks send the difference with their next step, and the server takes their mean.
+        self._shown[i] = self.weights.to_numpy(chosen)
+        return own + (chosen - agreed)
+
+    def end_rounds(self) -> None:
+        """Go on from the server's weights, as at the end of training; a collective.
+
+        All ranks then hold the same weights.
+        """
+        if not self._meet():
+            return
+        self._show_agreed()
+        for at, (vector, unsent) in enumerate(zip(self._vectors, self._unsent, strict=True)):
+            # The next step sends what the script has changed, which the server lacks.
+            self._vectors[at] = vector._replace(read=self._held(vector.numbers) - unsent)
+        self._shown = {}
 
     def put_back(self) -> None:
         """Hold this rank's own weights again."""

@@ -7,13 +7,17 @@ change them (``SteppedOptimizer``).
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
 
+from hvkit.communication import collectives
+from hvkit.errors import RanksDisagreeError
 from hvkit.strategies.strategy import Vector
 from hvkit.sync.chunking import chunks
+from hvkit.sync.fingerprints import first_unlike
 from hvkit.sync.shown_weights import AgreedView
 
 
@@ -79,7 +83,10 @@ class Weights(Protocol):
         """
 
     def values(self) -> list[tuple[Any, Any]]:
-        """Everything that an agreement changes, and a copy of its value: statistics, too."""
+        """Everything that an agreement changes, and a copy of its value.
+
+        The weights in their order, then statistics.
+        """
 
     def set_values(self, values: list[tuple[Any, Any]]) -> None:
         """Set what ``values`` returned."""
@@ -154,6 +161,8 @@ class LocalWeights(AgreedView):
         self._name = name
         self._optimizers: list[SteppedOptimizer] = []
         self._steps_ended = 0
+        # What callbacks see of each weight; they may set others.
+        self._for_callbacks: list[Vector] = []
 
     def __contains__(self, weight: Any) -> bool:
         return weight in self.weights
@@ -190,6 +199,66 @@ class LocalWeights(AgreedView):
     @abstractmethod
     def _end_step(self, number: int) -> None:
         """What comes after each step of an optimizer."""
+
+    def show_callbacks(self) -> None:
+        """Show the agreed weights to callbacks, which may set others; a collective."""
+        self.show()
+        self._for_callbacks = [self.weights.read(i) for i in range(len(self.weights))]
+
+    def keep_what_callbacks_set(self) -> None:
+        """Let weights that callbacks have set replace this rank's own; a collective.
+
+        Raises:
+            RanksDisagreeError: callbacks have set other weights on some ranks.
+        """
+        if self._own is None or not self._for_callbacks:
+            return
+        shown = self._for_callbacks
+        given = [i for i, agreed in enumerate(shown) if not self.weights.holds(i, agreed)]
+        if (unlike := first_unlike(collectives.gather("fit", given))) is not None:
+            i, by, not_by = unlike
+            raise RanksDisagreeError(
+                f"callbacks have set {self.weights.label(i)} at the end of an epoch on rank {by} "
+                f"but not on rank {not_by}: set the same weights on every rank"
+            )
+        self._make_same(given)
+        for i in given:
+            chosen, agreed = self.weights.read(i), shown[i]
+            self._set_values([self._own[i]])
+            self.weights.write(i, self._replaced(i, self.weights.read(i), agreed, chosen))
+            self._own[i] = self._values()[i]
+            self.weights.write(i, chosen)
+            shown[i] = chosen
+
+    def _make_same(self, numbers: list[int]) -> None:
+        """Let weights that differ by rounding be the same on all ranks; a collective."""
+        held = {i: self.weights.read(i) for i in numbers}
+        if numbers and not self.weights.require_close("fit", ", set by a callback,", held):
+            for together in pieces(self.weights, numbers):
+                own = self.weights.join([held[i] for i in together])
+                mean = self.weights.mean(own, f"{self._name}.same.{together[0]}")
+                for i, each in zip(together, self.weights.split(mean, together), strict=True):
+                    self.weights.write(i, each)
+
+    @abstractmethod
+    def _replaced(self, i: int, own: Vector, agreed: Vector, chosen: Vector) -> Vector:
+        """This rank's own value of a weight that callbacks have set from agreed to chosen."""
+
+    @abstractmethod
+    def end_rounds(self) -> None:
+        """Have all ranks hold the same weights, as at the end of training; a collective."""
+
+    def put_back(self) -> None:
+        """Hold this rank's own weights again."""
+        self._for_callbacks = []
+        super().put_back()
+
+    @contextmanager
+    def unsettled(self) -> Iterator[None]:
+        """Hold this rank's own weights for a while, inside ``settled``."""
+        self.keep_what_callbacks_set()
+        with super().unsettled():
+            yield
 
     def _values(self) -> list[tuple[Any, Any]]:
         return self.weights.values()

@@ -23,6 +23,9 @@ from hvkit.strategies.strategy import Strategy
 BatchNorm = Literal["average", "local", "sync"]
 BATCH_NORMS = get_args(BatchNorm)
 
+KERAS_BACKENDS = ("tensorflow", "torch")
+"""The backends of Keras for which there is a port."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -111,9 +114,6 @@ class Port(Protocol):
     The constructor checks its arguments and raises TypeError or ValueError; it uses no collective.
     """
 
-    framework: str
-    """``"torch"`` or ``"tensorflow"``: the engine it runs on."""
-
     def facts(self) -> Sequence[str]:
         """One line for each parameter and optimizer; they must be equal on all ranks."""
 
@@ -137,14 +137,25 @@ class Port(Protocol):
 
 
 def framework_of(model: object) -> str | None:
-    """``"torch"`` or ``"tensorflow"`` for one of their models, None for any other object."""
+    """``"torch"`` or ``"keras"`` for one of their models, None for any other object."""
     keras = sys.modules.get("keras")
-    if keras is not None and isinstance(model, keras.Model):
-        return "tensorflow"
+    if keras is not None and isinstance(model, keras.Model):  # on PyTorch also one of its modules
+        return "keras"
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(model, torch.nn.Module):
         return "torch"
     return None
+
+
+def engine_of(framework: str | None) -> str | None:
+    """The Horovod for models of ``framework_of``: ``"torch"`` or ``"tensorflow"``.
+
+    None if there is none: no model, or one of a backend of Keras without a port.
+    """
+    if framework != "keras":
+        return framework
+    backend = str(sys.modules["keras"].backend.backend())
+    return backend if backend in KERAS_BACKENDS else None
 
 
 # Weak on both sides: a keeper leads to weights, and hooks on these may lead to the model.

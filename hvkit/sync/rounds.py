@@ -286,6 +286,37 @@ class RoundKeeper(LocalWeights):
         self._agreements.commit(())
         self._average_statistics(keep=False)
 
+    def _replaced(self, i: int, own: Vector, agreed: Vector, chosen: Vector) -> Vector:
+        self._state.pending.pop(i, None)
+        if self._begun:
+            self._state.rebase(i, chosen)
+        return chosen
+
+    def end_rounds(self) -> None:
+        """End the rounds that have begun, as at the end of training; a collective.
+
+        All ranks then hold the same weights.
+        """
+        require_equal_steps(self._steps)
+        for number, optimizer in enumerate(self._optimizers):
+            held = optimizer.held()
+            self._add_pending(held)
+            if self._steps[number] or not self.strategy.alike:
+                self._agree_at_the_end(sorted(held & self._trained))
+            self._trained.difference_update(held)
+            self._steps[number] = 0
+
+    def _agree_at_the_end(self, numbers: Sequence[int]) -> None:
+        if self.strategy.alike:
+            self._agree(numbers)
+        else:
+            for together in pieces(self.weights, numbers):
+                self._state.write(together, self._start(together, self.strategy.settle).result())
+                for i in together:
+                    self._state.rebase(i)
+            self._agreements.commit(())
+        self._average_statistics(keep=True)
+
     def _start(self, together: list[int], flow: Callable[..., Any] | None = None) -> Agreement:
         """Begin what the strategy's ``agree``, or another flow of it, does to some weights."""
         values = self._state.values(together)

@@ -1,3 +1,5 @@
+import os
+
 import pytest
 from on_ranks import (  # noqa: F401
     pytest_collection_finish,
@@ -41,13 +43,15 @@ def pytest_collection_modifyitems(config, items):
 def _averaging_taken_out(request, monkeypatch):
     if not request.config.option.without_averaging:
         return
-    from hvkit.frameworks.keras.gradients.averager import GradientAverager
-    from hvkit.frameworks.keras.weights.agreements import Network
     from hvkit.frameworks.pytorch.gradients.buckets import Bucket
     from hvkit.sync import fingerprints
 
-    monkeypatch.setattr(GradientAverager, "__call__", lambda self, gradients, *_: gradients)
-    monkeypatch.setattr(Network, "_mean", lambda self, vector, *_: vector)
+    if os.environ.get("KERAS_BACKEND") != "torch":  # there Keras's gradients are PyTorch's
+        from hvkit.frameworks.keras.gradients.averager import GradientAverager
+        from hvkit.frameworks.keras.weights.agreements import Network
+
+        monkeypatch.setattr(GradientAverager, "__call__", lambda self, gradients, *_: gradients)
+        monkeypatch.setattr(Network, "_mean", lambda self, vector, *_: vector)
     monkeypatch.setattr(Bucket, "launch", lambda self, wire: setattr(self, "handle", 0))
     monkeypatch.setattr(Bucket, "wait", lambda self, wire: setattr(self, "handle", None))
     # What ranks compare would notice before the tests do.

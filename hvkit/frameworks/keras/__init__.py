@@ -1,26 +1,34 @@
-"""Keras 3 on TensorFlow: gradients are averaged inside the optimizer's own update.
+"""Keras 3 on TensorFlow and on PyTorch; TensorFlow is imported only where Keras runs on it.
 
-::
+On TensorFlow, gradients are averaged inside the optimizer's own update::
 
     port                   the steps of distribute
-    ├── initial_state      copies rank 0's weights and optimizer state
-    ├── adapted            copies what rank 0's layers have learnt from data: vocabularies
-    ├── optimizers         averaging in optimizer.apply, accumulation, loss scaling
-    ├── learning_rate      scaling and warm-up in optimizer.apply
+    ├── averaged_updates   averaging in optimizer.apply, accumulation, loss scaling
     ├── gradients/         the mean of a list of gradients (averager)
     ├── weights/           for ranks that train alone: rounds, the parameter server
-    ├── sharded            each rank updates the variables it owns, and sends them
-    │   └── trials         an optimizer of a user's own, tried on a few small variables
-    ├── batch_norm         statistics over ranks
-    ├── buffers            what else forward passes learn: means, and differences
-    ├── fit                fit and evaluate on all ranks
-    │   ├── metric_results the results of metrics over all ranks
-    │   └── callbacks      all ranks stop together, only rank 0 writes files
-    ├── refusals           updates by other optimizers, and inside XLA
+    ├── graph_shares       sends the variables that a rank owns
+    ├── batch_norm         means of moving statistics
+    ├── buffer_means       means of what forward passes learn
     ├── checks             do all ranks hold the same weights, and different data?
+    ├── graph_refusals     updates inside XLA and tf.distribute
+    ├── traced_steps       steps of fit in the timeline of a run
     └── collectives/       collectives in eager code and in graphs; used by most of the above
+
+On PyTorch, ``on_pytorch`` lends Keras's models and optimizers to PyTorch's port. Both use::
+
+    initial_state          copies rank 0's weights and optimizer state
+    adapted                copies what rank 0's layers have learnt from data: vocabularies
+    optimizers             what hvkit has to know of Keras's optimizers
+    learning_rate          scaling and warm-up in optimizer.apply
+    fit                    fit and evaluate on all ranks
+    ├── metric_results     the results of metrics over all ranks
+    └── callbacks          all ranks stop together, only rank 0 writes files
+    refusals               updates by other optimizers, and options that suit none
+    comparisons            which variables must be the same on all ranks, and are they?
+    buffers                do ranks differ in what else forward passes learn?
+    divided_state          optimizers whose state is divided
+    ├── sharded            each rank updates the variables it owns
+    └── trials             an optimizer of a user's own, tried on a few small variables
+    synchronised_norm      batch norm over the batches of all ranks
+    backends               what differs between the backends
 """
-
-from hvkit.frameworks.keras.port import KerasPort
-
-__all__ = ["KerasPort"]

@@ -16,10 +16,11 @@ from weakref import WeakKeyDictionary
 
 import keras
 import numpy as np
-import tensorflow as tf
+from keras.ops import convert_to_tensor
 
 from hvkit.communication import collectives
 from hvkit.communication.collectives import raise_together, require_equal
+from hvkit.frameworks.keras.backends import is_symbolic, outside_graphs
 from hvkit.main_rank import warn_once
 from hvkit.sync.fingerprints import Compared, Rows, complaint, fingerprint, hashed
 
@@ -67,8 +68,8 @@ class _Adapted:
             return [self._vocabulary(), None if weights is None else weights.numpy()]
         found = [getattr(self.layer, each) for each in self._constants]
         # In a layer that a graph has built, they are values of that graph until derived again.
-        unknown = [each is None or tf.is_symbolic_tensor(each) for each in found]
-        return [None if u else np.asarray(v) for v, u in zip(found, unknown, strict=True)]
+        unknown = [each is None or is_symbolic(each) for each in found]
+        return [None if u else _as_numpy(v) for v, u in zip(found, unknown, strict=True)]
 
     def rows(self) -> list[Rows]:
         """Fingerprints of the values."""
@@ -113,8 +114,8 @@ class _Adapted:
             self.layer.set_vocabulary(tokens, None if weights is None else weights[: len(tokens)])
             return
         for name, value in zip(self._constants, values, strict=True):
-            is_tensor = tf.is_tensor(getattr(self.layer, name))
-            setattr(self.layer, name, tf.constant(value) if is_tensor else value.tolist())
+            is_tensor = keras.ops.is_tensor(getattr(self.layer, name))
+            setattr(self.layer, name, convert_to_tensor(value) if is_tensor else value.tolist())
 
     @property
     def _looks_up(self) -> bool:
@@ -153,7 +154,7 @@ def _adapted_in(model: Any) -> list[_Adapted]:
 
 def compared_in(model: Any) -> tuple[list[Compared], list[Rows]]:
     """What the model's layers compute with beside their weights, and fingerprints of it."""
-    with tf.init_scope():
+    with outside_graphs():
         found = _adapted_in(model)
         labels = [Compared(label, fix=ADAPT) for each in found for label in each.labels]
         return labels, [row for each in found for row in each.rows()]
@@ -167,7 +168,7 @@ class Learnt:
     """
 
     def __init__(self, model: Any) -> None:
-        with tf.init_scope():
+        with outside_graphs():
             self._layers = _adapted_in(model)
             self._has_learnt = [each.has_learnt() for each in self._layers]
             self._compared, self._rows = compared_in(model)
@@ -186,7 +187,7 @@ class Learnt:
         require_equal("model", labels, "build the same model on every rank")
         if not self._layers:
             return
-        with tf.init_scope():
+        with outside_graphs():
             everyone = collectives.gather("distribute", (self._has_learnt, self._rows))
             raise_together(self._problem([learnt for learnt, _ in everyone]))
             self._warn(everyone)
@@ -242,6 +243,10 @@ def _problem_of(function: Callable[..., None], *arguments: tuple[Any, ...]) -> E
                 f"{ADAPT}"
             )
     return None
+
+
+def _as_numpy(value: Any) -> Any:
+    return keras.ops.convert_to_numpy(value) if keras.ops.is_tensor(value) else np.asarray(value)
 
 
 def _is_users(kind: type[Any], method: str) -> bool:

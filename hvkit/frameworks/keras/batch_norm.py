@@ -8,7 +8,6 @@ those with ``synchronized=True`` by default.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,11 +18,9 @@ from hvkit import runtime
 from hvkit.frameworks.keras.collectives.gather import gather_rows
 from hvkit.frameworks.keras.collectives.graph_collectives import GraphWait
 from hvkit.frameworks.keras.collectives.wire import Wire
-from hvkit.frameworks.keras.refusals import refuse_xla
+from hvkit.frameworks.keras.graph_refusals import refuse_xla
+from hvkit.frameworks.keras.synchronised_norm import layers_of
 from hvkit.sync.nonfinite import kept_statistics
-
-# Numbers the collectives; ranks make the layers in the same order.
-_serial = itertools.count()
 
 
 def average_statistics(model: keras.Model, wait: GraphWait) -> None:
@@ -98,69 +95,19 @@ def _finite(values: Any, otherwise: Any) -> Any:
 def _statistics_in(model: keras.Model) -> list[Any]:
     return [
         variable
-        for layer in _layers(model)
+        for layer in layers_of(model)
         if layer.trainable and layer.built
         for variable in (layer.moving_mean, layer.moving_variance)
     ]
 
 
-def synchronise_batch_norm(model: keras.Model, *, everything: bool) -> None:
-    """Make the model's batch-norm layers compute batch statistics over all ranks.
-
-    Args:
-        model: may have no weights yet.
-        everything: all layers, or those with ``synchronized=True``.
-    """
-    for layer in _layers(model) if everything else made_synchronised(model):
-        if "_moments" not in vars(layer):
-            layer._moments = _moments_over_ranks(layer, f"hvkit.batch_norm.{next(_serial)}")
-
-
-def made_synchronised(model: keras.Model) -> list[Any]:
-    """The layers with ``synchronized=True``, as a script for ``tf.distribute`` makes them."""
-    return [layer for layer in _layers(model) if layer.synchronized]
-
-
-def _layers(model: keras.Model) -> list[Any]:
-    normalisation = keras.layers.BatchNormalization
-    return [layer for layer in model._flatten_layers() if isinstance(layer, normalisation)]
-
-
-def _moments_over_ranks(layer: Any, name: str) -> Any:
-    """A ``_moments`` for the layer: mean and biased variance of each channel over all samples.
-
-    It combines the ranks' moments as in Chan, Golub and LeVeque, "Updating formulae and a pairwise
-    algorithm for computing sample variances" (1979).
-    """
-    of_own_batch = layer._moments
-
-    def moments(inputs: tf.Tensor, mask: Any) -> tuple[tf.Tensor, tf.Tensor]:
-        refuse_xla("batch norm over all ranks' batches")
-        mean, variance = of_own_batch(inputs, mask)
-        count = _samples(layer, inputs, mask)
-        mine = tf.concat([mean, variance, [count]], axis=0)
-        everyone = gather_rows(mine[None], [1] * runtime.size(), name, _wait(), Wire("batch norm"))
-        channels = int(mean.shape[0])
-        means, variances, counts = tf.split(everyone, [channels, channels, 1], axis=1)
-        total = tf.reduce_sum(counts)
-        mean = tf.reduce_sum(means * counts, axis=0) / total
-        spread = tf.reduce_sum((variances + (means - mean) ** 2) * counts, axis=0)
-        return mean, spread / total
-
-    return moments
+def gather_row(name: str, row: tf.Tensor) -> tf.Tensor:
+    """All ranks' vectors as rows, in rank order; a collective, as is its backward pass."""
+    refuse_xla("batch norm over all ranks' batches")
+    return gather_rows(row[None], [1] * runtime.size(), name, _wait(), Wire("batch norm"))
 
 
 @functools.cache
 def _wait() -> GraphWait:
     """One counter for all layers together: each one costs the watcher time."""
     return GraphWait("hvkit.batch_norm", "synchronised batch norm")
-
-
-def _samples(layer: Any, inputs: tf.Tensor, mask: Any) -> tf.Tensor:
-    """How many values each channel has in this batch."""
-    if mask is None:
-        values = tf.size(inputs) / inputs.shape[layer.axis]
-        return tf.cast(values, inputs.dtype)
-    shape = tf.shape(inputs)[tf.rank(mask) :]
-    per_entry = tf.reduce_prod(shape) / inputs.shape[layer.axis]
-    return tf.reduce_sum(tf.cast(mask, inputs.dtype)) * tf.cast(per_entry, inputs.dtype)

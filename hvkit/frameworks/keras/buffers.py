@@ -1,47 +1,16 @@
-"""Variables that layers assign in ``call``: their means over ranks, and whether they differ."""
+"""Variables that layers assign in ``call``: whether they differ between ranks."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import keras
-import tensorflow as tf
 
-from hvkit.frameworks.keras.collectives.graph_collectives import GraphWait, widened
-from hvkit.frameworks.keras.collectives.wire import Wire
-from hvkit.frameworks.keras.initial_state import tf_variable
-from hvkit.frameworks.keras.refusals import refuse_xla, weights_of_models
+from hvkit.frameworks.keras.backends import outside_graphs
+from hvkit.frameworks.keras.refusals import weights_of_models
 from hvkit.sync import fingerprints
-from hvkit.sync.buffers import require_same_buffers, warn_of_integers
 from hvkit.sync.fingerprints import Compared, Rows
-
-
-@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-def average(layers: Sequence[keras.layers.Layer]) -> None:
-    """Average the non-trainable variables of layers over ranks, also in a graph; a collective."""
-    held, first = learnt_in(layers, with_batch_norm=True), False
-    if tf.executing_eagerly():
-        first = require_same_buffers([f"{v.name}: {tuple(v.shape)}, {v.dtype}" for v in held])
-    else:
-        refuse_xla("hvkit.average_buffers")
-    kinds: dict[str, list[Any]] = {}
-    for v in held:
-        if tf.as_dtype(v.dtype).is_floating:
-            kinds.setdefault(v.dtype, []).append(v)
-    for kind, together in kinds.items():
-        flat = widened(tf.concat([tf.reshape(v.value, [-1]) for v in together], axis=0))
-        average_of = functools.partial(
-            Wire("batch norm").mean, name=f"hvkit.average_buffers.{kind}"
-        )
-        mean = _wait().around(flat, average_of)
-        sizes = [tf_variable(v).shape.num_elements() for v in together]
-        for v, piece in zip(together, tf.split(mean, sizes), strict=True):
-            v.assign(tf.cast(tf.reshape(piece, v.shape), v.dtype))
-    if first:
-        rest = [v for v in held if not tf.as_dtype(v.dtype).is_floating]
-        warn_of_integers(*_compared(rest))
 
 
 def compared_in(model: keras.Model) -> tuple[list[Compared], list[Rows]]:
@@ -54,12 +23,12 @@ def compared_in(model: keras.Model) -> tuple[list[Compared], list[Rows]]:
     distributed = weights_of_models()
     if any(id(w) in distributed for w in model.weights):
         return compared_of(model)
-    return _compared([*model.trainable_weights, *learnt_in([model], with_batch_norm=True)])
+    return fingerprints_of([*model.trainable_weights, *learnt_in([model], with_batch_norm=True)])
 
 
 def compared_of(model: keras.Model) -> tuple[list[Compared], list[Rows]]:
     """What the forward passes of a distributed model learn outside of batch norm."""
-    return _compared(learnt_in([model], with_batch_norm=False))
+    return fingerprints_of(learnt_in([model], with_batch_norm=False))
 
 
 def learnt_in(layers: Sequence[keras.layers.Layer], *, with_batch_norm: bool) -> list[Any]:
@@ -76,12 +45,7 @@ def learnt_in(layers: Sequence[keras.layers.Layer], *, with_batch_norm: bool) ->
     return list(found.values())
 
 
-def _compared(variables: Sequence[Any]) -> tuple[list[Compared], list[Rows]]:
-    with tf.init_scope():
+def fingerprints_of(variables: Sequence[Any]) -> tuple[list[Compared], list[Rows]]:
+    with outside_graphs():
         rows = [fingerprints.fingerprint(v.numpy()) for v in variables]
     return [Compared(f"variable {getattr(v, 'path', v.name)}") for v in variables], rows
-
-
-@functools.cache
-def _wait() -> GraphWait:
-    return GraphWait("hvkit.average_buffers", "hvkit.average_buffers")

@@ -2,29 +2,59 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 import keras
 
 from hvkit import runtime
 from hvkit.communication import collectives
 from hvkit.errors import RanksDisagreeError
-from hvkit.frameworks.keras.collectives.graph_collectives import blocked_in_graphs
-from hvkit.frameworks.keras.gradients.averager import GradientAverager
-from hvkit.frameworks.keras.weights.parameter_server import ServedModel
-from hvkit.frameworks.keras.weights.rounds import RoundKeeper
-from hvkit.host.run_reports import timeline_wanted
 from hvkit.metrics import any_rank
 from hvkit.watch.rank_errors import mark_as_shown_by
-from hvkit.watch.spans import WAITING, mark
 
 # These only write files and messages.
 _WRITERS = ("CSVLogger", "TensorBoard", "RemoteMonitor", "OrbaxCheckpoint", "ProgbarLogger")
 # These never end training in the middle of an epoch.
 _STEADY = ("ModelCheckpoint", "ProgbarLogger", "CSVLogger", "TensorBoard", "History")
+
+
+class Averager(Protocol):
+    """What averages the gradients of an optimizer."""
+
+    def end_of_epoch(self) -> None:
+        """Meet the other ranks at the end of an epoch; a collective.
+
+        Raises:
+            RanksDisagreeError: another rank is still inside the epoch.
+        """
+
+
+class RoundsOfFit(Protocol):
+    """What ``fit`` needs of a model whose ranks train alone."""
+
+    @property
+    def equal_steps(self) -> bool:
+        """Whether all ranks must take equally many steps."""
+
+    def settled(self) -> AbstractContextManager[None]:
+        """Hold the weights that the ranks would agree on now; a collective."""
+
+    def rebase(self) -> None:
+        """Begin with weights that the script has set, where no round has begun; a collective."""
+
+    def show_callbacks(self) -> None:
+        """Show the agreed weights to callbacks, which may set others; a collective."""
+
+    def keep_what_callbacks_set(self) -> None:
+        """Let weights that callbacks have set replace this rank's own; a collective."""
+
+    def put_back(self) -> None:
+        """Hold this rank's own weights again."""
+
+    def end_rounds(self) -> None:
+        """Have all ranks hold the same weights, as at the end of training; a collective."""
 
 
 class Epoch:
@@ -34,15 +64,18 @@ class Epoch:
         averagers: of the optimizers that update the model.
         make_alike: ends an epoch; raises on every rank if the ranks differ; a collective.
         rounds: for strategies whose ranks train alone.
+        watching: returns callbacks of the port's own, called after all others.
     """
 
     def __init__(
         self,
-        averagers: Sequence[GradientAverager],
+        averagers: Sequence[Averager],
         make_alike: Callable[[], None],
-        rounds: RoundKeeper | ServedModel | None = None,
+        rounds: RoundsOfFit | None = None,
+        watching: Callable[[], list[Any]] = list,
     ) -> None:
         self._averagers = averagers
+        self.watching = watching
         self.make_alike = make_alike
         self.rounds = rounds
         self._begun = False
@@ -101,8 +134,7 @@ def for_this_rank(callbacks: Any, epoch: Epoch | None, model: keras.Model) -> An
     if epoch is None:
         return given
     first = [Settled(epoch.rounds)] if epoch.rounds else []
-    marked = [Marked()] if timeline_wanted() else []
-    return [*first, *given, InStep(given, epoch, *first), *marked]
+    return [*first, *given, InStep(given, epoch, *first), *epoch.watching()]
 
 
 def _as_list(callbacks: Any) -> list[Any]:
@@ -183,7 +215,7 @@ class Settled(keras.callbacks.Callback):  # type: ignore[misc]
 
     never_stops = True
 
-    def __init__(self, rounds: RoundKeeper | ServedModel) -> None:
+    def __init__(self, rounds: RoundsOfFit) -> None:
         super().__init__()
         self._rounds = rounds
 
@@ -203,32 +235,6 @@ class Settled(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_end(self, logs: Any = None) -> None:
         """End the rounds that have begun."""
         self._rounds.end_rounds()
-
-
-class Marked(keras.callbacks.Callback):  # type: ignore[misc]
-    """Marks steps, and the waits inside their graph, in the timeline of the run."""
-
-    never_stops = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        blocked_in_graphs.measure()
-        self._begun = 0.0
-        self._blocked = blocked_in_graphs.seconds()
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Remember when the step begins."""
-        self._begun = time.monotonic()
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Mark the step, and its waits as one at the end of the last of them."""
-        now, blocked = time.monotonic(), blocked_in_graphs.seconds()
-        step = int(self.model.optimizer.iterations.numpy()) if self.model.optimizer else None
-        if waited := blocked - self._blocked:
-            ended = blocked_in_graphs.ended() - time.time() + now
-            mark(WAITING, ended - waited, ended, step)
-        mark("step", self._begun, now, step)
-        self._blocked = blocked
 
 
 class InStep(keras.callbacks.Callback):  # type: ignore[misc]

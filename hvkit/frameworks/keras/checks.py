@@ -5,10 +5,7 @@ fingerprints before they average gradients, in eager code and in ``tf.function``
 computes the fingerprints in both, in a branch of the graph that other steps do not take. ``fit``
 also compares at the end of each epoch, optimizers included.
 
-The checks cover weights that a layer made trainable, also while they are frozen, and what layers
-have adapted to. They leave out
-what may differ between ranks: the statistics of layers, the states of random generators, and
-gradients that an optimizer is still accumulating.
+What they cover is in ``comparisons``.
 """
 
 from __future__ import annotations
@@ -24,21 +21,16 @@ import tensorflow as tf
 from hvkit import runtime
 from hvkit.errors import RanksDisagreeError
 from hvkit.frameworks.keras.adapted import compared_in as adapted_in
+from hvkit.frameworks.keras.backends import backend_variable
 from hvkit.frameworks.keras.collectives.graph_collectives import nothing
 from hvkit.frameworks.keras.collectives.wire import Wire
-from hvkit.frameworks.keras.initial_state import tf_variable
-from hvkit.frameworks.keras.optimizers import inner_optimizer
-from hvkit.frameworks.keras.refusals import is_alike, is_distributed, weights_of_distributed
-from hvkit.frameworks.keras.sharded import ids_of_slots
+from hvkit.frameworks.keras.comparisons import labels_of, made_trainable, rows_of
 from hvkit.sync import fingerprints
 from hvkit.sync.fingerprints import WIDTH, Compared, Rows
 from hvkit.watch.rank_errors import for_graph, mark_as_shown_by
 
 # More updates than any training takes; twice as many still are an int64.
 _NEVER = 2**62
-
-# The distance from 1 to the next number.
-_UNITS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 # Models whose weights were compared before their first update.
 _updated: WeakSet[Any] = WeakSet()
@@ -96,8 +88,8 @@ class Checks:
 
     def _compare_weights(self, variables: Sequence[Any]) -> tf.Tensor:
         # Passed as inputs, so that TensorFlow reads them between the last update and this one.
-        values = [tf_variable(v).value() for v in variables]
-        labels = _labels(variables)
+        values = [backend_variable(v).value() for v in variables]
+        labels = labels_of(variables)
         # TensorFlow never frees a graph's NumPy functions: they must not keep the model.
         fingerprint: Callable[[], Any] = WeakMethod(self._fingerprint)
         judge: Callable[[], Any] = WeakMethod(self._judge)
@@ -121,8 +113,8 @@ class Checks:
     def _fingerprint(self, labels: list[Compared], arrays: Sequence[Any]) -> Rows:
         frozen = self._frozen()
         adapted, rows = adapted_in(self._model)
-        self._compared = [*labels, *_labels(frozen), *adapted]
-        return np.array([*_rows([*arrays, *(v.numpy() for v in frozen)]), *rows])
+        self._compared = [*labels, *labels_of(frozen), *adapted]
+        return np.array([*rows_of([*arrays, *(v.numpy() for v in frozen)]), *rows])
 
     def _judge(self, everyone: Rows) -> bytes:
         rows = everyone.reshape(runtime.size(), -1, WIDTH)
@@ -132,7 +124,7 @@ class Checks:
 
     def _compare_gradients(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
         def hashed(*arrays: Any) -> Rows:
-            return fingerprints.of_gradients(_rows(arrays))[None]
+            return fingerprints.of_gradients(rows_of(arrays))[None]
 
         mine = _in_numpy(hashed, gradients, tf.int64, [1, 2])
         everyone = self._of_all_ranks(mine, "work")
@@ -145,89 +137,7 @@ class Checks:
 
     def _frozen(self) -> list[Any]:
         """The model's weights that are frozen now, so that nothing writes to them meanwhile."""
-        return [v for v in _made_trainable(self._model) if not v.trainable]
-
-
-def compared_in(thing: Any) -> tuple[list[Compared], list[Rows]]:
-    """The variables of a model or optimizer that must be equal on all ranks, and fingerprints.
-
-    Args:
-        thing: a model or an optimizer. If it was not distributed, only those of its weights count
-            that a distributed model shares.
-    """
-    adapted: list[Compared] = []
-    rows: list[Rows] = []
-    if isinstance(thing, keras.Model):
-        alike = weights_of_distributed()
-        variables = [v for v in _made_trainable(thing) if id(v) in alike]
-        if is_distributed(thing):
-            adapted, rows = adapted_in(thing)
-    elif not is_alike(inner_optimizer(thing)):
-        variables = []
-    else:
-        local = {id(v) for v in _accumulators(thing)} | ids_of_slots([thing])
-        variables = [v for v in thing.variables if id(v) not in local]
-    with tf.init_scope():
-        return [*_labels(variables), *adapted], [*_rows([v.numpy() for v in variables]), *rows]
-
-
-def require_same_weights(call: str, model: keras.Model, optimizers: Sequence[Any]) -> None:
-    """Raise on every rank unless all hold the same weights, up to rounding; a collective.
-
-    Args:
-        call: the name of the call that the user made.
-        model: a distributed one.
-        optimizers: those that ``distribute`` got with it.
-
-    Raises:
-        RanksDisagreeError: names the first variable that differs, and the ranks.
-    """
-    found = [compared_in(each) for each in (model, *optimizers)]
-    compared = [each for theirs, _ in found for each in theirs]
-    fingerprints.require_same(call, compared, [row for _, theirs in found for row in theirs])
-
-
-def require_same(call: str, labels: Sequence[str], variables: Sequence[tf.Variable]) -> bool:
-    """Raise on every rank unless all hold the same values, up to rounding; a collective.
-
-    Args:
-        call: the name of the call that the user made.
-        labels: the variables' names in the error message.
-        variables: the same ones on every rank.
-
-    Returns:
-        Whether they hold the same bit for bit.
-
-    Raises:
-        RanksDisagreeError: names the first variable that differs, and the ranks.
-    """
-    compared = [Compared(each, _unit(v)) for each, v in zip(labels, variables, strict=True)]
-    return fingerprints.require_same(call, compared, _rows([v.numpy() for v in variables]))
-
-
-def _made_trainable(model: Any) -> list[Any]:
-    """The model's weights, without the state that layers keep for themselves; each once."""
-    layers = model._flatten_layers()
-    return list({id(v): v for each in layers for v in each._trainable_variables}.values())
-
-
-def _accumulators(optimizer: Any) -> list[Any]:
-    """The gradients accumulated since the last update: each rank's own, not averaged yet."""
-    inner = inner_optimizer(optimizer)
-    parts = [inner, *getattr(inner, "optimizers", ())]
-    return [v for part in parts for v in getattr(part, "_accumulated_gradients", ())]
-
-
-def _labels(variables: Sequence[Any]) -> list[Compared]:
-    return [Compared(getattr(v, "path", v.name), _unit(v)) for v in variables]
-
-
-def _unit(variable: Any) -> float:
-    return _UNITS.get(tf.as_dtype(variable.dtype).name, 0.0)
-
-
-def _rows(arrays: Sequence[Any]) -> list[Rows]:
-    return [fingerprints.fingerprint(array) for array in arrays]
+        return [v for v in made_trainable(self._model) if not v.trainable]
 
 
 def _in_numpy(

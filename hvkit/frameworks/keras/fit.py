@@ -18,20 +18,18 @@ import keras
 from keras.src.trainers.epoch_iterator import EpochIterator
 
 from hvkit import runtime
-from hvkit.frameworks.keras.callbacks import Epoch, for_this_rank
-from hvkit.frameworks.keras.gradients.averager import GradientAverager
+from hvkit.frameworks.keras.callbacks import Averager, Epoch, RoundsOfFit, for_this_rank
 from hvkit.frameworks.keras.metric_results import over_all_ranks
-from hvkit.frameworks.keras.weights.parameter_server import ServedModel
-from hvkit.frameworks.keras.weights.rounds import RoundKeeper
 from hvkit.watch.calls import call_within
 from hvkit.watch.rank_errors import translated
 
 
 def share_results(
     model: keras.Model,
-    averagers: Sequence[GradientAverager],
+    averagers: Sequence[Averager],
     make_alike: Callable[[], None],
-    rounds: RoundKeeper | ServedModel | None = None,
+    rounds: RoundsOfFit | None = None,
+    watching: Callable[[], list[Any]] = list,
 ) -> None:
     """Make ``fit`` and ``evaluate`` of this model report the metrics of all ranks.
 
@@ -43,8 +41,9 @@ def share_results(
         make_alike: ends an epoch; raises on every rank if the ranks differ; a collective.
         rounds: for strategies whose ranks train alone. ``evaluate`` then uses the weights that the
             ranks would agree on, with which they also leave ``fit``.
+        watching: returns callbacks for ``fit``, called after all others.
     """
-    epoch = Epoch(averagers, make_alike, rounds)
+    epoch = Epoch(averagers, make_alike, rounds, watching)
     read = model._get_metrics_result_or_logs
 
     def read_from_all_ranks(logs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -59,9 +58,18 @@ def share_results(
         setattr(model, method.__name__, _on_this_rank(model, method, epoch, trains=False))
 
 
-def _in_settled(
-    evaluate: Callable[..., Any], rounds: RoundKeeper | ServedModel
-) -> Callable[..., Any]:
+def train_uncompiled(model: keras.Model) -> None:
+    """Have ``fit`` and ``evaluate`` made again: without a compiler, which cannot see collectives.
+
+    They then also use what layers have adapted to by now.
+    """
+    model.supports_jit = False
+    if getattr(model, "compiled", False):
+        model.jit_compile = False
+    model.train_function = model.test_function = model.predict_function = None
+
+
+def _in_settled(evaluate: Callable[..., Any], rounds: RoundsOfFit) -> Callable[..., Any]:
     @functools.wraps(evaluate)
     def settled(*args: Any, **kwargs: Any) -> Any:
         with rounds.settled():
@@ -104,7 +112,7 @@ def _on_this_rank(
 
 
 @contextlib.contextmanager
-def _each_epoch_to_its_end(rounds: RoundKeeper | ServedModel | None) -> Iterator[None]:
+def _each_epoch_to_its_end(rounds: RoundsOfFit | None) -> Iterator[None]:
     """Let ``fit`` read data of unknown length to its end in every epoch.
 
     Keras takes no more steps than in the first epoch. Where ranks may take different numbers of

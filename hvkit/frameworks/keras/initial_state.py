@@ -7,11 +7,18 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
-from keras.src.backend import Variable as KerasVariable
 
 from hvkit.communication import collectives
 from hvkit.communication.collectives import require_equal
+from hvkit.frameworks.keras.backends import have_values, outside_graphs
+
+
+class Together(keras.Model):  # type: ignore[misc]
+    """Several models that train together, as one that contains them; nobody calls it."""
+
+    def __init__(self, models: Sequence[keras.Model]) -> None:
+        super().__init__()
+        self.models = list(models)
 
 
 def has_weights(model: keras.Model) -> bool:
@@ -21,22 +28,6 @@ def has_weights(model: keras.Model) -> bool:
     own) is never built itself; its parts count.
     """
     return _is_built(model) and have_values(model.weights)
-
-
-def have_values(variables: Sequence[Any]) -> bool:
-    """Whether variables are initialised.
-
-    They are not while TensorFlow first traces a ``tf.function`` that creates them. TensorFlow then
-    initialises them and traces the function again.
-    """
-    with tf.init_scope():
-        return all(bool(tf_variable(v).is_initialized()) for v in variables)
-
-
-def tf_variable(variable: Any) -> tf.Variable:
-    """The TensorFlow variable behind a Keras one."""
-    # Not keras.Variable: in Keras 3.5 that is a subclass of this class.
-    return variable._value if isinstance(variable, KerasVariable) else variable
 
 
 def _is_built(model: keras.Model) -> bool:
@@ -53,7 +44,7 @@ def synchronise(weights: Sequence[Any]) -> None:
     Raises:
         RanksDisagreeError: the ranks' weights differ in number, path, shape or dtype.
     """
-    with tf.init_scope():
+    with outside_graphs():
         facts = [f"{_name(w)}: shape {tuple(w.shape)}, {w.dtype}" for w in weights]
         advice = (
             "build the same model on every rank; if only numbers in names differ, some rank has "
@@ -88,7 +79,7 @@ def synchronise_optimizers(
     Raises:
         RanksDisagreeError: the ranks' states differ in number, shape or dtype.
     """
-    with tf.init_scope():
+    with outside_graphs():
         built = collectives.gather("distribute", [each.built for each in optimizers])
         for i, optimizer in enumerate(optimizers):
             if not optimizer.built and any(theirs[i] for theirs in built):

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-import tensorflow as tf
+from keras import ops
 
 from hvkit.learning_rate import Multiplier
+
+
+def scale_rates(
+    optimizers: Sequence[Any], multiplier: Multiplier
+) -> list[tuple[float, Multiplier | None]]:
+    """Make every update of these optimizers use multiplied rates; return the user's with it."""
+    if not multiplier.changes_nothing:
+        for each in optimizers:
+            RateInUpdate(each, multiplier)
+    return [(float(each.learning_rate), multiplier) for each in optimizers]
 
 
 class RateInUpdate:
@@ -40,7 +51,7 @@ class RateInUpdate:
         optimizer.apply = apply_at_multiplied_rate
 
     def _by(self) -> Any:
-        """The factor of this step: ``Multiplier.at``, with tensors during a warm-up."""
+        """The factor of this step: ``Multiplier.at``, of tensors during a warm-up."""
         full, first, steps = (
             self._multiplier.full,
             self._multiplier.first,
@@ -48,5 +59,5 @@ class RateInUpdate:
         )
         if not steps:
             return full
-        step = tf.cast(tf.convert_to_tensor(self._optimizer.iterations), tf.float32)
-        return tf.where(step >= steps, full, first + (full - first) * step / steps)
+        step = ops.cast(self._optimizer.iterations, "float32")
+        return ops.where(step >= steps, full, first + (full - first) * step / steps)

@@ -13,7 +13,6 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from hvkit.communication import collectives
 from hvkit.main_rank import warn_once
@@ -177,7 +176,9 @@ def _as_float(value: Any) -> Any:
 
 
 def _as_array(value: Any) -> np.ndarray[Any, Any]:
-    # NumPy's own conversion fails for one bfloat16 of TensorFlow.
-    if isinstance(value, tf.Tensor) and value.dtype == tf.bfloat16:
-        value = tf.cast(value, tf.float32)
-    return np.asarray(value)
+    if not keras.ops.is_tensor(value):
+        return np.asarray(value)
+    if keras.backend.standardize_dtype(value.dtype) == "bfloat16":  # no number for NumPy
+        value = keras.ops.cast(value, "float32")
+    array: np.ndarray[Any, Any] = keras.ops.convert_to_numpy(value)
+    return array

@@ -12,58 +12,59 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import keras
 from keras.src.backend import in_stateless_scope
 
 from hvkit import runtime
 from hvkit.communication import collectives
 from hvkit.frameworks.keras.adapted import Learnt
+from hvkit.frameworks.keras.averaged_updates import Average, average_in_apply, skip_together
+from hvkit.frameworks.keras.backends import backend_variable, have_values
 from hvkit.frameworks.keras.batch_norm import (
     LastStatistics,
     average_statistics,
-    made_synchronised,
-    synchronise_batch_norm,
+    gather_row,
 )
 from hvkit.frameworks.keras.buffers import compared_of
-from hvkit.frameworks.keras.checks import Checks, require_same_weights
+from hvkit.frameworks.keras.checks import Checks
 from hvkit.frameworks.keras.collectives.graph_collectives import GraphWait
-from hvkit.frameworks.keras.fit import share_results
+from hvkit.frameworks.keras.comparisons import require_same_weights
+from hvkit.frameworks.keras.divided_state import gathered, ids_of_slots
+from hvkit.frameworks.keras.fit import share_results, train_uncompiled
 from hvkit.frameworks.keras.gradients.averager import AveragingKeeper, GradientAverager
 from hvkit.frameworks.keras.gradients.nonfinite import NonFinite
+from hvkit.frameworks.keras.graph_refusals import refuse_tf_distribute
+from hvkit.frameworks.keras.graph_shares import GraphShares
 from hvkit.frameworks.keras.initial_state import (
+    Together,
     has_weights,
-    have_values,
     synchronise,
     synchronise_optimizers,
-    tf_variable,
 )
-from hvkit.frameworks.keras.learning_rate import RateInUpdate
+from hvkit.frameworks.keras.learning_rate import scale_rates
 from hvkit.frameworks.keras.optimizers import (
-    Average,
-    average_in_apply,
     inner_optimizer,
+    more_than_sgd,
     parts_of,
     settings_of,
-    skip_together,
+    updating,
 )
 from hvkit.frameworks.keras.refusals import (
     let_differ,
     refuse_left_out,
+    refuse_optimizers,
     refuse_other_optimizers,
     refuse_overwritten,
-    refuse_own_averages,
-    refuse_tf_distribute,
 )
 from hvkit.frameworks.keras.sharded import (
     OptimizerShards,
-    gathered,
-    ids_of_slots,
     refuse_joint_updates,
 )
+from hvkit.frameworks.keras.synchronised_norm import made_synchronised, synchronise_batch_norm
+from hvkit.frameworks.keras.traced_steps import marks
 from hvkit.frameworks.keras.weights.parameter_server import ServedModel
 from hvkit.frameworks.keras.weights.rounds import RoundKeeper
 from hvkit.learning_rate import Multiplier
-from hvkit.strategies import FullyShard, ParameterServer, ShardedOptimizer
+from hvkit.strategies import ParameterServer, ShardedOptimizer
 from hvkit.strategies.strategy import Averaging, Rounds
 from hvkit.sync.buffers import warn_of_unlike
 from hvkit.sync.port import Keeper, Options, Record, warn_of_own_batches
@@ -74,54 +75,21 @@ _serial = itertools.count()
 _KEEPER = "_hvkit_keeper"
 
 
-class Together(keras.Model):  # type: ignore[misc]
-    """Several models that train together, as one that contains them; nobody calls it."""
-
-    def __init__(self, models: Sequence[keras.Model]) -> None:
-        super().__init__()
-        self.models = list(models)
-
-
 class KerasPort:
     """Some models and the optimizers that update them."""
 
-    framework = "tensorflow"
-
     def __init__(self, models: Sequence[Any], optimizers: Sequence[Any], options: Options) -> None:
-        backend = keras.backend.backend()
-        if backend != "tensorflow":
-            raise ValueError(
-                f"Keras runs on the {backend!r} backend, hvkit needs 'tensorflow': set "
-                "KERAS_BACKEND=tensorflow before Keras is imported"
-            )
-        if options.accumulate != 1:
-            raise ValueError(
-                f"accumulate={options.accumulate} is for PyTorch only: with Keras, pass "
-                f"gradient_accumulation_steps={options.accumulate} to the optimizer"
-            )
-        if isinstance(options.strategy, FullyShard):
-            raise ValueError(
-                f"{options.strategy} is for PyTorch, whose fully_shard it uses: with Keras, "
-                "hvkit.ShardedOptimizer() divides the optimizer's state; a model that is too large "
-                "for one device needs PyTorch"
-            )
         if runtime.size() > 1:
             for model in models:
                 refuse_tf_distribute(model)
         self.models = list(models)
         self.model = models[0] if len(models) == 1 else Together(models)
         self.options = options
-        self.optimizers = list(map(_checked, optimizers))
-        _refuse_optimizers_of_others(self.models, self.optimizers)
+        self.optimizers = list(optimizers)
+        refuse_optimizers(self.models, self.optimizers, options)
         if isinstance(options.strategy, ShardedOptimizer):
-            for each in self._updating():
+            for each in updating(self.optimizers):
                 refuse_joint_updates(options.strategy, each)
-        if isinstance(options.strategy, Rounds | ParameterServer):
-            for each in self._updating():
-                refuse_own_averages(options.strategy, each)
-        if options.on_nonfinite != "ignore":
-            for each in self.optimizers:
-                _refuse_scaled_or_accumulated(options, each)
         self.averagers: list[GradientAverager] = []
         self._synchronised: dict[int, Any] = {}
         # Models whose weights no rank has sent yet.
@@ -132,11 +100,7 @@ class KerasPort:
         return [settings_of(each) for each in self.optimizers]
 
     def more_than_sgd(self) -> list[str]:
-        return [
-            type(each).__name__
-            for each in self._updating()
-            if not isinstance(each, keras.optimizers.SGD) or each.momentum
-        ]
+        return more_than_sgd(self.optimizers)
 
     def synchronise(self) -> None:
         self._synchronise_batch_norm()
@@ -160,7 +124,7 @@ class KerasPort:
         learnt.take_from_rank_0()
 
     def _synchronise(self, weights: Sequence[Any]) -> None:
-        self._synchronised.update((id(tf_variable(w)), w) for w in weights)
+        self._synchronised.update((id(backend_variable(w)), w) for w in weights)
         synchronise(weights)
 
     def _synchronise_optimizers(self) -> None:
@@ -188,7 +152,7 @@ class KerasPort:
             return
         everything = self.options.batch_norm == "sync"
         if everything or isinstance(self.options.strategy, Averaging):
-            synchronise_batch_norm(self.model, everything=everything)
+            synchronise_batch_norm(self.model, everything=everything, gather=gather_row)
         elif made_synchronised(self.model):
             warn_of_own_batches("BatchNormalization(synchronized=True)", self.options.strategy)
 
@@ -202,35 +166,21 @@ class KerasPort:
         for model in self._pending:
             if model.weights and have_values(model.weights):
                 self._synchronise_model(model)
-        new = [v for v in variables if id(tf_variable(v)) not in self._synchronised]
+        new = [v for v in variables if id(backend_variable(v)) not in self._synchronised]
         if new and have_values(new):
             refuse_left_out(self.models, self.optimizers, new)
             self._synchronise(new)
         if self._optimizers_pending and have_values(variables):
             self._synchronise_optimizers()
 
-    def _updating(self) -> list[Any]:
-        """The optimizers that update variables, without those that hold them."""
-        return [part for each in self.optimizers for part in parts_of(inner_optimizer(each))]
-
     def scale_learning_rate(self, multiplier: Multiplier) -> list[tuple[float, Multiplier | None]]:
-        parts = self._updating()
-        if not multiplier.changes_nothing:
-            for part in parts:
-                RateInUpdate(part, multiplier)
-        return [(float(part.learning_rate), multiplier) for part in parts]
+        return scale_rates(updating(self.optimizers), multiplier)
 
     def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
         inner = [inner_optimizer(each) for each in self.optimizers]
-        updating = [o for each in inner for o in (each, *parts_of(each))]
         for model in self.models:
-            # XLA cannot compile Horovod's operations.
-            model.supports_jit = False
-            if getattr(model, "compiled", False):
-                model.jit_compile = False
-            # Keras makes them again, without XLA, and with what layers have adapted to now.
-            model.train_function = model.test_function = model.predict_function = None
-            refuse_other_optimizers(model, updating)
+            refuse_other_optimizers(model, [o for each in inner for o in (each, *parts_of(each))])
+            train_uncompiled(model)
         alone: RoundKeeper | ServedModel | None = None
         keeper: Keeper | None = None
         compression = self.options.compression
@@ -251,7 +201,7 @@ class KerasPort:
             wait = GraphWait(f"hvkit.{next(_serial)}")
         end_epoch = functools.partial(self._end_epoch, wait)
         for model in self.models:  # which keep all that is here by this
-            share_results(model, self.averagers, end_epoch, alone)
+            share_results(model, self.averagers, end_epoch, alone, marks)
             vars(model)[_KEEPER] = keeper
         return [(each, self._record(each)) for each in self.optimizers], keeper
 
@@ -275,8 +225,10 @@ class KerasPort:
         Args:
             wait: counts the waits for averaged statistics; None if they are not averaged here.
         """
-        steps = [each.gradient_accumulation_steps or 1 for each in self._updating()]
-        left = any(int(o.iterations) % n for o, n in zip(self._updating(), steps, strict=True))
+        steps = [each.gradient_accumulation_steps or 1 for each in updating(self.optimizers)]
+        left = any(
+            int(o.iterations) % n for o, n in zip(updating(self.optimizers), steps, strict=True)
+        )
         if wait is not None and left:
             average_statistics(self.model, wait)
         require_same_weights("fit", self.model, self.optimizers)
@@ -284,8 +236,8 @@ class KerasPort:
 
     def _divide_state(self, strategy: ShardedOptimizer) -> None:
         held = [0] * runtime.size()
-        for each in self._updating():
-            OptimizerShards(strategy, each, held, f"hvkit.{next(_serial)}")
+        for each in updating(self.optimizers):
+            OptimizerShards(strategy, each, held, GraphShares(f"hvkit.{next(_serial)}"))
 
     def _record(self, optimizer: Any) -> Record:
         if not isinstance(self.options.strategy, ShardedOptimizer):
@@ -327,52 +279,3 @@ class KerasPort:
             return means
 
         return average
-
-
-def _refuse_scaled_or_accumulated(options: Options, optimizer: Any) -> None:
-    asked = f"on_nonfinite={options.on_nonfinite!r}"
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        raise ValueError(
-            f"{asked}: LossScaleOptimizer skips steps whose gradients overflow, and needs them to "
-            'set its scale: use on_nonfinite="ignore"'
-        )
-    if optimizer.gradient_accumulation_steps:
-        raise ValueError(
-            f"{asked}: an optimizer with gradient_accumulation_steps would add NaN to what it has "
-            'accumulated: use on_nonfinite="ignore"'
-        )
-
-
-def _checked(optimizer: Any) -> Any:
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
-        hint = ""
-        if isinstance(optimizer, str):
-            hint = f"; make the object with keras.optimizers.get({optimizer!r})"
-        raise TypeError(
-            "optimizer of a Keras model must be a keras.optimizers.Optimizer, or a list of them, "
-            f"got {optimizer!r} of type {type(optimizer).__module__}."
-            f"{type(optimizer).__qualname__}{hint}"
-        )
-    inner = inner_optimizer(optimizer)
-    if not parts_of(inner):
-        raise ValueError(
-            f"{type(inner).__name__} {inner.name!r} has made no optimizers yet: call its "
-            "build(model.trainable_variables) before hvkit.distribute"
-        )
-    return optimizer
-
-
-def _refuse_optimizers_of_others(models: Sequence[Any], optimizers: Sequence[Any]) -> None:
-    """Raise if all optimizers were built for other variables than those of the models."""
-    inner = [inner_optimizer(each) for each in optimizers]
-    trained = [v for model in models for v in model.trainable_variables]
-    if not trained or not all(map(has_weights, models)) or not all(each.built for each in inner):
-        return
-    held = {id(v) for each in inner for v in each._trainable_variables}
-    if not any(id(v) in held for v in trained):
-        names = ", ".join(repr(each.name) for each in inner)
-        raise ValueError(
-            f"optimizer {names} was built for {len(held)} other variables, none of them of model "
-            f"{', '.join(repr(model.name) for model in models)}: make a new optimizer for this "
-            "model"
-        )

@@ -4,8 +4,7 @@ An optimizer that was not passed to ``distribute`` averages nothing, so the rank
 train apart: ``compile`` may get another optimizer, a second phase of training may make a new one,
 and a ``train_step`` may have its own. All of them call the ``apply`` of the base class, so the
 check is there. In the same way, ``fit`` of the base class refuses a model that was not passed but
-contains one that was: nothing would share its metrics, files and decisions. The other updates
-refused are those that XLA compiles: it has no kernels for Horovod's operations.
+contains one that was: nothing would share its metrics, files and decisions.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from typing import Any
 from weakref import WeakSet
 
 import keras
-import tensorflow as tf
-from tensorflow.python.ops import control_flow_util
 
-from hvkit.frameworks.keras.gradients.averager import is_overwritten
-from hvkit.frameworks.keras.initial_state import tf_variable
+from hvkit.frameworks.keras.backends import backend_variable, not_converted
+from hvkit.frameworks.keras.initial_state import has_weights
+from hvkit.frameworks.keras.optimizers import inner_optimizer, is_overwritten, parts_of, updating
 from hvkit.main_rank import warn_once
+from hvkit.strategies.fully_shard import FullyShard
 from hvkit.strategies.parameter_server import ParameterServer
 from hvkit.strategies.strategy import Rounds
-from hvkit.sync.port import warn_of_own_models
+from hvkit.sync.port import Options, warn_of_own_models
 
 _models: WeakSet[Any] = WeakSet()
 _averaged: WeakSet[Any] = WeakSet()
@@ -37,44 +36,81 @@ _differing: WeakSet[Any] = WeakSet()
 _updated: dict[int, weakref.ref[Any]] = {}
 
 
-def refuse_xla(call: str) -> None:
-    """Raise if XLA will compile the code that TensorFlow is tracing, or a function around it.
-
-    Args:
-        call: the call that needs the other ranks.
+def refuse_optimizers(models: Sequence[Any], optimizers: Sequence[Any], options: Options) -> None:
+    """Raise for optimizers and options with which models of Keras cannot be kept in step.
 
     Raises:
-        ValueError: XLA will compile it.
+        TypeError: an optimizer is not one of Keras.
+        ValueError: an optimizer belongs to other models, or an option does not suit it.
     """
-    if tf.executing_eagerly():
-        return
-    if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+    for each in optimizers:
+        _refuse_foreign(each)
+    _refuse_optimizers_of_others(models, optimizers)
+    if options.accumulate != 1:
         raise ValueError(
-            f"{call} is inside a tf.function with jit_compile=True, but XLA cannot compile the "
-            "communication between ranks: remove jit_compile=True from the tf.function that "
-            f"contains {call}. A separate tf.function with the forward and backward pass may keep "
-            "it"
+            f"accumulate={options.accumulate} is for PyTorch only: with Keras, pass "
+            f"gradient_accumulation_steps={options.accumulate} to the optimizer"
+        )
+    if isinstance(options.strategy, FullyShard):
+        raise ValueError(
+            f"{options.strategy} is for PyTorch, whose fully_shard it uses: with Keras, "
+            "hvkit.ShardedOptimizer() divides the optimizer's state; a model that is too large "
+            "for one device needs PyTorch"
+        )
+    if isinstance(options.strategy, Rounds | ParameterServer):
+        for each in updating(optimizers):
+            refuse_own_averages(options.strategy, each)
+    if options.on_nonfinite != "ignore":
+        for each in optimizers:
+            _refuse_scaled_or_accumulated(options, each)
+
+
+def _refuse_scaled_or_accumulated(options: Options, optimizer: Any) -> None:
+    asked = f"on_nonfinite={options.on_nonfinite!r}"
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ValueError(
+            f"{asked}: LossScaleOptimizer skips steps whose gradients overflow, and needs them to "
+            'set its scale: use on_nonfinite="ignore"'
+        )
+    if optimizer.gradient_accumulation_steps:
+        raise ValueError(
+            f"{asked}: an optimizer with gradient_accumulation_steps would add NaN to what it has "
+            'accumulated: use on_nonfinite="ignore"'
         )
 
 
-def refuse_tf_distribute(model: Any = None) -> None:
-    """Raise where a strategy of ``tf.distribute`` would divide the work, too.
+def _refuse_foreign(optimizer: Any) -> None:
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        hint = ""
+        if isinstance(optimizer, str):
+            hint = f"; make the object with keras.optimizers.get({optimizer!r})"
+        raise TypeError(
+            "optimizer of a Keras model must be a keras.optimizers.Optimizer, or a list of them, "
+            f"got {optimizer!r} of type {type(optimizer).__module__}."
+            f"{type(optimizer).__qualname__}{hint}"
+        )
+    inner = inner_optimizer(optimizer)
+    if not parts_of(inner):
+        raise ValueError(
+            f"{type(inner).__name__} {inner.name!r} has made no optimizers yet: call its "
+            "build(model.trainable_variables) before hvkit.distribute"
+        )
 
-    Args:
-        model: one that may have been made in such a strategy's scope; None for the update of one.
 
-    Raises:
-        ValueError: names the strategy.
-    """
-    made_in = getattr(model, "_distribute_strategy", None)
-    if made_in is None and not tf.distribute.has_strategy():
+def _refuse_optimizers_of_others(models: Sequence[Any], optimizers: Sequence[Any]) -> None:
+    """Raise if all optimizers were built for other variables than those of the models."""
+    inner = [inner_optimizer(each) for each in optimizers]
+    trained = [v for model in models for v in model.trainable_variables]
+    if not trained or not all(map(has_weights, models)) or not all(each.built for each in inner):
         return
-    found = type(made_in or tf.distribute.get_strategy()).__name__
-    raise ValueError(
-        f"{'an update' if model is None else f'model {model.name!r}'} is in the scope of "
-        f"tf.distribute.{found}, which would divide the work and average gradients, too: remove "
-        f"the strategy and `with strategy.scope():`, as hvkit starts one process for each device"
-    )
+    held = {id(v) for each in inner for v in each._trainable_variables}
+    if not any(id(v) in held for v in trained):
+        names = ", ".join(repr(each.name) for each in inner)
+        raise ValueError(
+            f"optimizer {names} was built for {len(held)} other variables, none of them of model "
+            f"{', '.join(repr(model.name) for model in models)}: make a new optimizer for this "
+            "model"
+        )
 
 
 def refuse_own_averages(strategy: object, optimizer: Any) -> None:
@@ -132,8 +168,8 @@ def refuse_left_out(
     Raises:
         ValueError: names the layer or model.
     """
-    own = {id(tf_variable(w)) for model in models for w in model.weights}
-    others = {id(tf_variable(v)) for v in variables} - own
+    own = {id(backend_variable(w)) for model in models for w in model.weights}
+    others = {id(backend_variable(v)) for v in variables} - own
     if not others:
         return
     names = ", ".join(repr(each.name) for each in optimizers)
@@ -162,7 +198,7 @@ def _largest_with(numbers: set[int], passed: set[int]) -> list[Any]:
         each
         for each in apart
         if id(each) not in inside
-        and not numbers.isdisjoint(id(tf_variable(v)) for v in each.trainable_variables)
+        and not numbers.isdisjoint(id(backend_variable(v)) for v in each.trainable_variables)
     ]
 
 
@@ -212,7 +248,7 @@ def _check_who_applies() -> None:
     base = keras.optimizers.Optimizer
     apply = base.apply
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    @not_converted
     def apply_if_averaged(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
         if self not in _averaged:
             variables = list(trainable_variables or getattr(self, "_trainable_variables", ()))

@@ -7,31 +7,46 @@ out. Afterwards the owners send their variables to all.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
-from weakref import WeakKeyDictionary, ref
+from typing import Any, Protocol
+from weakref import ref
 
+import keras
 import numpy as np
-import tensorflow as tf
 
 from hvkit import runtime
 from hvkit.communication import large_objects
-from hvkit.frameworks.keras.collectives.graph_collectives import GraphWait
-from hvkit.frameworks.keras.collectives.wire import Wire
-from hvkit.frameworks.keras.initial_state import tf_variable
-from hvkit.frameworks.keras.optimizers import inner_optimizer, parts_of
+from hvkit.frameworks.keras.backends import (
+    ON_TENSORFLOW,
+    backend_variable,
+    numpy_dtype,
+    set_anew,
+)
+from hvkit.frameworks.keras.divided_state import remember
 from hvkit.frameworks.keras.trials import why_not_by_variable
 from hvkit.strategies import ShardedOptimizer
 from hvkit.sync.chunking import pieces
 
-# By optimizer: the innermost ones, which do the update.
-_shards: WeakKeyDictionary[Any, OptimizerShards] = WeakKeyDictionary()
-
 # The gradients that Keras adds up before an update; every rank needs all of them.
 _ACCUMULATOR = "gradient_accumulator"
+
+
+class ShareExchange(Protocol):
+    """Sends what ranks have updated, with the collectives of a backend."""
+
+    def leave_out(self, gradients: Sequence[Any]) -> None:
+        """Note the gradients of variables that other ranks update."""
+
+    def send(self, number: int, piece: list[list[int]], variables: Sequence[Any]) -> None:
+        """Send some of the variables that this rank owns, and take over others; a collective.
+
+        Args:
+            number: of the piece.
+            piece: the numbers of variables by owner, in rank order.
+            variables: the backend's own.
+        """
 
 
 class OptimizerShards:
@@ -41,26 +56,23 @@ class OptimizerShards:
         strategy: chooses the owners.
         optimizer: one that updates variables, not one that scales the loss.
         held: bytes that each rank owns already, in rank order; counts up.
-        name: the same on every rank, and no other optimizer's.
+        shares: sends what ranks have updated.
     """
 
     def __init__(
-        self, strategy: ShardedOptimizer, optimizer: Any, held: list[int], name: str
+        self, strategy: ShardedOptimizer, optimizer: Any, held: list[int], shares: ShareExchange
     ) -> None:
         self._strategy = strategy
         self._held = held
-        self._wait = GraphWait(f"{name}.shares")
-        self._wire = Wire("weights")
+        self._shares = shares
         # Weak: the optimizer's methods keep this object.
         self._optimizer = ref(optimizer)
         self._owner: dict[int, int] = {}
         # The state of single variables, with the variable that each part belongs to.
         self._slots: list[tuple[Any, Any]] = []
-        with tf.init_scope():
-            self._used = tf.Variable(0.0, trainable=False)
         # Whether this rank holds the state of all variables for a while.
         self._whole = False
-        _shards[optimizer] = self
+        remember(optimizer, self)
         self._follow(optimizer)
         if optimizer.built:
             self._divide(optimizer)
@@ -89,9 +101,10 @@ class OptimizerShards:
         def update_own(grads: Sequence[Any], variables: Sequence[Any], rate: Any) -> None:
             owners = self.owner_of(variables)
             mine = [i for i, owner in enumerate(owners) if owner == runtime.rank()]
-            self._keep_in_graph([g for i, g in enumerate(grads) if i not in mine])
-            update([grads[i] for i in mine], [variables[i] for i in mine], rate)
-            self._send([tf_variable(v) for v in variables], owners)
+            self._shares.leave_out([g for i, g in enumerate(grads) if i not in mine])
+            if mine or ON_TENSORFLOW:  # PyTorch's operations on lists need at least one tensor
+                update([grads[i] for i in mine], [variables[i] for i in mine], rate)
+            self._send([backend_variable(v) for v in variables], owners)
 
         def save_whole(store: Any) -> None:
             self._refuse_partial_state()
@@ -106,14 +119,6 @@ class OptimizerShards:
         optimizer._backend_update_step = update_own
         optimizer.save_own_variables = save_whole
         optimizer.load_own_variables = load_own
-
-    def _keep_in_graph(self, gradients: Sequence[Any]) -> None:
-        """Use gradients, so that a graph computes their means: other ranks wait for this one."""
-        used = [tf.convert_to_tensor(0.0)]
-        for each in gradients:
-            values = each.values if isinstance(each, tf.IndexedSlices) else each
-            used.append(tf.cast(tf.reduce_sum(tf.reshape(values, [-1])[:1]), tf.float32))
-        self._used.assign(tf.add_n(used))
 
     def _divide(self, optimizer: Any) -> None:
         """Keep this rank's part of a state that was made before."""
@@ -142,38 +147,17 @@ class OptimizerShards:
 
     def owner_of(self, variables: Sequence[Any]) -> list[int]:
         """The ranks that own variables; new ones get an owner. Every rank passes the same."""
-        keys = [id(tf_variable(v)) for v in variables]
+        keys = [id(backend_variable(v)) for v in variables]
         new = [v for v, key in zip(variables, keys, strict=True) if key not in self._owner]
         owners = self._strategy.owners([_bytes(v) for v in new], self._held)
-        self._owner.update(zip((id(tf_variable(v)) for v in new), owners, strict=True))
+        self._owner.update(zip((id(backend_variable(v)) for v in new), owners, strict=True))
         return [self._owner[key] for key in keys]
 
-    def _send(self, variables: Sequence[tf.Variable], owners: Sequence[int]) -> None:
+    def _send(self, variables: Sequence[Any], owners: Sequence[int]) -> None:
         """Send the variables that this rank owns, and take over the others; a collective."""
         plan = pieces([_bytes(v) for v in variables], owners, runtime.size())
         for number, piece in enumerate(plan):
-            self._send_piece(number, piece, variables)
-
-    def _send_piece(
-        self, number: int, piece: list[list[int]], variables: Sequence[tf.Variable]
-    ) -> None:
-        mine = [_as_bytes(variables[i].value()) for i in piece[runtime.rank()]]
-        # A graph computes with constants only once, even if there is nothing in them.
-        nothing = _as_bytes(variables[0].value())[:0]
-        sizes = [_bytes(variables[i]) for i in itertools.chain(*piece)]
-
-        def gather(sent: tf.Tensor) -> tf.Tensor:
-            received = self._wire.gather(sent, f"{self._wait.key}.{number}")
-            # Keeps the operation in the graph of a rank that needs no other's variables.
-            self._used.assign(tf.cast(tf.reduce_sum(received[:1]), tf.float32))
-            return tf.ensure_shape(received, sum(sizes))
-
-        parts = tf.split(self._wait.around(tf.concat([*mine, nothing], axis=0), gather), sizes)
-        for rank, numbers in enumerate(piece):
-            theirs, parts = parts[: len(numbers)], parts[len(numbers) :]
-            for i, part in zip(numbers, theirs, strict=True):
-                if rank != runtime.rank():
-                    variables[i].assign(_from_bytes(part, variables[i]))
+            self._shares.send(number, piece, variables)
 
     def slots(self) -> list[Any]:
         """The variables with the state of single weights."""
@@ -183,14 +167,14 @@ class OptimizerShards:
         """Drop the state of variables that other ranks own."""
         for slot, variable in self._slots:
             if self.owner_of([variable])[0] != runtime.rank():
-                _set(slot, np.zeros(0, tf.as_dtype(slot.dtype).as_numpy_dtype))
+                set_anew(slot, np.zeros(0, numpy_dtype(slot.dtype)))
 
     @contextmanager
     def unfolded(self) -> Iterator[None]:
         """Have room for the whole state for a while; afterwards keep this rank's part."""
         for slot, variable in self._slots:
             if self.owner_of([variable])[0] != runtime.rank():
-                _set(slot, np.zeros(variable.shape, tf.as_dtype(slot.dtype).as_numpy_dtype))
+                set_anew(slot, np.zeros(variable.shape, numpy_dtype(slot.dtype)))
         self._whole = True
         try:
             yield
@@ -228,34 +212,6 @@ class OptimizerShards:
                 "callback() in place of ModelCheckpoint), or on rank 0 inside `with "
                 "hvkit.settled(optimizer):`, which every rank enters"
             )
-
-
-def shards_of(optimizer: Any) -> list[OptimizerShards]:
-    """What divides the state of an optimizer, or of those inside it; empty if it is whole."""
-    return [_shards[part] for part in parts_of(inner_optimizer(optimizer)) if part in _shards]
-
-
-def ids_of_slots(optimizers: Sequence[Any]) -> set[int]:
-    """The ids of the optimizers' variables that differ between ranks."""
-    return {id(v) for each in optimizers for shards in shards_of(each) for v in shards.slots()}
-
-
-@contextmanager
-def gathered(optimizer: Any) -> Iterator[None]:
-    """Hold an optimizer's whole state on rank 0 for a while; a collective if it is divided."""
-    with ExitStack() as stack:
-        for shards in shards_of(optimizer):
-            stack.enter_context(shards.gathered())
-        yield
-
-
-@contextmanager
-def unfolded(optimizer: Any) -> Iterator[None]:
-    """Have room for an optimizer's whole state for a while, to load it."""
-    with ExitStack() as stack:
-        for shards in shards_of(optimizer):
-            stack.enter_context(shards.unfolded())
-        yield
 
 
 def refuse_joint_updates(strategy: ShardedOptimizer, optimizer: Any) -> None:
@@ -307,23 +263,9 @@ def _slots_of(optimizer: Any, variables: Sequence[Any]) -> list[tuple[Any, Any]]
     ]
 
 
-def _set(slot: Any, array: np.ndarray[Any, Any]) -> None:
-    """Give an optimizer's variable another shape and value; Keras has no way to do that."""
-    with tf.init_scope():
-        slot._value = tf.Variable(array, trainable=False)
-    slot._shape = array.shape
-
-
 def _bytes(variable: Any) -> int:
-    size: int = math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
+    size: int = (
+        math.prod(variable.shape)
+        * numpy_dtype(keras.backend.standardize_dtype(variable.dtype)).itemsize
+    )
     return size
-
-
-def _as_bytes(value: tf.Tensor) -> tf.Tensor:
-    return tf.reshape(tf.bitcast(value, tf.uint8), [-1])
-
-
-def _from_bytes(data: tf.Tensor, variable: tf.Variable) -> tf.Tensor:
-    size = variable.dtype.size
-    shape = [*variable.shape, size] if size > 1 else variable.shape
-    return tf.bitcast(tf.reshape(data, shape), variable.dtype)

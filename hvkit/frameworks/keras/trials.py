@@ -11,7 +11,8 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
+
+from hvkit.frameworks.keras.backends import outside_graphs
 
 _STEPS = 10
 _RANKS = 2
@@ -49,7 +50,7 @@ def why_not_by_variable(optimizer: Any) -> str:
         return ""
     before = random.getstate()  # Keras draws seeds from it
     try:
-        with tf.init_scope():
+        with outside_graphs():
             return _tried(optimizer)
     except Exception as error:  # of any type: what optimizers of others do is not known
         return f"a trial on small weights failed with {type(error).__name__}: {error}"
@@ -72,7 +73,10 @@ def _tried(optimizer: Any) -> str:
     for _ in range(_STEPS):
         gradients = [slope + 0.1 * _random(slope.shape, numbers) for slope in slopes]
         for each, held in zip((whole, *ranks), weights, strict=True):
-            sent = [tf.constant(g, v.dtype) for g, v in zip(gradients, held, strict=True)]
+            sent = [
+                keras.ops.convert_to_tensor(g, v.dtype)
+                for g, v in zip(gradients, held, strict=True)
+            ]
             each.apply(sent, held)
         for i, (expected, *theirs) in enumerate(zip(*weights, strict=True)):
             if not np.array_equal(theirs[i % _RANKS].numpy(), expected.numpy()):

@@ -62,8 +62,6 @@ _MUCH = 1 << 25
 class PyTorchPort:
     """Some modules and the optimizers that update them."""
 
-    framework = "torch"
-
     def __init__(
         self, models: Sequence[nn.Module], optimizers: Sequence[Any], options: Options
     ) -> None:

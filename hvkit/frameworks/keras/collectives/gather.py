@@ -14,7 +14,7 @@ from tensorflow.python.eager import record
 
 from hvkit.frameworks.keras.collectives.graph_collectives import GraphWait, widened
 from hvkit.frameworks.keras.collectives.wire import Wire
-from hvkit.frameworks.keras.refusals import refuse_xla
+from hvkit.frameworks.keras.graph_refusals import refuse_xla
 
 # Names of collectives in eager code return after so many calls: Horovod remembers some only.
 _NAMES = 64

@@ -15,16 +15,11 @@ import tensorflow as tf
 from hvkit.communication.engines import waiting_for_all_ranks
 from hvkit.compression import Compression
 from hvkit.compression.compression import Shape
+from hvkit.frameworks.keras.backends import backend_variable, quickly_read
 from hvkit.frameworks.keras.collectives import ops
 from hvkit.frameworks.keras.collectives.wire import Wire
-from hvkit.frameworks.keras.initial_state import tf_variable
 from hvkit.host.run_reports import timeline_wanted
 from hvkit.watch import calls
-
-
-def quickly_read(variable: tf.Variable) -> Any:
-    """``variable.numpy()`` in a quarter of its time, for what is read after each step."""
-    return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype).numpy()
 
 
 class BlockedInGraphs:
@@ -164,7 +159,7 @@ class CompressedMeans:
             keep: whether what the compression keeps changes.
         """
         shapes = [tuple(v.shape) for v in variables]
-        held = [self.state_of(tf_variable(v)) for v in variables]
+        held = [self.state_of(backend_variable(v)) for v in variables]
         state = {name: [each[name].value() for each in held] for name in held[0]}
         flow = self.compression.reduce(vector, shapes, state, ops, self._wire)
         result, number = None, 0

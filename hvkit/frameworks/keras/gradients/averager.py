@@ -25,10 +25,11 @@ from hvkit import runtime
 from hvkit.communication.engines import waiting_for_all_ranks
 from hvkit.compression import Compression
 from hvkit.errors import RanksDisagreeError
+from hvkit.frameworks.keras.backends import backend_variable
 from hvkit.frameworks.keras.collectives.graph_collectives import CompressedMeans, GraphWait, widened
 from hvkit.frameworks.keras.collectives.wire import Wire
 from hvkit.frameworks.keras.gradients.sparse import average_rows
-from hvkit.frameworks.keras.initial_state import tf_variable
+from hvkit.frameworks.keras.optimizers import is_overwritten
 from hvkit.strategies.strategy import Averaging
 from hvkit.sync.chunking import chunks
 from hvkit.watch.calls import call
@@ -230,14 +231,6 @@ class GradientAverager:
         return self._wire.means(gradients, name)
 
 
-def is_overwritten(variable: Any) -> bool:
-    """Whether an update overwrites the variable with its gradient, as those of float8.
-
-    Keras then uses the largest of several gradients, so that a scale covers all values.
-    """
-    return getattr(variable, "overwrite_with_gradient", False)
-
-
 class AveragingKeeper:
     """What the compression keeps for the optimizers of one model.
 
@@ -307,7 +300,7 @@ class AveragingKeeper:
 
     def _weights(self) -> list[tf.Variable]:
         model = self._model()
-        return [] if model is None else [tf_variable(w) for w in model.weights]
+        return [] if model is None else [backend_variable(w) for w in model.weights]
 
 
 def _values(gradient: Any) -> Any:

@@ -21,13 +21,15 @@ from numpy.typing import NDArray
 from hvkit.communication import collectives
 from hvkit.communication.engines import waiting_for_all_ranks
 from hvkit.errors import RanksDisagreeError
+from hvkit.frameworks.keras.backends import backend_variable
 from hvkit.frameworks.keras.batch_norm import average_statistics
-from hvkit.frameworks.keras.checks import Checks, require_same
+from hvkit.frameworks.keras.checks import Checks
 from hvkit.frameworks.keras.collectives.graph_collectives import GraphWait, widened
 from hvkit.frameworks.keras.collectives.wire import Wire
-from hvkit.frameworks.keras.initial_state import tf_variable
+from hvkit.frameworks.keras.comparisons import require_same
+from hvkit.frameworks.keras.graph_refusals import refuse_tf_distribute, refuse_xla
 from hvkit.frameworks.keras.optimizers import inner_optimizer
-from hvkit.frameworks.keras.refusals import refuse_tf_distribute, refuse_xla, remember_updated
+from hvkit.frameworks.keras.refusals import remember_updated
 from hvkit.sync.chunking import chunks
 from hvkit.sync.fingerprints import first_unlike
 from hvkit.sync.shown_weights import AgreedView
@@ -148,7 +150,7 @@ class WeightKeeper(AgreedView):
 
     def _weights(self) -> list[tf.Variable]:
         model = self._model()
-        return [] if model is None else [tf_variable(w) for w in model.weights]
+        return [] if model is None else [backend_variable(w) for w in model.weights]
 
     def require_same_variables(self, variables: Sequence[tf.Variable]) -> None:
         """Raise on every rank unless an optimizer updates the same variables on all; a collective.
@@ -168,7 +170,7 @@ class WeightKeeper(AgreedView):
     def _labels(self, variables: Sequence[tf.Variable]) -> list[str]:
         """Names for messages. Not paths: Keras numbers layers, and a rank may have made more."""
         weights = () if (model := self._model()) is None else model.weights
-        names = {id(tf_variable(w)): f"weight {i}, {w.name}," for i, w in enumerate(weights)}
+        names = {id(backend_variable(w)): f"weight {i}, {w.name}," for i, w in enumerate(weights)}
         return [names.get(id(v), "a variable") for v in variables]
 
     def _every_variable(self) -> list[tf.Variable]:
@@ -247,7 +249,7 @@ class Updates(ABC):
             # it runs the graph, and would run the one in which no weights were synchronised.
             with keras.name_scope(optimizer.name):
                 optimizer.build(variables)
-        weights = [tf_variable(v) for v in variables]
+        weights = [backend_variable(v) for v in variables]
         with tf.control_dependencies(self._before(grads, variables, weights)):
             self._updating = True
             try:

@@ -1,0 +1,154 @@
+"""Checkpoints, monitors, and the calls on data and tensors."""
+
+import shutil
+
+import keras
+import numpy as np
+import pytest
+import torch
+from keras import layers
+from keras_nets import fit, local, loop, mlp, regression, seeded, weights
+from monitored import Monitored
+from ranks import same_on_all_ranks, shared_folder
+
+import hvkit
+
+STRATEGIES = {
+    "averaged": {},
+    "top k": {"compression": hvkit.TopK(0.5)},
+    "sharded": {"strategy": hvkit.ShardedOptimizer()},
+    "diloco": {"strategy": hvkit.DiLoCo(every=3)},
+}
+
+
+def with_dropout(seed=0):
+    seeded(seed)
+    inner = [layers.Dense(16), layers.BatchNormalization(), layers.Dropout(0.2)]
+    return keras.Sequential([keras.Input((8,)), *inner, layers.Dense(4)])
+
+
+def made(**options):
+    model, optimizer = hvkit.distribute(with_dropout(), keras.optimizers.Adam(0.01), **options)
+    return model, optimizer
+
+
+def state(model, optimizer):
+    return [v.numpy() for v in (*model.variables, *optimizer.variables)]
+
+
+@pytest.mark.parametrize("options", STRATEGIES.values(), ids=STRATEGIES)
+def test_a_resumed_loop_ends_with_the_same_bits(options, tmp_path_factory):
+    folder, data = shared_folder(tmp_path_factory), local(regression(steps=10))
+    model, optimizer = made(**options)
+    loop(model, optimizer, data[:5])
+    hvkit.Checkpoint(folder, model=model, optimizer=optimizer).save(epoch=0, step=5)
+    loop(model, optimizer, data[5:])
+    seeded(1 + hvkit.rank())
+    resumed, its_optimizer = made(**options)
+    assert hvkit.Checkpoint(folder, model=resumed, optimizer=its_optimizer).restore().step == 5
+    loop(resumed, its_optimizer, data[5:])
+    for mine, theirs in zip(state(model, optimizer), state(resumed, its_optimizer), strict=True):
+        assert np.array_equal(mine, theirs)
+
+
+def test_a_fit_resumed_in_the_middle_of_an_epoch_ends_with_the_same_bits(tmp_path_factory):
+    folder, data = shared_folder(tmp_path_factory), local(regression(steps=6))
+
+    def trained(resumed_at):
+        model, optimizer = made()
+        checkpoint = hvkit.Checkpoint(folder, keep=None, model=model, optimizer=optimizer)
+        begun = checkpoint.restore()
+        assert begun.step == resumed_at
+        callbacks = [checkpoint.callback(every=4)]
+        fit(model, optimizer, data, epochs=3, initial_epoch=begun.epoch, callbacks=callbacks)
+        return state(model, optimizer)
+
+    whole = trained(resumed_at=0)
+    if hvkit.is_main():  # as after a kill in the second epoch
+        for each in folder.glob("step-*"):
+            if int(each.name.removeprefix("step-")) > 8:
+                shutil.rmtree(each)
+    hvkit.allgather(None)
+    for mine, theirs in zip(whole, trained(resumed_at=8), strict=True):
+        assert np.array_equal(mine, theirs)
+
+
+def test_the_state_of_a_sharded_optimizer_is_divided():
+    model, optimizer = made(strategy=hvkit.ShardedOptimizer())
+    loop(model, optimizer, local(regression(steps=2)))
+    held = sum(v.numpy().nbytes for v in optimizer.variables)
+    everyone = hvkit.allgather(held)
+    assert sum(everyone) < 1.5 * 2 * sum(v.numpy().nbytes for v in model.trainable_variables)
+    with hvkit.settled(model, optimizer):
+        whole = sum(v.numpy().nbytes for v in optimizer.variables)
+        assert not hvkit.is_main() or whole > 1.5 * held
+
+
+def test_a_monitor_records_fit(tmp_path_factory):
+    folder = shared_folder(tmp_path_factory)
+    with hvkit.Monitor(folder, every=2) as monitor:
+        model, optimizer = hvkit.distribute(mlp(), keras.optimizers.SGD(0.05), monitor=monitor)
+        found = fit(model, optimizer, local(regression(steps=4)), epochs=2).history
+    if hvkit.is_main():
+        run = Monitored.read(folder)
+        assert [each["step"] for each in run.records] == [2, 4, 6, 8]
+        assert all(each["gradient_norm"] > 0 for each in run.records)
+        assert all(each["learning_rate"] == pytest.approx(0.05) for each in run.records)
+        # The mean over the steps of a record, not Keras's over the epoch so far.
+        means = [each["loss"] for each in run.records[:2]]
+        assert np.mean(means) == pytest.approx(found["loss"][0], rel=1e-5)
+
+
+def test_average_buffers_reaches_the_variables_of_layers():
+    layer = layers.BatchNormalization()
+    layer.build((None, 3))
+    layer.moving_mean.assign([float(hvkit.rank())] * 3)
+    hvkit.average_buffers(layer)
+    assert layer.moving_mean.numpy() == pytest.approx((hvkit.size() - 1) / 2)
+
+
+def test_noise_that_each_rank_draws_is_averaged():
+    model, optimizer = hvkit.distribute(mlp(), keras.optimizers.SGD(0.05))
+    x, y = local(regression(steps=1))[0]
+    ((model(torch.from_numpy(x)) - torch.from_numpy(y)) ** 2).mean().backward()
+    own = model.trainable_variables
+    for v in own:
+        v.value.grad.add_(float(hvkit.rank()))
+    hvkit.reduce_gradients(model)
+    optimizer.apply([v.value.grad for v in own], own)
+    assert same_on_all_ranks(weights(model))
+
+
+def test_gradients_flow_through_allgather():
+    mine = torch.ones(2, requires_grad=True)
+    everyone = torch.cat(hvkit.allgather(mine))
+    (everyone * torch.arange(len(everyone))).sum().backward()
+    start = 2.0 * hvkit.rank()
+    assert mine.grad.tolist() == [hvkit.size() * start, hvkit.size() * (start + 1)]
+
+
+class Squares(keras.utils.PyDataset):
+    def __len__(self):
+        return 7
+
+    def __getitem__(self, index):
+        x = np.full((4, 8), index, "float32")
+        return x, x[:, :4] ** 2 / 10
+
+
+@pytest.mark.parametrize("kind", ["arrays", "loader", "dataset"])
+def test_fit_takes_sharded_data(kind):
+    x, y = (np.concatenate(each) for each in zip(*regression(steps=4), strict=True))
+    tensors = torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+    model, optimizer = hvkit.distribute(mlp(hvkit.rank()), keras.optimizers.SGD(0.01))
+    model.compile(optimizer, "mse")
+    if kind == "arrays":
+        model.fit(*hvkit.shard((x, y)), batch_size=6, epochs=2, verbose=0)
+    elif kind == "loader":
+        loader = torch.utils.data.DataLoader(tensors, 6, shuffle=True)
+        model.fit(hvkit.shard(loader), epochs=2, verbose=0)
+    else:
+        model.fit(hvkit.shard(Squares()), epochs=2, verbose=0)
+    assert same_on_all_ranks(weights(model))
+    steps = -(-len(Squares()) // hvkit.size()) if kind == "dataset" else 4
+    assert int(optimizer.iterations) == 2 * steps

@@ -1,0 +1,88 @@
+"""``fit`` and ``evaluate`` on several ranks, and what is refused."""
+
+import keras
+import numpy as np
+import pytest
+import torch
+from keras_nets import fit, local, loop, mlp, regression, weights
+from ranks import same_on_all_ranks, shared_folder
+
+import hvkit
+
+
+def sgd():
+    return keras.optimizers.SGD(0.05)
+
+
+def test_every_rank_has_the_metrics_of_one_process():
+    data = regression()
+    validation = [np.concatenate(each) for each in zip(*regression(steps=4), strict=True)]
+    reference = mlp()
+    alone = fit(reference, sgd(), data, validation_data=tuple(validation), epochs=2).history
+    model, optimizer = hvkit.distribute(mlp(), sgd())
+    mine = tuple(each[hvkit.rank() :: hvkit.size()] for each in validation)
+    found = fit(model, optimizer, local(data), validation_data=mine, epochs=2).history
+    assert found.keys() == alone.keys() == {"loss", "mae", "val_loss", "val_mae"}
+    for name in alone:
+        assert found[name] == pytest.approx(alone[name], rel=1e-5)
+    assert len(set(map(str, hvkit.allgather(found)))) == 1
+
+
+def test_only_rank_0_writes_and_all_ranks_stop_together(tmp_path_factory):
+    folder = shared_folder(tmp_path_factory)
+
+    class StopsOnOneRank(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 2 and hvkit.rank() == hvkit.size() - 1:
+                self.model.stop_training = True
+
+    written = folder / f"of-{hvkit.rank()}.weights.h5"
+    callbacks = [keras.callbacks.ModelCheckpoint(written, save_weights_only=True), StopsOnOneRank()]
+    model, optimizer = hvkit.distribute(mlp(), sgd())
+    fit(model, optimizer, local(regression()), callbacks=callbacks, epochs=3)
+    assert int(optimizer.iterations) == 3
+    assert written.exists() == hvkit.is_main()
+
+
+def test_a_step_that_overflows_is_left_out_on_all_ranks():
+    optimizer = keras.optimizers.LossScaleOptimizer(sgd())
+    model, optimizer = hvkit.distribute(mlp(), optimizer)
+    before = weights(model)
+    x, y = local(regression(steps=1))[0]
+    own = model.trainable_variables
+    for on_others in (np.inf, 1.0):
+        model.zero_grad()
+        loss = ((model(torch.from_numpy(x)) - torch.from_numpy(y)) ** 2).mean()
+        optimizer.scale_loss(loss * (on_others if hvkit.rank() else 1.0)).backward()
+        optimizer.apply([v.value.grad for v in own], own)
+        assert same_on_all_ranks(weights(model))
+        assert np.array_equal(weights(model)[0], before[0]) == np.isinf(on_others)
+
+
+def test_an_optimizer_that_was_not_passed_is_refused():
+    model, _ = hvkit.distribute(mlp(), sgd())
+    model.compile(optimizer=keras.optimizers.Adam(), loss="mse")
+    with pytest.raises(ValueError, match=r"\(Adam\) updates model .* but was not passed"):
+        model.fit(*local(regression(steps=1))[0], verbose=0)
+
+
+def test_an_optimizer_of_pytorch_is_refused():
+    model = mlp()
+    with pytest.raises(TypeError, match=r"must be a keras\.optimizers\.Optimizer"):
+        hvkit.distribute(model, torch.optim.SGD(model.parameters(), 0.1))
+
+
+def test_a_backend_without_a_port_is_named(monkeypatch):
+    monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
+    with pytest.raises(ValueError, match="runs on the 'jax' backend, for which hvkit has no port"):
+        hvkit.distribute(mlp(), sgd())
+
+
+def test_ranks_whose_weights_have_come_apart_stop_together():
+    model, optimizer = hvkit.distribute(mlp(), sgd(), check_every=1)
+    data = local(regression(steps=3))
+    loop(model, optimizer, data[:1])
+    if hvkit.rank():
+        model.layers[0].kernel.assign(model.layers[0].kernel + 1)
+    with pytest.raises(hvkit.RanksDisagreeError, match="dense/kernel"):
+        loop(model, optimizer, data[1:])
