@@ -37,14 +37,14 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", cases(OPTIMIZERS, 2))
 @pytest.mark.parametrize("train", LOOPS)
 def test_twenty_steps_give_the_weights_of_one_process(train, optimizer):
     make = OPTIMIZERS[optimizer]
     equals_one_process(mlp, make, LOOPS[train], regression(), tolerance=TOLERANCE)
 
 
-@pytest.mark.parametrize("train", cases(LOOPS, 2))
+@pytest.mark.parametrize("train", cases(LOOPS))
 def test_a_model_that_its_first_batch_builds(train):
     make = OPTIMIZERS["adam"]
     equals_one_process(unbuilt, make, LOOPS[train], regression(), tolerance=TOLERANCE)
