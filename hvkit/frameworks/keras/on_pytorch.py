@@ -38,6 +38,7 @@ from hvkit.frameworks.keras.initial_state import (
 )
 from hvkit.frameworks.keras.learning_rate import scale_rates
 from hvkit.frameworks.keras.optimizers import (
+    calls_of_apply,
     inner_optimizer,
     is_overwritten,
     let_leave_out_updates,
@@ -178,7 +179,7 @@ class KerasStep(Optimizer):
         held = set(map(id, params))
         params.extend(w for w in weights if id(w) not in held)
         every = getattr(optimizer, "gradient_accumulation_steps", None) or 1
-        if self._updates_only and (int(optimizer._iterations.value) + 1) % every:
+        if self._updates_only and (calls_of_apply(optimizer) + 1) % every:
             self._apply(grads, variables)
             return
         # The script may have clipped the means, or unscaled them.

@@ -30,6 +30,11 @@ def updating(optimizers: Sequence[Any]) -> list[Any]:
     return [part for each in optimizers for part in parts_of(inner_optimizer(each))]
 
 
+def calls_of_apply(optimizer: Any) -> int:
+    """How often ``apply`` was called, also to accumulate: ``iterations`` counts updates alone."""
+    return int(optimizer._iterations.value)
+
+
 def more_than_sgd(optimizers: Sequence[Any]) -> list[str]:
     """The classes of the optimizers other than SGD without momentum."""
     return [

@@ -42,6 +42,7 @@ from hvkit.frameworks.keras.initial_state import (
 )
 from hvkit.frameworks.keras.learning_rate import scale_rates
 from hvkit.frameworks.keras.optimizers import (
+    calls_of_apply,
     inner_optimizer,
     more_than_sgd,
     parts_of,
@@ -227,7 +228,7 @@ class KerasPort:
         """
         steps = [each.gradient_accumulation_steps or 1 for each in updating(self.optimizers)]
         left = any(
-            int(o.iterations) % n for o, n in zip(updating(self.optimizers), steps, strict=True)
+            calls_of_apply(o) % n for o, n in zip(updating(self.optimizers), steps, strict=True)
         )
         if wait is not None and left:
             average_statistics(self.model, wait)

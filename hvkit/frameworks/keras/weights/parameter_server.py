@@ -21,6 +21,7 @@ from hvkit.communication import collectives
 from hvkit.communication.engines import waiting_for_all_ranks
 from hvkit.frameworks.keras.checks import Checks
 from hvkit.frameworks.keras.collectives.graph_collectives import nothing, widened
+from hvkit.frameworks.keras.optimizers import calls_of_apply
 from hvkit.frameworks.keras.weights.weight_keeper import (
     STEP,
     Array,
@@ -324,7 +325,7 @@ class _ServedUpdates(Updates):
     def count_from_optimizer(self) -> None:
         """Go on where the optimizer is, between two steps or while it accumulates gradients."""
         if (optimizer := self._optimizer()) is not None:
-            self.calls.assign(int(optimizer.iterations))
+            self.calls.assign(calls_of_apply(optimizer))
 
     def _before(
         self, grads: Sequence[Any], variables: Sequence[Any], weights: list[tf.Variable]

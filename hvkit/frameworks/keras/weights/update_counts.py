@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from hvkit.frameworks.keras.checks import Checks
 from hvkit.frameworks.keras.collectives.graph_collectives import nothing
+from hvkit.frameworks.keras.optimizers import calls_of_apply
 from hvkit.frameworks.keras.weights.weight_keeper import Updates
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class OptimizerRounds(Updates):
 
     def updates_done(self) -> int:
         optimizer = self._optimizer()
-        return 0 if optimizer is None else int(optimizer.iterations)
+        return 0 if optimizer is None else calls_of_apply(optimizer)
 
     def go_on(self, variables: list[tf.Variable], steps: int) -> None:
         """Resume in a round; in the middle of one, the ranks' weights need not be alike."""
