@@ -50,6 +50,7 @@ from hvkit.frameworks.keras.optimizers import (
 from hvkit.frameworks.keras.refusals import (
     let_differ,
     refuse_left_out,
+    refuse_loss_scale,
     refuse_optimizers,
     refuse_other_optimizers,
     remember_updated,
@@ -286,6 +287,8 @@ class KerasOnPyTorchPort:
         if isinstance(options.strategy, ShardedOptimizer):
             for each in updating(optimizers):
                 refuse_joint_updates(options.strategy, each)
+        if isinstance(options.strategy, Rounds):
+            refuse_loss_scale(options.strategy, models, optimizers)
         self._begun = False
         trains_alone = isinstance(options.strategy, Rounds | ParameterServer)
         equal_steps = not isinstance(options.strategy, ParameterServer)

@@ -65,6 +65,23 @@ def refuse_optimizers(models: Sequence[Any], optimizers: Sequence[Any], options:
             _refuse_scaled_or_accumulated(options, each)
 
 
+def refuse_loss_scale(strategy: Rounds, models: Sequence[Any], optimizers: Sequence[Any]) -> None:
+    """Raise if a rank may skip updates that other ranks make, and so leave their rounds.
+
+    Raises:
+        ValueError: an optimizer scales the loss, or ``compile`` will have one do that.
+    """
+    layers = [layer for model in models for layer in model._flatten_layers()]
+    if any(isinstance(each, keras.optimizers.LossScaleOptimizer) for each in optimizers) or any(
+        layer.compute_dtype == "float16" for layer in layers
+    ):
+        raise ValueError(
+            f"{strategy} ends rounds after equally many updates on every rank, but a loss scale, "
+            "as float16 needs it, skips those that overflow on one: with Keras on PyTorch, train "
+            'in "mixed_bfloat16", without a LossScaleOptimizer'
+        )
+
+
 def _refuse_scaled_or_accumulated(options: Options, optimizer: Any) -> None:
     asked = f"on_nonfinite={options.on_nonfinite!r}"
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):

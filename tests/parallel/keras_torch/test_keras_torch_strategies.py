@@ -77,6 +77,17 @@ def test_a_round_ends_after_so_many_updates_of_an_accumulating_optimizer():
         assert same_on_all_ranks(weights(model)) == (step == 1 or step % 4 in (0, 1))
 
 
+@pytest.mark.parametrize("scaled", ["optimizer", "layer"])
+def test_rounds_refuse_a_loss_scale_which_skips_updates_on_one_rank(scaled):
+    model, optimizer = mlp(), sgd()
+    if scaled == "optimizer":
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+    else:  # for which compile makes one
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4, dtype="mixed_float16")])
+    with pytest.raises(ValueError, match="mixed_bfloat16"):
+        hvkit.distribute(model, optimizer, strategy=hvkit.LocalSGD(2))
+
+
 @pytest.mark.parametrize("train", cases(LOOPS))
 @pytest.mark.parametrize("compression", cases(COMPRESSIONS, ["bf16", TOP_K], str))
 def test_compressed_gradients_train_one_model(compression, train):
