@@ -76,6 +76,8 @@ class UpdateNorms:
 
         def measured(grads: Sequence[Any], trainable_variables: Any = None) -> None:
             grads = list(grads)
+            if trainable_variables is not None:
+                trainable_variables = list(trainable_variables)
             held = trainable_variables or getattr(optimizer, "_trainable_variables", ())
             if self._due:
                 pairs = zip(grads, held, strict=False)  # Keras itself says if there are too few

@@ -16,7 +16,6 @@ from hvkit.communication import collectives
 from hvkit.communication.collectives import require_equal
 from hvkit.parameter_server.client import Exchange, compare_iterations
 from hvkit.strategies.parameter_server import ParameterServer
-from hvkit.strategies.strategy import Vector
 from hvkit.sync.local_weights import LocalWeights, Weights
 from hvkit.watch.calls import call
 
@@ -93,7 +92,7 @@ class ServedModel(LocalWeights):
         return self._resumed.get(i, self.weights.to_numpy(self.weights.read(i)))
 
     def _held(self, numbers: Sequence[int]) -> Array:
-        return np.concatenate([self.weights.to_numpy(self.weights.read(i)) for i in numbers])
+        return self.weights.to_numpy(self.weights.join([self.weights.read(i) for i in numbers]))
 
     def _changes(self) -> list[Array]:
         """What this rank has changed since its last exchange, by vector."""
@@ -104,8 +103,10 @@ class ServedModel(LocalWeights):
         with call(self._optimizers[number].call, self._steps_ended, self._name):
             served = self._exchange.exchange(self._changes())
         for at, (vector, values) in enumerate(zip(self._vectors, served, strict=True)):
-            for i, value in self._split(vector, values).items():
-                self.weights.write(i, self.weights.from_numpy(value, i))
+            joined = self.weights.from_numpy(values, vector.numbers[0])
+            pieces = self.weights.split(joined, vector.numbers)
+            for i, piece in zip(vector.numbers, pieces, strict=True):
+                self.weights.write(i, piece)
             # Weights of 16 bits hold these values rounded.
             self._vectors[at] = vector._replace(read=self._held(vector.numbers))
 
@@ -134,11 +135,11 @@ class ServedModel(LocalWeights):
             self.weights.show(i, self.weights.from_numpy(value, i))
         self._average_statistics(keep=False)
 
-    def _replaced(self, i: int, own: Vector, agreed: Vector, chosen: Vector) -> Vector:
+    def _replaced(self, i: int, own: Any, agreed: Any, chosen: Any) -> Any:
         if i not in self._served:
             return chosen
         # All ranks send the difference with their next step, and the server takes their mean.
-        self._shown[i] = self.weights.to_numpy(chosen)
+        self._shown[i] = self.weights.to_numpy(self.weights.read(i))
         return own + (chosen - agreed)
 
     def end_rounds(self) -> None:

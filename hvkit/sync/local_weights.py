@@ -88,6 +88,9 @@ class Weights(Protocol):
         The weights in their order, then statistics.
         """
 
+    def same(self, value: Any, other: Any) -> bool:
+        """Whether two of these values of one thing are equal; NaN is equal to NaN."""
+
     def set_values(self, values: list[tuple[Any, Any]]) -> None:
         """Set what ``values`` returned."""
 
@@ -161,8 +164,8 @@ class LocalWeights(AgreedView):
         self._name = name
         self._optimizers: list[SteppedOptimizer] = []
         self._steps_ended = 0
-        # What callbacks see of each weight; they may set others.
-        self._for_callbacks: list[Vector] = []
+        # What callbacks see, in the order of ``_values``; they may set others.
+        self._for_callbacks: list[tuple[Any, Any]] = []
 
     def __contains__(self, weight: Any) -> bool:
         return weight in self.weights
@@ -203,7 +206,7 @@ class LocalWeights(AgreedView):
     def show_callbacks(self) -> None:
         """Show the agreed weights to callbacks, which may set others; a collective."""
         self.show()
-        self._for_callbacks = [self.weights.read(i) for i in range(len(self.weights))]
+        self._for_callbacks = self._values()
 
     def keep_what_callbacks_set(self) -> None:
         """Let weights that callbacks have set replace this rank's own; a collective.
@@ -213,22 +216,32 @@ class LocalWeights(AgreedView):
         """
         if self._own is None or not self._for_callbacks:
             return
-        shown = self._for_callbacks
-        given = [i for i, agreed in enumerate(shown) if not self.weights.holds(i, agreed)]
+        shown, now = self._for_callbacks, self._values()
+        pairs = enumerate(zip(shown, now, strict=True))
+        given = [i for i, ((_, a), (_, b)) in pairs if not self.weights.same(a, b)]
         if (unlike := first_unlike(collectives.gather("fit", given))) is not None:
             i, by, not_by = unlike
             raise RanksDisagreeError(
-                f"callbacks have set {self.weights.label(i)} at the end of an epoch on rank {by} "
+                f"callbacks have set {self._label(i)} at the end of an epoch on rank {by} "
                 f"but not on rank {not_by}: set the same weights on every rank"
             )
-        self._make_same(given)
+        if not given:
+            return
+        weights = [i for i in given if i < len(self.weights)]
+        self._make_same(weights)
+        if weights != given:
+            self._average_statistics(keep=False)
+        now = self._values()
         for i in given:
-            chosen, agreed = self.weights.read(i), shown[i]
-            self._set_values([self._own[i]])
-            self.weights.write(i, self._replaced(i, self.weights.read(i), agreed, chosen))
-            self._own[i] = self._values()[i]
-            self.weights.write(i, chosen)
-            shown[i] = chosen
+            thing, chosen = now[i]
+            own = self._own[i][1]
+            own = self._replaced(i, own, shown[i][1], chosen) if i in weights else chosen
+            self._own[i], shown[i] = (thing, own), (thing, chosen)
+
+    def _label(self, i: int) -> str:
+        """The name of what ``_values`` returns at this place."""
+        normalisation = "the statistics of normalisation layers"
+        return self.weights.label(i) if i < len(self.weights) else normalisation
 
     def _make_same(self, numbers: list[int]) -> None:
         """Let weights that differ by rounding be the same on all ranks; a collective."""
@@ -241,7 +254,7 @@ class LocalWeights(AgreedView):
                     self.weights.write(i, each)
 
     @abstractmethod
-    def _replaced(self, i: int, own: Vector, agreed: Vector, chosen: Vector) -> Vector:
+    def _replaced(self, i: int, own: Any, agreed: Any, chosen: Any) -> Any:
         """This rank's own value of a weight that callbacks have set from agreed to chosen."""
 
     @abstractmethod

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, get_args
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakMethod, ref
 
 import numpy as np
 
@@ -195,6 +195,20 @@ def warn_of_own_models(optimizer: str) -> None:
     )
 
 
+# How ranks begin to train models together that had no weights yet in ``distribute``.
+_unbuilt: WeakKeyDictionary[Any, WeakMethod[Callable[[], None]]] = WeakKeyDictionary()
+
+
+def begin_with_weights(model: Any, begin: Callable[[], None]) -> None:
+    """Remember how ranks begin to train a model together that has no weights yet.
+
+    Args:
+        model: as passed to ``distribute``.
+        begin: a method, which does nothing before there are weights; then a collective.
+    """
+    _unbuilt[_plain(model)] = WeakMethod(begin)
+
+
 def is_distributed(model_or_optimizer: Any) -> bool:
     """Whether this object was passed to ``hvkit.distribute``."""
     return _plain(model_or_optimizer) in _models or model_or_optimizer in _records
@@ -203,9 +217,13 @@ def is_distributed(model_or_optimizer: Any) -> bool:
 def keepers_of(model: Any) -> list[Keeper]:
     """What strategies and compressions keep of a model; nothing if they keep nothing.
 
+    Every rank must call it, because ranks may begin to train the model together here.
+
     A model that was not distributed itself may be a part of one, or contain some.
     """
     plain = _plain(model)
+    if (reference := _unbuilt.get(plain)) is not None and (begin := reference()) is not None:
+        begin()
     if plain in _models:
         found = [_models[plain]]
     else:

@@ -123,6 +123,8 @@ class RoundKeeper(LocalWeights):
         self._steps: list[int] = []
         self._rounds: list[int] = []
         self._taken: list[int] = []
+        # The same, when training last ended with the ranks' weights equal.
+        self._ended_at: list[int] | None = None
         self._begun = False
 
     def add(self, weights: Iterable[Any]) -> None:
@@ -154,7 +156,7 @@ class RoundKeeper(LocalWeights):
 
         The ranks compare them at the next agreement: this is no collective.
         """
-        if not self.strategy.alike:
+        if not (self.strategy.alike or self._taken == self._ended_at):
             return  # where they count as a change like any other
         for i in numbers:
             if i not in self._trained and self._state.moved(i):
@@ -207,6 +209,7 @@ class RoundKeeper(LocalWeights):
         self._rebased.clear()
         self._agreements.clear()
         self._steps = [0] * len(self._steps)
+        self._ended_at = None
         self._begun = False
 
     def _end_step(self, number: int) -> None:
@@ -286,10 +289,10 @@ class RoundKeeper(LocalWeights):
         self._agreements.commit(())
         self._average_statistics(keep=False)
 
-    def _replaced(self, i: int, own: Vector, agreed: Vector, chosen: Vector) -> Vector:
+    def _replaced(self, i: int, own: Any, agreed: Any, chosen: Any) -> Any:
         self._state.pending.pop(i, None)
         if self._begun:
-            self._state.rebase(i, chosen)
+            self._state.rebase(i)
         return chosen
 
     def end_rounds(self) -> None:
@@ -297,14 +300,16 @@ class RoundKeeper(LocalWeights):
 
         All ranks then hold the same weights.
         """
-        require_equal_steps(self._steps)
+        self._meet()
         for number, optimizer in enumerate(self._optimizers):
             held = optimizer.held()
             self._add_pending(held)
             if self._steps[number] or not self.strategy.alike:
                 self._agree_at_the_end(sorted(held & self._trained))
-            self._trained.difference_update(held)
+                self._trained.difference_update(held)
             self._steps[number] = 0
+        self._average_statistics(keep=True)
+        self._ended_at = list(self._taken)
 
     def _agree_at_the_end(self, numbers: Sequence[int]) -> None:
         if self.strategy.alike:
@@ -315,7 +320,6 @@ class RoundKeeper(LocalWeights):
                 for i in together:
                     self._state.rebase(i)
             self._agreements.commit(())
-        self._average_statistics(keep=True)
 
     def _start(self, together: list[int], flow: Callable[..., Any] | None = None) -> Agreement:
         """Begin what the strategy's ``agree``, or another flow of it, does to some weights."""

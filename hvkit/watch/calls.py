@@ -353,18 +353,21 @@ def place(trace: TracebackType) -> str:
 def _frames() -> Iterator[dict[int, FrameType]]:
     """The innermost frame of each thread; of this one, the frame that called the caller's function.
 
-    Up to Python 3.11, three things must not meet, or a thread reads what has taken a frame's place:
-    somebody holds a frame of a running thread, that thread leaves the function, and a garbage
+    Up to Python 3.11, a thread may read memory that was freed if three things happen together:
+    it holds a frame of a thread that runs, that thread returns from the function, and a garbage
     collection lets other threads run while Python makes a frame object. A collection at that moment
-    can also hang (python/cpython issue 106883). So nothing is collected here, the look begins with
-    a fresh turn of this thread, which is longer than the look, and no frame outlives it. A frame
-    would keep local variables alive, too, such as a batch on a GPU.
+    can also hang (python/cpython issue 106883). So nothing is collected here, no frame is held
+    afterwards, and the look begins right after this thread has got the interpreter's lock, which
+    others may take away only some milliseconds later. A frame would also keep local variables
+    alive, such as a batch on a GPU.
     """
+    frames: dict[int, FrameType] = {}
+    _library_folders()  # reads files the first time
+    time.sleep(0)  # gives the interpreter's lock away, and gets it again
     with _looking:
         collects = gc.isenabled()
         gc.disable()
         try:
-            time.sleep(0)  # waits for the fresh turn
             frames = sys._current_frames()
             # Not this function's caller: a frame that refers to itself stays until it is collected.
             frames[threading.get_ident()] = sys._getframe(3)

@@ -60,8 +60,8 @@ def test_a_class_name_means_one_thing():
 def test_what_all_frameworks_share_imports_none(folder):
     for file in (ROOT / "hvkit" / folder).glob("*.py"):
         for node in imports_in(ast.parse(file.read_text())):
-            from_module = [node.module] if isinstance(node, ast.ImportFrom) else []
-            found = from_module or [alias.name for alias in node.names]
+            prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            found = [prefix + alias.name for alias in node.names]
             assert not any(re.match(r"torch|tensorflow|keras|hvkit\.frameworks", n) for n in found)
 
 

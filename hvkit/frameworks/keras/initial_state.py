@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from keras.src.backend import AutocastScope
 
 from hvkit.communication import collectives
 from hvkit.communication.collectives import require_equal
@@ -95,6 +96,11 @@ def synchronise_optimizers(
 
 
 def _broadcast(variables: Sequence[Any]) -> None:
+    with AutocastScope(None):  # in a layer's call, variables look as if they had 16 bits
+        _broadcast_as_they_are(variables)
+
+
+def _broadcast_as_they_are(variables: Sequence[Any]) -> None:
     values = [np.array(v.numpy(), order="C") for v in variables]
     sent = [value.reshape(-1).view(np.uint8) for value in values]
     if not sent:

@@ -58,14 +58,16 @@ from hvkit.frameworks.keras.refusals import (
 from hvkit.frameworks.keras.sharded import OptimizerShards, refuse_joint_updates
 from hvkit.frameworks.keras.synchronised_norm import synchronise_batch_norm
 from hvkit.frameworks.pytorch import PyTorchPort, buffers
+from hvkit.frameworks.pytorch import batch_norm as pytorch_batch_norm
 from hvkit.frameworks.pytorch.collectives.gather import gather as gather_tensors
 from hvkit.frameworks.pytorch.collectives.wire import Wire
+from hvkit.frameworks.pytorch.initial_state import broadcast_tensors
 from hvkit.learning_rate import Multiplier
 from hvkit.strategies import ParameterServer, ShardedOptimizer, Synchronous
 from hvkit.strategies.strategy import Rounds
 from hvkit.sync.buffers import warn_of_unlike
 from hvkit.sync.local_weights import LocalWeights
-from hvkit.sync.port import Keeper, Options, Record, record
+from hvkit.sync.port import Keeper, Options, Record, begin_with_weights, record
 from hvkit.watch.calls import call
 
 # Numbers the optimizers; ranks call distribute in the same order.
@@ -114,6 +116,14 @@ class ModelWeights(nn.Module):
                 self.register_parameter(name, backend_variable(v))
             elif id(v) not in of_norms:
                 self.register_buffer(name, backend_variable(v).detach())
+        for number, module in enumerate(modules_of_pytorch(model)):
+            self.add_module(f"module {number}", module)
+
+
+def modules_of_pytorch(model: Any) -> list[nn.Module]:
+    """Modules of PyTorch that layers hold, whose buffers Keras does not know."""
+    wrapper = keras.layers.TorchModuleWrapper
+    return [each.module for each in model._flatten_layers() if isinstance(each, wrapper)]
 
 
 def _free(path: str, taken: Container[str]) -> str:
@@ -287,9 +297,9 @@ class KerasOnPyTorchPort:
         if isinstance(options.strategy, ShardedOptimizer):
             for each in updating(optimizers):
                 refuse_joint_updates(options.strategy, each)
-        if isinstance(options.strategy, Rounds):
-            refuse_loss_scale(options.strategy, models, optimizers)
+        refuse_loss_scale(options, models, optimizers)
         self._begun = False
+        self._synchronised: list[Any] = []
         trains_alone = isinstance(options.strategy, Rounds | ParameterServer)
         equal_steps = not isinstance(options.strategy, ParameterServer)
         self._rounds = RoundsInFit(equal_steps) if trains_alone else None
@@ -330,24 +340,42 @@ class KerasOnPyTorchPort:
             for each in updating(self.optimizers):
                 shares = ShareSender(f"hvkit.{next(_serial)}")
                 OptimizerShards(self.options.strategy, each, held, shares)
-        built = all(map(has_weights, self.models))
-        if all(gather("distribute", built)):
+        built = gather("distribute", list(map(has_weights, self.models)))
+        if all(map(all, built)):
             return self._begin()
-        for model in self.models:
-            self._begin_before_it_computes(model)
+        for model, on_ranks in zip(self.models, zip(*built, strict=True), strict=True):
+            begin_with_weights(model, self._begin_if_built)
+            if all(on_ranks):
+                self._synchronise(model)
+            else:
+                self._begin_before_it_computes(model)
         return [(each, self._record(each)) for each in self.optimizers], None
 
     def _begin_before_it_computes(self, model: Any) -> None:
-        """Begin in the first call of the last model that builds itself, before it computes."""
+        """Copy rank 0's weights in the model's first call, before it computes.
+
+        The last model that builds itself lets the ranks begin.
+        """
         call = model.call
 
         def begin_and_call(*args: Any, **kwargs: Any) -> Any:
             if not in_stateless_scope() and has_weights(model):
                 del model.call
+                self._synchronise(model)
                 self._begin_if_built()
             return call(*args, **kwargs)
 
         model.call = begin_and_call
+
+    def _synchronise(self, model: Any) -> None:
+        """Copy rank 0's weights, once: a forward pass may have used them; a collective."""
+        if not any(each is model for each in self._synchronised):
+            self._synchronised.append(model)
+            learnt = Learnt(model)
+            synchronise(model.weights)
+            learnt.take_from_rank_0()
+            for module in modules_of_pytorch(model):
+                broadcast_tensors(list(module.buffers()))
 
     def _begin_if_built(self) -> None:
         if not self._begun and all(map(has_weights, self.models)):
@@ -357,9 +385,7 @@ class KerasOnPyTorchPort:
         """Have the ranks train alike from now on, once all models have weights; a collective."""
         self._begun = True
         for model in self.models:
-            learnt = Learnt(model)
-            synchronise(model.weights)
-            learnt.take_from_rank_0()
+            self._synchronise(model)
         trained, divided = self.model.trainable_variables, ids_of_slots(self.optimizers)
         synchronise_optimizers(self.optimizers, trained, divided)
         for step in self._steps:
@@ -367,6 +393,8 @@ class KerasOnPyTorchPort:
         options = self.options
         if options.batch_norm == "sync":  # then their statistics are the same on all ranks
             synchronise_batch_norm(self.model, everything=True, gather=_gather_row)
+            for module in modules_of_pytorch(self.model):
+                pytorch_batch_norm.synchronise_batch_norm(pytorch_batch_norm.batch_norm_of(module))
             options = replace(options, batch_norm="local")
         if isinstance(options.strategy, ShardedOptimizer):  # Keras's part of it divides the state
             options = replace(options, strategy=Synchronous())

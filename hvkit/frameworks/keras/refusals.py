@@ -24,7 +24,7 @@ from hvkit.frameworks.keras.optimizers import inner_optimizer, is_overwritten, p
 from hvkit.main_rank import warn_once
 from hvkit.strategies.fully_shard import FullyShard
 from hvkit.strategies.parameter_server import ParameterServer
-from hvkit.strategies.strategy import Rounds
+from hvkit.strategies.strategy import Averaging, Rounds
 from hvkit.sync.port import Options, warn_of_own_models
 
 _models: WeakSet[Any] = WeakSet()
@@ -61,35 +61,52 @@ def refuse_optimizers(models: Sequence[Any], optimizers: Sequence[Any], options:
         for each in updating(optimizers):
             refuse_own_averages(options.strategy, each)
     if options.on_nonfinite != "ignore":
-        for each in optimizers:
-            _refuse_scaled_or_accumulated(options, each)
+        _refuse_scaled_or_accumulated(options, models, optimizers)
 
 
-def refuse_loss_scale(strategy: Rounds, models: Sequence[Any], optimizers: Sequence[Any]) -> None:
-    """Raise if a rank may skip updates that other ranks make, and so leave their rounds.
+def refuse_loss_scale(options: Options, models: Sequence[Any], optimizers: Sequence[Any]) -> None:
+    """Raise for what does not go together with a loss scale, where Keras runs on PyTorch.
 
     Raises:
         ValueError: an optimizer scales the loss, or ``compile`` will have one do that.
     """
-    layers = [layer for model in models for layer in model._flatten_layers()]
-    if any(isinstance(each, keras.optimizers.LossScaleOptimizer) for each in optimizers) or any(
-        layer.compute_dtype == "float16" for layer in layers
-    ):
+    if not (scaled := _what_scales_the_loss(models, optimizers)):
+        return
+    advice = 'train in "mixed_bfloat16", without a LossScaleOptimizer'
+    if isinstance(strategy := options.strategy, Rounds):
         raise ValueError(
-            f"{strategy} ends rounds after equally many updates on every rank, but a loss scale, "
-            "as float16 needs it, skips those that overflow on one: with Keras on PyTorch, train "
-            'in "mixed_bfloat16", without a LossScaleOptimizer'
+            f"{strategy} ends rounds after equally many updates on every rank, but {scaled}, which "
+            f"skips updates that overflow on one rank: with Keras on PyTorch, {advice}"
+        )
+    travels = strategy.travels(options.compression) if isinstance(strategy, Averaging) else None
+    if travels is not None and travels.keeps_state:
+        raise ValueError(
+            f"{travels} adds what earlier steps have not sent to the gradients of this one, but "
+            f"{scaled}, which scales each step's differently: {advice}, or choose a compression "
+            "without residuals"
         )
 
 
-def _refuse_scaled_or_accumulated(options: Options, optimizer: Any) -> None:
+def _what_scales_the_loss(models: Sequence[Any], optimizers: Sequence[Any]) -> str:
+    """What makes a loss scale, for messages; empty if nothing does."""
+    if any(isinstance(each, keras.optimizers.LossScaleOptimizer) for each in optimizers):
+        return "there is a LossScaleOptimizer"
+    for model in models:
+        if model.dtype_policy.name == "mixed_float16":
+            return f"compile makes a LossScaleOptimizer for model {model.name!r} (mixed_float16)"
+    return ""
+
+
+def _refuse_scaled_or_accumulated(
+    options: Options, models: Sequence[Any], optimizers: Sequence[Any]
+) -> None:
     asked = f"on_nonfinite={options.on_nonfinite!r}"
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+    if scaled := _what_scales_the_loss(models, optimizers):
         raise ValueError(
-            f"{asked}: LossScaleOptimizer skips steps whose gradients overflow, and needs them to "
-            'set its scale: use on_nonfinite="ignore"'
+            f"{asked}: {scaled}, which skips steps whose gradients overflow, and needs them to set "
+            'its scale: use on_nonfinite="ignore"'
         )
-    if optimizer.gradient_accumulation_steps:
+    if any(each.gradient_accumulation_steps for each in optimizers):
         raise ValueError(
             f"{asked}: an optimizer with gradient_accumulation_steps would add NaN to what it has "
             'accumulated: use on_nonfinite="ignore"'

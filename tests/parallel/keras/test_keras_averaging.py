@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from cases import MORE, cases, each_once
-from models import LOOPS, distributed, local, mlp, regression, weights
+from models import LOOPS, distributed, eager_tape, local, mlp, regression, unbuilt, weights
 from ranks import error_of, largest_difference, same_on_all_ranks
 
 import hvkit
@@ -268,3 +268,18 @@ def test_a_second_momentum_is_logged(make, count, monkeypatch, capsys):
     hvkit.distribute(mlp(), make(), strategy=hvkit.DeMo())
     logged = capsys.readouterr().err
     assert logged.count("has a momentum of its own") == (count if hvkit.rank() == 0 else 0)
+
+
+@pytest.mark.two_ranks
+def test_late_weights_are_those_of_rank_0_to_the_last_bit_under_mixed_precision():
+    """A layer's call sees weights in 16 bits: what is copied must not be that."""
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        expected, model = unbuilt(), unbuilt(hvkit.rank())
+    finally:
+        keras.config.set_dtype_policy("float32")
+    expected.build((None, 8))
+    hvkit.distribute(model, optimizer := keras.optimizers.SGD(0.0))
+    eager_tape(model, optimizer, local(regression(steps=1)))
+    for mine, rank_0 in zip(weights(model), weights(expected), strict=True):
+        assert np.array_equal(mine, rank_0)

@@ -133,10 +133,18 @@ def test_stop_in_train_on_batch_is_hvkits_own_error():
 @pytest.mark.parametrize(
     ("optimizer", "text"),
     [
-        (keras.optimizers.LossScaleOptimizer(sgd()), "LossScaleOptimizer skips"),
+        (keras.optimizers.LossScaleOptimizer(sgd()), "LossScaleOptimizer, which skips"),
         (sgd(gradient_accumulation_steps=2), "add NaN to what it has"),
     ],
 )
 def test_what_skips_or_adds_up_itself_is_refused(optimizer, text):
     with pytest.raises(ValueError, match=text):
         distributed("skip", optimizer)
+
+
+@pytest.mark.two_ranks
+def test_a_model_for_which_compile_scales_the_loss_is_refused():
+    model = mlp()
+    model.dtype_policy = "mixed_float16"
+    with pytest.raises(ValueError, match="compile makes a LossScaleOptimizer for model"):
+        hvkit.distribute(model, sgd(), on_nonfinite="skip")

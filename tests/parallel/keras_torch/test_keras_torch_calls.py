@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import cases
 from keras import layers
-from keras_nets import fit, local, loop, mlp, regression, seeded, weights
+from keras_nets import fit, local, loop, mlp, regression, seeded, unbuilt, weights
 from monitored import Monitored
 from ranks import same_on_all_ranks, shared_folder
 
@@ -51,6 +51,22 @@ def test_a_resumed_loop_ends_with_the_same_bits(name, tmp_path_factory):
     loop(resumed, its_optimizer, data[5:])
     for mine, theirs in zip(state(model, optimizer), state(resumed, its_optimizer), strict=True):
         assert np.array_equal(mine, theirs)
+
+
+def test_a_model_that_is_built_after_distribute_gets_its_strategys_state(tmp_path_factory):
+    options = STRATEGIES["diloco"]
+    folder, data = shared_folder(tmp_path_factory), local(regression(steps=8))
+    model, optimizer = hvkit.distribute(unbuilt(), keras.optimizers.SGD(0.05), **options)
+    model.build((None, 8))
+    loop(model, optimizer, data[:4])  # in the middle of a round
+    hvkit.Checkpoint(folder, model=model, optimizer=optimizer).save(epoch=0, step=4)
+    loop(model, optimizer, data[4:])
+    resumed, its_optimizer = unbuilt(1 + hvkit.rank()), keras.optimizers.SGD(0.05)
+    hvkit.distribute(resumed, its_optimizer, **options)
+    resumed.build((None, 8))
+    hvkit.Checkpoint(folder, model=resumed, optimizer=its_optimizer).restore()
+    loop(resumed, its_optimizer, data[4:])
+    assert all(map(np.array_equal, weights(resumed), weights(model)))
 
 
 def test_a_fit_resumed_in_the_middle_of_an_epoch_ends_with_the_same_bits(tmp_path_factory):

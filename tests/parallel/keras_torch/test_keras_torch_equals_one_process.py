@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import torch
 from cases import cases
 from keras_nets import (
     LOOPS,
@@ -102,6 +103,66 @@ def test_statistics_of_batch_norm_are_the_means_of_all_ranks():
         mean = np.mean([getattr(each.layers[1], name).numpy() for each in alone], axis=0)
         assert largest_difference([getattr(norm, name).numpy()], [mean]) < 1e-6
     assert same_on_all_ranks(weights(model))
+
+
+def test_late_weights_are_those_of_rank_0_to_the_last_bit_under_mixed_precision():
+    """A layer's call sees weights in 16 bits: what is copied must not be that."""
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        expected, model = unbuilt(), unbuilt(hvkit.rank())
+    finally:
+        keras.config.set_dtype_policy("float32")
+    expected.build((None, 8))
+    optimizer = keras.optimizers.SGD(0.0)
+    hvkit.distribute(model, optimizer)
+    fit(model, optimizer, local(regression(steps=1)))
+    for mine, rank_0 in zip(weights(model), weights(expected), strict=True):
+        assert np.array_equal(mine, rank_0)
+
+
+def test_models_that_are_built_one_after_the_other_in_one_forward_pass():
+    encoder, decoder = unbuilt(hvkit.rank()), unbuilt(10 + hvkit.rank())
+    alone, twin = unbuilt(), unbuilt(10)
+    hvkit.distribute([encoder, decoder], optimizer := keras.optimizers.SGD(0.1))
+    data = [(x, y) for x, y in regression(steps=3)]
+
+    def train(first, second, optimizer, batches):
+        for x, y in batches:
+            loss = ((second(first(torch.from_numpy(x))) - torch.from_numpy(y)) ** 2).mean()
+            loss.backward()
+            own = [*first.trainable_variables, *second.trainable_variables]
+            optimizer.apply([v.value.grad for v in own], own)
+            for v in own:
+                v.value.grad = None
+
+    train(encoder, decoder, optimizer, local(data))
+    train(alone, twin, keras.optimizers.SGD(0.1), data)
+    both = [*weights(alone), *weights(twin)]
+    assert largest_difference([*weights(encoder), *weights(decoder)], both) < TOLERANCE
+
+
+class HoldsPyTorch(keras.Model):
+    """With a module of PyTorch, whose buffers Keras does not know."""
+
+    def __init__(self, seed):
+        super().__init__()
+        seeded(seed)
+        self.dense, self.norm = keras.layers.Dense(6), torch.nn.BatchNorm1d(6).double()
+
+    def call(self, inputs):
+        return self.norm(self.dense(inputs))
+
+
+def test_statistics_of_pytorchs_batch_norm_inside_a_layer_are_averaged():
+    model, optimizer = HoldsPyTorch(hvkit.rank()), keras.optimizers.SGD(0.1)
+    hvkit.distribute(model, optimizer)
+    for x, _ in local(regression(steps=3)):
+        (model(torch.from_numpy(x), training=True) ** 2).mean().backward()
+        own = model.trainable_variables
+        optimizer.apply([v.value.grad for v in own], own)
+    held = [b.numpy() for b in model.norm.module.buffers()]
+    assert any(b.any() for b in held)
+    assert same_on_all_ranks([*held, *weights(model)])
 
 
 def test_two_optimizers_and_one_model_that_is_built_late():

@@ -77,15 +77,18 @@ def test_a_round_ends_after_so_many_updates_of_an_accumulating_optimizer():
         assert same_on_all_ranks(weights(model)) == (step == 1 or step % 4 in (0, 1))
 
 
-@pytest.mark.parametrize("scaled", ["optimizer", "layer"])
-def test_rounds_refuse_a_loss_scale_which_skips_updates_on_one_rank(scaled):
+@pytest.mark.parametrize(
+    "options", [{"strategy": hvkit.LocalSGD(2)}, {"compression": hvkit.TopK(0.5)}], ids=str
+)
+@pytest.mark.parametrize("scaled", ["optimizer", "compile"])
+def test_a_loss_scale_is_refused_where_ranks_would_come_apart(scaled, options):
     model, optimizer = mlp(), sgd()
     if scaled == "optimizer":
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
-    else:  # for which compile makes one
-        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4, dtype="mixed_float16")])
+    else:
+        model.dtype_policy = "mixed_float16"
     with pytest.raises(ValueError, match="mixed_bfloat16"):
-        hvkit.distribute(model, optimizer, strategy=hvkit.LocalSGD(2))
+        hvkit.distribute(model, optimizer, **options)
 
 
 @pytest.mark.parametrize("train", cases(LOOPS))
@@ -100,6 +103,38 @@ def test_compressed_gradients_train_one_model(compression, train):
         np.concatenate([w.ravel() for w in weights(each)]) for each in (model, reference)
     )
     assert 0 < largest_difference([mine], [exact]) < 0.2
+
+
+def test_an_optimizer_that_never_steps_does_not_end_the_rounds_of_another():
+    first, second = mlp(hvkit.rank()), mlp(5 + hvkit.rank())
+    optimizers = [sgd(), sgd()]
+    hvkit.distribute([first, second], optimizers, strategy=hvkit.LocalSGD(3))
+    fit(second, optimizers[1], local(regression(steps=4)))
+    assert same_on_all_ranks([*weights(first), *weights(second)])
+
+
+def test_statistics_are_the_same_after_updates_that_are_only_accumulated():
+    optimizer = keras.optimizers.SGD(0.05, gradient_accumulation_steps=4)
+    model, optimizer = hvkit.distribute(normalised(), optimizer, strategy=hvkit.LocalSGD(1))
+    fit(model, optimizer, local(regression(steps=6)))
+    assert same_on_all_ranks(weights(model))
+
+
+@pytest.mark.parametrize("strategy", [hvkit.DiLoCo(4, overlap=2), hvkit.LocalSGD(4)], ids=str)
+def test_weights_set_between_two_fits_are_where_the_next_begins(strategy):
+    model, optimizer = hvkit.distribute(mlp(), keras.optimizers.SGD(0.0), strategy=strategy)
+    fit(model, optimizer, local(regression(steps=6)))
+    model.set_weights([np.ones_like(w) for w in model.get_weights()])
+    fit(model, optimizer, local(regression(steps=6)))
+    assert all(np.allclose(w, 1) for w in weights(model))
+
+
+def test_statistics_that_a_callback_sets_are_kept():
+    model, optimizer = hvkit.distribute(normalised(), sgd(), strategy=hvkit.LocalSGD(3))
+    ones = [np.ones_like(w) for w in model.get_weights()]
+    sets = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: model.set_weights(ones))
+    fit(model, optimizer, local(regression(steps=4)), callbacks=[sets])
+    assert all(np.allclose(w, 1) for w in weights(model))
 
 
 def test_demo_trains_one_model():
