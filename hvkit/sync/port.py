@@ -237,7 +237,10 @@ def keepers_of(model: Any) -> list[Keeper]:
 
 
 def _weights_of(model: Any) -> list[Any]:
-    return list(model.parameters() if framework_of(model) == "torch" else model.weights)
+    keras = sys.modules.get("keras")
+    if keras is not None and isinstance(model, keras.layers.Layer):  # on PyTorch also a module
+        return [w._value for w in model.weights if getattr(w, "_value", None) is not None]
+    return list(model.parameters())
 
 
 def _plain(model: Any) -> Any:

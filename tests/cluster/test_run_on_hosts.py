@@ -219,8 +219,10 @@ def test_lines_get_rank_and_host_and_each_rank_a_file(hosts, tmp_path):
     done = run(hosts, *HOSTS, "--prefix", "--log-dir", str(logs), "sh", "-c", script)
     expected = {"[0 node1] out", "[1 node2] out", "[2 node2] out", "[3 node3] out"}
     assert set(done.stdout.splitlines()) == expected
-    assert {f"rank-000{rank}.log" for rank in range(4)} == set(os.listdir(logs))
-    assert (logs / "rank-0003.log").read_text().split("\n").count("[3 node3] err") == 1
+    files = {each.name: each.read_text() for each in logs.iterdir()}
+    said = f"by the launcher: {files.get('launcher.log')}"
+    assert files.keys() == {f"rank-000{rank}.log" for rank in range(4)}, said
+    assert files["rank-0003.log"].split("\n").count("[3 node3] err") == 1
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

@@ -65,6 +65,8 @@ def test_settled_shows_one_model_and_puts_back_each_ranks_own(strategy):
     own = weights(model)
     with hvkit.settled(model):
         assert same_on_all_ranks(weights(model))
+    with hvkit.settled(model.layers[0]):  # which is a module of PyTorch, too
+        assert same_on_all_ranks(weights(model))
     assert all(map(np.array_equal, weights(model), own))
     assert not same_on_all_ranks(own)
 
