@@ -57,7 +57,7 @@ class Weights(Protocol):
         """Set a weight."""
 
     def show(self, i: int, vector: Vector) -> None:
-        """Set a weight for a while: a backward pass may come that needs its value of before."""
+        """Set a weight for a while, unseen by a backward pass that still needs its old value."""
 
     def holds(self, i: int, vector: Vector) -> bool:
         """Whether a weight is what ``write`` makes of a vector."""

@@ -96,18 +96,13 @@ def synchronise_optimizers(
 
 
 def _broadcast(variables: Sequence[Any]) -> None:
-    with AutocastScope(None):  # in a layer's call, variables look as if they had 16 bits
-        _broadcast_as_they_are(variables)
-
-
-def _broadcast_as_they_are(variables: Sequence[Any]) -> None:
-    values = [np.array(v.numpy(), order="C") for v in variables]
-    sent = [value.reshape(-1).view(np.uint8) for value in values]
-    if not sent:
+    if not variables:
         return
-    received = collectives.broadcast_state(np.concatenate(sent))
-    ends = np.cumsum([piece.size for piece in sent])
-    for variable, value, piece in zip(
-        variables, values, np.split(received, ends[:-1]), strict=True
-    ):
-        variable.assign(piece.view(value.dtype).reshape(value.shape))
+    with AutocastScope(None):  # in a layer's call, variables look as if they had 16 bits
+        values = [np.array(v.numpy(), order="C") for v in variables]
+        sent = [value.reshape(-1).view(np.uint8) for value in values]
+        received = collectives.broadcast_state(np.concatenate(sent))
+        ends = np.cumsum([piece.size for piece in sent])
+        pieces = np.split(received, ends[:-1])
+        for variable, value, piece in zip(variables, values, pieces, strict=True):
+            variable.assign(piece.view(value.dtype).reshape(value.shape))

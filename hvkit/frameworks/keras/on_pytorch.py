@@ -244,7 +244,7 @@ class RoundsInFit:
         return self.keeper.settled() if self.keeper else nullcontext()
 
     def rebase(self) -> None:
-        """Nothing: what the script has set is compared at the next agreement."""
+        """Nothing to do: the next round begins with what the script has set, and compares it."""
 
     def show_callbacks(self) -> None:
         if self.keeper:
@@ -382,7 +382,7 @@ class KerasOnPyTorchPort:
             record(self.models, *self._begin())
 
     def _begin(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
-        """Have the ranks train alike from now on, once all models have weights; a collective."""
+        """Keep the ranks in step from now on; called once all models have weights; a collective."""
         self._begun = True
         for model in self.models:
             self._synchronise(model)
@@ -413,7 +413,7 @@ class KerasOnPyTorchPort:
         return Record(gathered=lambda: gathered(held()))
 
     def _before_update(self, variables: Sequence[Any]) -> None:
-        """Begin if no call of a model has: a ``train_step`` may call only parts of it."""
+        """Begin before the first update, for a ``train_step`` that calls only parts of a model."""
         self._begin_if_built()
         if not self._begun:
             names = [repr(each.name) for each in self.models if not has_weights(each)]
