@@ -185,11 +185,6 @@ FAILURES = (
         "it out with `--without pytorch` or `--without tensorflow`",
     ),
     KnownFailure(
-        r"Compatibility with CMake < 3\.5 has been removed",
-        "this CMake is too new for Horovod",
-        "unset HOROVOD_CMAKE, or set it to a CMake from 3.13 to 3.31",
-    ),
-    KnownFailure(
         r"No module named '?pip\b",
         "this Python has no pip",
         "`python -m ensurepip` installs it",

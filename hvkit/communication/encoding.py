@@ -129,7 +129,7 @@ def _to_tensor(parts: Any) -> Any:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name} is no dtype of PyTorch")
     if not data:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(shape)
 
 

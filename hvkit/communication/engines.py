@@ -3,17 +3,20 @@
 An engine starts one of the two and offers the collectives on NumPy arrays that the rest of hvkit
 needs. Ports reach the library itself through ``Engine.hvd``.
 
-A Horovod built without GPU support takes only tensors on the CPU. ``HostMemory`` copies tensors
-there and back: training gives the same result but takes longer, because nothing overlaps with the
-backward pass.
+A Horovod built without GPU support takes only tensors on the CPU, and NCCL needs a GPU for each
+rank. Without either, ``HostMemory`` copies tensors to the CPU and back: training gives the same
+result but takes longer, because nothing overlaps with the backward pass.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
+import socket
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -70,12 +73,37 @@ class Engine(Protocol):
         """Return all ranks' bytes, one after the other in rank order; lengths may differ."""
 
 
+# On a GPU, Horovod hands a result over once it is queued there: work that the host queues later on
+# the device's default stream runs after it (``Wire.wait``). Otherwise the host waits until the GPU
+# is done, which then waits for the host. Horovod reads it in ``init``.
+_WITHOUT_WAITING = "HOROVOD_ENABLE_ASYNC_COMPLETION"
+
+
+@contextmanager
+def _set(variable: str, value: str) -> Iterator[None]:
+    """Set a variable for a while, unless it is set."""
+    mine = variable not in os.environ
+    os.environ.setdefault(variable, value)
+    try:
+        yield
+    finally:
+        if mine:
+            del os.environ[variable]
+
+
 class PyTorchEngine:
-    """Horovod's PyTorch library."""
+    """Horovod's PyTorch library.
+
+    Attributes:
+        shared_gpu: whether a GPU of this run has several ranks, so that NCCL cannot work.
+    """
 
     def __init__(self) -> None:
+        calls_horovod = "horovod.torch" in sys.modules  # the script itself, on any stream
         self.hvd = _import_horovod("horovod.torch", "PyTorch")
-        self.hvd.init()
+        with nullcontext() if calls_horovod else _set(_WITHOUT_WAITING, "1"):
+            self.hvd.init()
+        self.shared_gpu = False
 
     def shut_down(self) -> None:
         # hvd.shutdown() would first forget the handles that other threads wait for.
@@ -87,12 +115,32 @@ class PyTorchEngine:
         gpu = gpu_of_rank(local_rank, local_size, torch.cuda.device_count())
         if gpu is not None:
             torch.cuda.set_device(gpu)
-            if _reduces_in_host_memory(self.hvd):
+        self.shared_gpu = self._shares_gpu(gpu)
+        if gpu is not None:
+            if _reduces_in_host_memory(self.hvd, self.shared_gpu):
                 self.hvd = HostMemory(self.hvd)
             return
         keep_freed_memory(os.environ)
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(_cpu_threads(local_size))
+
+    def _shares_gpu(self, gpu: int | None) -> bool:
+        """Whether two ranks have the same GPU; a collective if Horovod is built for GPUs."""
+        import torch
+
+        if not torch.version.cuda or not _built_for_gpus(self.hvd):
+            return False
+        place = np.full(16 + 3 * 8, 255, np.uint8)
+        if gpu is not None:
+            # A launcher may show each rank another GPU as number 0, and a GPU's parts have names of
+            # their own; where it is plugged in is what NCCL compares, too.
+            of: Any = torch.cuda.get_device_properties(gpu)
+            plugged = np.array([of.pci_domain_id, of.pci_bus_id, of.pci_device_id], np.int64)
+            host = hashlib.md5(socket.gethostname().encode(), usedforsecurity=False).digest()
+            place = np.frombuffer(host + plugged.tobytes(), np.uint8)
+        places = self.allgather(place).reshape(-1, place.size)
+        used = places[(places != 255).any(axis=1)]
+        return len(np.unique(used, axis=0)) < len(used)
 
     def broadcast(
         self, array: NDArray[np.uint8], root: int, purpose: str = "objects"
@@ -259,14 +307,25 @@ def _import_horovod(module: str, framework: str) -> ModuleType:
         ) from error
 
 
-def _reduces_in_host_memory(hvd: ModuleType) -> bool:
-    """Whether this Horovod is built without GPU support; rank 0 warns, since that costs time."""
-    if hvd.cuda_built() or hvd.rocm_built():
+def _built_for_gpus(hvd: ModuleType) -> bool:
+    return bool(hvd.cuda_built() or hvd.rocm_built())
+
+
+def _reduces_in_host_memory(hvd: ModuleType, shared_gpu: bool = False) -> bool:
+    """Whether tensors on GPUs must travel through the host; rank 0 warns, since that costs time."""
+    if _built_for_gpus(hvd) and not shared_gpu:
         return False
     if hvd.rank() == 0:
+        why, fix = (
+            ("several ranks share a GPU, which NCCL cannot do", "start one rank for each GPU")
+            if shared_gpu
+            else (
+                "Horovod is built without GPU support",
+                "rebuild it with `hvkit install-horovod --gpu nccl`",
+            )
+        )
         logger.warning(
-            "Horovod is built without GPU support and reduces gradients in the host's memory, "
-            "which takes longer; `hvkit install-horovod --gpu nccl` rebuilds it"
+            "%s: gradients are reduced in the host's memory, which takes longer; %s", why, fix
         )
     return True
 

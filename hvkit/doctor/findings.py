@@ -112,12 +112,18 @@ def _library(library: Mapping[str, Any], installed: str | None) -> dict[str, Any
     """A library of Horovod's, with the ``state`` of it."""
     if installed is None:
         state = "not needed"
-    elif library["built_for"] and library["built_for"] != installed:
+    elif library["built_for"] and not _same_version(library["built_for"], installed):
         state = "other version"
     else:
         state = "broken" if library["error"] else "right"
     title = _TITLES[library["framework"]]
     return {**library, "title": title, "installed": installed, "state": state}
+
+
+def _same_version(one: str, other: str) -> bool:
+    """Whether two versions are one; the package index knows ``2.11.0+cu130`` as ``2.11.0``."""
+    whole = "+" in one and "+" in other
+    return one == other if whole else one.partition("+")[0] == other.partition("+")[0]
 
 
 def _about_mpi(facts: Mapping[str, Any]) -> dict[str, Any]:

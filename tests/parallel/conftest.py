@@ -1,4 +1,5 @@
 import os
+import sys
 
 import pytest
 from on_ranks import (  # noqa: F401
@@ -17,6 +18,9 @@ def pytest_addoption(parser):
         action="store_true",
         help="take the averaging out of hvkit and expect every test to fail",
     )
+    parser.addoption(
+        "--gpu", action="store_true", help="make the tests' tensors of PyTorch on this rank's GPU"
+    )
 
 
 @pytest.hookimpl(trylast=True)
@@ -27,6 +31,24 @@ def pytest_configure(config):
             returncode=2,
         )
     show_rank_0_alone(config)
+    if config.option.gpu:
+        _make_tensors_on_gpu()
+
+
+def _make_tensors_on_gpu():
+    """Whoever makes a tensor gets it on the GPU; tests also where they turn an array into one."""
+    import torch
+
+    torch.set_default_device("cuda")
+    from_array, to_array = torch.from_numpy, torch.Tensor.numpy
+
+    def by_test():
+        return f"{os.sep}tests{os.sep}" in sys._getframe(2).f_code.co_filename
+
+    torch.from_numpy = lambda array: from_array(array).cuda() if by_test() else from_array(array)
+    torch.Tensor.numpy = lambda self, **options: to_array(
+        self.cpu() if by_test() else self, **options
+    )
 
 
 def pytest_collection_modifyitems(config, items):

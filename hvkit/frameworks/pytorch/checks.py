@@ -253,16 +253,19 @@ def fingerprints_of(tensors: Sequence[torch.Tensor]) -> list[Rows]:
     for i, tensor in enumerate(tensors):
         on_device.setdefault(tensor.device, []).append(i)
     rows: list[Rows] = [np.empty(0, np.int64)] * len(tensors)
-    for numbers in on_device.values():
-        fetched = torch.stack([_row(tensors[i]) for i in numbers]).cpu().numpy()
-        for i, each in zip(numbers, fetched, strict=True):
+    for device, numbers in on_device.items():
+        flats = [_flat(tensors[i]) for i in numbers]
+        if device.type == "cpu":
+            computed = list(torch.stack([_row(flat) for flat in flats]).numpy())
+        else:
+            computed = rows_together(flats)
+        for i, each in zip(numbers, computed, strict=True):
             rows[i] = each
     return rows
 
 
-@torch.no_grad()
-def _row(tensor: torch.Tensor) -> torch.Tensor:
-    """``hvkit.sync.fingerprints.fingerprint``, computed on the tensor's device."""
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's numbers in one dimension; a complex one is two."""
     tensor = tensor.detach()
     if tensor.layout is not torch.strided:
         coo = tensor.to_sparse_coo().coalesce()  # type: ignore[no-untyped-call]
@@ -270,6 +273,12 @@ def _row(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
+    return flat
+
+
+@torch.no_grad()
+def _row(flat: torch.Tensor) -> torch.Tensor:
+    """``hvkit.sync.fingerprints.fingerprint`` of numbers in host memory."""
     words = flat.view(_INTEGERS[flat.element_size()])
     factors, weights = _factors(flat.device)
     bits = torch.zeros((), dtype=torch.int64, device=flat.device)
@@ -282,6 +291,76 @@ def _row(tensor: torch.Tensor) -> torch.Tensor:
             projection = (values @ weights[: values.numel()]) * weights[b % BLOCK].sign()
             sums += torch.stack([projection, values @ values])
     return torch.cat([bits.view(1), sums.view(torch.int64)])
+
+
+# Elements that a GPU hashes at a time, and adds up in one of its blocks.
+_TOGETHER, _SEGMENT = 4 * BLOCK, 1 << 13
+
+
+@torch.no_grad()
+def rows_together(flats: Sequence[torch.Tensor]) -> list[Rows]:
+    """The fingerprints of one-dimensional tensors on a GPU, which takes few kernels for all.
+
+    A model has hundreds of tensors, and starting a kernel takes the host longer than the GPU needs
+    for one of them.
+    """
+    blocks = [
+        (i, b, flat[b * BLOCK : (b + 1) * BLOCK])
+        for i, flat in enumerate(flats)
+        for b in range(-(-flat.numel() // BLOCK))
+    ]
+    runs: list[list[tuple[int, int, torch.Tensor]]] = []
+    length = 0
+    for block in sorted(blocks, key=lambda block: str(block[2].dtype)):  # stable
+        length += block[2].numel()
+        if not runs or runs[-1][0][2].dtype is not block[2].dtype or length > _TOGETHER:
+            runs.append([])
+            length = block[2].numel()
+        runs[-1].append(block)
+    bits = np.zeros(len(flats), np.uint64)
+    sums = np.zeros((len(flats), 2))
+    sums_of_runs = [_sums_of_blocks([block for *_, block in run]) for run in runs]
+    signs = np.sign(fingerprints.weights())
+    with np.errstate(all="ignore"):
+        for run, of_run in zip(runs, sums_of_runs, strict=True):
+            lengths = [-(-block.numel() // _SEGMENT) for *_, block in run]
+            starts = np.cumsum([0, *lengths[:-1]])
+            low, high, *values = np.add.reduceat(of_run.cpu().numpy(), starts, axis=1)
+            hashes = (high.astype(np.int64) << 32) + low.astype(np.int64)
+            for n, (i, b, _) in enumerate(run):
+                bits[i] = bits[i] * np.uint64(PRIME) + hashes[n].astype(np.uint64)
+                if values:
+                    sums[i] += values[0][n] * signs[b % BLOCK], values[1][n]
+    return [
+        fingerprints.row(int(each.astype(np.int64)), *both)
+        for each, both in zip(bits, sums, strict=True)
+    ]
+
+
+def _sums_of_blocks(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What the fingerprints add up, for each segment of some blocks of one dtype.
+
+    Returns:
+        float64 of shape (2, segments): the low and high halves of the products of the hash, whose
+        sums are exact; of shape (4, segments) for floating point, with the values' sums.
+    """
+    device, lengths = blocks[0].device, [block.numel() for block in blocks]
+    factors, weights = (
+        torch.cat([whole[:length] for length in lengths]) for whole in _factors(device)
+    )
+    segments = [
+        min(_SEGMENT, length - start) for length in lengths for start in range(0, length, _SEGMENT)
+    ]
+    numbers = torch.cat(list(blocks))
+    products = numbers.view(_INTEGERS[numbers.element_size()]).to(torch.int64) * factors
+    added = [(products & 0xFFFFFFFF).double(), (products >> 32).double()]
+    if numbers.is_floating_point():
+        values = numbers.double()
+        added += [values * weights, values * values]
+    ends = torch.tensor(segments, device=device)
+    return torch.stack(
+        [torch.segment_reduce(each, "sum", lengths=ends, unsafe=True) for each in added]
+    )
 
 
 @functools.cache

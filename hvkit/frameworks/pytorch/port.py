@@ -126,12 +126,12 @@ class PyTorchPort:
         self.multiplier = multiplier
         return [
             (
-                float(torch.as_tensor(group["lr"]).detach()),
+                float(lr.detach() if isinstance(lr, torch.Tensor) else lr),
                 None if has_step_length(each) else multiplier,
             )
             for each in self.optimizers
             for group in each.param_groups
-            if group.get("lr") is not None
+            if (lr := group.get("lr")) is not None
         ]
 
     def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:

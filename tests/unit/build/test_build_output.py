@@ -68,12 +68,6 @@ EXCERPTS = {
         "a framework is installed but cannot be imported",
         "import torch",
     ),
-    "cmake": (
-        "CMake Error at third_party/gloo/CMakeLists.txt:1 (cmake_minimum_required):\n"
-        "  Compatibility with CMake < 3.5 has been removed from CMake.",
-        "this CMake is too new",
-        "HOROVOD_CMAKE",
-    ),
     "pip": ("/venv/bin/python: No module named pip", "this Python has no pip", "ensurepip"),
     "hashes": (
         "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE.",

@@ -29,6 +29,7 @@ def test_frameworks_and_mpi_are_required(toolchain: Toolchain, tmp_path: Path) -
     assert environ["HOROVOD_WITH_MPI"] == "1"
     assert environ["HOROVOD_CMAKE"] == "/opt/cmake"
     assert environ["MAKEFLAGS"] == "-j2"
+    assert environ["CMAKE_POLICY_VERSION_MINIMUM"] == "3.5"
     assert environ["HVKIT_RPATH"] == "/opt/mpi/lib"
     assert "HOROVOD_GPU_OPERATIONS" not in environ
 

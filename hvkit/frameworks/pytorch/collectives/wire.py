@@ -81,7 +81,7 @@ class Wire:
         size = rows.nbytes // max(len(rows), 1)
         count(self._purpose, *of_messages(size, sent, self.rank))
         with translated(), torch.inference_mode(False):
-            splits = torch.tensor(sent, dtype=torch.int32)
+            splits = torch.tensor(sent, dtype=torch.int32, device="cpu")
             handle: int = self._hvd.alltoall_async(_ordinary(rows), splits=splits, name=name)
             return handle
 
@@ -98,11 +98,15 @@ class Wire:
                 return self.start_messages(exchange, name)
 
     def wait(self, handle: int) -> torch.Tensor:
-        """Wait for a collective and return its result."""
+        """Wait for a collective and return its result.
+
+        On a GPU the host does not wait for the result itself, but what it queues later does.
+        """
         with waiting_for_all_ranks():
             result = self._hvd.synchronize(handle)
         # From an all-to-all also how many elements came from each rank.
         tensor: torch.Tensor = result[0] if isinstance(result, tuple) else result
+        _follow_default_stream(tensor)
         return tensor
 
     def sum(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -110,11 +114,27 @@ class Wire:
         count(self._purpose, of_allreduce(tensor.nbytes, self.size))
         with waiting_for_all_ranks():
             total: torch.Tensor = self._hvd.allreduce(tensor, name=name, op=self._hvd.Sum)
+        _follow_default_stream(total)
         return total
 
     def gather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """All ranks' rows, as ``start_gather``."""
         return self.wait(self.start_gather(tensor, name))
+
+
+def _follow_default_stream(result: torch.Tensor) -> None:
+    """Queue further work of this thread's stream after what Horovod has ordered: the default one's.
+
+    The script may compute on a stream of its own.
+    """
+    if not result.is_cuda:
+        return
+    stream, default = (
+        torch.cuda.current_stream(result.device),
+        torch.cuda.default_stream(result.device),
+    )
+    if stream != default:
+        stream.wait_stream(default)
 
 
 def _ordinary(tensor: torch.Tensor) -> torch.Tensor:

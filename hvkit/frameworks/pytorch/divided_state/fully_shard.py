@@ -119,7 +119,7 @@ class DividedModels:
         Raises:
             RanksDisagreeError: the ranks have gathered different parts, or in another order.
         """
-        mine = torch.tensor([hash(tuple(self._order)), len(self._order)])
+        mine = torch.tensor([hash(tuple(self._order)), len(self._order)], device="cpu")
         self._order.clear()
         step = next(self._steps)
         with call("optimizer.step()", step, self._name):

@@ -27,8 +27,14 @@ def start() -> None:
     """Start ``torch.distributed`` with Horovod's ranks; a collective, the first time.
 
     Raises:
-        LaunchError: a rank cannot reach rank 0.
+        LaunchError: a rank cannot reach rank 0, or several ranks share a GPU.
     """
+    if getattr(runtime.engine("torch"), "shared_gpu", False):
+        raise LaunchError(
+            "several ranks share a GPU, and NCCL, with which PyTorch gathers divided weights, "
+            "needs one for each rank: start one rank for each GPU, or use a strategy that leaves "
+            "the weights whole, such as hvkit.ShardedOptimizer()"
+        )
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in all builds
 
     one_host = runtime.local_size() == runtime.size()

@@ -143,7 +143,8 @@ class _Trial:
         wide = self._halved and not p.is_complex()
         dtype = torch.float64 if wide else p.dtype
         plain = torch.complex64 if p.is_complex() else torch.float32
-        return torch.randn(shape, generator=self._random, dtype=plain).to(p.device, dtype)
+        value = torch.randn(shape, generator=self._random, dtype=plain, device="cpu")
+        return value.to(p.device, dtype)
 
     def _part(self, value: torch.Tensor, rank: int) -> torch.Tensor:
         return value.chunk(_RANKS)[rank] if self._halved else value

@@ -148,11 +148,12 @@ def make_buckets(
     if together:
         last = Bucket(last_name, spread[-1], report + statistics)
         return [*buckets, last], Extra(last, slice(report)), Extra(last, slice(report, None))
-    nobody = NO_PARAMETER, torch.zeros(1)
+    nobody = NO_PARAMETER, torch.zeros(1, device="cpu")
     if device.type == "cpu" or not statistics:
         last = Bucket(last_name, [nobody], report + statistics)
         return [*buckets, last], Extra(last, slice(report)), Extra(last, slice(report, None))
-    there = Bucket(f"{name}.statistics", [(NO_PARAMETER, nobody[1].to(device))], statistics)
+    like = nobody[1].to(device, wire_dtype(spread[-1][-1][1].dtype))
+    there = Bucket(f"{name}.statistics", [(NO_PARAMETER, like)], statistics)
     last = Bucket(last_name, [nobody], report)
     return [*buckets, there, last], Extra(last, slice(report)), Extra(there, slice(statistics))
 

@@ -282,8 +282,8 @@ def _holders_of_gradient(parameter: torch.Tensor) -> tuple[int, int]:
 
 
 def _holders_of_new_gradient() -> tuple[int, int]:
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    parameter.grad = torch.zeros(1)
+    parameter = torch.nn.Parameter(torch.zeros(1, device="cpu"))
+    parameter.grad = torch.zeros(1, device="cpu")
     return _holders_of_gradient(parameter)
 
 
@@ -343,7 +343,8 @@ def average_rows(
     all_rows, all_values = (wire.wait(handle) for handle in handles)
     if rounding:
         all_values = rounding.decode(all_values.view(-1, 1), ops).view_as(all_values)
-    mean = torch.sparse_coo_tensor(
-        all_rows[None], all_values / wire.size, parameter.shape, check_invariants=False
-    )
-    return mean.coalesce().to(parameter.dtype)
+    # Not check_invariants=False, of which PyTorch 2.11 warns all the same.
+    unchecked = torch.sparse.check_sparse_tensor_invariants(False)  # type: ignore[no-untyped-call]
+    with unchecked:
+        mean = torch.sparse_coo_tensor(all_rows[None], all_values / wire.size, parameter.shape)
+        return mean.coalesce().to(parameter.dtype)

@@ -197,7 +197,7 @@ def refuse_other_parameters(
 
 def checksum_of_rates(optimizers: Sequence[Optimizer]) -> int:
     """A number that differs, in all likelihood, if the learning rates do."""
-    return zlib.crc32(repr([rate for _, rate in _rates(optimizers)]).encode())
+    return zlib.crc32(repr([rate for _, rate in _rates(optimizers, fetch=False)]).encode())
 
 
 def refuse_other_rates(optimizers: Sequence[Optimizer], call: str = "backward()") -> None:
@@ -207,7 +207,7 @@ def refuse_other_rates(optimizers: Sequence[Optimizer], call: str = "backward()"
         optimizers: those that update the parameters.
         call: the user's call.
     """
-    everyone = collectives.gather(call, _rates(optimizers))
+    everyone = collectives.gather(call, _rates(optimizers, fetch=True))
     for rank, theirs in enumerate(everyone):
         for (name, first), (_, other) in zip(everyone[0], theirs, strict=True):
             if first != other:
@@ -219,12 +219,17 @@ def refuse_other_rates(optimizers: Sequence[Optimizer], call: str = "backward()"
                 raise mark_as_shown_by(error, 0)
 
 
-def _rates(optimizers: Sequence[Optimizer]) -> list[tuple[str, float]]:
-    """The rates in host memory, with names; fetching one from a GPU would delay every step."""
+def _rates(optimizers: Sequence[Optimizer], *, fetch: bool) -> list[tuple[str, float]]:
+    """The learning rates, with names.
+
+    Args:
+        optimizers: those that update the parameters.
+        fetch: also those on a GPU, which would delay every step.
+    """
     return [
         (f"parameter group {g} of {type(optimizer).__name__}", float(rate))
         for optimizer in optimizers
         for g, group in enumerate(optimizer.param_groups)
         if isinstance(rate := group.get("lr"), int | float)
-        or (isinstance(rate, torch.Tensor) and rate.device.type == "cpu")
+        or (isinstance(rate, torch.Tensor) and (fetch or rate.device.type == "cpu"))
     ]
