@@ -16,7 +16,6 @@ same, so that the one GPU shows what every GPU of a large run pays beside the ne
 
 import argparse
 import contextlib
-import copy
 import json
 import os
 import statistics
@@ -62,7 +61,7 @@ class Case:
         dtype: of weights and data.
         within: the largest difference of weights from one process, with two ranks.
         loop: a class whose objects take a step.
-        two: whether two ranks train what one process trains.
+        two: whether two ranks of this host train what one process trains.
         compiled: compile the model.
         **options: of ``hvkit.distribute``.
     """
@@ -249,7 +248,7 @@ def capturable(parameters):
     return adam(parameters, capturable=torch.cuda.is_available())
 
 
-def cases():
+def cases(on_gpu):
     import hvkit
 
     single = {"dtype": torch.float32, "within": 2e-6}
@@ -272,7 +271,7 @@ def cases():
         "LocalSGD(1)": Case(convnet, plain_sgd, strategy=hvkit.LocalSGD(1)),
         "DiLoCo(1)": Case(convnet, plain_sgd, strategy=hvkit.DiLoCo(1, 1.0, 0.0)),
         "ShardedOptimizer": Case(convnet, adam, strategy=hvkit.ShardedOptimizer(), within=1e-9),
-        "FullyShard": Case(mlp, adam, strategy=hvkit.FullyShard(), within=1e-9),
+        "FullyShard": Case(mlp, adam, strategy=hvkit.FullyShard(), two=not on_gpu),
         "compression='bf16'": Case(
             mlp, sgd, torch.float32, compression="bf16", within=0.02, two=True
         ),
@@ -301,7 +300,7 @@ def compare(device, names):
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.use_deterministic_algorithms(True, warn_only=True)
     alone = int(hvkit.size()) == 1
-    for name, case in cases().items():
+    for name, case in cases(device.type == "cuda").items():
         if (names and name not in names) or not (case.two or alone):
             continue
         within = case.within
@@ -487,13 +486,15 @@ def host_waits(device):
             with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
                 for _ in range(number):
                     step()
+            # The profiler itself waits once at its end.
             counts = dict.fromkeys((*WAITS, "copies to the host"), 0)
+            counts["cudaDeviceSynchronize"] = -1
             for event in seen.events():
                 if event.name in WAITS:
                     counts[event.name] += 1
                 elif "Memcpy DtoH" in event.name:
                     counts["copies to the host"] += 1
-            each = {name: round(n / number, 1) for name, n in counts.items() if n}
+            each = {name: round(n / number, 1) for name, n in counts.items() if n > 0}
             line = {"waits of": peer, "workload": workload, "a step": each}
             line |= {"host ms": 1e3 * host / number, "step ms": 1e3 * whole / number}
             if device.type == "cuda":
@@ -556,13 +557,39 @@ def main():
     passed += ["--seconds", str(flags.seconds)]
     passed += ["--cases", *flags.cases] if flags.cases else []
     environ = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    rows = []
     for name in flags.parts:
-        lines, rest, status, taken = run(name, passed, copy.copy(environ))
+        lines, rest, status, taken = run(name, passed, environ)
         print(f"\n## {name}: exit {status}, {taken:.0f} s", flush=True)
         for line in lines:
             print(json.dumps(line))
         wrong = [line for line in lines if line.get("right") is False]
         print(*(rest[-40:] if status or wrong else rest[:12]), sep="\n", flush=True)
+        rows += rows_of(name, lines, status)
+    of = torch.cuda.get_device_name() if flags.device == "cuda" else flags.device
+    print(f"\n| PyTorch {torch.__version__}, {of} | |\n|---|---|")
+    print(*(f"| {what} | {figures} |" for what, figures in rows), sep="\n")
+
+
+def rows_of(name, lines, status):
+    """What the table says of a part: pairs of texts."""
+    if name in ("one", "two"):
+        right = sum(line["right"] for line in lines if "right" in line)
+        ranks = {"one": "one rank", "two": "two ranks that share the GPU"}[name]
+        yield f"trainings equal to one process, {ranks}", f"{right} of {len(lines)}, exit {status}"
+    for line in lines:
+        if "waits of" in line:
+            counts = ", ".join(f"{n} {what}" for what, n in line["a step"].items()) or "none"
+            what = f"a step of {line['workload']}, {line['waits of']}: what the host waits for"
+            host, whole = line["host ms"], line["step ms"]
+            yield what, f"{counts}; host {host:.1f} ms of {whole:.1f} ms; {line.get('GiB')} GiB"
+        elif "workload" in line:
+            for peer in ("hvkit", "DDP"):
+                of = line[peer]
+                yield (
+                    f"speed of {line['workload']} with {peer}, plain PyTorch = 1",
+                    f"{of['speed']:.3f} ({of['from']:.3f} to {of['to']:.3f}); {of['ms']:.2f} ms",
+                )
 
 
 if __name__ == "__main__":

@@ -10,19 +10,23 @@ from collections.abc import Sequence
 # Sizes in bytes.
 _MOST_CHUNKS_OF_SMALL_MODELS = 4
 _SMALLEST = 1 << 20
+# A GPU computes the rest before the host has sent a small one.
+_SMALLEST_ON_GPU = 8 << 20
 _LARGEST = 32 << 20
 
 
-def chunks(sizes: Sequence[int]) -> list[list[int]]:
+def chunks(sizes: Sequence[int], *, on_gpu: bool = False) -> list[list[int]]:
     """Cut a sequence of gradients into runs that travel together.
 
     Args:
         sizes: bytes of each gradient, in the order in which backward makes them ready.
+        on_gpu: whether a GPU computes them.
 
     Returns:
         Lists of positions in ``sizes``: every position once, in order, no list empty.
     """
-    target = min(max(-(-sum(sizes) // _MOST_CHUNKS_OF_SMALL_MODELS), _SMALLEST), _LARGEST)
+    smallest = _SMALLEST_ON_GPU if on_gpu else _SMALLEST
+    target = min(max(-(-sum(sizes) // _MOST_CHUNKS_OF_SMALL_MODELS), smallest), _LARGEST)
     runs: list[list[int]] = []
     filled = 0
     for position, size in enumerate(sizes):

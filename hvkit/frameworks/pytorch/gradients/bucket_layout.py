@@ -169,5 +169,8 @@ def _spread(members: Iterable[tuple[int, torch.Tensor]]) -> list[list[tuple[int,
     return [
         [group[position] for position in run]
         for group in kinds.values()
-        for run in chunks([p.numel() * p.element_size() for _, p in group])
+        for run in chunks(
+            [p.numel() * p.element_size() for _, p in group],
+            on_gpu=group[0][1].device.type != "cpu",
+        )
     ]

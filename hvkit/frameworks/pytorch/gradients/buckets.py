@@ -74,8 +74,11 @@ class _Memory:
     @property
     def shared(self) -> bool:
         """Whether others have this memory: a slice, a NumPy array, or another process."""
-        in_process = _tensors_with_memory_of(self.flat) > self._tensors
-        return in_process or bool(self.flat.is_shared())  # type: ignore[no-untyped-call]
+        if _tensors_with_memory_of(self.flat) > self._tensors:
+            return True
+        # PyTorch says so of every tensor on a GPU.
+        between_processes: bool = self.flat.is_shared()  # type: ignore[no-untyped-call]
+        return between_processes and self.flat.device.type == "cpu"
 
     @property
     def free(self) -> bool:
@@ -132,8 +135,10 @@ class Bucket:
         # Members whose gradients cannot be views of the bucket.
         self._apart = {i for i, p in members if p.dtype is not dtype or not p.is_contiguous()}
         # Whether the gradients are large enough to scale them while they are copied, rather than
-        # their sum in another pass, and the factor if so.
-        self._large = not self._apart and sum(p.nbytes for _, p in members) >= _LARGE * len(members)
+        # their sum in another pass, and the factor if so. A GPU makes that pass in no time, but the
+        # host needs its time for each call.
+        large = sum(p.nbytes for _, p in members) >= _LARGE * len(members)
+        self._large = large and not self._apart and members[0][1].device.type == "cpu"
         self._factor: float | None = None
         like = torch.empty(0, dtype=dtype, device=members[0][1].device)
         self._memory = _Memory(self._lengths, self._shapes, like)
