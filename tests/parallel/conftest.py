@@ -1,5 +1,4 @@
 import os
-import sys
 
 import pytest
 from on_ranks import (  # noqa: F401
@@ -18,9 +17,6 @@ def pytest_addoption(parser):
         action="store_true",
         help="take the averaging out of hvkit and expect every test to fail",
     )
-    parser.addoption(
-        "--gpu", action="store_true", help="make the tests' tensors of PyTorch on this rank's GPU"
-    )
 
 
 @pytest.hookimpl(trylast=True)
@@ -31,32 +27,6 @@ def pytest_configure(config):
             returncode=2,
         )
     show_rank_0_alone(config)
-    if config.option.gpu:
-        _make_tensors_on_gpu()
-
-
-def _make_tensors_on_gpu():
-    """Whoever makes a tensor gets it on the GPU; tests also where they turn an array into one."""
-    import torch
-
-    torch.set_default_device("cuda")
-    from_array, to_array = torch.from_numpy, torch.Tensor.numpy
-    as_array = torch.Tensor.__array__
-
-    def by_test():
-        file = sys._getframe(2).f_code.co_filename
-        return f"{os.sep}tests{os.sep}" in file or f"{os.sep}_pytest{os.sep}" in file
-
-    class OnGpu(torch.Generator):
-        def __new__(cls, device="cuda"):
-            return super().__new__(cls, device)
-
-    torch.Generator = OnGpu  # PyTorch refuses another one for tensors there
-    torch.from_numpy = lambda array: from_array(array).cuda() if by_test() else from_array(array)
-    torch.Tensor.__array__ = lambda self, *given: as_array(self.cpu(), *given)
-    torch.Tensor.numpy = lambda self, **options: to_array(
-        self.cpu() if by_test() else self, **options
-    )
 
 
 def pytest_collection_modifyitems(config, items):

@@ -4,16 +4,24 @@ No GPU is needed: the tensors here claim to be on the device "meta", which every
 keep their values on the CPU.
 """
 
+from __future__ import annotations
+
+import os
+import sys
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, Self
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch.utils._pytree import tree_map
 
 from hvkit.communication import engines
 from hvkit.communication.engines import HostMemory, PyTorchEngine
+
+OtherRank = Callable[..., None]
 
 
 class OnGpu(torch.Tensor):
@@ -171,10 +179,73 @@ class TestEngine:
         assert capsys.readouterr().err == ""
 
     def test_horovod_for_gpus_is_left_alone(
-        self, engine: PyTorchEngine, capsys: pytest.CaptureFixture[str]
+        self,
+        engine: PyTorchEngine,
+        other_rank: OtherRank,
+        capsys: pytest.CaptureFixture[str],
     ) -> None:
-        engine.hvd.cuda_built = lambda: True  # type: ignore[attr-defined]
+        other_rank(of_bus=2)
         hvd = engine.hvd
-        engine.take_device(0, 1)
+        engine.take_device(0, 2)
         assert engine.hvd is hvd
+        assert not engine.shared_gpu
         assert capsys.readouterr().err == ""
+
+    def test_ranks_that_share_a_gpu_reduce_in_host_memory_and_warn(
+        self,
+        engine: PyTorchEngine,
+        other_rank: OtherRank,
+        on_gpu: OnGpu,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        other_rank(of_bus=1)
+        engine.take_device(0, 2)
+        assert engine.shared_gpu
+        assert engine.hvd.allreduce(on_gpu, name="x").values.tolist() == [2, 4, 6]
+        assert "several ranks share a GPU" in capsys.readouterr().err
+
+    def test_ranks_without_a_gpu_share_none(
+        self, engine: PyTorchEngine, other_rank: OtherRank, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        other_rank(of_bus=None)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+        engine.take_device(0, 2)
+        assert not engine.shared_gpu
+
+    @pytest.fixture
+    def other_rank(self, engine: PyTorchEngine, monkeypatch: pytest.MonkeyPatch) -> OtherRank:
+        """This rank has the GPU on bus 1, in a Horovod for GPUs; the other one's is set."""
+        engine.hvd.cuda_built = lambda: True  # type: ignore[attr-defined]
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        places = SimpleNamespace(pci_domain_id=0, pci_bus_id=1, pci_device_id=0)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: places)
+
+        def set_bus(of_bus: int | None) -> None:
+            def gather(mine: NDArray[np.uint8]) -> NDArray[np.uint8]:
+                theirs = mine.copy()
+                if of_bus is None:
+                    theirs[:] = 255
+                else:
+                    theirs[16:].view(np.int64)[1] = of_bus
+                return np.concatenate([mine, theirs])
+
+            monkeypatch.setattr(engine, "allgather", gather)
+
+        return set_bus
+
+    @pytest.mark.parametrize("imported", [False, True])
+    def test_the_host_does_not_wait_for_results_unless_the_script_calls_horovod_itself(
+        self, monkeypatch: pytest.MonkeyPatch, imported: bool
+    ) -> None:
+        hvd = CpuHorovod()
+        seen: list[str | None] = []
+        variable = "HOROVOD_ENABLE_ASYNC_COMPLETION"
+        hvd.init = lambda: seen.append(os.environ.get(variable))  # type: ignore[attr-defined]
+        monkeypatch.setattr(engines, "_import_horovod", lambda module, framework: hvd)
+        monkeypatch.delitem(sys.modules, "horovod.torch", raising=False)
+        if imported:
+            monkeypatch.setitem(sys.modules, "horovod.torch", hvd)
+        monkeypatch.delenv(variable, raising=False)
+        PyTorchEngine()
+        assert seen == [None if imported else "1"]
+        assert variable not in os.environ

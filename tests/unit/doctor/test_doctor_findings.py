@@ -88,6 +88,13 @@ def test_a_healthy_machine_has_no_findings(healthy: Facts) -> None:
     assert findings(healthy) == {"problems": [], "notes": []}
 
 
+def test_the_package_index_leaves_out_what_a_build_is_for(healthy: Facts) -> None:
+    healthy["horovod"]["libraries"][0]["built_for"] = "2.13.0+cu130"
+    assert findings(healthy)["problems"] == []
+    healthy["versions"]["torch"] = "2.13.0+cpu"
+    assert "2.13.0+cu130, but 2.13.0+cpu" in findings(healthy)["problems"][0]["what"]
+
+
 PROBLEMS: dict[str, tuple[Change, str, str]] = {
     "no framework": (
         part("versions", torch=None, tensorflow=None),

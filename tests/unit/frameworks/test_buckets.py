@@ -145,3 +145,31 @@ def test_large_gradients_are_scaled_while_they_are_copied():
         gradients = [torch.full_like(p, i + 1.0) for i, p in enumerate(bucket._parameters)]
         bucket.pack(gradients, 0.5)
         assert [bucket.flat[0].item(), bucket.flat[-1].item()] == expected
+
+
+def test_statistics_of_a_model_on_a_gpu_travel_in_its_precision():
+    for dtype, travels in [(torch.float64, torch.float64), (torch.bfloat16, torch.float32)]:
+        members = numbered(torch.zeros(3, dtype=dtype, device="meta"))
+        buckets, report, statistics = make_buckets("b", "last", members, report=2, statistics=5)
+        assert [len(bucket.extra) for bucket in buckets] == [0, 5, 2]
+        assert statistics.numbers.dtype is travels
+        assert statistics.numbers.device.type == "meta"
+        assert report.numbers.device.type == "cpu"
+
+
+def test_a_bucket_on_a_gpu_keeps_its_memory(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "is_shared", lambda self: True)  # as PyTorch says there
+    bucket = Bucket("b", numbered(torch.nn.Parameter(torch.zeros(2, device="meta"))))
+    memory = bucket.flat
+    for _ in range(3):
+        bucket._parameters[0].grad = None
+        reduced(bucket, [torch.ones(2, device="meta")])
+        assert bucket.flat is memory
+
+
+def test_memory_that_another_process_holds_is_not_used_again(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "is_shared", lambda self: True)
+    bucket = Bucket("b", numbered(parameter(2)))
+    memory = bucket.flat
+    reduced(bucket, [torch.ones(2)])
+    assert bucket.flat is not memory

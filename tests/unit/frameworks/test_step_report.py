@@ -1,6 +1,9 @@
 import numpy as np
 import pytest
+import torch
 
+from hvkit.errors import RanksDisagreeError
+from hvkit.frameworks.pytorch.gradients import step_report
 from hvkit.frameworks.pytorch.gradients.step_report import Disagreement, ReportVector, StepReport
 
 
@@ -61,3 +64,27 @@ def test_a_report_that_all_ranks_share_is_not_read_again():
         assert disagreement == Disagreement()
     other = vector.encode(report(dense={2}), 6, 3).copy()
     assert (other == encoded(3, checksum=6, dense={2})).all()
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    device = torch.device("cuda")
+
+
+@pytest.mark.parametrize("there", [0.01, torch.tensor(0.01), torch.tensor(0.01).as_subclass(OnGpu)])
+def test_a_rate_on_the_gpu_of_one_rank_is_compared(monkeypatch, there):
+    def optimizer(rate):
+        return torch.optim.SGD([torch.zeros(1)], rate, foreach=False)
+
+    ranks = [optimizer(0.5), optimizer(there)]
+
+    def gather(call, mine):
+        return [step_report._rates([each], fetch=True) for each in ranks]
+
+    monkeypatch.setattr(step_report.collectives, "gather", gather)
+    assert len({step_report.checksum_of_rates([each]) for each in ranks}) == 2
+    with pytest.raises(
+        RanksDisagreeError, match=r"SGD is 0\.5 on rank 0 but 0\.0(1|09)\d* on rank 1"
+    ):
+        step_report.refuse_other_rates([ranks[0]])

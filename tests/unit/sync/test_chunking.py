@@ -25,6 +25,11 @@ def test_models_of_some_megabytes_go_out_in_at_most_four_chunks():
     assert 3 <= len(chunks([100_000] * 100)) <= 5
 
 
+def test_a_gpu_sends_small_models_at_once():
+    assert len(chunks([100_000] * 50, on_gpu=True)) == 1
+    assert len(chunks([MIB] * 100, on_gpu=True)) == 4
+
+
 def test_no_chunk_of_a_large_model_is_longer_than_32_mib():
     sizes = [3 * MIB] * 200
     assert max(sum(sizes[i] for i in run) for run in chunks(sizes)) <= 32 * MIB

@@ -11,14 +11,24 @@ from hvkit.sync.fingerprints import Compared, complaint, fingerprint, of_gradien
 
 
 def in_torch(array):
+    return checks.fingerprints_of([_tensor(array)])[0]
+
+
+def in_torch_together(array):
+    """As for a GPU's tensors, between others of the same dtype and of another one."""
+    tensor = _tensor(array)
+    others = [tensor.reshape(-1)[:3].clone(), torch.arange(5)]
+    flats = [checks._flat(each) for each in [others[0], tensor, others[1], others[0]]]
+    return checks.rows_together(flats)[1]
+
+
+def _tensor(array):
     if array.dtype == ml_dtypes.bfloat16:
-        tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    else:
-        tensor = torch.from_numpy(array)
-    return checks._row(tensor).numpy()
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
 
 
-WAYS = pytest.mark.parametrize("row_of", [fingerprint, in_torch])
+WAYS = pytest.mark.parametrize("row_of", [fingerprint, in_torch, in_torch_together])
 DTYPES = ["float32", "float64", "float16", "complex64", "complex128", "int64", "int8", "bool"]
 
 
@@ -91,7 +101,7 @@ def test_sparse_tensors_are_compared_by_indices_and_values(layout):
     one, two, three = torch.zeros(4, 4), torch.zeros(4, 4), torch.zeros(4, 4)
     one[1, 2], two[2, 1], three[1, 2] = 1, 1, 2
     kinds = [each.to_sparse(layout=layout) for each in (one, two, three, one.clone())]
-    rows = [checks._row(each).numpy().tobytes() for each in kinds]
+    rows = [checks.fingerprints_of([each])[0].tobytes() for each in kinds]
     assert len(set(rows)) == 3
     assert rows[3] == rows[0]
 
@@ -99,7 +109,8 @@ def test_sparse_tensors_are_compared_by_indices_and_values(layout):
 def test_expanded_and_strided_tensors_equal_contiguous_ones():
     plain = torch.ones(4, 3)
     for alike in (torch.ones(1, 3).expand(4, 3), torch.ones(3, 4).t(), torch.ones(8, 3)[::2]):
-        assert torch.equal(checks._row(alike), checks._row(plain))
+        rows = checks.fingerprints_of([alike, plain])
+        assert np.array_equal(*rows)
 
 
 # Messages.
