@@ -22,6 +22,8 @@ EXTRAS := pytorch,tensorflow-cpu,recipes,monitor,dev$(if $(SYSTEM_MPI),,$(comma)
 # For Open MPI: allow root in containers, and more ranks than cores in tests. Other MPIs ignore these.
 export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
+# What a killed mpirun has left in /tmp is then in no later one's way.
+export PRTE_MCA_pmix_tool_support := 0
 # TensorFlow otherwise greets with some lines on every rank.
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 OVERSUBSCRIBE := PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe OMPI_MCA_rmaps_base_oversubscribe=1

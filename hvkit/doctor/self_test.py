@@ -24,6 +24,7 @@ import psutil
 
 from hvkit.communication.engines import ENGINES, waiting_for_all_ranks
 from hvkit.errors import HvkitError, LaunchError
+from hvkit.host.mca import WITHOUT_TOOLS
 from hvkit.launch.hosts import Host
 from hvkit.launch.launchers import Job, Launcher, find_launcher
 
@@ -107,7 +108,9 @@ def _test(launcher: Launcher, framework: str, cores: int, seconds: float) -> dic
 
 def _environment(environ: Mapping[str, str]) -> dict[str, str]:
     # The sums need the host's memory only; TensorFlow would also take all of a GPU's.
-    return {"TF_CPP_MIN_LOG_LEVEL": "2", **environ, "CUDA_VISIBLE_DEVICES": ""}
+    variable, value = WITHOUT_TOOLS
+    defaults = {"TF_CPP_MIN_LOG_LEVEL": "2", variable: value}
+    return {**defaults, **environ, "CUDA_VISIBLE_DEVICES": ""}
 
 
 def _error(status: int | None, output: str, seconds: float) -> str:

@@ -75,6 +75,14 @@ _DAEMONS_5 = Setting(
 )
 
 
+WITHOUT_TOOLS = "PRTE_MCA_pmix_tool_support", "0"
+"""The variable, and its value, for an mpirun to which no debugger attaches.
+
+Otherwise it makes a file for them, in a folder named after its process, and ends if that is there
+already: an mpirun that was killed, and once had the same number, has left it.
+"""
+
+
 def daemons(major: int) -> Setting:
     """The interfaces between the launcher and its daemons, for this major version."""
     return _DAEMONS_5 if major >= 5 else _DAEMONS_4

@@ -15,7 +15,7 @@ import psutil
 
 from hvkit.errors import UsageError
 from hvkit.host.launcher_variables import without_place
-from hvkit.host.mca import without_interfaces
+from hvkit.host.mca import WITHOUT_TOOLS, without_interfaces
 from hvkit.host.run_reports import RUN_NAME
 from hvkit.launch.allocation import SLURM
 from hvkit.launch.forwarded_variables import (
@@ -230,6 +230,7 @@ def _environment(variables: Mapping[str, str | None], interfaces: Sequence[str])
     if interfaces:
         # NCCL reads = as "exactly these names"; without it, eth1 would match eth10, too.
         environ.setdefault("NCCL_SOCKET_IFNAME", "=" + ",".join(interfaces))
+    environ.setdefault(*WITHOUT_TOOLS)
     environ.update({name: value for name, value in variables.items() if value is not None})
     return environ
 

@@ -72,3 +72,17 @@ def test_horovods_thread_keeps_its_thread_state(tmp_path):
     assert status == 0, printed
     for rank in range(2):
         assert (tmp_path / f"rank{rank}").read_text().count("<no Python frame>") == 1
+
+
+def test_what_killed_launchers_have_left_is_in_no_later_ones_way(tmp_path):
+    name = os.uname().nodename
+    for process in range(os.getpid(), os.getpid() + 3000):  # what mpirun may be called next
+        folder = tmp_path / f"ompi.{process}"
+        folder.mkdir()
+        (folder / f"pmix.{name}.tool").touch()
+    environment = {n: v for n, v in os.environ.items() if n != "PRTE_MCA_pmix_tool_support"}
+    done = subprocess.run(
+        [sys.executable, "-m", "hvkit.cli", "run", "-np", "1", "true"],
+        env=environment | {"TMPDIR": str(tmp_path)}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

@@ -343,9 +343,11 @@ def test_horovodrun_and_users_are_refused(hosts):
 
 def test_a_dry_run_shows_the_variables_that_hvkit_adds_and_no_others(hosts, monkeypatch):
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    for name in ("NCCL_SOCKET_IFNAME", "PRTE_MCA_pmix_tool_support"):
+        monkeypatch.delenv(name, raising=False)
     line = shown(prepared(request(variables={"A": "b c"}), supervised=False))
-    assert line.startswith("NCCL_SOCKET_IFNAME==eth0 A='b c' mpirun -np 3 ")
+    added = "NCCL_SOCKET_IFNAME==eth0 PRTE_MCA_pmix_tool_support=0 A='b c'"
+    assert line.startswith(f"{added} mpirun -np 3 ")
     assert "HVKIT_RUN" not in line
     assert " -x NCCL_DEBUG " in line
 
@@ -354,6 +356,7 @@ def test_a_dry_run_shows_the_variables_that_hvkit_adds_and_no_others(hosts, monk
 def test_a_verbose_run_lists_what_ranks_set_with_reasons(hosts, monkeypatch, capsys, verbose):
     monkeypatch.setattr(start, "supervise", lambda run: Outcome(0))
     monkeypatch.setenv("HVKIT_BLOCKING_WAITS", "0")
+    monkeypatch.setenv("PRTE_MCA_pmix_tool_support", "1")  # the user's own, too
     for name in ("OMPI_MCA_mpi_yield_when_idle", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     start.start(request(verbose=verbose))

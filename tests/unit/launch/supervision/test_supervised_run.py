@@ -156,7 +156,7 @@ def test_a_ctrl_c_reaches_every_rank_as_an_interrupt(started, interruptible):
     running = started(interruptible("time.sleep(3); print('saved')"))
     running.send_signal(signal.SIGINT)
     out, errors = running.communicate(timeout=30)
-    assert sorted(out.split()) == ["saved", "saved"]
+    assert out.count("saved") == 2
     assert errors == "hvkit run: ended by SIGINT\n"
     assert running.returncode == 130
 
