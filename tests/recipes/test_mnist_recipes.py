@@ -25,7 +25,7 @@ def test_two_ranks_learn_the_digits_with_default_settings(start, launcher, recip
 
 
 @MORE
-@pytest.mark.parametrize("recipe", ["mnist_keras", "mnist_torch", "mnist_tf"])
+@pytest.mark.parametrize("recipe", ["mnist_torch", "mnist_tf"])
 def test_two_ranks_learn_in_rounds_and_report_what_they_send(start, recipe):
     words = "--strategy", "LocalSGD:every=4", "--compression", "int8"
     run = start(MPIRUN, recipe, *DIGITS, "--epochs", "2", *words)
