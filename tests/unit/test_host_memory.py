@@ -15,7 +15,6 @@ from typing import Any, Self
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch.utils._pytree import tree_map
 
 from hvkit.communication import engines
@@ -161,11 +160,18 @@ class TestEngine:
         monkeypatch.setattr(engines, "_import_horovod", lambda module, framework: hvd)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+        places = SimpleNamespace(pci_domain_id=0, pci_bus_id=1, pci_device_id=0)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: places)
         return PyTorchEngine()
 
     def test_a_horovod_without_gpus_reduces_in_host_memory_and_warns(
-        self, engine: PyTorchEngine, on_gpu: OnGpu, capsys: pytest.CaptureFixture[str]
+        self,
+        engine: PyTorchEngine,
+        on_gpu: OnGpu,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
+        monkeypatch.setattr(engine.hvd, "allgather", lambda tensor, name: tensor)
         engine.take_device(0, 1)
         assert engine.hvd.allreduce(on_gpu, name="x").values.tolist() == [2, 4, 6]
         assert "`hvkit install-horovod --gpu nccl`" in capsys.readouterr().err
@@ -216,20 +222,17 @@ class TestEngine:
     def other_rank(self, engine: PyTorchEngine, monkeypatch: pytest.MonkeyPatch) -> OtherRank:
         """This rank has the GPU on bus 1, in a Horovod for GPUs; the other one's is set."""
         engine.hvd.cuda_built = lambda: True  # type: ignore[attr-defined]
-        monkeypatch.setattr(torch.version, "cuda", "13.0")
-        places = SimpleNamespace(pci_domain_id=0, pci_bus_id=1, pci_device_id=0)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: places)
 
         def set_bus(of_bus: int | None) -> None:
-            def gather(mine: NDArray[np.uint8]) -> NDArray[np.uint8]:
-                theirs = mine.copy()
+            def gather(tensor: torch.Tensor, name: str) -> torch.Tensor:
+                theirs = tensor.numpy().copy()
                 if of_bus is None:
                     theirs[:] = 255
                 else:
                     theirs[16:].view(np.int64)[1] = of_bus
-                return np.concatenate([mine, theirs])
+                return torch.cat([tensor, torch.from_numpy(theirs)])
 
-            monkeypatch.setattr(engine, "allgather", gather)
+            monkeypatch.setattr(engine.hvd, "allgather", gather)
 
         return set_bus
 

@@ -254,14 +254,28 @@ def fingerprints_of(tensors: Sequence[torch.Tensor]) -> list[Rows]:
         on_device.setdefault(tensor.device, []).append(i)
     rows: list[Rows] = [np.empty(0, np.int64)] * len(tensors)
     for device, numbers in on_device.items():
-        flats = [_flat(tensors[i]) for i in numbers]
         if device.type == "cpu":
-            computed = list(torch.stack([_row(flat) for flat in flats]).numpy())
+            computed = list(torch.stack([_row(_flat(tensors[i])) for i in numbers]).numpy())
         else:
-            computed = rows_together(flats)
+            computed = []
+            for run in _runs([tensors[i].numel() for i in numbers]):
+                computed += rows_together([_flat(tensors[numbers[at]]) for at in run])
         for i, each in zip(numbers, computed, strict=True):
             rows[i] = each
     return rows
+
+
+def _runs(lengths: Sequence[int]) -> list[list[int]]:
+    """Divide tensors, in order, so that those of a run have ``_TOGETHER`` elements or are one."""
+    runs: list[list[int]] = []
+    filled = 0
+    for at, length in enumerate(lengths):
+        if not runs or filled + length > _TOGETHER:
+            runs.append([])
+            filled = 0
+        runs[-1].append(at)
+        filled += length
+    return runs
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -278,7 +292,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _row(flat: torch.Tensor) -> torch.Tensor:
-    """``hvkit.sync.fingerprints.fingerprint`` of numbers in host memory."""
+    """What ``hvkit.sync.fingerprints.fingerprint`` is for arrays, for numbers in host memory."""
     words = flat.view(_INTEGERS[flat.element_size()])
     factors, weights = _factors(flat.device)
     bits = torch.zeros((), dtype=torch.int64, device=flat.device)

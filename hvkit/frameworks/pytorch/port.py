@@ -101,7 +101,11 @@ class PyTorchPort:
             for each in self.optimizers
         ]
         return [
-            *(f"{name}: shape {tuple(t.shape)}, {t.dtype}" for name, t in tensors.items()),
+            *(
+                f"{name}: shape {tuple(t.shape)}, {t.dtype}"
+                + (f" on {t.device.type}" if t.device.type != "cpu" else "")
+                for name, t in tensors.items()
+            ),
             *groups,
         ]
 

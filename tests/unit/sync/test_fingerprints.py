@@ -182,3 +182,17 @@ def test_zero_and_infinite_gradients_are_not_compared():
     assert of_gradients([fingerprint(ONES), fingerprint(ONES * 0)])[1] == 1
     for silent in ([], [ONES * 0], [ONES, ONES * np.nan], [ONES, ONES * np.inf]):
         assert of_gradients([fingerprint(each) for each in silent])[1] == 0
+
+
+def test_a_gpu_computes_the_same_of_many_tensors_together(monkeypatch):
+    monkeypatch.setattr(checks, "_TOGETHER", 3 << 20)
+    lengths = [0, 1, 7, 8192, 8193, 100_000, (1 << 20) + 5, 3 << 20]
+    dtypes = [*(getattr(torch, d) for d in (*DTYPES, "bfloat16", "uint8", "uint16")), *FLOAT8]
+    tensors = [_tensor(values("float32", n)).mul(50).to(dtype) for n in lengths for dtype in dtypes]
+    together = checks.rows_together([checks._flat(each) for each in tensors])
+    for one, other in zip(checks.fingerprints_of(tensors), together, strict=True):
+        assert one[0] == other[0]
+        assert np.allclose(one[1:].view(np.float64), other[1:].view(np.float64), 1e-12, 1e-9)
+
+
+FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]

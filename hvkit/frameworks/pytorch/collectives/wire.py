@@ -100,7 +100,7 @@ class Wire:
     def wait(self, handle: int) -> torch.Tensor:
         """Wait for a collective and return its result.
 
-        On a GPU the host does not wait for the result itself, but what it queues later does.
+        On a GPU the host does not wait for a mean itself, but what it queues later does.
         """
         with waiting_for_all_ranks():
             result = self._hvd.synchronize(handle)
@@ -135,6 +135,7 @@ def _follow_default_stream(result: torch.Tensor) -> None:
     )
     if stream != default:
         stream.wait_stream(default)
+        result.record_stream(stream)  # Horovod may have made it on the default one
 
 
 def _ordinary(tensor: torch.Tensor) -> torch.Tensor:
