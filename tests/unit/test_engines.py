@@ -1,5 +1,6 @@
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 import tensorflow as tf
@@ -37,7 +38,9 @@ def test_ranks_of_pytorch_share_the_time_of_their_container(container, monkeypat
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     before = torch.get_num_threads()
     try:
-        _unstarted(engines.PyTorchEngine).take_device(local_rank=0, local_size=2)
+        engine = _unstarted(engines.PyTorchEngine)
+        engine.hvd = SimpleNamespace(allgather=lambda tensor, name: torch.cat([tensor] * 2))
+        engine.take_device(local_rank=0, local_size=2)
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
