@@ -31,8 +31,8 @@ OVERSUBSCRIBE := PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe OMPI_MCA_r
 LIMIT := timeout --kill-after=10 2400
 HANGS := -o faulthandler_timeout=120
 RANKS = $(OVERSUBSCRIBE) $(LIMIT) mpirun -np $(1) python -m pytest $(HANGS)
-# Most of these tests wait, or use one core.
-SIDE_BY_SIDE := -n 3
+# Most of these tests wait, or use one core. A worker that has done its own takes those of others.
+SIDE_BY_SIDE := -n 3 --dist worksteal
 # These keep all cores busy, and would delay tests that wait beside them; or they count bytes, to which
 # a busy machine adds.
 ALONE := tests/cluster/test_recipes_on_hosts.py tests/cluster/test_traffic.py
