@@ -105,21 +105,6 @@ def test_statistics_of_batch_norm_are_the_means_of_all_ranks():
     assert same_on_all_ranks(weights(model))
 
 
-def test_late_weights_are_those_of_rank_0_to_the_last_bit_under_mixed_precision():
-    """A layer's call sees weights in 16 bits: what is copied must not be that."""
-    keras.config.set_dtype_policy("mixed_bfloat16")
-    try:
-        expected, model = unbuilt(), unbuilt(hvkit.rank())
-    finally:
-        keras.config.set_dtype_policy("float32")
-    expected.build((None, 8))
-    optimizer = keras.optimizers.SGD(0.0)
-    hvkit.distribute(model, optimizer)
-    fit(model, optimizer, local(regression(steps=1)))
-    for mine, rank_0 in zip(weights(model), weights(expected), strict=True):
-        assert np.array_equal(mine, rank_0)
-
-
 def test_models_that_are_built_one_after_the_other_in_one_forward_pass():
     encoder, decoder = unbuilt(hvkit.rank()), unbuilt(10 + hvkit.rank())
     alone, twin = unbuilt(), unbuilt(10)

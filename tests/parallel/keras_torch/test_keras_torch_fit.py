@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import torch
-from keras_nets import fit, local, loop, mlp, regression, weights
+from keras_nets import fit, local, loop, mlp, regression, unbuilt, weights
 from ranks import same_on_all_ranks, shared_folder
 
 import hvkit
@@ -86,3 +86,19 @@ def test_ranks_whose_weights_have_come_apart_stop_together():
         model.layers[0].kernel.assign(model.layers[0].kernel + 1)
     with pytest.raises(hvkit.RanksDisagreeError, match="dense/kernel"):
         loop(model, optimizer, data[1:])
+
+
+@pytest.mark.usefixtures("double_precision")
+def test_late_weights_are_those_of_rank_0_to_the_last_bit_under_mixed_precision():
+    """A layer's call sees weights in 16 bits: what is copied must not be that."""
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        expected, model = unbuilt(), unbuilt(hvkit.rank())
+    finally:
+        keras.config.set_dtype_policy("float32")
+    expected.build((None, 8))
+    optimizer = keras.optimizers.SGD(0.0)
+    hvkit.distribute(model, optimizer)
+    fit(model, optimizer, local(regression(steps=1)))
+    for mine, rank_0 in zip(weights(model), weights(expected), strict=True):
+        assert np.array_equal(mine, rank_0)
