@@ -220,8 +220,10 @@ def test_lines_get_rank_and_host_and_each_rank_a_file(hosts, tmp_path):
     expected = {"[0 node1] out", "[1 node2] out", "[2 node2] out", "[3 node3] out"}
     assert set(done.stdout.splitlines()) == expected
     files = {each.name: each.read_text() for each in logs.iterdir()}
-    said = f"by the launcher: {files.get('launcher.log')}"
-    assert files.keys() == {f"rank-000{rank}.log" for rank in range(4)}, said
+    # Open MPI says at times that an ssh it has started was quicker than itself, which does no harm.
+    for line in files.pop("launcher.log", "").splitlines():
+        assert "plm:ssh: Warning: setpgid(" in line
+    assert files.keys() == {f"rank-000{rank}.log" for rank in range(4)}
     assert files["rank-0003.log"].split("\n").count("[3 node3] err") == 1
 
 
