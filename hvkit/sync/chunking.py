@@ -27,10 +27,15 @@ def chunks(sizes: Sequence[int], *, on_gpu: bool = False) -> list[list[int]]:
     """
     smallest = _SMALLEST_ON_GPU if on_gpu else _SMALLEST
     target = min(max(-(-sum(sizes) // _MOST_CHUNKS_OF_SMALL_MODELS), smallest), _LARGEST)
+    return runs_of(sizes, target)
+
+
+def runs_of(sizes: Sequence[int], most: int) -> list[list[int]]:
+    """Cut a sequence into runs of positions, each of at most ``most`` in all or of one position."""
     runs: list[list[int]] = []
     filled = 0
     for position, size in enumerate(sizes):
-        if not runs or filled + size > target:
+        if not runs or filled + size > most:
             runs.append([])
             filled = 0
         runs[-1].append(position)

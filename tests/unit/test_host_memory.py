@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 
 from hvkit.communication import engines
 from hvkit.communication.engines import HostMemory, PyTorchEngine
+from hvkit.frameworks.pytorch.collectives import wire
 
 OtherRank = Callable[..., None]
 
@@ -252,3 +253,22 @@ class TestEngine:
         PyTorchEngine()
         assert seen == [None if imported else "1"]
         assert variable not in os.environ
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_stream_of_the_scripts_own_follows_what_horovod_has_ordered(
+    monkeypatch: pytest.MonkeyPatch, own: bool
+) -> None:
+    said: list[tuple[str, object]] = []
+    default = SimpleNamespace()
+    stream = SimpleNamespace(wait_stream=lambda other: said.append(("waits", other)))
+    result = SimpleNamespace(
+        is_cuda=True, device="cuda:0", record_stream=lambda by: said.append(("used", by))
+    )
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: default)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream if own else default)
+    hvd = SimpleNamespace(synchronize=lambda handle: (result, None))
+    one_of_two = SimpleNamespace(hvd=hvd)
+    monkeypatch.setattr(wire.runtime, "engine", lambda framework: one_of_two)
+    assert wire.Wire("checks").wait(0) is result
+    assert said == ([("waits", default), ("used", stream)] if own else [])

@@ -22,6 +22,7 @@ from hvkit.frameworks.pytorch.divided_state.sharded import is_sharded
 from hvkit.frameworks.pytorch.refusals import processes_of_torch_distributed, two_at_once
 from hvkit.sync import fingerprints
 from hvkit.sync.buffers import warn_of_unlike
+from hvkit.sync.chunking import runs_of
 from hvkit.sync.fingerprints import BLOCK, PRIME, WIDTH, Compared, Rows
 from hvkit.watch.rank_errors import mark_as_shown_by
 
@@ -258,24 +259,11 @@ def fingerprints_of(tensors: Sequence[torch.Tensor]) -> list[Rows]:
             computed = list(torch.stack([_row(_flat(tensors[i])) for i in numbers]).numpy())
         else:
             computed = []
-            for run in _runs([tensors[i].numel() for i in numbers]):
+            for run in runs_of([tensors[i].numel() for i in numbers], _TOGETHER):
                 computed += rows_together([_flat(tensors[numbers[at]]) for at in run])
         for i, each in zip(numbers, computed, strict=True):
             rows[i] = each
     return rows
-
-
-def _runs(lengths: Sequence[int]) -> list[list[int]]:
-    """Divide tensors, in order, so that those of a run have ``_TOGETHER`` elements or are one."""
-    runs: list[list[int]] = []
-    filled = 0
-    for at, length in enumerate(lengths):
-        if not runs or filled + length > _TOGETHER:
-            runs.append([])
-            filled = 0
-        runs[-1].append(at)
-        filled += length
-    return runs
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
