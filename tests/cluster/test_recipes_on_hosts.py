@@ -75,11 +75,11 @@ def assert_equal(found, expected):
     assert (found.ranks, found.epochs) == (expected.ranks, expected.epochs)
 
 
-# Each recipe and each launcher.
+# Each launcher.
 WAYS = cases(
     [
         ("hvkit", "mnist_torch"),
-        ("mpirun", "mnist_keras"),
+        ("mpirun", "mnist_torch"),
         ("horovodrun", "mnist_tf"),
     ]
 )

@@ -109,10 +109,9 @@ def test_parts_of_a_model_are_stopped_in_the_middle_of_a_round(run, past):
     assert all(map(np.array_equal, undisturbed, resumed))
 
 
-@FEWER
-def test_stopped_right_after_a_round(run, past):
-    resumed = run(past.saved(run, 10), 2).train(19).state()
-    assert all(map(np.array_equal, past.undisturbed(run), resumed))
+def test_stopped_right_after_a_round(past):
+    resumed = TorchRun(past.saved(TorchRun, 10), 2).train(19).state()
+    assert all(map(np.array_equal, past.undisturbed(TorchRun), resumed))
 
 
 @FEWER
@@ -160,34 +159,43 @@ def test_residuals_are_saved(run, strategy, compression, past):
     assert all(map(np.array_equal, undisturbed, resumed))
 
 
-@FEWER
 @pytest.mark.parametrize(
-    "given",
-    [(hvkit.Synchronous(), hvkit.TopK(0.1)), (DEMO, "none"), (BESIDE, "none")],
-    ids=["residual", "momentum", "due"],
+    ("run", "strategy", "compression"),
+    cases(
+        [
+            (TorchRun, hvkit.Synchronous(), hvkit.TopK(0.1)),
+            (TorchRun, DEMO, "none"),
+            (TorchRun, BESIDE, "none"),
+            (KerasRun, BESIDE, "none"),
+        ],
+        3,
+    ),
 )
-def test_without_residuals_the_run_would_differ(run, given, past, monkeypatch):
-    undisturbed, saved = past.undisturbed(run, *given), past.saved(run, 7, *given)
+def test_without_residuals_the_run_would_differ(run, strategy, compression, past, monkeypatch):
+    undisturbed = past.undisturbed(run, strategy, compression)
+    saved = past.saved(run, 7, strategy, compression)
     monkeypatch.setattr(StrategyPart, "load_own", lambda self, arrays: None)
-    resumed = run(saved, 2, *given).train(19).state()
+    resumed = run(saved, 2, strategy, compression).train(19).state()
     assert largest_difference(resumed, undisturbed) > 1e-3
 
 
-@FEWER
-def test_another_compression_begins_anew(run, past):
-    saved = past.saved(run, 8, hvkit.Synchronous(), hvkit.TopK(0.1))
-    second = run(saved, 2, hvkit.Synchronous(), hvkit.PowerSGD(1)).train(12)
+def test_another_compression_begins_anew(past):
+    saved = past.saved(TorchRun, 8, hvkit.Synchronous(), hvkit.TopK(0.1))
+    second = TorchRun(saved, 2, hvkit.Synchronous(), hvkit.PowerSGD(1)).train(12)
     assert same_on_all_ranks(second.state()[:2])
 
 
-@FEWER
-def test_saving_does_not_change_the_training(run, folder, past):
-    saving = run(folder, 1).train(19, save_at=8).state()
-    assert all(map(np.array_equal, past.undisturbed(run), saving))
+def test_saving_does_not_change_the_training(folder, past):
+    saving = TorchRun(folder, 1).train(19, save_at=8).state()
+    assert all(map(np.array_equal, past.undisturbed(TorchRun), saving))
 
 
-@FEWER
-@pytest.mark.parametrize("lost", ["anchor", "velocity", "counts"])
+@pytest.mark.parametrize(
+    ("run", "lost"),
+    cases(
+        [*((TorchRun, lost) for lost in ("anchor", "velocity", "counts")), (KerasRun, "counts")], 3
+    ),
+)
 def test_without_what_the_strategy_keeps_the_run_would_differ(run, lost, past, monkeypatch):
     undisturbed, saved = past.undisturbed(run), past.saved(run, 8)
 

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import cases
+from cases import cases, each_once
 from models import LOOPS, equals_one_process, refit, regression, sgd
 from ranks import error_of, my_part, same_on_all_ranks
 
@@ -175,8 +175,7 @@ def test_adapting_to_a_part_between_epochs_is_an_error_at_the_end_of_the_next():
     assert f" of layer {norm.name!r} of rank 1 differs from that of rank 0 by about " in text
 
 
-@pytest.mark.parametrize("loop", cases(LOOPS, ["fit"]))
-@pytest.mark.parametrize("is_built", cases([True, False]))
+@pytest.mark.parametrize(("loop", "is_built"), cases(each_once(list(LOOPS), [True, False])))
 def test_a_model_that_adapts_on_rank_0_equals_one_process(loop, is_built):
     data = regression(steps=4)
 

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import MORE, cases
+from cases import MORE, cases, each_once
 from models import (
     LOOPS,
     eager_tape,
@@ -52,8 +52,7 @@ def raised_everywhere(function, *parts):
     return True
 
 
-@pytest.mark.parametrize("loop", cases(LOOPS))
-@pytest.mark.parametrize("loader", cases([0, 1]))
+@pytest.mark.parametrize(("loader", "loop"), cases(each_once([0, 1], list(LOOPS))))
 def test_weights_loaded_on_one_rank_after_the_call_are_an_error_in_the_first_step(loader, loop):
     model, optimizer = distributed()
     on_rank(loader, lambda: model.set_weights(mlp(seed=7).get_weights()))

@@ -25,8 +25,7 @@ def test_twenty_steps_give_the_weights_of_one_process(loop, optimizer, lr_scalin
 
 
 @pytest.mark.two_ranks
-@pytest.mark.parametrize("loop", cases(LOOPS))
-@pytest.mark.parametrize("make", cases([unbuilt, subclassed]))
+@pytest.mark.parametrize(("make", "loop"), cases(each_once([unbuilt, subclassed], list(LOOPS))))
 def test_models_that_their_first_batch_builds(make, loop):
     equals_one_process(make, OPTIMIZERS["adam"], LOOPS[loop], regression(steps=20))
 

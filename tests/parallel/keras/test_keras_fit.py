@@ -53,8 +53,7 @@ def test_epoch_and_validation_metrics_are_those_of_one_process():
     assert len(set(hvkit.allgather(json.dumps(history)))) == 1
 
 
-@pytest.mark.parametrize("return_dict", cases([True, False]))
-@pytest.mark.parametrize("rows", cases([1, 23]))
+@pytest.mark.parametrize(("rows", "return_dict"), cases([(1, True), (23, False)]))
 def test_evaluate_gives_what_one_process_measures_also_with_empty_parts(rows, return_dict):
     data = samples(rows)
     reference = mlp()

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import cases
+from cases import cases, each_once
 from models import (
     LOOPS,
     equals_one_process,
@@ -28,8 +28,9 @@ def sgd(factor=1):
     return keras.optimizers.SGD(0.02 * factor)
 
 
-@pytest.mark.parametrize("loop", cases(LOOPS, ["function"]))
-@pytest.mark.parametrize("optimizer", cases(["Adam", "SGD"]))
+@pytest.mark.parametrize(
+    ("optimizer", "loop"), cases(each_once(["Adam", "SGD"], ["function", "eager", "fit"]))
+)
 def test_embedding_gradients_stay_sparse_and_equal_one_process(loop, optimizer):
     def make_model(seed):
         keras.utils.set_random_seed(seed)

@@ -194,8 +194,9 @@ def test_optimizers(name, loop):
     assert seen == each_has(CONSTANT, optimizers)
 
 
-@pytest.mark.parametrize("loop", cases(LOOPS, [graph]))
-@pytest.mark.parametrize("how", cases(["attribute", "assign"]))
+@pytest.mark.parametrize(
+    ("how", "loop"), cases(each_once(["attribute", "assign"], [graph, fit, eager]))
+)
 def test_rates_that_a_script_sets_in_absolute_numbers(loop, how):
     rates = [RATE, *(0.3 / (i + 1) for i in range(1, STEPS))]
 
@@ -237,8 +238,7 @@ def test_the_plateau_callback_lowers_the_users_rate():
     assert seen == each_has(rates)
 
 
-@pytest.mark.parametrize("loop", cases(LOOPS, [graph]))
-@pytest.mark.parametrize("warmup", cases([4, 0]))
+@pytest.mark.parametrize(("warmup", "loop"), cases(each_once([4, 0], [graph, fit, eager])))
 def test_schedules_and_functions(loop, warmup):
     schedule = keras.optimizers.schedules.ExponentialDecay(RATE, 2, 0.5, staircase=True)
     rates = [np.float32(schedule(step)) for step in range(STEPS + 1)]
