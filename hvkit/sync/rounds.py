@@ -59,10 +59,7 @@ class Agreements(Protocol):
         """
 
     def commit(self, numbers: Container[int]) -> None:
-        """Keep what the compression has not sent of these weights."""
-
-    def forget(self) -> None:
-        """Forget what agreements have not sent that have only been looked at."""
+        """Keep what the compression has not sent of these weights; forget it of all others."""
 
     def clear(self) -> None:
         """Forget what the compression keeps."""
@@ -291,7 +288,7 @@ class RoundKeeper(HookedWeights):
             agreed = self._start(together, self.strategy.settle).result()
             for i, values in self._state.split(together, agreed):
                 self.weights.show(i, values)
-        self._agreements.forget()
+        self._agreements.commit(())
         self._average_statistics(keep=False)
 
     def _replaced(self, i: int, own: Any, agreed: Any, chosen: Any) -> Any:

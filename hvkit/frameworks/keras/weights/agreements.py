@@ -123,15 +123,10 @@ class Agreements:
 
     def commit(self, numbers: Container[int]) -> None:
         if self._compressed:
-            # In a list: other agreements may end meanwhile, in their threads.
-            kept = {i: state for i, state in list(self._suggested.items()) if i in numbers}
+            kept = {i: state for i, state in self._suggested.items() if i in numbers}
             variables = [self._variables.in_order[i] for i in kept]
             self._compressed.keep(variables, list(kept.values()))
-            for i in kept:
-                del self._suggested[i]
-
-    def forget(self) -> None:
-        self._suggested.clear()
+            self._suggested.clear()
 
     def clear(self) -> None:
         if self._compressed:
