@@ -58,8 +58,8 @@ class ServedModel(HookedWeights):
         # the last collective.
         self._unsent: list[Array] = []
         self._served: set[int] = set()
-        # The server's weights by number: those of a checkpoint until a step is about to train them,
-        # and those that were shown last.
+        # The server's weights by number: those of a checkpoint until the first step, and those that
+        # were shown last.
         self._resumed: dict[int, Array] = {}
         self._shown: dict[int, Array] = {}
 
@@ -83,8 +83,7 @@ class ServedModel(HookedWeights):
             self._exchange.add([np.concatenate(each) for each in values])
         self._vectors += [_Vector(kind, self._held(kind)) for kind in kinds]
         self._served.update(new)
-        for i in new:
-            self._resumed.pop(i, None)
+        self._resumed.clear()
 
     def _require_same(self, new: list[int]) -> None:
         """Raise on every rank unless all begin to train the same weights; a collective."""
