@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import keras
@@ -20,24 +20,10 @@ from hvkit.frameworks.keras.checks import Checks
 from hvkit.frameworks.keras.graph_refusals import refuse_tf_distribute, refuse_xla
 from hvkit.frameworks.keras.optimizers import inner_optimizer
 from hvkit.frameworks.keras.refusals import remember_updated
-from hvkit.frameworks.keras.weights.groups import Group
-from hvkit.frameworks.keras.weights.variables import Variables
+from hvkit.sync.local_weights import LocalWeights
 
 # What surrounds the updates of an optimizer, not of one that scales the loss.
 _around: WeakKeyDictionary[Any, ref[Updates]] = WeakKeyDictionary()
-
-
-class GroupKeeper(Protocol):
-    """What exchanges the weights of a model, by groups of variables."""
-
-    variables: Variables
-    groups: list[Group]
-
-    def add_group(self, group: Group) -> None:
-        """Know another group of variables; the same one on every rank."""
-
-    def refuse_step(self) -> None:
-        """Raise if the agreed weights are shown."""
 
 
 class Updates(ABC):
@@ -48,7 +34,6 @@ class Updates(ABC):
 
     Args:
         keeper: of the model.
-        number: of the optimizer.
         optimizer: one that updates variables, not one that scales the loss.
         checks: what the ranks compare before their first update.
         before_update: called with the variables at the start of each update.
@@ -56,16 +41,13 @@ class Updates(ABC):
 
     def __init__(
         self,
-        keeper: GroupKeeper,
-        number: int,
+        keeper: LocalWeights,
         optimizer: Any,
         checks: Checks,
         before_update: Callable[[Sequence[Any]], None],
     ) -> None:
         self.checks = checks
         self._keeper = keeper
-        self._number = number
-        self._optimizer = ref(optimizer)
         self._before_update = before_update
         self._updating = False
         apply = optimizer.apply
@@ -116,27 +98,6 @@ class Updates(ABC):
             finally:
                 self._updating = False
         self._after(weights)
-
-    def _group_of(self, variables: list[tf.Variable]) -> Group:
-        """The group of these variables; perhaps a new one."""
-        return self._known(variables) or self._new_group(variables)
-
-    def _groups(self) -> list[Group]:
-        """Those that the optimizer has updated."""
-        return [group for group in self._keeper.groups if group.optimizer_number == self._number]
-
-    def _known(self, variables: list[tf.Variable]) -> Group | None:
-        """The group of these variables, if the optimizer has updated them together before."""
-        ids = {id(v) for v in variables}
-        return next((g for g in self._groups() if ids == {id(v) for v in g.variables}), None)
-
-    def _new_group(self, variables: list[tf.Variable]) -> Group:
-        self._keeper.variables.add(variables)
-        numbers = self._keeper.variables.numbers(variables)
-        number = len(self._keeper.groups)
-        group = Group(variables, numbers, self._optimizer, self._number, number)
-        self._keeper.add_group(group)
-        return group
 
     @abstractmethod
     def _before(

@@ -9,7 +9,8 @@ overflow on one rank must not move the ends of its rounds against those of the o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import ref
 
@@ -19,11 +20,16 @@ import tensorflow as tf
 
 from hvkit.compression import Compression
 from hvkit.frameworks.keras.checks import Checks
-from hvkit.frameworks.keras.collectives.graph_collectives import GraphWait
+from hvkit.frameworks.keras.collectives.graph_collectives import GraphWait, nothing
 from hvkit.frameworks.keras.weights.agreements import Agreements
-from hvkit.frameworks.keras.weights.groups import Group, begin_once, in_numpy, set_in_numpy
-from hvkit.frameworks.keras.weights.update_counts import OptimizerRounds
-from hvkit.frameworks.keras.weights.variables import Array, Variables
+from hvkit.frameworks.keras.weights.update_counts import Group, OptimizerRounds
+from hvkit.frameworks.keras.weights.variables import (
+    Array,
+    Variables,
+    flat_values,
+    in_numpy,
+    shaped,
+)
 from hvkit.strategies.strategy import Rounds
 from hvkit.sync import rounds
 from hvkit.sync.round_ends import RoundEnd
@@ -86,7 +92,12 @@ class RoundKeeper(rounds.RoundKeeper):
 
     def begin(self, group: Group) -> tf.Tensor:
         """Have the strategy begin with the values of a group's variables, once."""
-        return begin_once(group, self._begin_with)
+
+        def begin() -> tf.Tensor:
+            flat = [flat_values(v) for v in group.variables]
+            return group.begun.assign(in_numpy(self._begin_with, group.number, flat, [tf.bool])[0])
+
+        return tf.cond(group.begun, nothing, begin)
 
     def _begin_with(self, number: int, values: Sequence[Array]) -> list[Array]:
         numbers = self.groups[number].numbers
@@ -100,8 +111,7 @@ class RoundKeeper(rounds.RoundKeeper):
         """Let the agreement that began with this round count; a collective."""
         if not self.strategy.overlap:
             return tf.constant(True)
-        with tf.control_dependencies(self._arrived(group)):
-            return set_in_numpy(group, self._overlap_ended)
+        return self._set_in_numpy(self._overlap_ended, group)
 
     def _overlap_ended(self, number: int, values: Sequence[Array]) -> list[Array]:
         with self.variables.given(self.groups[number].numbers, values) as given:
@@ -115,8 +125,7 @@ class RoundKeeper(rounds.RoundKeeper):
             group: of variables.
             rate: the learning rate of their optimizer, in float64.
         """
-        with tf.control_dependencies(self._arrived(group)):
-            set_in_numpy(group, self._round_ended, rate)
+        self._set_in_numpy(self._round_ended, group, rate)
         if self.strategy.alike:
             self.variables.average_statistics()
         return tf.constant(True)
@@ -138,6 +147,18 @@ class RoundKeeper(rounds.RoundKeeper):
     def _step(self, number: int) -> int:
         return (self._rounds[number] + 1) * self.strategy.every
 
+    def _set_in_numpy(
+        self, method: Callable[..., list[Array]], group: Group, *further: tf.Tensor
+    ) -> tf.Tensor:
+        """Set the variables of a group to what a method of their values returns; a collective."""
+        flat = [flat_values(v) for v in group.variables]
+        dtypes = [each.dtype for each in flat]
+        with tf.control_dependencies(self._arrived(group)):
+            values = in_numpy(method, group.number, [*flat, *further], dtypes)
+        for v, vector in zip(group.variables, values, strict=True):
+            v.assign(shaped(vector, v))
+        return tf.constant(True)
+
     def _arrived(self, group: Group) -> list[Any]:
         """What waits in a graph for agreements on these variables that run while it trains.
 
@@ -151,7 +172,7 @@ class RoundKeeper(rounds.RoundKeeper):
             with tf.control_dependencies([begun]), tf.device("CPU:0"):
                 return group.queue.dequeue()
 
-        begun = in_numpy(self._enqueue_later, group, [], [tf.bool])[0]
+        begun = in_numpy(self._enqueue_later, group.number, [], [tf.bool])[0]
         return [self._wait.around(begun, dequeue)]
 
     def _enqueue_later(self, number: int, _: Sequence[Array]) -> list[Array]:
@@ -184,13 +205,34 @@ class RoundKeeper(rounds.RoundKeeper):
     def state(self) -> dict[str, np.ndarray[Any, Any]]:
         """What a checkpoint saves, the same on every rank: by state and weight, and counts."""
         place = {id(weight): i for i, weight in enumerate(self.variables.of_model())}
-        arrays = self.variables.by_place(super().state())
+        arrays = self._renumbered(super().state(), place)
         for group in self.groups:
             weights = [place[id(v)] for v in group.variables if id(v) in place]
             # The steps, and which weights the optimizer updates.
             key = f"{_GROUP}{group.optimizer_number}-{group.number}"
             arrays[key] = np.array([group.steps, *weights], np.int64)
         return {**arrays, "optimizers": np.array(len(self._updated_by))}
+
+    def _renumbered(
+        self, arrays: Mapping[str, Array], place: Mapping[int, int]
+    ) -> dict[str, Array]:
+        """State of variables by the place of each in the model, without those beside it."""
+        found = {}
+        for key, array in arrays.items():
+            if match := re.fullmatch(r"(.*[.-])(\d+)", key):
+                variable = self.variables.in_order[int(match[2])]
+                if id(variable) in place:
+                    found[f"{match[1]}{place[id(variable)]}"] = array
+        return found
+
+    def _numbered(self, arrays: Mapping[str, Array]) -> Iterator[tuple[str, Array]]:
+        """The reverse of ``_renumbered``."""
+        weights = self.variables.of_model()
+        for key, array in arrays.items():
+            if match := re.fullmatch(r"(.*[.-])(\d+)", key):
+                variable = weights[int(match[2])]
+                self.variables.add([variable])
+                yield f"{match[1]}{self.variables.numbers([variable])[0]}", array
 
     def load_state(self, arrays: dict[str, np.ndarray[Any, Any]], *, in_round: bool) -> None:
         """Set what ``state`` returned.
@@ -206,7 +248,7 @@ class RoundKeeper(rounds.RoundKeeper):
             raise ValueError(f"it has {saved} optimizers, here are {len(optimizers)}")
         groups = {key: arrays[key] for key in sorted(arrays) if key.startswith(_GROUP)}
         others = groups.keys() | {"optimizers"}
-        self._load(self.variables.by_number({k: a for k, a in arrays.items() if k not in others}))
+        self._load(dict(self._numbered({k: a for k, a in arrays.items() if k not in others})))
         if not in_round:
             self._state.rebase_all()
             return
@@ -222,8 +264,9 @@ class RoundKeeper(rounds.RoundKeeper):
 
     def own_state(self) -> dict[str, np.ndarray[Any, Any]]:
         """What a checkpoint saves for each rank: residuals, and what is pending for its weights."""
-        return self.variables.by_place(super().own_state())
+        place = {id(weight): i for i, weight in enumerate(self.variables.of_model())}
+        return self._renumbered(super().own_state(), place)
 
     def load_own_state(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
         """Set what ``own_state`` returned on this rank."""
-        super().load_own_state(self.variables.by_number(arrays))
+        super().load_own_state(dict(self._numbered(arrays)))

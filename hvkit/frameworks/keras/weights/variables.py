@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import ref
+from weakref import WeakMethod, ref
 
 import keras
 import numpy as np
@@ -24,9 +24,6 @@ from hvkit.sync import fingerprints
 from hvkit.sync.fingerprints import Compared
 
 Array = NDArray[Any]
-
-# The name of what belongs to one variable.
-_NUMBERED = re.compile(r"(.*[.-])(\d+)")
 
 STEP = "optimizer.apply()"
 """The user's call that trains."""
@@ -88,32 +85,6 @@ class Variables:
         """The model's weights, as long as it is there; also those that no optimizer updates."""
         model = self._model()
         return [] if model is None else [backend_variable(w) for w in model.weights]
-
-    def by_place(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        """Arrays whose names end with a variable's number, by its place in the model.
-
-        Checkpoints have these: numbers depend on what was trained first. Left out are variables
-        beside the model.
-        """
-        place = {id(weight): i for i, weight in enumerate(self.of_model())}
-        found = {}
-        for name, array in arrays.items():
-            if match := _NUMBERED.fullmatch(name):
-                variable = self.in_order[int(match[2])]
-                if id(variable) in place:
-                    found[f"{match[1]}{place[id(variable)]}"] = array
-        return found
-
-    def by_number(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        """The reverse of ``by_place``."""
-        weights = self.of_model()
-        found = {}
-        for name, array in arrays.items():
-            if match := _NUMBERED.fullmatch(name):
-                variable = weights[int(match[2])]
-                self.add([variable])
-                found[f"{match[1]}{self._number[id(variable)]}"] = array
-        return found
 
     def label(self, i: int) -> str:
         return self.labels([self.in_order[i]])[0]
@@ -229,3 +200,44 @@ def wide(dtype: tf.DType) -> tf.DType:
 def flat_values(variable: tf.Variable) -> tf.Tensor:
     """The values as a vector, in the dtype in which they travel."""
     return widened(tf.reshape(variable.value(), [-1]))
+
+
+def in_numpy(
+    method: Callable[..., list[Array]],
+    key: Any,
+    inputs: Sequence[tf.Tensor],
+    dtypes: list[tf.DType],
+) -> list[Any]:
+    """The results of a method on NumPy arrays, in eager code and in graphs.
+
+    Graphs call such methods one after another, in the order of the program: with two optimizers in
+    a graph, TensorFlow would otherwise run their collectives at the same time.
+
+    Args:
+        method: of ``key`` and a list of arrays. A graph does not keep its object.
+        key: says which variables; it must not refer to them.
+        inputs: the arrays.
+        dtypes: of the results.
+    """
+    weak = WeakMethod(method)
+
+    def call(*arrays: Array) -> list[Array]:
+        function = weak()
+        assert function is not None
+        return function(key, [np.asarray(each) for each in arrays])
+
+    if tf.executing_eagerly():
+        return call(*(each.numpy() for each in inputs))
+    # TensorFlow keeps the order of operations that use the same variable.
+    with tf.control_dependencies([_turn().assign_add(1, read_value=False)]):
+        results: list[Any] = tf.numpy_function(call, inputs, dtypes)
+    with tf.control_dependencies(results):
+        _turn().assign_add(1, read_value=False)
+    return results
+
+
+@functools.cache
+def _turn() -> tf.Variable:
+    """Counts the methods that graphs have called and left."""
+    with tf.init_scope(), tf.device("CPU:0"):
+        return tf.Variable(0, trainable=False, dtype=tf.int64)
