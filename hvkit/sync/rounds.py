@@ -16,7 +16,7 @@ from hvkit.communication.exchanges import Mean, Neighbours, Place
 from hvkit.compression import Compression
 from hvkit.errors import RanksDisagreeError
 from hvkit.strategies.strategy import Rounds, Vector
-from hvkit.sync.local_weights import HookedWeights, SteppedOptimizer, Weights, pieces
+from hvkit.sync.local_weights import LocalWeights, SteppedOptimizer, Weights, pieces
 from hvkit.sync.round_ends import RoundEnd, require_same_end, require_same_trained
 from hvkit.sync.round_state import RoundState
 from hvkit.sync.shown_weights import arrive_before_exit, require_equal_steps
@@ -86,7 +86,7 @@ class _Round(NamedTuple):
     agreements: list[Agreement]
 
 
-class RoundKeeper(HookedWeights):
+class RoundKeeper(LocalWeights):
     """Ends the rounds of the optimizers of one model.
 
     Args:
@@ -118,9 +118,12 @@ class RoundKeeper(HookedWeights):
         self._rebased: set[int] = set()
         # Rounds whose agreements overlap with the one that trains.
         self._running: list[_Round] = []
-        # How many each optimizer has ended.
+        # Steps that each optimizer has taken in this round, rounds that it has ended, and steps
+        # since the script began, which no checkpoint holds.
+        self._steps: list[int] = []
         self._rounds: list[int] = []
-        # Steps that each had taken when training last ended with the ranks' weights equal.
+        self._taken: list[int] = []
+        # The same, when training last ended with the ranks' weights equal.
         self._ended_at: list[int] | None = None
         self._begun = False
 
@@ -131,13 +134,21 @@ class RoundKeeper(HookedWeights):
         for i in range(known, len(self.weights)) if self._begun else ():
             self._state.begin(i)
 
-    def _add_optimizer(self, optimizer: SteppedOptimizer) -> int:
+    def watch(self, optimizer: SteppedOptimizer, adopt: Callable[[], bool]) -> None:
+        """End a round after every so many steps of an optimizer.
+
+        Args:
+            optimizer: one that updates some of the weights.
+            adopt: adds weights that are new in the optimizer.
+        """
+        self._steps.append(0)
         self._rounds.append(0)
-        return super()._add_optimizer(optimizer)
+        self._taken.append(0)
+        super().watch(optimizer, adopt)
 
     def _before_step(self, number: int) -> None:
         self._begin_all()
-        if not self._optimizers[number].steps:
+        if not self._steps[number]:
             self._rebase(self._optimizers[number].held())
 
     def _rebase(self, numbers: Iterable[int]) -> None:
@@ -145,7 +156,7 @@ class RoundKeeper(HookedWeights):
 
         The ranks compare them at the next agreement: this is no collective.
         """
-        if not (self.strategy.alike or self._taken() == self._ended_at):
+        if not (self.strategy.alike or self._taken == self._ended_at):
             return  # where they count as a change like any other
         for i in numbers:
             if i not in self._trained and self._state.moved(i):
@@ -197,38 +208,24 @@ class RoundKeeper(HookedWeights):
         self._trained.clear()
         self._rebased.clear()
         self._agreements.clear()
-        for optimizer in self._optimizers:
-            optimizer.steps = 0
+        self._steps = [0] * len(self._steps)
         self._ended_at = None
         self._begun = False
 
     def _end_step(self, number: int) -> None:
         optimizer = self._optimizers[number]
+        held = optimizer.held()
         self._trained.update(optimizer.trained())
-        optimizer.steps += 1
-        if optimizer.steps == self.strategy.overlap:
-            self._end_overlap(number, optimizer.taken)
-        if optimizer.steps >= self.strategy.every:
-            self._end_round(number, optimizer.taken)
-            optimizer.steps = 0
-
-    def _end_overlap(self, number: int, step: int) -> None:
-        """Let the agreement that began with this round count; a collective.
-
-        Args:
-            number: the optimizer's.
-            step: of the optimizer, for messages.
-        """
-        optimizer = self._optimizers[number]
-        with call(optimizer.call, step, self._name):
-            self._add_pending(optimizer.held())
-
-    def _end_round(self, number: int, step: int) -> None:
-        """End a round of one optimizer; a collective. The arguments are as for ``_end_overlap``."""
-        optimizer = self._optimizers[number]
+        self._steps[number] += 1
+        self._taken[number] += 1
+        step = self._taken[number]
+        if self.strategy.overlap and self._steps[number] == self.strategy.overlap:
+            with call(optimizer.call, step, self._name):
+                self._add_pending(held)
+        if self._steps[number] < self.strategy.every:
+            return
         self._rounds[number] += 1
         with call(optimizer.call, step, self._name):
-            held = optimizer.held()
             changed = sorted(held & self._trained)
             self._add_pending(changed)  # of rounds of other optimizers, too
             end = self._end_of_round(number, held, changed)
@@ -243,6 +240,7 @@ class RoundKeeper(HookedWeights):
                 self._average_statistics(keep=True)
         if self.strategy.alike:
             self._trained.difference_update(changed)
+        self._steps[number] = 0
 
     def _end_of_round(self, number: int, held: set[int], changed: list[int]) -> RoundEnd:
         # Of this optimizer alone: whether others are gone already depends on the rank.
@@ -293,7 +291,7 @@ class RoundKeeper(HookedWeights):
 
     def _replaced(self, i: int, own: Any, agreed: Any, chosen: Any) -> Any:
         self._state.pending.pop(i, None)
-        if i in self._state.begun():
+        if self._begun:
             self._state.rebase(i)
         return chosen
 
@@ -303,15 +301,15 @@ class RoundKeeper(HookedWeights):
         All ranks then hold the same weights.
         """
         self._meet()
-        for optimizer in self._optimizers:
+        for number, optimizer in enumerate(self._optimizers):
             held = optimizer.held()
             self._add_pending(held)
-            if optimizer.steps or not self.strategy.alike:
+            if self._steps[number] or not self.strategy.alike:
                 self._agree_at_the_end(sorted(held & self._trained))
                 self._trained.difference_update(held)
-            optimizer.steps = 0
+            self._steps[number] = 0
         self._average_statistics(keep=True)
-        self._ended_at = self._taken()
+        self._ended_at = list(self._taken)
 
     def _agree_at_the_end(self, numbers: Sequence[int]) -> None:
         if self.strategy.alike:
@@ -319,12 +317,9 @@ class RoundKeeper(HookedWeights):
         else:
             for together in pieces(self.weights, numbers):
                 self._state.write(together, self._start(together, self.strategy.settle).result())
-                self._agreements.commit(together)
                 for i in together:
                     self._state.rebase(i)
-
-    def _taken(self) -> list[int]:
-        return [optimizer.taken for optimizer in self._optimizers]
+            self._agreements.commit(())
 
     def _start(self, together: list[int], flow: Callable[..., Any] | None = None) -> Agreement:
         """Begin what the strategy's ``agree``, or another flow of it, does to some weights."""
@@ -341,9 +336,13 @@ class RoundKeeper(HookedWeights):
         return values
 
     def _meet(self) -> bool:
-        steps = [optimizer.steps for optimizer in self._optimizers]
-        require_equal_steps(steps)
-        self.rebase("hvkit.settled")
+        require_equal_steps(self._steps)
+        if self._begun:
+            self._rebase(range(len(self.weights)))
+        mine = sorted(self._trained), sorted(self._rebased)
+        trained, rebased = zip(*collectives.gather("hvkit.settled", mine), strict=True)
+        require_same_trained(trained, self.weights)
+        self._make_rebased_same("hvkit.settled", rebased)
         if not self._begun:  # the script may have changed weights without an optimizer
             try:
                 self._require_equal("hvkit.settled")
@@ -353,28 +352,12 @@ class RoundKeeper(HookedWeights):
                     "ranks have not agreed on anything: train through it."
                 )
                 raise
-        return any(steps) or not self.strategy.alike
-
-    def rebase(self, point: str = "fit") -> None:
-        """Begin with weights that the script has set since the last agreement; a collective.
-
-        Args:
-            point: the name of the call that the user made.
-
-        Raises:
-            RanksDisagreeError: ranks have trained other weights, or set others.
-        """
-        self._rebase(self._state.begun())
-        mine = sorted(self._trained), sorted(self._rebased)
-        trained, rebased = zip(*collectives.gather(point, mine), strict=True)
-        require_same_trained(trained, self.weights)
-        self._make_rebased_same(point, rebased)
+        return any(self._steps) or not self.strategy.alike
 
     def state(self) -> dict[str, np.ndarray[Any, Any]]:
         """What a checkpoint saves, the same on every rank: by state and weight, and counts."""
         sent = {f"{_SENT}{key}": array for key, array in self._agreements.arrays().items()}
-        steps = [optimizer.steps for optimizer in self._optimizers]
-        counts = np.array([steps, self._rounds], np.int64)
+        counts = np.array([self._steps, self._rounds], np.int64)
         trained = np.array(sorted(self._trained), np.int64)
         return {**self._state.arrays(), **sent, "counts": counts, "trained": trained}
 
@@ -387,28 +370,24 @@ class RoundKeeper(HookedWeights):
                 with the weights that all hold now.
         """
         self.begin_anew()
-        steps, rounds = arrays["counts"].tolist()
-        if len(steps) != len(self._optimizers):
-            raise ValueError(f"it has {len(steps)} optimizers, here are {len(self._optimizers)}")
-        self._load({key: a for key, a in arrays.items() if key not in ("counts", "trained")})
-        self._rounds = rounds
+        counts = arrays["counts"].tolist()
+        if len(counts[0]) != len(self._optimizers):
+            raise ValueError(f"it has {len(counts[0])} optimizers, here are {len(self._steps)}")
+        sent = {key for key in arrays if key.startswith(_SENT)}
+        self._agreements.load({key.removeprefix(_SENT): arrays[key] for key in sent})
+        others = sent | {"counts", "trained"}
+        self._state.load({key: array for key, array in arrays.items() if key not in others})
         if in_round:
-            for optimizer, number in zip(self._optimizers, steps, strict=True):
-                optimizer.steps = number
+            self._steps, self._rounds = counts
             self._trained = set(arrays["trained"].tolist())
         else:
+            self._rounds = counts[1]
             self._state.rebase_all()
         # Each rank has its own optimizer state again, and in a round also its own weights.
         self._begun = in_round
         if in_round:
             for i in range(len(self.weights)):
                 self._state.begin(i)
-
-    def _load(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
-        """Set what the strategy and the compression keep that is the same on every rank."""
-        sent = {key for key in arrays if key.startswith(_SENT)}
-        self._agreements.load({key.removeprefix(_SENT): arrays[key] for key in sent})
-        self._state.load({key: array for key, array in arrays.items() if key not in sent})
 
     def own_state(self) -> dict[str, np.ndarray[Any, Any]]:
         """What a checkpoint saves for each rank: residuals, and what is pending for its weights."""

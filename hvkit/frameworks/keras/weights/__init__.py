@@ -2,10 +2,9 @@
 
 ::
 
-    rounds                 ends rounds of strategies that agree on weights, by ``hvkit.sync.rounds``
+    rounds                 ends rounds of strategies that agree on weights
     ├── update_counts      counts an optimizer's updates; decides when a round ends
     └── agreements         agreements, in the update or beside training
     parameter_server       exchanges weights with the server after each update
-    variables              a model's weights as vectors, by number
-    around_updates         code around an optimizer's updates
+    weight_keeper          what both share: weights as vectors, agreed and each rank's own
 """

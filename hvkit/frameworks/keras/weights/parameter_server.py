@@ -18,14 +18,19 @@ import numpy as np
 import tensorflow as tf
 
 from hvkit.communication import collectives
+from hvkit.communication.engines import waiting_for_all_ranks
 from hvkit.frameworks.keras.checks import Checks
 from hvkit.frameworks.keras.collectives.graph_collectives import nothing, widened
 from hvkit.frameworks.keras.optimizers import calls_of_apply
-from hvkit.frameworks.keras.weights.around_updates import Updates
-from hvkit.frameworks.keras.weights.variables import STEP, Array, Variables, in_numpy
+from hvkit.frameworks.keras.weights.weight_keeper import (
+    STEP,
+    Array,
+    Updates,
+    WeightKeeper,
+    in_numpy,
+)
 from hvkit.parameter_server.client import Exchange, compare_iterations
 from hvkit.strategies.parameter_server import ParameterServer
-from hvkit.sync.local_weights import LocalWeights
 from hvkit.watch.calls import call
 
 # What begins names in a checkpoint: of the server's weights, and of the calls of ``apply``.
@@ -49,7 +54,7 @@ class _Served(NamedTuple):
     stop: int
 
 
-class ServedModel(LocalWeights):
+class ServedModel(WeightKeeper):
     """Exchanges the weights of one model with the server. Making it is a collective.
 
     Args:
@@ -66,8 +71,7 @@ class ServedModel(LocalWeights):
     def __init__(
         self, strategy: ParameterServer, model: keras.Model, name: str, with_statistics: bool
     ) -> None:
-        self.variables = Variables(model, name, with_statistics)
-        super().__init__(self.variables, name)
+        super().__init__(model, name, with_statistics)
         self.strategy = strategy
         self._exchange = Exchange(strategy)
         # Both by the id of a variable: TensorFlow never frees what a graph's functions refer to.
@@ -87,7 +91,7 @@ class ServedModel(LocalWeights):
         self._updates: list[ref[_ServedUpdates]] = []
         self._steps = 0
 
-    def watch_updates(
+    def watch(
         self, optimizer: Any, checks: Checks, before_update: Callable[[Sequence[Any]], None]
     ) -> None:
         """Exchange weights after each update of an optimizer.
@@ -126,8 +130,7 @@ class ServedModel(LocalWeights):
         return [np.array(True)]
 
     def _add_new(self, variables: Sequence[tf.Variable], values: Sequence[Array]) -> None:
-        self.variables.require_same_list(variables)
-        self.variables.add(variables)
+        self.require_same_variables(variables)
         kinds: dict[np.dtype[Any], list[int]] = {}
         for i, value in enumerate(values):
             kinds.setdefault(value.dtype, []).append(i)
@@ -198,10 +201,11 @@ class ServedModel(LocalWeights):
             self._unsent[vector][start:stop] = value - self._read[vector][start:stop]
         changed = any(each.any() for each in self._unsent)
         if any(collectives.gather("hvkit.settled", changed)):
-            self._unsent = [
-                self.variables.mean(each, f"{self._name}.unsent.{i}")
-                for i, each in enumerate(self._unsent)
-            ]
+            with waiting_for_all_ranks():
+                self._unsent = [
+                    self._wire.mean(tf.constant(each), f"{self._name}.unsent.{i}").numpy()
+                    for i, each in enumerate(self._unsent)
+                ]
         return self._exchange.begun or bool(self._resumed)
 
     def _show_agreed(self) -> None:
@@ -210,11 +214,11 @@ class ServedModel(LocalWeights):
             served = zip(self._exchange.read(), self._unsent, strict=True)
             weights = [each + unsent for each, unsent in served]
             self._shown = {k: weights[at][i:j] for k, (_, at, i, j) in self._served.items()}
-        held = {id(v): v for v in self.variables.of_model()}
+        held = {id(v): v for v in self._weights()}
         held |= {key: each.variable for key, each in self._served.items()}
         for key, value in self._shown.items():
             _set(held[key], value)
-        self._average_statistics(keep=False)
+        self._average_statistics()
 
     def put_back(self) -> None:
         """Hold this rank's own weights again."""
@@ -237,17 +241,19 @@ class ServedModel(LocalWeights):
             self._go_on_from(vectors)
         self._shown = {}
 
-    def rebase(self) -> None:
+    def rebase(self, point: str = "fit") -> None:
         """Nothing to do: what the script has changed travels with the next step."""
 
-    def _replaced(self, i: int, own: Array, agreed: Array, chosen: Array) -> Array:
-        variable = self.variables.in_order[i]
+    def _replaced(self, variable: tf.Variable, own: Array, agreed: Array, chosen: Array) -> Array:
         if id(variable) not in self._served:
             return chosen
         # All ranks send the difference with their next step, and the server takes their mean.
         self._shown[id(variable)] = widened(variable.value()).numpy().reshape(-1)
         moved: Array = own + (chosen - agreed)
         return moved
+
+    def _updated(self) -> list[tf.Variable]:
+        return [each.variable for each in self._served.values()]
 
     def begin_anew(self) -> None:
         """Begin with the weights that the ranks hold now, the same on all."""
@@ -264,7 +270,7 @@ class ServedModel(LocalWeights):
 
     def state(self) -> dict[str, np.ndarray[Any, Any]]:
         """What a checkpoint saves: the server's weights, as shown now, the same on every rank."""
-        number = {id(weight): i for i, weight in enumerate(self.variables.of_model())}
+        number = {id(weight): i for i, weight in enumerate(self._weights())}
         return {f"{_SERVED}{number[k]}": v for k, v in self._shown.items() if k in number}
 
     def load_state(self, arrays: Mapping[str, np.ndarray[Any, Any]], *, in_round: bool) -> None:
@@ -278,7 +284,7 @@ class ServedModel(LocalWeights):
         self.begin_anew()
         if not in_round:
             return
-        weights = self.variables.of_model()
+        weights = self._weights()
         self._resumed = {
             id(weights[int(key.removeprefix(_SERVED))]): array for key, array in arrays.items()
         }
