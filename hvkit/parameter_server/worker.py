@@ -81,7 +81,8 @@ class ServedModel(LocalWeights):
             self._exchange.add([np.concatenate(each) for each in values])
         self._vectors += [_Vector(kind, self._held(kind)) for kind in kinds]
         self._served.update(new)
-        self._resumed.clear()
+        for i in new:
+            self._resumed.pop(i, None)
 
     def _require_same(self, new: list[int]) -> None:
         advice = "train the same parameters on every rank"

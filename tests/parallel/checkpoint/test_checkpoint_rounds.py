@@ -344,6 +344,25 @@ def test_a_resumed_server_holds_the_weights_that_it_had(run, folder):
         assert all(map(np.array_equal, second.weights()[:2], saved[:2]))
 
 
+def test_a_resumed_server_holds_also_weights_that_train_later(folder):
+    first = TorchRun(folder, 1, hvkit.ParameterServer(None))
+    train_by(first, 4 + 4 * hvkit.rank())
+    first.checkpoint.save(epoch=0, step=8)
+    with hvkit.settled(first.model):
+        saved = first.weights()
+
+    second = TorchRun(folder, 2, hvkit.ParameterServer(None))
+    second.checkpoint.restore()
+    second.optimizer.param_groups[0]["lr"] = 0.0
+    for trains in (False, True):
+        second.model[-1].requires_grad_(trains)
+        train_by(second, 1)
+        with hvkit.settled(second.model):
+            agreed = second.weights()
+        assert same_on_all_ranks(agreed[-2:])
+        assert all(map(np.array_equal, agreed[-2:], saved[-2:])), trains
+
+
 def train_in_turn(run, begin, end):
     """Every third step leaves out the first layer; so two groups of variables are in a round."""
     batches = np.random.default_rng(hvkit.rank()).normal(size=(end, 6, 8)).astype(np.float32)
