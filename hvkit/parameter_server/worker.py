@@ -58,8 +58,8 @@ class ServedModel(LocalWeights):
         # the last collective.
         self._unsent: list[Array] = []
         self._served: set[int] = set()
-        # The server's weights by number: those of a checkpoint until the first step, and those that
-        # were shown last.
+        # The server's weights by number: those of a checkpoint until a step is about to train them,
+        # and those that were shown last.
         self._resumed: dict[int, Array] = {}
         self._shown: dict[int, Array] = {}
 

@@ -75,11 +75,11 @@ def assert_equal(found, expected):
     assert (found.ranks, found.epochs) == (expected.ranks, expected.epochs)
 
 
-# Each launcher.
+# Each recipe and each launcher.
 WAYS = cases(
     [
         ("hvkit", "mnist_torch"),
-        ("mpirun", "mnist_torch"),
+        ("mpirun", "mnist_keras"),
         ("horovodrun", "mnist_tf"),
     ]
 )

@@ -109,9 +109,10 @@ def test_parts_of_a_model_are_stopped_in_the_middle_of_a_round(run, past):
     assert all(map(np.array_equal, undisturbed, resumed))
 
 
-def test_stopped_right_after_a_round(past):
-    resumed = TorchRun(past.saved(TorchRun, 10), 2).train(19).state()
-    assert all(map(np.array_equal, past.undisturbed(TorchRun), resumed))
+@FEWER
+def test_stopped_right_after_a_round(run, past):
+    resumed = run(past.saved(run, 10), 2).train(19).state()
+    assert all(map(np.array_equal, past.undisturbed(run), resumed))
 
 
 @FEWER
@@ -159,43 +160,34 @@ def test_residuals_are_saved(run, strategy, compression, past):
     assert all(map(np.array_equal, undisturbed, resumed))
 
 
+@FEWER
 @pytest.mark.parametrize(
-    ("run", "strategy", "compression"),
-    cases(
-        [
-            (TorchRun, hvkit.Synchronous(), hvkit.TopK(0.1)),
-            (TorchRun, DEMO, "none"),
-            (TorchRun, BESIDE, "none"),
-            (KerasRun, BESIDE, "none"),
-        ],
-        3,
-    ),
+    "given",
+    [(hvkit.Synchronous(), hvkit.TopK(0.1)), (DEMO, "none"), (BESIDE, "none")],
+    ids=["residual", "momentum", "due"],
 )
-def test_without_residuals_the_run_would_differ(run, strategy, compression, past, monkeypatch):
-    undisturbed = past.undisturbed(run, strategy, compression)
-    saved = past.saved(run, 7, strategy, compression)
+def test_without_residuals_the_run_would_differ(run, given, past, monkeypatch):
+    undisturbed, saved = past.undisturbed(run, *given), past.saved(run, 7, *given)
     monkeypatch.setattr(StrategyPart, "load_own", lambda self, arrays: None)
-    resumed = run(saved, 2, strategy, compression).train(19).state()
+    resumed = run(saved, 2, *given).train(19).state()
     assert largest_difference(resumed, undisturbed) > 1e-3
 
 
-def test_another_compression_begins_anew(past):
-    saved = past.saved(TorchRun, 8, hvkit.Synchronous(), hvkit.TopK(0.1))
-    second = TorchRun(saved, 2, hvkit.Synchronous(), hvkit.PowerSGD(1)).train(12)
+@FEWER
+def test_another_compression_begins_anew(run, past):
+    saved = past.saved(run, 8, hvkit.Synchronous(), hvkit.TopK(0.1))
+    second = run(saved, 2, hvkit.Synchronous(), hvkit.PowerSGD(1)).train(12)
     assert same_on_all_ranks(second.state()[:2])
 
 
-def test_saving_does_not_change_the_training(folder, past):
-    saving = TorchRun(folder, 1).train(19, save_at=8).state()
-    assert all(map(np.array_equal, past.undisturbed(TorchRun), saving))
+@FEWER
+def test_saving_does_not_change_the_training(run, folder, past):
+    saving = run(folder, 1).train(19, save_at=8).state()
+    assert all(map(np.array_equal, past.undisturbed(run), saving))
 
 
-@pytest.mark.parametrize(
-    ("run", "lost"),
-    cases(
-        [*((TorchRun, lost) for lost in ("anchor", "velocity", "counts")), (KerasRun, "counts")], 3
-    ),
-)
+@FEWER
+@pytest.mark.parametrize("lost", ["anchor", "velocity", "counts"])
 def test_without_what_the_strategy_keeps_the_run_would_differ(run, lost, past, monkeypatch):
     undisturbed, saved = past.undisturbed(run), past.saved(run, 8)
 
@@ -344,18 +336,23 @@ def test_a_resumed_server_holds_the_weights_that_it_had(run, folder):
         assert all(map(np.array_equal, second.weights()[:2], saved[:2]))
 
 
-def test_a_resumed_server_holds_also_weights_that_train_later(folder):
-    first = TorchRun(folder, 1, hvkit.ParameterServer(None))
+@RUNS
+def test_a_resumed_server_holds_also_weights_that_train_later(run, folder):
+    first = run(folder, 1, hvkit.ParameterServer(None))
     train_by(first, 4 + 4 * hvkit.rank())
     first.checkpoint.save(epoch=0, step=8)
     with hvkit.settled(first.model):
         saved = first.weights()
 
-    second = TorchRun(folder, 2, hvkit.ParameterServer(None))
+    second = run(folder, 2, hvkit.ParameterServer(None))
     second.checkpoint.restore()
-    second.optimizer.param_groups[0]["lr"] = 0.0
     for trains in (False, True):
-        second.model[-1].requires_grad_(trains)
+        if run is KerasRun:
+            second.model.layers[-1].trainable = trains
+            second.optimizer.learning_rate = 0.0
+        else:
+            second.model[-1].requires_grad_(trains)
+            second.optimizer.param_groups[0]["lr"] = 0.0
         train_by(second, 1)
         with hvkit.settled(second.model):
             agreed = second.weights()

@@ -81,8 +81,8 @@ class ServedModel(WeightKeeper):
         # scripts have changed since then, as of when the ranks met last.
         self._read: list[Array] = []
         self._unsent: list[Array] = []
-        # The server's weights by the id of a variable: those of a checkpoint until the first step,
-        # and those that were shown last.
+        # The server's weights by the id of a variable: those of a checkpoint until an update is
+        # about to train them, and those that were shown last.
         self._resumed: dict[int, Array] = {}
         self._shown: dict[int, Array] = {}
         # Flags of graphs, whether the server holds all of a graph's variables.
@@ -152,7 +152,8 @@ class ServedModel(WeightKeeper):
             begin.append(np.concatenate(resumed))
         self._exchange.add(begin)
         self._read += own
-        self._resumed = {}
+        for variable in variables:
+            self._resumed.pop(id(variable), None)
 
     def exchange(self, variables: Sequence[tf.Variable]) -> tf.Tensor:
         """Send what an update has changed, and go on from the server's weights."""
@@ -213,7 +214,7 @@ class ServedModel(WeightKeeper):
         if self._exchange.begun:
             served = zip(self._exchange.read(), self._unsent, strict=True)
             weights = [each + unsent for each, unsent in served]
-            self._shown = {k: weights[at][i:j] for k, (_, at, i, j) in self._served.items()}
+            self._shown |= {k: weights[at][i:j] for k, (_, at, i, j) in self._served.items()}
         held = {id(v): v for v in self._weights()}
         held |= {key: each.variable for key, each in self._served.items()}
         for key, value in self._shown.items():
