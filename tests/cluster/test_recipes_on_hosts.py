@@ -93,20 +93,6 @@ def test_on_an_uneven_pair_of_hosts(rig, on_one_host, tmp_path, recipe, name):
 
 
 @MORE
-@pytest.mark.parametrize(("name", "recipe"), [("hvkit", "mnist_torch")])
-def test_on_four_hosts_with_uneven_slots(rig, on_one_host, tmp_path, recipe, name):
-    hosts = rig(["node1", "node2", "node3", "node4"])
-    hostfile = tmp_path / "hosts"
-    hostfile.write_text(
-        "# the first is larger\n\nnode1 slots=2\nnode2 slots=1 max_slots=2\n"
-        "node3 slots=1\nnode4 slots=1\n"
-    )
-    launcher = launchers(hostfile, ranks=5)[name]
-    found = trained(hosts.host("node1"), launcher, recipe, tmp_path / "out")
-    assert_equal(found, on_one_host(recipe, 5))
-
-
-@MORE
 def test_without_mpi_between_the_hosts(rig, on_one_host, tmp_path):
     hosts = rig(["node1", "node2"])
     hostfile = str(HOSTFILES / "uneven_pair")

@@ -30,36 +30,45 @@ def checkpoints(folder):
     return sorted(path.name for path in folder.iterdir() if path.name.startswith("step-"))
 
 
-@pytest.mark.parametrize(
-    ("launcher", "recipe"),
-    [
-        (MPIRUN, "cnn_torch"),
-        pytest.param(HOROVODRUN, "cnn_tf", marks=MORE),
-    ],
-)
-def test_two_ranks_learn_and_resume_where_they_were(start, tmp_path, cifar, launcher, recipe):
-    folder = tmp_path / "checkpoints"
-    flags = (
-        *("--data-dir", str(cifar.parent), "--batch-size", "16", "--lr", "0.005"),
-        *("--epochs", "2", "--checkpoint-dir", str(folder), "--log-interval", "1"),
-    )
+def learns(start, launcher, recipe, flags, cifar):
+    """Two ranks train two epochs of 8 steps; returns the run, which has learnt."""
     whole = start(launcher, recipe, *flags)
     assert f"256 training and 33 test images: CIFAR-10 from {cifar}" in whole.out
     assert whole.said_more_than_once == []
-    losses = whole.monitored.losses
-    assert list(losses) == [*range(1, 17)]
-    in_order = list(losses.values())
+    assert list(whole.monitored.losses) == [*range(1, 17)]
+    in_order = list(whole.monitored.losses.values())
     assert np.mean(in_order[-4:]) < 0.9 * np.mean(in_order[:4])
     right = 33 * whole.monitored.tests[-1]["test_accuracy"]
     assert right == pytest.approx(round(right), abs=1e-4)
+    return whole
 
+
+def flags_for(cifar, folder):
+    return (
+        *("--data-dir", str(cifar.parent), "--batch-size", "16", "--lr", "0.005"),
+        *("--epochs", "2", "--checkpoint-dir", str(folder), "--log-interval", "1"),
+    )
+
+
+def test_two_ranks_learn_and_resume_where_they_were(start, tmp_path, cifar):
+    folder = tmp_path / "checkpoints"
+    flags = flags_for(cifar, folder)
+    whole = learns(start, MPIRUN, "cnn_torch", flags, cifar)
     assert checkpoints(folder) == ["step-000000008", "step-000000016"]
     shutil.rmtree(folder / "step-000000016")
-    resumed = start(launcher, recipe, *flags)
+    resumed = start(MPIRUN, "cnn_torch", *flags)
     assert "epoch 1/2" not in resumed.out
     assert resumed.monitored.start["step"] == 8
+    losses = whole.monitored.losses
     assert resumed.monitored.losses == {n: losses[n] for n in range(9, 17)}
     assert resumed.monitored.tests == whole.monitored.tests[1:]
+
+
+@MORE
+def test_two_ranks_learn_in_a_custom_loop_of_tensorflow(start, tmp_path, cifar):
+    folder = tmp_path / "checkpoints"
+    learns(start, HOROVODRUN, "cnn_tf", flags_for(cifar, folder), cifar)
+    assert checkpoints(folder) == ["step-000000008", "step-000000016"]
 
 
 # Runs the script that its first argument names, and ends it in the first save.

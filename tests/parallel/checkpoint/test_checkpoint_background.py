@@ -13,6 +13,8 @@ from ranks import error_of, shared_folder
 import hvkit
 from hvkit.checkpoint import manifests, store
 
+pytestmark = pytest.mark.two_ranks
+
 
 def torch_parts():
     model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4))

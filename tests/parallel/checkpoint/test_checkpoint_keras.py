@@ -221,6 +221,7 @@ class StopsInValidation(keras.callbacks.Callback):
             raise KeyboardInterrupt
 
 
+@MORE
 def test_an_epoch_that_is_repeated_after_a_stop_in_its_validation_has_metrics(folder):
     def run(*callbacks):
         net, optimizer = hvkit.distribute(model(1), keras.optimizers.Adam(0.01))
@@ -249,10 +250,16 @@ def unknown_length():
 
 
 @pytest.mark.parametrize(
-    ("make_data", "at_once", "fit_options"),
-    cases([(infinite, 1, {"steps_per_epoch": 5}), (unknown_length, 1, {}), (dataset, 2, {})]),
+    ("make_data", "at_once", "fit_options", "batches"),
+    cases(
+        [
+            (infinite, 1, {"steps_per_epoch": 5}, 3),
+            (unknown_length, 1, {}, 5),
+            (dataset, 2, {}, 3),
+            (dataset, 2, {}, 5),
+        ]
+    ),
 )
-@pytest.mark.parametrize("batches", cases([3, 5]))
 def test_a_resumed_fit_takes_the_steps_that_are_left(
     folder, make_data, at_once, fit_options, batches
 ):

@@ -11,6 +11,8 @@ from ranks import error_of, my_part, same_on_all_ranks
 import hvkit
 from hvkit import main_rank
 
+pytestmark = pytest.mark.two_ranks
+
 layers = keras.layers
 
 NUMBERS = np.random.default_rng(0).gamma(2.0, size=(64, 4)).astype(np.float32)
@@ -122,7 +124,6 @@ def test_ranks_that_adapt_to_their_parts_use_rank_0s_and_say_so(kind, capsys):
         assert "adapt layers to all of the data, before hvkit.shard divides it" in said
 
 
-@pytest.mark.two_ranks
 def test_constants_that_ranks_have_computed_from_their_parts_become_rank_0s():
     mine = NUMBERS * (1 + hvkit.rank())
     layer = layers.Normalization(mean=mine.mean(axis=0), variance=mine.var(axis=0))
@@ -132,7 +133,6 @@ def test_constants_that_ranks_have_computed_from_their_parts_become_rank_0s():
     np.testing.assert_allclose(computed(model, NUMBERS), expected, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.two_ranks
 @pytest.mark.parametrize("kind", cases(KERAS_OWN, ["words"]))
 def test_a_layer_that_has_learnt_on_another_rank_only_is_an_error(kind):
     make, data = KINDS[kind]
@@ -145,7 +145,6 @@ def test_a_layer_that_has_learnt_on_another_rank_only_is_an_error(kind):
     assert f"layer {layer.name!r} has adapted to data on rank 1, but not on rank 0: adapt" in text
 
 
-@pytest.mark.two_ranks
 @pytest.mark.parametrize("loop", cases(["function", "eager"]))
 def test_adapting_to_a_part_after_the_call_is_an_error_in_the_first_step(loop):
     lookup = layers.StringLookup()
@@ -161,7 +160,6 @@ def test_adapting_to_a_part_after_the_call_is_an_error_in_the_first_step(loop):
     assert "adapt layers to all of the data, before hvkit.shard divides it" in text
 
 
-@pytest.mark.two_ranks
 def test_adapting_to_a_part_between_epochs_is_an_error_at_the_end_of_the_next():
     norm = layers.Normalization()
     norm.adapt(NUMBERS)

@@ -82,10 +82,7 @@ def in_fit(model, optimizer, x, y, batch):
 
 @pytest.mark.parametrize(
     ("loss", "loop"),
-    cases(
-        [(clip, in_fit), (simclr, eagerly), (clip, eagerly), (simclr, in_fit)],
-        2,
-    ),
+    cases([(clip, eagerly), (simclr, in_fit), (clip, in_fit), (simclr, eagerly)], 2),
 )
 def test_a_contrastive_loss_over_all_ranks_trains_as_in_one_process(loss, loop):
     found = [[each.astype(np.float64) for each in b] for b in batches(4, 4, (8,), (6,))]

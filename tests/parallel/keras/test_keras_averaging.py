@@ -25,7 +25,7 @@ def trained(strategy, loop="function", **options):
     return weights(model), hvkit.traffic()["gradients"].bytes - before
 
 
-@pytest.mark.parametrize("loop", cases(LOOPS, ["function"]))
+@pytest.mark.parametrize("loop", cases(["function", "eager"]))
 def test_one_rank_that_averages_for_all_gives_the_weights_of_a_ring(loop):
     ring, _ = trained(hvkit.Synchronous(), loop)
     found, sent = trained(hvkit.Centralized(), loop)
@@ -106,7 +106,7 @@ def test_ranks_differ_if_the_parts_are_not_sent(monkeypatch):
 
 
 @pytest.mark.two_ranks
-@pytest.mark.parametrize(("name", "loop"), cases([("adamw", "function"), ("scaled", "eager")]))
+@pytest.mark.parametrize(("name", "loop"), cases([("scaled", "eager"), ("adamw", "function")]))
 def test_the_state_is_saved_whole(name, loop, tmp_path):
     folder = hvkit.broadcast(tmp_path)
     loop = LOOPS[loop]
@@ -225,7 +225,7 @@ def test_averages_of_the_weights_are_refused():
 
 
 @pytest.mark.two_ranks
-@pytest.mark.parametrize("loop", cases(LOOPS, ["eager"]))
+@pytest.mark.parametrize("loop", cases(["eager", "function"]))
 def test_decoupled_momentum_that_sends_everything_is_the_mean(loop):
     everything = hvkit.DeMo(top_k=16, chunk=4, decay=0.0, sign=False)
     expected, _ = trained(hvkit.Synchronous(), loop)

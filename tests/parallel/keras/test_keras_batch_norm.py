@@ -53,7 +53,7 @@ def statistics(model):
     return [w.numpy() for w in model.non_trainable_variables if "moving" in w.path]
 
 
-@pytest.mark.parametrize("loop", cases(LOOPS, ["function"]))
+@pytest.mark.parametrize("loop", cases(["function", "eager"]))
 def test_synchronised_layers_equal_one_process_with_all_ranks_batches(loop):
     data = images()
     reference = normalised()
@@ -78,7 +78,7 @@ def test_layers_that_were_made_synchronised_stay_so():
 
 
 @pytest.mark.two_ranks
-@pytest.mark.parametrize("loop", cases(LOOPS, ["function"]))
+@pytest.mark.parametrize("loop", cases(["function", "eager"]))
 def test_moving_statistics_are_averaged_with_every_update(loop):
     data = local(images(steps=1))
     twin = normalised()

@@ -266,7 +266,7 @@ def test_rounding_after_the_start_is_one_warning(capsys):
     assert logged.count("rounding") == (hvkit.rank() == 0)
 
 
-@pytest.mark.parametrize("loop", cases(LOOPS, ["function"]))
+@pytest.mark.parametrize("loop", cases(LOOPS, ["eager"]))
 def test_the_same_work_on_all_ranks_is_one_warning_with_both_causes(loop, capsys):
     data = [(x[:6], y[:6]) for x, y in regression(steps=2)]
     for _ in range(2):

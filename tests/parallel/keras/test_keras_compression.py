@@ -9,8 +9,9 @@ from ranks import largest_difference, same_on_all_ranks
 
 import hvkit
 
+pytestmark = pytest.mark.two_ranks
 
-@pytest.mark.two_ranks
+
 @pytest.mark.parametrize(
     ("loop", "compression", "bound"),
     [("fit", "fp16", 0.01), ("eager", "bf16", 0.01), ("function", "int8", 0.03)],

@@ -75,9 +75,14 @@ OPTIONS = {
 @pytest.mark.parametrize(
     ("option", "loop"),
     cases(
-        [(option, "fit") for option in ("global_clipnorm", "ema", "loss_scale_factor")]
-        + [(option, "eager") for option in OPTIONS if option != "loss_scale_factor"],
-        first=[("global_clipnorm", "eager")],
+        [
+            ("global_clipnorm", "eager"),
+            ("clipnorm", "function"),
+            ("clipvalue", "eager"),
+            ("weight_decay", "eager"),
+            ("ema", "fit"),
+            ("loss_scale_factor", "fit"),
+        ]
     ),
 )
 def test_options_of_optimizers_act_on_the_mean(option, loop):
@@ -89,7 +94,7 @@ def test_options_of_optimizers_act_on_the_mean(option, loop):
     )
 
 
-@pytest.mark.parametrize("loop", cases(LOOPS, ["function"]))
+@pytest.mark.parametrize("loop", cases(["function", "eager"]))
 def test_gradient_accumulation_equals_the_k_times_larger_batch(loop):
     k = 3
     data = regression(steps=4 * k)

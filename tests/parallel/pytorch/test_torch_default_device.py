@@ -9,6 +9,8 @@ from nets import arrays, local, mlp, regression, train
 
 import hvkit
 
+pytestmark = pytest.mark.two_ranks
+
 WAYS = {
     "gradients": {},
     "nonfinite": {"on_nonfinite": "skip"},

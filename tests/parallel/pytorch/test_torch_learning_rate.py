@@ -22,6 +22,8 @@ from twin import (
 
 import hvkit
 
+pytestmark = pytest.mark.two_ranks
+
 
 @pytest.mark.parametrize(
     ("made", "warmup", "make"),

@@ -10,6 +10,8 @@ from torch.nn import functional as F
 import hvkit
 from hvkit.frameworks.pytorch.divided_state import process_group
 
+pytestmark = pytest.mark.two_ranks
+
 
 class Encoder(nn.Module):
     def __init__(self):

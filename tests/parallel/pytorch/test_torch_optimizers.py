@@ -24,6 +24,8 @@ from twin import (
 
 import hvkit
 
+pytestmark = pytest.mark.two_ranks
+
 
 def compiled_method(optimizer, backend="aot_eager"):
     return torch.compile(optimizer.step, backend=backend)
@@ -45,7 +47,6 @@ def _not_compiled_before():
 
 @MORE
 @pytest.mark.usefixtures("_not_compiled_before")
-@pytest.mark.two_ranks
 @pytest.mark.parametrize(
     ("step", "make"), [(compiled_function, sgd), (compiled_method, capturable)]
 )

@@ -12,6 +12,8 @@ from torch.nn import functional as F
 import hvkit
 from hvkit import main_rank
 
+pytestmark = pytest.mark.two_ranks
+
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_an_optimizer_made_after_the_call_is_refused_at_its_first_step(compiled):

@@ -18,6 +18,8 @@ from torch import nn
 
 import hvkit
 
+pytestmark = pytest.mark.two_ranks
+
 
 def test_ranks_that_disagree_are_named():
     model, optimizer = in_rounds(hvkit.LocalSGD(2))
