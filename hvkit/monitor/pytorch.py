@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from hvkit import runtime
-from hvkit.frameworks.pytorch.gradients.nested_passes import outermost
-from hvkit.frameworks.pytorch.optimizers import after_unscaling, closure_of, stepping_in
+from hvkit.frameworks.pytorch.gradients.arrivals import outermost
+from hvkit.frameworks.pytorch.optimizers import after_unscaling, stepping_in
+from hvkit.frameworks.pytorch.step_hooks import closure_of
 from hvkit.watch.spans import REDUCTION, Span, observe
 
 if TYPE_CHECKING:

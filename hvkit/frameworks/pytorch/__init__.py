@@ -11,8 +11,9 @@
     ├── checks             do all ranks hold the same weights, and different data?
     ├── batch_norm         statistics over ranks; averaged ones travel with the gradients
     ├── buffers            what else forward passes learn: means, and differences
+    ├── step_hooks         calls what hvkit does around optimizer.step(); closures, new parameters
     ├── learning_rate      scaling and warm-up inside optimizer.step()
-    ├── optimizers         closures, parent classes, wrappers: optimizers that step unusually
+    ├── optimizers         parent classes, wrappers, GradScaler: optimizers that step unusually
     ├── traced_steps       steps and backward passes in the timeline of a run
     ├── refusals           other wrappers, torch.distributed, what cannot be divided
     └── collectives/       tensors to the other ranks and back; operations for compressions

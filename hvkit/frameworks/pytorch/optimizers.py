@@ -1,7 +1,6 @@
-"""Optimizers that step in unusual ways: with a closure, through a parent class, inside another.
+"""Optimizers that step in unusual ways: through a parent class, inside another, with a GradScaler.
 
-Each function here names the optimizers that need it. ``hvkit.frameworks.pytorch.learning_rate``,
-``reducer``, ``rounds``, ``sharded`` and ``refusals`` use them.
+Each function here names the optimizers that need it.
 """
 
 from __future__ import annotations
@@ -9,16 +8,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from types import MethodType
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from hvkit import metrics
 from hvkit.sync.port import Options
-
-Closure = Callable[[], Any]
 
 _SCALED_STEP = "_hvkit_scaled_step"
 _UNSCALING = "_hvkit_unscaling"
@@ -74,87 +69,6 @@ def stepping_in(optimizer: Optimizer) -> list[Optimizer]:
     """
     everyone = [optimizer, *optimizers_inside(optimizer)]
     return [each for each in everyone if hasattr(each, "_optimizer_step_pre_hooks")]
-
-
-def closure_of(args: Any, kwargs: Any) -> Closure | None:
-    """The closure among the arguments of a hook of ``step``, ``args[0]`` being the optimizer."""
-    closure: Closure | None = args[1] if len(args) > 1 else kwargs.get("closure")
-    return closure
-
-
-def with_closure(closure: Closure, args: Any, kwargs: Any) -> Any:
-    """The arguments with another closure, as a hook before ``step`` returns them."""
-    rest = {name: value for name, value in kwargs.items() if name != "closure"}
-    return (args[0], closure, *args[2:]), rest
-
-
-def with_averaged_loss(closure: Closure) -> Closure:
-    """A closure that returns the mean of the ranks' losses.
-
-    LBFGS decides by the loss how far to go and when to stop; all ranks have to decide alike.
-    """
-
-    def averaged() -> Any:
-        with torch.enable_grad():
-            loss = torch.as_tensor(closure()).detach()
-        return loss.new_tensor(metrics.average(float(loss)))
-
-    return averaged
-
-
-class OutermostStep:
-    """Calls functions around each update, once for steps that run inside each other.
-
-    A step may call that of its parent class, or that of an optimizer inside.
-
-    Args:
-        before: called before the update.
-        after: called after it, unless it raised.
-        failed: called after an update that raised.
-    """
-
-    def __init__(
-        self,
-        before: Callable[[], None],
-        after: Callable[[], None],
-        failed: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._before = before
-        self._after = after
-        self._failed = failed
-        self._depth = 0
-
-    def attach(self, optimizer: Optimizer) -> None:
-        """Call the functions around the steps of this optimizer; attach also to those inside."""
-        uncompiled: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.compiler.disable
-        optimizer.register_step_pre_hook(uncompiled(self._enter))
-        optimizer.register_step_post_hook(uncompiled(self._leave))
-        step = optimizer.step
-
-        # PyTorch skips the hooks after a step that raises.
-        @functools.wraps(step)
-        def cleaned_up(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            depth = self._depth
-            try:
-                return step(*args, **kwargs)
-            except BaseException:
-                if depth == 0:
-                    self._failed()
-                raise
-            finally:
-                self._depth = depth
-
-        optimizer.step = MethodType(cleaned_up, optimizer)  # type: ignore[method-assign]
-
-    def _enter(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._depth == 0:
-            self._before()
-        self._depth += 1
-
-    def _leave(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            self._after()
 
 
 def around_scaled_steps(

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hvkit.communication.collectives import require_equal
 from hvkit.frameworks.pytorch.batch_norm import (
     RunningStatistics,
     batch_norm_of,
@@ -37,10 +36,10 @@ from hvkit.frameworks.pytorch.optimizers import has_step_length, refuse_own_step
 from hvkit.frameworks.pytorch.refusals import (
     is_divided,
     refuse_changes_in_forward,
-    refuse_other_optimizers,
     refuse_other_wrappers,
     refuse_what_cannot_be_divided,
 )
+from hvkit.frameworks.pytorch.step_hooks import attach, follow_groups, refuse_other_optimizers
 from hvkit.frameworks.pytorch.traced_steps import trace_steps
 from hvkit.frameworks.pytorch.weights.agreements import Agreements
 from hvkit.frameworks.pytorch.weights.parameters import Parameters, SteppedOptimizer, is_kept
@@ -51,6 +50,7 @@ from hvkit.strategies import FullyShard, ParameterServer, ShardedOptimizer
 from hvkit.strategies.strategy import Averaging, Rounds
 from hvkit.sync.port import Keeper, Options, Record, warn_of_own_batches
 from hvkit.sync.rounds import RoundKeeper
+from hvkit.sync.update_hooks import UpdateHooks
 
 # Numbers the reducers; ranks call distribute in the same order.
 _serial = itertools.count()
@@ -139,22 +139,40 @@ class PyTorchPort:
         ]
 
     def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
-        kept = self._kept_in_step()
-        if timeline_wanted():  # its hooks run after all others
-            trace_steps(self.optimizers)
-        return kept
-
-    def _kept_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
         self._synchronise_batch_norm()
         name = f"hvkit.{next(_serial)}"
+        statistics = self._averaged_statistics()
+        hooks = {each: UpdateHooks() for each in self.optimizers}
+        records: list[tuple[Any, Record]] = []
+        keeper: Keeper | None = None
+        whole: Callable[[Any], Any] | None = None
+        if isinstance(strategy := self.options.strategy, FullyShard):
+            records, whole = self._divide(strategy, hooks, name, statistics)
+        else:
+            keeper = self._keep_weights_in_step(hooks, name, statistics)
+        if isinstance(strategy, ShardedOptimizer):
+            whole = self._divide_state(strategy, hooks, name)
+        for optimizer, around in hooks.items():
+            rate = self._multiply_rate(optimizer, around)
+            if timeline_wanted():
+                trace_steps(around)
+            stepping = stepping_in(optimizer)
+            refuse_other_optimizers(stepping, is_distributed)
+            attach(stepping, around)
+            gather = functools.partial(whole, weakref.proxy(optimizer)) if whole else None
+            records.append((optimizer, Record(warmup=rate, gathered=gather)))
+        return records, keeper
+
+    def _keep_weights_in_step(
+        self,
+        hooks: Mapping[Optimizer, UpdateHooks],
+        name: str,
+        statistics: RunningStatistics | None,
+    ) -> Keeper | None:
         learnt = functools.partial(compared_of, self.models)
         checks = Checks(self.parameters, self.optimizers, self.options.check_every, name, learnt)
         compression = self.options.compression
-        statistics = self._averaged_statistics()
-        if isinstance(self.options.strategy, FullyShard):
-            return self._divided(self.options.strategy, name, statistics), None
         keeper: GradientReducer | RoundKeeper | ServedModel
-        keeps_state = True
         if isinstance(strategy := self.options.strategy, Rounds):
             weights = Parameters(self.parameters.values(), checks, statistics)
             agreements = Agreements(weights, name, compression)
@@ -164,8 +182,6 @@ class PyTorchPort:
             keeper = ServedModel(strategy, weights, name)
         else:
             assert isinstance(strategy, Averaging)
-            travels = strategy.travels(compression)
-            keeps_state = bool(travels and travels.keeps_state)
             keeper = GradientReducer(
                 self.parameters.values(),
                 row_sparse=_sparse_embeddings(self.model),
@@ -179,49 +195,51 @@ class PyTorchPort:
             )
         firsts = [p for model in self.models for p in itertools.islice(model.parameters(), 1)]
         _keep_as_long_as(firsts or itertools.islice(self.parameters.values(), 1), keeper)
-        shards = OptimizerShards(strategy, name) if isinstance(strategy, ShardedOptimizer) else None
-        records = []
-        for optimizer in self.optimizers:
+        for optimizer, around in hooks.items():
             stepping = stepping_in(optimizer)
-            refuse_other_optimizers(stepping, is_distributed)
-            self._follow(stepping, keeper)
-            if shards:
-                shards.attach(optimizer)
-            rate = self._multiply_rate(optimizer, stepping)
-            whole = functools.partial(gathered, weakref.proxy(optimizer)) if shards else None
-            records.append((optimizer, Record(warmup=rate, gathered=whole)))
-        return records, keeper if keeps_state else None
+            adopt = follow_groups(stepping, keeper)
+            if isinstance(keeper, GradientReducer):
+                keeper.watch(stepping, around, adopt)
+            else:
+                keeper.watch(SteppedOptimizer(stepping, around, weights), adopt)
+        return keeper.keeper if isinstance(keeper, GradientReducer) else keeper
 
-    def _divided(
-        self, strategy: FullyShard, name: str, statistics: RunningStatistics | None
-    ) -> list[tuple[Any, Record]]:
+    def _divide_state(
+        self, strategy: ShardedOptimizer, hooks: Mapping[Optimizer, UpdateHooks], name: str
+    ) -> Callable[[Any], Any]:
+        """Divide the optimizers' state; return what gathers that of one."""
+        shards = OptimizerShards(strategy, name)
+        for optimizer, around in hooks.items():
+            shards.attach(optimizer, around)
+        return gathered
+
+    def _divide(
+        self,
+        strategy: FullyShard,
+        hooks: Mapping[Optimizer, UpdateHooks],
+        name: str,
+        statistics: RunningStatistics | None,
+    ) -> tuple[list[tuple[Any, Record]], Callable[[Any], Any]]:
+        """Divide models and optimizers; return records of the models, and what gathers state."""
         from hvkit.frameworks.pytorch.divided_state import fully_shard
 
         # A proxy: records must not lead to the models, whose hooks keep the object.
         divided: Any = weakref.proxy(
-            fully_shard.DividedModels(strategy, self.models, self.optimizers, name, statistics)
+            fully_shard.DividedModels(strategy, self.models, hooks, name, statistics)
         )
-        refuse_other_optimizers(self.optimizers, is_distributed)
         records: list[tuple[Any, Record]] = []
         for number, model in enumerate(self.models):
             held: Any = weakref.proxy(model)
             gather = functools.partial(fully_shard.DividedModels.gathered, divided, number, held)
             records.append((model, Record(gathered=gather)))
-        for each in self.optimizers:
-            rate = self._multiply_rate(each, stepping_in(each))
-            whole = functools.partial(fully_shard.gathered, weakref.proxy(each))
-            records.append((each, Record(warmup=rate, gathered=whole)))
-        return records
+        return records, fully_shard.gathered
 
-    def _multiply_rate(
-        self, optimizer: Optimizer, stepping: Sequence[Optimizer]
-    ) -> RateInStep | None:
-        """Let updates use multiplied rates; ``stepping`` is the optimizer and those inside it."""
+    def _multiply_rate(self, optimizer: Optimizer, hooks: UpdateHooks) -> RateInStep | None:
+        """Let updates use multiplied rates."""
         if self.multiplier.changes_nothing or has_step_length(optimizer):
             return None
         rate = RateInStep(self.multiplier)
-        for each in stepping:
-            rate.attach(each)
+        rate.attach(hooks)
         return rate
 
     def _nonfinite(self) -> NonFinite | None:
@@ -241,41 +259,6 @@ class PyTorchPort:
         statistics = RunningStatistics(self.model)
         wanted = self.options.batch_norm != "local" and statistics.length > 0
         return statistics if wanted else None
-
-    def _follow(
-        self,
-        optimizers: Sequence[Optimizer],
-        keeper: GradientReducer | RoundKeeper | ServedModel,
-    ) -> None:
-        """Keep parameters in step that the script adds to an optimizer later, too.
-
-        This replaces ``add_param_group`` on the instance only; pickled optimizers leave it out.
-        """
-
-        def adopt() -> bool:
-            groups = [group for each in optimizers for group in each.param_groups]
-            held = dict.fromkeys(p for group in groups for p in group["params"])
-            new = [p for p in held if p not in keeper]
-            if new:
-                facts = [f"parameter {tuple(p.shape)}, {p.dtype}" for p in new]
-                require_equal("new parameter group", facts, "add the same group on every rank")
-                broadcast_tensors(new)
-                keeper.add(new)
-            return bool(new)
-
-        def add_and_adopt(add: Callable[[Any], None], param_group: dict[str, Any]) -> None:
-            add(param_group)
-            adopt()
-
-        for each in optimizers:
-            each.add_param_group = functools.partial(  # type: ignore[method-assign]
-                add_and_adopt, each.add_param_group
-            )
-        if isinstance(keeper, GradientReducer):
-            keeper.watch(optimizers, adopt)
-        else:
-            assert isinstance(keeper.weights, Parameters)
-            keeper.watch(SteppedOptimizer(optimizers, keeper.weights), adopt)
 
 
 _bytes_not_looked_for = 0

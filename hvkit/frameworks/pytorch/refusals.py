@@ -1,27 +1,20 @@
-"""Refuses models and optimizers that would train without hvkit, or beside it.
+"""Refuses models that something else distributes, and what ``fully_shard`` cannot divide.
 
-These are wrappers and ``torch.distributed``, which average gradients as well, and optimizers that
-were not passed to ``distribute``: nothing keeps their state, rate and steps equal on all ranks.
-Beside these, what PyTorch's ``fully_shard`` cannot divide.
+Wrappers of models and ``torch.distributed`` would average gradients as well.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvkit import runtime
 from hvkit.frameworks.pytorch.divided_state import process_group
-from hvkit.frameworks.pytorch.optimizers import optimizers_held, optimizers_inside
 from hvkit.strategies.fully_shard import FullyShard
-from hvkit.sync.port import Options, warn_of_own_models
+from hvkit.sync.port import Options
 
 # Class names, so that looking for them imports nothing, and what to do instead.
 _WRAPPERS = {
@@ -32,10 +25,6 @@ _WRAPPERS = {
     "DeepSpeedEngine": "pass the plain module (engine.module) and a plain optimizer",
 }
 _LIBRARIES = ("torch", "fairscale", "deepspeed")
-
-_averaged: WeakSet[Optimizer] = WeakSet()
-# Optimizers that held no parameter of a distributed model, with their number of parameters then.
-_harmless: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
 
 def refuse_other_wrappers(model: nn.Module) -> None:
@@ -110,53 +99,6 @@ def two_at_once(processes: int) -> str:
         "torch.distributed.init_process_group and whatever calls it (under mpirun, Hugging Face's "
         "Accelerator and Trainer do), or remove hvkit.distribute"
     )
-
-
-def refuse_other_optimizers(
-    optimizers: Sequence[Optimizer], is_averaged: Callable[[torch.Tensor], bool]
-) -> None:
-    """Let only these optimizers, and those of earlier calls, update distributed models.
-
-    Args:
-        optimizers: those that ``distribute`` got.
-        is_averaged: whether any distributed model has the parameter.
-    """
-    _averaged.update(optimizers)
-    _check_who_steps(is_averaged)
-
-
-@functools.cache
-def _check_who_steps(is_averaged: Callable[[torch.Tensor], bool]) -> None:
-    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer not in _averaged:
-            _refuse_if_distributed(optimizer, is_averaged)
-
-    register_optimizer_step_pre_hook(before)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _refuse_if_distributed(
-    optimizer: Optimizer, is_averaged: Callable[[torch.Tensor], bool]
-) -> None:
-    held = sum(len(group["params"]) for group in optimizer.param_groups)
-    if _harmless.get(optimizer) == held:
-        return
-    around_one_of_ours = any(each in _averaged for each in optimizers_inside(optimizer))
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if not around_one_of_ours and any(map(is_averaged, parameters)):
-        raise ValueError(
-            f"optimizer {type(optimizer).__name__} updates parameters of a model that was passed "
-            "to hvkit.distribute, but was not passed itself, so nothing keeps it equal on all "
-            "ranks: use the optimizer that was passed, and pass those of later phases in the same "
-            "call: distribute(model, [first, second])"
-        )
-    # One of ours may update copies, such as master weights, with an optimizer that it holds.
-    held_by_ours = any(optimizer is each for ours in _averaged for each in optimizers_held(ours))
-    # Tensors that are no parameters may be inputs or codes, of which each rank has its own.
-    of_model = any(isinstance(p, nn.Parameter) for p in parameters)
-    if of_model and not around_one_of_ours and not held_by_ours:
-        warn_of_own_models(type(optimizer).__name__)
-    _harmless[optimizer] = held
 
 
 def refuse_what_cannot_be_divided(

@@ -10,14 +10,13 @@ from __future__ import annotations
 import functools
 import time
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from hvkit.frameworks.pytorch.gradients.nested_passes import running_pass
-from hvkit.frameworks.pytorch.optimizers import OutermostStep
+from hvkit.frameworks.pytorch.gradients.arrivals import running_pass
+from hvkit.sync.update_hooks import Feature, Order, UpdateHooks
 from hvkit.watch.calls import of_run
 from hvkit.watch.spans import DATA, REDUCTION, Span, mark, observe
 
@@ -26,22 +25,21 @@ _batches: deque[float] = deque(maxlen=100)
 _reduced: deque[int | None] = deque(maxlen=1)
 
 
-def trace_steps(optimizers: Sequence[Optimizer]) -> None:
-    """Mark the steps of these optimizers, once all other hooks are there, and backward passes."""
+def trace_steps(hooks: UpdateHooks) -> None:
+    """Mark the steps of an optimizer, and backward passes."""
     _trace_backward()
-    for each in optimizers:
-        _Steps(each)
+    hooks.add(Feature(Order.TIMELINE, after=_Steps().end))
 
 
 class _Steps:
     """The steps of one optimizer."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self) -> None:
         self._taken = 0
         self._ended = time.monotonic()
-        OutermostStep(lambda: None, self._end).attach(optimizer)
 
-    def _end(self) -> None:
+    def end(self, optimizer: Optimizer) -> None:
+        """Mark the step that has ended."""
         now = time.monotonic()
         self._taken += 1
         begun = next((each for each in _batches if each >= self._ended), self._ended)

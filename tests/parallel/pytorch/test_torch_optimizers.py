@@ -265,18 +265,20 @@ class Around(torch.optim.Optimizer):
         self.base.step()
 
 
+@pytest.mark.parametrize("warmup", [0, 3], ids=["at once", "warm-up"])
 @pytest.mark.parametrize("take", ["step", "second_step"])
-def test_an_optimizer_inside_another_updates_at_the_multiplied_rate_once(take):
+def test_an_optimizer_inside_another_updates_at_the_multiplied_rate_once(take, warmup):
     model = mlp()
     optimizer = Around(model.parameters(), lr=RATE)
-    hvkit.distribute(model, optimizer, lr_scaling="linear")
+    hvkit.distribute(model, optimizer, lr_scaling="linear", warmup_steps=warmup)
     before = [p.detach().clone() for p in model.parameters()]
-    for batch in local(regression(steps=3)):
+    for i, batch in enumerate(local(regression(steps=5))):
         backward(model, batch)
         getattr(optimizer, take)()
         assert rates_of(optimizer) == [RATE]
+        by = multipliers("linear", warmup)[i]
         for p, old in zip(model.parameters(), before, strict=True):
-            torch.testing.assert_close(p, old - RATE * hvkit.size() * p.grad)
+            torch.testing.assert_close(p, old - RATE * by * p.grad)
             old.copy_(p.detach())
 
 

@@ -33,8 +33,8 @@ from hvkit.frameworks.pytorch.batch_norm import RunningStatistics
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.divided_state import process_group
 from hvkit.frameworks.pytorch.divided_state.sharded import PartOfState, partial_state
-from hvkit.frameworks.pytorch.optimizers import OutermostStep
 from hvkit.strategies.fully_shard import FullyShard
+from hvkit.sync.update_hooks import Closure, Feature, Order, UpdateHooks
 from hvkit.watch.calls import call
 
 _SHARDS = "_hvkit_full_shards"
@@ -46,7 +46,8 @@ class DividedModels:
     Args:
         strategy: when weights are dropped.
         models: the same on every rank, with the same weights; changed in place.
-        optimizers: of the models; they update the new parameters, each rank its part.
+        optimizers: of the models, with the hooks around their steps; they update the new
+            parameters, each rank its part.
         name: the same on every rank, and no other models'.
         statistics: of normalisation layers, averaged after each step.
     """
@@ -55,7 +56,7 @@ class DividedModels:
         self,
         strategy: FullyShard,
         models: Sequence[nn.Module],
-        optimizers: Sequence[Optimizer],
+        optimizers: Mapping[Optimizer, UpdateHooks],
         name: str,
         statistics: RunningStatistics | None,
     ) -> None:
@@ -83,8 +84,8 @@ class DividedModels:
         new: dict[torch.Tensor, nn.Parameter] = {
             p: now[n] for held, now in zip(before, after, strict=True) for n, p in held.items()
         }
-        for optimizer in optimizers:
-            self._attach(optimizer, new)
+        for optimizer, hooks in optimizers.items():
+            self._attach(optimizer, hooks, new)
         # The whole state by model and name, on rank 0 inside ``gathered``.
         self._whole: dict[int, dict[str, torch.Tensor]] = {}
         for number, model in enumerate(models):
@@ -94,7 +95,9 @@ class DividedModels:
                 hooked.register_state_dict_post_hook(give)
                 hooked.register_load_state_dict_pre_hook(_take_parts)
 
-    def _attach(self, optimizer: Optimizer, new: Mapping[torch.Tensor, torch.nn.Parameter]) -> None:
+    def _attach(
+        self, optimizer: Optimizer, hooks: UpdateHooks, new: Mapping[torch.Tensor, nn.Parameter]
+    ) -> None:
         """Make an optimizer update new parameters in place of old ones."""
         for group in optimizer.param_groups:
             group["params"] = [new[p] for p in group["params"]]
@@ -104,12 +107,11 @@ class DividedModels:
         optimizer.register_state_dict_pre_hook(shards.refuse_partial_state)
         optimizer.register_load_state_dict_pre_hook(_take_state)
         vars(optimizer)["__getstate__"] = shards.refuse_copy
+        hooks.add(Feature(Order.DIVISION, before=self._before, after=self._average_statistics))
 
-        def before() -> None:
-            _require_gradients(optimizer)
-            self._require_same_order()
-
-        OutermostStep(before, self._average_statistics).attach(optimizer)
+    def _before(self, optimizer: Optimizer, closure: Closure | None) -> None:
+        _require_gradients(optimizer)
+        self._require_same_order()
 
     def _require_same_order(self) -> None:
         """Raise on every rank unless all have computed the same parts; a collective.
@@ -133,7 +135,7 @@ class DividedModels:
                 )
 
     @torch.no_grad()
-    def _average_statistics(self) -> None:
+    def _average_statistics(self, optimizer: Optimizer) -> None:
         if self._statistics is None:
             return
         mean = torch.zeros(self._statistics.length, device=self._device)

@@ -20,14 +20,13 @@ from hvkit.communication.encoding import bytes_of
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.divided_state.trials import why_not_by_element, why_not_by_parameter
 from hvkit.frameworks.pytorch.optimizers import (
-    OutermostStep,
-    closure_of,
     has_step_length,
     optimizers_inside,
 )
 from hvkit.strategies import FullyShard, ShardedOptimizer
 from hvkit.strategies.strategy import Strategy
 from hvkit.sync.chunking import pieces
+from hvkit.sync.update_hooks import Closure, Feature, Order, UpdateHooks
 from hvkit.watch.calls import call
 
 _SHARDS = "_hvkit_shards"
@@ -49,14 +48,12 @@ class OptimizerShards:
         self._owner: dict[torch.Tensor, int] = {}
         self._steps = itertools.count(1)
 
-    def attach(self, optimizer: Optimizer) -> None:
+    def attach(self, optimizer: Optimizer, hooks: UpdateHooks) -> None:
         """Divide this optimizer's state from now on."""
         # In the instance, so that it may refer to the optimizer; pickled ones leave it out.
         vars(optimizer)[_SHARDS] = shards = _Shards(self, optimizer)
         shards.keep_own_state()
-        step = OutermostStep(shards.before, shards.after, shards.show_gradients)
-        step.attach(optimizer)
-        optimizer.register_step_pre_hook(shards.refuse_closure)
+        hooks.add(shards.feature())
         optimizer.register_state_dict_pre_hook(shards.refuse_partial_state)
         vars(optimizer)["__getstate__"] = shards.refuse_copy
         optimizer.register_load_state_dict_post_hook(lambda _: shards.keep_own_state())
@@ -144,7 +141,17 @@ class _Shards(PartOfState):
         self._updated: list[torch.Tensor] = []
         self._hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
-    def before(self) -> None:
+    def feature(self) -> Feature:
+        """What it does around each update."""
+        return Feature(
+            Order.DIVISION,
+            before=self._refuse_closure,
+            gradients=self._hide_gradients,
+            after=self._send,
+            failed=self._show_gradients,
+        )
+
+    def _hide_gradients(self, optimizer: Optimizer) -> None:
         """Hide the gradients of parameters that other ranks own."""
         self._updated = [p for p in self._parameters() if p.grad is not None]
         owners = self._shards.owner_of(self._updated)
@@ -153,26 +160,26 @@ class _Shards(PartOfState):
                 self._hidden.append((p, p.grad))
                 p.grad = None
 
-    def show_gradients(self) -> None:
-        """Put the gradients back that ``before`` has hidden."""
+    def _show_gradients(self, optimizer: Optimizer) -> None:
+        """Put the gradients back that ``_hide_gradients`` has hidden."""
         for p, gradient in self._hidden:
             p.grad = gradient
         self._hidden.clear()
 
-    def after(self) -> None:
+    def _send(self, optimizer: Optimizer) -> None:
         """Send what this rank has updated."""
-        self.show_gradients()
+        self._show_gradients(optimizer)
         if self._updated:
-            self._shards.send(self._updated, f"{type(self._optimizer).__name__}.step()")
+            self._shards.send(self._updated, f"{type(optimizer).__name__}.step()")
         self._updated = []
 
-    def refuse_closure(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _refuse_closure(self, optimizer: Optimizer, closure: Closure | None) -> None:
         """Raise if the step computes gradients itself: they could not be hidden.
 
         Raises:
             ValueError: the script passed a closure.
         """
-        if closure_of(args, kwargs) is not None:
+        if closure is not None:
             raise ValueError(
                 f"{type(optimizer).__name__}.step(closure) computes gradients inside the step, but "
                 "ShardedOptimizer updates only some of the parameters on each rank: call "

@@ -3,13 +3,11 @@
 ::
 
     reducer                averages gradients during backward(), waits at its end
-    ├── arrivals           hooks: which gradients are final, which buckets are full
+    ├── arrivals           hooks: which gradients are final; passes inside passes
     ├── bucket_layout      which gradients travel together
     ├── buckets            tensors that carry many gradients; sparse rows
     ├── compressed_buckets those that travel compressed, and what the compression keeps
-    ├── averaged_steps     each step of an optimizer follows a reduction
-    ├── nested_passes      backward passes inside backward passes
-    ├── windows            backward passes of a step: accumulate, the end of an epoch
+    ├── averaged_steps     the backward passes of a step; each step follows a reduction
     ├── changed_gradients  what the script changes after backward(), alike on all ranks or not
     ├── nonfinite          gradients that are NaN or infinite
     └── step_report        which gradients each rank has; steps and rates of the ranks

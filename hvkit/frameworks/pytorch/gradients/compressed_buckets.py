@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,17 @@ from hvkit.compression.compression import Reduction, Shape, State
 from hvkit.frameworks.pytorch.collectives import ops
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.gradients.buckets import Bucket, shape_of
+from hvkit.strategies.strategy import Averaging
 
 _ACCUMULATE = (
     "pass accumulate=, the number of backward passes before each step, to hvkit.distribute, and do "
     "not skip steps; where gradients pass through one model to train another, as in a GAN, set "
     "requires_grad_(False) on the first"
+)
+
+ONE_MORE_PASS = (
+    "pass accumulate= one more than the backward passes of a step to hvkit.distribute, so that "
+    "only this call averages"
 )
 
 
@@ -118,6 +125,63 @@ class CompressionState:
                 "without a GradScaler, or choose a compression without residuals"
             )
         return step()
+
+
+class CompressionKeeper:
+    """A ``hvkit.sync.port.Keeper`` of what a compression of gradients keeps.
+
+    Args:
+        strategy: as passed to ``distribute``.
+        compression: as passed to ``distribute``.
+        state: of the compression that carries the gradients.
+        parameters: of the model; they may grow.
+    """
+
+    alone, equal_steps = False, True
+
+    def __init__(
+        self,
+        strategy: Averaging,
+        compression: Compression | None,
+        state: CompressionState,
+        parameters: Sequence[torch.Tensor],
+    ) -> None:
+        self.strategy = strategy
+        self.compression = compression
+        self._state = state
+        self._parameters = parameters
+
+    def arrive(self) -> None:
+        """No agreement runs beside training."""
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """The weights are the same on all ranks at any time."""
+        yield
+
+    unsettled = settled
+
+    def begin_anew(self) -> None:
+        """Forget what the compression keeps."""
+        self._state.kept.clear()
+        self._state.pending.clear()
+
+    def state(self) -> dict[str, np.ndarray[Any, Any]]:
+        """What a checkpoint saves, the same on every rank."""
+        return self._state.arrays(self._state.compression.common)
+
+    def load_state(self, arrays: dict[str, np.ndarray[Any, Any]], *, in_round: bool) -> None:
+        """Set what ``state`` returned."""
+        self.begin_anew()
+        self._state.load(arrays, self._parameters)
+
+    def own_state(self) -> dict[str, np.ndarray[Any, Any]]:
+        """What a checkpoint saves for each rank: residuals."""
+        return self._state.arrays(self._state.compression.own)
+
+    def load_own_state(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
+        """Set what ``own_state`` returned on this rank."""
+        self._state.load(arrays, self._parameters)
 
 
 class CompressedBucket(Bucket):

@@ -19,8 +19,10 @@ from hvkit import runtime
 from hvkit.communication import collectives
 from hvkit.frameworks.pytorch.batch_norm import LastStatistics
 from hvkit.frameworks.pytorch.gradients.buckets import Bucket
+from hvkit.frameworks.pytorch.optimizers import around_scaled_steps
 from hvkit.log import logger
 from hvkit.sync.nonfinite import describe, skipped_steps
+from hvkit.sync.update_hooks import Feature, Order, UpdateHooks
 from hvkit.watch.calls import of_run
 from hvkit.watch.rank_errors import mark_as_shown_by
 
@@ -136,7 +138,34 @@ class NonFinite:
             if (mean := parameters[i].grad) is not None:
                 self._spoilt[i] = weakref.ref(mean), mean._version
 
-    def skip_step(self) -> bool:
+    def attach(self, optimizers: Sequence[Optimizer], hooks: UpdateHooks) -> None:
+        """Let a step that is skipped find no gradients, so that it changes nothing.
+
+        Args:
+            optimizers: one that updates some of the parameters, and those inside it.
+            hooks: around their steps.
+        """
+        held: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def take_away(optimizer: Optimizer) -> None:
+            if not self._skips_step():
+                return
+            groups = [group for each in optimizers for group in each.param_groups]
+            for p in (p for group in groups for p in group["params"]):
+                if p.grad is not None:
+                    held.append((p, p.grad))
+                    p.grad = None
+
+        def put_back(optimizer: Optimizer) -> None:
+            for p, gradient in held:
+                p.grad = gradient
+            held.clear()
+
+        hooks.add(Feature(Order.NONFINITE, gradients=take_away, after=put_back, failed=put_back))
+        for each in optimizers:
+            around_scaled_steps(each, self._refuse_scaled_step)
+
+    def _skips_step(self) -> bool:
         """Whether the optimizer's step that begins now changes nothing; rank 0 logs that it does.
 
         A backward pass may also leave gradients that no optimizer uses, as a generator's loss does
@@ -149,7 +178,7 @@ class NonFinite:
             self._text = ""
         return self._skips
 
-    def refuse_scaled_step(self, scaler: Any, step: Callable[[], Any]) -> Any:
+    def _refuse_scaled_step(self, scaler: Any, step: Callable[[], Any]) -> Any:
         """Raise if gradients overflow on purpose; otherwise step.
 
         Raises:
@@ -161,24 +190,3 @@ class NonFinite:
                 'and needs them to set its scale: use on_nonfinite="ignore"'
             )
         return step()
-
-
-class WithoutGradients:
-    """Takes the gradients of an optimizer away for one step, so that the step changes nothing."""
-
-    def __init__(self) -> None:
-        self._held: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def begin(self, optimizer: Optimizer) -> None:
-        """Before the step."""
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self._held.append((p, p.grad))
-                    p.grad = None
-
-    def end(self) -> None:
-        """After the step."""
-        for p, gradient in self._held:
-            p.grad = gradient
-        self._held.clear()

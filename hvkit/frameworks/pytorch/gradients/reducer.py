@@ -18,46 +18,47 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence, Set
 from weakref import WeakValueDictionary
 
-import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from hvkit import runtime
 from hvkit.compression import Compression
 from hvkit.errors import RanksDisagreeError
 from hvkit.frameworks.pytorch.batch_norm import RunningStatistics
 from hvkit.frameworks.pytorch.checks import Checks
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.gradients import step_report
-from hvkit.frameworks.pytorch.gradients.arrivals import Arrivals
-from hvkit.frameworks.pytorch.gradients.averaged_steps import AveragedSteps
+from hvkit.frameworks.pytorch.gradients.arrivals import (
+    Arrivals,
+    calling_thread,
+    outermost,
+    running_pass,
+    watch_nested_passes,
+)
+from hvkit.frameworks.pytorch.gradients.averaged_steps import AveragedSteps, Window
 from hvkit.frameworks.pytorch.gradients.bucket_layout import Layout, Layouts
 from hvkit.frameworks.pytorch.gradients.buckets import NO_PARAMETER, Bucket, average_rows
 from hvkit.frameworks.pytorch.gradients.changed_gradients import (
     ChangedGradients,
     refuse_early_changes,
 )
-from hvkit.frameworks.pytorch.gradients.compressed_buckets import CompressionState
-from hvkit.frameworks.pytorch.gradients.nested_passes import (
-    calling_thread,
-    outermost,
-    running_pass,
-    watch_nested_passes,
+from hvkit.frameworks.pytorch.gradients.compressed_buckets import (
+    ONE_MORE_PASS,
+    CompressionKeeper,
+    CompressionState,
 )
 from hvkit.frameworks.pytorch.gradients.nonfinite import NonFinite
 from hvkit.frameworks.pytorch.gradients.step_report import (
     ReportVector,
     StepReport,
     checksum_of_rates,
+    report_of,
 )
-from hvkit.frameworks.pytorch.gradients.windows import Window
 from hvkit.frameworks.pytorch.optimizers import around_scaled_steps
 from hvkit.strategies.strategy import Averaging
+from hvkit.sync.update_hooks import UpdateHooks
 from hvkit.watch.calls import call
 from hvkit.watch.spans import REDUCTION
 
@@ -66,16 +67,9 @@ from hvkit.watch.spans import REDUCTION
 _reducers: WeakValueDictionary[int, GradientReducer] = WeakValueDictionary()
 _numbers = itertools.count()
 
-_ONE_MORE_PASS = (
-    "pass accumulate= one more than the backward passes of a step to hvkit.distribute, so that "
-    "only this call averages"
-)
-
 
 class GradientReducer:
     """Keeps the gradients of some parameters averaged over ranks.
-
-    It is a ``hvkit.sync.port.Keeper`` of what the compression keeps.
 
     Args:
         parameters: in the same order on every rank.
@@ -87,6 +81,9 @@ class GradientReducer:
         compression: how float32 gradients travel; None for as they are.
         statistics: averaged along with the gradients.
         nonfinite: what looks for gradients that are NaN or infinite; None for nothing.
+
+    Attributes:
+        keeper: of what the compression keeps; None if it keeps nothing.
     """
 
     def __init__(
@@ -101,9 +98,8 @@ class GradientReducer:
         statistics: RunningStatistics | None = None,
         nonfinite: NonFinite | None = None,
     ) -> None:
-        self.strategy = strategy
-        self.compression = compression
-        self.alone, self.equal_steps = False, True
+        self._strategy = strategy
+        self._compression = compression
         self._wire = Wire("gradients")
         self.name = name
         self._checks = checks
@@ -117,8 +113,10 @@ class GradientReducer:
         self._layout: Layout | None = None
         # Numbers of the parameters to which the last reduction has given means.
         self._averaged: Set[int] = frozenset()
-        keeps_state = self._state is not None and self._state.compression.keeps_state
-        self._window = Window(accumulate, ends_with_epoch=not keeps_state)
+        self.keeper: CompressionKeeper | None = None
+        if self._state and self._state.compression.keeps_state:
+            self.keeper = CompressionKeeper(strategy, compression, self._state, self._parameters)
+        self._window = Window(accumulate, ends_with_epoch=self.keeper is None)
         self._changes = ChangedGradients(self._parameters)
         # Numbers of the parameters whose gradients stay the same tensors.
         self._kept: set[int] = set()
@@ -126,17 +124,10 @@ class GradientReducer:
         self._usual: StepReport | None = None
         self._nonfinite = nonfinite
         self._any_nonfinite = False
-        self._steps = AveragedSteps(
-            name,
-            self._window,
-            self._reduce_late,
-            self._using,
-            self._used,
-            self._skips,
-        )
+        self._steps = AveragedSteps(name, self._window, self._reduce_late, self._using, self._used)
         # Parameters on several devices have their hooks called from several threads.
         self._lock = threading.RLock()
-        self._arrivals = Arrivals(self._begin_pass, self._launch, self._lock)
+        self._arrivals = Arrivals(self._begin_pass, self._send, self._lock)
         _reducers[next(_numbers)] = self
         watch_nested_passes(_end_pass)
         self.add(parameters)
@@ -146,41 +137,6 @@ class GradientReducer:
     def step(self) -> int:
         """The optimizer step that the current gradients are for, counted from 1."""
         return self._steps.done + 1
-
-    def arrive(self) -> None:
-        """No agreement runs beside training."""
-
-    @contextmanager
-    def settled(self) -> Iterator[None]:
-        """The weights are the same on all ranks at any time."""
-        yield
-
-    unsettled = settled
-
-    def begin_anew(self) -> None:
-        """Forget what the compression keeps."""
-        if self._state:
-            self._state.kept.clear()
-            self._state.pending.clear()
-
-    def state(self) -> dict[str, np.ndarray[Any, Any]]:
-        """What a checkpoint saves, the same on every rank."""
-        return self._state.arrays(self._state.compression.common) if self._state else {}
-
-    def load_state(self, arrays: dict[str, np.ndarray[Any, Any]], *, in_round: bool) -> None:
-        """Set what ``state`` returned."""
-        self.begin_anew()
-        if self._state:
-            self._state.load(arrays, self._parameters)
-
-    def own_state(self) -> dict[str, np.ndarray[Any, Any]]:
-        """What a checkpoint saves for each rank: residuals."""
-        return self._state.arrays(self._state.compression.own) if self._state else {}
-
-    def load_own_state(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
-        """Set what ``own_state`` returned on this rank."""
-        if self._state:
-            self._state.load(arrays, self._parameters)
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
         return parameter in self._number
@@ -194,40 +150,34 @@ class GradientReducer:
                 self._arrivals.add(i, p)
         self._report = ReportVector(len(self._parameters))
 
-    def watch(self, optimizers: Sequence[Optimizer], adopt: Callable[[], bool]) -> None:
-        """Make sure that each step of these optimizers follows a reduction on every rank.
+    def watch(
+        self, optimizers: Sequence[Optimizer], hooks: UpdateHooks, adopt: Callable[[], bool]
+    ) -> None:
+        """Make sure that each step of an optimizer follows a reduction on every rank.
 
         Args:
             optimizers: one that updates some of the parameters, and those inside it.
+            hooks: around their steps.
             adopt: adds parameters that are new in the optimizers, and returns whether there were
                 any.
         """
-        for each in optimizers:
-            if self._state and self._state.compression.keeps_state:
+        if self._state and self.keeper:
+            for each in optimizers:
                 around_scaled_steps(each, self._state.refuse_scaled_step)
-            if self._nonfinite:
-                around_scaled_steps(each, self._nonfinite.refuse_scaled_step)
-            self._steps.watch(each, adopt)
+        if self._nonfinite:
+            self._nonfinite.attach(optimizers, hooks)
+        self._steps.watch(optimizers, hooks, adopt)
 
     def _label(self, i: int) -> str:
         return self._checks.label(i, self._parameters[i])
 
-    def _using(self, optimizer: Optimizer) -> None:
-        held = (p for group in optimizer.param_groups for p in group["params"])
-        self._changes.use(id(optimizer), (self._number[p] for p in held if p in self._number))
-
-    def _skips(self) -> bool:
-        return self._nonfinite is not None and self._nonfinite.skip_step()
+    def _using(self, optimizers: Sequence[Optimizer]) -> None:
+        held = (p for each in optimizers for group in each.param_groups for p in group["params"])
+        self._changes.use(id(optimizers[0]), (self._number[p] for p in held if p in self._number))
 
     def _used(self) -> None:
         if self._state:
             self._state.commit(self._averaged)
-
-    def _launch(self, bucket: Bucket, gradients: list[torch.Tensor | None]) -> None:
-        bucket.pack(gradients, self._wire.part)
-        if self._nonfinite:
-            self._nonfinite.look(bucket)
-        bucket.launch(self._wire)
 
     def _begin_pass(self, task: int) -> None:
         """Prepare for the first gradient of a backward pass; ``_end_pass`` runs at its end."""
@@ -299,7 +249,7 @@ class GradientReducer:
                 "are not complete yet: call it after backward()"
             )
         if self._state:
-            self._state.refuse_another_mean("hvkit.reduce_gradients()", _ONE_MORE_PASS)
+            self._state.refuse_another_mean("hvkit.reduce_gradients()", ONE_MORE_PASS)
         with call("hvkit.reduce_gradients", self.step, self.name):
             self._reduce()
         self._window.end()
@@ -319,7 +269,7 @@ class GradientReducer:
             self._arrivals.end()
             for bucket in self._laid_out().buckets:
                 if bucket.handle is None:
-                    self._send(bucket)
+                    self._send(bucket, bucket.gradients())
             self._checks.send(self._steps.done, self._parameters)
 
     @torch.no_grad()
@@ -336,7 +286,7 @@ class GradientReducer:
             again = {id(layout.of[i]): layout.of[i] for i in report.outdated}
             for bucket in again.values():
                 bucket.reset()
-                self._send(bucket)
+                self._send(bucket, bucket.gradients())
                 bucket.exchange(self._wire)
                 bucket.wait(self._wire)
             self._write(report)
@@ -368,10 +318,7 @@ class GradientReducer:
         mean = self._laid_out().report.numbers.numpy()
         report, disagreement = self._report.decode(mean, self._wire.size)
         if disagreement.steps:
-            raise RanksDisagreeError(
-                f"the ranks are at different optimizer steps (rank {runtime.rank()} has done "
-                f"{self._steps.done}): every rank must call backward() and step() equally often"
-            )
+            step_report.refuse_other_steps(self._steps.done)
         if disagreement.frozen:
             self._refuse_other_parameters()
         self._any_nonfinite = disagreement.nonfinite
@@ -386,9 +333,9 @@ class GradientReducer:
     def _refuse_other_parameters(self) -> None:
         step_report.refuse_other_parameters(self._parameters, self._checks.label)
 
-    def _send(self, bucket: Bucket) -> None:
-        """Complete a bucket from the current gradients, and launch it."""
-        bucket.pack(bucket.gradients(), self._wire.part)
+    def _send(self, bucket: Bucket, gradients: list[torch.Tensor | None]) -> None:
+        """Complete a bucket from the gradients of its members, and launch it."""
+        bucket.pack(gradients, self._wire.part)
         if self._nonfinite:
             self._nonfinite.look(bucket)
         layout = self._laid_out()
@@ -415,20 +362,9 @@ class GradientReducer:
         complete = all(b.complete for b in layout.buckets if b.numbers[0] != NO_PARAMETER)
         if complete and not self._arrivals.outdated and not self._sparse & layout.trained:
             return usual
+        outdated = {bucket.numbers[0] for bucket in self._arrivals.outdated} - {NO_PARAMETER}
         gradients = {i: self._parameters[i].grad for i in layout.trained}
-        there = {i: g.is_sparse for i, g in gradients.items() if g is not None}
-        return StepReport(
-            dense=frozenset(i for i, sparse in there.items() if not sparse),
-            sparse=frozenset(i for i, sparse in there.items() if sparse),
-            outdated=frozenset(b.numbers[0] for b in self._arrivals.outdated) - {NO_PARAMETER},
-            trained=layout.trained,
-        )
-
-    def _refuse_sparse(self, i: int) -> None:
-        raise ValueError(
-            f"{self._label(i)} has a row-sparse gradient, which "
-            f"{self.strategy} cannot use: make the layer with sparse=False"
-        )
+        return report_of(gradients, frozenset(outdated))
 
     def _write(self, report: StepReport) -> None:
         """Give each parameter that had a gradient on any rank the mean."""
@@ -438,10 +374,13 @@ class GradientReducer:
             bucket.give(wanted, self._kept)
             bucket.reset()
         if by_row and self._state and self._state.compression.exclusive:
-            self._refuse_sparse(min(by_row))
+            raise ValueError(
+                f"{self._label(min(by_row))} has a row-sparse gradient, which "
+                f"{self._strategy} cannot use: make the layer with sparse=False"
+            )
         for i in sorted(by_row):
             p = self._parameters[i]
-            rows = average_rows(p.grad, p, f"{self.name}.{i}", self._wire, self.compression)
+            rows = average_rows(p.grad, p, f"{self.name}.{i}", self._wire, self._compression)
             p.grad = rows.to_dense() if i in report.dense else rows
         self._sparse = (self._sparse | report.sparse) - (report.dense - report.sparse)
 

@@ -9,7 +9,7 @@ with the gradients.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch.optim import Optimizer
 
+from hvkit import runtime
 from hvkit.communication import collectives
 from hvkit.errors import RanksDisagreeError
 from hvkit.watch.rank_errors import mark_as_shown_by
@@ -46,6 +47,22 @@ class StepReport:
     sparse: Set[int]
     outdated: Set[int]
     trained: Set[int]
+
+
+def report_of(gradients: Mapping[int, torch.Tensor | None], outdated: Set[int]) -> StepReport:
+    """The report of a rank.
+
+    Args:
+        gradients: of the parameters that require one, by number.
+        outdated: numbers of some whose gradient changed after their bucket had been sent.
+    """
+    there = {i: g.is_sparse for i, g in gradients.items() if g is not None}
+    return StepReport(
+        dense=frozenset(i for i, sparse in there.items() if not sparse),
+        sparse=frozenset(i for i, sparse in there.items() if sparse),
+        outdated=outdated,
+        trained=frozenset(gradients),
+    )
 
 
 @dataclass(frozen=True)
@@ -166,6 +183,18 @@ def _on_some(means: NDArray[Any], size: int) -> NDArray[np.bool_]:
 
 def _numbers(row: NDArray[np.bool_]) -> frozenset[int]:
     return frozenset(row.nonzero()[0].tolist())
+
+
+def refuse_other_steps(done: int) -> None:
+    """Raise because the ranks have done different numbers of optimizer steps.
+
+    Args:
+        done: how many this rank has done.
+    """
+    raise RanksDisagreeError(
+        f"the ranks are at different optimizer steps (rank {runtime.rank()} has done {done}): "
+        "every rank must call backward() and step() equally often"
+    )
 
 
 def refuse_other_parameters(

@@ -16,7 +16,8 @@ from hvkit.frameworks.pytorch.checks import Checks
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.gradients import step_report
 from hvkit.frameworks.pytorch.gradients.buckets import like, wire_dtype
-from hvkit.frameworks.pytorch.optimizers import OutermostStep, around_scaled_steps
+from hvkit.frameworks.pytorch.optimizers import around_scaled_steps
+from hvkit.sync.update_hooks import Feature, Order, UpdateHooks
 
 
 class Parameters:
@@ -153,12 +154,17 @@ class SteppedOptimizer:
 
     Args:
         optimizers: one that updates some of the parameters, and those inside it.
+        hooks: around their steps.
         parameters: of the model.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], parameters: Parameters) -> None:
+    def __init__(
+        self, optimizers: Sequence[Optimizer], hooks: UpdateHooks, parameters: Parameters
+    ) -> None:
         self.call = f"{type(optimizers[0]).__name__}.step()"
         self._parameters = parameters
+        # Weak as well: hooks hold what they call.
+        self._hooks = weakref.ref(hooks)
         self._optimizers = [weakref.ref(each) for each in optimizers]
         self._steps_ended = 0
 
@@ -177,10 +183,11 @@ class SteppedOptimizer:
             return result
 
         _in_local_training.add(self._parameters)
-        step = OutermostStep(before, ended)
+        hooks = self._hooks()
+        assert hooks is not None
+        hooks.add(Feature(Order.RANKS, before=lambda *_: before(), after=lambda _: ended()))
         for reference in self._optimizers:
             if (optimizer := reference()) is not None:
-                step.attach(optimizer)
                 around_scaled_steps(optimizer, count_scaled_step)
 
     def held(self) -> set[int]:

@@ -1,0 +1,115 @@
+"""What acts around an update runs in one order, however it was put together."""
+
+import pytest
+
+from hvkit.sync.update_hooks import Feature, Order, UpdateHooks
+
+
+def recorded(place, events):
+    """A feature that has everything, and notes when it is called."""
+
+    def note(phase):
+        def called(*args):
+            events.append(f"{phase} {place.name}")
+            return args[-1] if phase == "loss" else None
+
+        return called
+
+    phases = ("before", "gradients", "loss", "after", "failed")
+    return Feature(place, **{phase: note(phase) for phase in phases})
+
+
+def hooks_of(places, events):
+    hooks = UpdateHooks()
+    for place in places:
+        hooks.add(recorded(place, events))
+    return hooks
+
+
+OUTERMOST_FIRST = ["TIMELINE", "RANKS", "NONFINITE", "DIVISION", "RATE"]
+
+
+def test_the_places():
+    assert [place.name for place in Order] == OUTERMOST_FIRST
+
+
+@pytest.mark.parametrize("places", [list(Order), list(reversed(Order))])
+def test_features_nest_in_the_order_of_their_places(places):
+    events = []
+    hooks = hooks_of(places, events)
+    hooks.begin("optimizer")
+    events.append("update")
+    hooks.end("optimizer")
+    assert events == [
+        *(f"before {name}" for name in OUTERMOST_FIRST),
+        *(f"gradients {name}" for name in OUTERMOST_FIRST),
+        "update",
+        *(f"after {name}" for name in reversed(OUTERMOST_FIRST)),
+    ]
+
+
+def test_after_an_update_that_raised():
+    events = []
+    hooks = hooks_of(Order, events)
+    hooks.begin("optimizer")
+    events.clear()
+    hooks.fail("optimizer", 0)
+    assert events == [f"failed {name}" for name in reversed(OUTERMOST_FIRST)]
+    hooks.fail("optimizer", 0)  # known already
+    assert len(events) == len(OUTERMOST_FIRST)
+
+
+def test_a_feature_that_refuses_an_update_ends_it():
+    events = []
+    hooks = hooks_of([Order.TIMELINE, Order.DIVISION], events)
+
+    def refuse(optimizer, closure):
+        raise ValueError("not now")
+
+    hooks.add(Feature(Order.RANKS, before=refuse))
+    for _ in range(2):
+        events.clear()
+        with pytest.raises(ValueError, match="not now"):
+            hooks.begin("optimizer")
+        assert events == ["before TIMELINE", "failed DIVISION", "failed TIMELINE"]
+
+
+def test_gradients_of_a_closure_are_used_after_each_call_of_it():
+    events = []
+    hooks = hooks_of([Order.RANKS, Order.NONFINITE], events)
+
+    def closure():
+        events.append("closure")
+        return 0.5
+
+    called = hooks.begin("optimizer", closure)
+    assert events == ["before RANKS", "before NONFINITE"]
+    for _ in range(2):
+        events.clear()
+        assert called() == 0.5
+        assert events == [
+            "closure",
+            "gradients RANKS",
+            "gradients NONFINITE",
+            "loss NONFINITE",
+            "loss RANKS",
+        ]
+
+
+def test_updates_inside_another_belong_to_it():
+    events = []
+    hooks = hooks_of([Order.RANKS], events)
+    hooks.begin("outer")
+    assert hooks.begin("inner") is None
+    hooks.end("inner")
+    assert events == ["before RANKS", "gradients RANKS"]
+    hooks.begin("inner")
+    hooks.fail("inner", 1)  # and the outer one goes on
+    hooks.end("outer")
+    assert events == ["before RANKS", "gradients RANKS", "after RANKS"]
+
+
+def test_a_place_is_for_one_feature():
+    hooks = hooks_of([Order.RATE], [])
+    with pytest.raises(ValueError, match="two features at RATE"):
+        hooks.add(Feature(Order.RATE))
