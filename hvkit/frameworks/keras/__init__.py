@@ -14,7 +14,12 @@ On TensorFlow, gradients are averaged inside the optimizer's own update::
     ├── traced_steps       steps of fit in the timeline of a run
     └── collectives/       collectives in eager code and in graphs; used by most of the above
 
-On PyTorch, ``on_pytorch`` lends Keras's models and optimizers to PyTorch's port. Both use::
+On PyTorch, PyTorch's port does most of it::
+
+    on_pytorch             the steps of distribute
+    └── as_pytorch         models and optimizers as PyTorch's port takes them
+
+Both use::
 
     initial_state          copies rank 0's weights and optimizer state
     adapted                copies what rank 0's layers have learnt from data: vocabularies
