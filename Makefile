@@ -81,6 +81,7 @@ parallel: setup
 more-ranks: setup
 	$(call RANKS,3) -m "not accuracy and not every_combination" tests/parallel
 	$(call RANKS,4) $(addprefix tests/parallel/pytorch/test_torch_,averaging.py rounds.py settled.py)
+	HOROVOD_DYNAMIC_PROCESS_SETS=1 $(call RANKS,4) tests/parallel/groups
 	$(call RANKS,2) --without-averaging tests/parallel/pytorch/test_torch_equals_one_process.py \
 		tests/parallel/keras/test_keras_equals_one_process.py
 	KERAS_BACKEND=torch $(call RANKS,3) tests/parallel/keras_torch

@@ -13,13 +13,18 @@ from typing import Any, NoReturn, TypeVar
 from hvkit import runtime, strategies
 from hvkit.argument_checks import advise_on_extra_arguments, check_count
 from hvkit.communication.collectives import raise_together, require_equal
+from hvkit.communication.group import Group, everyone, refuse_in_group
 from hvkit.compression import BY_NAME, Compression, CompressionName
+from hvkit.errors import ranks_text
 from hvkit.learning_rate import LRScaling, Multiplier, describe, length_of_warmup, make_multiplier
 from hvkit.log import logger
 from hvkit.main_rank import warn_once
 from hvkit.monitor.monitor import Monitor
+from hvkit.strategies.diloco import DiLoCo
 from hvkit.strategies.fully_shard import FullyShard
+from hvkit.strategies.local_sgd import LocalSGD
 from hvkit.strategies.parameter_server import ParameterServer
+from hvkit.strategies.sharded_optimizer import ShardedOptimizer
 from hvkit.strategies.strategy import Averaging, Rounds, Strategy, strategies_in
 from hvkit.strategies.synchronous import Synchronous
 from hvkit.sync.nonfinite import ACTIONS, OnNonfinite
@@ -116,9 +121,57 @@ def distribute(
         LaunchError: Horovod sees another number of ranks than were launched, this host has more
             ranks than GPUs, or the script itself has started several processes that train.
     """
+    return distribute_in(
+        None,
+        model,
+        optimizer,
+        lr_scaling=lr_scaling,
+        warmup_steps=warmup_steps,
+        warmup_epochs=warmup_epochs,
+        steps_per_epoch=steps_per_epoch,
+        strategy=strategy,
+        accumulate=accumulate,
+        compression=compression,
+        batch_norm=batch_norm,
+        check_every=check_every,
+        on_nonfinite=on_nonfinite,
+        monitor=monitor,
+    )
+
+
+@named("hvkit.distribute")
+def distribute_in(
+    group: Group | None,
+    model: Model,
+    optimizer: Optimizers,
+    *,
+    lr_scaling: LRScaling = "none",
+    warmup_steps: int = 0,
+    warmup_epochs: float = 0,
+    steps_per_epoch: int | None = None,
+    strategy: Strategy = SYNCHRONOUS,
+    accumulate: int = 1,
+    compression: CompressionName | Compression = "none",
+    batch_norm: BatchNorm = "average",
+    check_every: int | None = None,
+    on_nonfinite: OnNonfinite = "ignore",
+    monitor: Monitor | None = None,
+) -> tuple[Model, Optimizers]:
+    """``distribute`` among the ranks of a group; a collective of these alone.
+
+    "All ranks" and "rank 0" are then those of the group and its first one. Each group may train
+    another model, for another number of steps.
+
+    Args:
+        group: None for all ranks.
+        model: as for ``distribute``, like everything else.
+        optimizer: as for ``distribute``.
+    """
     models = list(model) if isinstance(model, list | tuple) else [model]
     optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-    runtime.init(engine_of(framework_of(models[0])) if models else None)
+    engine = engine_of(framework_of(models[0])) if models else None
+    runtime.init(engine)
+    group = group or everyone()
     runtime.refuse_separate_training()
     port: Port | None = None
     options: Options | None = None
@@ -133,9 +186,12 @@ def distribute(
             check_every=(None if check_every is None else check_count("check_every", check_every)),
             on_nonfinite=_one_of("on_nonfinite", on_nonfinite, ACTIONS),
             strategy=_checked(strategy),
+            group=group,
         )
         _refuse_contradictions(options)
-        multiplier = make_multiplier(lr_scaling, runtime.size(), options.warmup_steps)
+        if not group.is_everyone:
+            _refuse_in_group(options, engine, monitor)
+        multiplier = make_multiplier(lr_scaling, group.size, options.warmup_steps)
         if monitor is not None and not isinstance(monitor, Monitor):
             raise TypeError(f"monitor must be a hvkit.Monitor, got {monitor!r}")
         if not models:
@@ -147,36 +203,38 @@ def distribute(
         port = _port_for(framework, models, optimizers, options)
     except Exception as error:  # of any type: the other ranks must not wait for this one
         problem = error
-    raise_together(problem)
+    raise_together(problem, group=group)
     assert port is not None
     assert options is not None
     records = [(each, Record()) for each in optimizers]
     keeper: Keeper | None = None
-    if runtime.size() > 1:
+    if group.size > 1:
         monitored = "" if monitor is None else ", with a monitor"
         arguments = f"lr_scaling={lr_scaling}, {options}{monitored}"
         require_equal(
             "model or call",
             [*(type(each).__name__ for each in models), arguments, *port.facts()],
             "build the same model and optimizer, and pass the same arguments, on every rank",
+            group=group,
         )
     if monitor is not None:  # before averaging wraps the optimizers: it looks at the means
         paced = not isinstance(strategy, ParameterServer)
         monitor.attach(models, optimizers, equal_steps=paced)
-    if runtime.size() > 1:
+    if group.size > 1:
         if options.strategy.has_momentum and (found := port.more_than_sgd()):
             warn_once(
                 "momentum",
                 f"{options.strategy} has a momentum of its own, and takes the place of what "
                 f"{', '.join(found)} adds to SGD: use SGD without momentum, and a small rate",
+                group,
             )
         port.synchronise()
         rates = port.scale_learning_rate(multiplier)
         records, keeper = port.keep_in_step()
-        if runtime.rank() == 0:
-            said = describe(rates, lr_scaling, runtime.size())
-            logger.info(f"{runtime.size()} ranks; {said}")
-    record(models, records, keeper)
+        if group.rank == 0:
+            said = describe(rates, lr_scaling, group.size)
+            logger.info(f"{group.size} ranks; {said}")
+    record(models, records, keeper, group)
     return model, optimizer
 
 
@@ -279,6 +337,22 @@ def _refuse_contradictions(options: Options) -> None:
         raise ValueError(
             f"check_every={options.check_every} compares the ranks' weights, but with "
             f"{options.strategy} they differ between agreements: leave check_every out"
+        )
+
+
+# What works among some of the ranks.
+_IN_GROUPS = (Synchronous, ShardedOptimizer, LocalSGD, DiLoCo)
+
+
+def _refuse_in_group(options: Options, engine: str | None, monitor: Monitor | None) -> None:
+    if not isinstance(options.strategy, _IN_GROUPS):
+        refuse_in_group(str(options.strategy), options.group)
+    if monitor is not None:
+        refuse_in_group("hvkit.Monitor", options.group)
+    if options.group.size > 1 and options.group.framework != engine:
+        raise ValueError(
+            f"the group of {ranks_text(options.group.members)} was made for Horovod's library for "
+            f"{options.group.framework}, but these models send tensors of {engine}"
         )
 
 

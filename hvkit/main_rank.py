@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from hvkit import runtime
 from hvkit.communication.collectives import raise_together
+from hvkit.communication.group import Group
 from hvkit.errors import RankLostError, RanksDisagreeError
 from hvkit.log import logger
 from hvkit.watch.calls import call
@@ -26,9 +27,16 @@ def is_main() -> bool:
     return runtime.rank() == 0
 
 
-def warn_once(kind: str, text: str) -> None:
-    """Log a warning on rank 0, the first time that this rank gets one of its kind."""
-    if kind not in _logged and is_main():
+def warn_once(kind: str, text: str, group: Group | None = None) -> None:
+    """Log a warning on a group's first rank, the first time that this rank gets one of its kind.
+
+    Args:
+        kind: the same in each call with this text.
+        text: the warning.
+        group: the ranks that it is about; None for all, then on rank 0.
+    """
+    first = is_main() if group is None else group.rank == 0
+    if kind not in _logged and first:
         logger.warning(text)
     _logged.add(kind)
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, overload
 
 from hvkit.communication.collectives import share
+from hvkit.communication.group import Group
 from hvkit.errors import RanksDisagreeError
 from hvkit.watch.calls import named
 
@@ -81,11 +82,16 @@ def any_rank(flag: bool) -> bool:
         TypeError: the flag is neither true nor false.
         RanksDisagreeError: another rank makes another collective call.
     """
+    return any_rank_of(None, flag)
+
+
+def any_rank_of(group: Group | None, flag: bool) -> bool:
+    """``any_rank`` among the ranks of a group; None for all."""
     try:
         mine, problem = bool(flag), None
     except Exception as error:  # of any type: the other ranks must not wait for this one
         mine, problem = False, TypeError(f"any_rank takes True or False, got {flag!r}: {error}")
-    return any(share("any_rank", problem, mine))
+    return any(share("any_rank", problem, mine, group))
 
 
 class EarlyStopping:

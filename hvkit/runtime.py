@@ -106,6 +106,16 @@ def any_engine() -> Engine:
     return next(iter(_engines.values()))
 
 
+def name_of(engine: Engine) -> str:
+    """The framework of a started Horovod."""
+    return next(name for name, each in _engines.items() if each is engine)
+
+
+def started() -> bool:
+    """Whether Horovod has started in this process."""
+    return bool(_engines)
+
+
 def uses_mpi() -> bool:
     """Whether MPI runs in this process: not under Gloo, nor in a process that a rank started."""
     return any(engine.hvd.mpi_enabled() for engine in _engines.values())

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 from hvkit.communication.collectives import gather, pickled, raise_together, unpickled
 from hvkit.errors import RanksDisagreeError
 from hvkit.runtime import size
-from hvkit.sync.port import engine_of
+from hvkit.sync.port import engine_of, framework_of, refuse_groups
 from hvkit.watch.calls import named
 from hvkit.watch.rank_errors import mark_as_shown_by
 
@@ -217,6 +217,7 @@ def average_buffers(module: Any) -> None:
         )
         raise_together(problem, "average_buffers")
     if size() > 1:
+        refuse_groups("hvkit.average_buffers", [each for each in modules if framework_of(each)])
         buffers.average(modules)
 
 

@@ -29,6 +29,7 @@ from hvkit.host.run_reports import report, run_name
 from hvkit.log import logger
 from hvkit.sync.buffers import warn_of_unlike
 from hvkit.sync.fingerprints import Compared, Rows, require_same
+from hvkit.sync.port import refuse_groups
 from hvkit.watch.calls import last_step, named, resume_at
 from hvkit.watch.preemption import PREEMPTION
 
@@ -132,6 +133,8 @@ class Checkpoint:
         self.keep = keep
         self.replicas = checked_count("replicas", replicas)
         self._replicas = Replicas(self.directory, self.replicas)
+        self._things = list(parts.values())
+        refuse_groups("hvkit.Checkpoint", self._things)
         self.parts = parts_of(parts)
         self._restored = Progress()
         self._random: Arrays | None = None
@@ -175,6 +178,7 @@ class Checkpoint:
         rows: list[Rows] = []
         may_differ: tuple[list[Compared], list[Rows]] = [], []
         try:
+            refuse_groups("Checkpoint.save", self._things)
             progress = Progress(
                 epoch=checked_count("epoch", epoch),
                 step=checked_count("step", step),
@@ -366,6 +370,7 @@ class Checkpoint:
             OSError: rank 0 may not read it.
         """
         self.wait()
+        refuse_groups("Checkpoint.restore", self._things)
         parts = [*self.parts, *parts_of_strategies(self.parts)]
         resume.require_same_parts(parts)
         found = newest_checkpoint.find(self.directory, self._replicas, _RESTORE)

@@ -2,6 +2,8 @@
 
 ::
 
+    group                  the ranks that do something together: all, or some
+    division               divides all ranks into such groups
     collectives            Python objects between ranks; errors that all ranks raise together
     large_objects          large objects of all ranks to rank 0 and back, for checkpoints
     allreduce              hvkit.allreduce: arrays of any library

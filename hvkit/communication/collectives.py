@@ -1,5 +1,7 @@
 """Collectives on Python objects: what ranks send each other besides gradients.
 
+hvkit's own take a group, by default all ranks. Ranks have their numbers among all.
+
 ``broadcast`` pickles what the script passes, as ``hvkit.allgather`` does. hvkit's own messages run
 no code when they are read (``encoding``).
 
@@ -19,8 +21,9 @@ from numpy.typing import NDArray
 
 from hvkit.communication import engines
 from hvkit.communication.encoding import decode, encode
+from hvkit.communication.group import Group, everyone
 from hvkit.errors import HvkitError, RanksDisagreeError
-from hvkit.runtime import any_engine, rank, size
+from hvkit.runtime import rank, size
 from hvkit.watch import calls
 from hvkit.watch.calls import named
 from hvkit.watch.diagnosis import SAME_CALLS
@@ -58,31 +61,33 @@ def broadcast(obj: Object, root: int = 0) -> Object:
     if size() == 1:
         return obj
     payload = pickled(obj) if rank() == root else None
-    received: Object = unpickled(engines.broadcast_message(any_engine(), payload, root), root)
+    received: Object = unpickled(engines.broadcast_message(everyone().engine, payload, root), root)
     return obj if rank() == root else received
 
 
-def from_rank(root: int, obj: Object) -> Object:
+def from_rank(root: int, obj: Object, group: Group | None = None) -> Object:
     """``broadcast`` inside hvkit: rank ``root``'s object, of types that messages hold."""
-    if size() == 1:
+    group = group or everyone()
+    if group.size == 1:
         return obj
     payload = encode(obj) if rank() == root else None
-    received: Object = decode(engines.broadcast_message(any_engine(), payload, root))
+    received: Object = decode(
+        engines.broadcast_message(group.engine, payload, root, group.process_set)
+    )
     return obj if rank() == root else received
 
 
-def broadcast_state(data: NDArray[np.uint8], root: int = 0) -> NDArray[np.uint8]:
-    """Fill ``data`` with rank ``root``'s bytes, for the start of training, and return it.
+def broadcast_state(data: NDArray[np.uint8], group: Group | None = None) -> NDArray[np.uint8]:
+    """Fill ``data`` with the first rank's bytes, for the start of training, and return it.
 
     Args:
         data: of shape (n,), with the same n on every rank.
-        root: the rank that sends.
+        group: the ranks that take part; None for all.
     """
-    return (
-        data
-        if size() == 1
-        else engines.broadcast_in_pieces(any_engine(), data, root, purpose="start")
-    )
+    group = group or everyone()
+    if group.size == 1:
+        return data
+    return engines.broadcast_in_pieces(group.engine, data, group.first, "start", group.process_set)
 
 
 def broadcast_bytes(data: NDArray[np.uint8], root: int = 0) -> NDArray[np.uint8]:
@@ -98,74 +103,90 @@ def broadcast_bytes(data: NDArray[np.uint8], root: int = 0) -> NDArray[np.uint8]
         return data
     length = from_rank(root, len(data))
     whole = data if rank() == root else np.empty(length, np.uint8)
-    return engines.broadcast_in_pieces(any_engine(), whole, root)
+    return engines.broadcast_in_pieces(everyone().engine, whole, root)
 
 
-def gather(call: str, obj: Object) -> list[Object]:
+def gather(call: str, obj: Object, group: Group | None = None) -> list[Object]:
     """The objects of all ranks, in rank order, of types that messages hold.
 
     Args:
         call: the user's call.
         obj: this rank's.
+        group: the ranks that take part; None for all.
     """
-    if size() == 1:
+    group = group or everyone()
+    if group.size == 1:
         return [obj]
     with calls.call(call):
         place = calls.current_call(), calls.line_of_script(), call
-        gathered = _gather_bytes(encode([*place, obj]))
+        gathered = _gather_bytes(encode([*place, obj]), group)
     # Free each message once it is read: together they may take gigabytes.
-    everyone: list[tuple[str, str, str, Object]]
-    everyone = [decode(gathered.pop(0).data) for _ in range(size())]
-    first, first_line, first_point, _ = everyone[0]
-    for other, (theirs, line, point, _) in enumerate(everyone):
-        text = ""
+    objects: list[tuple[str, str, str, Object]]
+    objects = [decode(gathered.pop(0).data) for _ in group.members]
+    first, first_line, first_point, _ = objects[0]
+    for other, (theirs, line, point, _) in zip(group.members, objects, strict=True):
+        text, rank_0 = "", f"rank {group.first}"
         if theirs != first:
-            text = f"rank {other} calls {theirs} ({line}) while rank 0 calls {first} ({first_line})"
+            text = (
+                f"rank {other} calls {theirs} ({line}) while {rank_0} calls {first} ({first_line})"
+            )
         elif point != first_point:
             text = (
-                f"rank {other} is at another point of {first} ({line}) than rank 0 ({first_line})"
+                f"rank {other} is at another point of {first} ({line}) than {rank_0} ({first_line})"
             )
         if text:
             error = RanksDisagreeError(
                 f"{text}: {SAME_CALLS}, also where only rank 0 prints or saves"
             )
-            raise mark_as_shown_by(error, 0)
-    return [each for *_, each in everyone]
+            raise mark_as_shown_by(error, group.first)
+    return [each for *_, each in objects]
 
 
 # Exceptions that every rank raises with their own type. Others become HvkitError elsewhere.
 _KEPT = (TypeError, ValueError, RanksDisagreeError)
 
 
-def share(call: str, problem: Exception | None, value: Object) -> list[Object]:
+def share(
+    call: str, problem: Exception | None, value: Object, group: Group | None = None
+) -> list[Object]:
     """The values of all ranks, in rank order, unless a rank has a problem; a collective.
 
     Args:
         call: the user's call.
         problem: the error that this rank met, or None.
         value: the value that the others need from this rank.
+        group: the ranks that take part; None for all.
 
     Raises:
         Exception: the first rank's problem, on every rank. A TypeError, ValueError,
             RanksDisagreeError or OSError keeps its type; any other becomes HvkitError.
     """
-    everyone = gather(call, (_portable(problem), value))
-    for source, (theirs, _) in enumerate(everyone):
+    group = group or everyone()
+    objects = gather(call, (_portable(problem), value), group)
+    for source, (theirs, _) in zip(group.members, objects, strict=True):
         if theirs is None:
             continue
         if problem is not None:
             same = str(theirs) == str(_portable(problem))
             raise mark_as_shown_by(problem, source) if same else problem
         raise mark_as_shown_by(_on(source, theirs), source)
-    return [each for _, each in everyone]
+    return [each for _, each in objects]
 
 
-def raise_together(problem: Exception | None, call: str = "distribute") -> None:
+def raise_together(
+    problem: Exception | None, call: str = "distribute", group: Group | None = None
+) -> None:
     """Raise on every rank if any rank has a problem; see ``share``."""
-    share(call, problem, None)
+    share(call, problem, None, group)
 
 
-def require_equal(what: str, facts: Sequence[str], fix: str, call: str = "distribute") -> None:
+def require_equal(
+    what: str,
+    facts: Sequence[str],
+    fix: str,
+    call: str = "distribute",
+    group: Group | None = None,
+) -> None:
     """Raise on every rank unless all ranks have the same list of facts; a collective.
 
     Args:
@@ -173,21 +194,24 @@ def require_equal(what: str, facts: Sequence[str], fix: str, call: str = "distri
         facts: one line each, in an order that is the same on every rank.
         fix: the advice at the end of the message.
         call: the user's call.
+        group: the ranks that take part; None for all.
 
     Raises:
         RanksDisagreeError: names the first fact that differs, and the ranks.
     """
+    group = group or everyone()
     digest = hashlib.sha256("\n".join(facts).encode()).digest()
-    if len(set(gather(call, digest))) == 1:
+    if len(set(gather(call, digest, group))) == 1:
         return
-    everyone = gather(call, list(facts))
-    reference = everyone[0]
-    other = next(source for source, theirs in enumerate(everyone) if theirs != reference)
-    error = RanksDisagreeError(
-        f"the {what} of rank {other} differs from that of rank 0: "
-        f"{_first_difference(reference, everyone[other], other)}; {fix}"
+    reference, *others = gather(call, list(facts), group)
+    other, theirs = next(
+        each for each in zip(group.members[1:], others, strict=True) if each[1] != reference
     )
-    raise mark_as_shown_by(error, 0)
+    error = RanksDisagreeError(
+        f"the {what} of rank {other} differs from that of rank {group.first}: "
+        f"{_first_difference(reference, theirs, group.first, other)}; {fix}"
+    )
+    raise mark_as_shown_by(error, group.first)
 
 
 def _portable(problem: Exception | None) -> Exception | None:
@@ -207,15 +231,15 @@ def _on(source: int, problem: Exception) -> Exception:
     return type(problem)(f"on rank {source}: {problem}")
 
 
-def _first_difference(reference: list[str], theirs: list[str], other: int) -> str:
+def _first_difference(reference: list[str], theirs: list[str], first: int, other: int) -> str:
     for ours, their in zip(reference, theirs, strict=False):
         if ours != their:
-            return f"{their} on rank {other}, but {ours} on rank 0"
-    longer, owner = (theirs, other) if len(theirs) > len(reference) else (reference, 0)
-    first = longer[min(len(theirs), len(reference))]
+            return f"{their} on rank {other}, but {ours} on rank {first}"
+    longer, owner = (theirs, other) if len(theirs) > len(reference) else (reference, first)
+    extra = longer[min(len(theirs), len(reference))]
     return (
-        f"{len(theirs)} entries on rank {other}, {len(reference)} on rank 0; "
-        f"only rank {owner} has {first}"
+        f"{len(theirs)} entries on rank {other}, {len(reference)} on rank {first}; "
+        f"only rank {owner} has {extra}"
     )
 
 
@@ -239,28 +263,29 @@ def unpickled(data: Any, source: int) -> Any:
     return pickle.loads(memoryview(data)[1:])
 
 
-def _gather_bytes(payload: bytes) -> list[Any]:
-    """All ranks' bytes, in rank order, by allgathers of at most ``CHUNK`` bytes in all.
+def _gather_bytes(payload: bytes, group: Group) -> list[Any]:
+    """All members' bytes, in rank order, by allgathers of at most ``CHUNK`` bytes in all.
 
     Returns:
         uint8 arrays of shape (n,), with each rank's own n.
     """
-    allgather, limit = any_engine().allgather, engines.CHUNK // size()
+    allgather, within = group.engine.allgather, group.process_set
+    limit = engines.CHUNK // group.size
     mine = np.frombuffer(len(payload).to_bytes(8, "little") + payload[: limit - 8], np.uint8)
-    gathered, start = allgather(mine), 0
-    everyone: list[Any] = []
-    for _ in range(size()):
+    gathered, start = allgather(mine, within), 0
+    found: list[Any] = []
+    for _ in group.members:
         length = int.from_bytes(gathered[start : start + 8].tobytes(), "little")
-        everyone.append(np.empty(length, np.uint8))
-        part = everyone[-1][: limit - 8]
+        found.append(np.empty(length, np.uint8))
+        part = found[-1][: limit - 8]
         part[:] = gathered[start + 8 : start + 8 + part.size]
         start += 8 + part.size
     # Most payloads fit into the first message. For the rest, every rank now has the lengths.
     rest = np.frombuffer(payload, np.uint8)
-    for done in range(limit - 8, max(each.size for each in everyone), limit):
-        gathered, start = allgather(rest[done : done + limit]), 0
-        for each in everyone:
+    for done in range(limit - 8, max(each.size for each in found), limit):
+        gathered, start = allgather(rest[done : done + limit], within), 0
+        for each in found:
             part = each[done : done + limit]
             part[:] = gathered[start : start + part.size]
             start += part.size
-    return everyone
+    return found

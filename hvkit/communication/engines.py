@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from hvkit.communication.traffic import count, of_allgather, of_allreduce, of_alltoall
-from hvkit.errors import HorovodNotFoundError, LaunchError
+from hvkit.errors import HorovodNotFoundError, LaunchError, ranks_text
 from hvkit.host.allocator import keep_freed_memory
 from hvkit.host.cpus import allowance, threads_of_rank
 from hvkit.host.gpus import gpu_of_rank
@@ -45,8 +45,31 @@ PIECE = 1 << 25
 """Bytes of a broadcast that travel at a time, and that a rank holds besides the whole."""
 
 
+class ProcessSet:
+    """Some of the ranks, as Horovod's collectives take them in ``process_set=``.
+
+    Horovod's own class counts ranks through the library that was loaded last, which may be another
+    framework's.
+
+    Args:
+        number: Horovod's.
+        ranks: rising.
+    """
+
+    def __init__(self, number: int, ranks: tuple[int, ...]) -> None:
+        self.process_set_id = number
+        self.ranks = ranks
+
+    def size(self) -> int:
+        """How many ranks there are."""
+        return len(self.ranks)
+
+
 class Engine(Protocol):
-    """A started Horovod library of one framework."""
+    """A started Horovod library of one framework.
+
+    Collectives are those of all ranks, or of a process set. Ranks have their numbers among all.
+    """
 
     hvd: ModuleType
 
@@ -57,7 +80,11 @@ class Engine(Protocol):
         """Pin this process to its GPU, or to its share of the host's CPU threads."""
 
     def broadcast(
-        self, array: NDArray[np.uint8], root: int, purpose: str = "objects"
+        self,
+        array: NDArray[np.uint8],
+        root: int,
+        purpose: str = "objects",
+        within: ProcessSet | None = None,
     ) -> NDArray[np.uint8]:
         """Return rank ``root``'s bytes; every rank passes an array of the same length."""
 
@@ -69,7 +96,9 @@ class Engine(Protocol):
             op: ``"sum"``, ``"min"`` or ``"max"``.
         """
 
-    def allgather(self, array: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    def allgather(
+        self, array: NDArray[np.uint8], within: ProcessSet | None = None
+    ) -> NDArray[np.uint8]:
         """Return all ranks' bytes, one after the other in rank order; lengths may differ."""
 
 
@@ -143,31 +172,40 @@ class PyTorchEngine:
         return len(np.unique(used, axis=0)) < len(used)
 
     def broadcast(
-        self, array: NDArray[np.uint8], root: int, purpose: str = "objects"
+        self,
+        array: NDArray[np.uint8],
+        root: int,
+        purpose: str = "objects",
+        within: ProcessSet | None = None,
     ) -> NDArray[np.uint8]:
-        count(purpose, of_alltoall(array.nbytes, self.hvd.size()))
+        ranks = within or self.hvd.global_process_set
+        count(purpose, of_alltoall(array.nbytes, ranks.size()))
         import torch
 
-        with torch.inference_mode(False), _for_all_ranks():
+        with torch.inference_mode(False), _for_ranks(within):
             sent = torch.from_numpy(array.copy())
-            return _numpy(self.hvd.broadcast_(sent, root_rank=root, name="hvkit.broadcast"))
+            name = "hvkit.broadcast"
+            return _numpy(self.hvd.broadcast_(sent, root, name=name, process_set=ranks))
 
     def allreduce(self, array: NDArray[Any], op: str) -> NDArray[Any]:
         count("objects", of_allreduce(array.nbytes, self.hvd.size()))
         import torch
 
         how = getattr(self.hvd, op.capitalize())
-        with torch.inference_mode(False), _for_all_ranks():
+        with torch.inference_mode(False), _for_ranks():
             sent = torch.from_numpy(array.copy())
             return _numpy(self.hvd.allreduce_(sent, op=how, name="hvkit.allreduce"))
 
-    def allgather(self, array: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        count("objects", of_allgather(array.nbytes, self.hvd.size()))
+    def allgather(
+        self, array: NDArray[np.uint8], within: ProcessSet | None = None
+    ) -> NDArray[np.uint8]:
+        ranks = within or self.hvd.global_process_set
+        count("objects", of_allgather(array.nbytes, ranks.size()))
         import torch
 
-        with torch.inference_mode(False), _for_all_ranks():
+        with torch.inference_mode(False), _for_ranks(within):
             sent = torch.from_numpy(array.copy())
-            return _numpy(self.hvd.allgather(sent, name="hvkit.allgather"))
+            return _numpy(self.hvd.allgather(sent, name="hvkit.allgather", process_set=ranks))
 
 
 class TensorFlowEngine:
@@ -201,29 +239,39 @@ class TensorFlowEngine:
             ) from error
 
     def broadcast(
-        self, array: NDArray[np.uint8], root: int, purpose: str = "objects"
+        self,
+        array: NDArray[np.uint8],
+        root: int,
+        purpose: str = "objects",
+        within: ProcessSet | None = None,
     ) -> NDArray[np.uint8]:
-        count(purpose, of_alltoall(array.nbytes, self.hvd.size()))
+        ranks = within or self.hvd.global_process_set
+        count(purpose, of_alltoall(array.nbytes, ranks.size()))
         import tensorflow as tf
 
-        with _for_all_ranks(), tf.init_scope(), tf.device("CPU:0"):
-            return _numpy(self.hvd.broadcast(tf.constant(array), root, name="hvkit.broadcast"))
+        with _for_ranks(within), tf.init_scope(), tf.device("CPU:0"):
+            sent, name = tf.constant(array), "hvkit.broadcast"
+            return _numpy(self.hvd.broadcast(sent, root, name=name, process_set=ranks))
 
     def allreduce(self, array: NDArray[Any], op: str) -> NDArray[Any]:
         count("objects", of_allreduce(array.nbytes, self.hvd.size()))
         import tensorflow as tf
 
         how = getattr(self.hvd, op.capitalize())
-        with _for_all_ranks(), tf.init_scope(), tf.device("CPU:0"):
+        with _for_ranks(), tf.init_scope(), tf.device("CPU:0"):
             reduced = self.hvd.allreduce(tf.constant(array), op=how, name="hvkit.allreduce")
             return _numpy(reduced).copy()
 
-    def allgather(self, array: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        count("objects", of_allgather(array.nbytes, self.hvd.size()))
+    def allgather(
+        self, array: NDArray[np.uint8], within: ProcessSet | None = None
+    ) -> NDArray[np.uint8]:
+        ranks = within or self.hvd.global_process_set
+        count("objects", of_allgather(array.nbytes, ranks.size()))
         import tensorflow as tf
 
-        with _for_all_ranks(), tf.init_scope(), tf.device("CPU:0"):
-            return _numpy(self.hvd.allgather(tf.constant(array), name="hvkit.allgather"))
+        with _for_ranks(within), tf.init_scope(), tf.device("CPU:0"):
+            sent, name = tf.constant(array), "hvkit.allgather"
+            return _numpy(self.hvd.allgather(sent, name=name, process_set=ranks))
 
 
 ENGINES: dict[str, type[PyTorchEngine] | type[TensorFlowEngine]] = {
@@ -232,8 +280,28 @@ ENGINES: dict[str, type[PyTorchEngine] | type[TensorFlowEngine]] = {
 }
 
 
+def process_set_of(engine: Engine, ranks: tuple[int, ...]) -> ProcessSet:
+    """What a started Horovod knows some ranks by; a collective of all ranks, also of others.
+
+    Args:
+        engine: started with HOROVOD_DYNAMIC_PROCESS_SETS=1.
+        ranks: rising; neither all nor one alone.
+    """
+    # Those of this library: horovod.common's ask the one that was loaded last.
+    basics = engine.hvd.mpi_ops._basics
+    number = basics._add_process_set_impl(ranks)
+    if number is None:  # it knows them already
+        known = basics._get_process_set_ids_and_ranks()
+        number = next(each for each, theirs in known.items() if tuple(theirs) == ranks)
+    return ProcessSet(number, ranks)
+
+
 def broadcast_in_pieces(
-    engine: Engine, data: NDArray[np.uint8], root: int, purpose: str = "objects"
+    engine: Engine,
+    data: NDArray[np.uint8],
+    root: int,
+    purpose: str = "objects",
+    within: ProcessSet | None = None,
 ) -> NDArray[np.uint8]:
     """Fill ``data`` with rank ``root``'s bytes on the other ranks, and return it.
 
@@ -244,33 +312,39 @@ def broadcast_in_pieces(
         data: of shape (n,), with the same n on every rank; not changed on rank ``root``.
         root: the rank that sends.
         purpose: as in ``hvkit.traffic``.
+        within: the ranks that take part; None for all.
     """
     sends = engine.hvd.rank() == root
     for start in range(0, data.size, PIECE):
         piece = data[start : start + PIECE]
-        received = engine.broadcast(piece, root, purpose)
+        received = engine.broadcast(piece, root, purpose, within)
         if not sends:
             piece[:] = received
     return data
 
 
-def broadcast_message(engine: Engine, message: bytes | None, root: int) -> bytes:
+def broadcast_message(
+    engine: Engine, message: bytes | None, root: int, within: ProcessSet | None = None
+) -> bytes:
     """Return rank ``root``'s message on every rank; the others pass None."""
     header = np.array([len(message or b"")], np.int64).view(np.uint8)
-    length = int(broadcast_in_pieces(engine, header, root).view(np.int64)[0])
+    length = int(broadcast_in_pieces(engine, header, root, within=within).view(np.int64)[0])
     data = np.empty(length, np.uint8) if message is None else np.frombuffer(message, np.uint8)
-    return broadcast_in_pieces(engine, data, root).tobytes()
+    return broadcast_in_pieces(engine, data, root, within=within).tobytes()
 
 
 @contextmanager
-def waiting_for_all_ranks() -> Iterator[None]:
+def waiting_for_all_ranks(within: ProcessSet | None = None) -> Iterator[None]:
     """Wraps a collective of Horovod's, which returns when every rank has called it.
+
+    Args:
+        within: the ranks that take part; None for all.
 
     Raises:
         RankLostError: another rank has ended, or waits in another call.
         RanksDisagreeError: the ranks sent different shapes or dtypes.
     """
-    with translated(), waiting():
+    with translated(), waiting(within.ranks if within else ()):
         yield
 
 
@@ -282,10 +356,16 @@ Every rank makes these collectives equally often, and leaves one only after all 
 
 
 @contextmanager
-def _for_all_ranks() -> Iterator[None]:
+def _for_ranks(within: ProcessSet | None = None) -> Iterator[None]:
+    if within and before_collective:
+        raise ValueError(
+            f"{ranks_text(within.ranks)} train as a group while rank 0 serves weights or batches "
+            "to all ranks, which would wait for them: leave hvkit.ParameterServer and "
+            "hvkit.shard(dynamic=True) out"
+        )
     for function in before_collective:
         function()
-    with waiting_for_all_ranks():
+    with waiting_for_all_ranks(within):
         yield
 
 

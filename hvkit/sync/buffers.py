@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvkit.communication import collectives
+from hvkit.communication.group import Group, everyone
 from hvkit.main_rank import warn_once
 from hvkit.sync import fingerprints
 from hvkit.sync.fingerprints import Compared, Rows
@@ -41,7 +42,7 @@ def require_same_buffers(facts: Sequence[str]) -> bool:
 
 def warn_of_integers(compared: Sequence[Compared], rows: Sequence[Rows]) -> None:
     """Name buffers that have no mean, if they differ between ranks; a collective."""
-    if found := _unlike("average_buffers", compared, rows):
+    if found := _unlike("average_buffers", compared, rows, everyone()):
         warn_once(
             "integer buffers",
             f"average_buffers leaves {found} unlike rank 0's: integers and flags have no mean. Use "
@@ -49,36 +50,41 @@ def warn_of_integers(compared: Sequence[Compared], rows: Sequence[Rows]) -> None
         )
 
 
-def warn_of_unlike(call: str, compared: Sequence[Compared], rows: Sequence[Rows]) -> None:
+def warn_of_unlike(
+    call: str, compared: Sequence[Compared], rows: Sequence[Rows], group: Group | None = None
+) -> None:
     """Say once what differs between ranks although hvkit averages it nowhere; a collective.
 
     Args:
         call: the user's call.
         compared: what the rows belong to.
         rows: fingerprints of this rank's.
+        group: the ranks that take part; None for all.
     """
-    if found := _unlike(call, compared, rows):
+    group = group or everyone()
+    if found := _unlike(call, compared, rows, group):
         warn_once(
             "unlike buffers",
-            f"not the same on all ranks: {found}; a file would hold rank 0's. If the forward pass "
-            "learns it from a rank's samples, call hvkit.average_buffers(module) after each step. "
-            "If a module only follows the one that is trained, pass both, "
+            f"not the same on all ranks: {found}; a file would hold rank {group.first}'s. If the "
+            "forward pass learns it from a rank's samples, call hvkit.average_buffers(module) "
+            "after each step. If a module only follows the one that is trained, pass both, "
             "hvkit.distribute([model, teacher], optimizer). If it is a single rank's, ignore this",
+            group,
         )
 
 
-def _unlike(call: str, compared: Sequence[Compared], rows: Sequence[Rows]) -> str:
+def _unlike(call: str, compared: Sequence[Compared], rows: Sequence[Rows], group: Group) -> str:
     """``buffer codebook of rank 1``, and how many more; empty if all ranks have the same."""
     mine = np.array(rows, np.int64).tobytes()
-    if len(set(collectives.gather(call, hashlib.sha256(mine).digest()))) == 1:
+    if len(set(collectives.gather(call, hashlib.sha256(mine).digest(), group))) == 1:
         return ""
     # Labels of rank 0 only: Keras numbers layers, and a rank may have made more.
-    everyone = collectives.gather(call, mine)
-    if len({len(theirs) for theirs in everyone}) > 1:
+    held = collectives.gather(call, mine, group)
+    if len({len(theirs) for theirs in held}) > 1:
         return "the number of buffers"
-    shape = len(everyone), len(compared), fingerprints.WIDTH
-    table = np.frombuffer(b"".join(everyone), np.int64).reshape(shape)
-    found = fingerprints.unlike(table, compared)
+    shape = len(held), len(compared), fingerprints.WIDTH
+    table = np.frombuffer(b"".join(held), np.int64).reshape(shape)
+    found = fingerprints.unlike(table, compared, group.members)
     texts = [f"{label} of {fingerprints.named_ranks(ranks)}" for label, ranks in found.items()]
     more = f" and {len(texts) - _MOST_NAMED} more" if len(texts) > _MOST_NAMED else ""
     return ", ".join(texts[:_MOST_NAMED]) + more

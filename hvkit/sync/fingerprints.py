@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from hvkit.communication import collectives
+from hvkit.communication.group import Group, everyone
 from hvkit.errors import RanksDisagreeError
 from hvkit.main_rank import warn_once
 from hvkit.watch.rank_errors import mark_as_shown_by
@@ -120,13 +121,19 @@ class Compared:
     fix: str = ""
 
 
-def complaint(everyone: Rows, compared: Sequence[Compared], exact: bool) -> tuple[str, bool]:
+def complaint(
+    everyone: Rows,
+    compared: Sequence[Compared],
+    exact: bool,
+    members: Sequence[int] | None = None,
+) -> tuple[str, bool]:
     """The message about differences between the ranks' rows; the same on every rank.
 
     Args:
         everyone: int64 of shape ``(ranks, len(compared), WIDTH)``.
         compared: what the rows belong to.
         exact: whether rounding counts as an error.
+        members: the ranks' numbers among all; None if these are all.
 
     Returns:
         The message, empty if all ranks hold the same, and whether it is an error.
@@ -136,8 +143,11 @@ def complaint(everyone: Rows, compared: Sequence[Compared], exact: bool) -> tupl
         return "", False
     beyond = list(distances) if exact else _beyond_rounding(distances, compared)
     first = (beyond or list(distances))[0]
-    ranks = _unlike_rank_0(everyone[:, first])
-    where = f"{compared[first].label} of {named_ranks(ranks)} differs from that of rank 0"
+    members = members or range(len(everyone))
+    ranks = [members[at] for at in _unlike_first(everyone[:, first])]
+    where = (
+        f"{compared[first].label} of {named_ranks(ranks)} differs from that of rank {members[0]}"
+    )
     if beyond:
         rounded = distances[first] <= _UNITS * compared[first].unit < _ROUNDING
         fix = compared[first].fix or (_ROUNDED if rounded else _FIX)
@@ -150,15 +160,20 @@ def complaint(everyone: Rows, compared: Sequence[Compared], exact: bool) -> tupl
     )
 
 
-def unlike(everyone: Rows, compared: Sequence[Compared]) -> dict[str, list[int]]:
-    """What differs by more than rounding: the ranks that differ from rank 0, by label.
+def unlike(
+    everyone: Rows, compared: Sequence[Compared], members: Sequence[int]
+) -> dict[str, list[int]]:
+    """What differs by more than rounding: the ranks that differ from the first one, by label.
 
     Args:
         everyone: int64 of shape ``(ranks, len(compared), WIDTH)``.
         compared: what the rows belong to.
+        members: the ranks' numbers among all.
     """
     beyond = _beyond_rounding(_distances(everyone), compared)
-    return {compared[i].label: _unlike_rank_0(everyone[:, i]) for i in beyond}
+    return {
+        compared[i].label: [members[at] for at in _unlike_first(everyone[:, i])] for i in beyond
+    }
 
 
 def _distances(everyone: Rows) -> dict[int, float]:
@@ -176,9 +191,9 @@ def _beyond_rounding(distances: Mapping[int, float], compared: Sequence[Compared
     ]
 
 
-def _unlike_rank_0(rows: Rows) -> list[int]:
-    ranks: list[int] = np.flatnonzero(rows[:, 0] != rows[0, 0]).tolist()
-    return ranks
+def _unlike_first(rows: Rows) -> list[int]:
+    places: list[int] = np.flatnonzero(rows[:, 0] != rows[0, 0]).tolist()
+    return places
 
 
 _FIX = (
@@ -219,21 +234,24 @@ def named_ranks(ranks: list[int]) -> str:
     return f"ranks {text} and {more} more" if more > 0 else f"ranks {text}"
 
 
-def judge(everyone: Rows, compared: Sequence[Compared], exact: bool) -> str:
-    """The error message that all ranks must raise, or an empty one; rank 0 warns of rounding."""
-    text, error = complaint(everyone, compared, exact)
+def judge(everyone: Rows, compared: Sequence[Compared], exact: bool, group: Group) -> str:
+    """The error message that all ranks must raise, or an empty one; the first warns of rounding."""
+    text, error = complaint(everyone, compared, exact, group.members)
     if text and not error:
-        warn_once("rounding", text)
+        warn_once("rounding", text, group)
     return text if error else ""
 
 
-def require_same(call: str, compared: Sequence[Compared], rows: Sequence[Rows]) -> bool:
+def require_same(
+    call: str, compared: Sequence[Compared], rows: Sequence[Rows], group: Group | None = None
+) -> bool:
     """Raise on every rank unless all ranks hold the same, up to rounding; a collective.
 
     Args:
         call: the name of the call that the user made.
         compared: what the rows belong to.
         rows: this rank's rows, one for each entry of ``compared``.
+        group: the ranks that take part; None for all.
 
     Returns:
         Whether they hold the same bit for bit.
@@ -243,35 +261,41 @@ def require_same(call: str, compared: Sequence[Compared], rows: Sequence[Rows]) 
     """
     labels = [each.label for each in compared]
     digest = hashlib.sha256(repr(labels).encode() + b"".join(r.tobytes() for r in rows)).digest()
-    if len(set(collectives.gather(call, digest))) == 1:
+    group = group or everyone()
+    if len(set(collectives.gather(call, digest, group))) == 1:
         return True
-    everyone = collectives.gather(call, (labels, list(rows)))
-    for rank, (theirs, _) in enumerate(everyone):
-        if theirs != everyone[0][0]:
-            other = sorted(set(theirs) ^ set(everyone[0][0]))
+    held = collectives.gather(call, (labels, list(rows)), group)
+    for rank, (theirs, _) in zip(group.members, held, strict=True):
+        if theirs != held[0][0]:
+            other = sorted(set(theirs) ^ set(held[0][0]))
             error = RanksDisagreeError(
-                f"rank {rank} and rank 0 do not hold the same: only one of them has {other[0]}; "
-                f"{_FIX}"
+                f"rank {rank} and rank {group.first} do not hold the same: only one of them has "
+                f"{other[0]}; {_FIX}"
             )
-            raise mark_as_shown_by(error, 0)
-    if text := judge(np.array([rows for _, rows in everyone]), compared, exact=False):
-        raise mark_as_shown_by(RanksDisagreeError(text), 0)
+            raise mark_as_shown_by(error, group.first)
+    if text := judge(np.array([rows for _, rows in held]), compared, exact=False, group=group):
+        raise mark_as_shown_by(RanksDisagreeError(text), group.first)
     return False
 
 
-def first_unlike(everyone: Sequence[Collection[int]]) -> tuple[int, int, int] | None:
+def first_unlike(
+    lists: Sequence[Collection[int]], group: Group | None = None
+) -> tuple[int, int, int] | None:
     """The first number that some ranks list and others do not; None if all list the same.
 
     Args:
-        everyone: the numbers, by rank.
+        lists: the numbers, by rank.
+        group: of these ranks; None for all.
 
     Returns:
         The number, a rank that lists it, and one that does not.
     """
-    for rank, theirs in enumerate(everyone):
-        if unlike := set(theirs) ^ set(everyone[0]):
-            first = min(unlike)
-            return (first, rank, 0) if first in theirs else (first, 0, rank)
+    members = group.members if group else range(len(lists))
+    for rank, theirs in zip(members, lists, strict=True):
+        if unlike := set(theirs) ^ set(lists[0]):
+            number = min(unlike)
+            in_theirs, reference = number in theirs, members[0]
+            return (number, rank, reference) if in_theirs else (number, reference, rank)
     return None
 
 
@@ -286,11 +310,12 @@ def of_gradients(rows: Sequence[Rows]) -> Rows:
     return np.array([fingerprint(together)[0], int(comparable)], np.int64)
 
 
-def warn_of_equal_work(everyone: Rows) -> bool:
-    """Warn on rank 0, once, if all ranks have the same gradients.
+def warn_of_equal_work(everyone: Rows, group: Group) -> bool:
+    """Warn on the first rank, once, if all ranks have the same gradients.
 
     Args:
         everyone: int64 of shape ``(ranks, 2)``: each rank's result of ``of_gradients``.
+        group: of these ranks.
 
     Returns:
         Whether any rank had comparable gradients; no further check is needed then.
@@ -298,7 +323,7 @@ def warn_of_equal_work(everyone: Rows) -> bool:
     if not everyone[:, 1].any():
         return False
     if everyone[:, 1].all() and (everyone[:, 0] == everyone[0, 0]).all():
-        warn_once("equal work", _EQUAL_WORK)
+        warn_once("equal work", _EQUAL_WORK, group)
     return True
 
 

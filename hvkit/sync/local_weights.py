@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from hvkit.communication import collectives
+from hvkit.communication.group import Group
 from hvkit.errors import RanksDisagreeError
 from hvkit.strategies.strategy import Vector
 from hvkit.sync.chunking import chunks
@@ -30,6 +31,9 @@ class Weights(Protocol):
 
     step_call: str
     """The user's call that changes them: ``optimizer.step()``."""
+
+    group: Group
+    """The ranks that agree on them."""
 
     def add(self, weights: Iterable[Any]) -> None:
         """Number more weights; the same ones on every rank, with the same values."""
@@ -219,7 +223,8 @@ class LocalWeights(AgreedView):
         shown, now = self._for_callbacks, self._values()
         pairs = enumerate(zip(shown, now, strict=True))
         given = [i for i, ((_, a), (_, b)) in pairs if not self.weights.same(a, b)]
-        if (unlike := first_unlike(collectives.gather("fit", given))) is not None:
+        everyone = collectives.gather("fit", given, self.weights.group)
+        if (unlike := first_unlike(everyone, self.weights.group)) is not None:
             i, by, not_by = unlike
             raise RanksDisagreeError(
                 f"callbacks have set {self._label(i)} at the end of an epoch on rank {by} "

@@ -37,15 +37,17 @@ kept_statistics: weakref.WeakSet[Statistics] = weakref.WeakSet()
 """Of all models with ``on_nonfinite="skip"``; what a checkpoint has loaded must be kept, too."""
 
 
-def describe(everyone: Sequence[Sequence[str]]) -> str:
+def describe(everyone: Sequence[Sequence[str]], members: Sequence[int] | None = None) -> str:
     """Which ranks had gradients that are not finite, and of what.
 
     Args:
         everyone: the names of the parameters, by rank; empty where all were finite.
+        members: the ranks' numbers among all; None if these are all.
     """
+    members = members or range(len(everyone))
     found = [
         f"rank {rank} has a NaN or infinite gradient of {_listed(names)}"
-        for rank, names in enumerate(everyone)
+        for rank, names in zip(members, everyone, strict=True)
         if names
     ]
     return "; ".join(found)

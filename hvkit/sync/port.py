@@ -9,13 +9,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, get_args
 from weakref import WeakKeyDictionary, WeakMethod, ref
 
 import numpy as np
 
+from hvkit.communication.group import Group
 from hvkit.compression import Compression
+from hvkit.errors import ranks_text
 from hvkit.learning_rate import Multiplier
 from hvkit.main_rank import warn_once
 from hvkit.strategies.strategy import Strategy
@@ -38,6 +40,8 @@ class Options:
     check_every: int | None
     on_nonfinite: str
     strategy: Strategy
+    group: Group = field(repr=False)
+    """The ranks that train together."""
 
 
 class Warmup(Protocol):
@@ -161,19 +165,58 @@ def engine_of(framework: str | None) -> str | None:
 # Weak on both sides: a keeper leads to weights, and hooks on these may lead to the model.
 _models: WeakKeyDictionary[Any, ref[Keeper] | None] = WeakKeyDictionary()
 _records: WeakKeyDictionary[Any, Record] = WeakKeyDictionary()
+# Of models and optimizers that not all ranks train with.
+_groups: WeakKeyDictionary[Any, Group] = WeakKeyDictionary()
 
 
 def record(
-    models: Iterable[Any], records: Iterable[tuple[Any, Record]], keeper: Keeper | None = None
+    models: Iterable[Any],
+    records: Iterable[tuple[Any, Record]],
+    keeper: Keeper | None = None,
+    group: Group | None = None,
 ) -> None:
     """Remember models that train together, and their optimizers, as distributed.
 
     The models must keep their keeper.
+
+    Args:
+        models: as passed to ``distribute``.
+        records: of their optimizers, and of models.
+        keeper: what keeps state of them.
+        group: the ranks that train them, if these are not all.
     """
     of_keeper = None if keeper is None else ref(keeper)
-    _models.update((_plain(model), of_keeper) for model in models)
+    held, known = list(models), list(records)
+    _models.update((_plain(model), of_keeper) for model in held)
+    if group is not None and not group.is_everyone:
+        _groups.update((_plain(each), group) for each in (*held, *(thing for thing, _ in known)))
     alone = keeper is not None and keeper.alone
-    _records.update((_plain(thing), replace(each, alone=alone)) for thing, each in records)
+    _records.update((_plain(thing), replace(each, alone=alone)) for thing, each in known)
+
+
+def refuse_groups(call: str, things: Iterable[Any]) -> None:
+    """Raise if only some ranks train one of these models or optimizers, or a part of a model.
+
+    Raises:
+        ValueError: names them; ``call`` would take it for that of all ranks.
+    """
+    for thing in things if _groups else ():
+        if (group := _group_of(thing)) is not None:
+            raise ValueError(
+                f"{call} is for what all ranks train together, but {type(thing).__name__} is "
+                f"trained by {ranks_text(group.members)} as a group"
+            )
+
+
+def _group_of(thing: Any) -> Group | None:
+    """The ranks that train a model, a part of it, or with an optimizer, if these are not all."""
+    weights = set(map(id, _weights_of(_plain(thing)))) if framework_of(thing) else set()
+    for other, group in list(_groups.items()):
+        if other is _plain(thing):
+            return group
+        if framework_of(other) and not weights.isdisjoint(map(id, _weights_of(other))):
+            return group
+    return None
 
 
 def warn_of_own_batches(layers: str, strategy: Strategy) -> None:

@@ -58,13 +58,13 @@ def require_same_end(
     Raises:
         RanksDisagreeError: names the ranks and what differs.
     """
-    everyone = collectives.gather(weights.step_call, end)
+    everyone = collectives.gather(weights.step_call, end, weights.group)
     first = everyone[0]
-    for rank, theirs in enumerate(everyone):
+    for rank, theirs in zip(weights.group.members, everyone, strict=True):
         if theirs[:3] != first[:3]:
             raise RanksDisagreeError(
-                f"rank {rank} ends {theirs} while rank 0 ends {first}: every rank must call "
-                "step() of the same optimizers equally often"
+                f"rank {rank} ends {theirs} while rank {weights.group.first} ends {first}: every "
+                "rank must call step() of the same optimizers equally often"
             )
     if any(theirs.common != first.common for theirs in everyone):
         optimizer.refuse_differences(weights.step_call)
@@ -87,7 +87,7 @@ def require_same_trained(everyone: Sequence[Sequence[int]], weights: Weights) ->
     Raises:
         RanksDisagreeError: names the first one and two ranks.
     """
-    if (unlike := first_unlike(everyone)) is not None:
+    if (unlike := first_unlike(everyone, weights.group)) is not None:
         i, trained, not_trained = unlike
         raise RanksDisagreeError(
             f"{weights.label(i)} was trained in this round on rank {trained} but not "

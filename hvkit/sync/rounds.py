@@ -336,11 +336,13 @@ class RoundKeeper(LocalWeights):
         return values
 
     def _meet(self) -> bool:
-        require_equal_steps(self._steps)
+        require_equal_steps(self._steps, self.weights.group)
         if self._begun:
             self._rebase(range(len(self.weights)))
         mine = sorted(self._trained), sorted(self._rebased)
-        trained, rebased = zip(*collectives.gather("hvkit.settled", mine), strict=True)
+        trained, rebased = zip(
+            *collectives.gather("hvkit.settled", mine, self.weights.group), strict=True
+        )
         require_same_trained(trained, self.weights)
         self._make_rebased_same("hvkit.settled", rebased)
         if not self._begun:  # the script may have changed weights without an optimizer

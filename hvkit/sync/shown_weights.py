@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Protocol
 from weakref import WeakKeyDictionary
 
 from hvkit.communication import collectives
+from hvkit.communication.group import Group, everyone
 from hvkit.errors import RankLostError, RanksDisagreeError
 from hvkit.watch.calls import call
 from hvkit.watch.rank_errors import mark_as_shown_by
@@ -136,20 +137,23 @@ def _arrive() -> None:
                 keeper.arrive()
 
 
-def require_equal_steps(mine: Sequence[int]) -> None:
+def require_equal_steps(mine: Sequence[int], group: Group | None = None) -> None:
     """Meet the other ranks in ``hvkit.settled``; a collective.
 
     Args:
         mine: this rank's steps since the last agreement, for each optimizer.
+        group: the ranks that take part; None for all.
 
     Raises:
         RanksDisagreeError: the ranks have taken different numbers of steps.
     """
-    for rank, theirs in enumerate(everyone := collectives.gather("hvkit.settled", list(mine))):
-        if theirs != everyone[0]:
+    group = group or everyone()
+    steps = collectives.gather("hvkit.settled", list(mine), group)
+    for rank, theirs in zip(group.members, steps, strict=True):
+        if theirs != steps[0]:
             error = RanksDisagreeError(
-                f"rank {rank} has taken {sum(theirs)} steps since the last agreement, rank 0 "
-                f"{sum(everyone[0])}: every rank must take equally many; hvkit.shard(data) "
-                "gives each as many batches"
+                f"rank {rank} has taken {sum(theirs)} steps since the last agreement, rank "
+                f"{group.first} {sum(steps[0])}: every rank must take equally many; "
+                "hvkit.shard(data) gives each as many batches"
             )
-            raise mark_as_shown_by(error, 0)
+            raise mark_as_shown_by(error, group.first)

@@ -34,10 +34,12 @@ class GraphCounters(Protocol):
     Attributes:
         key: identifies these collectives; the same on every rank.
         name: the name of the wait in messages if the script is in no call of hvkit.
+        ranks: those that take part; none for all.
     """
 
     key: str
     name: str
+    ranks: tuple[int, ...]
 
     def read(self) -> tuple[int, int]:
         """How often this rank has entered these collectives, and how often it has left them."""
@@ -58,6 +60,7 @@ class Status:
         where: the line of the script, ``train.py:41``.
         handling: the error that the script was handling when it made the call; else empty.
         stack: where its main thread is, the innermost call last, if others wait for the rank.
+        ranks: those that the call needs, with this one; none for all.
     """
 
     call: str = ""
@@ -69,6 +72,7 @@ class Status:
     where: str = ""
     handling: str = ""
     stack: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
 
 
 class _ThreadRecord:
@@ -83,6 +87,7 @@ class _ThreadRecord:
         self.handling = ""
         self.serial = 0
         self.waits = 0
+        self.ranks: tuple[int, ...] = ()
         self.since = time.monotonic()
         # Counts the beginnings and ends of calls and waits.
         self.turns = 0
@@ -212,9 +217,14 @@ def current_call() -> str:
 
 
 @contextmanager
-def waiting() -> Iterator[None]:
-    """Wraps code that returns only when every rank has entered it."""
+def waiting(ranks: tuple[int, ...] = ()) -> Iterator[None]:
+    """Wraps code that returns only when every rank has entered it.
+
+    Args:
+        ranks: those that have to; none for all.
+    """
     now = _this_thread()
+    now.ranks = ranks  # before others may see that it waits
     now.waits += 1
     now.turns += 1
     begun = now.since = time.monotonic()
@@ -279,7 +289,7 @@ def status() -> Status:
     threads = list(_threads.values())
     serial, turns = sum(each.serial for each in threads), sum(each.turns for each in threads)
     now = _thread_that_counts(threads)
-    waits, since, thread = now.waits > 0, now.since, now.ident
+    waits, since, thread, ranks = now.waits > 0, now.since, now.ident, now.ranks
     name, key = _described(now.call, now.step), now.key
     for graph in _of_graphs():
         wait = graph.wait()
@@ -294,9 +304,19 @@ def status() -> Status:
             inside = _inside_tensorflow()
             if inside is not None:
                 waits, key, thread = True, f"{now.call or wait.name} {wait.key}", inside
-                name = f"{now.call or wait.name}, step {of_run(entered)}"
+                name, ranks = f"{now.call or wait.name}, step {of_run(entered)}", wait.ranks
     where = line_of_script(thread)
-    return Status(name, key, serial, now.before, waits, moment - since, where, now.handling)
+    return Status(
+        name,
+        key,
+        serial,
+        now.before,
+        waits,
+        moment - since,
+        where,
+        now.handling,
+        ranks=ranks if waits else (),
+    )
 
 
 def stack_of_script() -> tuple[str, ...]:

@@ -3,12 +3,15 @@
 Ranks in calls that do not match will wait forever, and so will ranks that wait for one that has
 ended. A rank outside of any call may rightly load data or compile for minutes: that is reported
 once, and ends the run only after a much longer time. Plain arithmetic, no sockets.
+
+A call may need some ranks only. Such groups do different things rightly, and one may wait for
+another that still trains, as for any rank that does other things.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from hvkit.errors import LaunchError, ranks_text
@@ -53,6 +56,9 @@ def _seconds(name: str, default: float) -> float:
     return seconds
 
 
+About = tuple[str, int, tuple[int, ...]]
+
+
 @dataclass(frozen=True)
 class Diagnosis:
     """A judgement about ranks that wait.
@@ -60,13 +66,14 @@ class Diagnosis:
     Attributes:
         text: the sentence.
         ends: whether the run must end.
-        about: the key and serial number of the call, so that it is reported only once.
+        about: the key, the serial number and the ranks of the call, so that it is reported only
+            once.
         answered: whether all ranks answer. Horovod cannot end waits for one that is stopped.
     """
 
     text: str
     ends: bool
-    about: tuple[str, int] = ("", 0)
+    about: About = ("", 0, ())
     answered: bool = True
 
 
@@ -75,6 +82,7 @@ def diagnose(
     ended: Mapping[int, str],
     report_after: float,
     end_after: float,
+    reported: Container[About] = (),
 ) -> Diagnosis | None:
     """Judge the ranks' reports; None if all is well.
 
@@ -84,6 +92,7 @@ def diagnose(
         ended: how other ranks ended: ``has ended its script``, ``failed with ValueError: x``.
         report_after: seconds after which to report a rank that others wait for.
         end_after: seconds after which such a rank ends the run.
+        reported: what has been reported: ``about`` of earlier diagnoses.
     """
     waiting = {rank: s for rank, s in ranks.items() if s.waits and s.seconds >= MISMATCH_AFTER}
     if not waiting:
@@ -92,16 +101,45 @@ def diagnose(
         return Diagnosis(
             f"{_waits(waiting)}; {_ended(ended)}: {SAME_CALLS}, and {SAME_STEPS}", True
         )
-    mixed = len({s.key for s in waiting.values()}) > 1
-    if mixed and not _on_their_way(waiting, report_after):
-        return Diagnosis(f"{_waits(waiting)}: {SAME_CALLS}", True)
+    crossed = _for_each_other(waiting)
+    if crossed and not _on_their_way(crossed, report_after):
+        return Diagnosis(f"{_waits(crossed)}: {SAME_CALLS}", True)
+    found = [
+        each
+        for group in dict.fromkeys(s.ranks for s in waiting.values())
+        if (each := _of_group(group, ranks, waiting, bool(crossed), report_after, end_after))
+    ]
+    # Those that end the run first; else the first that has not been reported.
+    found.sort(key=lambda each: (not each.ends, each.about in reported))
+    return found[0] if found else None
+
+
+def _of_group(
+    group: tuple[int, ...],
+    ranks: Mapping[int, Status],
+    all_waiting: Mapping[int, Status],
+    mixed: bool,
+    report_after: float,
+    end_after: float,
+) -> Diagnosis | None:
+    """Judge the calls that one group of ranks makes together.
+
+    Args:
+        group: their numbers; none for all.
+        ranks: as in ``diagnose``.
+        all_waiting: those of all ranks that wait long enough to count.
+        mixed: whether some of these wait in calls that do not match.
+        report_after: as in ``diagnose``.
+        end_after: as in ``diagnose``.
+    """
+    waiting = {rank: s for rank, s in all_waiting.items() if s.ranks == group}
     longest = max(waiting.values(), key=lambda s: s.seconds)
-    others = {rank: s for rank, s in ranks.items() if rank not in waiting}
-    # A rank whose wait has just begun has arrived after all.
-    missing = {rank: s for rank, s in others.items() if not s.waits}
+    others = {r: s for r, s in ranks.items() if r not in waiting and (not group or r in group)}
+    # A rank whose wait has just begun has arrived after all, unless it waits for others.
+    missing = {r: s for r, s in others.items() if not s.waits or s.ranks != group}
     if others and not missing:
         return None
-    about = (longest.key, longest.serial)
+    about = (longest.key, longest.serial, group)
     if longest.seconds >= end_after:
         limit = f"the limit is {end_after:g} s ({LIMIT_SET_BY})"
         if missing:
@@ -118,6 +156,23 @@ def diagnose(
         text = f"{_waits(waiting)} for {longest.seconds:.0f} s: a slow network, or exchanges "
         return Diagnosis(text + "that do not match", False, about)
     return None
+
+
+def _for_each_other(waiting: Mapping[int, Status]) -> dict[int, Status]:
+    """The ranks that wait in different calls, each for others of these, so that none will end."""
+
+    def needs(rank: int, other: int) -> bool:
+        mine, theirs = waiting[rank], waiting[other]
+        same = mine.key == theirs.key and mine.ranks == theirs.ranks
+        return not same and (not mine.ranks or other in mine.ranks)
+
+    # Whom each waits for, also at second hand.
+    awaited = {a: {b for b in waiting if needs(a, b)} for a in waiting}
+    for middle in waiting:
+        for each in awaited.values():
+            if middle in each:
+                each |= awaited[middle]
+    return {rank: status for rank, status in waiting.items() if rank in awaited[rank]}
 
 
 def _on_their_way(waiting: Mapping[int, Status], report_after: float) -> bool:

@@ -28,7 +28,15 @@ from hvkit.watch.channel import (
     StatusRequest,
     StepHeld,
 )
-from hvkit.watch.diagnosis import LIMIT_SET_BY, SAME_CALLS, SAME_STEPS, Diagnosis, Limits, diagnose
+from hvkit.watch.diagnosis import (
+    LIMIT_SET_BY,
+    SAME_CALLS,
+    SAME_STEPS,
+    About,
+    Diagnosis,
+    Limits,
+    diagnose,
+)
 from hvkit.watch.heartbeat import report_now
 from hvkit.watch.preemption import PREEMPTION, StepAgreement
 from hvkit.wording import shortened
@@ -295,7 +303,7 @@ class Hub(Watcher):
         self._statuses: dict[int, Status] = {}
         self._answered: dict[int, float] = {}
         self._asked: dict[int, float] = {}
-        self._reported: set[tuple[str, int]] = set()
+        self._reported: set[About] = set()
         self._next_look = 0.0
         self._over = threading.Event()
         self._agreement = StepAgreement(size)
@@ -421,7 +429,8 @@ class Hub(Watcher):
             if not fresh and silent < _NO_ANSWER:
                 return  # wait for its answer
             everyone[rank] = self._statuses[rank] if fresh else Status()
-        diagnosis = diagnose(everyone, self._ended, self._limits.report, self._limits.end)
+        limits = self._limits
+        diagnosis = diagnose(everyone, self._ended, limits.report, limits.end, self._reported)
         if diagnosis is not None:
             self._act_on(diagnosis)
 

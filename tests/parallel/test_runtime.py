@@ -107,7 +107,7 @@ def sent(request, monkeypatch):
     engine, lengths = runtime.engine(request.param), []
     for limit in "CHUNK", "PIECE":
         monkeypatch.setattr(engines, limit, 1000)
-    monkeypatch.setattr(collectives, "any_engine", lambda: engine)
+    monkeypatch.setattr(runtime, "any_engine", lambda: engine)
 
     def recorded(collective):
         def call(*arguments):

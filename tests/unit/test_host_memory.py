@@ -267,7 +267,9 @@ def test_a_stream_of_the_scripts_own_follows_what_horovod_has_ordered(
     )
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: default)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream if own else default)
-    hvd = SimpleNamespace(synchronize=lambda handle: (result, None))
+    hvd = SimpleNamespace(
+        synchronize=lambda handle: (result, None), global_process_set=SimpleNamespace()
+    )
     one_of_two = SimpleNamespace(hvd=hvd)
     monkeypatch.setattr(wire.runtime, "engine", lambda framework: one_of_two)
     assert wire.Wire("checks").wait(0) is result

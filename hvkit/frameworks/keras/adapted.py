@@ -20,6 +20,7 @@ from keras.ops import convert_to_tensor
 
 from hvkit.communication import collectives
 from hvkit.communication.collectives import raise_together, require_equal
+from hvkit.communication.group import Group
 from hvkit.frameworks.keras.backends import is_symbolic, outside_graphs
 from hvkit.main_rank import warn_once
 from hvkit.sync.fingerprints import Compared, Rows, complaint, fingerprint, hashed
@@ -173,10 +174,10 @@ class Learnt:
             self._has_learnt = [each.has_learnt() for each in self._layers]
             self._compared, self._rows = compared_in(model)
 
-    def take_from_rank_0(self) -> None:
-        """Make the layers compute with what rank 0's do; a collective.
+    def take_from_first(self, group: Group) -> None:
+        """Make the layers compute with what the first rank's do; a collective.
 
-        The model holds rank 0's weights by now.
+        The model holds that rank's weights by now. Of all ranks it is rank 0.
 
         Raises:
             RanksDisagreeError: the ranks' models have other layers.
@@ -184,26 +185,28 @@ class Learnt:
                 another size.
         """
         labels = [each.label for each in self._compared]
-        require_equal("model", labels, "build the same model on every rank")
+        require_equal("model", labels, "build the same model on every rank", group=group)
         if not self._layers:
             return
         with outside_graphs():
-            everyone = collectives.gather("distribute", (self._has_learnt, self._rows))
-            raise_together(self._problem([learnt for learnt, _ in everyone]))
-            self._warn(everyone)
-            self._take()
+            everyone = collectives.gather("distribute", (self._has_learnt, self._rows), group)
+            problem = self._problem([learnt for learnt, _ in everyone], group)
+            raise_together(problem, group=group)
+            self._warn(everyone, group)
+            self._take(group)
 
-    def _problem(self, everyone: list[list[bool]]) -> Exception | None:
+    def _problem(self, everyone: list[list[bool]], group: Group) -> Exception | None:
         for i, each in enumerate(self._layers):
-            ranks = [rank for rank, learnt in enumerate(everyone) if learnt[i]]
-            if ranks and ranks[0] != 0:
+            pairs = zip(group.members, everyone, strict=True)
+            ranks = [rank for rank, learnt in pairs if learnt[i]]
+            if ranks and ranks[0] != group.first:
                 return ValueError(
-                    f"layer {each.name} has adapted to data on rank {ranks[0]}, but not on rank 0: "
-                    f"{ADAPT}"
+                    f"layer {each.name} has adapted to data on rank {ranks[0]}, but not on rank "
+                    f"{group.first}: {ADAPT}"
                 )
         return None
 
-    def _warn(self, everyone: list[tuple[list[bool], list[Rows]]]) -> None:
+    def _warn(self, everyone: list[tuple[list[bool], list[Rows]]], group: Group) -> None:
         """Warn if several ranks have adapted a layer, each to other data."""
         owners = [i for i, each in enumerate(self._layers) for _ in each.labels]
         first = everyone[0][1]
@@ -214,22 +217,27 @@ class Learnt:
             ]
             for learnt, theirs in everyone
         ]
-        text, differ = complaint(np.array(rows), self._compared, exact=False) if first else ("", 0)
+        if not first:
+            return
+        text, differ = complaint(np.array(rows), self._compared, False, group.members)
         if differ:
-            warn_once("adapted", f"all ranks use what rank 0's layers have learnt: {text}")
+            source = f"all ranks use what rank {group.first}'s layers have learnt"
+            warn_once("adapted", f"{source}: {text}", group)
 
-    def _take(self) -> None:
+    def _take(self, group: Group) -> None:
         """Take over what differs."""
-        raise_together(_problem_of(_Adapted.derive_again, *((each,) for each in self._layers)))
+        derived = _problem_of(_Adapted.derive_again, *((each,) for each in self._layers))
+        raise_together(derived, group=group)
         mine = [[row.tolist() for row in each.rows()] for each in self._layers]
-        theirs = collectives.from_rank(0, mine)
+        theirs = collectives.from_rank(group.first, mine, group)
         unlike = {i for i, rows in enumerate(mine) if rows != theirs[i]}
-        wanted = sorted(set().union(*collectives.gather("distribute", sorted(unlike))))
-        values = collectives.from_rank(0, [self._layers[i].values() for i in wanted])
+        wanted = sorted(set().union(*collectives.gather("distribute", sorted(unlike), group)))
+        mine_of_wanted = [self._layers[i].values() for i in wanted]
+        values = collectives.from_rank(group.first, mine_of_wanted, group)
         taken = (
             (self._layers[i], each) for i, each in zip(wanted, values, strict=True) if i in unlike
         )
-        raise_together(_problem_of(_Adapted.take, *taken))
+        raise_together(_problem_of(_Adapted.take, *taken), group=group)
 
 
 def _problem_of(function: Callable[..., None], *arguments: tuple[Any, ...]) -> Exception | None:

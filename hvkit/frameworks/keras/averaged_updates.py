@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import keras
 import tensorflow as tf
 
+from hvkit.communication.group import Group
 from hvkit.frameworks.keras.collectives.graph_collectives import GraphWait
 from hvkit.frameworks.keras.collectives.wire import Wire
 from hvkit.frameworks.keras.gradients.nonfinite import NonFinite
@@ -131,10 +132,11 @@ def _zeros(accumulators: list[Any]) -> list[tf.Tensor]:
     return [tf.zeros_like(acc.value) for acc in accumulators]
 
 
-_skipping_together: WeakSet[Any] = WeakSet()
+# By optimizer: the ranks that update together.
+_skipping_together: WeakKeyDictionary[Any, Group] = WeakKeyDictionary()
 
 
-def skip_together(optimizer: Any) -> None:
+def skip_together(optimizer: Any, group: Group) -> None:
     """Make each ``LossScaleOptimizer`` around this one skip a step on all ranks or on none.
 
     It wraps the optimizer that does the update: either the user makes it, or ``compile`` does under
@@ -142,7 +144,7 @@ def skip_together(optimizer: Any) -> None:
     local gradients, and calls the inner optimizer only if there are none. If each rank decided
     alone, some would wait in the inner optimizer for ranks that never come.
     """
-    _skipping_together.add(optimizer)
+    _skipping_together[optimizer] = group
     _share_check_for_overflows()
 
 
@@ -155,12 +157,16 @@ def _share_check_for_overflows() -> None:
     """
     scaler = keras.optimizers.LossScaleOptimizer
     check_finite_locally = scaler.check_finite
-    wire, wait = Wire("checks"), GraphWait("hvkit.finite")
+
+    @functools.cache
+    def collective_of(group: Group) -> tuple[Wire, GraphWait]:
+        return Wire("checks", group), GraphWait("hvkit.finite", group=group)
 
     def check_finite(self: Any, grads: Any) -> Any:
         finite = check_finite_locally(self, grads)
-        if inner_optimizer(self) not in _skipping_together:
+        if (group := _skipping_together.get(inner_optimizer(self))) is None:
             return finite
+        wire, wait = collective_of(group)
         refuse_xla("the check for overflows in the optimizer")
         with tf.device("CPU:0"):
             everywhere = wait.around(

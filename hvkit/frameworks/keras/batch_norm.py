@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvkit import runtime
+from hvkit.communication.group import Group
 from hvkit.frameworks.keras.collectives.gather import gather_rows
 from hvkit.frameworks.keras.collectives.graph_collectives import GraphWait
 from hvkit.frameworks.keras.collectives.wire import Wire
@@ -23,7 +23,7 @@ from hvkit.frameworks.keras.synchronised_norm import layers_of
 from hvkit.sync.nonfinite import kept_statistics
 
 
-def average_statistics(model: keras.Model, wait: GraphWait) -> None:
+def average_statistics(model: keras.Model, wait: GraphWait, group: Group) -> None:
     """Average the moving statistics of the model's trainable batch-norm layers; a collective.
 
     Frozen layers use their statistics without changing them, so those are already equal.
@@ -31,13 +31,14 @@ def average_statistics(model: keras.Model, wait: GraphWait) -> None:
     Args:
         model: with weights.
         wait: counts the waits in this collective.
+        group: the ranks that train the model.
     """
     kept = _statistics_in(model)
     if not kept:
         return
     flat = tf.concat([tf.cast(tf.reshape(v.value, [-1]), tf.float32) for v in kept], axis=0)
 
-    mean = wait.around(flat, lambda vector: Wire("batch norm").mean(vector, wait.key))
+    mean = wait.around(flat, lambda vector: Wire("batch norm", group).mean(vector, wait.key))
     pieces = tf.split(mean, [int(v.shape[0]) for v in kept])
     for variable, piece in zip(kept, pieces, strict=True):
         variable.assign(tf.cast(piece, variable.dtype))
@@ -101,13 +102,13 @@ def _statistics_in(model: keras.Model) -> list[Any]:
     ]
 
 
-def gather_row(name: str, row: tf.Tensor) -> tf.Tensor:
+def gather_row(name: str, group: Group, row: tf.Tensor) -> tf.Tensor:
     """All ranks' vectors as rows, in rank order; a collective, as is its backward pass."""
     refuse_xla("batch norm over all ranks' batches")
-    return gather_rows(row[None], [1] * runtime.size(), name, _wait(), Wire("batch norm"))
+    return gather_rows(row[None], [1] * group.size, name, _wait(group), Wire("batch norm", group))
 
 
 @functools.cache
-def _wait() -> GraphWait:
+def _wait(group: Group) -> GraphWait:
     """One counter for all layers together: each one costs the watcher time."""
-    return GraphWait("hvkit.batch_norm", "synchronised batch norm")
+    return GraphWait("hvkit.batch_norm", "synchronised batch norm", group)

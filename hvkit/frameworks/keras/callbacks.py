@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 import keras
 
-from hvkit import runtime
 from hvkit.communication import collectives
+from hvkit.communication.group import Group
 from hvkit.errors import RanksDisagreeError
-from hvkit.metrics import any_rank
+from hvkit.metrics import any_rank_of
 from hvkit.watch.rank_errors import mark_as_shown_by
 
 # These only write files and messages.
@@ -63,6 +63,7 @@ class Epoch:
     Args:
         averagers: of the optimizers that update the model.
         make_alike: ends an epoch; raises on every rank if the ranks differ; a collective.
+        group: the ranks that train the model.
         rounds: for strategies whose ranks train alone.
         watching: returns callbacks of the port's own, called after all others.
     """
@@ -71,12 +72,14 @@ class Epoch:
         self,
         averagers: Sequence[Averager],
         make_alike: Callable[[], None],
+        group: Group,
         rounds: RoundsOfFit | None = None,
         watching: Callable[[], list[Any]] = list,
     ) -> None:
         self._averagers = averagers
         self.watching = watching
         self.make_alike = make_alike
+        self.group = group
         self.rounds = rounds
         self._begun = False
 
@@ -105,11 +108,12 @@ class Epoch:
                 each.end_of_epoch()
 
 
-def for_this_rank(callbacks: Any, epoch: Epoch | None, model: keras.Model) -> Any:
+def for_this_rank(callbacks: Any, group: Group, epoch: Epoch | None, model: keras.Model) -> Any:
     """The callbacks that this rank runs, in their order.
 
     Args:
         callbacks: the user's: None, a callback, a list of callbacks or a ``CallbackList``.
+        group: the ranks that train the model; the first one writes files.
         epoch: the state of ``fit``; None for other methods.
         model: whose method it is.
 
@@ -125,11 +129,11 @@ def for_this_rank(callbacks: Any, epoch: Epoch | None, model: keras.Model) -> An
                 f"callbacks is a {type(callbacks).__name__}, to which hvkit cannot add callbacks "
                 "of its own: pass a list, or a keras.callbacks.CallbackList"
             )
-        mine = for_this_rank(callbacks.callbacks, epoch, model)
+        mine = for_this_rank(callbacks.callbacks, group, epoch, model)
         return keras.callbacks.CallbackList(mine, model=model, **callbacks.params or {})
     given = _as_list(callbacks)
     _refuse_restoring(given)
-    if runtime.rank() != 0:
+    if group.rank != 0:
         given = [_without_output(each) for each in given if not _is_one_of(each, _WRITERS)]
     if epoch is None:
         return given
@@ -257,7 +261,8 @@ class InStep(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_begin(self, logs: Any = None) -> None:
         """Make sure that all ranks that know their number of steps have the same number."""
         mine = (self.params or {}).get("steps"), self._every_step, self._at_the_end
-        steps, every_step, at_the_end = zip(*collectives.gather("fit", mine), strict=True)
+        group = self._epoch.group
+        steps, every_step, at_the_end = zip(*collectives.gather("fit", mine, group), strict=True)
         self._every_step, self._at_the_end = any(every_step), any(at_the_end)
         rounds = self._epoch.rounds
         may_differ = rounds is not None and not rounds.equal_steps and not self._every_step
@@ -266,7 +271,7 @@ class InStep(keras.callbacks.Callback):  # type: ignore[misc]
                 f"fit has data of different length on each rank, {list(steps)} steps per epoch in "
                 "rank order: every rank must take the same number of steps; use hvkit.shard(data)"
             )
-            raise mark_as_shown_by(error, 0)
+            raise mark_as_shown_by(error, group.first)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begin a pass over the training data."""
@@ -277,12 +282,12 @@ class InStep(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Stop if any rank stops."""
         if self._every_step:
-            self.model.stop_training = any_rank(self.model.stop_training)
+            self.model.stop_training = any_rank_of(self._epoch.group, self.model.stop_training)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Compare the ranks' weights, and stop if any rank stops."""
         self._epoch.make_alike()
-        self.model.stop_training = any_rank(self.model.stop_training)
+        self.model.stop_training = any_rank_of(self._epoch.group, self.model.stop_training)
         if self._settled:
             self._settled.put_back()
 

@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvkit import runtime
+from hvkit.communication.group import Group
 from hvkit.errors import RanksDisagreeError
 from hvkit.frameworks.keras.adapted import compared_in as adapted_in
 from hvkit.frameworks.keras.backends import backend_variable
@@ -44,12 +44,20 @@ class Checks:
         model: a distributed one.
         every: updates from one comparison of weights to the next; None after 1, 2, 4, 8, ...
         first_only: compare before the first update, and never again.
+        group: the ranks that train the model.
     """
 
     def __init__(
-        self, name: str, model: keras.Model, every: int | None = None, *, first_only: bool = False
+        self,
+        name: str,
+        model: keras.Model,
+        group: Group,
+        every: int | None = None,
+        *,
+        first_only: bool = False,
     ) -> None:
-        self._wire = Wire("checks")
+        self._group = group
+        self._wire = Wire("checks", group)
         self._name = name
         self._model = model
         self._every = _NEVER if first_only else every
@@ -100,7 +108,8 @@ class Checks:
         text = _in_numpy(lambda rows: judge()(rows), [everyone], tf.string, [])
         if tf.executing_eagerly():
             if text.numpy():
-                raise mark_as_shown_by(RanksDisagreeError(text.numpy().decode()), 0)
+                error = RanksDisagreeError(text.numpy().decode())
+                raise mark_as_shown_by(error, self._group.first)
             alike = tf.no_op()
         else:
             reason = tf.strings.join([for_graph(RanksDisagreeError(), on_every_rank=True), text])
@@ -117,8 +126,9 @@ class Checks:
         return np.array([*rows_of([*arrays, *(v.numpy() for v in frozen)]), *rows])
 
     def _judge(self, everyone: Rows) -> bytes:
-        rows = everyone.reshape(runtime.size(), -1, WIDTH)
-        text = fingerprints.judge(rows, self._compared, exact=self._model not in _updated)
+        rows = everyone.reshape(self._wire.size, -1, WIDTH)
+        exact = self._model not in _updated
+        text = fingerprints.judge(rows, self._compared, exact, self._group)
         _updated.add(self._model)
         return text.encode()
 
@@ -128,7 +138,10 @@ class Checks:
 
         mine = _in_numpy(hashed, gradients, tf.int64, [1, 2])
         everyone = self._of_all_ranks(mine, "work")
-        done = _in_numpy(fingerprints.warn_of_equal_work, [everyone], tf.bool, [])
+        group = self._group  # the function must not keep this object
+        done = _in_numpy(
+            lambda rows: fingerprints.warn_of_equal_work(rows, group), [everyone], tf.bool, []
+        )
         return self._gradients_due.assign(tf.logical_not(done))
 
     def _of_all_ranks(self, rows: tf.Tensor, what: str) -> tf.Tensor:

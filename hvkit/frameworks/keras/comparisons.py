@@ -12,6 +12,7 @@ from typing import Any
 
 import keras
 
+from hvkit.communication.group import Group
 from hvkit.frameworks.keras.adapted import compared_in as adapted_in
 from hvkit.frameworks.keras.backends import outside_graphs
 from hvkit.frameworks.keras.divided_state import ids_of_slots
@@ -47,20 +48,24 @@ def compared_in(thing: Any) -> tuple[list[Compared], list[Rows]]:
         return [*labels_of(variables), *adapted], [*rows_of([v.numpy() for v in variables]), *rows]
 
 
-def require_same_weights(call: str, model: keras.Model, optimizers: Sequence[Any]) -> None:
+def require_same_weights(
+    call: str, model: keras.Model, optimizers: Sequence[Any], group: Group
+) -> None:
     """Raise on every rank unless all hold the same weights, up to rounding; a collective.
 
     Args:
         call: the name of the call that the user made.
         model: a distributed one.
         optimizers: those that ``distribute`` got with it.
+        group: the ranks that train it.
 
     Raises:
         RanksDisagreeError: names the first variable that differs, and the ranks.
     """
     found = [compared_in(each) for each in (model, *optimizers)]
     compared = [each for theirs, _ in found for each in theirs]
-    fingerprints.require_same(call, compared, [row for _, theirs in found for row in theirs])
+    rows = [row for _, theirs in found for row in theirs]
+    fingerprints.require_same(call, compared, rows, group)
 
 
 def require_same(call: str, labels: Sequence[str], variables: Sequence[Any]) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 import keras
 from keras.src.trainers.epoch_iterator import EpochIterator
 
-from hvkit import runtime
+from hvkit.communication.group import Group
 from hvkit.frameworks.keras.callbacks import Averager, Epoch, RoundsOfFit, for_this_rank
 from hvkit.frameworks.keras.metric_results import over_all_ranks
 from hvkit.watch.calls import call_within
@@ -28,6 +28,7 @@ def share_results(
     model: keras.Model,
     averagers: Sequence[Averager],
     make_alike: Callable[[], None],
+    group: Group,
     rounds: RoundsOfFit | None = None,
     watching: Callable[[], list[Any]] = list,
 ) -> None:
@@ -39,16 +40,17 @@ def share_results(
         model: a distributed one.
         averagers: of the optimizers that update it.
         make_alike: ends an epoch; raises on every rank if the ranks differ; a collective.
+        group: the ranks that train it; its first one takes the part of rank 0.
         rounds: for strategies whose ranks train alone. ``evaluate`` then uses the weights that the
             ranks would agree on, with which they also leave ``fit``.
         watching: returns callbacks for ``fit``, called after all others.
     """
-    epoch = Epoch(averagers, make_alike, rounds, watching)
+    epoch = Epoch(averagers, make_alike, group, rounds, watching)
     read = model._get_metrics_result_or_logs
 
     def read_from_all_ranks(logs: Mapping[str, Any]) -> Mapping[str, Any]:
         epoch.end()
-        return over_all_ranks(model, read, logs)
+        return over_all_ranks(model, read, logs, group)
 
     model._get_metrics_result_or_logs = read_from_all_ranks
     model.fit = _on_this_rank(model, model.fit, epoch)
@@ -95,11 +97,13 @@ def _on_this_rank(
     @functools.wraps(method)
     def on_this_rank(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = with_names(method, args, kwargs)
-        if _takes(method, "verbose") and runtime.rank() != 0:
+        if _takes(method, "verbose") and epoch.group.rank != 0:
             kwargs["verbose"] = 0
         if _takes(method, "callbacks"):
             given = kwargs.get("callbacks")
-            kwargs["callbacks"] = for_this_rank(given, epoch if trains else None, model)
+            kwargs["callbacks"] = for_this_rank(
+                given, epoch.group, epoch if trains else None, model
+            )
         aside = _each_epoch_to_its_end(epoch.rounds) if trains else epoch.set_aside()
         with aside, call_within(method.__name__), translated():
             try:

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvkit import runtime
+from hvkit.communication.group import Group
 from hvkit.frameworks.keras.collectives.graph_collectives import GraphWait
 from hvkit.frameworks.keras.collectives.wire import Wire
 
@@ -19,11 +19,12 @@ class GraphShares:
 
     Args:
         name: the same on every rank, and no other optimizer's.
+        group: the ranks among which the state is divided.
     """
 
-    def __init__(self, name: str) -> None:
-        self._wait = GraphWait(f"{name}.shares")
-        self._wire = Wire("weights")
+    def __init__(self, name: str, group: Group) -> None:
+        self._wait = GraphWait(f"{name}.shares", group=group)
+        self._wire = Wire("weights", group)
         with tf.init_scope():
             self._used = tf.Variable(0.0, trainable=False)
 
@@ -36,7 +37,7 @@ class GraphShares:
         self._used.assign(tf.add_n(used))
 
     def send(self, number: int, piece: list[list[int]], variables: Sequence[tf.Variable]) -> None:
-        mine = [_as_bytes(variables[i].value()) for i in piece[runtime.rank()]]
+        mine = [_as_bytes(variables[i].value()) for i in piece[self._wire.rank]]
         # A graph computes with constants only once, even if there is nothing in them.
         nothing = _as_bytes(variables[0].value())[:0]
         sizes = [_bytes(variables[i]) for i in itertools.chain(*piece)]
@@ -51,7 +52,7 @@ class GraphShares:
         for rank, numbers in enumerate(piece):
             theirs, parts = parts[: len(numbers)], parts[len(numbers) :]
             for i, part in zip(numbers, theirs, strict=True):
-                if rank != runtime.rank():
+                if rank != self._wire.rank:
                     variables[i].assign(_from_bytes(part, variables[i]))
 
 

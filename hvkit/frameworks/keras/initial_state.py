@@ -1,4 +1,7 @@
-"""Copies rank 0's weights and optimizer state to every rank, bit for bit."""
+"""Copies the first rank's weights and optimizer state to every rank, bit for bit.
+
+The first of all ranks is rank 0, as messages and names here call it; a group has another.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from keras.src.backend import AutocastScope
 
 from hvkit.communication import collectives
 from hvkit.communication.collectives import require_equal
+from hvkit.communication.group import Group
 from hvkit.frameworks.keras.backends import have_values, outside_graphs
 
 
@@ -39,8 +43,8 @@ def _is_built(model: keras.Model) -> bool:
     return bool(parts) and not own_build and all(part.built for part in parts)
 
 
-def synchronise(weights: Sequence[Any]) -> None:
-    """Overwrite weights with rank 0's, in place.
+def synchronise(weights: Sequence[Any], group: Group) -> None:
+    """Overwrite weights with the first rank's, in place; a collective.
 
     Raises:
         RanksDisagreeError: the ranks' weights differ in number, path, shape or dtype.
@@ -51,8 +55,8 @@ def synchronise(weights: Sequence[Any]) -> None:
             "build the same model on every rank; if only numbers in names differ, some rank has "
             "made other models before: call keras.utils.clear_session() there, or name the layers"
         )
-        require_equal("model", facts, advice)
-        _broadcast(weights)
+        require_equal("model", facts, advice, group=group)
+        _broadcast(weights, group)
 
 
 def _name(weight: Any) -> str:
@@ -65,9 +69,12 @@ def _name(weight: Any) -> str:
 
 
 def synchronise_optimizers(
-    optimizers: Sequence[Any], trained: Sequence[Any], leave_out: Container[int] = ()
+    optimizers: Sequence[Any],
+    trained: Sequence[Any],
+    group: Group,
+    leave_out: Container[int] = (),
 ) -> None:
-    """Overwrite the state of optimizers with rank 0's, in place.
+    """Overwrite the state of optimizers with the first rank's, in place; a collective.
 
     If an optimizer has slot variables on some ranks only, because a script loaded a checkpoint
     there, this makes them on all ranks, for the ``trained`` variables.
@@ -75,13 +82,14 @@ def synchronise_optimizers(
     Args:
         optimizers: all of a model.
         trained: the model's trainable variables.
+        group: the ranks that take part.
         leave_out: ids of variables of the optimizers that differ between ranks.
 
     Raises:
         RanksDisagreeError: the ranks' states differ in number, shape or dtype.
     """
     with outside_graphs():
-        built = collectives.gather("distribute", [each.built for each in optimizers])
+        built = collectives.gather("distribute", [each.built for each in optimizers], group)
         for i, optimizer in enumerate(optimizers):
             if not optimizer.built and any(theirs[i] for theirs in built):
                 optimizer.build(trained)
@@ -91,17 +99,18 @@ def synchronise_optimizers(
                 # Without names: a loaded optimizer names its variables differently.
                 [f"variable: shape {tuple(v.shape)}, {v.dtype}" for v in variables],
                 "make the same optimizer, and load the same checkpoint, on every rank",
+                group=group,
             )
-            _broadcast(variables)
+            _broadcast(variables, group)
 
 
-def _broadcast(variables: Sequence[Any]) -> None:
+def _broadcast(variables: Sequence[Any], group: Group) -> None:
     if not variables:
         return
     with AutocastScope(None):  # in a layer's call, variables look as if they had 16 bits
         values = [np.array(v.numpy(), order="C") for v in variables]
         sent = [value.reshape(-1).view(np.uint8) for value in values]
-        received = collectives.broadcast_state(np.concatenate(sent))
+        received = collectives.broadcast_state(np.concatenate(sent), group)
         ends = np.cumsum([piece.size for piece in sent])
         pieces = np.split(received, ends[:-1])
         for variable, value, piece in zip(variables, values, pieces, strict=True):

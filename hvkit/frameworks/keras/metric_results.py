@@ -15,6 +15,7 @@ import keras
 import numpy as np
 
 from hvkit.communication import collectives
+from hvkit.communication.group import Group
 from hvkit.main_rank import warn_once
 
 Number = np.ndarray[Any, Any] | float
@@ -26,14 +27,15 @@ _BEYOND = 1.25
 
 
 def over_all_ranks(
-    model: keras.Model, read: Callable[[Any], Any], logs: Mapping[str, Any]
+    model: keras.Model, read: Callable[[Any], Any], logs: Mapping[str, Any], group: Group
 ) -> Mapping[str, Any]:
-    """The metrics of one pass over the data, combined over all ranks; a collective.
+    """The metrics of one pass over the data, combined over all ranks of a group; a collective.
 
     Args:
         model: its metrics have seen this rank's batches.
         read: returns the metrics that Keras reports, from the metrics' states or from ``logs``.
         logs: the return value of the last step; empty if this rank had no batch.
+        group: the ranks that train the model.
     """
     # Without a batch, compiled metrics may have no state yet.
     own: Mapping[str, Any] = read(logs) if logs else logs
@@ -41,18 +43,18 @@ def over_all_ranks(
     from_state = own is not logs
     variables = [v for metric in model.metrics for v in metric.variables]
     state = [v.numpy() for v in variables] if from_state else None
-    everyone = collectives.gather("fit or evaluate", (state, _numbers(own)))
+    everyone = collectives.gather("fit or evaluate", (state, _numbers(own)), group)
     states = [theirs for theirs, _ in everyone if theirs is not None]
     results = [theirs for _, theirs in everyone if theirs]
     if states:
         if state is not None:
             own = _result_of(variables, _combined(variables, states), state, lambda: read(logs))
-        _warn_of_sums(model, _numbers(own), results)
-        own = _agreed(own)
+        _warn_of_sums(model, _numbers(own), results, group)
+        own = _agreed(own, group)
     elif own:
         own = _means(own, results)
     with_data = [bool(theirs or numbers) for theirs, numbers in everyone]
-    return own if all(with_data) else _result_of_first_with_data(own, with_data)
+    return own if all(with_data) else _result_of_first_with_data(own, with_data, group)
 
 
 def _combined(variables: list[Any], states: list[list[Any]]) -> list[Any]:
@@ -82,7 +84,10 @@ def _result_of(
 
 
 def _warn_of_sums(
-    model: keras.Model, combined: Mapping[str, Number], results: Sequence[Mapping[str, Number]]
+    model: keras.Model,
+    combined: Mapping[str, Number],
+    results: Sequence[Mapping[str, Number]],
+    group: Group,
 ) -> None:
     """Warn of a user's metric whose variables have been added up, although they are no sums.
 
@@ -98,6 +103,7 @@ def _warn_of_sums(
                     "one: hvkit adds up a metric's variables, so they must be sums over samples "
                     "(add_weight and assign_add), from which result() computes; give one that is "
                     'no sum aggregation="mean" in add_variable',
+                    group,
                 )
 
 
@@ -110,22 +116,23 @@ def _is_users(model: keras.Model, name: str) -> bool:
     return any(name == each or name.endswith(f"_{each}") for each in own)
 
 
-def _agreed(own: Mapping[str, Any]) -> dict[str, Any]:
+def _agreed(own: Mapping[str, Any], group: Group) -> dict[str, Any]:
     """The results with the same numbers on every rank; a collective.
 
     They differ if a metric keeps state outside of variables, which hvkit cannot combine.
     """
     mine = _numbers(own)
-    everyone = [theirs for theirs in collectives.gather("fit or evaluate", mine) if theirs]
+    gathered = collectives.gather("fit or evaluate", mine, group)
+    everyone = [theirs for theirs in gathered if theirs]
     agreed = dict(own)
     for name in mine:
         values = [np.asarray(theirs[name]) for theirs in everyone if name in theirs]
         if not all(np.array_equal(values[0], each, equal_nan=True) for each in values):
-            agreed[name] = _as_float(_one_of(name, values))
+            agreed[name] = _as_float(_one_of(name, values, group))
     return agreed
 
 
-def _one_of(name: str, values: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+def _one_of(name: str, values: list[np.ndarray[Any, Any]], group: Group) -> np.ndarray[Any, Any]:
     """The number that all ranks use, of ranks' results that differ: the mean, if possible."""
     first = values[0]
     alike = all(each.shape == first.shape for each in values)
@@ -138,6 +145,7 @@ def _one_of(name: str, values: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, An
         "keeps state elsewhere, where each rank has seen its own samples. All ranks report the "
         f"{'mean' if alike else 'value of rank 0'}; keep the state in add_weight(...) for the "
         "result of one process",
+        group,
     )
     return np.asarray(np.mean(values, axis=0)) if alike else first
 
@@ -152,11 +160,13 @@ def _means(own: Mapping[str, Any], numbers: Sequence[Mapping[str, Any]]) -> dict
     }
 
 
-def _result_of_first_with_data(own: Mapping[str, Any], with_data: list[bool]) -> Mapping[str, Any]:
+def _result_of_first_with_data(
+    own: Mapping[str, Any], with_data: list[bool], group: Group
+) -> Mapping[str, Any]:
     """The metrics of the first rank that had data, for ranks whose part was empty."""
     if not any(with_data):
         return own
-    return collectives.from_rank(with_data.index(True), dict(own))
+    return collectives.from_rank(group.members[with_data.index(True)], dict(own), group)
 
 
 def _numbers(result: Mapping[str, Any]) -> dict[str, Number]:

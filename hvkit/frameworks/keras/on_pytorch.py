@@ -7,7 +7,6 @@ loop of the script's own. So they are averaged when it returns, and ``optimizer.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -17,9 +16,9 @@ from weakref import ref
 import torch
 from keras.src.backend import in_stateless_scope
 
-from hvkit import runtime
 from hvkit.communication.collectives import gather, require_equal
 from hvkit.communication.encoding import bytes_of
+from hvkit.communication.group import Group
 from hvkit.frameworks.keras.adapted import Learnt
 from hvkit.frameworks.keras.as_pytorch import (
     KerasStep,
@@ -68,12 +67,9 @@ from hvkit.sync.local_weights import LocalWeights
 from hvkit.sync.port import Keeper, Options, Record, begin_with_weights, record
 from hvkit.watch.calls import call
 
-# Numbers the optimizers; ranks call distribute in the same order.
-_serial = itertools.count()
 
-
-def _gather_row(name: str, row: torch.Tensor) -> torch.Tensor:
-    return torch.stack(gather_tensors(row, [tuple(row.shape)] * runtime.size()))
+def _gather_row(name: str, group: Group, row: torch.Tensor) -> torch.Tensor:
+    return torch.stack(gather_tensors(row, [tuple(row.shape)] * group.size, group))
 
 
 def average(layers: Sequence[Any]) -> None:
@@ -116,11 +112,16 @@ class RoundsInFit:
 
 
 class ShareSender:
-    """Sends the variables that ranks own: what ``sharded`` needs of PyTorch."""
+    """Sends the variables that ranks own: what ``sharded`` needs of PyTorch.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        name: the same on every rank, and no other optimizer's.
+        group: the ranks among which the state is divided.
+    """
+
+    def __init__(self, name: str, group: Group) -> None:
         self._name = name
-        self._wire = Wire("weights")
+        self._wire = Wire("weights", group)
 
     def leave_out(self, gradients: Sequence[Any]) -> None:
         """Nothing: they are averaged already."""
@@ -178,7 +179,7 @@ class KerasOnPyTorchPort:
         for model in self.models:
             refuse_other_optimizers(model, [o for each in inner for o in (each, *parts_of(each))])
             train_uncompiled(model)
-            share_results(model, (), self._end_epoch, self._rounds)
+            share_results(model, (), self._end_epoch, self.options.group, self._rounds)
         if self._rounds:
             let_differ([self.model, *self.models], inner)
         for each in inner:
@@ -188,11 +189,12 @@ class KerasOnPyTorchPort:
             if self.options.on_nonfinite != "ignore":
                 let_leave_out_updates(each)
         if isinstance(self.options.strategy, ShardedOptimizer):
-            held = [0] * runtime.size()
+            group = self.options.group
+            held = [0] * group.size
             for each in updating(self.optimizers):
-                shares = ShareSender(f"hvkit.{next(_serial)}")
-                OptimizerShards(self.options.strategy, each, held, shares)
-        built = gather("distribute", list(map(has_weights, self.models)))
+                shares = ShareSender(group.numbered("hvkit"), group)
+                OptimizerShards(self.options.strategy, each, held, shares, group)
+        built = gather("distribute", list(map(has_weights, self.models)), self.options.group)
         if all(map(all, built)):
             return self._begin()
         for model, on_ranks in zip(self.models, zip(*built, strict=True), strict=True):
@@ -224,14 +226,14 @@ class KerasOnPyTorchPort:
         if not any(each is model for each in self._synchronised):
             self._synchronised.append(model)
             learnt = Learnt(model)
-            synchronise(model.weights)
-            learnt.take_from_rank_0()
+            synchronise(model.weights, self.options.group)
+            learnt.take_from_first(self.options.group)
             for module in modules_of_pytorch(model):
-                broadcast_tensors(list(module.buffers()))
+                broadcast_tensors(list(module.buffers()), self.options.group)
 
     def _begin_if_built(self) -> None:
         if not self._begun and all(map(has_weights, self.models)):
-            record(self.models, *self._begin())
+            record(self.models, *self._begin(), self.options.group)
 
     def _begin(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
         """Keep the ranks in step from now on; called once all models have weights; a collective."""
@@ -239,19 +241,22 @@ class KerasOnPyTorchPort:
         for model in self.models:
             self._synchronise(model)
         trained, divided = self.model.trainable_variables, ids_of_slots(self.optimizers)
-        synchronise_optimizers(self.optimizers, trained, divided)
+        synchronise_optimizers(self.optimizers, trained, self.options.group, divided)
         for step in self._steps:
             step.may_update(made_trainable(self.model))
         options = self.options
         if options.batch_norm == "sync":  # then their statistics are the same on all ranks
-            synchronise_batch_norm(self.model, everything=True, gather=_gather_row)
+            group = options.group
+            synchronise_batch_norm(self.model, everything=True, gather=_gather_row, group=group)
             for module in modules_of_pytorch(self.model):
-                pytorch_batch_norm.synchronise_batch_norm(pytorch_batch_norm.batch_norm_of(module))
+                layers = pytorch_batch_norm.batch_norm_of(module)
+                pytorch_batch_norm.synchronise_batch_norm(layers, group)
             options = replace(options, batch_norm="local")
         if isinstance(options.strategy, ShardedOptimizer):  # Keras's part of it divides the state
             options = replace(options, strategy=Synchronous())
         port = PyTorchPort([ModelWeights(self.model)], self._steps, options)
-        require_equal("model", port.facts(), "build the same model on every rank")
+        advice = "build the same model on every rank"
+        require_equal("model", port.facts(), advice, group=options.group)
         _, keeper = port.keep_in_step()
         if self._rounds:
             assert isinstance(keeper, LocalWeights)
@@ -278,5 +283,5 @@ class KerasOnPyTorchPort:
             refuse_left_out(self.models, self.optimizers, variables)
 
     def _end_epoch(self) -> None:
-        require_same_weights("fit", self.model, self.optimizers)
-        warn_of_unlike("fit", *compared_of(self.model))
+        require_same_weights("fit", self.model, self.optimizers, self.options.group)
+        warn_of_unlike("fit", *compared_of(self.model), self.options.group)

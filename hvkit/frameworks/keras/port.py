@@ -7,7 +7,6 @@ model that has no weights yet. The classes stay Keras's own, so saved files do n
 from __future__ import annotations
 
 import functools
-import itertools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from keras.src.backend import in_stateless_scope
 
 from hvkit import runtime
 from hvkit.communication import collectives
+from hvkit.communication.group import refuse_in_group
 from hvkit.frameworks.keras.adapted import Learnt
 from hvkit.frameworks.keras.averaged_updates import Average, average_in_apply, skip_together
 from hvkit.frameworks.keras.backends import backend_variable, have_values
@@ -70,9 +70,6 @@ from hvkit.strategies.strategy import Averaging, Rounds
 from hvkit.sync.buffers import warn_of_unlike
 from hvkit.sync.port import Keeper, Options, Record, warn_of_own_batches
 
-# Numbers the optimizers; ranks call distribute in the same order.
-_serial = itertools.count()
-
 _KEEPER = "_hvkit_keeper"
 
 
@@ -88,6 +85,8 @@ class KerasPort:
         self.options = options
         self.optimizers = list(optimizers)
         refuse_optimizers(self.models, self.optimizers, options)
+        if isinstance(options.strategy, Rounds):
+            refuse_in_group(f"{options.strategy} for Keras on TensorFlow", options.group)
         if isinstance(options.strategy, ShardedOptimizer):
             for each in updating(self.optimizers):
                 refuse_joint_updates(options.strategy, each)
@@ -97,6 +96,13 @@ class KerasPort:
         self._pending = list(models)
         self._optimizers_pending = True
 
+    def _name(self) -> str:
+        """A new name for collectives."""
+        return self.options.group.numbered("hvkit")
+
+    def _wait(self, name: str) -> GraphWait:
+        return GraphWait(name, group=self.options.group)
+
     def facts(self) -> list[str]:
         return [settings_of(each) for each in self.optimizers]
 
@@ -105,7 +111,9 @@ class KerasPort:
 
     def synchronise(self) -> None:
         self._synchronise_batch_norm()
-        everyone = collectives.gather("distribute", [has_weights(each) for each in self.models])
+        everyone = collectives.gather(
+            "distribute", [has_weights(each) for each in self.models], self.options.group
+        )
         for model, built in zip(self.models, zip(*everyone, strict=True), strict=True):
             if all(built):
                 self._synchronise_before_it_computes(model)
@@ -122,17 +130,18 @@ class KerasPort:
         """Synchronise a model with all that it computes with, also beside its weights."""
         learnt = Learnt(model)
         self._synchronise_model(model)
-        learnt.take_from_rank_0()
+        learnt.take_from_first(self.options.group)
 
     def _synchronise(self, weights: Sequence[Any]) -> None:
         self._synchronised.update((id(backend_variable(w)), w) for w in weights)
-        synchronise(weights)
+        synchronise(weights, self.options.group)
 
     def _synchronise_optimizers(self) -> None:
         if self._optimizers_pending:
             self._optimizers_pending = False
             divided = ids_of_slots(self.optimizers)
-            synchronise_optimizers(self.optimizers, self.model.trainable_variables, divided)
+            trained = self.model.trainable_variables
+            synchronise_optimizers(self.optimizers, trained, self.options.group, divided)
 
     def _synchronise_before_first_call(self, model: Any) -> None:
         """Synchronise in the model's first call, after it has built itself, before it computes."""
@@ -153,7 +162,9 @@ class KerasPort:
             return
         everything = self.options.batch_norm == "sync"
         if everything or isinstance(self.options.strategy, Averaging):
-            synchronise_batch_norm(self.model, everything=everything, gather=gather_row)
+            synchronise_batch_norm(
+                self.model, everything=everything, gather=gather_row, group=self.options.group
+            )
         elif made_synchronised(self.model):
             warn_of_own_batches("BatchNormalization(synchronized=True)", self.options.strategy)
 
@@ -192,33 +203,33 @@ class KerasPort:
             for each in inner:
                 average = self._average(strategy)
                 average_in_apply(each, average, self._before_update, self._nonfinite())
-                skip_together(each)
+                skip_together(each, self.options.group)
             if isinstance(strategy, ShardedOptimizer):
                 self._divide_state(strategy)
             if (travels := strategy.travels(compression)) and travels.keeps_state:
                 keeper = AveragingKeeper(self.model, self.averagers, strategy, compression)
         wait = None
         if alone is None and self.options.batch_norm == "average":
-            wait = GraphWait(f"hvkit.{next(_serial)}")
+            wait = self._wait(self._name())
         end_epoch = functools.partial(self._end_epoch, wait)
         for model in self.models:  # which keep all that is here by this
-            share_results(model, self.averagers, end_epoch, alone, marks)
+            share_results(model, self.averagers, end_epoch, self.options.group, alone, marks)
             vars(model)[_KEEPER] = keeper
         return [(each, self._record(each)) for each in self.optimizers], keeper
 
     def _nonfinite(self) -> NonFinite | None:
         if self.options.on_nonfinite == "ignore":
             return None
-        name = f"hvkit.{next(_serial)}.finite"
-        wait = GraphWait(f"{name}.statistics")
+        name = f"{self._name()}.finite"
+        wait = self._wait(f"{name}.statistics")
 
         def averaged() -> None:
             if self.options.batch_norm == "average":
-                average_statistics(self.model, wait)
+                average_statistics(self.model, wait, self.options.group)
 
         skips = self.options.on_nonfinite == "skip"
         statistics = LastStatistics(self.model, averaged) if skips else None
-        return NonFinite(self.options.on_nonfinite, name, statistics)
+        return NonFinite(self.options.on_nonfinite, name, statistics, self.options.group)
 
     def _end_epoch(self, wait: GraphWait | None) -> None:
         """Make the ranks alike also after batches that no update has followed yet; compare them.
@@ -231,14 +242,16 @@ class KerasPort:
             calls_of_apply(o) % n for o, n in zip(updating(self.optimizers), steps, strict=True)
         )
         if wait is not None and left:
-            average_statistics(self.model, wait)
-        require_same_weights("fit", self.model, self.optimizers)
-        warn_of_unlike("fit", *compared_of(self.model))
+            average_statistics(self.model, wait, self.options.group)
+        require_same_weights("fit", self.model, self.optimizers, self.options.group)
+        warn_of_unlike("fit", *compared_of(self.model), self.options.group)
 
     def _divide_state(self, strategy: ShardedOptimizer) -> None:
-        held = [0] * runtime.size()
+        group = self.options.group
+        held = [0] * group.size
         for each in updating(self.optimizers):
-            OptimizerShards(strategy, each, held, GraphShares(f"hvkit.{next(_serial)}"))
+            shares = GraphShares(self._name(), group)
+            OptimizerShards(strategy, each, held, shares, group)
 
     def _record(self, optimizer: Any) -> Record:
         if not isinstance(self.options.strategy, ShardedOptimizer):
@@ -251,7 +264,7 @@ class KerasPort:
     ) -> RoundKeeper | ServedModel:
         let_differ([self.model, *self.models], optimizers)
         with_statistics = self.options.batch_norm == "average"
-        name = f"hvkit.{next(_serial)}"
+        name = self._name()
         keeper: RoundKeeper | ServedModel
         if isinstance(strategy, ParameterServer):
             keeper = ServedModel(strategy, self.model, name, with_statistics)
@@ -259,24 +272,25 @@ class KerasPort:
             compression = self.options.compression
             keeper = RoundKeeper(strategy, self.model, name, compression, with_statistics)
         for each in optimizers:
-            checks = Checks(f"hvkit.{next(_serial)}", self.model, first_only=True)
+            checks = Checks(self._name(), self.model, self.options.group, first_only=True)
             keeper.watch(each, checks, self._before_update)
         return keeper
 
     def _average(self, strategy: Averaging) -> Average:
-        name = f"hvkit.{next(_serial)}"
-        checks = Checks(name, self.model, self.options.check_every)
-        average_gradients = GradientAverager(name, strategy, self.options.compression, checks)
+        name, group = self._name(), self.options.group
+        checks = Checks(name, self.model, group, self.options.check_every)
+        compression = self.options.compression
+        average_gradients = GradientAverager(name, strategy, compression, checks, group)
         self.averagers.append(average_gradients)
         if self.options.batch_norm != "average":
             return average_gradients
-        wait = GraphWait(f"{name}.statistics")
+        wait = self._wait(f"{name}.statistics")
 
         def average(
             gradients: Sequence[Any], variables: Sequence[Any], absent: Sequence[Any] | None = None
         ) -> list[Any]:
             means = average_gradients(gradients, variables, absent)
-            average_statistics(self.model, wait)
+            average_statistics(self.model, wait, self.options.group)
             return means
 
         return average

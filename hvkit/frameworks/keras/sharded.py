@@ -18,6 +18,7 @@ import numpy as np
 
 from hvkit import runtime
 from hvkit.communication import large_objects
+from hvkit.communication.group import Group, refuse_in_group
 from hvkit.frameworks.keras.backends import (
     ON_TENSORFLOW,
     backend_variable,
@@ -57,12 +58,19 @@ class OptimizerShards:
         optimizer: one that updates variables, not one that scales the loss.
         held: bytes that each rank owns already, in rank order; counts up.
         shares: sends what ranks have updated.
+        group: these ranks; owners are places in it.
     """
 
     def __init__(
-        self, strategy: ShardedOptimizer, optimizer: Any, held: list[int], shares: ShareExchange
+        self,
+        strategy: ShardedOptimizer,
+        optimizer: Any,
+        held: list[int],
+        shares: ShareExchange,
+        group: Group,
     ) -> None:
         self._strategy = strategy
+        self._group = group
         self._held = held
         self._shares = shares
         # Weak: the optimizer's methods keep this object.
@@ -91,7 +99,7 @@ class OptimizerShards:
         def make_slot(reference_variable: Any, name: Any = None, initializer: Any = "zeros") -> Any:
             if name == _ACCUMULATOR:
                 return make(reference_variable, name=name, initializer=initializer)
-            if self.owner_of([reference_variable])[0] == runtime.rank():
+            if self.owner_of([reference_variable])[0] == self._group.rank:
                 slot = make(reference_variable, name=name, initializer=initializer)
             else:
                 slot = optimizer.add_variable((0,), "zeros", reference_variable.dtype, name=name)
@@ -100,7 +108,7 @@ class OptimizerShards:
 
         def update_own(grads: Sequence[Any], variables: Sequence[Any], rate: Any) -> None:
             owners = self.owner_of(variables)
-            mine = [i for i, owner in enumerate(owners) if owner == runtime.rank()]
+            mine = [i for i, owner in enumerate(owners) if owner == self._group.rank]
             self._shares.leave_out([g for i, g in enumerate(grads) if i not in mine])
             if mine or ON_TENSORFLOW:  # PyTorch's operations on lists need at least one tensor
                 update([grads[i] for i in mine], [variables[i] for i in mine], rate)
@@ -155,7 +163,7 @@ class OptimizerShards:
 
     def _send(self, variables: Sequence[Any], owners: Sequence[int]) -> None:
         """Send the variables that this rank owns, and take over the others; a collective."""
-        plan = pieces([_bytes(v) for v in variables], owners, runtime.size())
+        plan = pieces([_bytes(v) for v in variables], owners, self._group.size)
         for number, piece in enumerate(plan):
             self._shares.send(number, piece, variables)
 
@@ -166,14 +174,14 @@ class OptimizerShards:
     def _fold(self) -> None:
         """Drop the state of variables that other ranks own."""
         for slot, variable in self._slots:
-            if self.owner_of([variable])[0] != runtime.rank():
+            if self.owner_of([variable])[0] != self._group.rank:
                 set_anew(slot, np.zeros(0, numpy_dtype(slot.dtype)))
 
     @contextmanager
     def unfolded(self) -> Iterator[None]:
         """Have room for the whole state for a while; afterwards keep this rank's part."""
         for slot, variable in self._slots:
-            if self.owner_of([variable])[0] != runtime.rank():
+            if self.owner_of([variable])[0] != self._group.rank:
                 set_anew(slot, np.zeros(variable.shape, numpy_dtype(slot.dtype)))
         self._whole = True
         try:
@@ -185,6 +193,7 @@ class OptimizerShards:
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Hold the whole state on rank 0 for a while; a collective."""
+        refuse_in_group("hvkit.settled of an optimizer", self._group)
         owners = self.owner_of([variable for _, variable in self._slots])
         own = {
             i: np.array(slot.numpy())

@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
 import keras
 from keras import ops
 
-GatherRow = Callable[[str, Any], Any]
-"""From a name and this rank's vector: all ranks' vectors as rows, in rank order; a collective."""
+from hvkit.communication.group import Group
 
-# Numbers the collectives; ranks make the layers in the same order.
-_serial = itertools.count()
+GatherRow = Callable[[str, Group, Any], Any]
+"""From a name and a vector: that of each rank of a group as a row, in rank order; a collective."""
 
 
-def synchronise_batch_norm(model: keras.Model, *, everything: bool, gather: GatherRow) -> None:
-    """Make the model's batch-norm layers compute batch statistics over all ranks.
+def synchronise_batch_norm(
+    model: keras.Model, *, everything: bool, gather: GatherRow, group: Group
+) -> None:
+    """Make the model's batch-norm layers compute batch statistics over all ranks of a group.
 
     Args:
         model: may have no weights yet.
         everything: all layers, or those with ``synchronized=True``.
         gather: the collective, with a backward pass.
+        group: the ranks that train the model.
     """
     for layer in layers_of(model) if everything else made_synchronised(model):
         if "_moments" not in vars(layer):
-            name = f"hvkit.batch_norm.{next(_serial)}"
-            layer._moments = _moments_over_ranks(layer, functools.partial(gather, name))
+            name = group.numbered("hvkit.batch_norm")
+            everyones = functools.partial(gather, name, group)
+            layer._moments = _moments_over_ranks(layer, everyones)
 
 
 def made_synchronised(model: keras.Model) -> list[Any]:

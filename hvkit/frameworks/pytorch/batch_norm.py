@@ -10,7 +10,6 @@ as one process with the larger batch does. So do PyTorch's ``SyncBatchNorm`` lay
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,6 +19,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
+from hvkit.communication.group import Group
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.sync.nonfinite import kept_statistics
 from hvkit.watch.calls import call
@@ -94,13 +94,12 @@ def _statistics_in(model: nn.Module) -> list[tuple[nn.Module, str]]:
     ]
 
 
-# Synchronised layers with the names of their collectives; ranks make them in the same order.
-_synchronised: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-_serial = itertools.count()
+# Synchronised layers with the names of their collectives, and the ranks that take part.
+_synchronised: WeakKeyDictionary[nn.Module, tuple[str, Group]] = WeakKeyDictionary()
 
 
-def synchronise_batch_norm(layers: Sequence[nn.Module]) -> None:
-    """Make batch-norm layers compute batch statistics over all ranks.
+def synchronise_batch_norm(layers: Sequence[nn.Module], group: Group) -> None:
+    """Make batch-norm layers compute batch statistics over all ranks of a group.
 
     The classes' ``forward`` checks whether its module is one of these. The modules themselves do
     not change and pickle as before.
@@ -108,7 +107,7 @@ def synchronise_batch_norm(layers: Sequence[nn.Module]) -> None:
     if not layers:
         return
     for module in layers:
-        _synchronised[module] = f"hvkit.batch_norm.{next(_serial)}"
+        _synchronised[module] = group.numbered("hvkit.batch_norm"), group
     _patch_forward()
 
 
@@ -155,9 +154,9 @@ def _forward_of(local: Any) -> Any:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _normalise(module: Any, x: torch.Tensor) -> torch.Tensor:
     module._check_input_dim(x)
-    name = _synchronised[module]
+    name, group = _synchronised[module]
     apply: Any = _Normalise.apply
-    y, mean, variance, count = apply(x, module.weight, module.bias, module.eps, name)
+    y, mean, variance, count = apply(x, module.weight, module.bias, module.eps, name, group)
     if module.track_running_stats and module.running_mean is not None:
         module.num_batches_tracked.add_(1)
         momentum = module.momentum
@@ -178,8 +177,10 @@ class _Normalise(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any, bias: Any, eps: float, name: str) -> Any:
-        wire = Wire("batch norm")
+    def forward(
+        ctx: Any, x: Any, weight: Any, bias: Any, eps: float, name: str, group: Group
+    ) -> Any:
+        wire = Wire("batch norm", group)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         mean, variance, count = _statistics(wide, f"{name}.forward", wire)
         scale = torch.rsqrt(variance + eps)
@@ -207,8 +208,8 @@ class _Normalise(torch.autograd.Function):
         x_grad = wide - _channels(mean_grad, wide) - normalised * _channels(mean_product, wide)
         x_grad = (x_grad * _channels(factor, wide)).to(grad.dtype)
         if weight is None:
-            return x_grad, None, None, None, None
-        return x_grad, of_weight.to(weight.dtype), of_bias.to(weight.dtype), None, None
+            return x_grad, None, None, None, None, None
+        return x_grad, of_weight.to(weight.dtype), of_bias.to(weight.dtype), None, None, None
 
 
 def _statistics(

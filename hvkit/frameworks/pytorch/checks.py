@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hvkit.communication import collectives
+from hvkit.communication.group import Group
 from hvkit.errors import RanksDisagreeError
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.divided_state.sharded import is_sharded
@@ -44,6 +45,7 @@ class Checks:
         every: optimizer steps from one comparison of weights to the next; None after 1, 2, 4, ...
         name: the same on every rank, and no other model's.
         learnt: returns fingerprints of what forward passes learn, of which ranks are warned.
+        group: the ranks that train it.
     """
 
     def __init__(
@@ -53,8 +55,10 @@ class Checks:
         every: int | None,
         name: str,
         learnt: Callable[[], tuple[list[Compared], list[Rows]]],
+        group: Group,
     ) -> None:
-        self._wire = Wire("checks")
+        self.group = group
+        self._wire = Wire("checks", group)
         self._name = name
         self._every = every
         self._labels = {parameter: f"parameter {name}" for name, parameter in names.items()}
@@ -84,7 +88,7 @@ class Checks:
         """
         compared = [Compared(f"{self.label(i, p)}{note}", _unit(p)) for i, p, _ in held]
         return fingerprints.require_same(
-            point, compared, fingerprints_of([tensor for *_, tensor in held])
+            point, compared, fingerprints_of([tensor for *_, tensor in held]), self.group
         )
 
     def require_same_gradients(
@@ -101,12 +105,13 @@ class Checks:
         """
         numbers = sorted(used)
         labels = [f"the gradient of {self.label(i, p)}" for i, p in enumerate(parameters)]
-        if unlike := fingerprints.first_unlike(collectives.gather("backward()", numbers)):
+        everyone = collectives.gather("backward()", numbers, self.group)
+        if unlike := fingerprints.first_unlike(everyone, self.group):
             i, has, lacks = unlike
             text = f"{labels[i]} is None on rank {lacks}, but not on rank {has}; {_CHANGED}"
-            raise mark_as_shown_by(RanksDisagreeError(text), 0)
+            raise mark_as_shown_by(RanksDisagreeError(text), self.group.first)
         compared = [Compared(labels[i], _unit(parameters[i]), _CHANGED) for i in numbers]
-        fingerprints.require_same("backward()", compared, [used[i] for i in numbers])
+        fingerprints.require_same("backward()", compared, [used[i] for i in numbers], self.group)
 
     def send(self, steps: int, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Start a comparison if one is due; call before this rank's gradients become means.
@@ -142,13 +147,13 @@ class Checks:
         everyone = gathered.numpy().reshape(self._wire.size, -1, WIDTH)
         heads, learnt, rows = everyone[:, 0], everyone[:, 1], everyone[:, 2:]
         if (processes := int(heads[:, 2].max())) > 1:
-            raise mark_as_shown_by(RanksDisagreeError(two_at_once(processes)), 0)
-        if text := fingerprints.judge(rows, self._compared, exact=steps == 0):
-            raise mark_as_shown_by(RanksDisagreeError(text), 0)
+            raise mark_as_shown_by(RanksDisagreeError(two_at_once(processes)), self.group.first)
+        if text := fingerprints.judge(rows, self._compared, exact=steps == 0, group=self.group):
+            raise mark_as_shown_by(RanksDisagreeError(text), self.group.first)
         if not self._looked_at_gradients:
-            self._looked_at_gradients = fingerprints.warn_of_equal_work(heads[:, :2])
+            self._looked_at_gradients = fingerprints.warn_of_equal_work(heads[:, :2], self.group)
         if (learnt[:, 0] != learnt[0, 0]).any():
-            warn_of_unlike("backward()", *self._learnt())
+            warn_of_unlike("backward()", *self._learnt(), self.group)
         self._optimizers = []
         self._next = steps + (self._every or max(1, steps))
 

@@ -1,4 +1,7 @@
-"""Copies rank 0's weights and optimizer state to every rank, bit for bit."""
+"""Copies the first rank's weights and optimizer state to every rank, bit for bit.
+
+The first of all ranks is rank 0, as messages and names here call it; a group has another.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hvkit import runtime
 from hvkit.communication import collectives
 from hvkit.communication.encoding import copied_bytes
+from hvkit.communication.group import Group
 
 # How many bytes of tensors travel together; bounds the memory for copies of them.
 _RUN = 64 << 20
 
 
-def broadcast_tensors(tensors: Iterable[torch.Tensor]) -> None:
-    """Overwrite tensors with rank 0's, in place.
+def broadcast_tensors(tensors: Iterable[torch.Tensor], group: Group) -> None:
+    """Overwrite tensors with the first rank's, in place; a collective.
 
     They travel as bytes, so that every dtype arrives unchanged.
     """
@@ -30,7 +33,7 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor]) -> None:
     for tensor in tensors:
         if tensor.layout is not torch.strided:
             with torch.no_grad():
-                tensor.copy_(_from_rank_0(tensor.detach()))
+                tensor.copy_(_from_first(tensor.detach(), group))
             continue
         if not tensor.numel():  # which has no bytes to view as another dtype
             continue
@@ -38,9 +41,9 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor]) -> None:
         run.append(target)
         size += target.numel() * target.element_size()
         if size > _RUN:
-            _broadcast_run(run)
+            _broadcast_run(run, group)
             run, size = [], 0
-    _broadcast_run(run)
+    _broadcast_run(run, group)
 
 
 def own_elements(tensor: torch.Tensor) -> torch.Tensor:
@@ -48,11 +51,11 @@ def own_elements(tensor: torch.Tensor) -> torch.Tensor:
     return tensor[tuple(slice(1) if step == 0 else slice(None) for step in tensor.stride())]
 
 
-def _broadcast_run(targets: list[torch.Tensor]) -> None:
+def _broadcast_run(targets: list[torch.Tensor], group: Group) -> None:
     if not targets:
         return
     mine = np.concatenate([copied_bytes(each) for each in targets])
-    received = collectives.broadcast_state(mine)
+    received = collectives.broadcast_state(mine, group)
     start = 0
     for target in targets:
         stop = start + target.numel() * target.element_size()
@@ -61,41 +64,41 @@ def _broadcast_run(targets: list[torch.Tensor]) -> None:
         start = stop
 
 
-def broadcast_optimizer(optimizer: Optimizer) -> None:
-    """Replace the optimizer's state and its groups' options with rank 0's.
+def broadcast_optimizer(optimizer: Optimizer, group: Group) -> None:
+    """Replace the optimizer's state and its groups' options with the first rank's; a collective.
 
-    If only some ranks hold state (rank 0 alone has loaded a checkpoint), all get rank 0's. Rank 0's
-    own objects do not change.
+    If only some ranks hold state (rank 0 alone has loaded a checkpoint), all get the first one's.
+    Its own objects do not change.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = [p for each in optimizer.param_groups for p in each["params"]]
     number = {p: i for i, p in enumerate(parameters)}
     options = [
-        {key: value for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
+        {key: value for key, value in each.items() if key != "params"}
+        for each in optimizer.param_groups
     ]
     state = {number.get(key, key): value for key, value in optimizer.state.items()}
-    options, state = _from_rank_0((options, state))
-    if runtime.rank() == 0:
+    options, state = _from_first((options, state), group)
+    if group.rank == 0:
         return
-    for group, theirs in zip(optimizer.param_groups, options, strict=True):
+    for own, theirs in zip(optimizer.param_groups, options, strict=True):
         for key, value in theirs.items():
-            group[key] = _taken_over(group.get(key), value)
+            own[key] = _taken_over(own.get(key), value)
     optimizer.state.clear()
     for key, value in state.items():
         optimizer.state[parameters[key] if isinstance(key, int) else key] = value
 
 
-def _from_rank_0(value: Any) -> Any:
-    """Rank 0's tensors and plain values; a collective. Reading them runs no code.
+def _from_first(value: Any, group: Group) -> Any:
+    """The first rank's tensors and plain values; a collective. Reading them runs no code.
 
     Raises:
-        TypeError: rank 0 has an object of another type, which is named; on every rank.
+        TypeError: it has an object of another type, which is named; on every rank.
     """
     buffer, problem = io.BytesIO(), None
-    if runtime.rank() == 0:
+    if group.rank == 0:
         torch.save(value, buffer)
-    payload = collectives.from_rank(0, buffer.getvalue())
-    if runtime.rank():
+    payload = collectives.from_rank(group.first, buffer.getvalue(), group)
+    if group.rank:
         try:
             value = torch.load(
                 io.BytesIO(payload), map_location=_same_kind_of_device, weights_only=True
@@ -105,7 +108,7 @@ def _from_rank_0(value: Any) -> Any:
                 "the optimizer's state or options hold an object that is no tensor, number, text, "
                 f"list or dict ({_first_line(error)}): keep it in an attribute of the optimizer"
             )
-    collectives.raise_together(problem)
+    collectives.raise_together(problem, group=group)
     return value
 
 

@@ -52,9 +52,6 @@ from hvkit.sync.port import Keeper, Options, Record, warn_of_own_batches
 from hvkit.sync.rounds import RoundKeeper
 from hvkit.sync.update_hooks import UpdateHooks
 
-# Numbers the reducers; ranks call distribute in the same order.
-_serial = itertools.count()
-
 # Bytes of parameters after which it is worth looking for models that the script has dropped.
 _MUCH = 1 << 25
 
@@ -122,9 +119,10 @@ class PyTorchPort:
         if torch.cuda.is_available():
             device = torch.device("cuda", torch.cuda.current_device())
             move_to(device, self.model, self.optimizers, self.parameters.values())
-        broadcast_tensors([*self.parameters.values(), *self.model.buffers()])
+        group = self.options.group
+        broadcast_tensors([*self.parameters.values(), *self.model.buffers()], group)
         for optimizer in self.optimizers:
-            broadcast_optimizer(optimizer)
+            broadcast_optimizer(optimizer, group)
 
     def scale_learning_rate(self, multiplier: Multiplier) -> list[tuple[float, Multiplier | None]]:
         self.multiplier = multiplier
@@ -140,7 +138,7 @@ class PyTorchPort:
 
     def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
         self._synchronise_batch_norm()
-        name = f"hvkit.{next(_serial)}"
+        name = self.options.group.numbered("hvkit")
         statistics = self._averaged_statistics()
         hooks = {each: UpdateHooks() for each in self.optimizers}
         records: list[tuple[Any, Record]] = []
@@ -170,7 +168,9 @@ class PyTorchPort:
         statistics: RunningStatistics | None,
     ) -> Keeper | None:
         learnt = functools.partial(compared_of, self.models)
-        checks = Checks(self.parameters, self.optimizers, self.options.check_every, name, learnt)
+        every = self.options.check_every
+        group = self.options.group
+        checks = Checks(self.parameters, self.optimizers, every, name, learnt, group)
         compression = self.options.compression
         keeper: GradientReducer | RoundKeeper | ServedModel
         if isinstance(strategy := self.options.strategy, Rounds):
@@ -197,7 +197,7 @@ class PyTorchPort:
         _keep_as_long_as(firsts or itertools.islice(self.parameters.values(), 1), keeper)
         for optimizer, around in hooks.items():
             stepping = stepping_in(optimizer)
-            adopt = follow_groups(stepping, keeper)
+            adopt = follow_groups(stepping, keeper, group)
             if isinstance(keeper, GradientReducer):
                 keeper.watch(stepping, around, adopt)
             else:
@@ -208,7 +208,7 @@ class PyTorchPort:
         self, strategy: ShardedOptimizer, hooks: Mapping[Optimizer, UpdateHooks], name: str
     ) -> Callable[[Any], Any]:
         """Divide the optimizers' state; return what gathers that of one."""
-        shards = OptimizerShards(strategy, name)
+        shards = OptimizerShards(strategy, name, self.options.group)
         for optimizer, around in hooks.items():
             shards.attach(optimizer, around)
         return gathered
@@ -244,14 +244,14 @@ class PyTorchPort:
 
     def _nonfinite(self) -> NonFinite | None:
         action = self.options.on_nonfinite
-        return None if action == "ignore" else NonFinite(action, self.model)
+        return None if action == "ignore" else NonFinite(action, self.model, self.options.group)
 
     def _synchronise_batch_norm(self) -> None:
         if self.options.batch_norm == "sync":
-            synchronise_batch_norm(batch_norm_of(self.model))
+            synchronise_batch_norm(batch_norm_of(self.model), self.options.group)
         elif self.options.batch_norm == "average" and (layers := made_synchronised(self.model)):
             if isinstance(self.options.strategy, Averaging):
-                synchronise_batch_norm(layers)
+                synchronise_batch_norm(layers, self.options.group)
             elif not isinstance(self.options.strategy, FullyShard):  # which leaves it to PyTorch
                 warn_of_own_batches("SyncBatchNorm layers", self.options.strategy)
 

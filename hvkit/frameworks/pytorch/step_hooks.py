@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvkit.communication.collectives import require_equal
+from hvkit.communication.group import Group
 from hvkit.frameworks.pytorch.initial_state import broadcast_tensors
 from hvkit.frameworks.pytorch.optimizers import (
     hook_steps_of_parents,
@@ -174,14 +175,17 @@ class Adopting(Protocol):
         """Keep more in step; the same ones on every rank, with the same values."""
 
 
-def follow_groups(optimizers: Sequence[Optimizer], keeper: Adopting) -> Callable[[], bool]:
+def follow_groups(
+    optimizers: Sequence[Optimizer], keeper: Adopting, ranks: Group
+) -> Callable[[], bool]:
     """Keep parameters in step that the script adds to an optimizer later, too.
 
     This replaces ``add_param_group`` on the instance only; pickled optimizers leave it out.
 
     Args:
         optimizers: one, and those inside it.
-        keeper: gets the new parameters, once all ranks hold rank 0's values.
+        keeper: gets the new parameters, once all ranks hold the first one's values.
+        ranks: those that train them.
 
     Returns:
         What looks for parameters that came in another way, and returns whether there were any; a
@@ -194,8 +198,9 @@ def follow_groups(optimizers: Sequence[Optimizer], keeper: Adopting) -> Callable
         new = [p for p in held if p not in keeper]
         if new:
             facts = [f"parameter {tuple(p.shape)}, {p.dtype}" for p in new]
-            require_equal("new parameter group", facts, "add the same group on every rank")
-            broadcast_tensors(new)
+            advice = "add the same group on every rank"
+            require_equal("new parameter group", facts, advice, group=ranks)
+            broadcast_tensors(new, ranks)
             keeper.add(new)
         return bool(new)
 

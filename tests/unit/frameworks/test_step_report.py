@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import torch
 
+from hvkit.communication.group import Group
 from hvkit.errors import RanksDisagreeError
 from hvkit.frameworks.pytorch.gradients import step_report
 from hvkit.frameworks.pytorch.gradients.step_report import Disagreement, ReportVector, StepReport
@@ -79,7 +80,7 @@ def test_a_rate_on_the_gpu_of_one_rank_is_compared(monkeypatch, there):
 
     ranks = [optimizer(0.5), optimizer(there)]
 
-    def gather(call, mine):
+    def gather(call, mine, group):
         return [step_report._rates([each], fetch=True) for each in ranks]
 
     monkeypatch.setattr(step_report.collectives, "gather", gather)
@@ -87,4 +88,4 @@ def test_a_rate_on_the_gpu_of_one_rank_is_compared(monkeypatch, there):
     with pytest.raises(
         RanksDisagreeError, match=r"SGD is 0\.5 on rank 0 but 0\.0(1|09)\d* on rank 1"
     ):
-        step_report.refuse_other_rates([ranks[0]])
+        step_report.refuse_other_rates([ranks[0]], Group(0, (0, 1)))

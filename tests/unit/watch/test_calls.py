@@ -53,6 +53,7 @@ class Counted:
     """Collectives in a graph, by what a test says."""
 
     key = name = "Net"
+    ranks = ()
     counts = 0, 0
 
     def read(self):
@@ -142,7 +143,7 @@ def test_the_line_is_the_scripts_and_not_a_librarys():
 @pytest.fixture
 def graph(monkeypatch):
     class Graph:
-        key, name = "hvkit.0", "optimizer.apply()"
+        key, name, ranks = "hvkit.0", "optimizer.apply()", ()
         counts = (12, 11)
         runs = True
 

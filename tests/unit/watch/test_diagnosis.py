@@ -9,8 +9,8 @@ from hvkit.watch.diagnosis import MISMATCH_AFTER, SAME_CALLS, diagnose
 LONG = MISMATCH_AFTER + 1
 
 
-def waits(call, *, key=None, serial=5, before="", seconds=LONG, where="train.py:33"):
-    return Status(call, key or call, serial, before, True, seconds, where)
+def waits(call, *, key=None, serial=5, before="", seconds=LONG, where="train.py:33", ranks=()):
+    return Status(call, key or call, serial, before, True, seconds, where, ranks=ranks)
 
 
 def busy(where="data.py:88", call=""):
@@ -102,6 +102,59 @@ def test_ranks_that_wait_in_one_call_are_reported_but_not_ended():
 def test_nothing_is_said_while_nobody_waits():
     assert judge(busy(), busy()) is None
     assert diagnose({0: busy()}, {1: "has ended its script"}, 60, 1800) is None
+
+
+def backward(*ranks, seconds=LONG):
+    """A rank that waits for the others of its group; groups have the same names of calls."""
+    return waits("backward()", seconds=seconds, ranks=ranks)
+
+
+def test_groups_may_wait_in_different_calls():
+    first, second = backward(0, 1), waits("fit", ranks=(2, 3))
+    assert judge(first, first, second, second) is None
+    assert judge(backward(0, 1), busy(), busy(), backward(2, 3)) is None
+
+
+def test_a_group_may_wait_for_all_ranks_while_another_trains():
+    done, trains = waits("hvkit.barrier", where="train.py:50"), backward(2, 3)
+    assert judge(done, done, trains, trains) is None
+    assert judge(done, done, trains, busy()) is None
+    done = waits("hvkit.barrier", where="train.py:50", seconds=70.0)
+    found = judge(done, done, trains, busy())
+    assert not found.ends
+    assert found.text == (
+        "rank 2 has not reached hvkit.barrier (train.py:50) for 70 s; it is in backward(), at "
+        "train.py:33; rank 3 has not reached hvkit.barrier (train.py:50) for 70 s; it is at "
+        "data.py:88"
+    )
+
+
+def test_ranks_of_a_group_that_wait_for_each_other_in_different_calls_end_the_run():
+    stuck = [backward(2, 3), waits("hvkit.average", where="train.py:41")]
+    for others in ([busy(), busy()], [backward(0, 1), backward(0, 1)]):
+        found = judge(*others, *stuck)
+        assert found.ends
+        assert found.text == (
+            "rank 2 waits in backward() (train.py:33); rank 3 waits in hvkit.average "
+            f"(train.py:41): {SAME_CALLS}"
+        )
+
+
+def test_ranks_that_wait_in_a_circle_of_groups_end_the_run():
+    found = judge(backward(0, 1), waits("fit", ranks=(1, 2)), waits("predict", ranks=(0, 2)))
+    assert found.ends
+    assert "rank 0 waits in backward()" in found.text
+    assert judge(backward(0, 1), waits("fit", ranks=(1, 2)), busy()) is None
+
+
+def test_each_group_that_waits_for_long_is_reported_once():
+    ranks = [backward(0, 1, seconds=90.0), busy(), backward(2, 3, seconds=70.0), busy("b.py:1")]
+    reported = []
+    for missing in ("rank 1 has not", "rank 3 has not"):
+        found = diagnose(dict(enumerate(ranks)), {}, 60.0, 1800.0, reported)
+        assert missing in found.text
+        reported.append(found.about)
+    assert diagnose(dict(enumerate(ranks)), {}, 60.0, 1800.0, reported).about in reported
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvkit.communication.engines import waiting_for_all_ranks
+from hvkit.communication.group import Group
 from hvkit.compression import Compression
 from hvkit.compression.compression import Shape
 from hvkit.frameworks.keras.backends import backend_variable, quickly_read
@@ -69,11 +70,16 @@ class GraphWait:
     Args:
         key: the same on every rank, and no other collectives'.
         name: what the watcher calls the wait if the script is in no call of hvkit's.
+        group: the ranks that take part; None for all.
     """
 
-    def __init__(self, key: str, name: str = "optimizer.apply()") -> None:
+    def __init__(
+        self, key: str, name: str = "optimizer.apply()", group: Group | None = None
+    ) -> None:
         self.key = key
         self.name = name
+        self._within = group.process_set if group else None
+        self.ranks = self._within.ranks if self._within else ()
         with tf.init_scope(), tf.device("CPU:0"):
             self._entered = tf.Variable(0, trainable=False, dtype=tf.int64)
             self._left = tf.Variable(0, trainable=False, dtype=tf.int64)
@@ -105,7 +111,7 @@ class GraphWait:
     def around(self, sent: tf.Tensor, collective: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
         """The result of a collective on one tensor; counts the wait, or marks it in eager code."""
         if tf.executing_eagerly():
-            with calls.call(self.name), waiting_for_all_ranks():
+            with calls.call(self.name), waiting_for_all_ranks(self._within):
                 return collective(sent)
         with tf.control_dependencies([self.enter([sent])]):
             result = collective(sent)

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from hvkit import runtime
 from hvkit.communication.exchanges import Exchange, Gather, Mean, Messages, Shares
+from hvkit.communication.group import Group, everyone
 from hvkit.communication.traffic import (
     Sent,
     count,
@@ -32,12 +33,21 @@ class Wire:
 
     Args:
         purpose: as in ``hvkit.traffic``.
+        group: the ranks that take part; None for all.
+
+    Attributes:
+        rank: this process's place in the group.
+        size: of the group.
+        within: the ranks that collectives wait for; None for all.
     """
 
-    def __init__(self, purpose: str) -> None:
+    def __init__(self, purpose: str, group: Group | None = None) -> None:
+        group = group or everyone()
         self._hvd = runtime.engine("tensorflow").hvd
         self._counted = _counters(purpose)
-        self.rank, self.size = runtime.rank(), runtime.size()
+        self.within = group.process_set
+        self._ranks = group.process_set or self._hvd.global_process_set
+        self.rank, self.size = group.rank, group.size
 
     def mean(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         """The mean over ranks."""
@@ -57,14 +67,24 @@ class Wire:
 
     def _allreduce(self, tensor: tf.Tensor, name: str, op: Any) -> tf.Tensor:
         self._counted(of_allreduce(_bytes(tensor), self.size))
-        return self._hvd.allreduce(_not_constant(tensor), op=op, name=name, ignore_name_scope=True)
+        return self._hvd.allreduce(
+            _not_constant(tensor),
+            op=op,
+            name=name,
+            ignore_name_scope=True,
+            process_set=self._ranks,
+        )
 
     def means(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         """The means over ranks of tensors of one dtype, which travel together."""
         self._counted(of_allreduce(sum(map(_bytes, tensors)), self.size))
         tensors = [_not_constant(tensor) for tensor in tensors]
         means: list[tf.Tensor] = self._hvd.grouped_allreduce(
-            tensors, op=self._hvd.Average, name=name, ignore_name_scope=True
+            tensors,
+            op=self._hvd.Average,
+            name=name,
+            ignore_name_scope=True,
+            process_set=self._ranks,
         )
         return means
 
@@ -76,7 +96,9 @@ class Wire:
             name: of the collective.
         """
         self._counted(of_allgather(_bytes(tensor), self.size))
-        return self._hvd.allgather(_not_constant(tensor), name=name, ignore_name_scope=True)
+        return self._hvd.allgather(
+            _not_constant(tensor), name=name, ignore_name_scope=True, process_set=self._ranks
+        )
 
     def shares(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         """This rank's share of every rank's tensor, in rank order.
@@ -86,7 +108,9 @@ class Wire:
             name: of the collective.
         """
         self._counted(of_alltoall(_bytes(tensor), self.size))
-        return self._hvd.alltoall(_not_constant(tensor), name=name, ignore_name_scope=True)
+        return self._hvd.alltoall(
+            _not_constant(tensor), name=name, ignore_name_scope=True, process_set=self._ranks
+        )
 
     def messages(self, messages: Messages, name: str) -> tf.Tensor:
         """The messages of other ranks to this one, in rank order."""
@@ -98,6 +122,7 @@ class Wire:
             splits=tf.constant(sent, tf.int32),
             name=name,
             ignore_name_scope=True,
+            process_set=self._ranks,
         )
         # Also keeps the operation in a graph on ranks that receive nothing.
         expected = tf.constant(messages.received, tf.int32)

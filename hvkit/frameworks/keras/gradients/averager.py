@@ -21,8 +21,8 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow as tf
 
-from hvkit import runtime
 from hvkit.communication.engines import waiting_for_all_ranks
+from hvkit.communication.group import Group
 from hvkit.compression import Compression
 from hvkit.errors import RanksDisagreeError
 from hvkit.frameworks.keras.backends import backend_variable
@@ -53,6 +53,7 @@ class GradientAverager:
         compression: how float32 gradients travel; None for as they are.
         check: compares the ranks when all have reached the update; returns the operations that a
             graph must run before it averages.
+        group: the ranks that train the model; None for all.
     """
 
     def __init__(
@@ -61,9 +62,10 @@ class GradientAverager:
         strategy: Averaging,
         compression: Compression | None = None,
         check: Callable[[Sequence[Any], Sequence[Any]], list[Any]] = lambda *_: [],
+        group: Group | None = None,
     ) -> None:
-        self._wire = Wire("gradients")
-        self._flags = Wire("checks")
+        self._wire = Wire("gradients", group)
+        self._flags = Wire("checks", group)
         self._name = name
         travels = strategy.travels(compression)
         self.compressed = CompressedMeans(travels, self._wire) if travels else None
@@ -72,7 +74,7 @@ class GradientAverager:
         # Added to constants that are sent: TensorFlow would compute the operation only once.
         with tf.init_scope(), tf.device("CPU:0"):
             self._zero = tf.Variable(0, trainable=False)
-        self._wait = GraphWait(name)
+        self._wait = GraphWait(name, group=group)
         self._exchange_in_graph: Any = None
         self._width: int | None = None
         self._eager = False
@@ -104,7 +106,7 @@ class GradientAverager:
         self._width, self._eager = len(gradients), tf.executing_eagerly()
         present = tf.constant(np.array([dense, sparse], np.int32))
         if tf.executing_eagerly():
-            with call("optimizer.apply()"), waiting_for_all_ranks():
+            with call("optimizer.apply()"), waiting_for_all_ranks(self._wire.within):
                 had = self._exchange(present).numpy()
                 return self._eager_means(gradients, variables, absent, had)
         # Wait for the gradient that backward computes first: a step that runs out of data must not
@@ -155,9 +157,9 @@ class GradientAverager:
                     self._exchange, autograph=False
                 ).get_concrete_function(tf.TensorSpec((2, None), tf.int32))
             exchange = self._exchange if self._eager else self._exchange_in_graph
-            with waiting_for_all_ranks():
+            with waiting_for_all_ranks(self._wire.within):
                 had = exchange(tf.fill((2, self._width), _AT_THE_END))
-            if np.any(had.numpy() != _AT_THE_END * runtime.size()):
+            if np.any(had.numpy() != _AT_THE_END * self._wire.size):
                 raise RanksDisagreeError(_UNEVEN)
 
     def _exchange(self, numbers: tf.Tensor) -> tf.Tensor:
@@ -173,7 +175,7 @@ class GradientAverager:
         with tf.control_dependencies([uneven]):
             had = tf.identity(had)
         paths = tf.constant([getattr(v, "path", v.name) for v in variables])
-        partial = tf.reduce_any((had > 0) & (had < runtime.size()), axis=0)
+        partial = tf.reduce_any((had > 0) & (had < self._wire.size), axis=0)
         return tf.debugging.Assert(
             tf.logical_not(tf.reduce_any(partial)),
             [

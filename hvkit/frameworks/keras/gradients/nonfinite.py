@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvkit import runtime
+from hvkit.communication.group import Group
 from hvkit.frameworks.keras.batch_norm import LastStatistics
 from hvkit.frameworks.keras.collectives.graph_collectives import GraphWait
 from hvkit.frameworks.keras.collectives.wire import Wire
@@ -25,13 +25,17 @@ class NonFinite:
         action: ``"skip"`` or ``"stop"``.
         name: the same on every rank, and no other optimizer's.
         statistics: of the model, which must survive an update that is skipped; None for ``"stop"``.
+        group: the ranks that train it.
     """
 
-    def __init__(self, action: str, name: str, statistics: LastStatistics | None) -> None:
+    def __init__(
+        self, action: str, name: str, statistics: LastStatistics | None, group: Group
+    ) -> None:
         self._action = action
+        self._group = group
         self._statistics = statistics
-        self._wire = Wire("checks")
-        self._wait = GraphWait(name)
+        self._wire = Wire("checks", group)
+        self._wait = GraphWait(name, group=group)
         # Updates that this process has tried, in graphs and in eager code, skipped ones among them.
         with tf.init_scope(), tf.device("CPU:0"):
             self._tried = tf.Variable(0, trainable=False, dtype=tf.int64)
@@ -63,13 +67,13 @@ class NonFinite:
 
         def text(rows: np.ndarray[Any, Any], step: np.ndarray[Any, Any]) -> str:
             found = [[names[i] for i in np.flatnonzero(row)] for row in rows]
-            return f"step {of_run(int(step))}: {describe(found)}"
+            return f"step {of_run(int(step))}: {describe(found, self._group.members)}"
 
         def error(*found: np.ndarray[Any, Any]) -> FloatingPointError:
             return FloatingPointError(f"in {text(*found)}")
 
         def skip(*found: np.ndarray[Any, Any]) -> np.int32:
-            if runtime.rank() == 0:
+            if self._group.rank == 0:
                 logger.warning("skipped %s", text(*found))
             skipped_steps.add()
             return np.int32(0)
@@ -81,7 +85,7 @@ class NonFinite:
                 if self._statistics is not None:
                     self._statistics.keep()
             elif self._statistics is None:
-                raise mark_as_shown_by(error(everyone.numpy(), step.numpy()), 0)
+                raise mark_as_shown_by(error(everyone.numpy(), step.numpy()), self._group.first)
             else:
                 self._statistics.put_back()
                 skip(everyone.numpy(), step.numpy())

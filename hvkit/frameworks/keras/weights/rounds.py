@@ -27,7 +27,7 @@ from hvkit.compression import Compression
 from hvkit.frameworks.keras.checks import Checks
 from hvkit.frameworks.keras.collectives.graph_collectives import CompressedMeans, GraphWait, nothing
 from hvkit.frameworks.keras.weights.agreements import Network, RunningAgreements, States
-from hvkit.frameworks.keras.weights.update_counts import Group, OptimizerRounds
+from hvkit.frameworks.keras.weights.update_counts import OptimizerRounds, UpdatedVariables
 from hvkit.frameworks.keras.weights.weight_keeper import (
     Array,
     WeightKeeper,
@@ -86,7 +86,7 @@ class RoundKeeper(WeightKeeper):
         )
         # Weak: the optimizers keep them. Their groups count also when they are gone.
         self._optimizers: list[ref[OptimizerRounds]] = []
-        self._groups: list[list[Group]] = []
+        self._groups: list[list[UpdatedVariables]] = []
 
     def watch(
         self, optimizer: Any, checks: Checks, before_update: Callable[[Sequence[Any]], None]
@@ -237,7 +237,7 @@ class RoundKeeper(WeightKeeper):
         optimizers = (reference() for reference in self._optimizers)
         return [each.updates_done() for each in optimizers if each is not None]
 
-    def _every_group(self) -> list[Group]:
+    def _every_group(self) -> list[UpdatedVariables]:
         return [each for groups in self._groups for each in groups]
 
     def _updated(self) -> list[tf.Variable]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hvkit.frameworks.keras.weights.rounds import RoundKeeper
 
 
-class Group:
+class UpdatedVariables:
     """Variables that an optimizer updates together, and its steps since they agreed."""
 
     def __init__(self, variables: list[tf.Variable]) -> None:
@@ -52,7 +52,7 @@ class OptimizerRounds(Updates):
         per_step = optimizer.gradient_accumulation_steps or 1
         self._updates = keeper.strategy.every * per_step
         self._beside = keeper.strategy.overlap * per_step
-        self.groups: list[Group] = []
+        self.groups: list[UpdatedVariables] = []
         super().__init__(keeper, optimizer, checks, before_update)
 
     def updates_done(self) -> int:
@@ -66,7 +66,7 @@ class OptimizerRounds(Updates):
         group.steps_done = steps
         self.checks.skip_weights()
 
-    def _group_of(self, variables: list[tf.Variable]) -> Group:
+    def _group_of(self, variables: list[tf.Variable]) -> UpdatedVariables:
         """The group of these variables.
 
         A new one ends the rounds of others that it shares variables with: a script that freezes
@@ -85,12 +85,12 @@ class OptimizerRounds(Updates):
         self._rounds.require_same_variables(variables)
         return self._new_group(variables)
 
-    def _known(self, variables: list[tf.Variable]) -> Group | None:
+    def _known(self, variables: list[tf.Variable]) -> UpdatedVariables | None:
         ids = {id(v) for v in variables}
         return next((g for g in self.groups if ids == {id(v) for v in g.variables}), None)
 
-    def _new_group(self, variables: list[tf.Variable]) -> Group:
-        self.groups.append(Group(variables))
+    def _new_group(self, variables: list[tf.Variable]) -> UpdatedVariables:
+        self.groups.append(UpdatedVariables(variables))
         return self.groups[-1]
 
     def _before(
@@ -109,7 +109,7 @@ class OptimizerRounds(Updates):
             tf.cond(steps == self._beside, lambda: self._rounds.add_due(group.variables), nothing)
         tf.cond(steps >= self._updates, lambda: self._end_round(group), nothing)
 
-    def _end_round(self, group: Group) -> tf.Tensor:
+    def _end_round(self, group: UpdatedVariables) -> tf.Tensor:
         group.steps.assign(0)
         if self._beside:
             return self._rounds.end_beside(group.variables)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from hvkit.communication import collectives
 from hvkit.communication.engines import waiting_for_all_ranks
+from hvkit.communication.group import everyone
 from hvkit.errors import RanksDisagreeError
 from hvkit.frameworks.keras.backends import backend_variable
 from hvkit.frameworks.keras.batch_norm import average_statistics
@@ -146,7 +147,7 @@ class WeightKeeper(AgreedView):
     def _average_statistics(self) -> None:
         """Average the statistics of batch-norm layers over ranks; a collective."""
         if self._statistics and (model := self._model()) is not None:
-            average_statistics(model, self._statistics)
+            average_statistics(model, self._statistics, everyone())
 
     def _weights(self) -> list[tf.Variable]:
         model = self._model()

@@ -11,6 +11,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from hvkit.communication.encoding import bytes_of
+from hvkit.communication.group import Group, everyone
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.gradients.buckets import like, wire_dtype
 from hvkit.watch.calls import call
@@ -18,7 +19,8 @@ from hvkit.watch.calls import call
 # Names of collectives return after so many calls: Horovod remembers a limited number of them.
 _NAMES = 64
 
-_serial = itertools.count()
+# By the members of a group.
+_serials: dict[tuple[int, ...], itertools.count[int]] = {}
 
 
 def needs_gradients(tensor: torch.Tensor) -> bool:
@@ -26,23 +28,28 @@ def needs_gradients(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad and torch.is_grad_enabled()
 
 
-def gather(tensor: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+def gather(
+    tensor: torch.Tensor, shapes: Sequence[tuple[int, ...]], group: Group | None = None
+) -> list[torch.Tensor]:
     """The tensors of all ranks, in rank order; a collective, as is its backward pass.
 
     Args:
         tensor: this rank's.
         shapes: of the tensors of all ranks, which have one dtype.
+        group: these ranks; None for all.
     """
     apply: Any = _Gather.apply
-    return list(apply(tensor, list(shapes), f"hvkit.allgather.{next(_serial) % _NAMES}"))
+    group = group or everyone()
+    serial = _serials.setdefault(group.members, itertools.count())
+    return list(apply(tensor, list(shapes), f"hvkit.allgather.{next(serial) % _NAMES}", group))
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, shapes: list[tuple[int, ...]], name: str
+        ctx: Any, tensor: torch.Tensor, shapes: list[tuple[int, ...]], name: str, group: Group
     ) -> tuple[torch.Tensor, ...]:
-        ctx.wire, ctx.name = Wire("objects"), name
+        ctx.wire, ctx.name = Wire("objects", group), name
         ctx.sizes = [math.prod(shape) for shape in shapes]
         # As bytes: Horovod does not have every dtype.
         everyone = ctx.wire.gather(bytes_of(tensor), name).view(tensor.dtype)
@@ -51,7 +58,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         flat = torch.cat([each.reshape(-1) for each in gradients])
         own = gradients[ctx.wire.rank]
         start = sum(ctx.sizes[: ctx.wire.rank])
@@ -60,4 +67,4 @@ class _Gather(torch.autograd.Function):
             total = ctx.wire.sum(sent.to(wire_dtype(flat.dtype)), f"{ctx.name}.backward")
         width = total.numel() // max(flat.numel(), 1)  # 2 for complex numbers
         mine = total[start * width : (start + own.numel()) * width]
-        return like(own, mine).to(own.dtype), None, None
+        return like(own, mine).to(own.dtype), None, None, None

@@ -9,6 +9,7 @@ import torch
 from hvkit import runtime
 from hvkit.communication.engines import waiting_for_all_ranks
 from hvkit.communication.exchanges import Exchange, Gather, Mean, Messages, Shares
+from hvkit.communication.group import Group, everyone
 from hvkit.communication.traffic import count, of_allgather, of_allreduce, of_alltoall, of_messages
 from hvkit.watch.rank_errors import translated
 
@@ -24,16 +25,22 @@ class Wire:
 
     Args:
         purpose: as in ``hvkit.traffic``.
+        group: the ranks that take part; None for all.
 
     Attributes:
+        rank: this process's place in the group.
+        size: of the group.
         part: ``1 / size`` if gradients may be multiplied by it before they are added up: a power of
             two, which rounds nothing but subnormal numbers. Else None.
     """
 
-    def __init__(self, purpose: str) -> None:
+    def __init__(self, purpose: str, group: Group | None = None) -> None:
+        group = group or everyone()
         self._hvd = runtime.engine("torch").hvd
+        self._within = group.process_set
+        self._ranks = group.process_set or self._hvd.global_process_set
         self._purpose = purpose
-        self.rank, self.size = runtime.rank(), runtime.size()
+        self.rank, self.size = group.rank, group.size
         self.part = 1 / self.size if self.size.bit_count() == 1 else None
 
     def start_mean(self, tensor: torch.Tensor, name: str) -> int:
@@ -47,7 +54,9 @@ class Wire:
     def _start_reduction(self, tensor: torch.Tensor, name: str, op: Any) -> int:
         count(self._purpose, of_allreduce(tensor.nbytes, self.size))
         with translated():
-            handle: int = self._hvd.allreduce_async_(tensor, name=name, op=op)
+            handle: int = self._hvd.allreduce_async_(
+                tensor, name=name, op=op, process_set=self._ranks
+            )
             return handle
 
     def start_gather(self, tensor: torch.Tensor, name: str) -> int:
@@ -59,7 +68,9 @@ class Wire:
         """
         count(self._purpose, of_allgather(tensor.nbytes, self.size))
         with translated(), torch.inference_mode(False):
-            handle: int = self._hvd.allgather_async(_ordinary(tensor), name=name)
+            handle: int = self._hvd.allgather_async(
+                _ordinary(tensor), name=name, process_set=self._ranks
+            )
             return handle
 
     def start_shares(self, tensor: torch.Tensor, name: str) -> int:
@@ -72,7 +83,9 @@ class Wire:
         """
         count(self._purpose, of_alltoall(tensor.nbytes, self.size))
         with translated(), torch.inference_mode(False):
-            handle: int = self._hvd.alltoall_async(_ordinary(tensor), name=name)
+            handle: int = self._hvd.alltoall_async(
+                _ordinary(tensor), name=name, process_set=self._ranks
+            )
             return handle
 
     def start_messages(self, messages: Messages, name: str) -> int:
@@ -82,7 +95,9 @@ class Wire:
         count(self._purpose, *of_messages(size, sent, self.rank))
         with translated(), torch.inference_mode(False):
             splits = torch.tensor(sent, dtype=torch.int32, device="cpu")
-            handle: int = self._hvd.alltoall_async(_ordinary(rows), splits=splits, name=name)
+            handle: int = self._hvd.alltoall_async(
+                _ordinary(rows), splits=splits, name=name, process_set=self._ranks
+            )
             return handle
 
     def start(self, exchange: Exchange, name: str) -> int:
@@ -102,7 +117,7 @@ class Wire:
 
         On a GPU the host does not wait for a mean itself, but what it queues later does.
         """
-        with waiting_for_all_ranks():
+        with waiting_for_all_ranks(self._within):
             result = self._hvd.synchronize(handle)
         # From an all-to-all also how many elements came from each rank.
         tensor: torch.Tensor = result[0] if isinstance(result, tuple) else result
@@ -112,8 +127,10 @@ class Wire:
     def sum(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """The sum over ranks, in a new tensor."""
         count(self._purpose, of_allreduce(tensor.nbytes, self.size))
-        with waiting_for_all_ranks():
-            total: torch.Tensor = self._hvd.allreduce(tensor, name=name, op=self._hvd.Sum)
+        with waiting_for_all_ranks(self._within):
+            total: torch.Tensor = self._hvd.allreduce(
+                tensor, name=name, op=self._hvd.Sum, process_set=self._ranks
+            )
         _follow_default_stream(total)
         return total
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from hvkit import runtime
 from hvkit.communication import large_objects
 from hvkit.communication.encoding import bytes_of
+from hvkit.communication.group import Group, refuse_in_group
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.divided_state.trials import why_not_by_element, why_not_by_parameter
 from hvkit.frameworks.pytorch.optimizers import (
@@ -38,13 +39,15 @@ class OptimizerShards:
     Args:
         strategy: chooses the owners.
         name: the same on every rank, and no other model's.
+        group: the ranks that train it; owners are places in it.
     """
 
-    def __init__(self, strategy: ShardedOptimizer, name: str) -> None:
+    def __init__(self, strategy: ShardedOptimizer, name: str, group: Group) -> None:
+        self.group = group
         self._strategy = strategy
         self._name = name
-        self._wire = Wire("weights")
-        self._held = [0] * runtime.size()
+        self._wire = Wire("weights", group)
+        self._held = [0] * group.size
         self._owner: dict[torch.Tensor, int] = {}
         self._steps = itertools.count(1)
 
@@ -75,11 +78,11 @@ class OptimizerShards:
             step: the call that the script made.
         """
         owners = self.owner_of(parameters)
-        plan = pieces([p.nbytes for p in parameters], owners, runtime.size())
+        plan = pieces([p.nbytes for p in parameters], owners, self.group.size)
         with call(step, next(self._steps), self._name):
             started: list[tuple[int, list[list[int]]]] = []
             for number, piece in enumerate(plan):
-                mine = [bytes_of(parameters[i]) for i in piece[runtime.rank()]]
+                mine = [bytes_of(parameters[i]) for i in piece[self.group.rank]]
                 device = parameters[0].device
                 sent = torch.cat(mine) if mine else torch.empty(0, dtype=torch.uint8, device=device)
                 handle = self._wire.start_gather(sent, f"{self._name}.shares.{number}")
@@ -97,7 +100,7 @@ class OptimizerShards:
         for rank, numbers in enumerate(piece):
             for i in numbers:
                 p = parameters[i]
-                if rank != runtime.rank():
+                if rank != self.group.rank:
                     p.copy_(_from_bytes(received[start : start + p.nbytes], p))
                 start += p.nbytes
 
@@ -156,7 +159,7 @@ class _Shards(PartOfState):
         self._updated = [p for p in self._parameters() if p.grad is not None]
         owners = self._shards.owner_of(self._updated)
         for p, owner in zip(self._updated, owners, strict=True):
-            if owner != runtime.rank():
+            if owner != self._shards.group.rank:
                 self._hidden.append((p, p.grad))
                 p.grad = None
 
@@ -190,12 +193,13 @@ class _Shards(PartOfState):
         """Drop the state of parameters that other ranks own."""
         parameters = self._parameters()
         for p, owner in zip(parameters, self._shards.owner_of(parameters), strict=True):
-            if owner != runtime.rank():
+            if owner != self._shards.group.rank:
                 self._optimizer.state.pop(p, None)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Hold the whole state on rank 0 for a while; a collective."""
+        refuse_in_group("hvkit.settled of an optimizer", self._shards.group)
         parameters = self._parameters()
         owners = self._shards.owner_of(parameters)
         own = {

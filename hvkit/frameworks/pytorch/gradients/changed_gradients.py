@@ -19,6 +19,7 @@ from operator import attrgetter, sub
 
 import torch
 
+from hvkit.communication.group import Group
 from hvkit.frameworks.pytorch.checks import rows_of_gradients
 from hvkit.frameworks.pytorch.gradients.step_report import Changes
 from hvkit.sync.fingerprints import Rows
@@ -131,7 +132,7 @@ class ChangedGradients:
         return frozenset(kinds)
 
 
-def refuse_early_changes(accumulate: int) -> None:
+def refuse_early_changes(accumulate: int, group: Group) -> None:
     """Raise because a rank has changed gradients that no pass has averaged.
 
     Raises:
@@ -144,7 +145,7 @@ def refuse_early_changes(accumulate: int) -> None:
         "take each batch, just before its backward(), from a DataLoader of several batches that "
         "hvkit.shard returned"
     )
-    raise mark_as_shown_by(error, 0)
+    raise mark_as_shown_by(error, group.first)
 
 
 def _versions(gradients: Sequence[torch.Tensor | None]) -> list[int]:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from hvkit import runtime
 from hvkit.communication import collectives
+from hvkit.communication.group import Group
 from hvkit.frameworks.pytorch.batch_norm import LastStatistics
 from hvkit.frameworks.pytorch.gradients.buckets import Bucket
 from hvkit.frameworks.pytorch.optimizers import around_scaled_steps
@@ -36,10 +36,12 @@ class NonFinite:
     Args:
         action: ``"skip"`` or ``"stop"``.
         model: its statistics must survive a step that is skipped.
+        group: the ranks that train it.
     """
 
-    def __init__(self, action: str, model: torch.nn.Module) -> None:
+    def __init__(self, action: str, model: torch.nn.Module, group: Group) -> None:
         self._action = action
+        self._group = group
         self._model = type(model).__name__
         self._statistics = LastStatistics(model) if action == "skip" else None
         self._found: set[int] = set()
@@ -121,18 +123,18 @@ class NonFinite:
                 self._statistics.keep()
             return
         self._found.clear()
-        everyone = collectives.gather("backward()", self._new)
+        everyone = collectives.gather("backward()", self._new, self._group)
         named = [[label(i).removeprefix("parameter ") for i in numbers] for numbers in everyone]
         of_model = f" of {self._model}" if len({each._model for each in _all}) > 1 else ""
         if any(everyone):
-            self._text = f"step {of_run(step)}{of_model}: {describe(named)}"
+            self._text = f"step {of_run(step)}{of_model}: {describe(named, self._group.members)}"
         elif not self._text:
             self._text = (
                 f"step {of_run(step)}{of_model}: the gradients still hold NaN or infinite values "
                 "of an earlier step: call zero_grad() in each step"
             )
         if self._statistics is None:
-            raise mark_as_shown_by(FloatingPointError(f"in {self._text}"), 0)
+            raise mark_as_shown_by(FloatingPointError(f"in {self._text}"), self._group.first)
         self._statistics.put_back()
         for i in {*self._spoilt, *itertools.chain(*everyone)}:
             if (mean := parameters[i].grad) is not None:
@@ -173,7 +175,7 @@ class NonFinite:
         """
         if self._skips and self._text:
             skipped_steps.add()
-            if not runtime.rank():
+            if not self._group.rank:
                 logger.warning("skipped %s", self._text)
             self._text = ""
         return self._skips

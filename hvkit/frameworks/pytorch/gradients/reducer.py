@@ -100,7 +100,8 @@ class GradientReducer:
     ) -> None:
         self._strategy = strategy
         self._compression = compression
-        self._wire = Wire("gradients")
+        self._group = checks.group
+        self._wire = Wire("gradients", self._group)
         self.name = name
         self._checks = checks
         self._statistics = statistics
@@ -323,15 +324,15 @@ class GradientReducer:
             self._refuse_other_parameters()
         self._any_nonfinite = disagreement.nonfinite
         if disagreement.checksums:
-            step_report.refuse_other_rates(self._steps.optimizers)
+            step_report.refuse_other_rates(self._steps.optimizers, self._group)
             self._checks.require_same_gradients(self._changes.used, self._parameters)
         if disagreement.changes.early:
-            refuse_early_changes(self._window.length)
+            refuse_early_changes(self._window.length, self._group)
         self._changes.reported(disagreement.changes, self._steps.done)
         return report
 
     def _refuse_other_parameters(self) -> None:
-        step_report.refuse_other_parameters(self._parameters, self._checks.label)
+        step_report.refuse_other_parameters(self._parameters, self._checks.label, self._group)
 
     def _send(self, bucket: Bucket, gradients: list[torch.Tensor | None]) -> None:
         """Complete a bucket from the gradients of its members, and launch it."""

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from hvkit import runtime
 from hvkit.communication import collectives
+from hvkit.communication.group import Group
 from hvkit.errors import RanksDisagreeError
 from hvkit.watch.rank_errors import mark_as_shown_by
 
@@ -200,6 +201,7 @@ def refuse_other_steps(done: int) -> None:
 def refuse_other_parameters(
     parameters: Sequence[torch.nn.Parameter],
     label: Callable[[int, torch.Tensor], str],
+    group: Group,
     call: str = "backward()",
 ) -> None:
     """Raise on every rank unless all train the same parameters; a collective.
@@ -207,21 +209,22 @@ def refuse_other_parameters(
     Args:
         parameters: all of the model's.
         label: what to call a parameter, from its number and itself.
+        group: the ranks that train them.
         call: the user's call.
     """
     mine = {i for i, p in enumerate(parameters) if p.requires_grad}
-    everyone = collectives.gather(call, mine)
-    for rank, theirs in enumerate(everyone):
+    everyone = collectives.gather(call, mine, group)
+    for rank, theirs in zip(group.members, everyone, strict=True):
         if theirs == everyone[0]:
             continue
         i = min(theirs ^ everyone[0])
-        trains, freezes = (rank, 0) if i in theirs else (0, rank)
+        trains, freezes = (rank, group.first) if i in theirs else (group.first, rank)
         error = RanksDisagreeError(
             f"{label(i, parameters[i])} requires a gradient on rank {trains} but not on rank "
             f"{freezes}: freeze the same parameters on every rank (to choose them at random, use "
             "a generator with the same seed on all ranks)"
         )
-        raise mark_as_shown_by(error, 0)
+        raise mark_as_shown_by(error, group.first)
 
 
 def checksum_of_rates(optimizers: Sequence[Optimizer]) -> int:
@@ -229,23 +232,26 @@ def checksum_of_rates(optimizers: Sequence[Optimizer]) -> int:
     return zlib.crc32(repr([rate for _, rate in _rates(optimizers, fetch=False)]).encode())
 
 
-def refuse_other_rates(optimizers: Sequence[Optimizer], call: str = "backward()") -> None:
+def refuse_other_rates(
+    optimizers: Sequence[Optimizer], group: Group, call: str = "backward()"
+) -> None:
     """Raise on every rank unless all use the same learning rates; a collective.
 
     Args:
         optimizers: those that update the parameters.
+        group: the ranks that take part.
         call: the user's call.
     """
-    everyone = collectives.gather(call, _rates(optimizers, fetch=True))
-    for rank, theirs in enumerate(everyone):
+    everyone = collectives.gather(call, _rates(optimizers, fetch=True), group)
+    for rank, theirs in zip(group.members, everyone, strict=True):
         for (name, first), (_, other) in zip(everyone[0], theirs, strict=True):
             if first != other:
                 error = RanksDisagreeError(
-                    f"the learning rate of {name} is {first!r} on rank 0 but {other!r} on rank "
-                    f"{rank}: set the same rate on every rank; a scheduler that follows a metric "
-                    "needs the mean over ranks: scheduler.step(hvkit.average(loss))"
+                    f"the learning rate of {name} is {first!r} on rank {group.first} but {other!r} "
+                    f"on rank {rank}: set the same rate on every rank; a scheduler that follows a "
+                    "metric needs the mean over ranks: scheduler.step(hvkit.average(loss))"
                 )
-                raise mark_as_shown_by(error, 0)
+                raise mark_as_shown_by(error, group.first)
 
 
 def _rates(optimizers: Sequence[Optimizer], *, fetch: bool) -> list[tuple[str, float]]:

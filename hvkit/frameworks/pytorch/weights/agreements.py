@@ -30,7 +30,7 @@ class Agreements:
     def __init__(
         self, parameters: Parameters, name: str, compression: Compression | None = None
     ) -> None:
-        self._wire = Wire("weights")
+        self._wire = Wire("weights", parameters.group)
         self.place: Place = self._wire
         self._parameters = parameters
         self._name = name

@@ -39,7 +39,8 @@ class Parameters:
     ) -> None:
         self._checks = checks
         self._statistics = statistics
-        self._wire = Wire("weights")
+        self.group = checks.group
+        self._wire = Wire("weights", self.group)
         self._number: dict[torch.Tensor, int] = {}
         self.in_order: list[nn.Parameter] = []
         self.add(parameters)
@@ -123,7 +124,7 @@ class Parameters:
 
     def average_statistics(self, name: str, *, keep: bool) -> None:
         if self._statistics:
-            mean, wire = self._read_statistics(self._statistics), Wire("batch norm")
+            mean, wire = self._read_statistics(self._statistics), Wire("batch norm", self.group)
             wire.wait(wire.start_mean(mean, name))
             self._statistics.write(mean, also_in_evaluation=not keep)
 
@@ -142,8 +143,8 @@ class Parameters:
 
     def refuse_others(self, optimizers: Sequence[Optimizer], call: str) -> None:
         """Raise if ranks train other parameters, or at other rates; a collective."""
-        step_report.refuse_other_parameters(self.in_order, self._checks.label, call)
-        step_report.refuse_other_rates(optimizers, call)
+        step_report.refuse_other_parameters(self.in_order, self._checks.label, self.group, call)
+        step_report.refuse_other_rates(optimizers, self.group, call)
 
 
 class SteppedOptimizer:

@@ -1,0 +1,70 @@
+"""Divides all ranks into groups, as the rows of a device mesh do; Horovod must know each group.
+
+Horovod takes new groups after its start only if it was told so before: its threads then exchange
+one more message in every cycle, in which they keep a core busy. So it is told only where a script
+wants groups.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from hvkit import runtime
+from hvkit.communication.collectives import raise_together, require_equal
+from hvkit.communication.engines import process_set_of, waiting_for_all_ranks
+from hvkit.communication.group import Group, everyone
+from hvkit.errors import LaunchError
+
+_VARIABLE = "HOROVOD_DYNAMIC_PROCESS_SETS"
+
+
+def allow_groups() -> None:
+    """Have Horovod, if it starts later, take groups; on every rank, or on none."""
+    if not runtime.started():
+        os.environ.setdefault(_VARIABLE, "1")
+
+
+def divide(rows: Sequence[Sequence[int]], framework: str | None = None) -> Group:
+    """This process's group, if these are all; a collective of all ranks.
+
+    A division into the same groups as before gives the same ones.
+
+    Args:
+        rows: the numbers of each group's ranks; each rank is in one group. The same on every rank.
+        framework: ``"torch"`` or ``"tensorflow"``, whose tensors the groups will send; by default
+            the one that is imported.
+
+    Raises:
+        ValueError: a rank is in no group, or in several; on every rank.
+        RanksDisagreeError: the ranks pass different rows.
+        LaunchError: Horovod has started without a word of groups; on every rank.
+    """
+    allow_groups()
+    runtime.init(framework)
+    groups = sorted(tuple(sorted(row)) for row in rows)
+    problem: Exception | None = None
+    if sorted(rank for group in groups for rank in group) != list(range(runtime.size())):
+        problem = ValueError(
+            f"rows must hold each rank from 0 to {runtime.size() - 1} once, got {list(rows)}"
+        )
+    elif runtime.size() > 1 and os.environ.get(_VARIABLE) != "1":
+        problem = LaunchError(
+            "groups of ranks need a Horovod that was started for them: make the groups before the "
+            "first call of hvkit.rank() and the like, on every rank, or set "
+            f"{_VARIABLE}=1 in the environment of all ranks"
+        )
+    raise_together(problem, "distribute")
+    require_equal("division into groups", [str(group) for group in groups], "pass the same rows")
+    mine = next(group for group in groups if runtime.rank() in group)
+    if mine == everyone().members:
+        return everyone()
+    engine = runtime.engine(framework) if framework else runtime.any_engine()
+    sets = {}
+    with waiting_for_all_ranks():
+        for group in groups:  # Horovod on each rank must know all of them
+            if len(group) > 1:
+                sets[group] = process_set_of(engine, group)
+    name = framework or runtime.name_of(engine)
+    place = mine.index(runtime.rank())
+    return Group(place, mine, sets[mine], name) if mine in sets else Group(place, mine)

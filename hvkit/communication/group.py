@@ -1,0 +1,82 @@
+"""The ranks that do something together: all of them, or some, such as a row of a device mesh.
+
+Whatever counts ranks, averages over them or names them takes a ``Group``. ``everyone`` are all
+ranks. ``divide`` in ``division`` makes smaller groups.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from hvkit import runtime
+from hvkit.communication.engines import Engine, ProcessSet
+from hvkit.errors import ranks_text
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that train together, one of which is this process.
+
+    Attributes:
+        rank: this process's place among the members, from 0.
+        members: their numbers among all ranks, rising. Messages name ranks by these.
+        process_set: what Horovod knows the members by; None for all ranks, and for a single one,
+            which sends nothing.
+        framework: whose Horovod that is, ``"torch"`` or ``"tensorflow"``; empty without a process
+            set.
+    """
+
+    rank: int
+    members: tuple[int, ...]
+    process_set: ProcessSet | None = field(default=None, repr=False)
+    framework: str = field(default="", repr=False)
+
+    @property
+    def size(self) -> int:
+        """How many members there are."""
+        return len(self.members)
+
+    @property
+    def first(self) -> int:
+        """The member whose weights all others get, and which logs for them."""
+        return self.members[0]
+
+    @property
+    def is_everyone(self) -> bool:
+        """Whether these are all ranks."""
+        return self.size == runtime.size()
+
+    @property
+    def engine(self) -> Engine:
+        """The Horovod that carries what is in no framework's tensors."""
+        return runtime.engine(self.framework) if self.framework else runtime.any_engine()
+
+    def numbered(self, kind: str) -> str:
+        """A name for collectives: ``hvkit.0``, then ``hvkit.1``; the same on every member.
+
+        Members ask for the names of one kind in the same order. Other groups count for themselves.
+        """
+        return f"{kind}.{next(_numbers[self.members, kind])}"
+
+
+_numbers: defaultdict[tuple[tuple[int, ...], str], Iterator[int]] = defaultdict(itertools.count)
+
+
+def refuse_in_group(call: str, group: Group) -> None:
+    """Raise unless a group is all ranks.
+
+    Raises:
+        ValueError: ``call`` is only for all ranks.
+    """
+    if not group.is_everyone:
+        raise ValueError(
+            f"{call} needs all ranks, but {ranks_text(group.members)} train as a group"
+        )
+
+
+def everyone() -> Group:
+    """All ranks."""
+    return Group(runtime.rank(), tuple(range(runtime.size())))

@@ -1,0 +1,194 @@
+"""Two groups of two ranks each train a Keras model of their own on TensorFlow at the same time."""
+
+import keras
+import numpy as np
+import pytest
+from models import LOOPS, eager_tape, fit, mlp, regression
+from ranks import error_of, largest_difference
+
+import hvkit
+from hvkit.api import distribute_in
+from hvkit.communication.collectives import gather
+
+FRAMEWORK = "tensorflow"
+
+
+@pytest.fixture(autouse=True)
+def _in_float64():
+    keras.backend.clear_session()
+    keras.config.set_floatx("float64")
+    yield
+    keras.config.set_floatx("float32")
+
+
+def data_of(group, steps):
+    """Batches of the whole group in float64, and this rank's part of them."""
+    seed = group.first + 10 * group.members[-1]
+    both = [
+        (x[:12].astype("float64"), y[:12].astype("float64")) for x, y in regression(steps, 3, seed)
+    ]
+    return both, [(x[group.rank :: 2], y[group.rank :: 2]) for x, y in both]
+
+
+def of_its_own(group, seed):
+    """A model: groups have different ones, of other shapes and numbers of weights."""
+    if group.first:
+        return mlp(seed)
+    keras.utils.set_random_seed(seed)
+    layers = keras.layers
+    hidden = layers.Dense(12, "tanh"), layers.Dense(7, "relu")
+    return keras.Sequential([keras.Input((8,)), *hidden, layers.Dense(4)])
+
+
+def weights(model):
+    return [np.array(w) for w in model.get_weights()]
+
+
+def same_in(group, arrays):
+    """Whether both members hold the same, bit for bit."""
+    return len(set(gather("test", b"".join(a.tobytes() for a in arrays), group))) == 1
+
+
+def momentum(rate=0.02):
+    return keras.optimizers.SGD(rate, momentum=0.9)
+
+
+def adam(rate=0.01):
+    return keras.optimizers.Adam(rate)
+
+
+def trained_like_one_process(group, make, loop, steps, **options):
+    both, own = data_of(group, steps)
+    reference = of_its_own(group, seed=group.first)
+    start, optimizer = weights(reference), make()
+    if options.get("lr_scaling") == "linear":
+        optimizer.learning_rate = float(optimizer.learning_rate) * group.size
+    loop(reference, optimizer, both)
+
+    model, optimizer = of_its_own(group, seed=hvkit.rank()), make()
+    distribute_in(group, model, optimizer, **options)
+    assert all(np.array_equal(a, b) for a, b in zip(weights(model), start, strict=True))
+    loop(model, optimizer, own)
+
+    assert same_in(group, weights(model))
+    assert largest_difference(weights(model), weights(reference)) < 1e-12
+    assert largest_difference(weights(model), start) > 1e-3
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(("make", "lr_scaling"), [(momentum, "linear"), (adam, "none")])
+def test_each_group_trains_the_model_of_one_process_with_both_batches(
+    group, make, lr_scaling, loop
+):
+    steps = 9 if group.first == 0 else 14
+    trained_like_one_process(group, make, LOOPS[loop], steps, lr_scaling=lr_scaling)
+    hvkit.barrier()
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_the_state_of_an_optimizer_is_divided_within_a_group(group, loop):
+    steps, strategy = 9 if group.first == 0 else 14, hvkit.ShardedOptimizer()
+    trained_like_one_process(group, adam, LOOPS[loop], steps, strategy=strategy)
+    hvkit.barrier()
+
+
+def test_fit_shows_the_metrics_of_the_group_and_stops_when_one_of_its_ranks_does(group):
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.stop_training |= group.rank == 1 and batch == 2 + group.first
+
+    _, own = data_of(group, 8)
+    model, optimizer = of_its_own(group, seed=0), momentum()
+    distribute_in(group, model, optimizer)
+    model.compile(optimizer, "mse")
+    x, y = (np.concatenate(part) for part in zip(*own, strict=True))
+    history = model.fit(x, y, batch_size=6, epochs=2, verbose=0, callbacks=[Stop()]).history
+    assert int(optimizer.iterations) == 3 + group.first
+    assert len(set(gather("test", str(history), group))) == 1
+    both = np.concatenate(gather("test", x, group)), np.concatenate(gather("test", y, group))
+    loss = model.evaluate(x, y, verbose=0)
+    predicted = model.predict(both[0], verbose=0)
+    assert abs(loss - np.mean((predicted - both[1]) ** 2)) < 1e-6
+    hvkit.barrier()
+
+
+@pytest.mark.parametrize("batch_norm", ["sync", "average"])
+def test_batch_norm_is_that_of_the_group(group, batch_norm):
+    def make():
+        keras.utils.set_random_seed(0)
+        layers = keras.layers
+        return keras.Sequential([keras.Input((8,)), layers.BatchNormalization(), layers.Dense(4)])
+
+    both, own = data_of(group, 4)
+    model, alone = make(), make()
+    optimizer = momentum()
+    distribute_in(group, model, optimizer, batch_norm=batch_norm)
+    fit(model, optimizer, own)
+    assert same_in(group, weights(model))
+    if batch_norm == "sync":
+        fit(alone, momentum(), both)
+        assert largest_difference(weights(model), weights(alone)) < 1e-12
+    hvkit.barrier()
+
+
+def test_weights_that_differ_within_a_group_are_named_by_their_numbers_among_all_ranks(group):
+    model, optimizer = mlp(), momentum()
+    distribute_in(group, model, optimizer)
+    if hvkit.rank() == 3:
+        model.layers[0].kernel.assign_add(np.ones((8, 16)))
+    _, own = data_of(group, 1)
+    kind, text = error_of(lambda: eager_tape(model, optimizer, own))
+    if group.members[-1] == 3:
+        assert kind is hvkit.RanksDisagreeError
+        assert f"kernel of rank 3 differs from that of rank {group.first}" in text
+    else:
+        assert kind is None
+    hvkit.barrier()
+
+
+def test_models_that_differ_within_a_group_are_named_by_their_numbers_among_all_ranks(group):
+    model = keras.Sequential(
+        [keras.Input((8,)), keras.layers.Dense(5 if hvkit.rank() == 3 else 4, name="dense")]
+    )
+    kind, text = error_of(lambda: distribute_in(group, model, momentum()))
+    if group.members[-1] == 3:
+        assert kind is hvkit.RanksDisagreeError
+        assert f"of rank 3 differs from that of rank {group.first}" in text
+    else:
+        assert kind is None
+    hvkit.barrier()
+
+
+def test_an_epoch_that_ends_earlier_on_one_rank_of_a_group_is_an_error_there_alone(group):
+    model, optimizer = mlp(), momentum()
+    distribute_in(group, model, optimizer)
+    _, own = data_of(group, 5)
+    steps = 4 if hvkit.rank() == 3 else 5
+    kind, text = error_of(lambda: fit(model, optimizer, own[:steps]))
+    if group.members[-1] == 3:
+        assert kind is hvkit.RanksDisagreeError
+        assert "[5, 4] steps per epoch" in text
+    else:
+        assert kind is None
+    hvkit.barrier()
+
+
+@pytest.mark.parametrize(
+    "strategy", [hvkit.Gossip(), hvkit.ParameterServer(0), hvkit.LocalSGD(2)], ids=str
+)
+def test_strategies_of_all_ranks_refuse_a_group(group, strategy):
+    kind, text = error_of(lambda: distribute_in(group, mlp(), momentum(), strategy=strategy))
+    assert kind is ValueError
+    assert "needs all ranks, but" in text
+
+
+def test_what_takes_a_model_for_that_of_all_ranks_refuses_one_of_a_group(group, tmp_path):
+    model, optimizer = mlp(), momentum()
+    distribute_in(group, model, optimizer)
+    for take in (
+        lambda: hvkit.Checkpoint(tmp_path, model=model, optimizer=optimizer),
+        lambda: hvkit.average_buffers(model),
+    ):
+        kind, text = error_of(take)
+        assert (kind, "is trained by" in text) == (ValueError, True), text
+    hvkit.barrier()

@@ -1,0 +1,218 @@
+"""Two groups of two ranks each train a PyTorch model of their own at the same time."""
+
+import pytest
+import torch
+from nets import arrays, convnet, mlp, regression, train
+from ranks import error_of, largest_difference
+from torch.nn import functional as F
+
+import hvkit
+from hvkit.api import distribute_in
+from hvkit.communication.collectives import gather
+
+FRAMEWORK = "torch"
+
+
+def data_of(group, steps, shape=(8,)):
+    """Batches of the whole group in float64, and this rank's part of them."""
+    seed = group.first + 10 * group.members[-1]
+    both = [(x[:12].double(), y[:12].double()) for x, y in regression(steps, 3, shape, seed)]
+    return both, [(x[group.rank :: 2], y[group.rank :: 2]) for x, y in both]
+
+
+def same_in(group, tensors):
+    """Whether both members hold the same, bit for bit."""
+    mine = b"".join(t.detach().numpy().tobytes() for t in tensors)
+    return len(set(gather("test", mine, group))) == 1
+
+
+def momentum(parameters, lr=0.05):
+    return torch.optim.SGD(parameters, lr, momentum=0.9)
+
+
+def adam(parameters, lr=0.01):
+    return torch.optim.Adam(parameters, lr)
+
+
+def of_its_own(group, seed):
+    """A model: groups have different ones, of other shapes and numbers of parameters."""
+    return (convnet(seed) if group.first == 0 else mlp(seed)).double()
+
+
+def trained_like_one_process(group, make, steps, **options):
+    shape = (1, 8, 8) if group.first == 0 else (8,)
+    both, own = data_of(group, steps, shape)
+    factor = group.size if options.get("lr_scaling") == "linear" else 1
+    reference = of_its_own(group, seed=group.first)
+    lr = make(reference.parameters()).param_groups[0]["lr"]
+    train(reference, make(reference.parameters(), lr * factor), both)
+
+    model = of_its_own(group, seed=hvkit.rank())
+    optimizer = make(model.parameters(), lr)
+    distribute_in(group, model, optimizer, **options)
+    start = of_its_own(group, seed=group.first)
+    assert all(
+        torch.equal(*each) for each in zip(model.parameters(), start.parameters(), strict=True)
+    )
+    train(model, optimizer, own)
+
+    assert same_in(group, model.parameters())
+    assert largest_difference(arrays64(model), arrays64(reference)) < 1e-12
+    assert largest_difference(arrays64(model), arrays64(start)) > 1e-3
+
+
+def arrays64(model):
+    return [p.detach().numpy() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("make", [momentum, adam])
+@pytest.mark.parametrize("lr_scaling", ["none", "linear"])
+def test_each_group_trains_the_model_of_one_process_with_both_batches(group, make, lr_scaling):
+    steps = 9 if group.first == 0 else 14
+    trained_like_one_process(group, make, steps, lr_scaling=lr_scaling)
+    hvkit.barrier()
+
+
+def test_the_state_of_an_optimizer_is_divided_within_a_group(group):
+    steps = 9 if group.first == 0 else 14
+    trained_like_one_process(group, adam, steps, strategy=hvkit.ShardedOptimizer())
+    hvkit.barrier()
+
+
+@pytest.mark.parametrize("strategy", [hvkit.LocalSGD(1), hvkit.DiLoCo(1, 1.0, 0.0)], ids=str)
+def test_rounds_of_one_step_give_the_weights_of_one_process(group, strategy):
+    trained_like_one_process(group, momentum, 5 + group.first, strategy=strategy)
+    hvkit.barrier()
+
+
+def test_rounds_end_in_each_group_by_itself(group):
+    """The agreed weights are the mean over the group, which no other rank takes part in."""
+    model = mlp(seed=hvkit.rank())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    distribute_in(group, model, optimizer, strategy=hvkit.LocalSGD(every=4))
+    _, own = data_of(group, 3 if group.first == 0 else 6)
+    train(model, optimizer, [(x.float(), y.float()) for x, y in own])
+    before = gather("test", [p.detach().numpy().copy() for p in model.parameters()], group)
+    with hvkit.settled(model):
+        mean = [(a + b) / 2 for a, b in zip(*before, strict=True)]
+        assert largest_difference(arrays(model.parameters()), mean) < 1e-5
+        assert same_in(group, model.parameters())
+    hvkit.barrier()
+
+
+def test_a_model_of_a_group_and_one_of_all_ranks_train_in_one_script(group):
+    both, own = data_of(group, 4)
+    everyones, theirs = mlp(seed=hvkit.rank()).double(), mlp(seed=hvkit.rank()).double()
+    first, second = momentum(everyones.parameters()), momentum(theirs.parameters())
+    if group.first == 0:  # whose names of collectives then run ahead
+        distribute_in(group, other := mlp(), momentum(other.parameters()))
+    hvkit.distribute(everyones, first)
+    distribute_in(group, theirs, second)
+    for x, y in own:
+        (F.mse_loss(everyones(x), y) + F.mse_loss(theirs(x), y)).backward()
+        first.step(), second.step()
+        first.zero_grad(), second.zero_grad()
+    alone = mlp(seed=group.first).double()
+    train(alone, momentum(alone.parameters()), both)
+    assert largest_difference(arrays64(theirs), arrays64(alone)) < 1e-12
+    assert len(set(hvkit.allgather(str(arrays64(everyones))))) == 1
+
+
+def test_synchronised_batch_norm_and_averaged_statistics_are_those_of_the_group(group):
+    for batch_norm in ("sync", "average"):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 4)).double()
+        alone = torch.nn.Sequential(torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 4)).double()
+        alone.load_state_dict(model.state_dict())
+        optimizer = momentum(model.parameters())
+        distribute_in(group, model, optimizer, batch_norm=batch_norm)
+        both, own = data_of(group, 4)
+        train(model, optimizer, own)
+        assert same_in(group, [*model.parameters(), model[0].running_mean])
+        if batch_norm == "sync":
+            train(alone, momentum(alone.parameters()), both)
+            assert largest_difference(arrays64(model), arrays64(alone)) < 1e-12
+            assert torch.allclose(model[0].running_var, alone[0].running_var, rtol=1e-12)
+    hvkit.barrier()
+
+
+def test_weights_that_differ_within_a_group_are_named_by_their_numbers_among_all_ranks(group):
+    model = mlp()
+    optimizer = momentum(model.parameters())
+    distribute_in(group, model, optimizer)
+    if group.rank == 1 and group.members[-1] == 3:
+        with torch.no_grad():
+            model[0].weight[0, 0] += 1
+    _, own = data_of(group, 1)
+    kind, text = error_of(lambda: train(model, optimizer, [(x.float(), y.float()) for x, y in own]))
+    if group.members[-1] == 3:
+        assert kind is hvkit.RanksDisagreeError
+        assert f"parameter 0.weight of rank 3 differs from that of rank {group.first}" in text
+    else:
+        assert kind is None
+    hvkit.barrier()
+
+
+def test_models_that_differ_within_a_group_are_named_by_their_numbers_among_all_ranks(group):
+    width = 5 if hvkit.rank() == 3 else 4
+    model = torch.nn.Linear(8, width)
+    kind, text = error_of(lambda: distribute_in(group, model, momentum(model.parameters())))
+    if group.members[-1] == 3:
+        assert kind is hvkit.RanksDisagreeError
+        assert f"of rank 3 differs from that of rank {group.first}" in text
+        assert "weight: shape (5, 8)" in text
+    else:
+        assert kind is None
+    hvkit.barrier()
+
+
+def test_a_frozen_parameter_and_another_rate_are_named_by_ranks_numbers(group):
+    _, own = data_of(group, 1)
+    data = [(x.float(), y.float()) for x, y in own]
+    model = mlp()
+    optimizer = momentum(model.parameters())
+    distribute_in(group, model, optimizer)
+    train(model, optimizer, data)
+    model[0].weight.requires_grad_(hvkit.rank() != 3)
+    kind, text = error_of(lambda: train(model, optimizer, data))
+    if group.members[-1] == 3:
+        assert kind is hvkit.RanksDisagreeError
+        assert f"requires a gradient on rank {group.first} but not on rank 3" in text
+    else:
+        assert kind is None
+    hvkit.barrier()
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        hvkit.Gossip(),
+        hvkit.ParameterServer(0),
+        hvkit.FullyShard(),
+        hvkit.Centralized(),
+        hvkit.DeMo(),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_strategies_of_all_ranks_refuse_a_group(group, strategy):
+    model = mlp()
+    kind, text = error_of(
+        lambda: distribute_in(
+            group, model, torch.optim.SGD(model.parameters(), 0.1), strategy=strategy
+        )
+    )
+    assert kind is ValueError
+    assert "needs all ranks, but" in text
+
+
+def test_what_takes_a_model_for_that_of_all_ranks_refuses_one_of_a_group(group, tmp_path):
+    model = mlp()
+    optimizer = momentum(model.parameters())
+    distribute_in(group, model, optimizer)
+    for take in (
+        lambda: hvkit.Checkpoint(tmp_path, model=model, optimizer=optimizer),
+        lambda: hvkit.average_buffers(model[0]),
+    ):
+        kind, text = error_of(take)
+        assert (kind, "is trained by" in text) == (ValueError, True), text
+    hvkit.barrier()
