@@ -11,6 +11,7 @@ from hvkit.api import distribute_in
 from hvkit.communication.collectives import gather
 
 FRAMEWORK = "tensorflow"
+ROWS, COLUMNS = [(0, 1), (2, 3)], [(0, 2), (1, 3)]
 
 
 @pytest.fixture(autouse=True)
@@ -75,8 +76,15 @@ def trained_like_one_process(group, make, loop, steps, **options):
     assert largest_difference(weights(model), start) > 1e-3
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize(("make", "lr_scaling"), [(momentum, "linear"), (adam, "none")])
+@pytest.mark.parametrize(
+    ("loop", "make", "lr_scaling", "group"),
+    [
+        ("fit", momentum, "linear", ROWS),
+        ("function", adam, "none", COLUMNS),
+        ("eager", momentum, "linear", COLUMNS),
+    ],
+    indirect=["group"],
+)
 def test_each_group_trains_the_model_of_one_process_with_both_batches(
     group, make, lr_scaling, loop
 ):
@@ -85,7 +93,7 @@ def test_each_group_trains_the_model_of_one_process_with_both_batches(
     hvkit.barrier()
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", ["fit", "eager"])
 def test_the_state_of_an_optimizer_is_divided_within_a_group(group, loop):
     steps, strategy = 9 if group.first == 0 else 14, hvkit.ShardedOptimizer()
     trained_like_one_process(group, adam, LOOPS[loop], steps, strategy=strategy)
@@ -156,6 +164,24 @@ def test_models_that_differ_within_a_group_are_named_by_their_numbers_among_all_
         assert f"of rank 3 differs from that of rank {group.first}" in text
     else:
         assert kind is None
+    hvkit.barrier()
+
+
+@pytest.mark.parametrize("action", ["skip", "stop"])
+def test_gradients_that_are_not_finite_are_a_matter_of_their_group(group, action, capfd):
+    model, optimizer = mlp(), momentum()
+    distribute_in(group, model, optimizer, on_nonfinite=action)
+    _, ((x, y),) = data_of(group, 1)
+    if hvkit.rank() == 3:
+        x[0, 0] = np.nan
+    before = weights(model)
+    kind, text = error_of(lambda: fit(model, optimizer, [(x, y)]))
+    of_rank_3 = group.members[-1] == 3
+    assert kind is (FloatingPointError if of_rank_3 and action == "stop" else None)
+    stays = all(np.array_equal(a, b) for a, b in zip(before, weights(model), strict=True))
+    assert stays == of_rank_3
+    text += "".join(gather("test", capfd.readouterr().err, group))
+    assert ("rank 3 has a NaN or infinite gradient of parameter" in text) == of_rank_3
     hvkit.barrier()
 
 

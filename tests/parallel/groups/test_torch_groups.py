@@ -11,6 +11,7 @@ from hvkit.api import distribute_in
 from hvkit.communication.collectives import gather
 
 FRAMEWORK = "torch"
+ROWS, COLUMNS = [(0, 1), (2, 3)], [(0, 2), (1, 3)]
 
 
 def data_of(group, steps, shape=(8,)):
@@ -65,6 +66,7 @@ def arrays64(model):
     return [p.detach().numpy() for p in model.parameters()]
 
 
+@pytest.mark.parametrize("group", [ROWS, COLUMNS], indirect=True, ids=["rows", "columns"])
 @pytest.mark.parametrize("make", [momentum, adam])
 @pytest.mark.parametrize("lr_scaling", ["none", "linear"])
 def test_each_group_trains_the_model_of_one_process_with_both_batches(group, make, lr_scaling):
@@ -163,6 +165,26 @@ def test_models_that_differ_within_a_group_are_named_by_their_numbers_among_all_
         assert "weight: shape (5, 8)" in text
     else:
         assert kind is None
+    hvkit.barrier()
+
+
+@pytest.mark.parametrize("action", ["skip", "stop"])
+def test_gradients_that_are_not_finite_are_a_matter_of_their_group(group, action, capfd):
+    model = mlp()
+    optimizer = momentum(model.parameters())
+    distribute_in(group, model, optimizer, on_nonfinite=action)
+    _, ((x, y),) = data_of(group, 1)
+    x = x.float()
+    if hvkit.rank() == 3:
+        x[0, 0] = float("nan")
+    before = arrays(model.parameters())
+    kind, text = error_of(lambda: train(model, optimizer, [(x, y.float())]))
+    of_rank_3 = group.members[-1] == 3
+    assert kind is (FloatingPointError if of_rank_3 and action == "stop" else None)
+    stays = all((a == b).all() for a, b in zip(before, arrays(model.parameters()), strict=True))
+    assert stays == of_rank_3
+    text += "".join(gather("test", capfd.readouterr().err, group))
+    assert ("rank 3 has a NaN or infinite gradient of parameters 0.weight" in text) == of_rank_3
     hvkit.barrier()
 
 
