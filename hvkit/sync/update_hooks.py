@@ -22,8 +22,11 @@ learning rate, makes the update, restores the rate, and runs ``after`` from the 
 first: a feature undoes what it did while what it found is as it left it. If the update raises, the
 rate is restored and ``failed`` runs in place of ``after``.
 
-The script's own hooks around an update come between ``gradients`` and the rate, and between the
-rate and ``after``: they see the gradients that the update uses, and the rate that the user set.
+The script's own hooks see the rate that the user set. Those that it has registered after the call
+of ``distribute`` to run before an update run after ``gradients``, and see what the update uses: not
+the gradients of weights that other ranks update, and none of a step that is skipped. Those that it
+had registered earlier see the gradients as the backward pass has left them. After an update it is
+the other way round.
 
 An update may compute its gradients itself, in a closure. Then ``gradients`` runs after each call of
 the closure instead, which sees the user's rate.
@@ -59,6 +62,7 @@ class Feature:
         place: where it acts.
         before: gets also the closure that computes the gradients, or None.
         gradients: called with the gradients that the update is to use.
+        renewed: whether there are gradients that ``gradients`` has not seen.
         loss: what the update gets as its loss, from what the closure returned.
         after: called after the update.
         failed: called after an update that raised.
@@ -67,6 +71,7 @@ class Feature:
     place: Order
     before: Callable[[Any, Closure | None], None] | None = None
     gradients: Callable[[Any], None] | None = None
+    renewed: Callable[[], bool] | None = None
     loss: Callable[[Any], Any] | None = None
     after: Callable[[Any], None] | None = None
     failed: Callable[[Any], None] | None = None
@@ -86,7 +91,9 @@ class UpdateHooks:
     """The features around the updates of one optimizer, and of those inside it.
 
     An update may run others inside it: of a parent class, or of an optimizer that this one holds.
-    They belong to the outermost one, which alone has hooks.
+    They belong to the outermost one, which alone has hooks. But if new gradients have come since
+    that one began, it has computed them itself, or it has failed without a call of ``fail``: then
+    the hooks run around the inner one instead.
 
     Attributes:
         rate: multiplies the learning rate; None where updates use the user's.
@@ -115,12 +122,13 @@ class UpdateHooks:
         outwards = inwards[::-1]
         self._before = [each.before for each in inwards if each.before]
         self._gradients = [each.gradients for each in inwards if each.gradients]
+        self._renewed = [each.renewed for each in inwards if each.renewed]
         self._loss = [each.loss for each in outwards if each.loss]
         self._after = [each.after for each in outwards if each.after]
         self._failed = [each.failed for each in outwards if each.failed]
 
     def begin(self, optimizer: Any, closure: Closure | None = None) -> Closure | None:
-        """Before an update; one inside another is only counted.
+        """Before an update; one inside another is only counted, but for new gradients.
 
         Args:
             optimizer: that updates.
@@ -129,6 +137,8 @@ class UpdateHooks:
         Returns:
             What to call in place of the closure.
         """
+        if self.depth and closure is None and any(renewed() for renewed in self._renewed):
+            self.fail(optimizer, 0)
         if self.depth:
             self.depth += 1
             return closure
@@ -160,6 +170,8 @@ class UpdateHooks:
 
     def end(self, optimizer: Any) -> None:
         """After an update; what has begun inside another ends inside it."""
+        if not self.depth:  # the hooks ran around an update inside this one
+            return
         self.depth -= 1
         if not self.depth:
             for after in self._after:

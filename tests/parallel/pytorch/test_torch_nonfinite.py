@@ -105,6 +105,70 @@ def test_large_gradients_are_finite():
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
 
 
+class TwoPasses(torch.optim.Optimizer):
+    """Computes gradients in its own step, and lets another optimizer make the update."""
+
+    def __init__(self, base, forward):
+        super().__init__([p for group in base.param_groups for p in group["params"]], {})
+        self.base, self.forward = base, forward
+        self.param_groups = base.param_groups
+
+    def step(self):
+        for number in range(2):
+            self.zero_grad()
+            self.forward(number).backward()
+        self.base.step()
+
+
+def test_gradients_that_a_step_computes_itself_are_skipped():
+    found = []
+    for bad in (1, None):
+        model, steps = mlp(), []
+
+        def forward(number, model=model, bad=bad, steps=steps):
+            x, y = local(regression(steps=3))[len(steps)]
+            nan = number == 1 and len(steps) == bad and hvkit.rank() == 1
+            return F.mse_loss(model(x), y) * (float("nan") if nan else 1.0)
+
+        optimizer = TwoPasses(sgd(model.parameters()), forward)
+        hvkit.distribute(model, optimizer, on_nonfinite="skip")
+        for number in range(3):
+            if bad is not None or number != 1:
+                optimizer.step()
+            steps.append(number)
+        assert alike(model)
+        found.append(arrays(model.parameters()))
+    assert all(map(np.array_equal, *found))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"accumulate": 3}, {"strategy": hvkit.ShardedOptimizer()}], ids=str
+)
+def test_a_step_kept_from_before_the_call_that_fails_once_is_still_averaged(options):
+    class Fails(torch.optim.SGD):
+        fails = False
+
+        def step(self, closure=None):
+            if self.fails:
+                self.fails = False
+                raise MemoryError
+            return super().step(closure)
+
+    model = mlp()
+    optimizer = Fails(model.parameters(), 0.1)
+    kept = optimizer.step
+    hvkit.distribute(model, optimizer, **options)
+    for number, (x, y) in enumerate(local(regression(steps=5))):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.fails = number == 1
+        if optimizer.fails:
+            with pytest.raises(MemoryError):
+                kept()
+        kept()
+    assert alike(model)
+
+
 def test_gradients_stay_readable_after_a_skipped_step():
     model, optimizer = distributed("skip")
     step(model, optimizer, *local(regression(steps=1))[0], bad=True)

@@ -109,6 +109,22 @@ def test_updates_inside_another_belong_to_it():
     assert events == ["before RANKS", "gradients RANKS", "after RANKS"]
 
 
+def test_an_update_inside_another_that_has_new_gradients_gets_the_hooks():
+    """The outer one has computed them itself, or has failed unnoticed."""
+    events, new = [], []
+    hooks = hooks_of([Order.NONFINITE], events)
+    hooks.add(Feature(Order.RANKS, renewed=lambda: bool(new)))
+    hooks.begin("outer")
+    new.append("gradient")
+    events.clear()
+    hooks.begin("inner")
+    assert events == ["failed NONFINITE", "before NONFINITE", "gradients NONFINITE"]
+    hooks.end("inner")
+    hooks.end("outer")
+    assert events[3:] == ["after NONFINITE"]
+    assert hooks.depth == 0
+
+
 def test_a_place_is_for_one_feature():
     hooks = hooks_of([Order.RATE], [])
     with pytest.raises(ValueError, match="two features at RATE"):

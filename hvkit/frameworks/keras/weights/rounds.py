@@ -352,6 +352,8 @@ class RoundKeeper(WeightKeeper):
                 self._rebase(weights[i])
         for key in sorted(key for key in arrays if in_round and key.startswith(_GROUP)):
             steps, *updated = arrays[key].tolist()
+            # A strategy may keep nothing of a weight, but that its round has begun.
+            self.hold_state([weights[i] for i in updated])
             optimizer = optimizers[int(key.removeprefix(_GROUP).partition("-")[0])]
             if optimizer is not None:
                 optimizer.go_on([weights[i] for i in updated], steps)

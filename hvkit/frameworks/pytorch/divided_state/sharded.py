@@ -166,7 +166,8 @@ class _Shards(PartOfState):
     def _show_gradients(self, optimizer: Optimizer) -> None:
         """Put the gradients back that ``_hide_gradients`` has hidden."""
         for p, gradient in self._hidden:
-            p.grad = gradient
+            if p.grad is None:  # else it is newer
+                p.grad = gradient
         self._hidden.clear()
 
     def _send(self, optimizer: Optimizer) -> None:

@@ -181,7 +181,16 @@ class AveragedSteps:
             self._ready.discard(number)
             self._using(optimizers)
 
-        hooks.add(Feature(Order.RANKS, before, gradients, _mean_of_ranks, self._end_step))
+        hooks.add(
+            Feature(
+                Order.RANKS,
+                before=before,
+                gradients=gradients,
+                renewed=lambda: self._window.waiting or number in self._ready,
+                loss=_mean_of_ranks,
+                after=self._end_step,
+            )
+        )
         for each in optimizers:
             before_unscaling(each, functools.partial(average, "GradScaler.unscale_()"))
 

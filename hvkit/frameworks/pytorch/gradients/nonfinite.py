@@ -160,7 +160,8 @@ class NonFinite:
 
         def put_back(optimizer: Optimizer) -> None:
             for p, gradient in held:
-                p.grad = gradient
+                if p.grad is None:  # else it is newer
+                    p.grad = gradient
             held.clear()
 
         hooks.add(Feature(Order.NONFINITE, gradients=take_away, after=put_back, failed=put_back))
