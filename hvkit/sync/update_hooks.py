@@ -28,8 +28,9 @@ the gradients of weights that other ranks update, and none of a step that is ski
 had registered earlier see the gradients as the backward pass has left them. After an update it is
 the other way round.
 
-An update may compute its gradients itself, in a closure. Then ``gradients`` runs after each call of
-the closure instead, which sees the user's rate.
+An update may compute its gradients itself, in a closure, which sees the user's rate. Then
+``gradients`` runs after each call of the closure instead, and after it ``loss``, from the last
+place to the first, on what the closure has returned.
 """
 
 from __future__ import annotations
