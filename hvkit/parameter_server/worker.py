@@ -7,7 +7,7 @@ that changes it. A step that a loss scale skips counts as a step without a chang
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ from hvkit.communication import collectives
 from hvkit.communication.collectives import require_equal
 from hvkit.parameter_server.client import Exchange, compare_iterations
 from hvkit.strategies.parameter_server import ParameterServer
-from hvkit.sync.local_weights import LocalWeights, Weights
+from hvkit.sync.local_weights import HookedWeights, Weights
 from hvkit.watch.calls import call
 
 Array = np.ndarray[Any, Any]
@@ -37,7 +37,7 @@ class _Vector(NamedTuple):
     read: Array
 
 
-class ServedModel(LocalWeights):
+class ServedModel(HookedWeights):
     """Exchanges the weights of one model with the server. Making it is a collective.
 
     Args:
@@ -69,13 +69,15 @@ class ServedModel(LocalWeights):
         A collective if there are any; before the first step also a comparison of the ranks.
         """
         trained = dict.fromkeys(i for each in self._optimizers for i in sorted(each.trained()))
+        self._serve(number, trained)
+
+    def _serve(self, number: int, trained: Iterable[int]) -> None:
+        """Have the server hold weights that an optimizer is about to train."""
         new = [i for i in trained if i not in self._served]
         if not new and self._exchange.begun:
             return
         with call(self._optimizers[number].call, self._steps_ended + 1, self._name):
             self._require_same(new)
-            if not self._exchange.begun and not self._resumed:
-                self.weights.require_equal()
             kinds = self.weights.kinds(new)
             values = [[self._served_value(i) for i in kind] for kind in kinds]
             self._exchange.add([np.concatenate(each) for each in values])
@@ -85,9 +87,12 @@ class ServedModel(LocalWeights):
             self._resumed.pop(i, None)
 
     def _require_same(self, new: list[int]) -> None:
+        """Raise on every rank unless all begin to train the same weights; a collective."""
         advice = "train the same parameters on every rank"
         facts = [self.weights.label(i) for i in new]
         require_equal("list of parameters to train", facts, advice, self.weights.step_call)
+        if not self._exchange.begun and not self._resumed:
+            self.weights.require_equal()
 
     def _served_value(self, i: int) -> Array:
         return self._resumed.get(i, self.weights.to_numpy(self.weights.read(i)))

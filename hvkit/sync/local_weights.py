@@ -125,8 +125,12 @@ class SteppedOptimizer(Protocol):
     call: str
     """The user's call that makes a step: ``SGD.step()``."""
 
-    def attach(self, before: Callable[[], None], after: Callable[[], None]) -> None:
-        """Call functions around each step, also around one that a loss scale skips."""
+    steps: int
+    """How many it has taken since ranks last agreed on its weights."""
+
+    @property
+    def taken(self) -> int:
+        """How many it has taken in all, or since the script began."""
 
     def held(self) -> set[int]:
         """Numbers of the weights that it updates; none if the script no longer has it."""
@@ -145,11 +149,15 @@ class SteppedOptimizer(Protocol):
         """
 
 
+class HookedOptimizer(SteppedOptimizer, Protocol):
+    """An optimizer whose steps are plain calls of Python."""
+
+    def attach(self, before: Callable[[], None], after: Callable[[], None]) -> None:
+        """Call functions around each step, also around one that a loss scale skips."""
+
+
 class LocalWeights(AgreedView):
     """What exchanges the weights of one model after its optimizers' steps.
-
-    A step that a loss scale skips counts, too: an overflow on one rank must not move the ends of
-    its rounds against those of the others.
 
     Args:
         weights: of the model.
@@ -162,8 +170,6 @@ class LocalWeights(AgreedView):
         super().__init__()
         self.weights = weights
         self._name = name
-        self._optimizers: list[SteppedOptimizer] = []
-        self._steps_ended = 0
         # What callbacks see, in the order of ``_values``; they may set others.
         self._for_callbacks: list[tuple[Any, Any]] = []
 
@@ -173,35 +179,6 @@ class LocalWeights(AgreedView):
     def add(self, weights: Iterable[Any]) -> None:
         """Exchange more weights; the same ones on every rank, with the same values."""
         self.weights.add(weights)
-
-    def watch(self, optimizer: SteppedOptimizer, adopt: Callable[[], bool]) -> None:
-        """Surround the steps of an optimizer.
-
-        Args:
-            optimizer: one that updates some of the weights.
-            adopt: adds weights that are new in the optimizer.
-        """
-        number = len(self._optimizers)
-        self._optimizers.append(optimizer)
-
-        def before() -> None:
-            self.refuse_step()
-            adopt()
-            self._before_step(number)
-
-        def after() -> None:
-            self._steps_ended += 1
-            self._end_step(number)
-
-        optimizer.attach(before, after)
-
-    @abstractmethod
-    def _before_step(self, number: int) -> None:
-        """What comes before each step of an optimizer."""
-
-    @abstractmethod
-    def _end_step(self, number: int) -> None:
-        """What comes after each step of an optimizer."""
 
     def show_callbacks(self) -> None:
         """Show the agreed weights to callbacks, which may set others; a collective."""
@@ -217,7 +194,8 @@ class LocalWeights(AgreedView):
         if self._own is None or not self._for_callbacks:
             return
         shown, now = self._for_callbacks, self._values()
-        pairs = enumerate(zip(shown, now, strict=True))
+        # Weights that a callback has added come last, and no rank has its own yet.
+        pairs = enumerate(zip(shown, now, strict=False))
         given = [i for i, ((_, a), (_, b)) in pairs if not self.weights.same(a, b)]
         if (unlike := first_unlike(collectives.gather("fit", given))) is not None:
             i, by, not_by = unlike
@@ -281,6 +259,52 @@ class LocalWeights(AgreedView):
 
     def _average_statistics(self, *, keep: bool) -> None:
         self.weights.average_statistics(f"{self._name}.statistics", keep=keep)
+
+
+class HookedWeights(LocalWeights):
+    """``LocalWeights`` that surround the steps of optimizers.
+
+    A step that a loss scale skips counts, too: an overflow on one rank must not move the ends of
+    its rounds against those of the others.
+    """
+
+    def __init__(self, weights: Weights, name: str) -> None:
+        super().__init__(weights, name)
+        self._optimizers: list[SteppedOptimizer] = []
+        self._steps_ended = 0
+
+    def watch(self, optimizer: HookedOptimizer, adopt: Callable[[], bool]) -> None:
+        """Surround the steps of an optimizer.
+
+        Args:
+            optimizer: one that updates some of the weights.
+            adopt: adds weights that are new in the optimizer.
+        """
+        number = self._add_optimizer(optimizer)
+
+        def before() -> None:
+            self.refuse_step()
+            adopt()
+            self._before_step(number)
+
+        def after() -> None:
+            self._steps_ended += 1
+            self._end_step(number)
+
+        optimizer.attach(before, after)
+
+    def _add_optimizer(self, optimizer: SteppedOptimizer) -> int:
+        """Know another optimizer; return its number."""
+        self._optimizers.append(optimizer)
+        return len(self._optimizers) - 1
+
+    @abstractmethod
+    def _before_step(self, number: int) -> None:
+        """What comes before each step of an optimizer."""
+
+    @abstractmethod
+    def _end_step(self, number: int) -> None:
+        """What comes after each step of an optimizer."""
 
 
 def pieces(weights: Weights, numbers: Iterable[int]) -> list[list[int]]:

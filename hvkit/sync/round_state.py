@@ -40,6 +40,10 @@ class RoundState:
         if i not in self._kept:
             self._kept[i] = self._strategy.begin(self._weights.read(i))
 
+    def begun(self) -> list[int]:
+        """Numbers of the weights with a state."""
+        return list(self._kept)
+
     def anchor(self, i: int) -> Vector | None:
         """The values that the ranks have last agreed on, if the strategy has them."""
         return self._strategy.anchor(self._kept[i])

@@ -16,7 +16,7 @@ from hvkit.communication.exchanges import Mean, Neighbours, Place
 from hvkit.compression import Compression
 from hvkit.errors import RanksDisagreeError
 from hvkit.strategies.strategy import Rounds, Vector
-from hvkit.sync.local_weights import LocalWeights, SteppedOptimizer, Weights, pieces
+from hvkit.sync.local_weights import HookedWeights, SteppedOptimizer, Weights, pieces
 from hvkit.sync.round_ends import RoundEnd, require_same_end, require_same_trained
 from hvkit.sync.round_state import RoundState
 from hvkit.sync.shown_weights import arrive_before_exit, require_equal_steps
@@ -59,7 +59,10 @@ class Agreements(Protocol):
         """
 
     def commit(self, numbers: Container[int]) -> None:
-        """Keep what the compression has not sent of these weights; forget it of all others."""
+        """Keep what the compression has not sent of these weights."""
+
+    def forget(self) -> None:
+        """Forget what agreements have not sent that have only been looked at."""
 
     def clear(self) -> None:
         """Forget what the compression keeps."""
@@ -86,7 +89,7 @@ class _Round(NamedTuple):
     agreements: list[Agreement]
 
 
-class RoundKeeper(LocalWeights):
+class RoundKeeper(HookedWeights):
     """Ends the rounds of the optimizers of one model.
 
     Args:
@@ -118,12 +121,9 @@ class RoundKeeper(LocalWeights):
         self._rebased: set[int] = set()
         # Rounds whose agreements overlap with the one that trains.
         self._running: list[_Round] = []
-        # Steps that each optimizer has taken in this round, rounds that it has ended, and steps
-        # since the script began, which no checkpoint holds.
-        self._steps: list[int] = []
+        # How many each optimizer has ended.
         self._rounds: list[int] = []
-        self._taken: list[int] = []
-        # The same, when training last ended with the ranks' weights equal.
+        # Steps that each had taken when training last ended with the ranks' weights equal.
         self._ended_at: list[int] | None = None
         self._begun = False
 
@@ -134,21 +134,13 @@ class RoundKeeper(LocalWeights):
         for i in range(known, len(self.weights)) if self._begun else ():
             self._state.begin(i)
 
-    def watch(self, optimizer: SteppedOptimizer, adopt: Callable[[], bool]) -> None:
-        """End a round after every so many steps of an optimizer.
-
-        Args:
-            optimizer: one that updates some of the weights.
-            adopt: adds weights that are new in the optimizer.
-        """
-        self._steps.append(0)
+    def _add_optimizer(self, optimizer: SteppedOptimizer) -> int:
         self._rounds.append(0)
-        self._taken.append(0)
-        super().watch(optimizer, adopt)
+        return super()._add_optimizer(optimizer)
 
     def _before_step(self, number: int) -> None:
         self._begin_all()
-        if not self._steps[number]:
+        if not self._optimizers[number].steps:
             self._rebase(self._optimizers[number].held())
 
     def _rebase(self, numbers: Iterable[int]) -> None:
@@ -156,7 +148,7 @@ class RoundKeeper(LocalWeights):
 
         The ranks compare them at the next agreement: this is no collective.
         """
-        if not (self.strategy.alike or self._taken == self._ended_at):
+        if not (self.strategy.alike or self._taken() == self._ended_at):
             return  # where they count as a change like any other
         for i in numbers:
             if i not in self._trained and self._state.moved(i):
@@ -208,24 +200,38 @@ class RoundKeeper(LocalWeights):
         self._trained.clear()
         self._rebased.clear()
         self._agreements.clear()
-        self._steps = [0] * len(self._steps)
+        for optimizer in self._optimizers:
+            optimizer.steps = 0
         self._ended_at = None
         self._begun = False
 
     def _end_step(self, number: int) -> None:
         optimizer = self._optimizers[number]
-        held = optimizer.held()
         self._trained.update(optimizer.trained())
-        self._steps[number] += 1
-        self._taken[number] += 1
-        step = self._taken[number]
-        if self.strategy.overlap and self._steps[number] == self.strategy.overlap:
-            with call(optimizer.call, step, self._name):
-                self._add_pending(held)
-        if self._steps[number] < self.strategy.every:
-            return
+        optimizer.steps += 1
+        if optimizer.steps == self.strategy.overlap:
+            self._end_overlap(number, optimizer.taken)
+        if optimizer.steps >= self.strategy.every:
+            self._end_round(number, optimizer.taken)
+            optimizer.steps = 0
+
+    def _end_overlap(self, number: int, step: int) -> None:
+        """Let the agreement that began with this round count; a collective.
+
+        Args:
+            number: the optimizer's.
+            step: of the optimizer, for messages.
+        """
+        optimizer = self._optimizers[number]
+        with call(optimizer.call, step, self._name):
+            self._add_pending(optimizer.held())
+
+    def _end_round(self, number: int, step: int) -> None:
+        """End a round of one optimizer; a collective. The arguments are as for ``_end_overlap``."""
+        optimizer = self._optimizers[number]
         self._rounds[number] += 1
         with call(optimizer.call, step, self._name):
+            held = optimizer.held()
             changed = sorted(held & self._trained)
             self._add_pending(changed)  # of rounds of other optimizers, too
             end = self._end_of_round(number, held, changed)
@@ -240,7 +246,6 @@ class RoundKeeper(LocalWeights):
                 self._average_statistics(keep=True)
         if self.strategy.alike:
             self._trained.difference_update(changed)
-        self._steps[number] = 0
 
     def _end_of_round(self, number: int, held: set[int], changed: list[int]) -> RoundEnd:
         # Of this optimizer alone: whether others are gone already depends on the rank.
@@ -286,12 +291,12 @@ class RoundKeeper(LocalWeights):
             agreed = self._start(together, self.strategy.settle).result()
             for i, values in self._state.split(together, agreed):
                 self.weights.show(i, values)
-        self._agreements.commit(())
+        self._agreements.forget()
         self._average_statistics(keep=False)
 
     def _replaced(self, i: int, own: Any, agreed: Any, chosen: Any) -> Any:
         self._state.pending.pop(i, None)
-        if self._begun:
+        if i in self._state.begun():
             self._state.rebase(i)
         return chosen
 
@@ -301,15 +306,15 @@ class RoundKeeper(LocalWeights):
         All ranks then hold the same weights.
         """
         self._meet()
-        for number, optimizer in enumerate(self._optimizers):
+        for optimizer in self._optimizers:
             held = optimizer.held()
             self._add_pending(held)
-            if self._steps[number] or not self.strategy.alike:
+            if optimizer.steps or not self.strategy.alike:
                 self._agree_at_the_end(sorted(held & self._trained))
                 self._trained.difference_update(held)
-            self._steps[number] = 0
+            optimizer.steps = 0
         self._average_statistics(keep=True)
-        self._ended_at = list(self._taken)
+        self._ended_at = self._taken()
 
     def _agree_at_the_end(self, numbers: Sequence[int]) -> None:
         if self.strategy.alike:
@@ -317,9 +322,12 @@ class RoundKeeper(LocalWeights):
         else:
             for together in pieces(self.weights, numbers):
                 self._state.write(together, self._start(together, self.strategy.settle).result())
+                self._agreements.commit(together)
                 for i in together:
                     self._state.rebase(i)
-            self._agreements.commit(())
+
+    def _taken(self) -> list[int]:
+        return [optimizer.taken for optimizer in self._optimizers]
 
     def _start(self, together: list[int], flow: Callable[..., Any] | None = None) -> Agreement:
         """Begin what the strategy's ``agree``, or another flow of it, does to some weights."""
@@ -336,13 +344,9 @@ class RoundKeeper(LocalWeights):
         return values
 
     def _meet(self) -> bool:
-        require_equal_steps(self._steps)
-        if self._begun:
-            self._rebase(range(len(self.weights)))
-        mine = sorted(self._trained), sorted(self._rebased)
-        trained, rebased = zip(*collectives.gather("hvkit.settled", mine), strict=True)
-        require_same_trained(trained, self.weights)
-        self._make_rebased_same("hvkit.settled", rebased)
+        steps = [optimizer.steps for optimizer in self._optimizers]
+        require_equal_steps(steps)
+        self.rebase("hvkit.settled")
         if not self._begun:  # the script may have changed weights without an optimizer
             try:
                 self._require_equal("hvkit.settled")
@@ -352,12 +356,28 @@ class RoundKeeper(LocalWeights):
                     "ranks have not agreed on anything: train through it."
                 )
                 raise
-        return any(self._steps) or not self.strategy.alike
+        return any(steps) or not self.strategy.alike
+
+    def rebase(self, point: str = "fit") -> None:
+        """Begin with weights that the script has set since the last agreement; a collective.
+
+        Args:
+            point: the name of the call that the user made.
+
+        Raises:
+            RanksDisagreeError: ranks have trained other weights, or set others.
+        """
+        self._rebase(self._state.begun())
+        mine = sorted(self._trained), sorted(self._rebased)
+        trained, rebased = zip(*collectives.gather(point, mine), strict=True)
+        require_same_trained(trained, self.weights)
+        self._make_rebased_same(point, rebased)
 
     def state(self) -> dict[str, np.ndarray[Any, Any]]:
         """What a checkpoint saves, the same on every rank: by state and weight, and counts."""
         sent = {f"{_SENT}{key}": array for key, array in self._agreements.arrays().items()}
-        counts = np.array([self._steps, self._rounds], np.int64)
+        steps = [optimizer.steps for optimizer in self._optimizers]
+        counts = np.array([steps, self._rounds], np.int64)
         trained = np.array(sorted(self._trained), np.int64)
         return {**self._state.arrays(), **sent, "counts": counts, "trained": trained}
 
@@ -370,24 +390,28 @@ class RoundKeeper(LocalWeights):
                 with the weights that all hold now.
         """
         self.begin_anew()
-        counts = arrays["counts"].tolist()
-        if len(counts[0]) != len(self._optimizers):
-            raise ValueError(f"it has {len(counts[0])} optimizers, here are {len(self._steps)}")
-        sent = {key for key in arrays if key.startswith(_SENT)}
-        self._agreements.load({key.removeprefix(_SENT): arrays[key] for key in sent})
-        others = sent | {"counts", "trained"}
-        self._state.load({key: array for key, array in arrays.items() if key not in others})
+        steps, rounds = arrays["counts"].tolist()
+        if len(steps) != len(self._optimizers):
+            raise ValueError(f"it has {len(steps)} optimizers, here are {len(self._optimizers)}")
+        self._load({key: a for key, a in arrays.items() if key not in ("counts", "trained")})
+        self._rounds = rounds
         if in_round:
-            self._steps, self._rounds = counts
+            for optimizer, number in zip(self._optimizers, steps, strict=True):
+                optimizer.steps = number
             self._trained = set(arrays["trained"].tolist())
         else:
-            self._rounds = counts[1]
             self._state.rebase_all()
         # Each rank has its own optimizer state again, and in a round also its own weights.
         self._begun = in_round
         if in_round:
             for i in range(len(self.weights)):
                 self._state.begin(i)
+
+    def _load(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
+        """Set what the strategy and the compression keep that is the same on every rank."""
+        sent = {key for key in arrays if key.startswith(_SENT)}
+        self._agreements.load({key.removeprefix(_SENT): arrays[key] for key in sent})
+        self._state.load({key: array for key, array in arrays.items() if key not in sent})
 
     def own_state(self) -> dict[str, np.ndarray[Any, Any]]:
         """What a checkpoint saves for each rank: residuals, and what is pending for its weights."""

@@ -77,7 +77,7 @@ def require_same(call: str, labels: Sequence[str], variables: Sequence[Any]) -> 
     Raises:
         RanksDisagreeError: names the first variable that differs, and the ranks.
     """
-    compared = [Compared(each, _unit(v)) for each, v in zip(labels, variables, strict=True)]
+    compared = [Compared(each, unit(v)) for each, v in zip(labels, variables, strict=True)]
     return fingerprints.require_same(call, compared, rows_of([v.numpy() for v in variables]))
 
 
@@ -95,10 +95,11 @@ def _accumulators(optimizer: Any) -> list[Any]:
 
 
 def labels_of(variables: Sequence[Any]) -> list[Compared]:
-    return [Compared(getattr(v, "path", v.name), _unit(v)) for v in variables]
+    return [Compared(getattr(v, "path", v.name), unit(v)) for v in variables]
 
 
-def _unit(variable: Any) -> float:
+def unit(variable: Any) -> float:
+    """The distance from 1 to the next number of the variable's dtype; 0 if it is exact."""
     return _UNITS.get(keras.backend.standardize_dtype(variable.dtype), 0.0)
 
 

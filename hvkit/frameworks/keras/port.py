@@ -260,7 +260,7 @@ class KerasPort:
             keeper = RoundKeeper(strategy, self.model, name, compression, with_statistics)
         for each in optimizers:
             checks = Checks(f"hvkit.{next(_serial)}", self.model, first_only=True)
-            keeper.watch(each, checks, self._before_update)
+            keeper.watch_updates(each, checks, self._before_update)
         return keeper
 
     def _average(self, strategy: Averaging) -> Average:

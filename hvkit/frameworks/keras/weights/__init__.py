@@ -2,9 +2,11 @@
 
 ::
 
-    rounds                 ends rounds of strategies that agree on weights
+    rounds                 ends rounds of strategies that agree on weights, by ``hvkit.sync.rounds``
     ├── update_counts      counts an optimizer's updates; decides when a round ends
     └── agreements         agreements, in the update or beside training
-    parameter_server       exchanges weights with the server after each update
-    weight_keeper          what both share: weights as vectors, agreed and each rank's own
+    parameter_server       exchanges weights after each update, by ``hvkit.parameter_server.worker``
+    around_updates         code around an optimizer's updates
+    groups                 variables that an optimizer updates together; functions of their values
+    variables              a model's weights as vectors, by number
 """

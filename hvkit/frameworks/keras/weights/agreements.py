@@ -1,10 +1,15 @@
-"""Carries out what strategies need from the other ranks, beside training if they allow it."""
+"""Carries out what strategies need from the other ranks, beside training if they allow it.
+
+All of it is eager code, in the script's thread, in a function that a graph calls, or in a thread of
+its own. In eager code Horovod gives operations of one kind one name, whatever they are called, so
+the collectives of such a thread are small graphs: there names count.
+"""
 
 from __future__ import annotations
 
-import functools
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Container, Generator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,54 +17,75 @@ import tensorflow as tf
 
 from hvkit import threads
 from hvkit.communication.engines import waiting_for_all_ranks
-from hvkit.communication.exchanges import Mean, Messages, Neighbours, by_rank, circle
-from hvkit.frameworks.keras.collectives.graph_collectives import CompressedMeans, GraphWait
-from hvkit.frameworks.keras.collectives.wire import Wire
-from hvkit.frameworks.keras.weights.weight_keeper import (
-    Array,
-    flat_values,
-    ids,
-    in_numpy,
-    pieces,
-    shaped,
-    split,
+from hvkit.communication.exchanges import (
+    Exchange,
+    Mean,
+    Messages,
+    Neighbours,
+    Place,
+    by_rank,
+    circle,
 )
-from hvkit.sync.shown_weights import arrive_before_exit
-from hvkit.watch.calls import call
+from hvkit.compression import Compression
+from hvkit.frameworks.keras.collectives.graph_collectives import CompressedMeans
+from hvkit.frameworks.keras.collectives.wire import Wire
+from hvkit.frameworks.keras.weights.variables import Array, Variables
 
-# By the id of a weight: its state by name.
-States = dict[int, dict[str, tf.Tensor]]
-Agree = Callable[[list[tf.Variable], tf.Tensor], tuple[tf.Tensor, States]]
+Flow = Generator[Mean | Neighbours, Any, Any]
+Make = Callable[[Exchange, str], tf.Tensor]
 
 
-class Network:
-    """How vectors travel between ranks.
+class Agreements:
+    """Agreements on the weights of one model; implements ``hvkit.sync.rounds.Agreements``.
 
     Args:
-        wait: counts the waits in graphs; None in a thread.
-        wire: counts the bytes.
-        compressed: for float32 vectors, if they travel compressed.
-        keep: whether the round ends, so that what the compression keeps changes.
+        variables: of the model.
+        name: the same on every rank, and no other model's.
+        compression: of float32 vectors, if there is one.
+        overlap: whether agreements run in threads while training goes on.
     """
 
     def __init__(
-        self, wait: GraphWait | None, wire: Wire, compressed: CompressedMeans | None, keep: bool
+        self, variables: Variables, name: str, compression: Compression | None, *, overlap: bool
     ) -> None:
-        self._wait = wait
-        self._wire = wire
-        self._compressed = compressed
-        self._keep = keep
+        self._wire = Wire("weights")
+        self.place: Place = self._wire
+        self._variables = variables
+        self._name = name
+        self._compressed = CompressedMeans(compression, self._wire) if compression else None
+        self._exchange: Make = _SmallGraphs(self._wire).exchange if overlap else self._wire.exchange
+        self._overlap = overlap
+        self._running: list[_Agreement] = []
+        # What the compression keeps by number, once the agreements with it count.
+        self._suggested: dict[int, dict[str, tf.Tensor]] = {}
 
-    def carry_out(
-        self, flow: Generator[Mean | Neighbours, Any, Any], variables: Sequence[Any], name: str
-    ) -> Any:
-        """Make all exchanges of a strategy, and return what it returns; a collective.
+    def start(self, flow: Flow, values: Array, numbers: list[int]) -> _Agreement:
+        name = f"{self._name}.weights.{numbers[0]}"
 
-        Args:
-            flow: the strategy's generator.
-            variables: of its vectors, all of one dtype.
-            name: the same on every rank, and no other collective's.
-        """
+        def agree() -> Any:
+            return self._carry_out(flow, numbers, name)
+
+        if not self._overlap:
+            return _Agreement(agree, values, numbers)
+        thread = _Thread(agree)
+        self._running = [each for each in self._running if not each.collected]
+        self._running.append(_Agreement(thread.result, values, numbers, thread))
+        return self._running[-1]
+
+    def when_done(self, numbers: Sequence[int], callback: Callable[[], None]) -> None:
+        """Call a function once no agreement on any of these weights runs, perhaps at once."""
+        awaited = [each for each in self._running if not set(numbers).isdisjoint(each.numbers)]
+
+        def after_next() -> None:
+            if not awaited:
+                callback()
+            elif (thread := awaited.pop().thread) is not None:
+                thread.when_done(after_next)
+
+        after_next()
+
+    def _carry_out(self, flow: Flow, numbers: list[int], name: str) -> Any:
+        """Make all exchanges of a strategy, and return what it returns; a collective."""
         answer: Any = None
         while True:
             try:
@@ -68,155 +94,119 @@ class Network:
                 return end.value
             match exchange:
                 case Mean(vector):
-                    answer = self._mean(vector, variables, name)
+                    answer = self._mean(vector, numbers, name)
                 case Neighbours():
                     answer = self._neighbours(exchange, name)
 
-    def _mean(self, vector: tf.Tensor, variables: Sequence[Any], name: str) -> tf.Tensor:
-        compressed = self._compressed
-        if compressed and compressed.suits(vector.dtype):
-            return self._around(
-                vector, lambda v: compressed.mean(v, variables, name, keep=self._keep)
-            )
-        return self._around(vector, lambda v: self._wire.mean(v, name))
+    def _mean(self, vector: Array, numbers: list[int], name: str) -> Array:
+        sent = tf.constant(vector)
+        if self._compressed and self._compressed.suits(sent.dtype):
+            variables = [self._variables.in_order[i] for i in numbers]
+            mean, state = self._compressed.reduced(sent, variables, name, self._exchange)
+            self._suggested |= dict(zip(numbers, state, strict=True))
+        else:
+            mean = self._exchange(Mean(sent), name)
+        array: Array = mean.numpy()
+        return array
 
-    def _neighbours(self, exchange: Neighbours, name: str) -> list[tf.Tensor]:
-        to, sources = circle(exchange.offsets, self._wire)
-        length = exchange.vector.shape[0]
+    def _neighbours(self, exchange: Neighbours, name: str) -> list[Array]:
+        to, sources = circle(exchange.offsets, self.place)
+        length = len(exchange.vector)
         messages = Messages(
-            tf.tile(exchange.vector, [len(to)]),
-            by_rank(length, to, self._wire.size),
-            by_rank(length, sources, self._wire.size),
+            tf.constant(np.tile(exchange.vector, len(to))),
+            by_rank(length, to, self.place.size),
+            by_rank(length, sources, self.place.size),
         )
-        received = self._around(
-            messages.rows, lambda _: self._wire.exchange(messages, f"{name}.exchange")
-        )
-        of = dict(zip(sorted(sources), tf.split(received, len(sources)), strict=True))
+        received = self._exchange(messages, f"{name}.exchange").numpy()
+        of = dict(zip(sorted(sources), np.split(received, len(sources)), strict=True))
         return [of[source] for source in sources]
 
-    def _around(self, sent: tf.Tensor, collective: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
-        return self._wait.around(sent, collective) if self._wait else collective(sent)
+    def commit(self, numbers: Container[int]) -> None:
+        if self._compressed:
+            # In a list: other agreements may end meanwhile, in their threads.
+            kept = {i: state for i, state in list(self._suggested.items()) if i in numbers}
+            variables = [self._variables.in_order[i] for i in kept]
+            self._compressed.keep(variables, list(kept.values()))
+            for i in kept:
+                del self._suggested[i]
+
+    def forget(self) -> None:
+        self._suggested.clear()
+
+    def clear(self) -> None:
+        if self._compressed:
+            self._compressed.begin_anew()
+
+    def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
+        return self._kept(self._compressed.compression.common) if self._compressed else {}
+
+    def own_arrays(self) -> dict[str, np.ndarray[Any, Any]]:
+        return self._kept(self._compressed.compression.own) if self._compressed else {}
+
+    def _kept(self, names: Any) -> dict[str, np.ndarray[Any, Any]]:
+        assert self._compressed
+        return self._compressed.arrays(names, self._variables.in_order)
+
+    def load(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
+        if self._compressed:
+            self._compressed.load(arrays, self._variables.in_order)
 
 
-class RunningAgreements:
-    """Agreements of one keeper that run while the next round trains.
+class _Agreement:
+    """An agreement that has begun, or begins once it is waited for.
 
     Args:
-        agree: returns what the strategy makes of some variables' joined weights, and the new state
-            of each by id.
-        set_states: keeps these states.
-        wait: counts the waits in graphs.
+        result: waits for what the strategy returns.
+        values: of the weights when it began.
+        numbers: of the weights.
+        thread: in which it runs; None for that of ``result``.
     """
 
-    def __init__(self, agree: Agree, set_states: Callable[[States], None], wait: GraphWait) -> None:
-        self._agree = agree
-        self._set_states = set_states
-        self._wait = wait
-        # What graphs wait in, by the ids of their variables.
-        self._queues: dict[tuple[int, ...], Any] = {}
-        # What agreements that have ended will add to the weights, by id.
-        self.due: dict[int, Array] = {}
-        self._running: list[tuple[set[int], _Thread]] = []
-        self._graphs: dict[tuple[int, ...], Any] = {}
-        self._variables: dict[int, tf.Variable] = {}
+    def __init__(
+        self,
+        result: Callable[[], Any],
+        values: Array,
+        numbers: list[int],
+        thread: _Thread | None = None,
+    ) -> None:
+        self.values = values
+        self.numbers = numbers
+        self.thread = thread
+        self.collected = False
+        self._result = result
 
-    def begin(self, variables: Sequence[tf.Variable]) -> tf.Tensor:
-        """End a round of these variables, which nothing may be due to."""
-        self._variables.update((id(v), v) for v in variables)
-        flat = [flat_values(v) for v in variables]
-        begun: tf.Tensor = in_numpy(self._begin, ids(variables), flat, [tf.bool])[0]
-        return begun
+    def result(self) -> Any:
+        self.collected = True
+        with waiting_for_all_ranks():
+            return self._result()
 
-    def _begin(self, keys: Sequence[int], weights: Sequence[Array]) -> list[Array]:
-        key = tuple(keys)
-        if key not in self._graphs:
-            self._graphs[key] = tf.function(functools.partial(self._graph, key))
-        agree = self._graphs[key]
-        tensors = [tf.constant(each) for each in weights]
-        self._running.append((set(keys), _Thread(lambda: agree(tensors))))
-        arrive_before_exit(self)
-        return [np.array(True)]
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def _graph(
-        self, keys: Sequence[int], weights: Sequence[tf.Tensor]
-    ) -> tuple[dict[int, tf.Tensor], States]:
-        """By id: what an agreement changes of weights, and their new states.
+class _SmallGraphs:
+    """Collectives in graphs of their own.
 
-        A graph that a thread runs: in eager code Horovod gives operations of one kind one name,
-        and would mix this one up with those of the main thread.
-        """
-        given = dict(zip(keys, weights, strict=True))
-        due: dict[int, tf.Tensor] = {}
-        states: States = {}
-        for together in pieces([self._variables[key] for key in keys]):
-            own = tf.concat([given[id(v)] for v in together], axis=0)
-            agreed, new = self._agree(together, own)
-            due |= dict(zip(ids(together), split(agreed - own, together), strict=True))
-            states |= new
-        return due, states
+    Args:
+        wire: counts the bytes.
+    """
 
-    def arrive(self, keys: Sequence[int] | None = None) -> None:
-        """Wait for the agreements.
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._functions: dict[Any, Any] = {}
 
-        Args:
-            keys: ids of variables, for the agreements on any of these; None for all.
-        """
-        for of, thread in list(self._running):
-            if keys is None or not of.isdisjoint(keys):
-                with call(self._wait.name):
-                    due, states = thread.result()
-                self._running.remove((of, thread))
-                self.due |= {key: each.numpy() for key, each in due.items()}
-                self._set_states(states)
+    def exchange(self, exchange: Exchange, name: str) -> tf.Tensor:
+        """As ``Wire.exchange``."""
+        sent = exchange.vector if isinstance(exchange, Mean) else exchange.rows
+        field = "vector" if isinstance(exchange, Mean) else "rows"
+        key = name, type(exchange), sent.dtype, tuple(sent.shape)
+        if key not in self._functions:
 
-    def add_due(self, variables: Sequence[tf.Variable]) -> tf.Tensor:
-        """Wait, and add what the agreements have changed to the weights."""
-        flat = [flat_values(v) for v in variables]
-        arrived = [] if tf.executing_eagerly() else [self._arrived(ids(variables))]
-        with tf.control_dependencies(arrived):
-            due = in_numpy(self._take_due, ids(variables), flat, [each.dtype for each in flat])
-        for v, weights in zip(variables, due, strict=True):
-            v.assign(shaped(weights, v))
-        return tf.constant(True)
+            @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+            def function(tensor: tf.Tensor) -> tf.Tensor:
+                return self._wire.exchange(replace(exchange, **{field: tensor}), name)
 
-    def _arrived(self, keys: list[int]) -> tf.Tensor:
-        """Wait in a graph for the agreements on these variables.
-
-        A queue takes none of TensorFlow's threads while it waits, as Python code would. There are
-        as many as a rank may use cores, and the agreement needs one.
-        """
-        with tf.init_scope(), tf.device("CPU:0"):
-            if tuple(keys) not in self._queues:
-                self._queues[tuple(keys)] = tf.queue.FIFOQueue(10, [tf.bool], [()])
-        queue = self._queues[tuple(keys)]
-
-        def dequeue(begun: tf.Tensor) -> tf.Tensor:
-            with tf.control_dependencies([begun]), tf.device("CPU:0"):
-                return queue.dequeue()
-
-        return self._wait.around(in_numpy(self._enqueue_later, keys, [], [tf.bool])[0], dequeue)
-
-    def _enqueue_later(self, keys: Sequence[int], _: Sequence[Array]) -> list[Array]:
-        """Let one graph that waits for these variables go on, now or when it may."""
-        queue = self._queues[tuple(keys)]
-        awaited = [thread for of, thread in self._running if not of.isdisjoint(keys)]
-
-        def after_next() -> None:
-            if awaited:
-                awaited.pop().when_done(after_next)
-            else:
-                queue.enqueue(True)
-
-        after_next()
-        return [np.array(True)]
-
-    def _take_due(self, keys: Sequence[int], weights: Sequence[Array]) -> list[Array]:
-        self.arrive(keys)
-        return [
-            each + self.due.pop(key) if key in self.due else each
-            for key, each in zip(keys, weights, strict=True)
-        ]
+            # Concrete: else TensorFlow warns that one code is traced too often.
+            spec = tf.TensorSpec(sent.shape, sent.dtype)
+            self._functions[key] = tf.function(function).get_concrete_function(spec)
+        return self._functions[key](sent)
 
 
 class _Thread:
@@ -257,8 +247,7 @@ class _Thread:
 
     def result(self) -> Any:
         """Wait for the function; return what it returns, or raise what it raises."""
-        with waiting_for_all_ranks():
-            self._thread.join()
-            if self._error is not None:
-                raise self._error
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
         return self._result

@@ -52,6 +52,10 @@ class Agreements:
         if self._sent:
             self._sent.commit(numbers)
 
+    def forget(self) -> None:
+        if self._sent:
+            self._sent.pending.clear()
+
     def clear(self) -> None:
         if self._sent:
             self._sent.kept.clear()

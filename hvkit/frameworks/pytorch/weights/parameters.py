@@ -148,7 +148,7 @@ class Parameters:
 class SteppedOptimizer:
     """An optimizer whose steps change parameters that ranks train alone.
 
-    Implements ``hvkit.sync.local_weights.SteppedOptimizer``. It refers to the optimizer weakly,
+    Implements ``hvkit.sync.local_weights.HookedOptimizer``. It refers to the optimizer weakly,
     because hooks of the optimizer lead here.
 
     Args:
@@ -158,20 +158,21 @@ class SteppedOptimizer:
 
     def __init__(self, optimizers: Sequence[Optimizer], parameters: Parameters) -> None:
         self.call = f"{type(optimizers[0]).__name__}.step()"
+        self.steps = 0
+        self.taken = 0
         self._parameters = parameters
         self._optimizers = [weakref.ref(each) for each in optimizers]
-        self._steps_ended = 0
 
     def attach(self, before: Callable[[], None], after: Callable[[], None]) -> None:
         def ended() -> None:
-            self._steps_ended += 1
+            self.taken += 1
             after()
 
         def count_scaled_step(scaler: Any, step: Callable[[], Any]) -> Any:
             """Let ``GradScaler`` step or skip, and count both."""
-            count = self._steps_ended
+            count = self.taken
             result = step()
-            if self._steps_ended == count:
+            if self.taken == count:
                 before()
                 ended()
             return result
