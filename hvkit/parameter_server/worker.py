@@ -16,7 +16,7 @@ from hvkit.communication import collectives
 from hvkit.communication.collectives import require_equal
 from hvkit.parameter_server.client import Exchange, compare_iterations
 from hvkit.strategies.parameter_server import ParameterServer
-from hvkit.sync.local_weights import HookedWeights, Weights
+from hvkit.sync.local_weights import LocalWeights, Weights
 from hvkit.watch.calls import call
 
 Array = np.ndarray[Any, Any]
@@ -37,7 +37,7 @@ class _Vector(NamedTuple):
     read: Array
 
 
-class ServedModel(HookedWeights):
+class ServedModel(LocalWeights):
     """Exchanges the weights of one model with the server. Making it is a collective.
 
     Args:
@@ -88,9 +88,10 @@ class ServedModel(HookedWeights):
 
     def _require_same(self, new: list[int]) -> None:
         """Raise on every rank unless all begin to train the same weights; a collective."""
-        advice = "train the same parameters on every rank"
+        noun = self.weights.noun
         facts = [self.weights.label(i) for i in new]
-        require_equal("list of parameters to train", facts, advice, self.weights.step_call)
+        advice = f"train the same {noun} on every rank"
+        require_equal(f"list of {noun} to train", facts, advice, self.weights.step_call)
         if not self._exchange.begun and not self._resumed:
             self.weights.require_equal()
 

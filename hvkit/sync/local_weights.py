@@ -31,6 +31,9 @@ class Weights(Protocol):
     step_call: str
     """The user's call that changes them: ``optimizer.step()``."""
 
+    noun: str
+    """What the framework calls several of them: ``parameters``."""
+
     def add(self, weights: Iterable[Any]) -> None:
         """Number more weights; the same ones on every rank, with the same values."""
 
@@ -128,6 +131,9 @@ class SteppedOptimizer(Protocol):
     steps: int
     """How many it has taken since ranks last agreed on its weights."""
 
+    rounds: int
+    """How many it has ended."""
+
     @property
     def taken(self) -> int:
         """How many it has taken in all, or since the script began."""
@@ -159,6 +165,9 @@ class HookedOptimizer(SteppedOptimizer, Protocol):
 class LocalWeights(AgreedView):
     """What exchanges the weights of one model after its optimizers' steps.
 
+    A step that a loss scale skips counts, too: an overflow on one rank must not move the ends of
+    its rounds against those of the others.
+
     Args:
         weights: of the model.
         name: the same on every rank, and no other model's.
@@ -172,6 +181,8 @@ class LocalWeights(AgreedView):
         self._name = name
         # What callbacks see, in the order of ``_values``; they may set others.
         self._for_callbacks: list[tuple[Any, Any]] = []
+        self._optimizers: list[SteppedOptimizer] = []
+        self._steps_ended = 0
 
     def __contains__(self, weight: Any) -> bool:
         return weight in self.weights
@@ -259,19 +270,6 @@ class LocalWeights(AgreedView):
 
     def _average_statistics(self, *, keep: bool) -> None:
         self.weights.average_statistics(f"{self._name}.statistics", keep=keep)
-
-
-class HookedWeights(LocalWeights):
-    """``LocalWeights`` that surround the steps of optimizers.
-
-    A step that a loss scale skips counts, too: an overflow on one rank must not move the ends of
-    its rounds against those of the others.
-    """
-
-    def __init__(self, weights: Weights, name: str) -> None:
-        super().__init__(weights, name)
-        self._optimizers: list[SteppedOptimizer] = []
-        self._steps_ended = 0
 
     def watch(self, optimizer: HookedOptimizer, adopt: Callable[[], bool]) -> None:
         """Surround the steps of an optimizer.

@@ -6,7 +6,7 @@ weight, because several optimizers may update the same one, in turn.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,16 +24,19 @@ class RoundState:
     Args:
         strategy: what the ranks agree on.
         weights: those of the model.
+        kept: where to keep it, by number.
 
     Attributes:
         pending: what agreements that ran beside training will add to the weights.
     """
 
-    def __init__(self, strategy: Rounds, weights: Weights) -> None:
+    def __init__(
+        self, strategy: Rounds, weights: Weights, kept: MutableMapping[int, State]
+    ) -> None:
         self.pending: dict[int, Vector] = {}
         self._strategy = strategy
         self._weights = weights
-        self._kept: dict[int, State] = {}
+        self._kept = kept
 
     def begin(self, i: int) -> None:
         """Begin with a weight's value, unless a checkpoint has set its state."""
@@ -83,14 +86,14 @@ class RoundState:
 
     def kept(self, together: Sequence[int]) -> State:
         """The state of some weights, one after the other."""
-        names = self._kept[together[0]].keys()
-        return {n: self._weights.join([self._kept[i][n] for i in together]) for n in names}
+        states = [self._kept[i] for i in together]
+        return {n: self._weights.join([state[n] for state in states]) for n in states[0]}
 
     def keep(self, together: Sequence[int], state: State) -> None:
         """Set what ``kept`` returns."""
-        for name, vector in state.items():
-            for i, piece in self.split(together, vector):
-                self._kept[i][name] = piece
+        split = {name: self._weights.split(vector, together) for name, vector in state.items()}
+        for at, i in enumerate(together):
+            self._kept[i] = {name: pieces[at] for name, pieces in split.items()}
 
     def split(self, together: Sequence[int], vector: Vector) -> list[tuple[int, Vector]]:
         """The numbers of weights, each with its part of a vector."""
@@ -117,10 +120,12 @@ class RoundState:
 
     def load(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
         """Set what ``arrays`` returned."""
+        states: dict[int, State] = {}
         for key, array in arrays.items():
             name, _, number = key.partition(".")
             i = int(number)
-            self._kept.setdefault(i, {})[name] = self._weights.from_numpy(array, i)
+            states.setdefault(i, {})[name] = self._weights.from_numpy(array, i)
+        self._kept.update(states)
 
     def own_arrays(self) -> dict[str, np.ndarray[Any, Any]]:
         """What a checkpoint saves for each rank."""

@@ -6,7 +6,15 @@ how it has changed those at the end of the round, so no step in between is lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Generator, Iterable, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Container,
+    Generator,
+    Iterable,
+    MutableMapping,
+    Sequence,
+)
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -15,8 +23,8 @@ from hvkit.communication import collectives
 from hvkit.communication.exchanges import Mean, Neighbours, Place
 from hvkit.compression import Compression
 from hvkit.errors import RanksDisagreeError
-from hvkit.strategies.strategy import Rounds, Vector
-from hvkit.sync.local_weights import HookedWeights, SteppedOptimizer, Weights, pieces
+from hvkit.strategies.strategy import Rounds, State, Vector
+from hvkit.sync.local_weights import LocalWeights, Weights, pieces
 from hvkit.sync.round_ends import RoundEnd, require_same_end, require_same_trained
 from hvkit.sync.round_state import RoundState
 from hvkit.sync.shown_weights import arrive_before_exit, require_equal_steps
@@ -81,15 +89,22 @@ class _Round(NamedTuple):
     """A round whose agreements overlap with the next one.
 
     Attributes:
-        end: how this rank ends it.
+        number: the optimizer's.
+        end: how this rank ends it, if the ranks compare that.
         agreements: on all its weights, some at a time.
     """
 
-    end: RoundEnd
+    number: int
+    end: RoundEnd | None
     agreements: list[Agreement]
 
+    def is_on(self, numbers: Container[int] | None) -> bool:
+        """Whether to wait for it before any of these weights changes; None for all."""
+        on = [i for agreement in self.agreements for i in agreement.numbers]
+        return numbers is None or not on or any(i in numbers for i in on)
 
-class RoundKeeper(HookedWeights):
+
+class RoundKeeper(LocalWeights):
     """Ends the rounds of the optimizers of one model.
 
     Args:
@@ -98,6 +113,7 @@ class RoundKeeper(HookedWeights):
         name: the same on every rank, and no other model's.
         agreements: carries out what the strategy needs.
         compression: how float32 vectors travel; None for as they are.
+        kept: where to keep the strategy's state of each weight, by number.
     """
 
     equal_steps = True
@@ -109,20 +125,19 @@ class RoundKeeper(HookedWeights):
         name: str,
         agreements: Agreements,
         compression: Compression | None = None,
+        kept: MutableMapping[int, State] | None = None,
     ) -> None:
         super().__init__(weights, name)
         self.strategy = strategy
         self.compression = compression
         self._agreements = agreements
-        self._state = RoundState(strategy, weights)
+        self._state = RoundState(strategy, weights, {} if kept is None else kept)
         # Numbers of those that may differ between ranks.
         self._trained: set[int] = set()
         # Numbers of those that the script has set on this rank between two rounds.
         self._rebased: set[int] = set()
         # Rounds whose agreements overlap with the one that trains.
         self._running: list[_Round] = []
-        # How many each optimizer has ended.
-        self._rounds: list[int] = []
         # Steps that each had taken when training last ended with the ranks' weights equal.
         self._ended_at: list[int] | None = None
         self._begun = False
@@ -133,10 +148,6 @@ class RoundKeeper(HookedWeights):
         super().add(weights)
         for i in range(known, len(self.weights)) if self._begun else ():
             self._state.begin(i)
-
-    def _add_optimizer(self, optimizer: SteppedOptimizer) -> int:
-        self._rounds.append(0)
-        return super()._add_optimizer(optimizer)
 
     def _before_step(self, number: int) -> None:
         self._begin_all()
@@ -229,7 +240,7 @@ class RoundKeeper(HookedWeights):
     def _end_round(self, number: int, step: int) -> None:
         """End a round of one optimizer; a collective. The arguments are as for ``_end_overlap``."""
         optimizer = self._optimizers[number]
-        self._rounds[number] += 1
+        optimizer.rounds += 1
         with call(optimizer.call, step, self._name):
             held = optimizer.held()
             changed = sorted(held & self._trained)
@@ -237,25 +248,49 @@ class RoundKeeper(HookedWeights):
             end = self._end_of_round(number, held, changed)
             if self.strategy.overlap:
                 begun = [self._start(together) for together in pieces(self.weights, changed)]
-                self._running.append(_Round(end, begun))
+                self._running.append(_Round(number, end, begun))
                 arrive_before_exit(self)
             else:
-                self._require_same_round(end)
+                self._require_same_round(number, end)
                 self._agree(changed)
             if self.strategy.alike:  # if not, they stay each rank's own, as the weights do
                 self._average_statistics(keep=True)
+        self._are_agreed(changed)
+
+    def _are_agreed(self, numbers: Iterable[int]) -> None:
+        """Note that ranks have agreed on weights."""
         if self.strategy.alike:
-            self._trained.difference_update(changed)
+            self._trained.difference_update(numbers)
 
-    def _end_of_round(self, number: int, held: set[int], changed: list[int]) -> RoundEnd:
-        # Of this optimizer alone: whether others are gone already depends on the rank.
-        rates = self._optimizers[number].checksum_of_rates()
+    def _end_of_round(self, number: int, held: set[int], changed: list[int]) -> RoundEnd | None:
+        """How this rank ends a round of an optimizer, if the ranks compare that."""
+        optimizer = self._optimizers[number]
+        if not self._is_compared(optimizer.rounds):
+            return None
+        # Of this optimizer only: whether others are gone already depends on the rank.
+        rates = optimizer.checksum_of_rates()
         rebased = sorted(held & self._rebased)
-        return RoundEnd(self._name, number, self._rounds[number], changed, rates, rebased)
+        label = self._optimizer_label(number)
+        return RoundEnd(self._name, label, optimizer.rounds, changed, rates, rebased)
 
-    def _require_same_round(self, end: RoundEnd) -> None:
-        """Raise on every rank unless all end the same round in the same way; a collective."""
-        everyone = require_same_end(end, self._optimizers[end.number], self.weights)
+    def _is_compared(self, rounds: int) -> bool:
+        """Whether the ranks compare how they end this round of an optimizer."""
+        return True
+
+    def _optimizer_label(self, number: int) -> str:
+        """The name of an optimizer in messages."""
+        return f"optimizer {number}"
+
+    def _require_same_round(self, number: int, end: RoundEnd | None) -> None:
+        """Raise on every rank unless all end the same round in the same way; a collective.
+
+        Args:
+            number: the optimizer's.
+            end: of the round; None if the ranks do not compare it.
+        """
+        if end is None:
+            return
+        everyone = require_same_end(end, self._optimizers[number], self.weights)
         self._make_rebased_same(self.weights.step_call, [theirs.rebased for theirs in everyone])
 
     def _agree(self, numbers: Sequence[int]) -> None:
@@ -270,12 +305,10 @@ class RoundKeeper(HookedWeights):
             numbers: of weights, for the agreements on any of these; None for all.
         """
         for each in list(self._running):
-            agreements = each.agreements
-            on = [i for agreement in agreements for i in agreement.numbers]
-            if numbers is None or not on or any(i in numbers for i in on):
+            if each.is_on(numbers):
                 self._running.remove(each)
-                self._require_same_round(each.end)
-                for agreement in agreements:
+                self._require_same_round(each.number, each.end)
+                for agreement in each.agreements:
                     change = self._end(agreement) - agreement.values
                     self._state.pending.update(self._state.split(agreement.numbers, change))
 
@@ -376,8 +409,9 @@ class RoundKeeper(HookedWeights):
     def state(self) -> dict[str, np.ndarray[Any, Any]]:
         """What a checkpoint saves, the same on every rank: by state and weight, and counts."""
         sent = {f"{_SENT}{key}": array for key, array in self._agreements.arrays().items()}
-        steps = [optimizer.steps for optimizer in self._optimizers]
-        counts = np.array([steps, self._rounds], np.int64)
+        counts = np.array(
+            [[o.steps for o in self._optimizers], [o.rounds for o in self._optimizers]], np.int64
+        )
         trained = np.array(sorted(self._trained), np.int64)
         return {**self._state.arrays(), **sent, "counts": counts, "trained": trained}
 
@@ -394,7 +428,8 @@ class RoundKeeper(HookedWeights):
         if len(steps) != len(self._optimizers):
             raise ValueError(f"it has {len(steps)} optimizers, here are {len(self._optimizers)}")
         self._load({key: a for key, a in arrays.items() if key not in ("counts", "trained")})
-        self._rounds = rounds
+        for optimizer, number in zip(self._optimizers, rounds, strict=True):
+            optimizer.rounds = number
         if in_round:
             for optimizer, number in zip(self._optimizers, steps, strict=True):
                 optimizer.steps = number

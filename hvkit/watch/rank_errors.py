@@ -141,6 +141,20 @@ def translated() -> Iterator[None]:
         raise meaning from None
 
 
+# The last error that a function has raised which a graph called.
+_in_function: list[Exception] = []
+
+
+@contextmanager
+def raised_in_graph() -> Iterator[None]:
+    """Wraps a function that a graph calls: ``meaning_of`` what the graph raises is its error."""
+    try:
+        yield
+    except Exception as error:
+        _in_function[:] = [error]
+        raise
+
+
 def for_graph(error: Exception, *, on_every_rank: bool) -> str:
     """The text for ``tf.debugging.Assert`` in a graph, from which ``meaning_of`` makes the error.
 
@@ -157,6 +171,9 @@ def for_graph(error: Exception, *, on_every_rank: bool) -> str:
 def meaning_of(error: BaseException) -> Exception | None:
     """hvkit's error for one of Horovod, of PyTorch's gloo or of a graph; None for any other."""
     text = str(error)
+    for raised in _in_function:
+        if raised is not error and f"{type(raised).__name__}: {raised}" in text:
+            return raised
     if found := _IN_GRAPH.search(text):
         on_every_rank, kind, said = found.groups()
         said = re.sub(r"\\(.)", lambda c: {"n": "\n"}.get(c[1], c[1]), said.replace("] [", " "))

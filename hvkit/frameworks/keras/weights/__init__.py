@@ -8,5 +8,6 @@
     parameter_server       exchanges weights after each update, by ``hvkit.parameter_server.worker``
     around_updates         code around an optimizer's updates
     groups                 variables that an optimizer updates together; functions of their values
+    state_variables        what the strategy keeps of each weight
     variables              a model's weights as vectors, by number
 """

@@ -1,15 +1,9 @@
-"""Carries out what strategies need from the other ranks, beside training if they allow it.
-
-All of it is eager code, in the script's thread, in a function that a graph calls, or in a thread of
-its own. In eager code Horovod gives operations of one kind one name, whatever they are called, so
-the collectives of such a thread are small graphs: there names count.
-"""
+"""Carries out what strategies need from the other ranks: in eager code, graphs or threads."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Container, Generator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,22 +11,14 @@ import tensorflow as tf
 
 from hvkit import threads
 from hvkit.communication.engines import waiting_for_all_ranks
-from hvkit.communication.exchanges import (
-    Exchange,
-    Mean,
-    Messages,
-    Neighbours,
-    Place,
-    by_rank,
-    circle,
-)
+from hvkit.communication.exchanges import Mean, Messages, Neighbours, Place, by_rank, circle
 from hvkit.compression import Compression
-from hvkit.frameworks.keras.collectives.graph_collectives import CompressedMeans
+from hvkit.frameworks.keras.collectives.graph_collectives import CompressedMeans, GraphWait
+from hvkit.frameworks.keras.collectives.named_collectives import NamedCollectives
 from hvkit.frameworks.keras.collectives.wire import Wire
 from hvkit.frameworks.keras.weights.variables import Array, Variables
 
 Flow = Generator[Mean | Neighbours, Any, Any]
-Make = Callable[[Exchange, str], tf.Tensor]
 
 
 class Agreements:
@@ -53,73 +39,72 @@ class Agreements:
         self._variables = variables
         self._name = name
         self._compressed = CompressedMeans(compression, self._wire) if compression else None
-        self._exchange: Make = _SmallGraphs(self._wire).exchange if overlap else self._wire.exchange
+        self._named = NamedCollectives(self._wire)
         self._overlap = overlap
-        self._running: list[_Agreement] = []
         # What the compression keeps by number, once the agreements with it count.
         self._suggested: dict[int, dict[str, tf.Tensor]] = {}
 
-    def start(self, flow: Flow, values: Array, numbers: list[int]) -> _Agreement:
-        name = f"{self._name}.weights.{numbers[0]}"
+    def start(self, flow: Flow, values: Array, numbers: list[int]) -> Agreement:
+        return Agreement(
+            lambda: self.carry_out(flow, numbers), values, numbers, overlap=self._overlap
+        )
 
-        def agree() -> Any:
-            return self._carry_out(flow, numbers, name)
+    def carry_out(self, flow: Flow, numbers: list[int], wait: GraphWait | None = None) -> Any:
+        """Make all exchanges of a strategy, and return what it returns; a collective.
 
-        if not self._overlap:
-            return _Agreement(agree, values, numbers)
-        thread = _Thread(agree)
-        self._running = [each for each in self._running if not each.collected]
-        self._running.append(_Agreement(thread.result, values, numbers, thread))
-        return self._running[-1]
-
-    def when_done(self, numbers: Sequence[int], callback: Callable[[], None]) -> None:
-        """Call a function once no agreement on any of these weights runs, perhaps at once."""
-        awaited = [each for each in self._running if not set(numbers).isdisjoint(each.numbers)]
-
-        def after_next() -> None:
-            if not awaited:
-                callback()
-            elif (thread := awaited.pop().thread) is not None:
-                thread.when_done(after_next)
-
-        after_next()
-
-    def _carry_out(self, flow: Flow, numbers: list[int], name: str) -> Any:
-        """Make all exchanges of a strategy, and return what it returns; a collective."""
+        Args:
+            flow: the strategy's generator.
+            numbers: of its weights.
+            wait: counts the waits in a graph, where what the compression keeps counts at once; None
+                outside of graphs.
+        """
         answer: Any = None
         while True:
             try:
-                exchange = flow.send(answer)
+                asked = flow.send(answer)
             except StopIteration as end:
                 return end.value
-            match exchange:
+            match asked:
                 case Mean(vector):
-                    answer = self._mean(vector, numbers, name)
+                    answer = self._mean(vector, numbers, wait)
                 case Neighbours():
-                    answer = self._neighbours(exchange, name)
+                    answer = self._neighbours(asked, numbers, wait)
 
-    def _mean(self, vector: Array, numbers: list[int], name: str) -> Array:
-        sent = tf.constant(vector)
-        if self._compressed and self._compressed.suits(sent.dtype):
-            variables = [self._variables.in_order[i] for i in numbers]
-            mean, state = self._compressed.reduced(sent, variables, name, self._exchange)
-            self._suggested |= dict(zip(numbers, state, strict=True))
-        else:
-            mean = self._exchange(Mean(sent), name)
-        array: Array = mean.numpy()
-        return array
+    def _name_of(self, numbers: list[int]) -> str:
+        return f"{self._name}.weights.{numbers[0]}"
 
-    def _neighbours(self, exchange: Neighbours, name: str) -> list[Array]:
-        to, sources = circle(exchange.offsets, self.place)
-        length = len(exchange.vector)
+    def _mean(self, vector: Any, numbers: list[int], wait: GraphWait | None) -> Any:
+        name = self._name_of(numbers)
+        sent = tf.convert_to_tensor(vector)
+        if not self._compressed or not self._compressed.suits(sent.dtype):
+            return self._exchanged(Mean(sent), name, wait)
+        compressed, variables = self._compressed, [self._variables.in_order[i] for i in numbers]
+        if wait:
+            return wait.around(sent, lambda vector: compressed.mean(vector, variables, name))
+        mean, state = compressed.reduced(sent, variables, name, self._named.exchange)
+        self._suggested |= dict(zip(numbers, state, strict=True))
+        return mean.numpy()
+
+    def _neighbours(
+        self, asked: Neighbours, numbers: list[int], wait: GraphWait | None
+    ) -> list[Any]:
+        to, sources = circle(asked.offsets, self.place)
+        length = asked.vector.shape[0]
         messages = Messages(
-            tf.constant(np.tile(exchange.vector, len(to))),
+            tf.tile(asked.vector, [len(to)]),
             by_rank(length, to, self.place.size),
             by_rank(length, sources, self.place.size),
         )
-        received = self._exchange(messages, f"{name}.exchange").numpy()
-        of = dict(zip(sorted(sources), np.split(received, len(sources)), strict=True))
+        received = self._exchanged(messages, f"{self._name_of(numbers)}.exchange", wait)
+        split = (tf if wait else np).split(received, len(sources))
+        of = dict(zip(sorted(sources), split, strict=True))
         return [of[source] for source in sources]
+
+    def _exchanged(self, exchange: Mean | Messages, name: str, wait: GraphWait | None) -> Any:
+        if wait is None:
+            return self._named.exchange(exchange, name).numpy()
+        sent = exchange.vector if isinstance(exchange, Mean) else exchange.rows
+        return wait.around(sent, lambda _: self._wire.exchange(exchange, name))
 
     def commit(self, numbers: Container[int]) -> None:
         if self._compressed:
@@ -143,7 +128,7 @@ class Agreements:
     def own_arrays(self) -> dict[str, np.ndarray[Any, Any]]:
         return self._kept(self._compressed.compression.own) if self._compressed else {}
 
-    def _kept(self, names: Any) -> dict[str, np.ndarray[Any, Any]]:
+    def _kept(self, names: Sequence[str]) -> dict[str, np.ndarray[Any, Any]]:
         assert self._compressed
         return self._compressed.arrays(names, self._variables.in_order)
 
@@ -152,102 +137,55 @@ class Agreements:
             self._compressed.load(arrays, self._variables.in_order)
 
 
-class _Agreement:
-    """An agreement that has begun, or begins once it is waited for.
+class Agreement:
+    """An agreement that runs in a thread of its own, or once it is waited for.
 
     Args:
-        result: waits for what the strategy returns.
-        values: of the weights when it began.
+        agree: makes the exchanges, and returns what the strategy returns.
+        values: of the weights when it begins.
         numbers: of the weights.
-        thread: in which it runs; None for that of ``result``.
+        overlap: whether it begins now, in a thread.
     """
 
     def __init__(
-        self,
-        result: Callable[[], Any],
-        values: Array,
-        numbers: list[int],
-        thread: _Thread | None = None,
+        self, agree: Callable[[], Any], values: Array, numbers: list[int], *, overlap: bool
     ) -> None:
         self.values = values
         self.numbers = numbers
-        self.thread = thread
-        self.collected = False
-        self._result = result
-
-    def result(self) -> Any:
-        self.collected = True
-        with waiting_for_all_ranks():
-            return self._result()
-
-
-class _SmallGraphs:
-    """Collectives in graphs of their own.
-
-    Args:
-        wire: counts the bytes.
-    """
-
-    def __init__(self, wire: Wire) -> None:
-        self._wire = wire
-        self._functions: dict[Any, Any] = {}
-
-    def exchange(self, exchange: Exchange, name: str) -> tf.Tensor:
-        """As ``Wire.exchange``."""
-        sent = exchange.vector if isinstance(exchange, Mean) else exchange.rows
-        field = "vector" if isinstance(exchange, Mean) else "rows"
-        key = name, type(exchange), sent.dtype, tuple(sent.shape)
-        if key not in self._functions:
-
-            @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-            def function(tensor: tf.Tensor) -> tf.Tensor:
-                return self._wire.exchange(replace(exchange, **{field: tensor}), name)
-
-            # Concrete: else TensorFlow warns that one code is traced too often.
-            spec = tf.TensorSpec(sent.shape, sent.dtype)
-            self._functions[key] = tf.function(function).get_concrete_function(spec)
-        return self._functions[key](sent)
-
-
-class _Thread:
-    """Runs a function that waits for other ranks while this one trains.
-
-    Args:
-        function: without arguments.
-    """
-
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self._function = function
+        self._agree = agree
         self._result: Any = None
         self._error: BaseException | None = None
         self._lock = threading.Lock()
-        self._done = False
+        self._ended = False
         self._callbacks: list[Callable[[], None]] = []
         # A daemon: it must not hold up a rank that ends because another one has.
-        self._thread = threads.start("hvkit-agreement", self._run)
+        self._thread = threads.start("hvkit-agreement", self._run) if overlap else None
 
     def _run(self) -> None:
         try:
             with tf.device("CPU:0"):
-                self._result = self._function()
+                self._result = self._agree()
         except BaseException as error:
             self._error = error
         with self._lock:
-            self._done = True
+            self._ended = True
         for callback in self._callbacks:
             callback()
 
-    def when_done(self, callback: Callable[[], None]) -> None:
-        """Call this once the function has returned or raised."""
+    def when_ended(self, callback: Callable[[], None]) -> None:
+        """Call this once the thread has ended, perhaps at once."""
         with self._lock:
-            if not self._done:
+            if not self._ended:
                 self._callbacks.append(callback)
                 return
         callback()
 
     def result(self) -> Any:
-        """Wait for the function; return what it returns, or raise what it raises."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._result
+        """Wait for the other ranks; return what the strategy returns."""
+        with waiting_for_all_ranks():
+            if self._thread is None:
+                return self._agree()
+            self._thread.join()
+            if self._error is not None:
+                raise self._error
+            return self._result

@@ -131,10 +131,9 @@ class Updates(ABC):
         return next((g for g in self._groups() if ids == {id(v) for v in g.variables}), None)
 
     def _new_group(self, variables: list[tf.Variable]) -> Group:
-        self._keeper.variables.add(variables)
-        numbers = self._keeper.variables.numbers(variables)
-        number = len(self._keeper.groups)
-        group = Group(variables, numbers, self._optimizer, self._number, number)
+        of, number = self._keeper.variables, len(self._keeper.groups)
+        of.add(variables)
+        group = Group(variables, of, self._optimizer, self._number, number)
         self._keeper.add_group(group)
         return group
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import functools
+import json
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakMethod, ref
 
-import numpy as np
+import keras
 import tensorflow as tf
 
 from hvkit.communication import collectives
 from hvkit.errors import RanksDisagreeError
-from hvkit.frameworks.keras.collectives.graph_collectives import nothing
-from hvkit.frameworks.keras.optimizers import calls_of_apply
-from hvkit.frameworks.keras.weights.variables import STEP, Array, flat_values, shaped
-from hvkit.watch.rank_errors import mark_as_shown_by
+from hvkit.frameworks.keras.collectives.graph_collectives import GraphWait, nothing
+from hvkit.frameworks.keras.optimizers import calls_of_apply, parts_of
+from hvkit.frameworks.keras.weights.variables import STEP, Array, Variables
+from hvkit.sync.local_weights import pieces
+from hvkit.watch.rank_errors import mark_as_shown_by, raised_in_graph
 
 
 class Group:
@@ -26,15 +28,22 @@ class Group:
 
     Args:
         variables: the same ones, in the same order, on every rank.
-        numbers: of the variables in the model's ``Variables``.
+        of: all that ranks agree on.
         optimizer: theirs, weakly.
         optimizer_number: its number.
         number: of this group in its model.
 
     Attributes:
-        counted: the steps, for graphs.
+        numbers: of the variables.
+        kinds: the numbers of those that fit into one vector.
+        pieces: the same, some at a time, in order.
+        counted: the calls of ``apply``, for graphs.
+        calls_per_step: of ``apply``; the optimizer may accumulate gradients.
+        rounds_counted: the rounds that have ended, for graphs.
+        rounds_seen: of these, those whose training has been noted.
+        further_steps: besides whole rounds and the steps that are counted since the last.
         begun: whether the variables' state has begun, for graphs.
-        rate: the optimizer's learning rate at the end of the round.
+        wait: counts the waits in graphs.
     """
 
     call = STEP
@@ -42,19 +51,26 @@ class Group:
     def __init__(
         self,
         variables: list[tf.Variable],
-        numbers: list[int],
+        of: Variables,
         optimizer: ref[Any],
         optimizer_number: int,
         number: int,
     ) -> None:
         self.variables = variables
-        self.numbers = numbers
+        self.of = of
+        self.numbers = of.numbers(variables)
+        self.kinds = of.kinds(self.numbers)
+        self.pieces = pieces(of, sorted(self.numbers))
         self.optimizer_number = optimizer_number
         self.number = number
-        self.rate = 0.0
+        self.calls_per_step = getattr(optimizer(), "gradient_accumulation_steps", None) or 1
+        self.wait = GraphWait(f"{of.name}.group.{number}")
+        self.rounds_seen = 0
+        self.further_steps = 0
         self._optimizer = optimizer
         with tf.init_scope(), tf.device("CPU:0"):
             self.counted = tf.Variable(0, dtype=tf.int64, trainable=False)
+            self.rounds_counted = tf.Variable(0, dtype=tf.int64, trainable=False)
             self.begun = tf.Variable(False, trainable=False)
 
     @functools.cached_property
@@ -72,9 +88,21 @@ class Group:
         self.counted.assign(number)
 
     @property
+    def rounds(self) -> int:
+        return int(self.rounds_counted.numpy())
+
+    @rounds.setter
+    def rounds(self, number: int) -> None:
+        self.rounds_counted.assign(number)
+
+    @property
     def taken(self) -> int:
         optimizer = self._optimizer()
         return 0 if optimizer is None else calls_of_apply(optimizer)
+
+    def joined(self) -> list[tf.Tensor]:
+        """The variables' values, a vector for each kind."""
+        return [self.of.joined(numbers) for numbers in self.kinds]
 
     def held(self) -> set[int]:
         return set(self.numbers)
@@ -82,75 +110,74 @@ class Group:
     def trained(self) -> set[int]:
         return set(self.numbers)
 
+    def _rates(self) -> list[str]:
+        """The learning rates that the script has set."""
+        optimizer = self._optimizer()
+        return [] if optimizer is None else [_rate(part) for part in parts_of(optimizer)]
+
     def checksum_of_rates(self) -> int:
-        return zlib.crc32(repr(self.rate).encode())
+        return zlib.crc32("\n".join(self._rates()).encode())
 
     def refuse_differences(self, call: str) -> None:
-        everyone = collectives.gather(call, self.rate)
+        everyone = collectives.gather(call, self._rates())
         for rank, theirs in enumerate(everyone):
-            if theirs != everyone[0]:
-                error = RanksDisagreeError(
-                    f"the learning rate of an optimizer is {everyone[0]!r} on rank 0 but "
-                    f"{theirs!r} on rank {rank}: set the same rate on every rank"
-                )
-                raise mark_as_shown_by(error, 0)
+            for first, other in zip(everyone[0], theirs, strict=True):
+                if first != other:
+                    error = RanksDisagreeError(
+                        f"the learning rate of an optimizer is {first} on rank 0 but {other} on "
+                        f"rank {rank}: set the same rate on every rank"
+                    )
+                    raise mark_as_shown_by(error, 0)
 
 
-Method = Callable[[int, Sequence[Array]], list[Array]]
-"""A method of a group's number and its values as vectors; it returns others."""
+def _rate(optimizer: Any) -> str:
+    """The learning rate that the script has set: a number, or all that makes up a schedule.
+
+    Not the schedule's value: a rank whose loss scale has skipped an update is at an earlier one.
+    """
+    rate = optimizer._learning_rate
+    if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+        return f"{type(rate).__name__}({json.dumps(rate.get_config(), default=repr)})"
+    return repr(float(rate)) if isinstance(rate, keras.Variable) else type(rate).__name__
+
+
+Method = Callable[[Any, Sequence[Array]], list[Array]]
+"""A method of a key, such as a group's number, and of arrays; it returns others."""
 
 
 def begin_once(group: Group, method: Method) -> tf.Tensor:
     """Call a method of a group's values before the first update; it returns that it is done."""
 
     def begin() -> tf.Tensor:
-        flat = [flat_values(v) for v in group.variables]
-        return group.begun.assign(in_numpy(method, group, flat, [tf.bool])[0])
+        done = tf.TensorSpec([], tf.bool)
+        (begun,) = in_turn(lambda: in_numpy(method, group.number, group.joined(), [done]))
+        return group.begun.assign(begun)
 
     return tf.cond(group.begun, nothing, begin)
 
 
-def set_in_numpy(group: Group, method: Method, *further: tf.Tensor) -> tf.Tensor:
-    """Set the variables of a group to what a method returns.
+def set_in_numpy(group: Group, method: Method) -> None:
+    """Set the variables of a group to what a method of their values returns."""
 
-    Args:
-        group: of variables.
-        method: its values end with those of ``further``.
-        further: tensors.
+    def changed() -> list[tf.Tensor]:
+        held = group.joined()
+        return in_numpy(method, group.number, held, [tf.TensorSpec(v.shape, v.dtype) for v in held])
+
+    for numbers, vector in zip(group.kinds, in_turn(changed), strict=True):
+        group.of.assign_joined(numbers, vector)
+
+
+def in_turn(build: Callable[[], list[tf.Tensor]]) -> list[tf.Tensor]:
+    """Call a function that adds functions of NumPy, or collectives, to a graph.
+
+    Graphs run what such functions add one after another, in the order of the program: with two
+    optimizers in a graph, TensorFlow would otherwise run their collectives at the same time.
     """
-    flat = [flat_values(v) for v in group.variables]
-    values = in_numpy(method, group, [*flat, *further], [each.dtype for each in flat])
-    for v, vector in zip(group.variables, values, strict=True):
-        v.assign(shaped(vector, v))
-    return tf.constant(True)
-
-
-def in_numpy(
-    method: Method, group: Group, inputs: Sequence[tf.Tensor], dtypes: list[tf.DType]
-) -> list[Any]:
-    """The results of a method on NumPy arrays, in eager code and in graphs.
-
-    Graphs call such methods one after another, in the order of the program: with two optimizers in
-    a graph, TensorFlow would otherwise run their collectives at the same time.
-
-    Args:
-        method: a graph does not keep its object.
-        group: a graph keeps its number alone.
-        inputs: the arrays.
-        dtypes: of the results.
-    """
-    weak: Callable[[], Any] = WeakMethod(method)
-    number = group.number
-
-    def call(*arrays: Array) -> list[Array]:
-        results: list[Array] = weak()(number, [np.asarray(each) for each in arrays])
-        return results
-
     if tf.executing_eagerly():
-        return call(*(each.numpy() for each in inputs))
+        return build()
     # TensorFlow keeps the order of operations that use the same variable.
     with tf.control_dependencies([_turn().assign_add(1, read_value=False)]):
-        results: list[Any] = tf.numpy_function(call, inputs, dtypes)
+        results = build()
     with tf.control_dependencies(results):
         _turn().assign_add(1, read_value=False)
     return results
@@ -158,6 +185,30 @@ def in_numpy(
 
 @functools.cache
 def _turn() -> tf.Variable:
-    """Counts the methods that graphs have called and left."""
+    """Counts what graphs have begun and ended."""
     with tf.init_scope(), tf.device("CPU:0"):
         return tf.Variable(0, trainable=False, dtype=tf.int64)
+
+
+def in_numpy(
+    method: Method, key: Any, inputs: Sequence[tf.Tensor], results: Sequence[tf.TensorSpec]
+) -> list[tf.Tensor]:
+    """The results of a method on NumPy arrays, in eager code and in graphs.
+
+    Args:
+        method: a graph does not keep its object. An array that it returns is TensorFlow's then.
+        key: its first argument.
+        inputs: the arrays.
+        results: their shapes and dtypes.
+    """
+    if tf.executing_eagerly():
+        return [tf.constant(each) for each in method(key, [each.numpy() for each in inputs])]
+    weak: Callable[[], Any] = WeakMethod(method)
+
+    def call(*arrays: Array) -> list[Array]:
+        with raised_in_graph():
+            found: list[Array] = weak()(key, arrays)
+            return found
+
+    found = tf.numpy_function(call, inputs, [each.dtype for each in results])
+    return [tf.ensure_shape(each, spec.shape) for each, spec in zip(found, results, strict=True)]

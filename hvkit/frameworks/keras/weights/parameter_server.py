@@ -70,10 +70,10 @@ class ServedModel(worker.ServedModel):
         """Have the server hold the variables of a group; a collective if it lacks any."""
         return begin_once(group, self._begin_with)
 
-    def _begin_with(self, number: int, values: Sequence[Array]) -> list[Array]:
-        numbers = self.groups[number].numbers
-        with self.variables.given(numbers, values):
-            self._serve(number, numbers)  # other groups may have no values yet
+    def _begin_with(self, number: int, vectors: Sequence[Array]) -> list[Array]:
+        group = self.groups[number]
+        with self.variables.given(group.kinds, vectors):
+            self._serve(number, group.numbers)  # other groups may have no values yet
         return [np.array(True)]
 
     def _require_same(self, new: list[int]) -> None:
@@ -82,14 +82,15 @@ class ServedModel(worker.ServedModel):
 
     def exchange(self, group: Group) -> tf.Tensor:
         """Send what an update has changed, and go on from the server's weights."""
-        return set_in_numpy(group, self._stepped)
+        set_in_numpy(group, self._stepped)
+        return nothing()
 
-    def _stepped(self, number: int, values: Sequence[Array]) -> list[Array]:
+    def _stepped(self, number: int, vectors: Sequence[Array]) -> list[Array]:
         self.refuse_step()
         self._steps_ended += 1
-        with self.variables.given(self.groups[number].numbers, values) as given:
+        with self.variables.given(self.groups[number].kinds, vectors) as changed:
             self._end_step(number)
-        return list(given.values())
+            return changed()
 
     def rebase(self) -> None:
         """Nothing to do: what the script has changed travels with the next step."""

@@ -1,7 +1,10 @@
 """Ends rounds of a strategy that agrees on weights, when ``update_counts`` says so.
 
-In a graph the end of a round is a branch that most steps do not take: a NumPy function, which gets
-the variables' values and returns those to go on with. ``hvkit.sync.rounds`` does the rest.
+In eager code ``hvkit.sync.rounds`` ends it. In a graph the end of a round is a branch that most
+steps do not take, and the strategy's arithmetic and collectives are operations in it. With
+``overlap`` the branch is a function of NumPy: it gets the variables' values, lets
+``hvkit.sync.rounds`` start agreements in threads or add what they have changed, and returns the
+values to go on with.
 
 A ``LossScaleOptimizer`` skips an update if the gradients overflow. That update counts, too: an
 overflow on one rank must not move the ends of its rounds against those of the others.
@@ -19,14 +22,21 @@ import tensorflow as tf
 
 from hvkit.compression import Compression
 from hvkit.frameworks.keras.checks import Checks
-from hvkit.frameworks.keras.collectives.graph_collectives import GraphWait
+from hvkit.frameworks.keras.collectives.graph_collectives import nothing
 from hvkit.frameworks.keras.weights.agreements import Agreements
-from hvkit.frameworks.keras.weights.groups import Group, begin_once, in_numpy, set_in_numpy
+from hvkit.frameworks.keras.weights.groups import (
+    Group,
+    begin_once,
+    in_numpy,
+    in_turn,
+    set_in_numpy,
+)
+from hvkit.frameworks.keras.weights.state_variables import StateVariables
 from hvkit.frameworks.keras.weights.update_counts import OptimizerRounds
 from hvkit.frameworks.keras.weights.variables import Array, Variables
 from hvkit.strategies.strategy import Rounds
 from hvkit.sync import rounds
-from hvkit.sync.round_ends import RoundEnd
+from hvkit.watch.calls import call
 
 # What begins the names of groups of variables in a checkpoint.
 _GROUP = "group-"
@@ -57,10 +67,10 @@ class RoundKeeper(rounds.RoundKeeper):
     ) -> None:
         self.variables = Variables(model, name, with_statistics)
         self.groups: list[Group] = []
-        self._wait = GraphWait(f"{name}.weights")
         overlap = bool(strategy.overlap)
         agreements = Agreements(self.variables, name, compression, overlap=overlap)
-        super().__init__(strategy, self.variables, name, agreements, compression)
+        self._kept = StateVariables(strategy, self.variables)
+        super().__init__(strategy, self.variables, name, agreements, compression, self._kept)
         self._agreements: Agreements = agreements
         # Weak: the optimizers keep them. Their groups count also when they are gone.
         self._updated_by: list[ref[OptimizerRounds]] = []
@@ -88,97 +98,163 @@ class RoundKeeper(rounds.RoundKeeper):
         """Have the strategy begin with the values of a group's variables, once."""
         return begin_once(group, self._begin_with)
 
-    def _begin_with(self, number: int, values: Sequence[Array]) -> list[Array]:
-        numbers = self.groups[number].numbers
-        with self.variables.given(numbers, values):
-            for i in numbers:
+    def _begin_with(self, number: int, vectors: Sequence[Array]) -> list[Array]:
+        group = self.groups[number]
+        with self.variables.given(group.kinds, vectors):
+            for i in group.numbers:
                 self._state.begin(i)
         self._begun = True
         return [np.array(True)]
 
     def end_overlap(self, group: Group) -> tf.Tensor:
         """Let the agreement that began with this round count; a collective."""
-        if not self.strategy.overlap:
-            return tf.constant(True)
-        with tf.control_dependencies(self._arrived(group)):
-            return set_in_numpy(group, self._overlap_ended)
+        if tf.executing_eagerly():
+            self._overlap_ends(group)
+        else:
+            with tf.control_dependencies(self._arrived(group)):
+                set_in_numpy(group, self._overlap_ends_in_graph)
+        return nothing()
 
-    def _overlap_ended(self, number: int, values: Sequence[Array]) -> list[Array]:
-        with self.variables.given(self.groups[number].numbers, values) as given:
-            self._end_overlap(number, self._step(number))
-        return list(given.values())
+    def _overlap_ends(self, group: Group) -> None:
+        self._end_overlap(group.number, self._step(group))
 
-    def end_round(self, group: Group, rate: tf.Tensor) -> tf.Tensor:
-        """End the round of a group; a collective.
-
-        Args:
-            group: of variables.
-            rate: the learning rate of their optimizer, in float64.
-        """
-        with tf.control_dependencies(self._arrived(group)):
-            set_in_numpy(group, self._round_ended, rate)
-        if self.strategy.alike:
-            self.variables.average_statistics()
-        return tf.constant(True)
-
-    def _round_ended(self, number: int, values: Sequence[Array]) -> list[Array]:
+    def _overlap_ends_in_graph(self, number: int, vectors: Sequence[Array]) -> list[Array]:
         group = self.groups[number]
+        with self.variables.given(group.kinds, vectors) as changed:
+            self._overlap_ends(group)
+            return changed()
+
+    def end_round(self, group: Group) -> tf.Tensor:
+        """End the round of a group; a collective."""
+        if tf.executing_eagerly():
+            self._round_ends(group)
+        elif self.strategy.overlap:
+            with tf.control_dependencies(self._arrived(group)):
+                set_in_numpy(group, self._round_ends_in_graph)
+        else:
+            in_turn(lambda: self._agreed_in_graph(group))
+            if self.strategy.alike:
+                self.variables.average_statistics()
+        return nothing()
+
+    def _round_ends(self, group: Group) -> None:
+        """End the round of a group, whose steps it no longer counts; a collective."""
         self._trained.update(group.numbers)
-        *values, rate = values
-        group.rate = float(rate)
-        with self.variables.given(group.numbers, values) as given:
-            self._end_round(number, self._step(number))
-        return list(given.values())
+        self._end_round(group.number, self._step(group) + self.strategy.every)
 
-    def _require_same_round(self, end: RoundEnd) -> None:
+    def _round_ends_in_graph(self, number: int, vectors: Sequence[Array]) -> list[Array]:
+        group = self.groups[number]
+        with self.variables.given(group.kinds, vectors) as changed:
+            self._round_ends(group)
+            return changed()
+
+    def _agreed_in_graph(self, group: Group) -> list[tf.Tensor]:
+        """Set a group's variables to what the strategy makes of them; a collective.
+
+        All in operations of the graph. A function of NumPy that waits for other ranks would take
+        one of TensorFlow's threads, and there may be only one.
+        """
+        rounds = group.rounds_counted.assign_add(1)
+        compared = tf.cond(
+            self._is_compared(rounds),
+            lambda: in_numpy(self._compare, group.number, [], [tf.TensorSpec([], tf.bool)])[0],
+            nothing,
+        )
+        agreed = [compared]
+        for numbers in group.pieces:
+            with tf.control_dependencies(agreed):
+                weights = self.variables.joined(numbers)
+            with tf.control_dependencies([weights]):
+                state = self._kept.joined(numbers)
+            flow = self.strategy.agree(weights, state, self._agreements.place)
+            values, state = self._agreements.carry_out(flow, numbers, group.wait)
+            self.variables.assign_joined(numbers, values)
+            self._kept.assign_joined(numbers, state)
+            agreed = [values, *state.values()]
+        return agreed
+
+    def _compare(self, number: int, _: Sequence[Array]) -> list[Array]:
+        """Compare how the ranks end a round in a graph; a collective."""
+        group = self.groups[number]
+        end = self._end_of_round(number, group.held(), sorted(group.numbers))
+        with call(group.call, self._step(group), self._name):
+            self._require_same_round(number, end)
+        return [np.array(True)]
+
+    def _is_compared(self, rounds: Any) -> Any:
         every = self.strategy.every
-        if (end.rounds - 1) * every % _COMPARED_EVERY < every:
-            super()._require_same_round(end)
+        return (rounds - 1) * every % _COMPARED_EVERY < every
 
-    def _step(self, number: int) -> int:
-        return (self._rounds[number] + 1) * self.strategy.every
+    def _optimizer_label(self, number: int) -> str:
+        group = self.groups[number]
+        of_optimizer = [g for g in self.groups if g.optimizer_number == group.optimizer_number]
+        at = of_optimizer.index(group)
+        label = f"optimizer {group.optimizer_number}"
+        return f"{label} for its variables number {at}" if at else label
 
-    def _arrived(self, group: Group) -> list[Any]:
+    def _step(self, group: Group) -> int:
+        """How many steps the group's optimizer has taken since the script began, as counted."""
+        every = self.strategy.every
+        return sum(
+            each.rounds * every + each.steps // each.calls_per_step + each.further_steps
+            for each in self.groups
+            if each.optimizer_number == group.optimizer_number
+        )
+
+    def _arrived(self, group: Group) -> list[tf.Tensor]:
         """What waits in a graph for agreements on these variables that run while it trains.
 
         A queue takes none of TensorFlow's threads while it waits, as Python code would. There are
         as many as a rank may use cores, and the agreement needs one.
         """
-        if not self.strategy.overlap or tf.executing_eagerly():
-            return []
 
         def dequeue(begun: tf.Tensor) -> tf.Tensor:
             with tf.control_dependencies([begun]), tf.device("CPU:0"):
                 return group.queue.dequeue()
 
-        begun = in_numpy(self._enqueue_later, group, [], [tf.bool])[0]
-        return [self._wait.around(begun, dequeue)]
+        def wait() -> list[tf.Tensor]:
+            done = tf.TensorSpec([], tf.bool)
+            (begun,) = in_numpy(self._enqueue_later, group.number, [], [done])
+            return [group.wait.around(begun, dequeue)]
+
+        return in_turn(wait)
 
     def _enqueue_later(self, number: int, _: Sequence[Array]) -> list[Array]:
         """Let one graph that waits for these variables go on, now or when it may."""
         group = self.groups[number]
-        self._agreements.when_done(group.numbers, lambda: group.queue.enqueue(True))
+        on = [each for each in self._running if each.is_on(group.numbers)]
+        awaited: list[Any] = [agreement for each in on for agreement in each.agreements]
+
+        def after_next() -> None:
+            if awaited:
+                awaited.pop().when_ended(after_next)
+            else:
+                group.queue.enqueue(True)
+
+        after_next()
         return [np.array(True)]
 
     def rebase(self, point: str = "fit") -> None:
         """As in ``hvkit.sync.rounds``, which does not see what trains in graphs."""
         for group in self.groups:
-            if group.steps:
+            if group.steps or (not self.strategy.alike and group.rounds > group.rounds_seen):
                 self._trained.update(group.numbers)
+            group.rounds_seen = group.rounds
         super().rebase(point)
 
     def end_early(self, group: Group) -> None:
         """End the round of a group in the middle, if it has begun; a collective."""
         if group.steps:
-            self._trained.update(group.numbers)
-            self._end_round(group.number, self._step(group.number))
-            group.steps = 0
+            steps, group.steps = group.steps // group.calls_per_step, 0
+            group.further_steps += steps - self.strategy.every
+            self._round_ends(group)
         self._add_pending(group.numbers)
 
     def begin_anew(self) -> None:
         """Begin with the weights that the ranks hold now, the same on all; forget all rounds."""
         for group in self.groups:  # graphs hold them
             group.begun.assign(False)
+            group.further_steps += group.steps // group.calls_per_step
         super().begin_anew()
 
     def state(self) -> dict[str, np.ndarray[Any, Any]]:
@@ -216,6 +292,10 @@ class RoundKeeper(rounds.RoundKeeper):
             optimizer = optimizers[int(key.removeprefix(_GROUP).partition("-")[0])]
             if optimizer is not None:
                 optimizer.go_on([weights[i] for i in updated], steps)
+        for group in self.groups:
+            group.further_steps -= group.steps // group.calls_per_step
+            for i in group.numbers:
+                self._state.begin(i)
         self._begun = True
         if not self.strategy.alike:  # the ranks' weights differ also between two rounds
             self._trained.update(i for group in self.groups for i in group.numbers)

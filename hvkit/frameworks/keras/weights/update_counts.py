@@ -64,8 +64,7 @@ class OptimizerRounds(Updates):
     ) -> list[Any]:
         group = self._group_of(weights)
         with tf.control_dependencies(self.checks(grads, variables)):
-            self._rounds.begin(group)
-        return []
+            return [self._rounds.begin(group)]
 
     def _after(self, weights: list[tf.Variable]) -> None:
         """End the round if it is time, and let one that has overlapped with it count."""
@@ -76,7 +75,5 @@ class OptimizerRounds(Updates):
         tf.cond(steps >= self._updates, lambda: self._end_round(group), nothing)
 
     def _end_round(self, group: Group) -> tf.Tensor:
-        group.counted.assign(0)
-        optimizer = self._optimizer()
-        assert optimizer is not None  # it updates just now
-        return self._rounds.end_round(group, tf.cast(optimizer.learning_rate, tf.float64))
+        with tf.control_dependencies([group.counted.assign(0)]):
+            return self._rounds.end_round(group)

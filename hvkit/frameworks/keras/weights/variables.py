@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import ref
@@ -15,11 +16,13 @@ from numpy.typing import NDArray
 
 from hvkit.communication import collectives
 from hvkit.communication.engines import waiting_for_all_ranks
+from hvkit.communication.exchanges import Mean
 from hvkit.frameworks.keras.backends import backend_variable
 from hvkit.frameworks.keras.batch_norm import average_statistics
 from hvkit.frameworks.keras.collectives.graph_collectives import GraphWait, widened
+from hvkit.frameworks.keras.collectives.named_collectives import NamedCollectives
 from hvkit.frameworks.keras.collectives.wire import Wire
-from hvkit.frameworks.keras.comparisons import require_same, unit
+from hvkit.frameworks.keras.comparisons import made_trainable, require_same, unit
 from hvkit.sync import fingerprints
 from hvkit.sync.fingerprints import Compared
 
@@ -47,14 +50,17 @@ class Variables:
     """
 
     step_call = STEP
+    noun = "variables"
 
     def __init__(self, model: keras.Model, name: str, with_statistics: bool) -> None:
+        self.name = name
         # Weak: hvkit keeps this object as long as the model.
         self._model = ref(model)
         self._statistics = GraphWait(f"{name}.statistics") if with_statistics else None
         self.in_order: list[tf.Variable] = []
         self._lengths: list[int] = []
         self._wire = Wire("weights")
+        self._named = NamedCollectives(self._wire)
         self._number: dict[int, int] = {}
         self._given: dict[int, Array] = {}
 
@@ -70,13 +76,34 @@ class Variables:
         return [self._number[id(v)] for v in variables]
 
     @contextmanager
-    def given(self, numbers: Sequence[int], arrays: Sequence[Array]) -> Iterator[dict[int, Array]]:
-        """Let variables have these values, as vectors, and collect what is written to them."""
-        self._given = dict(zip(numbers, arrays, strict=True))
+    def given(
+        self, kinds: Sequence[list[int]], vectors: Sequence[Array]
+    ) -> Iterator[Callable[[], list[Array]]]:
+        """Let variables have these values for a while, and collect what is written to them.
+
+        Args:
+            kinds: numbers of variables, some for each vector.
+            vectors: their values.
+
+        Yields:
+            A function that returns the vectors anew.
+        """
+        for numbers, vector in zip(kinds, vectors, strict=True):
+            self._given.update(zip(numbers, self.split(vector, numbers), strict=True))
         try:
-            yield self._given
+            yield lambda: [self.join([self._given[i] for i in numbers]) for numbers in kinds]
         finally:
-            self._given = {}
+            self._given.clear()
+
+    def joined(self, numbers: Sequence[int]) -> tf.Tensor:
+        """Variables of one kind as one vector, in eager code and in graphs."""
+        return tf.concat([flat_values(self.in_order[i]) for i in numbers], axis=0)
+
+    def assign_joined(self, numbers: Sequence[int], vector: tf.Tensor) -> None:
+        """Set what ``joined`` returned, in eager code and in graphs."""
+        pieces = tf.split(vector, [self._lengths[i] for i in numbers])
+        for i, piece in zip(numbers, pieces, strict=True):
+            self.in_order[i].assign(shaped(piece, self.in_order[i]))
 
     def __len__(self) -> int:
         return len(self.in_order)
@@ -147,7 +174,8 @@ class Variables:
         if i in self._given:
             self._given[i] = self._rounded(i, vector)
         else:
-            self.in_order[i].assign(shaped(vector, self.in_order[i]))
+            # A copy: the variable may change its memory in place.
+            self.in_order[i].assign(shaped(tf.constant(vector), self.in_order[i]))
 
     def show(self, i: int, vector: Array) -> None:
         self.write(i, vector)
@@ -164,7 +192,8 @@ class Variables:
         return np.concatenate(vectors)
 
     def split(self, vector: Array, numbers: Sequence[int]) -> Sequence[Array]:
-        return np.split(vector, np.cumsum([self.length(i) for i in numbers])[:-1])
+        ends = itertools.accumulate(self._lengths[i] for i in numbers)
+        return [vector[end - self._lengths[i] : end] for i, end in zip(numbers, ends, strict=True)]
 
     def to_numpy(self, vector: Array) -> Array:
         return vector.copy()
@@ -173,8 +202,10 @@ class Variables:
         return array.copy()
 
     def mean(self, vector: Array, name: str) -> Array:
+        # In a function that a graph calls, ranks have just compared where they are.
+        exchange = self._wire.exchange if self._given else self._named.exchange
         with waiting_for_all_ranks():
-            mean: Array = self._wire.mean(tf.constant(vector), name).numpy()
+            mean: Array = exchange(Mean(tf.constant(vector)), name).numpy()
         return mean
 
     def values(self) -> list[tuple[Any, Any]]:
@@ -194,7 +225,13 @@ class Variables:
             average_statistics(model, self._statistics)
 
     def require_equal(self) -> None:
-        require_same(STEP, self.labels(self.in_order), self.in_order)
+        model = self._model()
+        made = [] if model is None else [backend_variable(v) for v in made_trainable(model)]
+        # Not what layers keep for themselves, such as statistics, which differ between ranks.
+        state = {id(v) for v in self.of_model()} - {id(v) for v in made}
+        beside = [v for v in self.in_order if id(v) not in state]
+        compared = list({id(v): v for v in (*made, *beside)}.values())
+        require_same(STEP, self.labels(compared), compared)
 
     def require_same_list(self, variables: Sequence[tf.Variable]) -> None:
         """Raise on every rank unless an optimizer updates the same variables on all; a collective.

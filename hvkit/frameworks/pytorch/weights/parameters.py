@@ -29,6 +29,7 @@ class Parameters:
     """
 
     step_call = "optimizer.step()"
+    noun = "parameters"
 
     def __init__(
         self,
@@ -159,6 +160,7 @@ class SteppedOptimizer:
     def __init__(self, optimizers: Sequence[Optimizer], parameters: Parameters) -> None:
         self.call = f"{type(optimizers[0]).__name__}.step()"
         self.steps = 0
+        self.rounds = 0
         self.taken = 0
         self._parameters = parameters
         self._optimizers = [weakref.ref(each) for each in optimizers]
