@@ -234,14 +234,14 @@ class RoundKeeper(LocalWeights):
             step: of the optimizer, for messages.
         """
         optimizer = self._optimizers[number]
-        with call(optimizer.call, step, self._name):
+        with call(optimizer.call, step, f"{self._name}.{number}"):
             self._add_pending(optimizer.held())
 
     def _end_round(self, number: int, step: int) -> None:
         """End a round of one optimizer; a collective. The arguments are as for ``_end_overlap``."""
         optimizer = self._optimizers[number]
         optimizer.rounds += 1
-        with call(optimizer.call, step, self._name):
+        with call(optimizer.call, step, f"{self._name}.{number}"):
             held = optimizer.held()
             changed = sorted(held & self._trained)
             self._add_pending(changed)  # of rounds of other optimizers, too

@@ -180,6 +180,19 @@ def test_another_compression_begins_anew(run, past):
     assert same_on_all_ranks(second.state()[:2])
 
 
+@pytest.mark.parametrize("run", [TorchRun, KerasRun], ids=["torch", "keras"])
+@pytest.mark.parametrize("strategy", cases([hvkit.Gossip(2), BESIDE, DILOCO]))
+def test_what_ranks_agree_on_is_shown_before_a_resumed_run_takes_a_step(run, strategy, past):
+    resumed = run(past.saved(run, 7, strategy), 2, strategy)
+    for _ in range(2):
+        resumed.checkpoint.restore()
+        own = resumed.weights()
+        with hvkit.settled(resumed.model):
+            assert same_on_all_ranks(resumed.weights()[0])
+        assert all(map(np.array_equal, resumed.weights(), own))
+        assert not same_on_all_ranks(own[0])
+
+
 @FEWER
 def test_saving_does_not_change_the_training(run, folder, past):
     saving = run(folder, 1).train(19, save_at=8).state()

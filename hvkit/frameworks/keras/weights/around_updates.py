@@ -1,4 +1,4 @@
-"""What runs around each update of the optimizers of a model whose ranks train alone.
+"""What runs around each update of the optimizers of a model whose ranks exchange weights.
 
 An update is ``optimizer.apply``, which ``fit``, ``apply_gradients`` and custom loops call, eagerly
 and inside graphs.

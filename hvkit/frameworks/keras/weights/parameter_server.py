@@ -120,7 +120,7 @@ class ServedModel(worker.ServedModel):
         """
         super().load_state(self.variables.by_number(arrays), in_round=in_round)
         for updates in self._living() if in_round and arrays else ():
-            updates.checks.skip_weights()  # the ranks' weights need not be alike
+            updates.checks.skip_weights()  # the ranks' weights need not be equal
 
     def own_state(self) -> dict[str, Array]:
         """What a checkpoint saves for each rank besides the model: its calls of ``apply``."""
@@ -167,5 +167,5 @@ class _ServedUpdates(Updates):
     def _after(self, weights: list[tf.Variable]) -> None:
         """Exchange the weights once in ``gradient_accumulation_steps``."""
         group = self._group_of(weights)
-        due = self.calls.assign_add(1) % self._per_step == 0
-        tf.cond(due, lambda: self._served.exchange(group), nothing)
+        step_ends = self.calls.assign_add(1) % self._per_step == 0
+        tf.cond(step_ends, lambda: self._served.exchange(group), nothing)

@@ -37,7 +37,7 @@ class OptimizerRounds(Updates):
         super().__init__(keeper, number, optimizer, checks, before_update)
 
     def go_on(self, variables: list[tf.Variable], steps: int) -> None:
-        """Resume in a round; in the middle of one, the ranks' weights need not be alike."""
+        """Resume in a round; in the middle of one, the ranks' weights need not be equal."""
         # No agreement here, though groups share variables: the rest is not loaded yet.
         group = super()._group_of(variables)
         group.steps = steps

@@ -120,7 +120,7 @@ class Variables:
         """Arrays whose names end with a variable's number, by its place in the model.
 
         Checkpoints have these: numbers depend on what was trained first. Left out are variables
-        beside the model.
+        of the script's own.
         """
         place = {id(weight): i for i, weight in enumerate(self.of_model())}
         found = {}
@@ -229,8 +229,8 @@ class Variables:
         made = [] if model is None else [backend_variable(v) for v in made_trainable(model)]
         # Not what layers keep for themselves, such as statistics, which differ between ranks.
         state = {id(v) for v in self.of_model()} - {id(v) for v in made}
-        beside = [v for v in self.in_order if id(v) not in state]
-        compared = list({id(v): v for v in (*made, *beside)}.values())
+        further = [v for v in self.in_order if id(v) not in state]
+        compared = list({id(v): v for v in (*made, *further)}.values())
         require_same(STEP, self.labels(compared), compared)
 
     def require_same_list(self, variables: Sequence[tf.Variable]) -> None:
