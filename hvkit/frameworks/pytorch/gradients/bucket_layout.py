@@ -10,6 +10,7 @@ import torch
 
 from hvkit.frameworks.pytorch.gradients.buckets import NO_PARAMETER, Bucket, wire_dtype
 from hvkit.frameworks.pytorch.gradients.compressed_buckets import CompressedBucket, CompressionState
+from hvkit.frameworks.pytorch.gradients.step_report import StepReport
 from hvkit.sync.chunking import chunks
 
 # What decides the layout: the parameters' dtypes, devices and whether each requires a gradient, and
@@ -30,6 +31,7 @@ class Layout(NamedTuple):
         trained: numbers of the parameters that require a gradient.
         report: numbers at the end of the last bucket, in the host's memory.
         statistics: numbers at the end of a bucket on the parameters' device.
+        usual: what a rank reports that has all gradients, of which none is sparse.
     """
 
     buckets: list[Bucket]
@@ -37,6 +39,7 @@ class Layout(NamedTuple):
     trained: frozenset[int]
     report: Extra
     statistics: Extra
+    usual: StepReport
 
 
 class Extra(NamedTuple):
@@ -112,7 +115,8 @@ class Layouts:
             self._compression,
         )
         of = {i: bucket for bucket in buckets for i in bucket.numbers if i != NO_PARAMETER}
-        return Layout(buckets, of, trained, at_report, at_statistics)
+        usual = StepReport(frozenset(of), frozenset(), frozenset(), trained)
+        return Layout(buckets, of, trained, at_report, at_statistics, usual)
 
 
 def make_buckets(

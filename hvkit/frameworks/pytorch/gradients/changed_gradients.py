@@ -14,10 +14,11 @@ do the ranks send fingerprints.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from operator import attrgetter, sub
 
 import torch
+from torch.optim import Optimizer
 
 from hvkit.communication.group import Group
 from hvkit.frameworks.pytorch.checks import rows_of_gradients
@@ -38,16 +39,20 @@ class ChangedGradients:
 
     Args:
         parameters: all of the model; it may grow.
+        numbers: of the parameters; it grows with them.
 
     Attributes:
         early: whether the script has changed gradients before they were averaged.
         used: fingerprints of gradients that steps have used, by parameter, to be compared.
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+    def __init__(
+        self, parameters: Sequence[torch.nn.Parameter], numbers: Mapping[torch.Tensor, int]
+    ) -> None:
         self.early = False
         self.used: dict[int, Rows] = {}
         self._parameters = parameters
+        self._numbers = numbers
         # Of all gradients, as the last pass or reduction has left them. Not the gradients: whoever
         # holds one keeps its bucket from being used again.
         self._identities: list[int] = []
@@ -69,21 +74,23 @@ class ChangedGradients:
         """Whether the script has changed a gradient since; removing one is no change."""
         return bool(self._kinds() - {"removed"})
 
-    def use(self, optimizer: int, numbers: Iterable[int]) -> None:
+    def use(self, optimizers: Sequence[Optimizer]) -> None:
         """Note what a step uses.
 
         Args:
-            optimizer: identifies the one that steps.
-            numbers: of its parameters.
+            optimizers: the one that steps, and those inside it.
         """
         if kinds := self._kinds():
             self._changed = True
             if kinds not in self._known and len(self._known) < _MOST_KINDS:
                 self._known.add(kinds)
                 self._new = True
-        if not self._due and optimizer in self._stepped:
+        if not self._due and id(optimizers[0]) in self._stepped:
             return
-        self._stepped.add(optimizer)
+        self._stepped.add(id(optimizers[0]))
+        groups = (group for each in optimizers for group in each.param_groups)
+        params = (p for group in groups for p in group["params"])
+        numbers = (self._numbers[p] for p in params if p in self._numbers)
         held = {i: g for i in numbers if (g := self._parameters[i].grad) is not None}
         self.used.update(zip(held, rows_of_gradients(list(held.values())), strict=True))
 

@@ -50,12 +50,6 @@ from hvkit.frameworks.pytorch.gradients.compressed_buckets import (
     CompressionState,
 )
 from hvkit.frameworks.pytorch.gradients.nonfinite import NonFinite
-from hvkit.frameworks.pytorch.gradients.step_report import (
-    ReportVector,
-    StepReport,
-    checksum_of_rates,
-    report_of,
-)
 from hvkit.frameworks.pytorch.optimizers import around_scaled_steps
 from hvkit.strategies.strategy import Averaging
 from hvkit.sync.update_hooks import UpdateHooks
@@ -118,14 +112,14 @@ class GradientReducer:
         if self._state and self._state.compression.keeps_state:
             self.keeper = CompressionKeeper(strategy, compression, self._state, self._parameters)
         self._window = Window(accumulate, ends_with_epoch=self.keeper is None)
-        self._changes = ChangedGradients(self._parameters)
+        self._changes = ChangedGradients(self._parameters, self._number)
         # Numbers of the parameters whose gradients stay the same tensors.
         self._kept: set[int] = set()
-        # What this rank reports if it has all gradients, and none is sparse.
-        self._usual: StepReport | None = None
         self._nonfinite = nonfinite
         self._any_nonfinite = False
-        self._steps = AveragedSteps(name, self._window, self._reduce_late, self._using, self._used)
+        self._steps = AveragedSteps(
+            name, self._window, self._reduce_late, self._changes.use, self._used
+        )
         # Parameters on several devices have their hooks called from several threads.
         self._lock = threading.RLock()
         self._arrivals = Arrivals(self._begin_pass, self._send, self._lock)
@@ -149,7 +143,7 @@ class GradientReducer:
             self._parameters.append(p)
             if p.is_floating_point() or p.is_complex():
                 self._arrivals.add(i, p)
-        self._report = ReportVector(len(self._parameters))
+        self._report = step_report.ReportVector(len(self._parameters))
 
     def watch(
         self, optimizers: Sequence[Optimizer], hooks: UpdateHooks, adopt: Callable[[], bool]
@@ -171,10 +165,6 @@ class GradientReducer:
 
     def _label(self, i: int) -> str:
         return self._checks.label(i, self._parameters[i])
-
-    def _using(self, optimizers: Sequence[Optimizer]) -> None:
-        held = (p for each in optimizers for group in each.param_groups for p in group["params"])
-        self._changes.use(id(optimizers[0]), (self._number[p] for p in held if p in self._number))
 
     def _used(self) -> None:
         if self._state:
@@ -221,12 +211,9 @@ class GradientReducer:
             return
         statistics = self._statistics.length if self._statistics else 0
         layout = self._layouts.of(self._parameters, self._sparse, self._report.length, statistics)
-        if layout is self._layout:
-            return
-        self._layout = layout
-        self._arrivals.follow(layout)
-        dense = frozenset(layout.of)
-        self._usual = StepReport(dense, frozenset(), frozenset(), layout.trained)
+        if layout is not self._layout:
+            self._layout = layout
+            self._arrivals.follow(layout)
 
     def _laid_out(self) -> Layout:
         assert self._layout is not None
@@ -303,7 +290,7 @@ class GradientReducer:
                 bad = self._any_nonfinite
                 self._nonfinite.end(bad, self.step, self._parameters, self._label)
 
-    def _report_of_all_ranks(self, last: Bucket) -> StepReport:
+    def _report_of_all_ranks(self, last: Bucket) -> step_report.StepReport:
         """Wait for the last bucket, the only one that every rank is sure to send.
 
         Raises:
@@ -348,7 +335,7 @@ class GradientReducer:
                 self._nonfinite.look_at_rows({i: self._parameters[i] for i in report.sparse})
             mine = self._report.encode(
                 report,
-                checksum_of_rates(self._steps.optimizers) ^ self._changes.checksum(),
+                step_report.checksum_of_rates(self._steps.optimizers) ^ self._changes.checksum(),
                 self._steps.done,
                 self._nonfinite is not None and self._nonfinite.found(self._parameters),
                 self._changes.report(),
@@ -356,22 +343,22 @@ class GradientReducer:
             layout.report.numbers.copy_(torch.from_numpy(mine))
         bucket.launch(self._wire)
 
-    def _report_of_this_rank(self) -> StepReport:
+    def _report_of_this_rank(self) -> step_report.StepReport:
         """Which gradients this rank has; the same object as long as it has all dense ones."""
-        layout, usual = self._laid_out(), self._usual
-        assert usual is not None
+        layout = self._laid_out()
         complete = all(b.complete for b in layout.buckets if b.numbers[0] != NO_PARAMETER)
         if complete and not self._arrivals.outdated and not self._sparse & layout.trained:
-            return usual
+            return layout.usual
         outdated = {bucket.numbers[0] for bucket in self._arrivals.outdated} - {NO_PARAMETER}
         gradients = {i: self._parameters[i].grad for i in layout.trained}
-        return report_of(gradients, frozenset(outdated))
+        return step_report.report_of(gradients, frozenset(outdated))
 
-    def _write(self, report: StepReport) -> None:
+    def _write(self, report: step_report.StepReport) -> None:
         """Give each parameter that had a gradient on any rank the mean."""
         by_row = report.sparse | (report.dense & self._sparse)
-        wanted = None if report is self._usual else report.dense - by_row
-        for bucket in self._laid_out().buckets:
+        layout = self._laid_out()
+        wanted = None if report is layout.usual else report.dense - by_row
+        for bucket in layout.buckets:
             bucket.give(wanted, self._kept)
             bucket.reset()
         if by_row and self._state and self._state.compression.exclusive:
@@ -403,9 +390,7 @@ def _end_pass(number: int) -> None:
     All send before any waits, in the same order on every rank: the passes of other ranks may have
     reached the models in another order.
     """
-    taking_part = [
-        reducer for _, reducer in sorted(_reducers.items()) if reducer._arrivals.whole == number
-    ]
+    taking_part = [each for _, each in sorted(_reducers.items()) if each._arrivals.whole == number]
     due = [reducer for reducer in taking_part if reducer._end_pass()]
     if not due:
         return
