@@ -72,6 +72,7 @@ def distribute(
     check_every: int | None = None,
     on_nonfinite: OnNonfinite = "ignore",
     monitor: Monitor | None = None,
+    _group: Group | None = None,
 ) -> tuple[Model, Optimizers]:
     """Train this model with its optimizer on all ranks together.
 
@@ -121,57 +122,12 @@ def distribute(
         LaunchError: Horovod sees another number of ranks than were launched, this host has more
             ranks than GPUs, or the script itself has started several processes that train.
     """
-    return distribute_in(
-        None,
-        model,
-        optimizer,
-        lr_scaling=lr_scaling,
-        warmup_steps=warmup_steps,
-        warmup_epochs=warmup_epochs,
-        steps_per_epoch=steps_per_epoch,
-        strategy=strategy,
-        accumulate=accumulate,
-        compression=compression,
-        batch_norm=batch_norm,
-        check_every=check_every,
-        on_nonfinite=on_nonfinite,
-        monitor=monitor,
-    )
-
-
-@named("hvkit.distribute")
-def distribute_in(
-    group: Group | None,
-    model: Model,
-    optimizer: Optimizers,
-    *,
-    lr_scaling: LRScaling = "none",
-    warmup_steps: int = 0,
-    warmup_epochs: float = 0,
-    steps_per_epoch: int | None = None,
-    strategy: Strategy = SYNCHRONOUS,
-    accumulate: int = 1,
-    compression: CompressionName | Compression = "none",
-    batch_norm: BatchNorm = "average",
-    check_every: int | None = None,
-    on_nonfinite: OnNonfinite = "ignore",
-    monitor: Monitor | None = None,
-) -> tuple[Model, Optimizers]:
-    """``distribute`` among the ranks of a group; a collective of these alone.
-
-    "All ranks" and "rank 0" are then those of the group and its first one. Each group may train
-    another model, for another number of steps.
-
-    Args:
-        group: None for all ranks.
-        model: as for ``distribute``, like everything else.
-        optimizer: as for ``distribute``.
-    """
     models = list(model) if isinstance(model, list | tuple) else [model]
     optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     engine = engine_of(framework_of(models[0])) if models else None
     runtime.init(engine)
-    group = group or everyone()
+    # Not public yet: the ranks of a group alone. "All ranks" and "rank 0" are then theirs.
+    group = _group or everyone()
     runtime.refuse_separate_training()
     port: Port | None = None
     options: Options | None = None

@@ -8,12 +8,11 @@ from test_ranks_that_wait import run
 
 TORCH = """
 import time, torch, hvkit
-from hvkit.api import distribute_in
 from hvkit.communication.division import divide
 group = divide([[0, 1], [2, 3]])
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-distribute_in(group, model, optimizer)
+hvkit.distribute(model, optimizer, _group=group)
 rank = hvkit.rank()
 for step in range(3 if group.first == 0 else 6):
     loss = model(torch.ones(1, 2)).sum()
@@ -27,12 +26,11 @@ if rank == 0:
 
 KERAS = """
 import time, keras, numpy as np, hvkit
-from hvkit.api import distribute_in
 from hvkit.communication.division import divide
 group = divide([[0, 1], [2, 3]], "tensorflow")
 model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
 optimizer = keras.optimizers.SGD(0.1)
-distribute_in(group, model, optimizer)
+hvkit.distribute(model, optimizer, _group=group)
 model.compile(optimizer, "mse")
 rank = hvkit.rank()
 class InFit(keras.callbacks.Callback):

@@ -7,7 +7,6 @@ from models import LOOPS, eager_tape, fit, mlp, regression
 from ranks import error_of, largest_difference
 
 import hvkit
-from hvkit.api import distribute_in
 from hvkit.communication.collectives import gather
 
 FRAMEWORK = "tensorflow"
@@ -67,7 +66,7 @@ def trained_like_one_process(group, make, loop, steps, **options):
     loop(reference, optimizer, both)
 
     model, optimizer = of_its_own(group, seed=hvkit.rank()), make()
-    distribute_in(group, model, optimizer, **options)
+    hvkit.distribute(model, optimizer, _group=group, **options)
     assert all(np.array_equal(a, b) for a, b in zip(weights(model), start, strict=True))
     loop(model, optimizer, own)
 
@@ -107,7 +106,7 @@ def test_fit_shows_the_metrics_of_the_group_and_stops_when_one_of_its_ranks_does
 
     _, own = data_of(group, 8)
     model, optimizer = of_its_own(group, seed=0), momentum()
-    distribute_in(group, model, optimizer)
+    hvkit.distribute(model, optimizer, _group=group)
     model.compile(optimizer, "mse")
     x, y = (np.concatenate(part) for part in zip(*own, strict=True))
     history = model.fit(x, y, batch_size=6, epochs=2, verbose=0, callbacks=[Stop()]).history
@@ -130,7 +129,7 @@ def test_batch_norm_is_that_of_the_group(group, batch_norm):
     both, own = data_of(group, 4)
     model, alone = make(), make()
     optimizer = momentum()
-    distribute_in(group, model, optimizer, batch_norm=batch_norm)
+    hvkit.distribute(model, optimizer, batch_norm=batch_norm, _group=group)
     fit(model, optimizer, own)
     assert same_in(group, weights(model))
     if batch_norm == "sync":
@@ -141,7 +140,7 @@ def test_batch_norm_is_that_of_the_group(group, batch_norm):
 
 def test_weights_that_differ_within_a_group_are_named_by_their_numbers_among_all_ranks(group):
     model, optimizer = mlp(), momentum()
-    distribute_in(group, model, optimizer)
+    hvkit.distribute(model, optimizer, _group=group)
     if hvkit.rank() == 3:
         model.layers[0].kernel.assign_add(np.ones((8, 16)))
     _, own = data_of(group, 1)
@@ -158,7 +157,7 @@ def test_models_that_differ_within_a_group_are_named_by_their_numbers_among_all_
     model = keras.Sequential(
         [keras.Input((8,)), keras.layers.Dense(5 if hvkit.rank() == 3 else 4, name="dense")]
     )
-    kind, text = error_of(lambda: distribute_in(group, model, momentum()))
+    kind, text = error_of(lambda: hvkit.distribute(model, momentum(), _group=group))
     if group.members[-1] == 3:
         assert kind is hvkit.RanksDisagreeError
         assert f"of rank 3 differs from that of rank {group.first}" in text
@@ -170,7 +169,7 @@ def test_models_that_differ_within_a_group_are_named_by_their_numbers_among_all_
 @pytest.mark.parametrize("action", ["skip", "stop"])
 def test_gradients_that_are_not_finite_are_a_matter_of_their_group(group, action, capfd):
     model, optimizer = mlp(), momentum()
-    distribute_in(group, model, optimizer, on_nonfinite=action)
+    hvkit.distribute(model, optimizer, on_nonfinite=action, _group=group)
     _, ((x, y),) = data_of(group, 1)
     if hvkit.rank() == 3:
         x[0, 0] = np.nan
@@ -187,7 +186,7 @@ def test_gradients_that_are_not_finite_are_a_matter_of_their_group(group, action
 
 def test_an_epoch_that_ends_earlier_on_one_rank_of_a_group_is_an_error_there_alone(group):
     model, optimizer = mlp(), momentum()
-    distribute_in(group, model, optimizer)
+    hvkit.distribute(model, optimizer, _group=group)
     _, own = data_of(group, 5)
     steps = 4 if hvkit.rank() == 3 else 5
     kind, text = error_of(lambda: fit(model, optimizer, own[:steps]))
@@ -203,14 +202,16 @@ def test_an_epoch_that_ends_earlier_on_one_rank_of_a_group_is_an_error_there_alo
     "strategy", [hvkit.Gossip(), hvkit.ParameterServer(0), hvkit.LocalSGD(2)], ids=str
 )
 def test_strategies_of_all_ranks_refuse_a_group(group, strategy):
-    kind, text = error_of(lambda: distribute_in(group, mlp(), momentum(), strategy=strategy))
+    kind, text = error_of(
+        lambda: hvkit.distribute(mlp(), momentum(), strategy=strategy, _group=group)
+    )
     assert kind is ValueError
     assert "needs all ranks, but" in text
 
 
 def test_what_takes_a_model_for_that_of_all_ranks_refuses_one_of_a_group(group, tmp_path):
     model, optimizer = mlp(), momentum()
-    distribute_in(group, model, optimizer)
+    hvkit.distribute(model, optimizer, _group=group)
     for take in (
         lambda: hvkit.Checkpoint(tmp_path, model=model, optimizer=optimizer),
         lambda: hvkit.average_buffers(model),

@@ -7,7 +7,6 @@ from ranks import error_of, largest_difference
 from torch.nn import functional as F
 
 import hvkit
-from hvkit.api import distribute_in
 from hvkit.communication.collectives import gather
 
 FRAMEWORK = "torch"
@@ -50,7 +49,7 @@ def trained_like_one_process(group, make, steps, **options):
 
     model = of_its_own(group, seed=hvkit.rank())
     optimizer = make(model.parameters(), lr)
-    distribute_in(group, model, optimizer, **options)
+    hvkit.distribute(model, optimizer, _group=group, **options)
     start = of_its_own(group, seed=group.first)
     assert all(
         torch.equal(*each) for each in zip(model.parameters(), start.parameters(), strict=True)
@@ -91,7 +90,7 @@ def test_rounds_end_in_each_group_by_itself(group):
     """The agreed weights are the mean over the group, which no other rank takes part in."""
     model = mlp(seed=hvkit.rank())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    distribute_in(group, model, optimizer, strategy=hvkit.LocalSGD(every=4))
+    hvkit.distribute(model, optimizer, strategy=hvkit.LocalSGD(every=4), _group=group)
     _, own = data_of(group, 3 if group.first == 0 else 6)
     train(model, optimizer, [(x.float(), y.float()) for x, y in own])
     before = gather("test", [p.detach().numpy().copy() for p in model.parameters()], group)
@@ -107,9 +106,9 @@ def test_a_model_of_a_group_and_one_of_all_ranks_train_in_one_script(group):
     everyones, theirs = mlp(seed=hvkit.rank()).double(), mlp(seed=hvkit.rank()).double()
     first, second = momentum(everyones.parameters()), momentum(theirs.parameters())
     if group.first == 0:  # whose names of collectives then run ahead
-        distribute_in(group, other := mlp(), momentum(other.parameters()))
+        hvkit.distribute(other := mlp(), momentum(other.parameters()), _group=group)
     hvkit.distribute(everyones, first)
-    distribute_in(group, theirs, second)
+    hvkit.distribute(theirs, second, _group=group)
     for x, y in own:
         (F.mse_loss(everyones(x), y) + F.mse_loss(theirs(x), y)).backward()
         first.step(), second.step()
@@ -127,7 +126,7 @@ def test_synchronised_batch_norm_and_averaged_statistics_are_those_of_the_group(
         alone = torch.nn.Sequential(torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 4)).double()
         alone.load_state_dict(model.state_dict())
         optimizer = momentum(model.parameters())
-        distribute_in(group, model, optimizer, batch_norm=batch_norm)
+        hvkit.distribute(model, optimizer, batch_norm=batch_norm, _group=group)
         both, own = data_of(group, 4)
         train(model, optimizer, own)
         assert same_in(group, [*model.parameters(), model[0].running_mean])
@@ -141,7 +140,7 @@ def test_synchronised_batch_norm_and_averaged_statistics_are_those_of_the_group(
 def test_weights_that_differ_within_a_group_are_named_by_their_numbers_among_all_ranks(group):
     model = mlp()
     optimizer = momentum(model.parameters())
-    distribute_in(group, model, optimizer)
+    hvkit.distribute(model, optimizer, _group=group)
     if group.rank == 1 and group.members[-1] == 3:
         with torch.no_grad():
             model[0].weight[0, 0] += 1
@@ -158,7 +157,9 @@ def test_weights_that_differ_within_a_group_are_named_by_their_numbers_among_all
 def test_models_that_differ_within_a_group_are_named_by_their_numbers_among_all_ranks(group):
     width = 5 if hvkit.rank() == 3 else 4
     model = torch.nn.Linear(8, width)
-    kind, text = error_of(lambda: distribute_in(group, model, momentum(model.parameters())))
+    kind, text = error_of(
+        lambda: hvkit.distribute(model, momentum(model.parameters()), _group=group)
+    )
     if group.members[-1] == 3:
         assert kind is hvkit.RanksDisagreeError
         assert f"of rank 3 differs from that of rank {group.first}" in text
@@ -172,7 +173,7 @@ def test_models_that_differ_within_a_group_are_named_by_their_numbers_among_all_
 def test_gradients_that_are_not_finite_are_a_matter_of_their_group(group, action, capfd):
     model = mlp()
     optimizer = momentum(model.parameters())
-    distribute_in(group, model, optimizer, on_nonfinite=action)
+    hvkit.distribute(model, optimizer, on_nonfinite=action, _group=group)
     _, ((x, y),) = data_of(group, 1)
     x = x.float()
     if hvkit.rank() == 3:
@@ -193,7 +194,7 @@ def test_a_frozen_parameter_and_another_rate_are_named_by_ranks_numbers(group):
     data = [(x.float(), y.float()) for x, y in own]
     model = mlp()
     optimizer = momentum(model.parameters())
-    distribute_in(group, model, optimizer)
+    hvkit.distribute(model, optimizer, _group=group)
     train(model, optimizer, data)
     model[0].weight.requires_grad_(hvkit.rank() != 3)
     kind, text = error_of(lambda: train(model, optimizer, data))
@@ -219,8 +220,8 @@ def test_a_frozen_parameter_and_another_rate_are_named_by_ranks_numbers(group):
 def test_strategies_of_all_ranks_refuse_a_group(group, strategy):
     model = mlp()
     kind, text = error_of(
-        lambda: distribute_in(
-            group, model, torch.optim.SGD(model.parameters(), 0.1), strategy=strategy
+        lambda: hvkit.distribute(
+            model, torch.optim.SGD(model.parameters(), 0.1), strategy=strategy, _group=group
         )
     )
     assert kind is ValueError
@@ -230,7 +231,7 @@ def test_strategies_of_all_ranks_refuse_a_group(group, strategy):
 def test_what_takes_a_model_for_that_of_all_ranks_refuses_one_of_a_group(group, tmp_path):
     model = mlp()
     optimizer = momentum(model.parameters())
-    distribute_in(group, model, optimizer)
+    hvkit.distribute(model, optimizer, _group=group)
     for take in (
         lambda: hvkit.Checkpoint(tmp_path, model=model, optimizer=optimizer),
         lambda: hvkit.average_buffers(model[0]),
