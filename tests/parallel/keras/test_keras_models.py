@@ -54,6 +54,7 @@ def test_batch_norm_and_dropout_train_on_every_rank():
 OPTIONS = {
     "plain": {},
     "skip": {"on_nonfinite": "skip", "batch_norm": "sync"},
+    "stop": {"on_nonfinite": "stop"},
     "residuals": {"compression": hvkit.TopK(0.1), "warmup_steps": 2},
     "sharded": {"strategy": hvkit.ShardedOptimizer(), "check_every": 1},
     "demo": {"strategy": hvkit.DeMo()},

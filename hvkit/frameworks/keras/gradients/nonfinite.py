@@ -64,16 +64,17 @@ class NonFinite:
             bad = tf.reduce_any(everyone > 0)
             step = self._tried.assign_add(1)
         names = [getattr(v, "path", v.name) for v in variables]
+        group = self._group  # TensorFlow keeps the functions below, which must not keep this object
 
         def text(rows: np.ndarray[Any, Any], step: np.ndarray[Any, Any]) -> str:
             found = [[names[i] for i in np.flatnonzero(row)] for row in rows]
-            return f"step {of_run(int(step))}: {describe(found, self._group.members)}"
+            return f"step {of_run(int(step))}: {describe(found, group.members)}"
 
         def error(*found: np.ndarray[Any, Any]) -> FloatingPointError:
             return FloatingPointError(f"in {text(*found)}")
 
         def skip(*found: np.ndarray[Any, Any]) -> np.int32:
-            if self._group.rank == 0:
+            if group.rank == 0:
                 logger.warning("skipped %s", text(*found))
             skipped_steps.add()
             return np.int32(0)
