@@ -6,15 +6,16 @@ import time
 import numpy as np
 
 import hvkit
+from hvkit.communication.collectives import gather
 from hvkit.sync.fingerprints import named_ranks
 
 
-def same_on_all_ranks(arrays):
-    """Whether every rank passed the same arrays, bit for bit; a collective."""
+def same_on_all_ranks(arrays, group=None):
+    """Whether all ranks, or all of a group, passed the same arrays, bit for bit; a collective."""
     digest = hashlib.sha256()
     for array in arrays:
         digest.update(np.ascontiguousarray(array).tobytes())
-    return len(set(hvkit.allgather(digest.hexdigest()))) == 1
+    return len(set(gather("same_on_all_ranks", digest.hexdigest(), group))) == 1
 
 
 def largest_difference(arrays, references):
@@ -95,9 +96,9 @@ class Busy:
         )
 
 
-def my_part(batch):
-    """This rank's samples of a global batch of shape (size * n, ...): every size-th one."""
-    return batch[hvkit.rank() :: hvkit.size()]
+def my_part(batch, group=None):
+    """This rank's samples of a batch of all ranks, or of a group: every size-th one."""
+    return batch[group.rank :: group.size] if group else batch[hvkit.rank() :: hvkit.size()]
 
 
 def batches(steps, per_rank, *shapes, seed=0):

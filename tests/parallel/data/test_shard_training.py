@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 import torch
 from ranks import largest_difference, same_on_all_ranks
@@ -78,7 +79,7 @@ def fits_like_one_process(make):
 
     model, optimizer = setting()
     np.random.seed(0)
-    model.compile(optimizer, "mse")
+    model.compile(optimizer, "mse", run_eagerly=True)
     model.fit(make(BATCH * hvkit.size()), epochs=3, shuffle=False, verbose=0)
     reference = model.get_weights()
     model, optimizer = hvkit.distribute(*setting(), lr_scaling="none")
@@ -97,9 +98,11 @@ def test_fit_on_a_batched_pipeline_trains_the_weights_of_one_process():
     fits_like_one_process(make)
 
 
+@pytest.mark.two_ranks
 def test_fit_on_a_pydataset_trains_the_weights_of_one_process():
     fits_like_one_process(Batches)
 
 
+@pytest.mark.two_ranks
 def test_a_pydataset_that_shuffles_itself_is_in_the_order_of_one_process():
     fits_like_one_process(ShuffledByNumpy)

@@ -3,8 +3,8 @@
 import keras
 import numpy as np
 import pytest
-from models import LOOPS, eager_tape, fit, mlp, regression
-from ranks import error_of, largest_difference
+from models import LOOPS, eager_tape, fit, in_eager_code, local, mlp, regression, sgd, weights
+from ranks import error_of, largest_difference, same_on_all_ranks
 
 import hvkit
 from hvkit.communication.collectives import gather
@@ -24,10 +24,8 @@ def _in_float64():
 def data_of(group, steps):
     """Batches of the whole group in float64, and this rank's part of them."""
     seed = group.first + 10 * group.members[-1]
-    both = [
-        (x[:12].astype("float64"), y[:12].astype("float64")) for x, y in regression(steps, 3, seed)
-    ]
-    return both, [(x[group.rank :: 2], y[group.rank :: 2]) for x, y in both]
+    both = [tuple(each.astype("float64") for each in batch) for batch in regression(steps, 3, seed)]
+    return both, local(both, group)
 
 
 def of_its_own(group, seed):
@@ -40,19 +38,6 @@ def of_its_own(group, seed):
     return keras.Sequential([keras.Input((8,)), *hidden, layers.Dense(4)])
 
 
-def weights(model):
-    return [np.array(w) for w in model.get_weights()]
-
-
-def same_in(group, arrays):
-    """Whether both members hold the same, bit for bit."""
-    return len(set(gather("test", b"".join(a.tobytes() for a in arrays), group))) == 1
-
-
-def momentum(rate=0.02):
-    return keras.optimizers.SGD(rate, momentum=0.9)
-
-
 def adam(rate=0.01):
     return keras.optimizers.Adam(rate)
 
@@ -63,14 +48,14 @@ def trained_like_one_process(group, make, loop, steps, **options):
     start, optimizer = weights(reference), make()
     if options.get("lr_scaling") == "linear":
         optimizer.learning_rate = float(optimizer.learning_rate) * group.size
-    loop(reference, optimizer, both)
+    in_eager_code(loop)(reference, optimizer, both)
 
     model, optimizer = of_its_own(group, seed=hvkit.rank()), make()
     hvkit.distribute(model, optimizer, _group=group, **options)
     assert all(np.array_equal(a, b) for a, b in zip(weights(model), start, strict=True))
     loop(model, optimizer, own)
 
-    assert same_in(group, weights(model))
+    assert same_on_all_ranks(weights(model), group)
     assert largest_difference(weights(model), weights(reference)) < 1e-12
     assert largest_difference(weights(model), start) > 1e-3
 
@@ -78,9 +63,9 @@ def trained_like_one_process(group, make, loop, steps, **options):
 @pytest.mark.parametrize(
     ("loop", "make", "lr_scaling", "group"),
     [
-        ("fit", momentum, "linear", ROWS),
+        ("fit", sgd, "linear", ROWS),
         ("function", adam, "none", COLUMNS),
-        ("eager", momentum, "linear", COLUMNS),
+        ("eager", sgd, "linear", COLUMNS),
     ],
     indirect=["group"],
 )
@@ -105,7 +90,7 @@ def test_fit_shows_the_metrics_of_the_group_and_stops_when_one_of_its_ranks_does
             self.model.stop_training |= group.rank == 1 and batch == 2 + group.first
 
     _, own = data_of(group, 8)
-    model, optimizer = of_its_own(group, seed=0), momentum()
+    model, optimizer = of_its_own(group, seed=0), sgd()
     hvkit.distribute(model, optimizer, _group=group)
     model.compile(optimizer, "mse")
     x, y = (np.concatenate(part) for part in zip(*own, strict=True))
@@ -128,18 +113,18 @@ def test_batch_norm_is_that_of_the_group(group, batch_norm):
 
     both, own = data_of(group, 4)
     model, alone = make(), make()
-    optimizer = momentum()
+    optimizer = sgd()
     hvkit.distribute(model, optimizer, batch_norm=batch_norm, _group=group)
     fit(model, optimizer, own)
-    assert same_in(group, weights(model))
+    assert same_on_all_ranks(weights(model), group)
     if batch_norm == "sync":
-        fit(alone, momentum(), both)
+        eager_tape(alone, sgd(), both)
         assert largest_difference(weights(model), weights(alone)) < 1e-12
     hvkit.barrier()
 
 
 def test_weights_that_differ_within_a_group_are_named_by_their_numbers_among_all_ranks(group):
-    model, optimizer = mlp(), momentum()
+    model, optimizer = mlp(), sgd()
     hvkit.distribute(model, optimizer, _group=group)
     if hvkit.rank() == 3:
         model.layers[0].kernel.assign_add(np.ones((8, 16)))
@@ -157,7 +142,7 @@ def test_models_that_differ_within_a_group_are_named_by_their_numbers_among_all_
     model = keras.Sequential(
         [keras.Input((8,)), keras.layers.Dense(5 if hvkit.rank() == 3 else 4, name="dense")]
     )
-    kind, text = error_of(lambda: hvkit.distribute(model, momentum(), _group=group))
+    kind, text = error_of(lambda: hvkit.distribute(model, sgd(), _group=group))
     if group.members[-1] == 3:
         assert kind is hvkit.RanksDisagreeError
         assert f"of rank 3 differs from that of rank {group.first}" in text
@@ -168,7 +153,7 @@ def test_models_that_differ_within_a_group_are_named_by_their_numbers_among_all_
 
 @pytest.mark.parametrize("action", ["skip", "stop"])
 def test_gradients_that_are_not_finite_are_a_matter_of_their_group(group, action, capfd):
-    model, optimizer = mlp(), momentum()
+    model, optimizer = mlp(), sgd()
     hvkit.distribute(model, optimizer, on_nonfinite=action, _group=group)
     _, ((x, y),) = data_of(group, 1)
     if hvkit.rank() == 3:
@@ -185,7 +170,7 @@ def test_gradients_that_are_not_finite_are_a_matter_of_their_group(group, action
 
 
 def test_an_epoch_that_ends_earlier_on_one_rank_of_a_group_is_an_error_there_alone(group):
-    model, optimizer = mlp(), momentum()
+    model, optimizer = mlp(), sgd()
     hvkit.distribute(model, optimizer, _group=group)
     _, own = data_of(group, 5)
     steps = 4 if hvkit.rank() == 3 else 5
@@ -202,15 +187,13 @@ def test_an_epoch_that_ends_earlier_on_one_rank_of_a_group_is_an_error_there_alo
     "strategy", [hvkit.Gossip(), hvkit.ParameterServer(0), hvkit.LocalSGD(2)], ids=str
 )
 def test_strategies_of_all_ranks_refuse_a_group(group, strategy):
-    kind, text = error_of(
-        lambda: hvkit.distribute(mlp(), momentum(), strategy=strategy, _group=group)
-    )
+    kind, text = error_of(lambda: hvkit.distribute(mlp(), sgd(), strategy=strategy, _group=group))
     assert kind is ValueError
     assert "needs all ranks, but" in text
 
 
 def test_what_takes_a_model_for_that_of_all_ranks_refuses_one_of_a_group(group, tmp_path):
-    model, optimizer = mlp(), momentum()
+    model, optimizer = mlp(), sgd()
     hvkit.distribute(model, optimizer, _group=group)
     for take in (
         lambda: hvkit.Checkpoint(tmp_path, model=model, optimizer=optimizer),

@@ -1,9 +1,10 @@
 """Two groups of two ranks each train a PyTorch model of their own at the same time."""
 
+import numpy as np
 import pytest
 import torch
-from nets import arrays, convnet, mlp, regression, train
-from ranks import error_of, largest_difference
+from nets import arrays, convnet, local, mlp, regression, sgd, train
+from ranks import error_of, largest_difference, same_on_all_ranks
 from torch.nn import functional as F
 
 import hvkit
@@ -16,18 +17,8 @@ ROWS, COLUMNS = [(0, 1), (2, 3)], [(0, 2), (1, 3)]
 def data_of(group, steps, shape=(8,)):
     """Batches of the whole group in float64, and this rank's part of them."""
     seed = group.first + 10 * group.members[-1]
-    both = [(x[:12].double(), y[:12].double()) for x, y in regression(steps, 3, shape, seed)]
-    return both, [(x[group.rank :: 2], y[group.rank :: 2]) for x, y in both]
-
-
-def same_in(group, tensors):
-    """Whether both members hold the same, bit for bit."""
-    mine = b"".join(t.detach().numpy().tobytes() for t in tensors)
-    return len(set(gather("test", mine, group))) == 1
-
-
-def momentum(parameters, lr=0.05):
-    return torch.optim.SGD(parameters, lr, momentum=0.9)
+    both = [(x.double(), y.double()) for x, y in regression(steps, 3, shape, seed)]
+    return both, local(both, group)
 
 
 def adam(parameters, lr=0.01):
@@ -51,22 +42,20 @@ def trained_like_one_process(group, make, steps, **options):
     optimizer = make(model.parameters(), lr)
     hvkit.distribute(model, optimizer, _group=group, **options)
     start = of_its_own(group, seed=group.first)
-    assert all(
-        torch.equal(*each) for each in zip(model.parameters(), start.parameters(), strict=True)
-    )
+    assert all(map(np.array_equal, parameters(model), parameters(start)))
     train(model, optimizer, own)
 
-    assert same_in(group, model.parameters())
-    assert largest_difference(arrays64(model), arrays64(reference)) < 1e-12
-    assert largest_difference(arrays64(model), arrays64(start)) > 1e-3
+    assert same_on_all_ranks(parameters(model), group)
+    assert largest_difference(parameters(model), parameters(reference)) < 1e-12
+    assert largest_difference(parameters(model), parameters(start)) > 1e-3
 
 
-def arrays64(model):
-    return [p.detach().numpy() for p in model.parameters()]
+def parameters(model):
+    return arrays(model.parameters())
 
 
 @pytest.mark.parametrize("group", [ROWS, COLUMNS], indirect=True, ids=["rows", "columns"])
-@pytest.mark.parametrize("make", [momentum, adam])
+@pytest.mark.parametrize("make", [sgd, adam])
 @pytest.mark.parametrize("lr_scaling", ["none", "linear"])
 def test_each_group_trains_the_model_of_one_process_with_both_batches(group, make, lr_scaling):
     steps = 9 if group.first == 0 else 14
@@ -82,7 +71,7 @@ def test_the_state_of_an_optimizer_is_divided_within_a_group(group):
 
 @pytest.mark.parametrize("strategy", [hvkit.LocalSGD(1), hvkit.DiLoCo(1, 1.0, 0.0)], ids=str)
 def test_rounds_of_one_step_give_the_weights_of_one_process(group, strategy):
-    trained_like_one_process(group, momentum, 5 + group.first, strategy=strategy)
+    trained_like_one_process(group, sgd, 5 + group.first, strategy=strategy)
     hvkit.barrier()
 
 
@@ -93,20 +82,20 @@ def test_rounds_end_in_each_group_by_itself(group):
     hvkit.distribute(model, optimizer, strategy=hvkit.LocalSGD(every=4), _group=group)
     _, own = data_of(group, 3 if group.first == 0 else 6)
     train(model, optimizer, [(x.float(), y.float()) for x, y in own])
-    before = gather("test", [p.detach().numpy().copy() for p in model.parameters()], group)
+    before = gather("test", parameters(model), group)
     with hvkit.settled(model):
         mean = [(a + b) / 2 for a, b in zip(*before, strict=True)]
-        assert largest_difference(arrays(model.parameters()), mean) < 1e-5
-        assert same_in(group, model.parameters())
+        assert largest_difference(parameters(model), mean) < 1e-5
+        assert same_on_all_ranks(parameters(model), group)
     hvkit.barrier()
 
 
 def test_a_model_of_a_group_and_one_of_all_ranks_train_in_one_script(group):
     both, own = data_of(group, 4)
     everyones, theirs = mlp(seed=hvkit.rank()).double(), mlp(seed=hvkit.rank()).double()
-    first, second = momentum(everyones.parameters()), momentum(theirs.parameters())
+    first, second = sgd(everyones.parameters()), sgd(theirs.parameters())
     if group.first == 0:  # whose names of collectives then run ahead
-        hvkit.distribute(other := mlp(), momentum(other.parameters()), _group=group)
+        hvkit.distribute(other := mlp(), sgd(other.parameters()), _group=group)
     hvkit.distribute(everyones, first)
     hvkit.distribute(theirs, second, _group=group)
     for x, y in own:
@@ -114,9 +103,9 @@ def test_a_model_of_a_group_and_one_of_all_ranks_train_in_one_script(group):
         first.step(), second.step()
         first.zero_grad(), second.zero_grad()
     alone = mlp(seed=group.first).double()
-    train(alone, momentum(alone.parameters()), both)
-    assert largest_difference(arrays64(theirs), arrays64(alone)) < 1e-12
-    assert len(set(hvkit.allgather(str(arrays64(everyones))))) == 1
+    train(alone, sgd(alone.parameters()), both)
+    assert largest_difference(parameters(theirs), parameters(alone)) < 1e-12
+    assert same_on_all_ranks(parameters(everyones))
 
 
 def test_synchronised_batch_norm_and_averaged_statistics_are_those_of_the_group(group):
@@ -125,21 +114,21 @@ def test_synchronised_batch_norm_and_averaged_statistics_are_those_of_the_group(
         model = torch.nn.Sequential(torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 4)).double()
         alone = torch.nn.Sequential(torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 4)).double()
         alone.load_state_dict(model.state_dict())
-        optimizer = momentum(model.parameters())
+        optimizer = sgd(model.parameters())
         hvkit.distribute(model, optimizer, batch_norm=batch_norm, _group=group)
         both, own = data_of(group, 4)
         train(model, optimizer, own)
-        assert same_in(group, [*model.parameters(), model[0].running_mean])
+        assert same_on_all_ranks(arrays([*model.parameters(), model[0].running_mean]), group)
         if batch_norm == "sync":
-            train(alone, momentum(alone.parameters()), both)
-            assert largest_difference(arrays64(model), arrays64(alone)) < 1e-12
+            train(alone, sgd(alone.parameters()), both)
+            assert largest_difference(parameters(model), parameters(alone)) < 1e-12
             assert torch.allclose(model[0].running_var, alone[0].running_var, rtol=1e-12)
     hvkit.barrier()
 
 
 def test_weights_that_differ_within_a_group_are_named_by_their_numbers_among_all_ranks(group):
     model = mlp()
-    optimizer = momentum(model.parameters())
+    optimizer = sgd(model.parameters())
     hvkit.distribute(model, optimizer, _group=group)
     if group.rank == 1 and group.members[-1] == 3:
         with torch.no_grad():
@@ -157,9 +146,7 @@ def test_weights_that_differ_within_a_group_are_named_by_their_numbers_among_all
 def test_models_that_differ_within_a_group_are_named_by_their_numbers_among_all_ranks(group):
     width = 5 if hvkit.rank() == 3 else 4
     model = torch.nn.Linear(8, width)
-    kind, text = error_of(
-        lambda: hvkit.distribute(model, momentum(model.parameters()), _group=group)
-    )
+    kind, text = error_of(lambda: hvkit.distribute(model, sgd(model.parameters()), _group=group))
     if group.members[-1] == 3:
         assert kind is hvkit.RanksDisagreeError
         assert f"of rank 3 differs from that of rank {group.first}" in text
@@ -172,17 +159,17 @@ def test_models_that_differ_within_a_group_are_named_by_their_numbers_among_all_
 @pytest.mark.parametrize("action", ["skip", "stop"])
 def test_gradients_that_are_not_finite_are_a_matter_of_their_group(group, action, capfd):
     model = mlp()
-    optimizer = momentum(model.parameters())
+    optimizer = sgd(model.parameters())
     hvkit.distribute(model, optimizer, on_nonfinite=action, _group=group)
     _, ((x, y),) = data_of(group, 1)
     x = x.float()
     if hvkit.rank() == 3:
         x[0, 0] = float("nan")
-    before = arrays(model.parameters())
+    before = parameters(model)
     kind, text = error_of(lambda: train(model, optimizer, [(x, y.float())]))
     of_rank_3 = group.members[-1] == 3
     assert kind is (FloatingPointError if of_rank_3 and action == "stop" else None)
-    stays = all((a == b).all() for a, b in zip(before, arrays(model.parameters()), strict=True))
+    stays = all(map(np.array_equal, before, parameters(model)))
     assert stays == of_rank_3
     text += "".join(gather("test", capfd.readouterr().err, group))
     assert ("rank 3 has a NaN or infinite gradient of parameters 0.weight" in text) == of_rank_3
@@ -193,7 +180,7 @@ def test_a_frozen_parameter_and_another_rate_are_named_by_ranks_numbers(group):
     _, own = data_of(group, 1)
     data = [(x.float(), y.float()) for x, y in own]
     model = mlp()
-    optimizer = momentum(model.parameters())
+    optimizer = sgd(model.parameters())
     hvkit.distribute(model, optimizer, _group=group)
     train(model, optimizer, data)
     model[0].weight.requires_grad_(hvkit.rank() != 3)
@@ -230,7 +217,7 @@ def test_strategies_of_all_ranks_refuse_a_group(group, strategy):
 
 def test_what_takes_a_model_for_that_of_all_ranks_refuses_one_of_a_group(group, tmp_path):
     model = mlp()
-    optimizer = momentum(model.parameters())
+    optimizer = sgd(model.parameters())
     hvkit.distribute(model, optimizer, _group=group)
     for take in (
         lambda: hvkit.Checkpoint(tmp_path, model=model, optimizer=optimizer),

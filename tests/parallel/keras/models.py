@@ -1,5 +1,7 @@
 """Small Keras models and training loops, and the comparison with one process."""
 
+import functools
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -83,9 +85,9 @@ def regression(steps=20, per_rank=6, seed=0):
     return batches(steps, per_rank, (8,), (4,), seed=seed)
 
 
-def local(data):
-    """This rank's part of each global batch."""
-    return [tuple(my_part(each) for each in batch) for batch in data]
+def local(data, group=None):
+    """This rank's part of each batch of all ranks, or of a group."""
+    return [tuple(my_part(each, group) for each in batch) for batch in data]
 
 
 def mse(y, predicted):
@@ -111,10 +113,13 @@ def eager_tape(model, optimizer, data):
 
 
 def graph_tape(model, optimizer, data):
-    """A custom loop with ``tf.function``."""
-    step = tf.function(lambda x, y: tape_step(model, optimizer, x, y))
+    """A custom loop with ``tf.function``, which another call with the same variables uses again."""
+    steps = vars(model).setdefault("_steps_of_graph_tape", {})
+    made_for = (optimizer, *map(id, model.trainable_variables))
+    if made_for not in steps:
+        steps[made_for] = tf.function(lambda x, y: tape_step(model, optimizer, x, y))
     for x, y in data:
-        step(tf.constant(x), tf.constant(y))
+        steps[made_for](tf.constant(x), tf.constant(y))
 
 
 def tape_step(model, optimizer, x, y):
@@ -125,6 +130,11 @@ def tape_step(model, optimizer, x, y):
 
 
 LOOPS = {"fit": fit, "eager": eager_tape, "function": graph_tape}
+
+
+def in_eager_code(loop):
+    """The same loop without a graph, which one process makes only to run a few steps."""
+    return {graph_tape: eager_tape, fit: functools.partial(fit, run_eagerly=True)}.get(loop, loop)
 
 
 def weights(model):
@@ -154,7 +164,7 @@ def equals_one_process(
     data = data or regression(steps=8)
     factor = {"none": 1, "linear": hvkit.size()}[lr_scaling]
     reference, optimizer = with_state(make_model(0), make_optimizer(factor))
-    loop(reference, optimizer, data)
+    in_eager_code(loop)(reference, optimizer, data)
     # Another seed on every rank but rank 0: the start is rank 0's.
     model = make_model(hvkit.rank())
     model, optimizer = distributed(model, make_optimizer(1), lr_scaling=lr_scaling, **options)

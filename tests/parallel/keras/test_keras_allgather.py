@@ -89,7 +89,7 @@ def test_a_contrastive_loss_over_all_ranks_trains_as_in_one_process(loss, loop):
     keras.utils.set_random_seed(0)
     reference = Towers(loss, lambda z: z)
     x, y = (np.concatenate(each) for each in zip(*found, strict=True))
-    loop(reference, keras.optimizers.SGD(0.5, momentum=0.9), x, y, 4 * SIZE)
+    eagerly(reference, keras.optimizers.SGD(0.5, momentum=0.9), x, y, 4 * SIZE)
     keras.utils.set_random_seed(RANK)
     model = Towers(loss, gathered)
     model, optimizer = hvkit.distribute(model, keras.optimizers.SGD(0.5, momentum=0.9))

@@ -1,5 +1,6 @@
 """Keras: strategies that average gradients in every step."""
 
+import functools
 import random
 
 import keras
@@ -16,6 +17,7 @@ from hvkit.frameworks.keras.sharded import OptimizerShards
 from hvkit.frameworks.keras.trials import why_not_by_variable
 
 
+@functools.cache
 def trained(strategy, loop="function", **options):
     before = hvkit.traffic().get("gradients", (0, 0))[0]
     model, optimizer = distributed(

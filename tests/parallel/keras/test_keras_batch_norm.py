@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from cases import MORE, cases
-from models import LOOPS, local, weights
+from models import LOOPS, eager_tape, local, weights
 from ranks import batches, largest_difference, same_on_all_ranks
 
 import hvkit
@@ -57,7 +57,7 @@ def statistics(model):
 def test_synchronised_layers_equal_one_process_with_all_ranks_batches(loop):
     data = images()
     reference = normalised()
-    LOOPS[loop](reference, keras.optimizers.SGD(0.05), data)
+    eager_tape(reference, keras.optimizers.SGD(0.05), data)
     model, optimizer = distributed(batch_norm="sync")
     LOOPS[loop](model, optimizer, local(data))
     assert largest_difference(weights(model), weights(reference)) < 1e-5
@@ -70,7 +70,7 @@ def test_layers_that_were_made_synchronised_stay_so():
     data = images()
     reference, model = normalised(), made_synchronised()
     model.set_weights(reference.get_weights())
-    LOOPS["function"](reference, keras.optimizers.SGD(0.05), data)
+    eager_tape(reference, keras.optimizers.SGD(0.05), data)
     model, optimizer = hvkit.distribute(model, keras.optimizers.SGD(0.05))
     LOOPS["function"](model, optimizer, local(data))
     assert largest_difference(weights(model), weights(reference)) < 1e-5

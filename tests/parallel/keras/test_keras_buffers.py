@@ -53,7 +53,7 @@ def said(caplog):
 def test_averaged_variables_are_those_of_one_process_if_they_are_means(loop):
     data = regression(steps=1)
     reference = net(0)
-    loop(reference, sgd(), data)
+    eager_tape(reference, sgd(), data)
     model = net(hvkit.rank())
     model, optimizer = hvkit.distribute(model, sgd(), batch_norm="sync")
     loop(model, optimizer, local(data))

@@ -42,7 +42,7 @@ def test_epoch_and_validation_metrics_are_those_of_one_process():
     train, validation = samples(24 * hvkit.size()), samples(17, seed=1)
     reference = mlp()
     loss = keras.losses.BinaryCrossentropy(from_logits=True)
-    reference.compile(keras.optimizers.SGD(0.1), loss, metrics=metrics())
+    reference.compile(keras.optimizers.SGD(0.1), loss, metrics=metrics(), run_eagerly=True)
     batch = 4 * hvkit.size()
     expected = fit(reference, train, validation_data=validation, epochs=2, batch_size=batch).history
     model = compiled(hvkit.rank(), metrics=metrics())
@@ -58,7 +58,7 @@ def test_evaluate_gives_what_one_process_measures_also_with_empty_parts(rows, re
     data = samples(rows)
     reference = mlp()
     loss = keras.losses.BinaryCrossentropy(from_logits=True)
-    reference.compile(loss=loss, metrics=metrics())
+    reference.compile(loss=loss, metrics=metrics(), run_eagerly=True)
     expected = reference.evaluate(*data, batch_size=4, verbose=0, return_dict=return_dict)
     model = compiled(metrics=metrics())
     with np.errstate(all="ignore"):

@@ -31,7 +31,7 @@ def test_scales_of_float8_cover_the_values_of_all_ranks(loop, steps):
     """Those of outputs belong to gradients, which each rank has of its own samples."""
     data = [(x * (1 + np.arange(len(x)))[:, None], y) for x, y in regression(steps=6)]
     alone = float8()
-    LOOPS[loop](alone, keras.optimizers.SGD(1e-4, gradient_accumulation_steps=steps), data)
+    graph_tape(alone, keras.optimizers.SGD(1e-4, gradient_accumulation_steps=steps), data)
     model = float8(hvkit.rank())
     optimizer = keras.optimizers.SGD(1e-4, gradient_accumulation_steps=steps)
     model, optimizer = hvkit.distribute(model, optimizer)

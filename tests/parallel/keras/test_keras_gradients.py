@@ -163,13 +163,13 @@ def test_tensorflow_does_not_warn_that_hvkit_is_traced_again_and_again():
 
 @pytest.mark.parametrize("multiplied", cases([True, False]))
 def test_a_sum_over_samples_equals_one_process_if_multiplied_by_the_number_of_ranks(multiplied):
-    def train(model, optimizer, data, weight):
+    def train(model, optimizer, data, weight, **options):
         loss = keras.losses.MeanSquaredError(reduction="sum")
-        fit(model, optimizer, data, loss=loss, loss_weights=float(weight))
+        fit(model, optimizer, data, loss=loss, loss_weights=float(weight), **options)
 
     data = regression(steps=8)
     reference = mlp()
-    train(reference, keras.optimizers.SGD(0.002), data, 1)
+    train(reference, keras.optimizers.SGD(0.002), data, 1, run_eagerly=True)
     model, optimizer = mlp(hvkit.rank()), keras.optimizers.SGD(0.002)
     hvkit.distribute(model, optimizer, lr_scaling="none")
     train(model, optimizer, local(data), hvkit.size() if multiplied else 1)
@@ -188,12 +188,12 @@ def test_a_dense_layer_on_sequences_in_batches_of_any_size(compression):
         layers = [keras.layers.Dense(4), keras.layers.Flatten(), keras.layers.Dense(1)]
         return keras.Sequential([keras.Input((5, 8)), *layers])
 
-    def fit(model, optimizer, x, y, batch_size):
-        model.compile(optimizer, "mse")
+    def fit(model, optimizer, x, y, batch_size, **options):
+        model.compile(optimizer, "mse", **options)
         model.fit(x, y, batch_size=batch_size, shuffle=False, verbose=0)
 
     reference = make()
-    fit(reference, sgd(), x, y, 4 * hvkit.size())
+    fit(reference, sgd(), x, y, 4 * hvkit.size(), run_eagerly=True)
     model, optimizer = hvkit.distribute(make(), sgd(), compression=compression)
     fit(model, optimizer, *hvkit.shard((x, y)), 4)
     difference = largest_difference(weights(model), weights(reference))

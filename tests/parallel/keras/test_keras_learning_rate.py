@@ -124,7 +124,7 @@ def compare(
 
     for part in parts(alone):
         part.learning_rate = used[0]
-    loop(twin, alone, assign)
+    eager(twin, alone, assign)
     for i in range(STEPS):
         for ours, theirs in zip(trained[i], expected[i], strict=True):
             assert ours.tobytes() == theirs.tobytes(), f"step {i}"
@@ -163,7 +163,7 @@ def test_by_default_the_rate_is_used_as_it_is():
     model, optimizer = hvkit.distribute(model, sgd())
     fit(model, optimizer, lambda i: None)
     twin = linear()
-    fit(twin, sgd(), lambda i: None)
+    eager(twin, sgd(), lambda i: None)
     for ours, theirs in zip(weights(model), weights(twin), strict=True):
         assert ours.tobytes() == theirs.tobytes()
 

@@ -103,7 +103,7 @@ def test_gradient_accumulation_equals_the_k_times_larger_batch(loop):
         for i in range(0, len(data), k)
     ]
     reference = mlp()
-    LOOPS[loop](reference, keras.optimizers.Adam(0.01), larger)
+    eager_tape(reference, keras.optimizers.Adam(0.01), larger)
     model = mlp(hvkit.rank())
     model, optimizer = hvkit.distribute(
         model, keras.optimizers.Adam(0.01, gradient_accumulation_steps=k)

@@ -297,6 +297,7 @@ def test_a_graph_that_builds_the_model_begins_with_rank_0s_weights(scaled):
         assert alike(model)
 
 
+@pytest.mark.two_ranks
 def test_the_callback_saves_ranks_that_have_taken_different_numbers_of_steps(tmp_path_factory):
     folder = shared_folder(tmp_path_factory)
     x, y = (np.concatenate(part) for part in zip(*regression(steps=20), strict=True))

@@ -159,6 +159,7 @@ def test_early_stopping_restores_weights_that_all_ranks_hold():
     assert alike(model)
 
 
+@pytest.mark.two_ranks
 def test_batch_norm_statistics_are_averaged_at_each_agreement():
     layers = [keras.Input((8,)), keras.layers.BatchNormalization(), keras.layers.Dense(4)]
     model, optimizer = in_rounds(hvkit.LocalSGD(2), model=keras.Sequential(layers))

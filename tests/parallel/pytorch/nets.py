@@ -48,13 +48,15 @@ def train_with_closure(model, optimizer, data):
         optimizer.step(closure)
 
 
-def local(data):
-    """This rank's part of each global batch."""
-    return [(my_part(x), my_part(y)) for x, y in data]
+def local(data, group=None):
+    """This rank's part of each batch of all ranks, or of a group."""
+    return [(my_part(x, group), my_part(y, group)) for x, y in data]
 
 
 def arrays(tensors):
-    return [t.detach().clone().float().numpy() for t in tensors]
+    """NumPy's copies: float64 stays, all else is float32."""
+    copies = (t.detach().clone() for t in tensors)
+    return [(t if t.dtype == torch.float64 else t.float()).numpy() for t in copies]
 
 
 def gradients(model):
