@@ -110,8 +110,8 @@ class Past:
         self._saved = functools.cache(self._save)
 
     def _undisturbed(self, run, strategy=DILOCO, compression="none"):
-        """The state after 19 steps."""
-        return run(self._new(), 1, strategy, compression).train(19).state()
+        """The state after 14 steps."""
+        return run(self._new(), 1, strategy, compression).train(14).state()
 
     def saved(self, run, at, strategy=DILOCO, compression="none"):
         """A folder with the checkpoint of a run that stopped there."""

@@ -49,8 +49,7 @@ FEWER = pytest.mark.parametrize("run", cases([TorchRun, KerasRun]), ids=["torch"
     cases(
         [
             *((TorchRun, strategy) for strategy in STRATEGIES),
-            *((KerasGraphRun, strategy) for strategy in (DILOCO, BESIDE)),
-            (KerasRun, hvkit.ParameterServer(0)),
+            (KerasGraphRun, BESIDE),
         ],
         2,
         name=lambda case: f"{case[0].__name__}-{case[1]}",
@@ -59,7 +58,7 @@ FEWER = pytest.mark.parametrize("run", cases([TorchRun, KerasRun]), ids=["torch"
 def test_stopped_in_the_middle_of_a_round(run, strategy, past):
     undisturbed = past.undisturbed(run, strategy)
     at = 7 if strategy is BESIDE else 8  # while the agreement runs
-    resumed = run(past.saved(run, at, strategy), 2, strategy).train(19).state()
+    resumed = run(past.saved(run, at, strategy), 2, strategy).train(14).state()
     assert not same_on_all_ranks(undisturbed)
     assert len(undisturbed) == len(resumed)
     assert all(map(np.array_equal, undisturbed, resumed))
@@ -105,21 +104,21 @@ def test_parts_of_a_model_are_stopped_in_the_middle_of_a_round(run, past):
     undisturbed = past.undisturbed(run)
     folder = past.saved(run, 8)
     assert len(list(folder.glob("*/*-strategy.npz"))) == 1
-    resumed = run(folder, 2).train(19).state()
+    resumed = run(folder, 2).train(14).state()
     assert all(map(np.array_equal, undisturbed, resumed))
 
 
 @FEWER
 def test_stopped_right_after_a_round(run, past):
-    resumed = run(past.saved(run, 10), 2).train(19).state()
+    resumed = run(past.saved(run, 10), 2).train(14).state()
     assert all(map(np.array_equal, past.undisturbed(run), resumed))
 
 
 @FEWER
 def test_a_run_can_go_back(run, folder):
     script = run(folder, 1).train(8, save_at=8)
-    once = script.train(19).state()
-    again = script.train(19).state()
+    once = script.train(14).state()
+    again = script.train(14).state()
     assert all(map(np.array_equal, once, again))
 
 
@@ -145,8 +144,6 @@ def test_a_resumed_run_can_settle_before_its_first_step(run, folder):
             (TorchRun, DEMO, "none"),
             (TorchRun, hvkit.Synchronous(), hvkit.PowerSGD(1)),
             (TorchRun, hvkit.LocalSGD(5), hvkit.TopK(0.1)),
-            (KerasRun, hvkit.Synchronous(), hvkit.TopK(0.1)),
-            (KerasRun, DEMO, "none"),
             (KerasGraphRun, hvkit.LocalSGD(5), hvkit.PowerSGD(1)),
         ],
         2,
@@ -155,21 +152,20 @@ def test_a_resumed_run_can_settle_before_its_first_step(run, folder):
 def test_residuals_are_saved(run, strategy, compression, past):
     undisturbed = past.undisturbed(run, strategy, compression)
     saved = past.saved(run, 8, strategy, compression)
-    resumed = run(saved, 2, strategy, compression).train(19).state()
+    resumed = run(saved, 2, strategy, compression).train(14).state()
     assert len(undisturbed) == len(resumed)
     assert all(map(np.array_equal, undisturbed, resumed))
 
 
-@FEWER
 @pytest.mark.parametrize(
     "given",
     [(hvkit.Synchronous(), hvkit.TopK(0.1)), (DEMO, "none"), (BESIDE, "none")],
     ids=["residual", "momentum", "due"],
 )
-def test_without_residuals_the_run_would_differ(run, given, past, monkeypatch):
-    undisturbed, saved = past.undisturbed(run, *given), past.saved(run, 7, *given)
+def test_without_residuals_the_run_would_differ(given, past, monkeypatch):
+    undisturbed, saved = past.undisturbed(TorchRun, *given), past.saved(TorchRun, 7, *given)
     monkeypatch.setattr(StrategyPart, "load_own", lambda self, arrays: None)
-    resumed = run(saved, 2, *given).train(19).state()
+    resumed = TorchRun(saved, 2, *given).train(14).state()
     assert largest_difference(resumed, undisturbed) > 1e-3
 
 
@@ -195,14 +191,13 @@ def test_what_ranks_agree_on_is_shown_before_a_resumed_run_takes_a_step(run, str
 
 @FEWER
 def test_saving_does_not_change_the_training(run, folder, past):
-    saving = run(folder, 1).train(19, save_at=8).state()
+    saving = run(folder, 1).train(14, save_at=8).state()
     assert all(map(np.array_equal, past.undisturbed(run), saving))
 
 
-@FEWER
 @pytest.mark.parametrize("lost", ["anchor", "velocity", "counts"])
-def test_without_what_the_strategy_keeps_the_run_would_differ(run, lost, past, monkeypatch):
-    undisturbed, saved = past.undisturbed(run), past.saved(run, 8)
+def test_without_what_the_strategy_keeps_the_run_would_differ(lost, past, monkeypatch):
+    undisturbed, saved = past.undisturbed(TorchRun), past.saved(TorchRun, 8)
 
     def load(self, content, facts):
         with np.load(io.BytesIO(content)) as values:
@@ -213,7 +208,7 @@ def test_without_what_the_strategy_keeps_the_run_would_differ(run, lost, past, m
         self.keeper.load_state(arrays, in_round=True)
 
     monkeypatch.setattr(StrategyPart, "load", load)
-    resumed = run(saved, 2).train(19).state()
+    resumed = TorchRun(saved, 2).train(14).state()
     assert largest_difference(resumed, undisturbed) > 1e-3
 
 
