@@ -115,19 +115,14 @@ def restarts(printed):
 CASES = {
     "torch": (
         *(PYTORCH, "DiLoCo(4)"),
-        [(7, TERMINATE), (12, KILL), (17, RAISE), (22, LEAVE)],
+        [(7, TERMINATE), (12, KILL), (17, LEAVE)],
         [
             "rank 1 on .* got SIGTERM",
             "from step 10: rank 1 on .* was killed by signal 9",
-            "from step 15: rank 1 on .* ended with exit status 1: ValueError: a fault$",
-            "from step 20: rank 1 has ended its script",
+            "from step 15: rank 1 has ended its script",
         ],
     ),
-    "keras": (
-        *(KERAS, "LocalSGD(3)"),
-        [(7, KILL), (12, TERMINATE)],
-        ["from step 5: rank 1 on .* was killed by signal 9", "rank 1 on .* got SIGTERM"],
-    ),
+    "keras": (*(KERAS, "LocalSGD(3)"), [(12, TERMINATE)], ["rank 1 on .* got SIGTERM"]),
 }
 
 
@@ -176,7 +171,7 @@ WORKERS = PYTORCH.replace(
 @pytest.mark.parametrize(
     ("script", "first", "number"),
     cases(
-        [(WORKERS, 7, 2), (KERAS, 7, 1), (PYTORCH, 1, 1)],
+        [(WORKERS, 7, 2), (PYTORCH, 1, 1)],
         name=lambda case: f"step {case[1]}, {case[2]} signals",
     ),
 )
@@ -281,3 +276,5 @@ def test_a_restart_from_an_older_checkpoint_is_a_warning(lost, resumed, tmp_path
         "ranks now has that checkpoint, complete, on disk or in memory"
     ]
     assert ["from step 10" in line for line in restarts(printed)] == [True, True]
+    fault = r"from step 10: rank 1 on .* ended with exit status 1: ValueError: a fault$"
+    assert re.search(fault, restarts(printed)[0])
