@@ -7,15 +7,10 @@ import sys
 import time
 
 import pytest
-from cases import MORE
+from cases import MORE, cases
 
 HVKIT = [sys.executable, "-m", "hvkit.cli", "run"]
 HOSTS = ["-np", "4", "-H", "node1:1,node2:2,node3:1"]
-# `make test-all` tries the other launchers as well.
-LAUNCHERS = [
-    "mpirun",
-    *(pytest.param(name, marks=pytest.mark.every_combination) for name in ("horovodrun", "gloo")),
-]
 # Endless allreduces. Each rank prints the first sum: then all ranks are known to be up.
 ALLREDUCE = """
 import sys, time, torch, horovod.torch as hvd
@@ -168,7 +163,7 @@ def test_a_signal_ends_every_process_on_every_host(hosts, tmp_path):
     assert status == 128 + signal.SIGTERM
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", cases(["mpirun", "gloo"]))
 def test_a_ctrl_c_interrupts_every_rank_on_every_host(hosts, tmp_path, launcher):
     training = Training(hosts, tmp_path, "--launcher", launcher)
     training.process.send_signal(signal.SIGINT)
@@ -227,7 +222,7 @@ def test_lines_get_rank_and_host_and_each_rank_a_file(hosts, tmp_path):
     assert files["rank-0003.log"].split("\n").count("[3 node3] err") == 1
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", cases(["mpirun", "horovodrun", "gloo"]))
 def test_only_the_ranks_that_are_wanted_are_shown(hosts, tmp_path, launcher):
     logs = tmp_path / "logs"
     options = ["--launcher", launcher, "--show", "0,2-3", "--log-dir", str(logs)]
