@@ -149,7 +149,7 @@ _BAD_EXTRAS = [
     "max_slots",
     "slots=1=1",
 ]
-_SETTINGS = settings(max_examples=300)
+_SETTINGS = settings(max_examples=100)
 
 
 def _refusal(lines: list[str]) -> str:
