@@ -76,17 +76,19 @@ parallel: setup
 	KERAS_BACKEND=torch $(call RANKS,2) tests/parallel/keras_torch
 
 # On three ranks the cases of `make test`: every combination runs on two ranks. On four, where a ring
-# of neighbours is not all ranks. The last run removes hvkit's averaging, and passes only if every
+# of neighbours is not all ranks. The last runs remove hvkit's averaging, and pass only if every
 # test of it then fails.
+FIRST := -m "not accuracy and not every_combination"
+KERAS_TORCH := tests/parallel/keras_torch/test_keras_torch_equals_one_process.py
 more-ranks: setup
-	$(call RANKS,3) -m "not accuracy and not every_combination" tests/parallel
+	$(call RANKS,3) $(FIRST) tests/parallel
 	$(call RANKS,4) $(addprefix tests/parallel/pytorch/test_torch_,averaging.py rounds.py settled.py)
 	HOROVOD_DYNAMIC_PROCESS_SETS=1 $(call RANKS,4) tests/parallel/groups
-	$(call RANKS,2) --without-averaging tests/parallel/pytorch/test_torch_equals_one_process.py \
+	KERAS_BACKEND=torch $(call RANKS,3) $(KERAS_TORCH)
+	$(call RANKS,2) $(FIRST) --without-averaging \
+		tests/parallel/pytorch/test_torch_equals_one_process.py \
 		tests/parallel/keras/test_keras_equals_one_process.py
-	KERAS_BACKEND=torch $(call RANKS,3) tests/parallel/keras_torch
-	KERAS_BACKEND=torch $(call RANKS,2) --without-averaging \
-		tests/parallel/keras_torch/test_keras_torch_equals_one_process.py
+	KERAS_BACKEND=torch $(call RANKS,2) $(FIRST) --without-averaging $(KERAS_TORCH)
 
 # Every strategy with every compression, and checkpoints of long ago, against weights on record: with
 # kernels that compute alike on all processors. `make records` takes some of them, for
