@@ -57,10 +57,8 @@ OPTIONS = {
     "stop": {"on_nonfinite": "stop"},
     "residuals": {"compression": hvkit.TopK(0.1), "warmup_steps": 2},
     "sharded": {"strategy": hvkit.ShardedOptimizer(), "check_every": 1},
-    "demo": {"strategy": hvkit.DeMo()},
     "rounds": {"strategy": hvkit.LocalSGD(2), "compression": "int8"},
     "beside": {"strategy": hvkit.DiLoCo(2, overlap=1)},
-    "gossip": {"strategy": hvkit.Gossip(2)},
     "server": {"strategy": hvkit.ParameterServer(1)},
 }
 

@@ -51,7 +51,7 @@ class Sets(keras.callbacks.Callback):
             self.model.optimizer.learning_rate = 0.0
 
 
-# Rounds of 3 steps end neither with an epoch of 8 nor with two.
+# Rounds of 3 steps end neither with an epoch of 4 nor with two.
 STRATEGIES = [
     hvkit.DiLoCo(3, 1.0, 0.0),
     hvkit.ParameterServer(2),
@@ -69,7 +69,7 @@ def begun(strategy, eager=True):
 
 
 def train_on(model, *callbacks, epochs=1):
-    x, y = (np.concatenate(part) for part in zip(*local(regression(steps=8)), strict=True))
+    x, y = (np.concatenate(part) for part in zip(*local(regression(steps=4)), strict=True))
     model.fit(x, y, 6, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks))
 
 
@@ -99,7 +99,9 @@ def test_weights_that_a_callback_sets_are_kept(strategy, epoch, eager):
     cases(
         [
             (hvkit.ElasticAveraging(3), "on_epoch_begin"),
-            *each_once(STRATEGIES, ["on_train_begin", "on_epoch_begin"]),
+            (hvkit.ParameterServer(2), "on_train_begin"),
+            (hvkit.DiLoCo(3, 1.0, 0.0, overlap=2), "on_epoch_begin"),
+            (hvkit.Gossip(3), "on_train_begin"),
         ],
     ),
 )
@@ -136,7 +138,7 @@ def test_settled_and_checkpoints_have_what_the_script_sets_between_two_fits(
     with hvkit.settled(model):
         assert distance_from(0.25, model) < 1e-6
     model.optimizer.learning_rate = 0.0
-    hvkit.Checkpoint(folder, model=model, optimizer=model.optimizer).save(epoch=1, step=8)
+    hvkit.Checkpoint(folder, model=model, optimizer=model.optimizer).save(epoch=1, step=4)
     resumed = begun(strategy)
     hvkit.Checkpoint(folder, model=resumed, optimizer=resumed.optimizer).restore()
     for each in (model, resumed):
@@ -145,7 +147,7 @@ def test_settled_and_checkpoints_have_what_the_script_sets_between_two_fits(
 
 
 @MORE
-@pytest.mark.parametrize("strategy", [hvkit.DiLoCo(4, overlap=2), hvkit.ElasticAveraging(4)])
+@pytest.mark.parametrize("strategy", [hvkit.DiLoCo(3, overlap=2), hvkit.ElasticAveraging(3)])
 def test_a_run_whose_ranks_are_never_alike_can_go_back(strategy, tmp_path_factory):
     model = begun(strategy)
     folder = shared_folder(tmp_path_factory)
