@@ -76,17 +76,6 @@ def test_an_output_dir_that_cannot_be_written_ends_all_ranks_with_one_reason(sta
     assert run.status == 1
 
 
-@MORE
-def test_fit_and_the_custom_loop_train_the_same_network(start):
-    fit, loop = (
-        start(ALONE, recipe, *DIGITS, "--epochs", "2").monitored.tests[-1]
-        for recipe in ("mnist_keras", "mnist_tf")
-    )
-    # In another order of the images, though.
-    assert fit["test_accuracy"] == pytest.approx(loop["test_accuracy"], abs=0.03)
-    assert fit["test_loss"] == pytest.approx(loop["test_loss"], rel=0.3)
-
-
 def test_a_wrong_flag_is_told_once_for_all_ranks(start):
     run = start(MPIRUN, "mnist_torch", *DIGITS, "--lr", "-1", fails=True)
     assert run.err.count("--lr: must be a positive number, got '-1'") == 1

@@ -1,6 +1,11 @@
 """The networks have the paper's number of weights and fitting shapes."""
 
+import ast
+from pathlib import Path
+
 import pytest
+
+RECIPES = Path(__file__).parents[3] / "recipes"
 
 
 def torch_weights(model):
@@ -102,3 +107,13 @@ def test_logits_start_small_in_both_frameworks(for_torch, for_keras):
     # The loss starts near log(10), that of equal probabilities.
     assert np.abs(ours).max() < 2
     assert np.abs(theirs).max() < 2
+
+
+def test_fit_and_the_custom_loop_train_the_same_network_on_mnist():
+    fit, loop = (
+        ast.dump(part)
+        for recipe in ("mnist_keras", "mnist_tf")
+        for part in ast.parse((RECIPES / f"{recipe}.py").read_text()).body
+        if getattr(part, "name", "") == "make_model"
+    )
+    assert fit == loop
