@@ -9,6 +9,7 @@ import os
 import threading
 
 import pytest
+import without_sklearn  # noqa: F401
 
 import hvkit
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from cases import cases
-from quick_start import WITHOUT_COMPILER
+from quick_start import LEFT_OUT
 
 WHO = (
     "import json, os, socket; print(json.dumps([socket.gethostname(), "
@@ -116,7 +116,7 @@ def test_ranks_save_when_a_pod_is_taken_away(rig, tmp_path, around):
     assert leave.returncode == 0, leave.stderr  # no ranks yet
     arguments = [word.replace("$$", "$") for word in container["args"]]  # as Kubernetes does
     run = launcher.popen(
-        [*container["command"], *arguments], env=OPERATORS | WITHOUT_COMPILER, text=True,
+        [*container["command"], *arguments], env=OPERATORS | LEFT_OUT, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     lines = []

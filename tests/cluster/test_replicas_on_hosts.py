@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from cases import MORE
-from quick_start import WITHOUT_COMPILER
+from quick_start import LEFT_OUT
 from rig import Rig
 
 # Every host has a /run of its own. Each step is printed by rank 0.
@@ -41,7 +41,7 @@ if hvkit.rank() == 0:
 """
 HVKIT = [sys.executable, "-m", "hvkit.cli", "run", "-np", "2"]
 HOSTS = "-H", "node2:1,node3:1,node4:1", "--max-restarts", "2", "--lost-after", "4", "--grace", "5"
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", **WITHOUT_COMPILER}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", **LEFT_OUT}
 
 
 # Fails in each try but the first.

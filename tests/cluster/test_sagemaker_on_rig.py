@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from cases import cases
-from quick_start import WITHOUT_COMPILER
+from quick_start import LEFT_OUT
 
 NAMES = ["algo-1", "algo-2"]
 # Rank 1 is killed once.
@@ -44,7 +44,7 @@ def test_the_first_host_starts_ranks_on_all_and_the_others_wait(hosts, tmp_path,
     running = {}
     for name in reversed(NAMES):
         environ = {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": name}
-        environ |= WITHOUT_COMPILER | {
+        environ |= LEFT_OUT | {
             "SM_NUM_GPUS": "1",
             "SM_CHANNEL_TRAINING": f"/data/of/{name}",
         }

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 from cases import MORE, cases
-from quick_start import WITHOUT_COMPILER
+from quick_start import LEFT_OUT
 
 HVKIT = [sys.executable, "-m", "hvkit.cli", "run"]
 BY_INTERFACE = """
@@ -139,7 +139,7 @@ def sent_by_each(rig, strategies, framework="torch"):
     words = ["-np", "3", "-H", "node1:1,node2:1,node3:1", sys.executable, "-c", script]
     done = hosts.host("node1").run(
         [*HVKIT, *words, json.dumps(strategies)],
-        env={"OMP_NUM_THREADS": "1", **WITHOUT_COMPILER},
+        env={"OMP_NUM_THREADS": "1", **LEFT_OUT},
         timeout=120,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -172,7 +172,7 @@ def printed_by_ranks(rig, slots, script):
     placed = ",".join(f"{node}:{ranks}" for node, ranks in zip(nodes, slots, strict=True))
     done = rig(nodes).host("node1").run(
         [*HVKIT, "-np", str(sum(slots)), "-H", placed, sys.executable, "-c", script],
-        env={"OMP_NUM_THREADS": "1", **WITHOUT_COMPILER},
+        env={"OMP_NUM_THREADS": "1", **LEFT_OUT},
         timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -3,7 +3,7 @@
 import pytest
 from launching import Run, python, run
 from monitored import Monitored
-from quick_start import without_compiler  # noqa: F401
+from quick_start import quick_start  # noqa: F401
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+import without_sklearn  # noqa: F401
 from hypothesis import settings
 
 # A busy machine fails no test for being slow.

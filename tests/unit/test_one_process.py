@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from cases import MORE, cases
+from quick_start import in_less_time
 
 ABSENT = """
 import sys
@@ -164,7 +165,7 @@ def run(code, **environ):
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "HOROVOD_"))}
     return subprocess.run(
         [sys.executable, "-c", code],
-        capture_output=True, text=True, timeout=200, env=clean | environ, check=False,
+        capture_output=True, text=True, timeout=200, env=in_less_time(clean) | environ, check=False,
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from quick_start import in_less_time
 
 PARALLEL = Path(__file__).parents[1] / "parallel"
 
@@ -36,7 +37,7 @@ def run_on_two_ranks(test: str, folder: Path) -> subprocess.CompletedProcess:
     ]  # fmt: skip
     return subprocess.run(
         command,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (PARALLEL, PARALLEL.parent)))},
+        env=in_less_time(os.environ | {"PYTHONPATH": f"{PARALLEL}{os.pathsep}{PARALLEL.parent}"}),
         capture_output=True, text=True, timeout=150, check=False,
     )  # fmt: skip
 

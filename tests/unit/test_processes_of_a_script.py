@@ -7,6 +7,7 @@ import uuid
 
 import pytest
 from cases import MORE
+from quick_start import in_less_time
 
 from hvkit.host.launcher_variables import rank_id
 from hvkit.host.process_lock import claim
@@ -50,7 +51,7 @@ def run(code, **environ):
     clean = {k: v for k, v in os.environ.items() if not k.startswith(launched)}
     return subprocess.run(
         [sys.executable, "-c", code],
-        capture_output=True, text=True, timeout=100, env=clean | environ, check=False,
+        capture_output=True, text=True, timeout=100, env=in_less_time(clean) | environ, check=False,
     )  # fmt: skip
 
 

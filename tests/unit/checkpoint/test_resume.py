@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from cases import MORE
+from quick_start import in_less_time
 
 from hvkit.checkpoint import Checkpoint, manifests
 from hvkit.sync.port import Record, record
@@ -207,7 +208,7 @@ def run(script, ranks, folder):
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "HVKIT_RANK"))}
     done = subprocess.run(
         [*launcher, sys.executable, "-c", script + REPORT, str(folder)],
-        capture_output=True, text=True, timeout=240, env=clean, check=False,
+        capture_output=True, text=True, timeout=240, env=in_less_time(clean), check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]), done.stderr

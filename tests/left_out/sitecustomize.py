@@ -1,4 +1,4 @@
-"""Leaves PyTorch's compiler out of a script until the script uses it.
+"""Leaves PyTorch's compiler out of a script until that uses it, and scikit-learn out of Keras.
 
 PyTorch imports it as soon as an optimizer is made, for two seconds: half of a rank's start. Python
 imports this file at its own start if the folder is on ``PYTHONPATH``.
@@ -7,6 +7,8 @@ imports this file at its own start if the folder is on ``PYTHONPATH``.
 import importlib
 import sys
 from types import ModuleType
+
+import without_sklearn  # noqa: F401
 
 
 class Compiler(ModuleType):
