@@ -321,7 +321,7 @@ def _refuse_nonfinite(options: Options) -> None:
             f"{asked} looks at gradients before they are averaged, but with {options.strategy} "
             'they are not averaged as a whole: use on_nonfinite="ignore"'
         )
-    compression = options.strategy.travels(options.compression)
+    compression = options.strategy.gradient_compression(options.compression)
     if options.on_nonfinite == "skip" and compression and compression.keeps_state:
         raise ValueError(
             f"{asked}: {compression} keeps what it has not sent of each step's gradients, and "

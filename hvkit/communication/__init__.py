@@ -1,4 +1,4 @@
-"""What ranks send each other, and how many bytes that is; docs/architecture.md has a table of it.
+"""What ranks send each other, and how many bytes; docs/architecture.md has a table of it.
 
 ::
 
@@ -10,7 +10,7 @@
     mailbox                messages that a rank polls for, for the parameter server
     exchanges              the collectives that compressions and strategies use, as data
     engines                the one place that imports Horovod's collectives
-    encoding               what messages hold, as bytes that run no code when they are read
+    encoding               hvkit's own messages as bytes; reading them runs no code
     point_to_point         messages between two ranks; the one place that imports mpi4py
     traffic                hvkit.traffic: bytes sent, by purpose
 """

@@ -1,7 +1,7 @@
 """``hvkit.allreduce``: sum, mean, minimum or maximum over ranks of an array of any library.
 
-Arrays of every type travel as NumPy arrays in the host's memory. Half precision is summed in
-float32 and rounded once, short integers are summed in int64.
+Arrays of every type are sent as NumPy arrays in host memory. Half precision is summed in float32
+and rounded once, short integers are summed in int64.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OPS = get_args(Operation)
 # Elements in one allreduce: MPI counts them in a C int, and each piece is copied once.
 _PIECE = 1 << 26
 
-# The dtype in which each dtype travels: those that all of Horovod's libraries have.
+# The dtype in which each dtype is sent: one that all of Horovod's libraries have.
 _SENT_AS = {
     "bool": "int32",
     "int8": "int64",
@@ -49,7 +49,7 @@ _SENT_AS = {
 
 @dataclass(frozen=True)
 class _Value:
-    """A value as an array, and the way back.
+    """A value as an array, and how to convert back.
 
     Attributes:
         dtype: the value's own dtype, a key of ``_SENT_AS``.
@@ -175,7 +175,8 @@ def _reduced_piece(piece: NDArray[Any], dtype: str, op: str) -> NDArray[Any]:
         reduced = reduced / reduced.dtype.type(runtime.size())
     if op in ("min", "max") and reduced.dtype.kind == "f":
         # With MPI the result of a NaN depends on the order of ranks.
-        reduced[runtime.any_engine().allreduce(np.isnan(sent).astype(np.int32), "max") > 0] = np.nan
+        nan = runtime.any_engine().allreduce(np.isnan(sent).astype(np.int32), "max") > 0
+        reduced = np.where(nan, reduced.dtype.type(np.nan), reduced)
     if own.kind == "c":
         return reduced.view(own)
     with np.errstate(over="ignore", invalid="ignore"):

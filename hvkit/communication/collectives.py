@@ -1,12 +1,13 @@
 """Collectives on Python objects: what ranks send each other besides gradients.
 
-hvkit's own take a group, by default all ranks. Ranks have their numbers among all.
+Those that hvkit itself uses take a group, by default all ranks. A rank's number is always that
+among all ranks.
 
-``broadcast`` pickles what the script passes, as ``hvkit.allgather`` does. hvkit's own messages run
-no code when they are read (``encoding``).
+``broadcast`` pickles what the script passes, and so does ``hvkit.allgather``. hvkit's own messages
+are not pickled: reading them runs no code (``encoding``).
 
-With one process every collective is the identity. Each call carries the name and the line of the
-user's own call, so that ranks that come to different calls raise an error which names both.
+With one process every collective returns its argument. Each message holds the name and the line of
+the user's call, so that ranks in different calls raise an error that names both.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def broadcast_state(data: NDArray[np.uint8], group: Group | None = None) -> NDAr
 def broadcast_bytes(data: NDArray[np.uint8], root: int = 0) -> NDArray[np.uint8]:
     """Return rank ``root``'s bytes on every rank; a collective.
 
-    Besides its result, which on rank ``root`` is ``data``, a rank holds one piece of it at a time.
+    In addition to the result, which on rank ``root`` is ``data``, a rank holds one piece at a time.
 
     Args:
         data: on rank ``root``, of shape (n,); ignored elsewhere.
@@ -153,7 +154,7 @@ def share(
 
     Args:
         call: the user's call.
-        problem: the error that this rank met, or None.
+        problem: this rank's error, or None.
         value: the value that the others need from this rank.
         group: the ranks that take part; None for all.
 
@@ -244,7 +245,7 @@ def _first_difference(reference: list[str], theirs: list[str], first: int, other
 
 
 def pickled(obj: Any) -> bytes:
-    """The script's pickled object behind a 1, or behind a 0 an error that every rank will raise."""
+    """A 1 and the pickled object; or a 0 and the text of an error, which every rank will raise."""
     try:
         return b"\1" + pickle.dumps(obj)
     except Exception as error:  # pickle raises several kinds, and objects any of their own
@@ -264,7 +265,7 @@ def unpickled(data: Any, source: int) -> Any:
 
 
 def _gather_bytes(payload: bytes, group: Group) -> list[Any]:
-    """All members' bytes, in rank order, by allgathers of at most ``CHUNK`` bytes in all.
+    """All members' bytes, in rank order, by allgathers of at most ``CHUNK`` bytes in total.
 
     Returns:
         uint8 arrays of shape (n,), with each rank's own n.

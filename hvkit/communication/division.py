@@ -1,8 +1,8 @@
-"""Divides all ranks into groups, as the rows of a device mesh do; Horovod must know each group.
+"""Divides all ranks into groups, such as the rows of a device mesh.
 
-Horovod takes new groups after its start only if it was told so before: its threads then exchange
-one more message in every cycle, in which they keep a core busy. So it is told only where a script
-wants groups.
+Horovod accepts new groups after its start only if an environment variable was set before. Its
+threads then exchange one more message in every cycle, in which they keep a core busy. So the
+variable is set only if a script makes groups.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _VARIABLE = "HOROVOD_DYNAMIC_PROCESS_SETS"
 
 
 def allow_groups() -> None:
-    """Have Horovod, if it starts later, take groups; on every rank, or on none."""
+    """Let a Horovod that starts later accept groups; call it on every rank, or on none."""
     if not runtime.started():
         os.environ.setdefault(_VARIABLE, "1")
 
 
 def divide(rows: Sequence[Sequence[int]], framework: str | None = None) -> Group:
-    """This process's group, if these are all; a collective of all ranks.
+    """Divide all ranks into groups, and return this process's; a collective of all ranks.
 
-    A division into the same groups as before gives the same ones.
+    The same rows give the same groups again.
 
     Args:
         rows: the numbers of each group's ranks; each rank is in one group. The same on every rank.
@@ -38,7 +38,7 @@ def divide(rows: Sequence[Sequence[int]], framework: str | None = None) -> Group
     Raises:
         ValueError: a rank is in no group, or in several; on every rank.
         RanksDisagreeError: the ranks pass different rows.
-        LaunchError: Horovod has started without a word of groups; on every rank.
+        LaunchError: Horovod has started without support for groups; on every rank.
     """
     allow_groups()
     runtime.init(framework)

@@ -1,8 +1,8 @@
-"""What hvkit's own messages hold, as bytes: MessagePack, which runs no code when it is read.
+"""hvkit's own messages as bytes, in MessagePack: reading them runs no code.
 
-Numbers, text, bytes, lists, tuples, sets, dicts, arrays, tensors of PyTorch, errors, and the
-records that are marked as ``sendable``. What a script passes to ``hvkit.allgather`` and
-``hvkit.broadcast`` may be anything that pickles, and is.
+They hold numbers, text, bytes, lists, tuples, sets, dicts, arrays, tensors of PyTorch, errors, and
+records that are marked as ``sendable``. Only what a script itself passes to ``hvkit.allgather`` and
+``hvkit.broadcast`` is pickled.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _NOT_READABLE = (
     *(ValueError, TypeError, LookupError, AttributeError, RuntimeError, OverflowError),
     *(MemoryError, msgpack.UnpackException),
 )
-# MessagePack counts bytes in 32 bits. Larger arrays and tensors travel as pieces of so many bytes,
-# in a dict with the name of their kind as its only key.
+# MessagePack counts bytes in 32 bits. Larger arrays and tensors are sent in pieces of so many
+# bytes, in a dict whose only key is the name of their kind.
 _PIECE = 1 << 30
 _ARRAY, _TENSOR = "array of hvkit", "tensor of hvkit"
 
@@ -52,7 +52,7 @@ def encode(value: Any) -> bytes:
     """The bytes of a value.
 
     Raises:
-        TypeError: it holds an object of another type.
+        TypeError: it holds an object that messages cannot hold.
     """
     encoded: bytes = msgpack.packb(value, default=_extension, strict_types=True)
     return encoded
@@ -65,7 +65,7 @@ def decode(data: Any) -> Any:
         data: bytes, or a buffer of them.
 
     Raises:
-        ValueError: they are no such bytes.
+        ValueError: they are no message of hvkit's.
     """
     size = len(data)
     try:
@@ -100,18 +100,18 @@ def _to_array(parts: Any) -> np.ndarray[Any, Any]:
 def bytes_of(tensor: Any) -> Any:
     """The numbers of a PyTorch tensor as uint8, of shape (n,), on its device; may share its memory.
 
-    Of a tensor with one number, ``contiguous()`` keeps the stride, such as the 0 of an expanded
-    one, and PyTorch views only tensors of stride 1 as another dtype.
+    PyTorch views only tensors of stride 1 as another dtype. But ``contiguous()`` keeps the stride
+    of a tensor with one number, such as the 0 of an expanded one.
     """
     whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return whole.as_strided((whole.numel(),), (1,)).view(sys.modules["torch"].uint8)
 
 
 def copied_bytes(tensor: Any) -> np.ndarray[Any, Any]:
-    """The numbers of a PyTorch tensor as uint8, of shape (n,), in host memory of their own.
+    """A copy of a PyTorch tensor's numbers as uint8, of shape (n,), in host memory.
 
-    A NumPy array with a tensor's own memory would keep that from growing, as buffers do that a
-    forward pass resizes.
+    PyTorch cannot resize a tensor while a NumPy array shares its memory, and forward passes resize
+    some buffers.
     """
     copied: np.ndarray[Any, Any] = bytes_of(tensor).to("cpu", copy=True).numpy()
     return copied
@@ -160,8 +160,8 @@ def _is_tensor(value: Any) -> bool:
     return "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor)
 
 
-# Of each kind, in the order in which they are tried: whether a value is of it, what is sent, and
-# the value from that. Its place here is its number in messages.
+# By kind, in the order in which they are tried: whether a value is of this kind, what is sent, and
+# the value from that. The index of a kind is its number in messages.
 _KINDS: tuple[tuple[Callable[[Any], bool], Callable[[Any], Any], Callable[[Any], Any]], ...] = (
     (lambda value: type(value) is tuple, list, tuple),
     (lambda value: type(value) is set, list, set),
@@ -202,7 +202,7 @@ def _in_pieces(kind: str, parts: Any) -> dict[str, Any]:
 
 
 def _whole(read: dict[Any, Any]) -> Any:
-    """A dict that was read; the array or tensor in it if it stands for one."""
+    """A dict that was read; or the array or tensor whose pieces it holds."""
     for kind, whole in ((_ARRAY, _to_array), (_TENSOR, _to_tensor)):
         if len(read) == 1 and kind in read:
             dtype, shape, pieces = read[kind]

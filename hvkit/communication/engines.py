@@ -1,7 +1,7 @@
 """The one place that imports Horovod's collectives: for PyTorch and for TensorFlow.
 
-An engine starts one of the two and offers the collectives on NumPy arrays that the rest of hvkit
-needs. Ports reach the library itself through ``Engine.hvd``.
+An engine starts one of the two, and has the collectives on NumPy arrays that the rest of hvkit
+uses. Ports use the library itself, ``Engine.hvd``.
 
 A Horovod built without GPU support takes only tensors on the CPU, and NCCL needs a GPU for each
 rank. Without either, ``HostMemory`` copies tensors to the CPU and back: training gives the same
@@ -15,12 +15,13 @@ import importlib.util
 import os
 import socket
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -42,18 +43,18 @@ CHUNK = 1 << 28
 """Bytes that one message holds at most: MPI counts elements in a C int."""
 
 PIECE = 1 << 25
-"""Bytes of a broadcast that travel at a time, and that a rank holds besides the whole."""
+"""Bytes of a broadcast that are sent at a time, and that a rank holds in addition to the whole."""
 
 
 class ProcessSet:
-    """Some of the ranks, as Horovod's collectives take them in ``process_set=``.
+    """Some of the ranks, as an argument ``process_set=`` of Horovod's collectives.
 
     Horovod's own class counts ranks through the library that was loaded last, which may be another
     framework's.
 
     Args:
         number: Horovod's.
-        ranks: rising.
+        ranks: in ascending order.
     """
 
     def __init__(self, number: int, ranks: tuple[int, ...]) -> None:
@@ -65,19 +66,27 @@ class ProcessSet:
         return len(self.ranks)
 
 
-class Engine(Protocol):
-    """A started Horovod library of one framework.
+class Engine(ABC):
+    """A started Horovod library of one framework, and its collectives on arrays in host memory.
 
     Collectives are those of all ranks, or of a process set. Ranks have their numbers among all.
     """
 
     hvd: ModuleType
 
+    @abstractmethod
     def shut_down(self) -> None:
         """End all waits in Horovod, on all ranks, with an error."""
 
+    @abstractmethod
     def take_device(self, local_rank: int, local_size: int) -> None:
         """Pin this process to its GPU, or to its share of the host's CPU threads."""
+
+    @abstractmethod
+    def _call(
+        self, collective: str, array: NDArray[Any], within: ProcessSet | None, **options: Any
+    ) -> NDArray[Any]:
+        """The result of Horovod's collective of this name, on a tensor in host memory."""
 
     def broadcast(
         self,
@@ -87,6 +96,9 @@ class Engine(Protocol):
         within: ProcessSet | None = None,
     ) -> NDArray[np.uint8]:
         """Return rank ``root``'s bytes; every rank passes an array of the same length."""
+        ranks = within or self.hvd.global_process_set
+        count(purpose, of_alltoall(array.nbytes, ranks.size()))
+        return self._call("broadcast", array, within, root_rank=root, process_set=ranks)
 
     def allreduce(self, array: NDArray[Any], op: str) -> NDArray[Any]:
         """Reduce a flat array of the same length and dtype on every rank.
@@ -95,16 +107,21 @@ class Engine(Protocol):
             array: of int32, int64, float32 or float64.
             op: ``"sum"``, ``"min"`` or ``"max"``.
         """
+        count("objects", of_allreduce(array.nbytes, self.hvd.size()))
+        return self._call("allreduce", array, None, op=getattr(self.hvd, op.capitalize()))
 
     def allgather(
         self, array: NDArray[np.uint8], within: ProcessSet | None = None
     ) -> NDArray[np.uint8]:
         """Return all ranks' bytes, one after the other in rank order; lengths may differ."""
+        ranks = within or self.hvd.global_process_set
+        count("objects", of_allgather(array.nbytes, ranks.size()))
+        return self._call("allgather", array, within, process_set=ranks)
 
 
-# On a GPU, Horovod hands a result over once it is queued there: work that the host queues later on
-# the device's default stream runs after it (``Wire.wait``). Otherwise the host waits until the GPU
-# is done, which then waits for the host. Horovod reads it in ``init``.
+# With it, Horovod returns a result on a GPU as soon as it is queued there: work that the host
+# queues later on the device's default stream runs after it (``Wire.wait``). Without, the host waits
+# for the GPU, which then waits for the host. Horovod reads the variable in ``init``.
 _WITHOUT_WAITING = "HOROVOD_ENABLE_ASYNC_COMPLETION"
 
 
@@ -120,7 +137,7 @@ def _set(variable: str, value: str) -> Iterator[None]:
             del os.environ[variable]
 
 
-class PyTorchEngine:
+class PyTorchEngine(Engine):
     """Horovod's PyTorch library.
 
     Attributes:
@@ -159,8 +176,8 @@ class PyTorchEngine:
 
         place = np.full(16 + 3 * 8, 255, np.uint8)
         if gpu is not None:
-            # A launcher may show each rank another GPU as number 0, and a GPU's parts have names of
-            # their own; where it is plugged in is what NCCL compares, too.
+            # A launcher may show each rank another GPU as number 0, and the parts of a divided GPU
+            # have names of their own. NCCL compares the PCI addresses, too.
             of: Any = torch.cuda.get_device_properties(gpu)
             plugged = np.array([of.pci_domain_id, of.pci_bus_id, of.pci_device_id], np.int64)
             host = hashlib.md5(_this_host().encode(), usedforsecurity=False).digest()
@@ -171,44 +188,19 @@ class PyTorchEngine:
         used = places[(places != 255).any(axis=1)]
         return len(np.unique(used, axis=0)) < len(used)
 
-    def broadcast(
-        self,
-        array: NDArray[np.uint8],
-        root: int,
-        purpose: str = "objects",
-        within: ProcessSet | None = None,
-    ) -> NDArray[np.uint8]:
-        ranks = within or self.hvd.global_process_set
-        count(purpose, of_alltoall(array.nbytes, ranks.size()))
+    def _call(
+        self, collective: str, array: NDArray[Any], within: ProcessSet | None, **options: Any
+    ) -> NDArray[Any]:
         import torch
 
+        in_place = "" if collective == "allgather" else "_"  # on the copy that is made here
+        function = getattr(self.hvd, collective + in_place)
         with torch.inference_mode(False), _for_ranks(within):
             sent = torch.from_numpy(array.copy())
-            name = "hvkit.broadcast"
-            return _numpy(self.hvd.broadcast_(sent, root, name=name, process_set=ranks))
-
-    def allreduce(self, array: NDArray[Any], op: str) -> NDArray[Any]:
-        count("objects", of_allreduce(array.nbytes, self.hvd.size()))
-        import torch
-
-        how = getattr(self.hvd, op.capitalize())
-        with torch.inference_mode(False), _for_ranks():
-            sent = torch.from_numpy(array.copy())
-            return _numpy(self.hvd.allreduce_(sent, op=how, name="hvkit.allreduce"))
-
-    def allgather(
-        self, array: NDArray[np.uint8], within: ProcessSet | None = None
-    ) -> NDArray[np.uint8]:
-        ranks = within or self.hvd.global_process_set
-        count("objects", of_allgather(array.nbytes, ranks.size()))
-        import torch
-
-        with torch.inference_mode(False), _for_ranks(within):
-            sent = torch.from_numpy(array.copy())
-            return _numpy(self.hvd.allgather(sent, name="hvkit.allgather", process_set=ranks))
+            return _numpy(function(sent, name=f"hvkit.{collective}", **options))
 
 
-class TensorFlowEngine:
+class TensorFlowEngine(Engine):
     """Horovod's TensorFlow library."""
 
     def __init__(self) -> None:
@@ -238,40 +230,14 @@ class TensorFlowEngine:
                 "TensorFlow already holds the GPUs; call hvkit.init() right after the imports"
             ) from error
 
-    def broadcast(
-        self,
-        array: NDArray[np.uint8],
-        root: int,
-        purpose: str = "objects",
-        within: ProcessSet | None = None,
-    ) -> NDArray[np.uint8]:
-        ranks = within or self.hvd.global_process_set
-        count(purpose, of_alltoall(array.nbytes, ranks.size()))
+    def _call(
+        self, collective: str, array: NDArray[Any], within: ProcessSet | None, **options: Any
+    ) -> NDArray[Any]:
         import tensorflow as tf
 
+        function = getattr(self.hvd, collective)
         with _for_ranks(within), tf.init_scope(), tf.device("CPU:0"):
-            sent, name = tf.constant(array), "hvkit.broadcast"
-            return _numpy(self.hvd.broadcast(sent, root, name=name, process_set=ranks))
-
-    def allreduce(self, array: NDArray[Any], op: str) -> NDArray[Any]:
-        count("objects", of_allreduce(array.nbytes, self.hvd.size()))
-        import tensorflow as tf
-
-        how = getattr(self.hvd, op.capitalize())
-        with _for_ranks(), tf.init_scope(), tf.device("CPU:0"):
-            reduced = self.hvd.allreduce(tf.constant(array), op=how, name="hvkit.allreduce")
-            return _numpy(reduced).copy()
-
-    def allgather(
-        self, array: NDArray[np.uint8], within: ProcessSet | None = None
-    ) -> NDArray[np.uint8]:
-        ranks = within or self.hvd.global_process_set
-        count("objects", of_allgather(array.nbytes, ranks.size()))
-        import tensorflow as tf
-
-        with _for_ranks(within), tf.init_scope(), tf.device("CPU:0"):
-            sent, name = tf.constant(array), "hvkit.allgather"
-            return _numpy(self.hvd.allgather(sent, name=name, process_set=ranks))
+            return _numpy(function(tf.constant(array), name=f"hvkit.{collective}", **options))
 
 
 ENGINES: dict[str, type[PyTorchEngine] | type[TensorFlowEngine]] = {
@@ -281,13 +247,13 @@ ENGINES: dict[str, type[PyTorchEngine] | type[TensorFlowEngine]] = {
 
 
 def process_set_of(engine: Engine, ranks: tuple[int, ...]) -> ProcessSet:
-    """What a started Horovod knows some ranks by; a collective of all ranks, also of others.
+    """Horovod's process set of some ranks; a collective of all ranks, also of the others.
 
     Args:
         engine: started with HOROVOD_DYNAMIC_PROCESS_SETS=1.
-        ranks: rising; neither all nor one alone.
+        ranks: in ascending order; more than one, and not all.
     """
-    # Those of this library: horovod.common's ask the one that was loaded last.
+    # This library's functions: those in horovod.common call the library that was loaded last.
     basics = engine.hvd.mpi_ops._basics
     number = basics._add_process_set_impl(ranks)
     if number is None:  # it knows them already
@@ -305,7 +271,7 @@ def broadcast_in_pieces(
 ) -> NDArray[np.uint8]:
     """Fill ``data`` with rank ``root``'s bytes on the other ranks, and return it.
 
-    Besides it a rank holds one piece at a time.
+    In addition to it a rank holds one piece at a time.
 
     Args:
         engine: the started Horovod.
@@ -349,9 +315,9 @@ def waiting_for_all_ranks(within: ProcessSet | None = None) -> Iterator[None]:
 
 
 before_collective: list[Callable[[], None]] = []
-"""Called before an engine's collectives, for ranks that would wait for this one elsewhere.
+"""Called before an engine's collectives, to tell ranks not to wait for this one elsewhere.
 
-Every rank makes these collectives equally often, and leaves one only after all have entered it.
+Every rank makes these collectives equally often, and returns from one only after all have entered.
 """
 
 
@@ -388,7 +354,7 @@ def _import_horovod(module: str, framework: str) -> ModuleType:
 
 
 def _this_host() -> str:
-    """Tells hosts apart, also clones of one that have its name."""
+    """A text that no other host has, not even a clone with the same name."""
     try:
         started = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
@@ -401,7 +367,7 @@ def _built_for_gpus(hvd: ModuleType) -> bool:
 
 
 def _reduces_in_host_memory(hvd: ModuleType, shared_gpu: bool = False) -> bool:
-    """Whether tensors on GPUs must travel through the host; rank 0 warns, since that costs time."""
+    """Whether tensors on GPUs are reduced in host memory; rank 0 warns, since that costs time."""
     if _built_for_gpus(hvd) and not shared_gpu:
         return False
     if hvd.rank() == 0:

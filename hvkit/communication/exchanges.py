@@ -1,6 +1,7 @@
-"""What compressions and strategies may ask of the other ranks; every rank asks for the same.
+"""Requests for collectives and messages, which compressions and strategies yield.
 
-``collectives/wire.py`` of each port carries it out.
+Every rank yields the same ones. ``collectives/wire.py`` of each port carries them out, and sends
+the result back into the generator.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ class Place(Protocol):
 
 @dataclass(frozen=True)
 class Mean:
-    """Asks for the mean over ranks of a float vector."""
+    """The mean over ranks of a float vector."""
 
     vector: Tensor
 
 
 @dataclass(frozen=True)
 class Gather:
-    """Asks for all ranks' rows below each other, in rank order."""
+    """All ranks' rows in one matrix, in rank order: an allgather."""
 
     rows: Tensor
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Asks for this rank's share of every rank's rows, in rank order.
+    """This rank's share of every rank's rows, in rank order: an all-to-all of equal parts.
 
     The number of rows is a multiple of the number of ranks.
     """
@@ -46,7 +47,7 @@ class Shares:
 
 @dataclass(frozen=True)
 class Messages:
-    """Asks for messages between single ranks, and gets those to this one in rank order.
+    """Messages between single ranks; the result is the rows sent to this one, in rank order.
 
     Attributes:
         rows: of shape (sum of ``sent``, ...), the messages to ranks 0, 1 and so on.
@@ -60,17 +61,17 @@ class Messages:
 
 
 Exchange = Mean | Gather | Shares | Messages
-"""A collective, or messages; whoever asks for it gets the result."""
+"""A collective, or messages, with a tensor as its result."""
 
 
 @dataclass(frozen=True)
 class Neighbours:
-    """Asks for the vectors of single ranks, which get this rank's; a list, by offset.
+    """An exchange of vectors with some ranks; the result is a list, by offset.
 
     Attributes:
         vector: of the same shape on every rank.
-        offsets: the vector goes to the ranks so many places after this one, counted in a circle,
-            and those of the ranks as many places before it come.
+        offsets: with the ranks in a circle, this rank sends its vector to those so many places
+            after it, and receives the vectors of those as many places before it.
     """
 
     vector: Tensor
@@ -78,7 +79,7 @@ class Neighbours:
 
 
 def circle(offsets: Sequence[int], place: Place) -> tuple[list[int], list[int]]:
-    """The ranks some places after this one, which it sends to, and those as many before it.
+    """The ranks that this one sends to with ``Neighbours``, and those that it receives from.
 
     Args:
         offsets: how many places, in the order of the results; no multiple of the size.
@@ -89,5 +90,5 @@ def circle(offsets: Sequence[int], place: Place) -> tuple[list[int], list[int]]:
 
 
 def by_rank(length: int, ranks: Sequence[int], size: int) -> tuple[int, ...]:
-    """For ``Messages``: this many rows for some ranks, none for the others."""
+    """For ``Messages``: ``length`` rows for each of these ranks, none for the others."""
     return tuple(length if rank in ranks else 0 for rank in range(size))

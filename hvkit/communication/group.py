@@ -22,8 +22,8 @@ class Group:
 
     Attributes:
         rank: this process's place among the members, from 0.
-        members: their numbers among all ranks, rising. Messages name ranks by these.
-        process_set: what Horovod knows the members by; None for all ranks, and for a single one,
+        members: their numbers among all ranks, in ascending order. Errors and logs use these.
+        process_set: Horovod's object for the members; None for all ranks, and for a single one,
             which sends nothing.
         framework: whose Horovod that is, ``"torch"`` or ``"tensorflow"``; empty without a process
             set.
@@ -51,13 +51,14 @@ class Group:
 
     @property
     def engine(self) -> Engine:
-        """The Horovod that carries what is in no framework's tensors."""
+        """The Horovod that sends what is not a tensor of a framework."""
         return runtime.engine(self.framework) if self.framework else runtime.any_engine()
 
     def numbered(self, kind: str) -> str:
-        """A name for collectives: ``hvkit.0``, then ``hvkit.1``; the same on every member.
+        """A new name for collectives: ``hvkit.0``, then ``hvkit.1``; the same on every member.
 
-        Members ask for the names of one kind in the same order. Other groups count for themselves.
+        All members must request the names of a kind in the same order. Each group has a count of
+        its own.
         """
         return f"{kind}.{next(_numbers[self.members, kind])}"
 

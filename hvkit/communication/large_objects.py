@@ -19,9 +19,9 @@ T = TypeVar("T")
 def collect(call: str, obj: T) -> Iterator[T]:
     """Yield the objects of all ranks, in rank order, on rank 0; nothing on the others.
 
-    A collective, which every rank must exhaust. Ranks send one after the other, in pieces. So a
-    rank holds its own object and its bytes, and rank 0 also one other at a time, if the caller
-    drops each. MPI carries them; where it does not run, broadcasts do.
+    A collective: every rank must exhaust the iterator. Ranks send one after the other, in pieces.
+    So a rank holds its own object and its bytes, and rank 0 also one other object at a time, if the
+    caller keeps none. They are sent by MPI, or where it does not run, by Horovod's broadcasts.
 
     Args:
         call: the user's call.
@@ -40,7 +40,7 @@ def collect(call: str, obj: T) -> Iterator[T]:
     by_mpi = _opened(can_send for _, can_send in everyone)
     problem = ""
     for source, (length, _) in enumerate(everyone[1:], start=1):
-        from_rank(0, None)  # rank 0 is ready: nobody waits inside MPI, which keeps a core busy
+        from_rank(0, None)  # until rank 0 is ready: a wait inside MPI would keep a core busy
         message = _Message(mine, length, source, 0, by_mpi)
         if rank() == 0:
             try:
@@ -58,7 +58,7 @@ def collect(call: str, obj: T) -> Iterator[T]:
 def scatter(call: str, make: Callable[[int], T], root: int = 0) -> T:
     """This rank's object, which one rank makes; a collective.
 
-    They travel as in ``collect``, one after the other.
+    They are sent as in ``collect``, one after the other.
 
     Args:
         call: the user's call.
@@ -101,7 +101,7 @@ def scatter(call: str, make: Callable[[int], T], root: int = 0) -> T:
 
 
 def _opened(can_send: Iterable[bool]) -> bool:
-    """Whether MPI carries messages between two ranks, by what all ranks say; a collective."""
+    """Whether all ranks can send by MPI; opens its communicator then. A collective."""
     by_mpi = all(can_send)
     if by_mpi:
         point_to_point.open_communicator()
@@ -109,14 +109,14 @@ def _opened(can_send: Iterable[bool]) -> bool:
 
 
 class _Message:
-    """Bytes that travel from one rank to another, in pieces; a collective.
+    """Bytes that one rank sends to another, in pieces; a collective.
 
     Args:
         data: on the source.
         length: of the data, on every rank.
         source: the rank that sends.
         target: the rank that receives, another one.
-        by_mpi: whether MPI carries it; if not, broadcasts to all ranks do.
+        by_mpi: whether to send by MPI; if not, by broadcasts to all ranks.
     """
 
     def __init__(self, data: bytes, length: int, source: int, target: int, by_mpi: bool) -> None:

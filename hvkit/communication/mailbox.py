@@ -1,7 +1,7 @@
-"""Messages whose arrival nobody announces: a rank sends, another looks whether something came.
+"""Messages that a rank polls for, since it cannot know when another sends one.
 
-``point_to_point`` imports mpi4py. These messages have a communicator of their own. Nothing here
-waits inside MPI, which would keep a core busy: it looks, and sleeps in between.
+``point_to_point`` imports mpi4py. These messages have a communicator of their own. A wait inside
+MPI would keep a core busy, so all waits here poll, and sleep in between.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from hvkit.errors import LaunchError
 from hvkit.runtime import any_engine
 from hvkit.watch.rank_errors import translated
 
-# Between two looks: at first nothing, for answers that come at once; later a part of the time that
-# the wait has taken, so that it gets longer by no more than that part. In seconds.
+# Seconds between two polls: at first none, for answers that come at once; later a part of the time
+# that the wait has taken, so that the pause makes the wait longer by that part at most.
 _LOOKS_WITHOUT_PAUSE = 30
 _SHORTEST_PAUSE = 5e-5
 _LONGEST_PAUSE = 5e-3
@@ -30,7 +30,7 @@ _PART = 0.03
 
 
 class Envelope(NamedTuple):
-    """A message that has come, or its first piece."""
+    """A message that has arrived, or its first piece."""
 
     source: int
     tag: int
@@ -38,10 +38,10 @@ class Envelope(NamedTuple):
 
 
 class Mailbox:
-    """This rank's messages; making it is a collective.
+    """Sends this rank's messages and receives those to it; to create one is a collective.
 
     Messages from one rank to another with the same tag come in the order in which they were sent.
-    All raise ``RankLostError`` once MPI has ended, because another rank has.
+    Every method raises ``RankLostError`` once another rank has ended, and MPI with it.
 
     Args:
         user: what needs the messages, for the error.
@@ -79,7 +79,7 @@ class Mailbox:
             self._finish(self._communicator.Irecv([piece, self._mpi.BYTE], source=source, tag=tag))
 
     def look(self) -> Envelope | None:
-        """The next message that has come; None if there is none."""
+        """The next message that has arrived; None if there is none."""
         self.require_mpi()
         status = self._mpi.Status()
         if not self._communicator.Iprobe(self._mpi.ANY_SOURCE, self._mpi.ANY_TAG, status):
@@ -102,7 +102,7 @@ class Mailbox:
                 raise RuntimeError("Horovod has been shut down")
 
     def close(self) -> None:
-        """Free the communicator; on every rank, when no message is on its way."""
+        """Free the communicator; on every rank, once all messages have been received."""
         if not self._mpi.Is_finalized():
             self._communicator.Free()
 
@@ -115,7 +115,7 @@ class Mailbox:
 
 
 def pauses() -> Iterator[float]:
-    """Seconds to sleep between two looks, without end."""
+    """Seconds to sleep before each further poll; never ends."""
     since = time.monotonic()
     for _ in range(_LOOKS_WITHOUT_PAUSE):
         yield 0.0

@@ -1,7 +1,7 @@
 """Messages from one rank to another: the one place that imports mpi4py.
 
-Horovod has collectives only. Where it runs on MPI, these messages use the same MPI with a
-communicator of their own, so that none mixes with Horovod's. Horovod starts and finalises MPI;
+Horovod has collectives only. Where it runs on MPI, these messages use the same MPI, with a
+communicator of their own to keep them apart from Horovod's. Horovod starts and finalises MPI;
 hvkit does neither. Under ``horovodrun --gloo`` there is no MPI.
 """
 

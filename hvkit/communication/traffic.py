@@ -1,12 +1,12 @@
 """How many bytes this rank sends, and what for; ``docs/architecture.md`` lists who sends what.
 
-Horovod and MPI choose how a collective travels. Counted is what the algorithms for large tensors
-send, on average over ranks: with N ranks a ring allreduce of P bytes sends 2 (N-1)/N P from each
-(Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009),
-an allgather N-1 times a rank's own part, an all-to-all (N-1)/N P, a broadcast (N-1)/N P. Messages
-to single ranks count as they are. The headers of the network come on top, and what Horovod's ranks
-tell each other in every cycle. MPI may choose an algorithm that sends more for small tensors; where
-hosts have several ranks each, large tensors leave a host less often than counted.
+Horovod and MPI choose the algorithm of a collective. The counts are what the algorithms for large
+tensors send, on average over ranks: with N ranks a ring allreduce of P bytes sends 2 (N-1)/N P from
+each (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
+2009), an allgather N-1 times a rank's own part, an all-to-all (N-1)/N P, a broadcast (N-1)/N P. A
+message to a single rank counts once. Not counted are network headers, and what Horovod's background
+threads send in every cycle. MPI may choose an algorithm that sends more for small tensors. Where a
+host has several ranks, it sends large tensors to other hosts less often than counted.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def traffic() -> dict[str, Sent]:
     exchanged with a parameter server. ``"batch norm"`` are statistics, ``"checks"`` fingerprints
     and flags that show whether the ranks agree. ``"start"`` is rank 0's state at the start.
     ``"objects"`` are Python objects and arrays: metrics, checkpoints, and what
-    ``hvkit.allgather``, ``allreduce`` and ``broadcast`` send. The difference of two calls is what
-    the steps between them have sent. Nothing is sent with one process.
+    ``hvkit.allgather``, ``allreduce`` and ``broadcast`` send. To count what some steps send, call
+    this before and after them. One process sends nothing.
 
     Returns:
         By purpose: bytes and messages that this rank has sent.
@@ -67,7 +67,7 @@ def count(purpose: str, size: int, messages: int = 1) -> None:
 
 
 def count_in_graphs(purpose: str, read: Callable[[], Sent]) -> None:
-    """Add what a graph counts; ``read`` returns it."""
+    """Add the counts of a graph, which ``read`` returns."""
     _in_graphs.append((purpose, read))
 
 

@@ -1,4 +1,4 @@
-"""How gradients and weights travel between ranks. One file for each kind of compression.
+"""How gradients and weights are compressed between ranks. One file for each kind of compression.
 
 ::
 

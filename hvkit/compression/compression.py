@@ -91,18 +91,18 @@ class Ops(Protocol):
 
 @dataclass(frozen=True)
 class Compression(ABC):
-    """How float32 vectors travel between ranks. All ranks must pass an equal one."""
+    """How ranks average float32 vectors with fewer bytes. All ranks must pass an equal one."""
 
     common: ClassVar[tuple[str, ...]] = ()
     """Names of what it keeps that is the same on every rank."""
     own: ClassVar[tuple[str, ...]] = ()
     """Names of what it keeps that is each rank's own: residuals."""
     exclusive: ClassVar[bool] = False
-    """Whether no gradient may travel otherwise, be it row-sparse or of another dtype."""
+    """Whether all gradients must use it, so that row-sparse ones and other dtypes are refused."""
 
     @property
     def float32_only(self) -> bool:
-        """Whether vectors of other dtypes travel as without it."""
+        """Whether vectors of other dtypes are averaged without it."""
         return True
 
     @property
@@ -122,7 +122,7 @@ class Compression(ABC):
 
         A generator: it yields the collectives that it needs, one after the other, and is sent
         their results. So the caller may do other work while one runs. It must not change its
-        arguments: the state counts as used only once an update has used the mean.
+        arguments: the caller keeps the old state until an update has used the mean.
 
         Args:
             vector: float32, of shape (n,): some tensors, one after the other.

@@ -17,7 +17,7 @@ from hvkit.compression.compression import Compression, Ops, Reduction, Shape, St
 
 @dataclass(frozen=True)
 class PowerSGD(Compression):
-    """Each gradient travels as the product of two thin matrices.
+    """Each gradient is sent as two thin matrices, whose product approximates it.
 
     A tensor of shape (m, ...) counts as a matrix of m rows. With rank w's gradient G_w, its
     residual E_w, and the matrix Q that the step before has left, of ``rank`` columns:
@@ -31,7 +31,7 @@ class PowerSGD(Compression):
     That is one step of a power iteration for the largest singular vectors of the mean; they hardly
     change from step to step. The residual is what the rank's own projection has left out, so that
     residuals and means add up to the gradients. Tensors that this would not make smaller, such as
-    biases, travel as they are.
+    biases, are sent as they are.
 
     Source: Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for
     Distributed Optimization" (2019).

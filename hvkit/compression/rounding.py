@@ -1,6 +1,6 @@
-"""Compression by rounding: each value travels in 16 bits or in 8.
+"""Compression by rounding: each value is sent in 16 bits or in 8.
 
-Horovod's allreduce would add up in 16 bits, where float16 overflows and every rank adds a rounding
+Horovod's allreduce would sum in 16 bits, where float16 overflows and every rank adds a rounding
 error, and it has neither bfloat16 nor 8-bit sums. So a mean takes two other collectives. An
 all-to-all gives each rank its share of every rank's values, and the rank averages that share in
 float32. An allgather then brings the means to all ranks. Each value is rounded twice, once on its
@@ -84,9 +84,9 @@ class Int8(Rounding):
 
         q = round(x / s),    x ~ s q,    |x - s q| <= s / 2
 
-    A block of zeros stays zero. A value that is infinite or NaN makes its whole block so, as loss
-    scaling needs it: an overflow on one rank is an overflow on all. Vectors of less than a block
-    for each rank travel as they are. A ring allreduce in float32 sends 3.9 times the bytes.
+    A block of zeros stays zero. A value that is infinite or NaN makes its whole block NaN or
+    infinite: with loss scaling, an overflow on one rank must be one on all. Vectors of less than a
+    block for each rank are sent as they are. A ring allreduce in float32 sends 3.9 times the bytes.
 
     Source: Dettmers, "8-Bit Approximations for Parallelism in Deep Learning" (2015), with scales
     for blocks as in Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2021).
@@ -97,9 +97,9 @@ class Int8(Rounding):
     def encode(self, vector: Tensor, ops: Ops) -> Tensor:
         blocks = ops.reshape(vector, (-1, self.block))
         scale = ops.largest(blocks) / 127
-        # Scales below have no full precision: such a block counts as zeros.
+        # Smaller scales lack full precision: such a block counts as zeros.
         usable = ops.where(ops.finite(scale) & (scale > 1e-38), scale, 1.0)
-        # Beside a scale that is not finite, any number but zero is right.
+        # Times a scale that is not finite, any number but zero gives the right result.
         whole = ops.where(ops.finite(scale), ops.rounded(blocks / usable), 1.0)
         return ops.join(ops.bits(ops.cast(whole, "int8"), "uint8"), ops.bits(scale, "uint8"))
 

@@ -17,7 +17,7 @@ from hvkit.compression.compression import Compression, Ops, Reduction, Shape, St
 
 @dataclass(frozen=True)
 class TopK(Compression):
-    """Only the values that are largest in absolute value travel; the rest waits for later steps.
+    """Each rank sends the values that are largest in absolute value, and keeps the rest for later.
 
     With rank w's gradient g_w and its residual e_w, what it has not sent yet:
 
@@ -35,7 +35,7 @@ class TopK(Compression):
     Cordonnier and Jaggi, "Sparsified SGD with memory" (2018).
 
     Args:
-        ratio: the part of the values that travels, above 0 and up to 1.
+        ratio: the part of the values to send, above 0 and up to 1.
     """
 
     ratio: float

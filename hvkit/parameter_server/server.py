@@ -196,7 +196,7 @@ class Server:
     def _leave(self, rank: int) -> None:
         if self._attendance.enter(rank):
             for each in self._models.values():
-                each.meet()
+                each.restart_clocks()
         self._release()
 
     def _drop(self, rank: int, number: int) -> None:

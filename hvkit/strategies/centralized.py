@@ -31,7 +31,7 @@ class Centralized(Averaging):
                 'another way: use "fp16", "bf16" or "int8", or hvkit.Synchronous()'
             )
 
-    def travels(self, compression: Compression | None) -> Compression | None:
+    def gradient_compression(self, compression: Compression | None) -> Compression | None:
         assert compression is None or isinstance(compression, Rounding)
         return _ThroughRankZero(compression)
 

@@ -1,4 +1,4 @@
-"""Decoupled momentum: only the momentum's strongest frequencies travel."""
+"""Decoupled momentum: ranks send only their momentum's strongest frequencies."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class DeMo(Averaging, Compression):
     mean of a coefficient is over the ranks that sent it, here over all.
 
     Args:
-        top_k: coefficients that travel of a chunk of ``chunk`` times ``chunk`` values; of smaller
-            chunks, as large a part.
+        top_k: coefficients to send of a chunk of ``chunk`` times ``chunk`` values; of smaller
+            chunks, the same fraction.
         chunk: the longest side of a chunk, up to 128.
         decay: of the momentum, from 0 to 1.
         sign: whether only the signs of the means count.
@@ -58,7 +58,7 @@ class DeMo(Averaging, Compression):
     exclusive: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if check_count("chunk", self.chunk) > 128:  # positions travel in 16 bits
+        if check_count("chunk", self.chunk) > 128:  # positions are sent in 16 bits
             raise ValueError(f"chunk must be at most 128, got {self.chunk}")
         if check_count("top_k", self.top_k) > self.chunk**2:
             raise ValueError(
@@ -77,7 +77,7 @@ class DeMo(Averaging, Compression):
                 "out, or use hvkit.Synchronous()"
             )
 
-    def travels(self, compression: Compression | None) -> Compression | None:
+    def gradient_compression(self, compression: Compression | None) -> Compression | None:
         return self
 
     def begin(self, shape: Shape) -> dict[str, NDArray[np.float32]]:
@@ -114,7 +114,7 @@ class DeMo(Averaging, Compression):
             mean = layout.backward(layout.flat(theirs, ops), weights, ops)
             if self.sign:
                 sign = ops.cast(mean > 0, "float32") - ops.cast(mean < 0, "float32")
-                # What is not a number shall not become a step of zero.
+                # A NaN must not become a step of zero.
                 mean = ops.where(mean == mean, sign, mean)
             own = layout.flat(ops.reshape(at, (layout.chunks, layout.kept)), ops)
             means.append(mean)

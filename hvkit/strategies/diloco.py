@@ -24,31 +24,32 @@ class DiLoCo(Rounds):
     ``outer_lr=1, outer_momentum=0`` is ``LocalSGD``. Each rank sends 2 (N-1)/N times the weights'
     bytes in a round. Anchor and velocity take twice the memory of the weights.
 
-    With ``overlap=t`` the changes travel while the ranks take the first t steps of the next round,
-    so the network may take that long. Those steps are not lost: what the agreement would have
-    changed of the weights at the end of the round, x_w', is then added to the present ones:
+    With ``overlap=t`` the changes are sent while the ranks take the first t steps of the next
+    round, so the network may take that long. Those steps are not lost: the correction that the
+    agreement makes to the weights x_w' at the end of the round is added to the weights t steps
+    later:
 
         x_w <- x_w + (a - x_w')
 
-    Gradients come from weights that are up to t steps older. While an agreement runs it takes four
-    more times the memory of the weights. ``hvkit.settled`` waits for it, and shows the mean of the
-    ranks' weights.
+    Corrections come up to t steps late. While an agreement runs, it takes four times the memory of
+    the weights in addition. ``hvkit.settled`` waits for it, and shows the mean of the ranks'
+    weights.
 
-    If every round brings the same change, momentum builds up until that change counts
+    If every round makes the same change, momentum builds up until that change is applied
     eta / (1 - mu) times, which is once with the defaults. A larger product learns faster where the
-    steps inside are small, and diverges where they are as large as training bears.
+    inner steps are small, and diverges where they are as large as training tolerates.
 
     Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models"
-    (2023), with AdamW inside, rounds of 500 steps, eta 0.7 and mu 0.9: seven times. Beside
-    training: Zhou et al., "DaSGD: Squeezing SGD Parallelization Performance in Distributed Training
-    Using Delayed Averaging" (2020); Douillard et al., "Streaming DiLoCo with overlapping
-    communication" (2025).
+    (2023), with AdamW as the inner optimizer, rounds of 500 steps, eta 0.7 and mu 0.9: there the
+    product is 7. For ``overlap``: Zhou et al., "DaSGD: Squeezing SGD Parallelization Performance in
+    Distributed Training Using Delayed Averaging" (2020); Douillard et al., "Streaming DiLoCo with
+    overlapping communication" (2025).
 
     Args:
         every: optimizer steps from one agreement to the next.
         outer_lr: eta, from 0.
         outer_momentum: mu, from 0 to below 1.
-        overlap: t, the steps of the next round during which the changes travel, below ``every``.
+        overlap: t, the steps of the next round during which the changes are sent, below ``every``.
     """
 
     outer_lr: float = 0.5
@@ -68,7 +69,7 @@ class DiLoCo(Rounds):
     def begin(self, weights: Vector) -> State:
         return {"anchor": weights + 0, "velocity": weights * 0}
 
-    def rebase(self, weights: Vector, state: State) -> State:
+    def reset(self, weights: Vector, state: State) -> State:
         return {"anchor": weights + 0, "velocity": state["velocity"]}
 
     def agree(self, weights: Vector, state: State, place: Place) -> Agreement:

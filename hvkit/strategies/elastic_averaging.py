@@ -20,11 +20,12 @@ class ElasticAveraging(Rounds):
         x_w <- x_w - beta/N d_w
         c <- c + beta/N sum_w d_w
 
-    Ranks keep a part of their distance, so each goes its own way for longer than with ``LocalSGD``,
+    Ranks keep a part of their distance, so their weights differ for longer than with ``LocalSGD``,
     and the centre is a moving average over ranks and time. ``hvkit.settled``, checkpoints and
-    ``fit``'s validation show where the centre would go now, c + beta mean(x_w - c). ``fit`` ends
-    there: all ranks hold these weights, the new centre. Each rank sends 2 (N-1)/N times the
-    weights' bytes in a round. The centre takes as much memory as the weights.
+    ``fit``'s validation use the centre as it would be after a round that ends now,
+    c + beta mean(x_w - c). After ``fit`` all ranks hold these weights, the new centre. Each rank
+    sends 2 (N-1)/N times the weights' bytes in a round. The centre takes as much memory as the
+    weights.
 
     Source: Zhang, Choromanska and LeCun, "Deep learning with Elastic Averaging SGD" (2015), the
     synchronous form, with beta 0.9.
@@ -41,7 +42,7 @@ class ElasticAveraging(Rounds):
         check_number("pull", self.pull, above=0, up_to=1)
 
     @property
-    def alike(self) -> bool:
+    def same_weights(self) -> bool:
         return False
 
     def check(self, compression: Compression | None) -> None:

@@ -23,13 +23,13 @@ class Gossip(Rounds):
 
     For all ranks together that is x <- W x, where the rows and columns of W add up to one. So the
     mean over ranks is that of the local steps, and the ranks' weights approach it by a factor in
-    each round. They are never quite alike: ``hvkit.settled``, checkpoints and ``fit``'s validation
-    use their mean. Each rank sends its weights d times in a round: with ``"ring"`` that is 2P bytes
-    for weights of P bytes, as much as a ring allreduce sends, but in one hop instead of 2 (N-1).
-    All ranks exchange at the same time, so the slowest sets the pace.
+    each round. They are never quite the same: ``hvkit.settled``, checkpoints and ``fit``'s
+    validation use their mean. Each rank sends its weights d times in a round: with ``"ring"`` that
+    is 2P bytes for weights of P bytes, as much as a ring allreduce sends, but in one hop instead of
+    2 (N-1). All ranks exchange at the same time, so the slowest sets the pace.
 
-    ``topology="complete"`` is ``LocalSGD``. The rounds do not travel compressed: what a neighbour
-    rounds away would have to be remembered for each neighbour.
+    ``topology="complete"`` is ``LocalSGD``. Compression is not supported: a rank would have to keep
+    a residual for each neighbour.
 
     Source: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?" (2017),
     D-PSGD; the exponential graph is that of Assran et al., "Stochastic Gradient Push for
@@ -37,8 +37,8 @@ class Gossip(Rounds):
 
     Args:
         every: optimizer steps from one exchange to the next.
-        topology: a rank's neighbours: ``"ring"`` for the two beside it, ``"exponential"`` for those
-            1, 2, 4, 8 and so on after it, ``"complete"`` for all.
+        topology: a rank's neighbours: ``"ring"`` for the ranks before and after it,
+            ``"exponential"`` for those 1, 2, 4, 8 and so on after it, ``"complete"`` for all.
     """
 
     every: int = 1
@@ -62,7 +62,7 @@ class Gossip(Rounds):
         return {}
 
     @property
-    def alike(self) -> bool:
+    def same_weights(self) -> bool:
         return False
 
     def agree(self, weights: Vector, state: State, place: Place) -> Agreement:

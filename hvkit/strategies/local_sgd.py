@@ -16,8 +16,9 @@ class LocalSGD(Rounds):
 
         a <- a - 1/N sum_w (a - x_w),    x_w <- a
 
-    That is the mean of the x_w. The differences travel instead of the weights, because they round
-    and compress better, and because weights that no rank has changed stay the same to the bit.
+    That is the mean of the x_w. Ranks send the differences instead of the weights, because those
+    lose less when rounded or compressed, and because weights that no rank has changed stay the same
+    to the bit.
 
     ``every=1`` with SGD, also with momentum and weight decay, is ``Synchronous``: the update is
     linear in the gradients and the state. Each rank sends 2 (N-1)/N times the weights' bytes in a

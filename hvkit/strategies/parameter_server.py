@@ -1,8 +1,7 @@
 """Asynchronous training with a parameter server that bounds staleness.
 
-``ParameterServer`` is what a script chooses. ``ServedWeights`` and ``Attendance`` are what the
-server does, on NumPy vectors and without messages; ``hvkit/parameter_server/server.py`` carries the
-messages.
+A script chooses ``ParameterServer``. ``ServedWeights`` and ``Attendance`` are the server's
+arithmetic on NumPy vectors; ``hvkit/parameter_server/server.py`` sends and receives the messages.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class ParameterServer(Strategy):
-    """A server on rank 0 holds the weights; every rank trains, and exchanges with it each step.
+    """A server on rank 0 holds the weights; every rank trains, and updates them in each step.
 
     With N ranks, the server's weights x, and the weights x_w that rank w last read, a step of rank
     w with its optimizer's update U is
@@ -39,12 +38,12 @@ class ParameterServer(Strategy):
     None sets no bound. The optimizer's own state stays each rank's own.
 
     A rank that waits in a collective, such as ``hvkit.settled`` or the end of the script, holds up
-    nobody, so ranks need not take equally many steps. Bounds count from the last time that all
-    ranks met.
+    nobody, so ranks need not take equally many steps. Steps are counted from the last collective of
+    all ranks.
 
     Of weights of P bytes, each rank but 0 sends P in a step, and rank 0 sends (N-1) P. Rank 0 keeps
-    the server's weights besides its own, and each rank those that it last read. Values travel
-    uncompressed: what rounding takes from a change would have to be kept for each rank.
+    the server's weights in addition to its own, and each rank those that it last read. Compression
+    is not supported: the server would have to keep a residual for each rank.
 
     Source: Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter
     Server" (2013); Dean et al., "Large Scale Distributed Deep Networks" (2012), Downpour SGD; Li et
@@ -74,7 +73,7 @@ class Update(NamedTuple):
 
     Attributes:
         rank: whose step it was.
-        clock: the rank's steps since all ranks last met, this one included.
+        clock: the rank's steps since the last collective of all ranks, this one included.
         lead: by how many steps it was ahead of the slowest rank when it began this one, at least.
         changes: of each vector, before the division by the number of ranks.
     """
@@ -86,7 +85,7 @@ class Update(NamedTuple):
 
 
 class ServedWeights:
-    """The weights of one model on the server, and the rule who may go on.
+    """The weights of one model on the server, and the rule that decides which ranks may go on.
 
     A rank that has sent its changes waits until ``release`` returns it.
 
@@ -118,7 +117,7 @@ class ServedWeights:
         Args:
             rank: it waits from now on.
             changes: of each vector; the server overwrites them.
-            away: ranks that train no step now.
+            away: ranks that are not training now.
         """
         lead = self.lead(rank, away)
         self.clocks[rank] += 1
@@ -131,7 +130,7 @@ class ServedWeights:
         """The waiting ranks that may go on, in rank order; they wait no more.
 
         Args:
-            away: ranks that train no step now.
+            away: ranks that are not training now.
         """
         if self._staleness == 0 and self.waiting.issuperset(self._training(away)):
             self._add_held()
@@ -150,8 +149,8 @@ class ServedWeights:
         least = min(self.clocks[each] for each in training)
         return [each for each in training if self.clocks[each] == least]
 
-    def meet(self) -> None:
-        """Count anew: no rank trains a step, and all have sent their changes."""
+    def restart_clocks(self) -> None:
+        """Count steps from 0 again: all ranks have sent their changes and are in a collective."""
         self.clocks = [0] * len(self.clocks)
 
     def _training(self, away: Set[int]) -> list[int]:
@@ -182,8 +181,8 @@ def add(weights: Sequence[Array], changes: Sequence[Array], size: int) -> None:
 class Attendance:
     """Which ranks train. Those that wait for all others in a collective must not hold up any.
 
-    Ranks make the same collectives in the same order, so each counts its own: one that has entered
-    more of them than another is still inside the last.
+    Ranks make the same collectives in the same order. So a rank that has entered more of them than
+    another is still waiting in its last one.
 
     Args:
         size: the number of ranks.
@@ -195,7 +194,7 @@ class Attendance:
 
     @property
     def away(self) -> set[int]:
-        """The ranks that train no step now."""
+        """The ranks that are not training now."""
         left_by_all = min(self._entered)
         inside = {rank for rank, count in enumerate(self._entered) if count > left_by_all}
         return inside | self._ended
@@ -206,15 +205,15 @@ class Attendance:
         return len(self._ended) == len(self._entered)
 
     def enter(self, rank: int) -> bool:
-        """A rank enters a collective. Return whether all ranks have come to it now."""
+        """Note that a rank enters a collective. Return whether all ranks have entered it now."""
         before = min(self._entered)
         self._entered[rank] += 1
         return min(self._entered) > before
 
     def train(self, rank: int) -> None:
-        """A rank trains a step, so it is inside of no collective."""
+        """Note that a rank trains a step, so it is in no collective."""
         self._entered[rank] = min(self._entered)
 
     def end(self, rank: int) -> None:
-        """A rank has ended its script."""
+        """Note that a rank has ended its script."""
         self._ended.add(rank)

@@ -17,11 +17,10 @@ class ShardedOptimizer(Averaging):
         x_i, state_i <- U(x_i, state_i, g_i)    on the rank that owns i
         x_i <- the owner's x_i                  on the others
 
-    The update of a parameter is the same arithmetic on the same numbers as without, so the weights
-    are those of ``Synchronous``, bit for bit. A rank keeps 1/N of Adam's two moments, and at most
-    the moments of one parameter more. It has all mean gradients, so clipping is as without. A rank
-    sends 1.5 times the bytes: 2 (N-1)/N P for the gradients and (N-1)/N P for the
-    parameters.
+    The update of a parameter is the same arithmetic on the same numbers as in ``Synchronous``, so
+    the weights are the same, bit for bit. A rank keeps 1/N of Adam's two moments, and at most the
+    moments of one parameter more. It has all mean gradients, so clipping does not change. A rank
+    sends 1.5 times the bytes: 2 (N-1)/N P for the gradients and (N-1)/N P for the parameters.
 
     It suits optimizers that update each parameter from its own gradient and state, as those of
     PyTorch and Keras do.

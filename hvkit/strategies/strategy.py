@@ -49,10 +49,10 @@ def strategies_in(module: ModuleType) -> dict[str, type[Strategy]]:
 
 @dataclass(frozen=True)
 class Averaging(Strategy):
-    """Every update uses a mean over ranks of the ranks' gradients, so their weights stay alike."""
+    """Every update uses a mean over ranks of the gradients, so all ranks keep the same weights."""
 
-    def travels(self, compression: Compression | None) -> Compression | None:
-        """How the gradients travel; None for a plain allreduce.
+    def gradient_compression(self, compression: Compression | None) -> Compression | None:
+        """How to average the gradients; None for a plain allreduce.
 
         Args:
             compression: the script's choice.
@@ -62,7 +62,7 @@ class Averaging(Strategy):
 
 @dataclass(frozen=True)
 class Rounds(Strategy, ABC):
-    """Ranks train alone for a round, and then agree on their weights.
+    """Ranks train their own weights for a round, and then agree on common ones.
 
     A round is ``every`` steps of an optimizer. It ends with an agreement on all parameters of that
     optimizer. The optimizer's own state (momentum, Adam's moments) stays each rank's own.
@@ -78,11 +78,11 @@ class Rounds(Strategy, ABC):
 
     @property
     def overlap(self) -> int:
-        """Steps of the next round beside which an agreement runs; below ``every``."""
+        """Steps of the next round that are taken while an agreement runs; below ``every``."""
         return 0
 
     @property
-    def alike(self) -> bool:
+    def same_weights(self) -> bool:
         """Whether all ranks begin a round with the same weights."""
         return not self.overlap
 
@@ -97,12 +97,12 @@ class Rounds(Strategy, ABC):
     def anchor(self, state: State) -> Vector:
         """The weights that the ranks last agreed on; None if the state does not keep them.
 
-        By default the entry "anchor". With an anchor, weights that the script sets between two
-        rounds become the new one, by ``rebase``; without, they count as training.
+        By default the entry "anchor". If there is one, weights that the script sets between two
+        rounds become the new anchor, by ``reset``; if not, setting them counts as training.
         """
         return state.get("anchor")
 
-    def rebase(self, weights: Vector, state: State) -> State:
+    def reset(self, weights: Vector, state: State) -> State:
         """The state for weights that the script has set, or that another number of ranks resumes.
 
         Args:
@@ -115,8 +115,8 @@ class Rounds(Strategy, ABC):
     def agree(self, weights: Vector, state: State, place: Place) -> Agreement:
         """End a round; must not change its arguments.
 
-        A generator: it yields what it needs from the other ranks, and is sent the results. So the
-        next round may begin meanwhile. It may be called for some of the weights at a time.
+        A generator: it yields what it needs from the other ranks, and is sent the results. The next
+        round may begin meanwhile. It may be called for some of the weights at a time.
 
         Args:
             weights: this rank's own.
@@ -128,6 +128,6 @@ class Rounds(Strategy, ABC):
         """
 
     def settle(self, weights: Vector, state: State, place: Place) -> Settlement:
-        """The weights to evaluate and save now, the same on every rank; as ``agree``."""
+        """The weights to evaluate and save now, the same on all ranks; a generator, too."""
         agreed, _ = yield from self.agree(weights, state, place)
         return agreed

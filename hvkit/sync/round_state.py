@@ -57,7 +57,7 @@ class RoundState:
             values: None for what the weight holds.
         """
         values = self._weights.read(i) if values is None else values
-        self._kept[i] = self._strategy.rebase(values, self._kept[i])
+        self._kept[i] = self._strategy.reset(values, self._kept[i])
 
     def rebase_all(self) -> None:
         """Begin a round with what all weights hold."""

@@ -156,7 +156,7 @@ class RoundKeeper(LocalWeights):
 
         The ranks compare them at the next agreement: this is no collective.
         """
-        if not (self.strategy.alike or self._taken == self._ended_at):
+        if not (self.strategy.same_weights or self._taken == self._ended_at):
             return  # where they count as a change like any other
         for i in numbers:
             if i not in self._trained and self._state.moved(i):
@@ -236,9 +236,9 @@ class RoundKeeper(LocalWeights):
             else:
                 self._require_same_round(end)
                 self._agree(changed)
-            if self.strategy.alike:  # if not, they stay each rank's own, as the weights do
+            if self.strategy.same_weights:  # if not, they stay each rank's own, as the weights do
                 self._average_statistics(keep=True)
-        if self.strategy.alike:
+        if self.strategy.same_weights:
             self._trained.difference_update(changed)
         self._steps[number] = 0
 
@@ -304,7 +304,7 @@ class RoundKeeper(LocalWeights):
         for number, optimizer in enumerate(self._optimizers):
             held = optimizer.held()
             self._add_pending(held)
-            if self._steps[number] or not self.strategy.alike:
+            if self._steps[number] or not self.strategy.same_weights:
                 self._agree_at_the_end(sorted(held & self._trained))
                 self._trained.difference_update(held)
             self._steps[number] = 0
@@ -312,7 +312,7 @@ class RoundKeeper(LocalWeights):
         self._ended_at = list(self._taken)
 
     def _agree_at_the_end(self, numbers: Sequence[int]) -> None:
-        if self.strategy.alike:
+        if self.strategy.same_weights:
             self._agree(numbers)
         else:
             for together in pieces(self.weights, numbers):
@@ -354,7 +354,7 @@ class RoundKeeper(LocalWeights):
                     "ranks have not agreed on anything: train through it."
                 )
                 raise
-        return any(self._steps) or not self.strategy.alike
+        return any(self._steps) or not self.strategy.same_weights
 
     def state(self) -> dict[str, np.ndarray[Any, Any]]:
         """What a checkpoint saves, the same on every rank: by state and weight, and counts."""

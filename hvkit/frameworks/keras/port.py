@@ -206,7 +206,7 @@ class KerasPort:
                 skip_together(each, self.options.group)
             if isinstance(strategy, ShardedOptimizer):
                 self._divide_state(strategy)
-            if (travels := strategy.travels(compression)) and travels.keeps_state:
+            if (travels := strategy.gradient_compression(compression)) and travels.keeps_state:
                 keeper = AveragingKeeper(self.model, self.averagers, strategy, compression)
         wait = None
         if alone is None and self.options.batch_norm == "average":

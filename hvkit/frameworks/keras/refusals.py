@@ -78,7 +78,11 @@ def refuse_loss_scale(options: Options, models: Sequence[Any], optimizers: Seque
             f"{strategy} ends rounds after equally many updates on every rank, but {scaled}, which "
             f"skips updates that overflow on one rank: with Keras on PyTorch, {advice}"
         )
-    travels = strategy.travels(options.compression) if isinstance(strategy, Averaging) else None
+    travels = (
+        strategy.gradient_compression(options.compression)
+        if isinstance(strategy, Averaging)
+        else None
+    )
     if travels is not None and travels.keeps_state:
         raise ValueError(
             f"{travels} adds what earlier steps have not sent to the gradients of this one, but "

@@ -151,7 +151,7 @@ class Middle(Rounds):
         return {"mean": weights + 0}
 
     @property
-    def alike(self):
+    def same_weights(self):
         return False
 
     def agree(self, weights, state, place):

@@ -31,7 +31,7 @@ def test_all_ranks_get_the_mean_up_to_two_roundings(compression, error, length, 
 @pytest.mark.parametrize(("name", "error"), [("none", 1e-7), ("bf16", 2**-8), ("int8", 1 / 127)])
 def test_rank_zero_averages_alone_up_to_two_roundings(name, error, length, ranks, library):
     vectors = np.random.default_rng(0).normal(size=(ranks, length)).astype(np.float32)
-    found, _ = reduced(hvkit.Centralized().travels(BY_NAME[name]), vectors, library)
+    found, _ = reduced(hvkit.Centralized().gradient_compression(BY_NAME[name]), vectors, library)
     assert all(np.array_equal(each, found[0]) for each in found)
     assert found[0].shape == (length,)
     assert np.abs(found[0] - vectors.mean(0)).max() <= error * np.abs(vectors).max()

@@ -73,7 +73,7 @@ def test_ranks_that_met_count_anew():
     server = served(1, size=2)
     for _ in range(5):
         push(server, 0, away={1})
-    server.meet()
+    server.restart_clocks()
     assert push(server, 0) == [0]
     assert push(server, 0) == []
 

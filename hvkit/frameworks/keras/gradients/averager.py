@@ -67,7 +67,7 @@ class GradientAverager:
         self._wire = Wire("gradients", group)
         self._flags = Wire("checks", group)
         self._name = name
-        travels = strategy.travels(compression)
+        travels = strategy.gradient_compression(compression)
         self.compressed = CompressedMeans(travels, self._wire) if travels else None
         self._compression = compression
         self._check = check

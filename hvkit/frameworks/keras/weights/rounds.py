@@ -154,7 +154,9 @@ class RoundKeeper(WeightKeeper):
             for v, piece in zip(together, split(weights, together), strict=True):
                 v.assign(shaped(piece, v))
             self._set_states(states)
-        if settle or self.strategy.alike:  # if not, they stay each rank's own, as the weights do
+        if (
+            settle or self.strategy.same_weights
+        ):  # if not, they stay each rank's own, as the weights do
             self._average_statistics()
         return tf.constant(True)
 
@@ -208,7 +210,7 @@ class RoundKeeper(WeightKeeper):
     def _show_agreed(self) -> None:
         self.arrive()
         due = dict(self._beside.due)
-        groups = [g for g in self._every_group() if g.steps_done or not self.strategy.alike]
+        groups = [g for g in self._every_group() if g.steps_done or not self.strategy.same_weights]
         # Once each: groups share variables if the script has frozen some in between.
         variables = {id(v): v for group in groups for v in group.variables}
         try:
@@ -224,9 +226,9 @@ class RoundKeeper(WeightKeeper):
         """
         for group in self._every_group():
             self.add_due(group.variables)
-            if self.strategy.alike and group.steps_done:
+            if self.strategy.same_weights and group.steps_done:
                 self.agree(group.variables)
-            elif not self.strategy.alike:
+            elif not self.strategy.same_weights:
                 self.agree(group.variables, settle=True)
                 for v in group.variables:
                     self._rebase(v)
@@ -247,7 +249,7 @@ class RoundKeeper(WeightKeeper):
         steps = [each.steps_done for each in self._every_group()]
         require_equal_steps(steps)
         self.rebase("hvkit.settled")
-        return any(steps) or not self.strategy.alike
+        return any(steps) or not self.strategy.same_weights
 
     def rebase(self, point: str = "fit") -> None:
         """Begin with weights that the script has set, where no round has begun; a collective.
@@ -261,7 +263,7 @@ class RoundKeeper(WeightKeeper):
         Raises:
             RanksDisagreeError: ranks have set other weights.
         """
-        ended = self.strategy.alike or self._ended_at == self._updates_done()
+        ended = self.strategy.same_weights or self._ended_at == self._updates_done()
         ready = ended and not any(each.steps_done for each in self._every_group())
         held = [v for v in self._every_variable() if self._has_begun(v)]
         given = [i for i, v in enumerate(held) if ready and self._is_set(v)]
@@ -292,7 +294,7 @@ class RoundKeeper(WeightKeeper):
     def _rebase(self, weight: tf.Variable) -> None:
         held = self._state[id(weight)]
         state = {name: variable.value() for name, variable in held.items()}
-        for name, value in self.strategy.rebase(flat_values(weight), state).items():
+        for name, value in self.strategy.reset(flat_values(weight), state).items():
             held[name].assign(value)
 
     def begin_anew(self) -> None:

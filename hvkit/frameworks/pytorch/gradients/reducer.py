@@ -108,7 +108,7 @@ class GradientReducer:
         self._number: dict[torch.Tensor, int] = {}
         self._parameters: list[torch.nn.Parameter] = []
         self._sparse: Set[int] = frozenset()
-        travels = strategy.travels(compression)
+        travels = strategy.gradient_compression(compression)
         self._state = CompressionState(travels) if travels else None
         self._layouts = Layouts(name, self._state)
         self._layout: Layout | None = None
