@@ -15,21 +15,21 @@
     │   │   └── ssh             runs a command on all hosts, over ssh or Slurm's srun
     │   ├── forwarded_variables which environment variables ranks on other hosts get
     │   └── launchers           makes the command line, with an agent before each rank's command
-    ├── restarts                whether to start the ranks again after a failure, and when
+    ├── restarts                decides whether to start the ranks again after a failure, and when
     └── supervision/            runs that command line to its end and reports the first failure
         ├── supervisor          in this process: the TCP connections of all agents
         └── agent               on each host, one per rank: runs the command and sends its output
 
-``hvkit hosts --check`` starts no ranks: ``host_checks/hosts_check`` has the problems of hosts.
+``hvkit hosts --check`` starts no ranks: ``host_checks/hosts_check`` finds the problems of hosts.
 
-Where a killed rank is noticed:
+How a failure is noticed:
 
-- The rank is killed: its agent sees the end of its child process and sends the exit status.
-- The agent is killed, too: its connection closes without an exit status, and the supervisor notes
-  that. The guard, a process above each agent, kills what is left of the command.
-- The host or its network is lost: no packet comes any more. The kernel breaks the silent
-  connection after ``--lost-after`` seconds, and the supervisor notes a lost host.
-- The launcher is killed: it is a child process of ``hvkit run``, which names it.
+- The rank is killed: its agent, the parent process, sends the exit status.
+- The agent is killed, too: its connection closes without an exit status, which the supervisor
+  counts as a failure. The guard, a process above each agent, kills what is left of the command.
+- The host or its network is lost: no packet arrives any more. The kernel breaks the silent
+  connection after ``--lost-after`` seconds, and the supervisor counts the host as lost.
+- The launcher is killed: it is a child process of ``hvkit run``, which reports that.
 
 After the first failure the other ranks get two seconds to fail by themselves. Then all agents stop,
 and ``hvkit run`` names the rank that caused the other failures, which is not always the first that

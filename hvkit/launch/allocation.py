@@ -109,7 +109,7 @@ def _expanded(nodelist: str, variable: str) -> list[str]:
     elif done.status == 0 and (names := done.stdout.split()):
         return names
     else:
-        # It ends with status 0 after "Invalid hostlist", too.
+        # After "Invalid hostlist", too, it ends with status 0.
         lines = done.stderr.strip().splitlines() or ["scontrol prints nothing"]
         why = lines[-1]
     raise _invalid(variable, nodelist, f"cannot be expanded ({why})")
@@ -175,9 +175,9 @@ def _hosts_of_pairs(value: str, variable: str) -> tuple[Host, ...]:
 def sagemaker_job(environ: Mapping[str, str]) -> Allocation | None:
     """SageMaker: ``SM_HOSTS``, a JSON list, and ``SM_NUM_GPUS``, from its training toolkit.
 
-    Without the toolkit the hosts stand in a file alone, and the GPUs are those found here. The
-    hosts of a job are alike: each gets a slot for each GPU of this one. Without GPUs, each gets as
-    many as it has logical CPUs.
+    Without the toolkit only a file lists the hosts, and the GPUs are those found here. The hosts of
+    a job have the same hardware: each gets a slot for each GPU of this one. Without GPUs, each gets
+    a slot for each of its logical CPUs.
     """
     variable, gpus = "SM_HOSTS", "SM_NUM_GPUS"
     value = environ.get(variable)
@@ -201,7 +201,7 @@ def sagemaker_job(environ: Mapping[str, str]) -> Allocation | None:
 
 
 def sagemaker_resources() -> dict[str, Any] | None:
-    """What SageMaker says of a job's hosts, in a file in each container; ``None`` elsewhere.
+    """SageMaker's description of a job's hosts, a file in each container; ``None`` elsewhere.
 
     Raises:
         LaunchError: the file is malformed.

@@ -7,7 +7,7 @@ from hvkit.launch.allocation import SLURM
 from hvkit.launch.launchers import Launcher
 from hvkit.log import logger
 
-# Variables that a launcher needs itself and that may go along where it sends its whole environment.
+# Variables that the launcher itself needs: kept also where it sends its whole environment.
 _SLURM = ("SLURM_", "SLURMD_", "OMPI_", "PRTE_", "PMIX_")
 _LOCAL = ("HOME", "USER", "LOGNAME", "SHELL", "TERM", "TMPDIR", "SSH_AUTH_SOCK")
 
@@ -26,12 +26,12 @@ _FORWARDED_PREFIXES = (
     *("SM_CHANNEL", _HYPERPARAMETER, "SM_INPUT_DIR", "SM_MODEL_DIR", "SM_OUTPUT"),
     *("SM_HOSTS", "SM_NUM_"),
 )
-# Marks of a secret: anywhere in a name, and as a word of it.
+# A name with one of these is a secret's: anywhere in the name, and as a whole word.
 _SECRET = ("TOKEN", "SECRET", "PASSW", "PASSPHRASE", "CREDENTIAL", "APIKEY")
 _SECRET_WORDS = {"KEY", "KEYS", "AUTH", "PASS"}
-# Variables of this process alone.
+# Variables that are for this process only.
 _OWN = {"HVKIT_RANK", "PYTHONSTARTUP", "PYTHONINSPECT"}
-# Lists of the GPUs of one host. They apply to the host where they are set, not to the others.
+# Lists of GPUs, which apply only to the host where they are set.
 GPU_LISTS = {
     *("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
     *("ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"),

@@ -148,7 +148,7 @@ def _openmpi(host: HostWord, words: list[str]) -> Host:
             raise HostfileError(f"{name} is set twice: keep one")
         numbers[name] = count(value, name)
     most = numbers.get("max_slots")
-    # As in Open MPI, max_slots alone sets the slots, too.
+    # As in Open MPI, max_slots without slots sets the slots, too.
     slots = numbers.get("slots", most)
     if slots is not None and most is not None and most < slots:
         raise HostfileError(f"max_slots must not be less than slots, got {most} for {slots} slots")

@@ -1,7 +1,7 @@
 """Hosts and their slots: host names and addresses, the list of ``-H``, and hosts named twice.
 
 ``hvkit.launch.hostfile`` reads whole files with the functions of this module. Ambiguous input is
-rejected. Errors about one word do not name its place; the reader of the file or list adds it.
+rejected. Errors about a word do not say where it stands; the reader of the file or list adds that.
 """
 
 import ipaddress
@@ -118,7 +118,7 @@ def repeated(entries: Sequence[Entry]) -> dict[str, tuple[str, ...]]:
 def merged(entries: Sequence[Entry], name: str) -> tuple[Host, ...]:
     """Each host once, in the order of first mention, with the sum of its slots.
 
-    A bare name counts as one slot if its host has other entries; alone, it keeps ``slots=None``.
+    A bare name counts as one slot if its host has other entries; if not, it keeps ``slots=None``.
 
     Args:
         entries: the hosts as the file or list names them.

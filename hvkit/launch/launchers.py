@@ -103,7 +103,7 @@ def identify(text: str) -> MpiVersion | None:
 
 
 def find_launcher(name: str) -> Launcher:
-    """The launcher first on PATH, else beside this Python.
+    """The launcher that is first on PATH, else the one in the folder of this Python.
 
     Args:
         name: one of ``NAMES``.
@@ -163,8 +163,8 @@ def _version_text(path: str) -> str:
 def openmpi_arguments(major: int, mpirun: str) -> Callable[[Job], list[str]]:
     """Makes the arguments of Open MPI's ``mpirun``.
 
-    They raise LaunchError if the hosts reach each other over IPv6 only, or if the user named
-    interfaces and a file of Open MPI's excludes some.
+    The returned function raises LaunchError if the hosts reach each other over IPv6 only, or if the
+    user named interfaces and a file of Open MPI's excludes some.
 
     Args:
         major: version of Open MPI, 4 or newer.
@@ -247,12 +247,11 @@ def horovodrun_arguments(controller: str) -> Callable[[Job], list[str]]:
     """Makes the arguments of ``horovodrun``.
 
     horovodrun sends its whole environment to the other hosts. So start it with nothing but the
-    variables to forward. With Gloo it puts these on the command lines of ssh, where everybody on
-    these hosts can read them while the job runs; also the key that proves that a rank is of this
-    run.
+    variables to forward. With Gloo it writes them on the command lines of ssh, where everybody on
+    these hosts can read them while the job runs, including the key of the run.
 
-    Over MPI the arguments raise LaunchError if the user or the site set Open MPI's interfaces,
-    because horovodrun always sets them itself.
+    Over MPI, the returned function raises LaunchError if the user or the site set Open MPI's
+    interfaces, because horovodrun always sets them itself.
 
     Args:
         controller: ``--mpi`` or ``--gloo``.

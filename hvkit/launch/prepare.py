@@ -39,7 +39,7 @@ _SUPERVISION = (SUPERVISOR_VARIABLE, KEY_VARIABLE)
 # Seconds to connect to each host, and to one that may just have been lost.
 _CONNECT = 10.0
 CONNECT_AGAIN = 4.0
-# Seconds after which ranks report that they wait for another, if that ends the run later.
+# Seconds after which a wait is reported, if the limit that ends the run is longer.
 _STALL_REPORTED = 60.0
 
 
@@ -57,13 +57,12 @@ class Request:
             for the value that the variable has here.
         interfaces: interfaces or networks to use between hosts, instead of those found.
         bind: whether to bind each rank to its share of its host's cores.
-        lost_after: give up a host after this time without a sign of life, in seconds.
-        grace: the time that commands have to end, after a signal or the failure of another rank,
-            in seconds.
+        lost_after: seconds without an acknowledgement after which a host counts as lost.
+        grace: seconds that commands have to end, after a signal or the failure of another rank.
         style: how to show output.
         verbose: whether to print how ranks are started, and what they set.
-        stall: seconds after which a rank that others wait for ends the run; ``None`` for what
-            ``HVKIT_STALL_LIMIT_SECONDS`` says, or half an hour.
+        stall: seconds after which a rank that others wait for ends the run; ``None`` for the value
+            of ``HVKIT_STALL_LIMIT_SECONDS``, or half an hour.
         timeline: a file for the trace of all ranks; None for none.
         max_restarts: how often to start the ranks again without progress between two failures.
         min_size: the fewest ranks to go on with; ``None`` for all of them.
@@ -131,12 +130,12 @@ def prepared(
     if request.interfaces:
         environ = without_interfaces(environ)
     if request.system == SLURM and "SLURM_STEP_NUM_TASKS" in os.environ:
-        # This shell is a step of srun's that holds its cores: mpirun's own would wait for them.
+        # This shell is a step of srun's and holds the cores: mpirun's step would wait for them.
         environ.setdefault("SLURM_OVERLAP", "1")
     names: tuple[str, ...] = ()
     here: dict[str, str] = {}
     if not site.here:
-        # On this host alone ranks inherit the whole environment.
+        # If all ranks are on this host, they inherit the whole environment.
         names = (*forwarded(environ, request.variables), *(_SUPERVISION if supervised else ()))
         if least is None:
             name_absent_hyperparameters(environ, names)
@@ -196,7 +195,7 @@ def shown(run: SupervisedRun) -> str:
 
 
 def _refuse_unsupported(request: Request) -> None:
-    """Reject hosts that launchers misread on their command lines."""
+    """Reject hosts that launchers misunderstand on their command lines."""
     for host in request.hosts:
         if ":" in host.name:
             raise UsageError(

@@ -1,6 +1,6 @@
 """The command that every rank runs, and whether a host can start it.
 
-``probe`` looks on every host before ranks start there, so this module imports little.
+``probe`` checks that on every host before ranks start there, so this module imports little.
 """
 
 import os
@@ -27,7 +27,7 @@ _PYTHON = re.compile(r"python(\d(\.\d+)?t?)?")
 _WITH_VALUE = "WX"
 _LONG_WITH_VALUE = "--check-hash-based-pycs"
 _IN_PLACE_OF_SCRIPT = "cm"
-# Bytes: Linux takes no longer word in a command.
+# Bytes of the longest word that Linux accepts in a command.
 _LONGEST_WORD = (1 << 17) - 1
 
 

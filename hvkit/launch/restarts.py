@@ -16,20 +16,21 @@ _LONGEST_PAUSE = 60.0
 class Restarts:
     """Decides after each end of the ranks whether to start them again.
 
-    A budget of restarts is for ends without progress between them: a newer checkpoint fills it up
-    again. So a run goes on for as long as it gets further, and a script that always fails stops
-    soon. A try that goes back, because the host with the newest checkpoint was lost, uses up one
-    restart until the run is further than before. Pauses grow in the same way. Ranks that have left
-    after SIGTERM have not failed. A script whose code is wrong raises the same exception at the
-    same line twice in a row, before it has made a step, and will do so again; what comes from
-    files, networks or memory may pass.
+    Restarts are limited only while there is no progress: a newer checkpoint restores the budget. So
+    a run goes on as long as it makes progress, and a script that always fails stops soon. A try
+    that has to resume an older checkpoint, because the host with the newest one was lost, reduces
+    the budget by one until the run is further than before. Each restart without progress doubles
+    the pause before the next. Leaving after SIGTERM is no failure. If the code of the script is
+    wrong, it raises the same exception at the same line in two tries in a row, before its first
+    step; it would do so again, so there is no further restart. Errors of files, networks or memory
+    may not occur again.
 
     Args:
-        most: how many ends in a row without progress are followed by a restart; 0 for none.
+        most: how many failures in a row without progress are followed by a restart; 0 for none.
 
     Attributes:
         made: how many restarts there were.
-        repeated: the exception that has ended two tries in a row before any step, if one has.
+        repeated: the exception that ended two tries in a row before any step; None if none did.
     """
 
     most: int
@@ -66,7 +67,7 @@ class Restarts:
 
     @property
     def end(self) -> str:
-        """For messages: why there is no further restart of a run that has failed."""
+        """For messages: why a run that has failed is not started again."""
         if self.repeated is None:
             return f"gives up after {self.budget}"
         return f"gives up: {self.repeated} again, before any step: another restart would not help"

@@ -1,8 +1,8 @@
 """Training jobs of Amazon SageMaker, which starts the same command on every host of a job.
 
-So ``hvkit run`` runs everywhere: on the first host it starts the ranks, once the others let it log
-in; on each other one it keeps the container there until the first host's container has ended,
-since SageMaker takes the end of its command for the end of the host's work.
+So ``hvkit run`` runs on every host. On the first it starts the ranks, as soon as it can log in to
+the others. On each other host it only waits until the first host's container has ended: SageMaker
+stops a container when its command ends.
 """
 
 import os
@@ -20,16 +20,16 @@ from hvkit.log import logger
 
 CURRENT_HOST = "SM_CURRENT_HOST"
 
-# Seconds for the containers of a job to start, one later than the other.
+# Seconds for the containers of a job to start, which they do at different times.
 _STARTED = 600.0
 # Seconds without a login, after one, that mean the end of the first host's container.
 _ENDED = 30.0
 _CONNECT = 10.0
 _BETWEEN_TRIES = 2.0
-# Writes this line at login, behind what the shell's own files may print, and ends with its input.
+# Prints this line at login, after what the shell's start files may print; ends with its input.
 _HERE = "hvkit is logged in"
 _SESSION = ("sh", "-c", f"echo {_HERE}; exec cat")
-# A host that has gone without a word is noticed after three of these, in seconds.
+# A host that has vanished is noticed after three of these intervals, in seconds.
 _ALIVE = ("-o", "ServerAliveInterval=10")
 
 
@@ -37,7 +37,7 @@ def are_of_a_job(hosts: Sequence[Host]) -> bool:
     """Whether all of these hosts belong to the SageMaker job that this process runs in."""
     try:
         job = sagemaker_job(os.environ)
-    except LaunchError:  # a list that cannot be read: then the hosts are named by hand
+    except LaunchError:  # the list cannot be read, so the user has named the hosts
         return False
     return job is not None and {h.name for h in hosts} <= {h.name for h in job.hosts}
 
@@ -110,7 +110,7 @@ def follow(first: Host) -> None:
 
 
 def _session(host: Host) -> str | None:
-    """Stay logged in on a host for as long as it lasts; why there was no login, else ``None``."""
+    """Stay logged in on a host until it ends; return why there was no login, else ``None``."""
     ssh, *words = ssh_command(host, _SESSION, 2 * _CONNECT)
     logged_in = False
     with tempfile.TemporaryFile("w+", errors="replace") as problems:

@@ -167,7 +167,7 @@ def ssh_command(
 
 def explain_ssh(host: Host, status: int | None, stderr: str) -> str | None:
     """Why ssh did not run the command, from its exit status and output; ``None`` if it did."""
-    # The exit status of ssh itself. Commands could use it, too, but hardly any does.
+    # The exit status of ssh's own failures, which hardly any command returns.
     if status != 255:
         return None
     target = f"{host.user}@{host.name}" if host.user else host.name

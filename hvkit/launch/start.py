@@ -34,10 +34,9 @@ _FREED = 20.0
 def start(request: Request) -> int:
     """Start the ranks, supervise them to their end, and return the exit status.
 
-    Where the request allows restarts, ranks that failed are started again. Hosts that are not ready
-    are then left out, and are taken back at a restart at which they are. SIGINT, SIGTERM and SIGHUP
-    end the run at any time, with 128 plus the signal's number. ``hvkit top`` shows the run until it
-    ends.
+    If the request allows restarts, the ranks are started again after a failure, without hosts that
+    are not ready then; a later restart uses them again. SIGINT, SIGTERM and SIGHUP end the run at
+    any time, with 128 plus the signal's number. ``hvkit top`` shows the run until it ends.
 
     Raises:
         LaunchError: the request cannot be met; nothing was started.
@@ -106,7 +105,7 @@ def _with_restarts(request: Request, run: SupervisedRun) -> int:
 
 
 def _report_restart(run: SupervisedRun, restarts: Restarts, outcome: Outcome) -> None:
-    # A try that has ended before it resumed has saved nothing itself.
+    # A try that ended before it resumed has saved nothing itself, but earlier ones may have.
     saved = outcome.saved
     if saved is None:
         saved = max(run.saved_in.values(), default=None)
@@ -121,7 +120,7 @@ def _report_restart(run: SupervisedRun, restarts: Restarts, outcome: Outcome) ->
 def _free_memory(request: Request, *, failed: bool) -> None:
     """Delete the checkpoints of a run that has ended from the memory of its hosts.
 
-    After a failure they stay if a host does not answer, as its disk may be the one with the others.
+    After a failure they stay if a host does not answer: the checkpoints on disk may be on that one.
     """
     folder = memory_folder(request.variables[RUN_NAME])
     shell = remote_shell(request.system, CONNECT_AGAIN)
@@ -144,9 +143,10 @@ def _free_memory(request: Request, *, failed: bool) -> None:
 
 
 def _preempted(run: SupervisedRun, terminated: Collection[int], *, replicas: bool) -> set[str]:
-    """The hosts that are probably taken away: those of ranks that got SIGTERM.
+    """The hosts of ranks that got SIGTERM, which will probably be taken away.
 
-    Not rank 0's: its disk may be the only one with the checkpoints. Copies in memory change that.
+    Without copies in memory, not rank 0's host, whose disk may be the only one with the
+    checkpoints.
     """
     preempted = {run.hosts[rank] for rank in terminated}
     return preempted if replicas else preempted.difference(run.hosts[:1])
@@ -165,11 +165,11 @@ def _prepared_again(
         request: the request.
         before: the try that has ended.
         least: the fewest ranks to go on with.
-        restarts: how many there were, with this one, and the pause before the first look at hosts.
+        restarts: the number of restarts including this one, and the pause before the first check.
         preempted: hosts to leave out if the others suffice.
 
     Raises:
-        LaunchError: there were not enough for ten minutes.
+        LaunchError: there were not enough hosts for ten minutes.
     """
     deadline = time.monotonic() + _HOSTS_RETURN
     pause, status = restarts.pause, before.status

@@ -24,9 +24,9 @@ _TIMEOUT = 60.0
 _FORMAT = 1
 # A rank with a framework loaded takes some hundred MiB before it has any data.
 _MEMORY_OF_RANK = 512 * 2**20
-# Seconds. A clock that differs by less may be right: the program that prints it starts slowly.
+# Seconds. A smaller difference may be due to the slow start of the program that prints the time.
 _CLOCK = 20.0
-# Horovod's version ends in a mark of its build, which may differ with the compiler.
+# In Horovod's version, what follows is a hash of its build, which may differ with the compiler.
 _BUILD_MARK = "+hvkit"
 
 
@@ -72,7 +72,7 @@ class Examined:
 
 @dataclass(frozen=True)
 class HostProblem:
-    """A problem that keeps ranks from running, or from running right.
+    """A problem that keeps ranks from running, or from running well.
 
     Attributes:
         hosts: names of the hosts with the problem.

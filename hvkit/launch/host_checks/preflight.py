@@ -1,8 +1,8 @@
-"""Checks before ``hvkit run`` starts anything: choose the hosts, and see whether each is ready.
+"""Before ``hvkit run`` starts anything: chooses the hosts, and checks whether each is ready.
 
 ``probe`` runs on every host that gets ranks. Its facts show whether hvkit and the working directory
-are there, and ``routes`` finds in them the networks between the hosts. All problems are reported at
-once. The thorough check is in ``hosts_check``.
+exist there, and ``routes`` finds the networks between the hosts in them. All problems are reported
+at once. The thorough check is in ``hosts_check``.
 """
 
 import functools
@@ -167,11 +167,11 @@ def _of_ready(
     preempted: Collection[str],
     look: Callable[[Sequence[Host]], _Found],
 ) -> tuple[tuple[Host, ...], dict[str, Facts], dict[str, str]]:
-    """The same among the hosts that are ready; and why the others are not, by name."""
+    """As ``_with_ranks``, among the hosts that are ready; also why others are not, by name."""
     facts, problems = look(hosts)
     ready = _with_slots([host for host in hosts if host.name not in problems], facts)
     if not problems:
-        placed(ready, size)  # more ranks than slots are an error, not a host that is lost
+        placed(ready, size)  # raises if there are fewer slots than ranks though all are ready
     staying = [host for host in ready if host.name not in preempted]
     if sum(host.slots or 0 for host in staying) >= least:
         problems = dict.fromkeys(preempted, "it got SIGTERM") | problems
@@ -189,7 +189,7 @@ def _of_ready(
 
 
 def _not_ready(problems: Mapping[str, str], facts: Mapping[str, Facts]) -> LaunchError:
-    """The error about hosts of which none is ready, or all are needed."""
+    """The error if no host is ready, or if one is not and all are needed."""
     reasons = set(problems.values())
     command = next((found.command for found in facts.values() if found.command), None)
     if command is None or reasons != {command.text}:
@@ -253,9 +253,9 @@ def _facts(
 
 
 def _wait_for_names(hosts: Sequence[Host]) -> None:
-    """Wait for the names of pods, which resolve a moment after the pods are ready.
+    """Wait for the names of pods, which resolve only a moment after the pods are ready.
 
-    When the time is up, ssh reports the names that do not resolve.
+    After that, ssh reports the names that do not resolve.
     """
     deadline = time.monotonic() + _NAMES
     while not all(addresses_of(host.name) for host in hosts) and time.monotonic() < deadline:

@@ -1,11 +1,11 @@
 """Prints facts about a host before ranks start there.
 
 ``preflight`` runs ``python -m hvkit.launch.host_checks.probe FOLDER PATH PROGRAM SCRIPT`` on all
-hosts of a job. It is a module of its own so that it imports little: a cold network file system
-serves each import slowly.
+hosts of a job. It is a module of its own to import little: from a network file system that is not
+cached yet, each import takes long.
 
-What hvkit's programs print on other hosts is one line of JSON, ``{"hvkit": ...}``. The host may
-print a greeting before it, with or without an end of line.
+hvkit's programs on other hosts print lines of JSON, ``{"hvkit": ...}``. The host may print a
+greeting before them, with or without an end of line.
 """
 
 import contextlib

@@ -7,7 +7,7 @@ host exchanges lines of JSON with all of them:
 1. each host prints its port, a random token and its time;
 2. it reads a line with the names, ports and tokens of the others;
 3. it connects to all of them and prints the results. A host sends its token to everyone who
-   connects, so that nobody mistakes another host, or itself, for the one with that name;
+   connects, so a name that leads to another host, or back to the same one, is noticed;
 4. it keeps listening until its standard input ends.
 """
 
@@ -34,8 +34,7 @@ _START = 45.0
 _TRY = 45.0
 # Seconds for one connection.
 _CONNECT = 5.0
-# Seconds after which a host's program ends in any case: when this host cannot reach the other any
-# more, nothing must stay behind there.
+# Seconds after which the program on a host ends in any case, even if that host is cut off.
 _LIFETIME = 300
 # Bytes of a line. The line of a thousand hosts is longer than asyncio's own limit.
 _LONGEST_LINE = 2**24
@@ -59,8 +58,8 @@ class Reach:
 
     source: str
     target: str
-    addresses: tuple[str, ...]
-    failures: tuple[str, ...]
+    addresses: Sequence[str]
+    failures: Sequence[str]
     reached: str | None
     interface: str | None
     own_address: str | None
@@ -142,18 +141,7 @@ async def _try(
     line = await _next_line(program, _TRY)
     if line is None:
         return None
-    return [
-        Reach(
-            host.name,
-            one["name"],
-            tuple(one["addresses"]),
-            tuple(one["failures"]),
-            one["reached"],
-            one["interface"],
-            one["own_address"],
-        )
-        for one in line["reached"]
-    ]
+    return [Reach(host.name, **one) for one in line["reached"]]
 
 
 async def _next_line(program: asyncio.subprocess.Process, timeout: float) -> dict[str, Any] | None:
@@ -202,7 +190,7 @@ async def _reach(other: Mapping[str, Any]) -> dict[str, Any]:
     """Try the addresses of a host's name in turn, until that host answers with its token."""
     addresses = [str(address) for address in await asyncio.to_thread(addresses_of, other["name"])]
     failures: list[str] = []
-    found: dict[str, Any] = {"name": other["name"], "addresses": addresses, "failures": failures}
+    found: dict[str, Any] = {"target": other["name"], "addresses": addresses, "failures": failures}
     for address in addresses:
         try:
             async with asyncio.timeout(_CONNECT):

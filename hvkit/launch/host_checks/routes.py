@@ -31,9 +31,9 @@ def joining(
     """The interface of each host that the other hosts reach it through; empty if unknown.
 
     It is the interface with the address that the host is reached at. If a host has no such
-    interface, as behind address translation, every host gets its interface in one network that
-    all hosts share, each with a different address. Container networks inside a host, such as
-    docker0, do not count: they have the same address on every host.
+    interface, for example behind network address translation, the result is each host's interface
+    in one network that all hosts share, each with a different address. Container networks inside a
+    host, such as docker0, do not count: they have the same address on every host.
 
     Args:
         interfaces: by host.
@@ -78,8 +78,9 @@ def named(
 def spanning(used: Sequence[Interface], hosts: Sequence[Sequence[Interface]]) -> tuple[str, ...]:
     """The networks of ``used``, for hosts that are each in at least one of them.
 
-    Open MPI's daemons warn about networks that their host is not in. If there are any, the result
-    is one network around all of them, unless that one contains another interface of a host.
+    Open MPI's daemons warn about networks that their host is not in. If a host is not in all of
+    them, the result is the smallest network that contains all, unless that contains another
+    interface of a host.
 
     Args:
         used: the interfaces to use.

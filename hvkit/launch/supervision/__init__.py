@@ -8,16 +8,16 @@
     └── supervised_run              starts the launcher, decides when all ends, reports the result
         ├── supervisor              accepts the agents, collects output and failures
         │   ├── rank_output         shows whole lines and tracebacks, writes log files
-        │   │   ├── last_lines      the last lines of a rank, and which of them say why it ended
-        │   │   └── tracebacks      where a traceback begins, and what it says
+        │   │   ├── last_lines      the last lines of a rank, and which of them explain its end
+        │   │   └── tracebacks      finds tracebacks in output, and reads them
         │   ├── screen              keeps lines apart on the terminal, colours a failure
         │   ├── timeline            the trace of all ranks, on one clock
         │   └── first_failure       which rank failed first, and the lines about it
-        ├── launcher_output         what the launcher itself prints, but for its last words
+        ├── launcher_output         what the launcher itself prints
         └── processes               ends processes with everything below them
 
     mpirun, horovodrun
-    └── agent, once per rank        runs the command below a guard, sends output and exit status
+    └── agent, once per rank        runs the rank's command, sends its output and exit status
         └── processes
 
     agent ── protocol ── supervisor     frames over TCP, keep-alive; hvkit.handshake before them

@@ -8,10 +8,10 @@ process forks: the parent becomes the guard, the child the agent::
         └── agent       runs the command, sends its output and exit status to the supervisor
             └── COMMAND
 
-Guard and agent are in different process groups, so that a launcher that kills one does not kill the
-other. The agent's is a session of its own: where Linux groups processes by session
-(``sched_autogroup_enabled``), other programs then take a share of a rank's core as one program, not
-as so many processes. An agent ends its command when it loses its guard or its connection to the
+Guard and agent are in different process groups, so that a launcher that kills one group does not
+kill the other. The agent is in a session of its own: if Linux divides CPU time among sessions
+(``sched_autogroup_enabled``), a rank then has a share of its own, however many processes other
+programs have. An agent ends its command when it loses its guard or its connection to the
 supervisor.
 """
 
@@ -57,7 +57,7 @@ _LEFT_BEHIND = 1.0
 _LAST_OUTPUT = 1.0
 # Bytes per read; small, so that several fit into the window of the connection.
 _READ = 1 << 14
-# Seconds between two looks at the processes around this one.
+# Seconds between two checks of the processes around this one.
 _TICK = 0.2
 
 # The guard passes these signals of a launcher on to the agent.
@@ -124,7 +124,7 @@ class _Agent:
         self.listener: threading.Thread | None = None
         self.child: subprocess.Popen[bytes] | None = None
         self.reports = -1
-        # The process that trains, once it has said so: the command may be a shell around it.
+        # The process that trains, once it has reported: the command may be a shell that started it.
         self.rank: int | None = None
 
     def run(self) -> int:
@@ -156,7 +156,7 @@ class _Agent:
         try:
             return subprocess.Popen(
                 self.command,
-                # The launcher's, of rank 0, is a pipe that Open MPI never ends.
+                # For rank 0, the launcher's is a pipe that Open MPI never closes.
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -169,14 +169,14 @@ class _Agent:
             os.close(reports)
 
     def wait(self, child: "subprocess.Popen[bytes]") -> bool:
-        """Wait until the command ends or has to; return whether it ended by itself."""
+        """Wait until the command ends or must be ended; return whether it ended by itself."""
         process = os.pidfd_open(child.pid)
         try:
             while not self.stopping.is_set():
                 if select.select([process], [], [], _TICK)[0]:
                     self.ended_at = time.monotonic()
-                    # A launcher that ends a rank signals command and agent at the same time. Give
-                    # the agent's signal time to arrive.
+                    # A launcher that ends a rank signals command and agent at the same time. Wait a
+                    # moment for the agent's signal.
                     return child.wait() >= 0 or not self.stopping.wait(_TICK)
                 reap_adopted(child.pid)
                 if os.getppid() != self.guard and not self.interrupted:
@@ -217,7 +217,7 @@ class _Agent:
             self.join(self.listener)
 
     def join(self, thread: threading.Thread) -> None:
-        """Wait for a thread: without a limit while the run goes on, else for a moment."""
+        """Wait for a thread: as long as it takes while the run goes on, then for a moment."""
         while thread.is_alive() and not self.stopping.is_set():
             thread.join(timeout=_TICK)
         thread.join(timeout=_LAST_OUTPUT)
@@ -232,9 +232,9 @@ class _Agent:
         with open(self.reports, "rb") as lines:
             for line in lines:
                 if len(line) > run_reports.LONGEST:
-                    continue  # no report: the script writes to a pipe that is not its own
+                    continue  # no report: the script has written to hvkit's pipe
                 line = line.rstrip(b"\n")
-                if line.startswith(b'{"spans"'):  # many: no faster than the supervisor takes them
+                if line.startswith(b'{"spans"'):  # many: no faster than the supervisor reads them
                     self.connection.send_output(Kind.SPANS, line)
                     continue
                 with contextlib.suppress(ValueError):  # the supervisor logs what is no report
@@ -266,7 +266,7 @@ class _Agent:
         self.stopping.set()
 
     def interrupt_command(self) -> None:
-        """Send the command the signal of Ctrl-C. The supervisor decides how long to wait then."""
+        """Send the command the signal of Ctrl-C. The supervisor decides what follows, and when."""
         self.interrupted = True
         if self.child is not None:
             interrupt(self.child.pid)

@@ -9,11 +9,11 @@ from hvkit.errors import ranks_text
 from hvkit.launch.supervision.tracebacks import Raised, raised
 from hvkit.wording import shortened
 
-# In the line of a rank whose error another one shows (``hvkit.watch.rank_errors``).
+# Printed by a rank whose error another one shows (``hvkit.watch.rank_errors``).
 _SAME = "ends with the same"
 
-# Errors of a rank that has lost its partners: consequences of another failure. The last two are of
-# ``hvkit.watch.watcher``, about a wait that Horovod does not end.
+# Errors of a rank that has lost other ranks: consequences of another failure.
+# ``hvkit.watch.watcher`` prints the last two, about a wait that Horovod does not end.
 _CONSEQUENCES = (
     *("RankLostError", "HorovodInternalError", "Horovod has been shut down", _SAME),
     *("after it should have ended", "it cannot reach rank 0"),
@@ -23,7 +23,7 @@ _CONSEQUENCES = (
 _EXCEPTION = re.compile(r"(?:\s+\| )?([\w.]+(?:Error|Exception|Interrupt|Exit|Group)\b.*)")
 _MESSAGE = re.compile(r"(?:\s+\| )?\S")
 
-# Signals that a partner's failure does not cause.
+# Signals that the failure of another rank does not cause.
 _VIOLENT = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 
 # Characters of an error in the reason for a restart.
@@ -43,11 +43,11 @@ class Failure:
         status: exit status, negative for a signal; ``None`` if none arrived.
         at: when it ended, in seconds of this host's monotonic clock.
         problem: what went wrong, if not in the command itself.
-        last_lines: the last lines that it printed, as far as they say why it ended.
+        last_lines: those of its last lines that may explain why it ended.
         all_last_lines: all of its last lines.
-        traceback: the one that is the last of its standard error; empty if something else is.
-        refused: whether it raises because hvkit has refused an argument.
-        stopped: whether it ended because something was ending it already.
+        traceback: the one at the end of its standard error; empty if that ends with something else.
+        refused: whether its exception is hvkit's, because of a wrong argument.
+        stopped: whether it was being ended when it ended.
         lost: whether its host stopped answering.
     """
 
@@ -69,7 +69,7 @@ class Failure:
         return _blames_another([*self.all_last_lines, *self.last_lines])
 
     def is_same_as(self, other: "Failure") -> bool:
-        """Whether both ranks ended with one error, which one of them may have shown for both."""
+        """Whether both ranks ended with the same error, which only one of them may have shown."""
         shown = re.compile(rf"{_SAME} \w+ as rank {other.rank}\b")
         shown_there = any(map(shown.search, [*self.all_last_lines, *self.last_lines]))
         return shown_there or (bool(self.error) and self.error == other.error)
@@ -84,7 +84,7 @@ class Failure:
     def raised(self) -> Raised | None:
         """The exception that ended it, with its place; None if none did.
 
-        Python ends with status 1 then, unless the rank was ended while it ended.
+        Python's exit status is 1 then, unless the rank was stopped at that moment.
         """
         ended = self.status == 1 or (self.stopped and not self.violent)
         found = raised(self.traceback) if ended and not self.is_consequence else None
@@ -92,7 +92,7 @@ class Failure:
 
     @property
     def violent(self) -> bool:
-        """Whether a crash or somebody outside ended it, which makes its partners fail."""
+        """Whether it crashed or was killed, which makes other ranks fail."""
         return self.status is None or -self.status in _VIOLENT
 
     @property
@@ -117,7 +117,7 @@ class Failure:
 def first_failure(failures: Sequence[Failure]) -> Failure | None:
     """The failure that caused the others; ``None`` if no rank failed by itself.
 
-    It is the earliest one, but the times are not exact: when a rank is killed, MPI ends its partner
+    It is the earliest one, but the times are not exact: when a rank is killed, MPI ends others
     within milliseconds. Of failures at about the same time, a violent one is the cause.
     """
     own = [failure for failure in failures if not failure.stopped]
@@ -158,7 +158,7 @@ def report(failures: Sequence[Failure], other_hosts: Collection[str] = (), cause
 
 
 def reported(failures: Sequence[Failure], cause: str = "") -> set[int]:
-    """The ranks whose tracebacks a report makes needless: one in it, its like, its consequences.
+    """The ranks whose tracebacks need not be shown: the reported one, the same, its consequences.
 
     Args:
         failures, cause: as for ``report``.
@@ -166,7 +166,7 @@ def reported(failures: Sequence[Failure], cause: str = "") -> set[int]:
     first = first_failure(failures)
     if first is None:
         return set()
-    # Not if its last lines are too many others: then it is shown as it came.
+    # If other last lines take its place in the report, it is shown as it arrived.
     whole = first.last_lines[: len(first.traceback)] == first.traceback
     shown = () if (cause and first.is_consequence) or not whole else first.traceback
 
@@ -178,7 +178,7 @@ def reported(failures: Sequence[Failure], cause: str = "") -> set[int]:
             return bool(shown)
         if shown and _messages(traceback) == _messages(shown):
             return True
-        # Lines behind that of the exception may be the script's own.
+        # Lines after that of the exception may be the script's own.
         return bool(_EXCEPTION.match(traceback[-1])) and _blames_another(traceback)
 
     return {failure.rank for failure in failures if is_needless(failure)}

@@ -12,14 +12,14 @@ from hvkit.launch.supervision.tracebacks import separated
 LAST_LINES = 20
 """Number of a rank's last lines that are kept."""
 
-# Seconds: an older line does not say why a rank has ended.
+# Seconds: an older line does not explain why a rank has ended.
 _OLD = 60.0
 # Bytes kept of each last line.
 _KEPT_BYTES = 2000
 
-# What draws over a progress bar, or ends its line.
+# Output that begins so draws over a progress bar, or ends its line.
 _DRAWS = re.compile(rb"[\r\n\b\x1b]|$")
-# What libraries print when they are loaded.
+# Lines that libraries print when they are loaded.
 _GREETING = re.compile(
     r"[IW]\d{4} \d\d:\d\d:\d\d|[IWE]0000 00:00:\d|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [IW] "
     r"|WARNING: All log messages before absl|To enable the following instructions|NCCL version "
@@ -34,7 +34,7 @@ class LastLines:
 
     def __init__(self) -> None:
         self._lines: deque[tuple[float, bytes]] = deque(maxlen=LAST_LINES)
-        # By stream: the line without an end, and the progress bar that stands before it there.
+        # By stream: its unfinished line, and the progress bar in front of that.
         self._unfinished = dict.fromkeys((Kind.STDOUT, Kind.STDERR), b"")
         self._bars = dict.fromkeys((Kind.STDOUT, Kind.STDERR), b"")
         self._changed = 0.0
@@ -62,7 +62,7 @@ class LastLines:
         return [text for _, text in self._texts()]
 
     def telling(self) -> list[str]:
-        """Those that may say why the rank ends now: no old ones, no greetings, no warnings."""
+        """The lines that may explain why the rank ends: no old ones, no greetings, no warnings."""
         recent = time.monotonic() - _OLD
         return _without_chatter([text for at, text in self._texts() if at > recent])
 
@@ -73,7 +73,7 @@ class LastLines:
 
 
 def as_kept(line: bytes) -> str:
-    """The line as a terminal shows it; of a very long one, the end."""
+    """The line as a terminal shows it, cut to its end if it is very long."""
     return last_state(line[-_KEPT_BYTES:]).decode(errors="replace").rstrip()
 
 

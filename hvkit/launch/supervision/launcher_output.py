@@ -1,7 +1,8 @@
-"""What the launcher itself prints, and ssh and agents through it: shown, but for its last words.
+"""Shows the launcher's own output, with that of ssh and agents that it passes on, except at the
+end.
 
-When a rank fails, mpirun describes that in ten lines, which ``hvkit run`` says better in one. So
-what comes once the run ends is kept. It is shown if the launcher is to blame. The log file has all.
+When a rank fails, mpirun describes that in ten lines, and ``hvkit run`` in one. So what arrives
+while the run ends is kept back, and shown only if the launcher is to blame. The log file has all.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from hvkit.launch.supervision.protocol import Kind
 from hvkit.launch.supervision.rank_output import LAUNCHER_LOG, OutputWriter
 
 _READ = 1 << 16
-# Bytes kept of what comes at the end.
+# Bytes of output that are kept back.
 _KEPT = 1 << 16
 
 _NAME = "launcher"
@@ -29,7 +30,7 @@ class LauncherOutput:
     Args:
         writer: writes in order with the output of ranks.
         show: called with the stream, the bytes and ``writer="launcher"``.
-        ends: returns whether the run ends, so that all further output is kept.
+        ends: returns whether the run is ending, so that further output is kept back.
         log_dir: folder for a log file; None for none.
     """
 
@@ -61,7 +62,7 @@ class LauncherOutput:
         return writer
 
     async def finish(self, seconds: float) -> None:
-        """Wait for the end of both streams, or until the time is over: ssh may keep them open."""
+        """Wait for the end of both streams, for a limited time: ssh may keep them open."""
         await asyncio.wait(self._tasks, timeout=seconds)
         for task in self._tasks:
             task.cancel()
@@ -71,7 +72,7 @@ class LauncherOutput:
             self._log.close()
 
     async def show_kept(self) -> None:
-        """Show what was kept: the launcher is to blame."""
+        """Show what was kept back: the launcher is to blame."""
         kept, self._kept = self._kept, []
         for kind, data in kept:
             await self._writer.do(functools.partial(self._show, kind, data))

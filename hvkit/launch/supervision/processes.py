@@ -56,8 +56,8 @@ def end_descendants(
     Args:
         seconds_left: returns how long they still have to end after SIGTERM, which may change while
             this function waits; ``None`` for SIGKILL at once.
-        leader: one of them that ends those below itself, such as the workers of a data loader, and
-            needs them until then: they get SIGTERM after it has ended.
+        leader: one of them that needs the processes below it, such as the workers of a data loader,
+            until it has ended: they get SIGTERM only then.
     """
     if seconds_left is not None and seconds_left() > 0:
         below = _below(leader)
@@ -67,8 +67,8 @@ def end_descendants(
             _send(ending, signal.SIGCONT)  # one that was stopped gets SIGTERM when it goes on
             while seconds_left() > 0 and any(map(_runs, ending)):
                 time.sleep(_POLL)
-    # A round finds what the processes of the last one started meanwhile. The number of rounds is
-    # limited because a process that waits for a disk may not end at all.
+    # Each round finds the processes that those of the last one have started since. The number of
+    # rounds is limited because a process that waits for a disk may not end at all.
     for _ in range(_ROUNDS):
         if not (running := [process for process in _descendants() if _runs(process)]):
             return
@@ -76,10 +76,7 @@ def end_descendants(
 
 
 def interrupt(leader: int) -> None:
-    """Send SIGINT to a child and to the processes below this one that are in its process group.
-
-    Ctrl-C in a terminal would reach the same ones.
-    """
+    """Send SIGINT to a child and all of its process group below this process, as Ctrl-C would."""
     with contextlib.suppress(ProcessLookupError):
         group = os.getpgid(leader)
         _send([each for each in _descendants() if _group(each) == group], signal.SIGINT)
@@ -88,10 +85,10 @@ def interrupt(leader: int) -> None:
 def end_remote_launcher(started_by_it: int) -> None:
     """End the launcher's processes on this host when its own host cannot be reached any more.
 
-    Its daemon and its end of the ssh connection would wait for TCP to give up, for many minutes.
+    Its daemon and sshd would wait many minutes for a TCP timeout.
 
     Args:
-        started_by_it: the process below these; it stays.
+        started_by_it: the process that they started, which is not ended.
     """
     found = []
     with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -131,7 +128,7 @@ def _group(process: psutil.Process) -> int | None:
 
 
 def _send(processes: Sequence[psutil.Process], number: signal.Signals) -> list[psutil.Process]:
-    """Send a signal to processes; return those that were there to get it."""
+    """Send a signal to processes; return those that got it."""
     reached = []
     for process in processes:
         # AccessDenied: a command may run as another user; then it is not ours to end.

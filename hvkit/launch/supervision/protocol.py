@@ -3,12 +3,12 @@
 A frame is a kind, a length and that many bytes. Before the first one, both ends prove that they
 know the key of the run (``hvkit.handshake``).
 
-**Liveness.** The kernels watch the connection, not the processes. While a process waits for a disk
-or a core, its kernel still acknowledges; when a process ends, its kernel closes the connection. If
-neither happens, the host or the network is gone. This works only while the receiver's kernel has
-room for the data: it acknowledges a full buffer more and more rarely. So an agent sends at most
-``WINDOW`` bytes of output that the supervisor has not taken yet, less than that kernel can hold
-while ``hvkit run`` or its terminal is stopped.
+**Liveness.** TCP keep-alive in the kernels detects a lost connection. While a process waits for a
+disk or a core, its kernel still acknowledges packets; when a process ends, its kernel closes the
+connection. If neither happens, the host or the network is lost. A kernel whose receive buffer is
+full acknowledges more and more rarely. So an agent sends at most ``WINDOW`` bytes of output that
+the supervisor has not read yet: its kernel can hold as much while ``hvkit run`` or its terminal is
+stopped.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ WINDOW = 1 << 16
 """Bytes of output, with headers, that an agent may send ahead of the supervisor."""
 
 RECEIVE_BUFFER = 4 * WINDOW
-"""Bytes of the supervisor's receive buffer: the kernel counts its own overhead, too."""
+"""Bytes of the supervisor's receive buffer, larger since the kernel includes its own overhead."""
 
 # In Linux' struct tcp_info: milliseconds since the last acknowledgement.
 _TCP_INFO_BYTES = 60
@@ -60,17 +60,17 @@ class Kind(IntEnum):
     STDERR = 3
     """Bytes that the command wrote to its standard error."""
     STOPPED = 4
-    """Somebody other than the supervisor, the launcher for instance, is ending the command."""
+    """The command is being ended, by the supervisor or for instance by the launcher."""
     ENDED = 5
     """How the command ended, in JSON."""
     REPORT = 6
-    """What the rank reports, as ``hvkit.host.run_reports``: a line of JSON."""
+    """A report of the rank, see ``hvkit.host.run_reports``: a line of JSON."""
     SPANS = 11
-    """What the rank has done, as ``hvkit.watch.heartbeat``: a line of JSON. Counts as output."""
+    """What the rank has done, see ``hvkit.watch.heartbeat``: a line of JSON. Counts as output."""
     CLOCK = 12
     """The number of an ASK, and this host's ``time.monotonic()``, in JSON."""
     TAKEN = 7
-    """The number of bytes of output that the supervisor has taken since the last TAKEN."""
+    """The number of bytes of output that the supervisor has read since the last TAKEN."""
     SIGNAL = 8
     """The number of a signal to send to the command."""
     STOP = 9
@@ -184,13 +184,13 @@ class Connection:
                 self._window.notify_all()
             if isinstance(error, ConnectionLost):
                 raise
-            raise ConnectionLost(f"what comes is not from a supervisor: {error}") from error
+            raise ConnectionLost(f"the other end is no supervisor: {error}") from error
 
     def finish(self) -> None:
         """Send nothing more; the supervisor then closes the connection.
 
-        Closing it here instead would discard data under way if a frame from the supervisor is
-        still unread.
+        Closing it here, with a frame from the supervisor unread, would discard data that is still
+        being sent.
         """
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
@@ -226,14 +226,14 @@ def header(data: bytes) -> tuple[Kind, int]:
 
 
 def fields(payload: bytes, **kinds: type) -> list[Any]:
-    """Values of a JSON object, in the order of their names here; None for one that it lacks.
+    """Values of a JSON object, in the order of ``kinds``; None for one that it lacks.
 
     Args:
         payload: of a frame.
-        **kinds: the type of each value; ``float`` takes whole numbers, too.
+        **kinds: by name, the type of each value; ``float`` accepts integers, too.
 
     Raises:
-        ValueError: it is no such object.
+        ValueError: it is no JSON object, or a value has another type.
     """
     try:
         values = json.loads(payload)

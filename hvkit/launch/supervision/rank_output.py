@@ -1,8 +1,8 @@
-"""What ranks print: shown here, written to log files, and the last lines kept for a report.
+"""Shows what ranks print, writes it to log files, and keeps the last lines for a report.
 
-A ``RankOutput`` turns the bytes of one rank into whole lines and whole tracebacks. The one
-``OutputWriter`` of a run does the writing on a thread of its own, so that a slow terminal blocks
-the ranks that print and nothing else.
+A ``RankOutput`` turns the bytes of one rank into whole lines and whole tracebacks. The run's
+``OutputWriter`` does all writing in a thread of its own, so that a slow terminal blocks only the
+ranks that print.
 """
 
 import asyncio
@@ -28,14 +28,14 @@ from hvkit.launch.supervision.tracebacks import (
 )
 from hvkit.wording import interrupted
 
-# Bytes: a longer line is shown in parts, and with more a traceback is not held back.
+# Bytes: a longer line is shown in parts, and a longer traceback is shown at once.
 _LONGEST_LINE = 1 << 16
-# Seconds to hold a traceback back: a rank that ends with it gets it into the report, once.
+# Seconds to hold a traceback back: if the rank then ends, only the report shows it.
 _HELD = 3.0
 
 _LOG = "rank-{}.log"
 LAUNCHER_LOG = "launcher.log"
-"""Name of the log file with what the launcher itself prints."""
+"""Name of the log file of the launcher's own output."""
 
 _Work = tuple[Callable[[], None], asyncio.AbstractEventLoop, "asyncio.Future[None]"]
 
@@ -49,8 +49,8 @@ class Style:
         timestamps: whether lines begin with the time at which they arrived here.
         log_dir: folder for one log file per rank, and one of the launcher, see ``make_room``;
             ``None`` for none.
-        ranks: the ranks whose output is shown; ``None`` for all. Output of the others goes to
-            their log files, and their last lines to the report of a failure.
+        ranks: the ranks whose output is shown; ``None`` for all. Log files, and the last lines in
+            the report of a failure, are of all ranks.
     """
 
     prefix: bool = False
@@ -64,22 +64,22 @@ class Style:
 
     @property
     def by_line(self) -> bool:
-        """Whether lines get something before them, and so must be shown whole."""
+        """Whether lines get a prefix, and so must be shown whole."""
         return self.prefix or self.timestamps
 
 
 class RankOutput:
     """The output of one rank, shown in whole lines, so that lines of different ranks do not mix.
 
-    The unfinished line of a progress bar is shown as far as it has come, see ``flush``. The log
-    file gets both streams; on this process each keeps its own.
+    The unfinished line of a progress bar is shown in its current state, see ``flush``. The log file
+    gets both streams; this process writes each to its own.
 
-    Standard output is shown as it comes. On standard error a traceback is held back until something
+    Standard output is shown at once. On standard error a traceback is held back until something
     else follows there, for three seconds at most: if the rank ends with it, the report of the run's
     failure shows it, or ``close`` does.
 
     Attributes:
-        interrupted: whether Ctrl-C has ended the run: one line stands for its tracebacks.
+        interrupted: whether Ctrl-C has ended the run: one line then replaces its tracebacks.
 
     Args:
         rank: its number.
@@ -104,7 +104,7 @@ class RankOutput:
         # The last traceback on standard error, and whether nothing has followed it there.
         self._traceback = Traceback()
         self._in_traceback = False
-        # What of it is held back, as it is shown.
+        # The part of it that is held back, with its prefixes.
         self._held = b""
         self._held_since = 0.0
         self.interrupted = False
@@ -138,7 +138,7 @@ class RankOutput:
         """Show unfinished lines, unless lines must be shown whole, and what was held too long.
 
         Args:
-            failed: whether the rank has failed: a report may show what is held.
+            failed: whether the rank has failed, so that the report may show what is held back.
         """
         if self._held and not failed and time.monotonic() - self._held_since > _HELD:
             self._release()
@@ -149,7 +149,7 @@ class RankOutput:
         """Show unfinished lines and what is held back, and close the log file.
 
         Args:
-            drop: whether to show no traceback that is held back: a report has it.
+            drop: whether to drop a traceback that is held back, since the report shows it.
         """
         if drop:
             self._held = b""
@@ -160,7 +160,7 @@ class RankOutput:
             self._log = None
 
     def close_interrupted(self) -> None:
-        """As ``close``, after Ctrl-C: one line stands for the tracebacks that it has left."""
+        """As ``close``, after Ctrl-C: one line replaces the tracebacks that it has caused."""
         self.interrupted = True
         self.close()
         if self._interrupted_at is None:
@@ -170,7 +170,7 @@ class RankOutput:
             self._show(Kind.STDERR, self._decorated(said.encode()) + b"\n")
 
     def last_lines(self) -> list[str]:
-        """The last lines of both streams that say why the rank ends: a traceback is whole."""
+        """The last lines of both streams that explain why the rank ends; a traceback is whole."""
         lines, whole = self._last.telling(), self._lines_of_traceback()
         if not whole or whole[-1] not in lines:
             return lines
@@ -182,7 +182,7 @@ class RankOutput:
         return self._last.all()
 
     def last_traceback(self) -> list[str]:
-        """The traceback that is the last on standard error; empty if something else is."""
+        """The traceback at the end of standard error; empty if something else follows it."""
         return self._lines_of_traceback() if self._in_traceback else []
 
     def _lines_of_traceback(self) -> list[str]:
@@ -190,7 +190,7 @@ class RankOutput:
         return [line for line in lines if line.strip()]
 
     def _take_errors(self, lines: bytes) -> None:
-        """Show whole lines of standard error, or hold them back if they are of a traceback."""
+        """Show whole lines of standard error; hold back those of a traceback."""
         while lines:
             if not self._in_traceback:
                 begins = beginning(lines)
@@ -280,7 +280,7 @@ def _log_file(folder: Path | None, rank: int) -> BinaryIO | None:
 class OutputWriter:
     """A thread that writes output in order. After an error it writes nothing more.
 
-    It is a daemon thread, so a write that blocks for ever does not keep this process alive.
+    It is a daemon thread, so a write that blocks forever does not keep this process alive.
 
     Args:
         on_problem: called in the event loop when something cannot be written.

@@ -1,13 +1,13 @@
 """What ``hvkit top`` shows of a running ``hvkit run``: a Unix socket with the newest state.
 
 ``hvkit run`` keeps its state in a ``RunStatus`` from its first check of hosts to its end, over all
-restarts, and a thread of it answers. The socket is ``PID`` in a folder that only this user can
-enter. Whoever connects gets the state as JSON, and the connection is closed.
+restarts. A thread serves it: the socket is ``PID`` in a folder that only this user can enter, and
+a client that connects gets the state as JSON.
 
 Ranks report where they are at each full second of the clock (``hvkit.watch.heartbeat``), and so at
 the same instant, as far as their hosts' clocks agree. The supervisor keeps the last reports of each
-rank, and ``hvkit top`` shows all ranks at the newest second that all of them have reported: a rank
-whose report came first does not seem to be steps behind.
+rank, and ``hvkit top`` shows all ranks at the newest second that all of them have reported. So a
+rank whose report arrives first does not seem to be behind.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hvkit.host.run_reports import Whereabouts
 from hvkit.log import logger
 
 _ANSWERS_WITHIN = 5.0
-# Seconds for which reports are kept, and without one after which nobody waits for a rank's next.
+# Seconds for which reports are kept; and after which a rank without a new report is not waited for.
 _KEPT = 8
 _SILENT_AFTER = 3.0
 # Seconds until the thread accepts clients again, if this process has too many open files.
@@ -51,7 +51,7 @@ class RankReport(Whereabouts, total=False):
 
 
 class RankState(RankReport):
-    """A rank, and its report at the moment of all that run; empty before its first."""
+    """A rank, with its report of the second that is shown; without one before its first report."""
 
     rank: Required[int]
     host: Required[str]
@@ -105,7 +105,7 @@ class RankReports:
     """The last reports of one rank, each at a second of this host's clock."""
 
     def __init__(self) -> None:
-        # The host's clock may be another one: the quickest of the last reports says which.
+        # A host's clock may differ: the smallest delay of the last reports is the difference.
         self._delays: deque[float] = deque(maxlen=_KEPT)
         self._kept: deque[tuple[int, RankReport]] = deque(maxlen=_KEPT)
         self._arrived = 0.0
@@ -161,10 +161,10 @@ def folder() -> Path:
 
 @contextlib.contextmanager
 def serve(state: Callable[[], dict[str, Any]]) -> Iterator[None]:
-    """Answer while this lasts; a host without a place for the socket has a run without ``top``.
+    """Within: answer clients. If the socket cannot be made, ``hvkit top`` does not show this run.
 
     Args:
-        state: returns what to answer; called in threads.
+        state: returns the answer; called in threads.
     """
     path = folder() / str(os.getpid())
     with contextlib.ExitStack() as at_end:
@@ -172,7 +172,7 @@ def serve(state: Callable[[], dict[str, Any]]) -> Iterator[None]:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             _require_own(path.parent)
             listener = at_end.enter_context(socket.socket(socket.AF_UNIX))
-            # Nobody finds it before it listens: who is refused takes a socket for a dead run's.
+            # Renamed once it listens: a client that is refused takes a socket for a dead run's.
             hidden = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
             listener.bind(str(hidden))
             listener.listen()
@@ -214,7 +214,7 @@ def _remove(path: Path, inode: int) -> None:
 
 
 def running() -> list[int]:
-    """The processes that answer, the newest first."""
+    """The process ids of the runs that answer, the newest first."""
     try:
         _require_own(folder())
         found = [each for each in folder().iterdir() if each.name.isdecimal()]
@@ -239,9 +239,7 @@ def read(process: int) -> dict[str, Any]:
     path = folder() / str(process)
     try:
         _require_own(path.parent)
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(_ANSWERS_WITHIN)
-            connection.connect(str(path))
+        with _connected(path) as connection:
             answer = b""
             while more := connection.recv(1 << 16):
                 answer += more
@@ -261,9 +259,7 @@ def read(process: int) -> dict[str, Any]:
 
 def _answers(path: Path) -> bool:
     try:
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(_ANSWERS_WITHIN)
-            connection.connect(str(path))
+        _connected(path).close()
     except ConnectionRefusedError:  # left by a run that was killed
         path.unlink(missing_ok=True)
         return False
@@ -272,11 +268,22 @@ def _answers(path: Path) -> bool:
     return True
 
 
+def _connected(path: Path) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.settimeout(_ANSWERS_WITHIN)
+        connection.connect(str(path))
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
 def _require_own(path: Path) -> None:
     """Refuse a folder that someone else has made under that name.
 
     Raises:
-        HvkitError: it is no folder of this user's alone.
+        HvkitError: it is no folder that only this user can enter.
         OSError: there is none.
     """
     found = path.lstat()

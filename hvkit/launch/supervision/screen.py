@@ -1,8 +1,8 @@
-"""What this process writes to its terminal or files: ranks' output, and its own lines between it.
+"""Standard output and error of this process: shows ranks' output, and lines of ``hvkit run``.
 
 A progress bar has no end of line until it is full. What another rank, the launcher or ``hvkit run``
-itself writes meanwhile begins on a line of its own. Other output goes into files and pipes byte for
-byte: it may be cut anywhere, and need not be text.
+itself writes meanwhile begins on a line of its own. Other output is written to files and pipes byte
+for byte: it may be cut anywhere, and need not be text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import threading
 
 from hvkit.launch.supervision.protocol import Kind
 
-# Bars and the like begin so, to draw over what is there.
+# Progress bars begin so, to draw over what is there.
 _DRAWS_OVER = re.compile(rb"[\b]*\r")
 _FAILURE = "\x1b[1;31m{}\x1b[0m"
 
@@ -25,10 +25,11 @@ class Screen:
     """Standard output and error of this process; several threads may write."""
 
     def __init__(self) -> None:
-        # A terminal, and `2>&1`, are one place: what one stream leaves open, the other finds.
+        # On a terminal, and with `2>&1`, both streams are one place: a line that one leaves
+        # unfinished is there for the other, too.
         self._one = _same_file(1, 2)
         self._locks = {1: threading.Lock(), 2: threading.Lock()}
-        # By place: who has left a line unfinished, and in which file.
+        # By place: the writer of its unfinished line, and the stream.
         self._open: dict[int, tuple[object, int]] = {}
         # Of these, places where what is unfinished is a progress bar.
         self._bars: set[int] = set()
@@ -39,9 +40,9 @@ class Screen:
         Args:
             kind: the stream to write to.
             data: the bytes.
-            writer: whose output that is: a line that somebody else has begun gets its end before,
-                on a terminal or if it is a progress bar. None: this process, which always begins
-                on a line of its own.
+            writer: identifies the source. An unfinished line of another writer is ended before, on
+                a terminal or if it is a progress bar. None: this process, which always begins a new
+                line.
         """
         file = 1 if kind is Kind.STDOUT else 2
         place = self._place(file)
@@ -64,7 +65,7 @@ class Screen:
 
         Args:
             text: the lines.
-            failed: whether the first one says what has failed: in colour on a terminal.
+            failed: whether the first one reports a failure: it is in colour on a terminal.
         """
         first, *rest = text.split("\n")
         lines = [_FAILURE.format(first) if failed and in_colour() else first, *rest]
@@ -72,7 +73,7 @@ class Screen:
             self.show(Kind.STDERR, "".join(f"{line}\n" for line in lines).encode())
 
     def _stands_apart(self, place: int, file: int, writer: object, data: bytes) -> bool:
-        """Whether data gets a line of its own after what somebody else has left unfinished."""
+        """Whether data begins a new line after the unfinished line of another writer."""
         apart = writer is None or place in self._bars or os.isatty(file)
         return apart and not _DRAWS_OVER.match(data)
 

@@ -25,15 +25,15 @@ COMMAND_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 """Those that go to the command of every rank."""
 
 
-# A batch system and a launcher may each pass the same signal on. One that comes later than so many
-# seconds after the first is another one.
+# A batch system and a launcher may both pass on the same signal. After so many seconds, another
+# signal is not the same one.
 _SAME = 2.0
 
 
 class EndedBySignal(SystemExit):
-    """A signal ends the run; raised where the main thread is, so that it cleans up.
+    """A signal ends the run; raised in the main thread, wherever it is, so that it cleans up.
 
-    A ``SystemExit``, which event loops pass on.
+    It is a ``SystemExit`` because event loops do not catch that.
 
     Attributes:
         code: the exit status.
@@ -84,23 +84,23 @@ class _Ends:
         self._saved = saved
 
     def __call__(self, number: int, _: FrameType | None) -> None:
-        # Not print, which may be what the signal has interrupted.
+        # Not print: the signal may have interrupted one.
         with contextlib.suppress(OSError):
             os.write(2, f"{ended_text(signal.Signals(number), self._saved())}\n".encode())
         raise EndedBySignal(128 + number)
 
 
 def run_until_signal(main: Coroutine[Any, Any, T]) -> T:
-    """As ``asyncio.run``, within ``end_on_signals`` or not.
+    """``asyncio.run`` that also works within ``end_on_signals``.
 
-    A handler that raises may do so anywhere in the event loop's own code, which then loses the
-    exception, or the processes that it has started. So a signal cancels ``main``, and its handler
-    runs when the loop is closed.
+    An exception of a signal handler may be raised anywhere in the event loop's own code, which then
+    loses the exception, or the processes that it has started. So a signal cancels ``main``, and its
+    handler runs after the loop is closed.
 
     Raises:
         EndedBySignal: a signal ends the run.
     """
-    if threading.current_thread() is not threading.main_thread():  # signals are not its business
+    if threading.current_thread() is not threading.main_thread():  # it gets no signals
         return asyncio.run(main)
     came: list[int] = []
     first = 0.0
@@ -119,7 +119,7 @@ def run_until_signal(main: Coroutine[Any, Any, T]) -> T:
                 first = time.monotonic()
                 with contextlib.suppress(RuntimeError):  # the loop is closed
                     loop.call_soon_threadsafe(cancel)
-            elif time.monotonic() - first > _SAME:  # the end takes too long for whoever sends it
+            elif time.monotonic() - first > _SAME:  # a second signal: end at once
                 with contextlib.suppress(EndedBySignal):
                     ends(number, frame)
                 os._exit(128 + number)
@@ -138,7 +138,7 @@ def run_until_signal(main: Coroutine[Any, Any, T]) -> T:
                 signal.signal(number, note)
         try:
             result = runner.run(cancellable())
-        except BaseException:  # also one of the clean-up
+        except BaseException:  # including an error of the clean-up
             if not came:
                 raise
     if came:
@@ -148,7 +148,7 @@ def run_until_signal(main: Coroutine[Any, Any, T]) -> T:
 
 @contextlib.contextmanager
 def _woken_by_signals(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-    """Within: a signal that comes just before the loop begins to wait ends that wait, too."""
+    """Within: a signal also wakes up a loop that was just about to wait."""
     reader, writer = socket.socketpair()
     with reader, writer:
         reader.setblocking(False)
@@ -164,7 +164,7 @@ def _woken_by_signals(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Within: signals that end the run do nothing, as it ends already, and has to clean up."""
+    """Within: signals that end the run do nothing, since it is ending and cleaning up."""
     with same_handlers_after():
         for number in END_SIGNALS:
             signal.signal(number, lambda *_: None)
@@ -173,7 +173,7 @@ def undisturbed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def same_handlers_after() -> Iterator[None]:
-    """Afterwards, signals do what they did before; an event loop leaves the system's defaults."""
+    """Restore the signal handlers afterwards; an event loop would leave the system's defaults."""
     before = {number: signal.getsignal(number) for number in (*END_SIGNALS, *COMMAND_SIGNALS)}
     try:
         yield

@@ -1,4 +1,4 @@
-"""Runs a launcher, watches its ranks, and ends everything on all hosts when one thing ends."""
+"""Runs a launcher, watches its ranks, and ends everything on all hosts after a failure."""
 
 import asyncio
 import contextlib
@@ -45,9 +45,9 @@ from hvkit.launch.supervision.timeline import Timeline
 from hvkit.launch.supervision.tracebacks import Raised
 
 # All in seconds.
-# After the first failure, other ranks fail by themselves, with errors that help to find the cause.
+# For other ranks to fail by themselves after the first, with errors that help to find the cause.
 _OTHERS_FAIL = 2.0
-# Hosts that are lost at the same moment are noticed within one probe interval.
+# For other lost hosts to be noticed: of those lost together, within one probe interval.
 _OTHERS_LOST = 1.2
 # For agents to end, in addition to the grace of their commands; shorter when a host is lost, since
 # its agents will not answer at all.
@@ -55,10 +55,10 @@ _AGENTS_END = 3.0
 _AGENTS_END_BUT_LOST = 1.0
 # For the launcher to end by itself after its ranks, and for agents after their launcher.
 _LAUNCHER_ENDS = 1.5
-# For what a launcher has printed to arrive after its end.
+# For the launcher's last output to arrive after its end.
 _LAUNCHER_PRINTS = 0.3
-# A try that ends sooner, and without a step of hvkit's, has not begun to train. Ranks that train
-# without hvkit report no steps.
+# A try that ends within this time, and without a step that hvkit counts, has not begun to train.
+# Ranks that train without hvkit report no steps.
 _BEGINS = 600.0
 # For a launcher to notice that all ranks have ended well.
 _LAUNCHER_NOTICES = 5.0
@@ -73,8 +73,8 @@ class SupervisedRun:
         environ: the launcher's environment.
         launcher: its name in messages.
         size: the number of ranks.
-        addresses: addresses of this host that agents try; the loopback address alone for a run on
-            one host.
+        addresses: addresses of this host that agents try; for a run on one host, only the loopback
+            address.
         lost_after: seconds without an acknowledgement after which a host counts as lost; ``None``
             for never.
         grace: seconds that commands have to end, after a signal or the failure of another rank.
@@ -82,9 +82,9 @@ class SupervisedRun:
         hosts: by rank, the name of its host in the hostfile or list.
         here: environment variables for the ranks on this host only.
         style: how to show output.
-        timeline: takes the spans of all ranks; None if nobody wants them.
+        timeline: gets the spans of all ranks; None if the run has no timeline.
         status: gets the newest state of the ranks, for ``hvkit top``.
-        saved_in: as in ``Supervisor``: one for all tries, which the supervisor updates.
+        saved_in: as in ``Supervisor``, which updates it; the same dict in all tries.
     """
 
     command: Sequence[str]
@@ -110,8 +110,8 @@ class Outcome:
     Attributes:
         status: the exit status of the rank that failed first, or 0.
         reason: what ended it, in one line; empty if all ranks ended well.
-        restartable: whether another try may end otherwise. Not after a signal to this process, and
-            not if a command does not exist or output cannot be written.
+        restartable: whether another try may succeed: not after a signal to this process, nor if
+            the command does not exist or output cannot be written.
         preempted: whether the ranks have left after SIGTERM, with a checkpoint.
         terminated: the ranks that got that SIGTERM.
         saved: the step of the newest checkpoint; None if the run has saved or resumed none.
@@ -130,12 +130,12 @@ class Outcome:
 
 
 def supervise(run: SupervisedRun) -> Outcome:
-    """Run it to its end.
+    """Start the ranks, and supervise them to their end.
 
-    SIGINT, SIGTERM and SIGHUP end everything; the exit status is then 128 plus the signal's number.
-    After SIGINT, ranks get SIGINT, SIGTERM and SIGKILL, each ``grace`` seconds after the one
-    before; after the others, SIGTERM and SIGKILL. A further signal moves on to the next step at
-    once. SIGUSR1 and SIGUSR2 go to the command of every rank.
+    SIGINT, SIGTERM and SIGHUP end the run, with exit status 128 plus the signal's number. After
+    SIGINT, ranks get SIGINT, SIGTERM and SIGKILL, each ``grace`` seconds after the one before;
+    after the others, SIGTERM and SIGKILL. A further signal has the next of these sent at once.
+    SIGUSR1 and SIGUSR2 go to the command of every rank.
     """
     adopt_orphans()
     supervision = _Supervision(run)
@@ -202,9 +202,8 @@ class _Supervision:
         return replace(outcome, replicas=self.supervisor.replicas)
 
     def ended(self, status: int, reason: str) -> Outcome:
-        """The outcome of a run that another try may bring to a better end."""
-        restartable = not self.signalled_late
-        return Outcome(status, reason, restartable=restartable, saved=self.supervisor.saved)
+        """The outcome of a run for which another try may succeed."""
+        return Outcome(status, reason, restartable=True, saved=self.supervisor.saved)
 
     async def start(self, port: int) -> asyncio.subprocess.Process:
         run = self.run
@@ -223,8 +222,8 @@ class _Supervision:
             return await asyncio.create_subprocess_exec(
                 *run.command,
                 env={**run.environ, **own},
-                # What stands on standard input is for whoever comes after this run, as in a loop of
-                # a shell; and Open MPI 5 does not pass on its end.
+                # Standard input is left for the commands that follow in a shell's loop. And Open
+                # MPI 5 does not pass on its end.
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=streams[0],
                 stderr=streams[1],
@@ -237,19 +236,19 @@ class _Supervision:
                 os.close(stream)
 
     async def close(self, status: int | None) -> None:
-        """Show what was not shown yet, but for what the report of a failure makes needless.
+        """Show the rest of the output, without what the report of a failure repeats.
 
         Args:
             status: as for ``conclude``.
         """
         await self.launcher_output.finish(_LAUNCHER_PRINTS)
-        if self.is_of_launcher(status):
+        if self.launcher_explains_end(status):
             await self.launcher_output.show_kept()
         about = self.supervisor.failures, self.supervisor.cause
         await self.supervisor.close(reported(*about))
 
-    def is_of_launcher(self, status: int | None) -> bool:
-        """Whether the launcher, or what it says, explains the end of the run."""
+    def launcher_explains_end(self, status: int | None) -> bool:
+        """Whether the launcher's last output may explain the end of the run."""
         if self.hurried or self.supervisor.left or status == 0:
             return False
         first = first_failure(self.supervisor.failures)
@@ -259,7 +258,7 @@ class _Supervision:
 
     @property
     def ends(self) -> bool:
-        """Whether the run ends, for whatever reason."""
+        """Whether the run is ending, for any reason."""
         ended = self.failed, self.signalled, self.supervisor.all_ended
         return self.stopping or any(event.is_set() for event in ended)
 
@@ -274,7 +273,7 @@ class _Supervision:
 
     @property
     def hurried(self) -> bool:
-        """Whether a signal or a write error ended the run, so that nobody waits for output."""
+        """Whether a signal or a write error ended the run: then do not wait for output."""
         return self.signalled.is_set() or self.supervisor.writer.problem is not None
 
     def on_end_signal(self, number: signal.Signals) -> None:
@@ -290,8 +289,8 @@ class _Supervision:
     async def wait(self, launcher: asyncio.subprocess.Process) -> None:
         """Wait until the launcher ends, a rank fails or a signal arrives.
 
-        When all ranks have ended well, do not wait for the launcher for long: Open MPI 5 sometimes
-        waits for ever for ranks that ended within milliseconds.
+        After all ranks have ended well, wait for the launcher for a few seconds only: Open MPI 5
+        sometimes waits forever for ranks that ended within milliseconds.
         """
         ended = asyncio.create_task(launcher.wait())
         failed, signalled, all_ended = (
@@ -313,7 +312,7 @@ class _Supervision:
     async def end(self, launcher: asyncio.subprocess.Process) -> None:
         """End the agents on all hosts, then the launcher."""
         if launcher.returncode is not None:
-            # The last output of agents may still be under way.
+            # The last output of agents may not have arrived yet.
             await self.supervisor.all_gone(_LAUNCHER_ENDS)
         if self.ended_by is signal.SIGINT:
             await self.interrupt()
@@ -380,8 +379,7 @@ class _Supervision:
         if first:
             outcome = self.ended(first.exit_status, in_one_line(*about))
             cannot_run = first.problem is not None and first.status == CANNOT_RUN
-            restartable = outcome.restartable and not cannot_run
-            return replace(outcome, restartable=restartable, raised=self.raised_early(first))
+            return replace(outcome, restartable=not cannot_run, raised=self.raised_early(first))
         if status is None and self.supervisor.all_ended.is_set():
             return Outcome(0)
         if status is None:
@@ -393,12 +391,12 @@ class _Supervision:
         return self.ended(status, reason)
 
     def raised_early(self, first: Failure) -> Raised | None:
-        """The exception that ended the run before it made a step; None for anything else."""
+        """The exception that ended the run before its first step; None for any other end."""
         steps = self.supervisor.step > (self.supervisor.resumed or 0)
         soon = time.monotonic() - self.begun < _BEGINS
         if steps or not soon:
             return None
-        if first.is_consequence:  # of an exception of a rank that was ended while it ended
+        if first.is_consequence:  # of a rank that was stopped while its exception ended it
             return next(filter(None, (each.raised for each in self.supervisor.failures)), None)
         return first.raised
 
@@ -427,7 +425,7 @@ class _Supervision:
 async def _first(
     tasks: Sequence["asyncio.Task[int] | asyncio.Task[bool]"], timeout: float | None = None
 ) -> None:
-    """Wait for the first of these tasks, or until the time is over."""
+    """Wait until the first of these tasks is done, for ``timeout`` seconds at most."""
     await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
 
 

@@ -1,4 +1,4 @@
-"""The end of the agents' connections in ``hvkit run``: collects output and failures."""
+"""The agents' connections in ``hvkit run``: collects the ranks' output, reports and failures."""
 
 import asyncio
 import functools
@@ -23,9 +23,9 @@ from hvkit.log import logger
 
 # Probes without an answer after which a host may be lost.
 _DOUBTFUL_PROBES = 2.5
-# Seconds.
+# Seconds between two comparisons of clocks.
 _BETWEEN_CLOCKS = 2.0
-# Of a clock, since 1970.
+# Seconds since 1970; no clock shows more.
 _LATEST = 1e12
 
 
@@ -67,8 +67,8 @@ class Supervisor:
         host_lost: whether a host was lost.
         failures: the failures so far, in the order in which they became known.
         saved: the step of the newest checkpoint that the run has saved or resumed; None for none.
-        saved_in: the step that was saved or resumed last, by a short name of the directory; also
-            by the tries before.
+        saved_in: the step that was saved or resumed last, by a short name of the directory;
+            includes earlier tries.
         resumed: the step at which the ranks have resumed, 0 for the beginning; None if they have
             not looked for a checkpoint.
         step: the last step that a rank has begun.
@@ -76,7 +76,7 @@ class Supervisor:
         cause: why the ranks have ended the run together; empty if they have not.
         terminated: the ranks that got SIGTERM, with their hosts.
         left: the ranks that have saved a checkpoint after SIGTERM, and ended.
-        timeline: takes the spans of the ranks; None if nobody wants them.
+        timeline: gets the spans of the ranks; None if the run has no timeline.
     """
 
     size: int
@@ -134,7 +134,7 @@ class Supervisor:
 
     @property
     def newest(self) -> int | None:
-        """The step of the newest checkpoint, also if a try before has saved it."""
+        """The step of the newest checkpoint, of this or an earlier try; None for none."""
         return max(self.saved_in.values(), default=None) if self.saved is None else self.saved
 
     @property
@@ -149,7 +149,7 @@ class Supervisor:
         return any(self._silent_for(self._ranks[number]) > doubt for number in self._connected)
 
     async def show_unfinished_lines(self) -> None:
-        """Show every second the unfinished lines of all ranks; never returns."""
+        """Every second, show the unfinished lines of all ranks; never returns."""
         while True:
             await asyncio.sleep(1)
             await self.writer.do(self._flush)
@@ -209,10 +209,10 @@ class Supervisor:
         return True
 
     async def close(self, reported: Collection[int] = ()) -> None:
-        """Admit no more agents, show what was not shown yet, and close the log files.
+        """Admit no more agents, show the rest of the output, and close the log files.
 
         Args:
-            reported: the ranks whose tracebacks need not be shown, if that has not happened yet.
+            reported: the ranks whose tracebacks are dropped if they were not shown yet.
         """
         self._closed = True
         self._listener.close()
@@ -287,7 +287,7 @@ class Supervisor:
     async def _register(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> _Rank | None:
-        """Read the agent's HELLO; ``None`` if its output cannot be taken."""
+        """Read the agent's HELLO; ``None`` if that is invalid, or its log file cannot be opened."""
         kind, payload = await _read_frame(reader)
         if kind is not Kind.HELLO:
             return None
@@ -310,7 +310,7 @@ class Supervisor:
         return rank
 
     async def _follow(self, rank: _Rank) -> None:
-        """Take a rank's output until it has ended."""
+        """Handle a rank's frames until it has ended."""
         while True:
             kind, payload = await _read_frame(rank.reader)
             if kind in (Kind.STDOUT, Kind.STDERR):
@@ -351,7 +351,7 @@ class Supervisor:
     def _take_report(self, rank: _Rank, line: bytes) -> None:
         try:
             values = json.loads(line)
-        except (ValueError, RecursionError):  # the script has written to a pipe of hvkit's
+        except (ValueError, RecursionError):  # the script has written to hvkit's pipe
             self._warn("a rank's report is no JSON: %r", line[:80])
             return
         match values:
@@ -370,7 +370,7 @@ class Supervisor:
                 self.replicas = True
             case {"cause": str(text)}:
                 self.cause = self.cause or text  # others follow from the first
-            case {"terminated": True} if not self.left:  # else by the launcher, as others end
+            case {"terminated": True} if not self.left:  # later ones come from the launcher
                 if not (self.terminated or self.failures or self._grace is not None):
                     who = f"rank {rank.number} on {rank.host} got SIGTERM"
                     self._warn("%s: all ranks leave as soon as they have saved a checkpoint", who)
@@ -441,7 +441,7 @@ class Supervisor:
         self.on_failure()
 
     def _warn_if_older(self, step: int | None, saved: int | None) -> None:
-        """Say that ranks resume an older checkpoint than they could if a host was not lost."""
+        """Warn if ranks resume an older checkpoint than the last, whose host is lost."""
         if saved is None or (step is not None and step >= saved):
             return
         self._warn(

@@ -1,13 +1,13 @@
 """``hvkit run --timeline``: the spans of all ranks in one Chrome trace, with aligned clocks.
 
 The format is the JSON array of Chrome's trace events, which Perfetto (ui.perfetto.dev) and
-``chrome://tracing`` open; they also open a file whose end is missing. Ranks are processes of the
-trace, the threads of their scripts its threads.
+``chrome://tracing`` open, also if the end of the file is missing. A rank is shown as a process, and
+the threads of its script as threads.
 
-**Clocks.** Hosts count seconds from moments of their own. The supervisor asks each agent for its
-host's clock every few seconds. The answer was given between question and answer, so with the
-middle as its time the error is at most half of the round trip (Cristian, "Probabilistic clock
-synchronization", 1989). The quickest of the last answers counts, which also follows a drift.
+**Clocks.** Monotonic clocks of hosts start at different times. The supervisor requests each agent's
+clock every few seconds. The reply shows a time between request and reply. If the middle is taken
+for it, the error is at most half of the round trip (Cristian, "Probabilistic clock
+synchronization", 1989). The fastest of the last replies is used, so a drift is followed.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any, TextIO
 from hvkit.errors import LaunchError
 from hvkit.log import logger
 
-# Answers that count.
+# Replies that are kept.
 _ANSWERS = 30
-# Lines of spans that may come before the first answer.
+# Lines of spans of a rank that are kept before the first reply.
 _WAITING = 1000
-# Microseconds of a span: what JSON's readers count exactly.
+# Microseconds of a span: JSON's numbers are exact up to here.
 _LONGEST = 1 << 53
 
 
@@ -39,20 +39,20 @@ class HostClock:
         self._answers: deque[tuple[float, float]] = deque(maxlen=_ANSWERS)
 
     def ask(self, now: float) -> int:
-        """Begin a question at this moment; return its number."""
+        """Note the time of a request; return its number."""
         self._number += 1
         self._asked = {self._number: now}
         return self._number
 
     def answered(self, number: int, theirs: float, now: float) -> None:
-        """Take an answer: the other clock's reading, and this clock's when it came."""
+        """Use a reply: the time on the other clock, and on this one when it arrived."""
         asked = self._asked.pop(number, None)
         if asked is not None:
             self._answers.append((now - asked, theirs - (asked + now) / 2))
 
     @property
     def ahead(self) -> float | None:
-        """Seconds; None before the first answer."""
+        """Seconds; None before the first reply."""
         return min(self._answers)[1] if self._answers else None
 
 
@@ -105,7 +105,7 @@ class Timeline:
 
     def close(self) -> None:
         """Complete the file."""
-        # Each event ends with a comma, and so does not the last one of JSON.
+        # Each event ends with a comma, which JSON does not allow after the last one.
         self._write(json.dumps({"name": "end", "ph": "M", "pid": 0, "args": {}}) + "\n]\n")
         if self._file is not None:
             self._file.close()
@@ -136,7 +136,7 @@ class Timeline:
         return events
 
     def _names(self, rank: int, host: str, thread: int) -> list[dict[str, Any]]:
-        """What names a rank and a thread, before their first span."""
+        """The events that name a rank and a thread, before their first span."""
         if (rank, thread, host) in self._named:
             return []
         self._named.add((rank, thread, host))

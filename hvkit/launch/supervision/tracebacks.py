@@ -1,4 +1,4 @@
-"""Python's tracebacks in what a rank prints: where one begins, what it says, what Ctrl-C leaves."""
+"""Finds Python's tracebacks in what a rank prints, and reads exceptions and places from them."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ _HEADS = (
 )
 _HEAD = "|".join(map(re.escape, _HEADS))
 _IN_THREAD = "Exception in thread "
-# A traceback, or the error of a file that is no Python, which comes without a head.
+# A traceback, or a SyntaxError of the script itself, which has no header.
 _BEGIN = re.compile(
     rf'^(?:{_IN_THREAD}[^\n]*\n)?(?:{_HEAD})|^  File "[^"\n]+", line \d+\n'.encode(),
     re.MULTILINE,
 )
-# The same behind the unfinished line of a progress bar, and lines of hvkit's there.
+# A traceback, or a line of hvkit's, after the unfinished line of a progress bar.
 _GLUED = re.compile(rf"(\r[^\r\n]+?)({_HEAD}|hvkit: )".encode())
 _FRAME = re.compile(r'\s*(?:\| +)?File "(.+?)", line (\d+)')
 _ERROR = re.compile(r"[A-Za-z_][\w.<>]*(?=:|$)")
 _LINK = re.compile(r"(During handling of the above|The above exception was) .*:$")
 _OF_GROUP = re.compile(r"\s+[|+]")
 _GROUP_ENDS = re.compile(r"\s+\+-+$")
-# What begins so is no further line of an exception's message.
+# A line that begins with one of these does not belong to an exception's message.
 _NO_MESSAGE = (*_HEADS, _IN_THREAD, "hvkit: ", "\r")
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ")
 _INTERRUPT = "KeyboardInterrupt"
-# Of code that is wrong. Others may come from files, networks or memory, and not come again.
+# Exceptions of wrong code. Others may come from files, networks or memory, and not occur again.
 _LASTING = {
     *("SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"),
     *("NameError", "UnboundLocalError", "TypeError", "AttributeError"),
@@ -48,9 +48,9 @@ class _At(enum.Enum):
 
 
 class Traceback:
-    """A traceback as it comes, with those that follow because of it.
+    """A traceback while it arrives, together with those that are linked to it.
 
-    It ends with the exception's message. That may have several lines, which come in one piece.
+    It ends with the exception's message. A message of several lines must arrive in one piece.
 
     Attributes:
         text: its whole lines so far.
@@ -61,7 +61,7 @@ class Traceback:
         self._at = _At.START
 
     def take(self, lines: bytes) -> int:
-        """Take the first of these whole lines as far as they belong to it; return their length."""
+        """Add those of the first lines that belong to it; return their length in bytes."""
         taken = 0
         for line in lines.split(b"\n")[:-1]:
             at = self._after(line.decode(errors="replace").rstrip())
@@ -78,7 +78,7 @@ class Traceback:
             self._at = _At.END
 
     def _after(self, line: str) -> _At | None:
-        """Where it is after this line; None if the line does not belong to it."""
+        """The position after this line; None if the line does not belong to the traceback."""
         at = self._at
         if at is _At.START:
             return at if line.startswith(_IN_THREAD) else _At.FRAMES
@@ -97,12 +97,12 @@ class Traceback:
 
 @dataclass(frozen=True)
 class Raised:
-    """An exception and the lines that led to it; the message does not count.
+    """An exception and the lines that led to it, without its message.
 
     Attributes:
         kind: the exception's class.
         lines: files and lines, the innermost last.
-        refused: whether it is hvkit's, about an argument.
+        refused: whether hvkit raised it because of a wrong argument.
     """
 
     kind: str
@@ -115,28 +115,28 @@ class Raised:
 
     @property
     def lasts(self) -> bool:
-        """Whether the code is wrong, so that the exception will come again."""
+        """Whether the code is wrong, so that the exception will occur again."""
         return self.refused or self.kind in _LASTING
 
 
 def beginning(text: bytes) -> int | None:
-    """Where in whole lines a traceback begins; None if there is none."""
+    """The index at which a traceback begins in whole lines; None if there is none."""
     found = _BEGIN.search(text)
     return None if found is None else found.start()
 
 
 def separated(text: bytes) -> bytes:
-    """The text with a traceback, or a line of hvkit's, on a line of its own behind a bar's."""
+    """The text with a line break between a progress bar and a traceback or line of hvkit's."""
     return _GLUED.sub(rb"\1\n\2", text)
 
 
 def starts_a_line(data: bytes) -> bool:
-    """Whether what a rank writes begins with a traceback, or a line of hvkit's."""
+    """Whether the output begins with a traceback, or a line of hvkit's."""
     return data.startswith(tuple(each.encode() for each in (*_HEADS, "hvkit: ")))
 
 
 def raised(lines: Sequence[str]) -> Raised | None:
-    """The last exception that lines of output show with its place; None if there is none."""
+    """The last exception in lines of output that has a traceback; None if there is none."""
     found = None
     frames: list[tuple[str, int]] = []
     for line in lines:
@@ -151,7 +151,7 @@ def raised(lines: Sequence[str]) -> Raised | None:
 
 
 def interrupted_at(lines: Sequence[str]) -> str | None:
-    """The script's line at which Ctrl-C came, empty if unknown; None without a traceback of it."""
+    """The script's line that Ctrl-C interrupted, empty if unknown; None without its traceback."""
     if not any(line.startswith(_INTERRUPT) for line in lines):
         return None
     frames = [(frame[1], int(frame[2])) for line in lines if (frame := _FRAME.match(line))]
@@ -159,11 +159,11 @@ def interrupted_at(lines: Sequence[str]) -> str | None:
 
 
 def _place(frames: Sequence[tuple[str, int]], *, own: bool = False) -> str:
-    """The innermost of these lines that is of no library, or the innermost of all.
+    """The innermost line outside of libraries; if there is none, the innermost of all.
 
     Args:
         frames: files and lines.
-        own: whether to return an empty text if all are of libraries.
+        own: whether to return an empty text instead if all lines are in libraries.
     """
     of_script = [each for each in frames if not any(name in each[0] for name in _LIBRARIES)]
     if not of_script and own:
@@ -173,7 +173,7 @@ def _place(frames: Sequence[tuple[str, int]], *, own: bool = False) -> str:
 
 
 def _near(file: str) -> str:
-    """The file as seen from the working directory, if it is below that."""
+    """The path relative to the working directory, if the file is below that."""
     try:
         near = os.path.relpath(file) if os.path.isabs(file) else file
     except OSError:  # somebody removed the working directory
