@@ -1,4 +1,4 @@
-"""Records how a training run goes, and shows it: numbers a step, where its time goes, slow ranks.
+"""Records a training run, and shows it: metrics over steps, where the time goes, slow ranks.
 
 ::
 
@@ -11,7 +11,7 @@
     ├── host_load         the load of this host
     ├── records           what a record holds
     ├── run_file          what rank 0 writes of a run
-    └── writers           where to: metrics.jsonl, TensorBoard, the script's hook
+    └── writers           writes to metrics.jsonl, TensorBoard, and the script's hook
 
     recorded_run          reads what was written
     ├── terminal_report   shows a run in the terminal

@@ -1,4 +1,4 @@
-"""Line charts over steps, as SVG, and which numbers belong on one: of training and validation.
+"""Line charts over steps, as SVG; a metric of training and of validation shares a chart.
 
 All charts of a page share one range of steps.
 
@@ -21,16 +21,16 @@ COLOURS = tuple(
 )
 """Of the lines of a chart."""
 
-# Points of a curve.
+# The most points of a curve.
 _POINTS = 220
 # A curve of so few points has a dot at each.
 _DOTS = 24
-# Numbers beyond this have no place on an axis; NaN is not below it either.
+# Larger numbers, and NaN, are left out.
 _MOST = 1e100
 _WIDTH, _HEIGHT = 560, 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 10, 26
 
-# Prefixes of names, longest first where one begins with another, and what they say.
+# Prefixes of names and their meaning; a prefix that begins with another comes first.
 _KINDS = {
     "epoch_val_": "validation",
     "epoch_": "training",
@@ -56,8 +56,8 @@ class Name(NamedTuple):
 
     Attributes:
         base: what is measured: ``loss``.
-        kind: of what: ``training``, ``validation``; empty if the name does not say it, as for what
-            a training loop records of its batches.
+        kind: on which data: ``training``, ``validation``; empty if the name does not contain it, as
+            for the loss of a batch in a training loop.
     """
 
     base: str
@@ -65,7 +65,7 @@ class Name(NamedTuple):
 
 
 def name_of(metric: str) -> Name:
-    """What a name such as ``epoch_val_loss`` says."""
+    """The parts of a name such as ``epoch_val_loss``."""
     if metric in _NORMS:
         return Name("gradient_norm", _NORMS[metric])
     for prefix, kind in _KINDS.items():
@@ -78,9 +78,9 @@ def name_of(metric: str) -> Name:
 
 
 def numbers_by_chart(metrics: Iterable[str]) -> dict[str, dict[str, str]]:
-    """The metrics of each chart, by what they measure: the kind of each, by the metric's name.
+    """The metrics of each chart, by its title: the kind of each metric, by the metric's name.
 
-    Losses come first: they are what one looks for. Gradient norms come last.
+    Losses come first, gradient norms last.
     """
     names = {metric: name_of(metric) for metric in metrics}
     order = sorted(names, key=lambda m: ("loss" not in m, names[m].base == "gradient_norm"))
@@ -88,7 +88,7 @@ def numbers_by_chart(metrics: Iterable[str]) -> dict[str, dict[str, str]]:
     for metric in order:
         base, kind = names[metric]
         charts.setdefault(base, {})[metric] = kind or "batches"
-    # A chart of one line has the name that the script gave it.
+    # A chart with one line keeps the metric's own name.
     single = {base: next(iter(some)) for base, some in charts.items() if len(some) == 1}
     return {
         single.get(base, base): {single[base]: single[base]} if base in single else some
@@ -104,7 +104,7 @@ class ChartLine:
         name: for the legend.
         points: step and value.
         colour: as CSS.
-        faint: whether other lines of the chart say the same better.
+        faint: whether it is drawn faintly, behind a line that shows the same with less noise.
     """
 
     name: str
@@ -120,7 +120,7 @@ class Charts:
     Args:
         first: the first step on all of them.
         last: the last.
-        marks: steps at which a restart began.
+        marks: steps after which a restart began.
     """
 
     first: float
@@ -129,9 +129,9 @@ class Charts:
     _numbers: list[list[list[float]]] = field(default_factory=list)
 
     def data(self) -> dict[str, Any]:
-        """What the page's script reads: the range of steps, and each chart's lines.
+        """For the page's script: the range of steps, and each chart's lines.
 
-        A line is a list of steps and values in turn.
+        A line is a list in which steps and values alternate.
         """
         inner = {"left": _LEFT, "right": _WIDTH - _RIGHT, "width": _WIDTH}
         return {"first": self.first, "last": self.last, **inner, "charts": self._numbers}
@@ -254,7 +254,7 @@ def thinned(points: Points) -> list[tuple[float, float]]:
 
 
 def _rounded(value: float) -> float:
-    """A number as short as five digits allow, whole if it is."""
+    """A number rounded to five digits; an int if it is whole."""
     rounded = float(f"{value:.5g}") if abs(value) < 1e5 else round(value)
     return int(rounded) if rounded == int(rounded) else rounded
 

@@ -1,4 +1,4 @@
-"""What several runs came to, side by side; for the terminal and the page."""
+"""Compares several runs side by side; for the terminal and the page."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hvkit.monitor.step_times import PARTS
 from hvkit.monitor.terminal_report import troubles
 from hvkit.wording import counted, duration
 
-# Between runs, speeds and the size of a mean batch differ by less without a reason.
+# Speeds and mean batch sizes of runs may differ by this factor without a remark.
 _ALLOWANCE = 1.1
 
 
 def told_apart(folders: Sequence[Path]) -> list[str]:
-    """Names of folders: as much of the ends of their paths as tells them apart.
+    """Distinct names of folders: as many parts from the ends of their paths as it takes.
 
     Raises:
         ValueError: one is named twice.
@@ -38,11 +38,11 @@ def told_apart(folders: Sequence[Path]) -> list[str]:
 
 
 Row = tuple[str, list[str]]
-"""What it is, and its value for each run."""
+"""What is compared, and its value for each run."""
 
 
 def numbers(runs: Sequence[RecordedRun]) -> list[Row]:
-    """How large and how fast runs were."""
+    """The rows about the size and speed of runs."""
     found = [
         _row("ranks", runs, lambda run: f"{_ranks(run):,}"),
         _row("hosts", runs, lambda run: f"{len(set(run.hosts)):,}"),
@@ -61,7 +61,7 @@ def numbers(runs: Sequence[RecordedRun]) -> list[Row]:
 
 
 def remarks(runs: Sequence[RecordedRun]) -> list[str]:
-    """Sentences about speedups that do not come from the number of ranks alone."""
+    """Sentences about speedups that have other reasons than the number of ranks."""
     base = _one_rank(runs)
     if base is None:
         return []
@@ -97,7 +97,7 @@ def _ranks(run: RecordedRun) -> int:
 
 
 def _one_rank(runs: Sequence[RecordedRun]) -> RecordedRun | None:
-    """The run that speedups are over, which is measured; ``None`` without one to compare."""
+    """A run on one rank, for speedups over it; ``None`` if there is none, or no other run."""
     return next((run for run in runs if _ranks(run) == 1), None) if len(runs) > 1 else None
 
 

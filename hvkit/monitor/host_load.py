@@ -1,4 +1,4 @@
-"""How busy this host is: CPU, memory, network and GPUs; read by ``psutil`` and ``nvidia-ml-py``."""
+"""The load of this host: CPU, memory, network and GPUs, from ``psutil`` and ``nvidia-ml-py``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import psutil
 
 
 class HostLoad:
-    """Reads the load of this host since the last reading."""
+    """The load of this host since the last ``read``."""
 
     def __init__(self) -> None:
         self._nvml = _nvml()

@@ -1,4 +1,4 @@
-"""Keras: what is recorded of ``fit``, whatever its backend: metrics, epochs, their means."""
+"""Keras: what is recorded of ``fit`` on every backend: metrics, epochs, means over steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class FitRecorder(keras.callbacks.Callback):  # type: ignore[misc]
         self._monitor = monitor
         self._logs: Any = None
         self._means = MeansOfSteps(model)
-        # The step that these are of, in the monitor's count.
+        # The last step that is in the means, by the monitor's count.
         self.newest_step = -1
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -55,11 +55,11 @@ class FitRecorder(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 class MeansOfSteps:
-    """Means of Keras's metrics over some steps, where Keras shows those of the epoch so far.
+    """Means of Keras's metrics over some steps; Keras itself has those of the epoch so far.
 
-    A ``keras.metrics.Mean`` keeps a sum and a count, as losses and accuracies do; the difference to
-    an earlier state is that of the steps between. Metrics of other kinds, such as an AUC, keep
-    Keras's value of the epoch so far, and so does what a ``train_step`` of the script returns.
+    A ``keras.metrics.Mean``, such as losses and accuracies, keeps a sum and a count. Subtracting an
+    earlier state gives those of the steps since. Other metrics, such as an AUC, and the results of
+    a ``train_step`` of the script's own stay as Keras has them.
 
     Args:
         model: whose metrics these are.
@@ -93,7 +93,7 @@ class MeansOfSteps:
         for mean in _means_of(model):
             total, count = (number_of(each) for each in mean.variables)
             old_total, old_count = self._before.get(id(mean), (0.0, 0.0))
-            if count > old_count:  # else somebody has reset it
+            if count > old_count:  # else it was reset
                 total, count = total - old_total, count - old_count
             since += zip(mean.variables, (total, count), strict=True)
         convert = keras.ops.convert_to_tensor

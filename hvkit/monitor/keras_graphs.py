@@ -14,7 +14,7 @@ import tensorflow as tf
 from hvkit.frameworks.keras.backends import quickly_read
 from hvkit.frameworks.keras.collectives.graph_collectives import blocked_in_graphs
 from hvkit.frameworks.keras.optimizers import inner_optimizer, is_overwritten, parts_of
-from hvkit.monitor.keras import FitRecorder, record_fit
+from hvkit.monitor.keras import FitRecorder
 from hvkit.monitor.step_times import Step
 
 if TYPE_CHECKING:
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 class FitCallback(FitRecorder):
     """Records each step of ``fit``.
 
-    A graph cannot call Python at no cost, so it notes itself when a batch is there, and how long it
-    was blocked in collectives. Python reads both after the step. With several
-    ``steps_per_execution`` it reads them after the last one only, so loading counts as compute.
+    Calling Python from a graph takes time. So the graph itself stores when a batch was loaded, and
+    how long it was blocked in collectives. Python reads both after the step. With several
+    ``steps_per_execution`` it reads them only after the last one, so loading counts as compute.
 
     Args:
         monitor: gets the steps.
@@ -37,7 +37,7 @@ class FitCallback(FitRecorder):
         super().__init__(monitor, model)
         blocked_in_graphs.measure()
         with tf.init_scope(), tf.device("CPU:0"):
-            # When the last batch was there, in seconds since 1970, and its samples.
+            # When the last batch was loaded, in seconds since 1970, and its samples.
             self._loaded = tf.Variable([0.0, 0.0], trainable=False, dtype=tf.float64)
             self._batches = tf.Variable(0, trainable=False, dtype=tf.int64)
         self._blocked = 0.0
@@ -49,7 +49,7 @@ class FitCallback(FitRecorder):
         self._count_steps(model)
 
     def _take_times(self, model: keras.Model) -> None:
-        """Make the model's step note when its batch is there."""
+        """Make the model's step store when its batch is loaded."""
         train_step, loaded = model.train_step, self._loaded
 
         @functools.wraps(train_step)
@@ -61,7 +61,7 @@ class FitCallback(FitRecorder):
                 if model.steps_per_execution > 1:
                     noted.append(self._batches.assign_add(1, read_value=False))
             if not tf.executing_eagerly():
-                # Else busy threads would take the note only after much of the step's work.
+                # Else busy threads might store the time only after much of the step's work.
                 with tf.control_dependencies(noted):
                     parts = [tf.identity(part) if tf.is_tensor(part) else part for part in parts]
                 data = tf.nest.pack_sequence_as(data, parts, expand_composites=True)
@@ -73,7 +73,7 @@ class FitCallback(FitRecorder):
     def _count_steps(self, model: keras.Model) -> None:
         """Count a step after each call of the function that ``fit`` makes of the model's step.
 
-        For a callback that sees each step, Keras would first fetch all metrics in each step.
+        With a callback for each batch, Keras would fetch all metrics in each step.
         """
         make = model.make_train_function
 
@@ -158,7 +158,7 @@ class Gradients:
         return self._blocked - before
 
     def expect(self, pending: bool) -> None:
-        """Say whether the next step ends with a record."""
+        """Prepare for the next step; ``pending``: it ends with a record."""
         if pending != self._record_pending:
             self._record_pending = pending
             self._wanted.assign(pending)
@@ -190,18 +190,6 @@ class Gradients:
         optimizer.apply = measured
 
 
-def fit_recorder(monitor: Monitor, model: keras.Model) -> FitRecorder:
-    """The callback for ``fit`` of this model."""
-    return FitCallback(monitor, model)
-
-
-def watch(monitor: Monitor, models: Sequence[keras.Model], optimizers: Sequence[Any]) -> Gradients:
-    """Record the steps of ``fit`` of these models, and the rate and norm of these optimizers."""
-    for model in models:
-        record_fit(monitor, model)
-    return Gradients(monitor, optimizers)
-
-
 def _rows_of(data: Any) -> Any:
     """Samples in a batch: the rows of its first tensor; 0 if it has none."""
     first: Any = next(iter(tf.nest.flatten(data)), None)
@@ -213,7 +201,7 @@ def _rows_of(data: Any) -> Any:
 
 
 def _gradients(grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-    """The values of gradients, without those that are no gradients but a variable's new value."""
+    """The values of gradients, without those of overwritten variables, which are new values."""
     pairs = zip(grads, variables, strict=False)  # Keras itself says if there are too few
     return [_values(g) for g, v in pairs if g is not None and not is_overwritten(v)]
 
@@ -229,7 +217,7 @@ def _none(*tensors: Any) -> Any:
 def _if(wanted: Any, yes: Callable[..., Any], no: Callable[..., Any], inputs: list[Any]) -> Any:
     """``yes(*inputs)`` or ``no(*inputs)``, in one operation.
 
-    ``tf.cond`` becomes an operation for each input, which would take time in every step.
+    ``tf.cond`` makes an operation for each input, which would take time in every step.
     """
     kinds = [tf.TensorSpec(each.shape, each.dtype) for each in inputs]
     branches = [

@@ -10,14 +10,14 @@ import keras
 import torch
 
 from hvkit.frameworks.keras.optimizers import inner_optimizer, is_overwritten, parts_of
-from hvkit.monitor.keras import FitRecorder, record_fit
+from hvkit.monitor.keras import FitRecorder
 from hvkit.monitor.records import length_of
 
 if TYPE_CHECKING:
     from hvkit.monitor.monitor import Monitor
 
 
-class TrainStepRecorder(FitRecorder):
+class FitCallback(FitRecorder):
     """Records each step of ``fit``, around the model's ``train_step``."""
 
     def __init__(self, monitor: Monitor, model: keras.Model) -> None:
@@ -30,9 +30,9 @@ class TrainStepRecorder(FitRecorder):
                 return train_step(data)
             monitor.loaded()
             self._logs = train_step(data)
-            due = monitor.record_pending
-            monitor.step(samples=length_of(data), **self.newest_metrics() if due else {})
-            if due:
+            pending = monitor.record_pending
+            monitor.step(samples=length_of(data), **self.newest_metrics() if pending else {})
+            if pending:
                 self._means.begin_now()
             self.newest_step = monitor.steps
             return self._logs
@@ -40,7 +40,7 @@ class TrainStepRecorder(FitRecorder):
         model.train_step = counted
 
 
-class UpdateNorms:
+class Gradients:
     """Measures the norm of the gradients in updates that end with a record.
 
     Args:
@@ -51,7 +51,7 @@ class UpdateNorms:
     def __init__(self, monitor: Monitor, optimizers: Sequence[Any]) -> None:
         self._optimizers = [inner_optimizer(each) for each in optimizers]
         self._norms: dict[int, torch.Tensor] = {}
-        self._due = monitor.record_pending
+        self._record_pending = monitor.record_pending
         for number, each in enumerate(self._optimizers):
             self._measure_in_apply(number, each)
 
@@ -59,9 +59,9 @@ class UpdateNorms:
         """Seconds in collectives of graphs: there are none."""
         return 0.0
 
-    def expect(self, due: bool) -> None:
-        """Say whether the next step ends with a record."""
-        self._due = due
+    def expect(self, pending: bool) -> None:
+        """Prepare for the next step; ``pending``: it ends with a record."""
+        self._record_pending = pending
         self._norms.clear()
 
     def read(self) -> dict[str, float]:
@@ -79,24 +79,10 @@ class UpdateNorms:
             if trainable_variables is not None:
                 trainable_variables = list(trainable_variables)
             held = trainable_variables or getattr(optimizer, "_trainable_variables", ())
-            if self._due:
+            if self._record_pending:
                 pairs = zip(grads, held, strict=False)  # Keras itself says if there are too few
                 found = [g for g, v in pairs if g is not None and not is_overwritten(v)]
                 self._norms[number] = torch.nn.utils.get_total_norm(found)
             apply(grads, trainable_variables)
 
         optimizer.apply = measured
-
-
-def fit_recorder(monitor: Monitor, model: keras.Model) -> FitRecorder:
-    """The callback for ``fit`` of this model."""
-    return TrainStepRecorder(monitor, model)
-
-
-def watch(
-    monitor: Monitor, models: Sequence[keras.Model], optimizers: Sequence[Any]
-) -> UpdateNorms:
-    """Record the steps of ``fit`` of these models, and the rate and norm of these optimizers."""
-    for model in models:
-        record_fit(monitor, model)
-    return UpdateNorms(monitor, optimizers)

@@ -1,4 +1,4 @@
-"""``Monitor``: records a training run from all ranks, and says at the end where the time went."""
+"""``Monitor``: records a training run from all ranks, and logs at its end where the time went."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 Batch = TypeVar("Batch")
 
-# Without ``every``, the ranks record about so often.
+# Without ``every``, seconds between two records, about.
 _SECONDS = 1.0
-# The first record comes after so many steps: the pace is not known before.
+# Steps before the first record, which shows how long steps take.
 _FIRST = 1
 
 
@@ -60,16 +60,16 @@ class Monitor:
 
     Rank 0 writes ``metrics.jsonl``, one JSON object a line, and event files for TensorBoard, if
     that is installed; ``hvkit report FOLDER`` shows both a run and its restarts. The page on
-    monitoring lists what a record holds. The line at the end says for what part of the time the
-    ranks were busy, rather than waiting or exchanging gradients, and which rank kept the others
-    waiting, and by what: ``ranks busy 73%; rank 3 on node2 was last in 71% of steps: data``.
+    monitoring lists what a record holds. A line at the end shows for what part of the time the
+    ranks were busy, rather than waiting or exchanging gradients, which rank kept the others
+    waiting, and why: ``ranks busy 73%; rank 3 on node2 was last in 71% of steps: data``.
 
     Every rank makes a monitor, for one call of ``distribute``, and calls the same methods; a record
     is a small collective. With ``ParameterServer``, where ranks take different numbers of steps,
     pass it to ``distribute``; records then hold the steps of rank 0 only.
 
-    A monitor can be a part of ``hvkit.Checkpoint``; a resumed run then counts its steps on, and
-    writes into the same file. A run that was saved without one can be resumed with a monitor.
+    Pass a monitor to ``hvkit.Checkpoint`` as well, and a resumed run continues to count its steps,
+    in the same file. A run that was saved without one can be resumed with a monitor.
 
     Args:
         folder: of this run; made by rank 0.
@@ -122,7 +122,7 @@ class Monitor:
         self._opened = False
         # Of rank 0.
         self._file: RunFile | None = None
-        # Numbers of the script that no file is there for yet.
+        # Numbers that the script has logged before the file was opened.
         self._logs: list[tuple[int, float, dict[str, float]]] = []
         self._callbacks: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._load: HostLoad | None = None
@@ -130,15 +130,15 @@ class Monitor:
         self._equal_steps = True
         self._skipped = skipped_steps.number
         self.closed = False
-        # In a notebook, of an earlier cell.
+        # In a notebook, the error of an earlier cell.
         self._old_error = getattr(sys, "last_value", None)
         self._at_exit = functools.partial(_end_with_script, weakref.ref(self))
 
     def batches(self, data: Iterable[Batch]) -> Iterator[Batch]:
-        """The batches of ``data``; the time until each is there counts as data.
+        """The batches of ``data``; the time to load each counts as data.
 
-        A step begins when the last one has ended, or with the first batch. The length of the
-        batch's first array or tensor is what ``step`` counts as its samples.
+        A step begins when the last one has ended, or with the first batch. ``step`` takes the
+        length of the batch's first array or tensor for its number of samples.
         """
         self._clock.begin()
         iterator = iter(data)
@@ -165,7 +165,7 @@ class Monitor:
         At a record, which comes after the same step on all ranks, this is a collective.
 
         Args:
-            samples: in this rank's batch; by default what ``batches`` has seen.
+            samples: in this rank's batch; by default, those that ``batches`` has counted.
             **metrics: numbers or tensors with one value, such as this rank's loss.
 
         Raises:
@@ -189,7 +189,7 @@ class Monitor:
         A collective at a record.
 
         Args:
-            step: None for one whose time says nothing.
+            step: None if its time is not meaningful.
             metrics: as for ``step``.
         """
         self._samples = 0.0
@@ -198,7 +198,7 @@ class Monitor:
             self._means.add(name, value)
         recorded = self._step >= self._next
         if recorded:
-            # Else a rank that is late after backward() would delay the others outside of any step.
+            # Else the wait for a rank that is late after backward() would belong to no step.
             waited = self._wait_for_all()
             step = step and step.waiting(waited)
         if step is not None:
@@ -217,13 +217,13 @@ class Monitor:
 
     @property
     def record_pending(self) -> bool:
-        """Whether the step that goes on now ends with a record."""
+        """Whether the current step ends with a record."""
         return not self.closed and self._step + self.stride >= self._next
 
     def log(self, **values: float) -> None:
         """Record numbers that the script has from elsewhere, such as a validation accuracy.
 
-        Rank 0's count, so average them first (``hvkit.average``). Not a collective.
+        Only rank 0's are recorded, so average them first (``hvkit.average``). Not a collective.
 
         Raises:
             TypeError: one is no number.
@@ -236,14 +236,14 @@ class Monitor:
             self._write_logs()
 
     def begin_epoch(self, epoch: int) -> None:
-        """Begin a pass over the data; what has passed since the last step counts for none."""
+        """Begin a pass over the data; the time since the last step belongs to no step."""
         self._epoch = epoch
         self._clock.begin()
 
     def callback(self, model: keras.Model) -> keras.callbacks.Callback:
         """The callback for ``fit`` of this model, which records every step."""
         if model not in self._callbacks:
-            self._callbacks[model] = _module_for_keras().fit_recorder(self, model)
+            self._callbacks[model] = _module_for_keras().FitCallback(self, model)
         return self._callbacks[model]
 
     def attach(
@@ -254,8 +254,8 @@ class Monitor:
         A collective.
 
         Args:
-            models: those that are trained together.
-            optimizers: those that update them.
+            models: the models that are trained together.
+            optimizers: the optimizers that update them.
             equal_steps: whether all ranks take equally many steps.
 
         Raises:
@@ -273,10 +273,14 @@ class Monitor:
         self._open()
         framework: Any
         if framework_of(models[0]) == "keras":
+            from hvkit.monitor.keras import record_fit
+
             framework = _module_for_keras()
+            for model in models:
+                record_fit(self, model)
         else:
             from hvkit.monitor import pytorch as framework
-        self._gradients = framework.watch(self, models, optimizers)
+        self._gradients = framework.Gradients(self, optimizers)
 
     @named("Monitor.flush")
     def flush(self, **metrics: Any) -> None:
@@ -291,7 +295,7 @@ class Monitor:
         for name, value in metrics.items():
             self._means.add(name, value)
         if self._gradients is not None:
-            self._gradients.expect(False)  # the steps that are left measured no norm
+            self._gradients.expect(False)  # these steps have measured no norm
         self._record()
         if self._gradients is not None:
             self._gradients.expect(self.record_pending)
@@ -299,10 +303,11 @@ class Monitor:
             self._file.flush()
 
     def close(self) -> None:
-        """Record what is left, log the line about the run, and close the files; a collective.
+        """Record the last steps, log a line about the run, and close the files; a collective.
 
-        ``with hvkit.Monitor(...)`` calls it. After an error, which other ranks may not have, the
-        ``with`` block closes the files only; after SIGTERM, when all ranks leave, it records.
+        The end of ``with hvkit.Monitor(...)`` calls it. After an error, which other ranks may not
+        have, the ``with`` block only closes the files; but if all ranks leave after SIGTERM, it
+        records.
         """
         if self.closed:
             return
@@ -341,7 +346,7 @@ class Monitor:
         return {"step": self._step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Count on from a state of ``state_dict``."""
+        """Continue to count steps from a state of ``state_dict``."""
         self._step = self._begun_after = check_count("step", state["step"], 0)
         self._rows.clear()
         self._next = self._step + (self._every or _FIRST)
@@ -395,7 +400,7 @@ class Monitor:
             self._file.record(self._step, self._epoch, everyone, optimizer)
 
     def _open(self) -> None:
-        """Learn the hosts of all ranks, and make the files; the first time, a collective."""
+        """Gather the names of all hosts, and create the files; a collective, the first time."""
         if self._opened:
             return
         self._opened = True
@@ -414,7 +419,7 @@ class Monitor:
             except ModuleNotFoundError as error:
                 problem = HvkitError(str(error))
         hosts = [socket.gethostname()]
-        # A parameter server's ranks wait for each other only where the script has them do so.
+        # With a parameter server, ranks wait for each other only where the script does.
         if self._equal_steps:
             hosts = collectives.share("Monitor.step", problem, hosts[0])
         elif problem is not None:
@@ -425,7 +430,7 @@ class Monitor:
             self._load = HostLoad()
 
     def _write_logs(self) -> None:
-        """Write the start, once the step is known, and what the script has logged since."""
+        """Write the start of the run, and what the script has logged since the last call."""
         if self._file is None:
             return
         self._file.begin(self._begun, self._begun_after)
@@ -434,7 +439,7 @@ class Monitor:
         self._logs.clear()
 
     def _pace(self, everyone: Sequence[Mapping[str, Any]]) -> None:
-        """Set when the next record comes: all ranks compute it from the same values."""
+        """Choose the step of the next record; all ranks compute it from the same values."""
         every = self._every
         if every is None:
             took = [row[0] for each in everyone for row in each["rows"]]

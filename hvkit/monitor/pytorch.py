@@ -1,8 +1,8 @@
 """The learning rate and the norm of the gradients of PyTorch's optimizers.
 
-The norm is measured when ``backward()`` has ended and the gradients are averaged, so before the
-script clips them: a norm that a script clips to 1 is 1 in every step. It is measured once more when
-the update begins, to say what the script has made of it.
+The norm is measured after ``backward()``, when the gradients are averaged and before the script
+clips them. After clipping it would be the same in every step. It is measured once more when the
+update begins, to record the norm that the script has changed it to.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Gradients:
         return 0.0
 
     def expect(self, pending: bool) -> None:
-        """Begin a step, and say whether it ends with a record: others have no hooks to run."""
+        """Prepare for the next step; ``pending``: it ends with a record. Others need no hooks."""
         for measured in (self._averaged, self._applied, self._stepped):
             measured.clear()
         if pending == bool(self._hooks):
@@ -82,7 +82,7 @@ class Gradients:
     def read(self) -> dict[str, float]:
         """``learning_rate`` of the first parameter group, and ``gradient_norm`` over all.
 
-        ``applied_gradient_norm`` is that of the updates, if the script has changed the gradients.
+        ``applied_gradient_norm`` is the norm at the update, if the script has changed gradients.
         """
         values: dict[str, float] = {}
         groups = [group for each in self._optimizers for group in each.param_groups]
@@ -107,11 +107,11 @@ class Gradients:
             queue: Callable[[Callable[[], None]], None] = (
                 torch.autograd.Variable._execution_engine.queue_callback
             )
-            # Behind what is queued until the pass has ended, which averages the gradients.
+            # After the callbacks that are queued by the end of the pass, which average gradients.
             queue(lambda: queue(lambda: self._measure(number)))
 
     def _reduced(self) -> None:
-        """After a reduction: the end of a pass inside another came before it."""
+        """After a reduction: measure again if a pass inside another has ended before it."""
         if self._nested:
             self._nested = False
             for number in self._passes:
@@ -127,12 +127,12 @@ class Gradients:
         if not self._monitor.record_pending:
             return
         self._stepped.add(number)
-        if closure_of(args, kwargs) is not None:  # it will compute gradients
+        if closure_of(args, kwargs) is not None:  # it computes the gradients only now
             return
         norm = _norm(optimizer)
         if norm is None:
             return
-        scale = getattr(optimizer, "grad_scale", None)  # of a fused update, which unscales
+        scale = getattr(optimizer, "grad_scale", None)  # a fused update unscales gradients itself
         if scale is not None:
             norm = norm / scale
             if number in self._averaged:
@@ -141,7 +141,7 @@ class Gradients:
 
 
 def _arrival(reference: weakref.ref[Gradients], number: int) -> Callable[[torch.Tensor], None]:
-    """The hook of an optimizer's parameters, which the garbage collector cannot look into."""
+    """The hook of an optimizer's parameters; the garbage collector cannot see what it refers to."""
 
     def arrived(parameter: torch.Tensor) -> None:
         if (gradients := reference()) is not None:
@@ -177,10 +177,3 @@ def _norm(optimizer: Optimizer) -> torch.Tensor | None:
 
 def _together(norms: Sequence[torch.Tensor | None]) -> float:
     return float(sum(float(each) ** 2 for each in norms if each is not None) ** 0.5)
-
-
-def watch(
-    monitor: Monitor, models: Sequence[torch.nn.Module], optimizers: Sequence[Any]
-) -> Gradients:
-    """Record the rate and the norm of these optimizers."""
-    return Gradients(monitor, optimizers)

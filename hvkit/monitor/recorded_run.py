@@ -1,9 +1,8 @@
-"""Reads what ``metrics.jsonl`` holds of a run.
+"""Reads a run from ``metrics.jsonl``.
 
-A run may consist of several starts: one that a restart or a resumption began repeats the steps
-since its checkpoint. Records of the earlier try that come after that step are left out of curves,
-and counted as steps lost. A start from step 0 that no restart made begins another run in the same
-folder, which takes the place of the one before.
+A run may have several starts: a restart or resumption repeats the steps since its checkpoint. The
+earlier records of these steps are left out of curves, and counted as lost steps. A start from step
+0 that is no restart begins a new run in the same folder, which replaces the one before.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from hvkit.monitor.step_times import PARTS, busy
 from hvkit.monitor.writers import FILE, flattened
 from hvkit.wording import counted
 
-# What a record has besides the curves of the script's metrics, the rate and the norm.
+# Entries of a record that are not drawn as curves.
 _OWN = RESERVED - {"learning_rate", "gradient_norm", "applied_gradient_norm"}
-# Beyond what a 32-bit float holds.
+# More than a 32-bit float can hold.
 _LARGEST = 1e39
 
 
@@ -32,11 +31,11 @@ class Start:
 
     Attributes:
         time: seconds since 1970.
-        step: that it begins after.
-        hosts: by rank, its host.
-        reason: of a restart; ``resumed`` for one that is not hvkit's; empty for the first start.
+        step: the step after which it begins.
+        hosts: by rank, its host; with a parameter server, only that of rank 0.
+        reason: of a restart; ``resumed`` if somebody else started it again; empty for the first.
         lost: steps that an earlier start had taken beyond ``step``, as far as it is known.
-        size: the number of ranks, of which ``hosts`` has rank 0 alone with a parameter server.
+        size: the number of ranks.
     """
 
     time: float
@@ -57,13 +56,13 @@ class RecordedRun:
         records: those that hold measurements, by step.
         curves: by metric, its points ``(step, value)``.
         not_finite: by metric, the steps at which it was NaN or infinite.
-        end: ``error``, empty if there was none, of a run that has ended; None for others.
+        end: the error that ended it, empty for none; None if no end is recorded.
         left: whether it has left after SIGTERM.
-        reached: the last step and its time, if that ended without a record of all ranks.
+        reached: the last step and its time, if there is no record of all ranks for it.
         last_reason: why the rank that came last most often was late; empty if none stands out.
-        before: the run in the same folder that this one takes the place of.
-        later: a sentence about one that has recorded nothing, and so does not.
-        unreadable: lines that are no records; the last one of a run that was killed, for example.
+        before: the run in the same folder that this one replaces.
+        later: a sentence about a later run in the folder that has recorded nothing.
+        unreadable: the number of lines that are no records, such as a last one that was cut off.
     """
 
     name: str
@@ -206,10 +205,10 @@ def _end_without_record(run: RecordedRun) -> str:
 
 
 def _with(run: RecordedRun, record: Any) -> RecordedRun:
-    """The run with a line of its file; another one if that begins another one.
+    """The run with the contents of a line of its file; a new run if the line begins one.
 
     Raises:
-        ValueError, TypeError, KeyError, AttributeError, OverflowError: it is no such line.
+        ValueError, TypeError, KeyError, AttributeError, OverflowError: the line is malformed.
     """
     if "start" in record:
         return _with_start(run, record["start"])

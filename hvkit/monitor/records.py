@@ -1,4 +1,4 @@
-"""What a record of some steps holds, and the values that go into it."""
+"""The contents of a record, and the means over steps that it holds."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ RESERVED = frozenset((
     *("slowest", "fastest", "ranks", "learning_rate", "start", "end", "logged"),
     *("gradient_norm", "applied_gradient_norm"),
 ))  # fmt: skip
-"""Names in records that are not the script's."""
+"""Names in records that a script cannot use for its metrics."""
 
 
 class Means:
-    """Means of the script's metrics over some steps; added up where they are, also on a GPU."""
+    """Means of the script's metrics over some steps; summed on their own device, such as a GPU."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Any] = {}
@@ -33,7 +33,7 @@ class Means:
             ValueError: the name is one of hvkit's own.
         """
         if name in RESERVED:
-            raise ValueError(f"{name!r} is a name of hvkit's own in records: choose another one")
+            raise ValueError(f"{name!r} is a name that hvkit uses in records: choose another one")
         value = detached(name, value)
         self._sums[name] = self._sums[name] + value if name in self._sums else value
         self._counts[name] = self._counts.get(name, 0) + 1
@@ -43,7 +43,7 @@ class Means:
         return {name: float(total) / self._counts[name] for name, total in self._sums.items()}
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Drop all values."""
         self._sums.clear()
         self._counts.clear()
 
@@ -59,7 +59,7 @@ def described(
     """The record of some steps of all ranks, as ``metrics.jsonl`` holds it.
 
     Args:
-        about: step, time, epoch, and how many steps were skipped; None for what there is not.
+        about: step, time, epoch, and the number of skipped steps; None values are left out.
         found: where the time went.
         metrics: by rank, the script's numbers: means over the steps.
         optimizer: learning rate and gradient norm.
@@ -86,7 +86,7 @@ def described(
 
 
 def detached(name: str, value: Any) -> Any:
-    """A copy of the value in 32 bits or more, without a graph, not yet fetched from a GPU."""
+    """A copy of the value in 32 bits or more, without autograd's graph, still on its device."""
     if isinstance(value, int | float):
         return float(value)
     if math.prod(getattr(value, "shape", (0,))) != 1:

@@ -1,7 +1,7 @@
-"""Draws runs as one HTML page that needs nothing else: styles, script and charts (SVG) are inside.
+"""Draws runs as one HTML page that contains its styles, script and charts (SVG).
 
-The charts hold few hundred points each, so a page stays below 300 KB however long a run was.
-``report.html`` is the page around the parts that are made here.
+Each chart has at most a few hundred points, so a page stays below 300 KB however long a run was.
+``report.html`` is the template of the page.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def page(run: RecordedRun) -> str:
 
 
 def page_of_several(runs: Sequence[RecordedRun]) -> str:
-    """The page that compares runs, as HTML; their names tell them apart."""
+    """The page that compares runs, as HTML; their names must differ."""
     first = min(run.starts[0].step for run in runs)
     charts = Charts(first, max(run.steps for run in runs))
     about = "".join(
@@ -170,7 +170,7 @@ def _curves_of_several(runs: Sequence[RecordedRun], charts: Charts) -> str:
 
 
 def _curve(run: RecordedRun, name: Name) -> Points:
-    """The run's points of what has this name, whatever the script calls it."""
+    """The run's points of the metric with this meaning, whatever the script calls it."""
     return next((some for metric, some in run.curves.items() if name_of(metric) == name), ())
 
 

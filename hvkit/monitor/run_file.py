@@ -1,4 +1,4 @@
-"""What rank 0 writes of a run: its starts, records of all ranks' steps, logged numbers, its end."""
+"""Rank 0's record of a run: its start, steps of all ranks, the script's numbers, its end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RunFile:
 
     Args:
         hosts: by rank, the name of its host.
-        writers: where to.
+        writers: write it to files and the hook.
     """
 
     def __init__(self, hosts: Sequence[str], writers: Writers) -> None:
@@ -38,12 +38,12 @@ class RunFile:
 
         Args:
             at: when it was; seconds since 1970.
-            after: the step that the run has resumed from.
+            after: the step from which the run has resumed; 0 for a new run.
         """
         if self._begun_after is None:
             self._begun_after = self._recorded = after
             start: dict[str, Any] = {"time": at, "step": after, "hosts": self._hosts}
-            if runtime.size() > len(self._hosts):  # a parameter server's: rank 0 records alone
+            if runtime.size() > len(self._hosts):  # with a parameter server, only rank 0 records
                 start["size"] = runtime.size()
             self._writers.write({"start": start | restart_of_this_run()})
             self._writers.begin(after)
@@ -106,7 +106,7 @@ class RunFile:
             metrics: reads them.
         """
         if step > self._recorded:
-            with suppress(Exception):  # the error may be the device's: it computes no more
+            with suppress(Exception):  # the error may be the device's, which then computes nothing
                 if numbers := metrics():
                     self.log(step, time.time(), numbers)
 

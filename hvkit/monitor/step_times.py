@@ -1,10 +1,11 @@
 """How long each step of a rank takes, and where the time of all ranks' steps went.
 
-A clock on each rank observes hvkit's own waits (``hvkit.watch.spans``). A wait holds two things
-that one rank cannot tell apart: others that are late, and the collective itself. Arithmetic on the
-steps of all ranks separates them. In a step that all ranks end together, the rank that came last to
-the collectives waited for nobody: the time that it was blocked is what the collectives took. What
-other ranks were blocked beyond that is time that they waited for it. This needs no common clock.
+A clock on each rank observes hvkit's own waits (``hvkit.watch.spans``). A wait includes two times
+that a single rank cannot separate: until the last rank arrives, and the collective itself.
+Arithmetic on the steps of all ranks separates them. In a step that all ranks end together, the rank
+that came last to the collectives waited for nobody, so it was blocked only for as long as the
+collectives took. Other ranks were blocked for longer: the difference is their waiting. No common
+clock is needed.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from numpy.typing import NDArray
 from hvkit.watch.spans import WAITING, Span, observe
 
 PARTS = ("data", "compute", "waiting", "allreduce")
-"""A step's time: until the batch was there; forward, backward, update and the script's own code;
+"""Parts of a step's time: loading the batch; forward, backward, update and the script's own code;
 waiting for other ranks; collectives."""
 
 REASONS = ("data", "compute", "between steps")
-"""Why a rank comes last; between steps is work of the script that belongs to no step."""
+"""Why a rank comes last; "between steps" is work of the script that belongs to no step."""
 
-# Ranks are named as slow if the others waited for so much of their time, and they were last so much
-# more often than chance would have it.
+# A rank is reported as slow if all ranks waited for more than this part of their time, and it was
+# last so many times more often than by chance.
 _WORTH_NAMING = 0.05
 _BEYOND_CHANCE = 1.5
 
@@ -38,8 +39,8 @@ class Step(NamedTuple):
 
     Attributes:
         duration: from the end of the step before.
-        data: of it, until the batch was there.
-        blocked: of it, in collectives.
+        data: the part of it in which the batch was loaded.
+        blocked: the part of it in collectives.
         samples: in the batch.
     """
 
@@ -63,20 +64,20 @@ class StepClock:
         observe(self._see)
 
     def begin(self) -> None:
-        """Begin the next step now; what has passed since the last one counts for none."""
+        """Begin the next step now; the time since the last one belongs to no step."""
         self._since = time.monotonic()
         self._data = self._blocked = 0.0
 
     def loaded(self, seconds: float) -> None:
-        """Count time that passed until a batch was there."""
+        """Count time in which a batch was loaded."""
         self._data += seconds
 
     def loaded_until_now(self) -> None:
-        """Count all time of this step so far as that until its batch was there."""
+        """Count all time of this step so far as loading its batch."""
         self._data = time.monotonic() - self._since
 
     def blocked(self, seconds: float) -> None:
-        """Count time in collectives of a graph, which no wait of Python surrounds."""
+        """Count time in collectives of a graph, which mark no spans."""
         self._blocked += seconds
 
     def end(self, samples: float) -> Step:
@@ -133,7 +134,7 @@ def shares(ranks: Sequence[Sequence[Step]]) -> StepShares:
     if not any(counts):
         raise ValueError("no rank has taken a step")
     size = len(ranks)
-    # Ranks without a step have seen nothing.
+    # A rank may have no step.
     tables = [np.array(steps, float).reshape(-1, 4) for steps in ranks]
     totals = np.array([table.sum(0) for table in tables])
     duration, data, blocked, samples = totals.T
@@ -174,7 +175,7 @@ def shares(ranks: Sequence[Sequence[Step]]) -> StepShares:
 def busy(parts: Mapping[str, float]) -> float:
     """The part of the time in which ranks are not blocked: from 0 to 1.
 
-    This is no speedup: ranks that share cores or a disk are busy, and slower than one alone.
+    This is no speedup: ranks that share cores or a disk are busy, but slower than a single one.
 
     Args:
         parts: seconds, or parts of the time, by the names in ``PARTS``.
@@ -208,10 +209,10 @@ class Totals:
         self._late_by = self._late_by + more.late_by
 
     def summary(self) -> dict[str, Any]:
-        """What a run comes to: how ``busy`` ranks were, ``parts`` of the time, a slow rank.
+        """How ``busy`` ranks were, ``parts`` of the time, and a slow rank.
 
         ``last`` holds the rank that came last most often, its host, the part of the steps, and
-        which of ``REASONS`` made it late; None if nobody stands out.
+        which of ``REASONS`` made it late; None if no rank stands out.
         """
         if not self.seconds:
             return {"busy": 0.0, "parts": {}, "last": None}
@@ -234,7 +235,7 @@ class Totals:
     def line(self) -> str:
         """The run in one line: ``ranks busy 73%; rank 3 on node2 was last in 71% of steps: data``.
 
-        Of one rank, the parts of its time: ``data 5%, compute 95%``.
+        With one rank, the parts of its time: ``data 5%, compute 95%``.
         """
         result = self.summary()
         if len(self.hosts) == 1:

@@ -1,4 +1,4 @@
-"""Says in a terminal what a run came to; ``report_page`` draws it."""
+"""Prints a run in a terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hvkit.wording import counted, duration
 
 
 def show(run: RecordedRun, console: Console) -> None:
-    """Print the run for a terminal."""
+    """Print a run."""
     run = _printable(run)
     console.print(f"[bold]{escape(run.name)}[/bold]: {headline(run)}", highlight=False)
     for line in troubles(run):
@@ -53,7 +53,7 @@ def show(run: RecordedRun, console: Console) -> None:
 
 
 def _printable(run: RecordedRun) -> RecordedRun:
-    """The run without what would command a terminal: names and reasons are the script's."""
+    """The run without control characters, since names and reasons come from the script."""
     starts = [
         replace(s, hosts=tuple(map(printable, s.hosts)), reason=printable(s.reason))
         for s in run.starts
@@ -99,7 +99,7 @@ def slow_ranks(run: RecordedRun) -> list[str]:
 
 
 def troubles(run: RecordedRun) -> list[str]:
-    """Sentences about what a reader must know before the numbers: NaN, an error, another run."""
+    """Sentences that explain or limit the numbers: NaN, an error, another run in the folder."""
     said = []
     if run.end is None:
         said.append("no end is recorded: the run goes on, was killed, or did not close its monitor")

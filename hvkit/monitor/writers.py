@@ -1,4 +1,4 @@
-"""Where rank 0 writes records: ``metrics.jsonl``, TensorBoard's event files, the script's hook."""
+"""Writes rank 0's records to ``metrics.jsonl``, TensorBoard's event files and the script's hook."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Hook = Callable[..., object]
 
 
 class Writers:
-    """Writes records into a folder. What cannot be written never ends a training run.
+    """Writes records into a folder. An error while writing never ends a training run.
 
-    A disk that is full, or a tracking server that does not answer, is logged once.
+    A full disk, or a tracking server that does not answer, is logged once.
 
     Args:
         folder: made if it is missing.
@@ -47,7 +47,7 @@ class Writers:
             )
         folder.mkdir(parents=True, exist_ok=True)
         self._file: TextIO | None = open(folder / FILE, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
-        if not _ends_a_line(folder / FILE):  # of a run that was killed
+        if not _ends_a_line(folder / FILE):  # the run before was killed while it wrote
             self._file.write("\n")
         self._events: Any = None
         if tensorboard:
@@ -57,11 +57,11 @@ class Writers:
                 self._events = _event_writer(folder)
 
     def begin(self, after: int) -> None:
-        """Say in the event files that what earlier ones hold of later steps does not count.
+        """Write an event that makes TensorBoard drop later steps of earlier event files.
 
         Args:
-            after: the step that the run begins after; 0 for a new run, which takes the place of an
-                earlier one.
+            after: the step after which the run begins; 0 for a new run, which replaces an earlier
+                one.
         """
         if self._events is not None:
             with self._tolerant("TensorBoard's event file"):
@@ -121,7 +121,7 @@ def _ends_a_line(path: Path) -> bool:
 
 
 def _event_writer(folder: Path) -> Any:
-    """TensorBoard's writer, which would otherwise import TensorFlow for its file system."""
+    """TensorBoard's writer; without the stub it would import TensorFlow for its file system."""
     stub = "tensorboard.compat.notf"
     without = "tensorflow" not in sys.modules and stub not in sys.modules
     if without:
@@ -136,7 +136,7 @@ def _event_writer(folder: Path) -> Any:
 
 
 def _event(step: int, values: Mapping[str, float]) -> Any:
-    """One event for all numbers: one for each, as ``add_scalar`` makes, takes much longer."""
+    """One event with all numbers: much faster than ``add_scalar``, which makes one for each."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
 

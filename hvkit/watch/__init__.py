@@ -3,7 +3,7 @@
 A collective returns when all ranks have called it. If one rank makes another call, all of them wait
 forever, and neither Horovod nor MPI can name the lines of the script. So hvkit marks which of its
 calls each rank is in. When a wait has lasted some seconds, a thread of that rank reports it to rank
-0 over a socket. This costs a training step nothing, and uses no collective::
+0 over a socket, without any collective. Training steps take no longer for it::
 
     calls          this rank's current call, whether it waits there, and its line of the script
     watcher        a thread on each rank: reports waits, and on rank 0 collects and judges them
@@ -12,7 +12,7 @@ calls each rank is in. When a wait has lasted some seconds, a thread of that ran
     channel        authenticated sockets between rank 0 and the others
     rank_errors    one traceback from the rank that failed, one line from each of the others
     spans          when calls and waits began and ended, for monitors and timelines
-    heartbeat      every second, what this rank does, for ``hvkit top`` and ``hvkit run --timeline``
+    heartbeat      reports every second to ``hvkit top`` and ``hvkit run --timeline``
 
 From a wait to the last line: ``calls.waiting`` marks the wait. The rank's ``Reporter`` sends it to
 rank 0's ``Hub``. ``diagnosis.diagnose`` finds that the ranks' calls do not match. Rank 0 prints the

@@ -1,7 +1,7 @@
 """Marks which call of hvkit this rank is in, whether it waits there, and at which line.
 
-Threads of the training script only set a few fields of their own. The watcher's thread reads those
-fields, and looks at the stacks only when a wait has lasted long enough to matter.
+Threads of the training script only set a few fields. The watcher's thread reads those fields, and
+the stacks only when a wait has lasted long enough to matter.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ R = TypeVar("R")
 
 
 class GraphCounters(Protocol):
-    """Collectives inside a TensorFlow graph, which no Python code surrounds.
+    """Collectives inside a TensorFlow graph, where no Python code runs around them.
 
     Attributes:
         key: identifies these collectives; the same on every rank.
@@ -42,7 +42,7 @@ class GraphCounters(Protocol):
     ranks: tuple[int, ...]
 
     def read(self) -> tuple[int, int]:
-        """How often this rank has entered these collectives, and how often it has left them."""
+        """How often this rank has entered these collectives, and returned from them."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Status:
 
     Attributes:
         call: the user's call, ``hvkit.average`` or ``backward() of step 11``; empty outside of
-            any.
-        key: calls with the same key wait for each other.
+            calls.
+        key: ranks in calls with the same key wait for each other.
         serial: the number of calls so far, including this one.
         before: the key of the previous call.
         waits: whether the rank waits there for other ranks.
@@ -97,8 +97,8 @@ class _ThreadRecord:
 class _Seen:
     """The counters of a graph when they last changed.
 
-    A graph that fails leaves its counters behind. The script has left the graph once it has begun
-    or ended another call (``turns``), or is no longer inside TensorFlow.
+    A graph that fails does not count its end. But once the script has begun or ended another call
+    (``turns``), or is no longer inside TensorFlow, the graph has ended.
     """
 
     counts: tuple[int, int]
@@ -114,12 +114,12 @@ class _Graph:
         self.seen = _Seen((0, 0), time.monotonic(), -1)
 
 
-# Calls of a stack that are worth reading.
+# Lines of a stack to report.
 _STACK = 12
 _MAIN = threading.main_thread().ident or 0
 # By thread number. The system reuses numbers: a new thread then continues an ended one's record.
 _threads: dict[int, _ThreadRecord] = {_MAIN: _ThreadRecord(_MAIN)}
-# By the id of the wait. An entry goes with its graph, in whichever thread that happens.
+# By the id of the counters. An entry is deleted with its graph, in whichever thread that happens.
 _graphs: dict[int, _Graph] = {}
 
 
@@ -133,7 +133,7 @@ def _this_thread() -> _ThreadRecord:
 
 @contextmanager
 def call(name: str, step: int | None = None, key: str = "", *, span: str = "") -> Iterator[None]:
-    """Wraps a call that all ranks make together; every wait inside belongs to it.
+    """Wraps a call that all ranks make together; waits inside are reported as waits in this call.
 
     Inside another call this has no effect: the outer one is the user's.
 
@@ -160,10 +160,10 @@ def call_within(name: str) -> Iterator[None]:
 
 
 def named(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator of a public function: if the script calls it, that is the call ``name``.
+    """Decorator of a public function: a call of it by the script is the call ``name``.
 
-    This also holds inside another call, such as in a callback of ``fit``. If hvkit itself calls the
-    function, it belongs to the call that the script made.
+    This also holds inside another call, such as in a callback of ``fit``. But if hvkit itself calls
+    the function, the current call stays that of the script.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -174,8 +174,8 @@ def named(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             with _entered(name, None, "", name):
                 return function(*args, **kwargs)
 
-        # TensorFlow's own mark: AutoGraph calls the function in a graph without rewriting it, of
-        # which it would warn. Its decorator would import TensorFlow.
+        # TensorFlow's own mark: without, AutoGraph would rewrite the function in a graph, and warn.
+        # TensorFlow's decorator for it cannot be used, since that imports TensorFlow.
         in_call.autograph_info__ = None  # type: ignore[attr-defined]
         return in_call
 
@@ -211,7 +211,7 @@ def is_failure(error: BaseException) -> bool:
 
 
 def current_call() -> str:
-    """The user's call that this thread is in; empty outside of any."""
+    """The user's call that this thread is in; empty outside of calls."""
     now = _this_thread()
     return _described(now.call, now.step)
 
@@ -238,14 +238,14 @@ def waiting(ranks: tuple[int, ...] = ()) -> Iterator[None]:
 
 
 _last_step = 0
-# Steps of the run that this process has not made itself, as it resumed from a checkpoint.
+# Steps before the checkpoint that this process has resumed, minus those that it had made itself.
 _resumed = 0
 
 
 def last_step() -> int:
     """The last optimizer step of this rank, counted from 1 over all resumptions; 0 for none.
 
-    In a graph, that is how often its most frequent collectives have been entered.
+    In graphs, steps are counted by the collectives that are entered most often.
     """
     waits = [wait for graph in _of_graphs() if (wait := graph.wait()) is not None]
     return max(_last_step, *(of_run(wait.read()[0]) for wait in waits), 0)
@@ -257,12 +257,12 @@ def of_run(step: int) -> int:
 
 
 def resume_at(step: int, done: int) -> None:
-    """Count steps on from this one, whose state was loaded.
+    """Continue to count steps from this one, whose state was loaded.
 
     Args:
         step: the checkpoint's.
         done: ``last_step()`` of rank 0, on every rank: ranks may have taken different numbers of
-            steps, and compare the numbers in the names of their calls.
+            steps, but the numbers in the names of their calls must be the same.
     """
     global _last_step, _resumed
     _resumed += step - done
@@ -279,7 +279,7 @@ def _forget(graph: int, _: weakref.ref[GraphCounters]) -> None:
 
 
 def _of_graphs() -> list[_Graph]:
-    """The graphs now: several threads ask, and others begin and end graphs meanwhile."""
+    """A copy of the graphs, since other threads may add and delete some meanwhile."""
     return list(_graphs.values())
 
 
@@ -320,7 +320,7 @@ def status() -> Status:
 
 
 def stack_of_script() -> tuple[str, ...]:
-    """Where the main thread is: ``train.py:41 in load``, the innermost call last; no own code."""
+    """The main thread's stack, without hvkit's code: ``train.py:41 in load``, the innermost last."""
     with _frames() as frames:
         places = _places(frames.get(_MAIN))
     return tuple(f"{_line(file, line)} in {name}" for file, line, name in reversed(places))
@@ -376,14 +376,14 @@ def _frames() -> Iterator[dict[int, FrameType]]:
     Up to Python 3.11, a thread may read memory that was freed if three things happen together:
     it holds a frame of a thread that runs, that thread returns from the function, and a garbage
     collection lets other threads run while Python makes a frame object. A collection at that moment
-    can also hang (python/cpython issue 106883). So nothing is collected here, no frame is held
-    afterwards, and the look begins right after this thread has got the interpreter's lock, which
-    others may take away only some milliseconds later. A frame would also keep local variables
-    alive, such as a batch on a GPU.
+    can also hang (python/cpython issue 106883). So garbage collection is off here, no frame is kept
+    afterwards, and the frames are read right after this thread has got the interpreter's lock,
+    which it keeps for some milliseconds then. A frame would also keep local variables alive, such
+    as a batch on a GPU.
     """
     frames: dict[int, FrameType] = {}
     _library_folders()  # reads files the first time
-    time.sleep(0)  # gives the interpreter's lock away, and gets it again
+    time.sleep(0)  # releases the interpreter's lock, and gets it again
     with _looking:
         collects = gc.isenabled()
         gc.disable()
@@ -398,7 +398,7 @@ def _frames() -> Iterator[dict[int, FrameType]]:
                 gc.enable()
 
 
-# A handler of a signal may look while its own thread does.
+# Reentrant: a signal handler may read frames while its own thread does.
 _looking = threading.RLock()
 
 

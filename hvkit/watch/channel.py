@@ -1,7 +1,7 @@
 """Sockets between rank 0 and the other ranks, and the few small messages that watchers send.
 
-MPI cannot carry them: it ends with the first rank, and Horovod over Gloo has none. Rank 0
-broadcasts a secret over Horovod, and both ends of a connection prove that they hold it
+They cannot use MPI, which ends with the first rank, and which Horovod over Gloo does not have. Rank
+0 broadcasts a secret over Horovod, and both ends of a connection prove that they have it
 (``hvkit.handshake``), so a stranger on the port can neither read nor send anything.
 """
 
@@ -28,12 +28,12 @@ PATIENCE = 5
 
 @dataclass(frozen=True)
 class StatusRequest:
-    """Rank 0 asks a rank for its ``Status``, which answers with that."""
+    """Rank 0 requests a rank's ``Status``, which is the answer."""
 
 
 @dataclass(frozen=True)
 class RankEnded:
-    """A rank has ended: that rank says so to rank 0, and rank 0 to the others.
+    """A rank has ended: sent by that rank to rank 0, and by rank 0 to the others.
 
     Attributes:
         rank: which.
@@ -61,31 +61,31 @@ class EndRun:
 
 @dataclass(frozen=True)
 class GotSigterm:
-    """A rank has got SIGTERM, after which all save and end."""
+    """The sender has got SIGTERM: all ranks are to save a checkpoint and end."""
 
 
 @dataclass(frozen=True)
 class HoldStep:
-    """Rank 0 has a rank hold at the end of its current step, which answers ``StepHeld``."""
+    """From rank 0: stop at the end of the current step, and answer ``StepHeld``."""
 
 
 @dataclass(frozen=True)
 class StepHeld:
-    """How many steps a rank has ended."""
+    """How many steps the sender has completed."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class LeaveAt:
-    """Rank 0 has chosen the last step; None: not all ranks have answered, go on."""
+    """From rank 0: the last step; None if not all ranks have answered, so that all go on."""
 
     step: int | None
 
 
 @dataclass(frozen=True)
 class HostLost:
-    """No step will end any more, as a rank's host is lost."""
+    """A rank's host is lost, so that no step will be completed any more."""
 
 
 Message = (
@@ -99,7 +99,7 @@ Message = (
     | LeaveAt
     | HostLost
 )
-"""What watchers send each other."""
+"""The messages between watchers."""
 
 _KINDS = {kind.__name__: kind for kind in get_args(Message)}
 
@@ -111,7 +111,7 @@ class Endpoint:
     Attributes:
         addresses: those of rank 0's host, likely ones first.
         port: the same for all addresses.
-        secret: the key that both ends must hold.
+        secret: the key that both ends must have.
     """
 
     addresses: tuple[str, ...]
@@ -133,7 +133,7 @@ class RankListener:
     """Rank 0's end: the port to which the other ranks connect.
 
     Args:
-        one_host: whether all ranks are on this host; other hosts then cannot reach the port.
+        one_host: whether all ranks are on this host: then it listens on the loopback address only.
         patience: seconds for the rest of a message.
     """
 
@@ -145,9 +145,9 @@ class RankListener:
         self.endpoint = Endpoint(addresses, self._listener.port, secret)
 
     def serve(self, admit: Callable[[int, Connection], None]) -> None:
-        """Until closed, call ``admit(rank, connection)`` for each rank that holds the secret.
+        """Until closed, call ``admit(rank, connection)`` for each rank that has the secret.
 
-        Each newcomer gets a thread of its own, which also calls ``admit``, so that a silent
+        Each connection gets a thread of its own, which also calls ``admit``, so that a silent
         stranger delays nobody.
         """
 
@@ -226,7 +226,7 @@ def receive(connection: Connection) -> dict[str, Any]:
 
 
 def is_acknowledged(connection: Connection) -> bool:
-    """Whether the other end's host has everything that was sent, however busy its process is."""
+    """Whether the other host has acknowledged everything that was sent, read or not."""
     (left,) = struct.unpack("i", fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4)))
     return bool(left == 0)
 

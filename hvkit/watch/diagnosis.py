@@ -1,11 +1,11 @@
 """Turns the reports of all ranks into a sentence, and decides whether the run must end.
 
 Ranks in calls that do not match will wait forever, and so will ranks that wait for one that has
-ended. A rank outside of any call may rightly load data or compile for minutes: that is reported
-once, and ends the run only after a much longer time. Plain arithmetic, no sockets.
+ended. A rank outside of calls may be loading data or compiling for minutes: that is reported once,
+and ends the run only after a much longer time. No sockets here, only decisions.
 
-A call may need some ranks only. Such groups do different things rightly, and one may wait for
-another that still trains, as for any rank that does other things.
+A call may need some ranks only, a group. Groups may be in different calls, and one may wait for
+another that still trains.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ SAME_CALLS = "every rank has to make the same calls in the same order"
 SAME_STEPS = "take the same number of steps (hvkit.shard gives equal parts)"
 
 LIMIT_SET_BY = "--stall, HVKIT_STALL_LIMIT_SECONDS"
-"""What sets the limit of a wait."""
+"""The option and the variable that set the limit of a wait."""
 
 MISMATCH_AFTER = 5.0
-"""Seconds after which ranks that wait in different calls are not merely out of step."""
+"""Seconds after which ranks that wait in different calls do not just differ for a moment."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Diagnosis:
         ends: whether the run must end.
         about: the key, the serial number and the ranks of the call, so that it is reported only
             once.
-        answered: whether all ranks answer. Horovod cannot end waits for one that is stopped.
+        answered: whether all ranks answer; if a process is stopped, Horovod cannot end the waits.
     """
 
     text: str
@@ -87,8 +87,8 @@ def diagnose(
     """Judge the ranks' reports; None if all is well.
 
     Args:
-        ranks: the current status of each rank that runs; a ``Status`` without a line for a rank
-            that does not answer.
+        ranks: the current status of each rank that has not ended; a ``Status`` without ``where``
+            for a rank that does not answer.
         ended: how other ranks ended: ``has ended its script``, ``failed with ValueError: x``.
         report_after: seconds after which to report a rank that others wait for.
         end_after: seconds after which such a rank ends the run.
@@ -109,7 +109,7 @@ def diagnose(
         for group in dict.fromkeys(s.ranks for s in waiting.values())
         if (each := _of_group(group, ranks, waiting, bool(crossed), report_after, end_after))
     ]
-    # Those that end the run first; else the first that has not been reported.
+    # One that ends the run comes first; then one that has not been reported.
     found.sort(key=lambda each: (not each.ends, each.about in reported))
     return found[0] if found else None
 
@@ -127,15 +127,15 @@ def _of_group(
     Args:
         group: their numbers; none for all.
         ranks: as in ``diagnose``.
-        all_waiting: those of all ranks that wait long enough to count.
-        mixed: whether some of these wait in calls that do not match.
+        all_waiting: the statuses of all ranks that have waited long enough.
+        mixed: whether some of them wait in calls that do not match.
         report_after: as in ``diagnose``.
         end_after: as in ``diagnose``.
     """
     waiting = {rank: s for rank, s in all_waiting.items() if s.ranks == group}
     longest = max(waiting.values(), key=lambda s: s.seconds)
     others = {r: s for r, s in ranks.items() if r not in waiting and (not group or r in group)}
-    # A rank whose wait has just begun has arrived after all, unless it waits for others.
+    # A rank whose wait has just begun has reached the call, unless it waits for another group.
     missing = {r: s for r, s in others.items() if not s.waits or s.ranks != group}
     if others and not missing:
         return None
@@ -151,7 +151,7 @@ def _of_group(
     if longest.seconds >= report_after:
         if missing:
             return Diagnosis(_missing(missing, longest), False, about)
-        if mixed:  # some seconds later it is clear that they make different calls
+        if mixed:  # in some seconds it will be clear whether they make different calls
             return None
         text = f"{_waits(waiting)} for {longest.seconds:.0f} s: a slow network, or exchanges "
         return Diagnosis(text + "that do not match", False, about)
@@ -159,14 +159,14 @@ def _of_group(
 
 
 def _for_each_other(waiting: Mapping[int, Status]) -> dict[int, Status]:
-    """The ranks that wait in different calls, each for others of these, so that none will end."""
+    """The ranks that wait for each other in different calls, so that none of these will end."""
 
     def needs(rank: int, other: int) -> bool:
         mine, theirs = waiting[rank], waiting[other]
         same = mine.key == theirs.key and mine.ranks == theirs.ranks
         return not same and (not mine.ranks or other in mine.ranks)
 
-    # Whom each waits for, also at second hand.
+    # The ranks that each waits for, directly or through others.
     awaited = {a: {b for b in waiting if needs(a, b)} for a in waiting}
     for middle in waiting:
         for each in awaited.values():
@@ -176,9 +176,9 @@ def _for_each_other(waiting: Mapping[int, Status]) -> dict[int, Status]:
 
 
 def _on_their_way(waiting: Mapping[int, Status], report_after: float) -> bool:
-    """Whether some ranks may only be slow to receive a result that others have already.
+    """Whether some ranks may only be slow to receive a result that the others already have.
 
-    Those others then wait in the next call, and were in this one before.
+    The others then wait in the next call, and were in this one before.
     """
     first = min(waiting.values(), key=lambda s: s.serial)
     if first.seconds >= report_after:
@@ -219,7 +219,7 @@ def _missing(missing: Mapping[int, Status], longest: Status) -> str:
 
 
 def _stacks(missing: Mapping[int, Status]) -> str:
-    """Where the first rank is that others wait for, call by call."""
+    """The stack of the first rank that others wait for."""
     with_stack = [(rank, status.stack) for rank, status in sorted(missing.items()) if status.stack]
     if not with_stack:
         return ""

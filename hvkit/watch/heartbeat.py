@@ -1,7 +1,7 @@
-"""Reports at every full second to ``hvkit run`` where this rank is, and what it has done since.
+"""Reports at every full second to ``hvkit run`` where this rank is, and its spans since the last.
 
-``hvkit top`` shows the one, ``hvkit run --timeline`` draws the other. Both go through the pipe of
-``hvkit.host.run_reports``. A rank that is killed loses the spans of the last second only.
+``hvkit top`` shows where ranks are, ``hvkit run --timeline`` draws the spans. Both are sent through
+the pipe of ``hvkit.host.run_reports``. If a rank is killed, only its last second is lost.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from hvkit.watch import calls
 from hvkit.watch.spans import Span, observe
 
 _EVERY = 1.0
-# Characters of a call and a line.
+# Characters of a call, and of a line of the script.
 _TEXT = 200
+# Spans after which they are sent before the second is over.
 _SPANS = 200
-# Bytes of a line around its spans.
+# Bytes of a report in addition to its spans.
 _AROUND = 32
 
 
@@ -46,7 +47,7 @@ def _until_next(now: float) -> float:
 
 
 def report_now(now: calls.Status) -> None:
-    """Report where this rank is: before it ends, too, so that no step is missing."""
+    """Report where this rank is; also called before it ends, so that the last step is known."""
     report(
         now={
             "call": now.call[:_TEXT],
@@ -59,7 +60,7 @@ def report_now(now: calls.Status) -> None:
 
 
 class Recorder:
-    """Keeps this rank's spans from now on; sends many at once, and the rest at the script's end."""
+    """Collects this rank's spans from now on, and sends them; the rest at the end of the script."""
 
     def __init__(self) -> None:
         self._spans: list[list[Any]] = []

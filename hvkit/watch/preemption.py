@@ -1,12 +1,12 @@
 """Preemption after SIGTERM: all ranks save at the end of the same step, and end.
 
-Batch systems and clouds send SIGTERM before they take a host away. The ranks of that host may be
-the only ones to get it, and no two get it in the same step. So they agree over the watcher's
-sockets, during training: rank 0 has every rank hold at the end of its current step and name that
-step, and chooses the one after the last. Nobody can have passed that one; all go on to it. A step
-without SIGTERM costs a look at two fields.
+Batch systems and clouds send SIGTERM before they take a host away. Perhaps only the ranks of that
+host get it, and not in the same step. So the ranks agree over the watcher's sockets, during
+training: every rank stops at the end of its current step and sends its number to rank 0, which
+chooses the step after the last of these. No rank can be beyond that one; all go on to its end. A
+step without SIGTERM only reads two fields.
 
-A rank that waits in a collective for a rank that has died ends at once: it will finish no step.
+A rank that waits in a collective for a rank that has died ends at once: it will complete no step.
 """
 
 from __future__ import annotations
@@ -23,18 +23,17 @@ from hvkit.errors import LEFT
 from hvkit.host.run_reports import listened_to, report
 from hvkit.watch import calls
 
-# Seconds that a rank has to end by itself, with an error that names the reason, once another has
-# died.
+# Seconds for a rank to end by itself, with an error that gives the reason, after another has died.
 _FAILS = 2.0
-# Seconds to hold at the end of a step without an answer from rank 0.
+# Seconds to wait at the end of a step for an answer from rank 0.
 _AGREES = 20.0
-# A batch system, a launcher and `hvkit run` may each pass the same SIGTERM on. One that comes later
-# than so many seconds after the first is another one.
+# A batch system, a launcher and `hvkit run` may each pass on the same SIGTERM. After so many
+# seconds, another SIGTERM is not the same one.
 _SAME = 2.0
 
 
 class Preemption:
-    """What this rank knows of the end that SIGTERM demands.
+    """This rank's part in the end after SIGTERM.
 
     Attributes:
         requested: whether this rank got SIGTERM.
@@ -43,7 +42,8 @@ class Preemption:
     def __init__(self) -> None:
         self.requested = False
         self._since = 0.0
-        # Whether another rank has ended, so that no step will; whether this one has saved.
+        # Whether another rank has ended, so that no step will be completed; whether this one has
+        # saved.
         self._over = False
         self._left = False
         self._one_rank = True
@@ -75,7 +75,8 @@ class Preemption:
     def take_signals(self) -> bool:
         """Let the thread see signals from now on; return whether it has seen them until now.
 
-        An event loop of the script comes first: it has its own descriptor, and leaves none behind.
+        An event loop of the script has precedence while it runs: it sets its own descriptor, and
+        removes it at its end.
         """
         if self._wakes is None:
             return False
@@ -85,7 +86,7 @@ class Preemption:
         return other == self._wakes
 
     def stop_handling(self) -> None:
-        """Leave SIGTERM to the system again: no step will end any more."""
+        """Let SIGTERM end the process again: there will be no further step."""
         if signal.getsignal(signal.SIGTERM) is _on_sigterm and not self.requested:
             if (other := signal.set_wakeup_fd(-1)) != self._wakes:
                 signal.set_wakeup_fd(other)
@@ -94,7 +95,7 @@ class Preemption:
     def at_last_step(self) -> bool:
         """Whether to save and leave at the end of this step; the same on all ranks.
 
-        Every rank calls this at the end of each step. Holds while the ranks agree on the step.
+        Every rank calls this at the end of each step. It waits while the ranks agree on the step.
         """
         self._step += 1
         if self.requested and self._one_rank:
@@ -123,7 +124,7 @@ class Preemption:
     # Called by the watcher's thread.
 
     def hold(self) -> int:
-        """Hold at the end of the current step; return how many have ended."""
+        """Wait at the end of the current step; return how many are completed."""
         with self._changed:
             self._holds = True
             return self._step
@@ -136,7 +137,7 @@ class Preemption:
             self._changed.notify_all()
 
     def give_up(self) -> None:
-        """A rank's host is lost, so that no step will end: end if this rank should leave."""
+        """A rank's host is lost, so no step will be completed: end if this rank got SIGTERM."""
         self.leave_at(None)
         if self.requested:
             self._end_if_waiting(0.0)
@@ -146,7 +147,7 @@ class Preemption:
         self._one_rank = False
 
     def other_ended(self) -> None:
-        """Another rank has ended: end soon if this one should leave, because no step will end."""
+        """Another rank has ended, and no step will be completed: end soon if this got SIGTERM."""
         self._over = True
         if self.requested:
             self._end_if_waiting(_FAILS)
@@ -178,7 +179,7 @@ class Preemption:
             return True
         self.requested, self._since = True, now
         report(terminated=True)
-        if not listened_to():  # else `hvkit run` says it, once for all ranks
+        if not listened_to():  # else `hvkit run` prints it, once for all ranks
             os.write(2, b"hvkit: SIGTERM: leaves as soon as all ranks have saved a checkpoint\n")
         return False
 
@@ -190,7 +191,7 @@ _process = os.getpid()
 
 
 def _on_sigterm(number: int, _: FrameType | None) -> None:
-    # Python's handler would count it once more, and late if the main thread was inside C code.
+    # The thread has counted it: Python's handler is late if the main thread was inside C code.
     if os.getpid() == _process and PREEMPTION.take_signals():
         return
     if os.getpid() != _process or PREEMPTION.take_sigterm():
@@ -199,7 +200,7 @@ def _on_sigterm(number: int, _: FrameType | None) -> None:
 
 
 def _became_child() -> None:
-    """Workers of a data loader end at SIGTERM."""
+    """In a child process, such as a worker of a data loader, let SIGTERM end it."""
     if signal.getsignal(signal.SIGTERM) is _on_sigterm:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
@@ -226,7 +227,7 @@ class StepAgreement:
 
     @property
     def begun(self) -> bool:
-        """Whether ranks are asked for their steps, or have been."""
+        """Whether ranks were asked for their steps."""
         return self._began is not None
 
     def begin(self) -> None:
@@ -239,7 +240,7 @@ class StepAgreement:
 
     @property
     def decided(self) -> bool:
-        """Whether the result is known, for the first time."""
+        """Whether the result is known now; True once only."""
         if self._began is None or self._ended:
             return False
         over = time.monotonic() - self._began > self.PATIENCE

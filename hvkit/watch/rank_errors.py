@@ -1,4 +1,4 @@
-"""Errors that end several ranks: one traceback from the rank that failed, one line from the others.
+"""Shows errors that end several ranks: the failed rank's traceback, and a line of each other.
 
 Also translates Horovod's errors, which name neither the rank nor the line of the script.
 """
@@ -28,7 +28,7 @@ _UNKNOWN = (
 
 
 class Witness(Protocol):
-    """The rank's watcher, which learns from the other ranks why the run ends."""
+    """This rank's watcher, which knows from the other ranks why the run ends."""
 
     rank: int
 
@@ -45,10 +45,11 @@ class Witness(Protocol):
 _witness: Witness | None = None
 E = TypeVar("E", bound=Exception)
 
-# Packages whose lines at the end of a traceback say nothing to a user, once hvkit explains it.
+# Packages whose lines at the end of a traceback do not help a user, once hvkit explains the error.
 _EXPLAINED = {"hvkit", "torch", "tensorflow", "keras", "horovod"}
 
-# A graph of TensorFlow can raise TensorFlow's errors only: their text, up to the name of a node.
+# A graph of TensorFlow can raise only TensorFlow's errors. In their text, hvkit's ends before a
+# node.
 _IN_GRAPH = re.compile(
     r"assertion failed: \[hvkit: (on every rank: )?(FloatingPointError|RanksDisagreeError): (.*?)\]"
     r"\s+\[\[\{\{node ",
@@ -57,7 +58,7 @@ _IN_GRAPH = re.compile(
 
 
 def install(witness: Witness) -> None:
-    """From now on, print an error that ended another rank first as one line."""
+    """From now on, print an error that is a consequence of another rank's end as one line."""
     global _witness
     _witness = witness
     show = _show_at_once if sys.excepthook is sys.__excepthook__ else sys.excepthook
@@ -71,8 +72,8 @@ def install(witness: Witness) -> None:
                 witness.failed(_failed_with(meant), ends=True)
             line = _line_for(meant, witness)
         except Exception as another:
-            # A signal's handler has raised it here, such as PyTorch's for a worker that was killed,
-            # which explains the first error.
+            # A signal handler has raised it just now, such as PyTorch's for a worker that was
+            # killed, and it explains the first error.
             error = meant = another
             kind, traceback, line = type(another), another.__traceback__, None
             witness.failed(_failed_with(another), ends=True)
@@ -108,7 +109,7 @@ def install(witness: Witness) -> None:
 def _show_at_once(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """As Python does, but in one piece, which no line of another rank cuts."""
+    """As Python does, but in one write, so that no line of another rank comes in between."""
     text = "".join(format_exception(kind, error, trace))
     print(text, end="", file=sys.stderr, flush=True)
 
@@ -203,14 +204,14 @@ def mark_as_shown_by(error: E, rank: int) -> E:
 
 
 def _meant(error: BaseException) -> BaseException:
-    """What an error means. A RankLostError is a consequence of another rank's end."""
+    """hvkit's error for one of Horovod or a framework; any other error as it is."""
     return error if isinstance(error, RankLostError) else meaning_of(error) or error
 
 
 def _line_for(error: BaseException, witness: Witness) -> str | None:
     """The line that refers to an error that another rank shows; None if this rank must show it."""
     other = getattr(error, "hvkit_shown_by", None)
-    if isinstance(error, KeyboardInterrupt):  # which reaches all
+    if isinstance(error, KeyboardInterrupt):  # all ranks get it
         places = [
             each for each in _each(error.__traceback__) if _package_of(each) not in _EXPLAINED
         ]
@@ -227,9 +228,10 @@ def _line_for(error: BaseException, witness: Witness) -> str | None:
 
 
 def _up_to_the_script(traceback: TracebackType | None) -> TracebackType | None:
-    """The traceback of an error that hvkit explains, without what follows the script's last line.
+    """The traceback of an error that hvkit explains, up to the script's last line.
 
-    That is dozens of lines of PyTorch's and hvkit's. Tracebacks that end elsewhere stay whole.
+    Dozens of lines of PyTorch and hvkit would follow. A traceback that ends in another package
+    stays whole.
     """
     places = list(_each(traceback))
     if not places or _package_of(places[-1]) not in _EXPLAINED:
@@ -244,7 +246,7 @@ def _up_to_the_script(traceback: TracebackType | None) -> TracebackType | None:
 def _raised_by_hvkit(error: BaseException) -> bool:
     """Whether hvkit has refused an argument with one of Python's own exceptions.
 
-    A mistake in hvkit's own code raises them, too, but in the middle of another instruction.
+    A bug in hvkit raises them, too, but not by a ``raise`` statement.
     """
     places = list(_each(error.__traceback__))
     if not places or not isinstance(error, TypeError | ValueError):
@@ -265,7 +267,7 @@ def _each(traceback: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def _handled_before(error: BaseException) -> BaseException | None:
-    """The script's own error if the script made the failed call while handling it."""
+    """The script's own error that it was handling when it made the failed call; None for none."""
     context = error.__context__
     while context is not None and (
         isinstance(context, RankLostError | RanksDisagreeError)

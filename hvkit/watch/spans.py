@@ -1,4 +1,4 @@
-"""What has passed in the threads of a script: calls of hvkit, waits, loaded batches.
+"""Spans of time in the threads of a script: calls of hvkit, waits, loaded batches.
 
 ``calls`` and the frameworks' ports mark spans; a monitor and the timeline of a run observe them.
 """
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Span(NamedTuple):
-    """Something that has passed in a thread of the script.
+    """A span of time in a thread of the script.
 
     Attributes:
         name: of the user's call, or one of the names below.
@@ -29,16 +29,16 @@ WAITING = "waiting"
 """A wait for other ranks."""
 
 REDUCTION = "averaging gradients"
-"""What is left to average when a backward pass of PyTorch has computed its gradients."""
+"""The rest of averaging, after a backward pass of PyTorch has computed its gradients."""
 
 DATA = "data"
-"""A batch, from when it is asked for until it is there."""
+"""Loading a batch, from its request on."""
 
 _observers: list[Callable[[Span], None]] = []
 
 
 def observe(observer: Callable[[Span], None], on: bool = True) -> None:
-    """Call a function after each span, in the span's thread; or no more."""
+    """Call a function after each span, in the span's thread; with ``on=False``, no longer."""
     if on:
         _observers.append(observer)
     else:

@@ -42,11 +42,11 @@ from hvkit.watch.preemption import PREEMPTION, StepAgreement
 from hvkit.wording import shortened
 
 # All in seconds.
-# Between two looks at this rank's status.
+# Between two checks of this rank's status.
 _TICK = 1.0
 # A rank that has waited this long reports to rank 0.
 _WORTH_REPORTING = 2.0
-# A report stays valid this long.
+# A report is valid for this long.
 _FRESH = 3.0
 # A rank that has not answered for this long counts as unreachable.
 _NO_ANSWER = 10.0
@@ -55,9 +55,9 @@ _GRACE = 30.0
 _GRACE_FOR_STOPPED = 3.0
 # Characters of a diagnosis that `hvkit run` repeats at its end.
 _CAUSE = 500
-# Rank 0 asks all ranks for their steps within this time after one got SIGTERM.
+# Within this time after a rank got SIGTERM, rank 0 requests the steps of all ranks.
 _HOLDS_WITHIN = 5.0
-# An error of Horovod waits this long for its explanation.
+# An error of Horovod is held back this long for its explanation to arrive.
 _EXPLAINED_WITHIN = 5.0
 
 END_OF_SCRIPT = "has ended its script"
@@ -113,7 +113,7 @@ class Watcher:
 
         Args:
             how: which error.
-            ends: whether it ends now: then ``hvkit run`` hears of it before any rank can be killed.
+            ends: whether it ends now: then report it to ``hvkit run`` before any rank is killed.
         """
         self._own_end = how
         if ends:
@@ -122,7 +122,7 @@ class Watcher:
             _report_cause(f"{ranks_text([self.rank])} {how}")
 
     def thread_failed(self, how: str) -> None:
-        """Report to the others that a thread of hvkit's ends this process now."""
+        """Report to the others that an error in a thread of hvkit's ends this process now."""
         self._own_end = how
         _report_cause(f"{ranks_text([self.rank])} {how}")
         self._report_end()
@@ -137,7 +137,7 @@ class Watcher:
             return
         self._stopped.set()
         self._report_end()
-        with self._reading_stacks:  # no look at the stacks while the interpreter ends
+        with self._reading_stacks:  # wait: stacks must not be read while the interpreter ends
             pass
 
     # Called by the watcher's thread.
@@ -151,7 +151,7 @@ class Watcher:
         PREEMPTION.other_ended()
 
     def _status(self, *, with_stack: bool = False) -> Status:
-        """This rank's status; with where its main thread is, if asked and it does not wait."""
+        """This rank's status; ``with_stack`` adds the main thread's stack unless the rank waits."""
         with self._reading_stacks:
             if self._stopped.is_set():
                 return Status()
@@ -174,14 +174,14 @@ class Watcher:
             os._exit(1)
 
     def _end_after_error(self) -> None:
-        """End this process if Horovod's own end waits for a rank that does not answer.
+        """End this process if Horovod's shutdown waits for a rank that does not answer.
 
-        This thread outlives the script, which may not start another one then.
+        Done in this thread, since none can be started while the interpreter ends.
         """
         self._stopped.wait()
         while self._fails:
             time.sleep(min(_GRACE, self._limits.end))
-            if calls.inside("horovod"):  # and not in a function that the script has for its end
+            if calls.inside("horovod"):  # and not in an exit function of the script's own
                 text = f"rank {self.rank} {self._own_end}, and Horovod does not end: ended by force"
                 os.write(2, f"hvkit: {text}\n".encode())
                 os._exit(1)
@@ -224,7 +224,7 @@ class Reporter(Watcher):
         if hub is None:
             self._watch_without_rank_0(endpoint.addresses)
             return
-        reported, told = -1.0, 0.0
+        reported, sent_at = -1.0, 0.0  # the begin of the last reported wait; GotSigterm
         while not self._stopped.is_set():
             try:
                 if hub.poll(_TICK):
@@ -232,10 +232,10 @@ class Reporter(Watcher):
             except (OSError, EOFError, ValueError):
                 self._learn_of_end(0, "died without reporting an error", shown_by=1)
                 return
-            if PREEMPTION.requested and not told:
-                told = time.monotonic()
+            if PREEMPTION.requested and not sent_at:
+                sent_at = time.monotonic()
                 _send(hub, GotSigterm())
-            late = told and not self._agreeing and time.monotonic() - told > _HOLDS_WITHIN
+            late = sent_at and not self._agreeing and time.monotonic() - sent_at > _HOLDS_WITHIN
             if late and not channel.is_acknowledged(hub):
                 PREEMPTION.give_up()  # rank 0 is not just busy
             now = self._status()
@@ -247,7 +247,7 @@ class Reporter(Watcher):
                 _send(hub, now)
 
     def _end_without_diagnosis(self, now: Status) -> None:
-        """Rank 0, which would end this wait, is stopped, or its host is."""
+        """End this process: rank 0, which should end this wait, is stopped, or its host is lost."""
         limit = f"the limit is {self._limits.end:g} s ({LIMIT_SET_BY})"
         text = f"{self._waits(now)}; rank 0 does not answer; {limit}"
         os.write(2, f"hvkit: RankLostError: {text}\n".encode())
@@ -317,7 +317,7 @@ class Hub(Watcher):
     def stop(self) -> None:
         """As for any rank; waits for a shutdown in progress."""
         self._listener.close()
-        self._admit_new()  # a script that ends within a second is ahead of the watcher's thread
+        self._admit_new()  # the watcher's thread may not have, if the script ends within a second
         super().stop()
         if self._diagnosis:
             self._over.wait(_GRACE)
@@ -344,7 +344,7 @@ class Hub(Watcher):
                 self._peers[rank] = connection
 
     def _read_messages(self) -> None:
-        # The script's thread may admit the last ones (``stop``).
+        # A copy, since the script's thread may admit further ones (``stop``).
         peers = list(self._peers.items())
         by_connection = {id(connection): rank for rank, connection in peers}
         ready: list[Any] = []
@@ -374,7 +374,7 @@ class Hub(Watcher):
     def _agree_on_last_step(self) -> None:
         """If a rank got SIGTERM, choose the step at whose end all leave.
 
-        A rank that holds Python's lock for long may answer too late: then try again.
+        If a rank answers too late, because it holds the interpreter's lock for long, try again.
         """
         wanted = self._somebody_leaves or PREEMPTION.requested
         all_here = len(self._peers) == self._size - 1
@@ -398,7 +398,7 @@ class Hub(Watcher):
             _send(peer, message)
 
     def _end_of(self, rank: int, how: str) -> None:
-        """A rank has ended; the first end is the reason why Horovod ends on all others."""
+        """Handle the end of a rank; after the first one, Horovod ends on all others."""
         del self._peers[rank]
         self._statuses.pop(rank, None)
         first = not self._ended
@@ -461,4 +461,4 @@ def _send(connection: Connection, message: Message) -> None:
     try:
         channel.send_message(connection, message)
     except (OSError, ValueError):
-        return  # it has gone, which its end of the connection says
+        return  # it has gone, and whoever reads from the connection notices that
