@@ -7,15 +7,15 @@
     │   ├── pytorch        PyTorch models, optimizers and anything else with a state dict
     │   └── keras          Keras models, optimizers and callbacks
     ├── object_kinds       which part saves which kind of object
-    ├── strategies         what the models' strategies keep, and the weights that a save holds
+    ├── strategies         the state that the models' strategies keep
     ├── progress           where training continues: epoch, step, batches, extras
     ├── rank_states        what differs between ranks: random states, layer statistics
     ├── newest_checkpoint  finds the newest complete one, for a restart on all hosts
     ├── resume             loads it on all ranks, and writes it where rank 0 lacks it
     ├── store              a directory of checkpoints, rank 0's or in memory: lock, folders
     ├── manifests          what each folder holds, with the sha256 of its files
-    ├── replicas           copies in the memory of other hosts, for restarts: which hosts
-    ├── transfer           sends a copy to another host, and keeps it there
+    ├── replicas           copies in the memory of other hosts, for restarts
+    ├── transfer           sends a copy to another host, which keeps it
     ├── writing            writes the files, at once or in a thread
     └── fit_callback       saves from inside Keras's fit
 

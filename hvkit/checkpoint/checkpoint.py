@@ -62,25 +62,25 @@ class Checkpoint:
     run that was never stopped, bit for bit, if its data comes in the same order. For this, each
     rank's random state is saved: Python's ``random``, NumPy, PyTorch (CPU and this rank's GPU),
     ``tf.random.get_global_generator()``, Keras's global seed generator and the seed generators of
-    the model's layers. TensorFlow gives no access to the state of ``tf.random.uniform`` and its
-    relatives, nor to that of ``tf.data`` shuffles, including the shuffle ``fit`` does to arrays;
-    it is not saved. Use ``keras.random``, ``tf.random.stateless_uniform`` and its relatives, and
+    the model's layers. Not saved, because TensorFlow gives no access to it, is the state of
+    ``tf.random.uniform`` and the like, and of ``tf.data`` shuffles, including that of arrays in
+    ``fit``. Use ``keras.random``, ``tf.random.stateless_uniform`` and the like, and
     ``shuffle=False``. Generator objects that a script creates, and random numbers that DataLoader
     workers draw, are not saved either. A DataLoader or ``PyDataset`` returned by
     ``hvkit.shard`` can be a part and continues in its own order. So can Keras's
     ``EarlyStopping``, ``ReduceLROnPlateau`` and ``ModelCheckpoint``, which would otherwise start
     counting again in a resumed ``fit``.
 
-    With ``strategy=hvkit.LocalSGD(...)`` and the like, a checkpoint also holds what the strategy
-    keeps, as ``model-strategy.npz``, and for each rank the whole state of every part that differs
+    With ``strategy=hvkit.LocalSGD(...)`` and the like, a checkpoint also holds the strategy's
+    state, as ``model-strategy.npz``, and for each rank the whole state of every part that differs
     from rank 0's. ``model.pt`` or ``model.weights.h5`` then holds the weights that the ranks would
-    agree on. On another number of ranks the run goes on from those, with a new round.
+    agree on. On another number of ranks the run continues from those, with a new round.
 
     Learning rates are saved as the script sets them: on another number of ranks, ``lr_scaling``
-    multiplies them for the new number. Lengths that a schedule counts in steps (``T_max``,
-    ``total_steps``, ``warmup_steps``) do not change although an epoch then has another number of
-    steps, so let such schedules count epochs. If more ranks resume than saved, the additional
-    ranks keep the random state that the script gave them.
+    multiplies them for the new number. Lengths of a schedule in steps (``T_max``, ``total_steps``,
+    ``warmup_steps``) do not change, although an epoch then has another number of steps, so let such
+    schedules count epochs. If more ranks resume than saved, the additional ranks keep the random
+    state that the script gave them.
 
     Args:
         directory: the run's own directory; the first save creates it. If a second run saves in it
@@ -90,11 +90,11 @@ class Checkpoint:
             a later save.
         background: whether ``save`` returns as soon as rank 0 has a copy of the files in memory. A
             thread then writes them to disk. The next ``save``, ``wait`` and the end of the script
-            wait for that. A file that cannot be written is an error of the next of these calls.
+            wait for that. If a file cannot be written, the next of these calls raises the error.
         replicas: on how many other hosts to keep a copy of the newest checkpoint in memory, for
-            restarts by ``hvkit run``. They load it from there if rank 0's host is lost and the
-            directory with it, and instead of reading the directory. A host needs memory for two
-            checkpoints. Sending is part of writing: use ``background=True``.
+            restarts by ``hvkit run``. A restart loads it from there instead of reading the
+            directory, also if rank 0's host is lost and the directory with it. A host needs memory
+            for two checkpoints. Sending is part of writing: use ``background=True``.
         **parts: the objects to save, each under its name, usually ``model=`` and ``optimizer=``:
             PyTorch and Keras models and optimizers, Keras callbacks that watch a metric, and
             anything with ``state_dict()`` and ``load_state_dict()``: schedulers, a ``GradScaler``,
@@ -190,7 +190,7 @@ class Checkpoint:
             kept = parts_of_strategies(self.parts)
         except Exception as error:  # any error: the other ranks must not wait for this one
             problem = error
-        # From here on no rank trains, so that what they count together stands still.
+        # From here on no rank trains, so counts that ranks share do not change.
         mine_now = (progress.epoch, progress.step), PREEMPTION.requested
         agreed, leaving = zip(*share(_SAVE, problem, mine_now), strict=True)
         require_same_progress(agreed)
@@ -245,17 +245,18 @@ class Checkpoint:
         extras: dict[str, Any] | None = None,
         every: int | None = None,
     ) -> Path | None:
-        """Save at the end of a step, if it is time. Every rank calls it at the end of each step.
+        """Save at the end of some steps. Every rank calls it at the end of each step.
 
             for x, y in loader:
                 ...
                 optimizer.step()
                 checkpoint.end_step(epoch=epoch, step=(step := step + 1), every=500)
 
-        It saves every ``every`` steps, and after SIGTERM: as soon as one rank gets it (its host is
-        taken away), all ranks save at the end of the same step, and leave. From its first call on
-        SIGTERM is handled in this way, unless the script has a handler of its own. The ranks of
-        ``hvkit.ParameterServer`` end no step together: there SIGTERM ends a rank as without hvkit.
+        It saves every ``every`` steps, and after SIGTERM: as soon as one rank gets it, because its
+        host will be taken away, all ranks save at the end of the same step, and leave. From the
+        first call on SIGTERM is handled in this way, unless the script has a handler of its own.
+        With ``hvkit.ParameterServer``, whose ranks do not end steps together, SIGTERM ends a rank
+        as without hvkit.
 
         Args:
             epoch, step, batches, extras: as for ``save``.
@@ -266,7 +267,8 @@ class Checkpoint:
 
         Raises:
             SystemExit: with status 143, once the checkpoint is saved after SIGTERM.
-            TypeError, ValueError: ``every`` is no positive number of steps; else as ``save``.
+            TypeError, ValueError: ``every`` is no positive number of steps.
+            Exception: what ``save`` raises.
         """
         wanted = every is not None and step % checked_every(every) == 0
         if self._may_leave():
@@ -356,8 +358,7 @@ class Checkpoint:
         In a run that ``hvkit run`` may start again, that is the newest of this run on any host that
         has ranks now, in its directory or, with ``replicas``, in its memory; otherwise the newest
         in rank 0's directory. Rank 0 logs every newer, damaged checkpoint with the file and the
-        reason. A checkpoint may hold more parts than this object has: rank 0 logs the names of
-        those it did not load.
+        reason. If the checkpoint has parts that this object lacks, rank 0 logs their names.
 
         Returns:
             The progress of the saved run; ``Progress(epoch=0, step=0)`` if there is no checkpoint.
@@ -406,16 +407,16 @@ class Checkpoint:
         return self._restored
 
     def _go_on_from(self, folder: Path, manifest: manifests.Manifest) -> Path:
-        """Let further restarts find a checkpoint that was loaded, on whichever host; a collective.
+        """Let further restarts find a checkpoint that was loaded from any host; a collective.
 
-        It becomes one of this run, and other hosts get copies of it during training.
+        It becomes one of this run, and is copied to other hosts during training.
 
         Returns:
             Its folder from now on.
         """
         folder = collectives.from_rank(0, newest_checkpoint.adopt(folder, manifest))
         self._replicas.open(_RESTORE)
-        # Where it could not be written, another one of this name may lie there.
+        # If it could not be written, the folder may be another checkpoint of the same name.
         if runtime.rank() == 0 and self.replicas and manifests.describes(folder, manifest):
             self._writer.start(lambda: self._replicas.send(folder))
         return folder
@@ -430,9 +431,9 @@ class Checkpoint:
             every: ``"epoch"`` to save at the end of each epoch, or a number of steps to save after
                 every so many steps as well; with several optimizers, a step is one of any of them.
                 When a run resumes in the middle of an epoch, ``fit`` skips the batches that the
-                saved run trained on, and the metrics of this epoch cover the rest of it. This
-                continues exactly where the order of an epoch's data is fixed, as with
-                ``shuffle=False``; ``fit`` shuffles its own data anew.
+                saved run trained on, and the metrics of this epoch cover the rest of it. The
+                weights are those of a run without interruption only if the order of an epoch's data
+                is fixed, as with ``shuffle=False``; ``fit``'s own shuffle begins again.
 
         Raises:
             TypeError, ValueError: ``every`` is neither of these.
@@ -451,7 +452,7 @@ class Checkpoint:
         )
 
     def _put_back_random(self) -> None:
-        """Set the random generators to their states of the last ``restore``, once."""
+        """Set the random generators to the states that ``restore`` loaded; only the first time."""
         if self._random is not None:
             rank_states.set_random_state(self._random)
             self._random = None

@@ -16,7 +16,7 @@ from hvkit.sync.nonfinite import skipped_steps
 from hvkit.sync.port import keepers_of
 from hvkit.watch.preemption import PREEMPTION
 
-# On PyTorch dropout draws from the generator that ``fit`` draws from when it begins an epoch.
+# On PyTorch, dropout uses the same generator as ``fit`` when it begins an epoch.
 _DRAWS_FROM_GLOBAL_GENERATOR = keras.backend.backend() == "torch"
 
 
@@ -59,18 +59,18 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._skipped = 0
         self._together = True
         self._saved = 0
-        # Steps before this training and batches in it, where iterations cannot count.
+        # Steps before this ``fit``, and batches in it, if the optimizer's iterations are no count.
         self._first: int | None = None
         self._trained = 0
-        # Added to this process's skipped steps: those before the restored checkpoint. None if the
-        # optimizers skip none.
+        # Steps that were skipped before the restored checkpoint, to be added to this process's.
+        # None if the optimizers skip none.
         self._carried: int | None = None
         self._train: Any = None
 
     def on_train_begin(self, logs: Any = None) -> None:
         scaler = keras.optimizers.LossScaleOptimizer
         if any(isinstance(each, scaler) for each in [*self._optimizers, self.model.optimizer]):
-            # It skips updates, not the same ones on every rank, which are not in iterations.
+            # It skips updates, different ones on each rank, and iterations do not count them.
             known = max(self._iterations(), self._saved, self._restored_step())
             self._first = max(collectives.gather("Model.fit", known))
         elif any(map(leaves_out_updates, self._used())):
@@ -105,11 +105,11 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
             self._trained += self.model.steps_per_execution
         leaves = self._together and PREEMPTION.at_last_step()
         if self._batches >= ((self.params or {}).get("steps") or math.inf):
-            # The end of the epoch saves. A run that resumed here would end this epoch without a
-            # batch, and so without metrics.
+            # The end of the epoch saves. A run that resumed from here would have no batch in this
+            # epoch, and so no metrics.
             return
         if leaves:
-            # Batches that a resumed epoch skips are trained on already.
+            # The batches that a resumed epoch skips count as trained on.
             self._save(self._epoch, self._step(), max(self._batches, self._skipped))
         elif self._every is not None:
             step = self._step()
@@ -120,7 +120,7 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._train_again()
         step = self._step()
-        # Unequal, for example, with batches that are handed out.
+        # Unequal, for example, with ``shard(dynamic=True)``.
         if not all(keeper.equal_steps for keeper in keepers_of(self.model)):
             step = max(collectives.gather("Model.fit", step))
         self._save(epoch + 1, step, 0)
@@ -173,9 +173,9 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 def _metrics_before_training(model: Any, batch: Any) -> Any:
-    """The model's metrics before any batch counts.
+    """The model's metrics without any batch.
 
-    Compiled metrics have no result until they have seen a batch, so this one is tested once.
+    Compiled metrics have no result before their first batch, so evaluate this one and reset them.
     """
     try:
         return model.get_metrics_result()

@@ -29,7 +29,7 @@ _COUNTERS: Mapping[type[Any], tuple[str, ...]] = {
     keras.callbacks.ReduceLROnPlateau: ("best", "cooldown_counter", "wait"),
     keras.callbacks.ModelCheckpoint: ("best",),
 }
-# Keys in the file, besides EarlyStopping's best weights: the counters, and the weights' dtypes.
+# Keys in the file, in addition to EarlyStopping's best weights: counters, and the weights' dtypes.
 _COUNTED = "counted"
 _DTYPES = "dtypes"
 
@@ -164,7 +164,7 @@ class OptimizerPart(Part):
             _require_shapes("variables", facts["shapes"], _shapes_of(variables))
             with np.load(ContentReader(content)) as values:
                 for i, variable in enumerate(variables):
-                    variable.assign(_as_dtype_of(variable, values[str(i)]))
+                    variable.assign(_as_dtype(variable.dtype, values[str(i)]))
 
     def _build(self, trained: Sequence[int | None] | None) -> None:
         """Create the variables, for the weights that the saved optimizer updated."""
@@ -321,17 +321,12 @@ def _require_shapes(what: str, saved: list[list[int]], own: list[list[int]]) -> 
 
 
 def _assign(variables: Mapping[str, Any], arrays: Arrays) -> None:
-    """Set variables by name, leaving out those that there are none of.
+    """Set variables by name, and ignore arrays without a variable.
 
-    The run that saved them may have kept others, with another strategy.
+    The run that saved them may have had another strategy, with other variables.
     """
     for name in arrays.keys() & variables.keys():
-        variables[name].assign(_as_dtype_of(variables[name], arrays[name]))
-
-
-def _as_dtype_of(variable: Any, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The array in the variable's dtype: a file holds bfloat16 as plain bytes."""
-    return _as_dtype(variable.dtype, array)
+        variables[name].assign(_as_dtype(variables[name].dtype, arrays[name]))
 
 
 def _as_dtype(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

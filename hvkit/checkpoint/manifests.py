@@ -46,8 +46,8 @@ class Manifest:
     run: str = ""
     """The name of the run that saved it or goes on from it, if ``hvkit run`` may start it again."""
     saves: int = 0
-    """How many saves of this run led here, with this one. Unlike serials, these numbers compare
-    checkpoints in the directories of several hosts, which may hold those of other runs."""
+    """The number of saves of this run up to this one. Unlike serials, these numbers can be compared
+    between directories of several hosts, which may hold checkpoints of other runs."""
     format: int = FORMAT
 
     def write(self, folder: Path) -> None:

@@ -1,10 +1,11 @@
-"""The newest checkpoint, on whichever host it is: ``Checkpoint.restore`` begins here.
+"""Finds the newest checkpoint on any host: ``Checkpoint.restore`` begins here.
 
-Usually rank 0's directory has it. In a run that ``hvkit run`` may start again, rank 0 may be on
-another host than before, and hosts come and go. So the first rank of every host looks for the run's
-checkpoints in the directory on that host and, with ``replicas``, in its memory. It reads manifests
-only. The ranks choose the newest of all; the rank that has it compares its files with the manifest,
-and if one is damaged, they choose again. If all hosts share the directory, rank 0 reads it.
+Usually it is in rank 0's directory. In a run that ``hvkit run`` may start again, rank 0 may be on
+another host than before, and hosts may be lost or new. So the first rank of every host looks for
+the run's checkpoints in the directory on that host and, with ``replicas``, in its memory. It reads
+only manifests. The ranks choose the newest of all; the rank that has it compares its files with the
+manifest, and if one is damaged, they choose again. If all hosts share the directory, rank 0 reads
+it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from hvkit.log import logger
 @sendable
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A checkpoint, and who can read it.
+    """A checkpoint, and the rank that can read it.
 
     Attributes:
         rank: the rank that reads it.
@@ -38,8 +39,7 @@ class FoundCheckpoint:
         folder: its folder there.
         in_memory: whether that is a copy in the host's memory.
         manifest: its manifest.
-        file: inode and time of the manifest's file. They are the same for all hosts that share a
-            directory.
+        file: inode and time of the manifest's file, the same on all hosts that share a directory.
     """
 
     rank: int
@@ -67,7 +67,7 @@ def find(directory: Path, replicas: Replicas, call: str) -> tuple[FoundCheckpoin
         The checkpoint, and whether rank 0's directory holds it.
 
     Raises:
-        RanksDisagreeError: the ranks want different numbers of copies.
+        RanksDisagreeError: the ranks have different ``replicas``.
         HvkitError, OSError: rank 0 cannot read its newest checkpoint.
     """
     replicas.require_same_number(call)
@@ -79,7 +79,7 @@ def find(directory: Path, replicas: Replicas, call: str) -> tuple[FoundCheckpoin
     except Exception as error:  # any error: the other ranks must not wait for this one
         problem = error
     everyone = collectives.share(call, problem, skipped)
-    # Hosts that share a directory skip the same in it: only the first of them counts.
+    # Hosts that share a directory skip the same checkpoints: log each once.
     of_all = {(each.key, each.reason): each for theirs in everyone[::-1] for each in theirs}
     for each in of_all.values():
         _log_skipped(each.place, each.reason)
@@ -92,12 +92,12 @@ def find(directory: Path, replicas: Replicas, call: str) -> tuple[FoundCheckpoin
 
 
 def adopt(folder: Path, manifest: Manifest) -> Path:
-    """Make a checkpoint in rank 0's directory, which the ranks have loaded, one of this run.
+    """Mark a checkpoint in rank 0's directory, which the ranks have loaded, as one of this run.
 
-    Otherwise a restart with rank 0 on another host would take it for that of another training.
+    Otherwise a restart with rank 0 on another host would ignore it, as that of another run.
 
     Returns:
-        Its folder, which has another name if a kill had left it while it was replaced.
+        Its folder, which is renamed if a kill had interrupted the save that was to replace it.
     """
     if runtime.rank() or not run_name() or not folder.is_dir():
         return folder
@@ -116,11 +116,11 @@ def adopt(folder: Path, manifest: Manifest) -> Path:
 
 @sendable
 class _Skipped(NamedTuple):
-    """What a rank cannot read.
+    """A checkpoint or directory that a rank cannot read.
 
     Attributes:
         key: the same for all hosts that share it.
-        place: what it is, for messages.
+        place: its name in messages.
         reason: why it cannot be read.
     """
 
@@ -165,17 +165,17 @@ def _offers(directory: Path, replicas: Replicas) -> tuple[list[FoundCheckpoint],
                     require_own(folder.parent)
                 found = look(folder, in_memory=in_memory)
                 offers += [each for each in found if each.manifest.run == run]
-            except (OSError, HvkitError) as error:  # those of other hosts may do
+            except (OSError, HvkitError) as error:  # other hosts may have a checkpoint
                 why = (error.strerror if isinstance(error, OSError) else "") or str(error)
                 skip(folder, f"cannot be read: {why}", in_memory=in_memory)
     return sorted(offers, key=_order, reverse=True), skipped
 
 
 def _order(found: FoundCheckpoint) -> tuple[Any, ...]:
-    """A key that is larger for newer checkpoints.
+    """A sort key that is larger for newer checkpoints.
 
-    Those of this run are newer than any that another run has left in rank 0's directory. Of equal
-    ones, the ranks load a copy in memory rather than files on a disk, and otherwise rank 0's.
+    Those of this run count as newer than any of another run in rank 0's directory. Of several
+    copies, the ranks load one in memory rather than one on a disk, and otherwise rank 0's.
     """
     manifest = found.manifest
     own = bool(run_name()) and manifest.run == run_name()
@@ -185,7 +185,7 @@ def _order(found: FoundCheckpoint) -> tuple[Any, ...]:
 def _first_complete(
     offers: list[FoundCheckpoint], call: str
 ) -> tuple[FoundCheckpoint | None, bool]:
-    """The newest that a rank offers and that is complete; a collective.
+    """The newest complete checkpoint of all ranks; a collective.
 
     Returns:
         The checkpoint, or None; and whether a newer one is damaged.
@@ -209,7 +209,7 @@ def _damage(found: FoundCheckpoint, call: str) -> str:
     """What is damaged in a checkpoint; a collective, in which its rank reads the files.
 
     Raises:
-        OSError: rank 0 may not read its directory: an older checkpoint would hide that.
+        OSError: rank 0 may not read its directory: loading an older checkpoint would hide that.
     """
     problem, reason = None, ""
     if runtime.rank() == found.rank:
@@ -233,7 +233,7 @@ def _holds(directory: Path, offers: list[FoundCheckpoint], found: FoundCheckpoin
     listed = [each for each in offers if not each.in_memory]
     wanted = replace(found.manifest, serial=0)
     for each in listed:
-        # A copy in memory is chosen without reading the files of the same one on disk.
+        # The files of the same checkpoint on disk were not read when the copy in memory was chosen.
         if replace(each.manifest, serial=0) == wanted and manifests.has_all_bytes(
             each.folder, each.manifest
         ):

@@ -1,4 +1,4 @@
-"""Where training continues: what a checkpoint says of it, and what ``save`` is given."""
+"""Where training continues: ``Progress``, and checks of the arguments of ``save``."""
 
 from __future__ import annotations
 

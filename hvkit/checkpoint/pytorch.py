@@ -30,7 +30,7 @@ from hvkit.frameworks.pytorch.refusals import is_divided
 from hvkit.sync.fingerprints import Compared, Rows
 from hvkit.sync.port import Record, Warmup, record_of
 
-# The name of the array with the steps of the warm-up that a rank which trains alone has done.
+# The name of the array with a rank's own steps of the warm-up, in a round of local weights.
 _WARMUP = f"{LOCAL}warmup-steps"
 
 
@@ -86,7 +86,7 @@ class TorchPart(Part):
         return record.gathered() if record and record.gathered else nullcontext()
 
     def _warmup(self) -> Warmup | None:
-        """The warm-up of a distributed optimizer: its state dict does not count the steps."""
+        """The warm-up of a distributed optimizer, whose steps its state dict does not contain."""
         return self.record.warmup if self.record else None
 
     def own(self) -> Arrays:
@@ -99,7 +99,7 @@ class TorchPart(Part):
         return found | ({_WARMUP: np.array(warmup.steps_done)} if warmup else {})
 
     def _whole(self) -> str:
-        """The name of the array with the whole state of a rank that trains alone."""
+        """The name of the array with a rank's whole state, in a round of local weights."""
         return f"{LOCAL if self.model is None else NOT_IN_FILE}state"
 
     def load_own(self, arrays: Arrays) -> None:
@@ -159,7 +159,7 @@ def _keep_dtypes(optimizer: Optimizer, saved: Mapping[int, Any]) -> None:
 
 
 def _like(value: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """The value where the rank's own tensor is, and divided as it is."""
+    """The value on the device of the rank's own tensor, and divided like it."""
     if not is_divided(own):
         return value.to(own.device)
     from hvkit.frameworks.pytorch.divided_state.fully_shard import part_like

@@ -40,7 +40,7 @@ def compared(parts: Sequence[Part]) -> tuple[list[Compared], list[Rows]]:
 
 
 def may_differ(parts: Sequence[Part]) -> tuple[list[Compared], list[Rows]]:
-    """What ranks hold of all parts that nothing keeps equal, and its fingerprints."""
+    """The state of all parts that may differ between ranks, and its fingerprints."""
     return _labelled((part.name, *part.may_differ()) for part in parts if runtime.size() > 1)
 
 
@@ -56,7 +56,7 @@ def _labelled(
 
 
 def digests(own: Mapping[str, Arrays]) -> dict[str, bytes]:
-    """A digest of each of the parts' arrays that a part's file may hold, for ``differing``."""
+    """Digests of those arrays that the parts' files may hold too, for ``differing``."""
     return {
         f"{part}{_SEPARATOR}{name}": hashlib.sha256(_bytes_of(array)).digest()
         for part, arrays in own.items()
@@ -68,10 +68,9 @@ def digests(own: Mapping[str, Arrays]) -> dict[str, bytes]:
 def differing(
     own: Mapping[str, Arrays], mine: Mapping[str, bytes], first: Mapping[str, bytes]
 ) -> dict[str, Arrays]:
-    """``own`` without the arrays equal to rank 0's, which the parts' own files hold.
+    """``own`` without the arrays that are equal to rank 0's, which are in the parts' own files.
 
-    Those that a part's file does not hold stay in it: seeds, and the weights of a rank that trains
-    alone.
+    Arrays that are never in a part's file are kept: seeds, and a rank's local weights in a round.
 
     Args:
         own: this rank's arrays, from ``capture``.
@@ -102,8 +101,8 @@ def save(path: Path, everyone: Iterable[Mapping[str, Arrays]]) -> int:
 
     Args:
         path: the file.
-        everyone: the arrays that each rank adds to the parts' files, in rank order. None is held
-            longer than it takes to write it.
+        everyone: the arrays that each rank adds to the parts' files, in rank order. Each is dropped
+            once it is written.
     """
     size, states = 0, iter(everyone)
     with zipfile.ZipFile(path, "w") as archive:
@@ -124,7 +123,7 @@ class Saved:
     Args:
         path: the file.
         same_size: whether as many ranks resume as saved. If not, layers keep rank 0's statistics.
-        in_round: whether ranks that trained alone go on in the middle of their round.
+        in_round: whether ranks go on in the middle of the saved round, with their local weights.
     """
 
     def __init__(self, path: Path, *, same_size: bool, in_round: bool) -> None:
@@ -136,7 +135,7 @@ class Saved:
             self._keys.setdefault(int(key.partition(_SEPARATOR)[0]), []).append(key)
 
     def of(self, rank: int) -> dict[str, Arrays]:
-        """What this rank goes on with, by part; nothing if it took no part in the save."""
+        """The arrays for this rank, by part; none if there was no such rank when it was saved."""
         found: dict[str, Arrays] = {}
         for key in self._keys.get(rank, []):
             _, part, name = key.split(_SEPARATOR, 2)
@@ -155,7 +154,7 @@ class Saved:
 
 
 def put_back(saved: Mapping[str, Arrays], parts: Sequence[Part]) -> None:
-    """Set this rank's state to what it saved, if it took part in the save."""
+    """Set this rank's state to what it saved; does nothing for a rank that has saved nothing."""
     if not saved:
         return
     for part in parts:

@@ -1,12 +1,12 @@
 """Copies of the newest checkpoint in the memory of other hosts, for restarts by ``hvkit run``.
 
 Rank 0 sends each checkpoint that is complete on its disk to the first rank of some other hosts, the
-holders (``transfer``). A thread there keeps it as files, which outlive the ranks. After a restart
-the ranks load from memory what the directory lacks because its host is lost, and what would
-otherwise be read from a disk (``newest``).
+holders (``transfer``). A thread there keeps it as files in memory, which outlive the ranks. After a
+restart the ranks load the copy, so they need neither the disk nor the host of rank 0
+(``newest_checkpoint``).
 
 The copies belong to one run of ``hvkit run`` with all its restarts, which deletes them at its end.
-Those of a run that was killed itself are deleted a day later, by the next run with copies there.
+If ``hvkit run`` itself was killed, the next run with copies on that host deletes them a day later.
 
 Similar: Wang et al., "GEMINI: Fast Failure Recovery in Distributed Training with In-Memory
 Checkpoints" (SOSP 2023).
@@ -58,14 +58,14 @@ class Replicas:
     def folder(self) -> Path | None:
         """Where this host keeps copies of the directory's checkpoints.
 
-        None if nobody wants copies, and in a run that is not started again.
+        None without ``replicas``, and if ``hvkit run`` will not start the ranks again.
         """
         if (root := memory_folder()) is None or not self.number:
             return None
         return root / store.id_of(self._directory)
 
     def require_same_number(self, call: str) -> None:
-        """Raise on every rank unless all want the same number of copies; a collective.
+        """Raise on every rank unless all have the same ``replicas``; a collective.
 
         Raises:
             RanksDisagreeError: names the numbers of two ranks.
@@ -76,7 +76,7 @@ class Replicas:
         """Connect rank 0 to the hosts that keep the copies, once; a collective.
 
         Raises:
-            RanksDisagreeError: the ranks want different numbers of copies.
+            RanksDisagreeError: the ranks have different ``replicas``.
         """
         if self._opened:
             return
@@ -134,7 +134,7 @@ class Replicas:
             except transfer.LinkError as error:
                 self._drop(rank)
                 problem = f"rank {rank} there {error}; it gets no more copies until a restart"
-            except OSError as error:  # and the holder waits for the rest
+            except OSError as error:  # drop the holder, which waits for the rest
                 self._drop(rank)
                 problem = (
                     f"rank 0 cannot read it again ({error.strerror or error}); it gets no more "
@@ -167,7 +167,7 @@ class Replicas:
             self._listener = None
 
     def _from_all(self, call: str, mine: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-        """What each rank has passed; an error on every rank if they want different numbers."""
+        """What each rank has passed; an error on every rank if their ``replicas`` differ."""
         numbers, everyone = zip(*collectives.gather(call, (self.number, mine)), strict=True)
         for rank, number in enumerate(numbers):
             if number != numbers[0]:

@@ -1,6 +1,6 @@
-"""Loading a checkpoint on all ranks: ``Checkpoint.restore``.
+"""Loads a checkpoint on all ranks, for ``Checkpoint.restore``.
 
-One that rank 0's directory lacks is written there meanwhile.
+If it is not in rank 0's directory, it is written there at the same time.
 """
 
 from __future__ import annotations
@@ -180,11 +180,11 @@ def _ranks(size: int) -> str:
 
 
 class RemoteCopy:
-    """Writes a checkpoint that the ranks load into rank 0's directory, as its newest.
+    """Writes a checkpoint, while the ranks load it, into rank 0's directory as its newest.
 
-    Its files travel once: rank 0 writes those that it gets to load, and at the end of the block,
-    which is a collective, the ranks send it the rest. If rank 0 cannot write, it logs that, and the
-    run resumes all the same. After an error of the block the directory is as it was.
+    No file is sent twice: rank 0 writes the files that it receives for loading, and at the end of
+    the block, which is a collective, it receives the others. If rank 0 cannot write, it logs that,
+    and the run resumes nevertheless. After an error in the block the directory is as it was.
 
     Args:
         found: the checkpoint, the same on every rank.
@@ -206,7 +206,7 @@ class RemoteCopy:
     def __enter__(self) -> RemoteCopy:
         if runtime.rank() == 0:
             try:
-                # Those of other runs that are there may have larger serials.
+                # Checkpoints of other runs there may have larger serials.
                 numbers = store.prepare(self._directory)
                 self._serial = max(self._serial, numbers.serial + 1)
                 name = store.name_of(self._found.manifest.step)
@@ -217,7 +217,7 @@ class RemoteCopy:
         return self
 
     def take(self, name: str, content: memoryview) -> None:
-        """Keep a file that every rank has got; on every rank."""
+        """Write a file that every rank has received; called on every rank."""
         self._taken.add(name)
         length = self._found.manifest.files[name]["bytes"]
         if len(content) != length:
@@ -252,10 +252,10 @@ class RemoteCopy:
             self._problem = error
 
     def _finish(self, unreadable: OSError | None) -> Exception | None:
-        """Make the folder a checkpoint, on rank 0, unless something has failed.
+        """Complete the folder with a manifest, on rank 0, unless something has failed.
 
         Returns:
-            What all ranks must raise.
+            The error that all ranks must raise.
         """
         if runtime.rank():
             return unreadable
@@ -278,10 +278,10 @@ class RemoteCopy:
 
 
 def _rest_of(found: FoundCheckpoint, taken: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """Yield a checkpoint's files in pieces, each with the file's name: on rank 0, of any rank's.
+    """Yield the other files of a checkpoint in pieces, each with the file's name; a collective.
 
     Args:
-        found: the checkpoint.
+        found: the checkpoint; its rank reads the files.
         taken: the names of files that rank 0 has.
 
     Raises:

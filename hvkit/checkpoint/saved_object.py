@@ -18,13 +18,13 @@ from hvkit.sync.port import Record
 Arrays = dict[str, np.ndarray[Any, Any]]
 
 SEED = "seed-"
-"""What begins the names of seeds, which a rank keeps also if another number of ranks resumes."""
+"""Prefix of the names of seeds, which a rank keeps also if another number of ranks resumes."""
 
 LOCAL = "alone-"
-"""What begins the names of what ranks that train alone save, to go on in the middle of a round."""
+"""Prefix of the names of a rank's local weights and states, to go on in the middle of a round."""
 
 NOT_IN_FILE = f"{LOCAL}own-"
-"""The same, where the part's file holds something else: the weights that the ranks agree on."""
+"""The same for arrays that are not in the part's file, which holds the agreed weights."""
 
 
 class Part(ABC):
@@ -42,7 +42,7 @@ class Part(ABC):
         self.name = name
         self.file = f"{name}{suffix}"
         self.is_local = False
-        """Whether the ranks train alone for a round, so that their objects differ."""
+        """Whether the ranks have local weights in a round, so that their objects differ."""
 
     @abstractmethod
     def save(self, path: Path) -> None:
@@ -100,7 +100,7 @@ class Part(ABC):
         return [], []
 
     def may_differ(self) -> tuple[list[Compared], list[Rows]]:
-        """What ranks hold of the object that nothing keeps equal, and its fingerprints."""
+        """The state of the object that may differ between ranks, and its fingerprints."""
         return [], []
 
     def end_epoch(self) -> None:  # noqa: B027  # most objects count no epochs
@@ -136,7 +136,7 @@ class JsonPart(Part):
 
 
 class MonitorPart(JsonPart):
-    """A ``hvkit.Monitor``, which a run may get when it resumes, or do without."""
+    """A ``hvkit.Monitor``, which may be added or left out when a run resumes."""
 
     optional = True
 

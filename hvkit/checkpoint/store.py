@@ -4,7 +4,7 @@ Whenever the process is killed, every complete checkpoint can still be read: a n
 into a hidden folder, flushed to disk, and renamed. This is the usual way to replace files durably;
 see Pillai et al., "All File Systems Are Not Created Equal" (2014).
 
-Rank 0 uses this module, and ranks that keep copies in memory.
+Used by rank 0, and by ranks that keep copies in memory.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _held: dict[Path, tuple[FileLock, os.stat_result]] = {}
 # What flock reports on file systems without locks. There, users must keep their runs apart.
 _WITHOUT_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
 
-# Folders that stay, which was logged.
+# Folders that could not be deleted, as was logged.
 _stays: set[Path] = set()
 
 
@@ -120,11 +120,11 @@ def write_folder(directory: Path, name: str, fill: Callable[[Path], None]) -> No
 def new_folder(directory: Path, name: str) -> Iterator[Path]:
     """Within: a hidden folder to fill, with each file flushed, the manifest last.
 
-    Afterwards it is a checkpoint's, and replaces one of the same name, which is deleted, or stays
-    hidden if it cannot be deleted now. After an error the directory is as it was.
+    Afterwards it is renamed to a checkpoint's folder, and replaces one of the same name, which is
+    deleted, or stays hidden if it cannot be deleted now. After an error the directory is as it was.
 
     Args:
-        directory: a directory that ``prepare`` returned from.
+        directory: one for which ``prepare`` was called.
         name: the folder's name, from ``name_of``.
 
     Raises:
@@ -149,7 +149,7 @@ def new_folder(directory: Path, name: str) -> Iterator[Path]:
 
 
 def finished(folder: Path) -> Path:
-    """Give a checkpoint that was loaded its own name, if a kill had left it while it was replaced.
+    """Give a checkpoint that was loaded its own name if a kill had interrupted its replacement.
 
     Returns:
         Its folder.
@@ -161,7 +161,7 @@ def finished(folder: Path) -> Path:
         return folder
     _lock(folder.parent)
     new = folder.with_name(folder.name.removesuffix(_OLD))
-    if new.exists():  # and damaged: it would have been loaded
+    if new.exists():  # it is damaged, else it would have been loaded
         _remove(new)
     os.rename(folder, new)
     flush(new.parent)
@@ -169,11 +169,11 @@ def finished(folder: Path) -> Path:
 
 
 def adopt(folder: Path, manifest: Manifest) -> None:
-    """Make a checkpoint that another run has saved one of this run, which goes on from it.
+    """Mark a checkpoint of another run as one of this run, which goes on from it.
 
     Args:
         folder: the checkpoint's.
-        manifest: what it holds now.
+        manifest: its manifest.
 
     Raises:
         OSError: the directory cannot be locked or written; the checkpoint is then as it was.
@@ -189,8 +189,8 @@ def adopt(folder: Path, manifest: Manifest) -> None:
 def prune(directory: Path, keep: int | None, newest: str) -> None:
     """Delete all but the ``keep`` newest checkpoints; None deletes none.
 
-    A checkpoint that cannot be deleted now is left to the next save. Checkpoints that cannot be
-    read count as the oldest. The one named ``newest`` is never deleted.
+    If one cannot be deleted now, the next save tries again. Checkpoints that cannot be read count
+    as the oldest. The one named ``newest`` is never deleted.
     """
     if keep is None:
         return
@@ -210,8 +210,8 @@ def readable(
     Args:
         directory: it need not exist.
         skip: called with the folder and the reason for every checkpoint whose manifest is damaged.
-        strict: whether one that this user may not read, or of another format, is an error. It is in
-            rank 0's directory, as an older checkpoint would hide it; otherwise it is skipped.
+        strict: whether to raise an error for one that this user may not read, or of another format;
+            else it is skipped. In rank 0's directory, loading an older one would hide the problem.
 
     Raises:
         HvkitError: an older or newer hvkit wrote one in another format.
@@ -285,7 +285,7 @@ def _is_same(path: Path, file: os.stat_result) -> bool:
 
 
 def _finish_replacing(old: Path) -> None:
-    """Keep one of two checkpoints of a step that a kill has left: the new one if it is complete."""
+    """Of two checkpoints of a step, left by a kill, keep the new one if it is complete."""
     new = old.with_name(old.name.removesuffix(_OLD))
     try:
         manifests.verify(new, manifests.read(new))
@@ -297,7 +297,7 @@ def _finish_replacing(old: Path) -> None:
             flush(old.parent)
     except (OSError, HvkitError) as error:
         if old not in _stays:
-            logger.warning(f"{old} stays beside {new}, which cannot be read: {error}")
+            logger.warning(f"keeps {old} in addition to {new}, which cannot be read: {error}")
         _stays.add(old)
     else:
         _remove(old)

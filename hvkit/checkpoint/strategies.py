@@ -1,4 +1,4 @@
-"""What the strategies of a checkpoint's models keep, and what they show while it is saved."""
+"""The parts of a checkpoint for the state that the models' strategies keep."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hvkit.sync.port import Keeper, keepers_of
 
 
 class StrategyPart(Part):
-    """What a strategy and a compression keep of a model, in a plain ``.npz`` file.
+    """The state that a strategy and a compression keep for a model, in a plain ``.npz`` file.
 
     Args:
         model: the name of the model's part.
@@ -56,7 +56,7 @@ class StrategyPart(Part):
             self.begin_anew(f"saved with {facts['strategy']}, compression {facts['compression']}")
             return
         if not self.in_round:
-            self._log("begins a new round: on other ranks, or beside a model of another strategy")
+            self._log("begins a new round: other ranks, or another model has another strategy")
         with np.load(ContentReader(content)) as values:
             arrays = {name: values[name] for name in values.files}
         self.keeper.load_state(arrays, in_round=self.in_round)
@@ -73,7 +73,7 @@ class StrategyPart(Part):
 
 
 def parts_of_strategies(parts: Sequence[Part]) -> list[StrategyPart]:
-    """A part for each keeper of the models; marks the parts whose ranks train alone."""
+    """A part for each keeper of the models; also sets ``is_local`` of the given parts."""
     models = {part: keepers_of(part.model) for part in parts if part.model is not None}
     # Once each: several parts may be parts of one distributed model.
     names = {
@@ -84,7 +84,7 @@ def parts_of_strategies(parts: Sequence[Part]) -> list[StrategyPart]:
     for part in parts:
         if part.model is None and part.record:
             part.is_local = part.record.alone
-        else:  # a scheduler, for example, follows any of the models
+        else:  # a scheduler, for example, is local if any of the models is
             part.is_local = any(keeper.alone for keeper in models.get(part, names))
     return [StrategyPart(name, keeper) for keeper, name in names.items()]
 

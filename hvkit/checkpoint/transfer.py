@@ -1,9 +1,9 @@
-"""A checkpoint on its way from rank 0 to the memory of another host, over a socket.
+"""Sends a checkpoint from rank 0 to the memory of another host, over a socket.
 
-Rank 0 names the files and their lengths. The holder, the first rank of the other host, answers
-whether it has room; only then do the bytes follow, and a second answer. The holder keeps the files
-below ``/dev/shm``. Folder, manifest, lock and renaming are those of a directory on disk
-(``store``), so here, too, a kill at any moment leaves the newest complete checkpoint.
+Rank 0 sends the names of the files and their lengths. The holder, the first rank of the other host,
+answers whether it has enough memory; if so, rank 0 sends the bytes, and the holder answers again.
+It keeps the files below ``/dev/shm``. Folder, manifest, lock and renaming are those of a directory
+on disk (``store``), so here, too, a kill at any moment leaves the newest complete checkpoint.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ PATIENCE = 60
 
 # Bytes of a message.
 _PIECE = 1 << 20
-# Of the free memory, at most so much for a copy: the ranks need some as well.
+# The largest part of the free memory for a copy: the ranks need some as well.
 _MOST = 0.9
-# Seconds without a save after which what a killed run has left behind is deleted.
+# Seconds without a save after which copies count as left behind by a killed run.
 _ABANDONED = 24 * 3600.0
 
 
 class LinkError(HvkitError):
-    """The other end cannot take or send a checkpoint any more; the text says what it did."""
+    """The other end cannot receive or send a checkpoint any more; the text describes why."""
 
 
 def give(connection: Connection, folder: Path) -> str:
@@ -47,7 +47,7 @@ def give(connection: Connection, folder: Path) -> str:
         folder: the checkpoint, which nobody may delete meanwhile.
 
     Raises:
-        LinkError: the holder is gone, is silent or sends nonsense.
+        LinkError: the holder is gone, is silent or sends something else than an answer.
         OSError: the checkpoint cannot be read.
     """
     files = sorted(folder.iterdir())
@@ -69,9 +69,9 @@ def keep(connection: Connection, folder: Path) -> None:
 
     Args:
         connection: to rank 0.
-        folder: for the checkpoint alone, below one for the run.
+        folder: for this checkpoint only, in the run's folder.
     """
-    # Rank 0 has ended, or it reports that this host keeps no more copies.
+    # A LinkError: rank 0 has ended, or will report that this host keeps no more copies.
     with connection, contextlib.suppress(LinkError):
         while True:
             take(connection, folder)
@@ -99,7 +99,7 @@ def take(connection: Connection, folder: Path) -> None:
         for file, piece in pieces:
             with (target / file).open("ab") as out:
                 out.write(piece)
-        # Else a file that rank 0's disk has damaged would take the place of a complete copy.
+        # A file that rank 0's disk has damaged must not replace a complete copy.
         manifests.verify(target, manifests.read(target))
 
     problem = ""
@@ -125,7 +125,7 @@ def take(connection: Connection, folder: Path) -> None:
 
 
 class _NoRoomError(HvkitError):
-    """This host cannot keep a checkpoint; the text says why."""
+    """This host cannot keep a checkpoint; the text gives the reason."""
 
 
 def _make_room(folder: Path, needed: int) -> None:
@@ -134,7 +134,7 @@ def _make_room(folder: Path, needed: int) -> None:
     Raises:
         _NoRoomError: it cannot be made, or the memory is too small.
     """
-    report(replica=True)  # before there is anything to delete when the run ends
+    report(replica=True)  # first, so that `hvkit run` deletes the folder at its end
     try:
         require_own(folder.parent)
         store.prepare(folder)
@@ -194,20 +194,20 @@ def _reason(error: OSError, folder: Path) -> str:
 
 
 def require_own(root: Path) -> None:
-    """Make a run's folder in memory, which is for this user alone.
+    """Make a run's folder in memory, which only this user may enter.
 
     Raises:
-        PermissionError: it is someone else's.
+        PermissionError: someone else has made it.
     """
     with contextlib.suppress(FileExistsError):
         root.mkdir(mode=0o700)
     found = root.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise PermissionError(errno.EACCES, "it is not a folder of this user alone", str(root))
+        raise PermissionError(errno.EACCES, "it is no folder that only you can enter", str(root))
 
 
 def delete_abandoned(own: Path) -> None:
-    """Delete what runs that were killed have left behind in this host's memory.
+    """Delete copies that killed runs have left behind in this host's memory.
 
     Args:
         own: this run's folder there, which stays.

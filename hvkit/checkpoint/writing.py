@@ -1,4 +1,4 @@
-"""Writing a checkpoint's files: at once, or in a thread, from a copy of them in memory."""
+"""Writes a checkpoint's files, at once or in a thread that has a copy of them in memory."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _HDF5 = ".h5"
 
 
 class MemoryFolder:
-    """A folder whose files are in this process's memory, wherever their paths seem to lead.
+    """A folder whose files are in this process's memory.
 
-    They are anonymous files (``memfd_create``) behind symbolic links: libraries that write to a
-    path need no other way. Memory limits count them, limits of ``/dev/shm`` do not. HDF5 writes to
-    no file without a name: Keras's weights are an ordinary file in the folder for temporary files,
-    which nothing flushes to disk.
+    They are anonymous files (``memfd_create``) behind symbolic links, for libraries that can only
+    write to a path. They count for memory limits, not for the size of ``/dev/shm``. HDF5 cannot
+    write to an anonymous file: Keras's weights are an ordinary temporary file, which is not flushed
+    to disk.
 
     Args:
         names: of the files.
@@ -78,7 +78,7 @@ class BackgroundWriter:
                 self._problem = error
                 logger.error("the checkpoint was not saved: %s", error)
 
-        # No daemon: the interpreter waits for it before it ends.
+        # Not a daemon thread: the interpreter waits for it at its end.
         self._thread = threading.Thread(target=run, name="hvkit-checkpoint")
         self._thread.start()
 
@@ -142,7 +142,7 @@ def seal(
 
 
 def explained(error: Exception, folder: Path) -> Exception:
-    """The error with what it means for a checkpoint's folder."""
+    """The error, with the checkpoint's folder in its text."""
     if isinstance(error, OSError):
         reason = error.strerror or str(error)
         return OSError(error.errno, f"cannot write the checkpoint: {reason}", str(folder))

@@ -320,7 +320,7 @@ def status() -> Status:
 
 
 def stack_of_script() -> tuple[str, ...]:
-    """The main thread's stack, without hvkit's code: ``train.py:41 in load``, the innermost last."""
+    """The main thread's stack without hvkit's code: ``train.py:41 in load``, innermost last."""
     with _frames() as frames:
         places = _places(frames.get(_MAIN))
     return tuple(f"{_line(file, line)} in {name}" for file, line, name in reversed(places))

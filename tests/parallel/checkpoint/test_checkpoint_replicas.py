@@ -141,7 +141,7 @@ def test_a_folder_of_others_takes_no_copy(folder, memory, caplog):
     checkpoint.save(epoch=0, step=1)
     assert names(memory) == []
     if hvkit.rank() == 0:
-        assert "not a folder of this user alone" in caplog.text
+        assert "no folder that only you can enter" in caplog.text
 
 
 @several

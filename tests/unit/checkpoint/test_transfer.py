@@ -166,7 +166,7 @@ def test_a_folder_of_others_takes_no_copy(folder, saved):
     folder.parent.mkdir(mode=0o755)
     ends = Ends(folder)
     problem = transfer.give(ends.rank_0, saved)
-    assert problem == f"it is not a folder of this user alone ({folder.parent})"
+    assert problem == f"it is no folder that only you can enter ({folder.parent})"
     assert len(ends.sent) == 1
 
 
