@@ -11,10 +11,10 @@
     │                       hvkit install-horovod   hvkit.build
     ├── manifest            hvkit manifest ...      hvkit.manifest
     └── completion          hvkit completion        shtab
-    arguments               arguments and types that several of them take
+    arguments               arguments and types that several of them have
     command_parser          the parser's class: errors, examples
-    terminal                standard output, also if nobody reads it
-    foreign_options         what torchrun's, accelerate's and mpirun's options are here
+    terminal                standard output, and the exit status if it cannot be written
+    foreign_options         hvkit's equivalents of torchrun's, accelerate's and mpirun's options
 """
 
 import os
@@ -54,7 +54,7 @@ def _set_home() -> None:
         return
     try:
         os.environ["HOME"] = pwd.getpwuid(os.getuid()).pw_dir
-    except KeyError:  # a user without a name, for whom container runtimes set the same
+    except KeyError:  # a user id without a name; container runtimes then set the same
         os.environ["HOME"] = "/"
 
 

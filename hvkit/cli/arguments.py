@@ -25,7 +25,7 @@ _DAY = 86400.0
 
 
 def add_number_of_ranks(parser: argparse._ActionsContainer, default: str) -> None:
-    """Add ``-np`` under all of its names; ``default`` says what happens without it."""
+    """Add ``-np`` under all of its names; ``default`` describes the default."""
     parser.add_argument(
         *NUMBER_OF_RANKS, type=number_of_ranks, metavar="N", help=f"ranks ({default})"
     )

@@ -51,8 +51,8 @@ class CommandParser(argparse.ArgumentParser):
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         """What an abbreviation may stand for.
 
-        argparse completes options with one dash whatever ``allow_abbrev`` says; here, it completes
-        none of the hidden ones. ``-N2`` still is ``-N 2``.
+        argparse completes options with one dash even without ``allow_abbrev``. Here it completes
+        none of the hidden ones, but ``-N2`` still is ``-N 2``.
         """
         return [
             found

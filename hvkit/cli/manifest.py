@@ -1,7 +1,7 @@
 """``hvkit manifest``: ``mpijob`` and ``slurm``.
 
-The tables of options say everything about an option. Its value gets into the written text where
-the template, ``hvkit/manifest/mpijob.yaml`` or ``slurm_job.sh``, has the option's name.
+The tables describe each option completely. Its value replaces the option's name in the template,
+``hvkit/manifest/mpijob.yaml`` or ``slurm_job.sh``.
 """
 
 import argparse
@@ -30,7 +30,7 @@ class _Option:
     """An option of ``hvkit manifest``."""
 
     name: str  # with a word for the value
-    check: Callable[[str], Any]  # makes the value from the text, or says what it accepts
+    check: Callable[[str], Any]  # converts the text to a value; ValueError for invalid text
     help: str = ""  # {host} and {noun} are the format's words
     default: str | None = None  # as a user would write it
     required: bool = False

@@ -1,4 +1,4 @@
-"""``hvkit report``: what monitors of runs have recorded, in the terminal and as an HTML page."""
+"""``hvkit report``: shows recorded runs in the terminal and as an HTML page."""
 
 import argparse
 from dataclasses import replace
@@ -53,7 +53,7 @@ def _report(args: argparse.Namespace) -> int:
     path = args.html or (folders[0] / _PAGE if single else Path(_COMPARISON))
     problem: OSError | None = None
     try:
-        # First: whoever reads the terminal's text may end early, as head does.
+        # Write the page first: a reader of the terminal's text, such as head, may end early.
         text = page(runs[0]) if single else page_of_several(runs)
         path.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:

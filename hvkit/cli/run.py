@@ -29,7 +29,7 @@ from hvkit.launch.supervision.rank_output import Style
 from hvkit.log import logger
 from hvkit.wording import counted
 
-# The most ranks on a host that -np alone starts: typing errors have more.
+# The most ranks on a host that -np starts without -H: a larger number is probably a typing error.
 _MOST_RANKS = 16
 _MOST_ON_A_CORE = 8
 

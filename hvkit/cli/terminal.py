@@ -1,4 +1,4 @@
-"""What ``hvkit`` writes to standard output, and what happens if nobody reads it."""
+"""Standard output of ``hvkit``, and its exit status if that cannot be written."""
 
 import contextlib
 import errno
@@ -11,13 +11,13 @@ from typing import NoReturn
 from rich.console import Console
 
 UNREAD = 128 + signal.SIGPIPE
-"""Exit status where a reader such as ``head`` has ended before all was written."""
+"""Exit status if a reader such as ``head`` has ended before everything was written."""
 
 _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
 
 
 class Terminal(Console):
-    """rich's console, which leaves a reader that has ended to ``all_written``."""
+    """rich's console, which leaves the handling of a broken pipe to ``all_written``."""
 
     def on_broken_pipe(self) -> NoReturn:
         """Raise ``BrokenPipeError``; rich would end with status 1, as for a problem."""
@@ -26,10 +26,10 @@ class Terminal(Console):
 
 @contextlib.contextmanager
 def all_written() -> Iterator[None]:
-    """At the end, all output is written.
+    """At the end, write all output.
 
     Raises:
-        SystemExit: with ``UNREAD``, silently, if its reader has ended; with 1 and a line, if a disk
+        SystemExit: with ``UNREAD``, silently, if the reader has ended; with 1 and a line if a disk
             is full.
     """
     try:
@@ -50,7 +50,7 @@ def all_written() -> Iterator[None]:
 
 
 def _drop_output() -> None:
-    """Send what is left of the output nowhere, so that Python's end does not fail on it again."""
+    """Discard the rest of the output, so that Python does not fail on it again at its end."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         try:

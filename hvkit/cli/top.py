@@ -22,17 +22,17 @@ from hvkit.log import printable
 from hvkit.wording import counted, duration, shortened
 
 _EVERY = 1.0
-# Seconds between the two looks of --once, over which it measures speeds.
-_BETWEEN_LOOKS = 2.0
-# Seconds over which a speed is measured, at most; a rank whose last report is older is silent.
+# Seconds between the two readings of --once, over which it measures speeds.
+_BETWEEN_READINGS = 2.0
+# The most seconds over which a speed is measured; a rank whose last report is older is silent.
 _PACE_OVER = 5.0
-# Seconds without a step after which a rank's samples a second are of the past.
+# Seconds without a step after which a rank's samples a second are not shown.
 _STILL = 10.0
-# Seconds in a wait that are worth a colour.
+# Seconds after which a wait is shown in colour.
 _LONG = 5.0
 # Characters of a rank's command that are shown.
 _COMMAND = 40
-# Columns where there is no terminal.
+# Columns if there is no terminal.
 _WIDTH = 160
 
 
@@ -103,11 +103,11 @@ def _named(process: int, state: Mapping[str, Any]) -> str:
 
 
 def _one_view(process: int) -> Group:
-    """A view with speeds, for which it looks twice."""
+    """A view with speeds, for which it reads the state twice."""
     before: dict[int, tuple[float, int]] = {}
     picture = view(process, run_status.read(process), before)
     if before:
-        time.sleep(_BETWEEN_LOOKS)
+        time.sleep(_BETWEEN_READINGS)
         with contextlib.suppress(HvkitError):  # it has ended
             picture = view(process, run_status.read(process), before)
     return picture

@@ -4,13 +4,13 @@
 
     shard                   shard(): recognises the kind of the data, calls the module for it
     ├── arrays              NumPy arrays, tensors, and containers of them
-    ├── pytorch_loader      DataLoader: loaders of each rank's part, and of batches handed out
+    ├── pytorch_loader      DataLoader: loaders of a rank's part, and with dynamic=True
     │   ├── samplers            one rank's steps of an epoch, from the user's sampler
-    │   │   └── sampler_kinds       how a loader cuts batches, and when samplers draw
+    │   │   └── sampler_kinds       how a loader makes batches, and when samplers draw numbers
     │   ├── pytorch_datasets    Dataset and IterableDataset
     │   └── pytorch_workers     how workers start where MPI uses InfiniBand
     ├── tfdata              tf.data pipelines
-    │   ├── tfdata_batches      finding out how a pipeline was batched
+    │   ├── tfdata_batches      finds out how a pipeline was batched
     │   └── tfdata_files        files that a pipeline writes: one for each rank
     ├── keras_pydataset     keras.utils.PyDataset
     ├── rank_samples        the arithmetic all of them use: which samples of a step are this

@@ -1,4 +1,4 @@
-"""NumPy arrays and tensors of PyTorch and TensorFlow, alone or in tuples, lists and dicts."""
+"""NumPy arrays and tensors of PyTorch and TensorFlow, also in tuples, lists and dicts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def rows_of(data: Any) -> int:
 
 
 def digest_of_rows(data: Any) -> str:
-    """A sha256 of a few rows of every array, for ranks to notice that their data differs."""
+    """A sha256 of a few rows of every array, by which ranks notice that their data differs."""
     digest = hashlib.sha256()
 
     def add(array: Any) -> None:

@@ -20,9 +20,9 @@ class ShardedPyDataset(keras.utils.PyDataset):  # type: ignore[misc]
     """One rank's batches of another PyDataset.
 
     Batch i is batch i*N + rank of the original. The samples of the last N batches (or fewer) are
-    divided evenly, so all ranks have batches of one size there too. If these batches differ in more
-    than the size of the last, they stay whole, and some are repeated. Other attributes are those of
-    the original.
+    divided evenly, so that all ranks' batches have the same size there, too. But if these batches
+    have different shapes, apart from a smaller last one, they stay whole, and some are repeated.
+    Other attributes are those of the original.
 
     Args:
         inner: the dataset; its ``workers``, ``use_multiprocessing`` and ``max_queue_size`` apply.
@@ -53,7 +53,7 @@ class ShardedPyDataset(keras.utils.PyDataset):  # type: ignore[misc]
         groups: int = -(-total // self._share.size)
         if not self._share.exact or groups == 0:
             return groups
-        # Without repetition the last batch of some ranks may be empty; they leave it out.
+        # Without repetition, the last batch of some ranks may be empty: then it is left out.
         if self._has_last is None or self._has_last[0] != total:
             self._has_last = total, self._last(total) is not None
         return groups if self._has_last[1] else groups - 1
@@ -91,7 +91,7 @@ class ShardedPyDataset(keras.utils.PyDataset):  # type: ignore[misc]
                 self._inner.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
-        if self._resumed:  # fit calls it before its first epoch too, as the saved run's fit did
+        if self._resumed:  # load_state_dict has already made the call before fit's first epoch
             self._resumed = False
         elif self._has_own("on_epoch_end"):
             self._end_epoch(self._randomness(1))
@@ -112,13 +112,13 @@ class ShardedPyDataset(keras.utils.PyDataset):  # type: ignore[misc]
         return getattr(type(self._inner), hook) is not getattr(keras.utils.PyDataset, hook)
 
     def _randomness(self, hook: int) -> AbstractContextManager[None]:
-        """How the random numbers begin of ``on_epoch_begin``, which is 0, or ``on_epoch_end``.
+        """A context that sets the random generators for ``on_epoch_begin`` (0) or ``on_epoch_end``.
 
         A collective in training, unless there is a seed.
         """
         if self._share.size == 1 and self._seed is None:
             return nullcontext()
-        if self._share.exact:  # ranks may evaluate at different times but need a common order
+        if self._share.exact:  # ranks may evaluate at different times, but need the same order
             return FixedRandomness(seed_from(self._seed or 0, 0, hook))
         if self._seed is not None:
             return FixedRandomness(seed_from(self._seed, self._epoch, hook))
@@ -131,11 +131,11 @@ class ShardedPyDataset(keras.utils.PyDataset):  # type: ignore[misc]
         return FixedRandomness(from_text(from_rank(0, as_text(Generators().states()))))
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of calls of ``on_epoch_end``, and how their random numbers began."""
+        """The number of calls of ``on_epoch_end``, and the generators' states before each."""
         return {"epoch": self._epoch} | ({"random": self._drawn} if any(self._drawn) else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Call the original's ``on_epoch_end`` until its calls are those of the saved run.
+        """Call the original's ``on_epoch_end`` as often as the saved run did.
 
         Raises:
             ValueError: it was already called more often.
@@ -174,7 +174,7 @@ def facts_of(inner: keras.utils.PyDataset, share: Share, seed: int | None) -> li
 
 
 def _map(function: Any, *batches: Any) -> Any:
-    """``function`` of the arrays at each place of the batches' common structure."""
+    """``function`` applied to the arrays at each place of the batches' common structure."""
     first = batches[0]
     if isinstance(first, dict):
         return {key: _map(function, *(batch[key] for batch in batches)) for key in first}

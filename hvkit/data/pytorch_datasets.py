@@ -1,6 +1,6 @@
 """Sharding PyTorch's ``Dataset`` and ``IterableDataset``.
 
-Of an ``IterableDataset``, every rank reads the whole stream and keeps its part.
+Every rank reads the whole stream of an ``IterableDataset``, and keeps its part.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class DatasetPart(Subset[Any]):
 
 
 def contents(dataset: Any) -> list[str]:
-    """Facts that differ between datasets of one length, as far as they are cheap to compute.
+    """Facts that may differ between datasets of the same length, if they are cheap to compute.
 
     Raises:
         ValueError: the dataset is already a rank's part.
@@ -169,7 +169,7 @@ class StreamShard(IterableDataset[Any]):
         return self._share.exact
 
     def __iter__(self) -> Iterator[Any]:
-        # A worker's generators already have the same seed on every rank, from its loader.
+        # The loader has already given a worker's generators the same seed on every rank.
         in_main_process = get_worker_info() is None
         epoch = 0 if self._share.exact else self._epoch
         fixed = FixedRandomness(seed_from(self._seed, epoch)) if in_main_process else nullcontext()

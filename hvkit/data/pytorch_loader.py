@@ -1,4 +1,4 @@
-"""Sharding PyTorch's ``DataLoader``: loaders of each rank's part, and of batches handed out."""
+"""Sharding PyTorch's ``DataLoader``: loaders of a rank's part, and of batches that it requests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def dynamic_loader(
     """A loader of the batches that this rank takes, and the facts that must be equal on all ranks.
 
     Raises:
-        TypeError: a loader or sampler of this kind cannot be shared so.
+        TypeError: ``dynamic=True`` does not support this kind of loader or sampler.
         ValueError: the loader is already sharded.
     """
     _refuse_others(loader)
@@ -75,9 +75,9 @@ class ShardedLoader(DataLoader[Any]):
     Every iteration is a new epoch. ``state_dict`` and ``load_state_dict`` return and set the
     position, counted over all ranks, so another number of ranks can continue from it.
 
-    On several ranks its dataset is this rank's part, see ``DatasetPart``. Another loader made
-    from its dataset and its sampler or batch sampler reads what this one would read next. The
-    batches of that loader are not counted: the position then moves only at the end of an epoch.
+    On several ranks its dataset is this rank's part, see ``DatasetPart``. Another loader that is
+    made from its dataset and its sampler or batch sampler reads what this one would read next. The
+    batches of that loader are not counted: the position changes only at the end of an epoch.
     """
 
     def __init__(self, loader: DataLoader[Any], order: RankSampler, share: Share) -> None:
@@ -105,7 +105,7 @@ class ShardedLoader(DataLoader[Any]):
                 with epoch.randomness:
                     batches = started(super().__iter__, self._adapter)
             else:
-                # The seeds of its workers are not those of other ranks' workers.
+                # Workers of different ranks get different seeds.
                 of_user = self.generator
                 self.generator = torch.Generator().manual_seed(
                     seed_from(epoch.workers_seed, self._share.rank)
@@ -133,12 +133,12 @@ class ShardedLoader(DataLoader[Any]):
         steps = self._order.steps_after(begun_after) if trains else None
         try:
             for number, batch in enumerate(batches, 1):
-                # Also ranks that agree when they begin may take other numbers of steps.
+                # Ranks that agree at the beginning may still take different numbers of steps.
                 if number == 2 and trains:
                     self._order.require_same_position(begun_after)
                 self._order.compare(epoch, number)
                 self._position.advance(iteration, epoch.steps.popleft())
-                # One rank alone may look at the first batch of an epoch.
+                # A single rank may read just the first batch of an epoch.
                 is_last = number == steps and (number > 1 or begun_after > 0)
                 with last_batch() if is_last else nullcontext():
                     yield batch
@@ -155,7 +155,7 @@ class ShardedLoader(DataLoader[Any]):
     def state_dict(self) -> dict[str, Any]:
         """The position: epochs done, and samples of this epoch that all ranks have read.
 
-        Also how the random numbers of this epoch began, unless a seed says it.
+        Without a seed, also the generators' states at the beginning of this epoch.
         """
         return self._order.state_dict()
 
@@ -169,7 +169,7 @@ class ShardedLoader(DataLoader[Any]):
 
 
 class DynamicLoader(DataLoader[Any]):
-    """A DataLoader of the batches that this rank takes, of those that no rank has taken yet.
+    """A DataLoader whose next batch is the next one that no rank has taken yet.
 
     Every iteration is a new epoch. Its length is the mean over ranks. ``state_dict`` and
     ``load_state_dict`` return and set the position, which counts the batches that ranks have taken.
@@ -177,7 +177,7 @@ class DynamicLoader(DataLoader[Any]):
     Args:
         loader: the user's.
         size: the number of ranks.
-        seed: of the order, the same on every rank.
+        seed: for the order, the same on every rank.
     """
 
     def __init__(self, loader: DataLoader[Any], size: int, seed: int) -> None:
@@ -186,7 +186,7 @@ class DynamicLoader(DataLoader[Any]):
         self._size, self._seed, self._queue = size, seed, Queue()
         self._position = Position()
         self._iterations = 0
-        self._batches: int | None = None  # of the iteration that runs
+        self._batches: int | None = None  # in the current iteration
         self._adapter = adapter_that_forbids_forks(loader)
         options = _options(loader, self._adapter)
         batches = _TakenBatches(self._take)
@@ -209,7 +209,7 @@ class DynamicLoader(DataLoader[Any]):
         """The rest of the epoch's order."""
         position = self._position
         begun: Any = seed_from(self._seed, position.epoch)
-        if begins_an_epoch(position.random):  # of the epoch in whose middle a run resumes
+        if begins_an_epoch(position.random):  # the run has resumed in the middle of an epoch
             begun = from_text(position.random)
         own = getattr(self._source, "generator", None)
         with FixedRandomness(begun, Generators([own] if own else [])):
@@ -317,7 +317,7 @@ class StreamLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         epoch = 0 if self._exact else self._epoch
-        if self._seed is None:  # so that the next numbers are those of a loader without hvkit
+        if self._seed is None:  # draw as a loader without hvkit does, for the numbers that follow
             drawn_workers_seed(self._drawn_from)
         self.generator.manual_seed(seed_from(self._seed or 0, epoch))
         self._epoch += 1

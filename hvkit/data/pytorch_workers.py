@@ -1,4 +1,4 @@
-"""How the workers of PyTorch's ``DataLoader`` start where MPI uses InfiniBand: without a fork.
+"""Starts the workers of PyTorch's ``DataLoader`` without a fork if MPI uses InfiniBand.
 
 An InfiniBand adapter writes into memory that MPI registered with it. After a fork, pages of that
 memory may belong to the child; the parent then waits for data that arrives elsewhere, or crashes.
@@ -75,8 +75,8 @@ def _active_adapter(adapters: Path) -> str | None:
 
 
 def _prepare_forkserver(adapter: str) -> None:
-    # Otherwise each worker imports PyTorch, which takes seconds, in every epoch. Without __main__:
-    # a script without a guard would run there.
+    # Otherwise each worker would import PyTorch in every epoch, which takes seconds. __main__ is
+    # not preloaded, since a script without a guard would run there.
     multiprocessing.set_forkserver_preload(["torch"])
     warn_once(
         "forkserver",

@@ -1,4 +1,4 @@
-"""Random numbers that data draws: the same on every rank, and again when a run resumes."""
+"""Random generators for data: the same numbers on every rank, and again when a run resumes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Generators:
     """The generators that some data may draw from: the global ones, and those of its samplers.
 
     Args:
-        own: PyTorch's generators that belong to the data. They may name one several times.
+        own: PyTorch's generators that belong to the data, possibly with repetitions.
     """
 
     def __init__(self, own: Iterable[Any] = ()) -> None:
@@ -29,7 +29,7 @@ class Generators:
         return random_states.global_states() | own
 
     def set(self, states: States) -> None:
-        """Set those that ``states`` names, and leave the others."""
+        """Set the generators that ``states`` names; the others do not change."""
         random_states.set_global_states(states)
         for name, generator in self.own.items():
             if name in states:
@@ -63,18 +63,18 @@ def begins_an_epoch(text: Mapping[str, str]) -> bool:
 
 
 class FixedRandomness:
-    """Makes code draw random numbers that begin in a certain way, on every rank.
+    """A context in which code draws random numbers from a given state on, for example rank 0's.
 
-    Inside it, the generators begin in a given state, and go on from where they were left when it is
-    entered again. On exit they get back their earlier state. But one that was in the right state
-    anyway, since nobody else has drawn from it, stays as it is then. So if all ranks begin in the
-    state of rank 0, rank 0 draws as one process does.
+    The first time, the generators begin in that state; each further time, in the state that they
+    had when the context was left. On exit they get back their state from before. But a generator
+    that was already in the right state when the context was entered is not set back. So if all
+    ranks use the state of rank 0, rank 0 draws as one process does.
 
     It may be entered while it is active.
 
     Args:
-        start: a seed of 63 bits, or the states to begin in; those it does not name stay.
-        generators: all that are fixed.
+        start: a seed of 63 bits, or states; generators without a state there do not change.
+        generators: the generators to set.
     """
 
     def __init__(self, start: int | States, generators: Generators | None = None) -> None:

@@ -70,13 +70,13 @@ def seed_from(*numbers: int) -> int:
 
 
 class Position:
-    """How far a loader has come: epochs done, and samples read of the current one by all ranks."""
+    """A loader's position: epochs done, and samples of the current one that all ranks have read."""
 
     def __init__(self) -> None:
         self.epoch = 0
         self.samples = 0
         self.random: dict[str, str] = {}
-        """What the generators were at the epoch's beginning, as text; empty if a seed says it."""
+        """The generators' states at the beginning of the epoch, as text; empty with a seed."""
         self._iteration: object | None = None
         self._left = False
 
@@ -146,9 +146,9 @@ class Position:
 
 
 class Queue:
-    """Numbers of batches that each go to the rank that wants one next, so fast ranks take more.
+    """Numbers of batches, each for the rank that requests the next one, so fast ranks get more.
 
-    The parameter server hands them out. Every rank must make its queues in the same order.
+    The parameter server distributes them. Every rank must make its queues in the same order.
     """
 
     _made = itertools.count()
@@ -157,12 +157,12 @@ class Queue:
         self._number = next(self._made)
 
     def take(self, iteration: int) -> int:
-        """Take the next batch, and return its number, which is beyond the end if none is left.
+        """Take the next batch; return its number, which is beyond the last one if none is left.
 
         Args:
             iteration: each rank's count of its iterations over the data.
         """
-        # Only ranks with a parameter server need it.
+        # Imported here, since only ranks with a parameter server need it.
         from hvkit.parameter_server.client import take_batch
 
         return take_batch(self._number, iteration)

@@ -1,4 +1,4 @@
-"""What is known of a DataLoader's samplers: how it cuts their batches, and when they draw."""
+"""Properties of a DataLoader's samplers: how batches are made, and when numbers are drawn."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Cut(NamedTuple):
     """How the samples of a sampler, or the batches of a batch sampler, become a loader's batches.
 
     Attributes:
-        source: what is read: the sampler, or a batch sampler whose batches stay whole.
-        samples: the samples of a rank's batch; None if batches stay whole.
+        source: the sampler to read from, or a batch sampler whose batches stay whole.
+        samples: the number of samples in a rank's batch; None if batches stay whole.
         drop_last: whether to leave out an incomplete last step.
         batched: whether a rank's batches are read as lists; else sample by sample.
-        lazy: whether the loader asks the source for its iterator only when it needs a batch.
+        lazy: whether the loader calls the source's ``__iter__`` only when it needs a batch.
     """
 
     source: Any
@@ -46,14 +46,14 @@ def length_of(data: Any) -> int | None:
 
 
 def cut_of(loader: DataLoader[Any]) -> Cut:
-    """How a loader cuts its batches."""
+    """How a loader makes its batches."""
     batches = loader.batch_sampler
     if batches is None and isinstance(loader.sampler, BatchSampler):
         # Without automatic batching, a sampler may pass whole lists of indices to the dataset.
         batches = loader.sampler
     if batches is None:
         return Cut(loader.sampler, 1, drop_last=False, batched=False, lazy=False)
-    # A subclass may add a method, and leave the cutting to PyTorch.
+    # Also a subclass that only adds methods, and leaves __iter__ to PyTorch.
     if isinstance(batches, BatchSampler) and type(batches).__iter__ is BatchSampler.__iter__:
         batched = loader.batch_size is None
         return Cut(batches.sampler, batches.batch_size, batches.drop_last, batched, lazy=True)
@@ -73,11 +73,11 @@ def reads_each_once(source: Any) -> bool:
 
 
 def needs_comparison(source: Any, *, exact: bool) -> bool:
-    """Whether ranks must compare what it returns: a sampler, or a batch sampler of the user's own.
+    """Whether ranks must compare what a sampler, or a batch sampler of the user's own, returns.
 
-    PyTorch's draw from generators that begin equal on all ranks, but two of them hold indices or
-    weights, which may differ. In evaluation these are not compared, so that one rank may run it
-    alone.
+    PyTorch's samplers draw from generators that begin in the same state on all ranks, but two kinds
+    have indices or weights, which may differ. In evaluation these are not compared, so that a
+    single rank may evaluate.
     """
     holding = () if exact else (SubsetRandomSampler, WeightedRandomSampler)
     pytorchs = {RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler}
@@ -85,7 +85,7 @@ def needs_comparison(source: Any, *, exact: bool) -> bool:
 
 
 def draws_at_once(source: Any) -> bool:
-    """Whether it is a sampler of PyTorch's that draws no more numbers after its first index."""
+    """Whether it is a sampler of PyTorch's that draws all numbers before its first index."""
     return reads_each_once(source) or type(source) in (SubsetRandomSampler, WeightedRandomSampler)
 
 
@@ -96,7 +96,7 @@ def only_reads_a_list(items: Any, count: int) -> bool:
     """Whether the next ``count`` items come from a list, tuple or range, so no code draws.
 
     Args:
-        items: the iterator of a sampler; a generator may stand at ``yield from`` such a list.
+        items: the iterator of a sampler, or a generator that is at ``yield from`` such a list.
         count: how many items are read.
     """
     if (inner := getattr(items, "gi_yieldfrom", None)) is not None:
@@ -105,10 +105,10 @@ def only_reads_a_list(items: Any, count: int) -> bool:
 
 
 def draws_at_end(source: Any) -> bool:
-    """Whether it draws an order once more after its last index, of which it returns nothing.
+    """Whether the sampler draws another order after its last index, which it does not use.
 
-    PyTorch's does for a number of samples that is a multiple of the dataset's, so of each once. It
-    matters if the generator is the user's, and so the next epoch's.
+    PyTorch's does so if the number of samples is a multiple of the dataset's length. It matters
+    only if the generator is the user's, from which the next epoch draws, too.
     """
     return type(source) is RandomSampler and source.generator is not None
 
@@ -116,7 +116,7 @@ def draws_at_end(source: Any) -> bool:
 def whole_order(source: Any, *, original: bool = False) -> Any:
     """The order of an epoch as an array or a range, from PyTorch's samplers of each sample once.
 
-    It draws the numbers that the sampler draws. Its own lists take 5 times the memory.
+    It draws the same numbers as the sampler, whose own lists would take 5 times the memory.
 
     Args:
         source: a sampler.

@@ -1,7 +1,7 @@
-"""One rank's reading of an epoch, step by step, from a DataLoader's sampler or batch sampler.
+"""Reads one rank's part of an epoch, step by step, from a DataLoader's sampler or batch sampler.
 
-Every rank runs the user's sampler, and keeps its part of each step. A step is read when a batch of
-it is needed, so a sampler may be long, or have no end and no length.
+Every rank runs the user's sampler, and keeps its part of each step. A step is read when its batch
+is needed, so a sampler may be long, or have no end and no length.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from hvkit.data.sampler_kinds import (
 _LOOP = "the loop over a sharded DataLoader"
 
 
-_END = -1  # The key of what ranks compare at the end of an epoch.
+_END = -1  # The key for the comparison at the end of an epoch.
 
 
 class SampledEpoch:
-    """One rank's reading of an epoch, or of the rest of one.
+    """One rank's iteration over an epoch, or the rest of one.
 
     Args:
         number: the epoch's number.
@@ -58,13 +58,13 @@ class SampledEpoch:
         self.number = number
         self.randomness = randomness
         self.workers_seed = 0
-        """What the seeds of a loader's workers are computed from."""
+        """A seed from which those of a loader's workers are computed."""
         self.steps: deque[int] = deque()
         """For each step that was read and not yet delivered, the samples on all ranks together."""
         self.keys: Iterator[Any] | None = None
-        """What this rank reads, if that has begun."""
+        """The indices that this rank reads, once that has begun."""
         self.digests: dict[int, list[str]] = {}
-        """What the sampler has returned up to a step, for ranks to compare after that step."""
+        """By step: facts about what the sampler has returned so far, which ranks then compare."""
 
 
 class RankSampler(Sampler[Any]):
@@ -74,7 +74,7 @@ class RankSampler(Sampler[Any]):
     In any other loader, each iteration is the next epoch and moves the position at its end.
     Other attributes are those of the user's sampler or batch sampler, also when they are set.
 
-    Without a seed, one process draws as it would without hvkit, and N ranks draw what rank 0 would.
+    Without a seed, one process draws the same numbers as without hvkit, and N ranks draw rank 0's.
 
     Args:
         loader: the user's.
@@ -110,10 +110,10 @@ class RankSampler(Sampler[Any]):
         return self._cut.batched
 
     def begin(self) -> tuple[object, SampledEpoch]:
-        """Begin an epoch: the position's identifier for it, and this rank's reading.
+        """Begin an epoch; return the position's identifier for it, and the iteration.
 
-        A collective in training, unless the order needs no random numbers, and with a sampler of
-        the user's own also in evaluation.
+        In training a collective, unless the order needs no random numbers. In evaluation a
+        collective only with a sampler of the user's own.
         """
         iteration = self.position.begin()
         number = 0 if self._share.exact else self.position.epoch
@@ -128,9 +128,9 @@ class RankSampler(Sampler[Any]):
         return iteration, epoch
 
     def _randomness(self, number: int) -> AbstractContextManager[None]:
-        """How the random numbers of this epoch begin."""
+        """The context in which the sampler draws this epoch's random numbers."""
         position, exact = self.position, self._share.exact
-        if begins_an_epoch(position.random):  # of the epoch in whose middle a run resumes
+        if begins_an_epoch(position.random):  # the run has resumed in the middle of an epoch
             return FixedRandomness(from_text(position.random), self._generators)
         if self._seed is not None or position.samples:
             return FixedRandomness(seed_from(self._seed or 0, number), self._generators)
@@ -188,9 +188,9 @@ class RankSampler(Sampler[Any]):
         return len({theirs for _, theirs in everyone}) == 1
 
     def compare(self, epoch: SampledEpoch, steps: int = _END) -> None:
-        """Raise on every rank if the sampler has returned something else on another.
+        """Raise on every rank if the ranks' samplers have returned different indices.
 
-        A collective after 1, 2, 4, 8, ... steps and at the epoch's end, and nothing at other times.
+        A collective after 1, 2, 4, 8, ... steps and at the epoch's end; does nothing otherwise.
 
         Args:
             epoch: the epoch that is read.
@@ -209,7 +209,7 @@ class RankSampler(Sampler[Any]):
 
     @contextmanager
     def fixed_to(self, epoch: SampledEpoch) -> Iterator[None]:
-        """Inside it, each iteration reads this epoch."""
+        """Within: each iteration over this sampler reads this epoch."""
         self._fixed = epoch
         try:
             yield
@@ -220,7 +220,7 @@ class RankSampler(Sampler[Any]):
         if (epoch := self._fixed) is None:
             keys = self._next()
         else:
-            # One process opens the sampler whenever PyTorch does.
+            # In one process the sampler's iteration begins exactly when PyTorch begins it.
             keys = self._keys_of_rank(epoch) if epoch.keys is None else epoch.keys
         return map(self._mark, keys) if self.of_part else keys
 
@@ -238,7 +238,7 @@ class RankSampler(Sampler[Any]):
         return [in_whole(index) for index in key] if self.batched else in_whole(key)
 
     def _keys_of_rank(self, epoch: SampledEpoch) -> Iterator[Any]:
-        """What this rank reads of the epoch, after the samples that are done."""
+        """The indices, or lists of them, that this rank reads after the samples that are done."""
         with epoch.randomness:
             source = None if self._cut.lazy else iter(self._cut.source)
         return self._keys(epoch, self._steps(epoch, source, self.position.samples))
@@ -250,8 +250,8 @@ class RankSampler(Sampler[Any]):
             samples = len(step) if self._cut.samples else sum(map(len, step))
             number, seen = number + 1, seen + samples
             mine = self._part(step)
-            # Ranks that get nothing of the last step compare it where they end, and the others
-            # before they deliver it: a loop may leave there.
+            # Ranks without a part of the last step compare it at their end, the others before they
+            # deliver it, since a loop may end there.
             ended = self._share.exact and len(step) < self._share.size
             if self._compared:
                 digest.update(str(step).encode())
@@ -293,12 +293,13 @@ class RankSampler(Sampler[Any]):
         with randomness:
             items = read = iter(cut.source) if source is None else source
             if cut.samples is None:
-                # The dataset gets what the user's sampler returns; other ranks need to compare it.
+                # In one process the dataset gets exactly what the user's sampler returns; several
+                # ranks need lists to compare.
                 items = _after(map(_sized if self.as_without_hvkit else list, read), done)
             else:
                 deque(islice(items, done), maxlen=0)
         while True:
-            # To enter the epoch's randomness takes longer than to read a step.
+            # Entering the epoch's randomness takes longer than reading a step from a list.
             with nullcontext() if only_reads_a_list(read, group) else randomness:
                 step = list(islice(items, group))
             if not step:

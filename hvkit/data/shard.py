@@ -42,7 +42,7 @@ def shard(
         seed: None for the order that rank 0 would read in one process. With a number, the same on
             every rank and not negative, the random numbers of an epoch begin with a seed computed
             from it and the epoch, also with one rank.
-        dynamic: give no part: each batch goes to the rank that wants one next, for
+        dynamic: instead of fixed parts, each batch goes to the rank that requests one next, for
             ``hvkit.ParameterServer``; not with ``exact``.
 
     Raises:
@@ -84,8 +84,8 @@ def shard(
 class ShardedData(NamedTuple):
     """One rank's part of the data, and the facts that must be equal on all ranks.
 
-    For evaluation there are facts only if ranks could disagree about the order: evaluation on one
-    rank alone must not wait for the others.
+    For evaluation there are facts only if ranks could disagree about the order: evaluation on a
+    single rank must not wait for the others.
     """
 
     data: Any
@@ -129,8 +129,8 @@ def _is_dynamic(dynamic: object, share: Share) -> bool:
         raise TypeError(f"dynamic must be True or False, got {dynamic!r}")
     if dynamic and share.exact:
         raise ValueError(
-            "exact=True gives every rank the same part each time, and dynamic=True gives it what "
-            "it has time for: choose one"
+            "exact=True gives every rank the same part each time, and dynamic=True as many batches "
+            "as it has time for: choose one"
         )
     return dynamic
 

@@ -1,9 +1,9 @@
 """Sharding ``tf.data`` pipelines.
 
-Every rank runs the whole pipeline and takes its part after the last step, so a seeded shuffle
-keeps the order it has in one process. A pipeline that ends in batches is regrouped. Other
-elements stay whole, and so do batches after a ``map``. Sharding right after the source costs
-less, because the steps before ``shard`` run on every rank for all samples.
+Every rank runs the whole pipeline and takes its part after the last step, so a seeded shuffle has
+the same order as in one process. If the pipeline ends in batches, their samples are divided. Other
+elements stay whole, and so do batches after a ``map``. Sharding right after the source takes less
+time, because every rank runs the steps before ``shard`` for all samples.
 
 TensorFlow has no public access to a dataset's inputs and seeds. This module reads private
 attributes that are the same in TensorFlow 2.16 and 2.21.
@@ -77,7 +77,7 @@ class _TakenElements:
     def __init__(self) -> None:
         self._queue = Queue()
         self._iterations = 0
-        # By iteration: the element that this rank has taken and not come to yet.
+        # By iteration: the element that this rank has taken, and not reached yet.
         self._mine: dict[int, int] = {}
 
     def begin(self) -> np.int64:
@@ -202,7 +202,7 @@ def _counted(
 
 
 def refuse_unordered(data: tf.data.Dataset) -> None:
-    """Reject a pipeline that every rank would read in another order.
+    """Reject a pipeline whose order would differ between ranks.
 
     Raises:
         ValueError: a random step has no seed, or a step gives up the order for speed.

@@ -1,9 +1,9 @@
 """Whether the elements of a ``tf.data`` pipeline are batches, and how it made them.
 
 Elements are batches if no step after the last batching runs a function on them: a ``map`` may
-turn a batch into one sequence, whose rows are not samples. After an unknown step, elements count
-as units too. TensorFlow has no public access to a dataset's inputs; this module reads private
-attributes that are the same in TensorFlow 2.16 and 2.21.
+turn a batch into one sequence, whose rows are not samples. After an unknown step, elements do not
+count as batches either. TensorFlow has no public access to a dataset's inputs; this module reads
+private attributes that are the same in TensorFlow 2.16 and 2.21.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Batching:
     size: int
     drop_remainder: bool
     samples: int | None
-    """The samples in all batches together; None if that needs reading them."""
+    """The number of samples in all batches; None if only reading them would show it."""
     spec: Any
     padding: Any = None
     """The padding values of ``padded_batch``, in the structure of ``spec``."""
@@ -80,7 +80,7 @@ class Batching:
 
 
 def batching_of(data: tf.data.Dataset) -> Batching | None:
-    """How a pipeline batched its elements; None if they are units.
+    """How a pipeline batched its elements; None if they are no batches.
 
     Raises:
         ValueError: batches have different sizes, or padded batches are joined with others.

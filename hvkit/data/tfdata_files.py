@@ -1,9 +1,9 @@
-"""Files that ``tf.data`` pipelines write: one for each rank, or an error.
+"""Makes ``tf.data`` pipelines write one file for each rank, or raises an error.
 
-All ranks run one script, so with ``cache("file")`` after ``hvkit.shard`` they would write their
-different parts into one file, which would be every rank's data in the next epoch. TensorFlow has no
-hook for the steps that follow on a dataset, nor for those on sharded arrays. So on several ranks
-``hvkit.shard`` replaces ``Dataset.cache`` and ``Dataset.save``.
+All ranks run the same script, so with ``cache("file")`` after ``hvkit.shard`` they would write
+their different parts into the same file, which would be every rank's data in the next epoch.
+TensorFlow has no hook for steps that are added to a dataset later, or to one of sharded arrays. So
+on several ranks ``hvkit.shard`` replaces ``Dataset.cache`` and ``Dataset.save``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def steps_of(data: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
 
 
 def with_files_of_its_own(part: tf.data.Dataset) -> tf.data.Dataset:
-    """The part of a rank, marked so that ``save`` does not mix it with those of other ranks."""
+    """Mark a rank's part, so that ``save`` refuses to write it over those of other ranks."""
     setattr(part, _PART, True)
     return part
 
@@ -52,12 +52,12 @@ def refuse_common_caches(data: tf.data.Dataset) -> None:
 
 @functools.cache
 def give_ranks_files_of_their_own() -> None:
-    """From now on ``cache`` into a file writes one for each rank; and ``save`` compares paths."""
+    """From now on, ``cache`` writes a file for each rank, and ``save`` compares all paths."""
     cache, save = tf.data.Dataset.cache, tf.data.Dataset.save
 
     @functools.wraps(cache)
     def cache_of_rank(self: Any, filename: Any = "", name: Any = None) -> Any:
-        if _static(filename) != "":  # which is memory
+        if _static(filename) != "":  # without a name, the cache is in memory
             filename = tf.strings.join([filename, _of_rank()])
         return cache(self, filename, name)
 
@@ -77,7 +77,7 @@ def _require_own_path(path: str) -> None:
         raise ValueError(
             f"save({path!r}) after hvkit.shard would write the parts of several ranks to one "
             f'place: put hvkit.rank() into the path, as in f"{path}-{{hvkit.rank()}}", or save the '
-            "pipeline before hvkit.shard, on rank 0 alone"
+            "pipeline before hvkit.shard, on rank 0 only"
         )
 
 

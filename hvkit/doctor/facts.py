@@ -1,7 +1,7 @@
 """The state of this host and this Python, without judgement: ``hvkit.doctor.findings`` judges.
 
-Facts are one dict, which can become JSON: what ``hvkit doctor --json`` prints. Of environment
-variables, it holds names only, never values. The only values are numbers of threads.
+Facts are one dict, which ``hvkit doctor --json`` prints. It contains names of environment
+variables, but no values except numbers of threads.
 """
 
 import os

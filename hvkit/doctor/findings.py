@@ -27,7 +27,7 @@ def findings(facts: Mapping[str, Any]) -> dict[str, list[dict[str, str]]]:
 
 
 def _found(rules: Iterable[Rule], values: Mapping[str, Any]) -> Iterable[dict[str, str]]:
-    # All findings about an item stand together.
+    # All findings about an item follow each other.
     for each, group in itertools.groupby(rules, lambda rule: rule.each):
         about = tuple(group)
         for item in values[each] if each else [{}]:
@@ -41,7 +41,7 @@ def _found(rules: Iterable[Rule], values: Mapping[str, Any]) -> Iterable[dict[st
 
 
 def _values(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts, and what rules need to know beyond them."""
+    """The facts, and the values that rules derive from them."""
     shared = facts["shared_memory"] or {"size": 0, "free": 0}
     locked = facts["limits"]["locked_memory"]
     driver, torch = (_major(facts[name]) for name in ("driver_cuda", "torch_cuda"))
@@ -121,7 +121,7 @@ def _library(library: Mapping[str, Any], installed: str | None) -> dict[str, Any
 
 
 def _same_version(one: str, other: str) -> bool:
-    """Whether two versions are one; the package index knows ``2.11.0+cu130`` as ``2.11.0``."""
+    """Whether two versions are the same; ``2.11.0+cu130`` is ``2.11.0`` in the package index."""
     whole = "+" in one and "+" in other
     return one == other if whole else one.partition("+")[0] == other.partition("+")[0]
 

@@ -28,10 +28,10 @@ _OPERATIONS = ("nccl", "ddl", "ccl", "mpi", "gloo")
 _MODULES = {"pytorch": "torch", "tensorflow": "tensorflow"}
 # The folder of a framework's libraries, inside its package.
 _LIBRARIES = {"torch": "lib", "tensorflow": ""}
-# A cold disk takes long to read a gigabyte of libraries.
+# Reading a gigabyte of libraries takes long if they are not in the disk cache.
 _SECONDS_TO_LOAD = 60
 _TITLES = {"patches": "hvkit's patches to its source"}
-# Ingredients whose values are safe to show: no paths, and no variables of the user's.
+# Ingredients whose values may be shown: no paths, and no variables of the user's.
 _SHOWN = {*NAMES, "horovod", "python", "libc", "cpu", "mpi", "compiler", "gpu"}
 
 

@@ -1,8 +1,8 @@
 """A program: loads one of Horovod's libraries and prints the features it was built with, as JSON.
 
-It runs in a process of its own because the library also loads the framework's: those of two
-frameworks may not fit into one process, and one that does not fit Horovod may crash. It runs as a
-file and imports nothing of hvkit; without the framework's Python part it takes half a second.
+It runs in a process of its own because the library also loads the framework's libraries: those of
+two frameworks may conflict, and loading may crash. It runs as a file and imports nothing of hvkit;
+without the framework's Python part it takes half a second.
 """
 
 import ctypes

@@ -1,6 +1,6 @@
 """Runs ``hvkit doctor``'s checks and reports the result: as JSON, and as one screen of text.
 
-A report leaves the host, in an issue or a mail: it hides the home directory and the user's name.
+Users send reports in issues and mails, so the home directory and the user's name are hidden.
 """
 
 import getpass
@@ -26,16 +26,18 @@ _INTERFACES_SHOWN = 4
 _UNITS = (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
 
 
-def examine(on_two_ranks: bool, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+def examine(
+    on_two_ranks: bool, show_step: Callable[[str], None] = lambda _: None
+) -> dict[str, Any]:
     """Check this host and this Python, and return the report of ``json_report``.
 
     Args:
         on_two_ranks: whether to start two ranks for an allreduce, which takes a while.
-        say: called with what begins now.
+        show_step: called with a text about each step that begins.
     """
-    say("looking at hardware and software")
+    show_step("looking at hardware and software")
     facts = gather()
-    test = self_test(facts, say=say) if on_two_ranks else None
+    test = self_test(facts, show_step=show_step) if on_two_ranks else None
     return json_report({**facts, "self_test": test})
 
 
@@ -121,14 +123,14 @@ def show(report: dict[str, Any], console: Console) -> None:
     if console.is_terminal:
         _show_wrapped(rows, lines, console)
         return
-    # Unbroken, so that pasted lines stay whole.
+    # Not wrapped, so that lines stay whole when they are pasted.
     width = max(len(label) for label, _ in rows)
     for line in (*(Text(f"{label:{width}}  {text}") for label, text in rows), *lines):
         console.print(line, soft_wrap=True)
 
 
 def _show_wrapped(rows: Sequence[tuple[str, str]], lines: Sequence[Text], console: Console) -> None:
-    """Print both; what does not fit into a line goes on below its own beginning."""
+    """Print rows and lines, with each wrapped line indented below its beginning."""
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")

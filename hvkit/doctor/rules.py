@@ -161,7 +161,7 @@ PROBLEMS = (
     ),
 )
 
-# What may be intended.
+# Possibly intended.
 NOTES = (
     Rule(
         lambda v: v["state"] == "not needed",
@@ -181,7 +181,7 @@ NOTES = (
     ),
     Rule(
         lambda v: v["launchers"] and not v["mpi"]["on_path"],
-        "mpirun is beside this Python, in {mpi[folder]}, but not on PATH",
+        "mpirun is in the folder of this Python, {mpi[folder]}, but not on PATH",
         "activate the environment",
     ),
     Rule(

@@ -35,7 +35,7 @@ RANKS = 2
 BYTES = 64 * 1024**2
 ROUNDS = 9
 
-# A prime, so that swapped pieces of the array show. The sums are exact in float32.
+# A prime, so that a sum with swapped pieces of the array is wrong. Sums are exact in float32.
 _PERIOD = 251
 # Importing TensorFlow from a network file system can take a minute.
 _SECONDS = 180.0
@@ -46,14 +46,14 @@ _LINES_SHOWN = 8
 def self_test(
     facts: Mapping[str, Any],
     seconds: float = _SECONDS,
-    say: Callable[[str], None] = lambda _: None,
+    show_step: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any] | None:
     """Start two ranks for each framework.
 
     Args:
         facts: from ``hvkit.doctor.facts.gather``.
         seconds: the time limit for each framework.
-        say: called with what begins now.
+        show_step: called with a text about each step that begins.
 
     Returns:
         ``self_test`` of ``hvkit.doctor.report.json_report``; ``None`` if none of Horovod's
@@ -69,7 +69,9 @@ def self_test(
         return {"launcher": None, "error": str(error), "results": [], **test}
     results = []
     for number, one in enumerate(frameworks, start=1):
-        say(f"trying an allreduce on {RANKS} ranks with {one} ({number} of {len(frameworks)})")
+        show_step(
+            f"trying an allreduce on {RANKS} ranks with {one} ({number} of {len(frameworks)})"
+        )
         results.append(_test(launcher, one, facts["cores"]["usable"], seconds))
     return {"launcher": launcher.name, "error": None, "results": results, **test}
 

@@ -68,7 +68,7 @@ def compilers() -> dict[str, str | None]:
 
 
 def mpi_launchers_here() -> list[dict[str, Any]]:
-    """The launchers on this process's PATH and beside its Python."""
+    """The launchers on this process's PATH and in the folder of its Python."""
     return mpi_launchers(os.environ.get("PATH", os.defpath), os.path.dirname(sys.executable))
 
 

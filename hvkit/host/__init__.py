@@ -3,14 +3,14 @@
 ::
 
     launcher_variables   whether a launcher started this process, and as which rank
-    process_lock         names that one process at a time holds
+    process_lock         locks by name, which a process holds until it ends
     rank_settings        the environment variables that a rank sets, with reasons
-    run_reports          what a rank reports to hvkit run, through a pipe
+    run_reports          reports from a rank to hvkit run, through a pipe
     allocator            how much freed memory the C library keeps for a rank
     cpus                 cores, containers' limits, and a rank's share of them
-    gpus                 what NVIDIA's driver reports, and which GPU a rank takes
-    network              interfaces, and which names mean this host
+    gpus                 the GPUs of NVIDIA's driver, and which one a rank uses
+    network              interfaces, and which names refer to this host
     mca                  Open MPI's settings about networks: variables and files
     commands             short commands whose output is read
-    cache                the folder for what was built or downloaded
+    cache                the folder for builds and downloads
 """

@@ -1,10 +1,10 @@
 """Lets a rank keep the memory that PyTorch frees, for the tensors of the next step.
 
-The GNU C library returns freed memory to Linux: above 64 MiB in all, and tensors above 32 MiB at
-once. A step that trains in host memory then gets its memory anew, page by page, each filled with
-zeros first. That takes a tenth of the step and more, and differs from process to process.
+The GNU C library returns freed memory to Linux: what exceeds 64 MiB in total, and tensors above 32
+MiB at once. The next step in host memory then gets new pages from Linux, which fills each with
+zeros. That takes a tenth of the step or more, and differs between processes.
 
-Steps of TensorFlow take no such memory.
+TensorFlow does not need this.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 
 from hvkit.host.cpus import allowance
 
-# What each variable sets, for the C library's mallopt.
+# The parameter of mallopt, of the C library, that each variable sets.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _OPTIONS = {
     "MALLOC_TRIM_THRESHOLD_": _TRIM_THRESHOLD,
@@ -22,14 +22,14 @@ _OPTIONS = {
 _SHARE = 16
 # mallopt takes a C int.
 _MOST = (1 << 31) - 1
-# Older versions take no higher threshold for single tensors.
+# Older versions accept no higher threshold for single tensors.
 _OLDER_MOST = 1 << 25
 
 
 def variables_to_keep_freed_memory(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """The variables, with values, that let a rank keep a 16th of the host's memory, 2 GiB at most.
 
-    None if the user has set up the allocator, or where the C library is another one.
+    Yields nothing if the user has configured the allocator, or with another C library.
     """
     chosen = any(name.startswith("MALLOC_") for name in environ)
     if chosen or "glibc.malloc" in environ.get("GLIBC_TUNABLES", "") or not _is_gnu():
@@ -41,7 +41,7 @@ def variables_to_keep_freed_memory(environ: Mapping[str, str]) -> Iterator[tuple
 
 
 def keep_freed_memory(environ: Mapping[str, str]) -> None:
-    """Make this process follow the variables, which the C library reads only at its start."""
+    """Apply the variables to this process: the C library itself reads them only at its start."""
     if not _is_gnu():
         return
     mallopt = ctypes.CDLL(None).mallopt

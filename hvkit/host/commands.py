@@ -58,5 +58,5 @@ def run(
 
 
 def program(name: str) -> str | None:
-    """Path of a program: first on PATH, else beside this Python; ``None`` if it is nowhere."""
+    """Path of a program on PATH, else in the folder of this Python; ``None`` if there is none."""
     return shutil.which(name) or shutil.which(name, path=os.path.dirname(sys.executable))

@@ -41,7 +41,7 @@ def usable_cpus() -> int:
 
 
 def within_limit(cpus: int, limit: float | None) -> int:
-    """That number of CPUs, or what a limit of CPU time leaves of it: at least 1.
+    """The number of CPUs, or the limit of CPU time if that is lower: at least 1.
 
     Args:
         cpus: the number of CPUs.
@@ -55,8 +55,8 @@ def share(
 ) -> frozenset[int] | None:
     """The logical CPUs that a rank is bound to; ``None`` for no binding.
 
-    Ranks get neighbouring cores, as evenly as possible. A rank alone on its host is not bound, nor
-    are ranks that outnumber the cores.
+    Ranks get neighbouring cores, as evenly as possible. A single rank on a host is not bound, nor
+    are more ranks than cores.
 
     Args:
         cores: the host's cores, from ``cores``.

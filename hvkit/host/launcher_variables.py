@@ -1,4 +1,4 @@
-"""The environment variables by which a launcher makes this process a rank."""
+"""The environment variables that a launcher sets for a rank."""
 
 import os
 from collections.abc import Mapping
@@ -23,13 +23,13 @@ _PLACE_VARIABLES = (
     ("PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
 
-# Together these distinguish a launch from one that is nested in it.
+# Together these distinguish a launch from another one inside it.
 _LAUNCH_VARIABLES = (
     *("PMIX_NAMESPACE", "PMI_PORT", "PMI_JOBID", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
     *("SLURM_JOB_ID", "SLURM_STEP_ID"),
 )
 
-# Variables with the rank alone; Slurm's comes last, as above.
+# Variables with the rank; Slurm's comes last, as above.
 _RANK_VARIABLES = (*(names[0] for names in _PLACE_VARIABLES), "SLURM_PROCID")
 
 
@@ -92,7 +92,7 @@ def place(environ: Mapping[str, str]) -> LaunchedRank | None:
 
 
 def without_place(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without the variables of another launch, which a shell may have kept."""
+    """The environment without variables of another launch, which a shell may have inherited."""
     sizes = {variable for variable, _ in _SIZE_VARIABLES}
     stale = sizes.union(*_PLACE_VARIABLES) - {"SLURM_STEP_NUM_TASKS"}
     return {name: value for name, value in environ.items() if name not in stale}
@@ -106,7 +106,7 @@ def launch_id(environ: Mapping[str, str]) -> str:
 def rank_id(environ: Mapping[str, str]) -> str | None:
     """A text that the rank and the processes that it starts have, and no other process.
 
-    None if the variables do not tell launches apart, as those of MPICH without ``hvkit run``.
+    None if the variables do not distinguish launches, as with MPICH without ``hvkit run``.
     """
     known = (*_LAUNCH_VARIABLES, run_reports.VARIABLE)
     launch = [environ[variable] for variable in known if variable in environ]

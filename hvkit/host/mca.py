@@ -12,13 +12,13 @@ from pathlib import Path
 
 from hvkit.errors import LaunchError
 
-# Distributions install further MPIs here, besides the one in /usr/bin.
+# Distributions install further MPIs below these, in addition to the one in /usr/bin.
 _LIBS = ("lib", "lib64")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A choice for one purpose.
+    """Open MPI's parameters for one purpose.
 
     Attributes:
         option: the launcher's option, without its value.
@@ -57,7 +57,7 @@ TRANSPORTS = Setting(
     "openmpi-mca-params.conf",
     ends=("",),
 )
-"""What carries the messages between ranks."""
+"""The transports for messages between ranks."""
 
 _DAEMONS_4 = Setting(
     ("--mca", "oob_tcp_if_include"),
@@ -76,10 +76,10 @@ _DAEMONS_5 = Setting(
 
 
 WITHOUT_TOOLS = "PRTE_MCA_pmix_tool_support", "0"
-"""The variable, and its value, for an mpirun to which no debugger attaches.
+"""The variable, and its value, that turns off mpirun's support for debuggers.
 
-Otherwise it makes a file for them, in a folder named after its process, and ends if that is there
-already: an mpirun that was killed, and once had the same number, has left it.
+For debuggers, mpirun makes a file in a folder named after its process id, and ends with an error if
+that exists already, left by a killed mpirun that had the same id.
 """
 
 

@@ -1,4 +1,4 @@
-"""The network interfaces of this host, and which names mean it."""
+"""The network interfaces of this host, and which names refer to it."""
 
 import ipaddress
 import socket
@@ -68,7 +68,7 @@ def _interface(name: str, address: str, netmask: str | None) -> Interface:
 
 
 def within_host() -> list[str]:
-    """The interfaces, besides loopback, that lead to no other host, judged by their names.
+    """The interfaces other than loopback that lead to no other host, judged by their names.
 
     Several hosts may have one with the same name and the same address.
     """
@@ -104,10 +104,10 @@ def interface_towards(address: str, port: int, seconds: float) -> str | None:
 
 
 def is_local(name: str) -> bool:
-    """Whether a name or address means this host.
+    """Whether a name or address refers to this host.
 
     It does if it is the hostname, in full or up to the first dot, or if one of its addresses
-    belongs to an interface of this host. A name that does not resolve means another host.
+    belongs to an interface of this host. A name that does not resolve refers to another host.
     """
     if name.lower() in _own_names():
         return True

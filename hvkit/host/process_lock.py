@@ -1,4 +1,4 @@
-"""Names on this host that one process at a time holds, until it ends or is killed.
+"""Locks by name on this host, which a process holds until it ends or is killed.
 
 A name is an abstract Unix socket: the kernel frees it with the process, and leaves no file behind.
 """
@@ -17,7 +17,7 @@ _held: dict[str, socket.socket] = {}
 def claim(name: str) -> bool:
     """Hold a name from now on; return False if another process of this user holds it.
 
-    Processes see each other's names if they share a network and a numbering of processes, as in one
+    Processes see each other's names if they share the network and process namespaces, as in a
     container. Where sockets are forbidden, every claim succeeds.
     """
     if name in _held:
@@ -36,7 +36,7 @@ def claim(name: str) -> bool:
 
 
 def _became_child() -> None:
-    """A fork holds nothing: a name is free as soon as the process that claimed it has ended."""
+    """Release names in a forked child, which may outlive the process that claimed them."""
     for held in _held.values():
         held.close()
     _held.clear()

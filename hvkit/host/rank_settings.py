@@ -1,7 +1,7 @@
 """The environment variables that a rank sets before it starts Horovod, each with its reason.
 
-A variable that is set already stays as it is. Settings of Open MPI may also stand in files of the
-user or the site, which take precedence, too.
+Variables that are set already do not change. Open MPI's settings in files of the user or the site
+take precedence, too.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,7 +25,7 @@ class RankSetting:
 
 
 def rank_settings(environ: Mapping[str, str]) -> list[RankSetting]:
-    """What a rank with this environment sets."""
+    """The variables that a rank with this environment sets."""
     return [each for each in _wanted(environ) if each.variable not in environ]
 
 
@@ -33,13 +33,13 @@ def _wanted(environ: Mapping[str, str]) -> Iterator[RankSetting]:
     yield RankSetting(
         "HVKIT_BLOCKING_WAITS",
         "1",
-        "Horovod's threads sleep while they wait, and leave their core to the framework",
+        "Horovod's threads sleep while they wait, so that the framework can use their core",
     )
     yield RankSetting(
         "HVKIT_OWN_COLLECTIVES",
         "1",
-        "large tensors in host memory travel by rings and in segments, which keep links busy with "
-        "the fewest bytes; 0 leaves them to MPI, for one that adds up in the network",
+        "large tensors in host memory are reduced in rings and in segments, which keep links busy "
+        "with the fewest bytes; 0 leaves them to MPI, for one that sums inside the network",
     )
     yield RankSetting(
         "OMPI_MCA_mpi_yield_when_idle",
@@ -75,6 +75,6 @@ def _wanted(environ: Mapping[str, str]) -> Iterator[RankSetting]:
         yield RankSetting(
             f"{mca.TRANSPORTS.prefix}btl",
             "^ofi",
-            "nothing here uses libfabric's one-sided messages; where no network has them, Open MPI "
-            "sleeps for a second when it gives up on them",
+            "hvkit does not use libfabric's one-sided messages; if no network supports them, Open "
+            "MPI waits for a second before it gives up on them",
         )

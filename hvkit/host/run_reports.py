@@ -1,4 +1,4 @@
-"""What a rank reports to ``hvkit run``: lines of JSON in a pipe that its agent reads.
+"""Reports from a rank to ``hvkit run``: lines of JSON in a pipe that its agent reads.
 
 A rank that another launcher has started has no such pipe, and reports nothing.
 """
@@ -24,7 +24,7 @@ TIMELINE = "HVKIT_TIMELINE"
 """Environment variable of ranks whose run has a timeline: 1."""
 
 RUN_NAME = "HVKIT_RUN_NAME"
-"""Environment variable of ranks that may be started again: a name of the run, for all its tries."""
+"""Environment variable of ranks that may be started again: the run's name, for all its tries."""
 
 LONGEST = 4096
 """Bytes of a line: writes of up to so many bytes do not mix (POSIX, PIPE_BUF on Linux)."""
@@ -49,7 +49,7 @@ class Whereabouts(TypedDict, total=False):
 
 
 class RunReport(TypedDict, total=False):
-    """What a rank may report; ``hvkit.launch.supervision`` reads it."""
+    """A report of a rank, with some of these values; ``hvkit.launch.supervision`` reads it."""
 
     starting: bool
     """Whether it waits for Horovod to start."""
@@ -57,7 +57,7 @@ class RunReport(TypedDict, total=False):
     """Its process, once Horovod runs."""
     now: Whereabouts
     spans: list[list[Any]]
-    """For the timeline, as ``hvkit.watch.heartbeat`` has them."""
+    """For the timeline, see ``hvkit.watch.heartbeat``."""
     speed: float
     """Samples a second."""
     saved: int
@@ -71,7 +71,7 @@ class RunReport(TypedDict, total=False):
     cause: str
     """Why the ranks end the run together."""
     refused: bool
-    """Whether it ends as hvkit has refused an argument."""
+    """Whether hvkit has refused an argument, which ends the rank."""
     terminated: bool
     """Whether it got SIGTERM."""
     left: bool
@@ -135,7 +135,7 @@ def run_name() -> str:
 
 
 def memory_folder(run: str | None = None) -> Path | None:
-    """The folder in a host's memory whose files outlive the ranks, until the run's last try ends.
+    """The folder in a host's memory with files that are kept until the run's last try has ended.
 
     Args:
         run: the run's name; None for that of this rank's run.
@@ -148,5 +148,5 @@ def memory_folder(run: str | None = None) -> Path | None:
 
 
 def timeline_wanted() -> bool:
-    """Whether the run has a timeline, for which ranks send what they do."""
+    """Whether the run has a timeline, for which ranks send their spans."""
     return os.environ.get(TIMELINE) == "1"
