@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hvkit.monitor.monitor import Monitor
 
 
-class FitCallback(FitRecorder):
+class TrainStepRecorder(FitRecorder):
     """Records each step of ``fit``, around the model's ``train_step``."""
 
     def __init__(self, monitor: Monitor, model: keras.Model) -> None:
@@ -40,7 +40,7 @@ class FitCallback(FitRecorder):
         model.train_step = counted
 
 
-class Gradients:
+class UpdateNorms:
     """Measures the norm of the gradients in updates that end with a record.
 
     Args:

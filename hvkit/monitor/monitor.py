@@ -243,7 +243,8 @@ class Monitor:
     def callback(self, model: keras.Model) -> keras.callbacks.Callback:
         """The callback for ``fit`` of this model, which records every step."""
         if model not in self._callbacks:
-            self._callbacks[model] = _module_for_keras().FitCallback(self, model)
+            fit_callback, _ = _classes_for_keras()
+            self._callbacks[model] = fit_callback(self, model)
         return self._callbacks[model]
 
     def attach(
@@ -271,16 +272,16 @@ class Monitor:
             )
         self._equal_steps = equal_steps
         self._open()
-        framework: Any
+        gradients: Any
         if framework_of(models[0]) == "keras":
             from hvkit.monitor.keras import record_fit
 
-            framework = _module_for_keras()
+            _, gradients = _classes_for_keras()
             for model in models:
                 record_fit(self, model)
         else:
-            from hvkit.monitor import pytorch as framework
-        self._gradients = framework.Gradients(self, optimizers)
+            from hvkit.monitor.pytorch import Gradients as gradients
+        self._gradients = gradients(self, optimizers)
 
     @named("Monitor.flush")
     def flush(self, **metrics: Any) -> None:
@@ -455,12 +456,12 @@ def _end_with_script(reference: weakref.ref[Monitor]) -> None:
         monitor._finish(error)
 
 
-def _module_for_keras() -> Any:
-    """The module for the backend of Keras."""
+def _classes_for_keras() -> tuple[Any, Any]:
+    """The callback for ``fit``, and the class that measures gradients, for the backend of Keras."""
     if engine_of("keras") == "tensorflow":
-        from hvkit.monitor import keras_graphs
+        from hvkit.monitor.keras_graphs import FitCallback, Gradients
 
-        return keras_graphs
-    from hvkit.monitor import keras_on_pytorch
+        return FitCallback, Gradients
+    from hvkit.monitor.keras_on_pytorch import TrainStepRecorder, UpdateNorms
 
-    return keras_on_pytorch
+    return TrainStepRecorder, UpdateNorms
