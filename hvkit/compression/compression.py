@@ -135,3 +135,8 @@ class Compression(ABC):
             The mean over ranks, up to what the compression loses, the same on every rank; and the
             state.
         """
+
+
+def byte_row(ops: Ops, vector: Tensor) -> Tensor:
+    """The bytes of a vector, as a matrix of one row."""
+    return ops.bits(ops.reshape(vector, (1, -1)), "uint8")

@@ -57,25 +57,30 @@ class Rounding(Compression):
 
 
 @dataclass(frozen=True)
-class Float16(Rounding):
-    """float16: 11 bits of precision; infinite beyond 65504, and zero below 6e-8."""
+class _SixteenBits(Rounding):
+    """A float of 16 bits, sent as an integer."""
+
+    dtype: ClassVar[str]
 
     def encode(self, vector: Tensor, ops: Ops) -> Tensor:
-        return ops.bits(ops.cast(ops.reshape(vector, (-1, 1)), "float16"), "int16")
+        return ops.bits(ops.cast(ops.reshape(vector, (-1, 1)), self.dtype), "int16")
 
     def decode(self, rows: Tensor, ops: Ops) -> Tensor:
-        return ops.reshape(ops.cast(ops.bits(rows, "float16"), "float32"), (-1,))
+        return ops.reshape(ops.cast(ops.bits(rows, self.dtype), "float32"), (-1,))
 
 
 @dataclass(frozen=True)
-class BFloat16(Rounding):
+class Float16(_SixteenBits):
+    """float16: 11 bits of precision; infinite beyond 65504, and zero below 6e-8."""
+
+    dtype: ClassVar[str] = "float16"
+
+
+@dataclass(frozen=True)
+class BFloat16(_SixteenBits):
     """bfloat16: 8 bits of precision, and the range of float32."""
 
-    def encode(self, vector: Tensor, ops: Ops) -> Tensor:
-        return ops.bits(ops.cast(ops.reshape(vector, (-1, 1)), "bfloat16"), "int16")
-
-    def decode(self, rows: Tensor, ops: Ops) -> Tensor:
-        return ops.reshape(ops.cast(ops.bits(rows, "bfloat16"), "float32"), (-1,))
+    dtype: ClassVar[str] = "bfloat16"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from hvkit.argument_checks import check_number
 from hvkit.communication.exchanges import Gather, Place, Tensor
-from hvkit.compression.compression import Compression, Ops, Reduction, Shape, State
+from hvkit.compression.compression import Compression, Ops, Reduction, Shape, State, byte_row
 
 
 @dataclass(frozen=True)
@@ -55,15 +55,10 @@ class TopK(Compression):
         count = max(1, math.ceil(self.ratio * length))
         waiting = vector + ops.concat(state["residual"])
         at = ops.largest_at(waiting, count)
-        sent = ops.join(_row(ops, at), _row(ops, ops.take(waiting, at)))
+        sent = ops.join(byte_row(ops, at), byte_row(ops, ops.take(waiting, at)))
         everyone = yield Gather(sent)
         positions = ops.reshape(ops.bits(everyone[:, : 4 * count], "int32"), (-1,))
         values = ops.reshape(ops.bits(everyone[:, 4 * count :], "float32"), (-1,))
         mean = ops.sum_at(length, positions, values) / place.size
         residual = ops.split(ops.without(waiting, at), [math.prod(shape) for shape in shapes])
         return mean, {"residual": residual}
-
-
-def _row(ops: Ops, vector: Tensor) -> Tensor:
-    """The bytes of a vector, as a matrix of one row."""
-    return ops.bits(ops.reshape(vector, (1, -1)), "uint8")

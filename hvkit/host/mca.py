@@ -22,56 +22,38 @@ class Setting:
 
     Attributes:
         option: the launcher's option, without its value.
-        prefix: the prefix of the environment variables.
         names: the parameters' names without their ends.
+        ends: of these names.
+        prefix: the prefix of the environment variables.
         user_file: the user's file, relative to the home folder.
         site_file: the site's file, relative to the site's folder.
     """
 
     option: tuple[str, str]
-    prefix: str
     names: tuple[str, ...]
-    user_file: str
-    site_file: str
     ends: tuple[str, ...] = ("include", "exclude")
+    prefix: str = "OMPI_MCA_"
+    user_file: str = ".openmpi/mca-params.conf"
+    site_file: str = "openmpi-mca-params.conf"
 
     def parameters(self) -> tuple[str, ...]:
         """The full names of the parameters."""
         return tuple(f"{name}{end}" for name in self.names for end in self.ends)
 
 
-RANKS = Setting(
-    ("--mca", "btl_tcp_if_include"),
-    "OMPI_MCA_",
-    ("btl_tcp_if_",),
-    ".openmpi/mca-params.conf",
-    "openmpi-mca-params.conf",
-)
+RANKS = Setting(("--mca", "btl_tcp_if_include"), ("btl_tcp_if_",))
 """The interfaces for the connections between ranks."""
 
-TRANSPORTS = Setting(
-    ("--mca", "btl"),
-    "OMPI_MCA_",
-    ("btl",),
-    ".openmpi/mca-params.conf",
-    "openmpi-mca-params.conf",
-    ends=("",),
-)
+TRANSPORTS = Setting(("--mca", "btl"), ("btl",), ends=("",))
 """The transports for messages between ranks."""
 
-_DAEMONS_4 = Setting(
-    ("--mca", "oob_tcp_if_include"),
-    "OMPI_MCA_",
-    ("oob_tcp_if_",),
-    ".openmpi/mca-params.conf",
-    "openmpi-mca-params.conf",
-)
+_DAEMONS_4 = Setting(("--mca", "oob_tcp_if_include"), ("oob_tcp_if_",))
 _DAEMONS_5 = Setting(
     ("--prtemca", "prte_if_include"),
-    "PRTE_MCA_",
     ("prte_if_", "oob_tcp_if_"),
-    ".prte/mca-params.conf",
-    "prte-mca-params.conf",
+    prefix="PRTE_MCA_",
+    user_file=".prte/mca-params.conf",
+    site_file="prte-mca-params.conf",
 )
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from hvkit.argument_checks import check_count, check_number
 from hvkit.communication.exchanges import Gather, Place, Tensor
-from hvkit.compression.compression import Compression, Ops, Reduction, Shape, State
+from hvkit.compression.compression import Compression, Ops, Reduction, Shape, State, byte_row
 from hvkit.strategies.strategy import Averaging
 
 
@@ -98,7 +98,7 @@ class DeMo(Averaging, Compression):
             values.append(ops.take(ops.reshape(coefficients, (-1,)), layout.flat(at, ops)))
         counts = [layout.chunks * layout.kept for layout in layouts]
         all_places = ops.cast(ops.concat(places), "int16")
-        sent = ops.join(_row(ops, all_places), _row(ops, ops.concat(values)))
+        sent = ops.join(byte_row(ops, all_places), byte_row(ops, ops.concat(values)))
         everyone = yield Gather(sent)
 
         total = sum(counts)
@@ -218,8 +218,3 @@ def _cosines(length: int) -> NDArray[np.float32]:
     matrix = np.cos(np.pi / length * (position + 0.5) * frequency) * math.sqrt(2 / length)
     matrix[0] /= math.sqrt(2)
     return np.asarray(matrix, np.float32)
-
-
-def _row(ops: Ops, vector: Tensor) -> Tensor:
-    """The bytes of a vector, as a matrix of one row."""
-    return ops.bits(ops.reshape(vector, (1, -1)), "uint8")

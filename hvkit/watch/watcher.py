@@ -311,7 +311,7 @@ class Hub(Watcher):
 
     def start(self) -> None:
         """Watch from now on."""
-        threads.start("hvkit-watch-door", self._listener.serve, self._admit)
+        threads.start("hvkit-watch-listener", self._listener.serve, self._admit)
         threads.start("hvkit-watch", self._run)
 
     def stop(self) -> None:

@@ -136,12 +136,12 @@ class _Agent:
         try:
             child = self.start_command()
         except OSError as error:
-            self.listener = threads.start("hvkit-orders", self.listen)
+            self.listener = threads.start("hvkit-requests", self.listen)
             problem = f"cannot run {self.command[0]!r}: {error.strerror}"
             self.report_end({"status": CANNOT_RUN, "problem": problem})
             return CANNOT_RUN
         self.child = child
-        self.listener = threads.start("hvkit-orders", self.listen)
+        self.listener = threads.start("hvkit-requests", self.listen)
         reports = threads.start("hvkit-reports", self.pass_reports_on)
         assert child.stdout is not None
         assert child.stderr is not None
@@ -243,7 +243,7 @@ class _Agent:
                 self.connection.send(Kind.REPORT, line)
 
     def listen(self) -> None:
-        """Carry out the supervisor's orders until the connection is lost."""
+        """Carry out the supervisor's requests until the connection is lost."""
         try:
             while True:
                 kind, value = self.connection.receive()

@@ -117,7 +117,7 @@ class Supervisor:
             socket.SOL_SOCKET, socket.SO_RCVBUF, protocol.RECEIVE_BUFFER
         )
         admit = functools.partial(self._admit, asyncio.get_running_loop())
-        threads.start("hvkit-door", self._listener.serve, admit)
+        threads.start("hvkit-listener", self._listener.serve, admit)
         return self._listener.port
 
     @property
