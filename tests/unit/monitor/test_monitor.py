@@ -115,7 +115,7 @@ def test_what_is_logged_before_the_first_record_comes_after_the_start(tmp_path):
 @pytest.mark.parametrize("name", ["step", "epoch", "start", "gradient_norm"])
 def test_names_of_hvkits_own_are_refused(tmp_path, name):
     monitor = hvkit.Monitor(tmp_path)
-    with pytest.raises(ValueError, match=f"'{name}' is a name of hvkit's own"):
+    with pytest.raises(ValueError, match=f"'{name}' is a name that hvkit uses"):
         monitor.step(**{name: 1.0})
 
 
