@@ -181,7 +181,7 @@ class RankSampler(Sampler[Any]):
             require_equal(
                 "epoch of a sharded DataLoader",
                 [place],
-                "iterate over it equally often on every rank, and look at samples in the original "
+                "iterate over it equally often on every rank, and inspect samples in the original "
                 "DataLoader",
                 _LOOP,
             )

@@ -57,7 +57,7 @@ def _wanted(environ: Mapping[str, str]) -> Iterator[RankSetting]:
             variable,
             value,
             "a rank keeps up to this many bytes that PyTorch frees, for the next step's tensors; "
-            "otherwise Linux hands them out anew in each step, page by page",
+            "otherwise Linux would provide new memory in each step, page by page",
         )
     mpirun = program("mpirun")
     names = within_host()

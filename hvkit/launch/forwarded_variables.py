@@ -59,7 +59,7 @@ def _forwarded_by_default(name: str) -> bool:
 
 
 def is_secret(name: str) -> bool:
-    """Whether a variable's name says that its value is a secret."""
+    """Whether a variable's name suggests that its value is a secret."""
     upper = name.upper()
     return any(word in upper for word in _SECRET) or not _SECRET_WORDS.isdisjoint(
         re.split("[^A-Z0-9]", upper)

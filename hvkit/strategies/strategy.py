@@ -23,7 +23,7 @@ Agreement = Generator[Mean | Neighbours, Any, tuple[Vector, State]]
 """Yields what to exchange with the other ranks, one after the other, and is sent the results."""
 
 Settlement = Generator[Mean | Neighbours, Any, Vector]
-"""The same, for weights alone."""
+"""The same, for weights only."""
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,7 @@ def for_graph(error: Exception, *, on_every_rank: bool) -> str:
 
     Args:
         error: what the assertion means.
-        on_every_rank: whether all ranks raise the same, so that rank 0 alone may show it.
+        on_every_rank: whether all ranks raise the same, so that only rank 0 shows it.
     """
     where = "on every rank: " if on_every_rank else ""
     return f"hvkit: {where}{type(error).__name__}: {error}"

@@ -124,7 +124,7 @@ def test_a_run_leaves_the_host_that_got_sigterm(hosts, undisturbed):
 def test_a_run_that_gives_up_keeps_what_only_memory_holds(hosts):
     _, _, printed = run(hosts, loses(hosts, "node2"), before=FAILING, status=3)
     assert "node2 does not answer" in printed
-    assert "may be in the memory of node3 alone" in printed
+    assert "may be only in the memory of node3" in printed
     copies = hosts.host("node3").run(["sh", "-c", "ls -d /dev/shm/hvkit-run-*/*/step-*"])
     assert copies.stdout.strip().endswith(("step-000000005", "step-000000010"))
 

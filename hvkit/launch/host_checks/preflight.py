@@ -214,7 +214,7 @@ def _with_slots(hosts: Sequence[Host], facts: Mapping[str, Facts]) -> list[Host]
 def _facts(
     hosts: Sequence[Host], command: RankCommand, system: str | None, connect: float
 ) -> _Found:
-    """Look at all hosts at once."""
+    """Probe all hosts at once."""
     if system == HOSTFILE:
         _wait_for_names(hosts)
     folder = _working_directory()

@@ -145,7 +145,7 @@ def at_one_moment(running: Sequence[RankReports], now: float) -> list[RankReport
     """The reports of ranks at the newest second that all have reported.
 
     Args:
-        running: the ranks; those that have been silent for some seconds delay nobody.
+        running: the ranks; those that have been silent for some seconds are not waited for.
         now: this host's clock; seconds since 1970.
     """
     newest = [second for each in running if (second := each.newest_second(now)) is not None]
@@ -155,7 +155,7 @@ def at_one_moment(running: Sequence[RankReports], now: float) -> list[RankReport
 
 
 def folder() -> Path:
-    """The folder with the sockets of this user's runs on this host, from whichever shell."""
+    """The folder with the sockets of all of this user's runs on this host."""
     return Path("/tmp", f"hvkit-{os.getuid()}")
 
 
@@ -190,7 +190,7 @@ def serve(state: Callable[[], dict[str, Any]]) -> Iterator[None]:
 def _answer_all(
     listener: socket.socket, state: Callable[[], dict[str, Any]], ended: threading.Event
 ) -> None:
-    """Answer everyone, each in a thread: a client that does not read delays nobody."""
+    """Answer each client in a thread, so that one that does not read delays no other."""
     while not ended.is_set():
         try:
             client, _ = listener.accept()

@@ -275,7 +275,7 @@ class Supervisor:
                 last_heard = time.monotonic() - (self.lost_after or 0.0)
                 self._fail(rank, None, lost=True, at=last_heard)
         except asyncio.CancelledError:
-            # The run has ended, and nobody takes the output any more.
+            # The run has ended, and the output is not shown any more.
             return
         finally:
             (writer or connected).close()
