@@ -27,8 +27,8 @@ from hvkit.errors import HvkitError, RanksDisagreeError
 from hvkit.runtime import rank, size
 from hvkit.watch import calls
 from hvkit.watch.calls import named
-from hvkit.watch.diagnosis import SAME_CALLS
-from hvkit.watch.rank_errors import mark_as_shown_by
+from hvkit.watch.rank_errors import SAME_CALLS, mark_as_shown_by
+from hvkit.watch.script_lines import line_of_script
 
 Object = TypeVar("Object")
 
@@ -119,7 +119,7 @@ def gather(call: str, obj: Object, group: Group | None = None) -> list[Object]:
     if group.size == 1:
         return [obj]
     with calls.call(call):
-        place = calls.current_call(), calls.line_of_script(), call
+        place = calls.current_call(), line_of_script(), call
         gathered = _gather_bytes(encode([*place, obj]), group)
     # Free each message once it is read: together they may take gigabytes.
     objects: list[tuple[str, str, str, Object]]

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 
 from hvkit import runtime
 from hvkit.communication.collectives import raise_together, require_equal
-from hvkit.communication.engines import process_set_of, waiting_for_all_ranks
-from hvkit.communication.group import Group, everyone
+from hvkit.communication.engines import Engine
+from hvkit.communication.group import Group, ProcessSet, everyone
 from hvkit.errors import LaunchError
+from hvkit.watch.calls import waiting_for_all_ranks
 
 _VARIABLE = "HOROVOD_DYNAMIC_PROCESS_SETS"
 
@@ -64,7 +65,23 @@ def divide(rows: Sequence[Sequence[int]], framework: str | None = None) -> Group
     with waiting_for_all_ranks():
         for group in groups:  # Horovod on each rank must know all of them
             if len(group) > 1:
-                sets[group] = process_set_of(engine, group)
+                sets[group] = _process_set_of(engine, group)
     name = framework or runtime.name_of(engine)
     place = mine.index(runtime.rank())
     return Group(place, mine, sets[mine], name) if mine in sets else Group(place, mine)
+
+
+def _process_set_of(engine: Engine, ranks: tuple[int, ...]) -> ProcessSet:
+    """Horovod's process set of some ranks; a collective of all ranks, also of the others.
+
+    Args:
+        engine: started with HOROVOD_DYNAMIC_PROCESS_SETS=1.
+        ranks: in ascending order; more than one, and not all.
+    """
+    # This library's functions: those in horovod.common call the library that was loaded last.
+    basics = engine.hvd.mpi_ops._basics
+    number = basics._add_process_set_impl(ranks)
+    if number is None:  # it knows them already
+        known = basics._get_process_set_ids_and_ranks()
+        number = next(each for each, theirs in known.items() if tuple(theirs) == ranks)
+    return ProcessSet(number, ranks)

@@ -31,12 +31,13 @@ from hvkit.host.allocator import keep_freed_memory
 from hvkit.host.cpus import allowance, threads_of_rank
 from hvkit.host.gpus import gpu_of_rank
 from hvkit.log import logger
-from hvkit.watch.calls import waiting
-from hvkit.watch.rank_errors import translated
+from hvkit.watch.calls import waiting_for_all_ranks
 
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
+
+    from hvkit.communication.group import ProcessSet
 
 
 CHUNK = 1 << 28
@@ -44,26 +45,6 @@ CHUNK = 1 << 28
 
 PIECE = 1 << 25
 """Bytes of a broadcast that are sent at a time, and that a rank holds in addition to the whole."""
-
-
-class ProcessSet:
-    """Some of the ranks, as an argument ``process_set=`` of Horovod's collectives.
-
-    Horovod's own class counts ranks through the library that was loaded last, which may be another
-    framework's.
-
-    Args:
-        number: Horovod's.
-        ranks: in ascending order.
-    """
-
-    def __init__(self, number: int, ranks: tuple[int, ...]) -> None:
-        self.process_set_id = number
-        self.ranks = ranks
-
-    def size(self) -> int:
-        """How many ranks there are."""
-        return len(self.ranks)
 
 
 class Engine(ABC):
@@ -246,22 +227,6 @@ ENGINES: dict[str, type[PyTorchEngine] | type[TensorFlowEngine]] = {
 }
 
 
-def process_set_of(engine: Engine, ranks: tuple[int, ...]) -> ProcessSet:
-    """Horovod's process set of some ranks; a collective of all ranks, also of the others.
-
-    Args:
-        engine: started with HOROVOD_DYNAMIC_PROCESS_SETS=1.
-        ranks: in ascending order; more than one, and not all.
-    """
-    # This library's functions: those in horovod.common call the library that was loaded last.
-    basics = engine.hvd.mpi_ops._basics
-    number = basics._add_process_set_impl(ranks)
-    if number is None:  # it knows them already
-        known = basics._get_process_set_ids_and_ranks()
-        number = next(each for each, theirs in known.items() if tuple(theirs) == ranks)
-    return ProcessSet(number, ranks)
-
-
 def broadcast_in_pieces(
     engine: Engine,
     data: NDArray[np.uint8],
@@ -297,21 +262,6 @@ def broadcast_message(
     length = int(broadcast_in_pieces(engine, header, root, within=within).view(np.int64)[0])
     data = np.empty(length, np.uint8) if message is None else np.frombuffer(message, np.uint8)
     return broadcast_in_pieces(engine, data, root, within=within).tobytes()
-
-
-@contextmanager
-def waiting_for_all_ranks(within: ProcessSet | None = None) -> Iterator[None]:
-    """Wraps a collective of Horovod's, which returns when every rank has called it.
-
-    Args:
-        within: the ranks that take part; None for all.
-
-    Raises:
-        RankLostError: another rank has ended, or waits in another call.
-        RanksDisagreeError: the ranks sent different shapes or dtypes.
-    """
-    with translated(), waiting(within.ranks if within else ()):
-        yield
 
 
 before_collective: list[Callable[[], None]] = []

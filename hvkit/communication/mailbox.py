@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 
 from hvkit.communication import engines, point_to_point
 from hvkit.communication.collectives import raise_together
-from hvkit.communication.engines import waiting_for_all_ranks
 from hvkit.communication.traffic import count
 from hvkit.errors import LaunchError
 from hvkit.runtime import any_engine
-from hvkit.watch.rank_errors import translated
+from hvkit.watch.calls import translated, waiting_for_all_ranks
 
 # Seconds between two polls: at first none, for answers that come at once; later a part of the time
 # that the wait has taken, so that the pause makes the wait longer by that part at most.

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hvkit.communication.engines import Engine, waiting_for_all_ranks
+from hvkit.communication.engines import Engine
 from hvkit.communication.traffic import count
 from hvkit.log import logger
+from hvkit.watch.calls import waiting_for_all_ranks
 
 if TYPE_CHECKING:
     import numpy as np

@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import psutil
 
-from hvkit.communication.engines import ENGINES, waiting_for_all_ranks
+from hvkit.communication.engines import ENGINES
 from hvkit.errors import HvkitError, LaunchError
 from hvkit.host.mca import WITHOUT_TOOLS
 from hvkit.launch.hosts import Host
 from hvkit.launch.launchers import Job, Launcher, find_launcher
+from hvkit.watch.calls import waiting_for_all_ranks
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

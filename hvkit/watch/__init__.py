@@ -5,7 +5,8 @@ forever, and neither Horovod nor MPI can name the lines of the script. So hvkit 
 calls each rank is in. When a wait has lasted some seconds, a thread of that rank reports it to rank
 0 over a socket, without any collective. Training steps take no longer for it::
 
-    calls          this rank's current call, whether it waits there, and its line of the script
+    calls          this rank's current call, and whether it waits there
+    script_lines   at which lines of the script its threads are
     watcher        a thread on each rank: reports waits, and on rank 0 collects and judges them
     diagnosis      turns the reports of all ranks into a sentence, and decides whether the run ends
     preemption     after SIGTERM: all ranks save at the end of the same step, and end
@@ -29,8 +30,9 @@ from contextlib import contextmanager
 
 from hvkit import threads
 from hvkit.watch import calls, channel, rank_errors
-from hvkit.watch.diagnosis import SAME_CALLS, Limits
+from hvkit.watch.diagnosis import Limits
 from hvkit.watch.preemption import PREEMPTION
+from hvkit.watch.rank_errors import SAME_CALLS
 from hvkit.watch.watcher import Hub, Reporter
 
 

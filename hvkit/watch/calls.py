@@ -1,27 +1,26 @@
 """Marks which call of hvkit this rank is in, whether it waits there, and at which line.
 
+A wait that fails raises hvkit's error for it.
+
 Threads of the training script only set a few fields. The watcher's thread reads those fields, and
 the stacks only when a wait has lasted long enough to matter.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
-import os
 import sys
-import sysconfig
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType, TracebackType
 from typing import ParamSpec, Protocol, TypeVar
 
-from hvkit.watch.spans import WAITING, mark
+from hvkit.watch.rank_errors import is_failure, meaning_of
+from hvkit.watch.script_lines import MAIN, OWN_FOLDER, frames, inside_tensorflow, line_of_script
+from hvkit.watch.spans import WAITING, mark, observers
 from hvkit.wording import in_short
 
 P = ParamSpec("P")
@@ -114,11 +113,8 @@ class _Graph:
         self.seen = _Seen((0, 0), time.monotonic(), -1)
 
 
-# Lines of a stack to report.
-_STACK = 12
-_MAIN = threading.main_thread().ident or 0
 # By thread number. The system reuses numbers: a new thread then continues an ended one's record.
-_threads: dict[int, _ThreadRecord] = {_MAIN: _ThreadRecord(_MAIN)}
+_threads: dict[int, _ThreadRecord] = {MAIN: _ThreadRecord(MAIN)}
 # By the id of the counters. An entry is deleted with its graph, in whichever thread that happens.
 _graphs: dict[int, _Graph] = {}
 
@@ -169,7 +165,7 @@ def named(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def in_call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if sys._getframe(1).f_code.co_filename.startswith(_OWN_FOLDER):
+            if sys._getframe(1).f_code.co_filename.startswith(OWN_FOLDER):
                 return function(*args, **kwargs)
             with _entered(name, None, "", name):
                 return function(*args, **kwargs)
@@ -202,12 +198,8 @@ def _entered(name: str, step: int | None, key: str, span: str) -> Iterator[None]
         now.before = now.key
         now.turns += 1
         now.call, now.step, now.key, now.handling = outer
-        mark(span, begun, time.monotonic(), step)
-
-
-def is_failure(error: BaseException) -> bool:
-    """Whether this exception means a failure; the end of an iterator does not."""
-    return not isinstance(error, StopIteration | StopAsyncIteration | GeneratorExit)
+        if observers:
+            mark(span, begun, time.monotonic(), step)
 
 
 def current_call() -> str:
@@ -233,8 +225,47 @@ def waiting(ranks: tuple[int, ...] = ()) -> Iterator[None]:
     finally:
         now.waits -= 1
         now.since = time.monotonic()
-        if not now.waits:
+        if observers and not now.waits:
             mark(WAITING, begun, now.since)
+
+
+class Members(Protocol):
+    """Some of the ranks, by their numbers."""
+
+    ranks: tuple[int, ...]
+
+
+@contextmanager
+def waiting_for_all_ranks(within: Members | None = None) -> Iterator[None]:
+    """Wraps a collective of Horovod's, which returns when every rank has called it.
+
+    Args:
+        within: the ranks that take part; None for all.
+
+    Raises:
+        RankLostError: another rank has ended, or waits in another call.
+        RanksDisagreeError: the ranks sent different shapes or dtypes.
+    """
+    with translated(), waiting(within.ranks if within else ()):
+        yield
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """Wraps collectives of Horovod and graphs of TensorFlow, and translates their errors.
+
+    Raises:
+        RankLostError: another rank has ended, or waits in another call.
+        RanksDisagreeError: the ranks sent different shapes or dtypes, or differ in something else.
+        FloatingPointError: gradients are not finite, and ``on_nonfinite="stop"``.
+    """
+    try:
+        yield
+    except Exception as error:
+        meaning = meaning_of(error, current_call())
+        if meaning is None:
+            raise
+        raise meaning from None
 
 
 _last_step = 0
@@ -301,7 +332,7 @@ def status() -> Status:
         serial += entered
         since = max(since, graph.seen.at)
         if entered > left and not waits and turns == graph.seen.turns:
-            inside = _inside_tensorflow()
+            inside = inside_tensorflow()
             if inside is not None:
                 waits, key, thread = True, f"{now.call or wait.name} {wait.key}", inside
                 name, ranks = f"{now.call or wait.name}, step {of_run(entered)}", wait.ranks
@@ -319,143 +350,15 @@ def status() -> Status:
     )
 
 
-def stack_of_script() -> tuple[str, ...]:
-    """The main thread's stack without hvkit's code: ``train.py:41 in load``, innermost last."""
-    with _frames() as frames:
-        places = _places(frames.get(_MAIN))
-    return tuple(f"{_line(file, line)} in {name}" for file, line, name in reversed(places))
-
-
-def _places(frame: FrameType | None) -> list[tuple[str, int, str]]:
-    """File, line and function of the innermost calls, without hvkit's own, the innermost first."""
-    found: list[tuple[str, int, str]] = []
-    while frame is not None and len(found) < _STACK:
-        code = frame.f_code
-        if not code.co_filename.startswith(_OWN_FOLDER):
-            found.append((code.co_filename, frame.f_lineno, code.co_name))
-        frame = frame.f_back
-    return found
-
-
 def _thread_that_counts(threads: list[_ThreadRecord]) -> _ThreadRecord:
     """The thread that has waited longest; if none waits, the one that called hvkit last."""
-    with _frames() as frames:
-        running = set(frames)
+    with frames() as now:
+        running = set(now)
     alive = [each for each in threads if each.ident in running] or threads
     if waiting := [each for each in alive if each.waits]:
         return min(waiting, key=lambda each: each.since)
     return max(alive, key=lambda each: (bool(each.call), each.since))
 
 
-def _inside_tensorflow() -> int | None:
-    """A thread that runs a graph, preferably the main one; None if there is none."""
-    with _frames() as frames:
-        files = {ident: frame.f_code.co_filename for ident, frame in frames.items()}
-    for ident in sorted(files, key=lambda each: each != _MAIN):
-        if f"{os.sep}tensorflow{os.sep}" in files[ident]:
-            return ident
-    return None
-
-
-def inside(package: str) -> bool:
-    """Whether the main thread runs code of an installed package."""
-    with _frames() as frames:
-        name = str(frames[_MAIN].f_globals.get("__name__", "")) if _MAIN in frames else ""
-    return name.partition(".")[0] == package
-
-
-def place(trace: TracebackType) -> str:
-    """A line of a traceback: ``train.py:41``."""
-    return _line(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
-
-
-@contextmanager
-def _frames() -> Iterator[dict[int, FrameType]]:
-    """The innermost frame of each thread; of this one, the frame that called the caller's function.
-
-    Up to Python 3.11, a thread may read memory that was freed if three things happen together:
-    it holds a frame of a thread that runs, that thread returns from the function, and a garbage
-    collection lets other threads run while Python makes a frame object. A collection at that moment
-    can also hang (python/cpython issue 106883). So garbage collection is off here, no frame is kept
-    afterwards, and the frames are read right after this thread has got the interpreter's lock,
-    which it keeps for some milliseconds then. A frame would also keep local variables alive, such
-    as a batch on a GPU.
-    """
-    frames: dict[int, FrameType] = {}
-    _library_folders()  # reads files the first time
-    time.sleep(0)  # releases the interpreter's lock, and gets it again
-    with _looking:
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            frames = sys._current_frames()
-            # Not this function's caller: a frame that refers to itself stays until it is collected.
-            frames[threading.get_ident()] = sys._getframe(3)
-            yield frames
-        finally:
-            frames.clear()
-            if collects:
-                gc.enable()
-
-
-# Reentrant: a signal handler may read frames while its own thread does.
-_looking = threading.RLock()
-
-
 def _described(name: str, step: int | None) -> str:
     return name if step is None else f"{name} of step {step}"
-
-
-def line_of_script(thread: int | None = None) -> str:
-    """The current line of the user's own code in a thread, by default this one: ``train.py:41``.
-
-    That is the innermost line outside of hvkit, installed packages and the standard library. For a
-    thread that runs no code of the user's, it is the line of the main thread, which waits for it.
-    """
-    own = threading.get_ident()
-    thread = own if thread is None else thread
-    if thread == own == _MAIN:
-        return _line(*_place({own: sys._getframe(1)}, thread))
-    with _frames() as frames:
-        found = _place(frames, thread)
-    return _line(*found)
-
-
-def _place(frames: dict[int, FrameType], thread: int) -> tuple[str, int]:
-    fallback = "", 0
-    for ident in (thread, _MAIN):
-        frame = frames.get(ident)
-        while frame is not None:
-            file = frame.f_code.co_filename
-            if not file.startswith(_OWN_FOLDER):
-                place = file, frame.f_lineno
-                if not _is_library(frame):
-                    return place
-                fallback = fallback if fallback[0] else place
-            frame = frame.f_back
-    return fallback
-
-
-_OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-
-
-def _is_library(frame: FrameType) -> bool:
-    file = frame.f_code.co_filename
-    if file.startswith("<"):  # code from a string: a shell's, a notebook's or a library's
-        return frame.f_globals.get("__name__") != "__main__"
-    return file.startswith(_library_folders()) or "__autograph_generated_file" in file
-
-
-@functools.cache
-def _library_folders() -> tuple[str, ...]:
-    names = ("stdlib", "platstdlib", "purelib", "platlib")
-    folders = {sysconfig.get_path(name) for name in names} | {os.path.dirname(os.__file__)}
-    return tuple(sorted(f"{folder}{os.sep}" for folder in folders if folder))
-
-
-def _line(file: str, line: int) -> str:
-    if os.path.isabs(file):
-        with contextlib.suppress(OSError):  # somebody removed the working directory
-            near = os.path.relpath(file)
-            file = file if near.startswith("..") else near
-    return f"{file}:{line}" if file else ""

@@ -16,9 +16,7 @@ from dataclasses import dataclass
 
 from hvkit.errors import LaunchError, ranks_text
 from hvkit.watch.calls import Status
-
-SAME_CALLS = "every rank has to make the same calls in the same order"
-SAME_STEPS = "take the same number of steps (hvkit.shard gives equal parts)"
+from hvkit.watch.rank_errors import SAME_CALLS, SAME_STEPS
 
 LIMIT_SET_BY = "--stall, HVKIT_STALL_LIMIT_SECONDS"
 """The option and the variable that set the limit of a wait."""

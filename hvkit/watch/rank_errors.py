@@ -10,16 +10,17 @@ import re
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from traceback import format_exception
 from types import TracebackType
 from typing import Protocol, TypeVar
 
 from hvkit.errors import HvkitError, RankLostError, RanksDisagreeError
 from hvkit.host.run_reports import report
-from hvkit.watch import calls
-from hvkit.watch.diagnosis import SAME_STEPS
+from hvkit.watch.script_lines import line_of_script, place
 from hvkit.wording import in_short, interrupted
+
+SAME_CALLS = "every rank has to make the same calls in the same order"
+SAME_STEPS = "take the same number of steps (hvkit.shard gives equal parts)"
 
 _UNKNOWN = (
     "another rank has ended: look for its error above, make the same calls of hvkit on every rank, "
@@ -124,24 +125,6 @@ def note_uncaught() -> None:
         _witness.failed(_failed_with(meant), ends=True)
 
 
-@contextmanager
-def translated() -> Iterator[None]:
-    """Wraps collectives of Horovod and graphs of TensorFlow, and translates their errors.
-
-    Raises:
-        RankLostError: another rank has ended, or waits in another call.
-        RanksDisagreeError: the ranks sent different shapes or dtypes, or differ in something else.
-        FloatingPointError: gradients are not finite, and ``on_nonfinite="stop"``.
-    """
-    try:
-        yield
-    except Exception as error:
-        meaning = meaning_of(error)
-        if meaning is None:
-            raise
-        raise meaning from None
-
-
 def for_graph(error: Exception, *, on_every_rank: bool) -> str:
     """The text for ``tf.debugging.Assert`` in a graph, from which ``meaning_of`` makes the error.
 
@@ -155,8 +138,13 @@ def for_graph(error: Exception, *, on_every_rank: bool) -> str:
     return f"hvkit: {where}{type(error).__name__}: {error}"
 
 
-def meaning_of(error: BaseException) -> Exception | None:
-    """hvkit's error for one of Horovod, of PyTorch's gloo or of a graph; None for any other."""
+def meaning_of(error: BaseException, call: str = "") -> Exception | None:
+    """hvkit's error for one of Horovod, of PyTorch's gloo or of a graph; None for any other.
+
+    Args:
+        error: as it was raised.
+        call: the user's call that it has ended; empty outside of any.
+    """
     text = str(error)
     if found := _IN_GRAPH.search(text):
         on_every_rank, kind, said = found.groups()
@@ -166,15 +154,15 @@ def meaning_of(error: BaseException) -> Exception | None:
         )
         return mark_as_shown_by(meant, 0) if on_every_rank else meant
     if "Horovod has been shut down" in text or "Horovod has not been initialized" in text:
-        return _lost()
+        return _lost(call)
     if isinstance(error, RuntimeError) and "/gloo/transport/" in text:  # a connection that broke
-        return _lost()
+        return _lost(call)
     if _from_horovod(error) and "Mismatched" in text:
-        call = calls.current_call() or "a collective"
         reason = text[text.index("Mismatched") :].split("\n")[0]
+        here = f"{call or 'a collective'} ({line_of_script()})"
         return RanksDisagreeError(
-            f"in {call} ({calls.line_of_script()}) the ranks send different shapes or dtypes: "
-            f"{reason} Pass the same shapes and dtypes on every rank"
+            f"in {here} the ranks send different shapes or dtypes: {reason} Pass the same shapes "
+            "and dtypes on every rank"
         )
     return None
 
@@ -188,12 +176,11 @@ def _from_horovod(error: BaseException) -> bool:
     )
 
 
-def _lost() -> RankLostError:
+def _lost(call: str) -> RankLostError:
     """The error of a rank whose collective ended without a result."""
-    here = calls.current_call() or "a collective"
-    line = calls.line_of_script()
+    line = line_of_script()
     reason = _witness.reason() if _witness else ""
-    return RankLostError(reason or f"in {here} ({line}): {_UNKNOWN}")
+    return RankLostError(reason or f"in {call or 'a collective'} ({line}): {_UNKNOWN}")
 
 
 def mark_as_shown_by(error: E, rank: int) -> E:
@@ -215,7 +202,7 @@ def _line_for(error: BaseException, witness: Witness) -> str | None:
         places = [
             each for each in _each(error.__traceback__) if _package_of(each) not in _EXPLAINED
         ]
-        return interrupted(witness.rank, calls.place(places[-1]) if places else "")
+        return interrupted(witness.rank, place(places[-1]) if places else "")
     if other is not None:
         return f"rank {witness.rank} ends with the same {type(error).__name__} as rank {other}"
     if not isinstance(error, RankLostError):
@@ -272,7 +259,7 @@ def _handled_before(error: BaseException) -> BaseException | None:
     while context is not None and (
         isinstance(context, RankLostError | RanksDisagreeError)
         or meaning_of(context) is not None
-        or not calls.is_failure(context)
+        or not is_failure(context)
     ):
         context = context.__context__
     return context
@@ -280,3 +267,8 @@ def _handled_before(error: BaseException) -> BaseException | None:
 
 def _failed_with(error: BaseException) -> str:
     return f"failed with {in_short(error)}"
+
+
+def is_failure(error: BaseException) -> bool:
+    """Whether this exception means a failure; the end of an iterator does not."""
+    return not isinstance(error, StopIteration | StopAsyncIteration | GeneratorExit)

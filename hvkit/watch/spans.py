@@ -34,20 +34,20 @@ REDUCTION = "averaging gradients"
 DATA = "data"
 """Loading a batch, from its request on."""
 
-_observers: list[Callable[[Span], None]] = []
+observers: list[Callable[[Span], None]] = []
+"""Called with each span; most runs have none."""
 
 
 def observe(observer: Callable[[Span], None], on: bool = True) -> None:
     """Call a function after each span, in the span's thread; with ``on=False``, no longer."""
     if on:
-        _observers.append(observer)
+        observers.append(observer)
     else:
-        _observers.remove(observer)
+        observers.remove(observer)
 
 
 def mark(name: str, begun: float, ended: float, step: int | None = None) -> None:
     """Show a span to all observers."""
-    if _observers:
-        span = Span(name, begun, ended, step)
-        for observer in _observers:
-            observer(span)
+    span = Span(name, begun, ended, step)
+    for observer in observers:
+        observer(span)

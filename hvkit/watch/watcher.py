@@ -30,8 +30,6 @@ from hvkit.watch.channel import (
 )
 from hvkit.watch.diagnosis import (
     LIMIT_SET_BY,
-    SAME_CALLS,
-    SAME_STEPS,
     About,
     Diagnosis,
     Limits,
@@ -39,6 +37,8 @@ from hvkit.watch.diagnosis import (
 )
 from hvkit.watch.heartbeat import report_now
 from hvkit.watch.preemption import PREEMPTION, StepAgreement
+from hvkit.watch.rank_errors import SAME_CALLS, SAME_STEPS
+from hvkit.watch.script_lines import inside, line_of_script, stack_of_script
 from hvkit.wording import shortened
 
 # All in seconds.
@@ -96,7 +96,7 @@ class Watcher:
         self._explained.wait(_EXPLAINED_WITHIN)
         if self._diagnosis or not self._reason:
             return self._reason
-        call, line = calls.current_call() or "a collective", calls.line_of_script()
+        call, line = calls.current_call() or "a collective", line_of_script()
         here = f"rank {self.rank} waits in {call}{f' ({line})' if line else ''}"
         hint = f": {SAME_CALLS}, and {SAME_STEPS}" if END_OF_SCRIPT in self._reason else ""
         return f"{here}; {self._reason}{hint}"
@@ -157,7 +157,7 @@ class Watcher:
                 return Status()
             now = calls.status()
             if with_stack and not now.waits:
-                return replace(now, stack=calls.stack_of_script())
+                return replace(now, stack=stack_of_script())
             return now
 
     def _must_end(self, seconds: float) -> None:
@@ -181,7 +181,7 @@ class Watcher:
         self._stopped.wait()
         while self._fails:
             time.sleep(min(_GRACE, self._limits.end))
-            if calls.inside("horovod"):  # and not in an exit function of the script's own
+            if inside("horovod"):  # and not in an exit function of the script's own
                 text = f"rank {self.rank} {self._own_end}, and Horovod does not end: ended by force"
                 os.write(2, f"hvkit: {text}\n".encode())
                 os._exit(1)

@@ -301,7 +301,7 @@ MISMATCH = """
 import numpy as np, torch, hvkit
 hvkit.init("torch")
 from hvkit import runtime
-from hvkit.communication.engines import waiting_for_all_ranks
+from hvkit.watch.calls import waiting_for_all_ranks
 with waiting_for_all_ranks():  # here
     runtime.engine("torch").hvd.allreduce(torch.zeros(2 + hvkit.rank()), name="sum")
 """

@@ -20,8 +20,7 @@ from keras.src.trainers.epoch_iterator import EpochIterator
 from hvkit.communication.group import Group
 from hvkit.frameworks.keras.callbacks import Averager, Epoch, RoundsOfFit, for_this_rank
 from hvkit.frameworks.keras.metric_results import over_all_ranks
-from hvkit.watch.calls import call_within
-from hvkit.watch.rank_errors import translated
+from hvkit.watch.calls import call_within, translated
 
 
 def share_results(

@@ -17,12 +17,12 @@ from hvkit.watch.calls import (
     call_within,
     current_call,
     last_step,
-    line_of_script,
     named,
     resume_at,
     status,
     waiting,
 )
+from hvkit.watch.script_lines import line_of_script
 from hvkit.watch.spans import observe
 
 
@@ -153,7 +153,7 @@ def graph(monkeypatch):
     graph = Graph()
     monkeypatch.setattr(calls, "_graphs", {})
     monkeypatch.setattr(
-        calls, "_inside_tensorflow", lambda: threading.get_ident() if graph.runs else None
+        calls, "inside_tensorflow", lambda: threading.get_ident() if graph.runs else None
     )
     calls.watch_graph(graph)
     return graph
@@ -231,7 +231,7 @@ def test_looking_at_the_stack_keeps_no_variable_of_the_script(look):
 LOOK_WHILE_GARBAGE_WAITS = """
 import faulthandler, gc, sys, threading
 sys.path.insert(0, "REPOSITORY")
-from hvkit.watch import calls
+from hvkit.watch import script_lines
 
 faulthandler.dump_traceback_later(20, exit=True)
 stop = threading.Event()
@@ -248,10 +248,10 @@ for allocations in range(12):
     del own
     gc.set_threshold(gc.get_count()[0] + allocations)
     gc.enable()
-    calls.stack_of_script()
+    script_lines.stack_of_script()
     assert gc.isenabled()
     gc.disable()
-calls.stack_of_script()
+script_lines.stack_of_script()
 assert not gc.isenabled()
 """
 
@@ -260,7 +260,7 @@ assert not gc.isenabled()
 LOOK_AT_A_BUSY_THREAD = """
 import faulthandler, gc, sys, threading, time
 sys.path.insert(0, "REPOSITORY")
-from hvkit.watch import calls
+from hvkit.watch import script_lines
 
 faulthandler.dump_traceback_later(20, exit=True)
 gc.set_threshold(3)
@@ -278,7 +278,7 @@ class Garbage:
 def look():
     while time.monotonic() < end:
         Garbage()
-        looks.append(calls.line_of_script(threading.main_thread().ident))
+        looks.append(script_lines.line_of_script(threading.main_thread().ident))
 
 def nested(depth, text=""):
     longer = text + "x"

@@ -4,7 +4,8 @@ import pytest
 
 from hvkit.errors import ranks_text
 from hvkit.watch.calls import Status
-from hvkit.watch.diagnosis import MISMATCH_AFTER, SAME_CALLS, diagnose
+from hvkit.watch.diagnosis import MISMATCH_AFTER, diagnose
+from hvkit.watch.rank_errors import SAME_CALLS
 
 LONG = MISMATCH_AFTER + 1
 

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvkit.communication.engines import waiting_for_all_ranks
 from hvkit.communication.group import Group
 from hvkit.compression import Compression
 from hvkit.compression.compression import Shape
@@ -21,6 +20,7 @@ from hvkit.frameworks.keras.collectives import ops
 from hvkit.frameworks.keras.collectives.wire import Wire
 from hvkit.host.run_reports import timeline_wanted
 from hvkit.watch import calls
+from hvkit.watch.calls import waiting_for_all_ranks
 
 
 class BlockedInGraphs:

@@ -11,7 +11,6 @@ import numpy as np
 import tensorflow as tf
 
 from hvkit import threads
-from hvkit.communication.engines import waiting_for_all_ranks
 from hvkit.communication.exchanges import Mean, Messages, Neighbours, by_rank, circle
 from hvkit.frameworks.keras.collectives.graph_collectives import CompressedMeans, GraphWait
 from hvkit.frameworks.keras.collectives.wire import Wire
@@ -25,7 +24,7 @@ from hvkit.frameworks.keras.weights.weight_keeper import (
     split,
 )
 from hvkit.sync.shown_weights import arrive_before_exit
-from hvkit.watch.calls import call
+from hvkit.watch.calls import call, waiting_for_all_ranks
 
 # By the id of a weight: its state by name.
 States = dict[int, dict[str, tf.Tensor]]

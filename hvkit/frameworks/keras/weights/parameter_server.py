@@ -18,7 +18,6 @@ import numpy as np
 import tensorflow as tf
 
 from hvkit.communication import collectives
-from hvkit.communication.engines import waiting_for_all_ranks
 from hvkit.frameworks.keras.checks import Checks
 from hvkit.frameworks.keras.collectives.graph_collectives import nothing, widened
 from hvkit.frameworks.keras.optimizers import calls_of_apply
@@ -31,7 +30,7 @@ from hvkit.frameworks.keras.weights.weight_keeper import (
 )
 from hvkit.parameter_server.client import Exchange, compare_iterations
 from hvkit.strategies.parameter_server import ParameterServer
-from hvkit.watch.calls import call
+from hvkit.watch.calls import call, waiting_for_all_ranks
 
 # What begins names in a checkpoint: of the server's weights, and of the calls of ``apply``.
 _SERVED = "served."

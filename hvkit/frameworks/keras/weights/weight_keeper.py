@@ -19,7 +19,6 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from hvkit.communication import collectives
-from hvkit.communication.engines import waiting_for_all_ranks
 from hvkit.communication.group import everyone
 from hvkit.errors import RanksDisagreeError
 from hvkit.frameworks.keras.backends import backend_variable
@@ -34,6 +33,7 @@ from hvkit.frameworks.keras.refusals import remember_updated
 from hvkit.sync.chunking import chunks
 from hvkit.sync.fingerprints import first_unlike
 from hvkit.sync.shown_weights import AgreedView
+from hvkit.watch.calls import waiting_for_all_ranks
 
 Array = NDArray[Any]
 

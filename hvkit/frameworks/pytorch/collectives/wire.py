@@ -7,11 +7,10 @@ from typing import Any
 import torch
 
 from hvkit import runtime
-from hvkit.communication.engines import waiting_for_all_ranks
 from hvkit.communication.exchanges import Exchange, Gather, Mean, Messages, Shares
 from hvkit.communication.group import Group, everyone
 from hvkit.communication.traffic import count, of_allgather, of_allreduce, of_alltoall, of_messages
-from hvkit.watch.rank_errors import translated
+from hvkit.watch.calls import translated, waiting_for_all_ranks
 
 
 class Wire:
