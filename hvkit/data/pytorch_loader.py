@@ -24,7 +24,7 @@ from hvkit.data.random_generators import FixedRandomness, Generators, begins_an_
 from hvkit.data.rank_samples import Position, Queue, Share, seed_from
 from hvkit.data.sampler_kinds import drawn_workers_seed, length_of, whole_order
 from hvkit.data.samplers import RankSampler, SampledEpoch
-from hvkit.frameworks.pytorch.gradients.averaged_steps import last_batch
+from hvkit.frameworks.pytorch.gradients.backward_passes import last_batch
 
 
 def dynamic_loader(

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from hvkit import runtime
-from hvkit.frameworks.pytorch.gradients.arrivals import outermost
+from hvkit.frameworks.pytorch.gradients.backward_passes import outermost_pass
 from hvkit.frameworks.pytorch.optimizers import after_unscaling, stepping_in
 from hvkit.frameworks.pytorch.step_hooks import closure_of
 from hvkit.watch.spans import REDUCTION, Span, observe
@@ -103,7 +103,7 @@ class Gradients:
         task = torch._C._current_graph_task_id()
         if self._passes.get(number) != task:
             self._passes[number] = task
-            self._nested |= outermost(task) != task
+            self._nested |= outermost_pass(task) != task
             queue: Callable[[Callable[[], None]], None] = (
                 torch.autograd.Variable._execution_engine.queue_callback
             )

@@ -8,7 +8,8 @@
     ├── gradients/         averages gradients while backward() computes them (reducer)
     ├── weights/           for ranks that train alone: rounds, the parameter server
     ├── divided_state/     each rank holds a part: sharded optimizers, fully_shard
-    ├── checks             do all ranks hold the same weights, and different data?
+    ├── checks             do all ranks hold the same weights, rates and gradients?
+    ├── fingerprints       of tensors, for checks
     ├── batch_norm         statistics over ranks; averaged ones travel with the gradients
     ├── buffers            what else forward passes learn: means, and differences
     ├── step_hooks         calls what hvkit does around optimizer.step(); closures, new parameters

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from hvkit.frameworks.pytorch.checks import fingerprints_of
 from hvkit.frameworks.pytorch.collectives.wire import Wire
+from hvkit.frameworks.pytorch.fingerprints import fingerprints_of
 from hvkit.frameworks.pytorch.initial_state import own_elements
 from hvkit.frameworks.pytorch.modules import named_in
 from hvkit.frameworks.pytorch.weights.parameters import flat_copy, set_flat

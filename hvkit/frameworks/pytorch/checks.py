@@ -1,12 +1,15 @@
-"""Checks while training: that all ranks hold the same weights, and that they do different work.
+"""What ranks compare while they train, and the errors that all of them raise if they disagree.
 
 Before the first update, after 1, 2, 4, 8, ... steps or every ``check_every``, the ranks exchange
-fingerprints in one small message beside the gradients, where they wait for each other anyway.
+fingerprints in one small message along with the gradients, where they wait for each other anyway:
+do they hold the same weights, and do they compute different gradients?
+
+Other comparisons travel in the report on each step (``gradients/step_report.py``). If it shows that
+ranks disagree, they find out here about what, and raise.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,16 +18,18 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from hvkit import runtime
 from hvkit.communication import collectives
 from hvkit.communication.group import Group
 from hvkit.errors import RanksDisagreeError
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.divided_state.sharded import is_sharded
+from hvkit.frameworks.pytorch.fingerprints import fingerprints_of, unit_of
+from hvkit.frameworks.pytorch.gradients.step_report import rates_of
 from hvkit.frameworks.pytorch.refusals import processes_of_torch_distributed, two_at_once
 from hvkit.sync import fingerprints
 from hvkit.sync.buffers import warn_of_unlike
-from hvkit.sync.chunking import runs_of
-from hvkit.sync.fingerprints import BLOCK, PRIME, WIDTH, Compared, Rows
+from hvkit.sync.fingerprints import WIDTH, Compared, Rows
 from hvkit.watch.rank_errors import mark_as_shown_by
 
 _CHANGED = (
@@ -32,8 +37,6 @@ _CHANGED = (
     "hvkit.reduce_gradients(model) after the change and before step(), or make the same change on "
     "every rank (random numbers from a torch.Generator with the same seed everywhere)"
 )
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Checks:
@@ -46,6 +49,11 @@ class Checks:
         name: the same on every rank, and no other model's.
         learnt: returns fingerprints of what forward passes learn, of which ranks are warned.
         group: the ranks that train it.
+
+    Attributes:
+        name: as passed.
+        next: the number of optimizer steps after which ranks exchange fingerprints again.
+        handle: of the exchange that is running.
     """
 
     def __init__(
@@ -59,15 +67,15 @@ class Checks:
     ) -> None:
         self.group = group
         self._wire = Wire("checks", group)
-        self._name = name
+        self.name = name
         self._every = every
         self._labels = {parameter: f"parameter {name}" for name, parameter in names.items()}
         self._optimizers = list(optimizers)
         self._learnt = learnt
-        self._next = 0
+        self.next = 0
+        self.handle: int | None = None
         self._looked_at_gradients = False
         self._compared: list[Compared] = []
-        self._handle: int | None = None
 
     def label(self, number: int, parameter: torch.Tensor) -> str:
         """The name of a parameter in error messages."""
@@ -86,7 +94,7 @@ class Checks:
         Returns:
             Whether they hold the same bit for bit.
         """
-        compared = [Compared(f"{self.label(i, p)}{note}", _unit(p)) for i, p, _ in held]
+        compared = [Compared(f"{self.label(i, p)}{note}", unit_of(p)) for i, p, _ in held]
         return fingerprints.require_same(
             point, compared, fingerprints_of([tensor for *_, tensor in held]), self.group
         )
@@ -110,19 +118,83 @@ class Checks:
             i, has, lacks = unlike
             text = f"{labels[i]} is None on rank {lacks}, but not on rank {has}; {_CHANGED}"
             raise mark_as_shown_by(RanksDisagreeError(text), self.group.first)
-        compared = [Compared(labels[i], _unit(parameters[i]), _CHANGED) for i in numbers]
+        compared = [Compared(labels[i], unit_of(parameters[i]), _CHANGED) for i in numbers]
         fingerprints.require_same("backward()", compared, [used[i] for i in numbers], self.group)
 
-    def send(self, steps: int, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Start a comparison if one is due; call before this rank's gradients become means.
+    def refuse_other_steps(self, done: int) -> None:
+        """Raise because the ranks have done different numbers of optimizer steps.
 
         Args:
-            steps: optimizer steps done so far, the same number on every rank.
+            done: how many this rank has done.
+        """
+        raise RanksDisagreeError(
+            f"the ranks are at different optimizer steps (rank {runtime.rank()} has done {done}): "
+            "every rank must call backward() and step() equally often"
+        )
+
+    def refuse_other_parameters(
+        self, parameters: Sequence[nn.Parameter], call: str = "backward()"
+    ) -> None:
+        """Raise on every rank unless all train the same parameters; a collective.
+
+        Args:
+            parameters: all of the model's.
+            call: the user's call.
+        """
+        mine = {i for i, p in enumerate(parameters) if p.requires_grad}
+        everyone = collectives.gather(call, mine, self.group)
+        if found := fingerprints.first_unlike(everyone, self.group):
+            i, trains, freezes = found
+            error = RanksDisagreeError(
+                f"{self.label(i, parameters[i])} requires a gradient on rank {trains} but not on "
+                f"rank {freezes}: freeze the same parameters on every rank (to choose them at "
+                "random, use a generator with the same seed on all ranks)"
+            )
+            raise mark_as_shown_by(error, self.group.first)
+
+    def refuse_other_rates(self, optimizers: Sequence[Optimizer], call: str = "backward()") -> None:
+        """Raise on every rank unless all use the same learning rates; a collective.
+
+        Args:
+            optimizers: those that update the parameters.
+            call: the user's call.
+        """
+        everyone = collectives.gather(call, rates_of(optimizers, fetch=True), self.group)
+        for rank, theirs in zip(self.group.members, everyone, strict=True):
+            for (name, first), (_, other) in zip(everyone[0], theirs, strict=True):
+                if first != other:
+                    error = RanksDisagreeError(
+                        f"the learning rate of {name} is {first!r} on rank {self.group.first} but "
+                        f"{other!r} on rank {rank}: set the same rate on every rank; a scheduler "
+                        "that follows a metric needs the mean over ranks: "
+                        "scheduler.step(hvkit.average(loss))"
+                    )
+                    raise mark_as_shown_by(error, self.group.first)
+
+    def refuse_early_changes(self, accumulate: int) -> None:
+        """Raise because a rank has changed gradients that no pass has averaged.
+
+        Args:
+            accumulate: backward passes from one reduction to the next.
+
+        Raises:
+            ValueError: names the fix.
+        """
+        error = ValueError(
+            "gradients were changed (clipped, say) after backward(), but before they were "
+            f"averaged: accumulate={accumulate} averages once in {accumulate} passes, and step() "
+            "came after fewer. Call hvkit.reduce_gradients(model) after the last backward() before "
+            "step(), or take each batch, just before its backward(), from a DataLoader of several "
+            "batches that hvkit.shard returned"
+        )
+        raise mark_as_shown_by(error, self.group.first)
+
+    def send(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Start to exchange fingerprints; call before this rank's gradients become means.
+
+        Args:
             parameters: all averaged ones, with this rank's own gradients.
         """
-        due = steps >= self._next
-        if self._looked_at_gradients and not due:
-            return
         self._compared, rows = _of_parameters(parameters, self._labels)
         for entry in (each for o in self._optimizers for each in _of_optimizer(o)):
             self._compared.append(Compared(entry.heading))
@@ -131,19 +203,20 @@ class Checks:
         head = [*fingerprints.of_gradients(gradients), processes_of_torch_distributed()]
         learnt = fingerprints.hashed(repr([row.tolist() for row in self._learnt()[1]]))
         mine = torch.from_numpy(np.stack([head, learnt, *rows]))
-        self._handle = self._wire.start_gather(mine, f"{self._name}.check")
+        self.handle = self._wire.start_gather(mine, f"{self.name}.check")
 
     def receive(self, steps: int) -> None:
-        """Finish the comparison that ``send`` has started; call before using the means.
+        """Compare what ``send`` has started to exchange; call before using the means.
+
+        Args:
+            steps: optimizer steps done so far, the same number on every rank.
 
         Raises:
             RanksDisagreeError: the ranks hold different weights, or another library started
                 ``torch.distributed`` on some.
         """
-        if self._handle is None:
-            return
-        gathered = self._wire.wait(self._handle)
-        self._handle = None
+        assert self.handle is not None
+        gathered, self.handle = self._wire.wait(self.handle), None
         everyone = gathered.numpy().reshape(self._wire.size, -1, WIDTH)
         heads, learnt, rows = everyone[:, 0], everyone[:, 1], everyone[:, 2:]
         if (processes := int(heads[:, 2].max())) > 1:
@@ -155,7 +228,8 @@ class Checks:
         if (learnt[:, 0] != learnt[0, 0]).any():
             warn_of_unlike("backward()", *self._learnt(), self.group)
         self._optimizers = []
-        self._next = steps + (self._every or max(1, steps))
+        if self._looked_at_gradients:
+            self.next = steps + (self._every or max(1, steps))
 
 
 def compared_in(
@@ -185,7 +259,7 @@ def _of_parameters(
     parameters: Iterable[torch.Tensor], labels: Mapping[torch.Tensor, str]
 ) -> tuple[list[Compared], list[Rows]]:
     held = list(parameters)
-    compared = [Compared(_label(labels, i, p), _unit(p)) for i, p in enumerate(held)]
+    compared = [Compared(_label(labels, i, p), unit_of(p)) for i, p in enumerate(held)]
     return compared, fingerprints_of(held)
 
 
@@ -234,149 +308,8 @@ def _entry(heading: str, values: Mapping[str, Any]) -> _Entry:
                 tensors.append((key, each))
             elif isinstance(each, int | float):
                 numbers.append((key, float(each)))
-    compared = [Compared(f"{key} in {heading}", _unit(tensor)) for key, tensor in tensors]
+    compared = [Compared(f"{key} in {heading}", unit_of(tensor)) for key, tensor in tensors]
     compared += [Compared(f"{key} in {heading}") for key, _ in numbers]
     rows = fingerprints_of([tensor for _, tensor in tensors])
     rows += [fingerprints.fingerprint(np.array(number)) for _, number in numbers]
     return _Entry(heading, compared, rows)
-
-
-def rows_of_gradients(gradients: Sequence[torch.Tensor]) -> list[Rows]:
-    """Fingerprints; those of gradients with NaN or infinite values are all zero.
-
-    An allreduce may leave other bits of NaN on each rank.
-    """
-    found = fingerprints_of(gradients)
-    for row in found:
-        if not np.isfinite(row[2:].view(np.float64)).all():
-            row[:] = 0
-    return found
-
-
-def fingerprints_of(tensors: Sequence[torch.Tensor]) -> list[Rows]:
-    """The fingerprints of tensors, computed on their devices and fetched together."""
-    on_device: dict[torch.device, list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        on_device.setdefault(tensor.device, []).append(i)
-    rows: list[Rows] = [np.empty(0, np.int64)] * len(tensors)
-    for device, numbers in on_device.items():
-        if device.type == "cpu":
-            computed = list(torch.stack([_row(_flat(tensors[i])) for i in numbers]).numpy())
-        else:
-            computed = []
-            for run in runs_of([tensors[i].numel() for i in numbers], _TOGETHER):
-                computed += rows_together([_flat(tensors[numbers[at]]) for at in run])
-        for i, each in zip(numbers, computed, strict=True):
-            rows[i] = each
-    return rows
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's numbers in one dimension; a complex one is two."""
-    tensor = tensor.detach()
-    if tensor.layout is not torch.strided:
-        coo = tensor.to_sparse_coo().coalesce()  # type: ignore[no-untyped-call]
-        tensor = torch.cat([coo.indices().reshape(-1).to(coo.dtype), coo.values().reshape(-1)])
-    flat = tensor.reshape(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
-    return flat
-
-
-@torch.no_grad()
-def _row(flat: torch.Tensor) -> torch.Tensor:
-    """What ``hvkit.sync.fingerprints.fingerprint`` is for arrays, for numbers in host memory."""
-    words = flat.view(_INTEGERS[flat.element_size()])
-    factors, weights = _factors(flat.device)
-    bits = torch.zeros((), dtype=torch.int64, device=flat.device)
-    sums = torch.zeros(2, dtype=torch.float64, device=flat.device)
-    for b, start in enumerate(range(0, flat.numel(), BLOCK)):
-        block = words[start : start + BLOCK].to(torch.int64)
-        bits = bits * PRIME + (block * factors[: block.numel()]).sum()
-        if flat.is_floating_point():
-            values = flat[start : start + BLOCK].double()
-            projection = (values @ weights[: values.numel()]) * weights[b % BLOCK].sign()
-            sums += torch.stack([projection, values @ values])
-    return torch.cat([bits.view(1), sums.view(torch.int64)])
-
-
-# Elements that a GPU hashes at a time, and adds up in one of its blocks.
-_TOGETHER, _SEGMENT = 4 * BLOCK, 1 << 13
-
-
-@torch.no_grad()
-def rows_together(flats: Sequence[torch.Tensor]) -> list[Rows]:
-    """The fingerprints of one-dimensional tensors on a GPU, which takes few kernels for all.
-
-    A model has hundreds of tensors, and starting a kernel takes the host longer than the GPU needs
-    for one of them.
-    """
-    blocks = [
-        (i, b, flat[b * BLOCK : (b + 1) * BLOCK])
-        for i, flat in enumerate(flats)
-        for b in range(-(-flat.numel() // BLOCK))
-    ]
-    runs: list[list[tuple[int, int, torch.Tensor]]] = []
-    length = 0
-    for block in sorted(blocks, key=lambda block: str(block[2].dtype)):  # stable
-        length += block[2].numel()
-        if not runs or runs[-1][0][2].dtype is not block[2].dtype or length > _TOGETHER:
-            runs.append([])
-            length = block[2].numel()
-        runs[-1].append(block)
-    bits = np.zeros(len(flats), np.uint64)
-    sums = np.zeros((len(flats), 2))
-    sums_of_runs = [_sums_of_blocks([block for *_, block in run]) for run in runs]
-    signs = np.sign(fingerprints.weights())
-    with np.errstate(all="ignore"):
-        for run, of_run in zip(runs, sums_of_runs, strict=True):
-            lengths = [-(-block.numel() // _SEGMENT) for *_, block in run]
-            starts = np.cumsum([0, *lengths[:-1]])
-            low, high, *values = np.add.reduceat(of_run.cpu().numpy(), starts, axis=1)
-            hashes = (high.astype(np.int64) << 32) + low.astype(np.int64)
-            for n, (i, b, _) in enumerate(run):
-                bits[i] = bits[i] * np.uint64(PRIME) + hashes[n].astype(np.uint64)
-                if values:
-                    sums[i] += values[0][n] * signs[b % BLOCK], values[1][n]
-    return [
-        fingerprints.row(int(each.astype(np.int64)), *both)
-        for each, both in zip(bits, sums, strict=True)
-    ]
-
-
-def _sums_of_blocks(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
-    """What the fingerprints add up, for each segment of some blocks of one dtype.
-
-    Returns:
-        float64 of shape (2, segments): the low and high halves of the products of the hash, whose
-        sums are exact; of shape (4, segments) for floating point, with the values' sums.
-    """
-    device, lengths = blocks[0].device, [block.numel() for block in blocks]
-    factors, weights = (
-        torch.cat([whole[:length] for length in lengths]) for whole in _factors(device)
-    )
-    segments = [
-        min(_SEGMENT, length - start) for length in lengths for start in range(0, length, _SEGMENT)
-    ]
-    numbers = torch.cat(list(blocks))
-    products = numbers.view(_INTEGERS[numbers.element_size()]).to(torch.int64) * factors
-    added = [(products & 0xFFFFFFFF).double(), (products >> 32).double()]
-    if numbers.is_floating_point():
-        values = numbers.double()
-        added += [values * weights, values * values]
-    ends = torch.tensor(segments, device=device)
-    return torch.stack(
-        [torch.segment_reduce(each, "sum", lengths=ends, unsafe=True) for each in added]
-    )
-
-
-@functools.cache
-def _factors(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    factors = torch.from_numpy(fingerprints.multipliers().view(np.int64))
-    return factors.to(device), torch.from_numpy(fingerprints.weights()).to(device)
-
-
-def _unit(tensor: torch.Tensor) -> float:
-    if tensor.is_floating_point() or tensor.is_complex():
-        return torch.finfo(tensor.dtype).eps
-    return 0.0

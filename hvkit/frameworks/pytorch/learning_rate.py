@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
 from hvkit.learning_rate import Multiplier
-from hvkit.sync.update_hooks import Feature, Order, UpdateHooks
+from hvkit.sync.update_hooks import Feature, Order
 
 
 class RateInStep:
@@ -35,13 +36,13 @@ class RateInStep:
 
     def attach(self, hooks: UpdateHooks) -> None:
         """Let updates use the multiplied rates."""
-        hooks.rate = self
-        hooks.add(Feature(Order.RATE, after=self._count))
+        begins, ends = self._multiply, self._restore
+        hooks.add(Feature(Order.RATE, update_begins=begins, update_ends=ends, after=self._count))
 
     def _count(self, optimizer: Optimizer) -> None:
         self.steps_done += 1
 
-    def multiply(self, optimizer: Optimizer) -> None:
+    def _multiply(self, optimizer: Optimizer) -> None:
         """Multiply the rates in the optimizer's groups by the factor of this step."""
         if self.steps_done < self._multiplier.warmup_steps:
             _refuse_graph_capture()
@@ -62,7 +63,7 @@ class RateInStep:
             group["lr"] = multiplied = rate if in_place else rate * by
             self._restores.append(functools.partial(_restore_group, group, rate, multiplied, by))
 
-    def restore(self) -> None:
+    def _restore(self) -> None:
         """Give the groups the user's rates again, if they have multiplied ones."""
         restores, self._restores = self._restores, []
         for restore in restores:

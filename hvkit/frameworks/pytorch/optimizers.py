@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from hvkit import metrics
 from hvkit.sync.port import Options
 
 _SCALED_STEP = "_hvkit_scaled_step"
@@ -41,6 +42,15 @@ def refuse_own_steps(options: Options, optimizers: Sequence[Optimizer]) -> None:
                 f'on_nonfinite="skip" cannot leave out a step of {type(each).__name__}, which '
                 'computes gradients itself: use on_nonfinite="stop"'
             )
+
+
+def mean_of_ranks(loss: Any) -> torch.Tensor:
+    """The loss that a closure returns to the optimizer: of all ranks, for LBFGS; a collective.
+
+    LBFGS decides by the loss how far to go and when to stop; all ranks must decide the same.
+    """
+    mine = torch.as_tensor(loss).detach()
+    return mine.new_tensor(metrics.average(float(mine)))
 
 
 def optimizers_inside(optimizer: Optimizer) -> list[Optimizer]:

@@ -39,7 +39,12 @@ from hvkit.frameworks.pytorch.refusals import (
     refuse_other_wrappers,
     refuse_what_cannot_be_divided,
 )
-from hvkit.frameworks.pytorch.step_hooks import attach, follow_groups, refuse_other_optimizers
+from hvkit.frameworks.pytorch.step_hooks import (
+    UpdateHooks,
+    attach,
+    follow_groups,
+    refuse_other_optimizers,
+)
 from hvkit.frameworks.pytorch.traced_steps import trace_steps
 from hvkit.frameworks.pytorch.weights.agreements import Agreements
 from hvkit.frameworks.pytorch.weights.parameters import Parameters, SteppedOptimizer, is_kept
@@ -50,7 +55,6 @@ from hvkit.strategies import FullyShard, ParameterServer, ShardedOptimizer
 from hvkit.strategies.strategy import Averaging, Rounds
 from hvkit.sync.port import Keeper, Options, Record, warn_of_own_batches
 from hvkit.sync.rounds import RoundKeeper
-from hvkit.sync.update_hooks import UpdateHooks
 
 # Bytes of parameters after which it is worth looking for models that the script has dropped.
 _MUCH = 1 << 25
@@ -186,7 +190,6 @@ class PyTorchPort:
                 self.parameters.values(),
                 row_sparse=_sparse_embeddings(self.model),
                 accumulate=self.options.accumulate,
-                name=name,
                 checks=checks,
                 strategy=strategy,
                 compression=compression,

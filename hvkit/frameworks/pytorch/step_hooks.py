@@ -1,9 +1,9 @@
 """Calls what hvkit does around the steps of PyTorch's optimizers, and notices new parameters.
 
-``attach`` puts an optimizer's ``hvkit.sync.update_hooks.UpdateHooks`` around its ``step()``, by
-hooks of PyTorch's: they also run if a script compiles ``optimizer.step``, or has kept it from
-before the call of ``distribute``. PyTorch skips its hooks after a step that raises, so ``attach``
-also replaces ``step`` on the instance; pickled optimizers leave that out.
+``attach`` puts an optimizer's ``UpdateHooks``, whose order is that of ``hvkit.sync.update_hooks``,
+around its ``step()``, by hooks of PyTorch's: they also run if a script compiles ``optimizer.step``,
+or has kept it from before the call of ``distribute``. PyTorch skips its hooks after a step that
+raises, so ``attach`` also replaces ``step`` on the instance; pickled optimizers leave that out.
 
 Other optimizers must not step for a distributed model, because nothing keeps their state, rate and
 steps equal on all ranks: ``refuse_other_optimizers`` looks at each.
@@ -33,13 +33,141 @@ from hvkit.frameworks.pytorch.optimizers import (
     optimizers_inside,
 )
 from hvkit.sync.port import warn_of_own_models
-from hvkit.sync.update_hooks import Closure, Rate, UpdateHooks
+from hvkit.sync.update_hooks import Closure, Feature
 
 _Hooks = OrderedDict[int, Callable[..., Any]]
 
 # Not compiled with a step that is: what hooks look at differs from step to step, and torch.compile
 # compiles the update as it would without hvkit.
 _uncompiled: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.compiler.disable
+
+
+class UpdateHooks:
+    """The features around the updates of one optimizer, and of those inside it.
+
+    An update may run others inside it: of a parent class, or of an optimizer that this one holds.
+    They belong to the outermost one, and only that one has hooks. But if new gradients have come
+    since that one began, it has computed them itself, or it has failed without a call of ``fail``:
+    then the hooks run around the inner one instead.
+
+    Attributes:
+        depth: how many updates are running inside each other.
+    """
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self._features: list[Feature] = []
+        self._put_in_order()
+
+    def add(self, feature: Feature) -> None:
+        """Let a feature act around updates.
+
+        Raises:
+            ValueError: another has its place.
+        """
+        if any(each.place is feature.place for each in self._features):
+            raise ValueError(f"two features at {feature.place.name} around an optimizer's updates")
+        self._features.append(feature)
+        self._put_in_order()
+
+    def _put_in_order(self) -> None:
+        inwards = sorted(self._features, key=lambda feature: feature.place)
+        self._outwards = inwards[::-1]
+        self._before = [each.before for each in inwards if each.before]
+        self._gradients = [each.gradients for each in inwards if each.gradients]
+        self._renewed = [each.renewed for each in inwards if each.renewed]
+        self._loss = [each.loss for each in self._outwards if each.loss]
+        self._update_begins = [each.update_begins for each in inwards if each.update_begins]
+        self._update_ends = [each.update_ends for each in self._outwards if each.update_ends]
+
+    @property
+    def act_in_updates(self) -> bool:
+        """Whether any feature has ``update_begins`` or ``update_ends``."""
+        return bool(self._update_begins or self._update_ends)
+
+    def begin_update(self, optimizer: Any) -> None:
+        """Just before the update of one optimizer, of several inside each other the innermost."""
+        for begins in self._update_begins:
+            begins(optimizer)
+
+    def end_update(self) -> None:
+        """Just after that update, or where it calls a closure."""
+        for ends in self._update_ends:
+            ends()
+
+    def begin(self, optimizer: Any, closure: Closure | None = None) -> Closure | None:
+        """Before an update; one inside another is only counted, but for new gradients.
+
+        Args:
+            optimizer: that updates.
+            closure: computes the gradients; None if they are there.
+
+        Returns:
+            What to call in place of the closure.
+        """
+        if self.depth and closure is None and any(renewed() for renewed in self._renewed):
+            self.fail(optimizer, 0)
+        if self.depth:
+            self.depth += 1
+            return closure
+        self.depth = 1
+        try:
+            for before in self._before:
+                before(optimizer, closure)
+            if closure is None:
+                for gradients in self._gradients:
+                    gradients(optimizer)
+        except BaseException:
+            self.fail(optimizer, 0)
+            raise
+        return closure and self._around(closure, optimizer)
+
+    def _around(self, closure: Closure, optimizer: Any) -> Closure:
+        if not self._gradients and not self._loss:
+            return closure
+
+        def with_hooks() -> Any:
+            loss = closure()
+            for gradients in self._gradients:
+                gradients(optimizer)
+            for changed in self._loss:
+                loss = changed(loss)
+            return loss
+
+        return with_hooks
+
+    def end(self, optimizer: Any) -> None:
+        """After an update; what has begun inside another ends inside it."""
+        if not self.depth:  # the hooks ran around an update inside this one
+            return
+        self.depth -= 1
+        if self.depth:
+            return
+        outwards = iter(self._outwards)
+        try:
+            for feature in outwards:
+                if feature.after:
+                    feature.after(optimizer)
+        except BaseException:
+            _fail(outwards, optimizer)
+            raise
+
+    def fail(self, optimizer: Any, depth: int) -> None:
+        """After an update that raised.
+
+        Args:
+            optimizer: that updated.
+            depth: how many updates were running when it began.
+        """
+        if self.depth and not depth:
+            _fail(self._outwards, optimizer)
+        self.depth = depth
+
+
+def _fail(features: Iterable[Feature], optimizer: Any) -> None:
+    for each in features:
+        if each.failed:
+            each.failed(optimizer)
 
 
 def attach(optimizers: Sequence[Optimizer], hooks: UpdateHooks) -> None:
@@ -49,12 +177,12 @@ def attach(optimizers: Sequence[Optimizer], hooks: UpdateHooks) -> None:
         optimizers: the optimizer, and those inside it, whose steps may be called directly.
         hooks: around the outermost of steps that run inside each other.
     """
-    rates = None if hooks.rate is None else _MultipliedRates(hooks.rate, hooks)
+    innermost = _Innermost(hooks) if hooks.act_in_updates else None
     for each in optimizers:
-        _attach(each, hooks, rates)
+        _attach(each, hooks, innermost)
 
 
-def _attach(optimizer: Optimizer, hooks: UpdateHooks, rates: _MultipliedRates | None) -> None:
+def _attach(optimizer: Optimizer, hooks: UpdateHooks, innermost: _Innermost | None) -> None:
     def enter(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         closure = closure_of(args, kwargs)
         called = hooks.begin(optimizer, closure)
@@ -66,14 +194,14 @@ def _attach(optimizer: Optimizer, hooks: UpdateHooks, rates: _MultipliedRates | 
         hooks.end(optimizer)
 
     def fail(optimizer: Optimizer, depth: int) -> None:
-        if rates:
-            rates.end()
+        if innermost:
+            innermost.end()
         hooks.fail(optimizer, depth)
 
     failed = _uncompiled(fail)
     optimizer.register_step_pre_hook(_uncompiled(enter))
     optimizer.register_step_post_hook(_uncompiled(leave))
-    keep_innermost = rates.attach(optimizer) if rates else None
+    keep_innermost = innermost.attach(optimizer) if innermost else None
     step = optimizer.step
 
     # A method, because schedulers made later expect one. functools.wraps copies the mark that
@@ -92,25 +220,23 @@ def _attach(optimizer: Optimizer, hooks: UpdateHooks, rates: _MultipliedRates | 
     optimizer.step = MethodType(step_with_hooks, optimizer)  # type: ignore[method-assign]
 
 
-class _MultipliedRates:
-    """Hooks that multiply the rates of an optimizer, and of those inside it, for each update.
+class _Innermost:
+    """Calls what is closest to the updates of an optimizer, and of those inside it.
 
     Args:
-        rate: multiplies them.
-        hooks: count the steps that run inside each other.
+        hooks: of these optimizers; they count the steps that run inside each other.
     """
 
-    def __init__(self, rate: Rate, hooks: UpdateHooks) -> None:
-        self._rate = rate
+    def __init__(self, hooks: UpdateHooks) -> None:
         self._hooks = hooks
-        # How many nested steps were running when the rates were multiplied; 0 if they are not.
-        self._multiplied_at = 0
+        # How many nested steps were running when the update began; 0 outside of any.
+        self._begun_at = 0
 
     def attach(self, optimizer: Optimizer) -> Callable[[], None]:
-        """Multiply in each update; return what keeps the hooks nearest to it, to call before."""
+        """Call it in each update; return what keeps it the closest, to call before a step."""
         hook_steps_of_parents(type(optimizer))
-        before = optimizer.register_step_pre_hook(_uncompiled(self._multiply))
-        after = optimizer.register_step_post_hook(_uncompiled(self._restore))
+        before = optimizer.register_step_pre_hook(_uncompiled(self._begin))
+        after = optimizer.register_step_post_hook(_uncompiled(self._end))
 
         def keep_innermost() -> None:
             # The user's own hooks read and set the user's rate.
@@ -122,36 +248,36 @@ class _MultipliedRates:
 
     def end(self) -> None:
         """After a step that raised."""
-        self._multiplied_at = 0
-        self._rate.restore()
+        self._begun_at = 0
+        self._hooks.end_update()
 
-    def _multiply(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         # A step that calls its parent's runs the hooks twice. Before that call it may set the
         # user's rate itself.
         depth, kind = self._hooks.depth, type(optimizer)
-        if self._multiplied_at or leaves_update_to_parent(kind, depth):  # type: ignore[arg-type]
+        if self._begun_at or leaves_update_to_parent(kind, depth):  # type: ignore[arg-type]
             return None
-        self._multiplied_at = depth
-        self._rate.multiply(optimizer)
+        self._begun_at = depth
+        self._hooks.begin_update(optimizer)
         closure = closure_of(args, kwargs)
         if closure is None:
             return None
-        return _with_closure(self._at_the_users_rate(optimizer, closure), args, kwargs)
+        return _with_closure(self._outside(optimizer, closure), args, kwargs)
 
-    def _restore(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._hooks.depth <= self._multiplied_at:
+    def _end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._hooks.depth <= self._begun_at:
             self.end()
 
-    def _at_the_users_rate(self, optimizer: Optimizer, closure: Closure) -> Closure:
-        """The user's closure; while it runs, it reads and sets the user's rate."""
+    def _outside(self, optimizer: Optimizer, closure: Closure) -> Closure:
+        """The user's closure, which runs as outside of the update: it sees the user's rate."""
 
-        def at_the_users_rate() -> Any:
-            self._rate.restore()
+        def outside() -> Any:
+            self._hooks.end_update()
             loss = closure()
-            self._rate.multiply(optimizer)
+            self._hooks.begin_update(optimizer)
             return loss
 
-        return at_the_users_rate
+        return outside
 
 
 def closure_of(args: Any, kwargs: Any) -> Closure | None:

@@ -1,7 +1,7 @@
 """Marks a script's steps and backward passes in the timeline of a run.
 
 hvkit sees the end of a backward pass, where it averages gradients, and the ends of updates. For
-``hvkit run --timeline`` alone, it also marks how long the script's ``backward()`` takes as a whole,
+``hvkit run --timeline``, it also marks how long the script's ``backward()`` takes as a whole,
 and each step: from its first batch, if a monitor loads it, or else from the end of the step before.
 """
 
@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from hvkit.frameworks.pytorch.gradients.arrivals import running_pass
-from hvkit.sync.update_hooks import Feature, Order, UpdateHooks
+from hvkit.frameworks.pytorch.gradients.backward_passes import running_pass
+from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
+from hvkit.sync.update_hooks import Feature, Order
 from hvkit.watch.calls import of_run
 from hvkit.watch.spans import DATA, REDUCTION, Span, mark, observe
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import hvkit
-from hvkit.frameworks.pytorch.gradients import changed_gradients
+from hvkit.frameworks.pytorch.gradients import step_report
 
 
 def sgd(parameters):
@@ -166,9 +166,9 @@ CHANGES = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_changes_that_are_the_same_on_all_ranks_are_compared_rarely(name, monkeypatch):
     compared = []
-    rows = changed_gradients.rows_of_gradients
+    rows = step_report.rows_of_gradients
     monkeypatch.setattr(
-        changed_gradients, "rows_of_gradients", lambda g: (compared.append(len(g)), rows(g))[1]
+        step_report, "rows_of_gradients", lambda g: (compared.append(len(g)), rows(g))[1]
     )
     model, optimizer = distributed(sgd)
     train(model, optimizer, local(regression(steps=20)), CHANGES[name])

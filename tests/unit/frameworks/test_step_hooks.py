@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hvkit.frameworks.pytorch.step_hooks import attach
-from hvkit.sync.update_hooks import Feature, Order, UpdateHooks
+from hvkit.frameworks.pytorch.step_hooks import UpdateHooks, attach
+from hvkit.sync.update_hooks import Feature, Order
 
 
 class Noted(torch.optim.SGD):
@@ -48,7 +48,8 @@ def noted(events, *, of_user):
         optimizer.register_step_post_hook(lambda *_: events.append(f"{when}, after"))
 
     hooks = UpdateHooks()
-    hooks.rate = NotedRate(events)
+    rate = NotedRate(events)
+    hooks.add(Feature(Order.RATE, update_begins=rate.multiply, update_ends=rate.restore))
     hooks.add(
         Feature(
             Order.RANKS,

@@ -4,8 +4,14 @@ import torch
 
 from hvkit.communication.group import Group
 from hvkit.errors import RanksDisagreeError
-from hvkit.frameworks.pytorch.gradients import step_report
-from hvkit.frameworks.pytorch.gradients.step_report import Disagreement, ReportVector, StepReport
+from hvkit.frameworks.pytorch import checks
+from hvkit.frameworks.pytorch.gradients.step_report import (
+    Disagreement,
+    ReportVector,
+    StepReport,
+    checksum_of_rates,
+    rates_of,
+)
 
 
 def report(dense=(), sparse=(), outdated=(), trained=(0, 1, 2, 3)):
@@ -81,11 +87,13 @@ def test_a_rate_on_the_gpu_of_one_rank_is_compared(monkeypatch, there):
     ranks = [optimizer(0.5), optimizer(there)]
 
     def gather(call, mine, group):
-        return [step_report._rates([each], fetch=True) for each in ranks]
+        return [rates_of([each], fetch=True) for each in ranks]
 
-    monkeypatch.setattr(step_report.collectives, "gather", gather)
-    assert len({step_report.checksum_of_rates([each]) for each in ranks}) == 2
+    monkeypatch.setattr(checks, "Wire", lambda *_: None)
+    monkeypatch.setattr(checks.collectives, "gather", gather)
+    compared = checks.Checks({}, [], None, "model", lambda: ([], []), Group(0, (0, 1)))
+    assert len({checksum_of_rates([each]) for each in ranks}) == 2
     with pytest.raises(
         RanksDisagreeError, match=r"SGD is 0\.5 on rank 0 but 0\.0(1|09)\d* on rank 1"
     ):
-        step_report.refuse_other_rates([ranks[0]], Group(0, (0, 1)))
+        compared.refuse_other_rates([ranks[0]])

@@ -7,21 +7,21 @@ import numpy as np
 import pytest
 import torch
 
-from hvkit.frameworks.pytorch import checks
+from hvkit.frameworks.pytorch import fingerprints as of_tensors
 from hvkit.sync import fingerprints
 from hvkit.sync.fingerprints import Compared, complaint, fingerprint, of_gradients
 
 
 def in_torch(array):
-    return checks.fingerprints_of([_tensor(array)])[0]
+    return of_tensors.fingerprints_of([_tensor(array)])[0]
 
 
 def in_torch_together(array):
     """As for a GPU's tensors, between others of the same dtype and of another one."""
     tensor = _tensor(array)
     others = [tensor.reshape(-1)[:3].clone(), torch.arange(5)]
-    flats = [checks._flat(each) for each in [others[0], tensor, others[1], others[0]]]
-    return checks.rows_together(flats)[1]
+    flats = [of_tensors._flat(each) for each in [others[0], tensor, others[1], others[0]]]
+    return of_tensors.rows_together(flats)[1]
 
 
 def _tensor(array):
@@ -60,7 +60,7 @@ def test_exchanged_elements_and_rows_change_the_hash(row_of):
 
 @WAYS
 def test_exchanged_blocks_change_the_hash(row_of, monkeypatch):
-    for module in (fingerprints, checks):
+    for module in (fingerprints, of_tensors):
         monkeypatch.setattr(module, "BLOCK", 16)
     array = values("float32", 64)
     exchanged = np.concatenate([array[16:32], array[:16], array[32:]])
@@ -103,7 +103,7 @@ def test_sparse_tensors_are_compared_by_indices_and_values(layout):
     one, two, three = torch.zeros(4, 4), torch.zeros(4, 4), torch.zeros(4, 4)
     one[1, 2], two[2, 1], three[1, 2] = 1, 1, 2
     kinds = [each.to_sparse(layout=layout) for each in (one, two, three, one.clone())]
-    rows = [checks.fingerprints_of([each])[0].tobytes() for each in kinds]
+    rows = [of_tensors.fingerprints_of([each])[0].tobytes() for each in kinds]
     assert len(set(rows)) == 3
     assert rows[3] == rows[0]
 
@@ -111,7 +111,7 @@ def test_sparse_tensors_are_compared_by_indices_and_values(layout):
 def test_expanded_and_strided_tensors_equal_contiguous_ones():
     plain = torch.ones(4, 3)
     for alike in (torch.ones(1, 3).expand(4, 3), torch.ones(3, 4).t(), torch.ones(8, 3)[::2]):
-        rows = checks.fingerprints_of([alike, plain])
+        rows = of_tensors.fingerprints_of([alike, plain])
         assert np.array_equal(*rows)
 
 
@@ -187,7 +187,7 @@ def test_zero_and_infinite_gradients_are_not_compared():
 
 
 def test_a_gpu_computes_the_same_of_many_tensors_together(monkeypatch):
-    monkeypatch.setattr(checks, "_TOGETHER", 3 << 20)
+    monkeypatch.setattr(of_tensors, "_TOGETHER", 3 << 20)
     lengths = [0, 1, 7, 8192, 8193, 100_000]
     dtypes = [*(getattr(torch, d) for d in (*DTYPES, "bfloat16", "uint8", "uint16")), *FLOAT8]
     large = itertools.product([(1 << 20) + 5, 3 << 20], [torch.float32, torch.bfloat16])
@@ -195,8 +195,8 @@ def test_a_gpu_computes_the_same_of_many_tensors_together(monkeypatch):
         _tensor(values("float32", n)).mul(50).to(dtype)
         for n, dtype in (*itertools.product(lengths, dtypes), *large)
     ]
-    together = checks.rows_together([checks._flat(each) for each in tensors])
-    for one, other in zip(checks.fingerprints_of(tensors), together, strict=True):
+    together = of_tensors.rows_together([of_tensors._flat(each) for each in tensors])
+    for one, other in zip(of_tensors.fingerprints_of(tensors), together, strict=True):
         assert one[0] == other[0]
         assert np.allclose(one[1:].view(np.float64), other[1:].view(np.float64), 1e-12, 1e-9)
 

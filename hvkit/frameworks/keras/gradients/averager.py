@@ -21,7 +21,6 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow as tf
 
-from hvkit.communication.engines import waiting_for_all_ranks
 from hvkit.communication.group import Group
 from hvkit.compression import Compression
 from hvkit.errors import RanksDisagreeError
@@ -32,7 +31,7 @@ from hvkit.frameworks.keras.gradients.sparse import average_rows
 from hvkit.frameworks.keras.optimizers import is_overwritten
 from hvkit.strategies.strategy import Averaging
 from hvkit.sync.chunking import chunks
-from hvkit.watch.calls import call
+from hvkit.watch.calls import call, waiting_for_all_ranks
 from hvkit.watch.rank_errors import for_graph
 
 # A rank at the end of its epoch sends this instead of zeros and ones.
@@ -67,8 +66,8 @@ class GradientAverager:
         self._wire = Wire("gradients", group)
         self._flags = Wire("checks", group)
         self._name = name
-        travels = strategy.gradient_compression(compression)
-        self.compressed = CompressedMeans(travels, self._wire) if travels else None
+        used = strategy.gradient_compression(compression)
+        self.compressed = CompressedMeans(used, self._wire) if used else None
         self._compression = compression
         self._check = check
         # Added to constants that are sent: TensorFlow would compute the operation only once.

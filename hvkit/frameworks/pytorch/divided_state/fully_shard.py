@@ -26,16 +26,16 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from hvkit import runtime
-from hvkit.communication.engines import waiting_for_all_ranks
 from hvkit.communication.traffic import count, of_allgather, of_allreduce, of_alltoall
 from hvkit.errors import RanksDisagreeError
 from hvkit.frameworks.pytorch.batch_norm import RunningStatistics
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.divided_state import process_group
 from hvkit.frameworks.pytorch.divided_state.sharded import PartOfState, partial_state
+from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
 from hvkit.strategies.fully_shard import FullyShard
-from hvkit.sync.update_hooks import Closure, Feature, Order, UpdateHooks
-from hvkit.watch.calls import call
+from hvkit.sync.update_hooks import Closure, Feature, Order
+from hvkit.watch.calls import call, waiting_for_all_ranks
 
 _SHARDS = "_hvkit_full_shards"
 

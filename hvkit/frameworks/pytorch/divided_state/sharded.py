@@ -24,10 +24,11 @@ from hvkit.frameworks.pytorch.optimizers import (
     has_step_length,
     optimizers_inside,
 )
+from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
 from hvkit.strategies import FullyShard, ShardedOptimizer
 from hvkit.strategies.strategy import Strategy
 from hvkit.sync.chunking import pieces
-from hvkit.sync.update_hooks import Closure, Feature, Order, UpdateHooks
+from hvkit.sync.update_hooks import Closure, Feature, Order
 from hvkit.watch.calls import call
 
 _SHARDS = "_hvkit_shards"

@@ -1,4 +1,7 @@
-"""Which gradients share a bucket, and where the report on a step travels."""
+"""Which gradients share a bucket, and where the report on a step travels.
+
+Runs only when the parameters of a model have changed.
+"""
 
 from __future__ import annotations
 
@@ -8,52 +11,43 @@ from typing import NamedTuple
 
 import torch
 
-from hvkit.frameworks.pytorch.gradients.buckets import NO_PARAMETER, Bucket, wire_dtype
+from hvkit.frameworks.pytorch.gradients.buckets import NO_PARAMETER, Bucket, Extra, wire_dtype
 from hvkit.frameworks.pytorch.gradients.compressed_buckets import CompressedBucket, CompressionState
+from hvkit.frameworks.pytorch.gradients.step_report import StepReport
 from hvkit.sync.chunking import chunks
 
-# What decides the layout: the parameters' dtypes, devices and whether each requires a gradient, and
-# the numbers of those whose gradients are row-sparse.
-_Kind = tuple[list[torch.dtype], list[int], list[bool], frozenset[int]]
+Kind = tuple[list[torch.dtype], list[int], list[bool], Set[int]]
+"""What decides the layout: the parameters' dtypes, the numbers of their devices, whether each
+requires a gradient, and the numbers of those whose gradients are row-sparse."""
+
+# A device itself takes twice the time.
+device_number = torch.Tensor.get_device
+"""The number of a tensor's device; -1 for the host's memory."""
+
 _LAYOUTS_KEPT = 4
-# -1 for the host's memory; a device itself takes twice the time.
-_device_number = torch.Tensor.get_device
 
 
 class Layout(NamedTuple):
     """The buckets of a model whose parameters are of one kind.
 
     Attributes:
+        kind: of the parameters.
         buckets: in the order in which backward fills them; the last has one name in all layouts,
             and every rank sends it, also if layouts differ.
         of: the bucket of each parameter that is in one, by the parameter's number.
         trained: numbers of the parameters that require a gradient.
         report: numbers at the end of the last bucket, in the host's memory.
         statistics: numbers at the end of a bucket on the parameters' device.
+        usual: what a rank reports that has all gradients, of which none is sparse.
     """
 
+    kind: Kind
     buckets: list[Bucket]
     of: dict[int, Bucket]
     trained: frozenset[int]
     report: Extra
     statistics: Extra
-
-
-class Extra(NamedTuple):
-    """Numbers that travel with the gradients in a bucket.
-
-    Attributes:
-        bucket: it may get new memory, so take its ``extra`` each time.
-        part: of its ``extra``.
-    """
-
-    bucket: Bucket
-    part: slice
-
-    @property
-    def numbers(self) -> torch.Tensor:
-        """A view of them."""
-        return self.bucket.extra[self.part]
+    usual: StepReport
 
 
 class Layouts:
@@ -67,38 +61,33 @@ class Layouts:
     def __init__(self, name: str, compression: CompressionState | None = None) -> None:
         self._name = name
         self._compression = compression
-        self._known: list[tuple[_Kind, Layout]] = []
+        self._known: list[Layout] = []
         self._made = itertools.count()
 
     def of(
-        self, parameters: Sequence[torch.Tensor], sparse: Set[int], report: int, statistics: int
+        self, kind: Kind, parameters: Sequence[torch.Tensor], report: int, statistics: int
     ) -> Layout:
-        """The layout for parameters as they are now; the same object as long as nothing changes.
+        """The layout for parameters of one kind; the same object each time.
 
         Args:
+            kind: of the parameters as they are now.
             parameters: all parameters, in the same order on every rank.
-            sparse: numbers of those whose gradients are row-sparse and travel by row.
             report: how many numbers the report on a step has.
             statistics: how many numbers of running statistics travel along.
         """
-        kind = (
-            [p.dtype for p in parameters],
-            list(map(_device_number, parameters)),
-            [p.requires_grad for p in parameters],
-            frozenset(sparse),
-        )
-        for known, layout in self._known:
-            if known == kind:
-                return layout
+        for known in self._known:
+            if known.kind == kind:
+                return known
         # GANs freeze and thaw parameters in every step, which comes back to few layouts.
         del self._known[: -_LAYOUTS_KEPT + 1]
-        layout = self._new(parameters, sparse, report, statistics)
-        self._known.append((kind, layout))
+        layout = self._new(kind, parameters, report, statistics)
+        self._known.append(layout)
         return layout
 
     def _new(
-        self, parameters: Sequence[torch.Tensor], sparse: Set[int], report: int, statistics: int
+        self, kind: Kind, parameters: Sequence[torch.Tensor], report: int, statistics: int
     ) -> Layout:
+        *_, sparse = kind
         trained = frozenset(i for i, p in enumerate(parameters) if p.requires_grad)
         dense = [(i, parameters[i]) for i in sorted(trained - sparse)]
         device = parameters[0].device
@@ -112,7 +101,8 @@ class Layouts:
             self._compression,
         )
         of = {i: bucket for bucket in buckets for i in bucket.numbers if i != NO_PARAMETER}
-        return Layout(buckets, of, trained, at_report, at_statistics)
+        usual = StepReport(frozenset(of), frozenset(), frozenset(), trained)
+        return Layout(kind, buckets, of, trained, at_report, at_statistics, usual)
 
 
 def make_buckets(

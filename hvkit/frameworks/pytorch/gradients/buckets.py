@@ -1,4 +1,4 @@
-"""How gradients travel between ranks: many dense ones in one allreduce, row-sparse ones by row.
+"""Buckets: tensors that carry many gradients in one allreduce.
 
 A bucket holds the gradients of some parameters, one after the other, in one contiguous tensor that
 Horovod reduces in place. One call copies them in once the last is ready. Once the mean has arrived,
@@ -9,10 +9,6 @@ Some gradients are copied back instead: float16 and bfloat16 ones, which travel 
 parameters that are complex or not contiguous; and those that the script has made itself or holds
 elsewhere, as slices of a flat tensor. A script may also keep a mean for later. Its bucket then gets
 new memory.
-
-The gradients of ``torch.nn.Embedding(sparse=True)`` have values in few rows. Ranks gather the rows
-that they touched instead of summing dense tensors: a table of millions of rows costs as much as the
-rows of a batch.
 """
 
 from __future__ import annotations
@@ -21,12 +17,11 @@ from collections.abc import Iterable, Sequence, Set
 from operator import attrgetter
 from sys import getrefcount
 from types import NoneType
+from typing import NamedTuple
 
 import torch
 
-from hvkit.compression import Compression, for_rows
 from hvkit.compression.compression import Shape
-from hvkit.frameworks.pytorch.collectives import ops
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 
 # Horovod's allreduce has no bfloat16, and a sum in float16 may overflow although the mean fits.
@@ -94,7 +89,7 @@ class _Memory:
             and not self.shared
         )
 
-    def held_beside(self, at: int) -> bool:
+    def held_elsewhere(self, at: int) -> bool:
         """Whether the script, too, holds the tensor that is a parameter's gradient."""
         return getrefcount(self.given[at]) > self._references + 1 or self.shared
 
@@ -176,7 +171,7 @@ class Bucket:
         """Whether the script holds a member's gradient, too."""
         p = self._parameters[at]
         is_view = p.grad is self._memory.given[at]
-        return self._memory.held_beside(at) if is_view else is_held_elsewhere(p)
+        return self._memory.held_elsewhere(at) if is_view else is_held_elsewhere(p)
 
     @torch.no_grad()
     def pack(self, gradients: Sequence[torch.Tensor | None], part: float | None = None) -> None:
@@ -258,6 +253,23 @@ class Bucket:
         self.left = len(self.numbers)
 
 
+class Extra(NamedTuple):
+    """Numbers that travel with the gradients in a bucket.
+
+    Attributes:
+        bucket: it may get new memory, so take its ``extra`` each time.
+        part: of its ``extra``.
+    """
+
+    bucket: Bucket
+    part: slice
+
+    @property
+    def numbers(self) -> torch.Tensor:
+        """A view of them."""
+        return self.bucket.extra[self.part]
+
+
 def are_dense(gradients: Iterable[torch.Tensor | None]) -> bool:
     """Whether all are there, and none is sparse."""
     return NoneType not in set(map(type, gradients)) and not any(map(_is_sparse, gradients))
@@ -292,7 +304,7 @@ def _holders_of_new_gradient() -> tuple[int, int]:
     return _holders_of_gradient(parameter)
 
 
-# What counts as held by the parameter alone depends on the versions of Python and PyTorch.
+# What counts as held only by the parameter depends on the versions of Python and PyTorch.
 _UNHELD = _holders_of_new_gradient()
 
 
@@ -310,46 +322,3 @@ def like(parameter: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
 def wire_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which gradients of ``dtype`` travel and are summed."""
     return _WIRE_DTYPE.get(dtype, dtype)
-
-
-def average_rows(
-    gradient: torch.Tensor | None,
-    parameter: torch.Tensor,
-    name: str,
-    wire: Wire,
-    compression: Compression | None = None,
-) -> torch.Tensor:
-    """Average a gradient that is sparse in its first dimension over ranks; a collective.
-
-    Args:
-        gradient: sparse or dense tensor of the parameter's shape; None counts as zero.
-        parameter: of shape (rows, ...).
-        name: the same on every rank, and no other parameter's.
-        wire: counts the bytes.
-        compression: one that rounds value by value is used for float32 values; others are not.
-
-    Returns:
-        A coalesced sparse tensor of the parameter's shape and dtype.
-    """
-    if gradient is None:
-        rows = torch.empty(0, dtype=torch.int64, device=parameter.device)
-        values = parameter.new_empty((0, *parameter.shape[1:]))
-    else:
-        by_row = gradient if gradient.is_sparse else gradient.to_sparse(1)
-        by_row = by_row.coalesce()
-        rows, values = by_row.indices()[0].contiguous(), by_row.values().contiguous()
-    values = values.to(wire_dtype(values.dtype))
-    rounding = for_rows(compression) if values.dtype is torch.float32 else None
-    sent = rounding.encode(values.view(-1), ops).view_as(values) if rounding else values
-    handles = [
-        wire.start_gather(rows, f"{name}.rows"),
-        wire.start_gather(sent, f"{name}.values"),
-    ]
-    all_rows, all_values = (wire.wait(handle) for handle in handles)
-    if rounding:
-        all_values = rounding.decode(all_values.view(-1, 1), ops).view_as(all_values)
-    # Not check_invariants=False, of which PyTorch 2.11 warns all the same.
-    unchecked = torch.sparse.check_sparse_tensor_invariants(False)  # type: ignore[no-untyped-call]
-    with unchecked:
-        mean = torch.sparse_coo_tensor(all_rows[None], all_values / wire.size, parameter.shape)
-        return mean.coalesce().to(parameter.dtype)

@@ -17,16 +17,18 @@ from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.gradients.buckets import Bucket, shape_of
 from hvkit.strategies.strategy import Averaging
 
-_ACCUMULATE = (
-    "pass accumulate=, the number of backward passes before each step, to hvkit.distribute, and do "
-    "not skip steps; where gradients pass through one model to train another, as in a GAN, set "
-    "requires_grad_(False) on the first"
-)
-
-ONE_MORE_PASS = (
-    "pass accumulate= one more than the backward passes of a step to hvkit.distribute, so that "
-    "only this call averages"
-)
+# What a script can do that averages more than once in a step, by the call that does.
+_FIXES = {
+    "backward()": (
+        "pass accumulate=, the number of backward passes before each step, to hvkit.distribute, "
+        "and do not skip steps; where gradients pass through one model to train another, as in a "
+        "GAN, set requires_grad_(False) on the first"
+    ),
+    "hvkit.reduce_gradients()": (
+        "pass accumulate= one more than the backward passes of a step to hvkit.distribute, so that "
+        "only this call averages"
+    ),
+}
 
 
 class CompressionState:
@@ -95,21 +97,37 @@ class CompressionState:
         self.kept.update({i: state for i, state in self.pending.items() if i in used})
         self.pending.clear()
 
-    def refuse_another_mean(self, point: str = "backward()", fix: str = _ACCUMULATE) -> None:
+    def keeper(
+        self,
+        strategy: Averaging,
+        compression: Compression | None,
+        parameters: Sequence[torch.Tensor],
+    ) -> CompressionKeeper | None:
+        """What shows this to checkpoints; None if the compression keeps nothing.
+
+        Args:
+            strategy: as passed to ``distribute``.
+            compression: as passed to ``distribute``.
+            parameters: of the model; they may grow.
+        """
+        if not self.compression.keeps_state:
+            return None
+        return CompressionKeeper(strategy, compression, self, parameters)
+
+    def refuse_another_mean(self, call: str) -> None:
         """Raise if a residual counts for a mean that no update has used.
 
         Args:
-            point: what the script called.
-            fix: the end of the error's message.
+            call: what the script has called.
 
         Raises:
             ValueError: the compression keeps residuals, and this is a second reduction in a step.
         """
         if self.compression.keeps_state and self.pending:
             raise ValueError(
-                f"{point} again before optimizer.step(): {self.compression} has already "
+                f"{call} again before optimizer.step(): {self.compression} has already "
                 "averaged the gradients of this step, and keeps what it has not sent for the next "
-                f"one: {fix}"
+                f"one: {_FIXES[call]}"
             )
 
     def refuse_scaled_step(self, scaler: Any, step: Callable[[], Any]) -> Any:
@@ -152,7 +170,7 @@ class CompressionKeeper:
         self._parameters = parameters
 
     def arrive(self) -> None:
-        """No agreement runs beside training."""
+        """No agreement runs during training."""
 
     @contextmanager
     def settled(self) -> Iterator[None]:

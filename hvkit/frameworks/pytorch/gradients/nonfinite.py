@@ -1,8 +1,8 @@
 """Finds gradients that are NaN or infinite before they become means, and skips or stops then.
 
-Each rank looks at its own gradients once they are in a bucket, while they are in a cache. Whether
-any rank has found something travels in the report of the step, so ranks decide alike without a
-further message; only then do they tell each other what they have found.
+Each rank looks at its own gradients once they are in a bucket, while they are in a cache. The
+report of the step says whether any rank has found some, so all ranks make the same decision without
+a further message; only then do they exchange what they have found.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from hvkit.communication.group import Group
 from hvkit.frameworks.pytorch.batch_norm import LastStatistics
 from hvkit.frameworks.pytorch.gradients.buckets import Bucket
 from hvkit.frameworks.pytorch.optimizers import around_scaled_steps
+from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
 from hvkit.log import logger
 from hvkit.sync.nonfinite import describe, skipped_steps
-from hvkit.sync.update_hooks import Feature, Order, UpdateHooks
+from hvkit.sync.update_hooks import Feature, Order
 from hvkit.watch.calls import of_run
 from hvkit.watch.rank_errors import mark_as_shown_by
 

@@ -1,16 +1,26 @@
-"""The few numbers that travel along with the gradients, and the errors when ranks disagree.
+"""What each rank reports of a step, in a few numbers that travel along with the gradients.
 
 Every rank reports which gradients it has, how many steps it has done, a checksum of its learning
 rates, and what the script has done to gradients. The numbers are averaged like gradients, at the
-end of the last bucket. All ranks read the same report from the mean and so decide alike what to do
-with the gradients.
+end of the last bucket. All ranks read the same report from the mean, and so they make the same
+decisions about the gradients.
+
+A reduction leaves the same gradients on every rank. Clipping, unscaling and the like change them in
+the same way everywhere, so the weights stay the same. Noise that each rank draws for itself does
+not. Ranks compare the gradients that an optimizer uses in its first step, and after 1, 2, 4, 8, ...
+steps. In between they look at the version counters of the gradients, which costs next to nothing,
+and compare again if a rank has changed its gradients in a way that is new to it, and after 1, 2, 4,
+8, ... steps with changes. Changes through ``data`` or a NumPy array do not move the counters. To
+compare, ranks combine a checksum of the gradients with that of the rates. Only if it differs do
+they send fingerprints (``checks.py``).
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from operator import attrgetter, sub
 from typing import Any
 
 import numpy as np
@@ -18,11 +28,8 @@ import torch
 from numpy.typing import NDArray
 from torch.optim import Optimizer
 
-from hvkit import runtime
-from hvkit.communication import collectives
-from hvkit.communication.group import Group
-from hvkit.errors import RanksDisagreeError
-from hvkit.watch.rank_errors import mark_as_shown_by
+from hvkit.frameworks.pytorch.fingerprints import rows_of_gradients
+from hvkit.sync.fingerprints import Rows
 
 # Ranks compare their steps modulo this. Small numbers keep the comparison exact in float32.
 _STEP_CYCLE = 8
@@ -31,6 +38,14 @@ _BITS = 24
 # Numbers behind these: whether a gradient is not finite; whether gradients have changed too early,
 # since the last reduction, and in a new way; the step, and its square.
 _TAIL = 6
+
+# How the gradients of a model have changed: see ``ChangedGradients._kinds``.
+_Kinds = frozenset[Hashable]
+# Sets of kinds that a comparison follows at once. There are few; this bounds what odd scripts cost.
+_MOST_KINDS = 16
+
+_gradient = attrgetter("grad")
+_version: Callable[[object], int] = attrgetter("_version")
 
 
 @dataclass(frozen=True)
@@ -186,75 +201,12 @@ def _numbers(row: NDArray[np.bool_]) -> frozenset[int]:
     return frozenset(row.nonzero()[0].tolist())
 
 
-def refuse_other_steps(done: int) -> None:
-    """Raise because the ranks have done different numbers of optimizer steps.
-
-    Args:
-        done: how many this rank has done.
-    """
-    raise RanksDisagreeError(
-        f"the ranks are at different optimizer steps (rank {runtime.rank()} has done {done}): "
-        "every rank must call backward() and step() equally often"
-    )
-
-
-def refuse_other_parameters(
-    parameters: Sequence[torch.nn.Parameter],
-    label: Callable[[int, torch.Tensor], str],
-    group: Group,
-    call: str = "backward()",
-) -> None:
-    """Raise on every rank unless all train the same parameters; a collective.
-
-    Args:
-        parameters: all of the model's.
-        label: what to call a parameter, from its number and itself.
-        group: the ranks that train them.
-        call: the user's call.
-    """
-    mine = {i for i, p in enumerate(parameters) if p.requires_grad}
-    everyone = collectives.gather(call, mine, group)
-    for rank, theirs in zip(group.members, everyone, strict=True):
-        if theirs == everyone[0]:
-            continue
-        i = min(theirs ^ everyone[0])
-        trains, freezes = (rank, group.first) if i in theirs else (group.first, rank)
-        error = RanksDisagreeError(
-            f"{label(i, parameters[i])} requires a gradient on rank {trains} but not on rank "
-            f"{freezes}: freeze the same parameters on every rank (to choose them at random, use "
-            "a generator with the same seed on all ranks)"
-        )
-        raise mark_as_shown_by(error, group.first)
-
-
 def checksum_of_rates(optimizers: Sequence[Optimizer]) -> int:
     """A number that differs, in all likelihood, if the learning rates do."""
-    return zlib.crc32(repr([rate for _, rate in _rates(optimizers, fetch=False)]).encode())
+    return zlib.crc32(repr([rate for _, rate in rates_of(optimizers, fetch=False)]).encode())
 
 
-def refuse_other_rates(
-    optimizers: Sequence[Optimizer], group: Group, call: str = "backward()"
-) -> None:
-    """Raise on every rank unless all use the same learning rates; a collective.
-
-    Args:
-        optimizers: those that update the parameters.
-        group: the ranks that take part.
-        call: the user's call.
-    """
-    everyone = collectives.gather(call, _rates(optimizers, fetch=True), group)
-    for rank, theirs in zip(group.members, everyone, strict=True):
-        for (name, first), (_, other) in zip(everyone[0], theirs, strict=True):
-            if first != other:
-                error = RanksDisagreeError(
-                    f"the learning rate of {name} is {first!r} on rank {group.first} but {other!r} "
-                    f"on rank {rank}: set the same rate on every rank; a scheduler that follows a "
-                    "metric needs the mean over ranks: scheduler.step(hvkit.average(loss))"
-                )
-                raise mark_as_shown_by(error, group.first)
-
-
-def _rates(optimizers: Sequence[Optimizer], *, fetch: bool) -> list[tuple[str, float]]:
+def rates_of(optimizers: Sequence[Optimizer], *, fetch: bool) -> list[tuple[str, float]]:
     """The learning rates, with names.
 
     Args:
@@ -268,3 +220,110 @@ def _rates(optimizers: Sequence[Optimizer], *, fetch: bool) -> list[tuple[str, f
         if isinstance(rate := group.get("lr"), int | float)
         or (isinstance(rate, torch.Tensor) and (fetch or rate.device.type == "cpu"))
     ]
+
+
+class ChangedGradients:
+    """The changes to the gradients of one model.
+
+    Args:
+        parameters: all of the model; it may grow.
+
+    Attributes:
+        early: whether the script has changed gradients before they were averaged.
+        used: fingerprints of gradients that steps have used, by parameter, to be compared.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self.early = False
+        self.used: dict[int, Rows] = {}
+        self._parameters = parameters
+        # Of all gradients, as the last pass or reduction has left them. Not the gradients: whoever
+        # holds one keeps its bucket from being used again.
+        self._identities: list[int] = []
+        self._versions: list[int] = []
+        self._known: set[_Kinds] = set()
+        self._changed = self._new = False
+        self._steps_with_changes = 0
+        self._compares = True
+        # The optimizers whose first step is done.
+        self._stepped: set[int] = set()
+
+    def remember(self) -> None:
+        """Take the gradients as they are now for unchanged."""
+        gradients = list(map(_gradient, self._parameters))
+        self._identities = list(map(id, gradients))
+        self._versions = _versions(gradients)
+
+    def changed(self) -> bool:
+        """Whether the script has changed a gradient since; removing one is no change."""
+        return bool(self._kinds() - {"removed"})
+
+    def use(self, optimizer: int, numbers: Iterable[int]) -> None:
+        """Note what a step uses.
+
+        Args:
+            optimizer: the number of the one that steps.
+            numbers: of its parameters.
+        """
+        if kinds := self._kinds():
+            self._changed = True
+            if kinds not in self._known and len(self._known) < _MOST_KINDS:
+                self._known.add(kinds)
+                self._new = True
+        if not self._compares and optimizer in self._stepped:
+            return
+        self._stepped.add(optimizer)
+        held = {i: g for i in numbers if (g := self._parameters[i].grad) is not None}
+        self.used.update(zip(held, rows_of_gradients(list(held.values())), strict=True))
+
+    def report(self) -> Changes:
+        """What this rank reports of its steps since the last reduction."""
+        return Changes(early=self.early, changed=self._changed, new=self._new)
+
+    def checksum(self) -> int:
+        """A number that differs, in all likelihood, if ranks have used different gradients."""
+        if not self.used:
+            return 0
+        rows = [(i, row.tolist()) for i, row in sorted(self.used.items())]
+        return zlib.crc32(repr(rows).encode())
+
+    def reported(self, on_any_rank: Changes, steps: int) -> None:
+        """Decide, as all ranks do, whether the next step's gradients are compared.
+
+        Args:
+            on_any_rank: what any rank has reported.
+            steps: how many each rank has done.
+        """
+        self._steps_with_changes += on_any_rank.changed
+        counts = [steps, self._steps_with_changes if on_any_rank.changed else 0]
+        again = on_any_rank.new or any(n.bit_count() == 1 for n in counts)
+        self._compares = again or (self._compares and not self.used)
+        self.used.clear()
+        self.early = self._changed = self._new = False
+
+    def _kinds(self) -> _Kinds:
+        """How gradients have changed: a number of operations in place, or what was done instead."""
+        gradients = list(map(_gradient, self._parameters))
+        identities, versions = list(map(id, gradients)), _versions(gradients)
+        if identities == self._identities:
+            if versions == self._versions:
+                return frozenset()
+            return frozenset(map(sub, versions, self._versions)) - {0}
+        then = zip(self._identities, self._versions, strict=True)
+        now = zip(gradients, identities, versions, strict=True)
+        kinds: set[Hashable] = set()
+        # Parameters that have come since are at the end, and have not been averaged yet.
+        for (was, old), (gradient, identity, new) in zip(then, now, strict=False):
+            if was != identity:
+                kinds.add("removed" if gradient is None else "replaced")
+            elif old != new:
+                kinds.add(new - old)
+        return frozenset(kinds)
+
+
+def _versions(gradients: Sequence[torch.Tensor | None]) -> list[int]:
+    try:
+        return list(map(_version, gradients))
+    # None has none, and nor have tensors that inference mode has made.
+    except (AttributeError, RuntimeError):
+        return [-1 if g is None or g.is_inference() else g._version for g in gradients]

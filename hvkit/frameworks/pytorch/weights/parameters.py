@@ -14,10 +14,11 @@ from torch.optim import Optimizer
 from hvkit.frameworks.pytorch.batch_norm import RunningStatistics
 from hvkit.frameworks.pytorch.checks import Checks
 from hvkit.frameworks.pytorch.collectives.wire import Wire
-from hvkit.frameworks.pytorch.gradients import step_report
 from hvkit.frameworks.pytorch.gradients.buckets import like, wire_dtype
+from hvkit.frameworks.pytorch.gradients.step_report import checksum_of_rates
 from hvkit.frameworks.pytorch.optimizers import around_scaled_steps
-from hvkit.sync.update_hooks import Feature, Order, UpdateHooks
+from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
+from hvkit.sync.update_hooks import Feature, Order
 
 
 class Parameters:
@@ -134,8 +135,9 @@ class Parameters:
         return vector
 
     def require_equal(self) -> None:
-        self._checks.send(0, self.in_order)
-        self._checks.receive(0)
+        if not self._checks.next:
+            self._checks.send(self.in_order)
+            self._checks.receive(0)
 
     def require_close(self, call: str, note: str, vectors: Mapping[int, torch.Tensor]) -> bool:
         held = [(i, self.in_order[i], vector) for i, vector in vectors.items()]
@@ -143,8 +145,8 @@ class Parameters:
 
     def refuse_others(self, optimizers: Sequence[Optimizer], call: str) -> None:
         """Raise if ranks train other parameters, or at other rates; a collective."""
-        step_report.refuse_other_parameters(self.in_order, self._checks.label, self.group, call)
-        step_report.refuse_other_rates(optimizers, self.group, call)
+        self._checks.refuse_other_parameters(self.in_order, call)
+        self._checks.refuse_other_rates(optimizers, call)
 
 
 class SteppedOptimizer:
@@ -200,7 +202,7 @@ class SteppedOptimizer:
         return {self._parameters.number(p) for p in trained}
 
     def checksum_of_rates(self) -> int:
-        return step_report.checksum_of_rates(self._living())
+        return checksum_of_rates(self._living())
 
     def refuse_differences(self, call: str) -> None:
         self._parameters.refuse_others(self._living(), call)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from hvkit.sync.update_hooks import Feature, Order, UpdateHooks
+from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
+from hvkit.sync.update_hooks import Feature, Order
 
 
 def recorded(place, events):
@@ -72,6 +73,42 @@ def test_a_feature_that_refuses_an_update_ends_it():
         with pytest.raises(ValueError, match="not now"):
             hooks.begin("optimizer")
         assert events == ["before TIMELINE", "failed DIVISION", "failed TIMELINE"]
+
+
+def test_a_feature_that_raises_after_an_update_has_those_outside_of_it_undo_theirs():
+    events = []
+    hooks = hooks_of([Order.TIMELINE, Order.NONFINITE, Order.RATE], events)
+
+    def refuse(optimizer):
+        raise ValueError("no mean")
+
+    hooks.add(Feature(Order.DIVISION, after=refuse))
+    for _ in range(2):
+        hooks.begin("optimizer")
+        events.clear()
+        with pytest.raises(ValueError, match="no mean"):
+            hooks.end("optimizer")
+        hooks.fail("optimizer", 0)  # as PyTorch's port does for all that raises in a step
+        assert events == ["after RATE", "failed NONFINITE", "failed TIMELINE"]
+
+
+def test_what_is_closest_to_an_update_nests_as_well():
+    events = []
+    hooks = UpdateHooks()
+    assert not hooks.act_in_updates
+    for place in (Order.RATE, Order.DIVISION):
+        begins, ends = f"{place.name} begins", f"{place.name} ends"
+        hooks.add(
+            Feature(
+                place,
+                update_begins=lambda optimizer, text=begins: events.append(text),
+                update_ends=lambda text=ends: events.append(text),
+            )
+        )
+    assert hooks.act_in_updates
+    hooks.begin_update("optimizer")
+    hooks.end_update()
+    assert events == ["DIVISION begins", "RATE begins", "RATE ends", "DIVISION ends"]
 
 
 def test_gradients_of_a_closure_are_used_after_each_call_of_it():

@@ -1,0 +1,379 @@
+"""Follows backward passes: which gradients are final, and after which pass they are averaged.
+
+A hook on each parameter runs for every gradient of every step, so it does little: work is moved to
+once per bucket, or once per layout, where possible.
+
+A step uses the gradients of a window of ``accumulate`` backward passes, or fewer: ``accumulate``
+may not divide the number of batches of an epoch. Gradients of a shorter last window are averaged in
+the pass over the last batch, if it comes from a DataLoader that ``hvkit.shard`` returned. Otherwise
+the step averages them.
+
+All ranks must reduce in the same passes. A thread that fetches batches ahead may have the last one
+at other passes on other ranks, so only batches count that the thread of ``backward()`` has taken. A
+script that itself fetches one batch ahead reduces one pass too early, on all ranks, and again in
+the step.
+
+A backward pass may run inside another one. Reentrant checkpointing (``torch.utils.checkpoint`` with
+``use_reentrant=True``), reversible layers and the like call ``backward()`` while ``backward()``
+computes their gradients. Autograd numbers such a nested pass as any other, and calls back at its
+end. But the gradients are final, and the script's pass counts, only at the end of the outermost
+one.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from hvkit.frameworks.pytorch.gradients.bucket_layout import Layout
+from hvkit.frameworks.pytorch.gradients.buckets import Bucket, are_dense
+
+running_pass: Callable[[], int] = torch._C._current_graph_task_id
+"""Autograd's number of the pass that this thread is in; -1 outside of any."""
+
+# Gradients that a bucket misses while passes accumulate: no pass has as many.
+_NEVER = 1 << 60
+
+
+class GradientHooks:
+    """The hooks on the parameters of one model.
+
+    Args:
+        begin_pass: prepares for the first gradient of the script's own backward pass, and returns
+            whether it ends with a reduction. If not, buckets wait for the gradients of a later one.
+        end_pass: called at the end of that pass with autograd's number of it.
+        send: sends a bucket, given its gradients.
+        lock: held meanwhile; parameters on several devices have their hooks called from several
+            threads.
+
+    Attributes:
+        running: autograd's number of the pass that is running; None between passes.
+        outermost: that of the script's own pass: another one if the running pass is nested in it.
+        outdated: buckets that were sent before one of their gradients changed.
+    """
+
+    def __init__(
+        self,
+        begin_pass: Callable[[], bool],
+        end_pass: Callable[[int], None],
+        send: Callable[[Bucket, list[torch.Tensor | None]], None],
+        lock: threading.RLock,
+    ) -> None:
+        self.running: int | None = None
+        self.outermost: int | None = None
+        self.outdated: set[Bucket] = set()
+        self._begin_pass = begin_pass
+        self._end_pass = end_pass
+        self._send = send
+        self._lock = lock
+        watch_nested_passes(end_pass)
+        self._layout: Layout | None = None
+        # By parameter: what calls its hook, and the bucket that the hook counts for.
+        self._hooks: dict[int, RemovableHandle] = {}
+        self._hooked: dict[int, Bucket | None] = {}
+        self._number: dict[torch.Tensor, int] = {}
+        # The bucket to send with the next gradient, when all hooks of its last have run.
+        self._full: Bucket | None = None
+
+    def add(self, number: int, parameter: torch.nn.Parameter) -> None:
+        """Count the gradients of a parameter."""
+        self._number[parameter] = number
+        self._hooks[number] = _register(parameter, self._hook(None))
+        self._hooked[number] = None
+
+    def follow(self, layout: Layout) -> None:
+        """Count for the buckets of a layout."""
+        self._layout = layout
+        hook_of = {id(bucket): self._hook(bucket) for bucket in layout.buckets}
+        outside = self._hook(None)
+        for i, hook in self._hooks.items():
+            bucket = layout.of.get(i)
+            # Frozen parameters need none, and often return to the same bucket.
+            if bucket is not self._hooked[i] and i in layout.trained:
+                # In place, because this may run inside one of them.
+                hooks: Any = hook.hooks_dict_ref()
+                hooks[hook.id] = hook_of[id(bucket)] if bucket else outside
+                self._hooked[i] = bucket
+
+    def _begin(self, number: int) -> None:
+        """Start to count the gradients of a pass, from its first one on.
+
+        Args:
+            number: autograd's number of it.
+        """
+        with self._lock:
+            outermost = outermost_pass(number)
+            # Another thread was here first, or a nested pass begins or ends.
+            if outermost == self.outermost:
+                self.running = number
+                return
+            if number == outermost:
+                engine = torch.autograd.Variable._execution_engine
+                engine.queue_callback(functools.partial(self._end_pass, number))
+            reduces = self._begin_pass()
+            assert self._layout is not None
+            self._full = None
+            # Drop what a failed pass has left in the buckets.
+            for bucket in self._layout.buckets:
+                if bucket.handle is None:
+                    bucket.reset()
+                    if not reduces:
+                        bucket.left = _NEVER
+                else:
+                    self.outdated.add(bucket)
+            self.outermost = outermost
+            self.running = number  # last: other threads go on when they see it
+
+    def end(self) -> None:
+        """The pass is over; what is not sent yet is the caller's."""
+        self.running = self.outermost = None
+        self._full = None
+
+    def _hook(self, bucket: Bucket | None) -> Callable[[torch.Tensor], None]:
+        """The hook of all parameters in a bucket, called when a gradient is final.
+
+        One function for all of them stays in the processor's caches. It keeps nothing: Python's
+        garbage collector does not see what these hooks of PyTorch's refer to, so anything that
+        leads from them back to a parameter would stay in memory for good.
+        """
+        of_model = weakref.ref(self)
+        of_hook = _no_bucket if bucket is None else weakref.ref(bucket)
+
+        def hook(parameter: torch.Tensor) -> None:
+            hooks = of_model()
+            if hooks is None:  # the model is gone, the script has kept the parameter
+                return
+            bucket = of_hook()
+            number = running_pass()
+            if number != hooks.running:
+                hooks._begin(number)
+                assert hooks._layout is not None
+                bucket = hooks._layout.of.get(hooks._number[parameter])
+            elif hooks._full is not None:
+                hooks._send_full()
+            if bucket is not None:
+                bucket.left -= 1
+                if bucket.left <= 0:
+                    hooks._is_full(bucket)
+
+        return hook
+
+    def _is_full(self, bucket: Bucket) -> None:
+        """Send a bucket that has all gradients soon, or note that it was sent too early."""
+        assert self._layout is not None
+        with self._lock:
+            self._send_full()
+            if bucket.handle is not None:
+                self.outdated.add(bucket)
+            elif bucket in self._layout.buckets[:-1]:
+                self._full = bucket
+
+    def _send_full(self) -> None:
+        with self._lock:
+            bucket, self._full = self._full, None
+            if bucket is None or bucket.handle is not None:
+                return
+            gradients = bucket.gradients()
+            # One that is there twice makes a bucket look full.
+            if are_dense(gradients):
+                self._send(bucket, gradients)
+
+
+def _no_bucket() -> None:
+    """In place of a reference to a bucket."""
+
+
+def _register(parameter: torch.nn.Parameter, function: Callable[[torch.Tensor], None]) -> Any:
+    """Call ``function`` when a gradient is final, also if the parameter is frozen now.
+
+    PyTorch takes the hook only from parameters that require a gradient, and keeps it when that
+    changes.
+    """
+    frozen = not parameter.requires_grad
+    parameter.requires_grad_(True)
+    handle = parameter.register_post_accumulate_grad_hook(function)  # type: ignore[no-untyped-call]
+    if frozen:
+        parameter.requires_grad_(False)
+    return handle
+
+
+class _LastBatch:
+    """The last batch of an epoch, which the script has now.
+
+    Attributes:
+        thread: identifies the one that has taken it.
+        done: windows that have ended with a pass over it. An iterator that the script advances by
+            hand may rest here for long.
+    """
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.done: set[Window] = set()
+
+
+_last_batches: list[_LastBatch] = []
+
+
+@contextmanager
+def last_batch() -> Iterator[None]:
+    """Surrounds the time in which the script has the last batch of an epoch."""
+    batch = _LastBatch()
+    _last_batches.append(batch)
+    try:
+        yield
+    finally:
+        _last_batches.remove(batch)
+
+
+class Window:
+    """The passes of one model that count for the next step.
+
+    Args:
+        length: of a whole window.
+        ends_with_epoch: whether the pass over an epoch's last batch ends with a reduction. The
+            window may go on in the next epoch, and then another reduction must change nothing.
+
+    Attributes:
+        passes: how many there have been; one window may contain several reductions.
+        waiting: whether gradients wait for a reduction that no pass has made.
+    """
+
+    def __init__(self, length: int, *, ends_with_epoch: bool) -> None:
+        self.length = length
+        self.passes = 0
+        self.waiting = False
+        self._ends_with_epoch = ends_with_epoch
+        self._last_batches: list[_LastBatch] = []
+        self._reduces = True
+
+    def begin_pass(self) -> bool:
+        """Whether the pass that begins now ends with a reduction."""
+        if self._ends_with_epoch:
+            thread = _calling_thread()
+            held = [each for each in list(_last_batches) if each.thread == thread]
+            self._last_batches = [each for each in held if self not in each.done]
+        self._reduces = bool(self._last_batches) or self.passes + 1 >= self.length
+        return self._reduces
+
+    def end_pass(self) -> bool:
+        """Count a pass; return whether a reduction follows."""
+        self.passes += 1
+        self.waiting = True
+        return self._reduces
+
+    def reduced(self) -> None:
+        """The gradients are averaged now."""
+        self.waiting = False
+        if self.passes >= self.length:
+            self.passes = 0
+
+    def end(self) -> None:
+        """The next pass is the first of a new window."""
+        self.passes = 0
+        for each in self._last_batches:
+            each.done.add(self)
+        self._last_batches = []
+
+
+def refuse_in_pass(point: str) -> None:
+    """Raise if a backward pass is running.
+
+    Args:
+        point: what the script has called.
+
+    Raises:
+        ValueError: gradients are not averaged before the end of the pass.
+    """
+    if running_pass() != -1:
+        raise ValueError(
+            f"{point} was called while backward() was running, before the gradients were averaged: "
+            "call it after backward()"
+        )
+
+
+class _Nested:
+    """A call of ``backward()`` inside another.
+
+    Attributes:
+        outermost: the number of the pass that the script has started.
+        numbers: those of the passes that this call has started, as far as they are known.
+    """
+
+    def __init__(self, outermost: int) -> None:
+        self.outermost = outermost
+        self.numbers: set[int] = set()
+
+
+# Those that run now, the innermost last.
+_nested: list[_Nested] = []
+# The numbers of outermost passes whose end is awaited.
+_awaited: set[int] = set()
+# The threads in which the script's own calls of ``backward()`` run.
+_callers: list[int] = []
+
+
+def _calling_thread() -> int:
+    """Identifies the thread in which the script has called ``backward()``.
+
+    Gradients on GPUs are computed in other threads.
+    """
+    return _callers[-1] if _callers else threading.get_ident()
+
+
+def outermost_pass(number: int) -> int:
+    """The number of the script's pass that contains a pass, or that it is itself.
+
+    Args:
+        number: of a pass that runs now. It may run in another thread than the call that has
+            started it, as passes on GPUs do.
+    """
+    for each in reversed(_nested):
+        if number in each.numbers:
+            return each.outermost
+    if not _nested or any(each.outermost == number for each in _nested):
+        return number
+    _nested[-1].numbers.add(number)
+    return _nested[-1].outermost
+
+
+@functools.cache
+def watch_nested_passes(end: Callable[[int], None]) -> None:
+    """Call ``end`` when an outermost pass ends in which others have run, with its number.
+
+    Nested passes may hold all gradients of a model. Then no hook of a parameter runs in the
+    outermost pass, from which one could wait for its end.
+    """
+    run = torch.autograd.backward
+
+    # A compiled function may call backward(): the hooks on parameters are not to be traced.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @functools.wraps(run)
+    def backward(*args: Any, **kwargs: Any) -> None:
+        if (number := running_pass()) == -1:
+            thread = threading.get_ident()
+            _callers.append(thread)
+            try:
+                run(*args, **kwargs)
+            finally:
+                _callers.remove(thread)
+            return
+        outermost = outermost_pass(number)
+        if number == outermost and outermost not in _awaited:
+            _awaited.clear()  # what failed passes have left
+            _awaited.add(outermost)
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(functools.partial(end, outermost))
+        _nested.append(_Nested(outermost))
+        try:
+            run(*args, **kwargs)
+        finally:
+            _nested.pop()
+
+    torch.autograd.backward = backward
