@@ -83,9 +83,9 @@ def parts_of_strategies(parts: Sequence[Part]) -> list[StrategyPart]:
     }
     for part in parts:
         if part.model is None and part.record:
-            part.is_local = part.record.alone
+            part.is_local = part.record.local
         else:  # a scheduler, for example, is local if any of the models is
-            part.is_local = any(keeper.alone for keeper in models.get(part, names))
+            part.is_local = any(keeper.local for keeper in models.get(part, names))
     return [StrategyPart(name, keeper) for keeper, name in names.items()]
 
 

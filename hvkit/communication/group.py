@@ -78,9 +78,10 @@ class Group:
         """A new name for collectives: ``hvkit.0``, then ``hvkit.1``; the same on every member.
 
         All members must request the names of a kind in the same order. Each group has a count of
-        its own.
+        its own, and its names hold its number: ``hvkit.set1.0``.
         """
-        return f"{kind}.{next(_numbers[self.members, kind])}"
+        within = f".set{self.process_set.process_set_id}" if self.process_set else ""
+        return f"{kind}{within}.{next(_numbers[self.members, kind])}"
 
 
 _numbers: defaultdict[tuple[tuple[int, ...], str], Iterator[int]] = defaultdict(itertools.count)

@@ -7,7 +7,7 @@ that changes it. A step that a loss scale skips counts as a step without a chang
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,13 +69,15 @@ class ServedModel(LocalWeights):
         A collective if there are any; before the first step also a comparison of the ranks.
         """
         trained = dict.fromkeys(i for each in self._optimizers for i in sorted(each.trained()))
+        self._serve(number, trained)
+
+    def _serve(self, number: int, trained: Iterable[int]) -> None:
+        """Have the server hold weights that an optimizer is about to train."""
         new = [i for i in trained if i not in self._served]
         if not new and self._exchange.begun:
             return
         with call(self._optimizers[number].call, self._steps_ended + 1, self._name):
             self._require_same(new)
-            if not self._exchange.begun and not self._resumed:
-                self.weights.require_equal()
             kinds = self.weights.kinds(new)
             values = [[self._served_value(i) for i in kind] for kind in kinds]
             self._exchange.add([np.concatenate(each) for each in values])
@@ -85,9 +87,13 @@ class ServedModel(LocalWeights):
             self._resumed.pop(i, None)
 
     def _require_same(self, new: list[int]) -> None:
-        advice = "train the same parameters on every rank"
+        """Raise on every rank unless all begin to train the same weights; a collective."""
+        noun = self.weights.noun
         facts = [self.weights.label(i) for i in new]
-        require_equal("list of parameters to train", facts, advice, self.weights.step_call)
+        advice = f"train the same {noun} on every rank"
+        require_equal(f"list of {noun} to train", facts, advice, self.weights.step_call)
+        if not self._exchange.begun and not self._resumed:
+            self.weights.require_equal()
 
     def _served_value(self, i: int) -> Array:
         return self._resumed.get(i, self.weights.to_numpy(self.weights.read(i)))
@@ -116,7 +122,7 @@ class ServedModel(LocalWeights):
         ends = np.cumsum([self.weights.length(i) for i in vector.numbers])
         return dict(zip(vector.numbers, np.split(values, ends[:-1]), strict=True))
 
-    def _meet(self) -> bool:
+    def _compare_ranks(self) -> bool:
         compare_iterations()
         self._unsent = self._changes()
         if any(collectives.gather("hvkit.settled", any(each.any() for each in self._unsent))):
@@ -148,7 +154,7 @@ class ServedModel(LocalWeights):
 
         All ranks then hold the same weights.
         """
-        if not self._meet():
+        if not self._compare_ranks():
             return
         self._show_agreed()
         for at, (vector, unsent) in enumerate(zip(self._vectors, self._unsent, strict=True)):

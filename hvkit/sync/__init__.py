@@ -1,4 +1,4 @@
-"""What ranks that train together do alike in every framework; imports none.
+"""What ranks that train together do in every framework; imports none.
 
 ::
 
@@ -7,7 +7,7 @@
     rounds         ends rounds of strategies that agree on weights
     ├── round_ends     do all ranks end the same round, in the same way?
     └── round_state    what a strategy keeps of each weight, as vectors
-    local_weights  the weights of ranks that train alone, as a port shows them, around each step
+    local_weights  local weights, as a port shows them, around each step
     shown_weights  hvkit.settled: the weights that these ranks would agree on
     fingerprints   whether all ranks hold the same tensors
     buffers        what forward passes learn: do ranks differ, and is it averaged?

@@ -1,4 +1,4 @@
-"""What ranks that train alone do with a model's weights around each step of its optimizers.
+"""What ranks do with local weights around each step of their optimizers.
 
 A framework's port shows the weights as vectors by number (``Weights``), and the optimizers that
 change them (``SteppedOptimizer``).
@@ -34,6 +34,9 @@ class Weights(Protocol):
 
     group: Group
     """The ranks that agree on them."""
+
+    noun: str
+    """What the framework calls several of them: ``parameters``."""
 
     def add(self, weights: Iterable[Any]) -> None:
         """Number more weights; the same ones on every rank, with the same values."""
@@ -129,8 +132,15 @@ class SteppedOptimizer(Protocol):
     call: str
     """The user's call that makes a step: ``SGD.step()``."""
 
-    def attach(self, before: Callable[[], None], after: Callable[[], None]) -> None:
-        """Call functions around each step, also around one that a loss scale skips."""
+    steps: int
+    """How many it has taken since ranks last agreed on its weights."""
+
+    rounds: int
+    """How many it has ended."""
+
+    @property
+    def taken(self) -> int:
+        """How many it has taken in all, or since the script began."""
 
     def held(self) -> set[int]:
         """Numbers of the weights that it updates; none if the script no longer has it."""
@@ -149,6 +159,13 @@ class SteppedOptimizer(Protocol):
         """
 
 
+class HookedOptimizer(SteppedOptimizer, Protocol):
+    """An optimizer whose steps are plain calls of Python."""
+
+    def attach(self, before: Callable[[], None], after: Callable[[], None]) -> None:
+        """Call functions around each step, also around one that a loss scale skips."""
+
+
 class LocalWeights(AgreedView):
     """What exchanges the weights of one model after its optimizers' steps.
 
@@ -160,16 +177,16 @@ class LocalWeights(AgreedView):
         name: the same on every rank, and no other model's.
     """
 
-    alone = True
+    local = True
 
     def __init__(self, weights: Weights, name: str) -> None:
         super().__init__()
         self.weights = weights
         self._name = name
-        self._optimizers: list[SteppedOptimizer] = []
-        self._steps_ended = 0
         # What callbacks see, in the order of ``_values``; they may set others.
         self._for_callbacks: list[tuple[Any, Any]] = []
+        self._optimizers: list[SteppedOptimizer] = []
+        self._steps_ended = 0
 
     def __contains__(self, weight: Any) -> bool:
         return weight in self.weights
@@ -177,35 +194,6 @@ class LocalWeights(AgreedView):
     def add(self, weights: Iterable[Any]) -> None:
         """Exchange more weights; the same ones on every rank, with the same values."""
         self.weights.add(weights)
-
-    def watch(self, optimizer: SteppedOptimizer, adopt: Callable[[], bool]) -> None:
-        """Surround the steps of an optimizer.
-
-        Args:
-            optimizer: one that updates some of the weights.
-            adopt: adds weights that are new in the optimizer.
-        """
-        number = len(self._optimizers)
-        self._optimizers.append(optimizer)
-
-        def before() -> None:
-            self.refuse_step()
-            adopt()
-            self._before_step(number)
-
-        def after() -> None:
-            self._steps_ended += 1
-            self._end_step(number)
-
-        optimizer.attach(before, after)
-
-    @abstractmethod
-    def _before_step(self, number: int) -> None:
-        """What comes before each step of an optimizer."""
-
-    @abstractmethod
-    def _end_step(self, number: int) -> None:
-        """What comes after each step of an optimizer."""
 
     def show_callbacks(self) -> None:
         """Show the agreed weights to callbacks, which may set others; a collective."""
@@ -221,7 +209,8 @@ class LocalWeights(AgreedView):
         if self._own is None or not self._for_callbacks:
             return
         shown, now = self._for_callbacks, self._values()
-        pairs = enumerate(zip(shown, now, strict=True))
+        # Weights that a callback has added come last, and no rank has its own yet.
+        pairs = enumerate(zip(shown, now, strict=False))
         given = [i for i, ((_, a), (_, b)) in pairs if not self.weights.same(a, b)]
         everyone = collectives.gather("fit", given, self.weights.group)
         if (unlike := first_unlike(everyone, self.weights.group)) is not None:
@@ -286,6 +275,39 @@ class LocalWeights(AgreedView):
 
     def _average_statistics(self, *, keep: bool) -> None:
         self.weights.average_statistics(f"{self._name}.statistics", keep=keep)
+
+    def watch(self, optimizer: HookedOptimizer, adopt: Callable[[], bool]) -> None:
+        """Surround the steps of an optimizer.
+
+        Args:
+            optimizer: one that updates some of the weights.
+            adopt: adds weights that are new in the optimizer.
+        """
+        number = self._add_optimizer(optimizer)
+
+        def before() -> None:
+            self.refuse_step()
+            adopt()
+            self._before_step(number)
+
+        def after() -> None:
+            self._steps_ended += 1
+            self._end_step(number)
+
+        optimizer.attach(before, after)
+
+    def _add_optimizer(self, optimizer: SteppedOptimizer) -> int:
+        """Know another optimizer; return its number."""
+        self._optimizers.append(optimizer)
+        return len(self._optimizers) - 1
+
+    @abstractmethod
+    def _before_step(self, number: int) -> None:
+        """What comes before each step of an optimizer."""
+
+    @abstractmethod
+    def _end_step(self, number: int) -> None:
+        """What comes after each step of an optimizer."""
 
 
 def pieces(weights: Weights, numbers: Iterable[int]) -> list[list[int]]:

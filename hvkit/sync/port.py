@@ -58,8 +58,8 @@ class Record:
     """The step counter of its warm-up; None without a warm-up, or if the optimizer counts steps."""
     gathered: Callable[[], AbstractContextManager[None]] | None = None
     """A context in which rank 0 has its whole state, if it is divided; a collective."""
-    alone: bool = False
-    """Whether the ranks train alone for rounds, so that its state differs; ``record`` sets it."""
+    local: bool = False
+    """Whether the ranks train local weights, so that its state differs; ``record`` sets it."""
 
 
 class Keeper(Protocol):
@@ -74,18 +74,18 @@ class Keeper(Protocol):
         """As passed to ``distribute``."""
 
     @property
-    def alone(self) -> bool:
-        """Whether the ranks train alone for rounds, so that their weights differ."""
+    def local(self) -> bool:
+        """Whether the ranks train local weights, so that their weights differ."""
 
     @property
     def equal_steps(self) -> bool:
         """Whether all ranks must take equally many steps."""
 
     def arrive(self) -> None:
-        """Wait for agreements that run beside training; a collective."""
+        """Wait for overlapped agreements; a collective."""
 
     def settled(self) -> AbstractContextManager[None]:
-        """Hold the weights that the ranks would agree on now; a collective if ``alone``."""
+        """Hold the weights that the ranks would agree on now; a collective if ``local``."""
 
     def unsettled(self) -> AbstractContextManager[None]:
         """Hold this rank's own weights for a while, inside ``settled``."""
@@ -190,8 +190,8 @@ def record(
     _models.update((_plain(model), of_keeper) for model in held)
     if group is not None and not group.is_everyone:
         _groups.update((_plain(each), group) for each in (*held, *(thing for thing, _ in known)))
-    alone = keeper is not None and keeper.alone
-    _records.update((_plain(thing), replace(each, alone=alone)) for thing, each in known)
+    local = keeper is not None and keeper.local
+    _records.update((_plain(thing), replace(each, local=local)) for thing, each in known)
 
 
 def refuse_groups(call: str, things: Iterable[Any]) -> None:
@@ -220,7 +220,7 @@ def _group_of(thing: Any) -> Group | None:
 
 
 def warn_of_own_batches(layers: str, strategy: Strategy) -> None:
-    """Say that layers made to normalise over all ranks' batches cannot, where ranks train alone."""
+    """Say that layers cannot normalise over all ranks' batches where ranks train local weights."""
     warn_once(
         "own batches",
         f"{layers} normalise with each rank's own batch, since with {strategy} each trains at its "

@@ -18,23 +18,23 @@ class RoundEnd(NamedTuple):
 
     Attributes:
         model: the keeper's name.
-        number: the optimizer's.
+        optimizer: its name in messages, the same on every rank.
         rounds: how many that optimizer has ended, with this one.
         trained: numbers of the weights that were trained.
         rates: a checksum of the learning rates.
-        rebased: numbers of the weights that this rank's script has set before the round; not
+        set_by_script: numbers of the weights that this rank's script has set before the round; not
             necessarily the same on all ranks.
     """
 
     model: str
-    number: int
+    optimizer: str
     rounds: int
     trained: list[int]
     rates: int
-    rebased: list[int]
+    set_by_script: list[int]
 
     def __str__(self) -> str:
-        return f"round {self.rounds} of optimizer {self.number} of model {self.model}"
+        return f"round {self.rounds} of {self.optimizer} of model {self.model}"
 
     @property
     def common(self) -> tuple[Any, ...]:
@@ -64,7 +64,7 @@ def require_same_end(
         if theirs[:3] != first[:3]:
             raise RanksDisagreeError(
                 f"rank {rank} ends {theirs} while rank {weights.group.first} ends {first}: every "
-                "rank must call step() of the same optimizers equally often"
+                f"rank must call {weights.step_call} of the same optimizers equally often"
             )
     if any(theirs.common != first.common for theirs in everyone):
         optimizer.refuse_differences(weights.step_call)
@@ -91,5 +91,5 @@ def require_same_trained(everyone: Sequence[Sequence[int]], weights: Weights) ->
         i, trained, not_trained = unlike
         raise RanksDisagreeError(
             f"{weights.label(i)} was trained in this round on rank {trained} but not "
-            f"on rank {not_trained}: train the same parameters on every rank"
+            f"on rank {not_trained}: train the same {weights.noun} on every rank"
         )

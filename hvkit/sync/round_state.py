@@ -6,7 +6,7 @@ weight, because several optimizers may update the same one, in turn.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,21 +24,28 @@ class RoundState:
     Args:
         strategy: what the ranks agree on.
         weights: those of the model.
+        kept: where to keep it, by number.
 
     Attributes:
-        pending: what agreements that ran beside training will add to the weights.
+        pending: what overlapped agreements will add to the weights.
     """
 
-    def __init__(self, strategy: Rounds, weights: Weights) -> None:
+    def __init__(
+        self, strategy: Rounds, weights: Weights, kept: MutableMapping[int, State]
+    ) -> None:
         self.pending: dict[int, Vector] = {}
         self._strategy = strategy
         self._weights = weights
-        self._kept: dict[int, State] = {}
+        self._kept = kept
 
     def begin(self, i: int) -> None:
         """Begin with a weight's value, unless a checkpoint has set its state."""
         if i not in self._kept:
             self._kept[i] = self._strategy.begin(self._weights.read(i))
+
+    def begun(self) -> list[int]:
+        """Numbers of the weights with a state."""
+        return list(self._kept)
 
     def anchor(self, i: int) -> Vector | None:
         """The values that the ranks have last agreed on, if the strategy has them."""
@@ -49,8 +56,8 @@ class RoundState:
         anchor = self.anchor(i)
         return anchor is not None and not self._weights.holds(i, anchor)
 
-    def rebase(self, i: int, values: Vector | None = None) -> None:
-        """Begin a round with other values.
+    def set_anchor(self, i: int, values: Vector | None = None) -> None:
+        """Begin a round with other values, as if the ranks had agreed on them.
 
         Args:
             i: the weight's number.
@@ -59,10 +66,10 @@ class RoundState:
         values = self._weights.read(i) if values is None else values
         self._kept[i] = self._strategy.reset(values, self._kept[i])
 
-    def rebase_all(self) -> None:
+    def set_anchors(self) -> None:
         """Begin a round with what all weights hold."""
         for i in self._kept:
-            self.rebase(i)
+            self.set_anchor(i)
 
     def clear(self) -> None:
         """Forget everything."""
@@ -79,14 +86,14 @@ class RoundState:
 
     def kept(self, together: Sequence[int]) -> State:
         """The state of some weights, one after the other."""
-        names = self._kept[together[0]].keys()
-        return {n: self._weights.join([self._kept[i][n] for i in together]) for n in names}
+        states = [self._kept[i] for i in together]
+        return {n: self._weights.join([state[n] for state in states]) for n in states[0]}
 
     def keep(self, together: Sequence[int], state: State) -> None:
         """Set what ``kept`` returns."""
-        for name, vector in state.items():
-            for i, piece in self.split(together, vector):
-                self._kept[i][name] = piece
+        split = {name: self._weights.split(vector, together) for name, vector in state.items()}
+        for at, i in enumerate(together):
+            self._kept[i] = {name: pieces[at] for name, pieces in split.items()}
 
     def split(self, together: Sequence[int], vector: Vector) -> list[tuple[int, Vector]]:
         """The numbers of weights, each with its part of a vector."""
@@ -113,10 +120,12 @@ class RoundState:
 
     def load(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
         """Set what ``arrays`` returned."""
+        states: dict[int, State] = {}
         for key, array in arrays.items():
             name, _, number = key.partition(".")
             i = int(number)
-            self._kept.setdefault(i, {})[name] = self._weights.from_numpy(array, i)
+            states.setdefault(i, {})[name] = self._weights.from_numpy(array, i)
+        self._kept.update(states)
 
     def own_arrays(self) -> dict[str, np.ndarray[Any, Any]]:
         """What a checkpoint saves for each rank."""

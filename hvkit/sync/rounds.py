@@ -6,7 +6,15 @@ how it has changed those at the end of the round, so no step in between is lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Generator, Iterable, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Container,
+    Generator,
+    Iterable,
+    MutableMapping,
+    Sequence,
+)
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -15,8 +23,8 @@ from hvkit.communication import collectives
 from hvkit.communication.exchanges import Mean, Neighbours, Place
 from hvkit.compression import Compression
 from hvkit.errors import RanksDisagreeError
-from hvkit.strategies.strategy import Rounds, Vector
-from hvkit.sync.local_weights import LocalWeights, SteppedOptimizer, Weights, pieces
+from hvkit.strategies.strategy import Rounds, State, Vector
+from hvkit.sync.local_weights import LocalWeights, Weights, pieces
 from hvkit.sync.round_ends import RoundEnd, require_same_end, require_same_trained
 from hvkit.sync.round_state import RoundState
 from hvkit.sync.shown_weights import arrive_before_exit, require_equal_steps
@@ -48,7 +56,11 @@ class Agreements(Protocol):
     """This rank's among all ranks."""
 
     def start(
-        self, flow: Generator[Mean | Neighbours, Any, Any], values: Vector, numbers: list[int]
+        self,
+        flow: Generator[Mean | Neighbours, Any, Any],
+        values: Vector,
+        numbers: list[int],
+        name: str,
     ) -> Agreement:
         """Begin an agreement; every rank must begin and wait for the same ones, in the same order.
 
@@ -56,10 +68,14 @@ class Agreements(Protocol):
             flow: the strategy's generator.
             values: of some weights of one kind.
             numbers: of these.
+            name: the same on every rank, and no other agreement's that runs at the same time.
         """
 
     def commit(self, numbers: Container[int]) -> None:
-        """Keep what the compression has not sent of these weights; forget it of all others."""
+        """Keep what the compression has not sent of these weights."""
+
+    def forget(self) -> None:
+        """Forget what agreements have not sent that have only been looked at."""
 
     def clear(self) -> None:
         """Forget what the compression keeps."""
@@ -78,12 +94,19 @@ class _Round(NamedTuple):
     """A round whose agreements overlap with the next one.
 
     Attributes:
-        end: how this rank ends it.
+        number: the optimizer's.
+        end: how this rank ends it, if the ranks compare that.
         agreements: on all its weights, some at a time.
     """
 
-    end: RoundEnd
+    number: int
+    end: RoundEnd | None
     agreements: list[Agreement]
+
+    def is_on(self, numbers: Container[int] | None) -> bool:
+        """Whether to wait for it before any of these weights changes; None for all."""
+        on = [i for agreement in self.agreements for i in agreement.numbers]
+        return numbers is None or not on or any(i in numbers for i in on)
 
 
 class RoundKeeper(LocalWeights):
@@ -95,6 +118,7 @@ class RoundKeeper(LocalWeights):
         name: the same on every rank, and no other model's.
         agreements: carries out what the strategy needs.
         compression: how float32 vectors travel; None for as they are.
+        kept: where to keep the strategy's state of each weight, by number.
     """
 
     equal_steps = True
@@ -106,24 +130,20 @@ class RoundKeeper(LocalWeights):
         name: str,
         agreements: Agreements,
         compression: Compression | None = None,
+        kept: MutableMapping[int, State] | None = None,
     ) -> None:
         super().__init__(weights, name)
         self.strategy = strategy
         self.compression = compression
         self._agreements = agreements
-        self._state = RoundState(strategy, weights)
+        self._state = RoundState(strategy, weights, {} if kept is None else kept)
         # Numbers of those that may differ between ranks.
         self._trained: set[int] = set()
         # Numbers of those that the script has set on this rank between two rounds.
-        self._rebased: set[int] = set()
+        self._set_by_script: set[int] = set()
         # Rounds whose agreements overlap with the one that trains.
         self._running: list[_Round] = []
-        # Steps that each optimizer has taken in this round, rounds that it has ended, and steps
-        # since the script began, which no checkpoint holds.
-        self._steps: list[int] = []
-        self._rounds: list[int] = []
-        self._taken: list[int] = []
-        # The same, when training last ended with the ranks' weights equal.
+        # Steps that each had taken when training last ended with the ranks' weights equal.
         self._ended_at: list[int] | None = None
         self._begun = False
 
@@ -134,46 +154,34 @@ class RoundKeeper(LocalWeights):
         for i in range(known, len(self.weights)) if self._begun else ():
             self._state.begin(i)
 
-    def watch(self, optimizer: SteppedOptimizer, adopt: Callable[[], bool]) -> None:
-        """End a round after every so many steps of an optimizer.
-
-        Args:
-            optimizer: one that updates some of the weights.
-            adopt: adds weights that are new in the optimizer.
-        """
-        self._steps.append(0)
-        self._rounds.append(0)
-        self._taken.append(0)
-        super().watch(optimizer, adopt)
-
     def _before_step(self, number: int) -> None:
         self._begin_all()
-        if not self._steps[number]:
-            self._rebase(self._optimizers[number].held())
+        if not self._optimizers[number].steps:
+            self._note_set_weights(self._optimizers[number].held())
 
-    def _rebase(self, numbers: Iterable[int]) -> None:
+    def _note_set_weights(self, numbers: Iterable[int]) -> None:
         """Begin the round with weights that the script has set since the last agreement.
 
         The ranks compare them at the next agreement: this is no collective.
         """
-        if not (self.strategy.same_weights or self._taken == self._ended_at):
+        if not (self.strategy.same_weights or self._taken() == self._ended_at):
             return  # where they count as a change like any other
         for i in numbers:
             if i not in self._trained and self._state.moved(i):
-                self._state.rebase(i)
-                self._rebased.add(i)
+                self._state.set_anchor(i)
+                self._set_by_script.add(i)
 
-    def _make_rebased_same(self, point: str, rebased: Iterable[Iterable[int]]) -> None:
+    def _make_set_weights_same(self, point: str, set_by_script: Iterable[Iterable[int]]) -> None:
         """Make the weights that ranks have set between rounds the same on all; a collective.
 
         Args:
             point: the name of the call that the user made.
-            rebased: their numbers, by rank.
+            set_by_script: their numbers, by rank.
 
         Raises:
             RanksDisagreeError: they differ by more than rounding.
         """
-        numbers = sorted(set().union(*rebased))
+        numbers = sorted(set().union(*set_by_script))
         if not numbers:
             return
         anchors = {i: anchor for i in numbers if (anchor := self._state.anchor(i)) is not None}
@@ -182,10 +190,10 @@ class RoundKeeper(LocalWeights):
                 own = self.weights.join([anchors[i] for i in together])
                 mean = self.weights.mean(own, f"{self._name}.anchor.{together[0]}")
                 for i, anchor in self._state.split(together, mean):
-                    self._state.rebase(i, anchor)
+                    self._state.set_anchor(i, anchor)
                     if i not in self._trained:  # the end of the round does not set it
                         self.weights.write(i, anchor)
-        self._rebased.difference_update(numbers)
+        self._set_by_script.difference_update(numbers)
 
     def _begin_all(self) -> None:
         """Before the first step: make sure that the ranks are equal, and begin; a collective."""
@@ -206,57 +214,96 @@ class RoundKeeper(LocalWeights):
         self.arrive()
         self._state.clear()
         self._trained.clear()
-        self._rebased.clear()
+        self._set_by_script.clear()
         self._agreements.clear()
-        self._steps = [0] * len(self._steps)
+        for optimizer in self._optimizers:
+            optimizer.steps = 0
         self._ended_at = None
         self._begun = False
 
     def _end_step(self, number: int) -> None:
         optimizer = self._optimizers[number]
-        held = optimizer.held()
         self._trained.update(optimizer.trained())
-        self._steps[number] += 1
-        self._taken[number] += 1
-        step = self._taken[number]
-        if self.strategy.overlap and self._steps[number] == self.strategy.overlap:
-            with call(optimizer.call, step, self._name):
-                self._add_pending(held)
-        if self._steps[number] < self.strategy.every:
-            return
-        self._rounds[number] += 1
-        with call(optimizer.call, step, self._name):
+        optimizer.steps += 1
+        if optimizer.steps == self.strategy.overlap:
+            self._end_overlap(number, optimizer.taken)
+        if optimizer.steps >= self.strategy.every:
+            self._end_round(number, optimizer.taken)
+            optimizer.steps = 0
+
+    def _end_overlap(self, number: int, step: int) -> None:
+        """Let the agreement that began with this round count; a collective.
+
+        Args:
+            number: the optimizer's.
+            step: of the optimizer, for messages.
+        """
+        optimizer = self._optimizers[number]
+        with call(optimizer.call, step, f"{self._name}.{number}"):
+            self._add_pending(optimizer.held())
+
+    def _end_round(self, number: int, step: int) -> None:
+        """End a round of one optimizer; a collective. The arguments are as for ``_end_overlap``."""
+        optimizer = self._optimizers[number]
+        optimizer.rounds += 1
+        with call(optimizer.call, step, f"{self._name}.{number}"):
+            held = optimizer.held()
             changed = sorted(held & self._trained)
             self._add_pending(changed)  # of rounds of other optimizers, too
             end = self._end_of_round(number, held, changed)
             if self.strategy.overlap:
-                begun = [self._start(together) for together in pieces(self.weights, changed)]
-                self._running.append(_Round(end, begun))
+                begun = [self._start(number, each) for each in pieces(self.weights, changed)]
+                self._running.append(_Round(number, end, begun))
                 arrive_before_exit(self)
             else:
-                self._require_same_round(end)
-                self._agree(changed)
+                self._require_same_round(number, end)
+                self._agree(number, changed)
             if self.strategy.same_weights:  # if not, they stay each rank's own, as the weights do
                 self._average_statistics(keep=True)
+        self._are_agreed(changed)
+
+    def _are_agreed(self, numbers: Iterable[int]) -> None:
+        """Note that ranks have agreed on weights."""
         if self.strategy.same_weights:
-            self._trained.difference_update(changed)
-        self._steps[number] = 0
+            self._trained.difference_update(numbers)
 
-    def _end_of_round(self, number: int, held: set[int], changed: list[int]) -> RoundEnd:
-        # Of this optimizer alone: whether others are gone already depends on the rank.
-        rates = self._optimizers[number].checksum_of_rates()
-        rebased = sorted(held & self._rebased)
-        return RoundEnd(self._name, number, self._rounds[number], changed, rates, rebased)
+    def _end_of_round(self, number: int, held: set[int], changed: list[int]) -> RoundEnd | None:
+        """How this rank ends a round of an optimizer, if the ranks compare that."""
+        optimizer = self._optimizers[number]
+        if not self._is_compared(optimizer.rounds):
+            return None
+        # Of this optimizer only: whether others are gone already depends on the rank.
+        rates = optimizer.checksum_of_rates()
+        set_by_script = sorted(held & self._set_by_script)
+        label = self._optimizer_label(number)
+        return RoundEnd(self._name, label, optimizer.rounds, changed, rates, set_by_script)
 
-    def _require_same_round(self, end: RoundEnd) -> None:
-        """Raise on every rank unless all end the same round in the same way; a collective."""
-        everyone = require_same_end(end, self._optimizers[end.number], self.weights)
-        self._make_rebased_same(self.weights.step_call, [theirs.rebased for theirs in everyone])
+    def _is_compared(self, rounds: int) -> bool:
+        """Whether the ranks compare how they end this round of an optimizer."""
+        return True
 
-    def _agree(self, numbers: Sequence[int]) -> None:
-        """End the round of some weights; a collective."""
-        for together in pieces(self.weights, numbers):
-            self._state.write(together, self._end(self._start(together)))
+    def _optimizer_label(self, number: int) -> str:
+        """The name of an optimizer in messages."""
+        return f"optimizer {number}"
+
+    def _require_same_round(self, number: int, end: RoundEnd | None) -> None:
+        """Raise on every rank unless all end the same round in the same way; a collective.
+
+        Args:
+            number: the optimizer's.
+            end: of the round; None if the ranks do not compare it.
+        """
+        if end is None:
+            return
+        everyone = require_same_end(end, self._optimizers[number], self.weights)
+        self._make_set_weights_same(
+            self.weights.step_call, [theirs.set_by_script for theirs in everyone]
+        )
+
+    def _agree(self, number: int, weights: Sequence[int]) -> None:
+        """End the round of some weights of an optimizer; a collective."""
+        for together in pieces(self.weights, weights):
+            self._state.write(together, self._end(self._start(number, together)))
 
     def arrive(self, numbers: Container[int] | None = None) -> None:
         """Wait for the agreements that overlap with training; a collective.
@@ -265,12 +312,10 @@ class RoundKeeper(LocalWeights):
             numbers: of weights, for the agreements on any of these; None for all.
         """
         for each in list(self._running):
-            agreements = each.agreements
-            on = [i for agreement in agreements for i in agreement.numbers]
-            if numbers is None or not on or any(i in numbers for i in on):
+            if each.is_on(numbers):
                 self._running.remove(each)
-                self._require_same_round(each.end)
-                for agreement in agreements:
+                self._require_same_round(each.number, each.end)
+                for agreement in each.agreements:
                     change = self._end(agreement) - agreement.values
                     self._state.pending.update(self._state.split(agreement.numbers, change))
 
@@ -283,16 +328,16 @@ class RoundKeeper(LocalWeights):
         self.arrive()
         # Also what an optimizer has changed that the script no longer has.
         for together in pieces(self.weights, sorted(self._trained)):
-            agreed = self._start(together, self.strategy.settle).result()
+            agreed = self._start("shown", together, self.strategy.settle).result()
             for i, values in self._state.split(together, agreed):
                 self.weights.show(i, values)
-        self._agreements.commit(())
+        self._agreements.forget()
         self._average_statistics(keep=False)
 
     def _replaced(self, i: int, own: Any, agreed: Any, chosen: Any) -> Any:
         self._state.pending.pop(i, None)
-        if self._begun:
-            self._state.rebase(i)
+        if i in self._state.begun():
+            self._state.set_anchor(i)
         return chosen
 
     def end_rounds(self) -> None:
@@ -300,33 +345,49 @@ class RoundKeeper(LocalWeights):
 
         All ranks then hold the same weights.
         """
-        self._meet()
+        self._compare_ranks()
         for number, optimizer in enumerate(self._optimizers):
             held = optimizer.held()
             self._add_pending(held)
-            if self._steps[number] or not self.strategy.same_weights:
-                self._agree_at_the_end(sorted(held & self._trained))
+            if optimizer.steps or not self.strategy.same_weights:
+                self._agree_at_the_end(number, sorted(held & self._trained))
                 self._trained.difference_update(held)
-            self._steps[number] = 0
+            optimizer.steps = 0
         self._average_statistics(keep=True)
-        self._ended_at = list(self._taken)
+        self._ended_at = self._taken()
 
-    def _agree_at_the_end(self, numbers: Sequence[int]) -> None:
+    def _agree_at_the_end(self, number: int, weights: Sequence[int]) -> None:
         if self.strategy.same_weights:
-            self._agree(numbers)
+            self._agree(number, weights)
         else:
-            for together in pieces(self.weights, numbers):
-                self._state.write(together, self._start(together, self.strategy.settle).result())
+            for together in pieces(self.weights, weights):
+                agreement = self._start(number, together, self.strategy.settle)
+                self._state.write(together, agreement.result())
+                self._agreements.commit(together)
                 for i in together:
-                    self._state.rebase(i)
-            self._agreements.commit(())
+                    self._state.set_anchor(i)
 
-    def _start(self, together: list[int], flow: Callable[..., Any] | None = None) -> Agreement:
-        """Begin what the strategy's ``agree``, or another flow of it, does to some weights."""
+    def _taken(self) -> list[int]:
+        return [optimizer.taken for optimizer in self._optimizers]
+
+    def _start(
+        self, of: int | str, together: list[int], flow: Callable[..., Any] | None = None
+    ) -> Agreement:
+        """Begin what the strategy's ``agree``, or another flow of it, does to some weights.
+
+        Args:
+            of: the optimizer's number, or what else agrees on them.
+            together: the weights' numbers.
+            flow: None for ``agree``.
+        """
         values = self._state.values(together)
         agree = flow or self.strategy.agree
         begun = agree(values, self._state.kept(together), self._agreements.place)
-        return self._agreements.start(begun, values, together)
+        return self._agreements.start(begun, values, together, self._name_of(of, together))
+
+    def _name_of(self, of: int | str, together: Sequence[int]) -> str:
+        """An agreement's name, which ranks whose optimizers take turns differently do not share."""
+        return f"{self._name}.{of}.weights.{together[0]}"
 
     def _end(self, agreement: Agreement) -> Vector:
         """Wait for an agreement, keep its state, and return the values of the next round."""
@@ -335,16 +396,10 @@ class RoundKeeper(LocalWeights):
         self._agreements.commit(agreement.numbers)
         return values
 
-    def _meet(self) -> bool:
-        require_equal_steps(self._steps, self.weights.group)
-        if self._begun:
-            self._rebase(range(len(self.weights)))
-        mine = sorted(self._trained), sorted(self._rebased)
-        trained, rebased = zip(
-            *collectives.gather("hvkit.settled", mine, self.weights.group), strict=True
-        )
-        require_same_trained(trained, self.weights)
-        self._make_rebased_same("hvkit.settled", rebased)
+    def _compare_ranks(self) -> bool:
+        steps = [optimizer.steps for optimizer in self._optimizers]
+        require_equal_steps(steps, self.weights.group)
+        self.accept_set_weights("hvkit.settled")
         if not self._begun:  # the script may have changed weights without an optimizer
             try:
                 self._require_equal("hvkit.settled")
@@ -354,12 +409,30 @@ class RoundKeeper(LocalWeights):
                     "ranks have not agreed on anything: train through it."
                 )
                 raise
-        return any(self._steps) or not self.strategy.same_weights
+        return any(steps) or not self.strategy.same_weights
+
+    def accept_set_weights(self, point: str = "fit") -> None:
+        """Begin with weights that the script has set since the last agreement; a collective.
+
+        Args:
+            point: the name of the call that the user made.
+
+        Raises:
+            RanksDisagreeError: ranks have trained other weights, or set others.
+        """
+        self._note_set_weights(self._state.begun())
+        mine = sorted(self._trained), sorted(self._set_by_script)
+        everyone = collectives.gather(point, mine, self.weights.group)
+        trained, set_by_script = zip(*everyone, strict=True)
+        require_same_trained(trained, self.weights)
+        self._make_set_weights_same(point, set_by_script)
 
     def state(self) -> dict[str, np.ndarray[Any, Any]]:
         """What a checkpoint saves, the same on every rank: by state and weight, and counts."""
         sent = {f"{_SENT}{key}": array for key, array in self._agreements.arrays().items()}
-        counts = np.array([self._steps, self._rounds], np.int64)
+        counts = np.array(
+            [[o.steps for o in self._optimizers], [o.rounds for o in self._optimizers]], np.int64
+        )
         trained = np.array(sorted(self._trained), np.int64)
         return {**self._state.arrays(), **sent, "counts": counts, "trained": trained}
 
@@ -372,24 +445,29 @@ class RoundKeeper(LocalWeights):
                 with the weights that all hold now.
         """
         self.begin_anew()
-        counts = arrays["counts"].tolist()
-        if len(counts[0]) != len(self._optimizers):
-            raise ValueError(f"it has {len(counts[0])} optimizers, here are {len(self._steps)}")
-        sent = {key for key in arrays if key.startswith(_SENT)}
-        self._agreements.load({key.removeprefix(_SENT): arrays[key] for key in sent})
-        others = sent | {"counts", "trained"}
-        self._state.load({key: array for key, array in arrays.items() if key not in others})
+        steps, rounds = arrays["counts"].tolist()
+        if len(steps) != len(self._optimizers):
+            raise ValueError(f"it has {len(steps)} optimizers, here are {len(self._optimizers)}")
+        self._load({key: a for key, a in arrays.items() if key not in ("counts", "trained")})
+        for optimizer, number in zip(self._optimizers, rounds, strict=True):
+            optimizer.rounds = number
         if in_round:
-            self._steps, self._rounds = counts
+            for optimizer, number in zip(self._optimizers, steps, strict=True):
+                optimizer.steps = number
             self._trained = set(arrays["trained"].tolist())
         else:
-            self._rounds = counts[1]
-            self._state.rebase_all()
+            self._state.set_anchors()
         # Each rank has its own optimizer state again, and in a round also its own weights.
         self._begun = in_round
         if in_round:
             for i in range(len(self.weights)):
                 self._state.begin(i)
+
+    def _load(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
+        """Set what the strategy and the compression keep that is the same on every rank."""
+        sent = {key for key in arrays if key.startswith(_SENT)}
+        self._agreements.load({key.removeprefix(_SENT): arrays[key] for key in sent})
+        self._state.load({key: array for key, array in arrays.items() if key not in sent})
 
     def own_state(self) -> dict[str, np.ndarray[Any, Any]]:
         """What a checkpoint saves for each rank: residuals, and what is pending for its weights."""

@@ -31,10 +31,10 @@ class AgreedView(ABC):
         self._own: list[tuple[Any, Any]] | None = None
 
     def arrive(self) -> None:  # noqa: B027  # not every strategy has any
-        """Wait for agreements that run beside training; a collective."""
+        """Wait for overlapped agreements; a collective."""
 
     @abstractmethod
-    def _meet(self) -> bool:
+    def _compare_ranks(self) -> bool:
         """Wait for all ranks; a collective. Return whether their weights differ."""
 
     @abstractmethod
@@ -58,7 +58,7 @@ class AgreedView(ABC):
         """Show the agreed weights; a collective. Return whether they were not shown already."""
         if self.shown:
             return False
-        differ = self._meet()
+        differ = self._compare_ranks()
         self._own = self._values()
         try:
             if differ:
@@ -107,20 +107,20 @@ class AgreedView(ABC):
             )
 
 
-class BesideTraining(Protocol):
-    """What lets agreements run beside training."""
+class OverlapsTraining(Protocol):
+    """What lets agreements overlap with training."""
 
     def arrive(self) -> None:
         """Wait for them; a collective."""
 
 
 # In the order in which they began, the same on all ranks.
-_beside: WeakKeyDictionary[BesideTraining, None] = WeakKeyDictionary()
+_overlapping: WeakKeyDictionary[OverlapsTraining, None] = WeakKeyDictionary()
 
 
-def arrive_before_exit(keeper: BesideTraining) -> None:
+def arrive_before_exit(keeper: OverlapsTraining) -> None:
     """Wait at the end of the script: Horovod ends on all ranks with the first that ends."""
-    _beside[keeper] = None
+    _overlapping[keeper] = None
     _register()
 
 
@@ -133,7 +133,7 @@ def _register() -> None:
 def _arrive() -> None:
     if getattr(sys, "last_value", None) is None:  # this rank has not failed
         with suppress(RankLostError), call("the end of the script"):
-            for keeper in list(_beside):
+            for keeper in list(_overlapping):
                 keeper.arrive()
 
 

@@ -10,6 +10,7 @@ import re
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from traceback import format_exception
 from types import TracebackType
 from typing import Protocol, TypeVar
@@ -125,6 +126,22 @@ def note_uncaught() -> None:
         _witness.failed(_failed_with(meant), ends=True)
 
 
+# The last error that a function has raised which a graph called, without the frames that it passed.
+_in_function: list[Exception] = []
+
+
+@contextmanager
+def raised_in_graph() -> Iterator[None]:
+    """Wraps a function that a graph calls: ``meaning_of`` what the graph raises is its error."""
+    try:
+        yield
+    except Exception as error:
+        kept = type(error).__new__(type(error), *error.args)
+        vars(kept).update(vars(error))
+        _in_function[:] = [kept]
+        raise
+
+
 def for_graph(error: Exception, *, on_every_rank: bool) -> str:
     """The text for ``tf.debugging.Assert`` in a graph, from which ``meaning_of`` makes the error.
 
@@ -146,6 +163,9 @@ def meaning_of(error: BaseException, call: str = "") -> Exception | None:
         call: the user's call that it has ended; empty outside of any.
     """
     text = str(error)
+    for raised in _in_function:
+        if raised is not error and f"{type(raised).__name__}: {raised}" in text:
+            return raised
     if found := _IN_GRAPH.search(text):
         on_every_rank, kind, said = found.groups()
         said = re.sub(r"\\(.)", lambda c: {"n": "\n"}.get(c[1], c[1]), said.replace("] [", " "))

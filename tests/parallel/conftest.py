@@ -48,10 +48,10 @@ def _averaging_taken_out(request, monkeypatch):
 
     if os.environ.get("KERAS_BACKEND") != "torch":  # there Keras's gradients are PyTorch's
         from hvkit.frameworks.keras.gradients.averager import GradientAverager
-        from hvkit.frameworks.keras.weights.agreements import Network
+        from hvkit.frameworks.keras.weights.agreements import Agreements
 
         monkeypatch.setattr(GradientAverager, "__call__", lambda self, gradients, *_: gradients)
-        monkeypatch.setattr(Network, "_mean", lambda self, vector, *_: vector)
+        monkeypatch.setattr(Agreements, "_mean", lambda self, vector, *_: vector)
     monkeypatch.setattr(Bucket, "launch", lambda self, wire: setattr(self, "handle", 0))
     monkeypatch.setattr(Bucket, "wait", lambda self, wire: setattr(self, "handle", None))
     # What ranks compare would notice before the tests do.

@@ -5,7 +5,7 @@ On TensorFlow, gradients are averaged inside the optimizer's own update::
     port                   the steps of distribute
     ├── averaged_updates   averaging in optimizer.apply, accumulation, loss scaling
     ├── gradients/         the mean of a list of gradients (averager)
-    ├── weights/           for ranks that train alone: rounds, the parameter server
+    ├── weights/           for local weights: rounds, the parameter server
     ├── graph_shares       sends the variables that a rank owns
     ├── batch_norm         means of moving statistics
     ├── buffer_means       means of what forward passes learn

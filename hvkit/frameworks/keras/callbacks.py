@@ -32,7 +32,7 @@ class Averager(Protocol):
 
 
 class RoundsOfFit(Protocol):
-    """What ``fit`` needs of a model whose ranks train alone."""
+    """What ``fit`` needs of a model whose ranks train local weights."""
 
     @property
     def equal_steps(self) -> bool:
@@ -41,7 +41,7 @@ class RoundsOfFit(Protocol):
     def settled(self) -> AbstractContextManager[None]:
         """Hold the weights that the ranks would agree on now; a collective."""
 
-    def rebase(self) -> None:
+    def accept_set_weights(self) -> None:
         """Begin with weights that the script has set, where no round has begun; a collective."""
 
     def show_callbacks(self) -> None:
@@ -64,7 +64,7 @@ class Epoch:
         averagers: of the optimizers that update the model.
         make_alike: ends an epoch; raises on every rank if the ranks differ; a collective.
         group: the ranks that train the model.
-        rounds: for strategies whose ranks train alone.
+        rounds: for strategies whose ranks train local weights.
         watching: returns callbacks of the port's own, called after all others.
     """
 
@@ -223,9 +223,9 @@ class Settled(keras.callbacks.Callback):  # type: ignore[misc]
         super().__init__()
         self._rounds = rounds
 
-    def rebase(self) -> None:
+    def accept_set_weights(self) -> None:
         """Begin with the weights that the script and callbacks may have set."""
-        self._rounds.rebase()
+        self._rounds.accept_set_weights()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Hold the agreed weights until ``put_back``."""
@@ -276,7 +276,7 @@ class InStep(keras.callbacks.Callback):  # type: ignore[misc]
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begin a pass over the training data."""
         if self._settled:
-            self._settled.rebase()
+            self._settled.accept_set_weights()
         self._epoch.begin()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

@@ -68,13 +68,14 @@ def require_same_weights(
     fingerprints.require_same(call, compared, rows, group)
 
 
-def require_same(call: str, labels: Sequence[str], variables: Sequence[Any]) -> bool:
+def require_same(call: str, labels: Sequence[str], variables: Sequence[Any], group: Group) -> bool:
     """Raise on every rank unless all hold the same values, up to rounding; a collective.
 
     Args:
         call: the name of the call that the user made.
         labels: the variables' names in the error message.
         variables: the same ones on every rank.
+        group: the ranks that hold them.
 
     Returns:
         Whether they hold the same bit for bit.
@@ -82,8 +83,9 @@ def require_same(call: str, labels: Sequence[str], variables: Sequence[Any]) -> 
     Raises:
         RanksDisagreeError: names the first variable that differs, and the ranks.
     """
-    compared = [Compared(each, _unit(v)) for each, v in zip(labels, variables, strict=True)]
-    return fingerprints.require_same(call, compared, rows_of([v.numpy() for v in variables]))
+    compared = [Compared(each, unit(v)) for each, v in zip(labels, variables, strict=True)]
+    rows = rows_of([v.numpy() for v in variables])
+    return fingerprints.require_same(call, compared, rows, group)
 
 
 def made_trainable(model: Any) -> list[Any]:
@@ -100,10 +102,11 @@ def _accumulators(optimizer: Any) -> list[Any]:
 
 
 def labels_of(variables: Sequence[Any]) -> list[Compared]:
-    return [Compared(getattr(v, "path", v.name), _unit(v)) for v in variables]
+    return [Compared(getattr(v, "path", v.name), unit(v)) for v in variables]
 
 
-def _unit(variable: Any) -> float:
+def unit(variable: Any) -> float:
+    """The distance from 1 to the next number of the variable's dtype; 0 if it is exact."""
     return _UNITS.get(keras.backend.standardize_dtype(variable.dtype), 0.0)
 
 

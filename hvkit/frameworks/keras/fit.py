@@ -40,8 +40,8 @@ def share_results(
         averagers: of the optimizers that update it.
         make_alike: ends an epoch; raises on every rank if the ranks differ; a collective.
         group: the ranks that train it; its first one takes the part of rank 0.
-        rounds: for strategies whose ranks train alone. ``evaluate`` then uses the weights that the
-            ranks would agree on, with which they also leave ``fit``.
+        rounds: for strategies whose ranks train local weights. ``evaluate`` then uses the weights
+            that the ranks would agree on, with which they also leave ``fit``.
         watching: returns callbacks for ``fit``, called after all others.
     """
     epoch = Epoch(averagers, make_alike, group, rounds, watching)

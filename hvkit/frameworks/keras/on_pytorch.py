@@ -91,7 +91,7 @@ class RoundsInFit:
     def settled(self) -> AbstractContextManager[None]:
         return self.keeper.settled() if self.keeper else nullcontext()
 
-    def rebase(self) -> None:
+    def accept_set_weights(self) -> None:
         """Nothing to do: the next round begins with what the script has set, and compares it."""
 
     def show_callbacks(self) -> None:
@@ -153,9 +153,9 @@ class KerasOnPyTorchPort:
         refuse_loss_scale(options, models, optimizers)
         self._begun = False
         self._synchronised: list[Any] = []
-        trains_alone = isinstance(options.strategy, Rounds | ParameterServer)
+        trains_locally = isinstance(options.strategy, Rounds | ParameterServer)
         equal_steps = not isinstance(options.strategy, ParameterServer)
-        self._rounds = RoundsInFit(equal_steps) if trains_alone else None
+        self._rounds = RoundsInFit(equal_steps) if trains_locally else None
 
     def facts(self) -> list[str]:
         # Of those inside: to describe a LossScaleOptimizer, Keras imports TensorFlow if it can.

@@ -15,7 +15,6 @@ from keras.src.backend import in_stateless_scope
 
 from hvkit import runtime
 from hvkit.communication import collectives
-from hvkit.communication.group import refuse_in_group
 from hvkit.frameworks.keras.adapted import Learnt
 from hvkit.frameworks.keras.averaged_updates import Average, average_in_apply, skip_together
 from hvkit.frameworks.keras.backends import backend_variable, have_values
@@ -85,8 +84,6 @@ class KerasPort:
         self.options = options
         self.optimizers = list(optimizers)
         refuse_optimizers(self.models, self.optimizers, options)
-        if isinstance(options.strategy, Rounds):
-            refuse_in_group(f"{options.strategy} for Keras on TensorFlow", options.group)
         if isinstance(options.strategy, ShardedOptimizer):
             for each in updating(self.optimizers):
                 refuse_joint_updates(options.strategy, each)
@@ -193,11 +190,11 @@ class KerasPort:
         for model in self.models:
             refuse_other_optimizers(model, [o for each in inner for o in (each, *parts_of(each))])
             train_uncompiled(model)
-        alone: RoundKeeper | ServedModel | None = None
+        local: RoundKeeper | ServedModel | None = None
         keeper: Keeper | None = None
         compression = self.options.compression
         if isinstance(strategy := self.options.strategy, Rounds | ParameterServer):
-            keeper = alone = self._alone(strategy, inner)
+            keeper = local = self._local_weights(strategy, inner)
         else:
             assert isinstance(strategy, Averaging)
             for each in inner:
@@ -209,11 +206,11 @@ class KerasPort:
             if (travels := strategy.gradient_compression(compression)) and travels.keeps_state:
                 keeper = AveragingKeeper(self.model, self.averagers, strategy, compression)
         wait = None
-        if alone is None and self.options.batch_norm == "average":
+        if local is None and self.options.batch_norm == "average":
             wait = self._wait(self._name())
         end_epoch = functools.partial(self._end_epoch, wait)
         for model in self.models:  # which keep all that is here by this
-            share_results(model, self.averagers, end_epoch, self.options.group, alone, marks)
+            share_results(model, self.averagers, end_epoch, self.options.group, local, marks)
             vars(model)[_KEEPER] = keeper
         return [(each, self._record(each)) for each in self.optimizers], keeper
 
@@ -259,7 +256,7 @@ class KerasPort:
         optimizer = weakref.ref(optimizer)  # the record lives as long as the optimizer
         return Record(gathered=lambda: gathered(optimizer()))
 
-    def _alone(
+    def _local_weights(
         self, strategy: Rounds | ParameterServer, optimizers: Sequence[Any]
     ) -> RoundKeeper | ServedModel:
         let_differ([self.model, *self.models], optimizers)
@@ -270,10 +267,11 @@ class KerasPort:
             keeper = ServedModel(strategy, self.model, name, with_statistics)
         else:
             compression = self.options.compression
-            keeper = RoundKeeper(strategy, self.model, name, compression, with_statistics)
+            group = self.options.group
+            keeper = RoundKeeper(strategy, self.model, name, compression, with_statistics, group)
         for each in optimizers:
             checks = Checks(self._name(), self.model, self.options.group, first_only=True)
-            keeper.watch(each, checks, self._before_update)
+            keeper.watch_updates(each, checks, self._before_update)
         return keeper
 
     def _average(self, strategy: Averaging) -> Average:

@@ -6,7 +6,7 @@
     ├── modules            several modules as one; parameters of modules that were left out
     ├── initial_state      copies rank 0's weights and optimizer state
     ├── gradients/         averages gradients while backward() computes them (reducer)
-    ├── weights/           for ranks that train alone: rounds, the parameter server
+    ├── weights/           for local weights: rounds, the parameter server
     ├── divided_state/     each rank holds a part: sharded optimizers, fully_shard
     ├── checks             do all ranks hold the same weights, rates and gradients?
     ├── fingerprints       of tensors, for checks

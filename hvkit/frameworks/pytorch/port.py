@@ -179,7 +179,7 @@ class PyTorchPort:
         keeper: GradientReducer | RoundKeeper | ServedModel
         if isinstance(strategy := self.options.strategy, Rounds):
             weights = Parameters(self.parameters.values(), checks, statistics)
-            agreements = Agreements(weights, name, compression)
+            agreements = Agreements(weights, compression)
             keeper = RoundKeeper(strategy, weights, name, agreements, compression)
         elif isinstance(strategy, ParameterServer):
             weights = Parameters(self.parameters.values(), checks, statistics)

@@ -183,9 +183,48 @@ def test_an_epoch_that_ends_earlier_on_one_rank_of_a_group_is_an_error_there_alo
     hvkit.barrier()
 
 
-@pytest.mark.parametrize(
-    "strategy", [hvkit.Gossip(), hvkit.ParameterServer(0), hvkit.LocalSGD(2)], ids=str
-)
+@pytest.mark.parametrize("loop", ["fit", "eager"])
+@pytest.mark.parametrize("strategy", [hvkit.LocalSGD(1), hvkit.DiLoCo(1, 1.0, 0.0)], ids=str)
+def test_rounds_of_one_step_give_the_weights_of_one_process(group, strategy, loop):
+    steps = 5 + group.first
+    trained_like_one_process(group, sgd, LOOPS[loop], steps, strategy=strategy)
+    hvkit.barrier()
+
+
+@pytest.mark.parametrize("loop", ["function", "eager"])
+@pytest.mark.parametrize("strategy", [hvkit.LocalSGD(4), hvkit.DiLoCo(4, overlap=2)], ids=str)
+def test_rounds_end_in_each_group_by_itself(group, strategy, loop):
+    """The agreed weights are those of the group, which no other rank takes part in."""
+    model, optimizer = of_its_own(group, seed=hvkit.rank()), sgd()
+    hvkit.distribute(model, optimizer, strategy=strategy, _group=group)
+    _, own = data_of(group, 11 if group.first == 0 else 22)
+    LOOPS[loop](model, optimizer, own)
+    before = gather("test", weights(model), group)
+    assert largest_difference(*before) > 1e-6
+    with hvkit.settled(model):
+        if isinstance(strategy, hvkit.LocalSGD):
+            mean = [(a + b) / 2 for a, b in zip(*before, strict=True)]
+            assert largest_difference(weights(model), mean) < 1e-12
+        assert same_on_all_ranks(weights(model), group)
+    hvkit.barrier()
+
+
+def test_rates_that_differ_within_a_group_are_named_by_their_numbers_among_all_ranks(group):
+    model, optimizer = mlp(), sgd()
+    hvkit.distribute(model, optimizer, strategy=hvkit.LocalSGD(1), _group=group)
+    if hvkit.rank() == 3:
+        optimizer.learning_rate = 0.5
+    _, own = data_of(group, 1)
+    kind, text = error_of(lambda: eager_tape(model, optimizer, own))
+    if group.members[-1] == 3:
+        assert kind is hvkit.RanksDisagreeError
+        assert f"on rank {group.first} but 0.5 on rank 3" in text
+    else:
+        assert kind is None
+    hvkit.barrier()
+
+
+@pytest.mark.parametrize("strategy", [hvkit.Gossip(), hvkit.ParameterServer(0)], ids=str)
 def test_strategies_of_all_ranks_refuse_a_group(group, strategy):
     kind, text = error_of(lambda: hvkit.distribute(mlp(), sgd(), strategy=strategy, _group=group))
     assert kind is ValueError

@@ -131,14 +131,14 @@ def test_agreements_that_begin_together_have_the_same_names_on_all_ranks(monkeyp
     """Two optimizers end a round in the same step, in threads of any order."""
     expected = trained_by_two_optimizers()
     begun = itertools.count()
-    run = agreements._Thread._run
+    run = agreements.Agreement._run
 
     def late(self):
         if next(begun) == 0 and hvkit.rank() == 1:
             time.sleep(0.5)
         run(self)
 
-    monkeypatch.setattr(agreements._Thread, "_run", late)
+    monkeypatch.setattr(agreements.Agreement, "_run", late)
     assert all(map(np.array_equal, trained_by_two_optimizers(), expected))
 
 

@@ -10,6 +10,7 @@ from ranks import largest_difference, same_on_all_ranks
 
 import hvkit
 from hvkit.frameworks.keras.collectives.graph_collectives import CompressedMeans
+from hvkit.sync.port import keepers_of
 
 pytestmark = pytest.mark.two_ranks
 
@@ -56,8 +57,7 @@ def test_ranks_are_alike_and_the_loss_falls(loop, compression, strategy):
 def test_without_the_residual_the_gradients_are_not_all_used(kept, monkeypatch):
     """The same value is largest in every step; only the residual lets the other through."""
     if not kept:
-        mean = CompressedMeans.mean
-        monkeypatch.setattr(CompressedMeans, "mean", lambda *args, **_: mean(*args, keep=False))
+        monkeypatch.setattr(CompressedMeans, "keep", lambda *_: None)
     layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
     model = keras.Sequential([keras.Input((4,)), layer])
     optimizer = keras.optimizers.SGD(1.0)
@@ -82,3 +82,19 @@ def test_loss_scaling_goes_with_residuals():
             variables = each.trainable_variables
             update.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
     assert largest_difference(weights(model), weights(plain)) < 1e-6
+
+
+def test_agreements_on_parts_of_a_model_each_keep_what_they_have_not_sent():
+    layers = [keras.layers.Dense(n, use_bias=False) for n in (640, 640, 8)]
+    model = keras.Sequential([keras.Input((512,)), *layers])
+    optimizer = keras.optimizers.SGD(0.01)
+    strategy = hvkit.DiLoCo(2, overlap=1)
+    hvkit.distribute(model, optimizer, strategy=strategy, compression=hvkit.TopK(0.01))
+    random = np.random.default_rng(hvkit.rank())
+    for _ in range(5):
+        x, y = (random.normal(size=(16, n)).astype(np.float32) for n in (512, 8))
+        LOOPS["eager"](model, optimizer, [(x, y)])
+    (keeper,) = keepers_of(model)
+    kept = {key: array for key, array in keeper.own_state().items() if "residual" in key}
+    assert len(kept) == 3
+    assert all(np.abs(array).sum() > 1 for array in kept.values())

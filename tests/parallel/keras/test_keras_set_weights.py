@@ -178,7 +178,7 @@ def test_a_callback_that_sets_other_weights_on_one_rank_is_an_error(value):
     expected = (
         "at the end of an epoch on rank 0 but not on rank 1"
         if value is None
-        else "weight 0, kernel, set by the script or a callback, of rank 1 differs"
+        else "weight 0, kernel, set by a callback, of rank 1 differs"
     )
     assert expected in text
 
@@ -191,7 +191,7 @@ def test_weights_that_one_rank_sets_between_two_fits_are_found():
         model.layers[0].kernel.assign(np.zeros((8, 16)))
     error, text = error_of(lambda: refit(model, data))
     assert error is hvkit.RanksDisagreeError
-    assert "weight 0, kernel, set by the script or a callback, of rank 1 differs" in text
+    assert "weight 0, kernel, set between two rounds, of rank 1 differs" in text
 
 
 def test_ranks_that_round_differently_between_two_fits_become_alike():

@@ -89,7 +89,7 @@ def test_weights_of_16_bits_that_nobody_sets_keep_their_anchor():
     data = [(x.bfloat16(), y.bfloat16()) for x, y in local(regression(steps=3))]
     train(model, optimizer, data)
     (keeper,) = keepers_of(model)
-    assert not keeper._rebased
+    assert not keeper._set_by_script
     anchor = keeper._state.anchor(0)
     assert not torch.equal(anchor, anchor.bfloat16().float())
 

@@ -6,6 +6,7 @@ import re
 import sys
 import threading
 import traceback
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ import pytest
 from torch.utils._pytree import tree_map
 
 import hvkit
-from hvkit.errors import LaunchError, RankLostError
+from hvkit.errors import LaunchError, RankLostError, RanksDisagreeError
 from hvkit.watch import diagnosis, rank_errors, watcher
 from hvkit.watch.diagnosis import Limits
 from hvkit.watch.watcher import Reporter
@@ -136,3 +137,23 @@ def test_a_lost_rank_is_no_reason_of_ones_own(said, capsys):
     sys.excepthook(type(error), error, None)
     assert said == []
     assert "RankLostError: rank 0 has ended" in capsys.readouterr().err
+
+
+def test_the_error_of_a_function_in_a_graph_is_found_again_and_holds_none_of_its_values():
+    class Value:
+        pass
+
+    def fails():
+        value = Value()
+        held.append(weakref.ref(value))
+        with rank_errors.raised_in_graph():
+            raise RanksDisagreeError("the rates differ")
+
+    held = []
+    try:
+        fails()
+    except RanksDisagreeError as error:
+        text = f"{type(error).__name__}: {error}"
+    meant = rank_errors.meaning_of(RuntimeError(f"in a graph: {text} [Op:PyFunc]"))
+    assert (type(meant), str(meant)) == (RanksDisagreeError, "the rates differ")
+    assert held[0]() is None

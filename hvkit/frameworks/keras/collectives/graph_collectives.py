@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvkit.communication.exchanges import Exchange
 from hvkit.communication.group import Group
 from hvkit.compression import Compression
 from hvkit.compression.compression import Shape
@@ -153,16 +154,26 @@ class CompressedMeans:
             )
         return suits
 
-    def mean(
-        self, vector: tf.Tensor, variables: Sequence[Any], name: str, *, keep: bool = True
-    ) -> tf.Tensor:
-        """The mean of a vector; a collective.
+    def mean(self, vector: tf.Tensor, variables: Sequence[Any], name: str) -> tf.Tensor:
+        """The mean of a vector, which counts; a collective. Arguments are as for ``reduced``."""
+        mean, states = self.reduced(vector, variables, name, self._wire.exchange)
+        self.keep(variables, states)
+        return mean
+
+    def reduced(
+        self,
+        vector: tf.Tensor,
+        variables: Sequence[Any],
+        name: str,
+        exchange: Callable[[Exchange, str], tf.Tensor],
+    ) -> tuple[tf.Tensor, list[dict[str, tf.Tensor]]]:
+        """The mean of a vector, and what to ``keep`` of each variable if it counts; a collective.
 
         Args:
             vector: of shape (n,), the same on all ranks: tensors, one after the other.
             variables: to which the tensors belong.
             name: the same on every rank, and no other collective's.
-            keep: whether what the compression keeps changes.
+            exchange: makes a collective of some name.
         """
         shapes = [tuple(v.shape) for v in variables]
         held = [self.state_of(backend_variable(v)) for v in variables]
@@ -171,17 +182,18 @@ class CompressedMeans:
         result, number = None, 0
         while True:
             try:
-                exchange = flow.send(result)
+                asked = flow.send(result)
             except StopIteration as end:
                 mean, state = end.value
-                break
-            result = self._wire.exchange(exchange, f"{name}.{number}")
+                return mean, [{k: v[at] for k, v in state.items()} for at in range(len(held))]
+            result = exchange(asked, f"{name}.{number}")
             number += 1
-        if keep:
-            for at, each in enumerate(held):
-                for key, variable in each.items():
-                    variable.assign(state[key][at])
-        return mean
+
+    def keep(self, variables: Sequence[Any], states: Sequence[Mapping[str, tf.Tensor]]) -> None:
+        """Keep what ``reduced`` returned."""
+        for v, state in zip(variables, states, strict=True):
+            for name, variable in self.state_of(backend_variable(v)).items():
+                variable.assign(state[name])
 
     def arrays(
         self, names: Sequence[str], weights: Sequence[tf.Variable]

@@ -253,7 +253,7 @@ class AveragingKeeper:
     ) -> None:
         self.strategy = strategy
         self.compression = compression
-        self.alone, self.equal_steps = False, True
+        self.local, self.equal_steps = False, True
         # Weak: hvkit keeps this object as long as the model.
         self._model = weakref.ref(model)
         self._compressed = [each.compressed for each in averagers if each.compressed]

@@ -1,10 +1,12 @@
-"""Weights, which ranks that train alone agree on every so many steps, or exchange with a server.
+"""Weights, on which ranks agree every so many steps, or which they exchange with a server.
 
 ::
 
-    rounds                 ends rounds of strategies that agree on weights
-    ├── update_counts      counts an optimizer's updates; decides when a round ends
-    └── agreements         agreements, in the update or beside training
-    parameter_server       exchanges weights with the server after each update
-    weight_keeper          what both share: weights as vectors, agreed and each rank's own
+    rounds                 ends rounds of strategies that agree on weights, by ``hvkit.sync.rounds``
+    └── agreements         agreements: in eager code, in graphs, or in threads
+    parameter_server       exchanges weights after each update, by ``hvkit.parameter_server.worker``
+    around_updates         code around an optimizer's updates
+    updated_variables      variables that an optimizer updates together; functions of their values
+    state_variables        what the strategy keeps of each weight
+    variables              a model's weights as vectors, by number
 """

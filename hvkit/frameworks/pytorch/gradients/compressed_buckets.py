@@ -155,7 +155,7 @@ class CompressionKeeper:
         parameters: of the model; they may grow.
     """
 
-    alone, equal_steps = False, True
+    local, equal_steps = False, True
 
     def __init__(
         self,

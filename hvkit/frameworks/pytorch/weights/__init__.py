@@ -1,4 +1,4 @@
-"""Weights that ranks train alone, as ``hvkit.sync`` and ``hvkit.parameter_server`` need them.
+"""Local weights, as ``hvkit.sync`` and ``hvkit.parameter_server`` need them.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Carries out what strategies need from the other ranks, beside training if they allow it."""
+"""Carries out what strategies need from the other ranks, also while training goes on."""
 
 from __future__ import annotations
 
@@ -23,23 +23,18 @@ class Agreements:
 
     Args:
         parameters: of the model.
-        name: the same on every rank, and no other model's.
         compression: of float32 vectors, if there is one.
     """
 
-    def __init__(
-        self, parameters: Parameters, name: str, compression: Compression | None = None
-    ) -> None:
+    def __init__(self, parameters: Parameters, compression: Compression | None = None) -> None:
         self._wire = Wire("weights", parameters.group)
         self.place: Place = self._wire
         self._parameters = parameters
-        self._name = name
         self._sent = CompressionState(compression) if compression else None
 
-    def start(self, flow: Flow, values: torch.Tensor, numbers: list[int]) -> _Agreement:
+    def start(self, flow: Flow, values: torch.Tensor, numbers: list[int], name: str) -> _Agreement:
         parameters = self._parameters.in_order
         members: list[tuple[int, torch.Tensor]] = [(i, parameters[i]) for i in numbers]
-        name = f"{self._name}.weights.{numbers[0]}"
 
         def bucket(dtype: torch.dtype) -> Bucket:
             if self._sent and self._sent.suits(dtype):
@@ -51,6 +46,10 @@ class Agreements:
     def commit(self, numbers: Container[int]) -> None:
         if self._sent:
             self._sent.commit(numbers)
+
+    def forget(self) -> None:
+        if self._sent:
+            self._sent.pending.clear()
 
     def clear(self) -> None:
         if self._sent:

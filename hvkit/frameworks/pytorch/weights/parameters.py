@@ -31,6 +31,7 @@ class Parameters:
     """
 
     step_call = "optimizer.step()"
+    noun = "parameters"
 
     def __init__(
         self,
@@ -150,9 +151,9 @@ class Parameters:
 
 
 class SteppedOptimizer:
-    """An optimizer whose steps change parameters that ranks train alone.
+    """An optimizer whose steps change local weights.
 
-    Implements ``hvkit.sync.local_weights.SteppedOptimizer``. It refers to the optimizer weakly,
+    Implements ``hvkit.sync.local_weights.HookedOptimizer``. It refers to the optimizer weakly,
     because hooks of the optimizer lead here.
 
     Args:
@@ -165,22 +166,24 @@ class SteppedOptimizer:
         self, optimizers: Sequence[Optimizer], hooks: UpdateHooks, parameters: Parameters
     ) -> None:
         self.call = f"{type(optimizers[0]).__name__}.step()"
+        self.steps = 0
+        self.rounds = 0
+        self.taken = 0
         self._parameters = parameters
         # Weak as well: hooks hold what they call.
         self._hooks = weakref.ref(hooks)
         self._optimizers = [weakref.ref(each) for each in optimizers]
-        self._steps_ended = 0
 
     def attach(self, before: Callable[[], None], after: Callable[[], None]) -> None:
         def ended() -> None:
-            self._steps_ended += 1
+            self.taken += 1
             after()
 
         def count_scaled_step(scaler: Any, step: Callable[[], Any]) -> Any:
             """Let ``GradScaler`` step or skip, and count both."""
-            count = self._steps_ended
+            count = self.taken
             result = step()
-            if self._steps_ended == count:
+            if self.taken == count:
                 before()
                 ended()
             return result
@@ -220,7 +223,7 @@ _in_local_training: weakref.WeakSet[Parameters] = weakref.WeakSet()
 
 
 def is_kept(parameter: torch.Tensor) -> bool:
-    """Whether a model whose ranks train alone has this parameter."""
+    """Whether a model with local weights has this parameter."""
     return any(parameter in parameters for parameters in _in_local_training)
 
 

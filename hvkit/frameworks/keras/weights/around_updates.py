@@ -1,0 +1,185 @@
+"""What runs around each update of the optimizers of a model whose ranks exchange weights.
+
+An update is ``optimizer.apply``, which ``fit``, ``apply_gradients`` and custom loops call, eagerly
+and inside graphs.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary, ref
+
+import keras
+import tensorflow as tf
+
+from hvkit.frameworks.keras.backends import backend_variable
+from hvkit.frameworks.keras.checks import Checks
+from hvkit.frameworks.keras.graph_refusals import refuse_tf_distribute, refuse_xla
+from hvkit.frameworks.keras.optimizers import inner_optimizer
+from hvkit.frameworks.keras.refusals import remember_updated
+from hvkit.frameworks.keras.weights.updated_variables import UpdatedVariables
+from hvkit.frameworks.keras.weights.variables import Variables
+
+# What surrounds the updates of an optimizer, not of one that scales the loss.
+_around: WeakKeyDictionary[Any, ref[Updates]] = WeakKeyDictionary()
+
+
+class UpdatesKeeper(Protocol):
+    """What exchanges the weights of a model, by variables that are updated together."""
+
+    variables: Variables
+    updated: list[UpdatedVariables]
+
+    def add_updated(self, updated: UpdatedVariables) -> None:
+        """Know more variables that are updated together; the same ones on every rank."""
+
+    def refuse_step(self) -> None:
+        """Raise if the agreed weights are shown."""
+
+
+class Updates(ABC):
+    """What runs around the updates of one optimizer, whose ``apply`` keeps this object.
+
+    A ``LossScaleOptimizer`` around it skips an update if the gradients overflow; this runs around
+    skipped updates, too.
+
+    Args:
+        keeper: of the model.
+        number: of the optimizer.
+        optimizer: one that updates variables, not one that scales the loss.
+        checks: what the ranks compare before their first update.
+        before_update: called with the variables at the start of each update.
+
+    Attributes:
+        calls: of ``apply`` so far, for graphs, which subclasses count.
+    """
+
+    def __init__(
+        self,
+        keeper: UpdatesKeeper,
+        number: int,
+        optimizer: Any,
+        checks: Checks,
+        before_update: Callable[[Sequence[Any]], None],
+    ) -> None:
+        self.checks = checks
+        self._keeper = keeper
+        self._number = number
+        self._optimizer = ref(optimizer)
+        self._before_update = before_update
+        self._updating = False
+        with tf.init_scope(), tf.device("CPU:0"):
+            self.calls = tf.Variable(0, dtype=tf.int64, trainable=False)
+        apply = optimizer.apply
+
+        # AutoGraph would spend seconds on translating all of hvkit and Horovod below this call.
+        @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+        def apply_within(grads: Sequence[Any], trainable_variables: Any = None) -> None:
+            grads = list(grads)
+            if trainable_variables is None and optimizer.built:
+                variables, given = optimizer._trainable_variables, None
+            else:
+                variables = given = trainable_variables
+            self.around(optimizer, lambda: apply(grads, given), grads, variables)
+
+        optimizer.apply = apply_within
+        _around[optimizer] = ref(self)
+        _include_skipped_updates()
+
+    def around(
+        self, optimizer: Any, update: Callable[[], None], grads: Sequence[Any], variables: Any
+    ) -> None:
+        """Call ``update``, and what belongs around it.
+
+        Args:
+            optimizer: the one that updates, or the ``LossScaleOptimizer`` around it.
+            update: applies the gradients.
+            grads: ``tf.Tensor``, ``tf.IndexedSlices`` or None.
+            variables: that the update will change; None if the optimizer does not know them yet.
+        """
+        if self._updating or not grads or variables is None:
+            update()
+            return
+        refuse_xla("optimizer.apply")
+        refuse_tf_distribute()
+        self._keeper.refuse_step()
+        remember_updated(variables)
+        self._before_update(variables)
+        if not optimizer.built:
+            # Not after the comparison: TensorFlow then could not initialise what this makes before
+            # it runs the graph, and would run the one in which no weights were synchronised.
+            with keras.name_scope(optimizer.name):
+                optimizer.build(variables)
+        weights = [backend_variable(v) for v in variables]
+        with tf.control_dependencies(self._before(grads, variables, weights)):
+            self._updating = True
+            try:
+                update()
+            finally:
+                self._updating = False
+        self._after(weights)
+
+    def _updated_together(self, variables: list[tf.Variable]) -> UpdatedVariables:
+        """What holds these variables; perhaps anew."""
+        return self._known(variables) or self._new(variables)
+
+    def _mine(self) -> list[UpdatedVariables]:
+        """Those that the optimizer has updated."""
+        return [each for each in self._keeper.updated if each.optimizer_number == self._number]
+
+    def _known(self, variables: list[tf.Variable]) -> UpdatedVariables | None:
+        """What holds these variables, if the optimizer has updated them together before."""
+        ids = {id(v) for v in variables}
+        return next((g for g in self._mine() if ids == {id(v) for v in g.variables}), None)
+
+    def _new(self, variables: list[tf.Variable]) -> UpdatedVariables:
+        of, number = self._keeper.variables, len(self._keeper.updated)
+        of.add(variables)
+        updated = UpdatedVariables(variables, of, self._optimizer, self._number, self.calls, number)
+        self._keeper.add_updated(updated)
+        return updated
+
+    @abstractmethod
+    def _before(
+        self, grads: Sequence[Any], variables: Sequence[Any], weights: list[tf.Variable]
+    ) -> list[Any]:
+        """Compare the ranks before their first update; return the operations that this takes.
+
+        Args:
+            grads: as in ``around``.
+            variables: as in ``around``.
+            weights: the same as TensorFlow's own.
+        """
+
+    @abstractmethod
+    def _after(self, weights: list[tf.Variable]) -> None:
+        """Exchange weights if it is time."""
+
+
+@functools.cache
+def _include_skipped_updates() -> None:
+    """Surround the whole update of each ``LossScaleOptimizer``, which may skip that inside.
+
+    This changes the class, because ``compile`` makes the instance later.
+    """
+    scaler = keras.optimizers.LossScaleOptimizer
+    apply = scaler.apply
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def apply_within(self: Any, grads: Any, trainable_variables: Any = None) -> None:
+        inner = inner_optimizer(self)
+        reference = _around.get(inner)
+        updates = reference() if reference else None
+        if updates is None:
+            apply(self, grads, trainable_variables)
+            return
+        grads = list(grads)
+        variables = trainable_variables
+        if variables is None and inner.built:
+            variables = inner._trainable_variables
+        updates.around(self, lambda: apply(self, grads, trainable_variables), grads, variables)
+
+    scaler.apply = apply_within
