@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 from hvkit import runtime, strategies
 from hvkit.argument_checks import advise_on_extra_arguments, check_count
 from hvkit.communication.collectives import raise_together, require_equal
-from hvkit.communication.group import Group, everyone, refuse_in_group
+from hvkit.communication.group import Group, all_ranks, refuse_in_group
 from hvkit.compression import BY_NAME, Compression, CompressionName
 from hvkit.errors import ranks_text
 from hvkit.learning_rate import LRScaling, Multiplier, describe, length_of_warmup, make_multiplier
@@ -127,7 +127,7 @@ def distribute(
     engine = engine_of(framework_of(models[0])) if models else None
     runtime.init(engine)
     # Not public yet: the ranks of a group alone. "All ranks" and "rank 0" are then theirs.
-    group = _group or everyone()
+    group = _group or all_ranks()
     runtime.refuse_separate_training()
     port: Port | None = None
     options: Options | None = None
@@ -145,7 +145,7 @@ def distribute(
             group=group,
         )
         _refuse_contradictions(options)
-        if not group.is_everyone:
+        if not group.is_all_ranks:
             _refuse_in_group(options, engine, monitor)
         multiplier = make_multiplier(lr_scaling, group.size, options.warmup_steps)
         if monitor is not None and not isinstance(monitor, Monitor):

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from hvkit.communication import engines
 from hvkit.communication.encoding import decode, encode
-from hvkit.communication.group import Group, everyone
+from hvkit.communication.group import Group, all_ranks
 from hvkit.errors import HvkitError, RanksDisagreeError
 from hvkit.runtime import rank, size
 from hvkit.watch import calls
@@ -62,13 +62,13 @@ def broadcast(obj: Object, root: int = 0) -> Object:
     if size() == 1:
         return obj
     payload = pickled(obj) if rank() == root else None
-    received: Object = unpickled(engines.broadcast_message(everyone().engine, payload, root), root)
+    received: Object = unpickled(engines.broadcast_message(all_ranks().engine, payload, root), root)
     return obj if rank() == root else received
 
 
 def from_rank(root: int, obj: Object, group: Group | None = None) -> Object:
     """``broadcast`` inside hvkit: rank ``root``'s object, of types that messages hold."""
-    group = group or everyone()
+    group = group or all_ranks()
     if group.size == 1:
         return obj
     payload = encode(obj) if rank() == root else None
@@ -85,7 +85,7 @@ def broadcast_state(data: NDArray[np.uint8], group: Group | None = None) -> NDAr
         data: of shape (n,), with the same n on every rank.
         group: the ranks that take part; None for all.
     """
-    group = group or everyone()
+    group = group or all_ranks()
     if group.size == 1:
         return data
     return engines.broadcast_in_pieces(group.engine, data, group.first, "start", group.process_set)
@@ -104,7 +104,7 @@ def broadcast_bytes(data: NDArray[np.uint8], root: int = 0) -> NDArray[np.uint8]
         return data
     length = from_rank(root, len(data))
     whole = data if rank() == root else np.empty(length, np.uint8)
-    return engines.broadcast_in_pieces(everyone().engine, whole, root)
+    return engines.broadcast_in_pieces(all_ranks().engine, whole, root)
 
 
 def gather(call: str, obj: Object, group: Group | None = None) -> list[Object]:
@@ -115,7 +115,7 @@ def gather(call: str, obj: Object, group: Group | None = None) -> list[Object]:
         obj: this rank's.
         group: the ranks that take part; None for all.
     """
-    group = group or everyone()
+    group = group or all_ranks()
     if group.size == 1:
         return [obj]
     with calls.call(call):
@@ -162,7 +162,7 @@ def share(
         Exception: the first rank's problem, on every rank. A TypeError, ValueError,
             RanksDisagreeError or OSError keeps its type; any other becomes HvkitError.
     """
-    group = group or everyone()
+    group = group or all_ranks()
     objects = gather(call, (_portable(problem), value), group)
     for source, (theirs, _) in zip(group.members, objects, strict=True):
         if theirs is None:
@@ -200,7 +200,7 @@ def require_equal(
     Raises:
         RanksDisagreeError: names the first fact that differs, and the ranks.
     """
-    group = group or everyone()
+    group = group or all_ranks()
     digest = hashlib.sha256("\n".join(facts).encode()).digest()
     if len(set(gather(call, digest, group))) == 1:
         return

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from hvkit import runtime
 from hvkit.communication.collectives import raise_together, require_equal
 from hvkit.communication.engines import Engine
-from hvkit.communication.group import Group, ProcessSet, everyone
+from hvkit.communication.group import Group, ProcessSet, all_ranks
 from hvkit.errors import LaunchError
 from hvkit.watch.calls import waiting_for_all_ranks
 
@@ -58,8 +58,8 @@ def divide(rows: Sequence[Sequence[int]], framework: str | None = None) -> Group
     raise_together(problem, "distribute")
     require_equal("division into groups", [str(group) for group in groups], "pass the same rows")
     mine = next(group for group in groups if runtime.rank() in group)
-    if mine == everyone().members:
-        return everyone()
+    if mine == all_ranks().members:
+        return all_ranks()
     engine = runtime.engine(framework) if framework else runtime.any_engine()
     sets = {}
     with waiting_for_all_ranks():

@@ -1,7 +1,7 @@
 """The ranks that do something together: all of them, or some, such as a row of a device mesh.
 
-Whatever counts ranks, averages over them or names them takes a ``Group``. ``everyone`` are all
-ranks. ``divide`` in ``division`` makes smaller groups.
+Whatever counts ranks, averages over them or names them takes a ``Group``: that of ``all_ranks()``,
+or a smaller one, which ``divide`` in ``division`` makes.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Group:
         return self.members[0]
 
     @property
-    def is_everyone(self) -> bool:
+    def is_all_ranks(self) -> bool:
         """Whether these are all ranks."""
         return self.size == runtime.size()
 
@@ -93,12 +93,12 @@ def refuse_in_group(call: str, group: Group) -> None:
     Raises:
         ValueError: ``call`` is only for all ranks.
     """
-    if not group.is_everyone:
+    if not group.is_all_ranks:
         raise ValueError(
             f"{call} needs all ranks, but {ranks_text(group.members)} train as a group"
         )
 
 
-def everyone() -> Group:
+def all_ranks() -> Group:
     """All ranks."""
     return Group(runtime.rank(), tuple(range(runtime.size())))

@@ -16,7 +16,7 @@ from hvkit.communication import collectives
 from hvkit.communication.collectives import require_equal
 from hvkit.parameter_server.client import Exchange, compare_iterations
 from hvkit.strategies.parameter_server import ParameterServer
-from hvkit.sync.local_weights import LocalWeights, Weights
+from hvkit.sync.local_weights import LocalWeightsKeeper, Weights
 from hvkit.watch.calls import call
 
 Array = np.ndarray[Any, Any]
@@ -37,7 +37,7 @@ class _Vector(NamedTuple):
     read: Array
 
 
-class ServedModel(LocalWeights):
+class ServedModel(LocalWeightsKeeper):
     """Exchanges the weights of one model with the server. Making it is a collective.
 
     Args:

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from hvkit.communication.exchanges import Mean, Neighbours, Place
 from hvkit.compression import Compression
-from hvkit.strategies.strategy import Agreement, Rounds, Settlement, State, Vector
+from hvkit.strategies.strategy import Flow, Rounds, State, Vector
 
 Topology = Literal["ring", "exponential", "complete"]
 TOPOLOGIES = get_args(Topology)
@@ -65,7 +65,7 @@ class Gossip(Rounds):
     def same_weights(self) -> bool:
         return False
 
-    def agree(self, weights: Vector, state: State, place: Place) -> Agreement:
+    def agree(self, weights: Vector, state: State, place: Place) -> Flow[tuple[Vector, State]]:
         offsets = _offsets(self.topology, place.size)
         theirs = yield Neighbours(weights, tuple(offsets))
         mixed = weights
@@ -73,7 +73,7 @@ class Gossip(Rounds):
             mixed = mixed + (each - weights) * (1 / (len(offsets) + 1))
         return mixed, state
 
-    def settle(self, weights: Vector, state: State, place: Place) -> Settlement:
+    def settle(self, weights: Vector, state: State, place: Place) -> Flow[Vector]:
         return (yield Mean(weights))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hvkit.communication.exchanges import Mean, Place
-from hvkit.strategies.strategy import Agreement, Rounds, State, Vector
+from hvkit.strategies.strategy import Flow, Rounds, State, Vector
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,6 @@ class LocalSGD(Rounds):
     def begin(self, weights: Vector) -> State:
         return {"anchor": weights + 0}
 
-    def agree(self, weights: Vector, state: State, place: Place) -> Agreement:
+    def agree(self, weights: Vector, state: State, place: Place) -> Flow[tuple[Vector, State]]:
         anchor = state["anchor"] - (yield Mean(state["anchor"] - weights))
         return anchor, {"anchor": anchor}

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from hvkit.argument_checks import check_count
 from hvkit.communication.exchanges import Mean, Neighbours, Place
@@ -19,11 +19,10 @@ State = dict[str, Vector]
 """What a strategy keeps from one round to the next, by name, each of the weights' shape."""
 
 
-Agreement = Generator[Mean | Neighbours, Any, tuple[Vector, State]]
-"""Yields what to exchange with the other ranks, one after the other, and is sent the results."""
+Result = TypeVar("Result")
 
-Settlement = Generator[Mean | Neighbours, Any, Vector]
-"""The same, for weights only."""
+Flow = Generator[Mean | Neighbours, Any, Result]
+"""Yields what to exchange with the other ranks, one after the other, and is sent the results."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ class Rounds(Strategy, ABC):
         return self.begin(weights)
 
     @abstractmethod
-    def agree(self, weights: Vector, state: State, place: Place) -> Agreement:
+    def agree(self, weights: Vector, state: State, place: Place) -> Flow[tuple[Vector, State]]:
         """End a round; must not change its arguments.
 
         A generator: it yields what it needs from the other ranks, and is sent the results. The next
@@ -127,7 +126,7 @@ class Rounds(Strategy, ABC):
             The weights with which the next round begins, and the state.
         """
 
-    def settle(self, weights: Vector, state: State, place: Place) -> Settlement:
+    def settle(self, weights: Vector, state: State, place: Place) -> Flow[Vector]:
         """The weights to evaluate and save now, the same on all ranks; a generator, too."""
         agreed, _ = yield from self.agree(weights, state, place)
         return agreed

@@ -5,7 +5,7 @@
     port           the steps of hvkit.distribute as a protocol; a record of what was distributed
     update_hooks   what runs around each update of an optimizer, in one order
     rounds         ends rounds of strategies that agree on weights
-    ├── round_ends     do all ranks end the same round, in the same way?
+    ├── round_comparison  do all ranks end the same round, in the same way?
     └── round_state    what a strategy keeps of each weight, as vectors
     local_weights  local weights, as a port shows them, around each step
     shown_weights  hvkit.settled: the weights that these ranks would agree on

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvkit.communication import collectives
-from hvkit.communication.group import Group, everyone
+from hvkit.communication.group import Group, all_ranks
 from hvkit.main_rank import warn_once
 from hvkit.sync import fingerprints
 from hvkit.sync.fingerprints import Compared, Rows
@@ -42,7 +42,7 @@ def require_same_buffers(facts: Sequence[str]) -> bool:
 
 def warn_of_integers(compared: Sequence[Compared], rows: Sequence[Rows]) -> None:
     """Name buffers that have no mean, if they differ between ranks; a collective."""
-    if found := _unlike("average_buffers", compared, rows, everyone()):
+    if found := _unlike("average_buffers", compared, rows, all_ranks()):
         warn_once(
             "integer buffers",
             f"average_buffers leaves {found} unlike rank 0's: integers and flags have no mean. Use "
@@ -61,7 +61,7 @@ def warn_of_unlike(
         rows: fingerprints of this rank's.
         group: the ranks that take part; None for all.
     """
-    group = group or everyone()
+    group = group or all_ranks()
     if found := _unlike(call, compared, rows, group):
         warn_once(
             "unlike buffers",

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from hvkit.communication import collectives
-from hvkit.communication.group import Group, everyone
+from hvkit.communication.group import Group, all_ranks
 from hvkit.errors import RanksDisagreeError
 from hvkit.main_rank import warn_once
 from hvkit.watch.rank_errors import mark_as_shown_by
@@ -64,7 +64,7 @@ def multipliers() -> np.ndarray[Any, np.dtype[np.uint64]]:
 
 
 @functools.cache
-def weights() -> np.ndarray[Any, np.dtype[np.float64]]:
+def projection_factors() -> np.ndarray[Any, np.dtype[np.float64]]:
     """Irregular numbers of shape ``(BLOCK,)``, evenly spread from -sqrt(3) to sqrt(3).
 
     With signs alone, the same change of every element of a small tensor could cancel out.
@@ -89,8 +89,8 @@ def fingerprint(array: np.ndarray[Any, Any]) -> Rows:
             bits = bits * np.uint64(PRIME) + (block.astype(np.uint64) * factors).sum()
             if has_values:
                 values = flat[start : start + BLOCK].astype(np.float64)
-                sign = np.sign(weights()[b % BLOCK])
-                projection += float(sign * (values @ weights()[: values.size]))
+                sign = np.sign(projection_factors()[b % BLOCK])
+                projection += float(sign * (values @ projection_factors()[: values.size]))
                 square += float(values @ values)
     return row(int(bits.view(np.int64)[0]), projection, square)
 
@@ -121,8 +121,8 @@ class Compared:
     fix: str = ""
 
 
-def complaint(
-    everyone: Rows,
+def describe_differences(
+    rows_by_rank: Rows,
     compared: Sequence[Compared],
     exact: bool,
     members: Sequence[int] | None = None,
@@ -130,7 +130,7 @@ def complaint(
     """The message about differences between the ranks' rows; the same on every rank.
 
     Args:
-        everyone: int64 of shape ``(ranks, len(compared), WIDTH)``.
+        rows_by_rank: int64 of shape ``(ranks, len(compared), WIDTH)``.
         compared: what the rows belong to.
         exact: whether rounding counts as an error.
         members: the ranks' numbers among all; None if these are all.
@@ -138,13 +138,13 @@ def complaint(
     Returns:
         The message, empty if all ranks hold the same, and whether it is an error.
     """
-    distances = _distances(everyone)
+    distances = _distances(rows_by_rank)
     if not distances:
         return "", False
     beyond = list(distances) if exact else _beyond_rounding(distances, compared)
     first = (beyond or list(distances))[0]
-    members = members or range(len(everyone))
-    ranks = [members[at] for at in _unlike_first(everyone[:, first])]
+    members = members or range(len(rows_by_rank))
+    ranks = [members[at] for at in _unlike_first(rows_by_rank[:, first])]
     where = (
         f"{compared[first].label} of {named_ranks(ranks)} differs from that of rank {members[0]}"
     )
@@ -161,26 +161,26 @@ def complaint(
 
 
 def unlike(
-    everyone: Rows, compared: Sequence[Compared], members: Sequence[int]
+    rows_by_rank: Rows, compared: Sequence[Compared], members: Sequence[int]
 ) -> dict[str, list[int]]:
     """What differs by more than rounding: the ranks that differ from the first one, by label.
 
     Args:
-        everyone: int64 of shape ``(ranks, len(compared), WIDTH)``.
+        rows_by_rank: int64 of shape ``(ranks, len(compared), WIDTH)``.
         compared: what the rows belong to.
         members: the ranks' numbers among all.
     """
-    beyond = _beyond_rounding(_distances(everyone), compared)
+    beyond = _beyond_rounding(_distances(rows_by_rank), compared)
     return {
-        compared[i].label: [members[at] for at in _unlike_first(everyone[:, i])] for i in beyond
+        compared[i].label: [members[at] for at in _unlike_first(rows_by_rank[:, i])] for i in beyond
     }
 
 
-def _distances(everyone: Rows) -> dict[int, float]:
+def _distances(rows_by_rank: Rows) -> dict[int, float]:
     """The distances of what differs, by number."""
-    bits = everyone[:, :, 0]
+    bits = rows_by_rank[:, :, 0]
     differing = np.flatnonzero((bits != bits[0]).any(axis=0)).tolist()
-    return {i: _distance(everyone[:, i]) for i in differing}
+    return {i: _distance(rows_by_rank[:, i]) for i in differing}
 
 
 def _beyond_rounding(distances: Mapping[int, float], compared: Sequence[Compared]) -> list[int]:
@@ -234,9 +234,9 @@ def named_ranks(ranks: list[int]) -> str:
     return f"ranks {text} and {more} more" if more > 0 else f"ranks {text}"
 
 
-def judge(everyone: Rows, compared: Sequence[Compared], exact: bool, group: Group) -> str:
+def judge(rows_by_rank: Rows, compared: Sequence[Compared], exact: bool, group: Group) -> str:
     """The error message that all ranks must raise, or an empty one; the first warns of rounding."""
-    text, error = complaint(everyone, compared, exact, group.members)
+    text, error = describe_differences(rows_by_rank, compared, exact, group.members)
     if text and not error:
         warn_once("rounding", text, group)
     return text if error else ""
@@ -261,7 +261,7 @@ def require_same(
     """
     labels = [each.label for each in compared]
     digest = hashlib.sha256(repr(labels).encode() + b"".join(r.tobytes() for r in rows)).digest()
-    group = group or everyone()
+    group = group or all_ranks()
     if len(set(collectives.gather(call, digest, group))) == 1:
         return True
     held = collectives.gather(call, (labels, list(rows)), group)
@@ -292,8 +292,8 @@ def first_unlike(
     """
     members = group.members if group else range(len(lists))
     for rank, theirs in zip(members, lists, strict=True):
-        if unlike := set(theirs) ^ set(lists[0]):
-            number = min(unlike)
+        if not_in_both := set(theirs) ^ set(lists[0]):
+            number = min(not_in_both)
             in_theirs, reference = number in theirs, members[0]
             return (number, rank, reference) if in_theirs else (number, reference, rank)
     return None
@@ -310,19 +310,19 @@ def of_gradients(rows: Sequence[Rows]) -> Rows:
     return np.array([fingerprint(together)[0], int(comparable)], np.int64)
 
 
-def warn_of_equal_work(everyone: Rows, group: Group) -> bool:
+def warn_of_equal_work(rows_by_rank: Rows, group: Group) -> bool:
     """Warn on the first rank, once, if all ranks have the same gradients.
 
     Args:
-        everyone: int64 of shape ``(ranks, 2)``: each rank's result of ``of_gradients``.
+        rows_by_rank: int64 of shape ``(ranks, 2)``: each rank's result of ``of_gradients``.
         group: of these ranks.
 
     Returns:
         Whether any rank had comparable gradients; no further check is needed then.
     """
-    if not everyone[:, 1].any():
+    if not rows_by_rank[:, 1].any():
         return False
-    if everyone[:, 1].all() and (everyone[:, 0] == everyone[0, 0]).all():
+    if rows_by_rank[:, 1].all() and (rows_by_rank[:, 0] == rows_by_rank[0, 0]).all():
         warn_once("equal work", _EQUAL_WORK, group)
     return True
 

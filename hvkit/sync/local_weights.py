@@ -151,7 +151,7 @@ class SteppedOptimizer(Protocol):
     def checksum_of_rates(self) -> int:
         """A number that differs, in all likelihood, if the learning rates do."""
 
-    def refuse_differences(self, call: str) -> None:
+    def require_same_training(self, call: str) -> None:
         """Raise if ranks train other weights, or at other rates; a collective.
 
         Args:
@@ -166,7 +166,7 @@ class HookedOptimizer(SteppedOptimizer, Protocol):
         """Call functions around each step, also around one that a loss scale skips."""
 
 
-class LocalWeights(AgreedView):
+class LocalWeightsKeeper(AgreedView):
     """What exchanges the weights of one model after its optimizers' steps.
 
     A step that a loss scale skips counts, too: an overflow on one rank must not move the ends of

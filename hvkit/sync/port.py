@@ -188,7 +188,7 @@ def record(
     of_keeper = None if keeper is None else ref(keeper)
     held, known = list(models), list(records)
     _models.update((_plain(model), of_keeper) for model in held)
-    if group is not None and not group.is_everyone:
+    if group is not None and not group.is_all_ranks:
         _groups.update((_plain(each), group) for each in (*held, *(thing for thing, _ in known)))
     local = keeper is not None and keeper.local
     _records.update((_plain(thing), replace(each, local=local)) for thing, each in known)

@@ -10,7 +10,6 @@ from collections.abc import (
     Callable,
     Collection,
     Container,
-    Generator,
     Iterable,
     MutableMapping,
     Sequence,
@@ -20,12 +19,12 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from hvkit.communication import collectives
-from hvkit.communication.exchanges import Mean, Neighbours, Place
+from hvkit.communication.exchanges import Place
 from hvkit.compression import Compression
 from hvkit.errors import RanksDisagreeError
-from hvkit.strategies.strategy import Rounds, State, Vector
-from hvkit.sync.local_weights import LocalWeights, Weights, pieces
-from hvkit.sync.round_ends import RoundEnd, require_same_end, require_same_trained
+from hvkit.strategies.strategy import Flow, Rounds, State, Vector
+from hvkit.sync.local_weights import LocalWeightsKeeper, Weights, pieces
+from hvkit.sync.round_comparison import RoundSummary, require_same_round, require_same_trained
 from hvkit.sync.round_state import RoundState
 from hvkit.sync.shown_weights import arrive_before_exit, require_equal_steps
 from hvkit.watch.calls import call
@@ -34,7 +33,7 @@ from hvkit.watch.calls import call
 _SENT = "sent-"
 
 
-class Agreement(Protocol):
+class RunningAgreement(Protocol):
     """An agreement that has begun on some weights.
 
     Attributes:
@@ -57,11 +56,11 @@ class Agreements(Protocol):
 
     def start(
         self,
-        flow: Generator[Mean | Neighbours, Any, Any],
+        flow: Flow[Any],
         values: Vector,
         numbers: list[int],
         name: str,
-    ) -> Agreement:
+    ) -> RunningAgreement:
         """Begin an agreement; every rank must begin and wait for the same ones, in the same order.
 
         Args:
@@ -95,13 +94,13 @@ class _Round(NamedTuple):
 
     Attributes:
         number: the optimizer's.
-        end: how this rank ends it, if the ranks compare that.
+        summary: how this rank ends it, if the ranks compare that.
         agreements: on all its weights, some at a time.
     """
 
     number: int
-    end: RoundEnd | None
-    agreements: list[Agreement]
+    summary: RoundSummary | None
+    agreements: list[RunningAgreement]
 
     def is_on(self, numbers: Container[int] | None) -> bool:
         """Whether to wait for it before any of these weights changes; None for all."""
@@ -109,7 +108,7 @@ class _Round(NamedTuple):
         return numbers is None or not on or any(i in numbers for i in on)
 
 
-class RoundKeeper(LocalWeights):
+class RoundKeeper(LocalWeightsKeeper):
     """Ends the rounds of the optimizers of one model.
 
     Args:
@@ -250,13 +249,13 @@ class RoundKeeper(LocalWeights):
             held = optimizer.held()
             changed = sorted(held & self._trained)
             self._add_pending(changed)  # of rounds of other optimizers, too
-            end = self._end_of_round(number, held, changed)
+            summary = self._summary_of_round(number, held, changed)
             if self.strategy.overlap:
                 begun = [self._start(number, each) for each in pieces(self.weights, changed)]
-                self._running.append(_Round(number, end, begun))
+                self._running.append(_Round(number, summary, begun))
                 arrive_before_exit(self)
             else:
-                self._require_same_round(number, end)
+                self._require_same_round(number, summary)
                 self._agree(number, changed)
             if self.strategy.same_weights:  # if not, they stay each rank's own, as the weights do
                 self._average_statistics(keep=True)
@@ -267,7 +266,9 @@ class RoundKeeper(LocalWeights):
         if self.strategy.same_weights:
             self._trained.difference_update(numbers)
 
-    def _end_of_round(self, number: int, held: set[int], changed: list[int]) -> RoundEnd | None:
+    def _summary_of_round(
+        self, number: int, held: set[int], changed: list[int]
+    ) -> RoundSummary | None:
         """How this rank ends a round of an optimizer, if the ranks compare that."""
         optimizer = self._optimizers[number]
         if not self._is_compared(optimizer.rounds):
@@ -276,7 +277,7 @@ class RoundKeeper(LocalWeights):
         rates = optimizer.checksum_of_rates()
         set_by_script = sorted(held & self._set_by_script)
         label = self._optimizer_label(number)
-        return RoundEnd(self._name, label, optimizer.rounds, changed, rates, set_by_script)
+        return RoundSummary(self._name, label, optimizer.rounds, changed, rates, set_by_script)
 
     def _is_compared(self, rounds: int) -> bool:
         """Whether the ranks compare how they end this round of an optimizer."""
@@ -286,16 +287,16 @@ class RoundKeeper(LocalWeights):
         """The name of an optimizer in messages."""
         return f"optimizer {number}"
 
-    def _require_same_round(self, number: int, end: RoundEnd | None) -> None:
+    def _require_same_round(self, number: int, summary: RoundSummary | None) -> None:
         """Raise on every rank unless all end the same round in the same way; a collective.
 
         Args:
             number: the optimizer's.
-            end: of the round; None if the ranks do not compare it.
+            summary: of the round; None if the ranks do not compare it.
         """
-        if end is None:
+        if summary is None:
             return
-        everyone = require_same_end(end, self._optimizers[number], self.weights)
+        everyone = require_same_round(summary, self._optimizers[number], self.weights)
         self._make_set_weights_same(
             self.weights.step_call, [theirs.set_by_script for theirs in everyone]
         )
@@ -303,7 +304,7 @@ class RoundKeeper(LocalWeights):
     def _agree(self, number: int, weights: Sequence[int]) -> None:
         """End the round of some weights of an optimizer; a collective."""
         for together in pieces(self.weights, weights):
-            self._state.write(together, self._end(self._start(number, together)))
+            self._state.write(together, self._finish_agreement(self._start(number, together)))
 
     def arrive(self, numbers: Container[int] | None = None) -> None:
         """Wait for the agreements that overlap with training; a collective.
@@ -314,9 +315,9 @@ class RoundKeeper(LocalWeights):
         for each in list(self._running):
             if each.is_on(numbers):
                 self._running.remove(each)
-                self._require_same_round(each.number, each.end)
+                self._require_same_round(each.number, each.summary)
                 for agreement in each.agreements:
-                    change = self._end(agreement) - agreement.values
+                    change = self._finish_agreement(agreement) - agreement.values
                     self._state.pending.update(self._state.split(agreement.numbers, change))
 
     def _add_pending(self, numbers: Collection[int]) -> None:
@@ -372,7 +373,7 @@ class RoundKeeper(LocalWeights):
 
     def _start(
         self, of: int | str, together: list[int], flow: Callable[..., Any] | None = None
-    ) -> Agreement:
+    ) -> RunningAgreement:
         """Begin what the strategy's ``agree``, or another flow of it, does to some weights.
 
         Args:
@@ -389,7 +390,7 @@ class RoundKeeper(LocalWeights):
         """An agreement's name, which ranks whose optimizers take turns differently do not share."""
         return f"{self._name}.{of}.weights.{together[0]}"
 
-    def _end(self, agreement: Agreement) -> Vector:
+    def _finish_agreement(self, agreement: RunningAgreement) -> Vector:
         """Wait for an agreement, keep its state, and return the values of the next round."""
         values, state = agreement.result()
         self._state.keep(agreement.numbers, state)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 from weakref import WeakKeyDictionary
 
 from hvkit.communication import collectives
-from hvkit.communication.group import Group, everyone
+from hvkit.communication.group import Group, all_ranks
 from hvkit.errors import RankLostError, RanksDisagreeError
 from hvkit.watch.calls import call
 from hvkit.watch.rank_errors import mark_as_shown_by
@@ -147,7 +147,7 @@ def require_equal_steps(mine: Sequence[int], group: Group | None = None) -> None
     Raises:
         RanksDisagreeError: the ranks have taken different numbers of steps.
     """
-    group = group or everyone()
+    group = group or all_ranks()
     steps = collectives.gather("hvkit.settled", list(mine), group)
     for rank, theirs in zip(group.members, steps, strict=True):
         if theirs != steps[0]:

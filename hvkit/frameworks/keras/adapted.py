@@ -23,7 +23,7 @@ from hvkit.communication.collectives import raise_together, require_equal
 from hvkit.communication.group import Group
 from hvkit.frameworks.keras.backends import is_symbolic, outside_graphs
 from hvkit.main_rank import warn_once
-from hvkit.sync.fingerprints import Compared, Rows, complaint, fingerprint, hashed
+from hvkit.sync.fingerprints import Compared, Rows, describe_differences, fingerprint, hashed
 
 _LOOKUPS = (keras.layers.StringLookup, keras.layers.IntegerLookup)
 # By kind of layer: the attributes that it computes with.
@@ -219,7 +219,7 @@ class Learnt:
         ]
         if not first:
             return
-        text, differ = complaint(np.array(rows), self._compared, False, group.members)
+        text, differ = describe_differences(np.array(rows), self._compared, False, group.members)
         if differ:
             source = f"all ranks use what rank {group.first}'s layers have learnt"
             warn_once("adapted", f"{source}: {text}", group)

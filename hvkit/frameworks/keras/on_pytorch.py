@@ -63,7 +63,7 @@ from hvkit.learning_rate import Multiplier
 from hvkit.strategies import ParameterServer, ShardedOptimizer, Synchronous
 from hvkit.strategies.strategy import Rounds
 from hvkit.sync.buffers import warn_of_unlike
-from hvkit.sync.local_weights import LocalWeights
+from hvkit.sync.local_weights import LocalWeightsKeeper
 from hvkit.sync.port import Keeper, Options, Record, begin_with_weights, record
 from hvkit.watch.calls import call
 
@@ -86,7 +86,7 @@ class RoundsInFit:
 
     def __init__(self, equal_steps: bool) -> None:
         self.equal_steps = equal_steps
-        self.keeper: LocalWeights | None = None
+        self.keeper: LocalWeightsKeeper | None = None
 
     def settled(self) -> AbstractContextManager[None]:
         return self.keeper.settled() if self.keeper else nullcontext()
@@ -259,7 +259,7 @@ class KerasOnPyTorchPort:
         require_equal("model", port.facts(), advice, group=options.group)
         _, keeper = port.keep_in_step()
         if self._rounds:
-            assert isinstance(keeper, LocalWeights)
+            assert isinstance(keeper, LocalWeightsKeeper)
             self._rounds.keeper = keeper
         return [(each, self._record(each)) for each in self.optimizers], keeper
 

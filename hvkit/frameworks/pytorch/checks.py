@@ -11,7 +11,7 @@ ranks disagree, they find out here about what, and raise.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -121,7 +121,7 @@ class Checks:
         compared = [Compared(labels[i], unit_of(parameters[i]), _CHANGED) for i in numbers]
         fingerprints.require_same("backward()", compared, [used[i] for i in numbers], self.group)
 
-    def refuse_other_steps(self, done: int) -> None:
+    def refuse_other_steps(self, done: int) -> NoReturn:
         """Raise because the ranks have done different numbers of optimizer steps.
 
         Args:
@@ -132,7 +132,7 @@ class Checks:
             "every rank must call backward() and step() equally often"
         )
 
-    def refuse_other_parameters(
+    def require_same_parameters(
         self, parameters: Sequence[nn.Parameter], call: str = "backward()"
     ) -> None:
         """Raise on every rank unless all train the same parameters; a collective.
@@ -152,7 +152,7 @@ class Checks:
             )
             raise mark_as_shown_by(error, self.group.first)
 
-    def refuse_other_rates(self, optimizers: Sequence[Optimizer], call: str = "backward()") -> None:
+    def require_same_rates(self, optimizers: Sequence[Optimizer], call: str = "backward()") -> None:
         """Raise on every rank unless all use the same learning rates; a collective.
 
         Args:
@@ -171,7 +171,7 @@ class Checks:
                     )
                     raise mark_as_shown_by(error, self.group.first)
 
-    def refuse_early_changes(self, accumulate: int) -> None:
+    def refuse_early_changes(self, accumulate: int) -> NoReturn:
         """Raise because a rank has changed gradients that no pass has averaged.
 
         Args:

@@ -104,7 +104,7 @@ def rows_together(flats: Sequence[torch.Tensor]) -> list[Rows]:
     bits = np.zeros(len(flats), np.uint64)
     sums = np.zeros((len(flats), 2))
     sums_of_runs = [_sums_of_blocks([block for *_, block in run]) for run in runs]
-    signs = np.sign(fingerprints.weights())
+    signs = np.sign(fingerprints.projection_factors())
     with np.errstate(all="ignore"):
         for run, of_run in zip(runs, sums_of_runs, strict=True):
             lengths = [-(-block.numel() // _SEGMENT) for *_, block in run]
@@ -150,7 +150,7 @@ def _sums_of_blocks(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
 @functools.cache
 def _factors(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     factors = torch.from_numpy(fingerprints.multipliers().view(np.int64))
-    return factors.to(device), torch.from_numpy(fingerprints.weights()).to(device)
+    return factors.to(device), torch.from_numpy(fingerprints.projection_factors()).to(device)
 
 
 def unit_of(tensor: torch.Tensor) -> float:

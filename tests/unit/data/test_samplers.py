@@ -351,6 +351,6 @@ def test_a_sampler_that_differs_between_ranks_is_an_error(monkeypatch):
 
     _, part = parts(loader(10, sampler=Backwards(10)), 2)
     monkeypatch.setattr("hvkit.communication.collectives.gather", gather)
-    monkeypatch.setattr("hvkit.communication.collectives.everyone", lambda: Group(0, (0, 1)))
+    monkeypatch.setattr("hvkit.communication.collectives.all_ranks", lambda: Group(0, (0, 1)))
     with pytest.raises(RanksDisagreeError, match=r"Backwards in epoch 0.*fixed seed"):
         iter(part)

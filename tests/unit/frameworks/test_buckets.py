@@ -25,10 +25,10 @@ def reduced(bucket, gradients):
 def test_gradients_lie_in_their_bucket_one_after_the_other_last_first():
     members = numbered(torch.zeros(2, 3), torch.zeros(4))
     (bucket,), report, statistics = make_buckets("b", "last", members, report=2, statistics=1)
-    assert bucket.numbers == [1, 0]
+    assert bucket.indices == [1, 0]
     bucket.pack([torch.arange(4.0), torch.ones(2, 3)])
-    report.numbers.fill_(7)
-    statistics.numbers.fill_(8)
+    report.values.fill_(7)
+    statistics.values.fill_(8)
     assert bucket.complete
     assert bucket.flat.tolist() == [0, 1, 2, 3, 1, 1, 1, 1, 1, 1, 7, 7, 8]
 
@@ -117,7 +117,7 @@ def test_dtypes_do_not_share_buckets_and_narrow_ones_travel_in_float32():
         torch.zeros(2, dtype=torch.complex64),
     )
     buckets, *_ = make_buckets("b", "last", tensors, report=0)
-    assert {tuple(sorted(b.numbers)): b.flat.dtype for b in buckets} == {
+    assert {tuple(sorted(b.indices)): b.flat.dtype for b in buckets} == {
         (0,): torch.float64,
         (1, 2, 3, 4): torch.float32,
     }
@@ -128,15 +128,15 @@ def test_names_differ_and_only_the_last_bucket_has_the_extra_numbers():
     buckets, *_ = make_buckets("b", "last", tensors, report=5)
     assert len({b.name for b in buckets}) == len(buckets) > 1
     assert [b.extra.numel() for b in buckets] == [0] * (len(buckets) - 1) + [5]
-    assert 0 in buckets[-1].numbers
+    assert 0 in buckets[-1].indices
 
 
 def test_the_report_on_gradients_of_another_device_travels_in_the_hosts_memory():
     tensors = numbered(torch.zeros(2, device="meta"), torch.zeros(3, device="meta"))
     buckets, report, statistics = make_buckets("b", "last", tensors, report=5, statistics=2)
     assert [b.flat.device.type for b in buckets] == ["meta", "meta", "cpu"]
-    assert (report.numbers.device.type, report.numbers.numel()) == ("cpu", 5)
-    assert (statistics.numbers.device.type, statistics.numbers.numel()) == ("meta", 2)
+    assert (report.values.device.type, report.values.numel()) == ("cpu", 5)
+    assert (statistics.values.device.type, statistics.values.numel()) == ("meta", 2)
 
 
 def test_large_gradients_are_scaled_while_they_are_copied():
@@ -152,9 +152,9 @@ def test_statistics_of_a_model_on_a_gpu_travel_in_its_precision():
         members = numbered(torch.zeros(3, dtype=dtype, device="meta"))
         buckets, report, statistics = make_buckets("b", "last", members, report=2, statistics=5)
         assert [len(bucket.extra) for bucket in buckets] == [0, 5, 2]
-        assert statistics.numbers.dtype is travels
-        assert statistics.numbers.device.type == "meta"
-        assert report.numbers.device.type == "cpu"
+        assert statistics.values.dtype is travels
+        assert statistics.values.device.type == "meta"
+        assert report.values.device.type == "cpu"
 
 
 def test_a_bucket_on_a_gpu_keeps_its_memory(monkeypatch):

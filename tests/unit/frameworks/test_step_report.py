@@ -96,4 +96,4 @@ def test_a_rate_on_the_gpu_of_one_rank_is_compared(monkeypatch, there):
     with pytest.raises(
         RanksDisagreeError, match=r"SGD is 0\.5 on rank 0 but 0\.0(1|09)\d* on rank 1"
     ):
-        compared.refuse_other_rates([ranks[0]])
+        compared.require_same_rates([ranks[0]])

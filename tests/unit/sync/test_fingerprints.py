@@ -9,7 +9,7 @@ import torch
 
 from hvkit.frameworks.pytorch import fingerprints as of_tensors
 from hvkit.sync import fingerprints
-from hvkit.sync.fingerprints import Compared, complaint, fingerprint, of_gradients
+from hvkit.sync.fingerprints import Compared, describe_differences, fingerprint, of_gradients
 
 
 def in_torch(array):
@@ -95,7 +95,7 @@ def test_the_projections_estimate_the_distance_of_tensors(row_of, distance):
 def test_the_same_change_of_every_element_is_not_rounding(row_of, n):
     array = values("float32", n)
     rows = np.array([[row_of(array)], [row_of(array + 1)]])
-    assert complaint(rows, [Compared("bias", 2.0**-23)], exact=False)[1]
+    assert describe_differences(rows, [Compared("bias", 2.0**-23)], exact=False)[1]
 
 
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
@@ -118,46 +118,44 @@ def test_expanded_and_strided_tensors_equal_contiguous_ones():
 # Messages.
 
 
-def complaint_about(*ranks, exact=False, unit=2.0**-23):
-    """The complaint about tensors "a", "b"... that the ranks hold."""
+def message_about(*ranks, exact=False, unit=2.0**-23):
+    """The message about tensors "a", "b"... that the ranks hold."""
     everyone = np.array([[fingerprint(np.asarray(each)) for each in held] for held in ranks])
     compared = [Compared(label, unit) for label, _ in zip("abcd", ranks[0], strict=False)]
-    return complaint(everyone, compared, exact)
+    return describe_differences(everyone, compared, exact)
 
 
 ONES = np.ones(50, np.float32)
 
 
 def test_equal_tensors_give_no_message():
-    assert complaint_about([ONES, ONES * 2], [ONES, ONES * 2], [ONES, ONES * 2], exact=True) == (
+    assert message_about([ONES, ONES * 2], [ONES, ONES * 2], [ONES, ONES * 2], exact=True) == (
         "",
         False,
     )
 
 
 def test_the_message_names_the_first_difference_and_the_ranks():
-    text, error = complaint_about(
-        [ONES, ONES, ONES], [ONES, ONES * 2, ONES], [ONES, ONES, ONES * 3]
-    )
+    text, error = message_about([ONES, ONES, ONES], [ONES, ONES * 2, ONES], [ONES, ONES, ONES * 3])
     assert error
     assert text.startswith("b of rank 1 differs from that of rank 0 by about ")
-    text, _ = complaint_about([ONES], *[[ONES * 2]] * 7)
+    text, _ = message_about([ONES], *[[ONES * 2]] * 7)
     assert text.startswith("a of ranks 1, 2, 3, 4 and 3 more differs")
 
 
 def test_rounding_is_an_error_before_the_first_update_only():
     next_to = np.nextafter(ONES, 2)
-    text, error = complaint_about([ONES], [next_to], exact=True)
+    text, error = message_about([ONES], [next_to], exact=True)
     assert "put back a copy of the weights" in text
     assert error
-    assert "loaded or changed" in complaint_about([ONES], [ONES * 1.001], exact=True)[0]
-    text, error = complaint_about([ONES], [next_to])
+    assert "loaded or changed" in message_about([ONES], [ONES * 1.001], exact=True)[0]
+    text, error = message_about([ONES], [next_to])
     assert "rounding" in text
     assert not error
 
 
 def test_the_message_names_an_error_before_rounding():
-    text, error = complaint_about([ONES, ONES], [np.nextafter(ONES, 2), ONES * 1.01])
+    text, error = message_about([ONES, ONES], [np.nextafter(ONES, 2), ONES * 1.01])
     assert error
     assert text.startswith("b of rank 1")
 
@@ -165,19 +163,19 @@ def test_the_message_names_an_error_before_rounding():
 def test_dtypes_with_few_digits_round_further():
     array = values(ml_dtypes.bfloat16)
     next_to = (array.view(np.uint16) + 1).view(array.dtype)
-    assert complaint_about([array], [next_to], unit=2.0**-23)[1]
-    assert not complaint_about([array], [next_to], unit=2.0**-7)[1]
+    assert message_about([array], [next_to], unit=2.0**-23)[1]
+    assert not message_about([array], [next_to], unit=2.0**-7)[1]
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_an_unknown_distance_is_an_error(value):
     other = ONES.copy()
     other[3] = value
-    text, error = complaint_about([ONES], [other])
+    text, error = message_about([ONES], [other])
     assert error
     assert "by about" not in text
-    assert complaint_about([ONES * 0], [ONES])[1]
-    assert complaint_about([np.arange(5)], [np.arange(5) + 1])[1]
+    assert message_about([ONES * 0], [ONES])[1]
+    assert message_about([np.arange(5)], [np.arange(5) + 1])[1]
 
 
 def test_zero_and_infinite_gradients_are_not_compared():

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from hvkit import runtime
 from hvkit.communication.exchanges import Exchange, Gather, Mean, Messages, Shares
-from hvkit.communication.group import Group, everyone
+from hvkit.communication.group import Group, all_ranks
 from hvkit.communication.traffic import (
     Sent,
     count,
@@ -42,7 +42,7 @@ class Wire:
     """
 
     def __init__(self, purpose: str, group: Group | None = None) -> None:
-        group = group or everyone()
+        group = group or all_ranks()
         self._hvd = runtime.engine("tensorflow").hvd
         self._counted = _counters(purpose)
         self.within = group.process_set

@@ -1,6 +1,6 @@
 """The mean over ranks of a list of gradients, in eager code and in ``tf.function`` graphs.
 
-``hvkit.frameworks.keras.optimizers`` calls it inside ``optimizer.apply``.
+``hvkit.frameworks.keras.averaged_updates`` calls it inside ``optimizer.apply``.
 
 Before the gradients, the ranks exchange which of them they have: dense, row-sparse
 (``IndexedSlices``) or none. Eager code then fills in the gradients that this rank lacks. A graph
@@ -161,10 +161,10 @@ class GradientAverager:
             if np.any(had.numpy() != _AT_THE_END * self._wire.size):
                 raise RanksDisagreeError(_UNEVEN)
 
-    def _exchange(self, numbers: tf.Tensor) -> tf.Tensor:
-        """The sum over ranks of two rows of numbers, one for each gradient."""
+    def _exchange(self, rows: tf.Tensor) -> tf.Tensor:
+        """The sum over ranks of two rows, with a number for each gradient."""
         with tf.device("CPU:0"):
-            return self._flags.sum(numbers + self._zero, f"{self._name}.present")
+            return self._flags.sum(rows + self._zero, f"{self._name}.present")
 
     def _assert_alike(self, had: tf.Tensor, variables: Sequence[Any]) -> tf.Operation:
         goes_on = tf.reduce_all(had < _AT_THE_END)
@@ -288,14 +288,14 @@ class AveragingKeeper:
 
     def load_own_state(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
         """Set what ``own_state`` returned on this rank."""
-        for number, each in enumerate(self._compressed):
-            mine = {k.partition("-")[2]: a for k, a in arrays.items() if k.startswith(f"{number}-")}
+        for index, each in enumerate(self._compressed):
+            mine = {k.partition("-")[2]: a for k, a in arrays.items() if k.startswith(f"{index}-")}
             each.load(mine, self._weights())
 
     def _arrays(self, which: Literal["common", "own"]) -> dict[str, np.ndarray[Any, Any]]:
         return {
-            f"{number}-{key}": array
-            for number, each in enumerate(self._compressed)
+            f"{index}-{key}": array
+            for index, each in enumerate(self._compressed)
             for key, array in each.arrays(getattr(each.compression, which), self._weights()).items()
         }
 

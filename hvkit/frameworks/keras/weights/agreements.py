@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Generator, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,8 @@ from hvkit.frameworks.keras.collectives.graph_collectives import CompressedMeans
 from hvkit.frameworks.keras.collectives.named_collectives import NamedCollectives
 from hvkit.frameworks.keras.collectives.wire import Wire
 from hvkit.frameworks.keras.weights.variables import Array, Variables
+from hvkit.strategies.strategy import Flow
 from hvkit.watch.calls import waiting_for_all_ranks
-
-Flow = Generator[Mean | Neighbours, Any, Any]
 
 
 class Agreements:
@@ -43,14 +42,14 @@ class Agreements:
         # What the compression keeps by number, once the agreements with it count.
         self._suggested: dict[int, dict[str, tf.Tensor]] = {}
 
-    def start(self, flow: Flow, values: Array, numbers: list[int], name: str) -> Agreement:
+    def start(self, flow: Flow[Any], values: Array, numbers: list[int], name: str) -> Agreement:
         def agree() -> Any:
             return self.carry_out(flow, numbers, name)
 
         return Agreement(agree, values, numbers, self._wire.within, overlap=self._overlap)
 
     def carry_out(
-        self, flow: Flow, numbers: list[int], name: str, wait: GraphWait | None = None
+        self, flow: Flow[Any], numbers: list[int], name: str, wait: GraphWait | None = None
     ) -> Any:
         """Make all exchanges of a strategy, and return what it returns; a collective.
 

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvkit.communication.group import everyone
+from hvkit.communication.group import all_ranks
 from hvkit.frameworks.keras.checks import Checks
 from hvkit.frameworks.keras.collectives.graph_collectives import nothing
 from hvkit.frameworks.keras.optimizers import calls_of_apply
@@ -47,7 +47,7 @@ class ServedModel(worker.ServedModel):
     def __init__(
         self, strategy: ParameterServer, model: keras.Model, name: str, with_statistics: bool
     ) -> None:
-        self.variables = Variables(model, name, with_statistics, everyone())
+        self.variables = Variables(model, name, with_statistics, all_ranks())
         super().__init__(strategy, self.variables, name)
         self.updated: list[UpdatedVariables] = []
         # Weak: the optimizers keep them.

@@ -180,9 +180,9 @@ class RoundKeeper(rounds.RoundKeeper):
     def _compare(self, number: int, _: Sequence[Array]) -> list[Array]:
         """Compare how the ranks end a round in a graph; a collective."""
         updated = self.updated[number]
-        end = self._end_of_round(number, updated.held(), sorted(updated.numbers))
+        summary = self._summary_of_round(number, updated.held(), sorted(updated.numbers))
         with call(updated.call, updated.step, self._name):
-            self._require_same_round(number, end)
+            self._require_same_round(number, summary)
         return [np.array(True)]
 
     def _is_compared(self, rounds: Any) -> Any:

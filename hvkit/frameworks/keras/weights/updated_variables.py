@@ -124,7 +124,7 @@ class UpdatedVariables:
     def checksum_of_rates(self) -> int:
         return zlib.crc32("\n".join(self._rates()).encode())
 
-    def refuse_differences(self, call: str) -> None:
+    def require_same_training(self, call: str) -> None:
         group = self.of.group
         everyone = collectives.gather(call, self._rates(), group)
         for rank, theirs in zip(group.members, everyone, strict=True):

@@ -11,7 +11,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from hvkit.communication.encoding import bytes_of
-from hvkit.communication.group import Group, everyone
+from hvkit.communication.group import Group, all_ranks
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.gradients.buckets import like, wire_dtype
 from hvkit.watch.calls import call
@@ -39,7 +39,7 @@ def gather(
         group: these ranks; None for all.
     """
     apply: Any = _Gather.apply
-    group = group or everyone()
+    group = group or all_ranks()
     serial = _serials.setdefault(group.members, itertools.count())
     return list(apply(tensor, list(shapes), f"hvkit.allgather.{next(serial) % _NAMES}", group))
 

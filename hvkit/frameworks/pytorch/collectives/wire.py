@@ -8,7 +8,7 @@ import torch
 
 from hvkit import runtime
 from hvkit.communication.exchanges import Exchange, Gather, Mean, Messages, Shares
-from hvkit.communication.group import Group, everyone
+from hvkit.communication.group import Group, all_ranks
 from hvkit.communication.traffic import count, of_allgather, of_allreduce, of_alltoall, of_messages
 from hvkit.watch.calls import translated, waiting_for_all_ranks
 
@@ -29,18 +29,18 @@ class Wire:
     Attributes:
         rank: this process's place in the group.
         size: of the group.
-        part: ``1 / size`` if gradients may be multiplied by it before they are added up: a power of
-            two, which rounds nothing but subnormal numbers. Else None.
+        prescale: ``1 / size`` if gradients may be multiplied by it before they are added up: a
+            power of two, which rounds nothing but subnormal numbers. Else None.
     """
 
     def __init__(self, purpose: str, group: Group | None = None) -> None:
-        group = group or everyone()
+        group = group or all_ranks()
         self._hvd = runtime.engine("torch").hvd
         self._within = group.process_set
         self._ranks = group.process_set or self._hvd.global_process_set
         self._purpose = purpose
         self.rank, self.size = group.rank, group.size
-        self.part = 1 / self.size if self.size.bit_count() == 1 else None
+        self.prescale = 1 / self.size if self.size.bit_count() == 1 else None
 
     def start_mean(self, tensor: torch.Tensor, name: str) -> int:
         """Start to average a tensor over ranks, in place."""

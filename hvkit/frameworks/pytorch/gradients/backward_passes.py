@@ -15,9 +15,9 @@ the step.
 
 A backward pass may run inside another one. Reentrant checkpointing (``torch.utils.checkpoint`` with
 ``use_reentrant=True``), reversible layers and the like call ``backward()`` while ``backward()``
-computes their gradients. Autograd numbers such a nested pass as any other, and calls back at its
-end. But the gradients are final, and the script's pass counts, only at the end of the outermost
-one.
+computes their gradients. Autograd gives such a nested pass an id like any other, and calls back
+at its end. But the gradients are final, and the script's pass counts, only at the end of the
+outermost one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from hvkit.frameworks.pytorch.gradients.bucket_layout import Layout
 from hvkit.frameworks.pytorch.gradients.buckets import Bucket, are_dense
 
 running_pass: Callable[[], int] = torch._C._current_graph_task_id
-"""Autograd's number of the pass that this thread is in; -1 outside of any."""
+"""Autograd's id of the pass that this thread is in; -1 outside of any."""
 
 # Gradients that a bucket misses while passes accumulate: no pass has as many.
 _NEVER = 1 << 60
@@ -48,13 +48,13 @@ class GradientHooks:
     Args:
         begin_pass: prepares for the first gradient of the script's own backward pass, and returns
             whether it ends with a reduction. If not, buckets wait for the gradients of a later one.
-        end_pass: called at the end of that pass with autograd's number of it.
+        end_pass: called at the end of that pass with autograd's id of it.
         send: sends a bucket, given its gradients.
         lock: held meanwhile; parameters on several devices have their hooks called from several
             threads.
 
     Attributes:
-        running: autograd's number of the pass that is running; None between passes.
+        running: autograd's id of the pass that is running; None between passes.
         outermost: that of the script's own pass: another one if the running pass is nested in it.
         outdated: buckets that were sent before one of their gradients changed.
     """
@@ -78,15 +78,15 @@ class GradientHooks:
         # By parameter: what calls its hook, and the bucket that the hook counts for.
         self._hooks: dict[int, RemovableHandle] = {}
         self._hooked: dict[int, Bucket | None] = {}
-        self._number: dict[torch.Tensor, int] = {}
+        self._index_of: dict[torch.Tensor, int] = {}
         # The bucket to send with the next gradient, when all hooks of its last have run.
         self._full: Bucket | None = None
 
-    def add(self, number: int, parameter: torch.nn.Parameter) -> None:
+    def add(self, index: int, parameter: torch.nn.Parameter) -> None:
         """Count the gradients of a parameter."""
-        self._number[parameter] = number
-        self._hooks[number] = _register(parameter, self._hook(None))
-        self._hooked[number] = None
+        self._index_of[parameter] = index
+        self._hooks[index] = _register(parameter, self._hook(None))
+        self._hooked[index] = None
 
     def follow(self, layout: Layout) -> None:
         """Count for the buckets of a layout."""
@@ -102,21 +102,21 @@ class GradientHooks:
                 hooks[hook.id] = hook_of[id(bucket)] if bucket else outside
                 self._hooked[i] = bucket
 
-    def _begin(self, number: int) -> None:
+    def _begin(self, pass_id: int) -> None:
         """Start to count the gradients of a pass, from its first one on.
 
         Args:
-            number: autograd's number of it.
+            pass_id: autograd's.
         """
         with self._lock:
-            outermost = outermost_pass(number)
+            outermost = outermost_pass(pass_id)
             # Another thread was here first, or a nested pass begins or ends.
             if outermost == self.outermost:
-                self.running = number
+                self.running = pass_id
                 return
-            if number == outermost:
+            if pass_id == outermost:
                 engine = torch.autograd.Variable._execution_engine
-                engine.queue_callback(functools.partial(self._end_pass, number))
+                engine.queue_callback(functools.partial(self._end_pass, pass_id))
             reduces = self._begin_pass()
             assert self._layout is not None
             self._full = None
@@ -129,7 +129,7 @@ class GradientHooks:
                 else:
                     self.outdated.add(bucket)
             self.outermost = outermost
-            self.running = number  # last: other threads go on when they see it
+            self.running = pass_id  # last: other threads go on when they see it
 
     def end(self) -> None:
         """The pass is over; what is not sent yet is the caller's."""
@@ -151,11 +151,11 @@ class GradientHooks:
             if hooks is None:  # the model is gone, the script has kept the parameter
                 return
             bucket = of_hook()
-            number = running_pass()
-            if number != hooks.running:
-                hooks._begin(number)
+            pass_id = running_pass()
+            if pass_id != hooks.running:
+                hooks._begin(pass_id)
                 assert hooks._layout is not None
-                bucket = hooks._layout.of.get(hooks._number[parameter])
+                bucket = hooks._layout.of.get(hooks._index_of[parameter])
             elif hooks._full is not None:
                 hooks._send_full()
             if bucket is not None:
@@ -302,18 +302,18 @@ class _Nested:
     """A call of ``backward()`` inside another.
 
     Attributes:
-        outermost: the number of the pass that the script has started.
-        numbers: those of the passes that this call has started, as far as they are known.
+        outermost: autograd's id of the pass that the script has started.
+        pass_ids: those of the passes that this call has started, as far as they are known.
     """
 
     def __init__(self, outermost: int) -> None:
         self.outermost = outermost
-        self.numbers: set[int] = set()
+        self.pass_ids: set[int] = set()
 
 
 # Those that run now, the innermost last.
 _nested: list[_Nested] = []
-# The numbers of outermost passes whose end is awaited.
+# The ids of outermost passes whose end is awaited.
 _awaited: set[int] = set()
 # The threads in which the script's own calls of ``backward()`` run.
 _callers: list[int] = []
@@ -327,25 +327,25 @@ def _calling_thread() -> int:
     return _callers[-1] if _callers else threading.get_ident()
 
 
-def outermost_pass(number: int) -> int:
-    """The number of the script's pass that contains a pass, or that it is itself.
+def outermost_pass(pass_id: int) -> int:
+    """The id of the script's pass that contains a pass, or that it is itself.
 
     Args:
-        number: of a pass that runs now. It may run in another thread than the call that has
+        pass_id: of a pass that runs now. It may run in another thread than the call that has
             started it, as passes on GPUs do.
     """
     for each in reversed(_nested):
-        if number in each.numbers:
+        if pass_id in each.pass_ids:
             return each.outermost
-    if not _nested or any(each.outermost == number for each in _nested):
-        return number
-    _nested[-1].numbers.add(number)
+    if not _nested or any(each.outermost == pass_id for each in _nested):
+        return pass_id
+    _nested[-1].pass_ids.add(pass_id)
     return _nested[-1].outermost
 
 
 @functools.cache
 def watch_nested_passes(end: Callable[[int], None]) -> None:
-    """Call ``end`` when an outermost pass ends in which others have run, with its number.
+    """Call ``end`` when an outermost pass ends in which others have run, with its id.
 
     Nested passes may hold all gradients of a model. Then no hook of a parameter runs in the
     outermost pass, from which one could wait for its end.
@@ -356,7 +356,7 @@ def watch_nested_passes(end: Callable[[int], None]) -> None:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @functools.wraps(run)
     def backward(*args: Any, **kwargs: Any) -> None:
-        if (number := running_pass()) == -1:
+        if (pass_id := running_pass()) == -1:
             thread = threading.get_ident()
             _callers.append(thread)
             try:
@@ -364,8 +364,8 @@ def watch_nested_passes(end: Callable[[int], None]) -> None:
             finally:
                 _callers.remove(thread)
             return
-        outermost = outermost_pass(number)
-        if number == outermost and outermost not in _awaited:
+        outermost = outermost_pass(pass_id)
+        if pass_id == outermost and outermost not in _awaited:
             _awaited.clear()  # what failed passes have left
             _awaited.add(outermost)
             engine = torch.autograd.Variable._execution_engine

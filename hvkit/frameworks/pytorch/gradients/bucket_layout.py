@@ -17,12 +17,12 @@ from hvkit.frameworks.pytorch.gradients.step_report import StepReport
 from hvkit.sync.chunking import chunks
 
 Kind = tuple[list[torch.dtype], list[int], list[bool], Set[int]]
-"""What decides the layout: the parameters' dtypes, the numbers of their devices, whether each
-requires a gradient, and the numbers of those whose gradients are row-sparse."""
+"""What decides the layout: the parameters' dtypes, the indices of their devices, whether each
+requires a gradient, and the indices of those whose gradients are row-sparse."""
 
 # A device itself takes twice the time.
-device_number = torch.Tensor.get_device
-"""The number of a tensor's device; -1 for the host's memory."""
+device_index = torch.Tensor.get_device
+"""The index of a tensor's device; -1 for the host's memory."""
 
 _LAYOUTS_KEPT = 4
 
@@ -34,8 +34,8 @@ class Layout(NamedTuple):
         kind: of the parameters.
         buckets: in the order in which backward fills them; the last has one name in all layouts,
             and every rank sends it, also if layouts differ.
-        of: the bucket of each parameter that is in one, by the parameter's number.
-        trained: numbers of the parameters that require a gradient.
+        of: the bucket of each parameter that is in one, by the parameter's index.
+        trained: indices of the parameters that require a gradient.
         report: numbers at the end of the last bucket, in the host's memory.
         statistics: numbers at the end of a bucket on the parameters' device.
         usual: what a rank reports that has all gradients, of which none is sparse.
@@ -100,7 +100,7 @@ class Layouts:
             statistics,
             self._compression,
         )
-        of = {i: bucket for bucket in buckets for i in bucket.numbers if i != NO_PARAMETER}
+        of = {i: bucket for bucket in buckets for i in bucket.indices if i != NO_PARAMETER}
         usual = StepReport(frozenset(of), frozenset(), frozenset(), trained)
         return Layout(kind, buckets, of, trained, at_report, at_statistics, usual)
 
@@ -121,7 +121,7 @@ def make_buckets(
     Args:
         name: what the buckets' names begin with.
         last_name: the name of the last bucket.
-        members: numbers and parameters, at least one.
+        members: indices and parameters, at least one.
         report: how many numbers the report has.
         statistics: how many numbers of running statistics there are.
         compression: of float32 gradients.

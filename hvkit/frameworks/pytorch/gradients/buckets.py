@@ -36,7 +36,7 @@ _WIRE_DTYPE = {
 _LARGE = 1 << 17
 
 NO_PARAMETER = -1
-"""The number of the only member of a bucket that carries nothing but extra numbers."""
+"""The index of the only member of a bucket that carries nothing but extra numbers."""
 
 
 class _Memory:
@@ -103,11 +103,11 @@ class Bucket:
 
     Args:
         name: the same on every rank, and no other bucket's.
-        members: numbers and parameters, at least one.
+        members: indices and parameters, at least one.
         extra: how many numbers to append; the caller fills them in through ``extra``.
 
     Attributes:
-        numbers: of the parameters.
+        indices: of the parameters.
         left: how many gradients are still to come in this pass. At zero the bucket goes out; one
             that comes later, and so changes a gradient again, makes it negative.
         complete: whether the gradients that it was packed with were all there and dense.
@@ -118,7 +118,7 @@ class Bucket:
         self, name: str, members: Sequence[tuple[int, torch.Tensor]], extra: int = 0
     ) -> None:
         self.name = name
-        self.numbers = [i for i, _ in members]
+        self.indices = [i for i, _ in members]
         self.left = len(members)
         self.complete = False
         self.handle: int | None = None
@@ -159,13 +159,13 @@ class Bucket:
         return [p.grad for p in self._parameters]
 
     def kept(self) -> set[int]:
-        """Numbers of the members whose gradients the script holds, too."""
+        """Indices of the members whose gradients the script holds, too."""
         gradients = self.gradients()
         if set(map(type, gradients)) == {NoneType}:  # as zero_grad() leaves them
             return set()
         there = [at for at, g in enumerate(gradients) if g is not None]
         del gradients  # it would count as a holder
-        return {self.numbers[at] for at in there if self._is_held(at)}
+        return {self.indices[at] for at in there if self._is_held(at)}
 
     def _is_held(self, at: int) -> bool:
         """Whether the script holds a member's gradient, too."""
@@ -174,12 +174,13 @@ class Bucket:
         return self._memory.held_elsewhere(at) if is_view else is_held_elsewhere(p)
 
     @torch.no_grad()
-    def pack(self, gradients: Sequence[torch.Tensor | None], part: float | None = None) -> None:
+    def pack(self, gradients: Sequence[torch.Tensor | None], prescale: float | None = None) -> None:
         """Copy the members' gradients in; one that is missing or sparse counts as zero.
 
         Args:
             gradients: of the members.
-            part: of a sum over ranks that is the mean, if gradients may be scaled before.
+            prescale: what makes the sum over ranks of scaled gradients the mean; None if they must
+                not be scaled before they are added up.
         """
         if not self._memory.free:
             # Gradients that were not reset, or means that the script keeps. The first may change
@@ -198,7 +199,7 @@ class Bucket:
         dense: list[torch.Tensor] = gradients  # type: ignore[assignment]
         if self._complex:
             dense = [torch.view_as_real(g.resolve_conj()) if g.is_complex() else g for g in dense]
-        self._factor = part if self._large else None
+        self._factor = prescale if self._large else None
         if self._factor is not None:
             for view, gradient in zip(views, dense, strict=True):
                 torch.mul(gradient, self._factor, out=view)
@@ -209,15 +210,15 @@ class Bucket:
         """Make the means the members' gradients.
 
         Args:
-            wanted: numbers of the members that get theirs; None for all.
-            kept: numbers of those whose gradients stay the same tensors.
+            wanted: indices of the members that get theirs; None for all.
+            kept: indices of those whose gradients stay the same tensors.
         """
         given = self._memory.given
         if wanted is None and not kept and not self._apart:
             for p, mean in zip(self._parameters, given, strict=True):
                 p.grad = mean
             return
-        members = zip(self.numbers, self._parameters, given, self._memory.views, strict=True)
+        members = zip(self.indices, self._parameters, given, self._memory.views, strict=True)
         for i, p, own, view in members:
             if wanted is not None and i not in wanted:
                 continue
@@ -250,11 +251,11 @@ class Bucket:
 
     def reset(self) -> None:
         """Begin the next reduction."""
-        self.left = len(self.numbers)
+        self.left = len(self.indices)
 
 
 class Extra(NamedTuple):
-    """Numbers that travel with the gradients in a bucket.
+    """Values that travel with the gradients in a bucket.
 
     Attributes:
         bucket: it may get new memory, so take its ``extra`` each time.
@@ -265,7 +266,7 @@ class Extra(NamedTuple):
     part: slice
 
     @property
-    def numbers(self) -> torch.Tensor:
+    def values(self) -> torch.Tensor:
         """A view of them."""
         return self.bucket.extra[self.part]
 
@@ -309,14 +310,14 @@ _UNHELD = _holders_of_new_gradient()
 
 
 def shape_of(parameter: torch.Tensor) -> Shape:
-    """The shape of its numbers; a complex one is two."""
+    """The shape of its real values; a complex one is two."""
     return (*parameter.shape, 2) if parameter.is_complex() else tuple(parameter.shape)
 
 
-def like(parameter: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Numbers, as many as in ``shape_of``, in the parameter's shape."""
-    numbers = numbers.view(shape_of(parameter))
-    return torch.complex(*numbers.unbind(-1)) if parameter.is_complex() else numbers
+def like(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Real values, as many as in ``shape_of``, in the parameter's shape."""
+    values = values.view(shape_of(parameter))
+    return torch.complex(*values.unbind(-1)) if parameter.is_complex() else values
 
 
 def wire_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -40,7 +40,7 @@ class CompressionState:
 
     def __init__(self, compression: Compression) -> None:
         self.compression = compression
-        # By the parameter's number: what counts, and what will once an update has used the means.
+        # By the parameter's index: what counts, and what will once an update has used the means.
         self.kept: dict[int, dict[str, torch.Tensor]] = {}
         self.pending: dict[int, dict[str, torch.Tensor]] = {}
 
@@ -58,20 +58,20 @@ class CompressionState:
             )
         return suits
 
-    def of(self, numbers: Sequence[int], shapes: Sequence[Shape], like: torch.Tensor) -> State:
+    def of(self, indices: Sequence[int], shapes: Sequence[Shape], like: torch.Tensor) -> State:
         """The state of some parameters, new ones included."""
-        for i, shape in zip(numbers, shapes, strict=True):
+        for i, shape in zip(indices, shapes, strict=True):
             if i not in self.kept:
                 self.kept[i] = {
                     name: ops.constant(array, like)
                     for name, array in self.compression.begin(shape).items()
                 }
-        names = self.kept[numbers[0]].keys()
-        return {name: [self.kept[i][name] for i in numbers] for name in names}
+        names = self.kept[indices[0]].keys()
+        return {name: [self.kept[i][name] for i in indices] for name in names}
 
-    def suggest(self, numbers: Sequence[int], state: State) -> None:
+    def suggest(self, indices: Sequence[int], state: State) -> None:
         """Take over a new state, for when an update has used the means."""
-        for at, i in enumerate(numbers):
+        for at, i in enumerate(indices):
             self.pending[i] = {name: values[at] for name, values in state.items()}
 
     def arrays(self, names: Iterable[str]) -> dict[str, np.ndarray[Any, Any]]:
@@ -87,9 +87,9 @@ class CompressionState:
     ) -> None:
         """Set what ``arrays`` returned."""
         for key, array in arrays.items():
-            name, _, number = key.partition(".")
-            p = parameters[int(number)]
-            begun = self.of([int(number)], [shape_of(p)], p)
+            name, _, index = key.partition(".")
+            p = parameters[int(index)]
+            begun = self.of([int(index)], [shape_of(p)], p)
             begun[name][0].copy_(torch.from_numpy(array))
 
     def commit(self, used: Container[int]) -> None:
@@ -207,7 +207,7 @@ class CompressedBucket(Bucket):
 
     Args:
         name: the same on every rank, and no other bucket's.
-        members: numbers and parameters, at least one.
+        members: indices and parameters, at least one.
         state: of the compression, for all buckets of a model.
     """
 
@@ -222,7 +222,7 @@ class CompressedBucket(Bucket):
 
     def launch(self, wire: Wire) -> None:
         self.left = 0
-        held = self._state.of(self.numbers, self._shapes, self.flat)
+        held = self._state.of(self.indices, self._shapes, self.flat)
         reduce = self._state.compression.reduce
         self._flow = reduce(self.flat, self._shapes, held, ops, wire)
         self._exchanges = 0
@@ -236,7 +236,7 @@ class CompressedBucket(Bucket):
         except StopIteration as end:
             mean, state = end.value
             self.flat.copy_(mean)
-            self._state.suggest(self.numbers, state)
+            self._state.suggest(self.indices, state)
         else:
             self._start(following, wire)
 

@@ -53,29 +53,29 @@ class NonFinite:
         # The sentence for a step that is skipped.
         self._text = ""
         self._skips = False
-        # On a GPU: the numbers of parameters with their largest values, read at the end.
+        # On a GPU: the indices of parameters with their largest values, read at the end.
         self._unread: list[tuple[Sequence[int], torch.Tensor]] = []
         _all.add(self)
 
     def look(self, bucket: Bucket) -> None:
         """Look at this rank's gradients in a bucket that is not sent yet."""
-        numbers, views = bucket.numbers, bucket.views
-        self._found.difference_update(numbers)
+        indices, views = bucket.indices, bucket.views
+        self._found.difference_update(indices)
         if bucket.flat.device.type != "cpu":
             largest = torch._foreach_norm(views, float("inf"))
-            self._unread.append((numbers, torch.stack(list(largest))))
+            self._unread.append((indices, torch.stack(list(largest))))
             return
         # One pass over all of them. A sum may overflow although each value is finite.
         length = sum(view.numel() for view in views)
         if not torch.isfinite(bucket.flat[:length].sum()):
-            pairs = zip(numbers, views, strict=True)
+            pairs = zip(indices, views, strict=True)
             self._found.update(i for i, view in pairs if not torch.isfinite(view).all())
 
     def look_at_rows(self, parameters: Mapping[int, torch.Tensor]) -> None:
         """Look at this rank's row-sparse gradients, which are in no bucket.
 
         Args:
-            parameters: those with such a gradient, by number.
+            parameters: those with such a gradient, by index.
         """
         for i, p in parameters.items():
             assert p.grad is not None
@@ -84,9 +84,9 @@ class NonFinite:
 
     def found(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
         """Whether this rank has any among the gradients of these parameters, before the means."""
-        for numbers, largest in self._unread:
+        for indices, largest in self._unread:
             finite = torch.isfinite(largest).tolist()
-            self._found.update(i for i, fine in zip(numbers, finite, strict=True) if not fine)
+            self._found.update(i for i, fine in zip(indices, finite, strict=True) if not fine)
         self._unread.clear()
         self._new = [i for i in sorted(self._found) if not self._is_left(i, parameters[i].grad)]
         return bool(self._found)
@@ -111,7 +111,7 @@ class NonFinite:
             on_any_rank: whether one has.
             step: the number of the optimizer's step since the script began.
             parameters: those of the model, which have the means.
-            label: gives the name of a parameter from its number.
+            label: gives the name of a parameter from its index.
 
         Raises:
             FloatingPointError: on every rank, with ``"stop"``.
@@ -125,7 +125,7 @@ class NonFinite:
             return
         self._found.clear()
         everyone = collectives.gather("backward()", self._new, self._group)
-        named = [[label(i).removeprefix("parameter ") for i in numbers] for numbers in everyone]
+        named = [[label(i).removeprefix("parameter ") for i in indices] for indices in everyone]
         of_model = f" of {self._model}" if len({each._model for each in _all}) > 1 else ""
         if any(everyone):
             self._text = f"step {of_run(step)}{of_model}: {describe(named, self._group.members)}"

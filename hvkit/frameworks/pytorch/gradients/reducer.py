@@ -30,7 +30,7 @@ from hvkit.frameworks.pytorch.checks import Checks
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.gradients import step_report
 from hvkit.frameworks.pytorch.gradients.backward_passes import GradientHooks, Window, refuse_in_pass
-from hvkit.frameworks.pytorch.gradients.bucket_layout import Layout, Layouts, device_number
+from hvkit.frameworks.pytorch.gradients.bucket_layout import Layout, Layouts, device_index
 from hvkit.frameworks.pytorch.gradients.buckets import NO_PARAMETER, Bucket
 from hvkit.frameworks.pytorch.gradients.compressed_buckets import CompressionState
 from hvkit.frameworks.pytorch.gradients.nonfinite import NonFinite
@@ -43,10 +43,10 @@ from hvkit.sync.update_hooks import Closure, Feature, Order
 from hvkit.watch.calls import call
 from hvkit.watch.spans import REDUCTION
 
-# By number, in the order of the calls of distribute, which is the same on every rank. A reducer
-# lives as long as its model or an optimizer.
+# By id, in the order of the calls of distribute, which is the same on every rank. A reducer lives
+# as long as its model or an optimizer.
 _reducers: WeakValueDictionary[int, GradientReducer] = WeakValueDictionary()
-_numbers = itertools.count()
+_reducer_ids = itertools.count()
 
 
 class GradientReducer:
@@ -83,32 +83,34 @@ class GradientReducer:
         self.name = checks.name
         self._checks = checks
         self._statistics = statistics
-        self._number: dict[torch.Tensor, int] = {}
+        self._index_of: dict[torch.Tensor, int] = {}
         self._parameters: list[torch.nn.Parameter] = []
         chosen = strategy.gradient_compression(compression)
         self._state = state = CompressionState(chosen) if chosen else None
         self._layouts = Layouts(self.name, self._state)
         self._layout: Layout | None = None
-        # Numbers of the parameters to which the last reduction has given means.
+        # Indices of the parameters to which the last reduction has given means.
         self._averaged: Set[int] = frozenset()
         self.keeper = state.keeper(strategy, compression, self._parameters) if state else None
         self._window = Window(accumulate, ends_with_epoch=self.keeper is None)
         self._changes = step_report.ChangedGradients(self._parameters)
-        # Numbers of the parameters whose gradients stay the same tensors.
+        # Indices of the parameters whose gradients stay the same tensors.
         self._kept: set[int] = set()
         self._nonfinite = nonfinite
         # Several optimizers that use one reduction take one step together.
         self._steps_done, self._step_counted = 0, False
         self._optimizers: list[Optimizer] = []
-        # Numbers of the optimizers that have not used what the last reduction has averaged.
-        self._watched = 0
+        self._optimizers_watched = 0
+        # Indices of those among them that have not used what the last reduction has averaged.
         self._unused: set[int] = set()
         # Parameters on several devices have their hooks called from several threads.
         self._lock = threading.RLock()
-        self._hooks = GradientHooks(self._begin_pass, _end_pass, self._send, self._lock)
-        _reducers[next(_numbers)] = self
+        self._hooks = GradientHooks(
+            self._begin_pass, _end_pass_of_all_models, self._send, self._lock
+        )
+        _reducers[next(_reducer_ids)] = self
         self.add(parameters)
-        self._sparse: Set[int] = {self._number[p] for p in row_sparse}
+        self._sparse: Set[int] = {self._index_of[p] for p in row_sparse}
 
     @property
     def step(self) -> int:
@@ -116,12 +118,12 @@ class GradientReducer:
         return self._steps_done + 1
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
-        return parameter in self._number
+        return parameter in self._index_of
 
     def add(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Average the gradients of more parameters; the same ones on every rank."""
         for p in parameters:
-            i = self._number[p] = len(self._parameters)
+            i = self._index_of[p] = len(self._parameters)
             self._parameters.append(p)
             if p.is_floating_point() or p.is_complex():
                 self._hooks.add(i, p)
@@ -137,12 +139,12 @@ class GradientReducer:
             hooks: around their steps.
             adopt: adds parameters that are new in the optimizers; returns whether there are any.
         """
-        number = self._watched
-        self._watched += 1
+        optimizer_index = self._optimizers_watched
+        self._optimizers_watched += 1
         self._optimizers.extend(optimizers)
 
         def average(point: str) -> None:
-            if adopt() or self._window.waiting or number not in self._unused:
+            if adopt() or self._window.waiting or optimizer_index not in self._unused:
                 with call(point, self.step, self.name):
                     self._changes.early = self._window.waiting and self._changes.changed()
                     self._reduce()
@@ -155,13 +157,14 @@ class GradientReducer:
 
         def gradients(optimizer: Optimizer) -> None:
             average(f"{type(optimizer).__name__}.step()")
-            self._unused.discard(number)
+            self._unused.discard(optimizer_index)
             groups = (group for each in optimizers for group in each.param_groups)
             held = (p for group in groups for p in group["params"])
-            self._changes.use(number, (self._number[p] for p in held if p in self._number))
+            indices = (self._index_of[p] for p in held if p in self._index_of)
+            self._changes.use(optimizer_index, indices)
 
         def renewed() -> bool:
-            return self._window.waiting or number in self._unused
+            return self._window.waiting or optimizer_index in self._unused
 
         end = self._end_step
         hooks.add(Feature(Order.RANKS, before, gradients, renewed, loss=mean_of_ranks, after=end))
@@ -190,7 +193,7 @@ class GradientReducer:
         return self._window.begin_pass()
 
     def _gradients_to_keep(self) -> set[int]:
-        """Numbers of the parameters whose gradients must stay the same tensors.
+        """Indices of the parameters whose gradients must stay the same tensors.
 
         Called at a time when no pass has replaced them: one that a pass makes is nobody else's.
         """
@@ -210,7 +213,7 @@ class GradientReducer:
         """Lay the buckets out again if the parameters changed and no bucket is on its way."""
         kind = (
             [p.dtype for p in self._parameters],
-            list(map(device_number, self._parameters)),
+            list(map(device_index, self._parameters)),
             [p.requires_grad for p in self._parameters],
             self._sparse,
         )
@@ -280,12 +283,12 @@ class GradientReducer:
             self._write(report)
             self._averaged = report.dense
             if self._statistics:
-                self._statistics.write(layout.statistics.numbers)
+                self._statistics.write(layout.statistics.values)
             self._hooks.outdated.clear()
             self._kept = set()
             self._window.reduced()
             self._changes.remember()
-            self._unused.update(range(self._watched))
+            self._unused.update(range(self._optimizers_watched))
             self._step_counted = False
             if self._nonfinite:
                 found = disagreement.nonfinite
@@ -301,16 +304,16 @@ class GradientReducer:
         try:
             last.wait(self._wire)
         except RanksDisagreeError:  # it has another length on another rank
-            self._checks.refuse_other_parameters(self._parameters)
+            self._checks.require_same_parameters(self._parameters)
             raise
-        mean = self._laid_out().report.numbers.numpy()
+        mean = self._laid_out().report.values.numpy()
         report, disagreement = self._report.decode(mean, self._wire.size)
         if disagreement.steps:
             self._checks.refuse_other_steps(self._steps_done)
         if disagreement.frozen:
-            self._checks.refuse_other_parameters(self._parameters)
+            self._checks.require_same_parameters(self._parameters)
         if disagreement.checksums:
-            self._checks.refuse_other_rates(self._optimizers)
+            self._checks.require_same_rates(self._optimizers)
             self._checks.require_same_gradients(self._changes.used, self._parameters)
         if disagreement.changes.early:
             self._checks.refuse_early_changes(self._window.length)
@@ -319,12 +322,12 @@ class GradientReducer:
 
     def _send(self, bucket: Bucket, gradients: list[torch.Tensor | None]) -> None:
         """Complete a bucket from the gradients of its members, and launch it."""
-        bucket.pack(gradients, self._wire.part)
+        bucket.pack(gradients, self._wire.prescale)
         if self._nonfinite:
             self._nonfinite.look(bucket)
         layout = self._laid_out()
         if bucket is layout.statistics.bucket and self._statistics:
-            self._statistics.read_into(layout.statistics.numbers)
+            self._statistics.read_into(layout.statistics.values)
         if bucket is layout.report.bucket:
             report = self._report_of_this_rank()
             if self._nonfinite and report.sparse:
@@ -336,16 +339,16 @@ class GradientReducer:
                 self._nonfinite is not None and self._nonfinite.found(self._parameters),
                 self._changes.report(),
             )
-            layout.report.numbers.copy_(torch.from_numpy(mine))
+            layout.report.values.copy_(torch.from_numpy(mine))
         bucket.launch(self._wire)
 
     def _report_of_this_rank(self) -> StepReport:
         """Which gradients this rank has; the same object as long as it has all dense ones."""
         layout = self._laid_out()
-        complete = all(b.complete for b in layout.buckets if b.numbers[0] != NO_PARAMETER)
+        complete = all(b.complete for b in layout.buckets if b.indices[0] != NO_PARAMETER)
         if complete and not self._hooks.outdated and not self._sparse & layout.trained:
             return layout.usual
-        outdated = {bucket.numbers[0] for bucket in self._hooks.outdated} - {NO_PARAMETER}
+        outdated = {bucket.indices[0] for bucket in self._hooks.outdated} - {NO_PARAMETER}
         gradients = {i: self._parameters[i].grad for i in layout.trained}
         return step_report.report_of(gradients, frozenset(outdated))
 
@@ -372,7 +375,7 @@ class GradientReducer:
 def reducers_of(parameters: Iterable[torch.Tensor]) -> list[GradientReducer]:
     """Those that average gradients of these parameters, in the same order on every rank."""
     held = set(parameters)
-    return [each for _, each in sorted(_reducers.items()) if not held.isdisjoint(each._number)]
+    return [each for _, each in sorted(_reducers.items()) if not held.isdisjoint(each._index_of)]
 
 
 def is_averaged(parameter: torch.Tensor) -> bool:
@@ -380,13 +383,13 @@ def is_averaged(parameter: torch.Tensor) -> bool:
     return any(parameter in reducer for reducer in _reducers.values())
 
 
-def _end_pass(number: int) -> None:
+def _end_pass_of_all_models(pass_id: int) -> None:
     """Reduce, at the end of the script's backward pass, for all models that took part in it.
 
     All send before any waits, in the same order on every rank: the passes of other ranks may have
     reached the models in another order.
     """
-    in_pass = [each for _, each in sorted(_reducers.items()) if each._hooks.outermost == number]
+    in_pass = [each for _, each in sorted(_reducers.items()) if each._hooks.outermost == pass_id]
     reducing = [reducer for reducer in in_pass if reducer._end_pass()]
     if not reducing:
         return

@@ -53,10 +53,10 @@ class StepReport:
     """What one rank, or any rank, had in one reduction.
 
     Attributes:
-        dense: numbers of the parameters with a dense gradient.
-        sparse: numbers of those with a sparse gradient.
-        outdated: numbers of some whose gradient changed after their bucket had been sent.
-        trained: numbers of those that require a gradient.
+        dense: indices of the parameters with a dense gradient.
+        sparse: indices of those with a sparse gradient.
+        outdated: indices of some whose gradient changed after their bucket had been sent.
+        trained: indices of those that require a gradient.
     """
 
     dense: Set[int]
@@ -69,8 +69,8 @@ def report_of(gradients: Mapping[int, torch.Tensor | None], outdated: Set[int]) 
     """The report of a rank.
 
     Args:
-        gradients: of the parameters that require one, by number.
-        outdated: numbers of some whose gradient changed after their bucket had been sent.
+        gradients: of the parameters that require one, by index.
+        outdated: indices of some whose gradient changed after their bucket had been sent.
     """
     there = {i: g.is_sparse for i, g in gradients.items() if g is not None}
     return StepReport(
@@ -155,8 +155,8 @@ class ReportVector:
             rows = vector[: -_BITS - _TAIL].reshape(4, -1)
             rows[:] = 0
             kinds = (report.dense, report.sparse, report.outdated, report.trained)
-            for row, numbers in zip(rows, kinds, strict=True):
-                row[list(numbers)] = 1
+            for row, indices in zip(rows, kinds, strict=True):
+                row[list(indices)] = 1
             self._report = report
         if checksum != self._checksum:
             vector[-_BITS - _TAIL : -_TAIL] = [checksum >> b & 1 for b in range(_BITS)]
@@ -182,7 +182,7 @@ class ReportVector:
         rows = values[: -_BITS - _TAIL].reshape(4, -1)
         nonfinite, *changes = (bool(flag > 0.5 / size) for flag in values[-_TAIL:-2])
         step, square = values[-2:]
-        found = StepReport(*(_numbers(row > 0.5 / size) for row in rows))
+        found = StepReport(*(_indices(row > 0.5 / size) for row in rows))
         return found, Disagreement(
             frozen=bool(_on_some(rows[3], size).any()),
             checksums=bool(_on_some(values[-_BITS - _TAIL : -_TAIL], size).any()),
@@ -197,7 +197,7 @@ def _on_some(means: NDArray[Any], size: int) -> NDArray[np.bool_]:
     return (means > 0.5 / size) & (means < 1 - 0.5 / size)
 
 
-def _numbers(row: NDArray[np.bool_]) -> frozenset[int]:
+def _indices(row: NDArray[np.bool_]) -> frozenset[int]:
     return frozenset(row.nonzero()[0].tolist())
 
 
@@ -258,22 +258,22 @@ class ChangedGradients:
         """Whether the script has changed a gradient since; removing one is no change."""
         return bool(self._kinds() - {"removed"})
 
-    def use(self, optimizer: int, numbers: Iterable[int]) -> None:
+    def use(self, optimizer_index: int, indices: Iterable[int]) -> None:
         """Note what a step uses.
 
         Args:
-            optimizer: the number of the one that steps.
-            numbers: of its parameters.
+            optimizer_index: of the one that steps.
+            indices: of its parameters.
         """
         if kinds := self._kinds():
             self._changed = True
             if kinds not in self._known and len(self._known) < _MOST_KINDS:
                 self._known.add(kinds)
                 self._new = True
-        if not self._compares and optimizer in self._stepped:
+        if not self._compares and optimizer_index in self._stepped:
             return
-        self._stepped.add(optimizer)
-        held = {i: g for i in numbers if (g := self._parameters[i].grad) is not None}
+        self._stepped.add(optimizer_index)
+        held = {i: g for i in indices if (g := self._parameters[i].grad) is not None}
         self.used.update(zip(held, rows_of_gradients(list(held.values())), strict=True))
 
     def report(self) -> Changes:

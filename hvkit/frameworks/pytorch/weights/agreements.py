@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Generator
+from collections.abc import Callable, Container
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,7 @@ from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.gradients.buckets import Bucket
 from hvkit.frameworks.pytorch.gradients.compressed_buckets import CompressedBucket, CompressionState
 from hvkit.frameworks.pytorch.weights.parameters import Parameters
-
-Flow = Generator[Mean | Neighbours, Any, Any]
+from hvkit.strategies.strategy import Flow
 
 
 class Agreements:
@@ -32,7 +31,9 @@ class Agreements:
         self._parameters = parameters
         self._sent = CompressionState(compression) if compression else None
 
-    def start(self, flow: Flow, values: torch.Tensor, numbers: list[int], name: str) -> _Agreement:
+    def start(
+        self, flow: Flow[Any], values: torch.Tensor, numbers: list[int], name: str
+    ) -> _Agreement:
         parameters = self._parameters.in_order
         members: list[tuple[int, torch.Tensor]] = [(i, parameters[i]) for i in numbers]
 
@@ -80,7 +81,7 @@ class _Agreement:
 
     def __init__(
         self,
-        flow: Flow,
+        flow: Flow[Any],
         values: torch.Tensor,
         numbers: list[int],
         name: str,

@@ -144,10 +144,10 @@ class Parameters:
         held = [(i, self.in_order[i], vector) for i, vector in vectors.items()]
         return self._checks.require_same(call, note, held)
 
-    def refuse_others(self, optimizers: Sequence[Optimizer], call: str) -> None:
+    def require_same_training(self, optimizers: Sequence[Optimizer], call: str) -> None:
         """Raise if ranks train other parameters, or at other rates; a collective."""
-        self._checks.refuse_other_parameters(self.in_order, call)
-        self._checks.refuse_other_rates(optimizers, call)
+        self._checks.require_same_parameters(self.in_order, call)
+        self._checks.require_same_rates(optimizers, call)
 
 
 class SteppedOptimizer:
@@ -207,8 +207,8 @@ class SteppedOptimizer:
     def checksum_of_rates(self) -> int:
         return checksum_of_rates(self._living())
 
-    def refuse_differences(self, call: str) -> None:
-        self._parameters.refuse_others(self._living(), call)
+    def require_same_training(self, call: str) -> None:
+        self._parameters.require_same_training(self._living(), call)
 
     def _living(self) -> list[Optimizer]:
         """The optimizer, if the script still has it."""

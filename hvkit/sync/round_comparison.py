@@ -13,7 +13,7 @@ from hvkit.sync.local_weights import SteppedOptimizer, Weights
 
 
 @sendable
-class RoundEnd(NamedTuple):
+class RoundSummary(NamedTuple):
     """How a rank ends a round.
 
     Attributes:
@@ -42,23 +42,23 @@ class RoundEnd(NamedTuple):
         return self[:-1]
 
 
-def require_same_end(
-    end: RoundEnd, optimizer: SteppedOptimizer, weights: Weights
-) -> list[RoundEnd]:
+def require_same_round(
+    summary: RoundSummary, optimizer: SteppedOptimizer, weights: Weights
+) -> list[RoundSummary]:
     """Raise on every rank unless all end the same round in the same way; a collective.
 
     Args:
-        end: this rank's.
+        summary: this rank's.
         optimizer: the one whose round ends.
         weights: all of the model.
 
     Returns:
-        The ends of all ranks.
+        The summaries of all ranks.
 
     Raises:
         RanksDisagreeError: names the ranks and what differs.
     """
-    everyone = collectives.gather(weights.step_call, end, weights.group)
+    everyone = collectives.gather(weights.step_call, summary, weights.group)
     first = everyone[0]
     for rank, theirs in zip(weights.group.members, everyone, strict=True):
         if theirs[:3] != first[:3]:
@@ -67,12 +67,12 @@ def require_same_end(
                 f"rank must call {weights.step_call} of the same optimizers equally often"
             )
     if any(theirs.common != first.common for theirs in everyone):
-        optimizer.refuse_differences(weights.step_call)
+        optimizer.require_same_training(weights.step_call)
     require_same_trained([theirs.trained for theirs in everyone], weights)
     if any(theirs.rates != first.rates for theirs in everyone):  # but are the same by now
         raise RanksDisagreeError(
-            f"the ranks' learning rates differed at the end of {end}: set the same rates, in the "
-            "same steps, on every rank"
+            f"the ranks' learning rates differed at the end of {summary}: set the same rates, in "
+            "the same steps, on every rank"
         )
     return everyone
 
