@@ -27,6 +27,7 @@ from hvkit.strategies.parameter_server import ParameterServer
 from hvkit.strategies.sharded_optimizer import ShardedOptimizer
 from hvkit.strategies.strategy import Averaging, Rounds, Strategy, strategies_in
 from hvkit.strategies.synchronous import Synchronous
+from hvkit.sync.distributed_objects import is_distributed, keepers_of, record, record_of
 from hvkit.sync.nonfinite import ACTIONS, OnNonfinite
 from hvkit.sync.port import (
     BATCH_NORMS,
@@ -38,10 +39,6 @@ from hvkit.sync.port import (
     Record,
     engine_of,
     framework_of,
-    is_distributed,
-    keepers_of,
-    record,
-    record_of,
 )
 from hvkit.watch.calls import call_within, named
 

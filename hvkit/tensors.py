@@ -20,7 +20,8 @@ from typing import Any, Protocol, TypeVar
 from hvkit.communication.collectives import gather, pickled, raise_together, unpickled
 from hvkit.errors import RanksDisagreeError
 from hvkit.runtime import size
-from hvkit.sync.port import engine_of, framework_of, refuse_groups
+from hvkit.sync.distributed_objects import refuse_groups
+from hvkit.sync.port import engine_of, framework_of
 from hvkit.watch.calls import named
 from hvkit.watch.rank_errors import mark_as_shown_by
 

@@ -28,8 +28,8 @@ from hvkit.errors import HvkitError
 from hvkit.host.run_reports import report, run_name
 from hvkit.log import logger
 from hvkit.sync.buffers import warn_of_unlike
+from hvkit.sync.distributed_objects import refuse_groups
 from hvkit.sync.fingerprints import Compared, Rows, require_same
-from hvkit.sync.port import refuse_groups
 from hvkit.watch.calls import last_step, named, resume_at
 from hvkit.watch.preemption import PREEMPTION
 

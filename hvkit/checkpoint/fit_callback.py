@@ -12,8 +12,8 @@ from hvkit.checkpoint.keras import OptimizerPart
 from hvkit.checkpoint.saved_object import Part
 from hvkit.communication import collectives
 from hvkit.frameworks.keras.optimizers import inner_optimizer, leaves_out_updates
+from hvkit.sync.distributed_objects import keepers_of
 from hvkit.sync.nonfinite import skipped_steps
-from hvkit.sync.port import keepers_of
 from hvkit.watch.preemption import PREEMPTION
 
 # On PyTorch, dropout uses the same generator as ``fit`` when it begins an epoch.

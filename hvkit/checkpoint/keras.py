@@ -20,8 +20,9 @@ from hvkit.frameworks.keras.comparisons import compared_in
 from hvkit.frameworks.keras.divided_state import gathered, unfolded
 from hvkit.frameworks.keras.initial_state import has_weights
 from hvkit.frameworks.keras.optimizers import inner_optimizer, parts_of
+from hvkit.sync.distributed_objects import record_of
 from hvkit.sync.fingerprints import Compared, Rows
-from hvkit.sync.port import Record, record_of
+from hvkit.sync.port import Record
 
 # By class of callback: the attributes to save.
 _COUNTERS: Mapping[type[Any], tuple[str, ...]] = {

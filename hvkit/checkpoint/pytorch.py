@@ -25,10 +25,11 @@ from hvkit.communication.encoding import copied_bytes
 from hvkit.frameworks.pytorch import buffers
 from hvkit.frameworks.pytorch.checks import compared_in
 from hvkit.frameworks.pytorch.gradients.reducer import is_averaged
-from hvkit.frameworks.pytorch.port import is_distributed
+from hvkit.frameworks.pytorch.port import is_distributed_parameter
 from hvkit.frameworks.pytorch.refusals import is_divided
+from hvkit.sync.distributed_objects import record_of
 from hvkit.sync.fingerprints import Compared, Rows
-from hvkit.sync.port import Record, Warmup, record_of
+from hvkit.sync.port import Record, Warmup
 
 # The name of the array with a rank's own steps of the warm-up, in a round of local weights.
 _WARMUP = f"{LOCAL}warmup-steps"
@@ -130,7 +131,11 @@ class TorchPart(Part):
         return compared_in(self._thing, is_averaged)
 
     def may_differ(self) -> tuple[list[Compared], list[Rows]]:
-        return ([], []) if self.model is None else buffers.compared_in(self.model, is_distributed)
+        return (
+            ([], [])
+            if self.model is None
+            else buffers.compared_in(self.model, is_distributed_parameter)
+        )
 
     def end_epoch(self) -> None:
         end_epoch_of(self._thing)

@@ -12,7 +12,8 @@ import numpy as np
 from hvkit import runtime
 from hvkit.checkpoint.saved_object import NOT_IN_FILE, Arrays, ContentReader, Part
 from hvkit.log import logger
-from hvkit.sync.port import Keeper, keepers_of
+from hvkit.sync.distributed_objects import keepers_of
+from hvkit.sync.port import Keeper
 
 
 class StrategyPart(Part):

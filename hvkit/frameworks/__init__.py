@@ -6,4 +6,17 @@
     keras/         Keras 3: on TensorFlow it averages inside optimizer.apply, on PyTorch as above
 
 TensorFlow and PyTorch are imported only when the script's model is theirs.
+
+A new framework offers:
+
+1. a ``Port`` (``hvkit.sync.port``), which averages gradients for the strategies that do;
+2. for strategies that exchange weights: the model's ``Weights``, and a ``SteppedOptimizer`` for
+   each optimizer, or a ``HookedOptimizer`` if its steps are plain calls of Python
+   (``hvkit.sync.local_weights``);
+3. for strategies that agree on weights in rounds: ``Agreements`` (``hvkit.sync.rounds``);
+4. the branches that choose it: ``framework_of`` and ``engine_of`` in ``hvkit/sync/port.py``, and
+   ``_port_for`` in ``hvkit/api.py``.
+
+Whatever else takes the framework's objects chooses by their type: ``hvkit/tensors.py``,
+``data/shard.py``, ``checkpoint/object_kinds.py`` and ``monitor/monitor.py``.
 """

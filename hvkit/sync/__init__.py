@@ -1,18 +1,22 @@
-"""What ranks that train together do in every framework; imports none.
+"""What ranks that train together do in every framework; imports no framework.
+
+All ports use these modules, but for ``update_hooks``: Keras on TensorFlow has an order of its own,
+in ``hvkit.frameworks.keras.port``. Keras on PyTorch has that of PyTorch.
 
 ::
 
-    port           the steps of hvkit.distribute as a protocol; a record of what was distributed
-    update_hooks   what runs around each update of an optimizer, in one order
-    rounds         ends rounds of strategies that agree on weights
-    ├── round_comparison  do all ranks end the same round, in the same way?
-    └── round_state    what a strategy keeps of each weight, as vectors
-    local_weights  local weights, as a port shows them, around each step
-    shown_weights  hvkit.settled: the weights that these ranks would agree on
-    fingerprints   whether all ranks hold the same tensors
-    buffers        what forward passes learn: do ranks differ, and is it averaged?
-    nonfinite      the sentence about gradients that are NaN or infinite
-    chunking       how many messages carry gradients or weights
+    port                   the steps of hvkit.distribute as a protocol
+    distributed_objects    the models and optimizers that were distributed
+    update_hooks           what PyTorch's port runs around each update, in one order
+    rounds                 ends rounds of strategies that agree on weights
+    ├── round_comparison   do all ranks end the same round, in the same way?
+    └── round_state        what a strategy keeps of each weight, as vectors
+    local_weights          local weights, as a port shows them, around each step
+    shown_weights          hvkit.settled: the weights that these ranks would agree on
+    fingerprints           whether all ranks hold the same tensors
+    buffers                what forward passes learn: do ranks differ, and is it averaged?
+    nonfinite              the sentence about gradients that are NaN or infinite
+    chunking               how many messages carry gradients or weights
 
 Scaling and warm-up of the learning rate are computed in ``hvkit.learning_rate``; the ports apply
 them.

@@ -1,23 +1,21 @@
 """The interface between ``hvkit.distribute`` and the frameworks.
 
-``distribute`` makes a port for each call. Afterwards ``record`` remembers the models and their
-optimizers, so that a second call is refused, and checkpoints find the step count of a warm-up.
+``distribute`` makes a port for each call. ``distributed_objects`` remembers what ``keep_in_step``
+returns.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
-from weakref import WeakKeyDictionary, WeakMethod, ref
 
 import numpy as np
 
 from hvkit.communication.group import Group
 from hvkit.compression import Compression
-from hvkit.errors import ranks_text
 from hvkit.learning_rate import Multiplier
 from hvkit.main_rank import warn_once
 from hvkit.strategies.strategy import Strategy
@@ -162,63 +160,6 @@ def engine_of(framework: str | None) -> str | None:
     return backend if backend in KERAS_BACKENDS else None
 
 
-# Weak on both sides: a keeper leads to weights, and hooks on these may lead to the model.
-_models: WeakKeyDictionary[Any, ref[Keeper] | None] = WeakKeyDictionary()
-_records: WeakKeyDictionary[Any, Record] = WeakKeyDictionary()
-# Of models and optimizers that not all ranks train with.
-_groups: WeakKeyDictionary[Any, Group] = WeakKeyDictionary()
-
-
-def record(
-    models: Iterable[Any],
-    records: Iterable[tuple[Any, Record]],
-    keeper: Keeper | None = None,
-    group: Group | None = None,
-) -> None:
-    """Remember models that train together, and their optimizers, as distributed.
-
-    The models must keep their keeper.
-
-    Args:
-        models: as passed to ``distribute``.
-        records: of their optimizers, and of models.
-        keeper: what keeps state of them.
-        group: the ranks that train them, if these are not all.
-    """
-    of_keeper = None if keeper is None else ref(keeper)
-    held, known = list(models), list(records)
-    _models.update((_plain(model), of_keeper) for model in held)
-    if group is not None and not group.is_all_ranks:
-        _groups.update((_plain(each), group) for each in (*held, *(thing for thing, _ in known)))
-    local = keeper is not None and keeper.local
-    _records.update((_plain(thing), replace(each, local=local)) for thing, each in known)
-
-
-def refuse_groups(call: str, things: Iterable[Any]) -> None:
-    """Raise if only some ranks train one of these models or optimizers, or a part of a model.
-
-    Raises:
-        ValueError: names them; ``call`` would take it for that of all ranks.
-    """
-    for thing in things if _groups else ():
-        if (group := _group_of(thing)) is not None:
-            raise ValueError(
-                f"{call} is for what all ranks train together, but {type(thing).__name__} is "
-                f"trained by {ranks_text(group.members)} as a group"
-            )
-
-
-def _group_of(thing: Any) -> Group | None:
-    """The ranks that train a model, a part of it, or with an optimizer, if these are not all."""
-    weights = set(map(id, _weights_of(_plain(thing)))) if framework_of(thing) else set()
-    for other, group in list(_groups.items()):
-        if other is _plain(thing):
-            return group
-        if framework_of(other) and not weights.isdisjoint(map(id, _weights_of(other))):
-            return group
-    return None
-
-
 def warn_of_own_batches(layers: str, strategy: Strategy) -> None:
     """Say that layers cannot normalise over all ranks' batches where ranks train local weights."""
     warn_once(
@@ -236,64 +177,3 @@ def warn_of_own_models(optimizer: str) -> None:
         "rank trains a model of its own. Pass both, also where the model is a copy or was loaded "
         "from a file",
     )
-
-
-# How ranks begin to train models together that had no weights yet in ``distribute``.
-_unbuilt: WeakKeyDictionary[Any, WeakMethod[Callable[[], None]]] = WeakKeyDictionary()
-
-
-def begin_with_weights(model: Any, begin: Callable[[], None]) -> None:
-    """Remember how ranks begin to train a model together that has no weights yet.
-
-    Args:
-        model: as passed to ``distribute``.
-        begin: a method, which does nothing before there are weights; then a collective.
-    """
-    _unbuilt[_plain(model)] = WeakMethod(begin)
-
-
-def is_distributed(model_or_optimizer: Any) -> bool:
-    """Whether this object was passed to ``hvkit.distribute``."""
-    return _plain(model_or_optimizer) in _models or model_or_optimizer in _records
-
-
-def keepers_of(model: Any) -> list[Keeper]:
-    """What strategies and compressions keep of a model; nothing if they keep nothing.
-
-    Every rank must call it, because ranks may begin to train the model together here.
-
-    A model that was not distributed itself may be a part of one, or contain some.
-    """
-    plain = _plain(model)
-    if (reference := _unbuilt.get(plain)) is not None and (begin := reference()) is not None:
-        begin()
-    if plain in _models:
-        found = [_models[plain]]
-    else:
-        own = set(map(id, _weights_of(plain)))
-        found = [
-            keeper
-            for whole, keeper in list(_models.items())
-            if not own.isdisjoint(map(id, _weights_of(whole)))
-        ]
-    return [keeper for each in found if each is not None and (keeper := each()) is not None]
-
-
-def _weights_of(model: Any) -> list[Any]:
-    keras = sys.modules.get("keras")
-    if keras is not None and isinstance(model, keras.layers.Layer):  # on PyTorch also a module
-        return [w._value for w in model.weights if getattr(w, "_value", None) is not None]
-    return list(model.parameters())
-
-
-def _plain(model: Any) -> Any:
-    """The model inside one that ``torch.compile`` has wrapped."""
-    return getattr(model, "_orig_mod", model)
-
-
-def record_of(thing: Any) -> Record | None:
-    """The record of an optimizer, and of a model that has one; None for anything else."""
-    try:
-        return _records.get(_plain(thing))
-    except TypeError:  # a list, for example, has no weak references
-        return None

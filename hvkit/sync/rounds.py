@@ -2,6 +2,10 @@
 
 With ``overlap`` the agreement runs while the next round begins. What it then adds to the weights is
 how it has changed those at the end of the round, so no step in between is lost.
+
+``_end_round`` ends every round but those in TensorFlow's graphs without ``overlap``:
+``_end_round_as_graph_ops`` of ``hvkit/frameworks/keras/weights/rounds.py`` ends these in operations
+of the graph. A change to one of the two is a change to both.
 """
 
 from __future__ import annotations

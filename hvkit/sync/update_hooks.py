@@ -1,8 +1,12 @@
-"""What hvkit does around each update of an optimizer, in one order.
+"""What PyTorch's port does around each update of an optimizer, in one order.
 
-Several features act around an update, each as a ``Feature`` with its place. A framework's port
-calls them once around the optimizer's update (``frameworks/pytorch/step_hooks.py``). The places say
-what runs when, not the order in which ``distribute`` adds them. Places nest, the first is the
+It calls these hooks around ``step()`` (``frameworks/pytorch/step_hooks.py``). Keras on PyTorch has
+them too, since PyTorch's port makes its updates. Keras on TensorFlow has none: there an update is a
+part of a graph, and the port wraps methods of the optimizer (``frameworks/keras/port.py`` has their
+order).
+
+Several features act around an update, each as a ``Feature`` with its place. The places say what
+runs when, not the order in which ``distribute`` adds them. Places nest, the first is the
 outermost::
 
     place       before               gradients            after                      failed
@@ -17,10 +21,11 @@ outermost::
                 of layers            weights              updated
     RATE                                                  counts the step
 
-One update runs ``before`` and then ``gradients`` from the first place to the last, makes the
-update, and runs ``after`` from the last place to the first: a feature undoes what it did while what
-it found is as it left it. If the update raises, ``failed`` runs in place of ``after``; if one
-feature's ``after`` raises, ``failed`` of those further out does.
+One update runs every ``before`` and then every ``gradients``, from the first place to the last.
+After the update, every ``after`` runs, from the last place to the first. So when a feature's
+``after`` runs, those further in have undone their changes, and it finds the gradients as its own
+``gradients`` has left them. If the update raises, ``failed`` runs in place of ``after``. If the
+``after`` of one feature raises, ``failed`` runs for those further out.
 
 Closest to the update are ``update_begins`` and ``update_ends``, between which RATE multiplies the
 learning rate. The script's own hooks see the rate that the user set. Those that it has registered

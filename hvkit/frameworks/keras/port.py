@@ -2,6 +2,29 @@
 
 hvkit attaches everything to the instances: to methods of the optimizer, and to the ``call`` of a
 model that has no weights yet. The classes stay Keras's own, so saved files do not mention hvkit.
+
+An update on TensorFlow is a part of a graph, so it has no hooks as PyTorch's has. What runs around
+it wraps methods of the optimizer, the outermost first::
+
+    method                       wrapped by                      what it does there
+    apply                        averaged_updates                refuses, averages the gradients;
+                                 (averaged_apply)                may leave the update out
+    or, with local weights:      weights/around_updates          compares ranks, begins a round;
+                                 (apply_within)                  ends it, or writes to the server
+    apply                        learning_rate                   the rate counts as multiplied
+                                 (apply_at_multiplied_rate)      until the update ends
+    apply                        monitor/keras_graphs            measures the gradients that the
+                                 (measured)                      update uses
+    build,                       sharded                         no state for the variables of
+    add_variable_from_reference                                  other ranks
+    _get_current_learning_rate   learning_rate (rate)            multiplies the rate
+    _backend_update_step         sharded (update_own)            updates this rank's variables,
+                                                                 sends them to all
+
+``LossScaleOptimizer`` calls the ``apply`` of the optimizer inside it. Its class is changed, because
+``compile`` makes the instance later: ``check_finite`` in ``averaged_updates``, so that all ranks
+skip an update or none does, and with local weights ``apply`` in ``weights/around_updates``, so that
+an update that it skips counts, too.
 """
 
 from __future__ import annotations
@@ -62,7 +85,7 @@ from hvkit.frameworks.keras.sharded import (
 from hvkit.frameworks.keras.synchronised_norm import made_synchronised, synchronise_batch_norm
 from hvkit.frameworks.keras.traced_steps import marks
 from hvkit.frameworks.keras.weights.parameter_server import ServedModel
-from hvkit.frameworks.keras.weights.rounds import RoundKeeper
+from hvkit.frameworks.keras.weights.rounds import TensorFlowRoundKeeper
 from hvkit.learning_rate import Multiplier
 from hvkit.strategies import ParameterServer, ShardedOptimizer
 from hvkit.strategies.strategy import Averaging, Rounds
@@ -190,7 +213,7 @@ class KerasPort:
         for model in self.models:
             refuse_other_optimizers(model, [o for each in inner for o in (each, *parts_of(each))])
             train_uncompiled(model)
-        local: RoundKeeper | ServedModel | None = None
+        local: TensorFlowRoundKeeper | ServedModel | None = None
         keeper: Keeper | None = None
         compression = self.options.compression
         if isinstance(strategy := self.options.strategy, Rounds | ParameterServer):
@@ -258,17 +281,19 @@ class KerasPort:
 
     def _local_weights(
         self, strategy: Rounds | ParameterServer, optimizers: Sequence[Any]
-    ) -> RoundKeeper | ServedModel:
+    ) -> TensorFlowRoundKeeper | ServedModel:
         let_differ([self.model, *self.models], optimizers)
         with_statistics = self.options.batch_norm == "average"
         name = self._name()
-        keeper: RoundKeeper | ServedModel
+        keeper: TensorFlowRoundKeeper | ServedModel
         if isinstance(strategy, ParameterServer):
             keeper = ServedModel(strategy, self.model, name, with_statistics)
         else:
             compression = self.options.compression
             group = self.options.group
-            keeper = RoundKeeper(strategy, self.model, name, compression, with_statistics, group)
+            keeper = TensorFlowRoundKeeper(
+                strategy, self.model, name, compression, with_statistics, group
+            )
         for each in optimizers:
             checks = Checks(self._name(), self.model, self.options.group, first_only=True)
             keeper.watch_updates(each, checks, self._before_update)

@@ -43,7 +43,7 @@ def average(modules: Sequence[nn.Module]) -> None:
 
 
 def compared_in(
-    model: nn.Module, is_distributed: Callable[[torch.Tensor], bool]
+    model: nn.Module, is_distributed_parameter: Callable[[torch.Tensor], bool]
 ) -> tuple[list[Compared], list[Rows]]:
     """What of a model may differ between ranks although a file holds rank 0's, and fingerprints.
 
@@ -53,9 +53,9 @@ def compared_in(
 
     Args:
         model: one that is saved.
-        is_distributed: whether a distributed model has the parameter.
+        is_distributed_parameter: whether a distributed model has the parameter.
     """
-    apart = {n: p for n, p in model.named_parameters() if not is_distributed(p)}
+    apart = {n: p for n, p in model.named_parameters() if not is_distributed_parameter(p)}
     whole = len(apart) == sum(1 for _ in model.parameters())
     buffers, labels = _compared(dict(_buffers(model) if whole else learnt_in(model)))
     rows = fingerprints_of(list(apart.values()))

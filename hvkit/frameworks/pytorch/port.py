@@ -159,7 +159,7 @@ class PyTorchPort:
             if timeline_wanted():
                 trace_steps(around)
             stepping = stepping_in(optimizer)
-            refuse_other_optimizers(stepping, is_distributed)
+            refuse_other_optimizers(stepping, is_distributed_parameter)
             attach(stepping, around)
             gather = functools.partial(whole, weakref.proxy(optimizer)) if whole else None
             records.append((optimizer, Record(warmup=rate, gathered=gather)))
@@ -302,10 +302,10 @@ def reduce_gradients(parameters: Sequence[torch.Tensor]) -> bool:
     """
     for reducer in reducers_of(parameters):
         reducer.reduce()
-    return any(map(is_distributed, parameters))
+    return any(map(is_distributed_parameter, parameters))
 
 
-def is_distributed(parameter: torch.Tensor) -> bool:
+def is_distributed_parameter(parameter: torch.Tensor) -> bool:
     """Whether a model that was passed to ``distribute`` has this parameter."""
     return is_averaged(parameter) or is_kept(parameter) or is_divided(parameter)
 
@@ -357,7 +357,7 @@ def _refuse_distributed(parameters: Mapping[str, torch.Tensor], *, several: bool
         ValueError: names the parameter.
     """
     for name, p in parameters.items():
-        if is_distributed(p):
+        if is_distributed_parameter(p):
             part = name if "optimizer" in name or several else f"{name} of this model"
             raise ValueError(
                 f"parameter {part} was passed to hvkit.distribute before, with another model: pass "

@@ -10,7 +10,7 @@ from ranks import largest_difference, same_on_all_ranks
 
 import hvkit
 from hvkit.frameworks.keras.collectives.graph_collectives import CompressedMeans
-from hvkit.sync.port import keepers_of
+from hvkit.sync.distributed_objects import keepers_of
 
 pytestmark = pytest.mark.two_ranks
 

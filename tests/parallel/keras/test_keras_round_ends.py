@@ -17,7 +17,7 @@ from hvkit.frameworks.keras.collectives import named_collectives
 from hvkit.frameworks.keras.collectives.wire import Wire
 from hvkit.frameworks.keras.weights.agreements import Agreement
 from hvkit.sync import rounds
-from hvkit.sync.port import keepers_of
+from hvkit.sync.distributed_objects import keepers_of
 
 pytestmark = pytest.mark.two_ranks
 

@@ -8,7 +8,7 @@ from ranks import diloco_by_hand, largest_difference, shared_folder, wait_for
 from torch import nn
 
 import hvkit
-from hvkit.sync.port import keepers_of
+from hvkit.sync.distributed_objects import keepers_of
 
 
 @pytest.mark.parametrize("overlap", [0, 1, 3])

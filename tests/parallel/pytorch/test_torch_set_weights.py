@@ -8,7 +8,7 @@ from nets import alike, arrays, local, mlp, raised_everywhere, regression, sgd, 
 from ranks import shared_folder
 
 import hvkit
-from hvkit.sync.port import keepers_of
+from hvkit.sync.distributed_objects import keepers_of
 
 
 def after_one_round(strategy, freeze=False):

@@ -13,7 +13,8 @@ from cases import MORE
 from quick_start import in_less_time
 
 from hvkit.checkpoint import Checkpoint, manifests
-from hvkit.sync.port import Record, record
+from hvkit.sync.distributed_objects import record
+from hvkit.sync.port import Record
 
 ONES = np.ones((8, 4), "float32")
 

@@ -36,7 +36,7 @@ from hvkit.frameworks.keras.weights.updated_variables import (
 )
 from hvkit.frameworks.keras.weights.variables import Array, Variables
 from hvkit.strategies.strategy import Rounds
-from hvkit.sync import rounds
+from hvkit.sync.rounds import RoundKeeper
 from hvkit.watch.calls import call
 
 # What begins the names of variables that are updated together in a checkpoint.
@@ -47,7 +47,7 @@ _UPDATED = "group-"
 _COMPARED_EVERY = 256
 
 
-class RoundKeeper(rounds.RoundKeeper):
+class TensorFlowRoundKeeper(RoundKeeper):
     """Ends the rounds of the optimizers of one model.
 
     Args:
@@ -112,50 +112,53 @@ class RoundKeeper(rounds.RoundKeeper):
     def end_overlap(self, updated: UpdatedVariables) -> tf.Tensor:
         """Let the agreement that began with this round count; a collective."""
         if tf.executing_eagerly():
-            self._overlap_ends(updated)
+            self._end_overlap_eager(updated)
         else:
             with tf.control_dependencies(self._arrived(updated)):
-                set_in_numpy(updated, self._overlap_ends_in_graph)
+                set_in_numpy(updated, self._end_overlap_in_numpy)
         return nothing()
 
-    def _overlap_ends(self, updated: UpdatedVariables) -> None:
+    def _end_overlap_eager(self, updated: UpdatedVariables) -> None:
+        """Let it count in a call of Python; a collective."""
         self._end_overlap(updated.number, updated.step)
 
-    def _overlap_ends_in_graph(self, number: int, vectors: Sequence[Array]) -> list[Array]:
+    def _end_overlap_in_numpy(self, number: int, vectors: Sequence[Array]) -> list[Array]:
+        """Let it count in a function of NumPy; the graph goes on with the values returned."""
         updated = self.updated[number]
         with self.variables.given(updated.kinds, vectors) as changed:
-            self._overlap_ends(updated)
+            self._end_overlap_eager(updated)
             return changed()
 
     def end_round(self, updated: UpdatedVariables) -> tf.Tensor:
         """End the round of variables; a collective."""
         if tf.executing_eagerly():
-            self._round_ends(updated)
+            self._end_round_eager(updated)
         elif self.strategy.overlap:
             with tf.control_dependencies(self._arrived(updated)):
-                set_in_numpy(updated, self._round_ends_in_graph)
+                set_in_numpy(updated, self._end_round_in_numpy)
         else:
-            in_turn(lambda: self._agreed_in_graph(updated))
+            in_turn(lambda: self._end_round_as_graph_ops(updated))
             if self.strategy.same_weights:
                 self.variables.average_statistics()
         return nothing()
 
-    def _round_ends(self, updated: UpdatedVariables) -> None:
-        """End the round of variables whose steps are no longer counted; a collective."""
+    def _end_round_eager(self, updated: UpdatedVariables) -> None:
+        """End the round as a call of Python, after the steps were counted anew; a collective."""
         self._trained.update(updated.numbers)
         self._end_round(updated.number, updated.step)
 
-    def _round_ends_in_graph(self, number: int, vectors: Sequence[Array]) -> list[Array]:
+    def _end_round_in_numpy(self, number: int, vectors: Sequence[Array]) -> list[Array]:
+        """End it in a function of NumPy; the graph goes on with the values returned."""
         updated = self.updated[number]
         with self.variables.given(updated.kinds, vectors) as changed:
-            self._round_ends(updated)
+            self._end_round_eager(updated)
             return changed()
 
-    def _agreed_in_graph(self, updated: UpdatedVariables) -> list[tf.Tensor]:
-        """Set variables to what the strategy makes of them; a collective.
+    def _end_round_as_graph_ops(self, updated: UpdatedVariables) -> list[tf.Tensor]:
+        """End the round in operations of a graph: set variables to what the strategy makes of them.
 
-        All in operations of the graph. A function of NumPy that waits for other ranks would take
-        one of TensorFlow's threads, and there may be only one.
+        A collective. A function of NumPy that waits for other ranks would take one of TensorFlow's
+        threads, and there may be only one.
         """
         rounds = updated.rounds_counted.assign_add(1)
         compared = tf.cond(
@@ -313,7 +316,7 @@ class OptimizerRounds(Updates):
 
     def __init__(
         self,
-        keeper: RoundKeeper,
+        keeper: TensorFlowRoundKeeper,
         number: int,
         optimizer: Any,
         checks: Checks,
@@ -362,8 +365,8 @@ class OptimizerRounds(Updates):
             steps = updated.counted.assign_add(1)
         if self._overlap:
             tf.cond(steps == self._overlap, lambda: self._rounds.end_overlap(updated), nothing)
-        tf.cond(steps >= self._updates, lambda: self._end_round(updated), nothing)
+        tf.cond(steps >= self._updates, lambda: self._count_anew_and_end_round(updated), nothing)
 
-    def _end_round(self, updated: UpdatedVariables) -> tf.Tensor:
+    def _count_anew_and_end_round(self, updated: UpdatedVariables) -> tf.Tensor:
         with tf.control_dependencies([updated.counted.assign(0)]):
             return self._rounds.end_round(updated)
