@@ -1,7 +1,7 @@
 """The steps of ``distribute`` for Keras models and their optimizers.
 
-hvkit attaches everything to the instances: to methods of the optimizer, and to the ``call`` of a
-model that has no weights yet. The classes stay Keras's own, so saved files do not mention hvkit.
+hvkit attaches nearly everything to the instances: to methods of the optimizer, and to the ``call``
+of a model that has no weights yet. Their classes stay Keras's, so saved files do not mention hvkit.
 
 An update on TensorFlow is a part of a graph, so it has no hooks as PyTorch's has. What runs around
 it wraps methods of the optimizer, the outermost first::
@@ -21,8 +21,8 @@ it wraps methods of the optimizer, the outermost first::
     _backend_update_step         sharded (update_own)            updates this rank's variables,
                                                                  sends them to all
 
-``LossScaleOptimizer`` calls the ``apply`` of the optimizer inside it. Its class is changed, because
-``compile`` makes the instance later: ``check_finite`` in ``averaged_updates``, so that all ranks
+``LossScaleOptimizer`` calls the ``apply`` of the optimizer inside it. ``compile`` makes it later,
+so hvkit replaces methods of the class: ``check_finite`` in ``averaged_updates``, so that all ranks
 skip an update or none does, and with local weights ``apply`` in ``weights/around_updates``, so that
 an update that it skips counts, too.
 """
