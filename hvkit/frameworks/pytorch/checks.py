@@ -195,6 +195,8 @@ class Checks:
         Args:
             parameters: all averaged ones, with this rank's own gradients.
         """
+        if self.handle is not None:  # of a reduction that failed
+            self._wire.wait(self.handle)
         self._compared, rows = _of_parameters(parameters, self._labels)
         for entry in (each for o in self._optimizers for each in _of_optimizer(o)):
             self._compared.append(Compared(entry.heading))

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from nets import arrays, local, mean_over_ranks, mlp, regression, train, train_with_closure
-from ranks import largest_difference, same_on_all_ranks
+from ranks import error_of, largest_difference, same_on_all_ranks
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -372,6 +372,81 @@ def test_a_backward_pass_that_failed_leaves_nothing_behind():
         torch.testing.assert_close(p.grad, mean_over_ranks(q.grad))
     for p in model[2].parameters():
         assert torch.equal(p.grad, torch.zeros_like(p))
+
+
+def of_two_dtypes():
+    """Whose gradients travel in two buckets."""
+    return nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3).double()])
+
+
+def with_another_rate_on_rank_1(optimizer, call):
+    """The class of the error that ``call`` raises."""
+    optimizer.param_groups[0]["lr"] += hvkit.rank() == 1
+    kind, text = error_of(call)
+    optimizer.param_groups[0]["lr"] -= hvkit.rank() == 1
+    assert "learning rate" in text
+    return kind
+
+
+def test_gradients_set_after_an_error_of_all_ranks_are_averaged_anew():
+    model = of_two_dtypes()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    hvkit.distribute(model, optimizer, check_every=1)
+    for step in range(4):
+        for p in model.parameters():
+            p.grad = torch.full_like(p, step + hvkit.rank())
+        if step == 1:
+            kind = with_another_rate_on_rank_1(optimizer, lambda: hvkit.reduce_gradients(model))
+            assert kind is hvkit.RanksDisagreeError
+            continue
+        hvkit.reduce_gradients(model)
+        for p in model.parameters():
+            assert torch.equal(p.grad, torch.full_like(p, step + (hvkit.size() - 1) / 2))
+        optimizer.step()
+
+
+def test_a_pass_after_an_error_of_all_ranks_averages_the_gradients_of_all_its_models():
+    models = [of_two_dtypes(), of_two_dtypes()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        hvkit.distribute(model, optimizer, check_every=1)
+
+    def backward(factor):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        sum(factor * p.sum() for model in models for p in model.parameters()).backward()
+
+    for step in range(4):
+        if step == 1:
+            kind = with_another_rate_on_rank_1(optimizers[0], lambda: backward(7))
+            assert kind is hvkit.RanksDisagreeError
+            continue
+        backward(step + hvkit.rank())
+        for p in (p for model in models for p in model.parameters()):
+            assert torch.equal(p.grad, torch.full_like(p, step + (hvkit.size() - 1) / 2))
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def test_reduce_gradients_mends_what_was_changed_too_early():
+    model = of_two_dtypes()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    hvkit.distribute(model, optimizer, accumulate=2, check_every=1)
+    for step in range(4):
+        optimizer.zero_grad()
+        sum((step + hvkit.rank()) * p.sum() for p in model.parameters()).backward()
+        if step == 1:
+            for p in model.parameters():
+                p.grad.mul_(2)
+            kind, text = error_of(optimizer.step)
+            assert kind is ValueError
+            assert "hvkit.reduce_gradients(model)" in text
+            for p in model.parameters():
+                p.grad.div_(2)
+        hvkit.reduce_gradients(model)
+        for p in model.parameters():
+            assert torch.equal(p.grad, torch.full_like(p, step + (hvkit.size() - 1) / 2))
+        optimizer.step()
 
 
 @pytest.mark.parametrize(

@@ -289,11 +289,11 @@ def refuse_in_pass(point: str) -> None:
         point: what the script has called.
 
     Raises:
-        ValueError: gradients are not averaged before the end of the pass.
+        ValueError: gradients are complete, and averaged, at the end of the pass.
     """
     if running_pass() != -1:
         raise ValueError(
-            f"{point} was called while backward() was running, before the gradients were averaged: "
+            f"{point} was called while backward() was running, before all gradients are there: "
             "call it after backward()"
         )
 

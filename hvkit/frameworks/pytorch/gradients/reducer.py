@@ -249,6 +249,9 @@ class GradientReducer:
         with self._lock:
             self._arrange()
             self._kept |= self._gradients_to_keep()
+            # A pass that failed may have sent gradients that count no more.
+            buckets = self._laid_out().buckets
+            self._hooks.outdated.update(b for b in buckets if b.handle is not None)
         self._send_rest()
         self._receive()
 
@@ -256,6 +259,8 @@ class GradientReducer:
     def _send_rest(self) -> None:
         with self._lock:
             self._hooks.end()
+            if self._laid_out().buckets[-1].handle is not None:
+                self._drop()  # what was sent for a reduction that failed, of another model perhaps
             for bucket in self._laid_out().buckets:
                 if bucket.handle is None:
                     self._send(bucket, bucket.gradients())
@@ -308,17 +313,37 @@ class GradientReducer:
             raise
         mean = self._laid_out().report.values.numpy()
         report, disagreement = self._report.decode(mean, self._wire.size)
-        if disagreement.steps:
-            self._checks.refuse_other_steps(self._steps_done)
-        if disagreement.frozen:
-            self._checks.require_same_parameters(self._parameters)
-        if disagreement.checksums:
-            self._checks.require_same_rates(self._optimizers)
-            self._checks.require_same_gradients(self._changes.used, self._parameters)
-        if disagreement.changes.early:
-            self._checks.refuse_early_changes(self._window.length)
+        try:
+            if disagreement.steps:
+                self._checks.refuse_other_steps(self._steps_done)
+            if disagreement.frozen:
+                self._checks.require_same_parameters(self._parameters)
+            if disagreement.checksums:
+                self._checks.require_same_rates(self._optimizers)
+                self._checks.require_same_gradients(self._changes.used, self._parameters)
+            if disagreement.changes.early:
+                self._checks.refuse_early_changes(self._window.length)
+        except (RanksDisagreeError, ValueError):
+            if not disagreement.frozen:  # else ranks may have sent different buckets
+                self._drop()
+            raise
         self._changes.reported(disagreement.changes, self._steps_done)
         return report, disagreement
+
+    def _drop(self) -> None:
+        """Wait for all that is on its way, and forget it; all ranks do after the same error.
+
+        A script that catches the error may go on, and average its next gradients.
+        """
+        buckets = self._laid_out().buckets
+        for bucket in buckets:
+            if bucket.handle is not None:
+                bucket.wait(self._wire)
+            bucket.reset()
+        if self._state:
+            self._state.pending.clear()
+        self._changes.early = False
+        self._hooks.outdated.clear()
 
     def _send(self, bucket: Bucket, gradients: list[torch.Tensor | None]) -> None:
         """Complete a bucket from the gradients of its members, and launch it."""
