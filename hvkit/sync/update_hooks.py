@@ -63,7 +63,8 @@ class Order(enum.IntEnum):
 class Feature:
     """What one feature does around an update.
 
-    All functions get the optimizer that updates: of several inside each other the outermost.
+    Functions that get an optimizer get the one that updates: of several inside each other the
+    outermost.
 
     Attributes:
         place: where it acts.
@@ -72,7 +73,7 @@ class Feature:
         renewed: whether there are gradients that ``gradients`` has not seen.
         loss: what the update gets as its loss, from what the closure returned.
         update_begins: called just before the update, inside of all hooks of the script, with the
-            optimizer whose update it is.
+            innermost optimizer.
         update_ends: called when the update has ended or raised, and while it calls a closure.
         after: called after the update.
         failed: called after an update that raised.
