@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 from cases import MORE, cases
 from models import LOOPS, alike, fit, in_rounds, local, mlp, mse, refit, regression, sgd, weights
-from ranks import as_vector, error_of, gossip_matrix, largest_difference
+from ranks import as_vector, error_of, gossip_matrix, largest_difference, same_on_all_ranks
 
 import hvkit
 
@@ -285,10 +285,8 @@ def test_an_error_in_fit_leaves_each_rank_its_own_weights():
         assert alike(model)
 
 
-@pytest.mark.two_ranks
-@pytest.mark.parametrize("loop", cases(["function", "eager"]))
-def test_variables_that_are_updated_in_turn_have_their_own_rounds(loop):
-    model, optimizer = in_rounds(hvkit.LocalSGD(2))
+def steps_of_halves(model, optimizer, loop):
+    """Two functions that train either layer of ``mlp``."""
     halves = model.trainable_variables[:2], model.trainable_variables[2:]
 
     def step(x, y, which):
@@ -300,10 +298,36 @@ def test_variables_that_are_updated_in_turn_have_their_own_rounds(loop):
     steps = [lambda x, y, w=which: step(x, y, w) for which in (0, 1)]
     if loop == "function":
         steps = [tf.function(each) for each in steps]
+    return steps
+
+
+@pytest.mark.two_ranks
+@pytest.mark.parametrize("loop", cases(["function", "eager"]))
+def test_variables_that_are_updated_in_turn_have_their_own_rounds(loop):
+    model, optimizer = in_rounds(hvkit.LocalSGD(2))
+    steps = steps_of_halves(model, optimizer, loop)
     optimizer.build(model.trainable_variables)
     for number, (x, y) in enumerate(local(regression(steps=8))):
         steps[number % 2](tf.constant(x), tf.constant(y))
     assert alike(model)
+
+
+@pytest.mark.two_ranks
+@pytest.mark.parametrize("loop", cases(["function", "eager"]))
+def test_looking_leaves_agreed_weights_alone_while_others_are_in_a_round(loop):
+    model, optimizer = in_rounds(hvkit.DiLoCo(4, outer_momentum=0.9))
+    steps = steps_of_halves(model, optimizer, loop)
+    data = [tuple(map(tf.constant, batch)) for batch in local(regression(steps=7))]
+    for which, (x, y) in zip([0, 1, 0, 1], data, strict=False):
+        steps[which](x, y)
+    with hvkit.settled(model):
+        pass
+    for which, (x, y) in zip([0, 0, 1], data[4:], strict=True):
+        steps[which](x, y)
+    agreed = weights(model)[:2]
+    assert same_on_all_ranks(agreed)
+    with hvkit.settled(model):
+        assert all(map(np.array_equal, weights(model)[:2], agreed))
 
 
 @MORE

@@ -36,6 +36,25 @@ def test_weights_that_the_script_sets_between_two_fits_are_where_the_next_begins
     assert all(np.allclose(w, 1) for w in weights(model))
 
 
+@pytest.mark.parametrize("loop", cases(["function", "eager"]))
+def test_weights_that_the_script_sets_after_a_round_in_which_it_has_looked_are_no_training(loop):
+    model, optimizer = in_rounds(hvkit.DiLoCo(4, 1.0, 0.0), keras.optimizers.SGD(0.05))
+    data = local(regression(steps=4))
+    LOOPS[loop](model, optimizer, data[:2])
+    with hvkit.settled(model):  # in the middle of the round
+        pass
+    LOOPS[loop](model, optimizer, data[2:])
+    chosen = [np.full_like(w, 0.25 + hvkit.rank() * 1e-7) for w in weights(model)]
+    model.set_weights(chosen)
+    with hvkit.settled(model):
+        assert alike(model)
+        shown = weights(model)
+    assert largest_difference(shown, chosen) < 1e-6
+    optimizer.learning_rate = 0.0
+    LOOPS[loop](model, optimizer, data)
+    assert all(map(np.array_equal, weights(model), shown))
+
+
 class Sets(keras.callbacks.Callback):
     """Sets all weights when an event of ``fit`` comes, after which nothing trains any more."""
 

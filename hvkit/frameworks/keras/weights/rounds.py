@@ -236,11 +236,13 @@ class TensorFlowRoundKeeper(RoundKeeper):
     def accept_set_weights(self, point: str = "fit") -> None:
         """As in ``hvkit.sync.rounds``, which does not see what trains in graphs."""
         for updated in self.updated:
-            if updated.steps or (
-                not self.strategy.same_weights and updated.rounds > updated.rounds_seen
-            ):
+            if updated.rounds > updated.rounds_seen:
                 self._trained.update(updated.numbers)
+                self._are_agreed(updated.numbers)
             updated.rounds_seen = updated.rounds
+        for updated in self.updated:  # also weights that another optimizer has agreed on
+            if updated.steps:
+                self._trained.update(updated.numbers)
         super().accept_set_weights(point)
 
     def end_early(self, updated: UpdatedVariables) -> None:
