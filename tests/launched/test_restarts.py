@@ -277,5 +277,7 @@ def test_a_restart_from_an_older_checkpoint_is_a_warning(lost, resumed, tmp_path
     ]
     assert ["from step 10" in line for line in restarts(printed)] == [True, True]
     # Its end is seen before or after what it says itself.
-    fault = r"from step 10: rank 1 (on .* ended with exit status 1:|failed with) ValueError: a fault$"
+    fault = (
+        r"from step 10: rank 1 (on .* ended with exit status 1:|failed with) ValueError: a fault$"
+    )
     assert re.search(fault, restarts(printed)[0])
