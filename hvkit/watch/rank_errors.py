@@ -126,7 +126,8 @@ def note_uncaught() -> None:
         _witness.failed(_failed_with(meant), ends=True)
 
 
-# The last error that a function has raised which a graph called, without the frames that it passed.
+# The last error of hvkit that a function has raised which a graph called, until ``meaning_of`` has
+# seen what the graph raises for it.
 _in_function: list[Exception] = []
 
 
@@ -135,11 +136,28 @@ def raised_in_graph() -> Iterator[None]:
     """Wraps a function that a graph calls: ``meaning_of`` what the graph raises is its error."""
     try:
         yield
-    except Exception as error:
-        kept = type(error).__new__(type(error), *error.args)
-        vars(kept).update(vars(error))
-        _in_function[:] = [kept]
+    except (HvkitError, FloatingPointError) as error:
+        _in_function[:] = [_without_frames(error)]
         raise
+
+
+def _without_frames(error: E) -> E:
+    """A copy of an error without the frames that it has passed, which keep the script's values."""
+    copy = Exception.__new__(type(error), *error.args)
+    vars(copy).update(vars(error))
+    return copy
+
+
+def _raised_in_function(error: BaseException) -> Exception | None:
+    """The error in a function for which a graph has raised this one; None for none."""
+    if not _from_tensorflow(error):
+        return None
+    for raised in _in_function:
+        if f"{type(raised).__name__}: {raised}" in str(error):
+            # Later errors with the same text do not mean it, but this one always does.
+            error.hvkit_meaning = raised  # type: ignore[attr-defined]
+            _in_function.clear()
+    return getattr(error, "hvkit_meaning", None)
 
 
 def for_graph(error: Exception, *, on_every_rank: bool) -> str:
@@ -162,10 +180,9 @@ def meaning_of(error: BaseException, call: str = "") -> Exception | None:
         error: as it was raised.
         call: the user's call that it has ended; empty outside of any.
     """
+    if (raised := _raised_in_function(error)) is not None:
+        return _without_frames(raised)
     text = str(error)
-    for raised in _in_function:
-        if raised is not error and f"{type(raised).__name__}: {raised}" in text:
-            return raised
     if found := _IN_GRAPH.search(text):
         on_every_rank, kind, said = found.groups()
         said = re.sub(r"\\(.)", lambda c: {"n": "\n"}.get(c[1], c[1]), said.replace("] [", " "))
@@ -190,10 +207,12 @@ def meaning_of(error: BaseException, call: str = "") -> Exception | None:
 def _from_horovod(error: BaseException) -> bool:
     from horovod.common.exceptions import HorovodInternalError
 
+    return isinstance(error, HorovodInternalError) or _from_tensorflow(error)
+
+
+def _from_tensorflow(error: BaseException) -> bool:
     # TensorFlow has one exception class for each status of an operation.
-    return isinstance(error, HorovodInternalError) or type(error).__module__.startswith(
-        "tensorflow."
-    )
+    return type(error).__module__.startswith("tensorflow.")
 
 
 def _lost(call: str) -> RankLostError:

@@ -129,6 +129,22 @@ def tape_step(model, optimizer, x, y):
     optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
 
 
+def steps_of_halves(model, optimizer, loop):
+    """Two functions that train either layer of ``mlp``."""
+    halves = model.trainable_variables[:2], model.trainable_variables[2:]
+
+    def step(x, y, which):
+        with tf.GradientTape() as tape:
+            loss = mse(y, model(x))
+        variables = halves[which]
+        optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+
+    steps = [lambda x, y, w=which: step(x, y, w) for which in (0, 1)]
+    if loop == "function":
+        steps = [tf.function(each) for each in steps]
+    return steps
+
+
 LOOPS = {"fit": fit, "eager": eager_tape, "function": graph_tape}
 
 

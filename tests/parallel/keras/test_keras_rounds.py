@@ -8,7 +8,20 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from cases import MORE, cases
-from models import LOOPS, alike, fit, in_rounds, local, mlp, mse, refit, regression, sgd, weights
+from models import (
+    LOOPS,
+    alike,
+    fit,
+    in_rounds,
+    local,
+    mlp,
+    mse,
+    refit,
+    regression,
+    sgd,
+    steps_of_halves,
+    weights,
+)
 from ranks import as_vector, error_of, gossip_matrix, largest_difference, same_on_all_ranks
 
 import hvkit
@@ -283,22 +296,6 @@ def test_an_error_in_fit_leaves_each_rank_its_own_weights():
     assert not alike(model)
     with hvkit.settled(model):
         assert alike(model)
-
-
-def steps_of_halves(model, optimizer, loop):
-    """Two functions that train either layer of ``mlp``."""
-    halves = model.trainable_variables[:2], model.trainable_variables[2:]
-
-    def step(x, y, which):
-        with tf.GradientTape() as tape:
-            loss = mse(y, model(x))
-        variables = halves[which]
-        optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
-
-    steps = [lambda x, y, w=which: step(x, y, w) for which in (0, 1)]
-    if loop == "function":
-        steps = [tf.function(each) for each in steps]
-    return steps
 
 
 @pytest.mark.two_ranks

@@ -5,10 +5,24 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from cases import MORE, cases, each_once
-from models import LOOPS, alike, fit, in_rounds, local, mlp, mse, refit, regression, weights
-from ranks import error_of, largest_difference, shared_folder
+from models import (
+    LOOPS,
+    alike,
+    fit,
+    in_rounds,
+    local,
+    mlp,
+    mse,
+    refit,
+    regression,
+    steps_of_halves,
+    weights,
+)
+from ranks import error_of, largest_difference, same_on_all_ranks, shared_folder
 
 import hvkit
+from hvkit.frameworks.keras.collectives.named_collectives import NamedCollectives
+from hvkit.frameworks.keras.weights import rounds
 
 pytestmark = pytest.mark.two_ranks
 
@@ -177,6 +191,19 @@ def test_a_run_whose_ranks_are_never_alike_can_go_back(strategy, tmp_path_factor
     assert alike(model)
 
 
+def test_rounds_before_a_checkpoint_of_another_strategy_are_forgotten(tmp_path_factory):
+    folder = shared_folder(tmp_path_factory)
+    data = local(regression(steps=4))
+    saved, optimizer = in_rounds(hvkit.LocalSGD(2))
+    LOOPS["eager"](saved, optimizer, data)
+    hvkit.Checkpoint(folder, model=saved, optimizer=optimizer).save(epoch=1, step=4)
+    model, optimizer = in_rounds(hvkit.Gossip(2))
+    LOOPS["function"](model, optimizer, data)
+    hvkit.Checkpoint(folder, model=model, optimizer=optimizer).restore()
+    with hvkit.settled(model):
+        assert all(map(np.array_equal, weights(model), weights(saved)))
+
+
 @MORE
 def test_a_step_that_one_rank_skips_between_two_fits_confuses_nobody():
     scaler = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=2.0)
@@ -221,6 +248,35 @@ def test_ranks_that_round_differently_between_two_fits_become_alike():
         w.assign(w * (1 + 1e-6 * hvkit.rank()))
     refit(model, data)
     assert alike(model)
+
+
+@pytest.mark.parametrize("loop", cases(["function", "eager"]))
+def test_a_round_after_an_error_begins_with_what_the_script_has_set(loop, monkeypatch):
+    """The ranks make weights the same that they have set before ``fit``, which has failed."""
+    monkeypatch.setattr(rounds, "_COMPARED_EVERY", 2)
+    model, optimizer = in_rounds(hvkit.DiLoCo(2, 1.0, 0.0), keras.optimizers.SGD(0.05))
+    steps = steps_of_halves(model, optimizer, loop)
+    data = local(regression(steps=4))
+    x, y = map(tf.constant, data[0])
+    for which in (0, 0, 1, 1):
+        steps[which](x, y)
+    if hvkit.rank() == 0:
+        steps[0](x, y)
+    for w in model.trainable_variables[2:]:
+        w.assign(w + 1 + 1e-6 * hvkit.rank())
+    chosen = weights(model)[2:]
+    error, text = error_of(lambda: fit(model, optimizer, data))
+    assert error is hvkit.RanksDisagreeError
+    assert "was trained in this round on rank 0 but not on rank 1" in text
+    if loop == "function":  # whose functions of NumPy may have TensorFlow's only thread
+        monkeypatch.delattr(NamedCollectives, "exchange")
+    if hvkit.rank() == 1:
+        steps[0](x, y)
+    for _ in range(2):
+        steps[1](x, y)
+    trained = weights(model)[2:]
+    assert same_on_all_ranks(trained)
+    assert 1e-3 < largest_difference(trained, chosen) < 1
 
 
 @pytest.mark.parametrize("strategy", [hvkit.LocalSGD(8), hvkit.ParameterServer(2)])

@@ -1,6 +1,7 @@
 """Errors that end a rank: who shows them, and what the others and ``hvkit run`` hear."""
 
 import functools
+import gc
 import json
 import re
 import sys
@@ -154,6 +155,58 @@ def test_the_error_of_a_function_in_a_graph_is_found_again_and_holds_none_of_its
         fails()
     except RanksDisagreeError as error:
         text = f"{type(error).__name__}: {error}"
-    meant = rank_errors.meaning_of(RuntimeError(f"in a graph: {text} [Op:PyFunc]"))
+    meant = rank_errors.meaning_of(RaisedByTensorFlow(f"in a graph: {text} [Op:PyFunc]"))
     assert (type(meant), str(meant)) == (RanksDisagreeError, "the rates differ")
     assert held[0]() is None
+
+
+class RaisedByTensorFlow(Exception):
+    __module__ = "tensorflow.python.framework.errors_impl"
+
+
+def in_graph(error):
+    """What TensorFlow raises if a function in a graph raises this."""
+    with pytest.raises(type(error)), rank_errors.raised_in_graph():
+        raise error
+    return RaisedByTensorFlow(f"{type(error).__name__}: {error} [Op:PyFunc]")
+
+
+def test_an_error_in_a_graph_that_was_raised_again_keeps_no_values_of_the_script():
+    class Value:
+        pass
+
+    def raised_again():
+        value = Value()
+        held.append(weakref.ref(value))
+        with pytest.raises(RanksDisagreeError):
+            raise rank_errors.meaning_of(error)
+
+    held = []
+    error = in_graph(RanksDisagreeError("the rates differ"))
+    raised_again()
+    gc.collect()
+    assert held[0]() is None
+    assert str(rank_errors.meaning_of(error)) == "the rates differ"
+
+
+def test_an_error_in_a_graph_is_meant_by_no_later_one_with_its_text():
+    error = in_graph(RanksDisagreeError("the rates differ"))
+    assert isinstance(rank_errors.meaning_of(error), RanksDisagreeError)
+    assert rank_errors.meaning_of(RaisedByTensorFlow(str(error))) is None
+
+
+def test_an_error_of_the_script_is_no_error_of_a_graph():
+    error = in_graph(RanksDisagreeError("the rates differ"))
+    assert rank_errors.meaning_of(RuntimeError(str(error))) is None
+
+
+def test_an_error_that_cannot_be_made_from_its_arguments_leaves_a_graph():
+    class OfTwo(RanksDisagreeError):
+        def __new__(cls, rank, text):
+            return super().__new__(cls, f"rank {rank}: {text}")
+
+        def __init__(self, rank, text):
+            super().__init__(f"rank {rank}: {text}")
+
+    meant = rank_errors.meaning_of(in_graph(OfTwo(1, "no")))
+    assert (type(meant), str(meant)) == (OfTwo, "rank 1: no")

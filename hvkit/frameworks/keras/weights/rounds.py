@@ -183,9 +183,11 @@ class TensorFlowRoundKeeper(RoundKeeper):
     def _compare(self, number: int, _: Sequence[Array]) -> list[Array]:
         """Compare how the ranks end a round in a graph; a collective."""
         updated = self.updated[number]
+        self._trained.update(updated.numbers)
         summary = self._summary_of_round(number, updated.held(), sorted(updated.numbers))
-        with call(updated.call, updated.step, self._name):
+        with call(updated.call, updated.step, self._name), self.variables.given([], []):
             self._require_same_round(number, summary)
+        self._are_agreed(updated.numbers)
         return [np.array(True)]
 
     def _is_compared(self, rounds: Any) -> Any:
@@ -255,8 +257,9 @@ class TensorFlowRoundKeeper(RoundKeeper):
 
     def begin_anew(self) -> None:
         """Begin with the weights that the ranks hold now, the same on all; forget all rounds."""
-        for updated in self.updated:  # graphs hold them
-            updated.begun.assign(False)
+        for updated in self.updated:
+            updated.begun.assign(False)  # graphs hold it
+            updated.rounds = updated.rounds_seen = 0
         super().begin_anew()
 
     def state(self) -> dict[str, np.ndarray[Any, Any]]:

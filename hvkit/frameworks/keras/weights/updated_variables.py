@@ -215,7 +215,9 @@ def in_numpy(
 
     def call(*arrays: Array) -> list[Array]:
         with raised_in_graph():
-            found: list[Array] = weak()(key, arrays)
+            bound = weak()
+            assert bound is not None, "a graph trains a model that is gone"
+            found: list[Array] = bound(key, arrays)
             return found
 
     found = tf.numpy_function(call, inputs, [each.dtype for each in results])

@@ -68,6 +68,7 @@ class Variables:
         self._named = NamedCollectives(self._wire)
         self._number: dict[int, int] = {}
         self._given: dict[int, Array] = {}
+        self._in_function = False
 
     def add(self, weights: Iterable[tf.Variable]) -> None:
         for v in weights:
@@ -84,7 +85,9 @@ class Variables:
     def given(
         self, kinds: Sequence[list[int]], vectors: Sequence[Array]
     ) -> Iterator[Callable[[], list[Array]]]:
-        """Let variables have these values for a while, and collect what is written to them.
+        """Let variables have these values in a function that a graph calls.
+
+        What is written to them is collected.
 
         Args:
             kinds: numbers of variables, some for each vector.
@@ -95,9 +98,11 @@ class Variables:
         """
         for numbers, vector in zip(kinds, vectors, strict=True):
             self._given.update(zip(numbers, self.split(vector, numbers), strict=True))
+        self._in_function = True
         try:
             yield lambda: [self.join([self._given[i] for i in numbers]) for numbers in kinds]
         finally:
+            self._in_function = False
             self._given.clear()
 
     def joined(self, numbers: Sequence[int]) -> tf.Tensor:
@@ -208,7 +213,7 @@ class Variables:
 
     def mean(self, vector: Array, name: str) -> Array:
         # In a function that a graph calls, ranks have just compared where they are.
-        exchange = self._wire.exchange if self._given else self._named.exchange
+        exchange = self._wire.exchange if self._in_function else self._named.exchange
         with waiting_for_all_ranks(self._wire.within):
             mean: Array = exchange(Mean(tf.constant(vector)), name).numpy()
         return mean
@@ -226,7 +231,7 @@ class Variables:
 
     def average_statistics(self, name: str = "", *, keep: bool = True) -> None:
         """As in ``Weights``; inside ``given`` it is left to the graph, after its forward pass."""
-        if not self._given and self._statistics and (model := self._model()) is not None:
+        if not self._in_function and self._statistics and (model := self._model()) is not None:
             average_statistics(model, self._statistics, self.group)
 
     def require_equal(self) -> None:
