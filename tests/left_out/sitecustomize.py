@@ -1,7 +1,7 @@
 """Leaves PyTorch's compiler out of a script until that uses it, and scikit-learn out of Keras.
 
-PyTorch imports it as soon as an optimizer is made, for two seconds: half of a rank's start. Python
-imports this file at its own start if the folder is on ``PYTHONPATH``.
+PyTorch imports its compiler as soon as an optimizer is made, for two seconds: half of a rank's
+start. Python imports this file at its own start if the folder is on ``PYTHONPATH``.
 """
 
 import importlib

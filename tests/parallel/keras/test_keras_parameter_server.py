@@ -17,6 +17,7 @@ from models import (
     regression,
     served,
     sgd,
+    steps_of_halves,
     tape_step,
     unbuilt,
     weights,
@@ -190,17 +191,7 @@ def test_layers_that_train_later_join():
 @pytest.mark.parametrize("loop", cases(["function", "eager"]))
 def test_variables_that_are_updated_in_turn(loop):
     model, optimizer = served(0)
-    halves = model.trainable_variables[:2], model.trainable_variables[2:]
-
-    def step(x, y, which):
-        with tf.GradientTape() as tape:
-            loss = mse(y, model(x))
-        variables = halves[which]
-        optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
-
-    steps = [lambda x, y, w=which: step(x, y, w) for which in (0, 1)]
-    if loop == "function":
-        steps = [tf.function(each) for each in steps]
+    steps = steps_of_halves(model, optimizer, loop)
     optimizer.build(model.trainable_variables)
     for number, (x, y) in enumerate(local(regression(steps=6))):
         steps[number % 2](tf.constant(x), tf.constant(y))
