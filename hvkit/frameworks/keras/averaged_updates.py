@@ -132,19 +132,25 @@ def _zeros(accumulators: list[Any]) -> list[tf.Tensor]:
     return [tf.zeros_like(acc.value) for acc in accumulators]
 
 
-# By optimizer: the ranks that update together.
-_skipping_together: WeakKeyDictionary[Any, Group] = WeakKeyDictionary()
+Everywhere = Callable[[tf.Tensor], tf.Tensor]
+"""From whether something holds on this rank: whether it holds on all; a collective."""
+
+_skipping_together: WeakKeyDictionary[Any, Everywhere] = WeakKeyDictionary()
 
 
-def skip_together(optimizer: Any, group: Group) -> None:
+def skip_together(optimizer: Any, everywhere: Everywhere) -> None:
     """Make each ``LossScaleOptimizer`` around this one skip a step on all ranks or on none.
 
     It wraps the optimizer that does the update: either the user makes it, or ``compile`` does under
     the ``mixed_float16`` policy, before or after ``distribute``. It looks for overflows in the
     local gradients, and calls the inner optimizer only if there are none. If each rank decided
     alone, some would wait in the inner optimizer for ranks that never come.
+
+    Args:
+        optimizer: one that updates variables.
+        everywhere: joins the decisions of the ranks that update together.
     """
-    _skipping_together[optimizer] = group
+    _skipping_together[optimizer] = everywhere
     _share_check_for_overflows()
 
 
@@ -158,20 +164,26 @@ def _share_check_for_overflows() -> None:
     scaler = keras.optimizers.LossScaleOptimizer
     check_finite_locally = scaler.check_finite
 
-    @functools.cache
-    def collective_of(group: Group) -> tuple[Wire, GraphWait]:
-        return Wire("checks", group), GraphWait("hvkit.finite", group=group)
-
     def check_finite(self: Any, grads: Any) -> Any:
         finite = check_finite_locally(self, grads)
-        if (group := _skipping_together.get(inner_optimizer(self))) is None:
+        if (everywhere := _skipping_together.get(inner_optimizer(self))) is None:
             return finite
-        wire, wait = collective_of(group)
         refuse_xla("the check for overflows in the optimizer")
-        with tf.device("CPU:0"):
-            everywhere = wait.around(
-                tf.cast(finite, tf.int32), lambda number: wire.lowest(number, wait.key)
-            )
-        return tf.cast(everywhere, tf.bool)
+        return everywhere(finite)
 
     scaler.check_finite = check_finite
+
+
+@functools.cache
+def finite_in(group: Group) -> Everywhere:
+    """What ``skip_together`` needs for the ranks of a group."""
+    wire, wait = Wire("checks", group), GraphWait("hvkit.finite", group=group)
+
+    def everywhere(finite: tf.Tensor) -> tf.Tensor:
+        with tf.device("CPU:0"):
+            lowest = wait.around(
+                tf.cast(finite, tf.int32), lambda number: wire.lowest(number, wait.key)
+            )
+        return tf.cast(lowest, tf.bool)
+
+    return everywhere

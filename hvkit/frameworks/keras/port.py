@@ -39,7 +39,12 @@ from keras.src.backend import in_stateless_scope
 from hvkit import runtime
 from hvkit.communication import collectives
 from hvkit.frameworks.keras.adapted import Learnt
-from hvkit.frameworks.keras.averaged_updates import Average, average_in_apply, skip_together
+from hvkit.frameworks.keras.averaged_updates import (
+    Average,
+    average_in_apply,
+    finite_in,
+    skip_together,
+)
 from hvkit.frameworks.keras.backends import backend_variable, have_values
 from hvkit.frameworks.keras.batch_norm import (
     LastStatistics,
@@ -223,7 +228,7 @@ class KerasPort:
             for each in inner:
                 average = self._average(strategy)
                 average_in_apply(each, average, self._before_update, self._nonfinite())
-                skip_together(each, self.options.group)
+                skip_together(each, finite_in(self.options.group))
             if isinstance(strategy, ShardedOptimizer):
                 self._divide_state(strategy)
             if (travels := strategy.gradient_compression(compression)) and travels.keeps_state:

@@ -29,6 +29,8 @@ from hvkit.sync.port import Options, warn_of_own_models
 
 _models: WeakSet[Any] = WeakSet()
 _averaged: WeakSet[Any] = WeakSet()
+# Those that Horovod's DistributedOptimizer has been called for.
+_averaged_by_horovod: WeakSet[Any] = WeakSet()
 # Models and optimizers whose variables differ between ranks until a round ends.
 _differing: WeakSet[Any] = WeakSet()
 # Weights that an averaged optimizer has updated, by id. They may outlive their model, in another
@@ -128,11 +130,35 @@ def _refuse_foreign(optimizer: Any) -> None:
             f"{type(optimizer).__qualname__}{hint}"
         )
     inner = inner_optimizer(optimizer)
+    if inner in _averaged_by_horovod:
+        raise ValueError(
+            f"{type(inner).__name__} {inner.name!r} is a DistributedOptimizer of Horovod, which "
+            "averages already: pass the plain optimizer to hvkit.distribute"
+        )
     if not parts_of(inner):
         raise ValueError(
             f"{type(inner).__name__} {inner.name!r} has made no optimizers yet: call its "
             "build(model.trainable_variables) before hvkit.distribute"
         )
+
+
+def note_averaged_by_horovod(optimizer: Any) -> None:
+    """Note that Horovod's ``DistributedOptimizer`` averages in this optimizer's updates.
+
+    Raises:
+        ValueError: something averages there already.
+    """
+    name = f"{type(optimizer).__name__} {optimizer.name!r}"
+    if optimizer in _averaged:
+        raise ValueError(
+            f"hvkit.distribute averages the gradients of {name}: leave hvd.DistributedOptimizer out"
+        )
+    if optimizer in _averaged_by_horovod:
+        raise ValueError(
+            f"{name} is a DistributedOptimizer already: call hvd.DistributedOptimizer once for "
+            "each optimizer"
+        )
+    _averaged_by_horovod.add(optimizer)
 
 
 def _refuse_optimizers_of_others(models: Sequence[Any], optimizers: Sequence[Any]) -> None:

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -100,19 +101,28 @@ def test_patched_python_still_compiles(patched: Path) -> None:
 
 
 @needs_source
-def test_optimizer_without_gradient_methods_is_refused(patched: Path) -> None:
-    text = (patched / "horovod/_keras/__init__.py").read_text()
-    function = re.search(r"def _require_gradient_methods.*?(?=\n\n\n)", text, re.DOTALL)
-    assert function is not None
-    scope: dict[str, object] = {}
-    exec(function[0], scope)
-    require = scope["_require_gradient_methods"]
-    assert callable(require)
-    keras_2 = type("SGD", (), {"compute_gradients": None})
-    keras_3 = type("SGD", (), {"apply": None})
-    require(keras_2)
-    with pytest.raises(NotImplementedError, match=r"hvkit\.distribute"):
-        require(keras_3)
+@pytest.mark.parametrize(
+    ("held", "built"),
+    [
+        (None, ["None", "None", "None"]),
+        (b"_ZN4gloo9allreduce MPI_ALLREDUCE", ["False", "True", "False"]),
+        (b"MPI_Allreduce ncclAllReduce", ["True", "False", "True"]),
+    ],
+)
+def test_horovodrun_reads_in_the_libraries_what_they_were_built_with(
+    patched: Path, held: bytes | None, built: list[str]
+) -> None:
+    if held:
+        (patched / "horovod/torch/mpi_lib_v2.cpython-311.so").write_bytes(held)
+    script = f"""
+import sys, types
+sys.modules["horovod"] = package = types.ModuleType("horovod")
+package.__path__ = [{str(patched / "horovod")!r}]
+from horovod.common.util import mpi_built, gloo_built, nccl_built
+print(mpi_built(), gloo_built(), nccl_built())
+"""
+    answer = subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.PIPE)
+    assert answer.stdout.decode().split() == built
 
 
 @needs_source

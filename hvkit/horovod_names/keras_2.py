@@ -1,0 +1,87 @@
+"""What Horovod scripts use that Keras 3 has under another name, or no longer needs.
+
+Each is accepted. A ``DeprecationWarning`` names the line to change.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+
+class _CallableList(list[Any]):
+    """A list that a call returns, too."""
+
+    def __call__(self) -> _CallableList:
+        return self
+
+
+@functools.cache
+def accept() -> None:
+    """Let scripts use some names of Keras 2 from now on.
+
+    These are ``optimizer.variables()``, ``optimizer.lr``, ``lr=`` of optimizers, and
+    ``compile(experimental_run_tf_function=False)``. ``compile`` also stops choosing XLA by itself,
+    as it does on GPUs: that has no kernels for Horovod's operations.
+    """
+    for optimizer in _optimizers():
+        if "variables" in vars(optimizer):
+            optimizer.variables = property(_callable(vars(optimizer)["variables"].fget))
+        if init := vars(optimizer).get("__init__"):
+            optimizer.__init__ = _with_lr(init)
+    keras.optimizers.Optimizer.lr = property(_rate, _set_rate)
+    trainer = next(each for each in keras.Model.__mro__ if "compile" in vars(each))
+    trainer.compile = _without_tf_function(trainer.compile)
+    trainer._resolve_auto_jit_compile = lambda model: False
+
+
+def _optimizers() -> Iterator[Any]:
+    """Keras's classes of optimizers, and those that they build on."""
+    named = (each for each in vars(keras.optimizers).values() if isinstance(each, type))
+    known = {base for each in named for base in each.__mro__ if base.__module__ != "builtins"}
+    base = keras.optimizers.Optimizer.__mro__
+    return (each for each in known if issubclass(each, keras.optimizers.Optimizer) or each in base)
+
+
+def _callable(variables: Callable[[Any], list[Any]]) -> Callable[[Any], _CallableList]:
+    return lambda optimizer: _CallableList(variables(optimizer))
+
+
+def _with_lr(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def with_lr(self: Any, *args: Any, **kwargs: Any) -> None:
+        if "lr" in kwargs:
+            _warn(f"{type(self).__name__}(lr=...): write learning_rate=...")
+            kwargs["learning_rate"] = kwargs.pop("lr")
+        init(self, *args, **kwargs)
+
+    return with_lr
+
+
+def _rate(optimizer: Any) -> Any:
+    _warn("optimizer.lr: write optimizer.learning_rate")
+    return optimizer.learning_rate
+
+
+def _set_rate(optimizer: Any, rate: Any) -> None:
+    _warn("optimizer.lr = ...: write optimizer.learning_rate = ...")
+    optimizer.learning_rate = rate
+
+
+def _without_tf_function(compile_model: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(compile_model)
+    def compile_anyway(self: Any, *args: Any, **kwargs: Any) -> None:
+        if "experimental_run_tf_function" in kwargs:
+            _warn("compile(experimental_run_tf_function=...): leave it out; it has no effect")
+            del kwargs["experimental_run_tf_function"]
+        compile_model(self, *args, **kwargs)
+
+    return compile_anyway
+
+
+def _warn(text: str) -> None:
+    warnings.warn(f"Keras 3 has dropped {text}", DeprecationWarning, stacklevel=3)

@@ -1,0 +1,346 @@
+"""Scripts through Horovod's own names train, under Keras 3, the model that one process trains."""
+
+import horovod.keras
+import horovod.tensorflow as hvd_tensorflow
+import horovod.tensorflow.keras as hvd
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from models import LOOPS, embedded, fit, local, mlp, mse, regression, texts, weights, with_state
+from ranks import largest_difference, same_on_all_ranks
+
+import hvkit
+
+DATA = regression(steps=8)
+OPTIMIZERS = {
+    "momentum": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
+    "adam": lambda: keras.optimizers.Adam(0.01),
+    "clipped": lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.1),
+    "decayed": lambda: keras.optimizers.AdamW(
+        keras.optimizers.schedules.ExponentialDecay(0.02, 3, 0.7), weight_decay=0.05
+    ),
+    "averaged weights": lambda: keras.optimizers.SGD(0.05, use_ema=True),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _horovod():
+    hvd.init()
+
+
+def of_one_process(make_optimizer=OPTIMIZERS["adam"], make=mlp, data=DATA, loop=fit):
+    """The weights that one process has after the global batches."""
+    model, optimizer = with_state(make(0), make_optimizer())
+    loop(model, optimizer, data)
+    return weights(model)
+
+
+def of_all_ranks(optimizer, make=mlp, data=DATA, loop=fit):
+    """The weights of this rank, which begins with the same ones as all others."""
+    model, optimizer = with_state(make(0), optimizer)
+    loop(model, optimizer, local(data))
+    assert same_on_all_ranks(weights(model))
+    return weights(model)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+def test_the_optimizer_averages(loop, optimizer):
+    make = OPTIMIZERS[optimizer]
+    found = of_all_ranks(hvd.DistributedOptimizer(make()), loop=LOOPS[loop])
+    assert largest_difference(found, of_one_process(make, loop=LOOPS[loop])) < 1e-5
+
+
+@pytest.mark.parametrize("optimizer", ["clipped", "decayed", "averaged weights"])
+@pytest.mark.parametrize("names", [horovod.keras, hvd_tensorflow], ids=lambda m: m.__name__)
+def test_optimizers_with_more_than_an_update(names, optimizer):
+    make = OPTIMIZERS[optimizer]
+    found = of_all_ranks(names.DistributedOptimizer(make()))
+    assert largest_difference(found, of_one_process(make)) < 1e-5
+
+
+def test_gradients_are_added_on_request():
+    found = of_all_ranks(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), op=hvd.Sum))
+    expected = of_one_process(lambda: keras.optimizers.SGD(0.01 * hvd.size()))
+    assert largest_difference(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_predivide_factor": 2.0},
+        {"groups": 2},
+        {"groups": "of layers"},
+        {"compression": hvd.Compression.fp16},
+        {"sparse_as_dense": True},
+        {"process_set": hvd.global_process_set},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_of_how_gradients_travel(options):
+    model = mlp(0)
+    if "groups" in options and options["groups"] != 2:
+        # Their variables have the same names: kernel and bias.
+        options = {"groups": [layer.trainable_weights for layer in model.layers]}
+    optimizer = hvd.DistributedOptimizer(OPTIMIZERS["momentum"](), **options)
+    found = of_all_ranks(optimizer, lambda _: model)
+    tolerance = 1e-2 if "compression" in options else 1e-5
+    assert largest_difference(found, of_one_process(OPTIMIZERS["momentum"])) < tolerance
+
+
+@pytest.mark.parametrize("sparse_as_dense", [False, True])
+def test_rows_of_embeddings(sparse_as_dense):
+    data = texts(steps=6)
+    optimizer = hvd.DistributedOptimizer(OPTIMIZERS["momentum"](), sparse_as_dense=sparse_as_dense)
+    found = of_all_ranks(optimizer, embedded, data)
+    assert largest_difference(found, of_one_process(OPTIMIZERS["momentum"], embedded, data)) < 1e-5
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("mean", [True, False])
+def test_several_backward_passes_make_a_step(loop, mean):
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(0.05, momentum=0.9),
+        backward_passes_per_step=2,
+        average_aggregated_gradients=mean,
+    )
+    found = of_all_ranks(optimizer, loop=LOOPS[loop])
+    pairs = [
+        tuple(np.concatenate(each) for each in zip(*pair, strict=True))
+        for pair in zip(DATA[::2], DATA[1::2], strict=True)
+    ]
+    rate = 0.05 if mean else 0.1
+    expected = of_one_process(lambda: keras.optimizers.SGD(rate, momentum=0.9), data=pairs)
+    assert largest_difference(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_gradients_of_local_layers_stay_on_their_rank(scaled):
+    model = mlp(0)
+    optimizer = horovod.keras.PartialDistributedOptimizer(
+        keras.optimizers.SGD(0.1), local_layers=model.layers[0], scale_local_gradients=scaled
+    )
+    fit(model, optimizer, local(DATA[:1]))
+    alone = mlp(0)
+    fit(alone, keras.optimizers.SGD(0.1 / (hvd.size() if scaled else 1)), local(DATA[:1]))
+    assert largest_difference(weights(model)[:2], weights(alone)[:2]) < 1e-5
+    together = mlp(0)
+    fit(together, keras.optimizers.SGD(0.1), DATA[:1])
+    assert largest_difference(weights(model)[2:], weights(together)[2:]) < 1e-5
+
+
+@pytest.mark.parametrize("loop", ["eager", "function"])
+@pytest.mark.parametrize("sources", ["list", "dict", "one"])
+def test_the_tape_averages(loop, sources):
+    def step(model, optimizer, x, y, tape_of):
+        with tape_of(tf.GradientTape(persistent=True)) as tape:
+            loss = mse(y, model(x))
+        variables = model.trainable_variables
+        match sources:
+            case "list":
+                gradients = tape.gradient(loss, variables)
+            case "dict":
+                found = tape.gradient(loss, {v.path: v for v in variables})
+                gradients = [found[v.path] for v in variables]
+            case "one":
+                gradients = [tape.gradient(loss, v) for v in variables]
+        optimizer.apply_gradients(zip(gradients, variables, strict=True))
+
+    def train(data, tape_of):
+        model, optimizer = with_state(mlp(0), keras.optimizers.Adam(0.01))
+        function = tf.function(step) if loop == "function" else step
+        for x, y in data:
+            function(model, optimizer, tf.constant(x), tf.constant(y), tape_of)
+        return weights(model)
+
+    found = train(local(DATA), hvd_tensorflow.DistributedGradientTape)
+    assert same_on_all_ranks(found)
+    assert largest_difference(found, train(DATA, lambda tape: tape)) < 1e-5
+
+
+def test_a_wrapped_tape_takes_the_arguments_of_a_tape():
+    x, unused = tf.Variable(float(hvd.rank() + 1)), tf.Variable(1.0)
+    with tf.GradientTape() as tape:
+        y = x * x
+    tape = hvd_tensorflow.DistributedGradientTape(tape)
+    gradient, zero = tape.gradient(
+        y, [x, unused], unconnected_gradients=tf.UnconnectedGradients.ZERO
+    )
+    assert float(gradient) == pytest.approx(np.mean([2 * (r + 1) for r in range(hvd.size())]))
+    assert float(zero) == 0
+
+
+def test_local_layers_of_a_tape():
+    model = mlp(0)
+    (x, y), *_ = local(DATA)
+    with tf.GradientTape(persistent=True) as own:
+        loss = mse(y, model(x))
+    plain = own.gradient(loss, model.trainable_variables)
+    with tf.GradientTape() as tape:
+        loss = mse(y, model(x))
+    tape = hvd_tensorflow.PartialDistributedGradientTape(tape, local_layers=model.layers[0])
+    found = tape.gradient(loss, model.trainable_variables)
+    assert largest_difference(found[:2], [g / hvd.size() for g in plain[:2]]) < 1e-6
+    assert same_on_all_ranks([g.numpy() for g in found[2:]])
+
+
+def with_dropout(seed):
+    keras.utils.set_random_seed(seed)
+    layers = keras.layers
+    return keras.Sequential([keras.Input((8,)), layers.Dense(16), layers.Dropout(0.5)])
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_variables_are_broadcast(inplace):
+    model = with_dropout(hvd.rank())
+    optimizer = keras.optimizers.Adam(0.01 * (1 + hvd.rank()))
+    optimizer.build(model.trainable_variables)
+    hvd_tensorflow.broadcast_variables(model.variables, root_rank=0, inplace=inplace)
+    hvd_tensorflow.broadcast_variables(optimizer.variables, root_rank=0, inplace=inplace)
+    assert largest_difference(weights(model), weights(with_dropout(0))) == 0
+    assert float(optimizer.learning_rate) == pytest.approx(0.01)
+    seeds = [v.numpy() for v in model.variables if v.name == "seed_generator_state"]
+    assert not same_on_all_ranks(seeds)  # or all would drop the same units
+
+
+def callbacks(**options):
+    return [
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+        hvd.callbacks.MetricAverageCallback(),
+        hvd.callbacks.LearningRateWarmupCallback(initial_lr=0.1, warmup_epochs=2, **options),
+    ]
+
+
+def test_callbacks_of_fit():
+    x, y = (np.concatenate(each) for each in zip(*local(DATA), strict=True))
+    model = mlp(hvd.rank())
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    history = model.fit(x, y, 6, epochs=3, verbose=0, callbacks=callbacks())
+    assert same_on_all_ranks(weights(model))
+    assert same_on_all_ranks([np.array(history.history["loss"])])
+    first = 0.1 / hvd.size() * ((hvd.size() - 1) / 2 + 1)
+    assert history.history["lr"] == pytest.approx([first, 0.1, 0.1])
+
+
+def test_momentum_follows_the_rate():
+    """As if SGD were written with the rate inside its velocity, of which the rate is a factor."""
+    x, y = (np.concatenate(each) for each in zip(*local(DATA), strict=True))
+    model = mlp(0)
+    start = weights(model)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
+    model.compile(optimizer, "mse")
+    model.fit(x, y, 6, shuffle=False, epochs=2, verbose=0, callbacks=callbacks())
+
+    plain = mlp(0)
+    velocity = [np.zeros_like(w) for w in start]
+    for step in range(2 * len(DATA)):
+        images, labels = DATA[step % len(DATA)]
+        with tf.GradientTape() as tape:
+            loss = mse(labels, plain(images))
+        gradients = tape.gradient(loss, plain.trainable_variables)
+        progress = (step + 1) / len(DATA)
+        rate = 0.1 / hvd.size() * (progress * (hvd.size() - 1) / 2 + 1)
+        velocity = [0.9 * v + g.numpy() for v, g in zip(velocity, gradients, strict=True)]
+        for weight, v in zip(plain.weights, velocity, strict=True):
+            weight.assign_sub(rate * v)
+    assert largest_difference(weights(model), weights(plain)) < 1e-5
+
+
+def test_a_rate_is_scheduled():
+    schedule = hvd.callbacks.LearningRateScheduleCallback(
+        initial_lr=0.4, multiplier=lambda epoch: 0.5**epoch, momentum_correction=False
+    )
+    model = mlp(0)
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    history = model.fit(*local(DATA)[0], epochs=3, verbose=0, callbacks=[schedule])
+    assert history.history["lr"] == pytest.approx([0.4, 0.2, 0.1])
+
+
+def normalised_by(layer):
+    def make(seed):
+        keras.utils.set_random_seed(seed)
+        # Without biases: their gradients are zero but for rounding.
+        first, second = (keras.layers.Dense(6, use_bias=False) for _ in range(2))
+        tanh = keras.layers.Activation("tanh")
+        layers = [first, layer(), tanh, second, layer(), keras.layers.Dense(4)]
+        return keras.Sequential([keras.Input((8,)), *layers])
+
+    return make
+
+
+def test_batch_norm_over_all_ranks():
+    make = OPTIMIZERS["momentum"]
+    all_ranks = normalised_by(hvd_tensorflow.SyncBatchNormalization)
+    found = of_all_ranks(hvd.DistributedOptimizer(make()), all_ranks)
+    expected = of_one_process(make, normalised_by(keras.layers.BatchNormalization))
+    assert largest_difference(found, expected) < 1e-5
+
+
+def test_a_model_is_loaded_with_an_optimizer_that_averages(tmp_path):
+    model = mlp(0)
+    fit(model, hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), local(DATA[:4]))
+    file = tmp_path / "model.keras"
+    model.save(file)
+    loaded = hvd.load_model(file)
+    assert type(loaded.optimizer) is keras.optimizers.Adam
+    x, y = (np.concatenate(each) for each in zip(*local(DATA[4:]), strict=True))
+    loaded.fit(x, y, batch_size=6, shuffle=False, verbose=0)
+    assert largest_difference(weights(loaded), of_one_process()) < 1e-5
+
+
+def test_overflows_are_skipped_on_all_ranks():
+    model = mlp(0)
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=8.0)
+    optimizer = hvd.DistributedOptimizer(scaled)
+    (x, y), *_ = local(DATA)
+    before = weights(model)
+    if hvd.rank() == hvd.size() - 1:
+        y = y * np.inf
+    model.compile(optimizer, "mse")
+    model.fit(x, y, batch_size=len(x), verbose=0)
+    assert largest_difference(weights(model), before) == 0
+    model.fit(*local(DATA)[1], verbose=0)
+    assert largest_difference(weights(model), before) > 0
+    assert same_on_all_ranks(weights(model))
+
+
+def test_names_of_keras_2_are_accepted():
+    with pytest.warns(DeprecationWarning, match="write learning_rate="):
+        optimizer = keras.optimizers.SGD(lr=0.25)
+    with pytest.warns(DeprecationWarning, match="write optimizer.learning_rate"):
+        assert float(optimizer.lr) == 0.25
+    with pytest.warns(DeprecationWarning, match="write optimizer.learning_rate = "):
+        optimizer.lr = 0.5
+    assert float(optimizer.learning_rate) == 0.5
+    assert optimizer.variables() == optimizer.variables
+    model = mlp(0)
+    with pytest.warns(DeprecationWarning, match="leave it out"):
+        model.compile(optimizer, "mse", experimental_run_tf_function=False)
+
+
+def test_nothing_is_averaged_twice():
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    with pytest.raises(ValueError, match="is a DistributedOptimizer already"):
+        hvd.DistributedOptimizer(optimizer)
+    with pytest.raises(ValueError, match=r"pass the plain optimizer"):
+        hvkit.distribute(mlp(0), optimizer)
+    _, optimizer = hvkit.distribute(mlp(0), keras.optimizers.SGD(0.1))
+    with pytest.raises(ValueError, match=r"hvkit.distribute averages"):
+        hvd.DistributedOptimizer(optimizer)
+
+
+def test_state_of_elastic_training():
+    model = mlp(hvd.rank())
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01))
+    optimizer.build(model.trainable_variables)
+    state = hvd.elastic.KerasState(model, optimizer, epoch=hvd.rank())
+    state.sync()
+    assert largest_difference(weights(model), weights(mlp(0))) == 0
+    assert state.epoch == 0
+    kept = weights(model)
+    fit(model, optimizer, local(DATA[:2]))
+    assert int(optimizer.iterations) == 2
+    state.restore()
+    assert largest_difference(weights(model), kept) == 0
+    assert int(optimizer.iterations) == 0

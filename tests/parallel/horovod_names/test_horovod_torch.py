@@ -1,0 +1,110 @@
+"""Scripts through ``horovod.torch``: what hvkit's build changes."""
+
+import inspect
+import warnings
+
+import horovod.torch as hvd
+import pytest
+import torch
+from ranks import same_on_all_ranks
+
+OPTIMIZERS = sorted(
+    (
+        each
+        for each in vars(torch.optim).values()
+        if inspect.isclass(each) and issubclass(each, torch.optim.Optimizer)
+    ),
+    key=lambda each: each.__name__,
+)
+NOT_HERE = {"Optimizer", "LBFGS", "SparseAdam"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _horovod():
+    hvd.init()
+
+
+def model_of(seed):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(4, 6, bias=False), torch.nn.Linear(6, 2, bias=False))
+
+
+def train(model, optimizer, steps, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(5, 4, generator=generator)).pow(2).mean().backward()
+        optimizer.step()
+
+
+def values(model, optimizer):
+    state = optimizer.state_dict()["state"]
+    held = [v for each in state.values() for v in each.values() if torch.is_tensor(v)]
+    return [t.detach().float().numpy().copy() for t in (*model.parameters(), *held)]
+
+
+@pytest.mark.parametrize(
+    "cls", [c for c in OPTIMIZERS if c.__name__ not in NOT_HERE], ids=lambda c: c.__name__
+)
+def test_an_optimizer_that_has_taken_no_step_is_sent_without_one(cls):
+    model = model_of(0)
+    optimizer = cls(model.parameters(), lr=0.1 * (1 + hvd.rank()), weight_decay=0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    assert not optimizer.state_dict()["state"]
+    assert all(p.grad is None for p in model.parameters())
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize(
+    "cls", [c for c in OPTIMIZERS if c.__name__ not in NOT_HERE], ids=lambda c: c.__name__
+)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_state_of_the_root_arrives_also_where_there_is_none(cls, wrapped):
+    model = model_of(0)
+    optimizer = cls(model.parameters(), lr=0.1)
+    if hvd.rank() == 0:
+        train(model, optimizer, 3)
+    expected = values(model, optimizer)
+    if wrapped:
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        optimizer.load_state_dict(optimizer.state_dict())
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    found = values(model, optimizer)
+    assert same_on_all_ranks(found)
+    if hvd.rank() == 0 and not wrapped:
+        assert all((a == b).all() for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    "options", [{"fused": True}, {"foreach": True}, {"amsgrad": True}], ids=str
+)
+def test_training_goes_on_from_a_state_that_was_sent(options):
+    one = model_of(0)
+    of_one = torch.optim.AdamW(one.parameters(), lr=0.1, **options)
+    train(one, of_one, 6)
+
+    model = model_of(hvd.rank())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **options)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer, 6)
+    for mine, theirs in zip(model.parameters(), one.parameters(), strict=True):
+        assert torch.allclose(mine, theirs, rtol=0, atol=1e-6)
+
+
+def test_zero_grad_takes_the_arguments_of_pytorch():
+    model = model_of(0)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), 0.1), model.named_parameters()
+    )
+    train(model, optimizer, 1)
+    optimizer.zero_grad(set_to_none=False)
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+    optimizer.zero_grad(set_to_none=True)
+    assert all(p.grad is None for p in model.parameters())
