@@ -24,7 +24,6 @@ from hvkit.frameworks.keras.optimizers import (
     is_overwritten,
     let_leave_out_updates,
 )
-from hvkit.frameworks.keras.refusals import remember_updated
 
 
 class Average(Protocol):
@@ -63,7 +62,6 @@ def average_in_apply(
         variables = optimizer._trainable_variables if known else trainable_variables
         if grads and variables is not None:
             variables = list(variables)
-            remember_updated(variables)
             before_update(variables)
             if nonfinite:
                 if not optimizer.built:

@@ -82,6 +82,7 @@ from hvkit.frameworks.keras.refusals import (
     refuse_optimizers,
     refuse_other_optimizers,
     refuse_overwritten,
+    remember_updated,
 )
 from hvkit.frameworks.keras.sharded import (
     OptimizerShards,
@@ -200,6 +201,7 @@ class KerasPort:
         layer for the first time.
         """
         refuse_overwritten(self.options.strategy, variables)
+        remember_updated(variables)
         for model in self._pending:
             if model.weights and have_values(model.weights):
                 self._synchronise_model(model)

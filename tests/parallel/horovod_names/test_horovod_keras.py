@@ -1,4 +1,4 @@
-"""Scripts through Horovod's own names train, under Keras 3, the model that one process trains."""
+"""What else Horovod's own names do under Keras 3."""
 
 import horovod.keras
 import horovod.tensorflow as hvd_tensorflow
@@ -7,112 +7,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from models import LOOPS, embedded, fit, local, mlp, mse, regression, texts, weights, with_state
+from horovod_runs import DATA, OPTIMIZERS, of_all_ranks, of_one_process
+from models import fit, local, mlp, mse, weights
 from ranks import largest_difference, same_on_all_ranks
 
 import hvkit
-
-DATA = regression(steps=8)
-OPTIMIZERS = {
-    "momentum": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
-    "adam": lambda: keras.optimizers.Adam(0.01),
-    "clipped": lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.1),
-    "decayed": lambda: keras.optimizers.AdamW(
-        keras.optimizers.schedules.ExponentialDecay(0.02, 3, 0.7), weight_decay=0.05
-    ),
-    "averaged weights": lambda: keras.optimizers.SGD(0.05, use_ema=True),
-}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _horovod():
-    hvd.init()
-
-
-def of_one_process(make_optimizer=OPTIMIZERS["adam"], make=mlp, data=DATA, loop=fit):
-    """The weights that one process has after the global batches."""
-    model, optimizer = with_state(make(0), make_optimizer())
-    loop(model, optimizer, data)
-    return weights(model)
-
-
-def of_all_ranks(optimizer, make=mlp, data=DATA, loop=fit):
-    """The weights of this rank, which begins with the same ones as all others."""
-    model, optimizer = with_state(make(0), optimizer)
-    loop(model, optimizer, local(data))
-    assert same_on_all_ranks(weights(model))
-    return weights(model)
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
-def test_the_optimizer_averages(loop, optimizer):
-    make = OPTIMIZERS[optimizer]
-    found = of_all_ranks(hvd.DistributedOptimizer(make()), loop=LOOPS[loop])
-    assert largest_difference(found, of_one_process(make, loop=LOOPS[loop])) < 1e-5
-
-
-@pytest.mark.parametrize("optimizer", ["clipped", "decayed", "averaged weights"])
-@pytest.mark.parametrize("names", [horovod.keras, hvd_tensorflow], ids=lambda m: m.__name__)
-def test_optimizers_with_more_than_an_update(names, optimizer):
-    make = OPTIMIZERS[optimizer]
-    found = of_all_ranks(names.DistributedOptimizer(make()))
-    assert largest_difference(found, of_one_process(make)) < 1e-5
-
-
-def test_gradients_are_added_on_request():
-    found = of_all_ranks(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), op=hvd.Sum))
-    expected = of_one_process(lambda: keras.optimizers.SGD(0.01 * hvd.size()))
-    assert largest_difference(found, expected) < 1e-5
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"gradient_predivide_factor": 2.0},
-        {"groups": 2},
-        {"groups": "of layers"},
-        {"compression": hvd.Compression.fp16},
-        {"sparse_as_dense": True},
-        {"process_set": hvd.global_process_set},
-    ],
-    ids=lambda options: next(iter(options)),
-)
-def test_options_of_how_gradients_travel(options):
-    model = mlp(0)
-    if "groups" in options and options["groups"] != 2:
-        # Their variables have the same names: kernel and bias.
-        options = {"groups": [layer.trainable_weights for layer in model.layers]}
-    optimizer = hvd.DistributedOptimizer(OPTIMIZERS["momentum"](), **options)
-    found = of_all_ranks(optimizer, lambda _: model)
-    tolerance = 1e-2 if "compression" in options else 1e-5
-    assert largest_difference(found, of_one_process(OPTIMIZERS["momentum"])) < tolerance
-
-
-@pytest.mark.parametrize("sparse_as_dense", [False, True])
-def test_rows_of_embeddings(sparse_as_dense):
-    data = texts(steps=6)
-    optimizer = hvd.DistributedOptimizer(OPTIMIZERS["momentum"](), sparse_as_dense=sparse_as_dense)
-    found = of_all_ranks(optimizer, embedded, data)
-    assert largest_difference(found, of_one_process(OPTIMIZERS["momentum"], embedded, data)) < 1e-5
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("mean", [True, False])
-def test_several_backward_passes_make_a_step(loop, mean):
-    optimizer = hvd.DistributedOptimizer(
-        keras.optimizers.SGD(0.05, momentum=0.9),
-        backward_passes_per_step=2,
-        average_aggregated_gradients=mean,
-    )
-    found = of_all_ranks(optimizer, loop=LOOPS[loop])
-    pairs = [
-        tuple(np.concatenate(each) for each in zip(*pair, strict=True))
-        for pair in zip(DATA[::2], DATA[1::2], strict=True)
-    ]
-    rate = 0.05 if mean else 0.1
-    expected = of_one_process(lambda: keras.optimizers.SGD(rate, momentum=0.9), data=pairs)
-    assert largest_difference(found, expected) < 1e-5
 
 
 @pytest.mark.parametrize("scaled", [True, False])
@@ -128,35 +27,6 @@ def test_gradients_of_local_layers_stay_on_their_rank(scaled):
     together = mlp(0)
     fit(together, keras.optimizers.SGD(0.1), DATA[:1])
     assert largest_difference(weights(model)[2:], weights(together)[2:]) < 1e-5
-
-
-@pytest.mark.parametrize("loop", ["eager", "function"])
-@pytest.mark.parametrize("sources", ["list", "dict", "one"])
-def test_the_tape_averages(loop, sources):
-    def step(model, optimizer, x, y, tape_of):
-        with tape_of(tf.GradientTape(persistent=True)) as tape:
-            loss = mse(y, model(x))
-        variables = model.trainable_variables
-        match sources:
-            case "list":
-                gradients = tape.gradient(loss, variables)
-            case "dict":
-                found = tape.gradient(loss, {v.path: v for v in variables})
-                gradients = [found[v.path] for v in variables]
-            case "one":
-                gradients = [tape.gradient(loss, v) for v in variables]
-        optimizer.apply_gradients(zip(gradients, variables, strict=True))
-
-    def train(data, tape_of):
-        model, optimizer = with_state(mlp(0), keras.optimizers.Adam(0.01))
-        function = tf.function(step) if loop == "function" else step
-        for x, y in data:
-            function(model, optimizer, tf.constant(x), tf.constant(y), tape_of)
-        return weights(model)
-
-    found = train(local(DATA), hvd_tensorflow.DistributedGradientTape)
-    assert same_on_all_ranks(found)
-    assert largest_difference(found, train(DATA, lambda tape: tape)) < 1e-5
 
 
 def test_a_wrapped_tape_takes_the_arguments_of_a_tape():

@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -104,25 +103,22 @@ def test_patched_python_still_compiles(patched: Path) -> None:
 @pytest.mark.parametrize(
     ("held", "built"),
     [
-        (None, ["None", "None", "None"]),
-        (b"_ZN4gloo9allreduce MPI_ALLREDUCE", ["False", "True", "False"]),
-        (b"MPI_Allreduce ncclAllReduce", ["True", "False", "True"]),
+        (None, [None, None, None]),
+        (b"_ZN4gloo9allreduce MPI_ALLREDUCE", [False, True, False]),
+        (b"MPI_Allreduce ncclAllReduce", [True, False, True]),
     ],
 )
 def test_horovodrun_reads_in_the_libraries_what_they_were_built_with(
-    patched: Path, held: bytes | None, built: list[str]
+    patched: Path, held: bytes | None, built: list[bool | None]
 ) -> None:
     if held:
         (patched / "horovod/torch/mpi_lib_v2.cpython-311.so").write_bytes(held)
-    script = f"""
-import sys, types
-sys.modules["horovod"] = package = types.ModuleType("horovod")
-package.__path__ = [{str(patched / "horovod")!r}]
-from horovod.common.util import mpi_built, gloo_built, nccl_built
-print(mpi_built(), gloo_built(), nccl_built())
-"""
-    answer = subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.PIPE)
-    assert answer.stdout.decode().split() == built
+    util = patched / "horovod/common/util.py"
+    # Of its package, only what the patches change is here.
+    code = re.sub(r"^from horovod.*$", "", util.read_text(), flags=re.MULTILINE)
+    scope: dict[str, Any] = {"__file__": str(util)}
+    exec(code, scope)
+    assert [scope[f"{name}_built"]() for name in ("mpi", "gloo", "nccl")] == built
 
 
 @needs_source

@@ -19,7 +19,6 @@ from hvkit.frameworks.keras.backends import backend_variable
 from hvkit.frameworks.keras.checks import Checks
 from hvkit.frameworks.keras.graph_refusals import refuse_tf_distribute, refuse_xla
 from hvkit.frameworks.keras.optimizers import inner_optimizer
-from hvkit.frameworks.keras.refusals import remember_updated
 from hvkit.frameworks.keras.weights.updated_variables import UpdatedVariables
 from hvkit.frameworks.keras.weights.variables import Variables
 
@@ -106,7 +105,6 @@ class Updates(ABC):
         refuse_xla("optimizer.apply")
         refuse_tf_distribute()
         self._keeper.refuse_step()
-        remember_updated(variables)
         self._before_update(variables)
         if not optimizer.built:
             # Not after the comparison: TensorFlow then could not initialise what this makes before

@@ -1,0 +1,33 @@
+"""Training on all ranks through Horovod's names, and in one process on the global batches."""
+
+import horovod.tensorflow.keras as hvd
+import keras
+from models import fit, local, mlp, regression, weights, with_state
+from ranks import same_on_all_ranks
+
+DATA = regression(steps=8)
+OPTIMIZERS = {
+    "momentum": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
+    "adam": lambda: keras.optimizers.Adam(0.01),
+    "clipped": lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.1),
+    "decayed": lambda: keras.optimizers.AdamW(
+        keras.optimizers.schedules.ExponentialDecay(0.02, 3, 0.7), weight_decay=0.05
+    ),
+    "averaged weights": lambda: keras.optimizers.SGD(0.05, use_ema=True),
+}
+hvd.init()
+
+
+def of_one_process(make_optimizer=OPTIMIZERS["adam"], make=mlp, data=DATA, loop=fit):
+    """The weights that one process has after the global batches."""
+    model, optimizer = with_state(make(0), make_optimizer())
+    loop(model, optimizer, data)
+    return weights(model)
+
+
+def of_all_ranks(optimizer, make=mlp, data=DATA, loop=fit):
+    """The weights of this rank, which begins with the same ones as all others."""
+    model, optimizer = with_state(make(0), optimizer)
+    loop(model, optimizer, local(data))
+    assert same_on_all_ranks(weights(model))
+    return weights(model)

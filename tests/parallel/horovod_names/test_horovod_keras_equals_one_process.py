@@ -1,0 +1,112 @@
+"""Scripts through Horovod's own names train, under Keras 3, the model that one process trains."""
+
+import horovod.keras
+import horovod.tensorflow as hvd_tensorflow
+import horovod.tensorflow.keras as hvd
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from horovod_runs import DATA, OPTIMIZERS, of_all_ranks, of_one_process
+from models import LOOPS, embedded, local, mlp, mse, texts, weights, with_state
+from ranks import largest_difference, same_on_all_ranks
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+def test_the_optimizer_averages(loop, optimizer):
+    make = OPTIMIZERS[optimizer]
+    found = of_all_ranks(hvd.DistributedOptimizer(make()), loop=LOOPS[loop])
+    assert largest_difference(found, of_one_process(make, loop=LOOPS[loop])) < 1e-5
+
+
+@pytest.mark.parametrize("optimizer", ["clipped", "decayed", "averaged weights"])
+@pytest.mark.parametrize("names", [horovod.keras, hvd_tensorflow], ids=lambda m: m.__name__)
+def test_optimizers_with_more_than_an_update(names, optimizer):
+    make = OPTIMIZERS[optimizer]
+    found = of_all_ranks(names.DistributedOptimizer(make()))
+    assert largest_difference(found, of_one_process(make)) < 1e-5
+
+
+def test_gradients_are_added_on_request():
+    found = of_all_ranks(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), op=hvd.Sum))
+    expected = of_one_process(lambda: keras.optimizers.SGD(0.01 * hvd.size()))
+    assert largest_difference(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_predivide_factor": 2.0},
+        {"groups": 2},
+        {"groups": "of layers"},
+        {"compression": hvd.Compression.fp16},
+        {"sparse_as_dense": True},
+        {"process_set": hvd.global_process_set},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_of_how_gradients_travel(options):
+    model = mlp(0)
+    if "groups" in options and options["groups"] != 2:
+        # Their variables have the same names: kernel and bias.
+        options = {"groups": [layer.trainable_weights for layer in model.layers]}
+    optimizer = hvd.DistributedOptimizer(OPTIMIZERS["momentum"](), **options)
+    found = of_all_ranks(optimizer, lambda _: model)
+    tolerance = 1e-2 if "compression" in options else 1e-5
+    assert largest_difference(found, of_one_process(OPTIMIZERS["momentum"])) < tolerance
+
+
+@pytest.mark.parametrize("sparse_as_dense", [False, True])
+def test_rows_of_embeddings(sparse_as_dense):
+    data = texts(steps=6)
+    optimizer = hvd.DistributedOptimizer(OPTIMIZERS["momentum"](), sparse_as_dense=sparse_as_dense)
+    found = of_all_ranks(optimizer, embedded, data)
+    assert largest_difference(found, of_one_process(OPTIMIZERS["momentum"], embedded, data)) < 1e-5
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("mean", [True, False])
+def test_several_backward_passes_make_a_step(loop, mean):
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(0.05, momentum=0.9),
+        backward_passes_per_step=2,
+        average_aggregated_gradients=mean,
+    )
+    found = of_all_ranks(optimizer, loop=LOOPS[loop])
+    pairs = [
+        tuple(np.concatenate(each) for each in zip(*pair, strict=True))
+        for pair in zip(DATA[::2], DATA[1::2], strict=True)
+    ]
+    rate = 0.05 if mean else 0.1
+    expected = of_one_process(lambda: keras.optimizers.SGD(rate, momentum=0.9), data=pairs)
+    assert largest_difference(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize("loop", ["eager", "function"])
+@pytest.mark.parametrize("sources", ["list", "dict", "one"])
+def test_the_tape_averages(loop, sources):
+    def step(model, optimizer, x, y, tape_of):
+        with tape_of(tf.GradientTape(persistent=True)) as tape:
+            loss = mse(y, model(x))
+        variables = model.trainable_variables
+        match sources:
+            case "list":
+                gradients = tape.gradient(loss, variables)
+            case "dict":
+                found = tape.gradient(loss, {v.path: v for v in variables})
+                gradients = [found[v.path] for v in variables]
+            case "one":
+                gradients = [tape.gradient(loss, v) for v in variables]
+        optimizer.apply_gradients(zip(gradients, variables, strict=True))
+
+    def train(data, tape_of):
+        model, optimizer = with_state(mlp(0), keras.optimizers.Adam(0.01))
+        function = tf.function(step) if loop == "function" else step
+        for x, y in data:
+            function(model, optimizer, tf.constant(x), tf.constant(y), tape_of)
+        return weights(model)
+
+    found = train(local(DATA), hvd_tensorflow.DistributedGradientTape)
+    assert same_on_all_ranks(found)
+    assert largest_difference(found, train(DATA, lambda tape: tape)) < 1e-5
