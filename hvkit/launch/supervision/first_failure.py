@@ -118,10 +118,12 @@ def first_failure(failures: Sequence[Failure]) -> Failure | None:
     """The failure that caused the others; ``None`` if no rank failed by itself.
 
     It is the earliest one, but the times are not exact: when a rank is killed, MPI ends others
-    within milliseconds. Of failures at about the same time, a violent one is the cause.
+    within milliseconds. Of failures at about the same time, a violent one is the cause. A rank that
+    has raised an error may have been stopped while it still waited for the others to end.
     """
     own = [failure for failure in failures if not failure.stopped]
-    causes = [failure for failure in own if not failure.is_consequence] or own
+    causes = [failure for failure in own if not failure.is_consequence]
+    causes = causes or [failure for failure in failures if own and failure.raised] or own
     if not causes:
         return None
     first = min(failure.at for failure in causes)

@@ -13,6 +13,8 @@ from ranks import largest_difference, same_on_all_ranks
 
 import hvkit
 
+pytestmark = pytest.mark.two_ranks
+
 
 @pytest.mark.parametrize("scaled", [True, False])
 def test_gradients_of_local_layers_stay_on_their_rank(scaled):

@@ -16,6 +16,7 @@ OPTIMIZERS = sorted(
     ),
     key=lambda each: each.__name__,
 )
+pytestmark = pytest.mark.two_ranks
 NOT_HERE = {"Optimizer", "LBFGS", "SparseAdam"}
 
 

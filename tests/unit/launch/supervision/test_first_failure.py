@@ -29,6 +29,14 @@ def test_the_first_failure_is_named_with_its_last_lines():
     ]
 
 
+def test_a_rank_that_raised_an_error_is_named_though_it_was_stopped_before_it_ended():
+    lost = raising(0, "Horovod has been shut down")
+    waiting = raising(1, "ValueError: 7", at=1, stopped=True, status=-15)
+    assert first_failure([lost, waiting]) is waiting
+    assert first_failure([lost, failure(1, "a", -15, at=1, stopped=True)]) is lost
+    assert first_failure([waiting]) is None
+
+
 def test_ranks_with_the_same_error_as_the_first_did_not_fail_after_it():
     same = ("hvkit: rank 1 ends with the same FloatingPointError as rank 0",)
     failures = [
