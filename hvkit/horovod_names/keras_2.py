@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 
 class _CallableList(list[Any]):
@@ -24,9 +25,10 @@ class _CallableList(list[Any]):
 def accept() -> None:
     """Let scripts use some names of Keras 2 from now on.
 
-    These are ``optimizer.variables()``, ``optimizer.lr``, ``lr=`` of optimizers, and
-    ``compile(experimental_run_tf_function=False)``. ``compile`` also stops choosing XLA by itself,
-    as it does on GPUs: that has no kernels for Horovod's operations.
+    These are ``optimizer.variables()``, ``optimizer.lr``, ``lr=`` of optimizers, ``get_value`` and
+    ``set_value`` of Keras's backend, and ``compile(experimental_run_tf_function=False)``.
+    ``compile`` also stops choosing XLA by itself, as it does on GPUs: that has no kernels for
+    Horovod's operations.
     """
     for optimizer in _optimizers():
         if "variables" in vars(optimizer):
@@ -34,6 +36,8 @@ def accept() -> None:
         if init := vars(optimizer).get("__init__"):
             optimizer.__init__ = _with_lr(init)
     keras.optimizers.Optimizer.lr = property(_rate, _set_rate)
+    for backend in (keras.backend, tf.keras.backend):
+        backend.get_value, backend.set_value = _get_value, _set_value
     trainer = next(each for each in keras.Model.__mro__ if "compile" in vars(each))
     trainer.compile = _without_tf_function(trainer.compile)
     trainer._resolve_auto_jit_compile = lambda model: False
@@ -70,6 +74,16 @@ def _rate(optimizer: Any) -> Any:
 def _set_rate(optimizer: Any, rate: Any) -> None:
     _warn("optimizer.lr = ...: write optimizer.learning_rate = ...")
     optimizer.learning_rate = rate
+
+
+def _get_value(variable: Any) -> Any:
+    _warn("backend.get_value(variable): write variable.numpy()")
+    return variable.numpy() if hasattr(variable, "numpy") else variable
+
+
+def _set_value(variable: Any, value: Any) -> None:
+    _warn("backend.set_value(variable, value): write variable.assign(value)")
+    variable.assign(value)
 
 
 def _without_tf_function(compile_model: Callable[..., None]) -> Callable[..., None]:

@@ -17,7 +17,7 @@ import tensorflow as tf
 from hvkit.frameworks.keras.averaged_updates import average_in_apply, skip_together
 from hvkit.frameworks.keras.backends import backend_variable
 from hvkit.frameworks.keras.optimizers import inner_optimizer
-from hvkit.frameworks.keras.refusals import note_averaged_by_horovod
+from hvkit.frameworks.keras.refusals import is_averaged_by_horovod, note_averaged_by_horovod
 
 
 def average_in_updates(
@@ -53,6 +53,18 @@ def average_in_updates(
     times = 1 if average_aggregated_gradients else backward_passes_per_step
     local: set[int] = set()
 
+    def from_config(*args: Any, **kwargs: Any) -> Any:
+        """A new optimizer, which averages in the same way."""
+        return average_in_updates(
+            type(optimizer).from_config(*args, **kwargs),
+            allreduce_gradients,
+            backward_passes_per_step,
+            average_aggregated_gradients,
+            scale_local_gradients,
+            ranks,
+            lowest,
+        )
+
     def register_local_var(variable: Any) -> None:
         """Keep the gradients of a variable on this rank."""
         local.add(id(backend_variable(variable)))
@@ -74,9 +86,14 @@ def average_in_updates(
 
     average_in_apply(inner, average, lambda _: None)
     skip_together(inner, lambda finite: tf.cast(lowest(tf.cast(finite, tf.int32)), tf.bool))
-    for each in {id(o): o for o in (inner, optimizer)}.values():
-        each.register_local_var = register_local_var
+    inner.register_local_var = optimizer.register_local_var = register_local_var
+    optimizer.from_config = from_config
     return optimizer
+
+
+def averages(optimizer: Any) -> bool:
+    """Whether an optimizer of Keras 3, or the one inside it, reduces its gradients already."""
+    return is_averaged_by_horovod(inner_optimizer(optimizer))
 
 
 def _accumulate(optimizer: Any, passes: int) -> None:

@@ -142,6 +142,11 @@ def _refuse_foreign(optimizer: Any) -> None:
         )
 
 
+def is_averaged_by_horovod(optimizer: Any) -> bool:
+    """Whether Horovod's ``DistributedOptimizer`` averages in this optimizer's updates."""
+    return optimizer in _averaged_by_horovod
+
+
 def note_averaged_by_horovod(optimizer: Any) -> None:
     """Note that Horovod's ``DistributedOptimizer`` averages in this optimizer's updates.
 

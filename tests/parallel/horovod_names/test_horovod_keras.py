@@ -186,6 +186,11 @@ def test_names_of_keras_2_are_accepted():
         optimizer.lr = 0.5
     assert float(optimizer.learning_rate) == 0.5
     assert optimizer.variables() == optimizer.variables
+    for backend in (keras.backend, tf.keras.backend):
+        with pytest.warns(DeprecationWarning, match="write variable.assign"):
+            backend.set_value(optimizer.learning_rate, 0.75)
+        with pytest.warns(DeprecationWarning, match="write variable.numpy"):
+            assert backend.get_value(optimizer.learning_rate) == 0.75
     model = mlp(0)
     with pytest.warns(DeprecationWarning, match="leave it out"):
         model.compile(optimizer, "mse", experimental_run_tf_function=False)
@@ -216,3 +221,49 @@ def test_state_of_elastic_training():
     state.restore()
     assert largest_difference(weights(model), kept) == 0
     assert int(optimizer.iterations) == 0
+
+
+@pytest.mark.parametrize("names", [horovod.keras, hvd], ids=lambda m: m.__name__)
+def test_collectives_on_values(names):
+    ranks = range(hvd.size())
+    assert float(names.allreduce(float(hvd.rank()), name="mean")) == np.mean(ranks)
+    assert list(names.allgather([hvd.rank()])) == list(ranks)
+    assert float(names.broadcast(hvd.rank() + 7.0, root_rank=0)) == 7
+
+
+def test_the_best_model_is_saved_where_the_script_says(tmp_path):
+    best = hvd.callbacks.BestModelCheckpoint(monitor="loss")
+    best.filepath = str(tmp_path / "best.keras")
+    model = mlp(0)
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    model.fit(*local(DATA)[0], epochs=2, verbose=0, callbacks=[best])
+    assert keras.models.load_model(best.filepath).count_params() == model.count_params()
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_model_that_is_loaded_on_one_rank_is_sent_to_those_that_have_made_it(inplace, tmp_path):
+    """Keras gives the variables of a loaded model other names."""
+    model = mlp(hvd.rank())
+    if hvd.rank() == 0:
+        model.save(tmp_path / "model.keras")
+        model = keras.models.load_model(tmp_path / "model.keras")
+    hvd_tensorflow.broadcast_variables(model.variables, root_rank=0, inplace=inplace)
+    assert largest_difference(weights(model), weights(mlp(0))) == 0
+
+
+def test_sums_that_hold_no_rates_are_not_corrected():
+    def trained(correction):
+        x, y = (np.concatenate(each) for each in zip(*local(DATA), strict=True))
+        model = mlp(0)
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.1)), "mse")
+        with_or_without = callbacks(momentum_correction=correction)
+        model.fit(x, y, 6, shuffle=False, epochs=2, verbose=0, callbacks=with_or_without)
+        return weights(model)
+
+    assert largest_difference(trained(True), trained(False)) == 0
+
+
+def test_an_optimizer_made_from_the_configuration_of_another_averages():
+    first = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01))
+    found = of_all_ranks(first.from_config(first.get_config()))
+    assert largest_difference(found, of_one_process()) < 1e-5

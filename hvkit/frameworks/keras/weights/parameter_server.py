@@ -77,7 +77,7 @@ class ServedModel(worker.ServedModel):
 
     def _begin_with(self, number: int, vectors: Sequence[Array]) -> list[Array]:
         updated = self.updated[number]
-        with self.variables.given(updated.kinds, vectors):
+        with self.variables.given(updated.vectors, vectors):
             self._serve(number, updated.numbers)  # others may have no values yet
         return [np.array(True)]
 
@@ -93,7 +93,7 @@ class ServedModel(worker.ServedModel):
     def _stepped(self, number: int, vectors: Sequence[Array]) -> list[Array]:
         self.refuse_step()
         self._steps_ended += 1
-        with self.variables.given(self.updated[number].kinds, vectors) as changed:
+        with self.variables.given(self.updated[number].vectors, vectors) as changed:
             self._end_step(number)
             return changed()
 

@@ -103,7 +103,7 @@ class TensorFlowRoundKeeper(RoundKeeper):
 
     def _begin_with(self, number: int, vectors: Sequence[Array]) -> list[Array]:
         updated = self.updated[number]
-        with self.variables.given(updated.kinds, vectors):
+        with self.variables.given(updated.vectors, vectors):
             for i in updated.numbers:
                 self._state.begin(i)
         self._begun = True
@@ -125,7 +125,7 @@ class TensorFlowRoundKeeper(RoundKeeper):
     def _end_overlap_in_numpy(self, number: int, vectors: Sequence[Array]) -> list[Array]:
         """Let it count in a function of NumPy; the graph goes on with the values returned."""
         updated = self.updated[number]
-        with self.variables.given(updated.kinds, vectors) as changed:
+        with self.variables.given(updated.vectors, vectors) as changed:
             self._end_overlap_eager(updated)
             return changed()
 
@@ -150,7 +150,7 @@ class TensorFlowRoundKeeper(RoundKeeper):
     def _end_round_in_numpy(self, number: int, vectors: Sequence[Array]) -> list[Array]:
         """End it in a function of NumPy; the graph goes on with the values returned."""
         updated = self.updated[number]
-        with self.variables.given(updated.kinds, vectors) as changed:
+        with self.variables.given(updated.vectors, vectors) as changed:
             self._end_round_eager(updated)
             return changed()
 

@@ -20,6 +20,9 @@ from hvkit.frameworks.keras.weights.variables import STEP, Array, Variables
 from hvkit.sync.local_weights import pieces
 from hvkit.watch.rank_errors import mark_as_shown_by, raised_in_graph
 
+# Bytes.
+_LARGE = 1 << 17
+
 
 class UpdatedVariables:
     """Variables that an optimizer updates together, and its steps since they agreed.
@@ -36,7 +39,7 @@ class UpdatedVariables:
 
     Attributes:
         numbers: of the variables.
-        kinds: the numbers of those that fit into one vector.
+        vectors: the numbers of those that graphs hand over in one vector: a large one alone.
         pieces: the same, some at a time, in order.
         counted: the calls of ``apply``, for graphs.
         calls_per_step: of ``apply``; the optimizer may accumulate gradients.
@@ -60,7 +63,7 @@ class UpdatedVariables:
         self.variables = variables
         self.of = of
         self.numbers = of.numbers(variables)
-        self.kinds = of.kinds(self.numbers)
+        self.vectors = [run for kind in of.kinds(self.numbers) for run in _large_alone(of, kind)]
         self.pieces = pieces(of, sorted(self.numbers))
         self.optimizer_number = optimizer_number
         self.number = number
@@ -107,8 +110,8 @@ class UpdatedVariables:
         return 0 if optimizer is None else calls_of_apply(optimizer)
 
     def joined(self) -> list[tf.Tensor]:
-        """The variables' values, a vector for each kind."""
-        return [self.of.joined(numbers) for numbers in self.kinds]
+        """The variables' values, as ``vectors`` says."""
+        return [self.of.joined(numbers) for numbers in self.vectors]
 
     def held(self) -> set[int]:
         return set(self.numbers)
@@ -148,6 +151,13 @@ def _rate(optimizer: Any) -> str:
     return repr(float(rate)) if isinstance(rate, keras.Variable) else type(rate).__name__
 
 
+def _large_alone(of: Variables, numbers: list[int]) -> list[list[int]]:
+    """Variables of one kind in groups: to join large ones costs more than to hand them over."""
+    small = [i for i in numbers if of.nbytes(i) < _LARGE]
+    large = [[i] for i in numbers if of.nbytes(i) >= _LARGE]
+    return [small, *large] if small else large
+
+
 Method = Callable[[Any, Sequence[Array]], list[Array]]
 """A method of a key, such as a number, and of arrays; it returns others."""
 
@@ -171,7 +181,7 @@ def set_in_numpy(updated: UpdatedVariables, method: Method) -> None:
         like_held = [tf.TensorSpec(v.shape, v.dtype) for v in held]
         return in_numpy(method, updated.number, held, like_held)
 
-    for numbers, vector in zip(updated.kinds, in_turn(changed), strict=True):
+    for numbers, vector in zip(updated.vectors, in_turn(changed), strict=True):
         updated.of.assign_joined(numbers, vector)
 
 

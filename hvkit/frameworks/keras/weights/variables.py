@@ -206,7 +206,7 @@ class Variables:
         return [vector[end - self._lengths[i] : end] for i, end in zip(numbers, ends, strict=True)]
 
     def to_numpy(self, vector: Array) -> Array:
-        return vector.copy()
+        return vector
 
     def from_numpy(self, array: Array, i: int) -> Array:
         return array.copy()
