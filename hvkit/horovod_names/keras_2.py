@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -30,25 +30,20 @@ def accept() -> None:
     ``compile`` also stops choosing XLA by itself, as it does on GPUs: that has no kernels for
     Horovod's operations.
     """
-    for optimizer in _optimizers():
-        if "variables" in vars(optimizer):
-            optimizer.variables = property(_callable(vars(optimizer)["variables"].fget))
+    base = keras.optimizers.Optimizer
+    known: set[Any] = {e for e in vars(keras.optimizers).values() if isinstance(e, type)}
+    for optimizer in {each for each in known if issubclass(each, base)}:
         if init := vars(optimizer).get("__init__"):
             optimizer.__init__ = _with_lr(init)
-    keras.optimizers.Optimizer.lr = property(_rate, _set_rate)
+    for optimizer in {*known, *base.__mro__}:
+        if variables := vars(optimizer).get("variables"):
+            optimizer.variables = property(_callable(variables.fget))
+    base.lr = property(_rate, _set_rate)
     for backend in (keras.backend, tf.keras.backend):
         backend.get_value, backend.set_value = _get_value, _set_value
     trainer = next(each for each in keras.Model.__mro__ if "compile" in vars(each))
     trainer.compile = _without_tf_function(trainer.compile)
     trainer._resolve_auto_jit_compile = lambda model: False
-
-
-def _optimizers() -> Iterator[Any]:
-    """Keras's classes of optimizers, and those that they build on."""
-    named = (each for each in vars(keras.optimizers).values() if isinstance(each, type))
-    known = {base for each in named for base in each.__mro__ if base.__module__ != "builtins"}
-    base = keras.optimizers.Optimizer.__mro__
-    return (each for each in known if issubclass(each, keras.optimizers.Optimizer) or each in base)
 
 
 def _callable(variables: Callable[[Any], list[Any]]) -> Callable[[Any], _CallableList]:
