@@ -13,6 +13,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvkit.horovod_names.keras_optimizer import averages
+
 
 class _CallableList(list[Any]):
     """A list that a call returns, too."""
@@ -27,8 +29,8 @@ def accept() -> None:
 
     These are ``optimizer.variables()``, ``optimizer.lr``, ``lr=`` of optimizers, ``get_value`` and
     ``set_value`` of Keras's backend, and ``compile(experimental_run_tf_function=False)``.
-    ``compile`` also stops choosing XLA by itself, as it does on GPUs: that has no kernels for
-    Horovod's operations.
+    With an optimizer that averages, ``compile`` does not choose XLA by itself, as it otherwise does
+    on GPUs: that has no kernels for Horovod's operations.
     """
     base = keras.optimizers.Optimizer
     known: set[Any] = {e for e in vars(keras.optimizers).values() if isinstance(e, type)}
@@ -43,7 +45,10 @@ def accept() -> None:
         backend.get_value, backend.set_value = _get_value, _set_value
     trainer = next(each for each in keras.Model.__mro__ if "compile" in vars(each))
     trainer.compile = _without_tf_function(trainer.compile)
-    trainer._resolve_auto_jit_compile = lambda model: False
+    chosen = trainer._resolve_auto_jit_compile
+    trainer._resolve_auto_jit_compile = lambda model: (
+        not averages(model.optimizer) and chosen(model)
+    )
 
 
 def _callable(variables: Callable[[Any], list[Any]]) -> Callable[[Any], _CallableList]:
@@ -54,6 +59,11 @@ def _with_lr(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def with_lr(self: Any, *args: Any, **kwargs: Any) -> None:
         if "lr" in kwargs:
+            if "learning_rate" in kwargs:
+                raise ValueError(
+                    f"{type(self).__name__} got lr={kwargs['lr']!r} and "
+                    f"learning_rate={kwargs['learning_rate']!r}: leave lr out"
+                )
             _warn(f"{type(self).__name__}(lr=...): write learning_rate=...")
             kwargs["learning_rate"] = kwargs.pop("lr")
         init(self, *args, **kwargs)
@@ -62,11 +72,16 @@ def _with_lr(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _rate(optimizer: Any) -> Any:
+    if "lr" in vars(optimizer):
+        return vars(optimizer)["lr"]
     _warn("optimizer.lr: write optimizer.learning_rate")
     return optimizer.learning_rate
 
 
 def _set_rate(optimizer: Any, rate: Any) -> None:
+    if not type(optimizer).__module__.startswith("keras."):  # an attribute of the script's own
+        vars(optimizer)["lr"] = rate
+        return
     _warn("optimizer.lr = ...: write optimizer.learning_rate = ...")
     optimizer.learning_rate = rate
 

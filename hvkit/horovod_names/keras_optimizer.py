@@ -46,12 +46,14 @@ def average_in_updates(
         ValueError: the optimizer averages already, or accumulates gradients in another way.
     """
     inner = inner_optimizer(optimizer)
+    if backward_passes_per_step > 1 and inner.gradient_accumulation_steps:
+        raise ValueError(
+            f"backward_passes_per_step={backward_passes_per_step}, but the optimizer has "
+            f"gradient_accumulation_steps={inner.gradient_accumulation_steps}: leave one of the "
+            "two out"
+        )
     note_averaged_by_horovod(inner)
-    if backward_passes_per_step > 1:
-        _accumulate(inner, backward_passes_per_step)
-    # Keras uses the mean of what it has accumulated.
-    times = 1 if average_aggregated_gradients else backward_passes_per_step
-    local: set[int] = set()
+    local: dict[int, Any] = {}  # by id: Keras compares variables by their values
 
     def from_config(*args: Any, **kwargs: Any) -> Any:
         """A new optimizer, which averages in the same way."""
@@ -67,7 +69,8 @@ def average_in_updates(
 
     def register_local_var(variable: Any) -> None:
         """Keep the gradients of a variable on this rank."""
-        local.add(id(backend_variable(variable)))
+        own = backend_variable(variable)
+        local[id(own)] = own
 
     def average(
         gradients: Sequence[Any], variables: Sequence[Any], absent: Sequence[Any] | None = None
@@ -82,9 +85,11 @@ def average_in_updates(
             for i, v in enumerate(held):
                 if id(v) in local:
                     means[i] = _of_values(lambda g: g / tf.cast(ranks(), g.dtype), means[i])
-        return [_of_values(lambda g: g * times, mean) for mean in means] if times > 1 else means
+        return means
 
     average_in_apply(inner, average, lambda _: None)
+    if backward_passes_per_step > 1:
+        _accumulate(inner, backward_passes_per_step, average_aggregated_gradients)
     skip_together(inner, lambda finite: tf.cast(lowest(tf.cast(finite, tf.int32)), tf.bool))
     inner.register_local_var = optimizer.register_local_var = register_local_var
     optimizer.from_config = from_config
@@ -96,20 +101,66 @@ def averages(optimizer: Any) -> bool:
     return is_averaged_by_horovod(inner_optimizer(optimizer))
 
 
-def _accumulate(optimizer: Any, passes: int) -> None:
-    """Have Keras accumulate gradients, of which it uses the mean."""
-    if (given := optimizer.gradient_accumulation_steps) not in (None, passes):
-        raise ValueError(
-            f"backward_passes_per_step={passes}, but the optimizer has "
-            f"gradient_accumulation_steps={given}: leave one of the two out"
-        )
-    if given is None:
-        optimizer.gradient_accumulation_steps = passes
-        if optimizer.built:
-            optimizer._accumulated_gradients = [
-                optimizer.add_variable_from_reference(v, name="gradient_accumulator")
-                for v in optimizer._trainable_variables
-            ]
+def _accumulate(optimizer: Any, passes: int, mean: bool) -> None:
+    """Make ``optimizer.apply`` update once in some calls, with the gradients of all of them.
+
+    Not by Keras's own accumulation: its sums, which differ between ranks, would be variables of the
+    optimizer, which scripts broadcast, and saved files would say how many calls there are.
+
+    Args:
+        optimizer: one that updates variables.
+        passes: calls of ``apply`` for an update.
+        mean: whether the update uses the mean of their gradients, not the sum.
+    """
+    apply = optimizer.apply
+    with tf.init_scope(), tf.device("CPU:0"):
+        calls = tf.Variable(0, dtype=tf.int64, trainable=False)
+    sums: dict[int, tf.Variable] = {}
+
+    def sum_of(variable: Any) -> tf.Variable:
+        if id(variable) not in sums:
+            with tf.init_scope():
+                sums[id(variable)] = tf.Variable(tf.zeros_like(variable), trainable=False)
+        return sums[id(variable)]
+
+    # AutoGraph would spend seconds on translating all of hvkit and Horovod below this call.
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def accumulated_apply(grads: Sequence[Any], trainable_variables: Any = None) -> None:
+        grads = list(grads)
+        known = trainable_variables is None and optimizer.built
+        variables = optimizer._trainable_variables if known else trainable_variables
+        if not grads or variables is None:
+            apply(grads, trainable_variables)
+            return
+        variables = list(variables)
+        if not optimizer.built:  # what it makes cannot be made in a branch of a graph
+            optimizer.build(variables)
+        own = [backend_variable(v) for v in variables]
+        added = [
+            sum_of(v).assign_add(g)
+            for v, g in zip(own, map(_dense, grads), strict=True)
+            if g is not None
+        ]
+
+        def update() -> tf.Tensor:
+            held = [sums.get(id(v)) for v in own]
+            totals = [None if each is None else each.read_value() for each in held]
+            apply([_of_values(lambda g: g / passes if mean else g, t) for t in totals], variables)
+            with tf.control_dependencies([t for t in totals if t is not None]):
+                for each in held:
+                    if each is not None:
+                        each.assign(tf.zeros_like(each))
+            return tf.constant(True)
+
+        with tf.control_dependencies(added):
+            count = calls.assign_add(1)
+        tf.cond(tf.equal(count % passes, 0), update, lambda: tf.constant(False))
+
+    optimizer.apply = accumulated_apply
+
+
+def _dense(gradient: Any) -> Any:
+    return None if gradient is None else tf.convert_to_tensor(gradient)
 
 
 def _of_values(function: Callable[[tf.Tensor], tf.Tensor], gradient: Any) -> Any:

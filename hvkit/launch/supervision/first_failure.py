@@ -122,10 +122,10 @@ def first_failure(failures: Sequence[Failure]) -> Failure | None:
     has raised an error may have been stopped while it still waited for the others to end.
     """
     own = [failure for failure in failures if not failure.stopped]
-    causes = [failure for failure in own if not failure.is_consequence]
-    causes = causes or [failure for failure in failures if own and failure.raised] or own
-    if not causes:
+    if not own:
         return None
+    causes = [failure for failure in own if not failure.is_consequence]
+    causes = causes or [failure for failure in failures if failure.raised] or own
     first = min(failure.at for failure in causes)
     simultaneous = [failure for failure in causes if failure.at - first < _SIMULTANEOUS]
     return min(simultaneous, key=lambda failure: (not failure.violent, failure.at))

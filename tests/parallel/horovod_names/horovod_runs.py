@@ -2,6 +2,7 @@
 
 import horovod.tensorflow.keras as hvd
 import keras
+import numpy as np
 from models import fit, local, mlp, regression, weights, with_state
 from ranks import same_on_all_ranks
 
@@ -31,3 +32,11 @@ def of_all_ranks(optimizer, make=mlp, data=DATA, loop=fit):
     loop(model, optimizer, local(data))
     assert same_on_all_ranks(weights(model))
     return weights(model)
+
+
+def pairs_of(data):
+    """Batches twice as large: two of them make one."""
+    return [
+        tuple(np.concatenate(each) for each in zip(*pair, strict=True))
+        for pair in zip(data[::2], data[1::2], strict=True)
+    ]

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from horovod_runs import DATA, OPTIMIZERS, of_all_ranks, of_one_process
+from horovod_runs import DATA, OPTIMIZERS, of_all_ranks, of_one_process, pairs_of
 from models import fit, local, mlp, mse, weights
 from ranks import largest_difference, same_on_all_ranks
 
@@ -267,3 +267,46 @@ def test_an_optimizer_made_from_the_configuration_of_another_averages():
     first = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01))
     found = of_all_ranks(first.from_config(first.get_config()))
     assert largest_difference(found, of_one_process()) < 1e-5
+
+
+def test_what_is_accumulated_is_not_broadcast():
+    """The callback sends the optimizer's variables after the first of two passes."""
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(0.05, momentum=0.9),
+        backward_passes_per_step=2,
+        average_aggregated_gradients=True,
+    )
+    x, y = (np.concatenate(each) for each in zip(*local(DATA), strict=True))
+    model = mlp(0)
+    model.compile(optimizer, "mse")
+    model.fit(x, y, 6, shuffle=False, verbose=0, callbacks=callbacks()[:1])
+    expected = of_one_process(OPTIMIZERS["momentum"], data=pairs_of(DATA))
+    assert largest_difference(weights(model), expected) < 1e-5
+    assert "gradient_accumulation_steps" not in str(
+        {k: v for k, v in optimizer.get_config().items() if v is not None}
+    )
+
+
+def test_a_rate_of_the_scripts_own_optimizer_stays():
+    class Own(keras.optimizers.SGD):
+        def __init__(self, lr):
+            super().__init__(learning_rate=2 * lr)
+            self.lr = lr
+
+    optimizer = Own(0.1)
+    assert optimizer.lr == 0.1
+    assert float(optimizer.learning_rate) == pytest.approx(0.2)
+    with pytest.raises(ValueError, match="leave lr out"):
+        keras.optimizers.SGD(learning_rate=0.1, lr=0.2)
+
+
+def test_metrics_that_are_whole_numbers_are_averaged():
+    logs = {"n": hvd.rank()}
+    hvd.callbacks.MetricAverageCallback().on_epoch_end(0, logs)
+    assert logs["n"] == pytest.approx(np.mean(range(hvd.size())))
+
+
+def test_the_hook_of_sessions_is_there():
+    assert issubclass(
+        hvd_tensorflow.BroadcastGlobalVariablesHook, tf.compat.v1.train.SessionRunHook
+    )

@@ -4,10 +4,9 @@ import horovod.keras
 import horovod.tensorflow as hvd_tensorflow
 import horovod.tensorflow.keras as hvd
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
-from horovod_runs import DATA, OPTIMIZERS, of_all_ranks, of_one_process
+from horovod_runs import DATA, OPTIMIZERS, of_all_ranks, of_one_process, pairs_of
 from models import LOOPS, embedded, local, mlp, mse, texts, weights, with_state
 from ranks import largest_difference, same_on_all_ranks
 
@@ -74,12 +73,8 @@ def test_several_backward_passes_make_a_step(loop, mean):
         average_aggregated_gradients=mean,
     )
     found = of_all_ranks(optimizer, loop=LOOPS[loop])
-    pairs = [
-        tuple(np.concatenate(each) for each in zip(*pair, strict=True))
-        for pair in zip(DATA[::2], DATA[1::2], strict=True)
-    ]
     rate = 0.05 if mean else 0.1
-    expected = of_one_process(lambda: keras.optimizers.SGD(rate, momentum=0.9), data=pairs)
+    expected = of_one_process(lambda: keras.optimizers.SGD(rate, momentum=0.9), data=pairs_of(DATA))
     assert largest_difference(found, expected) < 1e-5
 
 

@@ -110,3 +110,40 @@ def test_zero_grad_takes_the_arguments_of_pytorch():
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
     optimizer.zero_grad(set_to_none=True)
     assert all(p.grad is None for p in model.parameters())
+
+
+class Own(torch.optim.Optimizer):
+    """Keeps state of many kinds beside weights of 16 bits."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+        if hvd.rank() == 0:
+            for i, p in enumerate(parameters):
+                self.state[p] = {
+                    "master": torch.full(p.shape, 1 / 3),
+                    "count": torch.tensor(2**40 + i),
+                    "codes": torch.arange(5, dtype=torch.uint8),
+                    "mask": torch.tensor([True, False]),
+                    "nothing": torch.empty(0),
+                    "words": {"a": [1, (torch.tensor(2.5),)]},
+                }
+
+
+def test_state_arrives_in_its_own_dtypes():
+    parameters = [torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16)) for _ in range(2)]
+    optimizer = Own(parameters)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    for i, p in enumerate(parameters):
+        state = optimizer.state[p]
+        assert torch.equal(state["master"], torch.full((3,), 1 / 3))
+        assert (state["count"].dtype, int(state["count"])) == (torch.int64, 2**40 + i)
+        assert torch.equal(state["codes"], torch.arange(5, dtype=torch.uint8))
+        assert state["mask"].tolist() == [True, False]
+        assert state["nothing"].shape == (0,)
+        assert float(state["words"]["a"][1][0]) == 2.5
+
+
+def test_groups_that_differ_are_an_error_on_every_rank():
+    parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(1 + hvd.rank())]
+    with pytest.raises(ValueError, match=r"have \[2\] parameters on rank 1, but \[1\] on rank 0"):
+        hvd.broadcast_optimizer_state(torch.optim.SGD(parameters, lr=0.1), root_rank=0)
