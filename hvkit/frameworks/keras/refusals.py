@@ -332,7 +332,8 @@ def _check_who_applies() -> None:
                     "distribute(model, [first, second])"
                 )
             # Variables that no layer has made, such as an input that is optimised, have no folder.
-            if any("/" in getattr(v, "path", "") for v in variables):
+            of_layers = any("/" in getattr(v, "path", "") for v in variables)
+            if of_layers and self not in _averaged_by_horovod:
                 warn_of_own_models(f"{self.name!r} ({type(self).__name__})")
         return apply(self, grads, trainable_variables)
 

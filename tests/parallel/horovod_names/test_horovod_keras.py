@@ -310,3 +310,15 @@ def test_the_hook_of_sessions_is_there():
     assert issubclass(
         hvd_tensorflow.BroadcastGlobalVariablesHook, tf.compat.v1.train.SessionRunHook
     )
+
+
+def test_a_model_of_horovods_beside_one_of_hvkits_is_not_warned_of(monkeypatch):
+    def warn(optimizer):
+        raise AssertionError(optimizer)
+
+    monkeypatch.setattr("hvkit.frameworks.keras.refusals.warn_of_own_models", warn)
+    first, optimizer = hvkit.distribute(mlp(0), keras.optimizers.SGD(0.1))
+    fit(first, optimizer, local(DATA[:1]))
+    fit(mlp(1), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), local(DATA[:1]))
+    with pytest.raises(AssertionError):
+        fit(mlp(2), keras.optimizers.SGD(0.1), local(DATA[:1]))
