@@ -45,10 +45,7 @@ def accept() -> None:
         backend.get_value, backend.set_value = _get_value, _set_value
     trainer = next(each for each in keras.Model.__mro__ if "compile" in vars(each))
     trainer.compile = _without_tf_function(trainer.compile)
-    chosen = trainer._resolve_auto_jit_compile
-    trainer._resolve_auto_jit_compile = lambda model: (
-        not averages(model.optimizer) and chosen(model)
-    )
+    trainer._resolve_auto_jit_compile = _without_xla(trainer._resolve_auto_jit_compile)
 
 
 def _callable(variables: Callable[[Any], list[Any]]) -> Callable[[Any], _CallableList]:
@@ -105,6 +102,14 @@ def _without_tf_function(compile_model: Callable[..., None]) -> Callable[..., No
         compile_model(self, *args, **kwargs)
 
     return compile_anyway
+
+
+def _without_xla(chooses: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    def chooses_if_possible(model: Any) -> bool:
+        optimizer = getattr(model, "optimizer", None)  # none before compile
+        return chooses(model) and (optimizer is None or not averages(optimizer))
+
+    return chooses_if_possible
 
 
 def _warn(text: str) -> None:

@@ -322,3 +322,9 @@ def test_a_model_of_horovods_beside_one_of_hvkits_is_not_warned_of(monkeypatch):
     fit(mlp(1), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), local(DATA[:1]))
     with pytest.raises(AssertionError):
         fit(mlp(2), keras.optimizers.SGD(0.1), local(DATA[:1]))
+
+
+def test_a_model_that_is_not_compiled_predicts():
+    model = mlp(0)
+    (x, _), *_ = DATA
+    assert largest_difference([model.predict(x, verbose=0)], [model(x).numpy()]) < 1e-6
