@@ -115,13 +115,15 @@ def _accumulate(optimizer: Any, passes: int, mean: bool) -> None:
     apply = optimizer.apply
     with tf.init_scope(), tf.device("CPU:0"):
         calls = tf.Variable(0, dtype=tf.int64, trainable=False)
-    sums: dict[int, tf.Variable] = {}
+    # By a variable's id, with the variable, so that no other one gets its id.
+    sums: dict[int, tuple[tf.Variable, tf.Variable]] = {}
 
     def sum_of(variable: Any) -> tf.Variable:
         if id(variable) not in sums:
             with tf.init_scope():
-                sums[id(variable)] = tf.Variable(tf.zeros_like(variable), trainable=False)
-        return sums[id(variable)]
+                zeros = tf.Variable(tf.zeros_like(variable), trainable=False)
+                sums[id(variable)] = variable, zeros
+        return sums[id(variable)][1]
 
     # AutoGraph would spend seconds on translating all of hvkit and Horovod below this call.
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -143,7 +145,7 @@ def _accumulate(optimizer: Any, passes: int, mean: bool) -> None:
         ]
 
         def update() -> tf.Tensor:
-            held = [sums.get(id(v)) for v in own]
+            held = [sums[id(v)][1] if id(v) in sums else None for v in own]
             totals = [None if each is None else each.read_value() for each in held]
             apply([_of_values(lambda g: g / passes if mean else g, t) for t in totals], variables)
             with tf.control_dependencies([t for t in totals if t is not None]):

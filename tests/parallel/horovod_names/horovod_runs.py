@@ -14,7 +14,7 @@ OPTIMIZERS = {
     "decayed": lambda: keras.optimizers.AdamW(
         keras.optimizers.schedules.ExponentialDecay(0.02, 3, 0.7), weight_decay=0.05
     ),
-    "averaged weights": lambda: keras.optimizers.SGD(0.05, use_ema=True),
+    "averaged": lambda: keras.optimizers.SGD(0.05, use_ema=True),
 }
 hvd.init()
 

@@ -1,29 +1,34 @@
 """Scripts through Horovod's own names train, under Keras 3, the model that one process trains."""
 
-import horovod.keras
+import importlib
+import itertools
+
 import horovod.tensorflow as hvd_tensorflow
 import horovod.tensorflow.keras as hvd
 import keras
 import pytest
 import tensorflow as tf
+from cases import cases, each_once
 from horovod_runs import DATA, OPTIMIZERS, of_all_ranks, of_one_process, pairs_of
 from models import LOOPS, embedded, local, mlp, mse, texts, weights, with_state
 from ranks import largest_difference, same_on_all_ranks
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+@pytest.mark.parametrize("optimizer", cases(["momentum", "adam"]))
 def test_the_optimizer_averages(loop, optimizer):
     make = OPTIMIZERS[optimizer]
     found = of_all_ranks(hvd.DistributedOptimizer(make()), loop=LOOPS[loop])
     assert largest_difference(found, of_one_process(make, loop=LOOPS[loop])) < 1e-5
 
 
-@pytest.mark.parametrize("optimizer", ["clipped", "decayed", "averaged weights"])
-@pytest.mark.parametrize("names", [horovod.keras, hvd_tensorflow], ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    ("names", "optimizer"),
+    cases(each_once(["horovod.keras", "horovod.tensorflow"], ["clipped", "decayed", "averaged"])),
+)
 def test_optimizers_with_more_than_an_update(names, optimizer):
     make = OPTIMIZERS[optimizer]
-    found = of_all_ranks(names.DistributedOptimizer(make()))
+    found = of_all_ranks(importlib.import_module(names).DistributedOptimizer(make()))
     assert largest_difference(found, of_one_process(make)) < 1e-5
 
 
@@ -35,15 +40,18 @@ def test_gradients_are_added_on_request():
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"gradient_predivide_factor": 2.0},
-        {"groups": 2},
-        {"groups": "of layers"},
-        {"compression": hvd.Compression.fp16},
-        {"sparse_as_dense": True},
-        {"process_set": hvd.global_process_set},
-    ],
-    ids=lambda options: next(iter(options)),
+    cases(
+        [
+            {"gradient_predivide_factor": 2.0},
+            {"groups": 2},
+            {"groups": "of layers"},
+            {"compression": hvd.Compression.fp16},
+            {"sparse_as_dense": True},
+            {"process_set": hvd.global_process_set},
+        ],
+        3,
+        name=lambda options: next(iter(options)),
+    ),
 )
 def test_options_of_how_gradients_travel(options):
     model = mlp(0)
@@ -56,7 +64,7 @@ def test_options_of_how_gradients_travel(options):
     assert largest_difference(found, of_one_process(OPTIMIZERS["momentum"])) < tolerance
 
 
-@pytest.mark.parametrize("sparse_as_dense", [False, True])
+@pytest.mark.parametrize("sparse_as_dense", cases([False, True]))
 def test_rows_of_embeddings(sparse_as_dense):
     data = texts(steps=6)
     optimizer = hvd.DistributedOptimizer(OPTIMIZERS["momentum"](), sparse_as_dense=sparse_as_dense)
@@ -64,8 +72,10 @@ def test_rows_of_embeddings(sparse_as_dense):
     assert largest_difference(found, of_one_process(OPTIMIZERS["momentum"], embedded, data)) < 1e-5
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("mean", [True, False])
+@pytest.mark.parametrize(
+    ("loop", "mean"),
+    cases(itertools.product(LOOPS, [True, False]), [("fit", False), ("eager", True)]),
+)
 def test_several_backward_passes_make_a_step(loop, mean):
     optimizer = hvd.DistributedOptimizer(
         keras.optimizers.SGD(0.05, momentum=0.9),
@@ -78,8 +88,10 @@ def test_several_backward_passes_make_a_step(loop, mean):
     assert largest_difference(found, expected) < 1e-5
 
 
-@pytest.mark.parametrize("loop", ["eager", "function"])
-@pytest.mark.parametrize("sources", ["list", "dict", "one"])
+@pytest.mark.parametrize(
+    ("loop", "sources"),
+    cases(itertools.product(["function", "eager"], ["list", "dict", "one"]), 2),
+)
 def test_the_tape_averages(loop, sources):
     def step(model, optimizer, x, y, tape_of):
         with tape_of(tf.GradientTape(persistent=True)) as tape:

@@ -6,6 +6,7 @@ import warnings
 import horovod.torch as hvd
 import pytest
 import torch
+from cases import cases
 from ranks import same_on_all_ranks
 
 OPTIMIZERS = sorted(
@@ -17,7 +18,11 @@ OPTIMIZERS = sorted(
     key=lambda each: each.__name__,
 )
 pytestmark = pytest.mark.two_ranks
-NOT_HERE = {"Optimizer", "LBFGS", "SparseAdam"}
+HERE = cases(
+    [each for each in OPTIMIZERS if each.__name__ not in {"Optimizer", "LBFGS", "SparseAdam"}],
+    [torch.optim.Adam, torch.optim.Muon, torch.optim.SGD],
+    name=lambda each: each.__name__,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,9 +49,7 @@ def values(model, optimizer):
     return [t.detach().float().numpy().copy() for t in (*model.parameters(), *held)]
 
 
-@pytest.mark.parametrize(
-    "cls", [c for c in OPTIMIZERS if c.__name__ not in NOT_HERE], ids=lambda c: c.__name__
-)
+@pytest.mark.parametrize("cls", HERE)
 def test_an_optimizer_that_has_taken_no_step_is_sent_without_one(cls):
     model = model_of(0)
     decay = {} if cls is torch.optim.Rprop else {"weight_decay": 0.1}
@@ -59,9 +62,7 @@ def test_an_optimizer_that_has_taken_no_step_is_sent_without_one(cls):
     assert optimizer.param_groups[0]["lr"] == 0.1
 
 
-@pytest.mark.parametrize(
-    "cls", [c for c in OPTIMIZERS if c.__name__ not in NOT_HERE], ids=lambda c: c.__name__
-)
+@pytest.mark.parametrize("cls", HERE)
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_state_of_the_root_arrives_also_where_there_is_none(cls, wrapped):
     model = model_of(0)
