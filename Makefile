@@ -86,9 +86,9 @@ more-ranks: setup
 	HOROVOD_DYNAMIC_PROCESS_SETS=1 $(call RANKS,4) tests/parallel/groups
 	KERAS_BACKEND=torch $(call RANKS,3) $(KERAS_TORCH)
 	$(call RANKS,2) $(FIRST) --without-averaging \
+		tests/parallel/horovod_names/test_horovod_keras_equals_one_process.py \
 		tests/parallel/pytorch/test_torch_equals_one_process.py \
-		tests/parallel/keras/test_keras_equals_one_process.py \
-		tests/parallel/horovod_names/test_horovod_keras_equals_one_process.py
+		tests/parallel/keras/test_keras_equals_one_process.py
 	KERAS_BACKEND=torch $(call RANKS,2) $(FIRST) --without-averaging $(KERAS_TORCH)
 
 # Every strategy with every compression, and checkpoints of long ago, against weights on record: with
