@@ -5,10 +5,11 @@
     python bench/gpu.py one --device cpu
 
 Parts:
-    one    one rank through Horovod trains what a script without hvkit trains
-    two    two ranks that share the GPU train what one process with twice the batch trains
-    sync   what the host waits for in a step
-    speed  a step beside plain PyTorch and DDP on NCCL
+    one      one rank through Horovod trains what a script without hvkit trains
+    two      two ranks that share the GPU train what one process with twice the batch trains
+    sync     what the host waits for in a step
+    speed    a step beside plain PyTorch and DDP on NCCL
+    horovod  a step with Horovod's own wrapper beside plain PyTorch
 
 hvkit itself starts nothing for a single process. A rank here goes through Horovod and NCCL all the
 same, so that the one GPU shows what every GPU of a large run pays beside the network.
@@ -25,7 +26,7 @@ import gpu_steps
 import gpu_trainings
 import torch
 
-PARTS = ("one", "two", "sync", "speed")
+PARTS = ("one", "two", "sync", "speed", "horovod")
 LIMIT_S = 240
 
 
@@ -53,13 +54,16 @@ def part(name, flags):
     if name == "two":
         gpu_trainings.compare(device, flags.cases)
         return
+    if name == "horovod":
+        gpu_steps.speed(device, gpu_steps.PEERS_OF_HOROVOD, flags.rounds, flags.seconds)
+        return
     start_alone()
     if name == "one":
         gpu_trainings.compare(device, flags.cases)
     elif name == "sync":
         gpu_steps.host_waits(device)
     else:
-        gpu_steps.speed(device, flags.rounds, flags.seconds)
+        gpu_steps.speed(device, gpu_steps.PEERS, flags.rounds, flags.seconds)
 
 
 def run(name, arguments, environ):
@@ -132,8 +136,9 @@ def rows_of(name, lines, status):
             host, whole = line["host ms"], line["step ms"]
             yield what, f"{counts}; host {host:.1f} ms of {whole:.1f} ms; {line.get('GiB')} GiB"
         elif "workload" in line:
-            for peer in gpu_steps.PEERS[1:]:
-                of = line[peer]
+            for peer, of in line.items():
+                if not isinstance(of, dict) or peer == "plain":
+                    continue
                 yield (
                     f"speed of {line['workload']} with {peer}, plain PyTorch = 1",
                     f"{of['speed']:.3f} ({of['from']:.3f} to {of['to']:.3f}); {of['ms']:.2f} ms",

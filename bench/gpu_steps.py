@@ -1,6 +1,7 @@
 """The time of a step, and what the host waits for in it: workloads of ``bench/gpu.py``."""
 
 import json
+import os
 import statistics
 import time
 
@@ -71,6 +72,8 @@ def of_gpt(device, small):
 AFTER_COMPARISONS = 66
 WORKLOADS = {"MNIST": of_mnist, "ResNet-50": of_resnet50, "GPT": of_gpt}
 PEERS = ("plain", "hvkit", "DDP", "hvkit, check_every=1")
+# In a process of its own, with its own settings.
+PEERS_OF_HOROVOD = ("plain", "Horovod")
 
 
 def with_ddp(model):
@@ -81,15 +84,26 @@ def with_ddp(model):
     return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
-def stepping(peer, workload, device):
-    """A function that takes a step, set up as one of ``PEERS``."""
-    import hvkit
+def with_horovod(model, optimizer):
+    """Horovod's own wrapper, whose hooks it leaves out for a single rank that is not elastic."""
+    import horovod.torch as hvd
 
+    hvd.init()
+    os.environ["HOROVOD_ELASTIC"] = "1"
+    return hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+
+
+def stepping(peer, workload, device):
+    """A function that takes a step, set up as one of the peers."""
     torch.manual_seed(0)
     model, loss = WORKLOADS[workload](device, device.type == "cpu")
     model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
+    if peer == "Horovod":
+        optimizer = with_horovod(model, optimizer)
     if peer.startswith("hvkit"):
+        import hvkit
+
         hvkit.distribute(model, optimizer, check_every=1 if peer.endswith("=1") else None)
     run = with_ddp(model) if peer == "DDP" else model
 
@@ -106,10 +120,10 @@ def wait_for(device):
         torch.cuda.synchronize()
 
 
-def speed(device, rounds, seconds):
+def speed(device, peers, rounds, seconds):
     """Print the time of a step of each peer, from blocks in turns."""
     for workload in WORKLOADS:
-        steps = {peer: stepping(peer, workload, device) for peer in PEERS}
+        steps = {peer: stepping(peer, workload, device) for peer in peers}
         taken = {peer: [] for peer in steps}
         for step in steps.values():
             for _ in range(AFTER_COMPARISONS):

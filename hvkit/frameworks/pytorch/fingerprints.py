@@ -6,13 +6,13 @@ On a CPU each tensor is read once. A GPU takes few kernels for all tensors toget
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 
 from hvkit.sync import fingerprints
-from hvkit.sync.chunking import runs_of
 from hvkit.sync.fingerprints import BLOCK, PRIME, Rows
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -37,12 +37,11 @@ def fingerprints_of(tensors: Sequence[torch.Tensor]) -> list[Rows]:
         on_device.setdefault(tensor.device, []).append(i)
     rows: list[Rows] = [np.empty(0, np.int64)] * len(tensors)
     for device, numbers in on_device.items():
+        flats = (_flat(tensors[i]) for i in numbers)
         if device.type == "cpu":
-            computed = list(torch.stack([_row(_flat(tensors[i])) for i in numbers]).numpy())
+            computed = list(torch.stack([_row(flat) for flat in flats]).numpy())
         else:
-            computed = []
-            for run in runs_of([tensors[i].numel() for i in numbers], _TOGETHER):
-                computed += rows_together([_flat(tensors[numbers[at]]) for at in run])
+            computed = rows_together(flats)
         for i, each in zip(numbers, computed, strict=True):
             rows[i] = each
     return rows
@@ -77,74 +76,79 @@ def _row(flat: torch.Tensor) -> torch.Tensor:
     return torch.cat([bits.view(1), sums.view(torch.int64)])
 
 
-# Elements that a GPU hashes at a time, and adds up in one of its blocks.
+# Elements that a GPU hashes at a time, and in one row of a sum.
 _TOGETHER, _SEGMENT = 4 * BLOCK, 1 << 13
 
 
 @torch.no_grad()
-def rows_together(flats: Sequence[torch.Tensor]) -> list[Rows]:
+def rows_together(flats: Iterable[torch.Tensor]) -> list[Rows]:
     """The fingerprints of one-dimensional tensors on a GPU, which takes few kernels for all.
 
     A model has hundreds of tensors, and starting a kernel takes the host longer than the GPU needs
-    for one of them.
+    for one of them. The host waits once, for all sums.
     """
-    blocks = [
-        (i, b, flat[b * BLOCK : (b + 1) * BLOCK])
-        for i, flat in enumerate(flats)
-        for b in range(-(-flat.numel() // BLOCK))
-    ]
-    runs: list[list[tuple[int, int, torch.Tensor]]] = []
-    length = 0
-    for block in sorted(blocks, key=lambda block: str(block[2].dtype)):  # stable
-        length += block[2].numel()
-        if not runs or runs[-1][0][2].dtype is not block[2].dtype or length > _TOGETHER:
-            runs.append([])
-            length = block[2].numel()
-        runs[-1].append(block)
-    bits = np.zeros(len(flats), np.uint64)
-    sums = np.zeros((len(flats), 2))
-    sums_of_runs = [_sums_of_blocks([block for *_, block in run]) for run in runs]
-    signs = np.sign(fingerprints.projection_factors())
-    with np.errstate(all="ignore"):
-        for run, of_run in zip(runs, sums_of_runs, strict=True):
-            lengths = [-(-block.numel() // _SEGMENT) for *_, block in run]
-            starts = np.cumsum([0, *lengths[:-1]])
-            low, high, *values = np.add.reduceat(of_run.cpu().numpy(), starts, axis=1)
-            hashes = (high.astype(np.int64) << 32) + low.astype(np.int64)
-            for n, (i, b, _) in enumerate(run):
-                bits[i] = bits[i] * np.uint64(PRIME) + hashes[n].astype(np.uint64)
-                if values:
-                    sums[i] += values[0][n] * signs[b % BLOCK], values[1][n]
-    return [
-        fingerprints.row(int(each.astype(np.int64)), *both)
-        for each, both in zip(bits, sums, strict=True)
-    ]
+    count = 0
+    # Blocks that are still to be added up, of each dtype; then which block of which tensor each sum
+    # is of, and of how many segments.
+    waiting: dict[torch.dtype, list[tuple[int, int, torch.Tensor]]] = {}
+    places: list[tuple[int, int, int]] = []
+    sums: list[torch.Tensor] = []
+    lengths: Counter[torch.dtype] = Counter()
+
+    def add_up(blocks: list[tuple[int, int, torch.Tensor]]) -> None:
+        places.extend((i, b, -(-block.numel() // _SEGMENT)) for i, b, block in blocks)
+        sums.append(_sums_of_segments([block for *_, block in blocks]))
+        blocks.clear()
+
+    for i, flat in enumerate(flats):
+        count = i + 1
+        blocks = waiting.setdefault(flat.dtype, [])
+        for b, block in enumerate(flat.split(BLOCK) if flat.numel() else ()):
+            if blocks and lengths[flat.dtype] + block.numel() > _TOGETHER:
+                add_up(blocks)
+                lengths[flat.dtype] = 0
+            blocks.append((i, b, block))
+            lengths[flat.dtype] += block.numel()
+    for blocks in filter(None, waiting.values()):
+        add_up(blocks)
+
+    bits, values = np.zeros(count, np.int64), np.zeros((count, 2))
+    if sums:
+        of_segments = torch.cat(sums, dim=1).cpu().numpy()
+        starts = np.cumsum([0, *(segments for *_, segments in places[:-1])])
+        with np.errstate(all="ignore"):
+            hashes = np.add.reduceat(of_segments[0].view(np.int64), starts)
+            added = np.add.reduceat(of_segments[1:], starts, axis=1)
+            signs = np.sign(fingerprints.projection_factors())
+            for (i, b, _), of_block, (projection, square) in zip(
+                places, hashes, added.T, strict=True
+            ):
+                bits[i] = bits[i] * PRIME + of_block
+                values[i] += projection * signs[b % BLOCK], square
+    return [fingerprints.row(int(n), *both) for n, both in zip(bits, values, strict=True)]
 
 
-def _sums_of_blocks(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+def _sums_of_segments(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
     """What the fingerprints add up, for each segment of some blocks of one dtype.
 
     Returns:
-        float64 of shape (2, segments): the low and high halves of the products of the hash, whose
-        sums are exact; of shape (4, segments) for floating point, with the values' sums.
+        float64 of shape (3, segments): the bits of the hash's int64 sums, the projection's sums and
+        the squares', which are zero for integers.
     """
     device, lengths = blocks[0].device, [block.numel() for block in blocks]
+    ends = [blocks[0].new_zeros(-length % _SEGMENT) for length in lengths]
+    numbers = torch.cat([each for pair in zip(blocks, ends, strict=True) for each in pair])
+    padded = [length + -length % _SEGMENT for length in lengths]
     factors, weights = (
-        torch.cat([whole[:length] for length in lengths]) for whole in _factors(device)
+        torch.cat([whole[:length] for length in padded]) for whole in _factors(device)
     )
-    segments = [
-        min(_SEGMENT, length - start) for length in lengths for start in range(0, length, _SEGMENT)
-    ]
-    numbers = torch.cat(list(blocks))
     products = numbers.view(_INTEGERS[numbers.element_size()]).to(torch.int64) * factors
-    added = [(products & 0xFFFFFFFF).double(), (products >> 32).double()]
-    if numbers.is_floating_point():
-        values = numbers.double()
-        added += [values * weights, values * values]
-    ends = torch.tensor(segments, device=device)
-    return torch.stack(
-        [torch.segment_reduce(each, "sum", lengths=ends, unsafe=True) for each in added]
-    )
+    hashes = products.view(-1, _SEGMENT).sum(1).view(torch.float64)
+    if not numbers.is_floating_point():
+        return torch.stack([hashes, torch.zeros_like(hashes), torch.zeros_like(hashes)])
+    values = numbers.double()
+    added = [each.view(-1, _SEGMENT).sum(1) for each in (values * weights, values * values)]
+    return torch.stack([hashes, *added])
 
 
 @functools.cache
