@@ -9,7 +9,7 @@ Parts:
     two      two ranks that share the GPU train what one process with twice the batch trains
     sync     what the host waits for in a step
     speed    a step beside plain PyTorch and DDP on NCCL
-    horovod  a step with Horovod's own wrapper beside plain PyTorch
+    horovod  Horovod's own mean, and a step with its wrapper beside plain PyTorch
 
 hvkit itself starts nothing for a single process. A rank here goes through Horovod and NCCL all the
 same, so that the one GPU shows what every GPU of a large run pays beside the network.
@@ -31,22 +31,29 @@ LIMIT_S = 240
 
 
 class _One(int):
-    """A world size of one that hvkit takes for several."""
+    """A number of ranks, one, that hvkit takes for several."""
 
     def __gt__(self, other):
         return other == 1 or int(self) > other
+
+    def __eq__(self, other):
+        return isinstance(other, _One)
+
+    __hash__ = int.__hash__
 
 
 def start_alone():
     """Start Horovod with one rank, and let hvkit treat it as one of several."""
     from hvkit import runtime
     from hvkit.communication.engines import PyTorchEngine
+    from hvkit.communication.group import Group
 
     os.environ.update({each.variable: each.value for each in runtime.rank_settings(os.environ)})
     engine = PyTorchEngine()
     engine.take_device(0, 1)
     runtime._world = runtime._World(0, _One(1), 0, 1)
     runtime._engines["torch"] = engine
+    Group.size = property(lambda group: _One(len(group.members)))
 
 
 def part(name, flags):
@@ -55,6 +62,7 @@ def part(name, flags):
         gpu_trainings.compare(device, flags.cases)
         return
     if name == "horovod":
+        gpu_trainings.means_of_one_rank(device)
         gpu_steps.speed(device, gpu_steps.PEERS_OF_HOROVOD, flags.rounds, flags.seconds)
         return
     start_alone()
@@ -135,6 +143,8 @@ def rows_of(name, lines, status):
             what = f"a step of {line['workload']}, {line['waits of']}: what the host waits for"
             host, whole = line["host ms"], line["step ms"]
             yield what, f"{counts}; host {host:.1f} ms of {whole:.1f} ms; {line.get('GiB')} GiB"
+        elif name == "horovod" and "right" in line:
+            yield line["case"], "right" if line["right"] else "wrong"
         elif "workload" in line:
             for peer, of in line.items():
                 if not isinstance(of, dict) or peer == "plain":
