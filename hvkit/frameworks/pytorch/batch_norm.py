@@ -10,6 +10,7 @@ as one process with the larger batch does. So do PyTorch's ``SyncBatchNorm`` lay
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,16 +33,30 @@ class RunningStatistics:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        # Not the buffers themselves: model.to() and similar calls replace them.
         self._kept = [each for each in _statistics_in(model) if each[0] not in _synchronised]
         self._sizes = [getattr(module, name).numel() for module, name in self._kept]
         self.length = sum(self._sizes)
+        # The buffers as they were last, and what writes into them.
+        self._buffers: list[torch.Tensor] = []
+        self._places: list[int] = []
+        self._flat: list[torch.Tensor] = []
+
+    def _flat_buffers(self) -> list[torch.Tensor]:
+        """The buffers as vectors, not seen by autograd.
+
+        ``model.to()`` and similar calls replace the buffers or their memory.
+        """
+        buffers: list[Any] = [module._buffers[name] for module, name in self._kept]
+        places = list(map(torch.Tensor.data_ptr, buffers))
+        if places != self._places or not all(map(operator.is_, buffers, self._buffers)):
+            self._buffers, self._places = buffers, places
+            self._flat = [buffer.data.view(-1) for buffer in buffers]
+        return self._flat
 
     def read_into(self, vector: torch.Tensor) -> None:
         """Copy them into a vector of shape ``(length,)``."""
-        flat = [getattr(module, name).view(-1) for module, name in self._kept]
-        if flat:  # one GPU kernel instead of one per buffer
-            torch._foreach_copy_(list(torch.split(vector, self._sizes)), flat)
+        if self._kept:  # one GPU kernel instead of one per buffer
+            torch._foreach_copy_(list(torch.split(vector, self._sizes)), self._flat_buffers())
 
     def write(self, vector: torch.Tensor, *, also_in_evaluation: bool = False) -> None:
         """Copy a vector of shape ``(length,)`` back, by default only into layers in training mode.
@@ -49,10 +64,10 @@ class RunningStatistics:
         This writes through ``data``, because a graph that still needs its backward pass may hold
         the buffers.
         """
-        pieces = zip(self._kept, torch.split(vector, self._sizes), strict=True)
+        pieces = zip(self._kept, self._flat_buffers(), vector.split(self._sizes), strict=True)
         changed = [
-            (getattr(module, name).data.view(-1), piece)
-            for (module, name), piece in pieces
+            (mine, piece)
+            for (module, _), mine, piece in pieces
             if module.training or also_in_evaluation
         ]
         if changed:
@@ -90,7 +105,7 @@ def _statistics_in(model: nn.Module) -> list[tuple[nn.Module, str]]:
         for module in model.modules()
         if isinstance(module, _NormBase)
         for name in ("running_mean", "running_var")
-        if getattr(module, name) is not None
+        if module._buffers.get(name) is not None
     ]
 
 

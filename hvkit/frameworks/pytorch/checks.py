@@ -10,7 +10,7 @@ ranks disagree, they find out here about what, and raise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -149,6 +149,25 @@ class Checks:
                 f"{self.label(i, parameters[i])} requires a gradient on rank {trains} but not on "
                 f"rank {freezes}: freeze the same parameters on every rank (to choose them at "
                 "random, use a generator with the same seed on all ranks)"
+            )
+            raise mark_as_shown_by(error, self.group.first)
+
+    def require_same_formats(
+        self, channels_last: Set[int], parameters: Sequence[nn.Parameter]
+    ) -> None:
+        """Raise on every rank unless all hold weights in the same memory format; a collective.
+
+        Args:
+            channels_last: indices of the parameters in that format.
+            parameters: all of the model's.
+        """
+        everyone = collectives.gather("backward()", set(channels_last), self.group)
+        if found := fingerprints.first_unlike(everyone, self.group):
+            i, last, other = found
+            error = RanksDisagreeError(
+                f"{self.label(i, parameters[i])} is in torch.channels_last on rank {last} but not "
+                f"on rank {other}: call model.to(memory_format=...) alike on every rank, before "
+                "hvkit.distribute"
             )
             raise mark_as_shown_by(error, self.group.first)
 

@@ -101,6 +101,37 @@ def test_training_goes_on_from_a_state_that_was_sent(options):
         assert torch.allclose(mine, theirs, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"num_groups": 1}, {"compression": hvd.Compression.fp16}], ids=str
+)
+def test_models_in_channels_last(options):
+    def model_and_optimizer(seed):
+        torch.manual_seed(seed)
+        layers = torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(4 * 4, 2)
+        model = torch.nn.Sequential(*layers).to(memory_format=torch.channels_last)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+
+    def train_on(model, optimizer, rows):
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(4):
+            x = torch.randn(4, 3, 4, 4, generator=generator)[rows]
+            optimizer.zero_grad()
+            model(x.to(memory_format=torch.channels_last)).pow(2).mean().backward()
+            optimizer.step()
+
+    one, of_one = model_and_optimizer(0)
+    train_on(one, of_one, slice(None))
+    model, optimizer = model_and_optimizer(hvd.rank())
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), **options)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    train_on(model, optimizer, slice(hvd.rank(), None, hvd.size()))
+    assert not model[0].weight.is_contiguous()
+    assert model[0].weight.grad.stride() == model[0].weight.stride()
+    within = 1e-4 if "compression" in options else 1e-6
+    for mine, theirs in zip(model.parameters(), one.parameters(), strict=True):
+        assert torch.allclose(mine, theirs, rtol=0, atol=within)
+
+
 def test_zero_grad_takes_the_arguments_of_pytorch():
     model = model_of(0)
     optimizer = hvd.DistributedOptimizer(

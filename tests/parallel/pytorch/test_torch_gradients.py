@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from nets import arrays, local, mean_over_ranks, mlp, regression
+from nets import arrays, local, mean_over_ranks, mlp, raised_everywhere, regression
 from ranks import largest_difference, my_part, same_on_all_ranks
 from torch import nn
 from torch.nn import functional as F
@@ -239,14 +239,43 @@ def test_hooks_of_the_script_count_for_all_parameters_alike():
     assert not any(p.grad.any() for p in model.parameters())
 
 
-def test_channels_last_gradients_keep_their_layout():
+@pytest.mark.parametrize(
+    ("layer", "memory_format", "shape", "options"),
+    [
+        (nn.Conv2d(3, 4, 3), torch.channels_last, (3, 8, 8), {}),
+        (nn.Conv2d(3, 4, 3), torch.channels_last, (3, 8, 8), {"compression": "bf16"}),
+        (nn.Conv2d(64, 128, 3), torch.channels_last, (64, 8, 8), {}),
+        (nn.Conv3d(3, 4, 3), torch.channels_last_3d, (3, 8, 8, 8), {}),
+    ],
+    ids=["small", "bf16", "large", "3d"],
+)
+def test_channels_last_gradients_keep_their_layout(layer, memory_format, shape, options):
     torch.manual_seed(0)
-    model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
-    hvkit.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    x = my_part(torch.randn(2 * hvkit.size(), 3, 8, 8)).to(memory_format=torch.channels_last)
-    model(x).square().mean().backward()
-    assert model.weight.grad.is_contiguous(memory_format=torch.channels_last)
-    alone = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    model = copy.deepcopy(layer).to(memory_format=memory_format)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hvkit.distribute(model, optimizer, **options)
+    x = my_part(torch.randn(2 * hvkit.size(), *shape)).to(memory_format=memory_format)
+    alone = copy.deepcopy(layer).to(memory_format=memory_format)
     alone.load_state_dict(model.state_dict())
-    alone(x).square().mean().backward()
-    torch.testing.assert_close(model.weight.grad, mean_over_ranks(alone.weight.grad))
+    places = []
+    for each in (model, alone) * 2:
+        each.zero_grad()
+        each(x).square().mean().backward()
+        places.append(each.weight.grad.data_ptr())
+    assert model.weight.grad.is_contiguous(memory_format=memory_format)
+    assert (places[0] == places[2]) == (not options)  # the bucket's, which is not copied back
+    within = {"rtol": 1e-2, "atol": 1e-3} if options else {}
+    torch.testing.assert_close(model.weight.grad, mean_over_ranks(alone.weight.grad), **within)
+
+
+def test_ranks_with_different_memory_formats_are_an_error():
+    torch.manual_seed(0)
+    model = nn.Conv2d(3, 4, 3)
+    if hvkit.rank() == 1:
+        model.to(memory_format=torch.channels_last)
+    hvkit.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert raised_everywhere(
+        lambda: model(torch.randn(2, 3, 8, 8)).square().mean().backward(),
+        "parameter weight is in torch.channels_last on rank 1 but not on rank 0",
+        "alike on every rank",
+    )

@@ -6,6 +6,7 @@ Runs only when the parameters of a model have changed.
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Iterable, Sequence, Set
 from typing import NamedTuple
 
@@ -39,6 +40,8 @@ class Layout(NamedTuple):
         report: numbers at the end of the last bucket, in the host's memory.
         statistics: numbers at the end of a bucket on the parameters' device.
         usual: what a rank reports that has all gradients, of which none is sparse.
+        channels_last: indices of the parameters whose numbers lie in their bucket in that order.
+        checksum: of those indices.
     """
 
     kind: Kind
@@ -48,6 +51,8 @@ class Layout(NamedTuple):
     report: Extra
     statistics: Extra
     usual: StepReport
+    channels_last: frozenset[int]
+    checksum: int
 
 
 class Layouts:
@@ -102,7 +107,9 @@ class Layouts:
         )
         of = {i: bucket for bucket in buckets for i in bucket.indices if i != NO_PARAMETER}
         usual = StepReport(frozenset(of), frozenset(), frozenset(), trained)
-        return Layout(kind, buckets, of, trained, at_report, at_statistics, usual)
+        last = frozenset().union(*(bucket.channels_last for bucket in buckets))
+        checksum = zlib.crc32(repr(sorted(last)).encode())
+        return Layout(kind, buckets, of, trained, at_report, at_statistics, usual, last, checksum)
 
 
 def make_buckets(

@@ -5,15 +5,18 @@ Horovod reduces in place. One call copies them in once the last is ready. Once t
 the parameters' ``grad`` become views of the bucket: nothing is copied back, and the memory of the
 rank's own gradients is freed.
 
+A parameter in the memory format channels_last has its numbers in that order in the bucket, too. Ranks
+must therefore have the same formats, which the report on each step shows.
+
 Some gradients are copied back instead: float16 and bfloat16 ones, which travel in float32; those of
-parameters that are complex or not contiguous; and those that the script has made itself or holds
+parameters that are complex or not dense; and those that the script has made itself or holds
 elsewhere, as slices of a flat tensor. A script may also keep a mean for later. Its bucket then gets
 new memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from operator import attrgetter
 from sys import getrefcount
 from types import NoneType
@@ -45,6 +48,7 @@ class _Memory:
     Args:
         lengths: of the members' gradients and the extra numbers.
         shapes: of the members' gradients.
+        strides: of those that are not contiguous, by the member's place.
         like: a tensor of the same dtype on the same device.
 
     Attributes:
@@ -53,11 +57,22 @@ class _Memory:
         given: other tensors with the same memory, for parameters.
     """
 
-    def __init__(self, lengths: list[int], shapes: Sequence[Shape], like: torch.Tensor) -> None:
+    def __init__(
+        self,
+        lengths: list[int],
+        shapes: Sequence[Shape],
+        strides: Mapping[int, Shape],
+        like: torch.Tensor,
+    ) -> None:
         self.flat = like.new_zeros(sum(lengths))
         pieces = torch.split(self.flat, lengths)
         # Real ones: a view of complex numbers cannot begin at an odd place.
-        self.views = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=False)]
+        self.views = [
+            piece.as_strided(shape, strides[at], piece.storage_offset())
+            if at in strides
+            else piece.view(shape)
+            for at, (piece, shape) in enumerate(zip(pieces, shapes, strict=False))
+        ]
         # Not views to autograd, which lets nobody detach or change those in place.
         self.given = [view.data for view in self.views]
         self.extra = pieces[-1]
@@ -114,6 +129,9 @@ class Bucket:
         handle: of the collective that is running.
     """
 
+    # Whether numbers lie in the bucket in the order in which they lie in parameters.
+    _keeps_formats = True
+
     def __init__(
         self, name: str, members: Sequence[tuple[int, torch.Tensor]], extra: int = 0
     ) -> None:
@@ -127,8 +145,17 @@ class Bucket:
         self._shapes = [shape_of(p) for _, p in members]
         self._complex = any(p.is_complex() for _, p in members)
         dtype = wire_dtype(members[0][1].dtype)
+        self._strides = {
+            at: p.stride()
+            for at, (_, p) in enumerate(members)
+            if self._keeps_formats and _is_channels_last(p)
+        }
         # Members whose gradients cannot be views of the bucket.
-        self._apart = {i for i, p in members if p.dtype is not dtype or not p.is_contiguous()}
+        self._apart = {
+            i
+            for at, (i, p) in enumerate(members)
+            if p.dtype is not dtype or not (p.is_contiguous() or at in self._strides)
+        }
         # Whether the gradients are large enough to scale them while they are copied, rather than
         # their sum in another pass, and the factor if so. A GPU makes that pass in no time, but the
         # host needs its time for each call.
@@ -136,7 +163,7 @@ class Bucket:
         self._large = large and not self._apart and members[0][1].device.type == "cpu"
         self._factor: float | None = None
         like = torch.empty(0, dtype=dtype, device=members[0][1].device)
-        self._memory = _Memory(self._lengths, self._shapes, like)
+        self._memory = _Memory(self._lengths, self._shapes, self._strides, like)
         self._spare: _Memory | None = None
 
     @property
@@ -153,6 +180,11 @@ class Bucket:
     def extra(self) -> torch.Tensor:
         """The extra numbers; take them after ``pack``, which may use other memory."""
         return self._memory.extra
+
+    @property
+    def channels_last(self) -> set[int]:
+        """Indices of the members whose numbers lie in the bucket in that order."""
+        return {self.indices[at] for at in self._strides}
 
     def gradients(self) -> list[torch.Tensor | None]:
         """The gradients that the members have now."""
@@ -187,7 +219,7 @@ class Bucket:
             # again before the bucket is back.
             spare, self._spare = self._spare, self._memory
             if spare is None or not spare.free:
-                spare = _Memory(self._lengths, self._shapes, self.flat)
+                spare = _Memory(self._lengths, self._shapes, self._strides, self.flat)
             self._memory = spare
         views: list[torch.Tensor] = self._memory.views
         self.complete = are_dense(gradients)
@@ -281,6 +313,16 @@ _is_sparse = attrgetter("is_sparse")
 
 def _tensors_with_memory_of(tensor: torch.Tensor) -> int:
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def _is_channels_last(parameter: torch.Tensor) -> bool:
+    if parameter.is_contiguous() or parameter.is_complex():
+        return False
+    memory_format = _CHANNELS_LAST.get(parameter.dim(), torch.contiguous_format)
+    return parameter.is_contiguous(memory_format=memory_format)
 
 
 def is_held_elsewhere(parameter: torch.Tensor) -> bool:

@@ -211,6 +211,8 @@ class CompressedBucket(Bucket):
         state: of the compression, for all buckets of a model.
     """
 
+    _keeps_formats = False
+
     def __init__(
         self, name: str, members: Sequence[tuple[int, torch.Tensor]], state: CompressionState
     ) -> None:

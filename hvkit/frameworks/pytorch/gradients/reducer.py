@@ -319,6 +319,7 @@ class GradientReducer:
             if disagreement.frozen:
                 self._checks.require_same_parameters(self._parameters)
             if disagreement.checksums:
+                self._checks.require_same_formats(self._laid_out().channels_last, self._parameters)
                 self._checks.require_same_rates(self._optimizers)
                 self._checks.require_same_gradients(self._changes.used, self._parameters)
             if disagreement.changes.early:
@@ -359,7 +360,9 @@ class GradientReducer:
                 self._nonfinite.look_at_rows({i: self._parameters[i] for i in report.sparse})
             mine = self._report.encode(
                 report,
-                step_report.checksum_of_rates(self._optimizers) ^ self._changes.checksum(),
+                step_report.checksum_of_rates(self._optimizers)
+                ^ self._changes.checksum()
+                ^ layout.checksum,
                 self._steps_done,
                 self._nonfinite is not None and self._nonfinite.found(self._parameters),
                 self._changes.report(),
