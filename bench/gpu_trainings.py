@@ -384,4 +384,6 @@ def means_of_one_rank(device):
     for length in (1, 17, 4913, 1_000_003):
         tensor = torch.rand(length, device=device) + 1
         same = torch.equal(hvd.allreduce(tensor, name=f"mean of {length}"), tensor)
-        print(json.dumps({"case": f"Horovod's mean of {length} numbers", "right": same}), flush=True)
+        print(
+            json.dumps({"case": f"Horovod's mean of {length} numbers", "right": same}), flush=True
+        )

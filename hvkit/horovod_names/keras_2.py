@@ -1,6 +1,7 @@
 """What Horovod scripts use that Keras 3 has under another name, or no longer needs.
 
-Each is accepted. A ``DeprecationWarning`` names the line to change.
+Where it can mean the same, it is accepted, and a ``DeprecationWarning`` names the line to change.
+Otherwise the error names it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvkit.horovod_names.keras_optimizer import averages
+from hvkit.horovod_names.keras_optimizer import AveragingConfig, averages
 
 
 class _CallableList(list[Any]):
@@ -28,9 +29,11 @@ def accept() -> None:
     """Let scripts use some names of Keras 2 from now on.
 
     These are ``optimizer.variables()``, ``optimizer.lr``, ``lr=`` of optimizers, ``get_value`` and
-    ``set_value`` of Keras's backend, and ``compile(experimental_run_tf_function=False)``.
-    With an optimizer that averages, ``compile`` does not choose XLA by itself, as it otherwise does
-    on GPUs: that has no kernels for Horovod's operations.
+    ``set_value`` of Keras's backend, ``reset_states`` of models and metrics,
+    ``ModelCheckpoint(period=1)``, and ``compile(experimental_run_tf_function=False)``.
+    An optimizer made from the config of one that averages does so, too. With an optimizer that
+    averages, ``compile`` does not choose XLA by itself, as it otherwise does on GPUs: that has no
+    kernels for Horovod's operations.
     """
     base = keras.optimizers.Optimizer
     known: set[Any] = {e for e in vars(keras.optimizers).values() if isinstance(e, type)}
@@ -41,11 +44,66 @@ def accept() -> None:
         if variables := vars(optimizer).get("variables"):
             optimizer.variables = property(_callable(variables.fget))
     base.lr = property(_rate, _set_rate)
+    for optimizer in {each for each in known if "from_config" in vars(each)} | {*base.__mro__}:
+        if from_config := vars(optimizer).get("from_config"):
+            optimizer.from_config = classmethod(_averaging(from_config.__func__))
+    for name, instead in _OF_LOSS_SCALES.items():
+        setattr(keras.optimizers.LossScaleOptimizer, name, property(_dropped(name, instead)))
+    keras.Model.reset_states, keras.Metric.reset_states = _reset_layers, _reset_metric
+    checkpoint: Any = keras.callbacks.ModelCheckpoint
+    checkpoint.__init__ = _without_period(checkpoint.__init__)
     for backend in (keras.backend, tf.keras.backend):
         backend.get_value, backend.set_value = _get_value, _set_value
     trainer = next(each for each in keras.Model.__mro__ if "compile" in vars(each))
     trainer.compile = _without_tf_function(trainer.compile)
     trainer._resolve_auto_jit_compile = _without_xla(trainer._resolve_auto_jit_compile)
+
+
+_OF_LOSS_SCALES = {
+    "get_scaled_loss": "write optimizer.scale_loss(loss)",
+    "get_unscaled_gradients": "leave it out: optimizer.apply_gradients unscales",
+}
+
+
+def _dropped(name: str, instead: str) -> Callable[[Any], None]:
+    def refuse(self: Any) -> None:
+        raise AttributeError(f"Keras 3 has dropped {type(self).__name__}.{name}: {instead}")
+
+    return refuse
+
+
+def _averaging(from_config: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(from_config)
+    def averaging(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        made = from_config(cls, config, *args, **kwargs)
+        return config.average(made) if isinstance(config, AveragingConfig) else made
+
+    return averaging
+
+
+def _reset_layers(model: Any) -> None:
+    _warn("model.reset_states(): call reset_state() of its stateful layers")
+    for layer in model._flatten_layers(include_self=False):
+        if hasattr(layer, "reset_state"):
+            layer.reset_state()
+
+
+def _reset_metric(metric: Any) -> None:
+    _warn("metric.reset_states(): write metric.reset_state()")
+    metric.reset_state()
+
+
+def _without_period(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def without_period(self: Any, *args: Any, **kwargs: Any) -> None:
+        if (period := kwargs.pop("period", 1)) != 1:
+            raise ValueError(
+                f"Keras 3 has dropped ModelCheckpoint(period={period!r}): write "
+                f"save_freq={period!r} * steps_per_epoch, a number of batches"
+            )
+        init(self, *args, **kwargs)
+
+    return without_period
 
 
 def _callable(variables: Callable[[Any], list[Any]]) -> Callable[[Any], _CallableList]:

@@ -9,8 +9,11 @@ The optimizer stays the object it was, so a file that Keras saves of it loads wi
 
 from __future__ import annotations
 
+import copyreg
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import tensorflow as tf
 
@@ -53,12 +56,13 @@ def average_in_updates(
             "two out"
         )
     note_averaged_by_horovod(inner)
-    local: dict[int, Any] = {}  # by id: Keras compares variables by their values
 
-    def from_config(*args: Any, **kwargs: Any) -> Any:
-        """A new optimizer, which averages in the same way."""
+    def average_alike(other: Any) -> Any:
+        """Make another optimizer average in the same way, unless it averages already."""
+        if averages(other):
+            return other
         return average_in_updates(
-            type(optimizer).from_config(*args, **kwargs),
+            other,
             allreduce_gradients,
             backward_passes_per_step,
             average_aggregated_gradients,
@@ -66,6 +70,8 @@ def average_in_updates(
             ranks,
             lowest,
         )
+
+    local: dict[int, Any] = {}  # by id: Keras compares variables by their values
 
     def register_local_var(variable: Any) -> None:
         """Keep the gradients of a variable on this rank."""
@@ -92,8 +98,69 @@ def average_in_updates(
         _accumulate(inner, backward_passes_per_step, average_aggregated_gradients)
     skip_together(inner, lambda finite: tf.cast(lowest(tf.cast(finite, tf.int32)), tf.bool))
     inner.register_local_var = optimizer.register_local_var = register_local_var
-    optimizer.from_config = from_config
+    _average_in_copies(optimizer, average_alike)
     return optimizer
+
+
+class AveragingConfig(dict[str, Any]):
+    """The config of an optimizer that averages.
+
+    Attributes:
+        average: makes another optimizer average in the same way.
+    """
+
+    average: Callable[[Any], Any]
+
+
+class _Averaging:
+    """Averages in copies, but not in pickles, which another program may read.
+
+    Args:
+        average: makes an optimizer average.
+    """
+
+    def __init__(self, average: Callable[[Any], Any]) -> None:
+        self._average = average
+
+    def __call__(self, rebuild: Callable[..., Any], *args: Any) -> Any:
+        return self._average(rebuild(*args))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Averaging:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise pickle.PicklingError(
+            "an optimizer of hvd.DistributedOptimizer cannot be pickled, since it would not "
+            "average any more: pickle the optimizer inside, and wrap it where it is loaded"
+        )
+
+
+# What makes a copy of an optimizer average, by the optimizer.
+_averaging: WeakKeyDictionary[Any, _Averaging] = WeakKeyDictionary()
+
+
+def _average_in_copies(optimizer: Any, average: Callable[[Any], Any]) -> None:
+    """Make the copies of an optimizer average: by ``copy``, or from its config."""
+    kind = type(optimizer)
+
+    def get_config() -> AveragingConfig:
+        config = AveragingConfig(kind.get_config(optimizer))
+        config.average = average
+        return config
+
+    def from_config(*args: Any, **kwargs: Any) -> Any:
+        return average(kind.from_config(*args, **kwargs))
+
+    optimizer.get_config, optimizer.from_config = get_config, from_config
+    _averaging[optimizer] = _Averaging(average)
+    copyreg.pickle(kind, _reduced)
+
+
+def _reduced(optimizer: Any) -> Any:
+    kind: Any = type(optimizer)
+    rebuild, args, *rest = kind.__reduce__(optimizer)
+    averaging = _averaging.get(optimizer)
+    return (averaging, (rebuild, *args), *rest) if averaging else (rebuild, args, *rest)
 
 
 def averages(optimizer: Any) -> bool:

@@ -1,5 +1,6 @@
 """What tests on several ranks compare."""
 
+import contextlib
 import hashlib
 import time
 
@@ -137,3 +138,18 @@ def gossip_matrix(topology, size):
 
 def as_vector(arrays):
     return np.concatenate([array.ravel() for array in arrays])
+
+
+@contextlib.contextmanager
+def keras_in_float64():
+    """Keras makes layers in float64 meanwhile."""
+    import keras
+
+    policy = keras.config.dtype_policy()
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")  # which the first layer would keep
+    try:
+        yield
+    finally:
+        keras.config.set_floatx("float32")
+        keras.config.set_dtype_policy(policy)

@@ -46,7 +46,7 @@ class RunningStatistics:
 
         ``model.to()`` and similar calls replace the buffers or their memory.
         """
-        buffers: list[Any] = [module._buffers[name] for module, name in self._kept]
+        buffers = [getattr(module, name) for module, name in self._kept]
         places = list(map(torch.Tensor.data_ptr, buffers))
         if places != self._places or not all(map(operator.is_, buffers, self._buffers)):
             self._buffers, self._places = buffers, places
@@ -64,7 +64,9 @@ class RunningStatistics:
         This writes through ``data``, because a graph that still needs its backward pass may hold
         the buffers.
         """
-        pieces = zip(self._kept, self._flat_buffers(), vector.split(self._sizes), strict=True)
+        pieces = zip(
+            self._kept, self._flat_buffers(), torch.split(vector, self._sizes), strict=True
+        )
         changed = [
             (mine, piece)
             for (module, _), mine, piece in pieces
@@ -105,7 +107,7 @@ def _statistics_in(model: nn.Module) -> list[tuple[nn.Module, str]]:
         for module in model.modules()
         if isinstance(module, _NormBase)
         for name in ("running_mean", "running_var")
-        if module._buffers.get(name) is not None
+        if getattr(module, name) is not None
     ]
 
 

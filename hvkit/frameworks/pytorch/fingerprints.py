@@ -103,7 +103,7 @@ def rows_together(flats: Iterable[torch.Tensor]) -> list[Rows]:
     for i, flat in enumerate(flats):
         count = i + 1
         blocks = waiting.setdefault(flat.dtype, [])
-        for b, block in enumerate(flat.split(BLOCK) if flat.numel() else ()):
+        for b, block in enumerate(torch.split(flat, BLOCK) if flat.numel() else ()):
             if blocks and lengths[flat.dtype] + block.numel() > _TOGETHER:
                 add_up(blocks)
                 lengths[flat.dtype] = 0

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 from models import LOOPS, eager_tape, fit, in_eager_code, local, mlp, regression, sgd, weights
-from ranks import error_of, largest_difference, same_on_all_ranks
+from ranks import error_of, keras_in_float64, largest_difference, same_on_all_ranks
 
 import hvkit
 from hvkit.communication.collectives import gather
@@ -16,9 +16,8 @@ ROWS, COLUMNS = [(0, 1), (2, 3)], [(0, 2), (1, 3)]
 @pytest.fixture(autouse=True)
 def _in_float64():
     keras.backend.clear_session()
-    keras.config.set_floatx("float64")
-    yield
-    keras.config.set_floatx("float32")
+    with keras_in_float64():
+        yield
 
 
 def data_of(group, steps):

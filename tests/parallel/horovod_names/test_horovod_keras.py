@@ -1,5 +1,8 @@
 """What else Horovod's own names do under Keras 3."""
 
+import copy
+import pickle
+
 import horovod.keras
 import horovod.tensorflow as hvd_tensorflow
 import horovod.tensorflow.keras as hvd
@@ -149,10 +152,15 @@ def test_batch_norm_over_all_ranks():
     assert largest_difference(found, expected) < 1e-5
 
 
-def test_a_model_is_loaded_with_an_optimizer_that_averages(tmp_path):
+@pytest.mark.parametrize("name", ["model.keras", "model.h5"])
+def test_a_model_is_loaded_with_an_optimizer_that_averages(tmp_path, name):
     model = mlp(0)
-    fit(model, hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), local(DATA[:4]))
-    file = tmp_path / "model.keras"
+    model.compile(
+        hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), keras.losses.MeanSquaredError()
+    )
+    for x, y in local(DATA[:4]):
+        model.fit(x, y, batch_size=len(x), verbose=0)
+    file = tmp_path / name
     model.save(file)
     loaded = hvd.load_model(file)
     assert type(loaded.optimizer) is keras.optimizers.Adam
@@ -194,6 +202,30 @@ def test_names_of_keras_2_are_accepted():
     model = mlp(0)
     with pytest.warns(DeprecationWarning, match="leave it out"):
         model.compile(optimizer, "mse", experimental_run_tf_function=False)
+    with pytest.warns(DeprecationWarning, match="write metric.reset_state"):
+        keras.metrics.Mean().reset_states()
+    with pytest.warns(DeprecationWarning, match="reset_state"):
+        model.reset_states()
+    keras.callbacks.ModelCheckpoint("model.keras", period=1)
+
+
+def test_states_of_recurrent_layers_are_reset():
+    layer = keras.layers.LSTM(2, stateful=True)
+    model = keras.Sequential([keras.Input((3, 1), batch_size=2), layer])
+    first = model.predict(np.ones((2, 3, 1)), verbose=0)
+    assert np.abs(model.predict(np.ones((2, 3, 1)), verbose=0) - first).max() > 0
+    with pytest.warns(DeprecationWarning, match="reset_state"):
+        model.reset_states()
+    assert np.abs(model.predict(np.ones((2, 3, 1)), verbose=0) - first).max() == 0
+
+
+def test_names_that_have_no_equal_say_what_to_write():
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    with pytest.raises(AttributeError, match=r"write optimizer.scale_loss\(loss\)"):
+        scaled.get_scaled_loss(tf.constant(1.0))
+    assert not hasattr(scaled, "get_unscaled_gradients")
+    with pytest.raises(ValueError, match=r"period=5.*save_freq=5 \* steps_per_epoch"):
+        keras.callbacks.ModelCheckpoint("model.keras", period=5)
 
 
 def test_nothing_is_averaged_twice():
@@ -263,10 +295,31 @@ def test_sums_that_hold_no_rates_are_not_corrected():
     assert largest_difference(trained(True), trained(False)) == 0
 
 
-def test_an_optimizer_made_from_the_configuration_of_another_averages():
-    first = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01))
-    found = of_all_ranks(first.from_config(first.get_config()))
+COPIES = {
+    "from_config": lambda optimizer: optimizer.from_config(optimizer.get_config()),
+    "from_config of the class": lambda o: type(o).from_config(o.get_config()),
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "copy of a copy": lambda optimizer: copy.deepcopy(copy.copy(optimizer)),
+}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("scaled", [True, False])
+def test_copies_of_an_optimizer_average(copied, scaled):
+    optimizer = keras.optimizers.Adam(0.01)
+    if scaled:
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=8.0)
+    found = of_all_ranks(copied(hvd.DistributedOptimizer(optimizer)))
     assert largest_difference(found, of_one_process()) < 1e-5
+
+
+def test_an_optimizer_that_averages_is_not_pickled():
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01))
+    with pytest.raises(pickle.PicklingError, match="wrap it where it is loaded"):
+        pickle.dumps(optimizer)
+    alone = pickle.loads(pickle.dumps(keras.optimizers.Adam(0.5)))
+    assert float(alone.learning_rate) == 0.5
 
 
 def test_what_is_accumulated_is_not_broadcast():

@@ -4,6 +4,7 @@ import keras
 import pytest
 from cases import cases, each_once
 from models import LOOPS, equals_one_process, mlp, regression, subclassed, unbuilt
+from ranks import keras_in_float64
 
 import hvkit
 
@@ -41,9 +42,8 @@ LINEAR_UPDATES = {
 @pytest.fixture
 def double_precision():
     """In float32, the roundings of 20 steps on 3 ranks come to 1e-6 of a small bias."""
-    keras.config.set_floatx("float64")
-    yield
-    keras.config.set_floatx("float32")
+    with keras_in_float64():
+        yield
 
 
 @pytest.mark.usefixtures("double_precision")

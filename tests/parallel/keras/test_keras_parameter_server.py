@@ -22,7 +22,13 @@ from models import (
     unbuilt,
     weights,
 )
-from ranks import error_of, largest_difference, same_on_all_ranks, shared_folder
+from ranks import (
+    error_of,
+    keras_in_float64,
+    largest_difference,
+    same_on_all_ranks,
+    shared_folder,
+)
 
 import hvkit
 from hvkit.frameworks.keras.weights.parameter_server import ServedModel
@@ -62,9 +68,8 @@ def fit_unevenly(model, optimizer, data, **more):
 @pytest.mark.parametrize("loop", cases(["function", "eager"]))
 def test_staleness_0_is_synchronous(loop):
     data = [(x.astype(np.float64), y.astype(np.float64)) for x, y in local(regression())]
-    keras.config.set_floatx("float64")
-    try:
-        found = []
+    found = []
+    with keras_in_float64():
         for strategy in (hvkit.Synchronous(), hvkit.ParameterServer(0)):
             model = mlp()
             optimizer = keras.optimizers.SGD(0.05, momentum=0.9, weight_decay=0.01)
@@ -72,10 +77,8 @@ def test_staleness_0_is_synchronous(loop):
             LOOPS[loop](model, optimizer, data)
             found.append(weights(model))
             assert alike(model)
-        assert found[0][0].dtype == np.float64
-        assert largest_difference(*found) < 1e-12
-    finally:
-        keras.config.set_floatx("float32")
+    assert found[0][0].dtype == np.float64
+    assert largest_difference(*found) < 1e-12
 
 
 @pytest.mark.parametrize("staleness", cases([2, 0]))

@@ -3,6 +3,7 @@ import random
 import sys
 
 import pytest
+from ranks import keras_in_float64
 
 # The backend is one of the process: `make parallel` runs this folder by itself.
 if os.environ.get("KERAS_BACKEND") != "torch":
@@ -24,8 +25,5 @@ def _seeded_and_without_tensorflow():
 
 @pytest.fixture
 def double_precision():
-    import keras
-
-    keras.config.set_floatx("float64")
-    yield
-    keras.config.set_floatx("float32")
+    with keras_in_float64():
+        yield

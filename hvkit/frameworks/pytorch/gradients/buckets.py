@@ -5,8 +5,8 @@ Horovod reduces in place. One call copies them in once the last is ready. Once t
 the parameters' ``grad`` become views of the bucket: nothing is copied back, and the memory of the
 rank's own gradients is freed.
 
-A parameter in the memory format channels_last has its numbers in that order in the bucket, too. Ranks
-must therefore have the same formats, which the report on each step shows.
+A parameter in the memory format channels_last has its numbers in that order in the bucket, too.
+Ranks must therefore have the same formats, which the report on each step shows.
 
 Some gradients are copied back instead: float16 and bfloat16 ones, which travel in float32; those of
 parameters that are complex or not dense; and those that the script has made itself or holds
