@@ -62,6 +62,7 @@ KERAS = {
     "alone": ("alone", "torchrun"),
     "hvkit": ("hvkit", "hvkit"),
     MIRRORED: ("mwms", "processes"),
+    "Horovod": ("horovod", "horovodrun"),
 }
 ON_GPUS = ("alone", "hvkit", "hvkit, mpirun", "DDP")
 BESIDE_BUSY = ("alone", "alone, memory kept", "hvkit", "hvkit, mpirun", "DDP", "Horovod")

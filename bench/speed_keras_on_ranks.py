@@ -95,11 +95,15 @@ def main():
         model, optimizer = hvkit.distribute(model, optimizer)
     if flags.peer == "horovod":
         import horovod.tensorflow as hvd
+        from horovod.tensorflow.keras import DistributedOptimizer
 
         hvd.init()
-        hvd.broadcast_variables([each.value for each in model.variables], root_rank=0)
-        plain = tf.GradientTape
-        tf.GradientTape = lambda: hvd.DistributedGradientTape(plain())
+        hvd.broadcast_variables(model.variables, root_rank=0)
+        if flags.way == "fit":
+            optimizer = DistributedOptimizer(optimizer)
+        else:
+            plain = tf.GradientTape
+            tf.GradientTape = lambda: hvd.DistributedGradientTape(plain())
     turns = Turns(flags.turns) if flags.turns else range(1)
     if flags.way == "fit":
         by_fit(model, optimizer, turns)

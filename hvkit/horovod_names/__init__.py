@@ -7,4 +7,6 @@ Horovod's Python calls these modules, by the patches in ``hvkit/build/patches``.
 
     keras_optimizer    DistributedOptimizer: averages in the updates of optimizers of Keras 3
     keras_2            what scripts use that Keras 3 has under another name
+    h5_files           models from HDF5 files, with the optimizer's state
+    settings           the variables that ranks set
 """

@@ -12,9 +12,17 @@ import os, torch, hvkit
 os.environ[{variable!r}] = os.environ["OMPI_COMM_WORLD_RANK"]
 assert hvkit.allreduce(torch.ones(1 << 18), "sum").eq(hvkit.size()).all()
 """
+STARTS = {
+    "hvkit": "import hvkit; hvkit.init('torch')",
+    "horovod": """
+import os, horovod.torch
+horovod.torch.init()
+assert os.environ["HVKIT_BLOCKING_WAITS"] == os.environ["HVKIT_OWN_COLLECTIVES"] == "1"
+assert "HOROVOD_STALL_CHECK_DISABLE" not in os.environ
+""",
+}
 FREED = """
-import resource, torch, hvkit
-hvkit.init("torch")
+import resource, torch
 
 
 def faults():
@@ -54,14 +62,15 @@ def test_ranks_may_differ_in_what_they_set_for_horovod(variable):
     assert status == 0, printed
 
 
-def test_a_rank_keeps_memory_that_it_frees():
-    status, printed = run(FREED)
+@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
+def test_a_rank_keeps_memory_that_it_frees(start):
+    status, printed = run(start + FREED)
     assert status == 0, printed
 
 
 @MORE
 def test_a_rank_returns_memory_if_the_user_says_so():
-    status, printed = run(FREED, MALLOC_TRIM_THRESHOLD_="131072")
+    status, printed = run(STARTS["hvkit"] + FREED, MALLOC_TRIM_THRESHOLD_="131072")
     assert status != 0
     assert "AssertionError" in printed
 
