@@ -8,6 +8,7 @@ import time
 import torch
 from torch import nn
 from torch.nn import functional as F
+from turns import horovod_as_published
 
 
 def mnist():
@@ -88,6 +89,7 @@ def with_horovod(model, optimizer):
     """Horovod's own wrapper, whose hooks it leaves out for a single rank that is not elastic."""
     import horovod.torch as hvd
 
+    horovod_as_published()
     hvd.init()
     os.environ["HOROVOD_ELASTIC"] = "1"
     return hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())

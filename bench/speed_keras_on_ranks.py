@@ -9,7 +9,7 @@ import time
 
 import keras
 import tensorflow as tf
-from turns import Turns
+from turns import Turns, horovod_as_published
 
 BATCH = 64
 
@@ -97,6 +97,7 @@ def main():
         import horovod.tensorflow as hvd
         from horovod.tensorflow.keras import DistributedOptimizer
 
+        horovod_as_published()
         hvd.init()
         hvd.broadcast_variables(model.variables, root_rank=0)
         if flags.way == "fit":

@@ -12,7 +12,7 @@ import time
 import torch
 from torch import nn
 from torch.nn import functional as F
-from turns import Turns
+from turns import Turns, horovod_as_published
 
 BATCH = 64
 
@@ -123,6 +123,7 @@ def with_ddp(model, optimizer):
 def with_horovod(model, optimizer):
     import horovod.torch as hvd
 
+    horovod_as_published()
     hvd.init()
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
