@@ -45,7 +45,8 @@ WAYS = {"fit": 5, "loop": 5}
 TURNS = 12
 # In Keras 3 it trains custom loops only.
 MIRRORED = "MultiWorkerMirroredStrategy"
-# By name: what the ranks run, and the launcher that starts them. Without communication it is the
+# "Horovod" is hvkit's build without what makes it faster, "Horovod's names" that build as it is. By
+# name: what the ranks run, and the launcher that starts them. Without communication it is the
 # one that gives each rank a session, as hvkit's does: else the limit would not be one on a busy
 # machine.
 TORCH = {
@@ -55,6 +56,7 @@ TORCH = {
     "hvkit, mpirun": ("hvkit", "mpirun"),
     "DDP": ("ddp", "torchrun"),
     "Horovod": ("horovod", "horovodrun"),
+    "Horovod's names": ("horovod's names", "horovodrun"),
     "Accelerate": ("accelerate", "torchrun"),
     "Fabric": ("fabric", "fabric"),
 }
@@ -63,9 +65,18 @@ KERAS = {
     "hvkit": ("hvkit", "hvkit"),
     MIRRORED: ("mwms", "processes"),
     "Horovod": ("horovod", "horovodrun"),
+    "Horovod's names": ("horovod's names", "horovodrun"),
 }
 ON_GPUS = ("alone", "hvkit", "hvkit, mpirun", "DDP")
-BESIDE_BUSY = ("alone", "alone, memory kept", "hvkit", "hvkit, mpirun", "DDP", "Horovod")
+BESIDE_BUSY = (
+    "alone",
+    "alone, memory kept",
+    "hvkit",
+    "hvkit, mpirun",
+    "DDP",
+    "Horovod",
+    "Horovod's names",
+)
 COLLECTIVES = {"hvkit": "mpirun", "mpi4py": "mpirun", "gloo": "torchrun"}
 STARTS = {
     "torch": {

@@ -73,7 +73,7 @@ def by_loop(model, optimizer, turns, run=None):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("peer", choices=["alone", "hvkit", "mwms", "horovod"])
+    parser.add_argument("peer", choices=["alone", "hvkit", "mwms", "horovod", "horovod's names"])
     parser.add_argument("way", choices=["fit", "loop"])
     parser.add_argument("turns", nargs="?", help="the bench's socket; without: one step")
     flags = parser.parse_args()
@@ -93,11 +93,12 @@ def main():
         import hvkit
 
         model, optimizer = hvkit.distribute(model, optimizer)
-    if flags.peer == "horovod":
+    if flags.peer.startswith("horovod"):
         import horovod.tensorflow as hvd
         from horovod.tensorflow.keras import DistributedOptimizer
 
-        horovod_as_published()
+        if flags.peer == "horovod":
+            horovod_as_published()
         hvd.init()
         hvd.broadcast_variables(model.variables, root_rank=0)
         if flags.way == "fit":

@@ -120,10 +120,14 @@ def with_ddp(model, optimizer):
     return nn.parallel.DistributedDataParallel(model), optimizer, torch.Tensor.backward
 
 
+def with_horovod_as_published(model, optimizer):
+    horovod_as_published()
+    return with_horovod(model, optimizer)
+
+
 def with_horovod(model, optimizer):
     import horovod.torch as hvd
 
-    horovod_as_published()
     hvd.init()
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -150,7 +154,8 @@ PEERS = {
     "alone, memory kept": alone_with_memory_kept,
     "hvkit": with_hvkit,
     "ddp": with_ddp,
-    "horovod": with_horovod,
+    "horovod": with_horovod_as_published,
+    "horovod's names": with_horovod,
     "accelerate": with_accelerate,
     "fabric": with_fabric,
 }

@@ -1,4 +1,4 @@
-"""What a script's own ``hvd.init()`` sets, as ``hvkit.init`` does: variables, each with a reason."""
+"""The variables that a script's own ``hvd.init()`` sets, as ``hvkit.init`` does."""
 
 import os
 import sys
