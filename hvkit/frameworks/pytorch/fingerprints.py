@@ -88,15 +88,15 @@ def rows_together(flats: Iterable[torch.Tensor]) -> list[Rows]:
     for one of them. The host waits once, for all sums.
     """
     count = 0
-    # Blocks that are still to be added up, of each dtype; then which block of which tensor each sum
-    # is of, and of how many segments.
+    # Blocks that are still to be added up, of each dtype, and their segments; then which block of
+    # which tensor each sum is of, and of how many segments.
     waiting: dict[torch.dtype, list[tuple[int, int, torch.Tensor]]] = {}
+    segments: Counter[torch.dtype] = Counter()
     places: list[tuple[int, int, int]] = []
     sums: list[torch.Tensor] = []
-    lengths: Counter[torch.dtype] = Counter()
 
     def add_up(blocks: list[tuple[int, int, torch.Tensor]]) -> None:
-        places.extend((i, b, -(-block.numel() // _SEGMENT)) for i, b, block in blocks)
+        places.extend((i, b, _segments(block)) for i, b, block in blocks)
         sums.append(_sums_of_segments([block for *_, block in blocks]))
         blocks.clear()
 
@@ -104,18 +104,18 @@ def rows_together(flats: Iterable[torch.Tensor]) -> list[Rows]:
         count = i + 1
         blocks = waiting.setdefault(flat.dtype, [])
         for b, block in enumerate(torch.split(flat, BLOCK) if flat.numel() else ()):
-            if blocks and lengths[flat.dtype] + block.numel() > _TOGETHER:
+            if blocks and (segments[flat.dtype] + _segments(block)) * _SEGMENT > _TOGETHER:
                 add_up(blocks)
-                lengths[flat.dtype] = 0
+                segments[flat.dtype] = 0
             blocks.append((i, b, block))
-            lengths[flat.dtype] += block.numel()
+            segments[flat.dtype] += _segments(block)
     for blocks in filter(None, waiting.values()):
         add_up(blocks)
 
     bits, values = np.zeros(count, np.int64), np.zeros((count, 2))
     if sums:
         of_segments = torch.cat(sums, dim=1).cpu().numpy()
-        starts = np.cumsum([0, *(segments for *_, segments in places[:-1])])
+        starts = np.cumsum([0, *(number for *_, number in places[:-1])])
         with np.errstate(all="ignore"):
             hashes = np.add.reduceat(of_segments[0].view(np.int64), starts)
             added = np.add.reduceat(of_segments[1:], starts, axis=1)
@@ -126,6 +126,10 @@ def rows_together(flats: Iterable[torch.Tensor]) -> list[Rows]:
                 bits[i] = bits[i] * PRIME + of_block
                 values[i] += projection * signs[b % BLOCK], square
     return [fingerprints.row(int(n), *both) for n, both in zip(bits, values, strict=True)]
+
+
+def _segments(block: torch.Tensor) -> int:
+    return -(-block.numel() // _SEGMENT)
 
 
 def _sums_of_segments(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
