@@ -257,13 +257,11 @@ def test_channels_last_gradients_keep_their_layout(layer, memory_format, shape, 
     x = my_part(torch.randn(2 * hvkit.size(), *shape)).to(memory_format=memory_format)
     alone = copy.deepcopy(layer).to(memory_format=memory_format)
     alone.load_state_dict(model.state_dict())
-    places = []
-    for each in (model, alone) * 2:
-        each.zero_grad()
+    for each in (model, alone):
         each(x).square().mean().backward()
-        places.append(each.weight.grad.data_ptr())
     assert model.weight.grad.is_contiguous(memory_format=memory_format)
-    assert (places[0] == places[2]) == (not options)  # the bucket's, which is not copied back
+    memory = model.weight.grad.untyped_storage().nbytes()
+    assert (memory > model.weight.grad.nbytes) == (not options)  # the bucket's: not copied back
     within = {"rtol": 1e-2, "atol": 1e-3} if options else {}
     torch.testing.assert_close(model.weight.grad, mean_over_ranks(alone.weight.grad), **within)
 
