@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hvkit import horovod_names
 from hvkit.communication.traffic import count, of_allgather, of_allreduce, of_alltoall
 from hvkit.errors import HorovodNotFoundError, LaunchError, ranks_text
 from hvkit.host.allocator import keep_freed_memory
@@ -186,7 +187,11 @@ class TensorFlowEngine(Engine):
 
     def __init__(self) -> None:
         self.hvd = _import_horovod("horovod.tensorflow", "TensorFlow")
-        self.hvd.init()
+        horovod_names.started_by_hvkit = True
+        try:
+            self.hvd.init()
+        finally:
+            horovod_names.started_by_hvkit = False
 
     def shut_down(self) -> None:
         self.hvd.shutdown()

@@ -10,3 +10,6 @@ Horovod's Python calls these modules, by the patches in ``hvkit/build/patches``.
     h5_files           models from HDF5 files, with the optimizer's state
     settings           the variables that ranks set
 """
+
+started_by_hvkit = False
+"""Whether it is hvkit that starts Horovod now, whose users write names of Keras 3."""

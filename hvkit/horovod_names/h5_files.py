@@ -12,6 +12,9 @@ import h5py
 import numpy as np
 from keras.src.legacy.saving.legacy_h5_format import load_optimizer_weights_from_hdf5_group
 
+# The iteration and the rate: all that an optimizer has before it is built.
+_OF_UNUSED = 2
+
 
 def restore_optimizer(model: Any, path: Any) -> None:
     """Give a model that was loaded from a file its optimizer with the state in it.
@@ -34,11 +37,13 @@ def restore_optimizer(model: Any, path: Any) -> None:
     with h5py.File(path, "r") as file:
         arrays = [np.asarray(each) for each in load_optimizer_weights_from_hdf5_group(file)]
     found, wanted = [each.shape for each in arrays], [tuple(v.shape) for v in optimizer.variables]
+    if len(found) == _OF_UNUSED:  # saved before the first update
+        wanted = wanted[:_OF_UNUSED]
     if found != wanted:
         raise ValueError(
             f"{path} has optimizer state of shapes {found}, but {type(optimizer).__name__} of this "
             f"model has {wanted}: load with compile=False, and compile the model anew"
         )
-    for variable, array in zip(optimizer.variables, arrays, strict=True):
+    for variable, array in zip(optimizer.variables, arrays, strict=False):
         variable.assign(array)
     model.optimizer = optimizer

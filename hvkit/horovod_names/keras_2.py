@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvkit.horovod_names.keras_optimizer import AveragingConfig, averages
+from hvkit.horovod_names.keras_optimizer import averages
 
 
 class _CallableList(list[Any]):
@@ -31,9 +31,8 @@ def accept() -> None:
     These are ``optimizer.variables()``, ``optimizer.lr``, ``lr=`` of optimizers, ``get_value`` and
     ``set_value`` of Keras's backend, ``reset_states`` of models and metrics,
     ``ModelCheckpoint(period=1)``, and ``compile(experimental_run_tf_function=False)``.
-    An optimizer made from the config of one that averages does so, too. With an optimizer that
-    averages, ``compile`` does not choose XLA by itself, as it otherwise does on GPUs: that has no
-    kernels for Horovod's operations.
+    With an optimizer that averages, ``compile`` does not choose XLA by itself, as it otherwise does
+    on GPUs: that has no kernels for Horovod's operations.
     """
     base = keras.optimizers.Optimizer
     known: set[Any] = {e for e in vars(keras.optimizers).values() if isinstance(e, type)}
@@ -44,9 +43,6 @@ def accept() -> None:
         if variables := vars(optimizer).get("variables"):
             optimizer.variables = property(_callable(variables.fget))
     base.lr = property(_rate, _set_rate)
-    for optimizer in {each for each in known if "from_config" in vars(each)} | {*base.__mro__}:
-        if from_config := vars(optimizer).get("from_config"):
-            optimizer.from_config = classmethod(_averaging(from_config.__func__))
     for name, instead in _OF_LOSS_SCALES.items():
         setattr(keras.optimizers.LossScaleOptimizer, name, property(_dropped(name, instead)))
     keras.Model.reset_states, keras.Metric.reset_states = _reset_layers, _reset_metric
@@ -72,19 +68,10 @@ def _dropped(name: str, instead: str) -> Callable[[Any], None]:
     return refuse
 
 
-def _averaging(from_config: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(from_config)
-    def averaging(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
-        made = from_config(cls, config, *args, **kwargs)
-        return config.average(made) if isinstance(config, AveragingConfig) else made
-
-    return averaging
-
-
 def _reset_layers(model: Any) -> None:
     _warn("model.reset_states(): call reset_state() of its stateful layers")
     for layer in model._flatten_layers(include_self=False):
-        if hasattr(layer, "reset_state"):
+        if getattr(layer, "stateful", False):
             layer.reset_state()
 
 
@@ -96,7 +83,10 @@ def _reset_metric(metric: Any) -> None:
 def _without_period(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def without_period(self: Any, *args: Any, **kwargs: Any) -> None:
-        if (period := kwargs.pop("period", 1)) != 1:
+        period = kwargs.pop("period", None)
+        if period == 1:
+            _warn("ModelCheckpoint(period=1): leave it out; it has no effect")
+        elif period is not None:
             raise ValueError(
                 f"Keras 3 has dropped ModelCheckpoint(period={period!r}): write "
                 f"save_freq={period!r} * steps_per_epoch, a number of batches"

@@ -9,9 +9,11 @@ The optimizer stays the object it was, so a file that Keras saves of it loads wi
 
 from __future__ import annotations
 
+import copy
 import copyreg
+import functools
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -31,6 +33,7 @@ def average_in_updates(
     scale_local_gradients: bool,
     ranks: Callable[[], Any],
     lowest: Callable[[tf.Tensor], tf.Tensor],
+    local: dict[int, Any] | None = None,
 ) -> Any:
     """Make an optimizer reduce gradients over ranks before it uses them, and return it.
 
@@ -44,6 +47,7 @@ def average_in_updates(
             ranks, as those of others are.
         ranks: returns their number.
         lowest: returns the minimum over ranks.
+        local: variables whose gradients stay on their rank, by id; None for none yet.
 
     Raises:
         ValueError: the optimizer averages already, or accumulates gradients in another way.
@@ -56,6 +60,8 @@ def average_in_updates(
             "two out"
         )
     note_averaged_by_horovod(inner)
+    # By id: Keras compares variables by their values.
+    of_rank: dict[int, Any] = {} if local is None else local
 
     def average_alike(other: Any) -> Any:
         """Make another optimizer average in the same way, unless it averages already."""
@@ -69,27 +75,26 @@ def average_in_updates(
             scale_local_gradients,
             ranks,
             lowest,
+            of_rank,
         )
-
-    local: dict[int, Any] = {}  # by id: Keras compares variables by their values
 
     def register_local_var(variable: Any) -> None:
         """Keep the gradients of a variable on this rank."""
         own = backend_variable(variable)
-        local[id(own)] = own
+        of_rank[id(own)] = own
 
     def average(
         gradients: Sequence[Any], variables: Sequence[Any], absent: Sequence[Any] | None = None
     ) -> list[Any]:
         held = [backend_variable(v) for v in variables]
-        shared = [i for i, v in enumerate(held) if id(v) not in local]
+        shared = [i for i, v in enumerate(held) if id(v) not in of_rank]
         found = allreduce_gradients([gradients[i] for i in shared], [held[i] for i in shared])
         means = list(gradients)
         for i, mean in zip(shared, found, strict=True):
             means[i] = mean
         if scale_local_gradients:
             for i, v in enumerate(held):
-                if id(v) in local:
+                if id(v) in of_rank:
                     means[i] = _of_values(lambda g: g / tf.cast(ranks(), g.dtype), means[i])
         return means
 
@@ -98,18 +103,42 @@ def average_in_updates(
         _accumulate(inner, backward_passes_per_step, average_aggregated_gradients)
     skip_together(inner, lambda finite: tf.cast(lowest(tf.cast(finite, tf.int32)), tf.bool))
     inner.register_local_var = optimizer.register_local_var = register_local_var
-    _average_in_copies(optimizer, average_alike)
+    _average_in_copies(inner, average_alike)
+    if optimizer is not inner:
+        _average_in_copies(optimizer, average_alike)
     return optimizer
 
 
 class AveragingConfig(dict[str, Any]):
-    """The config of an optimizer that averages.
+    """The config of an optimizer that averages, and so do those made from it or its copies.
 
-    Attributes:
+    One that is pickled, or that ``{**config}`` makes, is a plain dict.
+
+    Args:
+        config: of the optimizer.
         average: makes another optimizer average in the same way.
     """
 
-    average: Callable[[Any], Any]
+    def __init__(self, config: Mapping[str, Any], average: Callable[[Any], Any]) -> None:
+        super().__init__(config)
+        self.average = average
+
+    def copy(self) -> AveragingConfig:
+        return AveragingConfig(self, self.average)
+
+    __copy__ = copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AveragingConfig:
+        return AveragingConfig(copy.deepcopy(dict(self), memo), self.average)
+
+    def __or__(self, other: Any) -> Any:
+        return AveragingConfig({**self, **other}, self.average)
+
+    def __ror__(self, other: Any) -> Any:
+        return AveragingConfig({**other, **self}, self.average)
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
 
 
 class _Averaging:
@@ -141,24 +170,33 @@ _averaging: WeakKeyDictionary[Any, _Averaging] = WeakKeyDictionary()
 
 def _average_in_copies(optimizer: Any, average: Callable[[Any], Any]) -> None:
     """Make the copies of an optimizer average: by ``copy``, or from its config."""
-    kind = type(optimizer)
-
-    def get_config() -> AveragingConfig:
-        config = AveragingConfig(kind.get_config(optimizer))
-        config.average = average
-        return config
+    kind: Any = type(optimizer)
+    if not hasattr(kind.from_config, "averages"):
+        kind.from_config = classmethod(_averaging_if_asked(kind.from_config.__func__))
 
     def from_config(*args: Any, **kwargs: Any) -> Any:
         return average(kind.from_config(*args, **kwargs))
 
-    optimizer.get_config, optimizer.from_config = get_config, from_config
+    optimizer.get_config = lambda: AveragingConfig(kind.get_config(optimizer), average)
+    optimizer.from_config = from_config
     _averaging[optimizer] = _Averaging(average)
     copyreg.pickle(kind, _reduced)
 
 
+def _averaging_if_asked(from_config: Callable[..., Any]) -> Callable[..., Any]:
+    """A class's ``from_config``, which wraps what it makes of an ``AveragingConfig``."""
+
+    @functools.wraps(from_config)
+    def made_from(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        made = from_config(cls, config, *args, **kwargs)
+        return config.average(made) if isinstance(config, AveragingConfig) else made
+
+    made_from.averages = True  # type: ignore[attr-defined]
+    return made_from
+
+
 def _reduced(optimizer: Any) -> Any:
-    kind: Any = type(optimizer)
-    rebuild, args, *rest = kind.__reduce__(optimizer)
+    rebuild, args, *rest = optimizer.__reduce_ex__(2)
     averaging = _averaging.get(optimizer)
     return (averaging, (rebuild, *args), *rest) if averaging else (rebuild, args, *rest)
 

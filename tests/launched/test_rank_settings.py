@@ -36,6 +36,21 @@ def faults():
 # come together.
 assert any(faults() < 100 for _ in range(40))
 """
+# The names of Keras 2 are for scripts of Horovod's, which start it themselves. An import of Horovod
+# for another framework comes after that.
+NAMES = """
+import tensorflow as tf
+import horovod.tensorflow as hvd
+hvd.init()
+assert tf.keras.optimizers.Adam(lr=0.5).variables()[1] == 0.5
+import horovod.torch
+assert hvd.global_process_set.included() and hvd.global_process_set.size() == 2
+"""
+NAMES_OF_KERAS_3 = """
+import keras, hvkit
+hvkit.init("tensorflow")
+assert not hasattr(keras.optimizers.Adam(), "lr")
+"""
 # In a new process no other thread of Python's is without a frame.
 STATES = """
 import faulthandler, torch, hvkit
@@ -73,6 +88,12 @@ def test_a_rank_returns_memory_if_the_user_says_so():
     status, printed = run(STARTS["hvkit"] + FREED, MALLOC_TRIM_THRESHOLD_="131072")
     assert status != 0
     assert "AssertionError" in printed
+
+
+@pytest.mark.parametrize("script", [NAMES, NAMES_OF_KERAS_3], ids=["horovod", "hvkit"])
+def test_scripts_of_horovods_may_use_names_of_keras_2(script):
+    status, printed = run(script)
+    assert status == 0, printed
 
 
 def test_horovods_thread_keeps_its_thread_state(tmp_path):

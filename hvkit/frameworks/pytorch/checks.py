@@ -166,8 +166,7 @@ class Checks:
             i, last, other = found
             error = RanksDisagreeError(
                 f"{self.label(i, parameters[i])} is in torch.channels_last on rank {last} but not "
-                f"on rank {other}: call model.to(memory_format=...) alike on every rank, before "
-                "hvkit.distribute"
+                f"on rank {other}: call model.to(memory_format=...) alike on every rank"
             )
             raise mark_as_shown_by(error, self.group.first)
 

@@ -77,7 +77,7 @@ def _row(flat: torch.Tensor) -> torch.Tensor:
 
 
 # Elements that a GPU hashes at a time, and in one row of a sum.
-_TOGETHER, _SEGMENT = 4 * BLOCK, 1 << 13
+_TOGETHER, _SEGMENT = 4 * BLOCK, 1 << 10
 
 
 @torch.no_grad()

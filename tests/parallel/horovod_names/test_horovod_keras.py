@@ -169,6 +169,18 @@ def test_a_model_is_loaded_with_an_optimizer_that_averages(tmp_path, name):
     assert largest_difference(weights(loaded), of_one_process()) < 1e-5
 
 
+def test_a_model_that_was_saved_before_it_trained_is_loaded(tmp_path):
+    model = mlp(0)
+    model.compile(
+        hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), keras.losses.MeanSquaredError()
+    )
+    model.save(tmp_path / "model.h5")
+    loaded = hvd.load_model(tmp_path / "model.h5")
+    for x, y in local(DATA):
+        loaded.fit(x, y, batch_size=len(x), verbose=0)
+    assert largest_difference(weights(loaded), of_one_process()) < 1e-5
+
+
 def test_overflows_are_skipped_on_all_ranks():
     model = mlp(0)
     scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=8.0)
@@ -206,12 +218,14 @@ def test_names_of_keras_2_are_accepted():
         keras.metrics.Mean().reset_states()
     with pytest.warns(DeprecationWarning, match="reset_state"):
         model.reset_states()
-    keras.callbacks.ModelCheckpoint("model.keras", period=1)
+    with pytest.warns(DeprecationWarning, match="leave it out"):
+        keras.callbacks.ModelCheckpoint("model.keras", period=1)
 
 
 def test_states_of_recurrent_layers_are_reset():
     layer = keras.layers.LSTM(2, stateful=True)
-    model = keras.Sequential([keras.Input((3, 1), batch_size=2), layer])
+    stateless = keras.layers.Bidirectional(keras.layers.LSTM(2, return_sequences=True))
+    model = keras.Sequential([keras.Input((3, 1), batch_size=2), stateless, layer])
     first = model.predict(np.ones((2, 3, 1)), verbose=0)
     assert np.abs(model.predict(np.ones((2, 3, 1)), verbose=0) - first).max() > 0
     with pytest.warns(DeprecationWarning, match="reset_state"):
@@ -301,7 +315,15 @@ COPIES = {
     "deepcopy": copy.deepcopy,
     "copy": copy.copy,
     "copy of a copy": lambda optimizer: copy.deepcopy(copy.copy(optimizer)),
+    "a changed config": lambda o: type(o).from_config(o.get_config() | {"name": "other"}),
+    "a copied config": lambda o: type(o).from_config(copy.deepcopy(o.get_config().copy())),
 }
+
+
+class OfTheScript(keras.optimizers.Adam):
+    @classmethod
+    def from_config(cls, config):
+        return cls(**config)
 
 
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
@@ -312,6 +334,37 @@ def test_copies_of_an_optimizer_average(copied, scaled):
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=8.0)
     found = of_all_ranks(copied(hvd.DistributedOptimizer(optimizer)))
     assert largest_difference(found, of_one_process()) < 1e-5
+
+
+def test_copies_of_the_scripts_own_optimizer_average():
+    first = hvd.DistributedOptimizer(OfTheScript(0.01))
+    found = of_all_ranks(OfTheScript.from_config(first.get_config()))
+    assert largest_difference(found, of_one_process()) < 1e-5
+    scaled = hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(OfTheScript(0.01)))
+    found = of_all_ranks(copy.deepcopy(scaled.inner_optimizer))
+    assert largest_difference(found, of_one_process()) < 1e-5
+
+
+def test_copies_keep_gradients_of_local_variables_on_their_rank():
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    variable = keras.Variable(0.0)
+    optimizer.register_local_var(variable)
+    for each in (
+        optimizer,
+        copy.deepcopy(optimizer),
+        optimizer.from_config(optimizer.get_config()),
+    ):
+        variable.assign(0.0)
+        each.apply([tf.constant(float(hvd.rank() * hvd.size()))], [variable])
+        assert float(variable) == -hvd.rank()
+
+
+def test_a_config_is_pickled_as_a_plain_one():
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.5))
+    config = pickle.loads(pickle.dumps(optimizer.get_config()))
+    assert type(config) is dict
+    assert config == keras.optimizers.Adam(0.5).get_config() | {"name": optimizer.name}
+    assert hvd_tensorflow.broadcast_object(optimizer.get_config())["learning_rate"] == 0.5
 
 
 def test_an_optimizer_that_averages_is_not_pickled():

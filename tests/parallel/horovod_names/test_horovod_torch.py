@@ -132,6 +132,20 @@ def test_models_in_channels_last(options):
         assert torch.allclose(mine, theirs, rtol=0, atol=within)
 
 
+def test_adasum_of_a_model_in_channels_last():
+    torch.manual_seed(0)
+    model = torch.nn.Conv2d(3, 4, 3)
+    other = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    other.load_state_dict(model.state_dict())
+    for each in (model, other):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(optimizer, each.named_parameters(), op=hvd.Adasum)
+        x = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(hvd.rank()))
+        each(x).pow(2).mean().backward()
+        optimizer.step()
+    assert torch.allclose(model.weight, other.weight, rtol=0, atol=1e-6)
+
+
 def test_zero_grad_takes_the_arguments_of_pytorch():
     model = model_of(0)
     optimizer = hvd.DistributedOptimizer(

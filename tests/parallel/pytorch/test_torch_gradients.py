@@ -277,3 +277,30 @@ def test_ranks_with_different_memory_formats_are_an_error():
         "parameter weight is in torch.channels_last on rank 1 but not on rank 0",
         "alike on every rank",
     )
+
+
+def test_a_memory_format_may_change_between_steps():
+    torch.manual_seed(0)
+    model = nn.Conv2d(3, 4, 3)
+    hvkit.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = my_part(torch.randn(2 * hvkit.size(), 3, 8, 8))
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        model.to(memory_format=memory_format).zero_grad()
+        model(x).square().mean().backward()
+        assert model.weight.grad.is_contiguous(memory_format=memory_format)
+
+
+def test_a_rank_that_changes_its_memory_format_alone_is_an_error():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Conv2d(3, 3, 3, padding=1) for _ in range(3)))
+    model.append(nn.Conv2d(3, 700_000, 1))  # a bucket of its own before the last
+    hvkit.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = my_part(torch.randn(hvkit.size(), 3, 2, 2))
+    model(x).square().mean().backward()
+    model.zero_grad()
+    if hvkit.rank() == 1:
+        model[0].to(memory_format=torch.channels_last)
+    assert raised_everywhere(
+        lambda: model(x).square().mean().backward(),
+        "parameter 0.weight is in torch.channels_last on rank 1 but not on rank 0",
+    )

@@ -17,9 +17,9 @@ from hvkit.frameworks.pytorch.gradients.compressed_buckets import CompressedBuck
 from hvkit.frameworks.pytorch.gradients.step_report import StepReport
 from hvkit.sync.chunking import chunks
 
-Kind = tuple[list[torch.dtype], list[int], list[bool], Set[int]]
-"""What decides the layout: the parameters' dtypes, the indices of their devices, whether each
-requires a gradient, and the indices of those whose gradients are row-sparse."""
+Kind = tuple[list[torch.dtype], list[int], list[bool], list[bool], Set[int]]
+"""What decides the layout: the parameters' dtypes, the indices of their devices, whether each is
+contiguous and requires a gradient, and the indices of those whose gradients are row-sparse."""
 
 # A device itself takes twice the time.
 device_index = torch.Tensor.get_device

@@ -214,6 +214,7 @@ class GradientReducer:
         kind = (
             [p.dtype for p in self._parameters],
             list(map(device_index, self._parameters)),
+            list(map(torch.Tensor.is_contiguous, self._parameters)),
             [p.requires_grad for p in self._parameters],
             self._sparse,
         )
@@ -313,19 +314,22 @@ class GradientReducer:
             raise
         mean = self._laid_out().report.values.numpy()
         report, disagreement = self._report.decode(mean, self._wire.size)
+        same_buckets = not disagreement.frozen
         try:
             if disagreement.steps:
                 self._checks.refuse_other_steps(self._steps_done)
             if disagreement.frozen:
                 self._checks.require_same_parameters(self._parameters)
             if disagreement.checksums:
+                same_buckets = False
                 self._checks.require_same_formats(self._laid_out().channels_last, self._parameters)
+                same_buckets = not disagreement.frozen
                 self._checks.require_same_rates(self._optimizers)
                 self._checks.require_same_gradients(self._changes.used, self._parameters)
             if disagreement.changes.early:
                 self._checks.refuse_early_changes(self._window.length)
         except (RanksDisagreeError, ValueError):
-            if not disagreement.frozen:  # else ranks may have sent different buckets
+            if same_buckets:  # else ranks may have sent different ones
                 self._drop()
             raise
         self._changes.reported(disagreement.changes, self._steps_done)
