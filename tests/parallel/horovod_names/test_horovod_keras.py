@@ -320,6 +320,7 @@ COPIES = {
 }
 
 
+@keras.saving.register_keras_serializable()
 class OfTheScript(keras.optimizers.Adam):
     @classmethod
     def from_config(cls, config):
