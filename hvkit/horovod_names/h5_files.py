@@ -32,6 +32,8 @@ def restore_optimizer(model: Any, path: Any) -> None:
     variables = model.trainable_variables
     if loaded is None or not loaded.built or loaded._trainable_variables or not variables:
         return
+    if not h5py.is_hdf5(path):
+        return
     optimizer = type(loaded).from_config(loaded.get_config())
     optimizer.build(variables)
     with h5py.File(path, "r") as file:

@@ -160,7 +160,7 @@ class _Averaging:
     def __reduce__(self) -> Any:
         raise pickle.PicklingError(
             "an optimizer of hvd.DistributedOptimizer cannot be pickled, since it would not "
-            "average any more: pickle the optimizer inside, and wrap it where it is loaded"
+            "average any more: pickle it before it is wrapped, and wrap it where it is loaded"
         )
 
 
