@@ -45,10 +45,10 @@ WAYS = {"fit": 5, "loop": 5}
 TURNS = 12
 # In Keras 3 it trains custom loops only.
 MIRRORED = "MultiWorkerMirroredStrategy"
-# "Horovod" is hvkit's build without what makes it faster, "Horovod's names" that build as it is. By
-# name: what the ranks run, and the launcher that starts them. Without communication it is the
+# By name: what the ranks run, and the launcher that starts them. Without communication it is the
 # one that gives each rank a session, as hvkit's does: else the limit would not be one on a busy
-# machine.
+# machine. "Horovod" is hvkit's build without what makes it faster, "Horovod's names" the build as
+# it is.
 TORCH = {
     "alone": ("alone", "torchrun"),
     "alone, memory kept": ("alone, memory kept", "torchrun"),
