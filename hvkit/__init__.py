@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from hvkit.errors import RanksDisagreeError as RanksDisagreeError
     from hvkit.main_rank import is_main as is_main
     from hvkit.main_rank import main_first as main_first
+    from hvkit.mesh import Mesh as Mesh
     from hvkit.metrics import EarlyStopping as EarlyStopping
     from hvkit.metrics import any_rank as any_rank
     from hvkit.metrics import average as average
@@ -62,6 +63,7 @@ _NAMES_BY_MODULE = {
         "RanksDisagreeError"
     ),
     "main_rank": "is_main main_first",
+    "mesh": "Mesh",
     "metrics": "EarlyStopping any_rank average",
     "monitor": "Monitor",
     "runtime": "init local_rank local_size rank size",

@@ -5,20 +5,25 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 from hvkit import runtime, strategies
 from hvkit.argument_checks import advise_on_extra_arguments, check_count
+from hvkit.communication import collectives
 from hvkit.communication.collectives import raise_together, require_equal
+from hvkit.communication.division import divide
 from hvkit.communication.group import Group, all_ranks, refuse_in_group
 from hvkit.compression import BY_NAME, Compression, CompressionName
 from hvkit.errors import ranks_text
 from hvkit.learning_rate import LRScaling, Multiplier, describe, length_of_warmup, make_multiplier
 from hvkit.log import logger
 from hvkit.main_rank import warn_once
+from hvkit.mesh import Mesh, MeshOptions, picture, position_in, rows
 from hvkit.monitor.monitor import Monitor
 from hvkit.strategies.diloco import DiLoCo
 from hvkit.strategies.fully_shard import FullyShard
@@ -69,6 +74,10 @@ def distribute(
     check_every: int | None = None,
     on_nonfinite: OnNonfinite = "ignore",
     monitor: Monitor | None = None,
+    mesh: Mesh | None = None,
+    microbatches: int | None = None,
+    schedule: str = "GPipe",
+    stages: Sequence[str] | str = "flops",
     _group: Group | None = None,
 ) -> tuple[Model, Optimizers]:
     """Train this model with its optimizer on all ranks together.
@@ -102,6 +111,13 @@ def distribute(
         on_nonfinite: after NaN or infinite gradients on any rank, ``"stop"`` raises
             FloatingPointError on all, ``"skip"`` leaves the step out; both name the rank.
         monitor: records the learning rate and gradients' norm, and each step of Keras's ``fit``.
+        mesh: ``hvkit.Mesh(pipeline=2, data=2)`` divides the model as well, among the ranks along
+            the pipeline axis; ranks along the data axis train with ``strategy``. In PyTorch.
+        microbatches: parts of a batch that follow each other through a pipeline; None for four for
+            each stage.
+        schedule: in which order: ``"GPipe"``, all forward and then all backward.
+        stages: the modules after which to cut a pipeline, ``["blocks.3"]``; or what to balance,
+            ``"flops"`` or ``"bytes"`` of weights.
 
     Returns:
         The same model and optimizer objects (or the lists) that were passed in.
@@ -123,13 +139,14 @@ def distribute(
     optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     engine = engine_of(framework_of(models[0])) if models else None
     runtime.init(engine)
-    # Not public yet: the ranks of a group alone. "All ranks" and "rank 0" are then theirs.
     group = _group or all_ranks()
     runtime.refuse_separate_training()
     port: Port | None = None
     options: Options | None = None
     problem: Exception | None = None
     multiplier = Multiplier()
+    in_mesh: MeshOptions | None = None
+    framework = ""
     try:
         options = Options(
             accumulate=check_count("accumulate", accumulate),
@@ -144,7 +161,9 @@ def distribute(
         _refuse_contradictions(options)
         if not group.is_all_ranks:
             _refuse_in_group(options, engine, monitor)
-        multiplier = make_multiplier(lr_scaling, group.size, options.warmup_steps)
+        in_mesh = _mesh_options(mesh, microbatches, schedule, stages)
+        if in_mesh:
+            _refuse_in_mesh(in_mesh, options, monitor)
         if monitor is not None and not isinstance(monitor, Monitor):
             raise TypeError(f"monitor must be a hvkit.Monitor, got {monitor!r}")
         if not models:
@@ -153,12 +172,19 @@ def distribute(
             raise ValueError(f"optimizer must hold at least one optimizer, got {optimizer!r}")
         framework = _framework_of_all(models)
         _refuse_second_call(models, optimizers)
-        port = _port_for(framework, models, optimizers, options)
     except Exception as error:  # of any type: the other ranks must not wait for this one
         problem = error
     raise_together(problem, group=group)
-    assert port is not None
     assert options is not None
+    if in_mesh and group.size > 1:
+        options = _in_data_group(options, in_mesh, engine)
+    try:
+        multiplier = make_multiplier(lr_scaling, options.group.size, options.warmup_steps)
+        port = _port_for(framework, models, optimizers, options)
+    except Exception as error:
+        problem = error
+    raise_together(problem, group=group)
+    assert port is not None
     records = [(each, Record()) for each in optimizers]
     keeper: Keeper | None = None
     if group.size > 1:
@@ -174,6 +200,10 @@ def distribute(
         paced = not isinstance(strategy, ParameterServer)
         monitor.attach(models, optimizers, equal_steps=paced)
     if group.size > 1:
+        if in_mesh:
+            hosts = collectives.gather("distribute", socket.gethostname())
+            if group.rank == 0:
+                logger.info(picture(in_mesh.mesh, hosts))
         if options.strategy.has_momentum and (found := port.more_than_sgd()):
             warn_once(
                 "momentum",
@@ -185,7 +215,7 @@ def distribute(
         rates = port.scale_learning_rate(multiplier)
         records, keeper = port.keep_in_step()
         if group.rank == 0:
-            said = describe(rates, lr_scaling, group.size)
+            said = describe(rates, lr_scaling, options.group.size)
             logger.info(f"{group.size} ranks; {said}")
     record(models, records, keeper, group)
     return model, optimizer
@@ -309,6 +339,76 @@ def _refuse_in_group(options: Options, engine: str | None, monitor: Monitor | No
         )
 
 
+def _mesh_options(
+    mesh: Mesh | None, microbatches: int | None, schedule: str, stages: Sequence[str] | str
+) -> MeshOptions | None:
+    """What was passed about a mesh; None if nothing.
+
+    Raises:
+        TypeError, ValueError: a wrong value, or one that needs a mesh.
+    """
+    given = {"microbatches": microbatches, "schedule": schedule, "stages": stages}
+    if mesh is None:
+        for name, value in given.items():
+            if value not in (None, "GPipe", "flops"):
+                raise ValueError(f"{name}={value!r} needs a mesh: pass mesh=hvkit.Mesh(pipeline=2)")
+        return None
+    position = position_in(mesh)
+    if microbatches is not None and position.mesh.pipeline == 1:
+        raise ValueError(
+            f"microbatches={microbatches} needs a pipeline, but {position.mesh} has none: pass "
+            "hvkit.Mesh(pipeline=2)"
+        )
+    count = 4 * position.mesh.pipeline if microbatches is None else microbatches
+    if schedule != "GPipe":
+        raise ValueError(f"schedule must be 'GPipe', got {schedule!r}")
+    if not isinstance(stages, str) and not all(isinstance(each, str) for each in stages):
+        raise TypeError(f"stages must hold the names of modules, got {stages!r}")
+    return MeshOptions(
+        position,
+        check_count("microbatches", count),
+        schedule,
+        stages if isinstance(stages, str) else tuple(stages),
+    )
+
+
+# What works among ranks that hold the same part of a model.
+_IN_MESHES = (Synchronous, LocalSGD, DiLoCo)
+
+
+def _refuse_in_mesh(in_mesh: MeshOptions, options: Options, monitor: Monitor | None) -> None:
+    """Raise for what does not work yet where a model is divided.
+
+    Raises:
+        ValueError: with the reason.
+    """
+    mesh = in_mesh.mesh
+    if not isinstance(options.strategy, _IN_MESHES):
+        known = ", ".join(each.__name__ for each in _IN_MESHES)
+        raise ValueError(
+            f"{options.strategy} does not work along the data axis of {mesh}, where ranks hold a "
+            f"part of the model: use {known}"
+        )
+    if options.on_nonfinite != "ignore":
+        raise ValueError(
+            f"on_nonfinite={options.on_nonfinite!r} looks at the gradients of a whole model, which "
+            f'no rank of {mesh} has: use on_nonfinite="ignore"'
+        )
+    if options.batch_norm == "sync":
+        raise ValueError(
+            f'batch_norm="sync" does not work in micro-batches, as in {mesh}: use "average"'
+        )
+    if monitor is not None:
+        raise ValueError(f"hvkit.Monitor does not know gradients of several ranks, as in {mesh}")
+
+
+def _in_data_group(options: Options, in_mesh: MeshOptions, engine: str | None) -> Options:
+    """The options for the ranks that hold the same part of a model; a collective of all ranks."""
+    along_data = rows(in_mesh.mesh, "data")
+    group = Group(0, (runtime.rank(),)) if in_mesh.mesh.data == 1 else divide(along_data, engine)
+    return replace(options, mesh=in_mesh, group=group)
+
+
 def _refuse_nonfinite(options: Options) -> None:
     if options.on_nonfinite == "ignore":
         return
@@ -350,6 +450,10 @@ def _port_for(
     """
     if framework == "keras":
         return _port_for_keras(models, optimizers, options)
+    if options.mesh:
+        from hvkit.frameworks.pytorch.model_parallel.port import MeshPort
+
+        return MeshPort(models, optimizers, options)
     from hvkit.frameworks.pytorch import PyTorchPort
 
     return PyTorchPort(models, optimizers, options)

@@ -18,6 +18,7 @@ from hvkit.communication.group import Group
 from hvkit.compression import Compression
 from hvkit.learning_rate import Multiplier
 from hvkit.main_rank import warn_once
+from hvkit.mesh import MeshOptions
 from hvkit.strategies.strategy import Strategy
 
 BatchNorm = Literal["average", "local", "sync"]
@@ -39,7 +40,9 @@ class Options:
     on_nonfinite: str
     strategy: Strategy
     group: Group = field(repr=False)
-    """The ranks that train together."""
+    """The ranks that train together, or in a mesh those that hold the same part of the model."""
+    mesh: MeshOptions | None = None
+    """How ranks divide the model; None if each holds all of it."""
 
 
 class Warmup(Protocol):

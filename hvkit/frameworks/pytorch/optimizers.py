@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from hvkit import metrics
@@ -19,6 +20,7 @@ from hvkit.sync.port import Options
 _SCALED_STEP = "_hvkit_scaled_step"
 _UNSCALING = "_hvkit_unscaling"
 _UNSCALED = "_hvkit_unscaled"
+_OVERFLOWS = "_hvkit_overflows"
 
 
 def has_step_length(optimizer: Optimizer) -> bool:
@@ -105,6 +107,15 @@ def after_unscaling(optimizer: Optimizer, function: Callable[[], None]) -> None:
     _patch_scaler()
 
 
+def share_overflows(optimizer: Optimizer, function: Callable[[Any], None]) -> None:
+    """Call ``function(scaler)`` each time a ``GradScaler`` has looked for overflows.
+
+    It unscales the gradients before every step, also of optimizers that do so themselves.
+    """
+    vars(optimizer)[_OVERFLOWS] = function
+    _patch_scaler()
+
+
 @functools.cache
 def _patch_scaler() -> None:
     scaled_step, unscale = torch.amp.GradScaler.step, torch.amp.GradScaler.unscale_
@@ -118,6 +129,8 @@ def _patch_scaler() -> None:
     def unscale_(self: Any, optimizer: Optimizer) -> None:
         prepare(self, optimizer)
         unscale(self, optimizer)
+        if self.is_enabled() and (share := vars(optimizer).get(_OVERFLOWS)):
+            share(self)
         if self.is_enabled() and (function := vars(optimizer).get(_UNSCALED)):
             function()
 
@@ -125,6 +138,9 @@ def _patch_scaler() -> None:
     @functools.wraps(scaled_step)
     def step(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         prepare(self, optimizer)
+        if self.is_enabled() and _OVERFLOWS in vars(optimizer):
+            if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+                self.unscale_(optimizer)
         plain = functools.partial(scaled_step, self, optimizer, *args, **kwargs)
         function = vars(optimizer).get(_SCALED_STEP)
         return plain() if function is None else function(self, plain)

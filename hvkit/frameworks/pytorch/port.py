@@ -35,6 +35,7 @@ from hvkit.frameworks.pytorch.modules import named_in, refuse_optimizers_of_othe
 from hvkit.frameworks.pytorch.optimizers import has_step_length, refuse_own_steps, stepping_in
 from hvkit.frameworks.pytorch.refusals import (
     is_divided,
+    is_in_mesh,
     refuse_changes_in_forward,
     refuse_other_wrappers,
     refuse_what_cannot_be_divided,
@@ -77,6 +78,7 @@ class PyTorchPort:
         self.parameters = _named_parameters(self.models, self.optimizers)
         _refuse_distributed(self.parameters, several=len(models) > 1)
         self.multiplier = Multiplier()
+        self.reducer: GradientReducer | None = None
         if options.batch_norm == "sync":
             batch_norm_of(self.model)
         strategy = options.strategy
@@ -143,7 +145,7 @@ class PyTorchPort:
     def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
         self._synchronise_batch_norm()
         name = self.options.group.numbered("hvkit")
-        statistics = self._averaged_statistics()
+        statistics = self._averaged_statistics(self.model)
         hooks = {each: UpdateHooks() for each in self.optimizers}
         records: list[tuple[Any, Record]] = []
         keeper: Keeper | None = None
@@ -154,6 +156,18 @@ class PyTorchPort:
             keeper = self._keep_weights_in_step(hooks, name, statistics)
         if isinstance(strategy, ShardedOptimizer):
             whole = self._divide_state(strategy, hooks, name)
+        return records + self._attach(hooks, whole), keeper
+
+    def _attach(
+        self, hooks: Mapping[Optimizer, UpdateHooks], whole: Callable[[Any], Any] | None
+    ) -> list[tuple[Any, Record]]:
+        """Call hooks around the optimizers' steps, and return their records.
+
+        Args:
+            hooks: only those that act inside updates may be missing so far.
+            whole: returns a context in which rank 0 holds an optimizer's whole state.
+        """
+        records: list[tuple[Any, Record]] = []
         for optimizer, around in hooks.items():
             rate = self._multiply_rate(optimizer, around)
             if timeline_wanted():
@@ -163,14 +177,25 @@ class PyTorchPort:
             attach(stepping, around)
             gather = functools.partial(whole, weakref.proxy(optimizer)) if whole else None
             records.append((optimizer, Record(warmup=rate, gathered=gather)))
-        return records, keeper
+        return records
 
     def _keep_weights_in_step(
         self,
         hooks: Mapping[Optimizer, UpdateHooks],
         name: str,
         statistics: RunningStatistics | None,
+        *,
+        counts_passes: bool = True,
     ) -> Keeper | None:
+        """Keep the parameters in step from now on.
+
+        Args:
+            hooks: around the optimizers' steps.
+            name: the same on every rank, and no other models'.
+            statistics: of normalisation layers, averaged as well.
+            counts_passes: whether gradients are averaged in backward passes; if not, whoever runs
+                these calls ``begin_pass`` and ``end_pass`` of ``self.reducer``.
+        """
         learnt = functools.partial(compared_of, self.models)
         every = self.options.check_every
         group = self.options.group
@@ -186,15 +211,16 @@ class PyTorchPort:
             keeper = ServedModel(strategy, weights, name)
         else:
             assert isinstance(strategy, Averaging)
-            keeper = GradientReducer(
+            keeper = self.reducer = GradientReducer(
                 self.parameters.values(),
-                row_sparse=_sparse_embeddings(self.model),
+                row_sparse=_sparse_embeddings(self.model) & set(self.parameters.values()),
                 accumulate=self.options.accumulate,
                 checks=checks,
                 strategy=strategy,
                 compression=compression,
                 statistics=statistics,
                 nonfinite=self._nonfinite(),
+                counts_passes=counts_passes,
             )
         firsts = [p for model in self.models for p in itertools.islice(model.parameters(), 1)]
         _keep_as_long_as(firsts or itertools.islice(self.parameters.values(), 1), keeper)
@@ -258,8 +284,8 @@ class PyTorchPort:
             elif not isinstance(self.options.strategy, FullyShard):  # which leaves it to PyTorch
                 warn_of_own_batches("SyncBatchNorm layers", self.options.strategy)
 
-    def _averaged_statistics(self) -> RunningStatistics | None:
-        statistics = RunningStatistics(self.model)
+    def _averaged_statistics(self, model: nn.Module) -> RunningStatistics | None:
+        statistics = RunningStatistics(model)
         wanted = self.options.batch_norm != "local" and statistics.length > 0
         return statistics if wanted else None
 
@@ -307,7 +333,12 @@ def reduce_gradients(parameters: Sequence[torch.Tensor]) -> bool:
 
 def is_distributed_parameter(parameter: torch.Tensor) -> bool:
     """Whether a model that was passed to ``distribute`` has this parameter."""
-    return is_averaged(parameter) or is_kept(parameter) or is_divided(parameter)
+    return (
+        is_averaged(parameter)
+        or is_kept(parameter)
+        or is_divided(parameter)
+        or is_in_mesh(parameter)
+    )
 
 
 def _checked(optimizer: Any) -> Optimizer:

@@ -84,6 +84,20 @@ def is_divided(tensor: torch.Tensor) -> bool:
     return type(tensor).__name__ == "DTensor"  # its class takes half a second to import
 
 
+_IN_MESH = "_hvkit_in_mesh"
+
+
+def mark_in_mesh(parameter: torch.Tensor) -> None:
+    """Remember that the ranks of a mesh hold this parameter, or a part of it."""
+    # No weak reference: PyTorch exchanges no tensor that has one.
+    setattr(parameter, _IN_MESH, True)
+
+
+def is_in_mesh(parameter: torch.Tensor) -> bool:
+    """Whether ``mark_in_mesh`` got the parameter."""
+    return hasattr(parameter, _IN_MESH)
+
+
 def processes_of_torch_distributed() -> int:
     """The number of processes of ``torch.distributed``; 1 if only hvkit has started it."""
     distributed = torch.distributed

@@ -321,7 +321,8 @@ def follow_groups(
     def adopt() -> bool:
         groups = [group for each in optimizers for group in each.param_groups]
         held = dict.fromkeys(p for group in groups for p in group["params"])
-        new = [p for p in held if p not in keeper]
+        # One on the meta device is another rank's of a mesh.
+        new = [p for p in held if p not in keeper and not p.is_meta]
         if new:
             facts = [f"parameter {tuple(p.shape)}, {p.dtype}" for p in new]
             advice = "add the same group on every rank"

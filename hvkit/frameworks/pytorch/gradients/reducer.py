@@ -61,6 +61,8 @@ class GradientReducer:
         compression: how float32 gradients travel; None for as they are.
         statistics: averaged along with the gradients.
         nonfinite: what looks for gradients that are NaN or infinite; None for nothing.
+        counts_passes: whether it follows backward passes itself. If not, whoever runs them calls
+            ``begin_pass`` and ``end_pass``.
 
     Attributes:
         keeper: of what the compression keeps; None if it keeps nothing.
@@ -76,6 +78,8 @@ class GradientReducer:
         compression: Compression | None = None,
         statistics: RunningStatistics | None = None,
         nonfinite: NonFinite | None = None,
+        *,
+        counts_passes: bool = True,
     ) -> None:
         self._strategy = strategy
         self._compression = compression
@@ -97,6 +101,7 @@ class GradientReducer:
         # Indices of the parameters whose gradients stay the same tensors.
         self._kept: set[int] = set()
         self._nonfinite = nonfinite
+        self._counts_passes = counts_passes
         # Several optimizers that use one reduction take one step together.
         self._steps_done, self._step_counted = 0, False
         self._optimizers: list[Optimizer] = []
@@ -125,7 +130,7 @@ class GradientReducer:
         for p in parameters:
             i = self._index_of[p] = len(self._parameters)
             self._parameters.append(p)
-            if p.is_floating_point() or p.is_complex():
+            if self._counts_passes and (p.is_floating_point() or p.is_complex()):
                 self._hooks.add(i, p)
         self._report = step_report.ReportVector(len(self._parameters))
 
@@ -200,6 +205,18 @@ class GradientReducer:
         if torch.is_grad_enabled():  # backward(create_graph=True): they carry their graph
             return set(range(len(self._parameters)))
         return set().union(*(bucket.kept() for bucket in self._laid_out().buckets))
+
+    def begin_pass(self) -> None:
+        """Before a backward pass that the reducer does not follow itself."""
+        self._begin_pass()
+
+    @torch.no_grad()
+    def end_pass(self) -> None:
+        """After such a pass: average the gradients if they are those of a step; a collective."""
+        if self._end_pass():
+            with call("backward()", self.step, self.name, span=REDUCTION):
+                self._send_rest()
+                self._receive()
 
     def _end_pass(self) -> bool:
         """Count the pass; return whether a reduction follows."""

@@ -1,0 +1,362 @@
+"""One run of a model's own forward without its weights: where it can be cut, and what it costs.
+
+Parameters are on the meta device, which knows shapes and computes nothing. So whatever depends on a
+parameter is on the meta device as well, and the rest, such as masks and positions, is real: a
+forward may look at it. Nothing is traced or exported.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
+
+# When a tensor came to depend on a parameter, as an attribute of it.
+_BORN = "_hvkit_born"
+
+
+class Slot:
+    """Stands where a tensor was."""
+
+
+@dataclass(frozen=True)
+class CutPlace:
+    """A module after whose call the model can be cut.
+
+    Attributes:
+        module: its name.
+        time: when its call ended, in operations.
+        flops: of forward up to there.
+        nbytes: of its output, for the samples of the dry run.
+        structure: its output, with a ``Slot`` in place of each tensor.
+        begun: when its call began.
+        only_weights: whether all tensors of the output depend on weights.
+    """
+
+    module: str
+    time: int
+    flops: int
+    nbytes: int
+    structure: Any
+    begun: int
+    only_weights: bool
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a dry run has found.
+
+    Attributes:
+        places: where the model can be cut, in the order of forward.
+        reads: by parameter, when it is used.
+        calls: by module, when its first call began.
+        saved: when tensors were kept for backward, with their bytes.
+        flops: of the whole forward.
+        samples: of the batch that it ran with.
+    """
+
+    places: tuple[CutPlace, ...]
+    reads: Mapping[str, tuple[int, ...]]
+    calls: Mapping[str, int]
+    saved: tuple[tuple[int, int], ...]
+    flops: int
+    samples: int
+
+
+class OnMeta(TorchFunctionMode):
+    """What is computed from a tensor on the meta device is on the meta device, too.
+
+    Args:
+        device: which the tensors claim to be on, so that a forward makes masks and positions there.
+
+    Attributes:
+        active: whether it does anything.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self.active = True
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.active:
+            return func(*args, **kwargs)
+        if getattr(func, "__self__", None) is torch.Tensor.device:
+            return self.device
+        if func in _MOVES and args[0].is_meta:
+            kwargs = {k: v for k, v in kwargs.items() if k != "device"}
+            args = tuple(a for a in args if not isinstance(a, torch.device | str))
+            return func(*args, **kwargs) if func is _TO and (args[1:] or kwargs) else args[0]
+        tensors = tensors_in((args, kwargs))
+        if any(t.is_meta for t in tensors) and not all(t.is_meta for t in tensors):
+            args, kwargs = tree_map_only(torch.Tensor, _to_meta, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+_TO: Any = torch.Tensor.to
+_MOVES = (_TO, torch.Tensor.cuda, torch.Tensor.cpu)
+
+
+def _to_meta(t: torch.Tensor) -> torch.Tensor:
+    return t.to("meta")
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors of nested lists, dicts and the like, in order."""
+    return [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor)]
+
+
+class _Flow(TorchFunctionMode):
+    """Notes when tensors that depend on parameters are made and used.
+
+    Attributes:
+        time: operations so far.
+        uses: when, of a tensor made when, with the tensor, which keeps its id from being used
+            again.
+        reads: by parameter, when it was used.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time = 0
+        self.uses: list[tuple[int, int, torch.Tensor]] = []
+        self.reads: dict[torch.Tensor, list[int]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.time += 1
+        inputs = tensors_in((args, kwargs))
+        depends = False
+        for t in inputs:
+            if isinstance(t, nn.Parameter):
+                self.reads.setdefault(t, []).append(self.time)
+                depends = True
+            elif (born := getattr(t, _BORN, None)) is not None:
+                self.uses.append((self.time, born, t))
+                depends = True
+        out = func(*args, **(kwargs or {}))
+        for t in tensors_in(out) if depends else ():
+            changed_in_place = any(t is each for each in inputs)
+            if not isinstance(t, nn.Parameter) and not (changed_in_place and hasattr(t, _BORN)):
+                setattr(t, _BORN, self.time)
+        return out
+
+    def use_all(self, tree: Any) -> None:
+        """Count tensors as used after the end."""
+        for t in tensors_in(tree):
+            if (born := getattr(t, _BORN, None)) is not None:
+                self.uses.append((self.time + 1, born, t))
+
+    def crossing(self, time: int) -> set[int]:
+        """The ids of what was made up to a time and is used after it."""
+        return {id(t) for used, born, t in self.uses if born <= time < used}
+
+
+@dataclass
+class _Ended:
+    """The end of a call of a module."""
+
+    module: str
+    time: int
+    flops: int
+    output: Any
+
+
+class _Calls:
+    """The calls of modules during a dry run."""
+
+    def __init__(self, flow: _Flow, flops: FlopCounterMode) -> None:
+        self._flow, self._flops = flow, flops
+        self.begun: dict[str, int] = {}
+        self.count: dict[str, int] = {}
+        self.ended: list[_Ended] = []
+
+    def follow(self, model: nn.Module) -> list[Any]:
+        """Register hooks, and return what removes them."""
+        hooks = []
+        for name, module in model.named_modules():
+            if name:
+                begin = functools.partial(self._begin, name)
+                hooks.append(module.register_forward_pre_hook(begin))
+                hooks.append(module.register_forward_hook(functools.partial(self._end, name)))
+        return hooks
+
+    def _begin(self, name: str, *_: Any) -> None:
+        self.begun.setdefault(name, self._flow.time)
+        self.count[name] = self.count.get(name, 0) + 1
+
+    def _end(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        flops = self._flops.get_total_flops()
+        self.ended.append(_Ended(name, self._flow.time, flops, output))
+
+
+def dry_run(model: nn.Module, args: Any, kwargs: Any, device: torch.device) -> DryRun:
+    """Run the model's forward without its weights.
+
+    Random generators, buffers and gradients stay as they are.
+
+    Args:
+        model: with its own forward.
+        args, kwargs: of a call with some samples.
+        device: of the model.
+
+    Raises:
+        ValueError: the forward looks at a value that depends on weights.
+    """
+    flow, flops = _Flow(), FlopCounterMode(display=False)
+    calls, saved = _Calls(flow, flops), _Saved(flow)
+    meta, names = on_meta(model)
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    hooks = calls.follow(model)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(saved.keep, _as_it_is))
+            for mode in (uncompiled(), OnMeta(device), flow, flops):
+                stack.enter_context(mode)
+            with explaining_meta():
+                out = torch.func.functional_call(
+                    model, {**meta, **buffers}, args, kwargs, tie_weights=False
+                )
+    finally:
+        for hook in hooks:
+            hook.remove()
+    flow.use_all(out)
+    return DryRun(
+        places=tuple(_places(flow, calls)),
+        reads={names[p]: tuple(times) for p, times in flow.reads.items() if p in names},
+        calls=calls.begun,
+        saved=tuple(saved.found.values()),
+        flops=flops.get_total_flops(),
+        samples=samples_in(args, kwargs),
+    )
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Runs compiled modules as they were before, since there is nothing to compute."""
+    # Importing the compiler takes a second.
+    used = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if used else nullcontext()
+
+
+def samples_in(args: Any, kwargs: Any) -> int:
+    """The length of the first dimension of the first tensor that has dimensions.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for t in tensors_in((args, kwargs)):
+        if t.dim():
+            return t.shape[0]
+    raise ValueError(
+        "a model in a pipeline must be called with tensors whose first dimension is the batch; it "
+        "was called with none"
+    )
+
+
+def on_meta(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[torch.Tensor, str]]:
+    """Parameters of the same shapes without memory, by each of their names; and their first names.
+
+    A parameter with several names is one in both.
+    """
+    made: dict[torch.Tensor, nn.Parameter] = {}
+    by_name: dict[str, nn.Parameter] = {}
+    first: dict[torch.Tensor, str] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if p not in made:
+            made[p] = nn.Parameter(p.detach().to("meta"), p.requires_grad)
+            first[made[p]] = name
+        by_name[name] = made[p]
+    return by_name, first
+
+
+@contextmanager
+def explaining_meta() -> Iterator[None]:
+    """Explains PyTorch's errors about tensors without values.
+
+    Raises:
+        ValueError: instead of them.
+    """
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as error:
+        if "meta" not in str(error).lower():
+            raise
+        raise ValueError(
+            "the model's forward looks at a value that depends on its weights, which a rank of a "
+            "pipeline does not have for the stages of others. Move the decision out of forward, or "
+            f"use hvkit.FullyShard(). PyTorch says: {error}"
+        ) from error
+
+
+class _Saved:
+    """What autograd keeps for backward: each storage once."""
+
+    def __init__(self, flow: _Flow) -> None:
+        self._flow = flow
+        self.found: dict[int, tuple[int, int]] = {}
+        self._alive: list[Any] = []
+
+    def keep(self, t: torch.Tensor) -> torch.Tensor:
+        if not isinstance(t, nn.Parameter) and t.is_meta:
+            storage = t.untyped_storage()
+            if storage._cdata not in self.found:
+                self.found[storage._cdata] = self._flow.time, storage.nbytes()
+                self._alive.append(storage)
+        return t
+
+
+def _as_it_is(t: torch.Tensor) -> torch.Tensor:
+    return t
+
+
+def _places(flow: _Flow, calls: _Calls) -> list[CutPlace]:
+    """Where all that is used later and depends on a parameter is the output of one call."""
+    found: list[CutPlace] = []
+    for each in calls.ended:
+        tensors = tensors_in(each.output)
+        crossing = flow.crossing(each.time)
+        if (
+            calls.count[each.module] != 1
+            or not crossing
+            or not crossing <= set(map(id, tensors))
+            or each.time >= flow.time
+        ):
+            continue
+        place = CutPlace(
+            each.module,
+            each.time,
+            each.flops,
+            sum(t.numel() * t.element_size() for t in tensors),
+            structure_of(each.output),
+            calls.begun[each.module],
+            all(hasattr(t, _BORN) for t in tensors),
+        )
+        # Of those that end together the outermost.
+        if found and found[-1].time == each.time:
+            found[-1] = place
+        else:
+            found.append(place)
+    return found
+
+
+def with_tensors(structure: Any, tensors: Iterable[torch.Tensor]) -> Any:
+    """A structure with tensors in its slots, in order."""
+    following = iter(tensors)
+    return tree_map_only(Slot, lambda slot: next(following), structure)
+
+
+def structure_of(tree: Any) -> Any:
+    """A tree with a ``Slot`` in place of each tensor."""
+    make: Callable[[torch.Tensor], Slot] = lambda t: Slot()  # noqa: E731
+    return tree_map_only(torch.Tensor, make, tree)

@@ -1,0 +1,146 @@
+"""Numbers of all gradients of a model whose ranks have some each: their norm, and any overflow.
+
+``torch.nn.utils.clip_grad_norm_`` computes the norm of the gradients that it gets, and a
+``GradScaler`` skips a step if one of them is not finite. Both must see those of all ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch.nn.utils import clip_grad, clip_grads_with_norm_
+from torch.optim import Optimizer
+
+from hvkit.communication.traffic import count, of_allreduce
+from hvkit.frameworks.pytorch.optimizers import share_overflows
+from hvkit.watch.calls import call, translated, waiting
+
+_living: WeakSet[GradientsOfAllRanks] = WeakSet()
+
+
+class GradientsOfAllRanks:
+    """The gradients of a model that several ranks hold together.
+
+    Args:
+        parameters: all of the model's, in its order.
+        counted: this rank's, without those that another rank counts.
+        group: the ranks that hold the model together.
+        name: of the model, for waits.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.Tensor],
+        counted: Iterable[torch.Tensor],
+        group: dist.ProcessGroup,
+        name: str,
+    ) -> None:
+        self._all = set(parameters)
+        self._counted = set(counted)
+        self._group = group
+        self._ranks = tuple(dist.get_process_group_ranks(group))
+        self._name = name
+        _living.add(self)
+        _see_all_ranks()
+
+    def holds(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether one of these is a parameter of the model."""
+        return any(p in self._all for p in parameters)
+
+    @torch.no_grad()
+    def norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+        """The norm of the gradients of parameters on all ranks, in float64; a collective."""
+        gradients = [
+            p.grad
+            for p in dict.fromkeys(parameters)
+            if p.grad is not None and (p in self._counted or p not in self._all)
+        ]
+        norms = [_local(g).double().norm(norm_type) for g in gradients]
+        device = norms[0].device if norms else torch.device("cpu")
+        found = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64)
+        if math.isinf(norm_type):
+            return self._reduce(found.max().to(device), dist.ReduceOp.MAX)
+        total = self._reduce((found**norm_type).sum().to(device), dist.ReduceOp.SUM)
+        return total ** (1 / norm_type)
+
+    def any_overflow(self, optimizer: int, scaler: Any) -> None:
+        """Let a ``GradScaler`` know of overflows on all ranks; a collective.
+
+        Args:
+            optimizer: its id.
+            scaler: has unscaled this rank's gradients.
+        """
+        state = scaler._per_optimizer_states[optimizer]
+        found = list(state["found_inf_per_device"].values())
+        device = scaler._scale.device
+        mine = torch.zeros((), device=device)
+        for each in found:
+            mine = torch.maximum(mine, each.to(device))
+        anywhere = self._reduce(mine, dist.ReduceOp.MAX)
+        state["found_inf_per_device"] = {device: anywhere}
+
+    def _reduce(self, value: torch.Tensor, op: Any) -> torch.Tensor:
+        count("gradients", of_allreduce(value.nbytes, len(self._ranks)))
+        with call("the norm of all gradients", key=self._name), translated():
+            with waiting(self._ranks):
+                dist.all_reduce(value, op, group=self._group)
+        return value
+
+
+def _local(t: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor that ``fully_shard`` divides."""
+    return t.to_local() if hasattr(t, "to_local") else t
+
+
+def of(parameters: Sequence[torch.Tensor]) -> GradientsOfAllRanks | None:
+    """Those of the model that has one of these parameters; None if there is none."""
+    return next((each for each in _living if each.holds(parameters)), None)
+
+
+@functools.cache
+def _see_all_ranks() -> None:
+    """Make ``clip_grad_norm_`` see all ranks, also where a script has imported the name before.
+
+    So the function itself stays, and calls another one inside.
+    """
+    wrapper: Any = clip_grad.clip_grad_norm_
+    cell = wrapper.__closure__[wrapper.__code__.co_freevars.index("func")]
+    cell.cell_contents = _clip_of_all_ranks(cell.cell_contents)
+
+
+def _clip_of_all_ranks(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(plain)
+    def clip_grad_norm_(
+        parameters: torch.Tensor | Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        held = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        model = of(held)
+        if model is None:
+            return plain(held, max_norm, norm_type, error_if_nonfinite, foreach)
+        total = model.norm(held, float(norm_type))
+        if error_if_nonfinite and not torch.isfinite(total):
+            raise RuntimeError(
+                f"The total norm of order {norm_type} for gradients of all ranks is non-finite, so "
+                "it cannot be clipped. To disable this error and scale the gradients by the "
+                "non-finite norm anyway, set `error_if_nonfinite=False`"
+            )
+        clip_grads_with_norm_(held, max_norm, total, foreach)
+        kinds = [p.grad.dtype for p in held if p.grad is not None]
+        return total.to(kinds[0]) if kinds else total
+
+    return clip_grad_norm_
+
+
+def watch_overflows(gradients: GradientsOfAllRanks, optimizer: Optimizer) -> None:
+    """Let scalers of an optimizer know of overflows on all ranks."""
+    share_overflows(optimizer, functools.partial(gradients.any_overflow, id(optimizer)))

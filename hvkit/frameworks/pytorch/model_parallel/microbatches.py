@@ -1,0 +1,105 @@
+"""Divides the arguments of a model's call into micro-batches, and joins what they give."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from hvkit.frameworks.pytorch.model_parallel.dry_run import samples_in
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """A part of a batch.
+
+    Attributes:
+        args, kwargs: of the model's call.
+        samples: how many it has.
+    """
+
+    args: Any
+    kwargs: Any
+    samples: int
+
+
+def divided(args: Any, kwargs: Any, count: int, *, even: bool = False) -> list[MicroBatch]:
+    """Micro-batches of a call's arguments, of sizes that differ by at most one sample.
+
+    Every tensor whose first dimension is as long as the batch is divided along it; all else is the
+    same in each. There are fewer if the batch has fewer samples.
+
+    Args:
+        args, kwargs: of the call. The first tensor that has dimensions has the batch first.
+        count: how many micro-batches.
+        even: have the largest number of them, up to ``count``, with equal sizes.
+    """
+    flat, spec = tree_flatten((args, kwargs))
+    samples = samples_in(args, kwargs)
+    count = min(count, samples)
+    if even:
+        count = next(m for m in range(count, 0, -1) if samples % m == 0)
+    sizes = sizes_of(samples, count)
+    columns = [
+        t.split(sizes)
+        if isinstance(t, torch.Tensor) and t.dim() and t.shape[0] == samples
+        else [t] * count
+        for t in flat
+    ]
+    rows = [tree_unflatten([column[i] for column in columns], spec) for i in range(count)]
+    return [MicroBatch(*row, size) for row, size in zip(rows, sizes, strict=True)]
+
+
+def sizes_of(samples: int, count: int) -> list[int]:
+    """The numbers of samples of so many micro-batches."""
+    return [samples // count + (i < samples % count) for i in range(count)]
+
+
+def joined(outputs: Sequence[Sequence[torch.Tensor]], sizes: Sequence[int]) -> list[torch.Tensor]:
+    """The output tensors of a whole batch from those of its micro-batches.
+
+    Tensors are put together along their first dimension. A single number is taken as a mean over
+    samples, such as a loss.
+
+    Args:
+        outputs: by micro-batch.
+        sizes: by micro-batch, the number of samples.
+
+    Raises:
+        ValueError: a tensor has no row for each sample.
+    """
+    total = sum(sizes)
+    found = []
+    for column in zip(*outputs, strict=True):
+        if column[0].dim():
+            for t, size in zip(column, sizes, strict=True):
+                if t.shape[0] != size:
+                    raise ValueError(
+                        f"the model returns a tensor of shape {tuple(t.shape)} for {size} samples: "
+                        "in a pipeline every output must have the batch as its first dimension, "
+                        "or be a single number"
+                    )
+            found.append(torch.cat([t.detach() for t in column]))
+        else:
+            parts = [t.detach() * (n / total) for t, n in zip(column, sizes, strict=True)]
+            found.append(torch.stack(parts).sum(0).to(column[0].dtype))
+    return found
+
+
+def gradients_of_parts(
+    gradients: Sequence[torch.Tensor | None], sizes: Sequence[int]
+) -> list[list[torch.Tensor | None]]:
+    """By micro-batch, the gradients of its outputs from those of the joined ones."""
+    total = sum(sizes)
+    columns = [
+        [None] * len(sizes)
+        if g is None
+        else list(g.split(list(sizes)))
+        if g.dim()
+        else [g * (n / total) for n in sizes]
+        for g in gradients
+    ]
+    return [list(row) for row in zip(*columns, strict=True)]

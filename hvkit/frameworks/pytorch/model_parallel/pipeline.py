@@ -1,0 +1,393 @@
+"""A pipeline under a training loop that does not know of it.
+
+``model(x)`` runs all stages for all micro-batches, and gives the outputs of the whole batch to every
+rank, so that the script computes its loss as ever. When ``backward()`` reaches these outputs, all
+stages run backward for all micro-batches.
+
+Source: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
+Parallelism" (2019).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from hvkit.frameworks.pytorch.model_parallel.dry_run import (
+    structure_of,
+    tensors_in,
+    with_tensors,
+)
+from hvkit.frameworks.pytorch.model_parallel.microbatches import (
+    MicroBatch,
+    divided,
+    gradients_of_parts,
+    joined,
+)
+from hvkit.frameworks.pytorch.model_parallel.stage_messages import Arriving, Layout, StageLinks
+from hvkit.frameworks.pytorch.model_parallel.staged_forward import StagedForward
+from hvkit.frameworks.pytorch.model_parallel.stages import Stages
+
+# How far apart the outputs of a batch and of its micro-batches may be, relative to the largest.
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
+_TOLERANCE_OF_FEW_BITS = 5e-2
+
+
+@dataclass
+class _Computed:
+    """What a stage has computed for a micro-batch.
+
+    Attributes:
+        entry: catches the gradients of what the stage has received.
+        output: its tensors.
+    """
+
+    entry: _Entry
+    output: list[torch.Tensor]
+
+
+@dataclass
+class Pass:
+    """A forward pass, as backward needs it.
+
+    Attributes:
+        batches: its micro-batches.
+        computed: by stage and micro-batch.
+        result: by micro-batch, the model's result on the last stage's rank.
+        trained: by tensor of the result, whether a gradient comes back.
+    """
+
+    batches: list[MicroBatch]
+    computed: dict[tuple[int, int], _Computed] = field(default_factory=dict)
+    result: list[Any] = field(default_factory=list)
+    trained: list[bool] = field(default_factory=list)
+
+    @property
+    def sizes(self) -> list[int]:
+        """The samples of each micro-batch."""
+        return [batch.samples for batch in self.batches]
+
+
+class Pipeline:
+    """This rank's part of a pipeline.
+
+    Args:
+        staged: runs its stages.
+        stages: of the model.
+        rank: along the pipeline.
+        links: to the other ranks.
+        microbatches: how many a batch is divided into.
+        around_backward: called before backward, and returns what to call after it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        staged: StagedForward,
+        stages: Stages,
+        rank: int,
+        links: StageLinks,
+        microbatches: int,
+        around_backward: Callable[[], Callable[[], None]],
+    ) -> None:
+        self.staged, self.stages, self.rank, self.links = staged, stages, rank, links
+        self.microbatches = microbatches
+        self._model = model
+        self._around_backward = around_backward
+        self.mine = stages.of_rank(rank)
+        self.last = len(stages) - 1
+        self._results: dict[Hashable, tuple[Any, list[Layout]]] = {}
+        self._compared = microbatches == 1
+
+    def __call__(self, args: Any, kwargs: Any) -> Any:
+        """The result of the model's forward for a batch; a collective of the pipeline."""
+        batches = divided(args, kwargs, self.microbatches)
+        if not self._compared and len(batches) > 1:
+            self._compared = True
+            self._require_independent_samples(args, kwargs, batches)
+        done = self.forward(batches)
+        result, tensors = self._on_all_ranks(done)
+        if torch.is_grad_enabled() and any(done.trained):
+            tensors = list(Results.apply(_anchor(), self, done, *tensors))
+        return with_tensors(result, tensors)
+
+    def forward(self, batches: list[MicroBatch]) -> Pass:
+        """Run this rank's stages, one after the other, for all micro-batches."""
+        done = Pass(batches)
+        for stage in self.mine:
+            arriving = self._receive_all(stage, batches, done)
+            for i, batch in enumerate(batches):
+                entry, received = enter(*arriving(i))
+                output = self.staged.run(stage, received, batch)
+                tensors = tensors_in(output)
+                done.computed[stage, i] = _Computed(entry, tensors)
+                if stage == self.last:
+                    done.result.append(output)
+                elif self.stages.rank_of[stage + 1] != self.rank:
+                    to = self.stages.rank_of[stage + 1]
+                    self.links.send(tensors, to, self._key(stage + 1, batch))
+        self.links.flush()
+        return done
+
+    def _receive_all(
+        self, stage: int, batches: Sequence[MicroBatch], done: Pass
+    ) -> Callable[[int], tuple[list[Layout], list[torch.Tensor]]]:
+        """What gives a stage's input for a micro-batch; those of other ranks begin to arrive now."""
+        if not stage:
+            return lambda i: ([], [])
+        source = self.stages.rank_of[stage - 1]
+        if source == self.rank:
+            return lambda i: _handed_on(done.computed[stage - 1, i].output)
+        keys = [self._key(stage, batch) for batch in batches]
+        started: list[tuple[list[Layout], Arriving]] = []
+
+        def give(i: int) -> tuple[list[Layout], list[torch.Tensor]]:
+            # Shapes that are new here come in a message of their own: wait for it when it is due.
+            while len(started) < len(keys) and (
+                len(started) <= i or self.links.knows(source, keys[len(started)])
+            ):
+                started.append(self.links.receive(source, keys[len(started)]))
+            layouts, tensors = started[i]
+            return layouts, tensors.wait()
+
+        return give
+
+    def _key(self, stage: int, batch: MicroBatch) -> Hashable:
+        """What the shapes of a stage's input depend on."""
+        shapes = tuple((tuple(t.shape), t.dtype) for t in tensors_in((batch.args, batch.kwargs)))
+        return stage, torch.is_grad_enabled(), self._model.training, autocast_state(), shapes
+
+    def _result_key(self, done: Pass) -> Hashable:
+        return tuple(self._key(self.last, batch) for batch in done.batches)
+
+    def _on_all_ranks(self, done: Pass) -> tuple[Any, list[torch.Tensor]]:
+        """The structure of the whole batch's result, and its tensors, from the last stage."""
+        source, key = self.stages.rank_of[self.last], self._result_key(done)
+        whole: list[torch.Tensor] = []
+        if self.rank == source:
+            whole = joined([tensors_in(each) for each in done.result], done.sizes)
+        if key not in self._results:
+            known = None
+            if self.rank == source:
+                trained = [t.requires_grad for t in tensors_in(done.result[0])]
+                layouts = [
+                    Layout(tuple(t.shape), t.dtype, grad)
+                    for t, grad in zip(whole, trained, strict=True)
+                ]
+                known = structure_of(done.result[0]), layouts
+            self._results[key] = self.links.object_from_rank(source, known)
+        structure, layouts = self._results[key]
+        done.trained = [each.trained for each in layouts]
+        whole = whole or [each.empty(self.links.device) for each in layouts]
+        self.links.from_rank(source, whole)
+        done.result.clear()
+        return structure, whole
+
+    def backward(self, done: Pass, gradients: list[list[torch.Tensor | None]]) -> None:
+        """Run backward for all micro-batches.
+
+        Args:
+            done: the forward pass; its tensors are dropped.
+            gradients: by micro-batch, of the model's outputs.
+        """
+        if not done.computed:
+            raise RuntimeError(
+                "backward() a second time through a pipeline, whose stages have dropped what they "
+                "had kept of forward: retain_graph=True has no effect there. Add the losses, and "
+                "call backward() once"
+            )
+        end = self._around_backward()
+        passed: dict[int, list[torch.Tensor]] = {}
+        for stage in reversed(self.mine):
+            arriving = self._receive_gradients(stage, done, gradients, passed)
+            for i in range(len(done.batches)):
+                each = done.computed.pop((stage, i))
+                run_backward([t for t in each.output if t.requires_grad], arriving(i))
+                back = each.entry.gradients()
+                if stage and self.stages.rank_of[stage - 1] == self.rank:
+                    passed[i] = back
+                elif stage:
+                    self.links.send_plain(back, self.stages.rank_of[stage - 1])
+        self.links.flush()
+        end()
+
+    def _receive_gradients(
+        self,
+        stage: int,
+        done: Pass,
+        gradients: list[list[torch.Tensor | None]],
+        passed: dict[int, list[torch.Tensor]],
+    ) -> Callable[[int], Sequence[torch.Tensor | None]]:
+        """What gives the gradients of a stage's trained outputs for a micro-batch."""
+        outputs = [done.computed[stage, i].output for i in range(len(done.batches))]
+        if stage == self.last:
+            return [
+                [g for t, g in zip(output, row, strict=True) if t.requires_grad]
+                for output, row in zip(outputs, gradients, strict=True)
+            ].__getitem__
+        source = self.stages.rank_of[stage + 1]
+        if source == self.rank:
+            return passed.pop
+        arriving = [
+            self.links.receive_plain([Layout.of(t) for t in output if t.requires_grad], source)
+            for output in outputs
+        ]
+        return lambda i: arriving[i].wait()
+
+    @torch.no_grad()
+    def _require_independent_samples(
+        self, args: Any, kwargs: Any, batches: list[MicroBatch]
+    ) -> None:
+        """Compare what micro-batches give with what the whole batch gives, once; a collective.
+
+        Layers are in evaluation meanwhile: then dropout and batch norm do not depend on the batch.
+
+        Raises:
+            ValueError: the results differ.
+        """
+        training = {module: module.training for module in self._model.modules()}
+        source, difference = self.stages.rank_of[self.last], None
+        try:
+            for module in training:
+                module.training = False
+            parts = self.forward(batches)
+            whole = self.forward(divided(args, kwargs, 1))
+            if self.rank == source:
+                found = joined([tensors_in(each) for each in parts.result], parts.sizes)
+                difference = _largest_difference(found, tensors_in(whole.result[0]))
+        finally:
+            for module, mode in training.items():
+                module.training = mode
+        if text := self.links.object_from_rank(source, difference):
+            raise ValueError(
+                f"in {len(batches)} micro-batches the model gives another result than for the "
+                f"whole batch: {text}. Its samples must not depend on each other, its inputs must "
+                "have the batch as their first dimension (batch_first=True in recurrent layers), "
+                "and a loss that it computes itself must be a mean over samples, without padding: "
+                "compute the loss outside of the model, or pass microbatches=1"
+            )
+
+
+def _largest_difference(found: list[torch.Tensor], whole: list[torch.Tensor]) -> str | None:
+    """What is wrong with outputs; None if they are equal but for rounding."""
+    for number, (mine, theirs) in enumerate(zip(found, whole, strict=True)):
+        if mine.shape != theirs.shape:
+            return f"output {number} is of shape {tuple(mine.shape)}, not {tuple(theirs.shape)}"
+        if not mine.is_floating_point() or not mine.numel():
+            continue
+        scale = theirs.double().abs().max()
+        relative = float((mine.double() - theirs.double()).abs().max() / scale.clamp(min=1e-30))
+        if relative > _TOLERANCE.get(mine.dtype, _TOLERANCE_OF_FEW_BITS):
+            return f"output {number} by {relative:.1e} of its largest value"
+    return None
+
+
+def _handed_on(tensors: list[torch.Tensor]) -> tuple[list[Layout], list[torch.Tensor]]:
+    """A stage's output as the input of the next one on the same rank."""
+    return list(map(Layout.of, tensors)), [t.detach() for t in tensors]
+
+
+def run_backward(outputs: list[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+    """``backward()`` from those outputs that have a gradient."""
+    pairs = [(t, g) for t, g in zip(outputs, gradients, strict=True) if g is not None]
+    if pairs:
+        torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+
+
+def autocast_state() -> tuple[tuple[bool, torch.dtype], ...]:
+    """Whether autocast is on, and its dtype, for each kind of device."""
+    return tuple(
+        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda")
+    )
+
+
+class _Entry:
+    """Catches the gradients of what a stage receives.
+
+    Received tensors are no leaves for autograd, since a stage may begin with an operation in place.
+    """
+
+    def __init__(self, layouts: Sequence[Layout], tensors: Sequence[torch.Tensor]) -> None:
+        self.layouts = [each for each in layouts if each.trained]
+        self.tensors = [t for t, each in zip(tensors, layouts, strict=True) if each.trained]
+        self.caught: list[torch.Tensor | None] = [None] * len(self.layouts)
+        self._device = tensors[0].device if tensors else torch.device("cpu")
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Of each tensor that gets one; zeros if the stage has not used it."""
+        return [
+            torch.zeros(each.shape, dtype=each.dtype, device=self._device) if g is None else g
+            for g, each in zip(self.caught, self.layouts, strict=True)
+        ]
+
+
+class _Received(torch.autograd.Function):
+    """The received tensors that need a gradient, as results of an operation."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, entry: _Entry) -> Any:
+        ctx.entry = entry
+        ctx.set_materialize_grads(False)
+        tensors, entry.tensors = entry.tensors, []
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        ctx.entry.caught = list(gradients)
+        return None, None
+
+
+def enter(
+    layouts: Sequence[Layout], tensors: Sequence[torch.Tensor]
+) -> tuple[_Entry, list[torch.Tensor]]:
+    """The input of a stage, and what catches its gradients.
+
+    Args:
+        layouts: of the tensors.
+        tensors: new ones, which nobody else holds.
+    """
+    entry = _Entry(layouts, tensors)
+    if not entry.layouts or not torch.is_grad_enabled():
+        return entry, list(tensors)
+    trained = iter(_Received.apply(_anchor(), entry))
+    return entry, [
+        next(trained) if each.trained else t for each, t in zip(layouts, tensors, strict=True)
+    ]
+
+
+def _anchor() -> torch.Tensor:
+    """Makes autograd record an operation that has no inputs."""
+    return torch.empty(0, requires_grad=True)
+
+
+class Results(torch.autograd.Function):
+    """The model's outputs for the script, whose backward runs all stages backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, pipeline: Pipeline, done: Pass, *whole: torch.Tensor
+    ) -> Any:
+        ctx.of = pipeline, done
+        ctx.set_materialize_grads(False)
+        outputs = tuple(map(_same_memory, whole))
+        ctx.mark_non_differentiable(
+            *(t for t, trained in zip(outputs, done.trained, strict=True) if not trained)
+        )
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        pipeline, done = ctx.of
+        with pipeline.links.in_call():
+            pipeline.backward(done, gradients_of_parts(gradients, done.sizes))
+        return (None, None, None, *(None for _ in gradients))
+
+
+def _same_memory(t: torch.Tensor) -> torch.Tensor:
+    """The same values in the same memory, but for autograd no view."""
+    return torch.empty(0, dtype=t.dtype, device=t.device).set_(t)  # type: ignore[call-overload]

@@ -1,0 +1,106 @@
+"""The steps of ``distribute`` for a model of which each rank of a mesh holds a part."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from hvkit.communication.group import all_ranks
+from hvkit.frameworks.pytorch.divided_state.trials import why_not_by_parameter
+from hvkit.frameworks.pytorch.initial_state import broadcast_optimizer, broadcast_tensors
+from hvkit.frameworks.pytorch.model_parallel.parallel_model import ParallelModel
+from hvkit.frameworks.pytorch.port import PyTorchPort
+from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
+from hvkit.sync.distributed_objects import record
+from hvkit.sync.port import Keeper, Options, Record
+
+
+class MeshPort(PyTorchPort):
+    """A module in a mesh, and the optimizers that update it.
+
+    The ranks of ``options.group`` hold the same part of the model, and are kept in step by the
+    strategy as other models are.
+    """
+
+    def __init__(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Any], options: Options
+    ) -> None:
+        super().__init__(models, optimizers, options)
+        if len(models) > 1:
+            raise ValueError(
+                f"mesh={options.mesh.mesh} takes one model, got {len(models)}: pass one module "
+                "that contains them"
+            )
+        for each in self.optimizers:
+            if why := why_not_by_parameter(each):
+                raise ValueError(
+                    f"optimizer {type(each).__name__} cannot update a model whose parameters are "
+                    f"on several ranks: {why}"
+                )
+
+    def synchronise(self) -> None:
+        everyone = all_ranks()
+        broadcast_tensors([*self.parameters.values(), *self.model.buffers()], everyone)
+        for optimizer in self.optimizers:
+            broadcast_optimizer(optimizer, everyone)
+
+    def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
+        self._synchronise_batch_norm()
+        name = self.options.group.numbered("hvkit")
+        hooks = {each: UpdateHooks() for each in self.optimizers}
+        parallel = ParallelModel(
+            self.model,
+            self.optimizers,
+            self.options.mesh,
+            self._device(),
+            name,
+            functools.partial(self._train_part, hooks, name),
+        )
+        # The model keeps it; a record must not lead to the model.
+        held: Any = weakref.proxy(parallel)
+        records: list[tuple[Any, Record]] = [
+            (self.model, Record(gathered=functools.partial(ParallelModel.gathered, held)))
+        ]
+        whole = functools.partial(ParallelModel.optimizer_gathered, held)
+        return records + self._attach(hooks, whole), None
+
+    def _device(self) -> torch.device:
+        if torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+    def _train_part(
+        self,
+        hooks: dict[Optimizer, UpdateHooks],
+        name: str,
+        own: dict[str, nn.Parameter],
+        norms: nn.ModuleList,
+    ) -> Callable[[], Callable[[], None]]:
+        """Keep this rank's part in step with those of the ranks that hold the same.
+
+        Returns:
+            What to call before each backward pass, and what that returns after it.
+        """
+        if self.options.group.size > 1:
+            self.parameters = own
+            keeper = self._keep_weights_in_step(
+                hooks, name, self._averaged_statistics(norms), counts_passes=False
+            )
+            record(self.models, [], keeper, self.options.group if keeper else None)
+        return self._begin_pass
+
+    def _begin_pass(self) -> Callable[[], None]:
+        if self.reducer is None:
+            return _nothing
+        self.reducer.begin_pass()
+        return self.reducer.end_pass
+
+
+def _nothing() -> None:
+    """After a pass without gradients to average."""

@@ -1,0 +1,193 @@
+"""Messages between the ranks of a pipeline: tensors, with their shapes the first time."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hvkit.communication.traffic import count
+from hvkit.watch.calls import call, translated, waiting
+
+# Bytes of the message with shapes.
+_HEADER = 8192
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What is known of a tensor before it arrives.
+
+    Attributes:
+        shape: of it.
+        dtype: of it.
+        trained: whether a gradient comes back for it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trained: bool
+
+    @classmethod
+    def of(cls, t: torch.Tensor) -> Layout:
+        """Of a tensor."""
+        return cls(tuple(t.shape), t.dtype, t.requires_grad)
+
+    def empty(self, device: torch.device | str) -> torch.Tensor:
+        """A tensor like it."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+class Arriving:
+    """Tensors that another rank sends."""
+
+    def __init__(self, tensors: list[torch.Tensor], works: list[Any], link: StageLinks) -> None:
+        self._tensors, self._works, self._link = tensors, works, link
+
+    def wait(self) -> list[torch.Tensor]:
+        """Return them when they are there."""
+        with self._link.waiting():
+            for work in self._works:
+                work.wait()
+        self._works = []
+        return self._tensors
+
+
+class StageLinks:
+    """Sends between this rank and others of its pipeline. Each pair keeps the order of its messages.
+
+    Args:
+        group: the ranks of the pipeline.
+        ranks: their numbers among all ranks, in the order of the pipeline.
+        device: on which tensors arrive.
+        name: of the model; the same on every rank.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        ranks: Sequence[int],
+        device: torch.device,
+        name: str,
+    ) -> None:
+        self.group, self.ranks, self.device, self.name = group, tuple(ranks), device, name
+        self.step = 0
+        self._known: dict[Hashable, list[Layout]] = {}
+        # What was sent must stay in memory until it is there.
+        self._sending: list[tuple[Any, torch.Tensor]] = []
+
+    @contextmanager
+    def in_call(self) -> Iterator[None]:
+        """Surrounds a forward or backward pass, for messages about waits."""
+        with call("the model's forward or backward pass", self.step, self.name):
+            yield
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Surrounds a wait for other ranks of the pipeline."""
+        with translated(), waiting(self.ranks):
+            yield
+
+    def send(self, tensors: Sequence[torch.Tensor], to: int, key: Hashable) -> None:
+        """Start to send the results of a stage.
+
+        Args:
+            tensors: with as many, and with the shapes, that were sent with this key before.
+            to: the rank along the pipeline.
+            key: what the shapes depend on; the same on both ranks.
+
+        Raises:
+            ValueError: they have other shapes, although the model's inputs have the same.
+        """
+        layouts = [Layout.of(t) for t in tensors]
+        known = self._known.setdefault(("to", to, key), layouts)
+        if known is layouts:
+            self._start(_encoded(layouts), to)
+        elif known != layouts:
+            raise ValueError(
+                f"a stage has sent tensors like {known} and now like {layouts} for inputs of the "
+                "same shapes: in a pipeline the shapes of results may depend on the shapes of "
+                "inputs only"
+            )
+        self.send_plain(tensors, to)
+
+    def send_plain(self, tensors: Sequence[torch.Tensor], to: int) -> None:
+        """Start to send tensors whose shapes the other rank knows."""
+        for t in tensors:
+            count("activations", t.numel() * t.element_size())
+            self._start(t.detach().contiguous(), to)
+
+    def _start(self, t: torch.Tensor, to: int) -> None:
+        self._sending.append((dist.isend(t, self.ranks[to], group=self.group), t))
+
+    def knows(self, source: int, key: Hashable) -> bool:
+        """Whether the shapes of what comes with this key are known."""
+        return ("from", source, key) in self._known
+
+    def receive(self, source: int, key: Hashable) -> tuple[list[Layout], Arriving]:
+        """Start to receive what ``send`` sends; wait for shapes the first time."""
+        if not self.knows(source, key):
+            header = torch.empty(_HEADER, dtype=torch.uint8)
+            with self.waiting():
+                dist.recv(header, self.ranks[source], group=self.group)
+            self._known["from", source, key] = _decoded(header)
+        layouts = self._known["from", source, key]
+        return layouts, self.receive_plain(layouts, source)
+
+    def receive_plain(self, layouts: Sequence[Layout], source: int) -> Arriving:
+        """Start to receive tensors of known shapes."""
+        tensors = [each.empty(self.device) for each in layouts]
+        start = functools.partial(dist.irecv, src=self.ranks[source], group=self.group)
+        return Arriving(tensors, [start(t) for t in tensors], self)
+
+    def flush(self) -> None:
+        """Wait until all that was sent is on its way or there."""
+        with self.waiting():
+            for work, _ in self._sending:
+                work.wait()
+        self._sending.clear()
+
+    def from_rank(self, source: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy tensors of one rank of the pipeline to the others, in place."""
+        with self.waiting():
+            for t in tensors:
+                if self.ranks[source] == dist.get_rank():
+                    count("activations", t.numel() * t.element_size())
+                dist.broadcast(t, self.ranks[source], group=self.group)
+
+    def object_from_rank(self, source: int, thing: Any) -> Any:
+        """One rank's object on all ranks of the pipeline."""
+        box = [thing]
+        with self.waiting():
+            dist.broadcast_object_list(box, self.ranks[source], group=self.group)
+        return box[0]
+
+    def gather_numbers(self, numbers: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
+        """Numbers of all ranks of a group, of shape ``(ranks, len(numbers))``."""
+        mine = torch.tensor(numbers, dtype=torch.int64)
+        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        with self.waiting():
+            dist.all_gather(everyone, mine, group=group)
+        return torch.stack(everyone)
+
+
+def _encoded(layouts: Sequence[Layout]) -> torch.Tensor:
+    text = json.dumps([[each.shape, str(each.dtype), each.trained] for each in layouts])
+    if len(text) > _HEADER:
+        raise ValueError(
+            f"a stage passes {len(layouts)} tensors to the next, more than a pipeline can describe"
+        )
+    return torch.frombuffer(bytearray(text.encode().ljust(_HEADER)), dtype=torch.uint8)
+
+
+def _decoded(header: torch.Tensor) -> list[Layout]:
+    text = bytes(header.tolist()).decode()
+    return [
+        Layout(tuple(shape), getattr(torch, dtype.removeprefix("torch.")), trained)
+        for shape, dtype, trained in json.loads(text)
+    ]

@@ -1,0 +1,210 @@
+"""Runs a rank's part of a model through the model's own forward.
+
+A rank runs the forward from its beginning. What comes before its stage has no weights here, so it
+gives shapes only; modules that were called before need not even compute those again. Where the
+stage begins, the results of the stage before take the place of what a module returns. Where it
+ends, the forward is left.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from hvkit.frameworks.pytorch.model_parallel.dry_run import (
+    CutPlace,
+    DryRun,
+    OnMeta,
+    explaining_meta,
+    tensors_in,
+    uncompiled,
+    with_tensors,
+)
+from hvkit.frameworks.pytorch.model_parallel.microbatches import MicroBatch
+from hvkit.frameworks.pytorch.model_parallel.stages import Stages
+
+
+class StageEnd(BaseException):
+    """Leaves the model's forward at the end of a stage; not an ``Exception``, which models catch.
+
+    Args:
+        output: of the stage.
+    """
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.output = output
+
+
+class StagedForward:
+    """A model whose forward runs one stage at a time.
+
+    Args:
+        model: parameters of other ranks' stages are on the meta device. Its modules' ``forward``
+            are replaced on the instances.
+        forward: the model's own.
+        stages: of it.
+        found: by the dry run.
+        device: of this rank's parameters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        stages: Stages,
+        found: DryRun,
+        device: torch.device,
+    ) -> None:
+        self._forward = forward
+        self._stages = stages
+        self._device = device
+        self._stage = 0
+        self._received: Sequence[torch.Tensor] = ()
+        self._with_gradients = False
+        self._before: _Before | None = None
+        self._shapes: dict[Hashable, Any] = {}
+        modules = dict(model.named_modules())
+        for number, cut in enumerate(stages.cuts):
+            self._cut(modules[cut.module], number, cut)
+        for place in self._skipped(found):
+            self._skip(modules[place.module], stages.of_module[place.module])
+
+    def run(self, stage: int, received: Sequence[torch.Tensor], batch: MicroBatch) -> Any:
+        """What a stage gives for a micro-batch: the arguments of the next one, or the result.
+
+        Args:
+            stage: one of this rank's.
+            received: the tensors that the stage before has given; none for the first stage.
+            batch: the arguments of the model.
+
+        Raises:
+            ValueError: the forward needs more of earlier stages than what they have given.
+        """
+        self._stage, self._received = stage, received
+        self._with_gradients = torch.is_grad_enabled()
+        try:
+            with ExitStack() as stack:
+                if stage:
+                    self._before = _Before(self._device)
+                    stack.enter_context(self._before)
+                output = self._forward(*batch.args, **batch.kwargs)
+        except StageEnd as end:
+            output = end.output
+        if any(t.is_meta for t in tensors_in(output)):
+            raise ValueError(
+                f"stage {stage} uses something of an earlier stage that the cut after "
+                f"{self._stages.cuts[stage - 1].module} does not pass on, such as an attribute in "
+                "which a module keeps a result: choose other cuts with stages=[...]"
+            )
+        return output
+
+    def _cut(self, module: nn.Module, number: int, cut: CutPlace) -> None:
+        """Leave the forward after this module in stage ``number``, and enter it in the next."""
+        own = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._stage == number + 1:
+                assert self._before is not None
+                self._before.end()
+                return with_tensors(cut.structure, self._received)
+            if self._stage > number + 1:
+                return self._shape_of(module, own, args, kwargs)
+            return own(*args, **kwargs)
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if self._stage == number:
+                if self._with_gradients and not torch.is_grad_enabled():
+                    _refuse_reentrant_checkpoint(cut.module)
+                raise StageEnd(output)
+
+        module.forward = forward
+        module.register_forward_hook(leave)
+
+    def _skipped(self, found: DryRun) -> list[CutPlace]:
+        """The modules whose shapes are enough for later stages."""
+        cuts = {cut.module for cut in self._stages.cuts}
+        return [
+            place
+            for place in found.places
+            if place.module not in cuts
+            and place.only_weights
+            and not any(place.begun < cut.time < place.time for cut in self._stages.cuts)
+        ]
+
+    def _skip(self, module: nn.Module, stage: int) -> None:
+        own = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._stage > stage:
+                return self._shape_of(module, own, args, kwargs)
+            return own(*args, **kwargs)
+
+        module.forward = forward
+
+    def _shape_of(self, module: nn.Module, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What a module of an earlier stage returns, on the meta device."""
+        key = (id(module), module.training, *map(_shape_key, tree_leaves((args, kwargs))))
+        if key not in self._shapes:
+            args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, kwargs))
+            buffers = {name: b.clone() for name, b in module.named_buffers()}
+            patched, module.forward = module.forward, own
+            try:
+                with torch.no_grad(), explaining_meta():
+                    self._shapes[key] = torch.func.functional_call(module, buffers, args, kwargs)
+            finally:
+                module.forward = patched
+        return self._shapes[key]
+
+
+def _shape_key(leaf: Any) -> Hashable:
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), leaf.dtype
+    return leaf if isinstance(leaf, int | float | str | bool | None) else id(type(leaf))
+
+
+def _refuse_reentrant_checkpoint(module: str) -> None:
+    """Raise if a module computes inside ``torch.utils.checkpoint`` with ``use_reentrant=True``.
+
+    Raises:
+        ValueError: autograd records nothing there, so no gradient would reach the stage.
+    """
+    frame = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "forward" and code.co_filename.endswith("torch/utils/checkpoint.py"):
+            raise ValueError(
+                f"the cut after {module} is inside of torch.utils.checkpoint with "
+                "use_reentrant=True, whose results autograd does not see before it ends: use "
+                "checkpoint(..., use_reentrant=False), or cut elsewhere with stages=[...]"
+            )
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+class _Before:
+    """Surrounds what a forward computes before a stage: shapes only, and nothing compiled."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._mode = OnMeta(device)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        self._stack.enter_context(uncompiled())
+        self._stack.enter_context(self._mode)
+
+    def end(self) -> None:
+        """The stage begins. A mode that the forward itself has entered since then stays."""
+        if _get_current_function_mode_stack()[-1] is self._mode:
+            self._stack.close()
+        else:
+            self._mode.active = False
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()

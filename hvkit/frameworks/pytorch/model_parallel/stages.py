@@ -1,0 +1,196 @@
+"""Which stage of a pipeline holds what: cuts, parameters, buffers, and a prediction of memory."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from torch import nn
+
+from hvkit.frameworks.pytorch.model_parallel.dry_run import CutPlace, DryRun
+
+Balance = Literal["flops", "bytes"]
+BALANCES = get_args(Balance)
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The stages of a model.
+
+    Attributes:
+        cuts: between each stage and the next.
+        rank_of: by stage, the rank along the pipeline axis that holds it.
+        of_parameter: by name, the stages that use a parameter, in ascending order. One that none
+            uses is the first stage's.
+        of_module: by name, the stage in which a module's first call begins.
+        flops: by stage, the share of forward, from 0 to 1.
+        nbytes: by stage, of its parameters.
+        saved: by stage, bytes that autograd keeps for backward, for a micro-batch.
+    """
+
+    cuts: tuple[CutPlace, ...]
+    rank_of: tuple[int, ...]
+    of_parameter: Mapping[str, tuple[int, ...]]
+    of_module: Mapping[str, int]
+    flops: tuple[float, ...]
+    nbytes: tuple[int, ...]
+    saved: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.rank_of)
+
+    def of_rank(self, rank: int) -> list[int]:
+        """The stages that a rank of the pipeline axis holds, in ascending order."""
+        return [stage for stage, holder in enumerate(self.rank_of) if holder == rank]
+
+    def holders(self, parameter: str) -> list[int]:
+        """The ranks of the pipeline axis that hold a parameter, in ascending order."""
+        return sorted({self.rank_of[stage] for stage in self.of_parameter[parameter]})
+
+    def buffer_holder(self, buffer: str) -> int:
+        """The rank of the pipeline axis whose value of a buffer counts."""
+        module = buffer.rpartition(".")[0]
+        while module and module not in self.of_module:
+            module = module.rpartition(".")[0]
+        return self.rank_of[self.of_module.get(module, 0)]
+
+    def described(self) -> str:
+        """A line for each stage, for the log."""
+        lines = []
+        for stage, rank in enumerate(self.rank_of):
+            cut = f"; cut after {self.cuts[stage].module}" if stage < len(self.cuts) else ""
+            lines.append(
+                f"stage {stage} (rank {rank} of the pipeline): {self.flops[stage]:.0%} of the "
+                f"FLOPs, {self.nbytes[stage] / 1e6:.3g} MB of weights{cut}"
+            )
+        return "\n    ".join(lines)
+
+
+def ranks_of_stages(ranks: int, per_rank: int, *, v_shaped: bool) -> tuple[int, ...]:
+    """The rank of each stage: 0 1 0 1 for two ranks with two stages each, or 0 1 1 0 in a V."""
+    count = ranks * per_rank
+    return tuple(min(s, count - 1 - s) if v_shaped else s % ranks for s in range(count))
+
+
+def plan_stages(
+    model: nn.Module,
+    found: DryRun,
+    rank_of: Sequence[int],
+    choice: Sequence[str] | Balance = "flops",
+) -> Stages:
+    """Divide a model into stages.
+
+    Args:
+        model: with its whole parameters, also on the meta device.
+        found: by a dry run.
+        rank_of: by stage.
+        choice: the modules after which to cut, or what the largest stage should have least of.
+
+    Raises:
+        ValueError: there are too few places, or a module is none of them; names those there are.
+    """
+    sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
+    by_name = {place.module: place for place in found.places}
+    if isinstance(choice, str):
+        cuts = _balanced(found, sizes, len(rank_of), choice)
+    else:
+        for name in choice:
+            if name not in by_name:
+                raise ValueError(
+                    f"stages={list(choice)}: the model cannot be cut after {name!r}, only after "
+                    f"{_listed(found)}"
+                )
+        cuts = sorted((by_name[name] for name in choice), key=lambda cut: cut.time)
+    times = [cut.time for cut in cuts]
+
+    def stage_at(time: int) -> int:
+        return bisect.bisect_left(times, time)
+
+    of_parameter = {
+        name: tuple(sorted({stage_at(time) for time in found.reads.get(name, (0,))}))
+        for name in sizes
+    }
+    ends = [*(cut.flops for cut in cuts), found.flops]
+    starts = [0, *ends]
+    nbytes, saved = [0] * len(rank_of), [0] * len(rank_of)
+    for name, stages in of_parameter.items():
+        for stage in stages:
+            nbytes[stage] += sizes[name]
+    for time, size in found.saved:
+        saved[stage_at(time)] += size
+    return Stages(
+        cuts=tuple(cuts),
+        rank_of=tuple(rank_of),
+        of_parameter=of_parameter,
+        # A call that begins right after a cut has not computed anything yet.
+        of_module={name: stage_at(begun + 1) for name, begun in found.calls.items()},
+        flops=tuple(
+            (end - start) / max(found.flops, 1) for start, end in zip(starts, ends, strict=False)
+        ),
+        nbytes=tuple(nbytes),
+        saved=tuple(saved),
+    )
+
+
+def _listed(found: DryRun) -> str:
+    return ", ".join(place.module for place in found.places) or "no module at all"
+
+
+def _balanced(
+    found: DryRun, sizes: Mapping[str, int], stages: int, balance: Balance | str
+) -> list[CutPlace]:
+    """The cuts that make the largest stage smallest, by dynamic programming.
+
+    Of cuts that are equal in this, those with the fewest bytes between stages.
+
+    Raises:
+        ValueError: there are too few places.
+    """
+    if balance not in BALANCES:
+        raise ValueError(
+            f"stages must be {' or '.join(map(repr, BALANCES))}, or a list of the modules after "
+            f"which to cut, got {balance!r}"
+        )
+    places = found.places
+    if len(places) < stages - 1:
+        raise ValueError(
+            f"a pipeline of {stages} stages needs {stages - 1} places to cut the model, but there "
+            f"are {len(places)}: after {_listed(found)}. A model can be cut after a module that is "
+            "called once, if all that is used later and depends on weights is its output"
+        )
+    last = len(places) + 1
+    ends = [0, *(place.time for place in places), math.inf]
+    flops = [0, *(place.flops for place in places), found.flops]
+    crossing = [0, *(place.nbytes for place in places), 0]
+
+    def cost(start: int, stop: int) -> int:
+        if balance == "flops":
+            return flops[stop] - flops[start]
+        return sum(
+            sizes[name]
+            for name, times in found.reads.items()
+            if any(ends[start] < time <= ends[stop] for time in times)
+        )
+
+    costs = {(i, j): cost(i, j) for j in range(1, last + 1) for i in range(j)}
+    best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
+    for _ in range(stages):
+        best = {
+            j: min(
+                (max(worst, costs[i, j]), sent + crossing[j], (*chosen, j))
+                for i, (worst, sent, chosen) in best.items()
+                if i < j
+            )
+            for j in range(1, last + 1)
+            if any(i < j for i in best)
+        }
+    *chosen, _ = best[last][2]
+    return [places[j - 1] for j in chosen]
+
+
+def holders_by_parameter(stages: Stages, names: Sequence[str]) -> dict[str, Any]:
+    """By parameter, the ranks of the pipeline axis that hold it."""
+    return {name: stages.holders(name) for name in names}

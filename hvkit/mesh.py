@@ -1,0 +1,209 @@
+"""``hvkit.Mesh``: ranks in rows and columns, each axis with its own way of dividing the work.
+
+Ranks stand in the order data, shard, pipeline, tensor: the tensor axis changes fastest, so that
+neighbours, which are on one host, exchange the most.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from hvkit import runtime
+from hvkit.communication.division import allow_groups
+
+Axis = Literal["data", "shard", "pipeline", "tensor"]
+AXES: tuple[Axis, ...] = get_args(Axis)
+"""The outermost first."""
+
+_REST = -1
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """How many ranks stand along each axis. All ranks must make an equal one.
+
+    The product of the axes is the number of ranks. One axis may be -1: it gets the ranks that the
+    others leave. Make the mesh before the first call that starts Horovod, such as ``hvkit.rank()``,
+    because Horovod must know when it starts that there will be groups of ranks.
+
+    Args:
+        data: rows of ranks that each train a whole model on batches of their own, kept in step by
+            ``strategy=``.
+        pipeline: ranks that hold successive stages of the layers.
+        tensor: ranks that hold a part of each layer.
+        shard: ranks that hold a part of each weight between uses, as ``FullyShard``, on batches of
+            their own.
+
+    Raises:
+        TypeError: an axis is no int.
+        ValueError: an axis is neither positive nor -1, or several are -1.
+    """
+
+    data: int = _REST
+    pipeline: int = 1
+    tensor: int = 1
+    shard: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            length = getattr(self, axis)
+            if not isinstance(length, int) or isinstance(length, bool):
+                raise TypeError(f"{axis} of a Mesh must be an int, got {length!r}")
+            if length < 1 and length != _REST:
+                raise ValueError(
+                    f"{axis} of a Mesh must be a positive number of ranks, or -1 for those that "
+                    f"the other axes leave, got {length}"
+                )
+        open_axes = [axis for axis in AXES if getattr(self, axis) == _REST]
+        if len(open_axes) > 1:
+            raise ValueError(
+                f"{' and '.join(open_axes)} of a Mesh are -1, but only one axis can get the ranks "
+                "that the others leave: give the other one a number"
+            )
+        if self.data != 1 and (self.pipeline, self.tensor, self.shard) != (1, 1, 1):
+            allow_groups()
+
+    def filled(self, size: int) -> Mesh:
+        """The mesh of so many ranks, without -1.
+
+        Raises:
+            ValueError: the axes do not make up that many.
+        """
+        lengths = {axis: getattr(self, axis) for axis in AXES}
+        known = math.prod(length for length in lengths.values() if length != _REST)
+        rest, left = divmod(size, known)
+        full = {axis: rest if length == _REST else length for axis, length in lengths.items()}
+        if left or math.prod(full.values()) != size:
+            product = " x ".join(
+                f"{axis} {n}" for axis, n in lengths.items() if n not in (1, _REST)
+            )
+            raise ValueError(
+                f"{self} needs a number of ranks that {product or 'its axes'} divide, but there "
+                f"are {size}: choose axes whose product is {size}, or start {known} ranks"
+            )
+        return Mesh(**full)
+
+
+@dataclass(frozen=True)
+class Position:
+    """A rank's place in a mesh.
+
+    Attributes:
+        mesh: without -1.
+        rank: among all ranks.
+    """
+
+    mesh: Mesh
+    rank: int
+
+    def along(self, axis: Axis) -> int:
+        """The rank's number along an axis, from 0."""
+        inner = AXES[AXES.index(axis) + 1 :]
+        step = math.prod(getattr(self.mesh, each) for each in inner)
+        length: int = getattr(self.mesh, axis)
+        return self.rank // step % length
+
+    @property
+    def batch(self) -> int:
+        """Which part of each global batch the rank gets, from 0."""
+        return self.along("data") * self.mesh.shard + self.along("shard")
+
+    @property
+    def batches(self) -> int:
+        """How many parts a global batch has."""
+        return self.mesh.data * self.mesh.shard
+
+    def members(self, *axes: Axis) -> tuple[int, ...]:
+        """The ranks that differ from this one along these axes only, with it, in ascending order."""
+        return next(row for row in rows(self.mesh, *axes) if self.rank in row)
+
+
+def rows(mesh: Mesh, *axes: Axis) -> list[tuple[int, ...]]:
+    """All ranks, divided into groups whose members differ along these axes only.
+
+    Args:
+        mesh: without -1.
+    """
+    others = [axis for axis in AXES if axis not in axes]
+    found: dict[tuple[int, ...], list[int]] = {}
+    for place in positions(mesh):
+        found.setdefault(tuple(place.along(axis) for axis in others), []).append(place.rank)
+    return [tuple(row) for row in found.values()]
+
+
+def positions(mesh: Mesh) -> Iterator[Position]:
+    """The places of all ranks, in their order."""
+    for rank in range(math.prod(getattr(mesh, axis) for axis in AXES)):
+        yield Position(mesh, rank)
+
+
+def position_in(mesh: Mesh) -> Position:
+    """This process's place.
+
+    Raises:
+        TypeError: ``mesh`` is none.
+        ValueError: the mesh is of another number of ranks.
+    """
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh must be a hvkit.Mesh, such as hvkit.Mesh(pipeline=2), got {mesh!r}")
+    return Position(mesh.filled(runtime.size()), runtime.rank())
+
+
+def picture(mesh: Mesh, hosts: Sequence[str]) -> str:
+    """The mesh as text: a line for each part of a batch, a column for each stage.
+
+    Args:
+        mesh: without -1.
+        hosts: of each rank.
+    """
+    used = [f"{axis} {n}" for axis in AXES if (n := getattr(mesh, axis)) > 1]
+    head = f"{len(hosts)} ranks: {' x '.join(used) or 'one'}"
+    lines: dict[tuple[int, int], list[str]] = {}
+    for row in rows(mesh, "tensor"):
+        first = Position(mesh, row[0])
+        key = first.along("data"), first.along("shard")
+        names = list(dict.fromkeys(hosts[rank] for rank in row))
+        where = f" on {', '.join(names)}" if len(set(hosts)) > 1 else ""
+        lines.setdefault(key, []).append(f"{' '.join(map(str, row))}{where}")
+    stages = [f"stage {n}" for n in range(mesh.pipeline)] if mesh.pipeline > 1 else ["ranks"]
+    table = [["", *stages]]
+    for (data, shard), cells in lines.items():
+        parts = [f"data {data}"] * (mesh.data > 1) + [f"shard {shard}"] * (mesh.shard > 1)
+        table.append([" ".join(parts), *cells])
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    text = [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in table
+    ]
+    return "\n    ".join([head, *text])
+
+
+def without_data(mesh: Mesh) -> Mesh:
+    """The part of the mesh that holds one whole model."""
+    return dataclasses.replace(mesh, data=1)
+
+
+@dataclass(frozen=True)
+class MeshOptions:
+    """The arguments of ``hvkit.distribute`` about a mesh.
+
+    Attributes:
+        position: this rank's; of one axis of data unless a mesh was passed.
+        microbatches: parts of a batch that follow each other through a pipeline.
+        schedule: in which order.
+        stages: where to cut, or what to balance.
+    """
+
+    position: Position = dataclasses.field(repr=False)
+    microbatches: int
+    schedule: str
+    stages: tuple[str, ...] | str
+
+    @property
+    def mesh(self) -> Mesh:
+        """Without -1."""
+        return self.position.mesh
