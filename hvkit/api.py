@@ -23,7 +23,7 @@ from hvkit.errors import ranks_text
 from hvkit.learning_rate import LRScaling, Multiplier, describe, length_of_warmup, make_multiplier
 from hvkit.log import logger
 from hvkit.main_rank import warn_once
-from hvkit.mesh import Mesh, MeshOptions, picture, position_in, rows
+from hvkit.mesh import SCHEDULES, Mesh, MeshOptions, picture, position_in, rows
 from hvkit.monitor.monitor import Monitor
 from hvkit.strategies.diloco import DiLoCo
 from hvkit.strategies.fully_shard import FullyShard
@@ -115,7 +115,10 @@ def distribute(
             the pipeline axis; ranks along the data axis train with ``strategy``. In PyTorch.
         microbatches: parts of a batch that follow each other through a pipeline; None for four for
             each stage.
-        schedule: in which order: ``"GPipe"``, all forward and then all backward.
+        schedule: in which order: ``"GPipe"``, all forward and then all backward; or one of
+            PyTorch's, ``"1F1B"``, ``"LoopedBFS"``, ``"Interleaved1F1B"``,
+            ``"InterleavedZeroBubble"``, ``"ZBVZeroBubble"``, ``"DualPipeV"``, for a loss that is a
+            mean over samples.
         stages: the modules after which to cut a pipeline, ``["blocks.3"]``; or what to balance,
             ``"flops"`` or ``"bytes"`` of weights.
 
@@ -360,8 +363,12 @@ def _mesh_options(
             "hvkit.Mesh(pipeline=2)"
         )
     count = 4 * position.mesh.pipeline if microbatches is None else microbatches
-    if schedule != "GPipe":
-        raise ValueError(f"schedule must be 'GPipe', got {schedule!r}")
+    _one_of("schedule", schedule, SCHEDULES)
+    if schedule != "GPipe" and count % position.mesh.pipeline:
+        raise ValueError(
+            f"microbatches={count} with schedule={schedule!r} must be a multiple of the "
+            f"{position.mesh.pipeline} ranks of the pipeline"
+        )
     if not isinstance(stages, str) and not all(isinstance(each, str) for each in stages):
         raise TypeError(f"stages must hold the names of modules, got {stages!r}")
     return MeshOptions(

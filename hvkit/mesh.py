@@ -19,6 +19,17 @@ Axis = Literal["data", "shard", "pipeline", "tensor"]
 AXES: tuple[Axis, ...] = get_args(Axis)
 """The outermost first."""
 
+SCHEDULES = (
+    "GPipe",
+    "1F1B",
+    "LoopedBFS",
+    "Interleaved1F1B",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "DualPipeV",
+)
+"""Of pipelines."""
+
 _REST = -1
 
 

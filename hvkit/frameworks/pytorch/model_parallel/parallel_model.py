@@ -36,6 +36,12 @@ from hvkit.frameworks.pytorch.model_parallel.stages import (
     plan_stages,
     ranks_of_stages,
 )
+from hvkit.frameworks.pytorch.model_parallel.torch_schedules import (
+    GPIPE,
+    STAGES_PER_RANK,
+    V_SHAPED,
+    ScheduledPipeline,
+)
 from hvkit.frameworks.pytorch.refusals import mark_in_mesh
 from hvkit.log import logger
 from hvkit.main_rank import warn_once
@@ -75,7 +81,7 @@ class ParallelModel:
         self._group = self._groups["pipeline"].get_group()
         links = StageLinks(self._group, dist.get_process_group_ranks(self._group), device, name)
         self._links = links
-        self._pipeline: Pipeline | None = None
+        self._pipeline: Pipeline | ScheduledPipeline | None = None
         self._parts: ModelParts | None = None
         # The parameters that several ranks of the pipeline hold, with these ranks.
         self._shared: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
@@ -137,13 +143,23 @@ class ParallelModel:
                     "hvkit.shard(loader, mesh=mesh), and seed random transformations equally"
                 )
 
-    def _divide(self, args: Any, kwargs: Any) -> Pipeline:
+    def _divide(self, args: Any, kwargs: Any) -> Pipeline | ScheduledPipeline:
         """Keep this rank's part of the model, and give up the rest."""
         model, options = self._model, self._options
         first = divided(args, kwargs, options.microbatches)[0]
         vars(model).pop("forward")
         found = dry_run(model, first.args, first.kwargs, self._device)
-        rank_of = ranks_of_stages(options.mesh.pipeline, 1, v_shaped=False)
+        per_rank = STAGES_PER_RANK[options.schedule]
+        if per_rank > 1 and not isinstance(options.stages, str):
+            per_rank, rest = divmod(len(options.stages) + 1, options.mesh.pipeline)
+            if rest or per_rank < 2:
+                raise ValueError(
+                    f"stages={list(options.stages)} makes {len(options.stages) + 1} stages, but "
+                    f"schedule={options.schedule!r} needs the same number, at least two, for each "
+                    f"of the {options.mesh.pipeline} ranks of a pipeline"
+                )
+        v_shaped = options.schedule in V_SHAPED
+        rank_of = ranks_of_stages(options.mesh.pipeline, per_rank, v_shaped=v_shaped)
         choice = options.stages if isinstance(options.stages, str) else list(options.stages)
         stages = plan_stages(model, found, rank_of, choice)  # type: ignore[arg-type]
         if options.position.rank == 0:
@@ -161,7 +177,7 @@ class ParallelModel:
                 "depend on the batch",
             )
         around = self._train(own, norms)
-        return Pipeline(
+        pipeline = Pipeline(
             model,
             staged,
             stages,
@@ -170,6 +186,9 @@ class ParallelModel:
             options.microbatches,
             functools.partial(self._before_backward, around),
         )
+        if options.schedule == GPIPE:
+            return pipeline
+        return ScheduledPipeline(pipeline, options.schedule, own)
 
     def _take_part(self, stages: Stages, rank: int) -> dict[str, nn.Parameter]:
         """Give up what other stages hold, and return this rank's parameters by name."""

@@ -97,15 +97,24 @@ class Pipeline:
         self.staged, self.stages, self.rank, self.links = staged, stages, rank, links
         self.microbatches = microbatches
         self._model = model
-        self._around_backward = around_backward
+        self.around_backward = around_backward
         self.mine = stages.of_rank(rank)
         self.last = len(stages) - 1
+        # By stage and shapes of a micro-batch: what a stage receives and gives.
+        self.layouts: dict[tuple[int, Hashable], list[list[Layout]]] = {}
         self._results: dict[Hashable, tuple[Any, list[Layout]]] = {}
         self._compared = microbatches == 1
 
-    def __call__(self, args: Any, kwargs: Any) -> Any:
-        """The result of the model's forward for a batch; a collective of the pipeline."""
-        batches = divided(args, kwargs, self.microbatches)
+    def __call__(
+        self, args: Any, kwargs: Any, batches: list[MicroBatch] | None = None
+    ) -> Any:
+        """The result of the model's forward for a batch; a collective of the pipeline.
+
+        Args:
+            args, kwargs: of the call.
+            batches: its micro-batches; None for those of a batch that need not be equal.
+        """
+        batches = batches or divided(args, kwargs, self.microbatches)
         if not self._compared and len(batches) > 1:
             self._compared = True
             self._require_independent_samples(args, kwargs, batches)
@@ -124,12 +133,15 @@ class Pipeline:
                 entry, received = enter(*arriving(i))
                 output = self.staged.run(stage, received, batch)
                 tensors = tensors_in(output)
+                if torch.is_grad_enabled():
+                    given = [entry.all_layouts, list(map(Layout.of, tensors))]
+                    self.layouts.setdefault((stage, self.key(batch)), given)
                 done.computed[stage, i] = _Computed(entry, tensors)
                 if stage == self.last:
                     done.result.append(output)
                 elif self.stages.rank_of[stage + 1] != self.rank:
                     to = self.stages.rank_of[stage + 1]
-                    self.links.send(tensors, to, self._key(stage + 1, batch))
+                    self.links.send(tensors, to, self._stage_key(stage + 1, batch))
         self.links.flush()
         return done
 
@@ -142,7 +154,7 @@ class Pipeline:
         source = self.stages.rank_of[stage - 1]
         if source == self.rank:
             return lambda i: _handed_on(done.computed[stage - 1, i].output)
-        keys = [self._key(stage, batch) for batch in batches]
+        keys = [self._stage_key(stage, batch) for batch in batches]
         started: list[tuple[list[Layout], Arriving]] = []
 
         def give(i: int) -> tuple[list[Layout], list[torch.Tensor]]:
@@ -156,17 +168,21 @@ class Pipeline:
 
         return give
 
-    def _key(self, stage: int, batch: MicroBatch) -> Hashable:
-        """What the shapes of a stage's input depend on."""
+    def key(self, batch: MicroBatch) -> Hashable:
+        """What the shapes of all that stages give depend on."""
         shapes = tuple((tuple(t.shape), t.dtype) for t in tensors_in((batch.args, batch.kwargs)))
-        return stage, torch.is_grad_enabled(), self._model.training, autocast_state(), shapes
+        return torch.is_grad_enabled(), self._model.training, autocast_state(), shapes
 
-    def _result_key(self, done: Pass) -> Hashable:
-        return tuple(self._key(self.last, batch) for batch in done.batches)
+    def _stage_key(self, stage: int, batch: MicroBatch) -> Hashable:
+        return stage, self.key(batch)
+
+    def result_of(self, batches: Sequence[MicroBatch]) -> tuple[Any, list[Layout]] | None:
+        """The structure of the result for micro-batches, and of its tensors; None if not known."""
+        return self._results.get(tuple(map(self.key, batches)))
 
     def _on_all_ranks(self, done: Pass) -> tuple[Any, list[torch.Tensor]]:
         """The structure of the whole batch's result, and its tensors, from the last stage."""
-        source, key = self.stages.rank_of[self.last], self._result_key(done)
+        source, key = self.stages.rank_of[self.last], tuple(map(self.key, done.batches))
         whole: list[torch.Tensor] = []
         if self.rank == source:
             whole = joined([tensors_in(each) for each in done.result], done.sizes)
@@ -200,7 +216,7 @@ class Pipeline:
                 "had kept of forward: retain_graph=True has no effect there. Add the losses, and "
                 "call backward() once"
             )
-        end = self._around_backward()
+        end = self.around_backward()
         passed: dict[int, list[torch.Tensor]] = {}
         for stage in reversed(self.mine):
             arriving = self._receive_gradients(stage, done, gradients, passed)
@@ -313,6 +329,7 @@ class _Entry:
     """
 
     def __init__(self, layouts: Sequence[Layout], tensors: Sequence[torch.Tensor]) -> None:
+        self.all_layouts = list(layouts)
         self.layouts = [each for each in layouts if each.trained]
         self.tensors = [t for t, each in zip(tensors, layouts, strict=True) if each.trained]
         self.caught: list[torch.Tensor | None] = [None] * len(self.layouts)
@@ -374,7 +391,7 @@ class Results(torch.autograd.Function):
     ) -> Any:
         ctx.of = pipeline, done
         ctx.set_materialize_grads(False)
-        outputs = tuple(map(_same_memory, whole))
+        outputs = tuple(map(same_memory, whole))
         ctx.mark_non_differentiable(
             *(t for t, trained in zip(outputs, done.trained, strict=True) if not trained)
         )
@@ -388,6 +405,6 @@ class Results(torch.autograd.Function):
         return (None, None, None, *(None for _ in gradients))
 
 
-def _same_memory(t: torch.Tensor) -> torch.Tensor:
+def same_memory(t: torch.Tensor) -> torch.Tensor:
     """The same values in the same memory, but for autograd no view."""
     return torch.empty(0, dtype=t.dtype, device=t.device).set_(t)  # type: ignore[call-overload]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +38,11 @@ class Layout:
     def of(cls, t: torch.Tensor) -> Layout:
         """Of a tensor."""
         return cls(tuple(t.shape), t.dtype, t.requires_grad)
+
+    @property
+    def nbytes(self) -> int:
+        """Of it."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def empty(self, device: torch.device | str) -> torch.Tensor:
         """A tensor like it."""

@@ -1,0 +1,292 @@
+"""Outputs of a model whose forward runs only in ``backward()``, together with it.
+
+Schedules other than GPipe run forward and backward of different micro-batches in turns, so they
+need the loss before the script has computed it. ``model(x)`` then returns tensors without values.
+They record what the script computes from them, and ``backward()`` computes it for each micro-batch.
+Afterwards single numbers, such as the loss, have their values. If the script needs a value earlier,
+this batch takes GPipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from hvkit.frameworks.pytorch.model_parallel.dry_run import OnMeta, tensors_in
+from hvkit.frameworks.pytorch.model_parallel.microbatches import MicroBatch
+
+# What reads a property, and needs no value.
+_WITHOUT_VALUE = frozenset(
+    {"__get__", "size", "dim", "ndimension", "__len__", "numel", "is_floating_point", "__hash__"}
+)
+# What needs a value.
+_WITH_VALUE = frozenset(
+    {
+        "item",
+        "tolist",
+        "numpy",
+        "__float__",
+        "__int__",
+        "__index__",
+        "__bool__",
+        "__repr__",
+        "__format__",
+        "__array__",
+        "__contains__",
+    }
+)
+# How far the mean over micro-batches may be from the value for the batch.
+_TOLERANCE = 1e-5
+
+
+class Runner(Protocol):
+    """Runs a batch whose outputs are deferred."""
+
+    def run_now(self, run: DeferredRun) -> list[torch.Tensor]:
+        """The outputs of the whole batch, by GPipe."""
+
+    def run_backward(self, run: DeferredRun) -> None:
+        """Run forward and backward for all micro-batches, and set ``run.values``."""
+
+
+@dataclass(eq=False)
+class Recorded:
+    """A tensor that the script has made from deferred ones.
+
+    Attributes:
+        output: the number of the model's output that it is; None for a result of ``function``.
+        function: with ``args`` and ``kwargs``, among which are deferred tensors.
+        dtype: of it.
+        single: whether it is a single number.
+    """
+
+    output: int | None = None
+    function: Callable[..., Any] | None = None
+    args: Any = ()
+    kwargs: Any = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    single: bool = False
+
+
+@dataclass(eq=False)
+class DeferredRun:
+    """A training batch whose forward waits for ``backward()``.
+
+    Attributes:
+        runner: runs it.
+        args, kwargs: of the model's call.
+        batches: its micro-batches, of equal sizes.
+        samples: of the batch.
+        autocast: as it was at the call, by kind of device.
+        nodes: what the script has made, in order.
+        root: what ``backward()`` was called on.
+        values: of single numbers, after ``backward()``; None before.
+        whole: outputs of the whole batch, if a value was needed before.
+    """
+
+    runner: Runner
+    args: Any
+    kwargs: Any
+    batches: list[MicroBatch]
+    samples: int
+    autocast: Sequence[tuple[bool, torch.dtype]]
+    nodes: list[Recorded] = field(default_factory=list)
+    root: Recorded | None = None
+    values: Mapping[Recorded, torch.Tensor] | None = None
+    whole: list[torch.Tensor] | None = None
+    _evaluate: Callable[[Recorded], torch.Tensor] | None = None
+
+    def outputs(self, metas: Sequence[torch.Tensor], device: torch.device) -> list[Deferred]:
+        """Tensors for the script, like these on the meta device."""
+        made = []
+        for number, meta in enumerate(metas):
+            self.nodes.append(Recorded(number, dtype=meta.dtype, single=not meta.dim()))
+            made.append(Deferred(meta, device, self, self.nodes[-1]))
+        return made
+
+    @property
+    def singles(self) -> list[Recorded]:
+        """What the script has made that is a single number."""
+        return [node for node in self.nodes if node.single]
+
+    def kind(self) -> tuple[str, ...]:
+        """What was computed, without the values."""
+        return tuple(getattr(node.function, "__name__", "output") for node in self.nodes)
+
+    def evaluator(
+        self, outputs: Sequence[torch.Tensor], part: int | None
+    ) -> Callable[[Recorded], torch.Tensor]:
+        """What computes recorded tensors from outputs of the model.
+
+        Args:
+            outputs: of a micro-batch, or of the whole batch.
+            part: the number of the micro-batch; None for the whole.
+        """
+        memo: dict[Recorded, torch.Tensor] = {}
+
+        def of_part(t: torch.Tensor) -> torch.Tensor:
+            if isinstance(t, Deferred):
+                return evaluate(t.node)
+            if part is not None and t.dim() and t.shape[0] % self.samples == 0:
+                rows = t.shape[0] // self.samples
+                sizes = [batch.samples * rows for batch in self.batches]
+                return t.split(sizes)[part]  # type: ignore[no-any-return,no-untyped-call]
+            return t
+
+        def evaluate(node: Recorded) -> torch.Tensor:
+            if node not in memo:
+                if node.function is None:
+                    assert node.output is not None
+                    memo[node] = outputs[node.output]
+                else:
+                    args, kwargs = tree_map_only(torch.Tensor, of_part, (node.args, node.kwargs))
+                    memo[node] = _not_in_place(node.function, args, kwargs)
+            return memo[node]
+
+        return evaluate
+
+    def known(self, t: torch.Tensor) -> torch.Tensor:
+        """The value of a tensor, which may be deferred.
+
+        Raises:
+            ValueError: it was not kept.
+        """
+        if not isinstance(t, Deferred):
+            return t
+        if self.values is not None:
+            if t.node not in self.values:
+                raise ValueError(
+                    f"the value of a tensor of shape {tuple(t.shape)} that was computed from a "
+                    "pipeline's outputs was not kept: after backward() only single numbers are "
+                    "known that are means or sums over samples. Compute it before backward(), or "
+                    'use schedule="GPipe", which gives all values at once'
+                )
+            return self.values[t.node]
+        if self.whole is None:
+            self.whole = self.runner.run_now(self)
+            self._evaluate = self.evaluator(self.whole, None)
+        assert self._evaluate is not None
+        return self._evaluate(t.node)
+
+    def backward(self, root: Recorded) -> None:
+        """Train on the batch."""
+        if self.values is not None:
+            raise RuntimeError(
+                "backward() a second time through a pipeline: add the losses, and call it once"
+            )
+        self.root = root
+        self.runner.run_backward(self)
+
+
+def _not_in_place(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a function; one that changes its first argument gets a copy of it."""
+    name = getattr(function, "__name__", "")
+    in_place = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+    if in_place:
+        args = (args[0].clone(), *args[1:])
+    return function(*args, **kwargs)
+
+
+class Deferred(torch.Tensor):
+    """A tensor without a value, which records what is computed from it."""
+
+    meta: torch.Tensor
+    run: DeferredRun
+    node: Recorded
+
+    @staticmethod
+    def __new__(
+        cls, meta: torch.Tensor, device: torch.device, run: DeferredRun, node: Recorded
+    ) -> Deferred:
+        t: Deferred = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, meta.shape, dtype=meta.dtype, device=device
+        )
+        t.meta, t.run, t.node = meta, run, node
+        return t
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(f"{func} needs a value that waits for backward()")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = next(t for t in tensors_in((args, kwargs)) if isinstance(t, Deferred))
+        run, name = first.run, getattr(func, "__name__", "")
+        if func is torch.Tensor.backward and run.whole is None:
+            return run.backward(args[0].node)
+        if getattr(func, "__self__", None) is torch.Tensor.requires_grad:
+            return first.meta.is_floating_point()
+        if name in _WITHOUT_VALUE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if run.values is None and run.whole is None and name not in _WITH_VALUE:
+            try:
+                return _record(run, first.device, func, args, kwargs)
+            except (RuntimeError, NotImplementedError):
+                pass  # its shape depends on values, as that of a selection by a mask
+        known = tree_map_only(torch.Tensor, _known, (args, kwargs))
+        return func(*known[0], **known[1])
+
+
+def _known(t: torch.Tensor) -> torch.Tensor:
+    return t.run.known(t) if isinstance(t, Deferred) else t
+
+
+def _record(run: DeferredRun, device: torch.device, func: Any, args: Any, kwargs: Any) -> Any:
+    """The deferred result of a function."""
+    # Those of earlier batches have values by now.
+    args, kwargs = tree_map_only(Deferred, lambda t: t if t.run is run else _known(t), (args, kwargs))
+    metas = tree_map_only(torch.Tensor, _meta_of, (args, kwargs))
+    with torch.no_grad(), OnMeta(device):
+        out = func(*metas[0], **metas[1])
+    if not isinstance(out, torch.Tensor):
+        if tensors_in(out):
+            raise NotImplementedError
+        return out
+    node = Recorded(None, func, args, kwargs, out.dtype, single=not out.dim())
+    run.nodes.append(node)
+    return Deferred(out, device, run, node)
+
+
+def _meta_of(t: torch.Tensor) -> torch.Tensor:
+    return t.meta.clone() if isinstance(t, Deferred) else t.to("meta")
+
+
+def weighted_values(
+    found: Sequence[Sequence[torch.Tensor]], sums: Sequence[bool]
+) -> list[torch.Tensor]:
+    """Numbers for a batch from those of its micro-batches, which have equal sizes.
+
+    Args:
+        found: by micro-batch, each number.
+        sums: whether a number is a sum over samples rather than a mean.
+    """
+    return [
+        torch.stack(column).sum() if is_sum else torch.stack(column).mean()
+        for column, is_sum in zip(zip(*found, strict=True), sums, strict=True)
+    ]
+
+
+def means_or_sums(
+    found: Sequence[Sequence[torch.Tensor]], whole: Sequence[torch.Tensor]
+) -> list[bool | None]:
+    """Whether each number is a sum over samples, a mean (False), or neither (None).
+
+    Args:
+        found: by micro-batch, each number.
+        whole: for the whole batch.
+    """
+    kinds: list[bool | None] = []
+    for column, value in zip(zip(*found, strict=True), whole, strict=True):
+        stacked = torch.stack([t.double() for t in column])
+        near = _TOLERANCE * max(float(value.abs()), float(stacked.abs().max()), 1e-30)
+        by_mean = abs(float(stacked.mean()) - float(value)) <= near
+        by_sum = abs(float(stacked.sum()) - float(value)) <= near
+        kinds.append(False if by_mean else True if by_sum else None)
+    return kinds
+

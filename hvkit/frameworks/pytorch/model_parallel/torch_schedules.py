@@ -1,0 +1,288 @@
+"""PyTorch's schedules of a pipeline: 1F1B, interleaved and zero-bubble ones.
+
+They run forward and backward of micro-batches in turns, so a rank keeps fewer results, and waits
+less. PyTorch's ``torch.distributed.pipelining`` is alpha: this module alone uses it.
+
+Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
+Megatron-LM" (2021); Qi et al., "Zero Bubble Pipeline Parallelism" (2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from hvkit.communication.traffic import count
+from hvkit.frameworks.pytorch.model_parallel.deferred_outputs import (
+    DeferredRun,
+    Recorded,
+    means_or_sums,
+    weighted_values,
+)
+from hvkit.frameworks.pytorch.model_parallel.dry_run import tensors_in, with_tensors
+from hvkit.frameworks.pytorch.model_parallel.microbatches import divided, joined, samples_in
+from hvkit.frameworks.pytorch.model_parallel.pipeline import (
+    Pipeline,
+    autocast_state,
+    same_memory,
+)
+from hvkit.frameworks.pytorch.model_parallel.stage_messages import Layout
+from hvkit.main_rank import warn_once
+
+GPIPE = "GPipe"
+STAGES_PER_RANK = {
+    GPIPE: 1,
+    "1F1B": 1,
+    "LoopedBFS": 2,
+    "Interleaved1F1B": 2,
+    "InterleavedZeroBubble": 2,
+    "ZBVZeroBubble": 2,
+    "DualPipeV": 2,
+}
+"""By schedule, how many stages a rank has unless ``stages=[...]`` names the cuts."""
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+"""Those in which the last stage is on the first rank."""
+SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+"""Those that compute the gradients of weights apart from those of inputs."""
+
+
+class ScheduledPipeline:
+    """A pipeline whose training batches take one of PyTorch's schedules.
+
+    The first batch of each shape, batches that cannot be divided as the schedule needs, and
+    evaluation take GPipe.
+
+    Args:
+        pipeline: this rank's part.
+        schedule: the name of PyTorch's.
+        parameters: this rank's, by name.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, schedule: str, parameters: Mapping[str, nn.Parameter]
+    ) -> None:
+        self._pipeline, self._schedule, self._parameters = pipeline, schedule, parameters
+        self._runs: dict[Hashable, Any] = {}
+        self._now: DeferredRun | None = None
+        self._loss_of: Callable[[Any, torch.Tensor], torch.Tensor]
+        # By what was computed from outputs: whether each number is a sum over samples.
+        self._sums: dict[tuple[str, ...], list[bool | None]] = {}
+
+    def __call__(self, args: Any, kwargs: Any) -> Any:
+        """Deferred outputs, or those of GPipe."""
+        pipeline = self._pipeline
+        batches = divided(args, kwargs, pipeline.microbatches, even=True)
+        if not torch.is_grad_enabled() or not self._fits(len(batches)):
+            return pipeline(args, kwargs)
+        found = pipeline.result_of(batches)
+        if found is None:  # the first of its shape, which shows the shapes of all stages
+            return pipeline(args, kwargs, batches)
+        structure, layouts = found
+        run = DeferredRun(
+            self, args, kwargs, batches, samples_in(args, kwargs), autocast_state()
+        )
+        metas = [each.empty("meta") for each in layouts]
+        return with_tensors(structure, run.outputs(metas, pipeline.links.device))
+
+    def _fits(self, batches: int) -> bool:
+        ranks = len(self._pipeline.links.ranks)
+        if batches >= len(self._pipeline.stages) and batches % ranks == 0:
+            return True
+        warn_once(
+            "batch for GPipe",
+            f"a batch that is divided into {batches} equal micro-batches takes GPipe, since "
+            f"{self._schedule} needs a multiple of {ranks} of them, and at least "
+            f"{len(self._pipeline.stages)}",
+        )
+        return False
+
+    def run_now(self, run: DeferredRun) -> list[torch.Tensor]:
+        """The outputs of the whole batch, by GPipe; the script needs a value already."""
+        return tensors_in(self._pipeline(run.args, run.kwargs, run.batches))
+
+    def run_backward(self, run: DeferredRun) -> None:
+        """Run forward and backward of all micro-batches; the values of single numbers follow."""
+        pipeline, self._now = self._pipeline, run
+        kind = run.kind()
+        found: list[list[torch.Tensor]] = []
+        outputs: list[list[torch.Tensor]] = []
+        is_last = pipeline.last in pipeline.mine
+        numbers = torch.arange(len(run.batches))
+
+        def loss_of(output: Any, number: torch.Tensor) -> torch.Tensor:
+            i = int(number)
+            evaluate = run.evaluator(tensors_in(output), i)
+            assert run.root is not None
+            with autocast_as(run.autocast):
+                loss = evaluate(run.root)
+                with torch.no_grad():
+                    found.append([evaluate(node).detach() for node in run.singles])
+            if kind not in self._sums:
+                outputs.append([t.detach() for t in tensors_in(output)])
+            return loss / len(run.batches)
+
+        schedule = self._schedule_for(run)
+        self._loss_of = loss_of
+        end = pipeline.around_backward()
+        with pipeline.links.in_call(), pipeline.links.waiting():
+            schedule.step(
+                mb=numbers,
+                target=numbers if is_last else None,
+                losses=[] if is_last else None,
+                return_outputs=False,
+            )
+        self._count(run)
+        end()
+        self._share_values(run, kind, found, outputs)
+
+    def _share_values(
+        self,
+        run: DeferredRun,
+        kind: tuple[str, ...],
+        found: list[list[torch.Tensor]],
+        outputs: list[list[torch.Tensor]],
+    ) -> None:
+        """Give all ranks the numbers that the last stage knows.
+
+        Raises:
+            ValueError: the loss is not a mean over samples; on every rank of the pipeline.
+        """
+        pipeline, source = self._pipeline, self._pipeline.stages.rank_of[self._pipeline.last]
+        if kind not in self._sums:
+            kinds = None
+            if found:
+                with torch.no_grad(), autocast_as(run.autocast):
+                    sizes = [batch.samples for batch in run.batches]
+                    evaluate = run.evaluator(joined(outputs, sizes), None)
+                    whole = [evaluate(node).detach() for node in run.singles]
+                kinds = means_or_sums(found, whole), run.singles.index(_root(run))
+            kinds = pipeline.links.object_from_rank(source, kinds)
+            sums, root = kinds
+            if sums[root] is not False:
+                raise ValueError(
+                    f"with schedule={self._schedule!r} the loss must be a mean over samples, but "
+                    "the mean over micro-batches is another one than that of the whole batch, as "
+                    "with a sum, or where ignore_index leaves out other numbers of samples: take "
+                    'the mean over samples, or use schedule="GPipe", which takes any loss'
+                )
+            self._sums[kind] = sums
+        sums = self._sums[kind]
+        values = torch.zeros(len(sums), dtype=torch.float64, device=pipeline.links.device)
+        if found:
+            values = torch.stack(
+                [t.double() for t in weighted_values(found, [bool(each) for each in sums])]
+            )
+        pipeline.links.from_rank(source, [values])
+        run.values = {
+            node: value.to(node.dtype, copy=True)
+            for node, value, is_sum in zip(run.singles, values, sums, strict=True)
+            if is_sum is not None
+        }
+        # The graph of what the script has computed is not needed any more.
+        run.args = run.kwargs = None
+        run.batches = []
+
+    def _count(self, run: DeferredRun) -> None:
+        """Count what PyTorch has sent between stages."""
+        pipeline = self._pipeline
+        for stage in pipeline.mine:
+            received, given = pipeline.layouts[stage, pipeline.key(run.batches[0])]
+            for other, layouts in ((stage - 1, received), (stage + 1, given)):
+                if not 0 <= other <= pipeline.last or pipeline.stages.rank_of[other] == pipeline.rank:
+                    continue
+                sent = [each for each in layouts if each.trained or other > stage]
+                size = sum(each.nbytes for each in sent)
+                count("activations", size * len(run.batches), len(sent) * len(run.batches))
+
+    def _schedule_for(self, run: DeferredRun) -> Any:
+        pipeline = self._pipeline
+        key = pipeline.key(run.batches[0]), len(run.batches)
+        if key not in self._runs:
+            stages = []
+            for stage in pipeline.mine:
+                received, given = pipeline.layouts[stage, key[0]]
+                used = pipeline.stages.of_parameter
+                own = [p for name, p in self._parameters.items() if stage in used[name]]
+                stages.append(
+                    PipelineStage(
+                        _StageModule(self, stage, own),
+                        stage,
+                        len(pipeline.stages),
+                        pipeline.links.device,
+                        input_args=_like(received),
+                        output_args=_like(given),
+                        group=pipeline.links.group,
+                    )
+                )
+            kind: Any = get_schedule_class(self._schedule)
+            several = STAGES_PER_RANK[self._schedule] > 1
+            self._runs[key] = kind(
+                stages if several else stages[0],
+                len(run.batches),
+                loss_fn=lambda output, number: self._loss_of(output, number),
+                scale_grads=False,
+            )
+        return self._runs[key]
+
+    def run_stage(self, stage: int, received: Sequence[torch.Tensor], number: int) -> Any:
+        """What a stage gives for a micro-batch of the current batch."""
+        run = self._now
+        assert run is not None
+        with autocast_as(run.autocast):
+            entered = [Entered.apply(t) if t.requires_grad else t for t in received]
+            return self._pipeline.staged.run(stage, entered, run.batches[number])
+
+
+def _root(run: DeferredRun) -> Recorded:
+    assert run.root is not None
+    return run.root
+
+
+def _like(layouts: Sequence[Layout]) -> tuple[torch.Tensor, ...]:
+    return tuple(each.empty("meta").requires_grad_(each.trained) for each in layouts)
+
+
+def autocast_as(state: Sequence[tuple[bool, torch.dtype]]) -> ExitStack:
+    """Autocast as ``autocast_state`` has found it."""
+    stack = ExitStack()
+    for kind, (enabled, dtype) in zip(("cpu", "cuda"), state, strict=True):
+        if enabled or torch.is_autocast_enabled(kind):
+            stack.enter_context(torch.autocast(kind, dtype, enabled=enabled))
+    return stack
+
+
+class _StageModule(nn.Module):
+    """A stage as PyTorch's schedules call it: with what the stage before gives, and a number."""
+
+    def __init__(
+        self, pipeline: ScheduledPipeline, stage: int, parameters: Sequence[nn.Parameter]
+    ) -> None:
+        super().__init__()
+        # Not as attributes that PyTorch registers: the parameters belong to the model.
+        vars(self).update(_of=pipeline, _stage=stage, _own=parameters)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Those of this stage, whose gradients zero-bubble schedules compute by themselves."""
+        return iter(vars(self)["_own"])
+
+    def forward(self, *received: torch.Tensor, mb: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        own = vars(self)
+        return tuple(tensors_in(own["_of"].run_stage(own["_stage"], received, int(mb))))
+
+
+class Entered(torch.autograd.Function):
+    """A received tensor that a stage may change in place."""
+
+    @staticmethod
+    def forward(ctx: Any, t: torch.Tensor) -> torch.Tensor:
+        return same_memory(t)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
